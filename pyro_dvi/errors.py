@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What can go wrong, by who has to act.
+
+Every exception names the site, function or file that it is about and says what to do next. Each class also
+derives from the built-in exception that a careful caller would already catch.
+"""
+
+
+class PyroDviError(Exception):
+    """Base class of everything that the library raises on purpose."""
+
+
+class ModelError(PyroDviError, ValueError):
+    """The model cannot be used this way: no observed site, a discrete latent, an unsuitable prior."""
+
+
+class GuideError(PyroDviError, ValueError):
+    """The guide does not fit the model or the objective: a dependent posterior, a site too few or too many."""
+
+
+class DataError(PyroDviError, ValueError):
+    """The data cannot be right: NaN, labels out of range, an empty loader, a minibatch without its scale."""
+
+
+class DeviceError(PyroDviError, RuntimeError):
+    """Data and parameters live on different devices."""
+
+
+class UnsupportedError(PyroDviError, NotImplementedError):
+    """A function, module or distribution for which no rule exists, named together with the way to add one."""
+
+
+class NonFiniteError(PyroDviError, FloatingPointError):
+    """A loss, gradient or variance became NaN or infinite."""
+
+
+class CheckpointError(PyroDviError, RuntimeError):
+    """A checkpoint is missing, foreign or does not fit the objects it should be loaded into."""
+
+
+class DviWarning(UserWarning):
+    """Something works but is probably not what was meant."""
