@@ -1,0 +1,37 @@
+# Every command that people and CI run, under one name. `make help` lists them.
+# Run inside an environment made by `python -m pip install -e ".[dev]"`.
+
+.DEFAULT_GOAL := help
+.PHONY: help format lint types imports test doctest docs bench quickstart
+
+help:  ## list these targets
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+format:  ## format the code in place and apply the safe fixes of the linter
+	ruff format .
+	ruff check --fix .
+
+lint:  ## check format and lint, change nothing
+	ruff format --check .
+	ruff check .
+
+types:  ## check the types of the package and the tests
+	mypy
+
+imports:  ## check that chapters import only from earlier chapters
+	lint-imports
+
+test:  ## run the tests
+	python -m pytest -n 2
+
+doctest:  ## run the examples of docstrings, README and documentation
+	python -m pytest tests/docs
+
+docs:  ## build the documentation into docs/_build/html, warnings are errors
+	sphinx-build -W --keep-going -b html docs docs/_build/html
+
+bench:  ## run every benchmark with its default budget; each writes its JSON and its table
+	@set -e; for script in benchmarks/*.py; do echo "== $$script"; python "$$script"; done
+
+quickstart:  ## train, compare and export a first Bayesian network
+	python examples/quickstart.py

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the documentation shows, runs: the code blocks of each page, and the examples in docstrings."""
+
+import doctest
+import importlib
+import pkgutil
+import re
+from pathlib import Path
+
+import pytest
+
+import pyro_dvi
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+MODULES = ["pyro_dvi", *(m.name for m in pkgutil.walk_packages(pyro_dvi.__path__, "pyro_dvi."))]
+
+# A block that is not meant to run (another library's code, a fragment) says so on the line before its fence.
+NOT_RUN = "<!-- not run"
+
+
+def python_blocks(page: Path) -> str:
+    """The page's Python blocks as one program, each at its own line number so that tracebacks point home."""
+    text = page.read_text()
+    program: list[str] = []
+    for block in re.finditer(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        line_before = text[: block.start()].rstrip("\n").rpartition("\n")[2]
+        if line_before.startswith(NOT_RUN):
+            continue
+        first_line = text[: block.start(1)].count("\n")
+        program += [""] * (first_line - len(program))
+        program += block[1].splitlines()
+    return "\n".join(program)
+
+
+@pytest.mark.parametrize(
+    "page", [p for p in PAGES if python_blocks(p)], ids=lambda p: str(p.relative_to(ROOT))
+)
+def test_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)  # a page may write files
+    exec(compile(python_blocks(page), str(page), "exec"), {"__name__": "__page__"})
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_docstring_examples(name: str):
+    flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    failed, _ = doctest.testmod(importlib.import_module(name), optionflags=flags)
+    assert failed == 0, "the captured output shows what was expected and what came"
