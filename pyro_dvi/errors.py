@@ -5,9 +5,15 @@ Every exception names the site, function or file that it is about and says what 
 derives from the built-in exception that a careful caller would already catch.
 """
 
+from typing import Any
+
 
 class PyroDviError(Exception):
     """Base class of everything that the library raises on purpose."""
+
+
+class ArgumentError(PyroDviError, ValueError):
+    """An option has a value that it cannot have: zero epochs, a negative step size, a schedule out of order."""
 
 
 class ModelError(PyroDviError, ValueError):
@@ -31,7 +37,14 @@ class UnsupportedError(PyroDviError, NotImplementedError):
 
 
 class NonFiniteError(PyroDviError, FloatingPointError):
-    """A loss, gradient or variance became NaN or infinite."""
+    """A loss, gradient or variance became NaN or infinite.
+
+    Where training stopped for it, ``history`` holds what was recorded until then, ``epoch`` and ``step`` say where.
+    """
+
+    history: Any = None
+    epoch: int | None = None
+    step: int | None = None
 
 
 class CheckpointError(PyroDviError, RuntimeError):
