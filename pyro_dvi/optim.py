@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""Learning rates for posterior scales.
+
+The optimizer sees the logarithm (or inverse softplus) of a posterior scale :math:`\sigma`. Its gradient is
+small and its optimum several units away from the start, so with the step size of the means it is still on its
+way when the means have converged. The functions here give scales a step size of their own, for Pyro's
+optimizers (:func:`learning_rates`) and for torch's (:func:`parameter_groups`).
+"""
+
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from pyro.infer.autoguide import AutoGuide
+from pyro.infer.elbo import ELBOModule
+from pyro.nn import PyroModule
+from torch import nn
+from torch.nn.parameter import UninitializedParameter
+
+from pyro_dvi.errors import ArgumentError, GuideError, ModelError, UnsupportedError
+
+__all__ = ["SCALE_PATTERN", "LearningRates", "learning_rates", "parameter_groups", "parameter_names"]
+
+# ``<Guide>.scales.<site>`` (MeanFieldGuide, AutoNormal) and ``<Guide>.scale`` (AutoDiagonalNormal), also as a
+# part of an AutoGuideList. Both are tied to the guide's name, a class name with a capital or ``guide`` in an
+# ELBOModule, because a network may well own a parameter called ``scale``, and ten times its learning rate
+# would do harm unseen.
+SCALE_PATTERN = r"(^|\.)([A-Z]\w*|guide)(\.\d+)*\.(scales\.|scale$)"
+
+
+class LearningRates:
+    """What :func:`learning_rates` returns: a picklable function from parameter name to optimizer options."""
+
+    def __init__(
+        self,
+        base: float,
+        scale_multiplier: float,
+        scale_pattern: str | re.Pattern[str],
+        options: dict[str, Any],
+    ) -> None:
+        self.base = _positive("base", base)
+        self.scale_multiplier = _positive("scale_multiplier", scale_multiplier)
+        self.scale_pattern = _compiled(scale_pattern)
+        if "lr" in options:
+            raise ArgumentError("learning_rates: the step size is the first argument, base; leave out lr.")
+        self.options = dict(options)
+
+    # One parameter, not two: PyroOptim counts them, and hands the old two-argument form (module, name) where
+    # the name of a guide's parameter would arrive cut in pieces.
+    def __call__(self, param_name: str) -> dict[str, Any]:
+        """Return the options of the optimizer of one parameter."""
+        scale = self.scale_pattern.search(param_name) is not None
+        return {**self.options, "lr": self.base * self.scale_multiplier if scale else self.base}
+
+    def __repr__(self) -> str:
+        options = "".join(f", {name}={value!r}" for name, value in self.options.items())
+        return f"learning_rates({self.base}, scale_multiplier={self.scale_multiplier}{options})"
+
+
+def learning_rates(
+    base: float,
+    scale_multiplier: float = 10.0,
+    *,
+    scale_pattern: str | re.Pattern[str] = SCALE_PATTERN,
+    **optimizer_options: Any,
+) -> LearningRates:
+    r"""Options for a Pyro optimizer in which posterior scales have a learning rate of their own.
+
+    .. math::
+        \eta_{\mu} = \eta, \qquad \eta_{\log\sigma} = c\,\eta
+
+    Status: exact; a choice of step sizes, no approximation.
+
+    Args:
+        base: :math:`\eta`, the learning rate of everything that is not a posterior scale.
+        scale_multiplier: :math:`c`, the factor for posterior scales.
+        scale_pattern: regular expression, searched in the name that a parameter has in Pyro's store (with
+            dots). The default finds the scales of ``MeanFieldGuide``, ``AutoNormal`` and
+            ``AutoDiagonalNormal``; for a hand-written guide with ``pyro.param("weight_sigma", ...)`` pass
+            ``r"_sigma$"``.
+        **optimizer_options: further options of the optimizer, the same for every parameter (``betas=...``).
+
+    Returns:
+        A picklable callable for the ``optim_args`` of any Pyro optimizer, also inside a scheduler's.
+
+    Raises:
+        ArgumentError: if a rate is not a positive finite number or the pattern is not a regular expression.
+
+    Source: the separate rate for log-variances in Unlu & Aitchison (2021), "Variational Laplace for Bayesian
+    neural networks".
+
+    Example:
+        >>> from pyro.optim import ClippedAdam
+        >>> options = learning_rates(1e-3, scale_multiplier=10, betas=(0.9, 0.99))
+        >>> options("AutoNormal.locs.weight")["lr"], options("AutoNormal.scales.weight")["lr"]
+        (0.001, 0.01)
+        >>> optimizer = ClippedAdam(options)
+    """
+    return LearningRates(base, scale_multiplier, scale_pattern, optimizer_options)
+
+
+def parameter_groups(
+    module: nn.Module,
+    base: float,
+    scale_multiplier: float = 10.0,
+    *,
+    scale_pattern: str | re.Pattern[str] = SCALE_PATTERN,
+    **options: Any,
+) -> list[dict[str, Any]]:
+    r"""Parameter groups for a torch optimizer in which posterior scales have a learning rate of their own.
+
+    .. math::
+        \eta_{\mu} = \eta, \qquad \eta_{\log\sigma} = c\,\eta
+
+    Status: exact; a choice of step sizes, no approximation.
+
+    Args:
+        module: what ``elbo(model, guide)`` returns, or a guide, a model, or a module that holds them
+            (Lightning). A parameter that two of them share appears once. Parameters that do not require
+            gradients are left out.
+        base: :math:`\eta`, the learning rate of everything that is not a posterior scale.
+        scale_multiplier: :math:`c`, the factor for posterior scales.
+        scale_pattern: as for :func:`learning_rates`.
+        **options: further options of both groups (``weight_decay=...``).
+
+    Returns:
+        Groups with ``"params"``, ``"lr"`` and ``"name"`` (``"parameters"`` or ``"scales"``); empty ones are
+        left out.
+
+    Raises:
+        ArgumentError: if a rate is not a positive finite number.
+        GuideError: if a guide has not been called yet, so that its parameters do not exist.
+        ModelError: if a lazy module has not seen data yet, or nothing requires gradients.
+        UnsupportedError: if the model or guide is a function, whose parameters only Pyro's store knows.
+
+    Example:
+        >>> import pyro, pyro.distributions as dist
+        >>> from pyro.infer import Trace_ELBO
+        >>> from pyro.infer.autoguide import AutoNormal
+        >>> from pyro.nn import PyroModule, PyroSample
+        >>> model = PyroModule()
+        >>> model.weight = PyroSample(dist.Normal(0.0, 1.0))
+        >>> model.forward = lambda: model.weight
+        >>> guide = AutoNormal(model)
+        >>> _ = guide()
+        >>> optimizer = torch.optim.Adam(parameter_groups(Trace_ELBO()(model, guide), base=1e-3))
+        >>> [(group["name"], group["lr"]) for group in optimizer.param_groups]
+        [('parameters', 0.001), ('scales', 0.01)]
+    """
+    rates = LearningRates(base, scale_multiplier, scale_pattern, options)
+    if isinstance(module, ELBOModule):
+        for role, part in (("model", module.model), ("guide", module.guide)):
+            if not isinstance(part, nn.Module):
+                raise UnsupportedError(
+                    f"parameter_groups: the {role} is a function, and the parameters of its pyro.param "
+                    "statements live in Pyro's store, not in a module. Train it with pyro.infer.SVI and "
+                    "learning_rates(...), or write it as a PyroModule."
+                )
+    _require_initialised(module)
+    groups: dict[str, list[nn.Parameter]] = {"parameters": [], "scales": []}
+    for name, parameter in parameter_names(module):
+        if parameter.requires_grad:
+            groups["scales" if rates.scale_pattern.search(name) else "parameters"].append(parameter)
+    if not any(groups.values()):
+        raise ModelError(
+            f"parameter_groups: {type(module).__name__} has no parameter that requires gradients."
+        )
+    return [
+        {
+            "params": parameters,
+            "name": group,
+            **options,
+            "lr": rates.base * (scale_multiplier if group == "scales" else 1),
+        }
+        for group, parameters in groups.items()
+        if parameters
+    ]
+
+
+def parameter_names(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Every parameter of ``module`` once, under the name that Pyro's optimizers would see.
+
+    Pyro names a parameter after the root :class:`~pyro.nn.PyroModule` that holds it and knows a constrained
+    parameter without the suffix that torch's name carries: ``AutoNormal.scales.weight``, where
+    ``named_parameters`` of an ``ELBOModule`` has ``guide.scales.weight_unconstrained``.
+
+    Args:
+        module: any torch module.
+
+    Yields:
+        Pairs of dotted name and (unconstrained) parameter.
+
+    Example:
+        >>> from pyro.infer.autoguide import AutoNormal
+        >>> import pyro, pyro.distributions as dist
+        >>> guide = AutoNormal(lambda: pyro.sample("z", dist.Normal(0.0, 1.0)))
+        >>> _ = guide()
+        >>> [name for name, _ in parameter_names(guide)]
+        ['AutoNormal.locs.z', 'AutoNormal.scales.z']
+    """
+    seen: set[int] = set()
+    for prefix, parent in module.named_modules():
+        root = _root_name(module, prefix)
+        constrained = parent._pyro_params if isinstance(parent, PyroModule) else {}
+        for name, parameter in parent.named_parameters(recurse=False):
+            if id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            bare = name.removesuffix("_unconstrained")
+            yield ".".join(filter(None, (root, bare if bare in constrained else name))), parameter
+
+
+def _root_name(module: nn.Module, path: str) -> str:
+    """Replace the part of ``path`` above the outermost PyroModule by the name that Pyro gives this one."""
+    parts = path.split(".") if path else []
+    current: nn.Module = module
+    for depth in range(len(parts) + 1):
+        if isinstance(current, PyroModule):
+            own = str(current._pyro_name)
+            # An unnamed root keeps its attribute's name inside a larger module, so that two stay apart.
+            return ".".join([own, *parts[depth:]] if own else parts)
+        if depth < len(parts):
+            child = current._modules[parts[depth]]
+            assert child is not None
+            current = child
+    return path
+
+
+def _require_initialised(module: nn.Module) -> None:
+    for part in module.modules():
+        if (
+            isinstance(part, AutoGuide)
+            and not any(True for _ in part.parameters())
+            and part.prototype_trace is None
+        ):
+            raise GuideError(
+                f"parameter_groups: {type(part).__name__} has no parameters before its first call. Call it "
+                "once with the arguments of the model, guide(*batch), and build the optimizer afterwards."
+            )
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, UninitializedParameter):
+            raise ModelError(
+                f"parameter_groups: '{name}' belongs to a lazy module that has no shape yet. Run the "
+                "network once on a batch, and build the optimizer afterwards."
+            )
+
+
+def _positive(name: str, value: float) -> float:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not math.isfinite(value) or value <= 0:
+        raise ArgumentError(f"{name} must be a positive finite number, got {value!r}.")
+    return float(value)
+
+
+def _compiled(pattern: str | re.Pattern[str]) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except (re.error, TypeError) as error:
+        raise ArgumentError(
+            f"scale_pattern must be a regular expression, got {pattern!r}: {error}."
+        ) from error

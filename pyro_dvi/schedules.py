@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""Schedules for the weight :math:`\beta` of the KL term: functions of the training step.
+
+Every ELBO of the library takes ``kl_weight`` as a number or as a callable of the step, counted from 0. The
+schedules here are the callables that training of Bayesian networks uses. They are frozen and compare by
+value, so they can be pickled, printed and kept in a table of experiments; the step that they are asked for is
+counted, and saved, by the ELBO.
+
+Writing another schedule: any picklable callable that maps a step to a number that is not negative will do.
+"""
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pyro_dvi.errors import ArgumentError
+
+__all__ = ["CosineWarmup", "LinearWarmup", "Staged"]
+
+
+@dataclass(frozen=True)
+class LinearWarmup:
+    r"""A straight line from ``start`` to ``end``, then constant.
+
+    .. math::
+        \beta_t = \beta_0 + (\beta_1 - \beta_0) \min(t / T, 1)
+
+    Status: exact.
+
+    Args:
+        steps: :math:`T`, the number of training steps until ``end`` is reached. With a loader, epochs times
+            ``len(loader)``.
+        start: :math:`\beta_0`, the weight at step 0.
+        end: :math:`\beta_1`, the weight from step :math:`T` on.
+
+    Raises:
+        ArgumentError: if ``steps`` is not a positive integer or a weight is negative or not finite.
+
+    Source: Sønderby et al. (2016), "Ladder Variational Autoencoders".
+
+    Example:
+        >>> warmup = LinearWarmup(steps=100)
+        >>> warmup(0), warmup(50), warmup(100), warmup(1000)
+        (0.0, 0.5, 1.0, 1.0)
+    """
+
+    steps: int
+    start: float = 0.0
+    end: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check_length(self)
+        _check_weights(self, (self.start, self.end))
+
+    def __call__(self, step: int) -> float:
+        """Return the weight at ``step``."""
+        if _checked_step(self, step) >= self.steps:
+            return float(self.end)
+        return self.start + (self.end - self.start) * step / self.steps
+
+
+@dataclass(frozen=True)
+class CosineWarmup:
+    r"""Half a cosine wave from ``start`` to ``end``, then constant: flat at both ends.
+
+    .. math::
+        \beta_t = \beta_0 + (\beta_1 - \beta_0) \tfrac12\bigl(1 - \cos(\pi \min(t / T, 1))\bigr)
+
+    Status: exact.
+
+    Args:
+        steps: :math:`T`, the number of training steps until ``end`` is reached.
+        start: :math:`\beta_0`, the weight at step 0.
+        end: :math:`\beta_1`, the weight from step :math:`T` on.
+
+    Raises:
+        ArgumentError: if ``steps`` is not a positive integer or a weight is negative or not finite.
+
+    Source: the curve of Loshchilov & Hutter (2017), "SGDR", Eq. 5, used for the weight of the KL.
+
+    Example:
+        >>> ramp = CosineWarmup(steps=100, start=0.1)
+        >>> [round(ramp(step), 4) for step in (0, 50, 100, 1000)]
+        [0.1, 0.55, 1.0, 1.0]
+    """
+
+    steps: int
+    start: float = 0.0
+    end: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check_length(self)
+        _check_weights(self, (self.start, self.end))
+
+    def __call__(self, step: int) -> float:
+        """Return the weight at ``step``."""
+        if _checked_step(self, step) >= self.steps:
+            return float(self.end)
+        return self.start + (self.end - self.start) * 0.5 * (1.0 - math.cos(math.pi * step / self.steps))
+
+
+@dataclass(frozen=True)
+class Staged:
+    r"""Constant pieces: ``values[k]`` from step ``boundaries[k - 1]`` until before ``boundaries[k]``.
+
+    Status: exact.
+
+    Args:
+        boundaries: increasing positive steps at which the weight changes, ``K`` of them.
+        values: the ``K + 1`` weights before, between and after the boundaries.
+
+    Raises:
+        ArgumentError: if the boundaries do not increase, the counts do not fit, or a weight is negative or
+            not finite.
+
+    Example:
+        >>> staged = Staged(boundaries=[100, 200], values=[0.0, 0.1, 1.0])
+        >>> staged(99), staged(100), staged(199), staged(200)
+        (0.0, 0.1, 0.1, 1.0)
+    """
+
+    boundaries: Sequence[int]
+    values: Sequence[float]
+
+    def __post_init__(self) -> None:
+        # Tuples keep the schedule hashable and safe from later changes of the caller's lists.
+        object.__setattr__(self, "boundaries", tuple(self.boundaries))
+        object.__setattr__(self, "values", tuple(self.values))
+        if not self.boundaries:
+            raise ArgumentError(
+                "Staged needs at least one boundary; for a constant weight pass the number itself."
+            )
+        previous = 0
+        for boundary in self.boundaries:
+            if not _is_integer(boundary) or boundary <= previous:
+                raise ArgumentError(
+                    "Staged: boundaries must be increasing positive integers (training steps), got "
+                    f"{self.boundaries}."
+                )
+            previous = boundary
+        if len(self.values) != len(self.boundaries) + 1:
+            raise ArgumentError(
+                f"Staged: {len(self.boundaries)} boundaries separate {len(self.boundaries) + 1} values, got "
+                f"{len(self.values)} values."
+            )
+        _check_weights(self, self.values)
+
+    def __call__(self, step: int) -> float:
+        """Return the weight at ``step``."""
+        return float(self.values[bisect_right(self.boundaries, _checked_step(self, step))])
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_length(schedule: LinearWarmup | CosineWarmup) -> None:
+    if not _is_integer(schedule.steps) or schedule.steps < 1:
+        raise ArgumentError(
+            f"{type(schedule).__name__}: steps must be a positive integer, got {schedule.steps!r}. "
+            "For a constant weight pass the number itself."
+        )
+
+
+def _check_weights(schedule: object, weights: Sequence[float]) -> None:
+    for weight in weights:
+        number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
+        if not number or not math.isfinite(weight) or weight < 0:
+            raise ArgumentError(
+                f"{type(schedule).__name__}: a KL weight must be a finite number that is not negative, got "
+                f"{weight!r}."
+            )
+
+
+def _checked_step(schedule: object, step: int) -> int:
+    if step < 0:
+        raise ArgumentError(f"{type(schedule).__name__}: steps are counted from 0, got {step}.")
+    return step
