@@ -45,3 +45,8 @@ def test_every_file_names_its_licence_and_its_idea(path: Path):
     first, second, *_ = path.read_text().split("\n", 2)
     assert first == "# SPDX-License-Identifier: Apache-2.0"
     assert re.match(r'r?"""\S', second), "the line after the licence opens the module docstring"
+
+
+def test_ci_runs_the_command_that_the_readme_gives():
+    command = re.search(r"^python -m venv .*pytest.*$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert command and command[0] in (ROOT / ".ci" / "run").read_text()

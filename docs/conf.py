@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Configuration of the documentation; `make docs` builds it with warnings as errors."""
+
+from importlib.metadata import version as _version
+
+project = "pyro-dvi"
+author = "The pyro-dvi developers"
+copyright = author
+version = release = _version("pyro-dvi")
+
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.mathjax",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "sphinx_copybutton",
+]
+exclude_patterns = ["_build"]
+nitpicky = False  # torch, Pyro and ArviZ are not linked: a build must not need the network
+
+myst_enable_extensions = ["dollarmath", "amsmath", "deflist", "colon_fence"]
+myst_heading_anchors = 3
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented"
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_use_rtype = False
+
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
+
+html_theme = "furo"
+html_title = f"pyro-dvi {release}"
