@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``to_bayesian_``: parameters of a torch module become latent variables, in place."""
+
+from collections.abc import Sequence
+from typing import TypeVar, cast
+
+from pyro.nn.module import PyroModule, PyroSample, to_pyro_module_
+from torch import nn
+
+from pyro_dvi.bayesian.checkpoints import accept_old_keys
+from pyro_dvi.bayesian.priors import Prior, PriorLike, as_prior
+from pyro_dvi.bayesian.refusals import check_convertible
+from pyro_dvi.bayesian.selection import (
+    DEFAULT_LAYERS,
+    Candidate,
+    Selection,
+    Selector,
+    candidates,
+    normalised,
+    suggestion,
+)
+from pyro_dvi.bayesian.site_prior import TiedPrior, buffer_name
+from pyro_dvi.errors import ModelError, UnsupportedError
+
+__all__ = ["to_bayesian_"]
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def to_bayesian_(
+    module: M,
+    prior_scale: PriorLike = 1.0,
+    *,
+    include: Selection = DEFAULT_LAYERS,
+    exclude: Selection = (),
+) -> M:
+    r"""Turn parameters of ``module`` into latent variables with a prior, in place.
+
+    .. math::
+        w_\lambda \sim N(0, s_\lambda^2) \quad \text{for every chosen weight, unless a distribution is given}
+
+    Linear, convolution, embedding, bilinear and attention layers become Bayesian with weights and biases;
+    normalisation layers, recurrent layers and parameters of your own modules stay deterministic unless
+    ``include`` names them. Frozen parameters (``requires_grad=False``) stay as they are, whatever ``include``
+    says.
+
+    The module's present weights, pretrained ones too, are kept as buffers (``weight_initial``), so that
+    guides can start from them (:func:`~pyro_dvi.bayesian.init_to_module`), and checkpoints of the module from
+    before the conversion still load. Load them *before* the guide is made: a guide copies its start. Priors
+    follow ``module.to(device, dtype)``.
+
+    Every chosen parameter is one Pyro site, named like the parameter. A parameter that two layers share stays
+    one
+    latent: the first layer has the site, the others repeat it as a deterministic one. Inside a Pyro run, one
+        draw
+    serves a whole call of the network. Outside, *each access redraws from the prior*: ``net.fc.weight`` twice
+    gives two values, and ``net(x)`` is a network drawn from the prior. Predict with a guide.
+
+    Status: exact; the model is the network with the stated prior.
+
+    Args:
+        module: any module; its class becomes the Pyro version of itself, so ``isinstance`` keeps working.
+        prior_scale: the prior's standard deviation, in units of the weight: a number, ``fan_in``,
+            ``LearnedScale()``, ``HierarchicalScale(...)``, a Pyro distribution (scalar, or of the parameter's
+            shape), a callable of ``(name, parameter)`` that returns one of these, or a mapping from name
+            patterns to these of which the first match decides.
+        include: what becomes Bayesian: module types (the parameters such a module owns itself), name patterns
+            (``"encoder.*"``), predicates of ``(name, module, parameter)``, or a list of these. A pattern with
+            a wildcard passes over normalisation layers; name them exactly, by type or by predicate.
+        exclude: what stays deterministic, in the same forms; it wins over ``include``.
+
+    Returns:
+        ``module``.
+
+    Raises:
+        ArgumentError: if ``prior_scale``, ``include`` or ``exclude`` has a value that it cannot have.
+        ModelError: if nothing matches, a pattern matches nothing, a parameter is Bayesian already, is
+            computed by a parametrization or hook, does not suit its prior, or is shared by a chosen and an
+            excluded layer; or if a lazy module has no weights yet. Nothing is changed then.
+        UnsupportedError: for compiled, scripted or wrapped modules, and complex or integer parameters.
+
+    Example:
+        >>> import pyro, torch
+        >>> net = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Softplus(), nn.Linear(8, 2))
+        >>> net = to_bayesian_(net, prior_scale=0.5, exclude="3.bias")
+        >>> trace = pyro.poutine.trace(net).get_trace(torch.zeros(1, 4))
+        >>> list(trace.stochastic_nodes)
+        ['0.weight', '0.bias', '3.weight']
+        >>> [name for name, _ in net.named_parameters()]
+        ['1.weight', '1.bias', '3.bias']
+    """
+    check_convertible(module)
+    prior = as_prior(prior_scale)
+    groups = _chosen(module, normalised(include, "include"), normalised(exclude, "exclude"), include)
+    priors = _checked(prior, groups)
+
+    to_pyro_module_(module)
+    root = cast(PyroModule, module)
+    for (owner, *others), its_prior in zip(groups, priors, strict=True):
+        site_prior = its_prior.place(owner, root)
+        value = owner.parameter.detach()
+        del owner.module._parameters[owner.attribute]
+        owner.module.register_buffer(buffer_name(owner.attribute), value)
+        _make_site(owner, PyroSample(site_prior))
+        for other in others:
+            del other.module._parameters[other.attribute]
+            tied = TiedPrior(
+                other.attribute, other.position, owner.module, owner.attribute, f"= {owner.name}"
+            )
+            _make_site(other, PyroSample(tied))
+    return module
+
+
+def _make_site(target: Candidate, sample: PyroSample) -> None:
+    # Past the module's own __setattr__: recurrent layers intercept it.
+    PyroModule.__setattr__(target.module, target.attribute, sample)  # type: ignore[arg-type]
+    accept_old_keys(target.module)
+
+
+def _chosen(
+    root: nn.Module, include: Sequence[Selector], exclude: Sequence[Selector], given: Selection
+) -> list[list[Candidate]]:
+    """Return the chosen parameters in order; those that share one tensor stand together."""
+    everything = candidates(root)
+    _check_that_all_match(everything, exclude if given is DEFAULT_LAYERS else (*include, *exclude))
+    excluded = {id(c) for c in everything if any(c.chosen_by(selector) for selector in exclude)}
+    chosen = {id(c) for c in everything if any(c.chosen_by(selector) for selector in include)}
+    groups: dict[int, list[Candidate]] = {}
+    for candidate in everything:
+        groups.setdefault(id(candidate.parameter), []).append(candidate)
+
+    result = []
+    frozen = []
+    for group in groups.values():
+        wanted = [c for c in group if id(c) in chosen and id(c) not in excluded]
+        if not wanted:
+            continue
+        for candidate in group:
+            if id(candidate) in excluded:
+                raise ModelError(
+                    f"{wanted[0].name!r} and {candidate.name!r} are one shared parameter; the first is "
+                    "included "
+                    "and the second excluded. Exclude both or neither."
+                )
+            if candidate.obstacle is not None:
+                kind = UnsupportedError if _has_wrong_dtype(candidate) else ModelError
+                raise kind(f"{candidate.name!r} cannot become Bayesian: {candidate.obstacle}.")
+        if group[0].parameter.requires_grad:
+            result.append(group)
+        else:
+            frozen.append(group[0].name)
+    if not result:
+        raise ModelError(_why_nothing(everything, chosen, excluded, frozen))
+    return result
+
+
+def _check_that_all_match(everything: Sequence[Candidate], selectors: Sequence[Selector]) -> None:
+    """Raise for a pattern or type that matches nothing: most often it is a slip of the pen."""
+    for selector in selectors:
+        if callable(selector) and not isinstance(selector, type):
+            continue
+        if not any(c.chosen_by(selector) for c in everything):
+            shown = repr(selector) if isinstance(selector, str) else selector.__name__
+            raise ModelError(
+                f"{shown} of include= or exclude= matches no parameter. "
+                + (suggestion(selector, everything) if isinstance(selector, str) else "")
+            )
+
+
+def _checked(prior: Prior, groups: Sequence[Sequence[Candidate]]) -> list[Prior]:
+    """Find the prior of every parameter, and every mistake, before the first is changed."""
+    owners = [group[0] for group in groups]
+    if (complaint := prior.unused(owners)) is not None:
+        raise ModelError(complaint)
+    priors = [prior.resolved(owner) for owner in owners]
+    for owner, its_prior in zip(owners, priors, strict=True):
+        its_prior.check(owner)
+        if hasattr(owner.module, buffer_name(owner.attribute)):
+            raise ModelError(
+                f"{owner.name!r} cannot become Bayesian: its {type(owner.module).__name__} has an attribute "
+                f"{buffer_name(owner.attribute)!r} already, where the initial weight would be kept. Rename "
+                "that."
+            )
+    return priors
+
+
+def _has_wrong_dtype(candidate: Candidate) -> bool:
+    return candidate.parameter.is_complex() or not candidate.parameter.is_floating_point()
+
+
+def _why_nothing(
+    everything: Sequence[Candidate], chosen: set[int], excluded: set[int], frozen: Sequence[str]
+) -> str:
+    """Explain an empty selection."""
+    if frozen:
+        return (
+            f"Nothing to make Bayesian: the chosen parameters ({', '.join(frozen[:3])}, ...) are frozen. "
+            "Call requires_grad_(True) on those that should be inferred."
+        )
+    if chosen & excluded:
+        return "Nothing to make Bayesian: exclude= takes away everything that include= chooses."
+    if not everything:
+        return "Nothing to make Bayesian: the module has no parameters."
+    kinds = sorted({type(c.module).__name__ for c in everything})
+    return (
+        f"Nothing to make Bayesian: include= matches none of the {len(everything)} parameters, which belong "
+        "to "
+        f"{', '.join(kinds[:6])}. Name them by type or pattern, for instance include={everything[0].name!r}."
+    )

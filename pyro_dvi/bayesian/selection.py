@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which parameters of a module become Bayesian: selectors by type, by name and by predicate.
+
+A *selector* is a module type (``nn.Linear``: the parameters that such a module owns itself), a pattern for
+the full parameter name as in :mod:`fnmatch` (``"encoder.*"``; ``*`` also crosses dots), or a predicate of
+``(name, module, parameter)``. Several selectors in a list mean any of them.
+"""
+
+import difflib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from pyro_dvi.bayesian.site_prior import SitePrior, parameter_order
+from pyro_dvi.errors import ArgumentError
+
+__all__ = [
+    "DEFAULT_LAYERS",
+    "NORM_LAYERS",
+    "Candidate",
+    "Selection",
+    "Selector",
+    "candidates",
+    "normalised",
+    "suggestion",
+]
+
+Predicate = Callable[[str, nn.Module, Tensor], bool]
+Selector = type[nn.Module] | str | Predicate
+Selection = Selector | Iterable[Selector]
+
+DEFAULT_LAYERS: tuple[type[nn.Module], ...] = (
+    nn.Linear,
+    nn.Bilinear,
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+    nn.Embedding,
+    nn.EmbeddingBag,
+    nn.MultiheadAttention,
+)
+"""Layers whose weights and biases become Bayesian unless ``include`` says otherwise."""
+
+NORM_LAYERS: tuple[type[nn.Module], ...] = (
+    nn.modules.batchnorm._NormBase,
+    nn.GroupNorm,
+    nn.LayerNorm,
+    nn.RMSNorm,
+)
+"""Normalisation layers: a name pattern with a wildcard passes over their parameters."""
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """One parameter of a module, seen where it is owned.
+
+    Args:
+        names: all dotted names under which the parameter is reached from the root, the first one first. More
+            than one where a module object is used in several places.
+        module: the module that owns the parameter.
+        attribute: the name of the parameter in that module.
+        parameter: its present value.
+        position: its index in the module's own order of parameters.
+        obstacle: why it cannot become Bayesian, with the way out, or ``None``.
+    """
+
+    names: tuple[str, ...]
+    module: nn.Module
+    attribute: str
+    parameter: Tensor
+    position: int
+    obstacle: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The first name."""
+        return self.names[0]
+
+    def chosen_by(self, selector: Selector) -> bool:
+        """Whether ``selector`` names this parameter."""
+        if isinstance(selector, str):
+            if isinstance(self.module, NORM_LAYERS) and any(wildcard in selector for wildcard in "*?["):
+                return False
+            return any(fnmatchcase(name, selector) for name in self.names)
+        if isinstance(selector, type):
+            return isinstance(self.module, selector)
+        return bool(selector(self.name, self.module, self.parameter))
+
+
+def candidates(root: nn.Module) -> list[Candidate]:
+    """List every parameter below ``root``, each where it is owned, in the order of ``named_parameters``."""
+    paths: dict[int, list[str]] = {}
+    for path, module in root.named_modules(remove_duplicate=False):
+        paths.setdefault(id(module), []).append(path)
+    return [
+        candidate
+        for module in root.modules()
+        if not isinstance(module, parametrize.ParametrizationList)  # reported with the module that it serves
+        for candidate in _owned(module, paths[id(module)])
+    ]
+
+
+def normalised(selection: Selection, argument: str) -> tuple[Selector, ...]:
+    """Return ``selection`` as a tuple of selectors.
+
+    Raises:
+        ArgumentError: if an entry is no module type, name pattern or predicate.
+    """
+    entries: Sequence[object]
+    if isinstance(selection, str | type) or callable(selection):
+        entries = (selection,)
+    elif isinstance(selection, Iterable):
+        entries = tuple(selection)
+    else:
+        entries = (selection,)
+    for entry in entries:
+        is_module_type = isinstance(entry, type) and issubclass(entry, nn.Module)
+        is_predicate = callable(entry) and not isinstance(entry, type | nn.Module)
+        if not (is_module_type or is_predicate or isinstance(entry, str)):
+            raise ArgumentError(
+                f"{argument} has the entry {entry!r}, a {type(entry).__name__}. Pass module types "
+                "(nn.Linear), name "
+                "patterns ('encoder.*') or predicates of (name, module, parameter)."
+            )
+    return tuple(entries)  # type: ignore[arg-type]
+
+
+def suggestion(pattern: str, everything: Iterable[Candidate]) -> str:
+    """Return a sentence that names the parameters closest to a pattern that matched nothing."""
+    names = [candidate.name for candidate in everything]
+    if below := [name for name in names if name.startswith(f"{pattern}.")]:
+        return f"Did you mean {pattern + '.*'!r}, which matches {below[0]!r}?"
+    close = difflib.get_close_matches(pattern, names, n=3, cutoff=0.4) or names[:3]
+    return (
+        f"Parameters are named like {', '.join(map(repr, close))}." if close else "There are no parameters."
+    )
+
+
+def _owned(module: nn.Module, paths: Sequence[str]) -> Iterator[Candidate]:
+    """Yield the parameters that ``module`` owns itself, with what stands in their way."""
+
+    def names(attribute: str) -> tuple[str, ...]:
+        return tuple(f"{path}.{attribute}" if path else attribute for path in paths)
+
+    order = parameter_order(module)
+    hooked = _reparametrised_by_hooks(module)
+    for position, attribute in enumerate(order):
+        prior = getattr(module, "_pyro_samples", {}).get(attribute)
+        if isinstance(prior, SitePrior):
+            value = prior.shown_value(module)
+            obstacle: str | None = (
+                "it is Bayesian already; leave it out with exclude=, or start from a fresh module"
+            )
+        else:
+            parameter = module._parameters[attribute]
+            if parameter is None:  # bias=False registers the name without a value
+                continue
+            value = parameter
+            obstacle = hooked.get(attribute) or _unsuitable(value)
+        yield Candidate(names(attribute), module, attribute, value, position, obstacle)
+    if parametrize.is_parametrized(module):
+        for attribute in module.parametrizations:  # type: ignore[union-attr]
+            obstacle = (
+                "it is computed by torch.nn.utils.parametrize; call "
+                "parametrize.remove_parametrizations(module, "
+                f"{attribute!r}) first, or leave it out with exclude="
+            )
+            yield Candidate(names(attribute), module, attribute, torch.empty(0), len(order), obstacle)
+
+
+def _reparametrised_by_hooks(module: nn.Module) -> dict[str, str]:
+    """Return the parameters that the hooks of the old ``weight_norm`` or ``spectral_norm`` compute from."""
+    found = {}
+    for hook in module._forward_pre_hooks.values():
+        kind = type(hook).__name__
+        if kind in ("WeightNorm", "SpectralNorm"):
+            remover = "remove_weight_norm" if kind == "WeightNorm" else "remove_spectral_norm"
+            target = str(hook.name)  # type: ignore[attr-defined]
+            for attribute in module._parameters:
+                if attribute.startswith(f"{target}_"):
+                    found[attribute] = (
+                        f"{target!r} is computed from it by a {kind} hook; call "
+                        f"torch.nn.utils.{remover}(module) first, or leave it out with exclude="
+                    )
+    return found
+
+
+def _unsuitable(parameter: Tensor) -> str | None:
+    """Say why a posterior over a plain parameter cannot be Gaussian or cannot start from it."""
+    if parameter.is_complex():
+        return "it is complex; represent it by two real parameters, or leave it out with exclude="
+    if not parameter.is_floating_point():
+        return (
+            f"its dtype is {parameter.dtype}; only floating-point weights have a Gaussian posterior: use "
+            "exclude="
+        )
+    if parameter.is_meta:
+        return (
+            "it is on the meta device and has no value; materialise it with module.to_empty(device=...) first"
+        )
+    if parameter.requires_grad and not bool(torch.isfinite(parameter.detach()).all()):
+        return "its value is not finite; initialise it or load a sound checkpoint first"
+    return None

@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What stands in for a converted parameter: a small picklable object that Pyro asks for the prior.
+
+A :class:`SitePrior` is the ``prior`` of a :class:`pyro.nn.PyroSample`. It is called with the module that
+owned the parameter and returns a distribution of the parameter's shape, on the device and in the dtype of the
+module, that carries the module's own weight as ``initial_value``.
+"""
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import pyro.distributions as dist
+import torch
+from pyro.distributions.torch_distribution import TorchDistributionMixin
+from pyro.nn.module import PyroModule
+from pyro.poutine.runtime import am_i_wrapped, get_plates
+from torch import Tensor, nn
+
+from pyro_dvi.bayesian.placement import placed_like
+from pyro_dvi.errors import ModelError
+
+__all__ = [
+    "DistributionPrior",
+    "NormalPrior",
+    "ScaleMixturePrior",
+    "SitePrior",
+    "TiedPrior",
+    "buffer_name",
+    "is_plain",
+    "parameter_order",
+]
+
+
+def buffer_name(attribute: str) -> str:
+    """Return the name of the buffer that keeps the module's own value of a converted parameter."""
+    return f"{attribute}_initial"
+
+
+def is_plain(module: nn.Module, attribute: str) -> bool:
+    """Whether ``attribute`` is an ordinary parameter, not the unconstrained half of a ``PyroParam``."""
+    constrained = attribute.removesuffix("_unconstrained")
+    return not (
+        isinstance(module, PyroModule) and constrained != attribute and constrained in module._pyro_params
+    )
+
+
+def parameter_order(module: nn.Module) -> list[str]:
+    """Return the names of a module's own parameters, converted ones included, in their original order."""
+    names = [name for name in module._parameters if is_plain(module, name)]
+    samples = getattr(module, "_pyro_samples", {})
+    converted = {name: prior.position for name, prior in samples.items() if isinstance(prior, SitePrior)}
+    for name in sorted(converted, key=converted.__getitem__):
+        names.insert(converted[name], name)
+    return names
+
+
+class SitePrior(ABC):
+    """The prior of one converted parameter.
+
+    Args:
+        attribute: the name of the parameter in its module.
+        position: its index among the module's own parameters, so that an exported module lists them as
+            before.
+        text: how a summary prints the prior.
+    """
+
+    def __init__(self, attribute: str, position: int, text: str) -> None:
+        self.attribute = attribute
+        self.position = position
+        self.text = text
+
+    @abstractmethod
+    def distribution(self, module: PyroModule, initial: Tensor) -> TorchDistributionMixin:
+        """Return the prior for a weight of the shape, dtype and device of ``initial``."""
+
+    def __call__(self, module: PyroModule) -> Any:
+        """Return the prior, with ``initial_value`` set to the module's own weight.
+
+        Raises:
+            ModelError: inside a Pyro run but outside a call of the module, where Pyro would redraw the weight
+                at each access and record no site; or inside a plate, where a torch layer would get one weight
+                per row.
+        """
+        self._check_surroundings(module)
+        initial = self.shown_value(module)
+        prior = self.distribution(module, initial)
+        prior.initial_value = initial  # type: ignore[attr-defined]
+        return prior
+
+    def shown_value(self, module: nn.Module) -> Tensor:
+        """Return the weight that the module had before the conversion, or has been given since."""
+        value = module._buffers[buffer_name(self.attribute)]
+        assert value is not None
+        return value
+
+    def _check_surroundings(self, module: PyroModule) -> None:
+        if not am_i_wrapped():
+            return
+        context = module._pyro_context
+        if not context.active:
+            raise ModelError(
+                f"The Bayesian parameter {self.attribute!r} of a {type(module).__name__} is read outside a "
+                "call of "
+                "its network, so Pyro would redraw it at each access and record no site. Call the network "
+                "itself, or "
+                "decorate the method that reads it with pyro.nn.pyro_method."
+            )
+        if type(module).__mro__[1].__module__.startswith("torch.nn."):
+            plates = [frame.name for frame in get_plates() if frame.vectorized]
+            if plates:
+                raise ModelError(
+                    f"The site {module._pyro_get_fullname(self.attribute)!r} is sampled inside the plate "
+                    f"{plates[-1]!r}, which would give {type(module).__mro__[1].__name__} a batch of "
+                    "weights that it "
+                    "cannot use. Call the network before entering the plate; with vectorised particles or "
+                    "Predictive(parallel=True), turn the vectorisation off."
+                )
+
+
+class NormalPrior(SitePrior):
+    """``N(0, scale²)`` for every entry; the distribution is built once for each dtype and device."""
+
+    def __init__(self, attribute: str, position: int, scale: float) -> None:
+        super().__init__(attribute, position, f"Normal(0, {scale:.4g})")
+        self.scale = scale
+        self._built: TorchDistributionMixin | None = None
+
+    def distribution(self, module: PyroModule, initial: Tensor) -> TorchDistributionMixin:
+        """Return one object as long as the buffer is the same: a training step allocates nothing."""
+        # Moving a module replaces its buffers, so the identity of the buffer stands for dtype and device.
+        if self._built is not None and self._built.initial_value is initial:  # type: ignore[attr-defined]
+            return self._built
+        scale = torch.full((), self.scale, dtype=initial.dtype, device=initial.device)
+        built = dist.Normal(torch.zeros_like(scale), scale, validate_args=False)
+        built = built.expand(initial.shape).to_event(initial.dim())
+        # Tensors made in inference mode cannot be trained through later.
+        self._built = None if torch.is_inference_mode_enabled() else built
+        return built
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_built": None}
+
+
+class DistributionPrior(SitePrior):
+    """A given distribution, whose tensors follow the module's dtype and device."""
+
+    def __init__(self, attribute: str, position: int, given: TorchDistributionMixin, text: str) -> None:
+        super().__init__(attribute, position, text)
+        self.given = given
+        self._built: TorchDistributionMixin | None = None
+
+    def distribution(self, module: PyroModule, initial: Tensor) -> TorchDistributionMixin:
+        """Return the distribution, moved once for each dtype and device."""
+        if self._built is not None and self._built.initial_value is initial:  # type: ignore[attr-defined]
+            return self._built
+        built = placed_like(self.given, initial)
+        # An object of its own, for initial_value is written on it and one prior may serve several parameters.
+        built = built.expand(built.batch_shape)  # type: ignore[attr-defined]
+        self._built = None if torch.is_inference_mode_enabled() else built
+        return built
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_built": None}
+
+
+class ScaleMixturePrior(SitePrior):
+    """``N(0, (unit·scale)²)`` with a scale that is itself an attribute of a module: learned or sampled.
+
+    Args:
+        attribute: as in :class:`SitePrior`.
+        position: as in :class:`SitePrior`.
+        scale_name: the attribute that holds the scale.
+        holder: the module that holds it, or ``None`` for the parameter's own module.
+        unit: the factor in front of the scale.
+        text: as in :class:`SitePrior`.
+    """
+
+    def __init__(
+        self,
+        attribute: str,
+        position: int,
+        scale_name: str,
+        holder: nn.Module | None,
+        unit: float,
+        text: str,
+    ) -> None:
+        super().__init__(attribute, position, text)
+        self.scale_name = scale_name
+        self.holder = holder
+        self.unit = unit
+
+    def distribution(self, module: PyroModule, initial: Tensor) -> TorchDistributionMixin:
+        """Return a Normal around zero with the present scale; only scalars are allocated."""
+        scale = getattr(module if self.holder is None else self.holder, self.scale_name)
+        scale = scale * self.unit if self.unit != 1.0 else scale
+        # No validation: the scale is positive by its own constraint, and checking it would wait for the
+        # device.
+        normal = dist.Normal(torch.zeros_like(scale), scale, validate_args=False)
+        return normal.expand(initial.shape).to_event(initial.dim())
+
+
+class TiedPrior(SitePrior):
+    """The value that another module has sampled: weights that two modules share stay one latent variable."""
+
+    def __init__(
+        self, attribute: str, position: int, owner: nn.Module, owner_attribute: str, text: str
+    ) -> None:
+        super().__init__(attribute, position, text)
+        self.owner = owner
+        self.owner_attribute = owner_attribute
+
+    def __call__(self, module: PyroModule) -> Tensor:
+        """Return the owner's weight; Pyro records it as a deterministic site."""
+        value: Tensor = getattr(self.owner, self.owner_attribute)
+        return value
+
+    def distribution(self, module: PyroModule, initial: Tensor) -> TorchDistributionMixin:
+        """Never called: the value is the owner's."""
+        raise NotImplementedError
+
+    def shown_value(self, module: nn.Module) -> Tensor:
+        """Return the owner's own weight."""
+        value = self.owner._buffers[buffer_name(self.owner_attribute)]
+        assert value is not None
+        return value
