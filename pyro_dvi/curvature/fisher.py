@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sampled Fisher information: the default curvature of Variational Laplace."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_dvi.curvature.base import Curvature, half_weighted_squares, sum_of
+from pyro_dvi.curvature.likelihood import Linearisation, SliceArguments, private_random_state
+from pyro_dvi.curvature.second_derivatives import FastSecondDerivatives
+from pyro_dvi.errors import UnsupportedError
+
+__all__ = ["Fisher"]
+
+
+class Fisher(Curvature):
+    r"""Squared gradient of labels drawn from the model itself.
+
+    .. math::
+        c_\lambda = \tilde g_\lambda^2, \qquad
+        \tilde g = \nabla_u \sum_s \sqrt{\mathrm{scale}_s}\, \log p_s(\tilde y_s \mid u), \quad
+        \tilde y \sim p(\cdot \mid \mu)
+
+    Status: unbiased for the diagonal of the summed expected Fisher information (cross terms of independent labels
+    average out), hence for the generalised Gauss-Newton matrix of exponential-family likelihoods. Its noise
+    per weight shrinks with the number of label draws, not with the size of the minibatch.
+
+    Args:
+        num_label_samples: label draws per step; each costs one more double backward.
+        every: compute the penalty in every k-th training step only and multiply it by k: unbiased over steps.
+        fraction: part of the minibatch, in (0, 1], on which the penalty is computed, drawn at random in every
+            step; the plate's scale makes up for it. Unbiased, except that batch normalisation then sees
+            statistics of the part.
+        generator: random generator of the label draws (and of the drawn part); the global one by default.
+        slice_args: ``(args, kwargs, rows) -> (args, kwargs)`` for ``fraction``; by default every tensor argument as
+            long as the first one is indexed along its first dimension.
+
+    Source: Unlu & Aitchison (2021), Eq. 12-16; :math:`\tilde g` there is ``g`` with sampled labels.
+
+    Example:
+        >>> Fisher(num_label_samples=2, every=4)
+        Fisher(num_label_samples=2, every=4)
+    """
+
+    def __init__(
+        self,
+        num_label_samples: int = 1,
+        every: int = 1,
+        fraction: float = 1.0,
+        generator: torch.Generator | None = None,
+        slice_args: SliceArguments | None = None,
+    ) -> None:
+        if num_label_samples < 1 or every < 1:
+            raise ValueError(f"num_label_samples ({num_label_samples}) and every ({every}) must be at least 1")
+        if not 0 < fraction <= 1:
+            raise ValueError(f"fraction must lie in (0, 1], got {fraction}")
+        self.num_label_samples = num_label_samples
+        self.every = every
+        self.fraction = fraction
+        self.generator = generator
+        self.slice_args = slice_args
+
+    def weight(self, step: int) -> float:
+        return float(self.every) if step % self.every == 0 else 0.0
+
+    def recorder(self, used_values: Sequence[Tensor | None]) -> FastSecondDerivatives:
+        return FastSecondDerivatives()
+
+    def penalty(self, likelihood: Linearisation) -> Tensor:
+        likelihood.require_labels("Fisher")
+        with private_random_state(self.generator, likelihood.device):
+            if self.fraction < 1:
+                if likelihood.subset is None:
+                    raise UnsupportedError("Fisher(fraction) needs a model that can be run on part of a minibatch")
+                likelihood = likelihood.subset(self.fraction, self.slice_args)
+            draws = [[site.sample_labels() for site in likelihood.sites] for _ in range(self.num_label_samples)]
+        penalties = []
+        for labels in draws:
+            # The root of the scale belongs inside the sum: with several sites, scaling the joint gradient
+            # afterwards would weigh their cross terms wrongly.
+            log_prob = sum_of(
+                [(site.log_prob(y) * site.scale**0.5).sum() for site, y in zip(likelihood.sites, labels, strict=True)]
+            )
+            penalties.append(half_weighted_squares(likelihood.scales, likelihood.gradients(log_prob)))
+        return sum_of(penalties) / self.num_label_samples
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self.generator is None else {"generator": self.generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.generator is not None and "generator" in state:
+            self.generator.set_state(state["generator"])
+
+    def __repr__(self) -> str:
+        defaults = {"num_label_samples": 1, "every": 1, "fraction": 1.0}
+        changed = [f"{k}={getattr(self, k)}" for k, v in defaults.items() if getattr(self, k) != v]
+        return f"Fisher({', '.join(changed)})"

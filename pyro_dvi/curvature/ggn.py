@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The exact diagonal of the generalised Gauss-Newton matrix."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pyro_dvi.curvature.base import Curvature, half_sum
+from pyro_dvi.curvature.information import expected_information
+from pyro_dvi.curvature.likelihood import Linearisation
+from pyro_dvi.curvature.per_example import PerExampleRecorder, summed_squared_gradients
+
+__all__ = ["GGN"]
+
+
+class GGN(Curvature):
+    r"""Expected Fisher information in closed form: the diagonal without sampled labels.
+
+    .. math::
+        c_\lambda = \sum_s \mathrm{scale}_s \sum_{i,k} \bigl(w_{ik}\,\partial_\lambda f_{ik}\bigr)^2
+
+    with the parameters f of each observed distribution and the factors w of their Fisher information.
+
+    Status: exact for the expected Fisher information, which equals the generalised Gauss-Newton diagonal for
+    exponential families in natural parameters. Under training-mode batch normalisation each example counts through
+    its own row of the activations only. Costs one backward pass per distribution parameter (ten classes: ten)
+    for dense and convolutional weights.
+
+    Source: Unlu & Aitchison (2021), Eq. 13-15; Martens (2020) for the equivalence.
+
+    Example:
+        >>> GGN()
+        GGN()
+    """
+
+    def recorder(self, used_values: Sequence[Tensor | None]) -> PerExampleRecorder:
+        return PerExampleRecorder(used_values)
+
+    def penalty(self, likelihood: Linearisation) -> Tensor:
+        likelihood.require_labels("GGN")
+        total = [torch.zeros_like(u) for u in likelihood.values]
+        for site in likelihood.sites:
+            for f, w in expected_information(site.fn, site.name):
+                if not f.requires_grad:  # a fixed noise scale, say
+                    continue
+                w = w * torch.as_tensor(site.scale, dtype=w.dtype, device=w.device).sqrt().unsqueeze(-1)
+                if site.mask is not None and site.mask is not True:
+                    w = w * torch.as_tensor(site.mask, device=w.device).unsqueeze(-1)
+                for output, weight in zip(f.unbind(-1), w.expand_as(f).unbind(-1), strict=True):
+                    squares = summed_squared_gradients(likelihood, output, weight)
+                    total = [a + b for a, b in zip(total, squares, strict=True)]
+        return half_sum(likelihood.scales, total)
+
+    def __repr__(self) -> str:
+        return "GGN()"

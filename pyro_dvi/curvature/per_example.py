@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""Sums of squared per-example gradients, :math:`\sum_i (\partial_u \ell_i)^2`, that can be differentiated again.
+
+While the model runs, :class:`PerExampleRecorder` notes where each latent weight is used. The gradient of example i
+is then an outer product of that layer's input and output gradient, and no pass per example is needed. Weights used
+in any other way are served by one backward pass per example: exact for every model, slow for many examples.
+
+Adding a rule: write a function ``(arguments of the call, position of the weight, output gradient)`` returning
+per-example gradients of shape ``[M, *weight.shape]`` and register it with :func:`per_example_rule`.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from pyro_dvi.curvature.likelihood import Linearisation
+
+__all__ = ["PerExampleRecorder", "per_example_rule", "summed_squared_gradients"]
+
+_RULES: dict[Callable, Callable] = {}
+# Questions about a tensor, which do not use its values.
+_HARMLESS = {"__get__", "size", "dim", "numel", "is_floating_point", "is_complex", "stride", "is_contiguous"}
+_CHUNK = 64  # examples per vectorised backward pass of the fallback
+
+
+def per_example_rule(*functions: Callable) -> Callable[[Callable], Callable]:
+    """Register the per-example gradient of torch ``functions`` with respect to a weight among their arguments."""
+
+    def register(rule: Callable) -> Callable:
+        for function in functions:
+            if function in _RULES:
+                raise ValueError(f"{function} already has the rule {_RULES[function].__name__}")
+            _RULES[function] = rule
+        return rule
+
+    return register
+
+
+@dataclass
+class _Use:
+    rule: Callable
+    arguments: tuple
+    position: int
+    output: Tensor
+
+
+class PerExampleRecorder(TorchFunctionMode):
+    """Note every use of the given tensors, matched by identity, while the model runs."""
+
+    def __init__(self, used_values: Sequence[Tensor | None]) -> None:
+        super().__init__()
+        self._index = {id(v): k for k, v in enumerate(used_values) if v is not None}
+        self.uses: dict[int, list[_Use]] = {k: [] for k in self._index.values()}
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        output = func(*args, **kwargs)
+        found = [(p, self._index[id(a)]) for p, a in enumerate(args) if id(a) in self._index]
+        found += [(k, self._index[id(a)]) for k, a in kwargs.items() if id(a) in self._index]
+        if not found or getattr(func, "__name__", "") in _HARMLESS:
+            return output
+        rule = _RULES.get(func)
+        for position, k in found:
+            if rule is None or kwargs or not isinstance(output, Tensor):
+                self.uses.pop(k, None)
+            elif k in self.uses:
+                self.uses[k].append(_Use(rule, args, int(position), output))
+        return output
+
+
+def summed_squared_gradients(likelihood: Linearisation, outputs: Tensor, cotangent: Tensor) -> list[Tensor]:
+    r"""Return :math:`\sum_i (w_i\,\partial_u f_i)^2` for every latent, differentiable in the means.
+
+    Status: exact for the fallback. The layer-wise rules attribute to example i what passes through its own row
+    of the activations; the two differ only where rows are coupled, as by batch normalisation in training mode.
+
+    Args:
+        likelihood: the linearisation, run under a :class:`PerExampleRecorder` for the fast rules.
+        outputs: f, one entry per example; gradients flow to the latent means.
+        cotangent: w of the same shape; may depend on the means as well.
+    """
+    results: list[Tensor | None] = [None] * len(likelihood.values)
+    recorder = likelihood.recorder
+    if isinstance(recorder, PerExampleRecorder) and outputs.dim() == 1:
+        covered = {
+            k: uses
+            for k, uses in recorder.uses.items()
+            if uses and all(use.output.dim() > 0 and use.output.shape[0] == len(outputs) for use in uses)
+        }
+        flat = [use for uses in covered.values() for use in uses]
+        if flat:
+            deltas = torch.autograd.grad(
+                outputs, [use.output for use in flat], cotangent, create_graph=True, allow_unused=True
+            )
+            by_use = {id(use): delta for use, delta in zip(flat, deltas, strict=True)}
+            for k, uses in covered.items():
+                parts = [_gradient(use, by_use[id(use)]) for use in uses if by_use[id(use)] is not None]
+                if any(part is None for part in parts):
+                    continue  # a call that the rule does not cover
+                shape = likelihood.values[k].shape
+                squares = sum(parts[1:], parts[0]).square().sum(0) if parts else None
+                results[k] = torch.zeros_like(likelihood.values[k]) if squares is None else squares.reshape(shape)
+    rest = [k for k, result in enumerate(results) if result is None]
+    if rest:
+        values = [likelihood.values[k] for k in rest]
+        for k, squares in zip(rest, _one_pass_per_example(outputs, cotangent, values), strict=True):
+            results[k] = squares
+    return [r for r in results if r is not None]
+
+
+def _gradient(use: _Use, delta: Tensor) -> Tensor | None:
+    return use.rule(use.arguments, use.position, delta)
+
+
+def _one_pass_per_example(outputs: Tensor, cotangent: Tensor, values: list[Tensor]) -> list[Tensor]:
+    outputs, cotangent = outputs.reshape(-1), cotangent.reshape(-1)
+    totals = [torch.zeros_like(v) for v in values]
+    for start in range(0, len(outputs), _CHUNK):
+        rows = torch.arange(start, min(start + _CHUNK, len(outputs)), device=outputs.device)
+        seeds = F.one_hot(rows, len(outputs)).to(outputs) * cotangent
+        grads = torch.autograd.grad(
+            outputs, values, seeds, is_grads_batched=True, create_graph=True, allow_unused=True
+        )
+        totals = [t if g is None else t + g.square().sum(0) for t, g in zip(totals, grads, strict=True)]
+    return totals
+
+
+@per_example_rule(F.linear)
+def _linear(arguments: tuple, position: int, delta: Tensor) -> Tensor | None:
+    x = arguments[0]
+    if position == 1:
+        return torch.einsum("b...o,b...i->boi", delta, x)
+    return delta.reshape(len(delta), -1, delta.shape[-1]).sum(1) if position == 2 else None
+
+
+@per_example_rule(torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.mm, torch.Tensor.mm)
+def _matmul(arguments: tuple, position: int, delta: Tensor) -> Tensor | None:
+    x, weight = arguments[:2]
+    if position != 1 or x.dim() < 2:
+        return None
+    if weight.dim() == 1:
+        return torch.einsum("b...,b...i->bi", delta, x)
+    return torch.einsum("b...o,b...i->bio", delta, x) if weight.dim() == 2 else None
+
+
+@per_example_rule(torch.add, torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd__)
+def _add(arguments: tuple, position: int, delta: Tensor) -> Tensor | None:
+    bias = arguments[position]
+    if bias.dim() >= delta.dim():
+        return None
+    return delta.reshape(len(delta), -1, *bias.shape).sum(1) if bias.shape == delta.shape[-bias.dim() :] else None
+
+
+@per_example_rule(F.conv1d, F.conv2d)
+def _convolution(arguments: tuple, position: int, delta: Tensor) -> Tensor | None:
+    defaults = (None, None, None, 1, 0, 1, 1)
+    x, weight, _, stride, padding, dilation, groups = (*arguments, *defaults[len(arguments) :])
+    if position == 2:
+        return delta.flatten(2).sum(2)
+    if position != 1 or isinstance(padding, str):
+        return None
+    n = weight.dim() - 2
+    kernel = weight.shape[2:]
+    stride, padding, dilation = (_per_dimension(v, n) for v in (stride, padding, dilation))
+    if n == 1:  # a picture of height one
+        x, kernel = x.unsqueeze(2), (1, *kernel)
+        stride, padding, dilation = (1, *stride), (0, *padding), (1, *dilation)
+    patches = F.unfold(x, kernel, dilation, padding, stride)  # [M, C·k, positions]
+    grouped = patches.reshape(len(x), groups, -1, patches.shape[-1])
+    delta = delta.reshape(len(x), groups, -1, patches.shape[-1])
+    return torch.einsum("bgol,bgil->bgoi", delta, grouped).reshape(len(x), *weight.shape)
+
+
+def _per_dimension(value: int | tuple[int, ...], n: int) -> tuple[int, ...]:
+    return (value,) * n if isinstance(value, int) else tuple(value)

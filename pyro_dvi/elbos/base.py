@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all deterministic objectives share: the KL weight, the count of steps, Pyro's interface."""
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from pyro.infer.elbo import ELBO
+from torch import Tensor
+
+from pyro_dvi.errors import CheckpointError, NonFiniteError, PyroDviError, UnsupportedError
+
+__all__ = ["DeterministicELBO"]
+
+
+class DeterministicELBO(ELBO):
+    """Base class of the objectives: a drop-in for Pyro's ELBOs in ``SVI`` and as ``elbo(model, guide)``.
+
+    Losses are summed over the whole data set, as in Pyro, and are the objective that is actually optimised: with
+    ``kl_weight`` other than one, ``elbo.terms`` holds what the untempered ELBO needs.
+
+    Args:
+        kl_weight: factor of the KL divergence; a float, or a schedule called with the number of training steps done.
+        num_data: size of the data set, compared with the plate's scale; None skips the check.
+        num_particles: runs to average where a latent that sets another's prior has to be sampled; one run
+            is enough otherwise.
+
+    Attributes:
+        step: training steps done. Only evaluations that record gradients count.
+        terms: detached parts of the last loss.
+    """
+
+    def __init__(
+        self,
+        *,
+        kl_weight: float | Callable[[int], float] = 1.0,
+        num_data: int | None = None,
+        num_particles: int = 1,
+    ) -> None:
+        if num_particles < 1:
+            raise ValueError(f"num_particles must be at least 1, got {num_particles}")
+        if num_data is not None and num_data < 1:
+            raise ValueError(f"num_data must be at least 1, got {num_data}")
+        super().__init__(num_particles=num_particles)
+        if not callable(kl_weight):
+            _check_weight(kl_weight)
+        self.kl_weight = kl_weight
+        self.num_data = num_data
+        self.step = 0
+        self.terms: dict[str, Tensor] = {}
+
+    @abstractmethod
+    def _evaluate(
+        self, model: Callable, guide: Callable, args: tuple, kwargs: dict, kl_weight: float, training: bool
+    ) -> dict[str, Tensor]:
+        """Return the terms of one run: at least "loss", "log_likelihood" and "kl" (unweighted)."""
+
+    def current_kl_weight(self) -> float:
+        """Return the KL weight of the next training step."""
+        weight = self.kl_weight(self.step) if callable(self.kl_weight) else self.kl_weight
+        _check_weight(weight)
+        return float(weight)
+
+    def loss(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> float:
+        """Return the loss as a number, without counting a training step."""
+        return self._total(model, guide, args, kwargs, training=False).item()
+
+    def differentiable_loss(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the loss as a tensor to call ``backward`` on; counts a training step if gradients are recorded."""
+        training = torch.is_grad_enabled()
+        loss = self._total(model, guide, args, kwargs, training)
+        if not training:
+            return loss.detach()
+        self.step += 1
+        return loss
+
+    def loss_and_grads(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> float:
+        """Accumulate gradients and return the loss, as ``SVI.step`` expects.
+
+        Raises:
+            NonFiniteError: the loss is NaN or infinite. Parameters are untouched and gradients cleared.
+        """
+        loss = self.differentiable_loss(model, guide, *args, **kwargs)
+        if loss.requires_grad:
+            loss.backward(retain_graph=self.retain_graph)
+        value = loss.item()
+        if not math.isfinite(value):
+            _clear_gradients(loss)
+            raise NonFiniteError(self._diagnosis(value))
+        return value
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs besides model, guide and optimizer."""
+        return {"step": self.step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned."""
+        if not isinstance(state, dict) or "step" not in state:
+            raise CheckpointError(f"not the state of a {type(self).__name__}: the entry 'step' is missing")
+        self.step = int(state["step"])
+
+    def _total(self, model: Callable, guide: Callable, args: tuple, kwargs: dict, training: bool) -> Tensor:
+        if torch.is_inference_mode_enabled():
+            raise PyroDviError(
+                f"{type(self).__name__} differentiates the model even when it only evaluates the loss, which "
+                "torch.inference_mode() forbids: use torch.no_grad() instead"
+            )
+        weight = self.current_kl_weight()
+        with torch.enable_grad():
+            runs = [
+                self._evaluate(model, guide, args, kwargs, weight, training) for _ in range(self.num_particles)
+            ]
+            loss = runs[0]["loss"] if len(runs) == 1 else torch.stack([run["loss"] for run in runs]).mean()
+        self.terms = {k: torch.stack([run[k].detach() for run in runs]).mean() for k in runs[0]}
+        self.terms["kl_weight"] = torch.tensor(weight)
+        return loss
+
+    def _diagnosis(self, value: float) -> str:
+        parts = {k: v.item() for k, v in self.terms.items() if k != "loss"}
+        bad = [k for k, v in parts.items() if not math.isfinite(v)]
+        listed = ", ".join(f"{k}={v:.4g}" for k, v in parts.items())
+        return (
+            f"the loss is {value} in step {self.step} ({listed}); not finite: {', '.join(bad) or 'their sum'}. No update "
+            "was made. Lower the learning rate (above all that of the scales), look for extreme inputs, or train in "
+            "float64."
+        )
+
+    def _get_trace(self, model: Callable, guide: Callable, args: tuple, kwargs: dict) -> Any:
+        raise UnsupportedError(f"{type(self).__name__} does not sample traces; see its loss methods")
+
+
+def _check_weight(weight: Any) -> None:
+    if not isinstance(weight, (int, float)) or not math.isfinite(weight) or weight < 0:
+        raise ValueError(
+            f"kl_weight must be a finite number >= 0 (or a schedule that returns one), got {weight!r}. 1 is the "
+            "Bayesian posterior, smaller values temper it, 0 switches the prior off."
+        )
+
+
+def _clear_gradients(loss: Tensor) -> None:
+    """Drop the gradients that a failed loss left behind, so that they do not reach the next step."""
+    stack, seen = [loss.grad_fn], set()
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            leaf.grad = None
+        stack.extend(parent for parent, _ in node.next_functions)

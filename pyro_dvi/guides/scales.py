@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Covariance families of the mean-field guide: which standard deviations are free."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from math import sqrt
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+__all__ = ["PerSite", "PerWeight", "SGDStepSize", "ScaleFamily"]
+
+
+class ScaleFamily(ABC):
+    """A way to parameterise posterior standard deviations.
+
+    Adding one: say in which shape the learned scales of a site are stored, or that they are fixed.
+    """
+
+    learned: ClassVar[bool] = True
+
+    @abstractmethod
+    def initial(self, loc: Tensor, prior_scale: Tensor, event_dim: int) -> Tensor:
+        """Return the scales of a site at the start, in the shape in which they are stored.
+
+        Args:
+            loc: the site's initial mean, in unconstrained space.
+            prior_scale: standard deviation of its prior, broadcastable to ``loc``.
+            event_dim: number of event dimensions of ``loc``; those to their left belong to plates.
+        """
+
+
+def _check_offset(log_offset: float) -> None:
+    if not -20 <= log_offset <= 5:
+        raise ValueError(f"log_offset is log(posterior scale / prior scale) at the start, got {log_offset}: try -3")
+
+
+@dataclass(frozen=True)
+class PerWeight(ScaleFamily):
+    r"""One standard deviation per weight, :math:`\log\sigma = \log s - 3` at the start.
+
+    Args:
+        log_offset: initial :math:`\log(\sigma/s)` with the prior's standard deviation s.
+
+    Source: Unlu & Aitchison (2021), section 4.
+    """
+
+    log_offset: float = -3.0
+
+    def __post_init__(self) -> None:
+        _check_offset(self.log_offset)
+
+    def initial(self, loc: Tensor, prior_scale: Tensor, event_dim: int) -> Tensor:
+        return (prior_scale * torch.full_like(loc, self.log_offset).exp()).contiguous()
+
+
+@dataclass(frozen=True)
+class PerSite(ScaleFamily):
+    r"""One standard deviation shared by all weights of a site (per plate element for local latents).
+
+    Args:
+        log_offset: initial :math:`\log(\sigma/s)` with the prior's standard deviation s (its mean over the site).
+    """
+
+    log_offset: float = -3.0
+
+    def __post_init__(self) -> None:
+        _check_offset(self.log_offset)
+
+    def initial(self, loc: Tensor, prior_scale: Tensor, event_dim: int) -> Tensor:
+        scales = prior_scale.expand_as(loc)
+        axes = tuple(range(loc.dim() - event_dim, loc.dim()))
+        shared = scales.mean(axes, keepdim=True) if axes else scales
+        return (shared * torch.full_like(shared, self.log_offset).exp()).contiguous()
+
+
+@dataclass(frozen=True)
+class SGDStepSize(ScaleFamily):
+    r"""One fixed variance for every weight, that of SGD with this step size: :math:`\sigma^2 = \eta / 2M`.
+
+    Together with ``TaylorELBO(curvature=MinibatchGradient())`` only the means are learned, on the objective
+    :math:`\tfrac NM[\log p - \tfrac{\eta}{4M}\sum_\lambda g_\lambda^2] - \beta\,\mathrm{(weight\ decay)}` with the
+    summed minibatch gradient g.
+
+    Args:
+        lr: step size :math:`\eta` of SGD on the mean loss.
+        batch_size: M.
+
+    Source: Unlu & Aitchison (2021), Eq. 29 (arXiv), there written with the mean gradient.
+    """
+
+    learned: ClassVar[bool] = False
+
+    lr: float
+    batch_size: int
+
+    def __post_init__(self) -> None:
+        if not self.lr > 0 or self.batch_size < 1:
+            raise ValueError(f"lr ({self.lr}) must be positive and batch_size ({self.batch_size}) at least 1")
+
+    def initial(self, loc: Tensor, prior_scale: Tensor, event_dim: int) -> Tensor:
+        return loc.new_full((), sqrt(self.lr / (2 * self.batch_size)))

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keep running statistics as they are while a model is only being looked at."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+__all__ = ["preserve_buffers"]
+
+
+@contextmanager
+def preserve_buffers() -> Iterator[None]:
+    """Give every module that runs inside the block copies of its buffers, and the originals back afterwards.
+
+    A guide that inspects its model, or ``Predictive`` in training mode, runs the network and so advances the
+    running statistics of batch normalisation. Modules are found by a forward hook, so models that are functions
+    around a network are covered as well. The originals are never written to, so graphs that saved them stay valid.
+
+    Example:
+        >>> norm = torch.nn.BatchNorm1d(2)
+        >>> with preserve_buffers():
+        ...     _ = norm(torch.ones(4, 2))
+        >>> norm.running_mean
+        tensor([0., 0.])
+    """
+    originals: dict[int, tuple[nn.Module, dict[str, torch.Tensor]]] = {}
+
+    def lend_copies(module: nn.Module, _inputs: object) -> None:
+        if module._buffers and id(module) not in originals:
+            kept = {name: b for name, b in module._buffers.items() if b is not None}
+            originals[id(module)] = (module, kept)
+            module._buffers.update({name: b.clone() for name, b in kept.items()})
+
+    handle = nn.modules.module.register_module_forward_pre_hook(lend_copies)
+    try:
+        yield
+    finally:
+        handle.remove()
+        for module, kept in originals.values():
+            module._buffers.update(kept)

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Match the latent sites of a model with the Gaussians of a guide, whatever way the guide writes them."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from pyro.infer.autoguide.guides import AutoContinuous
+from torch import Tensor, nn
+from torch.distributions import biject_to, constraints
+
+from pyro_dvi.errors import GuideError, ModelError
+from pyro_dvi.handlers.means import GaussianSite, strip_event_dims
+
+__all__ = ["Latent", "match_latents", "unconstraining_transform"]
+
+
+@dataclass
+class Latent:
+    """One latent site of the model and its posterior marginal in unconstrained space.
+
+    Attributes:
+        name: the model's site name.
+        prior: the site's distribution, given its parents' values.
+        value: the value that the model computed with.
+        loc: posterior mean of the unconstrained value; None for a point mass.
+        scale: its standard deviation; None for a point mass.
+        transform: map from unconstrained to constrained values; None for the identity.
+        log_density: log-density that a point mass carries (a Jacobian, for MAP in unconstrained space).
+        plate_scale: the site's own scale, as for local latents of a subsampled plate.
+        mask: the site's own mask.
+        source: the guide's Gaussian that it comes from; None for a point mass.
+    """
+
+    name: str
+    prior: Any
+    value: Tensor
+    loc: Tensor | None
+    scale: Tensor | None
+    transform: Any
+    log_density: Tensor | float
+    plate_scale: float | Tensor
+    mask: Tensor | bool | None
+    source: GaussianSite | None
+
+
+def unconstraining_transform(support: Any) -> Any:
+    """Return the transform from real numbers to ``support``, or None where it is the identity."""
+    base = support
+    while isinstance(base, constraints.independent):
+        base = base.base_constraint
+    if base is constraints.real or base is constraints.real_vector:
+        return None
+    return biject_to(support)
+
+
+def match_latents(
+    model_trace: Any, guide_trace: Any, gaussians: dict[str, GaussianSite], guide: Callable
+) -> list[Latent]:
+    """Pair every latent site of the model with its marginal in the guide.
+
+    Understood are Normal sites of the same name, auxiliary ``<name>_unconstrained`` Normals followed by a Delta (Pyro's
+    AutoNormal), the joint vector of AutoDiagonalNormal, and point masses.
+
+    Raises:
+        ModelError: a site is neither observed nor in the guide.
+        GuideError: the guide has Gaussians that belong to no latent site, or lacks an auxiliary that it needs.
+    """
+    vectors = dict(_vector_parts(guide, gaussians))
+    used = {part.source.name for part in vectors.values()}
+    latents = []
+    for name, site in model_trace.nodes.items():
+        if site["type"] != "sample" or site["is_observed"] or type(site["fn"]).__name__ == "_Subsample":
+            continue
+        guide_site = guide_trace.nodes.get(name)
+        if guide_site is None:
+            raise ModelError(
+                f"site {name!r} is neither observed nor in the guide. If it is data, pass the observed values "
+                f"(y was None?); if it is a latent variable, add pyro.sample({name!r}, ...) to the guide."
+            )
+        log_density: Tensor | float = 0.0
+        transform = None
+        loc = scale = None
+        source = gaussians.get(name)
+        if source is not None:
+            used.add(name)
+            loc, scale = source.loc, source.scale
+            if source.transforms:
+                transform = torch.distributions.ComposeTransform(list(source.transforms))
+        elif f"{name}_unconstrained" in gaussians:
+            source = gaussians[f"{name}_unconstrained"]
+            used.add(source.name)
+            loc, scale = source.loc, source.scale
+            transform = unconstraining_transform(site["fn"].support)
+        elif name in vectors:
+            part = vectors[name]
+            source, loc, scale = part.source, part.loc, part.scale
+            transform = unconstraining_transform(site["fn"].support)
+        else:
+            log_density = getattr(strip_event_dims(guide_site["fn"]), "log_density", 0.0)
+        latents.append(
+            Latent(
+                name,
+                site["fn"],
+                site["value"],
+                loc,
+                scale,
+                transform,
+                log_density,
+                site["scale"],
+                site["mask"],
+                source,
+            )
+        )
+    left = sorted(set(gaussians) - used)
+    if left:
+        raise GuideError(
+            f"guide site {left[0]!r} is a Normal that belongs to no latent site of the model, so latents computed from "
+            "it may depend on each other. Give each latent site of the model its own Normal site of the same name "
+            f"(or '<name>_unconstrained'); the model's latent sites are {[latent.name for latent in latents]}."
+        )
+    return latents
+
+
+@dataclass
+class _VectorPart:
+    source: GaussianSite
+    loc: Tensor
+    scale: Tensor
+    elements: Tensor  # mask of the joint vector
+
+
+def _vector_parts(guide: Callable, gaussians: dict[str, GaussianSite]) -> Iterator[tuple[str, _VectorPart]]:
+    """Split the joint vector of AutoDiagonalNormal guides into the model's sites."""
+    for name, source in gaussians.items():
+        owner = _vector_owner(guide, name)
+        if owner is None:
+            continue
+        positions = torch.arange(source.loc.shape[-1], device=source.loc.device)
+        parts = zip(
+            owner._unpack_latent(source.loc),
+            owner._unpack_latent(source.scale),
+            owner._unpack_latent(positions),
+            strict=True,
+        )
+        for (site, loc), (_, scale), (_, index) in parts:
+            elements = torch.zeros_like(positions, dtype=torch.bool)
+            elements[index.reshape(-1)] = True
+            yield site["name"], _VectorPart(source, loc, scale, elements)
+
+
+def _vector_owner(guide: Callable, name: str) -> AutoContinuous | None:
+    if not name.endswith("_latent") or not isinstance(guide, nn.Module):
+        return None
+    for module in guide.modules():
+        if isinstance(module, AutoContinuous) and f"_{module._pyro_name}_latent" == name:
+            return module
+    return None
+
+
+def vector_elements(guide: Callable, gaussians: dict[str, GaussianSite], name: str) -> Tensor | bool:
+    """Mask of the elements of a joint vector that belong to model site ``name``; True outside joint vectors."""
+    for site, part in _vector_parts(guide, gaussians):
+        if site == name:
+            return part.elements
+    return True

@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One run of guide and model at the posterior mean, with everything an ELBO reads from it."""
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import pyro.poutine as poutine
+import torch
+from pyro.infer.util import is_validation_enabled
+from pyro.poutine.util import prune_subsample_sites
+from pyro.util import check_site_shape
+from torch import Tensor
+from torch import distributions as td
+
+from pyro_dvi.errors import DeviceError, GuideError, ModelError
+from pyro_dvi.handlers.buffers import preserve_buffers
+from pyro_dvi.handlers.latents import Latent, match_latents, vector_elements
+from pyro_dvi.handlers.means import GaussianSite, PosteriorMeans
+from pyro_dvi.handlers.observed import observed_sites
+
+__all__ = ["MeanRun", "Structure", "run_at_means", "structure_of"]
+
+
+@dataclass
+class Structure:
+    """What the first run showed of a model and its guide.
+
+    Attributes:
+        sampled: guide sites (or masks of their elements) that set the prior of another latent. They are sampled,
+            never fixed at their mean, which would lose the prior's curvature in them.
+        function_names: names of the autograd nodes that lead from the latents to the observed distributions.
+    """
+
+    sampled: dict[str, Tensor | bool] = field(default_factory=dict)
+    function_names: frozenset[str] = frozenset()
+
+
+@dataclass
+class MeanRun:
+    """The traces of one run at the means.
+
+    Attributes:
+        model_trace: the model's trace; its observed sites carry the likelihood.
+        latents: every latent site with its posterior marginal.
+        gaussians: the guide's Gaussian sites that stand at their mean, wholly or in part.
+        recorder: the context in which the model ran.
+    """
+
+    guide_trace: Any
+    model_trace: Any
+    latents: list[Latent]
+    gaussians: list[GaussianSite]
+    recorder: Any
+
+
+def run_at_means(
+    model: Callable,
+    guide: Callable,
+    args: tuple,
+    kwargs: dict,
+    sampled: dict[str, Tensor | bool] | None = None,
+    recorder: Callable[[list[Tensor | None]], AbstractContextManager[Any]] | None = None,
+) -> MeanRun:
+    """Run the guide at its means, then the model with those values.
+
+    Args:
+        model: a Pyro model.
+        guide: a guide of factorised Gaussians and point masses.
+        args: positional arguments of both.
+        kwargs: keyword arguments of both.
+        sampled: see :class:`Structure`.
+        recorder: given the values that the model will use, returns the context in which it runs.
+
+    Raises:
+        GuideError: the guide is not a factorised Gaussian.
+        ModelError: a latent site is missing in the guide.
+        DeviceError: data and parameters live on different devices.
+    """
+    means = PosteriorMeans(sampled=sampled or {})
+    # A guide that has not seen the model yet runs it to look at its sites.
+    fresh = getattr(guide, "prototype_trace", 0) is None
+    with preserve_buffers() if fresh else nullcontext(), means:
+        guide_trace = poutine.trace(guide).get_trace(*args, **kwargs)
+    expanded = [g for g in means.gaussians.values() if g.sampled is not True]
+    context = nullcontext() if recorder is None else recorder([_used_value(g, guide_trace) for g in expanded])
+    with _device_errors(means.gaussians, args, kwargs), context:
+        model_trace = poutine.trace(poutine.replay(model, trace=guide_trace)).get_trace(*args, **kwargs)
+    latents = match_latents(model_trace, guide_trace, means.gaussians, guide)
+    return MeanRun(guide_trace, model_trace, latents, expanded, context)
+
+
+def _used_value(gaussian: GaussianSite, guide_trace: Any) -> Tensor | None:
+    """The tensor object that the model will compute with, if it is the mean itself or a plain view of it."""
+    site = guide_trace.nodes.get(gaussian.name.removesuffix("_unconstrained"))
+    value = None if site is None else site["value"]
+    if torch.is_tensor(value) and value.shape == gaussian.value.shape:
+        return value if value.data_ptr() == gaussian.value.data_ptr() else None
+    return None
+
+
+@contextmanager
+def _device_errors(gaussians: dict[str, GaussianSite], args: tuple, kwargs: dict) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        parameters = {g.value.device.type for g in gaussians.values()}
+        data = {v.device.type for v in (*args, *kwargs.values()) if torch.is_tensor(v)}
+        if data and parameters and data != parameters:
+            raise DeviceError(
+                f"the data are on {sorted(data)} but the posterior is on {sorted(parameters)}: move both to one device, "
+                "e.g. x.to(device), model.to(device), and build the guide after moving the model"
+            ) from error
+        raise
+
+
+# What the first run shows --------------------------------------------------------------------------------------
+
+_STRUCTURES: "weakref.WeakKeyDictionary[Any, list[tuple[Any, Structure]]]" = weakref.WeakKeyDictionary()
+
+
+def structure_of(model: Callable, guide: Callable, args: tuple, kwargs: dict) -> tuple[Structure, bool]:
+    """Look at a model and guide once; later calls for the same pair return the same answer.
+
+    Returns:
+        the structure, and whether this was the first look.
+    """
+    known = _STRUCTURES.setdefault(guide, [])
+    for model_ref, structure in known:
+        if model_ref() is model:
+            return structure, False
+    with _unchanged_random_state(), preserve_buffers():
+        run = run_at_means(model, guide, args, kwargs)
+        structure = _look(run, guide)
+    known.append((weakref.ref(model), structure))
+    return structure, True
+
+
+@contextmanager
+def _unchanged_random_state() -> Iterator[None]:
+    """A look must not shift the random numbers of a run that is resumed with fresh objects."""
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices=devices):
+        yield
+
+
+def _look(run: MeanRun, guide: Callable) -> Structure:
+    observed_sites(run.model_trace)
+    if is_validation_enabled():
+        _check_shapes(prune_subsample_sites(run.model_trace))
+    _refuse_dependent(run.gaussians)
+    by_name = {g.name: g for g in run.gaussians}
+    sampled: dict[str, Tensor | bool] = {}
+    for child in run.latents:
+        for parent in _parents(child, run.latents):
+            if parent.source is None:
+                if child.source is None:
+                    raise GuideError(
+                        f"a point estimate of both {parent.name!r} and {child.name!r} is unbounded: {parent.name!r} sets "
+                        f"the prior of {child.name!r}, so the density grows without limit as both shrink together. "
+                        f"Use a variational guide (MeanFieldGuide), integrate {parent.name!r} out, or write "
+                        f"{child.name!r} non-centred."
+                    )
+                continue
+            elements = vector_elements(guide, by_name, parent.name)
+            old = sampled.get(parent.source.name, False)
+            sampled[parent.source.name] = elements if old is False else (torch.as_tensor(old) | torch.as_tensor(elements))
+    roots = [
+        node["fn"] for node in run.model_trace.nodes.values() if node["type"] == "sample" and node["is_observed"]
+    ]
+    return Structure(sampled, frozenset(_function_names([t for fn in roots for t in _tensors(fn)])))
+
+
+def _check_shapes(trace: Any) -> None:
+    """Pyro's own check that batch shapes agree with plates; a forgotten ``to_event`` is found here."""
+    try:
+        trace.compute_log_prob()
+        for site in trace.nodes.values():
+            if site["type"] == "sample":
+                check_site_shape(site, max_plate_nesting=float("inf"))
+    except ValueError as error:
+        raise ModelError(f"the shapes of the model's sites and plates do not agree: {error}") from error
+
+
+def _refuse_dependent(gaussians: list[GaussianSite]) -> None:
+    for site in gaussians:
+        others = [other for other in gaussians if other is not site]
+        moments = [t for t in (site.loc, site.scale) if t.grad_fn is not None]
+        if not others or not moments:
+            continue
+        grads = torch.autograd.grad(
+            [m.sum() for m in moments], [o.value for o in others], allow_unused=True, retain_graph=True
+        )
+        for other, grad in zip(others, grads, strict=True):
+            if grad is not None:
+                raise GuideError(
+                    f"guide site {site.name!r} depends on the value of {other.name!r}, so the posterior does not factorise. "
+                    "Let its loc and scale depend on parameters only, or use Pyro's Trace_ELBO."
+                )
+
+
+def _parents(child: Latent, latents: list[Latent]) -> list[Latent]:
+    """Latents whose value enters the prior of ``child``, seen in the autograd graph of the prior's parameters."""
+    parameters = [t for t in _tensors(child.prior) if t.grad_fn is not None]
+    others = [latent for latent in latents if latent is not child and latent.value.requires_grad]
+    if not parameters or not others:
+        return []
+    grads = torch.autograd.grad(
+        [p.sum() for p in parameters], [o.value for o in others], allow_unused=True, retain_graph=True
+    )
+    return [other for other, grad in zip(others, grads, strict=True) if grad is not None]
+
+
+def _tensors(thing: Any) -> Iterator[Tensor]:
+    """Floating-point tensors among the parameters of a distribution or transform, however nested."""
+    if torch.is_tensor(thing):
+        if thing.is_floating_point():
+            yield thing
+    elif isinstance(thing, (list, tuple)):
+        for part in thing:
+            yield from _tensors(part)
+    elif isinstance(thing, (td.Distribution, td.Transform)):
+        for part in vars(thing).values():
+            yield from _tensors(part)
+
+
+def _function_names(roots: list[Tensor]) -> Iterator[str]:
+    stack = [t.grad_fn for t in roots if t.grad_fn is not None]
+    seen = set()
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        yield node.name()
+        stack.extend(parent for parent, _ in node.next_functions if parent is not None)

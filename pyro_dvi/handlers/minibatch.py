@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run a model again on part of its minibatch."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pyro.poutine as poutine
+import torch
+from torch import Tensor
+
+from pyro_dvi.curvature import ObservedSite
+from pyro_dvi.curvature.likelihood import SliceArguments
+from pyro_dvi.errors import ModelError, UnsupportedError
+from pyro_dvi.handlers.buffers import preserve_buffers
+from pyro_dvi.handlers.mean_run import MeanRun
+from pyro_dvi.handlers.observed import observed_sites
+
+__all__ = ["run_on_part"]
+
+
+def run_on_part(
+    model: Callable,
+    run: MeanRun,
+    args: tuple,
+    kwargs: dict,
+    fraction: float,
+    slice_args: SliceArguments | None,
+) -> list[ObservedSite]:
+    """Return the observed sites of the model on a random part of the rows, at the same latent values.
+
+    Raises:
+        UnsupportedError: a latent variable belongs to rows, so rows cannot be left out.
+        ModelError: the plate does not follow the number of rows.
+    """
+    for latent in run.latents:
+        if run.model_trace.nodes[latent.name]["cond_indep_stack"]:
+            raise UnsupportedError(
+                f"Fisher(fraction={fraction}) cannot take part of the rows: latent site {latent.name!r} is local to a "
+                "plate. Use Fisher(every=k) to save time instead."
+            )
+    tensors = [v for v in (*args, *kwargs.values()) if torch.is_tensor(v) and v.dim()]
+    if not tensors:
+        raise UnsupportedError(
+            f"Fisher(fraction={fraction}) found no tensor among the model's arguments to take rows of: pass slice_args"
+        )
+    length = len(tensors[0])
+    rows = torch.randperm(length, device=tensors[0].device)[: max(1, math.ceil(fraction * length))]
+    part_args, part_kwargs = (slice_args or _slice_rows)(args, kwargs, rows)
+    advice = (
+        "Give the plate the length of the data (subsample_size=len(x)), so that its scale follows the part, or pass "
+        "Fisher(slice_args=...) that fits the model's arguments."
+    )
+    with preserve_buffers():
+        try:
+            trace = poutine.trace(poutine.replay(model, trace=run.guide_trace)).get_trace(*part_args, **part_kwargs)
+        except (ValueError, RuntimeError) as error:
+            raise ModelError(
+                f"the model failed on {len(rows)} of {length} rows for Fisher(fraction={fraction}): {error}. {advice}"
+            ) from error
+    sites, _, _ = observed_sites(trace)
+    for site in sites:
+        whole = run.model_trace.nodes[site.name]
+        before, after = (_weight(s.scale, s.fn) for s in (_Pair(whole), site))
+        if abs(after / before - 1) > 1e-3:
+            raise ModelError(
+                f"observed site {site.name!r} weighs {after:.6g} on {len(rows)} rows and {before:.6g} on {length}: the "
+                f"penalty of Fisher(fraction={fraction}) would be biased. {advice}"
+            )
+    return sites
+
+
+class _Pair:
+    def __init__(self, node: Any) -> None:
+        self.scale, self.fn = node["scale"], node["fn"]
+
+
+def _weight(scale: float | Tensor, fn: Any) -> float:
+    elements = torch.Size(fn.batch_shape).numel()
+    return float(torch.as_tensor(scale, dtype=torch.float64).mean()) * elements
+
+
+def _slice_rows(args: tuple, kwargs: dict, rows: Tensor) -> tuple[tuple, dict]:
+    length = next(len(v) for v in (*args, *kwargs.values()) if torch.is_tensor(v) and v.dim())
+
+    def part(value: Any) -> Any:
+        if torch.is_tensor(value) and value.dim() and len(value) == length:
+            return value[rows]
+        if isinstance(value, (tuple, list)):
+            return type(value)(part(v) for v in value)
+        return {k: part(v) for k, v in value.items()} if isinstance(value, dict) else value
+
+    return tuple(part(v) for v in args), {k: part(v) for k, v in kwargs.items()}

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Read the observed sites of a model's run, and check what they say about the data."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_dvi.curvature import ObservedSite
+from pyro_dvi.errors import DataError, ModelError
+
+__all__ = ["check_num_data", "observed_sites"]
+
+
+def observed_sites(trace: Any) -> tuple[list[ObservedSite], list[str], Tensor | float]:
+    """Return the observed sites, the names of ``pyro.factor`` terms and their scaled sum.
+
+    Raises:
+        ModelError: the model observes nothing.
+    """
+    sites, factors = [], []
+    factor_sum: Tensor | float = 0.0
+    for name, site in trace.nodes.items():
+        if site["type"] != "sample" or not site["is_observed"] or site["infer"].get("_deterministic"):
+            continue
+        entry = ObservedSite(name, site["fn"], site["value"], site["scale"], site["mask"])
+        if type(site["fn"]).__name__ == "Unit":
+            factors.append(name)
+            factor_sum = factor_sum + checked_log_likelihood(entry)
+        else:
+            sites.append(entry)
+    if not sites and not factors:
+        raise ModelError(
+            "the model has no observed site: pass the observed values and give them to "
+            "pyro.sample(name, distribution, obs=values). Without data the posterior is the prior."
+        )
+    return sites, factors, factor_sum
+
+
+def checked_log_likelihood(site: ObservedSite) -> Tensor:
+    """Scaled log-likelihood of a site, with errors that name it."""
+    try:
+        return site.log_likelihood()
+    except ValueError as error:
+        value = site.value
+        if torch.is_tensor(value) and value.is_floating_point() and not bool(torch.isfinite(value).all()):
+            count = int((~torch.isfinite(value)).sum())
+            raise DataError(
+                f"observed site {site.name!r} holds {count} NaN or infinite values: drop those rows or mask them "
+                "with pyro.poutine.mask after replacing them by a number"
+            ) from error
+        shape = tuple(value.shape) if torch.is_tensor(value) else type(value).__name__
+        low, high = (value.min().item(), value.max().item()) if torch.is_tensor(value) and value.numel() else (0, 0)
+        raise DataError(
+            f"observed site {site.name!r} ({type(site.fn).__name__}, batch shape {tuple(site.fn.batch_shape)}, event "
+            f"shape {tuple(site.fn.event_shape)}) cannot have these values (shape {shape}, from {low} to {high}): "
+            f"{error}"
+        ) from error
+    except (RuntimeError, IndexError) as error:
+        raise DataError(
+            f"observed site {site.name!r}: values of shape {tuple(site.value.shape)} do not fit "
+            f"{type(site.fn).__name__} with batch shape {tuple(site.fn.batch_shape)} and event shape "
+            f"{tuple(site.fn.event_shape)} ({error})"
+        ) from error
+
+
+def check_num_data(sites: list[ObservedSite], num_data: int) -> None:
+    """Compare the plate's scale of every site with the size of the data set.
+
+    Raises:
+        DataError: a minibatch whose likelihood is not scaled up to the data set.
+    """
+    for site in sites:
+        if torch.is_tensor(site.scale) and site.scale.numel() > 1:
+            continue  # weights per example are the user's own business
+        scale = float(site.scale)
+        lengths = [n for n in (*site.fn.batch_shape, *site.value.shape) if n > 0] or [1]
+        nearest = min(lengths, key=lambda n: abs(n * scale - num_data))
+        # A last, shorter minibatch under a fixed scale is off by less than one minibatch's worth.
+        if abs(nearest * scale - num_data) <= max(scale, 1.0) * 1e-4 * num_data or nearest == num_data:
+            continue
+        if scale == 1.0 and nearest < num_data:
+            raise DataError(
+                f"observed site {site.name!r} sees {nearest} of {num_data} examples but its likelihood is not scaled "
+                f"up: put it in pyro.plate('data', size={num_data}, subsample_size=len(x)), or pass "
+                f"num_data={nearest} if these are all."
+            )
+        raise DataError(
+            f"observed site {site.name!r}: plate scale {scale:.6g} times {nearest} examples gives "
+            f"{scale * nearest:.6g}, not num_data={num_data}. Set the plate's size to {num_data}."
+        )
