@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Batches for prediction: which of the model's arguments are inputs and which is the observation."""
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, RandomSampler
+
+from pyro_dvi.errors import ArgumentError, DataError
+
+__all__ = ["Batch", "batches", "is_shuffled", "with_missing", "parameter_names"]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Arguments of one call of the model.
+
+    Attributes:
+        inputs: positional arguments without the observation, which is None in its place.
+        observed: the observation, where the data contain it.
+        num_rows: number of examples.
+        start: place of the first of them in the whole data.
+    """
+
+    inputs: tuple[Any, ...]
+    observed: Tensor | None
+    num_rows: int
+    start: int
+
+
+def batches(
+    model: Callable[..., Any],
+    data: Any,
+    *,
+    observed: str | None = None,
+    batch_size: int = 1000,
+    device: torch.device | None = None,
+) -> Iterator[Batch]:
+    """Split ``data`` into batches and set the observation apart.
+
+    Args:
+        model: the Pyro model whose signature tells which argument is observed.
+        data: a tensor; a tuple of the model's arguments; or a loader of either.
+        observed: name of the observed argument. By default the last one whose default is None, as in
+            ``forward(x, y=None)``, else the last one if the data fill all of them.
+        batch_size: examples at a time, for tensors; a loader has its own.
+        device: where to bring the tensors.
+
+    Raises:
+        ArgumentError: ``batch_size`` or ``observed`` cannot be right.
+        DataError: no examples, unequal lengths, NaN, or something that is not a tensor, tuple or loader.
+    """
+    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+        raise ArgumentError(f"batch_size must be a positive whole number, not {batch_size!r}")
+    start = 0
+    for args in _argument_tuples(data, batch_size):
+        position = _observed_position(model, len(args), observed)
+        args = tuple(a.to(device) if torch.is_tensor(a) and device is not None else a for a in args)
+        target = args[position] if position is not None and position < len(args) else None
+        inputs = tuple(None if i == position else a for i, a in enumerate(args))
+        while inputs and inputs[-1] is None:  # left out where the model has a default; see with_missing
+            inputs = inputs[:-1]
+        num_rows = _check(inputs, target)
+        yield Batch(inputs, target, num_rows, start)
+        start += num_rows
+    if start == 0:
+        raise DataError("the data hold no examples to predict")
+
+
+def is_shuffled(data: Any) -> bool:
+    """Whether a loader returns the examples in another order each time."""
+    return isinstance(data, DataLoader) and isinstance(data.sampler, RandomSampler)
+
+
+def with_missing(fn: Callable[..., Any], inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return ``inputs`` with None for every further argument that ``fn`` insists on, as in ``model(x, y)``."""
+    parameters = _positional(fn)
+    required = [i for i, p in enumerate(parameters) if p.default is inspect.Parameter.empty]
+    return inputs + (None,) * (max(required, default=-1) + 1 - len(inputs))
+
+
+def parameter_names(fn: Callable[..., Any], count: int) -> list[str]:
+    """Return the names of the first ``count`` positional arguments of ``fn``, numbered where it has none."""
+    names = [p.name for p in _positional(fn)]
+    return [names[i] if i < len(names) else f"input_{i}" for i in range(count)]
+
+
+def _argument_tuples(data: Any, batch_size: int) -> Iterator[tuple[Any, ...]]:
+    if torch.is_tensor(data):
+        data = (data,)
+    if isinstance(data, tuple):
+        rows = [a.shape[0] for a in data if torch.is_tensor(a) and a.dim() > 0]
+        if not rows:
+            raise DataError(
+                "the data are a tuple without a tensor of examples: pass inputs such as (x,) or (x, y)"
+            )
+        for i in range(0, max(rows), batch_size):
+            yield tuple(a[i : i + batch_size] if torch.is_tensor(a) and a.dim() > 0 else a for a in data)
+    elif (
+        isinstance(data, Iterable)
+        and not isinstance(data, (str, bytes, dict, list))
+        and not hasattr(data, "dtype")
+    ):
+        for batch in data:
+            if not torch.is_tensor(batch) and not isinstance(batch, (tuple, list)):
+                raise DataError(
+                    f"the loader gives batches of type {type(batch).__name__}: let it give a tensor, or a tuple of "
+                    "the model's arguments (collate_fn of the DataLoader)"
+                )
+            yield (batch,) if torch.is_tensor(batch) else tuple(batch)
+    else:
+        raise DataError(
+            f"the data are of type {type(data).__name__}: pass a tensor (torch.as_tensor converts arrays), a tuple "
+            "of the model's arguments, or a DataLoader"
+        )
+
+
+def _check(inputs: tuple[Any, ...], target: Any) -> int:
+    for i, value in enumerate((*inputs, target)):
+        if torch.is_tensor(value) and value.is_floating_point() and value.isnan().any():
+            what = f"input {i}" if i < len(inputs) else "the observation"
+            raise DataError(
+                f"{what} (shape {tuple(value.shape)}) holds {int(value.isnan().sum())} NaN: drop or fill those rows "
+                "before predicting"
+            )
+    rows = [a.shape[0] for a in inputs if torch.is_tensor(a) and a.dim() > 0]
+    if not rows:
+        raise DataError("a batch holds no input tensor with a row for each example")
+    if torch.is_tensor(target) and target.dim() > 0:
+        rows.append(target.shape[0])
+    if len(set(rows)) > 1:
+        raise DataError(f"the tensors of a batch have {rows} rows: every tensor needs one row an example")
+    return int(rows[0])
+
+
+def _observed_position(model: Callable[..., Any], num_args: int, observed: str | None) -> int | None:
+    parameters = _positional(model)
+    names = [p.name for p in parameters]
+    if observed is not None:
+        if observed in names:
+            return names.index(observed)
+        if observed in _keyword_only(model):
+            return len(names)  # the value that comes after the positional ones
+        raise ArgumentError(f"the model has no argument {observed!r} to observe; it has {names}")
+    optional = [i for i, p in enumerate(parameters) if p.default is None]
+    if optional:
+        return optional[-1]
+    if num_args >= 2 and num_args >= len(parameters):
+        return num_args - 1
+    return None
+
+
+def _signature(fn: Callable[..., Any]) -> list[inspect.Parameter]:
+    try:
+        return list(inspect.signature(fn.forward if isinstance(fn, nn.Module) else fn).parameters.values())
+    except (TypeError, ValueError):  # builtins and the like do not tell
+        return []
+
+
+def _positional(fn: Callable[..., Any]) -> list[inspect.Parameter]:
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [p for p in _signature(fn) if p.kind in kinds]
+
+
+def _keyword_only(fn: Callable[..., Any]) -> list[str]:
+    return [p.name for p in _signature(fn) if p.kind is inspect.Parameter.KEYWORD_ONLY]

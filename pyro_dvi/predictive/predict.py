@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Predict with a model and the posterior of its weights."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from tqdm.auto import tqdm
+
+from pyro_dvi.errors import ArgumentError
+from pyro_dvi.predictive.batches import batches, is_shuffled
+from pyro_dvi.predictive.mixture import Mixture
+from pyro_dvi.predictive.prediction import Prediction
+from pyro_dvi.predictive.rules import PredictionRule, check_is_set_up, default_rule
+from pyro_dvi.predictive.run import evaluation_mode, respond, seeded
+
+__all__ = ["device_of", "predict", "rule_of"]
+
+
+def predict(
+    model: Callable[..., Any],
+    guide: Callable[..., Any],
+    data: Any,
+    method: PredictionRule | None = None,
+    *,
+    site: str | None = None,
+    observed: str | None = None,
+    batch_size: int = 1000,
+    seed: int | None = None,
+    progress: bool = False,
+) -> Prediction:
+    r"""Predictive distribution of every example.
+
+    .. math::
+        p(y \mid x) \approx \frac1K \sum_k p(y \mid x, \theta_k)
+
+    with the :math:`\theta_k` of ``method``: the posterior mean alone (:class:`AtMean`) or draws
+    (:class:`Samples`). Everything is read from the distribution at the model's observed site, so any Pyro model will
+    do. Modules run in evaluation mode and without gradients; their mode, the running statistics of normalisation
+    layers and the global random state (but for the draw of a seed) are left as they were. Memory does not grow with
+    the number of draws. Plate scales and masks weigh a training objective and are ignored here.
+
+    Args:
+        model: the Pyro model; its observation may be None, as in ``forward(x, y=None)``.
+        guide: its trained guide, of this library, of Pyro, or a function.
+        data: inputs ``[N, ...]``; a tuple of the model's arguments, ``(x,)`` or ``(x, y)``; or a loader of either. An
+            observation that comes along is not shown to the model; it is kept for :meth:`Prediction.metrics`.
+        method: rule of prediction; by default the guide's own (its attribute ``prediction_rule``), else
+            ``AtMean()``. Posteriors trained by sampling are better served by ``Samples(30)``.
+        site: observed site to predict, where the model has several.
+        observed: the model's argument that holds the observation; by default the last whose default is None.
+        batch_size: examples at a time; a loader has its own.
+        seed: of the draws; by default one from the global generator.
+        progress: show a progress bar over batches.
+
+    Returns:
+        The predictions, with ``mean``, ``variance``, ``probabilities``, ``entropy``, ``log_likelihood(y)`` and
+        ``metrics(y)``.
+
+    Raises:
+        ArgumentError: an option that cannot be right.
+        DataError: no examples, NaN, unequal lengths, a response without a row for each example.
+        GuideError: the guide was never run, or has no mean.
+        ModelError: no observed site, or several and no ``site``.
+
+    Example:
+        >>> import pyro, pyro.distributions as dist
+        >>> from pyro.infer.autoguide import AutoNormal
+        >>> from pyro_dvi import Samples
+        >>> def model(x, y=None):
+        ...     slope = pyro.sample("slope", dist.Normal(0.0, 1.0))
+        ...     with pyro.plate("data", len(x)):
+        ...         return pyro.sample("obs", dist.Normal(slope * x, 0.5), obs=y)
+        >>> guide = AutoNormal(model)
+        >>> x = torch.linspace(-1, 1, 5)
+        >>> _ = guide(x, x)
+        >>> predict(model, guide, x).variance
+        tensor([0.2500, 0.2500, 0.2500, 0.2500, 0.2500])
+        >>> sorted(predict(model, guide, (x, x), Samples(20), seed=0).metrics())
+        ['nll', 'nll_standard_error', 'rmse']
+    """
+    rule = rule_of(method, guide)
+    check_is_set_up(guide)
+    device = device_of(model, guide)
+    parts, name = [], site
+    split = batches(model, data, observed=observed, batch_size=batch_size, device=device)
+    with evaluation_mode(model, guide), seeded(seed, device) as seed:
+        for batch in tqdm(split, desc="predict", unit="batch", disable=not progress):
+            torch.manual_seed(seed)
+            mixture = Mixture(batch.observed, batch.num_rows)
+            for response in rule.components(guide, batch.inputs, partial(respond, model, batch, site=site)):
+                mixture.add(response)
+                name = response.site
+            parts.append(mixture.finish())
+    assert name is not None, "there was a batch"
+    return Prediction(name, rule, parts, shuffled=is_shuffled(data))
+
+
+def rule_of(method: Any, guide: Any) -> PredictionRule:
+    """Return ``method``, or the guide's default.
+
+    Raises:
+        ArgumentError: a class or string instead of a rule.
+    """
+    if method is None:
+        return default_rule(guide)
+    if not isinstance(method, PredictionRule):
+        raise ArgumentError(f"method must be a rule such as AtMean() or Samples(30), not {method!r}")
+    return method
+
+
+def device_of(*functions: Any) -> torch.device | None:
+    """Return the device of the first parameter of the first module that has one; None if none has."""
+    for function in functions:
+        if isinstance(function, nn.Module):
+            for tensor in (*function.parameters(), *function.buffers()):
+                return tensor.device
+    return None

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""Rules of prediction: which latent values stand for the posterior.
+
+A rule turns a posterior :math:`q` into an equally weighted mixture of predictive distributions,
+
+.. math::
+    p(y \mid x) \approx \frac1K \sum_{k=1}^K p(y \mid x, \theta_k),
+
+and streams its components, so that :func:`~pyro_dvi.predict` can accumulate them in constant memory. A new rule is a
+class with one method, :meth:`PredictionRule.components`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from pyro import poutine
+from pyro.infer.autoguide import AutoGuide
+from pyro.poutine.messenger import Messenger
+from torch import Tensor
+from torch import distributions as td
+
+from pyro_dvi.errors import ArgumentError, GuideError
+from pyro_dvi.predictive.batches import with_missing
+from pyro_dvi.predictive.run import Response
+
+__all__ = ["AtMean", "PredictionRule", "Samples", "check_is_set_up", "default_rule", "draw", "posterior_mean"]
+
+
+class PredictionRule(ABC):
+    """How a posterior becomes a predictive distribution.
+
+    ``num_components`` says how many distributions :meth:`components` gives for a batch.
+    """
+
+    num_components: int
+
+    @abstractmethod
+    def components(
+        self,
+        guide: Callable[..., Any],
+        inputs: tuple[Any, ...],
+        respond: Callable[[Mapping[str, Tensor]], Response],
+    ) -> Iterator[Response]:
+        """Give the components of the mixture for a batch, one after the other.
+
+        Random numbers come from torch's global generator, which has the same seed for every batch.
+
+        Args:
+            guide: the posterior, a Pyro guide.
+            inputs: positional arguments of the model and the guide for this batch.
+            respond: runs the model with the latent values that it is given, by site name.
+        """
+
+
+@dataclass(frozen=True)
+class AtMean(PredictionRule):
+    r"""Predict with every weight at its posterior mean, :math:`p(y \mid x, \mathrm{E}_q\theta)`.
+
+    One run of the model. The rule for posteriors trained by :class:`~pyro_dvi.TaylorELBO`, whose mean is trained for
+    its neighbourhood, and for MAP. For constrained sites (a positive scale, say) the mean is taken in the
+    unconstrained space, which makes it the guide's median.
+
+    Status: exact for what it says; it leaves out the posterior's width.
+    """
+
+    num_components = 1
+
+    def components(
+        self,
+        guide: Callable[..., Any],
+        inputs: tuple[Any, ...],
+        respond: Callable[[Mapping[str, Tensor]], Response],
+    ) -> Iterator[Response]:
+        """Give the one component."""
+        yield respond(posterior_mean(guide, inputs))
+
+
+@dataclass(frozen=True)
+class Samples(PredictionRule):
+    r"""Average the predictions of ``num_samples`` draws from the posterior.
+
+    The rule for posteriors trained by sampling (Pyro's ``Trace_ELBO``). The same draws serve every batch, so that
+    each is one function over all inputs and the batch size does not matter.
+
+    Status: unbiased for the probabilities (and the mean and second moment) under the posterior; their error falls
+    with the root of ``num_samples``.
+
+    Args:
+        num_samples: draws from the guide.
+
+    Raises:
+        ArgumentError: less than one draw.
+    """
+
+    num_samples: int
+
+    def __post_init__(self) -> None:
+        n = self.num_samples
+        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+            raise ArgumentError(f"Samples needs a positive whole number of draws, not {n!r}")
+
+    @property
+    def num_components(self) -> int:  # type: ignore[override]
+        """As many as draws."""
+        return self.num_samples
+
+    def components(
+        self,
+        guide: Callable[..., Any],
+        inputs: tuple[Any, ...],
+        respond: Callable[[Mapping[str, Tensor]], Response],
+    ) -> Iterator[Response]:
+        """Give one component for each draw."""
+        # A seed for each draw: how many random numbers the model itself uses, which depends on the batch, then
+        # does not matter to the next draw.
+        for seed in draw_seeds(self.num_samples):
+            torch.manual_seed(seed)
+            yield respond(draw(guide, inputs))
+
+
+def default_rule(guide: Any) -> PredictionRule:
+    """Return the rule that a guide asks for in its attribute ``prediction_rule``, else :class:`AtMean`."""
+    rule = getattr(guide, "prediction_rule", None)
+    return rule if isinstance(rule, PredictionRule) else AtMean()
+
+
+def draw_seeds(count: int) -> list[int]:
+    """Return seeds for ``count`` draws, from the global generator."""
+    return [int(seed) for seed in torch.randint(2**31 - 1, (count,))]
+
+
+def draw(guide: Callable[..., Any], inputs: tuple[Any, ...]) -> dict[str, Tensor]:
+    """Run the guide once and return its draw of the model's latent sites."""
+    check_is_set_up(guide)
+    return _latents(poutine.trace(guide).get_trace(*_arguments(guide, inputs)))
+
+
+def posterior_mean(guide: Callable[..., Any], inputs: tuple[Any, ...]) -> dict[str, Tensor]:
+    """Return every latent site at the guide's centre: its ``median``, else the mean of each of its sites.
+
+    Raises:
+        GuideError: a site of the guide has no mean, or the guide was never set up.
+    """
+    check_is_set_up(guide)
+    if isinstance(guide, AutoGuide):
+        try:
+            return {name: value.detach() for name, value in guide.median(*_arguments(guide, inputs)).items()}
+        except NotImplementedError as error:
+            raise GuideError(
+                f"{type(guide).__name__} has no median to predict at: use predict(..., method=Samples(30))"
+            ) from error
+    with _AtCentre():
+        return _latents(poutine.trace(guide).get_trace(*_arguments(guide, inputs)))
+
+
+def check_is_set_up(guide: Any) -> None:
+    """Refuse an automatic guide that has not seen its model yet.
+
+    Raises:
+        GuideError: setting it up now, without observations, would make the response one of its latent sites.
+    """
+    if isinstance(guide, AutoGuide) and guide.prototype_trace is None:
+        raise GuideError(
+            f"{type(guide).__name__} was never run: train it, load its state, or call it once with the training "
+            "arguments (guide(x, y)) before predicting"
+        )
+
+
+def _arguments(guide: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Arguments for a guide; an automatic one takes those of its model."""
+    return with_missing(guide.model if isinstance(guide, AutoGuide) else guide, inputs)
+
+
+def _latents(trace: Any) -> dict[str, Tensor]:
+    return {
+        name: node["value"].detach()
+        for name, node in trace.nodes.items()
+        if node["type"] == "sample"
+        and not node["is_observed"]
+        and not node["infer"].get("is_auxiliary")
+        and type(node["fn"]).__name__ != "_Subsample"
+    }
+
+
+class _AtCentre(Messenger):
+    """Set every site of a guide to the mean of its distribution, taken before any transform."""
+
+    def _pyro_sample(self, msg: Any) -> None:
+        if msg["is_observed"] or type(msg["fn"]).__name__ == "_Subsample":
+            return
+        try:
+            msg["value"] = _centre(msg["fn"])
+        except NotImplementedError as error:
+            raise GuideError(
+                f"guide site {msg['name']!r} ({type(msg['fn']).__name__}) has no mean to predict at: use "
+                "predict(..., method=Samples(30))"
+            ) from error
+        msg["done"] = True
+
+
+def _centre(fn: Any) -> Tensor:
+    if isinstance(fn, td.Independent):
+        return _centre(fn.base_dist)
+    if isinstance(fn, td.TransformedDistribution):
+        value = _centre(fn.base_dist)
+        for transform in fn.transforms:
+            value = transform(value)
+        return value
+    if getattr(fn, "has_enumerate_support", False):
+        raise NotImplementedError("discrete")
+    mean: Tensor = fn.mean
+    if not mean.isfinite().all():  # as of a half-Cauchy
+        raise NotImplementedError("the mean is infinite")
+    return mean
