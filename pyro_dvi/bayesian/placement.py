@@ -61,7 +61,6 @@ def _moved(value: object, reference: Tensor) -> object:
         return value if all(items[key] is item for key, item in value.items()) else items
     if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
         sequence = [_moved(item, reference) for item in value]
-        if all(new is old for new, old in zip(sequence, value, strict=True)):
-            return value
-        return type(value)(sequence) if not hasattr(value, "_fields") else type(value)(*sequence)
+        same = all(new is old for new, old in zip(sequence, value, strict=True))
+        return value if same else tuple(sequence) if isinstance(value, tuple) else sequence
     return value

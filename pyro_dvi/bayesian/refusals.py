@@ -44,7 +44,7 @@ def check_convertible(root: nn.Module) -> None:
                 f"{place} was compiled in place with .compile(), so Pyro would not see its parameters: "
                 "convert a fresh module."
             )
-        if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():
+        if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():  # type: ignore[misc]
             raise ModelError(
                 f"{place} is lazy and has no weights yet: run the network once on a batch, then convert it."
             )

@@ -15,10 +15,10 @@ from torch.distributions import constraints
 from pyro_dvi.bayesian.placement import placed_like
 from pyro_dvi.bayesian.priors import Prior, check_no_gradient, described, positive
 from pyro_dvi.bayesian.selection import Candidate
-from pyro_dvi.bayesian.site_prior import ScaleMixturePrior, SitePrior
+from pyro_dvi.bayesian.site_prior import ScaleMixturePrior, SitePrior, buffer_name
 from pyro_dvi.errors import ArgumentError, ModelError
 
-__all__ = ["HierarchicalScale", "LearnedScale", "ScalePrior"]
+__all__ = ["HierarchicalScale", "LearnedScale", "ScalePrior", "check_positive_support"]
 
 Unit = float | Callable[[str, Tensor], float]
 
@@ -142,15 +142,7 @@ class HierarchicalScale(Prior):
                 "One scale is made for each parameter, or one for all with shared=True."
             )
         check_no_gradient(prior, "HierarchicalScale: prior")
-        # A support is compared by its bounds: a draw alone may be positive by chance.
-        support = prior.support
-        lower = getattr(support, "lower_bound", 0.0 if support is constraints.positive else None)
-        if support.is_discrete or lower is None or float(lower) < 0.0:
-            raise ArgumentError(
-                f"HierarchicalScale: prior {type(prior).__name__} has the support {support}; a scale must "
-                "be positive. "
-                "Use LogNormal, HalfNormal, HalfCauchy or Gamma."
-            )
+        check_positive_support(prior, "HierarchicalScale: prior")
 
     def check(self, target: Candidate) -> None:
         """Evaluate ``unit`` once, so that a bad rule is found before anything is changed."""
@@ -198,6 +190,19 @@ class ScalePrior:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_built": None}
+
+
+def check_positive_support(distribution: TorchDistributionMixin, place: str) -> None:
+    """Raise unless a distribution is one of positive numbers; its support says so, a draw may be lucky."""
+    support = distribution.support
+    if isinstance(support, constraints.independent):
+        support = support.base_constraint
+    lower = getattr(support, "lower_bound", None)
+    if support.is_discrete or lower is None or float(torch.as_tensor(lower).min()) < 0.0:
+        raise ArgumentError(
+            f"{place} is a {type(distribution).__name__} over {support}; a scale is positive. "
+            "Use LogNormal, HalfNormal, HalfCauchy or Gamma."
+        )
 
 
 def _scale_from(unit: Unit, target: Candidate, place: str) -> float:

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``summary``: a table of what is inferred, under which priors, and what a guide has learned."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pyro.poutine as poutine
+import torch
+from pyro.nn.module import PyroModule
+from pyro.poutine.util import site_is_subsample
+from torch import Tensor, nn
+
+from pyro_dvi.bayesian.posterior_means import posterior_means
+from pyro_dvi.bayesian.priors import described
+from pyro_dvi.bayesian.scales import ScalePrior
+from pyro_dvi.bayesian.site_prior import SitePrior, TiedPrior
+from pyro_dvi.bayesian.undisturbed import undisturbed
+from pyro_dvi.errors import ModelError
+
+__all__ = ["SiteSummary", "Summary", "summary"]
+
+
+@dataclass(frozen=True)
+class SiteSummary:
+    """One latent site.
+
+    Args:
+        name: name of the site.
+        shape: its shape.
+        prior: its prior in words.
+        start: root mean square of the module's own weights, where there are any.
+        mean: root mean square of the posterior means.
+        scale: mean of the posterior standard deviations.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    prior: str
+    start: float | None = None
+    mean: float | None = None
+    scale: float | None = None
+
+    @property
+    def size(self) -> int:
+        """Number of weights."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What :func:`summary` returns; ``print`` shows it as a table.
+
+    Args:
+        sites: the latent sites in the order of the model.
+        tied: sites that repeat another one -> the site that they repeat.
+        deterministic: number of entries in ordinary parameters.
+        observed: names of the observed sites; known if the model was run.
+    """
+
+    sites: tuple[SiteSummary, ...]
+    tied: Mapping[str, str] = field(default_factory=dict)
+    deterministic: int = 0
+    observed: tuple[str, ...] = ()
+
+    @property
+    def latent(self) -> int:
+        """Number of latent weights."""
+        return sum(site.size for site in self.sites)
+
+    def __str__(self) -> str:
+        columns = ["site", "shape", "weights", "prior", "start rms"]
+        with_guide = any(site.mean is not None for site in self.sites)
+        if with_guide:
+            columns += ["mean rms", "scale"]
+        rows = [columns]
+        for site in self.sites:
+            shape = "×".join(map(str, site.shape)) or "scalar"
+            row = [site.name, shape, f"{site.size:,}", site.prior, _number(site.start)]
+            rows.append(row + ([_number(site.mean), _number(site.scale)] if with_guide else []))
+        for name, owner in self.tied.items():
+            rows.append([name, "", "", f"= {owner}", ""] + ([""] * 2 if with_guide else []))
+        widths = [max(len(row[column]) for row in rows) for column in range(len(columns))]
+        right = {"weights", "start rms", "mean rms", "scale"}
+        lines = [
+            "  ".join(
+                cell.rjust(width) if name in right else cell.ljust(width)
+                for cell, width, name in zip(row, widths, columns, strict=True)
+            ).rstrip()
+            for row in rows
+        ]
+        rule = "-" * max(map(len, lines))
+        total = (
+            f"{self.latent:,} latent weights in {len(self.sites)} sites; {self.deterministic:,} deterministic"
+        )
+        seen = f"; observed: {', '.join(self.observed)}" if self.observed else ""
+        return "\n".join([lines[0], rule, *lines[1:], rule, total + seen])
+
+
+def summary(model_or_net: Any, guide: Any = None, *args: Any, **kwargs: Any) -> Summary:
+    """List the latent sites of a model: shapes, priors, starting values, and the posterior's scales.
+
+    Without model arguments, the parameters that ``to_bayesian_`` converted are listed. With them, the model
+    is run once, without touching its statistics or the random state, and every latent site is listed, your
+    own as well.
+
+    Args:
+        model_or_net: a converted network, or a model.
+        guide: adds what a trained guide has learned: anything with ``median()``, and with ``quantiles(qs)``
+            for scales.
+        args: arguments of the model.
+        kwargs: arguments of the model.
+
+    Returns:
+        A table that can be printed. Its scale is half the distance between the 16 % and the 84 % quantile,
+        the standard deviation of a Normal, averaged over a site's weights.
+
+    Raises:
+        ModelError: if there is nothing to list.
+        GuideError: if the guide has not been run yet.
+
+    Example:
+        >>> from pyro_dvi.bayesian import fan_in, to_bayesian_
+        >>> net = to_bayesian_(nn.Sequential(nn.Linear(8, 2), nn.BatchNorm1d(2)), prior_scale=fan_in)
+        >>> table = summary(net)
+        >>> table.latent, table.deterministic
+        (18, 4)
+        >>> table.sites[0].prior
+        'Normal(0, 0.5)'
+    """
+    module = model_or_net if isinstance(model_or_net, nn.Module) else None
+    known, tied = _converted(module) if module is not None else ({}, {})
+    observed: tuple[str, ...] = ()
+    sites = known
+    if args or kwargs or module is None:
+        sites, observed = _traced(model_or_net, known, *args, **kwargs)
+    if not sites:
+        raise ModelError(
+            "There are no latent sites to list: convert the network with to_bayesian_, or pass the model's "
+            "arguments "
+            "(summary(model, guide, x, y)) so that it can be run."
+        )
+    rows = list(sites.values())
+    if guide is not None:
+        rows = _with_posterior(rows, guide)
+    deterministic = sum(parameter.numel() for parameter in module.parameters()) if module is not None else 0
+    return Summary(tuple(rows), tied, deterministic, observed)
+
+
+def _converted(root: nn.Module) -> tuple[dict[str, SiteSummary], dict[str, str]]:
+    """List what the modules declare, in their order."""
+    sites: dict[str, SiteSummary] = {}
+    ties: dict[str, tuple[nn.Module, str]] = {}
+    names: dict[tuple[int, str], str] = {}
+    for path, module in root.named_modules():
+        if not isinstance(module, PyroModule):
+            continue
+        prefix = module._pyro_name or path
+        for attribute, prior in module._pyro_samples.items():
+            name = f"{prefix}.{attribute}" if prefix else attribute
+            if isinstance(prior, TiedPrior):
+                ties[name] = (prior.owner, prior.owner_attribute)
+            elif isinstance(prior, SitePrior):
+                value = prior.shown_value(module)
+                names[id(module), attribute] = name
+                sites[name] = SiteSummary(name, tuple(value.shape), prior.text, start=_rms(value))
+            elif isinstance(prior, ScalePrior):
+                sites[name] = SiteSummary(name, (), described(prior.given))
+    return sites, {name: names.get((id(owner), part), part) for name, (owner, part) in ties.items()}
+
+
+def _traced(
+    model: Any, known: Mapping[str, SiteSummary], *args: Any, **kwargs: Any
+) -> tuple[dict[str, SiteSummary], tuple[str, ...]]:
+    """Run the model once and list its latent and observed sites."""
+    with undisturbed(model), torch.no_grad(), poutine.block():
+        trace = poutine.trace(model).get_trace(*args, **kwargs)
+    sites, observed = {}, []
+    for name, site in trace.nodes.items():
+        if site["type"] != "sample" or site_is_subsample(site) or site["infer"].get("_deterministic"):
+            continue
+        if site["is_observed"]:
+            observed.append(name)
+        else:
+            shape = tuple(site["value"].shape)
+            sites[name] = known.get(name) or SiteSummary(name, shape, described(site["fn"]))
+    return sites, tuple(observed)
+
+
+@torch.no_grad()
+def _with_posterior(rows: list[SiteSummary], guide: Any) -> list[SiteSummary]:
+    means = posterior_means(guide)
+    quantiles: Mapping[str, Any] = {}
+    if callable(getattr(guide, "quantiles", None)):
+        quantiles = guide.quantiles([0.15865525, 0.84134475])
+    result = []
+    for row in rows:
+        scale = None
+        if row.name in quantiles:
+            low, high = quantiles[row.name]
+            scale = float((torch.as_tensor(high) - torch.as_tensor(low)).mean() / 2)
+        mean = _rms(means[row.name]) if row.name in means else None
+        result.append(SiteSummary(row.name, row.shape, row.prior, row.start, mean, scale))
+    return result
+
+
+def _rms(value: Tensor) -> float:
+    return float(value.detach().double().square().mean().sqrt()) if value.numel() else 0.0
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
