@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From what a loader yields to the arguments of model and guide."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import SubsetRandomSampler
+
+from pyro_dvi.errors import ArgumentError, DataError
+
+__all__ = ["arguments", "batches", "check_loader", "dataset_size", "non_finite_inputs", "number_of_batches"]
+
+
+def arguments(batch: Any, device: torch.device | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Split a batch into positional and keyword arguments, and move its tensors.
+
+    A tuple or list becomes positional arguments, a mapping keyword arguments, anything else the only
+    argument.
+
+    Raises:
+        DataError: if the keys of a mapping are not strings.
+
+    Example:
+        >>> arguments([torch.zeros(2), torch.ones(2)], None)
+        ((tensor([0., 0.]), tensor([1., 1.])), {})
+        >>> arguments({"x": torch.zeros(1)}, None)
+        ((), {'x': tensor([0.])})
+    """
+    if isinstance(batch, Mapping):
+        if not all(isinstance(key, str) for key in batch):
+            raise DataError(
+                "A batch that is a mapping becomes keyword arguments of the model, so its keys must be "
+                f"strings; got {list(batch)[:5]}."
+            )
+        return (), {key: _moved(value, device) for key, value in batch.items()}
+    if isinstance(batch, (tuple, list)):
+        return tuple(_moved(value, device) for value in batch), {}
+    return (_moved(batch, device),), {}
+
+
+def batches(
+    loader: Iterable[Any], device: torch.device | None
+) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Yield the arguments of every batch of one pass."""
+    for batch in loader:
+        yield arguments(batch, device)
+
+
+def check_loader(loader: Any, passes: int, role: str = "loader") -> None:
+    """Refuse a loader that cannot serve ``passes`` passes.
+
+    Raises:
+        ArgumentError: if it is not iterable.
+        DataError: if it is empty, or an iterator that ends after one pass.
+    """
+    if isinstance(loader, Tensor):
+        raise ArgumentError(
+            f"{role} is a tensor, whose rows would be taken for batches. Pass batches: "
+            "DataLoader(TensorDataset(x, y), batch_size=128), or [(x, y)] for one batch of everything."
+        )
+    if not isinstance(loader, Iterable):
+        raise ArgumentError(
+            f"{role} must yield batches (a DataLoader, a list of tuples), got {type(loader).__name__}."
+        )
+    if isinstance(loader, Iterator) and passes > 1:
+        raise DataError(
+            f"{role} is an iterator ({type(loader).__name__}) and ends after one pass, but {passes} passes "
+            "are needed. Pass a DataLoader, or list(...) of the batches."
+        )
+    if number_of_batches(loader) == 0:
+        raise DataError(
+            f"{role} is empty: it has no batches. A data set smaller than batch_size with drop_last=True "
+            "has none."
+        )
+
+
+def number_of_batches(loader: Any) -> int | None:
+    """Length of one pass, or None where a loader does not know it."""
+    try:
+        return len(loader)
+    except TypeError:
+        return None
+
+
+def dataset_size(loader: Any) -> int | None:
+    """Number of examples that a loader draws from, or None where it cannot be known."""
+    dataset = getattr(loader, "dataset", None)
+    sampler = getattr(loader, "sampler", None)
+    # The usual way to split a data set in two: the loader then draws from the subset only.
+    if isinstance(sampler, SubsetRandomSampler):
+        return len(sampler.indices)
+    try:
+        return len(dataset)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
+def non_finite_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
+    """Describe the tensors among the arguments that hold NaN or infinities."""
+    named = {**{f"argument {i}": value for i, value in enumerate(args)}, **kwargs}
+    found = []
+    for name, value in named.items():
+        if isinstance(value, Tensor) and value.is_floating_point():
+            bad = int((~torch.isfinite(value)).sum())
+            if bad:
+                found.append(f"{name} ({bad} of {value.numel()} elements)")
+    return found
+
+
+def _moved(value: Any, device: torch.device | None) -> Any:
+    if device is None:
+        return value
+    if isinstance(value, Tensor):
+        return value.to(device, non_blocking=value.is_pinned())
+    if isinstance(value, Mapping):
+        return {key: _moved(item, device) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_moved(item, device) for item in value))
+    if isinstance(value, (tuple, list)):
+        return type(value)(_moved(item, device) for item in value)
+    # Packed sequences and graph batches move themselves.
+    return value.to(device) if callable(getattr(value, "to", None)) else value

@@ -1,0 +1,330 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One file with everything that a run needs to go on as if it had never stopped."""
+
+import os
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyro
+import torch
+from pyro.distributions import constraints as pyro_constraints
+from torch import Tensor, nn
+from torch.distributions import constraints as torch_constraints
+from torch.optim import Optimizer
+
+from pyro_dvi.errors import ArgumentError, CheckpointError
+from pyro_dvi.training.batches import arguments
+from pyro_dvi.training.history import History
+from pyro_dvi.training.ownership import check_parameters
+from pyro_dvi.training.random_state import random_state, restore_random_state
+from pyro_dvi.training.routes import Route, route_of
+from pyro_dvi.training.snapshot import restore_weights
+
+__all__ = ["Checkpoint", "load", "save", "write"]
+
+_FORMAT, _VERSION = "pyro_dvi checkpoint", 1
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Where and how often :func:`~pyro_dvi.training.fit` saves.
+
+    Args:
+        path: file to write; replaced in one move, so that a crash leaves the last complete one.
+        every: epochs between two saves. The last epoch and an interrupted run are always saved.
+        modules: modules with buffers (BatchNorm) that a model which is a function calls, by a name of your choice.
+
+    Raises:
+        ArgumentError: if ``every`` is not a positive integer.
+    """
+
+    path: str | os.PathLike[str]
+    every: int = 1
+    modules: Mapping[str, nn.Module] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.every, int) or isinstance(self.every, bool) or self.every < 1:
+            raise ArgumentError(f"Checkpoint: every must be a positive number of epochs, got {self.every!r}.")
+
+
+def save(
+    path: str | os.PathLike[str],
+    svi: Any,
+    *,
+    optimizer: Optimizer | None = None,
+    lr_schedule: Any = None,
+    history: History | None = None,
+    loader: Any = None,
+    modules: Mapping[str, nn.Module] | None = None,
+) -> None:
+    """Save model, guide, ELBO, optimizer, parameter store, random state and history in one file.
+
+    The file holds tensors, numbers and Pyro's constraints only: :func:`load` runs no code from it.
+
+    Args:
+        path: file to write.
+        svi: an ``SVI``, or what ``elbo(model, guide)`` returns.
+        optimizer: the torch optimizer of the latter.
+        lr_schedule: a torch scheduler to save along.
+        history: what :func:`~pyro_dvi.training.fit` returned.
+        loader: the training loader; the state of its ``generator`` is saved, so that shuffling goes on as it would.
+        modules: modules whose buffers no module of ``svi`` lists, by a name of your choice: networks that a model
+            which is a function calls.
+
+    Raises:
+        ArgumentError: if ``svi`` is neither of the two.
+        CheckpointError: if the file cannot be written.
+    """
+    route = route_of(svi, optimizer, train=False)
+    write(path, route, lr_schedule=lr_schedule, history=history, loader=loader, modules=modules or {})
+
+
+def write(
+    path: str | os.PathLike[str],
+    route: Route,
+    *,
+    lr_schedule: Any,
+    history: History | None,
+    loader: Any,
+    modules: Mapping[str, nn.Module],
+) -> None:
+    """Write the checkpoint of a route; see :func:`save`."""
+    store = pyro.get_param_store()
+    own = route.store_parameters()
+    elbo_state = route.elbo.state_dict() if hasattr(route.elbo, "state_dict") else None
+    content = {
+        "format": _FORMAT,
+        "version": _VERSION,
+        "versions": {"torch": torch.__version__, "pyro": pyro.__version__},
+        "route": route.kind,
+        "states": {role: part.state_dict() for role, part in {**route.modules(), **modules}.items()},
+        "store": {
+            "params": {name: value.detach().clone() for name, value in own.items()},
+            "constraints": {name: store._constraints[name] for name in own},
+        },
+        "elbo": {"type": type(route.elbo).__name__, "state": elbo_state},
+        "optimizer": {"type": route.optimizer_name, "state": route.optimizer_state()},
+        "lr_schedule": None if lr_schedule is None else lr_schedule.state_dict(),
+        "random": random_state(loader),
+        "history": None if history is None else history.to_dict(),
+        "best_weights": None if history is None else history.best_weights,
+    }
+    target = Path(path)
+    unfinished = target.with_name(target.name + ".unfinished")
+    try:
+        torch.save(content, unfinished)
+        os.replace(unfinished, target)
+    except (OSError, RuntimeError, pickle.PicklingError, AttributeError) as error:
+        raise CheckpointError(f"Could not write the checkpoint {str(target)!r}: {error}") from error
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def load(
+    path: str | os.PathLike[str],
+    svi: Any,
+    *,
+    optimizer: Optimizer | None = None,
+    lr_schedule: Any = None,
+    loader: Any = None,
+    modules: Mapping[str, nn.Module] | None = None,
+    example: Any = None,
+    best: bool = False,
+    restore_random: bool = True,
+    weights_only: bool = True,
+    map_location: Any = None,
+) -> History:
+    """Load what :func:`save` wrote into freshly built objects, and return the history.
+
+    Nothing is changed unless model, guide, ELBO and optimizer are seen to fit; only then is the state written. To go
+    on, pass the result: ``fit(svi, loader, epochs, history=load(path, svi, loader=loader))``. On the CPU this gives
+    the very numbers of a run that was never stopped.
+
+    Args:
+        path: file to read.
+        svi: built as it was for the run that was saved; likewise the other objects.
+        optimizer: torch optimizer of an ``ELBOModule``. None leaves the optimizer out, to predict only.
+        lr_schedule: a torch scheduler that was saved along.
+        loader: the training loader, to restore its generator. None leaves that out.
+        modules: as for :func:`save`.
+        example: one batch. Pyro's own automatic guides have no parameters before they have seen one.
+        best: load the weights of the best epoch (see ``EarlyStopping``) instead of the last.
+        restore_random: whether to restore the random generators.
+        weights_only: read tensors and plain values only. False also reads a state with objects of your own (a learning
+            rate schedule, a constraint) and, as ``torch.load``, then runs code from the file: for files you trust.
+        map_location: as for :func:`torch.load`.
+
+    Raises:
+        CheckpointError: if the file is missing, truncated or foreign, or does not fit the objects; keys are named.
+        GuideError: if Pyro's store holds parameters of another guide under the same names.
+    """
+    route = route_of(svi, optimizer, train=False)
+    content = _read(Path(path), map_location, weights_only)
+    modules = {**route.modules(), **(modules or {})}
+    _check_kind(content, route, set(modules), with_optimizer=optimizer is not None or route.kind == "SVI")
+    check_parameters(route)
+    if example is not None:
+        args, kwargs = arguments(example, route.device())
+        route.initialise(args, kwargs)
+    states = content["states"]
+    for role in sorted(modules, key=lambda role: role == "guide"):
+        if not (role == "guide" and next(modules[role].parameters(), None) is None):
+            _check_state(role, modules[role].state_dict(), states[role])
+    store = pyro.get_param_store()
+    saved = content["store"]
+    existing = {name: value for name, value in store.named_parameters() if name in saved["params"]}
+    _check_state("parameter store", existing, {name: saved["params"][name] for name in existing})
+
+    for role in sorted(modules, key=lambda role: role != "guide"):
+        _load_state(role, modules[role], states[role])
+    with torch.no_grad():
+        for name, value in existing.items():
+            value.copy_(saved["params"][name])
+    new = {name: value.requires_grad_() for name, value in saved["params"].items() if name not in existing}
+    store.set_state({"params": new, "constraints": {name: saved["constraints"][name] for name in new}})
+    if content["elbo"]["state"] is not None:
+        route.elbo.load_state_dict(content["elbo"]["state"])
+    if optimizer is not None or route.kind == "SVI":
+        try:
+            route.load_optimizer_state(content["optimizer"]["state"])
+        except (ValueError, KeyError) as error:
+            raise CheckpointError(
+                f"The optimizer's state does not fit: {error}. Build it as it was built."
+            ) from error
+    if lr_schedule is not None:
+        if content["lr_schedule"] is None:
+            raise CheckpointError("The checkpoint holds no learning rate schedule; leave out lr_schedule.")
+        lr_schedule.load_state_dict(content["lr_schedule"])
+    history = History() if content["history"] is None else History.from_dict(content["history"])
+    history.best_weights = content["best_weights"]
+    if best:
+        if history.best_weights is None:
+            raise CheckpointError(
+                "The checkpoint holds no best weights: early stopping did not watch this run."
+            )
+        restore_weights(route, history.best_weights)
+    if restore_random:
+        # Without a loader there is no generator to restore; with one, its generators must be those of the file.
+        random = content["random"] if loader is not None else {**content["random"], "loaders": []}
+        restore_random_state(random, loader)
+    return history
+
+
+def _read(path: Path, map_location: Any, weights_only: bool) -> dict[str, Any]:
+    if not path.is_file():
+        raise CheckpointError(f"There is no checkpoint {str(path)!r}.")
+    try:
+        with torch.serialization.safe_globals(_constraint_classes()):
+            content = torch.load(path, map_location=map_location, weights_only=weights_only)
+    except pickle.UnpicklingError as error:
+        if "Weights only load failed" in str(error) and _is_zip(path):
+            raise CheckpointError(
+                f"{str(path)!r} holds objects that a safe load does not build. If you trust the file, pass "
+                f"weights_only=False. {_first_line(error)}"
+            ) from error
+        raise CheckpointError(
+            f"{str(path)!r} is not a checkpoint, or was cut off: {_first_line(error)}"
+        ) from error
+    except (
+        RuntimeError,
+        EOFError,
+        OSError,
+        ValueError,
+        KeyError,
+        AttributeError,
+        IndexError,
+        TypeError,
+    ) as error:
+        raise CheckpointError(
+            f"{str(path)!r} is not a checkpoint, or was cut off: {_first_line(error)}"
+        ) from error
+    if not isinstance(content, dict) or content.get("format") != _FORMAT:
+        keys = f" with the keys {list(content)[:5]}" if isinstance(content, dict) else ""
+        raise CheckpointError(
+            f"{str(path)!r} was not written by pyro_dvi.save: it holds a {type(content).__name__}{keys}. Load a "
+            "plain state_dict with load_state_dict, Pyro's store with pyro.get_param_store().load."
+        )
+    if content["version"] > _VERSION:
+        raise CheckpointError(
+            f"{str(path)!r} has version {content['version']} of the format, this library reads up to {_VERSION}. "
+            "Install a newer pyro-dvi."
+        )
+    return content
+
+
+def _check_kind(content: dict[str, Any], route: Route, roles: set[str], with_optimizer: bool) -> None:
+    if content["route"] != route.kind:
+        raise CheckpointError(
+            f"The checkpoint was saved from an {content['route']}, but the target is an {route.kind}. Build the same "
+            "kind of object."
+        )
+    saved = set(content["states"])
+    if saved != roles:
+        raise CheckpointError(
+            f"The checkpoint holds modules {sorted(saved)}, the objects given are {sorted(roles)}. A model or guide "
+            "must be a module or a function as it was, and modules= the same as for save."
+        )
+    elbo, optimizer = content["elbo"]["type"], content["optimizer"]["type"]
+    if elbo != type(route.elbo).__name__:
+        raise CheckpointError(
+            f"The checkpoint was trained with {elbo}, the target has {type(route.elbo).__name__}."
+        )
+    if with_optimizer and optimizer != route.optimizer_name:
+        raise CheckpointError(
+            f"The checkpoint was trained with {optimizer}, the target has {route.optimizer_name}."
+        )
+
+
+def _check_state(role: str, current: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    missing, unexpected = sorted(set(current) - set(saved)), sorted(set(saved) - set(current))
+    if missing or unexpected:
+        raise CheckpointError(
+            f"The checkpoint does not fit the {role}: missing keys {missing[:5]}, unexpected keys {unexpected[:5]} "
+            f"({len(missing)} and {len(unexpected)} in all). Build the {role} as it was built when it was saved."
+        )
+    for name, value in saved.items():
+        own = current[name]
+        if not isinstance(value, Tensor) or not isinstance(own, Tensor):
+            continue
+        if value.shape != own.shape or value.dtype != own.dtype:
+            raise CheckpointError(
+                f"The checkpoint does not fit the {role}: {name!r} is {tuple(value.shape)} {value.dtype} in the file "
+                f"and {tuple(own.shape)} {own.dtype} in the {role}."
+            )
+
+
+def _load_state(role: str, module: nn.Module, state: Mapping[str, Any]) -> None:
+    try:
+        module.load_state_dict(state)
+    except (RuntimeError, KeyError) as error:
+        fresh = role == "guide" and next(module.parameters(), None) is None
+        way_out = (
+            f"{type(module).__name__} has no parameters before its first call: pass example=, one batch of the loader."
+            if fresh
+            else f"Build the {role} as it was built when it was saved."
+        )
+        raise CheckpointError(
+            f"The checkpoint does not fit the {role}. {way_out} ({_first_line(error)})"
+        ) from error
+
+
+def _constraint_classes() -> list[Any]:
+    """Constraints of parameters in Pyro's store: plain values, but of classes that a safe load must be told of."""
+    found = {}
+    for library in (torch_constraints, pyro_constraints):
+        for value in vars(library).values():
+            if isinstance(value, type) and issubclass(value, torch_constraints.Constraint):
+                found[id(value)] = value
+    return list(found.values())
+
+
+def _is_zip(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(2) == b"PK"
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error) or type(error).__name__).strip().splitlines()[0][:200]

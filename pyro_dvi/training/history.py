@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What happened during training, in columns."""
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+__all__ = ["History", "Table"]
+
+
+class Table(Mapping[str, list[float]]):
+    """Columns of equal length; a value that a row does not give is NaN.
+
+    Example:
+        >>> table = Table()
+        >>> table.append(loss=2.0)
+        >>> table.append(loss=1.0, kl=0.5)
+        >>> dict(table)
+        {'loss': [2.0, 1.0], 'kl': [nan, 0.5]}
+    """
+
+    def __init__(self, columns: Mapping[str, list[float]] | None = None) -> None:
+        given = columns or {}
+        self._columns: dict[str, list[float]] = {name: list(values) for name, values in given.items()}
+        self.rows = max((len(values) for values in self._columns.values()), default=0)
+
+    def append(self, **values: float) -> None:
+        """Add a row."""
+        for name in values:
+            self._columns.setdefault(name, [math.nan] * self.rows)
+        for name, column in self._columns.items():
+            column.append(float(values.get(name, math.nan)))
+        self.rows += 1
+
+    def last(self) -> dict[str, float]:
+        """Return the last row."""
+        return {name: column[-1] for name, column in self._columns.items()} if self.rows else {}
+
+    def __getitem__(self, name: str) -> list[float]:
+        if name not in self._columns:
+            raise KeyError(f"no column {name!r}; there are {', '.join(self._columns) or 'none yet'}")
+        return self._columns[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._columns)
+
+    def __len__(self) -> int:
+        return len(self._columns)
+
+
+class History:
+    """The record that :func:`~pyro_dvi.training.fit` returns.
+
+    Attributes:
+        steps: one row per training step: ``epoch``, ``step`` (both from 1), ``loss`` (the objective that was
+            optimised, summed over the data set), where the ELBO reports them ``log_likelihood``, ``penalty``,
+            ``kl`` (unweighted) and ``kl_weight``, and ``lr``, the learning rate of the means.
+        epochs: one row per epoch: ``epoch``, ``step`` (of its end), the same terms averaged over the epoch,
+            ``kl_weight`` and ``lr`` of its last step, ``seconds``, ``posterior_scale`` (the mean of all
+            posterior scales, where the guide has some) and one ``validation_<name>`` per metric.
+        stopped: why training ended: ``"epochs"``, ``"early stopping"``, ``"callback"``, ``"interrupted"``,
+            ``"non-finite"``; None before.
+        best_epoch: the epoch with the best validation metric, where early stopping watched one.
+
+    Indexing gives a column of the epochs, ready to plot: ``plt.plot(history["epoch"], history["loss"])``.
+
+    Example:
+        >>> history = History()
+        >>> history.epochs.append(epoch=1, loss=3.5)
+        >>> history["loss"]
+        [3.5]
+        >>> History.from_dict(history.to_dict()).to_dict() == history.to_dict()
+        True
+    """
+
+    def __init__(self) -> None:
+        self.steps = Table()
+        self.epochs = Table()
+        self.stopped: str | None = None
+        self.best_epoch: int | None = None
+        # The weights of the best epoch, by name; kept for a resumed run and for load(..., best=True).
+        self.best_weights: dict[str, Any] | None = None
+
+    @property
+    def epoch(self) -> int:
+        """Number of finished epochs."""
+        return int(self.epochs["epoch"][-1]) if self.epochs.rows else 0
+
+    @property
+    def step(self) -> int:
+        """Number of training steps."""
+        return int(self.steps["step"][-1]) if self.steps.rows else 0
+
+    def __getitem__(self, column: str) -> list[float]:
+        return self.epochs[column]
+
+    def __len__(self) -> int:
+        return self.epochs.rows
+
+    def __repr__(self) -> str:
+        last = ", ".join(f"{name}={value:.4g}" for name, value in self.epochs.last().items())
+        return f"History({self.epoch} epochs, {self.step} steps, stopped={self.stopped!r}; last: {last})"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain lists and numbers; the weights of the best epoch are not included."""
+        return {
+            "epochs": {name: list(column) for name, column in self.epochs.items()},
+            "steps": {name: list(column) for name, column in self.steps.items()},
+            "stopped": self.stopped,
+            "best_epoch": self.best_epoch,
+        }
+
+    @classmethod
+    def from_dict(cls, record: Mapping[str, Any]) -> "History":
+        """Rebuild a history from :meth:`to_dict`."""
+        history = cls()
+        history.epochs, history.steps = Table(record["epochs"]), Table(record["steps"])
+        history.stopped, history.best_epoch = record["stopped"], record["best_epoch"]
+        return history
+
+    def to_json(self, path: str | Path | None = None) -> str:
+        """Write standard JSON, in which a number that is not finite is ``null``; return the text."""
+        record = self.to_dict()
+        for table in ("epochs", "steps"):
+            record[table] = {
+                name: [value if math.isfinite(value) else None for value in column]
+                for name, column in record[table].items()
+            }
+        text = json.dumps(record, indent=1, allow_nan=False)
+        if path is not None:
+            Path(path).write_text(text + "\n", encoding="utf-8")
+        return text
+
+    @classmethod
+    def from_json(cls, path: str | Path) -> "History":
+        """Read what :meth:`to_json` wrote; ``null`` becomes NaN."""
+        record = json.loads(Path(path).read_text(encoding="utf-8"))
+        for table in ("epochs", "steps"):
+            record[table] = {
+                name: [math.nan if value is None else value for value in column]
+                for name, column in record[table].items()
+            }
+        return cls.from_dict(record)

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who owns a name in Pyro's global parameter store.
+
+The store knows parameters by name only. A second model or guide with the same names, a new one made in the
+same session for instance, takes over the parameters of the first without a word, and training one then
+changes the other.
+"""
+
+import weakref
+from typing import Any
+
+import pyro
+from pyro.infer.autoguide import AutoGuide
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from pyro_dvi.errors import GuideError, ModelError
+from pyro_dvi.optim import parameter_names
+from pyro_dvi.training.routes import Route
+
+__all__ = ["claim_parameters", "check_parameters"]
+
+# Parameter -> the model or guide that was trained with it. Weak on both sides: what is garbage has no claim.
+_owners: Any = WeakIdKeyDictionary()
+
+_WAY_OUT = (
+    "To start afresh call pyro.clear_param_store() before the model and guide are built, or keep the models "
+    "apart with pyro.get_param_store().scope(); if you loaded the store from a file on purpose, call model "
+    "and guide once before training, or use pyro_dvi.load."
+)
+
+
+def check_parameters(route: Route) -> None:
+    """Refuse a model or guide whose names in the store belong to another one.
+
+    Raises:
+        GuideError: if the guide, or the model, would share parameters with another.
+        ModelError: if the store holds a copy because a parameter is not contiguous in memory.
+    """
+    if pyro.settings.get("module_local_params"):
+        return
+    store = {name.replace("$$$", "."): value for name, value in pyro.get_param_store().named_parameters()}
+    if isinstance(route.guide, AutoGuide) and next(route.guide.parameters(), None) is None:
+        taken = [name for name in store if name.startswith(f"{route.guide._pyro_name}.")]
+        if taken and route.guide.prototype_trace is None:
+            raise GuideError(
+                f"Pyro's parameter store already holds {taken[0]!r} and {len(taken) - 1} other parameters "
+                f"of another {route.guide._pyro_name}; this new guide would share them. {_WAY_OUT}"
+            )
+    for role, part in route.modules().items():
+        for name, parameter in parameter_names(part):
+            stored = store.get(name)
+            if stored is None or stored is parameter:
+                continue
+            if not parameter.is_contiguous():
+                raise ModelError(
+                    f"Parameter {name!r} of the {role} is not contiguous (channels_last?), so that Pyro's "
+                    "store holds, and would train, a copy of it. Call .contiguous() on the module's "
+                    "parameters, or train elbo(model, guide) with a torch optimizer under "
+                    "module_local_params=True."
+                )
+            raise GuideError(
+                f"Pyro's parameter store holds another parameter under the name {name!r} of this {role}: it "
+                f"was put there by a different {type(part).__name__}. {_WAY_OUT}"
+            )
+    for name, tensor in route.parameters().items():
+        owner = _owners.get(tensor)
+        owner = owner() if owner is not None else None
+        if owner is not None and owner is not route.model and owner is not route.guide:
+            raise GuideError(
+                f"Parameter {name!r} belongs to another {_describe(owner)} that was trained before; "
+                f"training here would change it as well. {_WAY_OUT}"
+            )
+
+
+def claim_parameters(route: Route) -> None:
+    """Remember that these parameters are trained with this model and guide."""
+    if pyro.settings.get("module_local_params"):
+        return
+    in_model: set[int] = set()
+    if isinstance(route.model, nn.Module):
+        in_model = {id(parameter) for parameter in route.model.parameters()}
+    for parameter in route.parameters().values():
+        if id(parameter) not in route.model_parameters | in_model:
+            _claim(parameter, route.guide)
+        else:
+            _claim(parameter, route.model)
+
+
+def _claim(parameter: Tensor, owner: Any) -> None:
+    try:
+        _owners[parameter] = weakref.ref(owner)
+    except TypeError:  # a bound method of an object that cannot be referred to weakly
+        pass
+
+
+def _describe(owner: Any) -> str:
+    return (
+        f"{type(owner).__name__}"
+        if isinstance(owner, nn.Module)
+        else f"function {getattr(owner, '__name__', owner)!r}"
+    )

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The state of every random generator that training draws from."""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from pyro_dvi.errors import CheckpointError
+
+__all__ = ["preserve_random_state", "random_state", "restore_random_state"]
+
+
+def random_state(*loaders: Any) -> dict[str, Any]:
+    """Collect the states of torch (CPU and CUDA), NumPy, Python and of the loaders' own generators.
+
+    Pyro has no generator of its own: it draws from these three. The result holds tensors, numbers and tuples
+    only, so that ``torch.load(weights_only=True)`` can read it.
+    """
+    kind, keys, *rest = np.random.get_state()
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
+        "numpy": (
+            str(kind),
+            torch.from_numpy(np.asarray(keys, dtype=np.int64)),
+            *(_number(value) for value in rest),
+        ),
+        "python": random.getstate(),
+        "loaders": [generator.get_state() for generator in _generators(loaders)],
+    }
+
+
+def restore_random_state(state: dict[str, Any], *loaders: Any) -> None:
+    """Put every generator back to ``state``.
+
+    Raises:
+        CheckpointError: if the loaders have another number of generators than those of ``state``.
+    """
+    generators = _generators(loaders)
+    if len(generators) != len(state["loaders"]):
+        raise CheckpointError(
+            f"The state holds {len(state['loaders'])} generators of data loaders, but the loader given has "
+            f"{len(generators)}. Pass the same kind of loader (same generator=... argument) to save and "
+            "load, or random_state=False to go on with fresh random numbers."
+        )
+    torch.set_rng_state(state["torch"].cpu())
+    if state["cuda"] and torch.cuda.is_available() and torch.cuda.device_count() == len(state["cuda"]):
+        torch.cuda.set_rng_state_all([entry.cpu() for entry in state["cuda"]])
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, keys.cpu().numpy().astype(np.uint32), *rest))
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    for generator, entry in zip(generators, state["loaders"], strict=True):
+        generator.set_state(entry.cpu())
+
+
+@contextmanager
+def preserve_random_state(*loaders: Any) -> Iterator[None]:
+    """Let nothing that is drawn inside the block change what is drawn after it.
+
+    Example:
+        >>> with preserve_random_state():
+        ...     first = torch.rand(())
+        >>> bool(first == torch.rand(()))
+        True
+    """
+    state = random_state(*loaders)
+    try:
+        yield
+    finally:
+        restore_random_state(state, *loaders)
+
+
+def _generators(loaders: tuple[Any, ...]) -> list[torch.Generator]:
+    found: dict[int, torch.Generator] = {}
+    for loader in loaders:
+        batch_sampler = getattr(loader, "batch_sampler", None)
+        for holder in (
+            loader,
+            getattr(loader, "sampler", None),
+            batch_sampler,
+            getattr(batch_sampler, "sampler", None),
+        ):
+            generator = getattr(holder, "generator", None)
+            if isinstance(generator, torch.Generator):
+                found.setdefault(id(generator), generator)
+    return list(found.values())
+
+
+def _number(value: Any) -> int | float:
+    return float(value) if isinstance(value, (float, np.floating)) else int(value)

@@ -1,0 +1,420 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The two ways to train: Pyro's SVI, and an ELBOModule with a torch optimizer, behind one interface."""
+
+import copy
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import pyro
+import torch
+from pyro import poutine
+from pyro.infer import SVI
+from pyro.infer.autoguide import AutoGuide
+from pyro.infer.elbo import ELBO, ELBOModule
+from torch import Tensor, nn
+from torch.distributions import transform_to
+from torch.optim import Optimizer
+
+from pyro_dvi.errors import ArgumentError, DeviceError, GuideError, NonFiniteError, UnsupportedError
+from pyro_dvi.handlers.buffers import preserve_buffers
+from pyro_dvi.optim import SCALE_PATTERN, parameter_names
+from pyro_dvi.training.random_state import preserve_random_state
+
+__all__ = ["ModuleRoute", "NonFiniteLossError", "Route", "SVIRoute", "route_of"]
+
+_SCALE = re.compile(SCALE_PATTERN)
+
+
+class NonFiniteLossError(NonFiniteError):
+    """The loss is not finite: raised before the optimizer could carry that into the parameters."""
+
+
+class Route(ABC):
+    """A model, a guide, an ELBO and an optimizer, and how to take a step with them.
+
+    Attributes:
+        model: the Pyro model, a module or a function.
+        guide: the guide, a module or a function.
+        elbo: the ELBO, or None where the loss is a plain function.
+        loose_modules: modules that a model or guide which is a function calls; found by :meth:`initialise`.
+        model_parameters: identities of store parameters that a model which is a function asks for; found
+            there too.
+    """
+
+    kind: str
+    model: Any
+    guide: Any
+    elbo: Any
+
+    def __init__(self) -> None:
+        self.loose_modules: list[nn.Module] = []
+        self.model_parameters: set[int] = set()
+        self._rate: tuple[Any, int] | None = None
+
+    @abstractmethod
+    def step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+        """Take a training step, or raise :class:`NonFiniteLossError` before the update."""
+
+    @abstractmethod
+    def evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+        """Return the loss of a batch without training."""
+
+    @abstractmethod
+    def optimizer_state(self) -> dict[str, Any]:
+        """Return the optimizer's state; the tensors are the optimizer's own."""
+
+    @abstractmethod
+    def load_optimizer_state(self, state: dict[str, Any]) -> None:
+        """Put the optimizer into ``state``, of which it takes a copy."""
+
+    @property
+    @abstractmethod
+    def optimizer_name(self) -> str:
+        """Name of the optimizer, to recognise a checkpoint of another one."""
+
+    @abstractmethod
+    def _groups(self) -> Iterator[tuple[str, Optimizer, int]]:
+        """Yield names of parameters, the optimizer of each and the position of its group there."""
+
+    @abstractmethod
+    def store_parameters(self) -> dict[str, Tensor]:
+        """Parameters that live in Pyro's store only, under the names that they have there."""
+
+    # -- what both have in common ---------------------------------------------------------------------------
+
+    def modules(self) -> dict[str, nn.Module]:
+        """Model and guide, as far as they are modules."""
+        parts = {"model": self.model, "guide": self.guide}
+        return {role: part for role, part in parts.items() if isinstance(part, nn.Module)}
+
+    def parameters(self) -> dict[str, Tensor]:
+        """Every unconstrained parameter once, by the name that an error message should use."""
+        named: dict[str, Tensor] = {}
+        seen: set[int] = set()
+        # The model first: a guide that holds its model shares parameters with it.
+        for role, part in self.modules().items():
+            for name, parameter in parameter_names(part):
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    # Outside the global store model and guide may both own a parameter of this name.
+                    named[f"{role}.{name}" if name in named else name] = parameter
+        for name, stored in self.store_parameters().items():
+            named.setdefault(name.replace("$$$", "."), stored)
+        return named
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Parameters and buffers: everything that makes the weights of an epoch."""
+        named = {f"parameter {name}": parameter.detach() for name, parameter in self.parameters().items()}
+        seen: set[int] = set()
+        parts = {**self.modules(), **{f"called {i}": module for i, module in enumerate(self.loose_modules)}}
+        for role, part in parts.items():
+            for name, buffer in part.named_buffers():
+                if id(buffer) not in seen:
+                    seen.add(id(buffer))
+                    named[f"buffer {role}.{name}"] = buffer.detach()
+        return named
+
+    def device(self) -> torch.device | None:
+        """Device of the parameters, or None while there are none.
+
+        Raises:
+            DeviceError: if they live on several.
+        """
+        first: tuple[str, torch.device] | None = None
+        for name, parameter in self.parameters().items():
+            if first is None:
+                first = name, parameter.device
+            elif parameter.device != first[1]:
+                raise DeviceError(
+                    f"Parameter {first[0]!r} is on {first[1]}, parameter {name!r} on {parameter.device}. "
+                    "Move model and guide to one device before training: fit(..., device=...)."
+                )
+        if first is not None:
+            return first[1]
+        # A network whose weights are all latent has no parameters before its guide has run, but buffers.
+        buffers = (buffer for part in self.modules().values() for buffer in part.buffers())
+        return next((buffer.device for buffer in buffers), None)
+
+    def learning_rate(self) -> float:
+        """Learning rate of the means (of the first parameter that is not a posterior scale)."""
+        # Found once, since this is read after every step.
+        if self._rate is None:
+            groups = list(self._groups())
+            means = [group for group in groups if not _SCALE.search(group[0])] or groups
+            if not means:
+                return float("nan")
+            self._rate = means[0][1:]
+        optimizer, position = self._rate
+        return float(optimizer.param_groups[position]["lr"])
+
+    def posterior_scale(self) -> float | None:
+        """Mean of all posterior scales, where the guide's parameters are recognised as such."""
+        total, count = 0.0, 0
+        constraints = self._constraints()
+        for name, parameter in self.parameters().items():
+            if _SCALE.search(name):
+                constraint = constraints.get(id(parameter))
+                value = parameter if constraint is None else transform_to(constraint)(parameter)
+                total, count = total + float(value.detach().sum()), count + parameter.numel()
+        return total / count if count else None
+
+    def initialise(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Make parameters exist that a first call creates, and find the modules that functions call.
+
+        Buffers stay as they are. Automatic guides look at the model here instead of inside the first step, so
+        that its state before the step is known.
+        """
+        functions = [part for part in (self.guide, self.model) if not isinstance(part, nn.Module)]
+        looks = isinstance(self.guide, AutoGuide) and self.guide.prototype_trace is None
+        if not functions and not looks:
+            return
+        # A run that only looks around must not change what a resumed training draws. The first look of an automatic
+        # guide is part of the training: it draws the start.
+        draws_start = looks and _is_uninitialised(self.guide)
+        aside: AbstractContextManager[None] = nullcontext() if draws_start else preserve_random_state()
+        called: dict[int, nn.Module] = {}
+
+        def remember(module: nn.Module, _inputs: object) -> None:
+            called.setdefault(id(module), module)
+
+        hook = nn.modules.module.register_module_forward_pre_hook(remember)
+        try:
+            with aside, torch.no_grad(), preserve_buffers(), poutine.block():
+                trace = poutine.trace(self.guide).get_trace(*args, **kwargs)
+                if not isinstance(self.model, nn.Module):
+                    replayed = poutine.trace(poutine.replay(self.model, trace=trace), param_only=True)
+                    sites = replayed.get_trace(*args, **kwargs).nodes.values()
+                    self.model_parameters = {id(site["value"].unconstrained()) for site in sites}
+        finally:
+            hook.remove()
+        covered = {id(module) for part in self.modules().values() for module in part.modules()}
+        loose = [module for key, module in called.items() if key not in covered]
+        inner = {id(child) for module in loose for child in module.modules() if child is not module}
+        self.loose_modules = [module for module in loose if id(module) not in inner]
+
+    def _constraints(self) -> dict[int, Any]:
+        store = pyro.get_param_store()
+        known = {id(value): store._constraints[name] for name, value in store.named_parameters()}
+        for part in self.modules().values():
+            for module in part.modules():
+                for name, (constraint, _) in getattr(module, "_pyro_params", {}).items():
+                    known[id(getattr(module, name + "_unconstrained"))] = constraint
+        return known
+
+
+class SVIRoute(Route):
+    """Training by :class:`pyro.infer.SVI` under Pyro's global parameter store."""
+
+    kind = "SVI"
+
+    def __init__(self, svi: SVI) -> None:
+        super().__init__()
+        if pyro.settings.get("module_local_params"):
+            raise UnsupportedError(
+                "pyro.infer.SVI does not work with pyro.settings module_local_params=True: its optimizers "
+                "look parameters up in the global store. Train elbo(model, guide) with a torch optimizer "
+                "instead: fit(elbo(model, guide), loader, epochs, "
+                "optimizer=torch.optim.Adam(parameter_groups(...)))."
+            )
+        self.svi = svi
+        self.model, self.guide = svi.model, svi.guide
+        owner = getattr(svi.loss, "__self__", None)
+        self.elbo = owner if isinstance(owner, ELBO) else None
+
+    def step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+        """Take a step with ``svi.step``."""
+        with _checked_before_update(self.svi):
+            loss = self.svi.step(*args, **kwargs)
+        return _finite(loss)
+
+    def evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+        """Evaluate with ``svi.evaluate_loss``."""
+        return float(self.svi.evaluate_loss(*args, **kwargs))
+
+    def optimizer_state(self) -> dict[str, Any]:
+        """State per parameter name, with what a load left for parameters that are still to be stepped."""
+        return {**self.svi.optim._state_waiting_to_be_consumed, **self.svi.optim.get_state()}
+
+    def load_optimizer_state(self, state: dict[str, Any]) -> None:
+        """Load at once for parameters that have an optimizer; PyroOptim.set_state would never reach those."""
+        state = copy.deepcopy(state)
+        store = pyro.get_param_store()
+        for parameter, optimizer in self.svi.optim.optim_objs.items():
+            own = state.pop(store.param_name(parameter) or "", None)
+            if own is not None and hasattr(optimizer, "optimizer"):
+                optimizer.load_state_dict(own["scheduler"])
+                optimizer.optimizer.load_state_dict(own["optimizer"])
+            elif own is not None:
+                optimizer.load_state_dict(own)
+        self.svi.optim.set_state(state)
+
+    @property
+    def optimizer_name(self) -> str:
+        """Names of the torch classes inside the Pyro optimizer."""
+        optim = self.svi.optim
+        parts = (getattr(optim, "pt_scheduler_constructor", None), optim.pt_optim_constructor)
+        return " of ".join(
+            getattr(part, "__name__", type(part).__name__) for part in parts if part is not None
+        )
+
+    def _groups(self) -> Iterator[tuple[str, Optimizer, int]]:
+        store = pyro.get_param_store()
+        for parameter, optimizer in self.svi.optim.optim_objs.items():
+            name = (store.param_name(parameter) or "").replace("$$$", ".")
+            yield name, getattr(optimizer, "optimizer", optimizer), 0
+
+    def store_parameters(self) -> dict[str, Tensor]:
+        """Parameters that this SVI has stepped; the whole store where functions have taken no step yet."""
+        store = pyro.get_param_store()
+        owned = {id(parameter) for part in self.modules().values() for parameter in part.parameters()}
+        stepped = {id(parameter) for parameter in self.svi.optim.optim_objs}
+        everything = len(self.modules()) < 2 and not stepped
+        return {
+            name: value
+            for name, value in store.named_parameters()
+            if id(value) not in owned and (everything or id(value) in stepped)
+        }
+
+
+class ModuleRoute(Route):
+    """Training of an :class:`~pyro.infer.elbo.ELBOModule` by a torch optimizer, under either setting."""
+
+    kind = "ELBOModule"
+
+    def __init__(self, module: ELBOModule, optimizer: Optimizer | None) -> None:
+        super().__init__()
+        self.module, self.optimizer = module, optimizer
+        self.model, self.guide, self.elbo = module.model, module.guide, module.elbo
+        for role, part in (("model", self.model), ("guide", self.guide)):
+            if not isinstance(part, nn.Module):
+                raise UnsupportedError(
+                    f"The {role} of the ELBOModule is a function, whose parameters a torch optimizer cannot "
+                    "hold. Train it with pyro.infer.SVI, or write it as a PyroModule."
+                )
+
+    def check_optimizer(self) -> None:
+        """Refuse an optimizer that does not hold the parameters to be trained.
+
+        Raises:
+            GuideError: naming parameters that training would leave as they are.
+        """
+        assert self.optimizer is not None
+        held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        missing = [name for name, p in self.parameters().items() if p.requires_grad and id(p) not in held]
+        uninitialised = isinstance(self.guide, AutoGuide) and _is_uninitialised(self.guide)
+        if missing or uninitialised:
+            what = ", ".join(missing[:5]) or f"{type(self.guide).__name__}, which has none yet"
+            raise GuideError(
+                f"The optimizer does not hold {len(missing) or 'the'} parameters of the model and guide: "
+                f"{what}. Call the guide once, guide(*batch), build the optimizer from "
+                "parameter_groups(elbo(model, guide), base) after that, and freeze with "
+                "requires_grad_(False) what should stay as it is."
+            )
+
+    def step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+        """Take the usual torch step."""
+        assert self.optimizer is not None
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = self.module(*args, **kwargs)
+        value = _finite(loss.detach())
+        loss.backward()
+        self.optimizer.step()
+        return value
+
+    def evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+        """Evaluate with ``elbo.loss``."""
+        with torch.no_grad():
+            return float(self.elbo.loss(self.model, self.guide, *args, **kwargs))
+
+    def optimizer_state(self) -> dict[str, Any]:
+        """State of the torch optimizer."""
+        return {} if self.optimizer is None else self.optimizer.state_dict()
+
+    def load_optimizer_state(self, state: dict[str, Any]) -> None:
+        """Load into the torch optimizer."""
+        if self.optimizer is not None:
+            self.optimizer.load_state_dict(copy.deepcopy(state))
+
+    @property
+    def optimizer_name(self) -> str:
+        """Name of the torch class."""
+        return type(self.optimizer).__name__
+
+    def _groups(self) -> Iterator[tuple[str, Optimizer, int]]:
+        assert self.optimizer is not None
+        held = {id(p): i for i, group in enumerate(self.optimizer.param_groups) for p in group["params"]}
+        for name, parameter in self.parameters().items():
+            if id(parameter) in held:
+                yield name, self.optimizer, held[id(parameter)]
+
+    def store_parameters(self) -> dict[str, Tensor]:
+        """None: whatever a torch optimizer can train belongs to a module."""
+        return {}
+
+
+def route_of(target: Any, optimizer: Optimizer | None = None, *, train: bool = True) -> Route:
+    """Choose the route for what was passed as ``svi``.
+
+    Raises:
+        ArgumentError: if it is neither an SVI nor an ELBOModule, or the optimizer is missing or superfluous.
+    """
+    if isinstance(target, SVI):
+        if optimizer is not None:
+            raise ArgumentError("An SVI brings its own optimizer; optimizer= is for elbo(model, guide).")
+        return SVIRoute(target)
+    if isinstance(target, ELBOModule):
+        if optimizer is None and train:
+            raise ArgumentError(
+                "An ELBOModule needs a torch optimizer: fit(elbo(model, guide), loader, epochs, "
+                "optimizer=torch.optim.Adam(parameter_groups(elbo(model, guide), base=1e-3)))."
+            )
+        if optimizer is not None and not isinstance(optimizer, Optimizer):
+            raise ArgumentError(
+                "optimizer must be a torch.optim.Optimizer for an ELBOModule, got "
+                f"{type(optimizer).__name__}. Pyro's optimizers go into pyro.infer.SVI."
+            )
+        return ModuleRoute(target, optimizer)
+    raise ArgumentError(
+        "Expected pyro.infer.SVI(model, guide, optim, loss), or elbo(model, guide) together with "
+        f"optimizer=, got {type(target).__name__}."
+    )
+
+
+def _is_uninitialised(guide: AutoGuide) -> bool:
+    return guide.prototype_trace is None and next(guide.parameters(), None) is None
+
+
+def _finite(loss: Any) -> float:
+    if isinstance(loss, tuple):
+        raise UnsupportedError(
+            f"The loss is a tuple of {len(loss)} numbers (a wake-sleep objective); training here follows "
+            "one. Write the loop over svi.step yourself."
+        )
+    value = float(loss)
+    if value != value or value in (float("inf"), float("-inf")):
+        raise NonFiniteLossError(f"the loss is {value}")
+    return value
+
+
+@contextmanager
+def _checked_before_update(svi: SVI) -> Iterator[None]:
+    """Look at the loss between the gradients and the optimizer of ``svi.step``.
+
+    ``svi.step`` reports its loss when the update is done, and a NaN has by then spread to all parameters:
+    what went bad first could not be told any more.
+    """
+    inner: Callable[..., Any] = svi.loss_and_grads
+
+    def loss_and_grads(*args: Any, **kwargs: Any) -> Any:
+        loss = inner(*args, **kwargs)
+        _finite(loss.detach() if isinstance(loss, Tensor) else loss)
+        return loss
+
+    svi.loss_and_grads = loss_and_grads
+    try:
+        yield
+    finally:
+        svi.loss_and_grads = inner

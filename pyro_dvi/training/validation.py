@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Metrics between two epochs, without a trace in the training."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pyro_dvi.errors import ArgumentError, DataError
+from pyro_dvi.training.batches import batches
+from pyro_dvi.training.random_state import preserve_random_state
+from pyro_dvi.training.routes import Route
+
+__all__ = ["evaluation_mode", "training_mode", "validation_metrics"]
+
+
+def validation_metrics(
+    route: Route, validate: Callable[[], Any] | Iterable[Any], device: torch.device | None
+) -> dict[str, float]:
+    """Evaluate a callable's metrics, or the mean loss over a loader, in evaluation mode.
+
+    A loss is that of the data set it is an estimate for: with a plate of N training examples, every validation batch
+    of M examples is scaled by N/M, and batches count by their size.
+
+    Raises:
+        ArgumentError: if the callable returns neither a number nor a mapping of numbers.
+        DataError: if the loader is empty.
+    """
+    with evaluation_mode(route), preserve_random_state(validate):
+        if callable(validate):
+            return _as_metrics(validate())
+        total = weight = 0.0
+        for args, kwargs in batches(validate, device):
+            size = _size(args, kwargs)
+            total, weight = total + size * route.evaluate(args, kwargs), weight + size
+        if not weight:
+            raise DataError("validate: the loader yielded no batch.")
+        return {"loss": total / weight}
+
+
+@contextmanager
+def evaluation_mode(route: Route) -> Iterator[None]:
+    """Put model and guide into evaluation mode, and each of their modules back into its own afterwards."""
+    with _preserved_modes(route):
+        for part in _roots(route):
+            part.eval()
+        yield
+
+
+@contextmanager
+def training_mode(route: Route) -> Iterator[None]:
+    """Train what is in evaluation mode as a whole; a module that is frozen within a training model stays frozen."""
+    with _preserved_modes(route):
+        for part in _roots(route):
+            if not part.training:
+                part.train()
+        yield
+
+
+@contextmanager
+def _preserved_modes(route: Route) -> Iterator[None]:
+    modes = [(module, module.training) for part in _roots(route) for module in part.modules()]
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def _roots(route: Route) -> list[nn.Module]:
+    return [*route.modules().values(), *route.loose_modules]
+
+
+def _as_metrics(result: Any) -> dict[str, float]:
+    metrics = result if isinstance(result, Mapping) else {"loss": result}
+    try:
+        return {str(name): float(value) for name, value in metrics.items()}
+    except (TypeError, ValueError) as error:
+        raise ArgumentError(
+            f"validate must return a number or a mapping from names to numbers, got {type(result).__name__} ({error})."
+        ) from error
+
+
+def _size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    return next(
+        (len(value) for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.dim()), 1
+    )
