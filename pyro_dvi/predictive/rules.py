@@ -24,9 +24,17 @@ from torch import distributions as td
 
 from pyro_dvi.errors import ArgumentError, GuideError
 from pyro_dvi.predictive.batches import with_missing
-from pyro_dvi.predictive.run import Response
+from pyro_dvi.predictive.run import AllRows, Response
 
-__all__ = ["AtMean", "PredictionRule", "Samples", "check_is_set_up", "default_rule", "draw", "posterior_mean"]
+__all__ = [
+    "AtMean",
+    "PredictionRule",
+    "Samples",
+    "check_is_set_up",
+    "default_rule",
+    "local_sites",
+    "posterior_mean",
+]
 
 
 class PredictionRule(ABC):
@@ -114,28 +122,22 @@ class Samples(PredictionRule):
         respond: Callable[[Mapping[str, Tensor]], Response],
     ) -> Iterator[Response]:
         """Give one component for each draw."""
+        return map(respond, self.draws(guide, inputs))
+
+    def draws(self, guide: Callable[..., Any], inputs: tuple[Any, ...]) -> Iterator[dict[str, Tensor]]:
+        """Give the latent values of one draw after the other."""
         # A seed for each draw: how many random numbers the model itself uses, which depends on the batch, then
         # does not matter to the next draw.
-        for seed in draw_seeds(self.num_samples):
+        for seed in torch.randint(2**31 - 1, (self.num_samples,)).tolist():
             torch.manual_seed(seed)
-            yield respond(draw(guide, inputs))
+            check_is_set_up(guide)
+            yield _latents(_trace(guide, inputs))
 
 
 def default_rule(guide: Any) -> PredictionRule:
     """Return the rule that a guide asks for in its attribute ``prediction_rule``, else :class:`AtMean`."""
     rule = getattr(guide, "prediction_rule", None)
     return rule if isinstance(rule, PredictionRule) else AtMean()
-
-
-def draw_seeds(count: int) -> list[int]:
-    """Return seeds for ``count`` draws, from the global generator."""
-    return [int(seed) for seed in torch.randint(2**31 - 1, (count,))]
-
-
-def draw(guide: Callable[..., Any], inputs: tuple[Any, ...]) -> dict[str, Tensor]:
-    """Run the guide once and return its draw of the model's latent sites."""
-    check_is_set_up(guide)
-    return _latents(poutine.trace(guide).get_trace(*_arguments(guide, inputs)))
 
 
 def posterior_mean(guide: Callable[..., Any], inputs: tuple[Any, ...]) -> dict[str, Tensor]:
@@ -153,7 +155,7 @@ def posterior_mean(guide: Callable[..., Any], inputs: tuple[Any, ...]) -> dict[s
                 f"{type(guide).__name__} has no median to predict at: use predict(..., method=Samples(30))"
             ) from error
     with _AtCentre():
-        return _latents(poutine.trace(guide).get_trace(*_arguments(guide, inputs)))
+        return _latents(_trace(guide, inputs))
 
 
 def check_is_set_up(guide: Any) -> None:
@@ -164,9 +166,24 @@ def check_is_set_up(guide: Any) -> None:
     """
     if isinstance(guide, AutoGuide) and guide.prototype_trace is None:
         raise GuideError(
-            f"{type(guide).__name__} was never run: train it, load its state, or call it once with the training "
-            "arguments (guide(x, y)) before predicting"
+            f"{type(guide).__name__} has not seen its model: train it, or run it once with the training arguments "
+            "as guide(x, y), also after loading its state"
         )
+
+
+def local_sites(guide: Callable[..., Any], inputs: tuple[Any, ...], num_rows: int) -> set[str]:
+    """Return the sites that have a value for each example of the batch, by a plate of its size."""
+    trace = _trace(guide, inputs)
+    return {
+        name
+        for name in _latents(trace)
+        if any(f.vectorized and f.size == num_rows for f in trace.nodes[name]["cond_indep_stack"])
+    }
+
+
+def _trace(guide: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:
+    with AllRows():
+        return poutine.trace(guide).get_trace(*_arguments(guide, inputs))
 
 
 def _arguments(guide: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:

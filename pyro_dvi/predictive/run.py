@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from pyro_dvi.errors import DataError, ModelError
 from pyro_dvi.predictive.batches import Batch, with_missing
 
-__all__ = ["Response", "evaluation_mode", "respond", "seeded"]
+__all__ = ["AllRows", "Response", "evaluation_mode", "respond", "seeded"]
 
 Latents = Mapping[str, Tensor]
 
@@ -47,7 +47,7 @@ def respond(model: Callable[..., Any], batch: Batch, latents: Latents, site: str
     """
     recorder = poutine.trace()
     try:
-        with recorder, _AllRows(), _AtValues(latents):
+        with recorder, AllRows(), _AtValues(latents):
             model(*with_missing(model, batch.inputs))
     except ValueError as error:
         if "Shape mismatch inside plate" not in str(error):
@@ -62,10 +62,9 @@ def respond(model: Callable[..., Any], batch: Batch, latents: Latents, site: str
         if node["type"] == "sample" and name not in latents and not _is_bookkeeping(node)
     }
     name = _choose(site, list(candidates))
-    node = candidates[name]
-    return Response(
-        name, node["fn"], node["value"], node["is_observed"], _example_axis(name, node, batch.num_rows)
-    )
+    node: Any = candidates[name]
+    axis = _example_axis(name, node, batch.num_rows)
+    return Response(name, node["fn"], node["value"], node["is_observed"], axis)
 
 
 @contextmanager
@@ -131,7 +130,7 @@ class _AtValues(Messenger):
             msg["done"] = True
 
 
-class _AllRows(Messenger):
+class AllRows(Messenger):
     """Let a plate of ``subsample_size=n`` mean the n rows that are there.
 
     The training plate's size then limits nothing: 1,000 test images go through a model of 500 training images.
@@ -159,7 +158,7 @@ def _choose(site: str | None, names: list[str]) -> str:
     if not names:
         raise ModelError(
             "the model has no observed site to predict: it needs pyro.sample(name, distribution, obs=y) where y may "
-            "be None"
+            "be None, and a guide that was set up with the observed values given"
         )
     raise ModelError(
         f"the model has several sites that the guide does not cover: {names}. Choose the one to predict by site=; "
