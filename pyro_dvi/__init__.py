@@ -1,19 +1,77 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Deterministic variational inference for Bayesian neural networks in Pyro."""
+"""Deterministic variational inference for Bayesian neural networks in Pyro.
 
-from pyro_dvi import metrics
-from pyro_dvi.bayesian import fan_in, init_to_module, to_bayesian_
+The public names, in the order of the chapters. ArviZ and matplotlib are loaded when ``to_arviz`` or ``plots`` is
+first used.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from pyro_dvi import curvature, errors, metrics
+from pyro_dvi.bayesian import (
+    classifier,
+    fan_in,
+    init_to_module,
+    regressor,
+    smooth_activations_,
+    summary,
+    to_bayesian_,
+    to_deterministic,
+)
+from pyro_dvi.elbos import TaylorELBO
+from pyro_dvi.guides import MeanFieldGuide, PerSite, PerWeight, SGDStepSize
+from pyro_dvi.optim import learning_rates, parameter_groups
 from pyro_dvi.predictive import AtMean, Prediction, Samples, predict
+from pyro_dvi.training import fit, load, save
+
+if TYPE_CHECKING:
+    from pyro_dvi import plots
+    from pyro_dvi.inference_data import to_arviz
 
 __all__ = [
+    # Errors
+    "errors",
     # Bayesian models
     "to_bayesian_",
     "fan_in",
+    "smooth_activations_",
     "init_to_module",
-    # Predictions and their scores
+    "classifier",
+    "regressor",
+    "summary",
+    "to_deterministic",
+    # Posteriors and objectives
+    "curvature",
+    "MeanFieldGuide",
+    "PerWeight",
+    "PerSite",
+    "SGDStepSize",
+    "TaylorELBO",
+    # Training
+    "learning_rates",
+    "parameter_groups",
+    "fit",
+    "save",
+    "load",
+    # Predictions, scores, export and plots
+    "metrics",
     "predict",
     "AtMean",
     "Samples",
     "Prediction",
-    "metrics",
+    "to_arviz",
+    "plots",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "to_arviz":
+        return import_module("pyro_dvi.inference_data").to_arviz
+    if name == "plots":
+        return import_module("pyro_dvi.plots")
+    raise AttributeError(f"module 'pyro_dvi' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plots: matplotlib axes in, matplotlib axes out.
+
+The only module that knows matplotlib; ``import pyro_dvi`` does not load it. Every function draws into the axes that
+it is given, or makes a figure, and returns the axes for titles, limits and saving. Colours are those of Okabe and
+Ito, which colour-blind readers can tell apart; no meaning rests on colour alone.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+from pyro_dvi import metrics
+from pyro_dvi.errors import ArgumentError, DataError
+
+__all__ = ["reliability_diagram", "training_history"]
+
+BLUE, VERMILLION, GREY = "#0072B2", "#D55E00", "#666666"
+
+# Columns of a training record that have a panel of their own, in this order; validation metrics follow.
+_TERMS = {
+    "loss": "loss (objective)",
+    "log_likelihood": "log-likelihood",
+    "penalty": "penalty",
+    "kl": "KL (unweighted)",
+    "posterior_scale": "mean posterior σ",
+}
+
+
+def reliability_diagram(
+    probabilities: Any,
+    labels: Any,
+    *,
+    num_bins: int = 15,
+    title: str | None = None,
+    ax: Axes | None = None,
+) -> Axes:
+    r"""Draw accuracy against confidence, and below it how many examples each bin holds.
+
+    Points on the diagonal are calibrated, below it overconfident. The grey bars are the gaps that the expected
+    calibration error averages; its value is in the title. Error bars are one binomial standard error,
+    :math:`\sqrt{a(1-a)/n_b}`, and bins are those of :func:`~pyro_dvi.metrics.reliability_table`.
+
+    Args:
+        probabilities: class probabilities ``[..., C]``, or probabilities of label 1, ``[...]``.
+        labels: observed classes ``0..C-1``, shape ``[...]``.
+        num_bins: equally wide bins between 0 and 1.
+        title: of the axes.
+        ax: axes to draw into, part of a grid as ``plt.subplots`` makes it; the counts take their lower part.
+
+    Returns:
+        The axes of the diagram; those of the counts are the figure's last, ``ax.figure.axes[-1]``.
+
+    Raises:
+        ArgumentError: less than one bin.
+        DataError: probabilities or labels that cannot be right.
+
+    Source: DeGroot & Fienberg (1983); Niculescu-Mizil & Caruana (2005).
+
+    Example:
+        >>> ax = reliability_diagram([[0.9, 0.1], [0.4, 0.6]], [0, 0])
+        >>> ax.get_ylabel()
+        'accuracy'
+    """
+    table = metrics.reliability_table(probabilities, labels, num_bins)
+    error = metrics.expected_calibration_error(probabilities, labels, num_bins)
+    edges, count = table.edges.cpu().numpy(), table.count.cpu().numpy()
+    filled = count > 0
+    confidence = table.confidence.cpu().numpy()[filled]
+    accuracy = table.accuracy.cpu().numpy()[filled]
+    spread = np.sqrt(accuracy * (1 - accuracy) / count[filled])
+    width = 1 / num_bins
+
+    ax = _axes(ax, figsize=(4.2, 5.0))
+    ax.plot([0, 1], [0, 1], color=GREY, linestyle="--", linewidth=1)
+    ax.bar(
+        edges[:-1][filled] + width / 2,
+        accuracy - confidence,
+        bottom=confidence,
+        width=width,
+        color=GREY,
+        alpha=0.25,
+        linewidth=0,
+    )
+    ax.errorbar(
+        confidence,
+        accuracy,
+        yerr=spread,
+        color=BLUE,
+        marker="o",
+        markersize=4,
+        linewidth=1.5,
+        label="observed",
+    )
+    ax.set(xlim=(0, 1), ylim=(0, 1.02), ylabel="accuracy")
+    ax.set_title(title or "", loc="left", fontsize="medium", fontweight="bold")
+    ax.text(
+        0.03, 0.05, "calibrated", color=GREY, rotation=45, rotation_mode="anchor", transform_rotates_text=True
+    )
+    ax.set_title(f"ECE {error:.1%}", loc="right", fontsize="medium")
+    ax.tick_params(labelbottom=False)
+
+    counts = _axes_below(ax)
+    counts.bar(edges[:-1] + width / 2, count / count.sum(), width=width * 0.9, color=BLUE)
+    counts.set(xlabel=f"confidence ({count.sum():,} examples)", ylabel="share", xlim=(0, 1))
+    counts.yaxis.set_major_locator(MaxNLocator(3, prune="upper"))
+    for axis in (ax.yaxis, counts.yaxis, counts.xaxis):
+        axis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    return ax
+
+
+def training_history(history: Any, *, axes: Sequence[Axes] | None = None) -> np.ndarray:
+    """Draw the course of training: the loss, its terms, the posterior scales and validation metrics by epoch.
+
+    Whether the loss has settled says little about the posterior: scales converge last. If the mean posterior σ still
+    falls in the last epochs, train longer or raise ``scale_multiplier`` of :func:`~pyro_dvi.learning_rates`.
+
+    Args:
+        history: what :func:`~pyro_dvi.fit` returned, or a mapping of columns of equal length, with ``epoch`` among
+            them or counted from 1.
+        axes: one for each panel, in the order of the columns.
+
+    Returns:
+        Array of the axes, one for each column that the history has.
+
+    Raises:
+        ArgumentError: another number of axes than of panels.
+        DataError: nothing recorded, or columns of unequal length.
+
+    Example:
+        >>> axes = training_history({"epoch": [1, 2], "loss": [3.0, 2.0], "kl": [0.1, 0.2]})
+        >>> [ax.get_ylabel() for ax in axes]
+        ['loss (objective)', 'KL (unweighted)']
+    """
+    columns: Mapping[str, Sequence[float]] = getattr(history, "epochs", history)
+    panels = {
+        name: text for name, text in _TERMS.items() if name in columns and np.isfinite(columns[name]).any()
+    }
+    for name in columns:
+        if name.startswith("validation_"):
+            panels[name] = name.removeprefix("validation_").replace("_", " ") + " (validation)"
+    if not panels:
+        raise DataError(
+            f"the history has nothing to plot: it needs a finite value of {', '.join(_TERMS)} or validation_*, and has "
+            f"the columns {list(columns)}"
+        )
+    length = len(columns[next(iter(panels))])
+    epochs = np.asarray(columns["epoch"]) if "epoch" in columns else np.arange(1, length + 1)
+    if any(len(columns[name]) != len(epochs) for name in panels):
+        raise DataError(f"the columns differ in length: { {name: len(columns[name]) for name in columns} }")
+    if axes is None:
+        wide = min(len(panels), 3)
+        high = math.ceil(len(panels) / wide)
+        figure, grid = plt.subplots(
+            high, wide, figsize=(3.6 * wide, 2.7 * high), layout="constrained", squeeze=False
+        )
+        drawn = grid.ravel()[: len(panels)]
+        for unused in grid.ravel()[len(panels) :]:
+            figure.delaxes(unused)
+    else:
+        drawn = np.atleast_1d(np.asarray(axes, dtype=object)).ravel()
+    if len(drawn) != len(panels):
+        raise ArgumentError(
+            f"the history has {len(panels)} panels {list(panels)}, but there are {len(drawn)} axes"
+        )
+    for ax, (name, text) in zip(drawn, panels.items(), strict=True):
+        color = VERMILLION if name.startswith("validation_") else BLUE
+        ax.plot(
+            epochs, np.asarray(columns[name], dtype=float), color=color, marker="o" if length < 20 else None
+        )
+        ax.set(xlabel="epoch", ylabel=text)
+        ax.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+        ax.yaxis.set_major_locator(MaxNLocator(5))
+    return np.asarray(drawn)
+
+
+def _axes(ax: Axes | None, figsize: tuple[float, float]) -> Axes:
+    return plt.subplots(figsize=figsize, layout="constrained")[1] if ax is None else ax
+
+
+def _axes_below(ax: Axes) -> Axes:
+    """Split the lower quarter off ``ax``, so that layout engines see two ordinary axes."""
+    place = ax.get_subplotspec()
+    if place is None:
+        raise ArgumentError(
+            "ax must be part of a grid, as plt.subplots makes it: the counts take its lower part"
+        )
+    grid = place.subgridspec(2, 1, height_ratios=[3.2, 1], hspace=0.06)
+    ax.set_subplotspec(grid[0])
+    figure = ax.get_figure(root=False)
+    assert figure is not None, "axes with a place in a grid belong to a figure"
+    return figure.add_subplot(grid[1], sharex=ax)
