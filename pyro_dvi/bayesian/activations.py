@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from pyro.nn.module import PyroModule, to_pyro_module_
 from torch import Tensor, nn
 
+from pyro_dvi.bayesian.plain_types import plain_type
 from pyro_dvi.errors import ArgumentError, DviWarning
 
 __all__ = ["SMOOTH", "SmoothClamp", "SmoothLeakyReLU", "smooth_activations_"]
@@ -154,7 +155,7 @@ def smooth_activations_(
     made: dict[int, nn.Module] = {}  # one activation module may be used in several places
 
     def smooth(old: nn.Module, pyro: bool) -> nn.Module:
-        replacement = mapping.get(_plain_type(old))
+        replacement = mapping.get(plain_type(old) or type(old))
         if replacement is None:
             return old
         if id(old) not in made:
@@ -188,12 +189,6 @@ def _check(module: object, mapping: Mapping[type[nn.Module], Replacement]) -> No
                 f"smooth_activations_: the entry {old!r}: {new!r} of mapping is not of the form "
                 "type of module -> module, class or callable, such as nn.ReLU: nn.GELU."
             )
-
-
-def _plain_type(module: nn.Module) -> type[nn.Module]:
-    """Return the class of ``module`` without the Pyro version that ``to_bayesian_`` made of it."""
-    kind = type(module)
-    return kind.__bases__[0] if isinstance(module, PyroModule) and kind.__name__.startswith("Pyro") else kind
 
 
 def _made(replacement: Replacement, old: nn.Module) -> nn.Module:

@@ -8,6 +8,7 @@ from pyro.nn.module import PyroModule, PyroSample, to_pyro_module_
 from torch import nn
 
 from pyro_dvi.bayesian.checkpoints import accept_old_keys
+from pyro_dvi.bayesian.frozen import keep_frozen
 from pyro_dvi.bayesian.priors import Prior, PriorLike, as_prior
 from pyro_dvi.bayesian.refusals import check_convertible
 from pyro_dvi.bayesian.selection import (
@@ -42,7 +43,7 @@ def to_bayesian_(
     Linear, convolution, embedding, bilinear and attention layers become Bayesian with weights and biases;
     normalisation layers, recurrent layers and parameters of your own modules stay deterministic unless
     ``include`` names them. Frozen parameters (``requires_grad=False``) stay as they are, whatever ``include``
-    says.
+    says; they become buffers of the same name, because Pyro would set ``requires_grad`` again.
 
     The module's present weights, pretrained ones too, are kept as buffers (``weight_initial``), so that
     guides can start from them (:func:`~pyro_dvi.bayesian.init_to_module`), and checkpoints of the module from
@@ -95,6 +96,7 @@ def to_bayesian_(
     priors = _checked(prior, groups)
 
     to_pyro_module_(module)
+    keep_frozen(module)
     root = cast(PyroModule, module)
     for (owner, *others), its_prior in zip(groups, priors, strict=True):
         site_prior = its_prior.place(owner, root)
@@ -195,7 +197,7 @@ def _why_nothing(
     if frozen:
         return (
             f"Nothing to make Bayesian: the chosen parameters ({', '.join(frozen[:3])}, ...) are frozen. "
-            "Call requires_grad_(True) on those that should be inferred."
+            "Call requires_grad_(True) on those that should be inferred, before the first conversion."
         )
     if chosen & excluded:
         return "Nothing to make Bayesian: exclude= takes away everything that include= chooses."

@@ -5,12 +5,15 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-from pyro.nn.module import PyroModule, _PyroModuleMeta
+from pyro.nn.module import PyroModule
 from torch import Tensor, nn
 
 from pyro_dvi.bayesian.checkpoints import forget_old_keys
+from pyro_dvi.bayesian.frozen import restored_frozen
+from pyro_dvi.bayesian.original_order import parameter_order
+from pyro_dvi.bayesian.plain_types import plain_type
 from pyro_dvi.bayesian.posterior_means import posterior_means
-from pyro_dvi.bayesian.site_prior import SitePrior, TiedPrior, buffer_name, is_plain, parameter_order
+from pyro_dvi.bayesian.site_prior import SitePrior, TiedPrior, buffer_name
 from pyro_dvi.errors import ArgumentError, GuideError, ModelError, UnsupportedError
 
 __all__ = ["to_deterministic"]
@@ -57,12 +60,9 @@ def to_deterministic(model_or_net: nn.Module, guide: Any) -> nn.Module:
         )
     net = _only_converted_net(model_or_net)
     values = posterior_means(guide)
-    plain_types = {pyro: plain for plain, pyro in _PyroModuleMeta._pyro_mixin_cache.items()}
-    plain_types[PyroModule] = nn.Module
-
     weights: dict[tuple[str, str], Tensor] = {}
     for path, module in net.named_modules():
-        if isinstance(module, PyroModule) and type(module) not in plain_types:
+        if plain_type(module) is None:
             raise UnsupportedError(
                 f"{path or 'The network'!r} is a {type(module).__name__}, written as a PyroModule, and has "
                 "no plain "
@@ -81,13 +81,12 @@ def to_deterministic(model_or_net: nn.Module, guide: Any) -> nn.Module:
     for module in modules.values():
         _restore_parameters(module, made)
     for module in modules.values():  # ties look at the Pyro attributes of each other until here
-        _remove_pyro(module, plain_types)
+        _remove_pyro(module)
     return plain
 
 
 def _only_converted_net(model: nn.Module) -> nn.Module:
     """Return the smallest module that was converted as a whole and holds every converted parameter."""
-    plain_types = {*_PyroModuleMeta._pyro_mixin_cache.values(), PyroModule}
 
     def has_weights(module: nn.Module) -> bool:
         return any(
@@ -97,7 +96,7 @@ def _only_converted_net(model: nn.Module) -> nn.Module:
         )
 
     net = model
-    while type(net) not in plain_types:
+    while plain_type(net) is None:
         inside = [child for child in net.children() if has_weights(child)]
         if not inside:
             raise ModelError(
@@ -107,8 +106,7 @@ def _only_converted_net(model: nn.Module) -> nn.Module:
             names = [name for name, child in net.named_children() if has_weights(child)]
             raise ModelError(
                 f"{type(net).__name__} holds several converted networks ({', '.join(names)}). Export them "
-                "one by "
-                f"one: to_deterministic(model.{names[0]}, guide)."
+                f"one by one: to_deterministic(model.{names[0]}, guide)."
             )
         net = inside[0]
     if not has_weights(net):
@@ -138,7 +136,9 @@ def _restore_parameters(module: nn.Module, made: dict[tuple[int, str], nn.Parame
     """Put weights back where priors were, in the original order."""
     samples = getattr(module, "_pyro_samples", {})
     parameters: dict[str, nn.Parameter | None] = {}
-    for attribute in parameter_order(module):
+    order = parameter_order(module)
+    frozen = restored_frozen(module)
+    for attribute in order:
         prior = samples.get(attribute)
         if isinstance(prior, TiedPrior):
             parameters[attribute] = made[id(prior.owner), prior.owner_attribute]
@@ -146,16 +146,18 @@ def _restore_parameters(module: nn.Module, made: dict[tuple[int, str], nn.Parame
             parameters[attribute] = made[id(module), attribute]
             del module._buffers[buffer_name(attribute)]
         else:
-            parameters[attribute] = module._parameters[attribute]
-    lost = [name for name in module._parameters if name not in parameters and is_plain(module, name)]
-    assert not lost, lost
+            parameters[attribute] = (
+                frozen[attribute] if attribute in frozen else module._parameters[attribute]
+            )
     module._parameters.clear()
     module._parameters.update(parameters)
 
 
-def _remove_pyro(module: nn.Module, plain_types: dict[type[PyroModule], type[nn.Module]]) -> None:
+def _remove_pyro(module: nn.Module) -> None:
     if not isinstance(module, PyroModule):
         return
+    plain = plain_type(module)
+    assert plain is not None
     forget_old_keys(module)
     for name in list(module._buffers):
         if name in module._non_persistent_buffers_set and name.startswith("prior_scale"):
@@ -163,6 +165,6 @@ def _remove_pyro(module: nn.Module, plain_types: dict[type[PyroModule], type[nn.
             module._non_persistent_buffers_set.discard(name)
     for name in ("_pyro_name", "_pyro_context", "_pyro_params", "_pyro_samples"):
         module.__dict__.pop(name, None)
-    module.__class__ = plain_types[type(module)]  # type: ignore[assignment]
+    module.__class__ = plain  # type: ignore[assignment]
     if isinstance(module, nn.RNNBase):
         module._init_flat_weights()

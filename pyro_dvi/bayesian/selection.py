@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from pyro_dvi.bayesian.site_prior import SitePrior, parameter_order
+from pyro_dvi.bayesian.original_order import parameter_order
+from pyro_dvi.bayesian.site_prior import SitePrior
 from pyro_dvi.errors import ArgumentError
 
 __all__ = [
@@ -159,7 +160,7 @@ def _owned(module: nn.Module, paths: Sequence[str]) -> Iterator[Candidate]:
                 "it is Bayesian already; leave it out with exclude=, or start from a fresh module"
             )
         else:
-            parameter = module._parameters[attribute]
+            parameter = module._parameters.get(attribute, module._buffers.get(attribute))  # frozen: a buffer
             if parameter is None:  # bias=False registers the name without a value
                 continue
             value = parameter

@@ -26,32 +26,12 @@ __all__ = [
     "SitePrior",
     "TiedPrior",
     "buffer_name",
-    "is_plain",
-    "parameter_order",
 ]
 
 
 def buffer_name(attribute: str) -> str:
     """Return the name of the buffer that keeps the module's own value of a converted parameter."""
     return f"{attribute}_initial"
-
-
-def is_plain(module: nn.Module, attribute: str) -> bool:
-    """Whether ``attribute`` is an ordinary parameter, not the unconstrained half of a ``PyroParam``."""
-    constrained = attribute.removesuffix("_unconstrained")
-    return not (
-        isinstance(module, PyroModule) and constrained != attribute and constrained in module._pyro_params
-    )
-
-
-def parameter_order(module: nn.Module) -> list[str]:
-    """Return the names of a module's own parameters, converted ones included, in their original order."""
-    names = [name for name in module._parameters if is_plain(module, name)]
-    samples = getattr(module, "_pyro_samples", {})
-    converted = {name: prior.position for name, prior in samples.items() if isinstance(prior, SitePrior)}
-    for name in sorted(converted, key=converted.__getitem__):
-        names.insert(converted[name], name)
-    return names
 
 
 class SitePrior(ABC):

@@ -27,13 +27,12 @@ def undisturbed(model: object) -> Iterator[None]:
         tensor([0., 0.])
     """
     buffers = list(model.buffers()) if isinstance(model, nn.Module) else []
-    before = [(buffer, buffer._version, buffer.detach().clone()) for buffer in buffers]
+    before = [buffer.detach().clone() for buffer in buffers]
     devices = sorted({buffer.device.index for buffer in buffers if buffer.is_cuda})
     with torch.random.fork_rng(devices=devices):
         try:
             yield
         finally:
             with torch.no_grad():
-                for buffer, version, value in before:
-                    if buffer._version != version:  # written to: the version counts in-place changes
-                        buffer.copy_(value)
+                for buffer, value in zip(buffers, before, strict=True):
+                    buffer.copy_(value)
