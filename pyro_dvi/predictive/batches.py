@@ -44,7 +44,7 @@ def batches(
 
     Args:
         model: the Pyro model whose signature tells which argument is observed.
-        data: a tensor; a tuple of the model's arguments; or a loader of either.
+        data: a tensor; a tuple or mapping of the model's arguments; or a loader of any of these.
         observed: name of the observed argument. By default the last one whose default is None, as in
             ``forward(x, y=None)``, else the last one if the data fill all of them.
         batch_size: examples at a time, for tensors; a loader has its own.
@@ -57,9 +57,10 @@ def batches(
     if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
         raise ArgumentError(f"batch_size must be a positive whole number, not {batch_size!r}")
     start = 0
-    for args in _argument_tuples(data, batch_size):
+    for args in _argument_tuples(model, data, batch_size):
         position = _observed_position(model, len(args), observed)
-        args = tuple(a.to(device) if torch.is_tensor(a) and device is not None else a for a in args)
+        if device is not None:
+            args = _apply(lambda tensor: tensor.to(device), args)
         target = args[position] if position is not None and position < len(args) else None
         inputs = tuple(None if i == position else a for i, a in enumerate(args))
         while inputs and inputs[-1] is None:  # left out where the model has a default; see with_missing
@@ -89,45 +90,83 @@ def parameter_names(fn: Callable[..., Any], count: int) -> list[str]:
     return [names[i] if i < len(names) else f"input_{i}" for i in range(count)]
 
 
-def _argument_tuples(data: Any, batch_size: int) -> Iterator[tuple[Any, ...]]:
+def _argument_tuples(model: Callable[..., Any], data: Any, batch_size: int) -> Iterator[tuple[Any, ...]]:
     if torch.is_tensor(data):
         data = (data,)
-    if isinstance(data, tuple):
-        rows = [a.shape[0] for a in data if torch.is_tensor(a) and a.dim() > 0]
+    if isinstance(data, (tuple, dict)):
+        data = _positional_arguments(model, data)
+        rows = [t.shape[0] for t in _tensors(data) if t.dim() > 0]
         if not rows:
+            raise DataError("the data hold no tensor of examples: pass inputs such as x, (x,) or (x, y)")
+        if len(set(rows)) > 1:
             raise DataError(
-                "the data are a tuple without a tensor of examples: pass inputs such as (x,) or (x, y)"
+                f"the tensors of the data have {rows} rows: every tensor needs one row an example"
             )
-        for i in range(0, max(rows), batch_size):
-            yield tuple(a[i : i + batch_size] if torch.is_tensor(a) and a.dim() > 0 else a for a in data)
-    elif (
-        isinstance(data, Iterable)
-        and not isinstance(data, (str, bytes, dict, list))
-        and not hasattr(data, "dtype")
-    ):
+        for i in range(0, rows[0], batch_size):
+            part = slice(i, i + batch_size)
+            yield _apply(lambda t, part=part: t[part] if t.dim() > 0 else t, data)
+    elif isinstance(data, DataLoader) or _holds_batches(data):
         for batch in data:
-            if not torch.is_tensor(batch) and not isinstance(batch, (tuple, list)):
-                raise DataError(
-                    f"the loader gives batches of type {type(batch).__name__}: let it give a tensor, or a tuple of "
-                    "the model's arguments (collate_fn of the DataLoader)"
-                )
-            yield (batch,) if torch.is_tensor(batch) else tuple(batch)
+            yield _positional_arguments(model, (batch,) if torch.is_tensor(batch) else batch)
     else:
         raise DataError(
             f"the data are of type {type(data).__name__}: pass a tensor (torch.as_tensor converts arrays), a tuple "
-            "of the model's arguments, or a DataLoader"
+            "of the model's arguments, or a DataLoader or list of such tuples"
         )
+
+
+def _holds_batches(data: Any) -> bool:
+    """Whether something else than a DataLoader can be read like one; a list of tensors could mean two things."""
+    if isinstance(data, list):
+        return not any(torch.is_tensor(batch) for batch in data)
+    return isinstance(data, Iterable) and not isinstance(data, (str, bytes)) and not hasattr(data, "dtype")
+
+
+def _positional_arguments(model: Callable[..., Any], batch: Any) -> tuple[Any, ...]:
+    if isinstance(batch, (tuple, list)):
+        return tuple(batch)
+    if not isinstance(batch, dict):
+        raise DataError(
+            f"the loader gives batches of type {type(batch).__name__}: let it give a tensor, or a tuple or mapping of "
+            "the model's arguments (collate_fn of the DataLoader)"
+        )
+    names = [p.name for p in _positional(model)] + _keyword_only(model)
+    if unknown := [name for name in batch if name not in names]:
+        raise DataError(
+            f"a batch has entries {unknown} that are no arguments of the model, which has {names}"
+        )
+    last = max((i for i, name in enumerate(names) if name in batch), default=-1)
+    return tuple(batch.get(name) for name in names[: last + 1])
+
+
+def _apply(function: Callable[..., Any], value: Any) -> Any:
+    """Apply ``function`` to every tensor in nested tuples, lists and mappings, as a network may take them."""
+    if torch.is_tensor(value):
+        return function(value)
+    if isinstance(value, (tuple, list)):
+        values = [_apply(function, v) for v in value]
+        return tuple(values) if isinstance(value, tuple) else values
+    if isinstance(value, dict):
+        return {k: _apply(function, v) for k, v in value.items()}
+    return value
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    _apply(found.append, value)
+    return found
 
 
 def _check(inputs: tuple[Any, ...], target: Any) -> int:
     for i, value in enumerate((*inputs, target)):
-        if torch.is_tensor(value) and value.is_floating_point() and value.isnan().any():
-            what = f"input {i}" if i < len(inputs) else "the observation"
-            raise DataError(
-                f"{what} (shape {tuple(value.shape)}) holds {int(value.isnan().sum())} NaN: drop or fill those rows "
-                "before predicting"
-            )
-    rows = [a.shape[0] for a in inputs if torch.is_tensor(a) and a.dim() > 0]
+        for tensor in _tensors(value):
+            if tensor.is_floating_point() and tensor.isnan().any():
+                what = f"input {i}" if i < len(inputs) else "the observation"
+                raise DataError(
+                    f"{what} (shape {tuple(tensor.shape)}) holds {int(tensor.isnan().sum())} NaN: drop or fill those "
+                    "rows before predicting"
+                )
+    rows = [t.shape[0] for t in _tensors(inputs) if t.dim() > 0]
     if not rows:
         raise DataError("a batch holds no input tensor with a row for each example")
     if torch.is_tensor(target) and target.dim() > 0:

@@ -45,7 +45,8 @@ def predict(
     Args:
         model: the Pyro model; its observation may be None, as in ``forward(x, y=None)``.
         guide: its trained guide, of this library, of Pyro, or a function.
-        data: inputs ``[N, ...]``; a tuple of the model's arguments, ``(x,)`` or ``(x, y)``; or a loader of either. An
+        data: inputs ``[N, ...]``; a tuple of the model's arguments, ``(x,)`` or ``(x, y)``, or a mapping by
+            their names; or a loader of any of these. An
             observation that comes along is not shown to the model; it is kept for :meth:`Prediction.metrics`.
         method: rule of prediction; by default the guide's own (its attribute ``prediction_rule``), else
             ``AtMean()``. Posteriors trained by sampling are better served by ``Samples(30)``.
