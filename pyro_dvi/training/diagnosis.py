@@ -9,37 +9,47 @@ import torch
 from pyro_dvi.training.batches import non_finite_inputs
 from pyro_dvi.training.routes import Route
 
-__all__ = ["diagnose", "non_finite_parameters"]
+__all__ = ["diagnose", "non_finite_tensors"]
 
 
-def non_finite_parameters(route: Route) -> list[str]:
-    """Names of parameters that hold NaN or infinities."""
-    return [name for name, value in route.parameters().items() if not bool(torch.isfinite(value).all())]
+def non_finite_tensors(route: Route) -> list[str]:
+    """Names of parameters and buffers that hold NaN or infinities."""
+    return [name for name, value in route.tensors().items() if not bool(torch.isfinite(value).all())]
 
 
 def diagnose(route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Name the inputs, parameters, terms and gradients that are not finite, causes before effects."""
-    parameters = non_finite_parameters(route)
-    gradients = [
-        name
-        for name, value in route.parameters().items()
-        if value.grad is not None and not bool(torch.isfinite(value.grad).all())
-    ]
+    """Name what is not finite among inputs, state, terms and gradients, causes before effects, and the way out."""
+    inputs = non_finite_inputs(args, kwargs)
+    tensors = non_finite_tensors(route)
+    parameters = [name.removeprefix("parameter ") for name in tensors if name.startswith("parameter ")]
+    buffers = [name.removeprefix("buffer ") for name in tensors if name.startswith("buffer ")]
     terms = [
         f"{name}={float(value):g}"
         for name, value in getattr(route.elbo, "terms", {}).items()
         if name != "loss" and not math.isfinite(float(value))
     ]
+    gradients = [
+        name
+        for name, value in route.parameters().items()
+        if value.grad is not None and not bool(torch.isfinite(value.grad).all())
+    ]
     findings = [
-        ("inputs of this batch", non_finite_inputs(args, kwargs)),
+        ("inputs of this batch", inputs),
         ("parameters", parameters),
+        ("buffers", buffers),
         ("terms of the loss", terms),
-        # Gradients of a loss that is not finite are all bad; they only tell something while all else is fine.
-        ("gradients", [] if parameters or terms else gradients),
+        # The gradients of a loss that is not finite are bad as a matter of course.
+        ("gradients", [] if inputs or parameters or terms else gradients),
     ]
     text = "; ".join(f"{what}: {_shortened(names)}" for what, names in findings if names)
-    return (
+    found = (
         f"Not finite: {text}." if text else "Inputs, parameters and the known terms of the loss are finite."
+    )
+    if inputs:
+        return f"{found} Drop or mask those values."
+    return (
+        f"{found} Lower the learning rate (that of posterior scales first: scale_multiplier), warm up the KL weight, "
+        "clip gradients (ClippedAdam), or train in float64."
     )
 
 

@@ -13,12 +13,18 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from pyro_dvi.errors import ArgumentError, DataError, ModelError, NonFiniteError
+from pyro_dvi.errors import ArgumentError, DataError, ModelError, NonFiniteError, PyroDviError
 from pyro_dvi.training.batch_norm import BatchNormStatistics, recompute_batch_norm
-from pyro_dvi.training.batches import batches, check_loader, dataset_size, number_of_batches
+from pyro_dvi.training.batches import (
+    batches,
+    check_loader,
+    dataset_size,
+    non_finite_inputs,
+    number_of_batches,
+)
 from pyro_dvi.training.checkpoint import Checkpoint, write
 from pyro_dvi.training.data_size import PlateCheck, known_data_size
-from pyro_dvi.training.diagnosis import diagnose, non_finite_parameters
+from pyro_dvi.training.diagnosis import diagnose, non_finite_tensors
 from pyro_dvi.training.early_stopping import EarlyStopping
 from pyro_dvi.training.history import History
 from pyro_dvi.training.interrupts import interrupt_deferred
@@ -114,7 +120,8 @@ def fit(
         recompute_batch_norm: recompute the statistics of batch normalisation at the posterior mean in the end.
         checkpoint: where to save; a path saves every epoch. See :func:`load` for going on.
         device: move model and guide there first.
-        history: of an earlier call, to be continued.
+        history: of an earlier call, to be continued. One of your own, ``History()``, stays in your hands if the model,
+            a callback or the loader raises.
 
     Returns:
         The history, ready to plot.
@@ -238,9 +245,10 @@ class _Run:
             steps += 1
         if not steps:
             raise DataError(f"The loader yielded no batch in epoch {epoch}. Can it be read more than once?")
-        bad = non_finite_parameters(self.route)
-        if bad:
-            raise self._diverged(epoch, f"Not finite after the epoch: parameters: {', '.join(bad[:5])}.")
+        if non_finite_tensors(self.route):
+            raise self._diverged(
+                epoch, f"The loss was finite until the last step. {diagnose(self.route, (), {})}"
+            )
         seconds = time.perf_counter() - started
         record = {"epoch": float(epoch), "step": float(self.history.step)}
         record |= {
@@ -298,8 +306,10 @@ class _Run:
         except NonFiniteError as error:
             raise self._diverged(epoch, f"{_sentence(error)} {diagnose(self.route, args, kwargs)}") from error
         except Exception as error:
-            # Pyro's validation, or a factorisation, meets a NaN in the parameters before the loss does.
-            if not non_finite_parameters(self.route):
+            # Pyro's validation, or a factorisation, meets a NaN before the loss does. An error of our own says what is
+            # wrong with the data by itself, as long as nothing has spread.
+            inputs = [] if isinstance(error, PyroDviError) else non_finite_inputs(args, kwargs)
+            if not inputs and not non_finite_tensors(self.route):
                 raise
             raise self._diverged(epoch, f"{_sentence(error)} {diagnose(self.route, args, kwargs)}") from error
         row = {"epoch": float(epoch), "step": float(self.history.step + 1), "loss": loss}
@@ -323,9 +333,7 @@ class _Run:
         self.history.stopped = "non-finite"
         error = NonFiniteError(
             f"Training diverged in epoch {epoch}, step {step}. {finding} Parameters, buffers and optimizer are "
-            f"{kept}; the record until then is this error's .history. Lower the learning rate (that of posterior "
-            "scales first: scale_multiplier), warm up the KL weight, clip gradients (ClippedAdam), or look at the "
-            "data."
+            f"{kept}; the record until then is this error's .history."
         )
         error.history, error.epoch, error.step = self.history, epoch, step
         return error

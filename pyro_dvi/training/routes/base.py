@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What training needs of a model, a guide, an ELBO and an optimizer, however they come."""
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pyro
+import torch
+from pyro import poutine
+from pyro.infer.autoguide import AutoGuide
+from torch import Tensor, nn
+from torch.distributions import transform_to
+from torch.optim import Optimizer
+
+from pyro_dvi.errors import DeviceError, NonFiniteError, UnsupportedError
+from pyro_dvi.handlers.buffers import preserve_buffers
+from pyro_dvi.optim import SCALE_PATTERN, parameter_names
+from pyro_dvi.training.random_state import preserve_random_state
+
+__all__ = ["NonFiniteLossError", "Route", "finite", "is_uninitialised"]
+
+_SCALE = re.compile(SCALE_PATTERN)
+
+
+class NonFiniteLossError(NonFiniteError):
+    """The loss is not finite: raised before the optimizer could carry that into the parameters."""
+
+
+class Route(ABC):
+    """A model, a guide, an ELBO and an optimizer, and how to take a step with them.
+
+    Attributes:
+        model: the Pyro model, a module or a function.
+        guide: the guide, a module or a function.
+        elbo: the ELBO, or None where the loss is a plain function.
+        loose_modules: modules that a model or guide which is a function calls; found by :meth:`initialise`.
+        model_parameters: identities of store parameters that a model which is a function asks for; found
+            there too.
+    """
+
+    kind: str
+    model: Any
+    guide: Any
+    elbo: Any
+
+    def __init__(self) -> None:
+        self.loose_modules: list[nn.Module] = []
+        self.model_parameters: set[int] = set()
+        self._rate: tuple[Any, int] | None = None
+
+    @abstractmethod
+    def step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+        """Take a training step, or raise :class:`NonFiniteLossError` before the update."""
+
+    @abstractmethod
+    def evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+        """Return the loss of a batch without training."""
+
+    @abstractmethod
+    def optimizer_state(self) -> dict[str, Any]:
+        """Return the optimizer's state; the tensors are the optimizer's own."""
+
+    @abstractmethod
+    def load_optimizer_state(self, state: dict[str, Any]) -> None:
+        """Put the optimizer into ``state``, of which it takes a copy."""
+
+    @property
+    @abstractmethod
+    def optimizer_name(self) -> str:
+        """Name of the optimizer, to recognise a checkpoint of another one."""
+
+    @abstractmethod
+    def _groups(self) -> Iterator[tuple[str, Optimizer, int]]:
+        """Yield names of parameters, the optimizer of each and the position of its group there."""
+
+    @abstractmethod
+    def store_parameters(self) -> dict[str, Tensor]:
+        """Parameters that live in Pyro's store only, under the names that they have there."""
+
+    # -- what both have in common ---------------------------------------------------------------------------
+
+    def modules(self) -> dict[str, nn.Module]:
+        """Model and guide, as far as they are modules."""
+        parts = {"model": self.model, "guide": self.guide}
+        return {role: part for role, part in parts.items() if isinstance(part, nn.Module)}
+
+    def parameters(self) -> dict[str, Tensor]:
+        """Every unconstrained parameter once, by the name that an error message should use."""
+        named: dict[str, Tensor] = {}
+        seen: set[int] = set()
+        # The model first: a guide that holds its model shares parameters with it.
+        for role, part in self.modules().items():
+            for name, parameter in parameter_names(part):
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    # Outside the global store model and guide may both own a parameter of this name.
+                    named[f"{role}.{name}" if name in named else name] = parameter
+        for name, stored in self.store_parameters().items():
+            named.setdefault(name.replace("$$$", "."), stored)
+        return named
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Parameters and buffers: everything that makes the weights of an epoch."""
+        named = {f"parameter {name}": parameter.detach() for name, parameter in self.parameters().items()}
+        seen: set[int] = set()
+        parts = {**self.modules(), **{f"called {i}": module for i, module in enumerate(self.loose_modules)}}
+        for role, part in parts.items():
+            for name, buffer in part.named_buffers():
+                if id(buffer) not in seen:
+                    seen.add(id(buffer))
+                    named[f"buffer {role}.{name}"] = buffer.detach()
+        return named
+
+    def device(self) -> torch.device | None:
+        """Device of the parameters, or None while there are none.
+
+        Raises:
+            DeviceError: if they live on several.
+        """
+        first: tuple[str, torch.device] | None = None
+        for name, parameter in self.parameters().items():
+            if first is None:
+                first = name, parameter.device
+            elif parameter.device != first[1]:
+                raise DeviceError(
+                    f"Parameter {first[0]!r} is on {first[1]}, parameter {name!r} on {parameter.device}. "
+                    "Move model and guide to one device before training: fit(..., device=...)."
+                )
+        if first is not None:
+            return first[1]
+        # A network whose weights are all latent has no parameters before its guide has run, but buffers.
+        buffers = (buffer for part in self.modules().values() for buffer in part.buffers())
+        return next((buffer.device for buffer in buffers), None)
+
+    def learning_rate(self) -> float:
+        """Learning rate of the means (of the first parameter that is not a posterior scale)."""
+        # Found once, since this is read after every step.
+        if self._rate is None:
+            groups = list(self._groups())
+            means = [group for group in groups if not _SCALE.search(group[0])] or groups
+            if not means:
+                return float("nan")
+            self._rate = means[0][1:]
+        optimizer, position = self._rate
+        return float(optimizer.param_groups[position]["lr"])
+
+    def posterior_scale(self) -> float | None:
+        """Mean of all posterior scales, where the guide's parameters are recognised as such."""
+        total, count = 0.0, 0
+        constraints = self._constraints()
+        for name, parameter in self.parameters().items():
+            if _SCALE.search(name):
+                constraint = constraints.get(id(parameter))
+                value = parameter if constraint is None else transform_to(constraint)(parameter)
+                total, count = total + float(value.detach().sum()), count + parameter.numel()
+        return total / count if count else None
+
+    def initialise(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Make parameters exist that a first call creates, and find the modules that functions call.
+
+        Buffers stay as they are. Automatic guides look at the model here instead of inside the first step, so
+        that its state before the step is known.
+        """
+        functions = [part for part in (self.guide, self.model) if not isinstance(part, nn.Module)]
+        looks = isinstance(self.guide, AutoGuide) and self.guide.prototype_trace is None
+        if not functions and not looks:
+            return
+        # A run that only looks around must not change what a resumed training draws. The first look of an automatic
+        # guide is part of the training: it draws the start.
+        draws_start = looks and is_uninitialised(self.guide)
+        aside: AbstractContextManager[None] = nullcontext() if draws_start else preserve_random_state()
+        called: dict[int, nn.Module] = {}
+
+        def remember(module: nn.Module, _inputs: object) -> None:
+            called.setdefault(id(module), module)
+
+        hook = nn.modules.module.register_module_forward_pre_hook(remember)
+        try:
+            with aside, torch.no_grad(), preserve_buffers(), poutine.block():
+                trace = poutine.trace(self.guide).get_trace(*args, **kwargs)
+                if not isinstance(self.model, nn.Module):
+                    replayed = poutine.trace(poutine.replay(self.model, trace=trace), param_only=True)
+                    sites = replayed.get_trace(*args, **kwargs).nodes.values()
+                    self.model_parameters = {id(site["value"].unconstrained()) for site in sites}
+        finally:
+            hook.remove()
+        covered = {id(module) for part in self.modules().values() for module in part.modules()}
+        loose = [module for key, module in called.items() if key not in covered]
+        inner = {id(child) for module in loose for child in module.modules() if child is not module}
+        self.loose_modules = [module for module in loose if id(module) not in inner]
+
+    def _constraints(self) -> dict[int, Any]:
+        store = pyro.get_param_store()
+        known = {id(value): store._constraints[name] for name, value in store.named_parameters()}
+        for part in self.modules().values():
+            for module in part.modules():
+                for name, (constraint, _) in getattr(module, "_pyro_params", {}).items():
+                    known[id(getattr(module, name + "_unconstrained"))] = constraint
+        return known
+
+
+def is_uninitialised(guide: AutoGuide) -> bool:
+    """Whether an automatic guide has neither seen its model nor been loaded."""
+    return guide.prototype_trace is None and next(guide.parameters(), None) is None
+
+
+def finite(loss: Any) -> float:
+    """Return the loss as a number.
+
+    Raises:
+        NonFiniteLossError: if it is NaN or infinite.
+        UnsupportedError: if it is several numbers.
+    """
+    if isinstance(loss, tuple):
+        raise UnsupportedError(
+            f"The loss is a tuple of {len(loss)} numbers (a wake-sleep objective); training here follows "
+            "one. Write the loop over svi.step yourself."
+        )
+    value = float(loss)
+    if value != value or value in (float("inf"), float("-inf")):
+        raise NonFiniteLossError(f"the loss is {value}")
+    return value

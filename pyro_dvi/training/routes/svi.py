@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training by Pyro's SVI."""
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pyro
+from pyro.infer import SVI
+from pyro.infer.elbo import ELBO
+from torch import Tensor
+from torch.optim import Optimizer
+
+from pyro_dvi.errors import UnsupportedError
+from pyro_dvi.training.routes.base import Route, finite
+
+__all__ = ["SVIRoute"]
+
+
+class SVIRoute(Route):
+    """Training by :class:`pyro.infer.SVI` under Pyro's global parameter store."""
+
+    kind = "SVI"
+
+    def __init__(self, svi: SVI) -> None:
+        super().__init__()
+        if pyro.settings.get("module_local_params"):
+            raise UnsupportedError(
+                "pyro.infer.SVI does not work with pyro.settings module_local_params=True: its optimizers "
+                "look parameters up in the global store. Train elbo(model, guide) with a torch optimizer "
+                "instead: fit(elbo(model, guide), loader, epochs, "
+                "optimizer=torch.optim.Adam(parameter_groups(...)))."
+            )
+        self.svi = svi
+        self.model, self.guide = svi.model, svi.guide
+        owner = getattr(svi.loss, "__self__", None)
+        self.elbo = owner if isinstance(owner, ELBO) else None
+
+    def step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+        """Take a step with ``svi.step``."""
+        with _checked_before_update(self.svi):
+            loss = self.svi.step(*args, **kwargs)
+        return finite(loss)
+
+    def evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+        """Evaluate with ``svi.evaluate_loss``."""
+        return float(self.svi.evaluate_loss(*args, **kwargs))
+
+    def optimizer_state(self) -> dict[str, Any]:
+        """State per parameter name, with what a load left for parameters that are still to be stepped."""
+        return {**self.svi.optim._state_waiting_to_be_consumed, **self.svi.optim.get_state()}
+
+    def load_optimizer_state(self, state: dict[str, Any]) -> None:
+        """Load at once for parameters that have an optimizer; PyroOptim.set_state would never reach those."""
+        state = copy.deepcopy(state)
+        store = pyro.get_param_store()
+        for parameter, optimizer in self.svi.optim.optim_objs.items():
+            own = state.pop(store.param_name(parameter) or "", None)
+            if own is not None and hasattr(optimizer, "optimizer"):
+                optimizer.load_state_dict(own["scheduler"])
+                optimizer.optimizer.load_state_dict(own["optimizer"])
+            elif own is not None:
+                optimizer.load_state_dict(own)
+        self.svi.optim.set_state(state)
+
+    @property
+    def optimizer_name(self) -> str:
+        """Names of the torch classes inside the Pyro optimizer."""
+        optim = self.svi.optim
+        parts = (getattr(optim, "pt_scheduler_constructor", None), optim.pt_optim_constructor)
+        return " of ".join(
+            getattr(part, "__name__", type(part).__name__) for part in parts if part is not None
+        )
+
+    def _groups(self) -> Iterator[tuple[str, Optimizer, int]]:
+        store = pyro.get_param_store()
+        for parameter, optimizer in self.svi.optim.optim_objs.items():
+            name = (store.param_name(parameter) or "").replace("$$$", ".")
+            yield name, getattr(optimizer, "optimizer", optimizer), 0
+
+    def store_parameters(self) -> dict[str, Tensor]:
+        """Parameters that this SVI has stepped; the whole store where functions have taken no step yet."""
+        store = pyro.get_param_store()
+        owned = {id(parameter) for part in self.modules().values() for parameter in part.parameters()}
+        stepped = {id(parameter) for parameter in self.svi.optim.optim_objs}
+        everything = len(self.modules()) < 2 and not stepped
+        return {
+            name: value
+            for name, value in store.named_parameters()
+            if id(value) not in owned and (everything or id(value) in stepped)
+        }
+
+
+@contextmanager
+def _checked_before_update(svi: SVI) -> Iterator[None]:
+    """Look at the loss between the gradients and the optimizer of ``svi.step``.
+
+    ``svi.step`` reports its loss when the update is done, and a NaN has by then spread to all parameters:
+    what went bad first could not be told any more.
+    """
+    inner: Callable[..., Any] = svi.loss_and_grads
+
+    def loss_and_grads(*args: Any, **kwargs: Any) -> Any:
+        loss = inner(*args, **kwargs)
+        finite(loss.detach() if isinstance(loss, Tensor) else loss)
+        return loss
+
+    svi.loss_and_grads = loss_and_grads
+    try:
+        yield
+    finally:
+        svi.loss_and_grads = inner
