@@ -27,6 +27,7 @@ autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
+napoleon_use_ivar = True
 napoleon_use_rtype = False
 
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
