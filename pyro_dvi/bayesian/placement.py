@@ -4,7 +4,6 @@
 import copy
 from typing import TypeVar
 
-import torch
 from pyro.distributions.torch_distribution import TorchDistributionMixin
 from torch import Tensor
 from torch.distributions import Distribution, Transform, constraints
@@ -17,8 +16,9 @@ D = TypeVar("D", bound=TorchDistributionMixin)
 def placed_like(distribution: D, reference: Tensor) -> D:
     """Return ``distribution`` on the device and in the floating-point dtype of ``reference``.
 
-    Distributions have no ``to`` method. This one copies the object tree that holds the tensors (base
-    distributions, mixture components, transforms, caches); what is in place already is shared, not copied.
+    Distributions have no ``to`` method. This copies the object tree (base distributions, mixture components,
+    transforms) with every tensor replaced by the moved one. If all are in place already, the object itself is
+    returned.
 
     Args:
         distribution: any distribution of Pyro or torch.
@@ -29,38 +29,29 @@ def placed_like(distribution: D, reference: Tensor) -> D:
         >>> placed_like(dist.Normal(0.0, 1.0), torch.zeros(1, dtype=torch.float64)).sample().dtype
         torch.float64
     """
-    moved: D = _moved(distribution, reference)  # type: ignore[assignment]
-    return moved
+    tensors = tensors_of(distribution)
+    moved = [t.to(reference.device, reference.dtype if t.is_floating_point() else None) for t in tensors]
+    if all(new is old for new, old in zip(moved, tensors, strict=True)):
+        return distribution
+    return copy.deepcopy(distribution, {id(old): new for old, new in zip(tensors, moved, strict=True)})
 
 
-def tensors_of(value: object) -> list[Tensor]:
+def tensors_of(distribution: object) -> list[Tensor]:
     """List the tensors that a distribution holds, at any depth."""
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, Distribution | Transform | constraints.Constraint):
-        value = vars(value)
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, list | tuple):
-        return [tensor for item in value for tensor in tensors_of(item)]
-    return []
-
-
-def _moved(value: object, reference: Tensor) -> object:
-    if isinstance(value, Tensor):
-        return value.to(reference.device, reference.dtype if value.is_floating_point() else None)
-    if isinstance(value, Distribution | Transform | constraints.Constraint):
-        fields = {key: _moved(item, reference) for key, item in vars(value).items()}
-        if all(fields[key] is item for key, item in vars(value).items()):
-            return value
-        clone = copy.copy(value)
-        vars(clone).update(fields)
-        return clone
-    if isinstance(value, dict):
-        items = {key: _moved(item, reference) for key, item in value.items()}
-        return value if all(items[key] is item for key, item in value.items()) else items
-    if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
-        sequence = [_moved(item, reference) for item in value]
-        same = all(new is old for new, old in zip(sequence, value, strict=True))
-        return value if same else tuple(sequence) if isinstance(value, tuple) else sequence
-    return value
+    found: dict[int, Tensor] = {}
+    seen: set[int] = set()
+    pending: list[object] = [distribution]
+    while pending:
+        value = pending.pop()
+        if id(value) in seen:  # a transform and its inverse refer to each other
+            continue
+        seen.add(id(value))
+        if isinstance(value, Tensor):
+            found[id(value)] = value
+        elif isinstance(value, Distribution | Transform | constraints.Constraint):
+            pending.extend(vars(value).values())
+        elif isinstance(value, dict):
+            pending.extend(value.values())
+        elif isinstance(value, list | tuple):
+            pending.extend(value)
+    return list(found.values())

@@ -251,12 +251,15 @@ def described(distribution: TorchDistributionMixin) -> str:
         inner = inner.base_dist
     parts = []
     for name in getattr(inner, "arg_constraints", {}):
-        value = vars(inner).get(name)
+        # Stored or computed from what is stored; not the lazy second parametrisation (logits for probs).
+        known = name in vars(inner) or isinstance(getattr(type(inner), name, None), property)
+        value = getattr(inner, name) if known else None
         if isinstance(value, Tensor):
             same = value.numel() > 0 and bool((value == value.flatten()[0]).all())
-            parts.append(
-                f"{name}={value.flatten()[0].item():.4g}" if same else f"{name}=[{tuple(value.shape)}]"
+            shown = (
+                f"{value.flatten()[0].item():.4g}" if same else "×".join(map(str, value.shape)) + " values"
             )
+            parts.append(f"{name}={shown}")
     if not parts and isinstance(base := vars(inner).get("base_dist"), TorchDistributionMixin):
         parts = [described(base)]
     return f"{type(inner).__name__}({', '.join(parts)})"

@@ -1,0 +1,398 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What people get wrong when they make a model Bayesian: the exception, and that its message names place and remedy."""
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer import Predictive
+from pyro.infer.autoguide import AutoNormal
+from torch import nn
+from torch.nn.utils import parametrizations, spectral_norm
+
+from pyro_dvi import errors
+from pyro_dvi.bayesian import (
+    FanIn,
+    Heteroscedastic,
+    HierarchicalScale,
+    LearnedScale,
+    SmoothClamp,
+    classifier,
+    fan_in,
+    regressor,
+    smooth_activations_,
+    summary,
+    to_bayesian_,
+    to_deterministic,
+)
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Softplus(), nn.Linear(5, 2))
+
+
+def tied() -> nn.Module:
+    net = nn.Sequential(nn.Embedding(3, 4), nn.Linear(4, 3))
+    net[1].weight = net[0].weight
+    return net
+
+
+def with_parameter(value: torch.Tensor, **options: Any) -> nn.Module:
+    net = nn.Linear(2, 2)
+    net.extra = nn.Parameter(value, **options)
+    return net
+
+
+def with_attribute(name: str) -> nn.Module:
+    net = nn.Linear(2, 2)
+    net.register_buffer(name, torch.zeros(1))
+    return net
+
+
+def compiled_in_place() -> nn.Module:
+    net = nn.Linear(2, 2)
+    net.compile()
+    return net
+
+
+def nan_weights() -> nn.Module:
+    net = nn.Linear(2, 2)
+    nn.init.constant_(net.weight, float("nan"))
+    return net
+
+
+def old_weight_norm() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch announces its end
+        return nn.Sequential(nn.utils.weight_norm(nn.Linear(2, 2)))
+
+
+def frozen() -> nn.Module:
+    return nn.Linear(2, 2).requires_grad_(False)
+
+
+def nothing(name: str, parameter: torch.Tensor) -> None:
+    return None
+
+
+A, M, U = errors.ArgumentError, errors.ModelError, errors.UnsupportedError
+
+CONVERSIONS: list[tuple[str, Callable[[], Any], dict[str, Any], type[Exception], str]] = [
+    # what is wrong, module, options, exception, message
+    ("zero scale", mlp, {"prior_scale": 0.0}, A, "prior_scale is 0.0.*positive.*exclude="),
+    ("negative scale", mlp, {"prior_scale": -1}, A, "prior_scale is -1.*positive"),
+    ("infinite scale", mlp, {"prior_scale": float("inf")}, A, "prior_scale is inf"),
+    ("NaN scale", mlp, {"prior_scale": float("nan")}, A, "prior_scale is nan"),
+    ("flag as scale", mlp, {"prior_scale": True}, A, "prior_scale is True"),
+    ("name as scale", mlp, {"prior_scale": "fan_in"}, A, "prior_scale is 'fan_in'.*fan_in, LearnedScale"),
+    ("class as prior", mlp, {"prior_scale": LearnedScale}, A, r"prior_scale is <class.*LearnedScale\(\)"),
+    ("None as prior", mlp, {"prior_scale": None}, A, "prior_scale is None"),
+    (
+        "tensor as scale",
+        mlp,
+        {"prior_scale": torch.ones(3)},
+        A,
+        r"tensor of shape \(3,\).*Normal\(0., scale\)",
+    ),
+    ("torch's Normal", mlp, {"prior_scale": torch.distributions.Normal(0, 1)}, A, "pyro.distributions"),
+    (
+        "trained tensor",
+        mlp,
+        {"prior_scale": dist.Normal(0.0, torch.ones((), requires_grad=True))},
+        A,
+        "LearnedScale",
+    ),
+    ("rule without answer", mlp, {"prior_scale": nothing}, A, "nothing for '0.weight' returned None"),
+    ("rule with a bad answer", mlp, {"prior_scale": lambda n, p: -1.0}, A, "'0.weight' is -1.0"),
+    ("empty mapping", mlp, {"prior_scale": {}}, A, "at least one"),
+    ("mapping by type", mlp, {"prior_scale": {nn.Linear: 1.0}}, A, "name patterns"),
+    ("bad value in a mapping", mlp, {"prior_scale": {"*": 0}}, A, r"prior_scale\['\*'\] is 0"),
+    ("mapping misses one", mlp, {"prior_scale": {"0.*": 1.0}}, M, "No pattern.*'3.weight'.*'\\*'"),
+    (
+        "mapping misspelt",
+        mlp,
+        {"prior_scale": {"1.*": 1.0, "*": 1.0}},
+        M,
+        r"'1.\*' of prior_scale matches no",
+    ),
+    (
+        "wrong shape",
+        mlp,
+        {"prior_scale": dist.Normal(torch.zeros(7), 1.0)},
+        M,
+        r"'0.weight'.*\(7,\).*\(5, 4\)",
+    ),
+    ("discrete prior", mlp, {"prior_scale": dist.Poisson(1.0)}, M, "Poisson of '0.weight' is discrete"),
+    (
+        "positive prior",
+        mlp,
+        {"prior_scale": dist.LogNormal(0.0, 1.0)},
+        M,
+        "'0.weight' lies outside the support",
+    ),
+    (
+        "negative learned rule",
+        mlp,
+        {"prior_scale": LearnedScale(lambda n, p: 0.0)},
+        A,
+        "init of '0.weight' is 0.0",
+    ),
+    (
+        "taken name",
+        lambda: with_attribute("weight_scale"),
+        {"prior_scale": LearnedScale()},
+        M,
+        "'weight_scale' already",
+    ),
+    ("taken buffer", lambda: with_attribute("bias_initial"), {}, M, "'bias_initial' already"),
+    ("no such type", mlp, {"include": nn.Conv2d}, M, "Conv2d of include= or exclude= matches no parameter"),
+    ("no such name", mlp, {"include": "fc.*"}, M, r"'fc.\*'.*named like '0.weight'"),
+    ("name of a module", mlp, {"include": "0"}, M, r"'0'.*Did you mean '0.\*', which matches '0.weight'"),
+    ("misspelt exclude", mlp, {"exclude": "3.weigth"}, M, "'3.weigth'.*'3.weight'"),
+    (
+        "predicate says no",
+        mlp,
+        {"include": lambda *_: False},
+        M,
+        "Nothing to make Bayesian.*BatchNorm1d, Linear",
+    ),
+    ("everything excluded", mlp, {"exclude": "*"}, M, "exclude= takes away everything"),
+    ("number as selector", mlp, {"include": 3}, A, "include has the entry 3, a int"),
+    ("type that is no module", mlp, {"exclude": [dict]}, A, "exclude has the entry <class 'dict'>"),
+    ("module as selector", mlp, {"include": nn.Linear(1, 1)}, A, "include has the entry Linear"),
+    (
+        "only norms",
+        lambda: nn.BatchNorm1d(2),
+        {},
+        M,
+        "include= matches none of the 2 parameters.*BatchNorm1d",
+    ),
+    ("no parameters", nn.ReLU, {}, M, "the module has no parameters"),
+    ("frozen", frozen, {}, M, "weight, bias.* are frozen.*requires_grad_"),
+    ("converted before", lambda: to_bayesian_(mlp()), {}, M, "'0.weight'.*Bayesian already"),
+    (
+        "one of two ties",
+        tied,
+        {"exclude": "1.weight"},
+        M,
+        "'0.weight' and '1.weight' are one shared parameter",
+    ),
+    (
+        "lazy",
+        lambda: nn.Sequential(nn.LazyLinear(2)),
+        {},
+        M,
+        "'0', a LazyLinear, is lazy.*run the network once",
+    ),
+    (
+        "parametrized",
+        lambda: parametrizations.weight_norm(nn.Linear(2, 2)),
+        {},
+        M,
+        "'weight'.*remove_parametrizations",
+    ),
+    ("weight_norm", old_weight_norm, {}, M, "'0.weight_g'.*remove_weight_norm"),
+    ("spectral_norm", lambda: spectral_norm(nn.Linear(2, 2)), {}, M, "'weight_orig'.*remove_spectral_norm"),
+    ("complex", lambda: nn.Linear(2, 2, dtype=torch.complex64), {}, U, "'weight'.*complex"),
+    (
+        "integer",
+        lambda: with_parameter(torch.ones(2).int(), requires_grad=False),
+        {},
+        U,
+        "'extra'.*torch.int32",
+    ),
+    ("meta", lambda: nn.Linear(2, 2, device="meta"), {}, M, "'weight'.*meta device.*to_empty"),
+    ("NaN weights", nan_weights, {}, M, "'weight'.*not finite"),
+    ("DataParallel", lambda: nn.DataParallel(mlp()), {}, U, "DataParallel.*net.module"),
+    ("torch.compile", lambda: torch.compile(mlp()), {}, U, "OptimizedModule.*before torch.compile"),
+    ("compile()", compiled_in_place, {}, U, "compiled in place"),
+    ("TorchScript", lambda: torch.jit.script(nn.Linear(2, 2)), {}, U, "TorchScript"),
+    ("a class", lambda: nn.Linear, {}, A, "the class itself: pass an instance"),
+    ("a function", lambda: len, {}, A, "converts a torch.nn.Module"),
+]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning", "ignore:.*:FutureWarning")
+@pytest.mark.parametrize(
+    ("make", "options", "exception", "message"), [c[1:] for c in CONVERSIONS], ids=[c[0] for c in CONVERSIONS]
+)
+def test_to_bayesian(make, options, exception, message):
+    module = make()
+    before = list(module.state_dict()) if isinstance(module, nn.Module) else None
+    kind = type(module)
+    with pytest.raises(exception, match="(?s)" + message):
+        to_bayesian_(module, **options)
+    assert type(module) is kind
+    if before is not None:  # a refused module is left as it was
+        assert list(module.state_dict()) == before
+
+
+CONSTRUCTORS = [
+    (lambda: FanIn(gain=0.0), "FanIn: gain is 0.0"),
+    (lambda: FanIn(bias=-1.0), "FanIn: bias is -1.0"),
+    (lambda: LearnedScale(-1.0), "LearnedScale: init is -1.0"),
+    (lambda: HierarchicalScale(unit=0), "HierarchicalScale: unit is 0"),
+    (lambda: HierarchicalScale(1.0), "HierarchicalScale: prior is 1.0.*dist.LogNormal"),
+    (lambda: HierarchicalScale(dist.Normal(0.0, 1.0)), "Normal over Real.*LogNormal, HalfNormal"),
+    (lambda: HierarchicalScale(dist.Uniform(-1.0, 1.0)), "Uniform over"),
+    (lambda: HierarchicalScale(dist.Poisson(1.0)), "Poisson over"),
+    (lambda: HierarchicalScale(dist.HalfNormal(torch.ones(2))), r"shape \(2,\).*scalar"),
+    (lambda: HierarchicalScale(dist.HalfNormal(torch.ones((), requires_grad=True))), "requires gradients"),
+    (lambda: SmoothClamp(1.0, 1.0), "low=1.0 is not below"),
+    (lambda: classifier(mlp(), 0), "num_data is 0.*len\\(loader.dataset\\)"),
+    (lambda: classifier(mlp(), 2.0), "num_data is 2.0"),
+    (lambda: classifier(lambda x: x, 2), "net is a function"),
+    (lambda: regressor(mlp(), 9, noise_scale=0.0), "noise_scale is 0.0"),
+    (lambda: regressor(mlp(), 9, noise_scale="learned"), "noise_scale is 'learned'.*Heteroscedastic"),
+    (lambda: regressor(mlp(), 9, noise_scale=dist.Normal(0.0, 1.0)), "noise_scale is a Normal over"),
+    (
+        lambda: regressor(mlp(), 9, noise_scale=LearnedScale(fan_in)),
+        "init of LearnedScale is a rule for weights",
+    ),
+    (lambda: smooth_activations_(3), "smooth_activations_ changes a torch.nn.Module"),
+    (lambda: smooth_activations_(mlp(), {nn.ReLU: 3}), "ReLU.*not of the form"),
+    (lambda: smooth_activations_(nn.ReLU(), {nn.ReLU: lambda old: 3}), "replacement of ReLU returned a int"),
+    (lambda: to_deterministic("net", {}), "to_deterministic got a str"),
+]
+
+
+@pytest.mark.parametrize(("make", "message"), CONSTRUCTORS)
+def test_options(make, message):
+    with pytest.raises(errors.ArgumentError, match="(?s)" + message):
+        make()
+
+
+X, Y = torch.zeros(6, 4), torch.zeros(6, dtype=torch.long)
+
+
+def run_in_a_plate() -> None:
+    net = to_bayesian_(mlp())
+    with pyro.poutine.trace(), pyro.plate("data", 6):
+        net(X)
+
+
+def read_outside_a_call() -> None:
+    net = to_bayesian_(mlp())
+    with pyro.poutine.trace():
+        _ = net[0].weight
+
+
+def predict_in_parallel() -> None:
+    model = classifier(to_bayesian_(mlp()), 6)
+    Predictive(model, num_samples=3, parallel=True)(X)
+
+
+def observe(y: Any, x: torch.Tensor = X, num_data: int = 100, net: Callable[[], nn.Module] = mlp) -> None:
+    classifier(net(), num_data)(x, y)
+
+
+def regress(y: Any, net: nn.Module | None = None, **options: Any) -> None:
+    regressor(net or nn.Linear(4, 1), 100, **options)(X, y)
+
+
+def export(guide: Any, model: Callable[[], nn.Module] = lambda: to_bayesian_(mlp())) -> None:
+    to_deterministic(model(), guide)
+
+
+class Handwritten(pyro.nn.PyroModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+
+
+D, G = errors.DataError, errors.GuideError
+
+RUNS: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
+    (
+        "network inside a plate",
+        run_in_a_plate,
+        M,
+        "'0.weight' is sampled inside the plate 'data'.*before entering",
+    ),
+    (
+        "parallel predictions",
+        predict_in_parallel,
+        M,
+        "'net.0.weight' is sampled inside the plate.*parallel=True",
+    ),
+    (
+        "weight outside a call",
+        read_outside_a_call,
+        M,
+        "'weight' of a PyroLinear is read outside a call.*pyro_method",
+    ),
+    (
+        "labels out of range",
+        lambda: observe(Y + 2),
+        D,
+        r"labels from 2 to 2, and the network 2 outputs.*0..1",
+    ),
+    ("negative labels", lambda: observe(Y - 1), D, "labels from -1 to -1"),
+    ("float labels", lambda: observe(Y.float()), D, "dtype torch.float32.*y.long"),
+    (
+        "labels of two columns",
+        lambda: observe(Y[:, None]),
+        D,
+        r"shape \(6, 1\).*\(6, 2\).*class indices need \(6,\)",
+    ),
+    ("one-hot labels", lambda: observe(torch.ones(6, 2).long()), D, r"shape \(6, 2\).*need \(6,\)"),
+    ("too few labels", lambda: observe(Y[:5]), D, r"shape \(5,\)"),
+    ("list of labels", lambda: observe([0] * 6), D, "y is a list"),
+    (
+        "batch above num_data",
+        lambda: observe(Y, num_data=5),
+        D,
+        r"batch has 6 examples and num_data is 5.*not len\(loader\)",
+    ),
+    ("one logit", lambda: observe(Y, net=lambda: nn.Linear(4, 1)), M, r"\(6, 1\).*two classes or more"),
+    ("flat logits", lambda: observe(Y, net=lambda: nn.Flatten(0)), M, r"shape \(24,\)"),
+    ("targets broadcast", lambda: regress(torch.zeros(6, 2)), D, r"shape \(6, 2\).*targets need \(6,\)"),
+    ("NaN targets", lambda: regress(torch.full((6,), float("nan"))), D, "NaN or infinite"),
+    ("images as means", lambda: regress(Y, nn.Unflatten(1, (2, 2))), M, r"\(6, 2, 2\).*regression needs"),
+    ("odd outputs", lambda: regress(Y.float(), noise_scale=Heteroscedastic()), M, "1 outputs.*even number"),
+    ("untrained guide", lambda: export(AutoNormal(mlp())), G, "AutoNormal has not seen the model"),
+    ("guide without median", lambda: export(len), G, "no median"),
+    (
+        "guide of another model",
+        lambda: export({"a": torch.ones(1)}),
+        G,
+        "no value for the site '0.weight'; it has 'a'",
+    ),
+    (
+        "wrong shape",
+        lambda: export({"0.weight": torch.ones(1)}),
+        G,
+        r"'0.weight' has the shape \(1,\).*\(5, 4\)",
+    ),
+    ("nothing Bayesian", lambda: export({}, mlp), M, "No parameter of this Sequential"),
+    ("no network", lambda: export({}, Handwritten), M, "Handwritten holds no network"),
+    ("empty summary", lambda: summary(mlp()), M, "no latent sites"),
+]
+
+
+@pytest.mark.parametrize(("run", "exception", "message"), [r[1:] for r in RUNS], ids=[r[0] for r in RUNS])
+def test_runs(run, exception, message):
+    with pytest.raises(exception, match="(?s)" + message):
+        run()
+
+
+def test_two_networks_are_exported_one_by_one():
+    class Two(pyro.nn.PyroModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = to_bayesian_(mlp()), to_bayesian_(mlp())
+
+    with pytest.raises(M, match=r"several converted networks \(one, two\).*model.one"):
+        to_deterministic(Two(), {})
+
+
+def test_exceptions_are_also_the_built_in_ones():
+    with pytest.raises(ValueError, match="prior_scale"):
+        to_bayesian_(copy.deepcopy(mlp()), -1.0)
+    with pytest.raises(NotImplementedError, match="complex"):
+        to_bayesian_(nn.Linear(2, 2, dtype=torch.complex64))
