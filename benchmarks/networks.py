@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Networks that the benchmarks share, written as anyone would write them in torch."""
+
+import torch
+from torch import nn
+
+
+def conv_net(width: int = 8, num_classes: int = 10) -> nn.Sequential:
+    """Three times [3x3 convolution, batch norm, softplus] with strides 2, 2 and 1, for 28x28 grey images."""
+
+    def block(inputs: int, outputs: int, stride: int) -> list[nn.Module]:
+        convolution = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
+        return [convolution, nn.BatchNorm2d(outputs), nn.Softplus()]
+
+    return nn.Sequential(
+        *block(1, width, 2),
+        *block(width, 2 * width, 2),
+        *block(2 * width, 4 * width, 1),
+        nn.AvgPool2d(2),
+        nn.Flatten(),
+        nn.Linear(36 * width, num_classes),
+    )
+
+
+def mlp(sizes: tuple[int, ...]) -> nn.Sequential:
+    """A multi-layer perceptron with softplus activations."""
+    layers: list[nn.Module] = [nn.Flatten()]
+    for inputs, outputs in zip(sizes[:-1], sizes[1:], strict=True):
+        layers += [nn.Linear(inputs, outputs), nn.Softplus()]
+    return nn.Sequential(*layers[:-1])
+
+
+def lenet(num_classes: int = 10) -> nn.Sequential:
+    """LeNet-5 with softplus activations, for 28x28 grey images."""
+    return nn.Sequential(
+        nn.Conv2d(1, 6, 5, padding=2),
+        nn.Softplus(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(6, 16, 5),
+        nn.Softplus(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(400, 120),
+        nn.Softplus(),
+        nn.Linear(120, 84),
+        nn.Softplus(),
+        nn.Linear(84, num_classes),
+    )
+
+
+def resnet18_cifar(num_classes: int = 10) -> nn.Module:
+    """Torchvision's ResNet-18 with the 3x3 stem usual for 32x32 images; activations are left as they are."""
+    import torchvision
+
+    net = torchvision.models.resnet18(num_classes=num_classes)
+    net.conv1 = nn.Conv2d(3, 64, 3, stride=1, padding=1, bias=False)
+    net.maxpool = nn.Identity()
+    return net
+
+
+def num_weights(net: nn.Module) -> int:
+    """Count the weights of a network."""
+    return sum(p.numel() for p in net.parameters())
+
+
+if __name__ == "__main__":
+    for name, net, shape in (
+        ("conv_net", conv_net(), (1, 28, 28)),
+        ("lenet", lenet(), (1, 28, 28)),
+        ("mlp", mlp((64, 50, 50, 10)), (1, 8, 8)),
+    ):
+        print(name, num_weights(net), tuple(net(torch.zeros(2, *shape)).shape))
