@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 import pyro_dvi
 
@@ -33,6 +34,12 @@ def python_blocks(page: Path) -> str:
     return "\n".join(program)
 
 
+def docstring_examples() -> list[doctest.DocTest]:
+    finder = doctest.DocTestFinder()
+    found = [test for name in MODULES for test in finder.find(importlib.import_module(name), name)]
+    return [test for test in found if test.examples]
+
+
 @pytest.mark.parametrize(
     "page", [p for p in PAGES if python_blocks(p)], ids=lambda p: str(p.relative_to(ROOT))
 )
@@ -41,8 +48,10 @@ def test_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     exec(compile(python_blocks(page), str(page), "exec"), {"__name__": "__page__"})
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_docstring_examples(name: str):
-    flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-    failed, _ = doctest.testmod(importlib.import_module(name), optionflags=flags)
+@pytest.mark.parametrize("example", docstring_examples(), ids=lambda example: example.name)
+def test_docstring_example(example: doctest.DocTest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    example.globs.setdefault("torch", torch)  # every reader has imported it
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+    failed, _ = runner.run(example)
     assert failed == 0, "the captured output shows what was expected and what came"
