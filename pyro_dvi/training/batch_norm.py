@@ -95,8 +95,7 @@ def recompute_batch_norm(
     count = 0
     with torch.no_grad(), poutine.block(), _cumulative_statistics((model, guide), found):
         for args, kwargs in islice(batches(loader, device), num_batches):
-            at_mean = _latents_at_mean(guide, args, kwargs)
-            poutine.replay(model, trace=at_mean)(*args, **kwargs)
+            _at_mean(model, guide, args, kwargs)(*args, **kwargs)
             count += 1
         if not count:
             raise DataError(
@@ -151,19 +150,19 @@ def _cumulative_statistics(parts: tuple[Any, ...], found: dict[int, _BatchNorm])
             module_.training = training
 
 
-def _latents_at_mean(
-    guide: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> poutine.Trace:
+def _at_mean(
+    model: Callable[..., Any], guide: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Callable[..., Any]:
+    """The model with its latents at the mean of the guide for these arguments."""
     try:
         with PosteriorMeans():
-            return poutine.trace(guide).get_trace(*args, **kwargs)
+            return poutine.replay(model, trace=poutine.trace(guide).get_trace(*args, **kwargs))
     except GuideError as error:
         # A dependent guide has no independent means to run at, but Pyro's automatic ones know their median.
         median_of = getattr(guide, "median", None)
         if not callable(median_of):
             raise
         try:
-            median = median_of(*args, **kwargs)
+            return poutine.condition(model, data=median_of(*args, **kwargs))
         except (NotImplementedError, AttributeError):
             raise error from None
-        return poutine.trace(poutine.condition(guide, data=median)).get_trace(*args, **kwargs)

@@ -3,6 +3,7 @@
 
 import os
 import pickle
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +20,7 @@ from pyro_dvi.errors import ArgumentError, CheckpointError
 from pyro_dvi.training.batches import arguments
 from pyro_dvi.training.history import History
 from pyro_dvi.training.ownership import check_parameters
-from pyro_dvi.training.random_state import random_state, restore_random_state
+from pyro_dvi.training.random_state import check_generators, random_state, restore_random_state
 from pyro_dvi.training.routes import Route, route_of
 from pyro_dvi.training.snapshot import restore_weights
 
@@ -94,16 +95,22 @@ def write(
     """Write the checkpoint of a route; see :func:`save`."""
     store = pyro.get_param_store()
     own = route.store_parameters()
+    held = {
+        id(value): [role, name] for role, part in modules.items() for name, value in part.named_parameters()
+    }
     elbo_state = route.elbo.state_dict() if hasattr(route.elbo, "state_dict") else None
     content = {
         "format": _FORMAT,
         "version": _VERSION,
-        "versions": {"torch": torch.__version__, "pyro": pyro.__version__},
+        "versions": {"torch": str(torch.__version__), "pyro": str(pyro.__version__)},
         "route": route.kind,
+        "guide": type(route.guide).__name__,
         "states": {role: part.state_dict() for role, part in {**route.modules(), **modules}.items()},
         "store": {
             "params": {name: value.detach().clone() for name, value in own.items()},
             "constraints": {name: store._constraints[name] for name in own},
+            # pyro.module puts a network's own parameters into the store, and there they must be the same tensors.
+            "aliases": {name: held[id(value)] for name, value in own.items() if id(value) in held},
         },
         "elbo": {"type": type(route.elbo).__name__, "state": elbo_state},
         "optimizer": {"type": route.optimizer_name, "state": route.optimizer_state()},
@@ -150,7 +157,8 @@ def load(
         lr_schedule: a torch scheduler that was saved along.
         loader: the training loader, to restore its generator. None leaves that out.
         modules: as for :func:`save`.
-        example: one batch. Pyro's own automatic guides have no parameters before they have seen one.
+        example: one batch. Pyro's own automatic guides have no parameters before they have seen one, and a function
+            has not put its networks into Pyro's store.
         best: load the weights of the best epoch (see ``EarlyStopping``) instead of the last.
         restore_random: whether to restore the random generators.
         weights_only: read tensors and plain values only. False also reads a state with objects of your own (a learning
@@ -166,24 +174,40 @@ def load(
     modules = {**route.modules(), **(modules or {})}
     _check_kind(content, route, set(modules), with_optimizer=optimizer is not None or route.kind == "SVI")
     check_parameters(route)
+    if lr_schedule is not None and content["lr_schedule"] is None:
+        raise CheckpointError("The checkpoint holds no learning rate schedule; leave out lr_schedule.")
+    if best and content["best_weights"] is None:
+        raise CheckpointError("The checkpoint holds no best weights: early stopping did not watch this run.")
+    # Without a loader there is no generator to restore; with one, its generators must be those of the file.
+    random = content["random"] if loader is not None else {**content["random"], "loaders": []}
+    if restore_random:
+        check_generators(random, loader)
+    states = content["states"]
+    for role in modules:
+        if role != "guide":
+            _check_state(role, modules[role].state_dict(), states[role])
     if example is not None:
         args, kwargs = arguments(example, route.device())
         route.initialise(args, kwargs)
-    states = content["states"]
-    for role in sorted(modules, key=lambda role: role == "guide"):
-        if not (role == "guide" and next(modules[role].parameters(), None) is None):
-            _check_state(role, modules[role].state_dict(), states[role])
+    if "guide" in modules and next(modules["guide"].parameters(), None) is not None:
+        _check_state("guide", modules["guide"].state_dict(), states["guide"])
     store = pyro.get_param_store()
     saved = content["store"]
     existing = {name: value for name, value in store.named_parameters() if name in saved["params"]}
     _check_state("parameter store", existing, {name: saved["params"][name] for name in existing})
 
+    new = {
+        name: _new_parameter(name, value, saved["aliases"], modules)
+        for name, value in saved["params"].items()
+        if name not in existing
+    }
+
+    # Of all that is written now, a fresh guide is the likeliest to refuse: it goes first.
     for role in sorted(modules, key=lambda role: role != "guide"):
         _load_state(role, modules[role], states[role])
     with torch.no_grad():
         for name, value in existing.items():
             value.copy_(saved["params"][name])
-    new = {name: value.requires_grad_() for name, value in saved["params"].items() if name not in existing}
     store.set_state({"params": new, "constraints": {name: saved["constraints"][name] for name in new}})
     if content["elbo"]["state"] is not None:
         route.elbo.load_state_dict(content["elbo"]["state"])
@@ -195,20 +219,12 @@ def load(
                 f"The optimizer's state does not fit: {error}. Build it as it was built."
             ) from error
     if lr_schedule is not None:
-        if content["lr_schedule"] is None:
-            raise CheckpointError("The checkpoint holds no learning rate schedule; leave out lr_schedule.")
         lr_schedule.load_state_dict(content["lr_schedule"])
     history = History() if content["history"] is None else History.from_dict(content["history"])
     history.best_weights = content["best_weights"]
     if best:
-        if history.best_weights is None:
-            raise CheckpointError(
-                "The checkpoint holds no best weights: early stopping did not watch this run."
-            )
-        restore_weights(route, history.best_weights)
+        restore_weights(route, content["best_weights"])
     if restore_random:
-        # Without a loader there is no generator to restore; with one, its generators must be those of the file.
-        random = content["random"] if loader is not None else {**content["random"], "loaders": []}
         restore_random_state(random, loader)
     return history
 
@@ -216,17 +232,19 @@ def load(
 def _read(path: Path, map_location: Any, weights_only: bool) -> dict[str, Any]:
     if not path.is_file():
         raise CheckpointError(f"There is no checkpoint {str(path)!r}.")
+    if not _is_zip(path):
+        raise CheckpointError(
+            f"{str(path)!r} is not a checkpoint: it is not in the file format of torch.save."
+        )
     try:
         with torch.serialization.safe_globals(_constraint_classes()):
             content = torch.load(path, map_location=map_location, weights_only=weights_only)
     except pickle.UnpicklingError as error:
-        if "Weights only load failed" in str(error) and _is_zip(path):
-            raise CheckpointError(
-                f"{str(path)!r} holds objects that a safe load does not build. If you trust the file, pass "
-                f"weights_only=False. {_first_line(error)}"
-            ) from error
+        found = re.search(r"Unsupported [^.]*?GLOBAL (\S+)", str(error))
         raise CheckpointError(
-            f"{str(path)!r} is not a checkpoint, or was cut off: {_first_line(error)}"
+            f"{str(path)!r} holds objects that a safe load does not build{f': {found[1]}' if found else ''}. If you "
+            "trust the file, pass weights_only=False, or tell torch of the class with "
+            "torch.serialization.add_safe_globals."
         ) from error
     except (
         RuntimeError,
@@ -266,6 +284,12 @@ def _check_kind(content: dict[str, Any], route: Route, roles: set[str], with_opt
         raise CheckpointError(
             f"The checkpoint holds modules {sorted(saved)}, the objects given are {sorted(roles)}. A model or guide "
             "must be a module or a function as it was, and modules= the same as for save."
+        )
+    # The scales of two guides may have the same names and shapes, but one stores their logarithm.
+    if content["guide"] != type(route.guide).__name__:
+        raise CheckpointError(
+            f"The checkpoint does not fit the guide: it holds a {content['guide']}, the target has a "
+            f"{type(route.guide).__name__}."
         )
     elbo, optimizer = content["elbo"]["type"], content["optimizer"]["type"]
     if elbo != type(route.elbo).__name__:
@@ -309,6 +333,21 @@ def _load_state(role: str, module: nn.Module, state: Mapping[str, Any]) -> None:
         raise CheckpointError(
             f"The checkpoint does not fit the {role}. {way_out} ({_first_line(error)})"
         ) from error
+
+
+def _new_parameter(
+    name: str, value: Tensor, aliases: Mapping[str, Any], modules: Mapping[str, nn.Module]
+) -> Tensor:
+    """The tensor that Pyro's store will hold under ``name``: a module's own where there is one."""
+    if name in aliases:
+        role, parameter = aliases[name]
+        return modules[role].get_parameter(parameter)
+    if "$$$" in name:
+        raise CheckpointError(
+            f"The checkpoint holds {name!r} of pyro.module(...), whose network is not known here, and would train a "
+            "copy of it: pass example=, one batch of the loader, or the network to save and load as modules={...}."
+        )
+    return value.requires_grad_()
 
 
 def _constraint_classes() -> list[Any]:

@@ -11,7 +11,7 @@ import torch
 
 from pyro_dvi.errors import CheckpointError
 
-__all__ = ["preserve_random_state", "random_state", "restore_random_state"]
+__all__ = ["check_generators", "preserve_random_state", "random_state", "restore_random_state"]
 
 
 def random_state(*loaders: Any) -> dict[str, Any]:
@@ -34,19 +34,28 @@ def random_state(*loaders: Any) -> dict[str, Any]:
     }
 
 
+def check_generators(state: dict[str, Any], *loaders: Any) -> None:
+    """Compare the loaders with those of ``state``.
+
+    Raises:
+        CheckpointError: if they have another number of generators.
+    """
+    given = len(_generators(loaders))
+    if given != len(state["loaders"]):
+        raise CheckpointError(
+            f"The state holds {len(state['loaders'])} generators of data loaders, but the loader given has {given}. "
+            "Pass the same kind of loader (same generator=... argument) to save and load, or restore_random=False to "
+            "go on with fresh random numbers."
+        )
+
+
 def restore_random_state(state: dict[str, Any], *loaders: Any) -> None:
     """Put every generator back to ``state``.
 
     Raises:
         CheckpointError: if the loaders have another number of generators than those of ``state``.
     """
-    generators = _generators(loaders)
-    if len(generators) != len(state["loaders"]):
-        raise CheckpointError(
-            f"The state holds {len(state['loaders'])} generators of data loaders, but the loader given has "
-            f"{len(generators)}. Pass the same kind of loader (same generator=... argument) to save and "
-            "load, or random_state=False to go on with fresh random numbers."
-        )
+    check_generators(state, *loaders)
     torch.set_rng_state(state["torch"].cpu())
     if state["cuda"] and torch.cuda.is_available() and torch.cuda.device_count() == len(state["cuda"]):
         torch.cuda.set_rng_state_all([entry.cpu() for entry in state["cuda"]])
@@ -54,7 +63,7 @@ def restore_random_state(state: dict[str, Any], *loaders: Any) -> None:
     np.random.set_state((kind, keys.cpu().numpy().astype(np.uint32), *rest))
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
-    for generator, entry in zip(generators, state["loaders"], strict=True):
+    for generator, entry in zip(_generators(loaders), state["loaders"], strict=True):
         generator.set_state(entry.cpu())
 
 
