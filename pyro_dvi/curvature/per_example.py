@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from pyro_dvi.curvature.likelihood import Linearisation
@@ -23,7 +24,7 @@ from pyro_dvi.curvature.likelihood import Linearisation
 __all__ = ["PerExampleRecorder", "per_example_rule", "summed_squared_gradients"]
 
 _RULES: dict[Callable, Callable] = {}
-# Questions about a tensor, which do not use its values.
+# Questions about a tensor, which do not use its values (unless they return a tensor, as ``w.T`` does).
 _HARMLESS = {"__get__", "size", "dim", "numel", "is_floating_point", "is_complex", "stride", "is_contiguous"}
 _CHUNK = 64  # examples per vectorised backward pass of the fallback
 
@@ -46,7 +47,8 @@ class _Use:
     rule: Callable
     arguments: tuple
     position: int
-    output: Tensor
+    shape: torch.Size
+    output: GradientEdge  # not the tensor, which a later in-place function would move on in the graph
 
 
 class PerExampleRecorder(TorchFunctionMode):
@@ -63,16 +65,25 @@ class PerExampleRecorder(TorchFunctionMode):
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
         found = [(p, self._index[id(a)]) for p, a in enumerate(args) if id(a) in self._index]
-        found += [(k, self._index[id(a)]) for k, a in kwargs.items() if id(a) in self._index]
-        if not found or getattr(func, "__name__", "") in _HARMLESS:
+        found += [(-1, self._index[id(a)]) for a in _nested(args, kwargs) if id(a) in self._index]
+        is_tensor = isinstance(output, Tensor)
+        if not found or (getattr(func, "__name__", "") in _HARMLESS and not is_tensor):
+            return output
+        if is_tensor and not output.requires_grad:  # inside no_grad: a constant of the model
             return output
         rule = _RULES.get(func)
         for position, k in found:
-            if rule is None or kwargs or not isinstance(output, Tensor):
+            if rule is None or kwargs or not is_tensor or position < 0:
                 self.uses.pop(k, None)
             elif k in self.uses:
-                self.uses[k].append(_Use(rule, args, int(position), output))
+                self.uses[k].append(_Use(rule, args, position, output.shape, get_gradient_edge(output)))
         return output
+
+
+def _nested(args: tuple, kwargs: dict) -> list[Any]:
+    """Arguments by keyword and inside lists, as of ``torch.cat``."""
+    lists = [a for a in (*args, *kwargs.values()) if isinstance(a, (list, tuple))]
+    return [*kwargs.values(), *(a for part in lists for a in part)]
 
 
 def summed_squared_gradients(likelihood: Linearisation, outputs: Tensor, cotangent: Tensor) -> list[Tensor]:
@@ -92,7 +103,7 @@ def summed_squared_gradients(likelihood: Linearisation, outputs: Tensor, cotange
         covered = {
             k: uses
             for k, uses in recorder.uses.items()
-            if uses and all(use.output.dim() > 0 and use.output.shape[0] == len(outputs) for use in uses)
+            if uses and all(use.shape[:1] == outputs.shape for use in uses)
         }
         flat = [use for uses in covered.values() for use in uses]
         if flat:
@@ -106,7 +117,9 @@ def summed_squared_gradients(likelihood: Linearisation, outputs: Tensor, cotange
                     continue  # a call that the rule does not cover
                 shape = likelihood.values[k].shape
                 squares = sum(parts[1:], parts[0]).square().sum(0) if parts else None
-                results[k] = torch.zeros_like(likelihood.values[k]) if squares is None else squares.reshape(shape)
+                results[k] = (
+                    torch.zeros_like(likelihood.values[k]) if squares is None else squares.reshape(shape)
+                )
     rest = [k for k, result in enumerate(results) if result is None]
     if rest:
         values = [likelihood.values[k] for k in rest]
@@ -135,6 +148,8 @@ def _one_pass_per_example(outputs: Tensor, cotangent: Tensor, values: list[Tenso
 @per_example_rule(F.linear)
 def _linear(arguments: tuple, position: int, delta: Tensor) -> Tensor | None:
     x = arguments[0]
+    if x.dim() < 2:  # a single row: the output's first dimension is that of the layer
+        return None
     if position == 1:
         return torch.einsum("b...o,b...i->boi", delta, x)
     return delta.reshape(len(delta), -1, delta.shape[-1]).sum(1) if position == 2 else None
@@ -153,15 +168,17 @@ def _matmul(arguments: tuple, position: int, delta: Tensor) -> Tensor | None:
 @per_example_rule(torch.add, torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd__)
 def _add(arguments: tuple, position: int, delta: Tensor) -> Tensor | None:
     bias = arguments[position]
-    if bias.dim() >= delta.dim():
+    if bias.dim() >= delta.dim() or bias.shape != delta.shape[delta.dim() - bias.dim() :]:
         return None
-    return delta.reshape(len(delta), -1, *bias.shape).sum(1) if bias.shape == delta.shape[-bias.dim() :] else None
+    return delta.reshape(len(delta), -1, *bias.shape).sum(1)
 
 
 @per_example_rule(F.conv1d, F.conv2d)
 def _convolution(arguments: tuple, position: int, delta: Tensor) -> Tensor | None:
     defaults = (None, None, None, 1, 0, 1, 1)
     x, weight, _, stride, padding, dilation, groups = (*arguments, *defaults[len(arguments) :])
+    if x.dim() != weight.dim():  # a single picture
+        return None
     if position == 2:
         return delta.flatten(2).sum(2)
     if position != 1 or isinstance(padding, str):
@@ -179,4 +196,4 @@ def _convolution(arguments: tuple, position: int, delta: Tensor) -> Tensor | Non
 
 
 def _per_dimension(value: int | tuple[int, ...], n: int) -> tuple[int, ...]:
-    return (value,) * n if isinstance(value, int) else tuple(value)
+    return (value,) * n if isinstance(value, int) else tuple(value) * (n if len(value) == 1 else 1)
