@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
 __all__ = ["FastSecondDerivatives", "fast_second_derivative"]
@@ -56,7 +57,8 @@ class FastSecondDerivatives(TorchFunctionMode):
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         rule = _RULES.get(func)
-        if rule is not None and torch.is_grad_enabled():
+        # Inside vmap or jvp a custom Function cannot run; PyTorch's own functions can.
+        if rule is not None and torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active():
             result = rule(*args, **(kwargs or {}))
             if result is not NotImplemented:
                 return result
@@ -176,7 +178,9 @@ class _BatchNorm(Function):
         return gx, g_gamma, g_beta, None, None, None, None
 
 
-def _batch_norm_backward(g: Tensor, x: Tensor, gamma: Tensor, mean: Tensor, inv_std: Tensor, eps: float) -> Any:
+def _batch_norm_backward(
+    g: Tensor, x: Tensor, gamma: Tensor, mean: Tensor, inv_std: Tensor, eps: float
+) -> Any:
     return torch.ops.aten.native_batch_norm_backward(
         g, x, gamma, None, None, mean, inv_std, True, eps, [True, True, True]
     )
@@ -194,6 +198,7 @@ class _BatchNormBackward(Function):
         return gx, sum_g_xhat, sum_g
 
     @staticmethod
+    @once_differentiable  # m and r below count as constants; a third derivative would silently miss them
     def backward(ctx: Any, a: Tensor | None, a_gamma: Tensor | None, a_beta: Tensor | None) -> tuple:
         g, x, gamma, mean, r, sum_g_xhat, sum_g = ctx.saved_tensors
         n = x.numel() // x.shape[1]
