@@ -173,6 +173,7 @@ def smooth_activations_(
         for name, child in list(parent._modules.items()):
             if child is not None and (new := smooth(child, isinstance(child, PyroModule))) is not child:
                 parent._modules[name] = new
+                _leave_fused_path(parent)
         functions += _smooth_functions(parent)
     _report(module, len(made) + functions)
     return module
@@ -208,10 +209,14 @@ def _smooth_functions(module: nn.Module) -> int:
     names = [name for name, value in vars(module).items() if any(value is f for f in _FUNCTIONS)]
     for name in names:
         setattr(module, name, F.softplus)
-    if names and isinstance(module, nn.TransformerEncoderLayer):
-        # Its fused inference path computes relu or gelu by this number, whatever the function is.
-        module.activation_relu_or_gelu = 0
+        _leave_fused_path(module)
     return len(names)
+
+
+def _leave_fused_path(module: nn.Module) -> None:
+    """Tell a transformer layer not to use its fused inference path, which knows only relu and gelu."""
+    if isinstance(module, nn.TransformerEncoderLayer):
+        module.activation_relu_or_gelu = 0
 
 
 def _report(module: nn.Module, replaced: int) -> None:

@@ -100,6 +100,7 @@ LAYERS = [
 @pytest.mark.parametrize(("layer", "shape", "expected"), LAYERS, ids=lambda value: type(value).__name__)
 def test_every_default_layer_becomes_sites_of_its_weights(layer, shape, expected):
     layer = to_bayesian_(copy.deepcopy(layer))
+    inputs: tuple[Tensor, ...]
     if isinstance(layer, nn.MultiheadAttention):
         x = torch.randn(2, 3, 4)
         inputs = (x, x, x) if shape else (x, x[..., :3], x[..., :3])

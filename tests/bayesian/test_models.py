@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""classifier and regressor: the log joint they state, every shape they accept, and that they train."""
+
+import copy
+import io
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer import SVI, Predictive, Trace_ELBO
+from pyro.infer.autoguide import AutoNormal
+from torch import nn
+
+from pyro_dvi.bayesian import (
+    Heteroscedastic,
+    LearnedScale,
+    classifier,
+    init_to_module,
+    regressor,
+    to_bayesian_,
+)
+
+
+def observed(model: Any, *args: Any) -> Any:
+    return pyro.poutine.trace(model).get_trace(*args).nodes["obs"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("positions", [(), (5,), (3, 2)])
+def test_classifier_is_the_cross_entropy_of_the_whole_data_set(positions, dtype):
+    logits = torch.randn(4, 3, *positions, dtype=dtype)
+    y = torch.randint(3, (4, *positions))
+    site = observed(classifier(nn.Identity(), 20), logits, y)
+    assert site["scale"] == 5.0
+    assert site["fn"].batch_shape == (4,)
+    expected = (
+        -nn.functional.cross_entropy(logits, y, reduction="none").flatten(1).sum(1) if positions else None
+    )
+    expected = expected if expected is not None else -nn.functional.cross_entropy(logits, y, reduction="none")
+    assert torch.allclose(site["fn"].log_prob(y), expected)
+
+
+# outputs, targets, noise, mean and scale of the observation
+REGRESSIONS = [
+    (torch.ones(4), torch.zeros(4), 2.0, torch.ones(4), 2.0),
+    (torch.ones(4, 1), torch.zeros(4), 2.0, torch.ones(4), 2.0),
+    (torch.ones(4), torch.zeros(4, 1), 2.0, torch.ones(4), 2.0),
+    (torch.ones(4, 1), torch.zeros(4, 1), 2, torch.ones(4), 2.0),
+    (torch.ones(4, 3), torch.zeros(4, 3), torch.tensor(0.5), torch.ones(4, 3), 0.5),
+    (torch.ones(4, 3), torch.zeros(4, 3), LearnedScale(0.3), torch.ones(4, 3), 0.3),
+    (torch.tensor([[1.0, 2.0]] * 4), torch.zeros(4), Heteroscedastic(), torch.ones(4), torch.e),
+    (torch.tensor([[1.0, 1.0, 0.0, 0.0]] * 4), torch.zeros(4, 2), Heteroscedastic(), torch.ones(4, 2), 1.0),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("outputs", "y", "noise", "mean", "scale"), REGRESSIONS)
+def test_regressor(outputs, y, noise, mean, scale, dtype):
+    model = regressor(nn.Identity(), 12, noise).to(dtype)
+    site = observed(model, outputs.to(dtype), y.to(dtype))
+    assert site["scale"] == 3.0 and site["fn"].batch_shape == (4,)
+    expected = dist.Normal(mean.double(), scale).log_prob(torch.zeros(mean.shape, dtype=torch.float64))
+    assert torch.allclose(site["fn"].log_prob(site["value"]).double().sum(), expected.sum(), rtol=1e-6)
+
+
+def test_noise_with_a_prior_is_a_latent():
+    model = regressor(nn.Linear(2, 1), 12, dist.HalfNormal(1.0)).double()
+    trace = pyro.poutine.trace(model).get_trace(torch.zeros(4, 2).double(), torch.zeros(4).double())
+    noise = trace.nodes["noise_scale"]["value"]
+    assert noise.dtype is torch.float64
+    assert torch.equal(trace.nodes["obs"]["fn"].scale, noise.expand(4))
+
+
+@pytest.mark.parametrize("noise", [0.3, dist.HalfNormal(1.0), LearnedScale(0.5), Heteroscedastic()])
+def test_regression_trains_predicts_and_is_saved(noise):
+    x = torch.linspace(-1, 1, 40)[:, None]
+    y = 2 * x[:, 0] + 0.1 * torch.randn(40)
+    net = to_bayesian_(nn.Linear(1, 2 if isinstance(noise, Heteroscedastic) else 1))
+    model = regressor(net, 40, copy.deepcopy(noise))
+    guide = AutoNormal(model, init_loc_fn=init_to_module, init_scale=0.01)
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.05}), Trace_ELBO())  # type: ignore[attr-defined]
+    for _ in range(200):
+        svi.step(x, y)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for twin in (model, copy.deepcopy(model), torch.load(file, weights_only=False)):
+        draws = Predictive(twin.eval(), guide=guide, num_samples=20)(x)["obs"]
+        assert draws.shape == (20, 40)
+        assert (draws.mean(0) - 2 * x[:, 0]).abs().mean() < 0.4
+
+
+def test_a_network_that_was_tried_out_before_can_be_wrapped():
+    net = to_bayesian_(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)))
+    net(torch.randn(4, 2))
+    trace = pyro.poutine.trace(classifier(net, 4)).get_trace(torch.randn(4, 2))
+    assert "net.0.weight" in trace.nodes
+
+
+def test_inputs_may_be_tuples_or_mappings():
+    class Sum(nn.Module):
+        def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            return a + b
+
+    a, b = torch.randn(4, 3), torch.randn(4, 3)
+    for x in ((a, b), [a, b], {"b": b, "a": a}):
+        assert torch.allclose(observed(classifier(Sum(), 4), x)["fn"].logits, (a + b).log_softmax(-1))
+
+
+def test_more_inputs_than_data_may_be_predicted_and_evaluated():
+    model = classifier(nn.Identity(), 3)
+    assert observed(model, torch.randn(5, 2))["value"].shape == (5,)
+    assert observed(model.eval(), torch.randn(5, 2), torch.zeros(5).long())["scale"] == 1.0
+
+
+def test_a_step_draws_no_permutation_of_the_data_set():
+    model = regressor(nn.Identity(), 10**9)
+    state = torch.get_rng_state()
+    observed(model, torch.zeros(4), torch.zeros(4))
+    assert torch.equal(torch.get_rng_state(), state)

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""summary: what it counts, what it reads from a guide, and that looking changes nothing."""
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer.autoguide import AutoDelta, AutoNormal
+from torch import nn
+
+from pyro_dvi.bayesian import HierarchicalScale, classifier, init_to_module, regressor, summary, to_bayesian_
+from pyro_dvi.errors import GuideError
+
+
+def network() -> nn.Sequential:
+    return to_bayesian_(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Tanh(), nn.Linear(3, 2)), 0.5)
+
+
+def test_network():
+    net = network()
+    table = summary(net)
+    assert [site.name for site in table.sites] == ["0.weight", "0.bias", "3.weight", "3.bias"]
+    assert [site.size for site in table.sites] == [12, 3, 6, 2]
+    assert (table.latent, table.deterministic) == (23, 6)
+    assert table.sites[0].start == pytest.approx(
+        net[0]._buffers["weight_initial"].square().mean().sqrt().item()
+    )
+    text = str(table)
+    assert "0.weight  3×4" in text and "Normal(0, 0.5)" in text and "23 latent weights in 4 sites" in text
+
+
+def test_model_with_guide_and_arguments():
+    model = regressor(network(), 10, dist.HalfNormal(1.0))
+    x, y = torch.randn(5, 4), torch.randn(5, 2)
+    guide = AutoNormal(model, init_loc_fn=init_to_module, init_scale=0.03)
+    with pytest.raises(GuideError, match="has not seen the model"):
+        summary(model, guide)
+    guide(x, y)
+    before = (
+        torch.get_rng_state(),
+        model.net[1].running_mean.clone(),
+        model.net[1].num_batches_tracked.clone(),
+    )
+    table = summary(model, guide, x, y)
+    assert [site.name for site in table.sites][-1] == "noise_scale"
+    assert table.observed == ("obs",)
+    assert all(site.scale == pytest.approx(0.03, rel=1e-4) for site in table.sites[:-1])
+    assert table.sites[0].mean == pytest.approx(table.sites[0].start)
+    assert torch.equal(before[0], torch.get_rng_state())
+    assert torch.equal(before[1], model.net[1].running_mean)
+    assert torch.equal(before[2], model.net[1].num_batches_tracked)
+    assert "mean rms" in str(table) and "observed: obs" in str(table)
+
+
+def test_guides_without_quantiles_show_no_scale():
+    model = classifier(network(), 10)
+    guide = AutoDelta(model, init_loc_fn=init_to_module)
+    guide(torch.randn(5, 4), torch.zeros(5).long())
+    assert {site.scale for site in summary(model, guide).sites} == {None}
+
+
+def test_functional_model():
+    def model(x: torch.Tensor) -> torch.Tensor:
+        w = pyro.sample("w", dist.Normal(0.0, 2.0).expand([3]).to_event(1))
+        with pyro.plate("data", len(x)):
+            return pyro.sample("obs", dist.Normal(x @ w, 1.0), obs=torch.zeros(len(x)))
+
+    table = summary(model, None, torch.randn(4, 3))
+    assert [(site.name, site.shape, site.prior) for site in table.sites] == [
+        ("w", (3,), "Normal(loc=0, scale=2)")
+    ]
+    assert table.observed == ("obs",)
+
+
+def test_hierarchical_scales_and_ties_are_listed():
+    net = nn.Sequential(nn.Embedding(3, 4), nn.Linear(4, 3, bias=False))
+    net[1].weight = net[0].weight
+    table = summary(to_bayesian_(net, HierarchicalScale()))
+    assert {site.name for site in table.sites} == {"0.weight", "0.weight_scale"}
+    assert table.tied == {"1.weight": "0.weight"}
+    assert "= 0.weight" in str(table)
