@@ -39,7 +39,9 @@ def load_split(
     x_test, y_test = _load(name, False, data_dir)
     order = torch.from_numpy(np.random.default_rng(seed).permutation(len(x)))
     train, validation = order[:num_train], order[num_train : num_train + num_validation]
-    return ImageSplit((x[train], y[train]), (x[validation], y[validation]), (x_test[:num_test], y_test[:num_test]))
+    return ImageSplit(
+        (x[train], y[train]), (x[validation], y[validation]), (x_test[:num_test], y_test[:num_test])
+    )
 
 
 def _load(name: str, train: bool, data_dir: str | None) -> tuple[Tensor, Tensor]:
@@ -61,6 +63,8 @@ def _load(name: str, train: bool, data_dir: str | None) -> tuple[Tensor, Tensor]
 
 def _idx(path: Path, header: int) -> np.ndarray:
     if not path.exists():
-        raise FileNotFoundError(f"{path} not found: point --data-dir at a folder that holds <name>/raw/*-ubyte.gz")
+        raise FileNotFoundError(
+            f"{path} not found: point --data-dir at a folder that holds <name>/raw/*-ubyte.gz"
+        )
     with gzip.open(path) as file:
         return np.frombuffer(file.read()[header:], np.uint8)

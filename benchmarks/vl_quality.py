@@ -126,7 +126,11 @@ def train(run: Run, data_dir: str | None) -> dict[str, Any]:
         losses.append(sum(svi.step(x, y) for x, y in loader) / len(loader))
         seconds += time.perf_counter() - start
         if epoch % (epochs // CHECKPOINTS) == 0:
-            checkpoint: dict[str, Any] = {"epoch": epoch, "loss": losses[-1], **untempered(svi, model, guide, data)}
+            checkpoint: dict[str, Any] = {
+                "epoch": epoch,
+                "loss": losses[-1],
+                **untempered(svi, model, guide, data),
+            }
             for rule, draws in rules.items():
                 checkpoint[rule], best[rule] = score(model, guide, data, draws, best[rule])
             history.append(checkpoint)
@@ -152,7 +156,9 @@ def untempered(svi: SVI, model: Any, guide: Any, data: ImageSplit) -> dict[str, 
     return {"untempered_elbo": value / len(data.train[0]), "penalty": terms["penalty"], "kl": terms["kl"]}
 
 
-def score(model: Any, guide: Any, data: ImageSplit, draws: int, best: float) -> tuple[dict[str, float], float]:
+def score(
+    model: Any, guide: Any, data: ImageSplit, draws: int, best: float
+) -> tuple[dict[str, float], float]:
     """Validation NLL, and the test metrics where it is the best so far (no other test prediction is ever used)."""
     state = torch.get_rng_state()
     model.eval()
@@ -184,7 +190,9 @@ def log_probabilities(model: Any, guide: Any, x: Tensor, draws: int) -> Tensor:
         parts = []
         for batch in x.split(1000):
             trace = poutine.trace(poutine.condition(model, data=value)).get_trace(batch)
-            (fn,) = [s["fn"] for s in trace.nodes.values() if s["type"] == "sample" and hasattr(s["fn"], "logits")]
+            (fn,) = [
+                s["fn"] for s in trace.nodes.values() if s["type"] == "sample" and hasattr(s["fn"], "logits")
+            ]
             parts.append(fn.logits.double().log_softmax(-1))
         per_draw.append(torch.cat(parts))
     return torch.stack(per_draw).logsumexp(0) - torch.tensor(float(len(per_draw))).log()
@@ -224,8 +232,12 @@ def runs(parts: list[str], sizes: list[int], seeds: list[int], kl_weight: float)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data-dir", help="folder with FashionMNIST/raw (else PYRO_DVI_DATA, else a download)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--data-dir", help="folder with FashionMNIST/raw (else PYRO_DVI_DATA, else a download)"
+    )
     parser.add_argument("--parts", nargs="+", default=["main", "variants", "scale_lr", "mlp"])
     parser.add_argument("--sizes", nargs="+", type=int, default=list(EPOCHS))
     parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))

@@ -23,7 +23,9 @@ def selected(rows: Iterable[Row], rule: str) -> Row | None:
 
 
 def per_seed(rows: list[Row], rule: str) -> dict[int, Row]:
-    chosen = {seed: selected([r for r in rows if r["seed"] == seed], rule) for seed in {r["seed"] for r in rows}}
+    chosen = {
+        seed: selected([r for r in rows if r["seed"] == seed], rule) for seed in {r["seed"] for r in rows}
+    }
     return {seed: row for seed, row in sorted(chosen.items()) if row is not None}
 
 
@@ -45,7 +47,9 @@ HEADER = [
 ]
 
 
-def comparison(rows: list[Row], methods: Iterable[str], keep: Callable[[Row], bool] = lambda row: True) -> list[str]:
+def comparison(
+    rows: list[Row], methods: Iterable[str], keep: Callable[[Row], bool] = lambda row: True
+) -> list[str]:
     lines = list(HEADER)
     for method in methods:
         of_method = [row for row in rows if row["method"] == method and keep(row)]
@@ -101,9 +105,7 @@ def write_report(rows: list[Row], path: Path) -> None:
     if rates:
         size, weight = rates[0]["num_train"], rates[0]["kl_weight"]
         rates += [
-            row
-            for row in main
-            if (row["method"], row["num_train"], row["kl_weight"]) == ("VL", size, weight)
+            row for row in main if (row["method"], row["num_train"], row["kl_weight"]) == ("VL", size, weight)
         ]
         text += ["", "## Learning rate of log σ over that of the means", "", *scale_rates(rates)]
         plot_scale_rates(rates, path.with_name("vl_scale_lr.png"))
@@ -111,7 +113,9 @@ def write_report(rows: list[Row], path: Path) -> None:
 
 
 def scale_rates(rows: list[Row]) -> list[str]:
-    lines = ["| multiplier | untempered ELBO per example at the end | lowest validation NLL | test NLL there |"]
+    lines = [
+        "| multiplier | untempered ELBO per example at the end | lowest validation NLL | test NLL there |"
+    ]
     lines.append("|---|---|---|---|")
     for multiplier in sorted({row["scale_multiplier"] for row in rows}):
         part = [row for row in rows if row["scale_multiplier"] == multiplier]
@@ -140,7 +144,9 @@ def plot_scale_rates(rows: list[Row], path: Path) -> None:
             (right, lambda c: c["mean"]["validation_nll"]),
         ):
             curves = [[value(c) for c in row["checkpoints"]] for row in part]
-            axis.plot(epochs, [mean(v) for v in zip(*curves, strict=True)], color=colour, label=f"{multiplier:g}")
+            axis.plot(
+                epochs, [mean(v) for v in zip(*curves, strict=True)], color=colour, label=f"{multiplier:g}"
+            )
     left.set(xlabel="epoch", ylabel="untempered ELBO per example")
     right.set(xlabel="epoch", ylabel="validation NLL at the mean")
     right.legend(title="log σ learning rate over means'", frameon=False)

@@ -39,7 +39,11 @@ Step = Callable[[Tensor, Tensor], object]
 CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
     "tiny MLP 8-16-4, batch 32": (lambda: mlp((8, 16, 4)), (8,), 4),
     "LeNet, batch 128": (lenet, (1, 28, 28), 10),
-    "ResNet-18 (CIFAR stem, softplus), batch 16": (lambda: smooth_activations_(resnet18_cifar()), (3, 32, 32), 10),
+    "ResNet-18 (CIFAR stem, softplus), batch 16": (
+        lambda: smooth_activations_(resnet18_cifar()),
+        (3, 32, 32),
+        10,
+    ),
 }
 PENALTIES = {
     "VL": Fisher,
@@ -118,7 +122,9 @@ def measure(case: str, rounds: int, device: str) -> list[dict[str, Any]]:
             "step": name,
             "median_ms": 1e3 * statistics.median(values),
             "ratio": statistics.median([t / b for t, b in zip(values, base, strict=True)]),
-            "ratio_quartiles": statistics.quantiles([t / b for t, b in zip(values, base, strict=True)], n=4)[::2],
+            "ratio_quartiles": statistics.quantiles([t / b for t, b in zip(values, base, strict=True)], n=4)[
+                ::2
+            ],
             "rounds": rounds,
         }
         for name, values in times.items()
@@ -131,13 +137,17 @@ def table(rows: list[dict[str, Any]], machine: str) -> str:
         lines += [f"**{case}**", "", "| step | ms | over plain MAP | quartiles |", "|---|---|---|---|"]
         for row in (r for r in rows if r["case"] == case):
             low, high = row["ratio_quartiles"]
-            lines.append(f"| {row['step']} | {row['median_ms']:.1f} | {row['ratio']:.2f} | {low:.2f} to {high:.2f} |")
+            lines.append(
+                f"| {row['step']} | {row['median_ms']:.1f} | {row['ratio']:.2f} | {low:.2f} to {high:.2f} |"
+            )
         lines.append("")
     return "\n".join(lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, help="timed rounds (default: by the size of the case)")

@@ -22,7 +22,8 @@ class Curvature(ABC):
 
     Expanding :math:`\log p(y \mid u)` around the mean of :math:`q = \mathcal N(\mu, \mathrm{diag}\,\sigma^2)` leaves
 
-    .. math:: \mathbb E_q[\log p(y \mid u)] \approx \log p(y \mid \mu) - \tfrac12 \sum_\lambda \sigma_\lambda^2 c_\lambda
+    .. math::
+        \mathbb E_q[\log p(y \mid u)] \approx \log p(y \mid \mu) - \tfrac12 \sum_\lambda \sigma_\lambda^2 c_\lambda
 
     with a curvature :math:`c_\lambda \approx -\partial^2_\lambda \log p`. Subclasses say which.
 
@@ -49,7 +50,9 @@ class Curvature(ABC):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned."""
         if state:
-            raise CheckpointError(f"{type(self).__name__} has no state, but the checkpoint holds {sorted(state)}")
+            raise CheckpointError(
+                f"{type(self).__name__} has no state, but the checkpoint holds {sorted(state)}"
+            )
 
 
 def half_sum(scales: Sequence[Tensor], curvatures: Sequence[Tensor]) -> Tensor:

@@ -53,7 +53,9 @@ class Fisher(Curvature):
         slice_args: SliceArguments | None = None,
     ) -> None:
         if num_label_samples < 1 or every < 1:
-            raise ValueError(f"num_label_samples ({num_label_samples}) and every ({every}) must be at least 1")
+            raise ValueError(
+                f"num_label_samples ({num_label_samples}) and every ({every}) must be at least 1"
+            )
         if not 0 < fraction <= 1:
             raise ValueError(f"fraction must lie in (0, 1], got {fraction}")
         self.num_label_samples = num_label_samples
@@ -73,15 +75,22 @@ class Fisher(Curvature):
         with private_random_state(self.generator, likelihood.device):
             if self.fraction < 1:
                 if likelihood.subset is None:
-                    raise UnsupportedError("Fisher(fraction) needs a model that can be run on part of a minibatch")
+                    raise UnsupportedError(
+                        "Fisher(fraction) needs a model that can be run on part of a minibatch"
+                    )
                 likelihood = likelihood.subset(self.fraction, self.slice_args)
-            draws = [[site.sample_labels() for site in likelihood.sites] for _ in range(self.num_label_samples)]
+            draws = [
+                [site.sample_labels() for site in likelihood.sites] for _ in range(self.num_label_samples)
+            ]
         penalties = []
         for labels in draws:
             # The root of the scale belongs inside the sum: with several sites, scaling the joint gradient
             # afterwards would weigh their cross terms wrongly.
             log_prob = sum_of(
-                [(site.log_prob(y) * site.scale**0.5).sum() for site, y in zip(likelihood.sites, labels, strict=True)]
+                [
+                    (site.log_prob(y) * site.scale**0.5).sum()
+                    for site, y in zip(likelihood.sites, labels, strict=True)
+                ]
             )
             penalties.append(half_weighted_squares(likelihood.scales, likelihood.gradients(log_prob)))
         return sum_of(penalties) / self.num_label_samples

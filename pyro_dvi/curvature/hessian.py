@@ -17,7 +17,9 @@ __all__ = ["HessianDiagonal"]
 class HessianDiagonal(Curvature):
     r"""Diagonal of the negative Hessian of the log-likelihood, clamped where no posterior variance would exist.
 
-    .. math:: c_\lambda = \max\bigl(-\partial^2_\lambda \sum_s \mathrm{scale}_s \log p_s(y_s \mid u),\; -m\,\beta/s_\lambda^2\bigr)
+    .. math::
+        c_\lambda = \max\bigl(-\partial^2_\lambda \sum_s \mathrm{scale}_s \log p_s(y_s \mid u),\;
+            -m\,\beta/s_\lambda^2\bigr)
 
     The objective has an optimal variance :math:`1/(\beta/s^2 + c)\cdot\beta` only while
     :math:`c > -\beta/s^2`. Single minibatches violate that often and harmlessly, hence the clamp at a margin m
@@ -53,7 +55,9 @@ class HessianDiagonal(Curvature):
         generator: torch.Generator | None = None,
     ) -> None:
         if num_probes is not None and num_probes < 1:
-            raise ValueError(f"num_probes must be at least 1 (or None for the exact diagonal), got {num_probes}")
+            raise ValueError(
+                f"num_probes must be at least 1 (or None for the exact diagonal), got {num_probes}"
+            )
         if not 0 <= margin < 1:
             raise ValueError(f"margin must lie in [0, 1), got {margin}")
         self.num_probes = num_probes
@@ -118,7 +122,11 @@ class HessianDiagonal(Curvature):
             self.generator.set_state(state["generator"])
 
     def __repr__(self) -> str:
-        return "HessianDiagonal()" if self.num_probes is None else f"HessianDiagonal(num_probes={self.num_probes})"
+        return (
+            "HessianDiagonal()"
+            if self.num_probes is None
+            else f"HessianDiagonal(num_probes={self.num_probes})"
+        )
 
 
 def _diagonal(gradient: Tensor, value: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ Adding a rule: register a function for the distribution class with :func:`inform
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,9 +53,11 @@ def expected_information(fn: td.Distribution, site: str) -> Pairs:
         >>> weight.squeeze(-1)
         tensor([2., 2., 2.])
     """
-    base: td.Distribution = fn
+    base: Any = fn
     mask: Tensor | bool = True
-    while hasattr(base, "base_dist") and (hasattr(base, "reinterpreted_batch_ndims") or hasattr(base, "_mask")):
+    while hasattr(base, "base_dist") and (
+        hasattr(base, "reinterpreted_batch_ndims") or hasattr(base, "_mask")
+    ):
         if hasattr(base, "_mask"):
             mask = base._mask
         base = base.base_dist
@@ -97,7 +100,9 @@ def _laplace(fn: td.Laplace) -> Pairs:
 def _student_t(fn: td.StudentT) -> Pairs:
     # Lange, Little & Taylor (1989). The degrees of freedom must be fixed: their information has cross terms.
     if fn.df.requires_grad:
-        raise UnsupportedError("GGN needs fixed degrees of freedom in StudentT; use Fisher() for learned ones")
+        raise UnsupportedError(
+            "GGN needs fixed degrees of freedom in StudentT; use Fisher() for learned ones"
+        )
     root = (fn.df + 3).rsqrt() / fn.scale
     return [(fn.loc, (fn.df + 1).sqrt() * root), (fn.scale, (2 * fn.df).sqrt() * root)]
 

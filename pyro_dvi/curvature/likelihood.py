@@ -7,6 +7,7 @@ The ELBO builds a :class:`Linearisation` from one run of guide and model. A curv
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,11 +35,11 @@ def private_random_state(generator: torch.Generator | None, device: torch.device
             f"the label generator lives on {generator.device} but the model on {device}: "
             f"create it with torch.Generator(device={device.type!r})"
         )
-    if device.type == "cpu":
-        get, put = torch.get_rng_state, torch.set_rng_state
-    else:
+    get: Callable[[], Tensor] = torch.get_rng_state
+    put: Callable[[Tensor], Any] = torch.set_rng_state
+    if device.type != "cpu":
         module = torch.get_device_module(device)
-        get, put = (lambda: module.get_rng_state(device)), (lambda s: module.set_rng_state(s, device))
+        get, put = partial(module.get_rng_state, device), partial(module.set_rng_state, device=device)
     outer = get()
     put(generator.get_state())
     try:

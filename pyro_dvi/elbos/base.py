@@ -109,21 +109,23 @@ class DeterministicELBO(ELBO):
             )
         weight = self.current_kl_weight()
         with torch.enable_grad():
-            runs = [
-                self._evaluate(model, guide, args, kwargs, weight, training) for _ in range(self.num_particles)
-            ]
-            loss = runs[0]["loss"] if len(runs) == 1 else torch.stack([run["loss"] for run in runs]).mean()
-        self.terms = {k: torch.stack([run[k].detach() for run in runs]).mean() for k in runs[0]}
+            terms = self._evaluate(model, guide, args, kwargs, weight, training)
+            for _ in range(self.num_particles - 1):
+                more = self._evaluate(model, guide, args, kwargs, weight, training)
+                terms = {k: terms[k] + more[k] for k in terms}
+            if self.num_particles > 1:
+                terms = {k: v / self.num_particles for k, v in terms.items()}
+        self.terms = {k: v.detach() for k, v in terms.items()}
         self.terms["kl_weight"] = torch.tensor(weight)
-        return loss
+        return terms["loss"]
 
     def _diagnosis(self, value: float) -> str:
         parts = {k: v.item() for k, v in self.terms.items() if k != "loss"}
         bad = [k for k, v in parts.items() if not math.isfinite(v)]
         listed = ", ".join(f"{k}={v:.4g}" for k, v in parts.items())
         return (
-            f"the loss is {value} in step {self.step} ({listed}); not finite: {', '.join(bad) or 'their sum'}. No update "
-            "was made. Lower the learning rate (above all that of the scales), look for extreme inputs, or train in "
+            f"the loss is {value} in step {self.step} ({listed}); not finite: {', '.join(bad) or 'their sum'}. "
+            "No update was made. Lower the learning rate (above all that of the scales), look for extreme inputs, or train in "
             "float64."
         )
 

@@ -99,7 +99,7 @@ class MeanFieldGuide(AutoGuide):
         self.initialize(*args, **kwargs)
         plates = self._create_plates(*args, **kwargs)
         result = {}
-        for name, site in self.prototype_trace.iter_stochastic_nodes():
+        for name, site in self._sites():
             with ExitStack() as stack:
                 for frame in site["cond_indep_stack"]:
                     stack.enter_context(plates[frame.name])
@@ -134,7 +134,9 @@ class MeanFieldGuide(AutoGuide):
         for name, site in self._sites():
             normal = self._normal(name)
             transform = unconstraining_transform(site["fn"].support)
-            posteriors[name] = normal if transform is None else dist.TransformedDistribution(normal, [transform])
+            posteriors[name] = (
+                normal if transform is None else dist.TransformedDistribution(normal, [transform])
+            )
         return posteriors
 
     @torch.no_grad()
@@ -161,6 +163,8 @@ class MeanFieldGuide(AutoGuide):
 
         Args:
             quantiles: probabilities between 0 and 1.
+            args: ignored; Pyro's guides accept the model's arguments here.
+            kwargs: ignored likewise.
         """
         results = {}
         for name, site in self._sites():
@@ -176,7 +180,8 @@ class MeanFieldGuide(AutoGuide):
     def _sites(self) -> Iterator[tuple[str, Any]]:
         if self.prototype_trace is None:
             raise GuideError(
-                "this MeanFieldGuide has not seen its model yet: call guide.initialize(*args) with the model's arguments"
+                "this MeanFieldGuide has not seen its model yet: call guide.initialize(*args) with the arguments of "
+                "the model"
             )
         return self.prototype_trace.iter_stochastic_nodes()
 
@@ -186,7 +191,7 @@ class MeanFieldGuide(AutoGuide):
         with preserve_buffers(), torch.no_grad():
             super()._setup_prototype(*args, **kwargs)
         try:
-            sites = dict(self.prototype_trace.iter_stochastic_nodes())
+            sites = dict(self._sites())
             if not sites:
                 raise ModelError(
                     "MeanFieldGuide found no latent site in the model: convert a network with to_bayesian_, or use "

@@ -33,7 +33,9 @@ class ScaleFamily(ABC):
 
 def _check_offset(log_offset: float) -> None:
     if not -20 <= log_offset <= 5:
-        raise ValueError(f"log_offset is log(posterior scale / prior scale) at the start, got {log_offset}: try -3")
+        raise ValueError(
+            f"log_offset is log(posterior scale / prior scale) at the start, got {log_offset}: try -3"
+        )
 
 
 @dataclass(frozen=True)

@@ -110,11 +110,13 @@ def _device_errors(gaussians: dict[str, GaussianSite], args: tuple, kwargs: dict
         data = {v.device.type for v in (*args, *kwargs.values()) if torch.is_tensor(v)}
         if data and parameters and data != parameters:
             raise DeviceError(
-                f"the data are on {sorted(data)} but the posterior is on {sorted(parameters)}: move both to one device, "
-                "e.g. x.to(device), model.to(device), and build the guide after moving the model"
+                f"the data are on {sorted(data)} but the posterior is on {sorted(parameters)}: move both to one "
+                "device, e.g. x.to(device), model.to(device), and build the guide after moving the model"
             ) from error
         raise
 
+
+_UNLIMITED: Any = float("inf")  # Pyro's way to say so, though it annotates an int
 
 # What the first run shows --------------------------------------------------------------------------------------
 
@@ -141,7 +143,9 @@ def structure_of(model: Callable, guide: Callable, args: tuple, kwargs: dict) ->
 @contextmanager
 def _unchanged_random_state() -> Iterator[None]:
     """A look must not shift the random numbers of a run that is resumed with fresh objects."""
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+    devices = (
+        [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+    )
     with torch.random.fork_rng(devices=devices):
         yield
 
@@ -158,17 +162,20 @@ def _look(run: MeanRun, guide: Callable) -> Structure:
             if parent.source is None:
                 if child.source is None:
                     raise GuideError(
-                        f"a point estimate of both {parent.name!r} and {child.name!r} is unbounded: {parent.name!r} sets "
-                        f"the prior of {child.name!r}, so the density grows without limit as both shrink together. "
+                        f"a point estimate of both {parent.name!r} and {child.name!r} is unbounded: the first sets "
+                        f"the prior of the second, so the density grows without limit as both shrink together. "
                         f"Use a variational guide (MeanFieldGuide), integrate {parent.name!r} out, or write "
                         f"{child.name!r} non-centred."
                     )
                 continue
             elements = vector_elements(guide, by_name, parent.name)
             old = sampled.get(parent.source.name, False)
-            sampled[parent.source.name] = elements if old is False else (torch.as_tensor(old) | torch.as_tensor(elements))
+            both = elements if old is False else torch.as_tensor(old) | torch.as_tensor(elements)
+            sampled[parent.source.name] = both
     roots = [
-        node["fn"] for node in run.model_trace.nodes.values() if node["type"] == "sample" and node["is_observed"]
+        node["fn"]
+        for node in run.model_trace.nodes.values()
+        if node["type"] == "sample" and node["is_observed"]
     ]
     return Structure(sampled, frozenset(_function_names([t for fn in roots for t in _tensors(fn)])))
 
@@ -179,7 +186,7 @@ def _check_shapes(trace: Any) -> None:
         trace.compute_log_prob()
         for site in trace.nodes.values():
             if site["type"] == "sample":
-                check_site_shape(site, max_plate_nesting=float("inf"))
+                check_site_shape(site, max_plate_nesting=_UNLIMITED)
     except ValueError as error:
         raise ModelError(f"the shapes of the model's sites and plates do not agree: {error}") from error
 
@@ -196,8 +203,8 @@ def _refuse_dependent(gaussians: list[GaussianSite]) -> None:
         for other, grad in zip(others, grads, strict=True):
             if grad is not None:
                 raise GuideError(
-                    f"guide site {site.name!r} depends on the value of {other.name!r}, so the posterior does not factorise. "
-                    "Let its loc and scale depend on parameters only, or use Pyro's Trace_ELBO."
+                    f"guide site {site.name!r} depends on the value of {other.name!r}, so the posterior does not "
+                    "factorise. Let its loc and scale depend on parameters only, or use Pyro's Trace_ELBO."
                 )
 
 

@@ -43,7 +43,11 @@ class GaussianSite:
 
     def expanded_scale(self) -> Tensor:
         """Standard deviations of the elements that stand at their mean; zero for those that were sampled."""
-        return self.scale if self.sampled is False else self.scale.masked_fill(torch.as_tensor(self.sampled), 0.0)
+        return (
+            self.scale
+            if self.sampled is False
+            else self.scale.masked_fill(torch.as_tensor(self.sampled), 0.0)
+        )
 
 
 @dataclass
@@ -62,7 +66,11 @@ class PosteriorMeans(Messenger):
     gaussians: dict[str, GaussianSite] = field(default_factory=dict, init=False)
 
     def _pyro_sample(self, msg: Any) -> None:
-        if msg["is_observed"] or msg["infer"].get("_do_not_trace") or type(msg["fn"]).__name__ == "_Subsample":
+        if (
+            msg["is_observed"]
+            or msg["infer"].get("_do_not_trace")
+            or type(msg["fn"]).__name__ == "_Subsample"
+        ):
             return
         base = strip_event_dims(msg["fn"])
         transforms: tuple[Any, ...] = ()

@@ -53,7 +53,9 @@ def run_on_part(
     )
     with preserve_buffers():
         try:
-            trace = poutine.trace(poutine.replay(model, trace=run.guide_trace)).get_trace(*part_args, **part_kwargs)
+            trace = poutine.trace(poutine.replay(model, trace=run.guide_trace)).get_trace(
+                *part_args, **part_kwargs
+            )
         except (ValueError, RuntimeError) as error:
             raise ModelError(
                 f"the model failed on {len(rows)} of {length} rows for Fisher(fraction={fraction}): {error}. {advice}"

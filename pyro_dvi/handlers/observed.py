@@ -50,7 +50,9 @@ def checked_log_likelihood(site: ObservedSite) -> Tensor:
                 "with pyro.poutine.mask after replacing them by a number"
             ) from error
         shape = tuple(value.shape) if torch.is_tensor(value) else type(value).__name__
-        low, high = (value.min().item(), value.max().item()) if torch.is_tensor(value) and value.numel() else (0, 0)
+        low, high = (
+            (value.min().item(), value.max().item()) if torch.is_tensor(value) and value.numel() else (0, 0)
+        )
         raise DataError(
             f"observed site {site.name!r} ({type(site.fn).__name__}, batch shape {tuple(site.fn.batch_shape)}, event "
             f"shape {tuple(site.fn.event_shape)}) cannot have these values (shape {shape}, from {low} to {high}): "
