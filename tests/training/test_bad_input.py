@@ -4,7 +4,7 @@
 import pyro
 import pytest
 import torch
-from pyro.infer import SVI, ReweightedWakeSleep, Trace_ELBO
+from pyro.infer import SVI, Trace_ELBO
 from pyro.infer.autoguide import AutoNormal
 from pyro.optim import Adam, ExponentialLR
 from torch import nn
@@ -62,10 +62,12 @@ def svi_with_local_parameters():
 
 
 def wake_sleep():
+    def losses(*args):
+        return torch.tensor(1.0), torch.tensor(2.0)
+
     model = Net()
-    return fit(
-        SVI(model, AutoNormal(model), Adam({"lr": 0.1}), ReweightedWakeSleep()), sequence(), 1, progress=False
-    )
+    target = SVI(model, AutoNormal(model), Adam({"lr": 0.1}), loss=losses, loss_and_grads=losses)
+    return fit(target, sequence(), 1, progress=False)
 
 
 def foreign_scheduler():
