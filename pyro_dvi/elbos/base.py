@@ -125,8 +125,8 @@ class DeterministicELBO(ELBO):
         listed = ", ".join(f"{k}={v:.4g}" for k, v in parts.items())
         return (
             f"the loss is {value} in step {self.step} ({listed}); not finite: {', '.join(bad) or 'their sum'}. "
-            "No update was made. Lower the learning rate (above all that of the scales), look for extreme inputs, or train in "
-            "float64."
+            "No update was made. Lower the learning rate (above all that of the scales), look for extreme "
+            "inputs, or train in float64."
         )
 
     def _get_trace(self, model: Callable, guide: Callable, args: tuple, kwargs: dict) -> Any:
