@@ -54,12 +54,12 @@ def expected_information(fn: td.Distribution, site: str) -> Pairs:
         tensor([2., 2., 2.])
     """
     base: Any = fn
-    mask: Tensor | bool = True
+    masks = []
     while hasattr(base, "base_dist") and (
         hasattr(base, "reinterpreted_batch_ndims") or hasattr(base, "_mask")
     ):
-        if hasattr(base, "_mask"):
-            mask = base._mask
+        if hasattr(base, "_mask") and base._mask is not True:
+            masks.append(torch.as_tensor(base._mask).expand(base.batch_shape))
         base = base.base_dist
     for cls in type(base).__mro__:
         if cls in _RULES:
@@ -74,10 +74,10 @@ def expected_information(fn: td.Distribution, site: str) -> Pairs:
             )
         pairs = _finite_support(base)
     shape = fn.batch_shape
-    pairs = [(f.reshape(*shape, -1), w.reshape(*shape, -1)) for f, w in pairs]
-    if mask is not True:
-        keep = torch.as_tensor(mask, device=pairs[0][0].device).expand(shape)[..., None]
-        pairs = [(f, w * keep) for f, w in pairs]
+    for mask in masks:  # one set below to_event has more dimensions than one above it
+        keep = mask[(...,) + (None,) * (len(base.batch_shape) - mask.dim())]
+        pairs = [(f, w * keep[(...,) + (None,) * (f.dim() - keep.dim())].to(w.device)) for f, w in pairs]
+    pairs = [(f.reshape(*shape, -1), w.expand_as(f).reshape(*shape, -1)) for f, w in pairs]
     return pairs
 
 
