@@ -51,7 +51,9 @@ def kl_to_prior(latent: Latent) -> Tensor:
                 total = _NormalDivergence.apply(loc, scale, _scalar(normal.loc), _scalar(normal.scale))
                 return total if latent.plate_scale == 1.0 else total * latent.plate_scale
         ratio = latent.scale / normal.scale
-        divergence = 0.5 * (ratio.square() + ((latent.loc - normal.loc) / normal.scale).square() - 1) - ratio.log()
+        divergence = (
+            0.5 * (ratio.square() + ((latent.loc - normal.loc) / normal.scale).square() - 1) - ratio.log()
+        )
         return _scaled(latent, _per_batch_element(latent, divergence))
     entropy = latent.scale.log() + 0.5 * math.log(2 * math.pi * math.e)
     entropy = _per_batch_element(latent, entropy.expand_as(latent.loc))
@@ -78,7 +80,9 @@ def _log_prior(latent: Latent, value: Tensor) -> Tensor:
     try:
         return latent.prior.log_prob(value)
     except ValueError as error:
-        raise DataError(f"the prior of site {latent.name!r} does not admit its own posterior: {error}") from error
+        raise DataError(
+            f"the prior of site {latent.name!r} does not admit its own posterior: {error}"
+        ) from error
 
 
 def _normal_prior(latent: Latent) -> td.Normal | None:
@@ -91,7 +95,9 @@ def _normal_prior(latent: Latent) -> td.Normal | None:
         while isinstance(own, td.IndependentTransform):
             own = own.base_transform
         parts = own.parts if isinstance(own, td.ComposeTransform) else [own]
-        same = len(parts) == len(prior.transforms) and all(a == b for a, b in zip(parts, prior.transforms, strict=True))
+        same = len(parts) == len(prior.transforms) and all(
+            a == b for a, b in zip(parts, prior.transforms, strict=True)
+        )
         return base if isinstance(base, td.Normal) and same else None
     return None
 
@@ -148,18 +154,25 @@ class _NormalDivergence(Function):
 
     @staticmethod
     def forward(ctx: Any, loc: Tensor, scale: Tensor, prior_loc: Tensor, prior_scale: Tensor) -> Tensor:
-        z = (loc - prior_loc).div_(prior_scale)
-        ratio = scale / prior_scale
-        ctx.save_for_backward(z, ratio, prior_scale)
-        flat_z, flat_ratio = z.reshape(-1), ratio.reshape(-1)
-        squares = torch.dot(flat_z, flat_z) + torch.dot(flat_ratio, flat_ratio)
-        return 0.5 * (squares - loc.numel()) - ratio.log().sum()
+        ctx.save_for_backward(loc, scale, prior_loc, prior_scale)
+        shift = loc - prior_loc
+        logs = scale.log().sum()
+        if prior_scale.dim() == 0:
+            squares = (_squared_norm(shift) + _squared_norm(scale)) / prior_scale.square()
+            return 0.5 * (squares - loc.numel()) - logs + loc.numel() * prior_scale.log()
+        squares = _squared_norm(shift / prior_scale) + _squared_norm(scale / prior_scale)
+        return 0.5 * (squares - loc.numel()) - logs + prior_scale.expand_as(loc).log().sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, out: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        z, ratio, prior_scale = ctx.saved_tensors
-        factor = out / prior_scale
-        d_loc = z * factor if ctx.needs_input_grad[0] else None
-        d_scale = (ratio - ratio.reciprocal()).mul_(factor) if ctx.needs_input_grad[1] else None
+        loc, scale, prior_loc, prior_scale = ctx.saved_tensors
+        weight = out / prior_scale.square()
+        d_loc = (loc - prior_loc).mul_(weight) if ctx.needs_input_grad[0] else None
+        d_scale = (scale * weight).sub_(out / scale) if ctx.needs_input_grad[1] else None
         return d_loc, d_scale, None, None
+
+
+def _squared_norm(x: Tensor) -> Tensor:
+    flat = x.reshape(-1)
+    return torch.dot(flat, flat)
