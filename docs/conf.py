@@ -11,7 +11,7 @@ version = release = _version("pyro-dvi")
 extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
-    "sphinx-mathjax-offline", # MathJax is part of the build: pages can be read without a network
+    "sphinx-mathjax-offline",  # MathJax is part of the build: pages can be read without a network
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
