@@ -11,7 +11,9 @@ from pyro.infer import SVI, Trace_ELBO
 from pyro.nn import PyroModule
 from pyro.optim import SGD, Adam, ClippedAdam, ExponentialLR
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
+from pyro_dvi.bayesian import classifier, to_bayesian_
 from pyro_dvi.elbos.taylor import TaylorELBO
 from pyro_dvi.errors import ArgumentError, CheckpointError, GuideError, ModelError
 from pyro_dvi.guides import MeanFieldGuide
@@ -277,7 +279,8 @@ def test_the_file_is_safe_to_load(tmp_path):
     save(tmp_path / "x.pt", problem.svi, modules={"net": problem.net})
     with pytest.raises(pickle.UnpicklingError, match="constraints"):
         torch.load(tmp_path / "x.pt", weights_only=True)
-    svi = svi_of("MeanFieldGuide + TaylorELBO") if pyro.clear_param_store() is None else None
+    fresh_start()
+    svi = svi_of("MeanFieldGuide + TaylorELBO")
     fit(svi, shuffled(), 1, progress=False)
     save(tmp_path / "y.pt", svi)
     assert torch.load(tmp_path / "y.pt", weights_only=True)["format"] == "pyro_dvi checkpoint"
@@ -493,3 +496,43 @@ def test_hand_written_guide_module(tmp_path):
     load(tmp_path / "x.pt", again)
     assert same(weights_of(again), expected)
     assert data()[0].dtype == torch.float32
+
+
+def test_a_converted_network_resumes(tmp_path):
+    x, y = data()
+    loader = DataLoader(TensorDataset(x, (y > 0).long()), batch_size=8)
+
+    def build(seed):
+        torch.manual_seed(seed)
+        net = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Softplus(), nn.Linear(4, 2))
+        model = classifier(to_bayesian_(net), num_data=len(x))
+        return SVI(model, MeanFieldGuide(model), ClippedAdam(learning_rates(0.01)), TaylorELBO(kl_weight=0.1))
+
+    whole = build(0)
+    reference = fit(whole, loader, 4, progress=False)
+    fresh_start()
+    half = build(0)
+    fit(half, loader, 2, checkpoint=tmp_path / "x.pt", progress=False)
+    fresh_start()
+    again = build(3)
+    history = load(tmp_path / "x.pt", again)
+    assert fit(again, loader, 2, history=history, progress=False).steps["loss"] == reference.steps["loss"]
+    assert same(weights_of(again), weights_of(whole))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("method", METHODS)
+def test_from_gpu_to_cpu(method, tmp_path):
+    svi = svi_of(method)
+    loader = shuffled()
+    history = fit(
+        svi, loader, 2, device="cuda", validate=sequence(), recompute_batch_norm=True, progress=False
+    )
+    assert next(svi.guide.parameters()).is_cuda
+    save(tmp_path / "x.pt", svi, history=history, loader=loader)
+    expected = {name: value.cpu() for name, value in weights_of(svi).items()}
+    fresh_start()
+    again, loader = svi_of(method, seed=2), shuffled()
+    history = load(tmp_path / "x.pt", again, loader=loader, example=sequence()[0], map_location="cpu")
+    assert same(weights_of(again), expected)
+    assert fit(again, loader, 1, history=history, progress=False).epoch == 3

@@ -2,13 +2,14 @@
 import math
 import os
 import signal
+from typing import Any
 
 import pyro
 import pyro.distributions as dist
 import pytest
 import torch
 from pyro.infer import SVI, Trace_ELBO
-from pyro.optim import Adam, ExponentialLR
+from pyro.optim import Adam, ExponentialLR, PyroOptim
 from torch import nn
 from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 
@@ -204,7 +205,7 @@ def test_early_stopping_restores_the_best_epoch():
 
 def test_early_stopping_may_keep_the_last_epoch():
     svi = svi_of("AutoNormal + Trace_ELBO")
-    kept = []
+    kept: list[dict[str, torch.Tensor]] = []
     fit(
         svi,
         sequence(),
@@ -312,7 +313,7 @@ def test_nan_restores_the_last_good_epoch(method, elbo_module, validate):
 
     kept = []
     with pyro.settings.context(validate_distributions_pyro=validate), pyro.validation_enabled(validate):
-        options = {"progress": False}
+        options: dict[str, Any] = {"progress": False}
         if elbo_module:
             target, options["optimizer"] = module_of(method)
         else:
@@ -389,9 +390,8 @@ def test_other_errors_pass():
 @pytest.mark.skipif(os.name == "nt", reason="signals")
 def test_interrupt_keeps_what_was_trained():
     svi = svi_of("AutoNormal + Trace_ELBO")
-    optimizer_class = type(svi.optim)
 
-    class Interrupted(optimizer_class):
+    class Interrupted(PyroOptim):
         calls = 0
 
         def __call__(self, params, *args, **kwargs):
