@@ -135,7 +135,7 @@ def parameter_groups(
         UnsupportedError: if the model or guide is a function, whose parameters only Pyro's store knows.
 
     Example:
-        >>> import pyro, pyro.distributions as dist
+        >>> import torch, pyro, pyro.distributions as dist
         >>> from pyro.infer import Trace_ELBO
         >>> from pyro.infer.autoguide import AutoNormal
         >>> from pyro.nn import PyroModule, PyroSample
