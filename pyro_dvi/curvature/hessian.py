@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pyro_dvi.curvature.base import Curvature, half_sum, sum_of
 from pyro_dvi.curvature.likelihood import Linearisation, private_random_state
-from pyro_dvi.errors import NonFiniteError
+from pyro_dvi.errors import CheckpointError, NonFiniteError
 
 __all__ = ["HessianDiagonal"]
 
@@ -97,11 +97,13 @@ class HessianDiagonal(Curvature):
         if self.patience is None:
             return
         self._evaluations += 1
+        beyond = self._evaluations - self.patience
+        due = beyond > 0 and beyond % 100 == 1  # now and then: each check waits for the device
         for name, c, limit in zip(names, curvatures, limits, strict=True):
             old = self._averages.get(name)
             new = c.detach() if old is None else torch.lerp(old, c.detach(), 1 - self._DECAY)
             self._averages[name] = new
-            if limit is not None and self._evaluations > self.patience and self._evaluations % 100 == 1:
+            if limit is not None and due:
                 bad = int((new < -limit).sum())
                 if bad:
                     raise NonFiniteError(
@@ -117,6 +119,8 @@ class HessianDiagonal(Curvature):
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        if "evaluations" not in state:
+            raise CheckpointError("not the state of a HessianDiagonal: the entry 'evaluations' is missing")
         self._evaluations, self._averages = state["evaluations"], dict(state["averages"])
         if self.generator is not None and "generator" in state:
             self.generator.set_state(state["generator"])
