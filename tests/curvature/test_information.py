@@ -70,7 +70,7 @@ def logits(u: Tensor, x: Tensor) -> Tensor:
 CASES = [
     Case("Normal", lambda u, x: dist.Normal(torch.tanh(x @ u), 0.7), reals, torch.distributions.Normal),
     Case("Normal, both parameters", lambda u, x: dist.Normal(torch.tanh(x @ u), F.softplus(x @ u[[1, 0, 3, 2]])), reals),
-    Case("Laplace", lambda u, x: dist.Laplace(x @ u, F.softplus(x @ u.square())), reals, torch.distributions.Laplace, 2e-3),
+    Case("Laplace", lambda u, x: dist.Laplace(x @ u, F.softplus(x @ u.square())), reals, torch.distributions.Laplace, 1e-2),
     Case("StudentT", lambda u, x: dist.StudentT(4.0, x @ u, F.softplus(x @ u.square())), reals, torch.distributions.StudentT),
     Case("Poisson", lambda u, x: dist.Poisson(F.softplus(x @ u)), counts(80), torch.distributions.Poisson),
     Case("Exponential", lambda u, x: dist.Exponential(F.softplus(x @ u) + 0.2), positive, torch.distributions.Exponential),
