@@ -15,6 +15,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +46,18 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
         10,
     ),
 }
+
+
+class NativeFisher(Fisher):
+    """The default curvature with PyTorch's own second derivatives of convolutions and batch norms."""
+
+    def recorder(self, used_values: Any) -> Any:
+        return nullcontext()
+
+
 PENALTIES = {
     "VL": Fisher,
+    "VL, native second derivatives": NativeFisher,
     "VL, every 4": lambda: Fisher(every=4),
     "VL, every 8": lambda: Fisher(every=8),
     "VL, quarter": lambda: Fisher(fraction=0.25),
