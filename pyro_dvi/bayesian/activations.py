@@ -187,8 +187,8 @@ def _check(module: object, mapping: Mapping[type[nn.Module], Replacement]) -> No
     for old, new in mapping.items():
         if not (isinstance(old, type) and issubclass(old, nn.Module)) or not callable(new):
             raise ArgumentError(
-                f"smooth_activations_: the entry {old!r}: {new!r} of mapping is not of the form "
-                "type of module -> module, class or callable, such as nn.ReLU: nn.GELU."
+                f"smooth_activations_: the entry {old!r}: {new!r} of mapping is not of the form type of "
+                "module -> module, class or callable, such as nn.ReLU: nn.GELU."
             )
 
 
@@ -232,8 +232,7 @@ def _report(module: nn.Module, replaced: int) -> None:
     elif not replaced and not any(isinstance(m, (*_SMOOTH_ALREADY, SmoothClamp)) for m in module.modules()):
         warnings.warn(
             "smooth_activations_ found no activation module. Functional calls such as F.relu inside a "
-            "forward "
-            "method cannot be replaced: change them to F.softplus or F.gelu in the code.",
+            "forward method cannot be replaced: change them to F.softplus or F.gelu in the code.",
             DviWarning,
             stacklevel=3,
         )

@@ -24,10 +24,8 @@ class Classifier(LikelihoodModule):
         if outputs.dim() < 2 or outputs.shape[1] < 2:
             raise ModelError(
                 f"The network's output has the shape {tuple(outputs.shape)}; classification needs logits of "
-                "shape "
-                "[batch, classes] with two classes or more (or [batch, classes, *positions]). Give the last "
-                "layer "
-                "one output for each class, also for two classes."
+                "shape [batch, classes] with two classes or more (or [batch, classes, *positions]). Give "
+                "the last layer one output for each class, also for two classes."
             )
         logits = outputs if outputs.dim() == 2 else outputs.movedim(1, -1)
         if y is not None:
@@ -48,8 +46,7 @@ class Classifier(LikelihoodModule):
         if lowest < 0 or highest >= classes:
             raise DataError(
                 f"y has labels from {lowest} to {highest}, and the network {classes} outputs; labels must "
-                "lie in "
-                f"0..{classes - 1}. Shift them to start at 0, or give the last layer more outputs."
+                f"lie in 0..{classes - 1}. Shift them to start at 0, or give the last layer more outputs."
             )
         return y
 

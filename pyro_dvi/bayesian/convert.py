@@ -141,8 +141,7 @@ def _chosen(
             if id(candidate) in excluded:
                 raise ModelError(
                     f"{wanted[0].name!r} and {candidate.name!r} are one shared parameter; the first is "
-                    "included "
-                    "and the second excluded. Exclude both or neither."
+                    "included and the second excluded. Exclude both or neither."
                 )
             if candidate.obstacle is not None:
                 kind = UnsupportedError if _has_wrong_dtype(candidate) else ModelError
@@ -206,6 +205,6 @@ def _why_nothing(
     kinds = sorted({type(c.module).__name__ for c in everything})
     return (
         f"Nothing to make Bayesian: include= matches none of the {len(everything)} parameters, which belong "
-        "to "
-        f"{', '.join(kinds[:6])}. Name them by type or pattern, for instance include={everything[0].name!r}."
+        f"to {', '.join(kinds[:6])}. Name them by type or pattern, for instance "
+        f"include={everything[0].name!r}."
     )

@@ -65,8 +65,7 @@ def to_deterministic(model_or_net: nn.Module, guide: Any) -> nn.Module:
         if plain_type(module) is None:
             raise UnsupportedError(
                 f"{path or 'The network'!r} is a {type(module).__name__}, written as a PyroModule, and has "
-                "no plain "
-                "form. Pass the part of the model that to_bayesian_ converted."
+                "no plain form. Pass the part of the model that to_bayesian_ converted."
             )
         for attribute, prior in getattr(module, "_pyro_samples", {}).items():
             if isinstance(prior, SitePrior) and not isinstance(prior, TiedPrior):
@@ -119,9 +118,8 @@ def _only_converted_net(model: nn.Module) -> nn.Module:
 def _value(values: Mapping[str, Tensor], site: str, like: Tensor) -> Tensor:
     if site not in values:
         raise GuideError(
-            f"The guide has no value for the site {site!r}; it has "
-            f"{', '.join(map(repr, list(values)[:3]))}, ... "
-            "Pass the guide of the model that this network is part of, after the model was run."
+            f"The guide has no value for the site {site!r}; it has {', '.join(map(repr, list(values)[:3]))}, "
+            "... Pass the guide of the model that this network is part of, after the model was run."
         )
     value = values[site]
     if value.shape != like.shape:

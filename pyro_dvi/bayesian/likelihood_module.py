@@ -52,9 +52,8 @@ class LikelihoodModule(PyroModule):
         """
         if size > self.num_data and observed and self.training:
             raise DataError(
-                f"The batch has {size} examples and num_data is {self.num_data}. Pass the number of "
-                "examples in the "
-                "whole data set as num_data, len(loader.dataset) and not len(loader)."
+                f"The batch has {size} examples and num_data is {self.num_data}. Pass the number of examples "
+                "in the whole data set as num_data, len(loader.dataset) and not len(loader)."
             )
         # The indices are not used. Given, they spare Pyro a random permutation of the data set in every step.
         return pyro.plate("data", max(self.num_data, size), subsample=torch.arange(size))

@@ -99,8 +99,7 @@ class Heteroscedastic(Noise):
         if columns % 2:
             raise ModelError(
                 f"The network has {columns} outputs, and Heteroscedastic() needs an even number: a mean and "
-                "a "
-                "log-variance for each column of the target. Double the outputs of the last layer."
+                "a log-variance for each column of the target. Double the outputs of the last layer."
             )
         mean, log_variance = outputs[..., : columns // 2], outputs[..., columns // 2 :]
         return mean, torch.exp(0.5 * log_variance)
@@ -129,9 +128,8 @@ def as_noise(noise: Any) -> Noise:
     if isinstance(noise, int | float | Tensor):
         return FixedNoise(positive(noise, "noise_scale"))
     raise ArgumentError(
-        f"noise_scale is {noise!r}. Pass a number, a distribution over positive numbers (the scale becomes "
-        "a latent), "
-        "LearnedScale() or Heteroscedastic()."
+        f"noise_scale is {noise!r}. Pass a number, a distribution over positive numbers (the scale becomes a "
+        "latent), LearnedScale() or Heteroscedastic()."
     )
 
 

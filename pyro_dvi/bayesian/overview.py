@@ -138,8 +138,7 @@ def summary(model_or_net: Any, guide: Any = None, *args: Any, **kwargs: Any) -> 
     if not sites:
         raise ModelError(
             "There are no latent sites to list: convert the network with to_bayesian_, or pass the model's "
-            "arguments "
-            "(summary(model, guide, x, y)) so that it can be run."
+            "arguments (summary(model, guide, x, y)) so that it can be run."
         )
     rows = list(sites.values())
     if guide is not None:

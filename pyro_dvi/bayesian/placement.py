@@ -25,6 +25,7 @@ def placed_like(distribution: D, reference: Tensor) -> D:
         reference: the tensor to follow.
 
     Example:
+        >>> import torch
         >>> import pyro.distributions as dist
         >>> placed_like(dist.Normal(0.0, 1.0), torch.zeros(1, dtype=torch.float64)).sample().dtype
         torch.float64

@@ -26,14 +26,12 @@ def posterior_means(guide: Any) -> dict[str, Tensor]:
     median: Callable[[], Mapping[str, Tensor]] | None = getattr(guide, "median", None)
     if not callable(median):
         raise GuideError(
-            f"{type(guide).__name__} has no median() method, as Pyro's automatic guides have. Pass a "
-            "mapping from "
-            "site names to values instead."
+            f"{type(guide).__name__} has no median() method, as Pyro's automatic guides have. Pass a mapping "
+            "from site names to values instead."
         )
     if getattr(guide, "prototype_trace", True) is None:
         raise GuideError(
-            f"The {type(guide).__name__} has not seen the model yet and has no parameters: train it, or "
-            "call it once "
-            "with the arguments of the model."
+            f"The {type(guide).__name__} has not seen the model yet and has no parameters: train it, or call "
+            "it once with the arguments of the model."
         )
     return {name: value.detach() for name, value in median().items()}

@@ -99,24 +99,22 @@ class Given(Prior):
         if not fits:
             raise ModelError(
                 f"The prior {name} of {target.name!r} has the shape {tuple(given.shape())}, and the "
-                "parameter "
-                f"{tuple(shape)}. Pass a scalar distribution, or one of the parameter's shape; a callable of "
-                "(name, parameter) can make one for each parameter."
+                f"parameter {tuple(shape)}. Pass a scalar distribution, or one of the parameter's shape; a "
+                "callable of (name, parameter) can make one for each parameter."
             )
         if given.support.is_discrete or not given.has_rsample:
             raise ModelError(
                 f"The prior {name} of {target.name!r} is discrete or cannot be differentiated through its "
-                "draws; "
-                "weights need a continuous, reparameterised distribution such as Normal, Laplace or StudentT."
+                "draws; weights need a continuous, reparameterised distribution such as Normal, Laplace or "
+                "StudentT."
             )
         expanded: TorchDistributionMixin = given.expand(batch).to_event(len(batch))
         value = target.parameter.detach()
         if not bool(placed_like(expanded, value).support.check(value).all()):
             raise ModelError(
-                f"The initial value of {target.name!r} lies outside the support {given.support} of its "
-                f"prior {name}, "
-                "so no guide could start from it. Use a prior over all real numbers, or change the initial "
-                "value."
+                f"The initial value of {target.name!r} lies outside the support {given.support} of its prior "
+                f"{name}, so no guide could start from it. Use a prior over all real numbers, or change the "
+                "initial value."
             )
         return expanded
 
@@ -209,15 +207,13 @@ def as_prior(prior: PriorLike, place: str = "prior_scale") -> Prior:
     if isinstance(prior, Tensor):
         raise ArgumentError(
             f"{place} is a tensor of shape {tuple(prior.shape)}; for one scale per weight pass a "
-            "distribution, "
-            "pyro.distributions.Normal(0., scale)."
+            "distribution, pyro.distributions.Normal(0., scale)."
         )
     if callable(prior) and not isinstance(prior, type):
         return ByRule(prior)
     raise ArgumentError(
         f"{place} is {prior!r}. Pass a number, a Pyro distribution, fan_in, LearnedScale(), "
-        "HierarchicalScale(), "
-        "a callable of (name, parameter), or a mapping from name patterns to these."
+        "HierarchicalScale(), a callable of (name, parameter), or a mapping from name patterns to these."
     )
 
 
@@ -239,8 +235,8 @@ def check_no_gradient(distribution: TorchDistributionMixin, place: str) -> None:
     """Raise if a distribution holds trainable tensors, which no optimizer would see."""
     if any(tensor.requires_grad for tensor in tensors_of(distribution)):
         raise ArgumentError(
-            f"{place} holds a tensor that requires gradients, which Pyro's optimizers would not see; "
-            "use LearnedScale() for a scale that is learned."
+            f"{place} holds a tensor that requires gradients, which Pyro's optimizers would not see; use "
+            "LearnedScale() for a scale that is learned."
         )
 
 

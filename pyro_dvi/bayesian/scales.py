@@ -200,8 +200,8 @@ def check_positive_support(distribution: TorchDistributionMixin, place: str) -> 
     lower = getattr(support, "lower_bound", None)
     if support.is_discrete or lower is None or float(torch.as_tensor(lower).min()) < 0.0:
         raise ArgumentError(
-            f"{place} is a {type(distribution).__name__} over {support}; a scale is positive. "
-            "Use LogNormal, HalfNormal, HalfCauchy or Gamma."
+            f"{place} is a {type(distribution).__name__} over {support}; a scale is positive. Use LogNormal, "
+            "HalfNormal, HalfCauchy or Gamma."
         )
 
 
@@ -219,8 +219,7 @@ def _check_free(shared: bool, target: Candidate) -> None:
     if not shared and hasattr(target.module, name):
         raise ModelError(
             f"{target.name!r} cannot get a scale of its own: its {type(target.module).__name__} has an "
-            "attribute "
-            f"{name!r} already. Rename that, or give this parameter a fixed prior_scale."
+            f"attribute {name!r} already. Rename that, or give this parameter a fixed prior_scale."
         )
 
 

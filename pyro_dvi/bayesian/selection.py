@@ -127,8 +127,7 @@ def normalised(selection: Selection, argument: str) -> tuple[Selector, ...]:
         if not (is_module_type or is_predicate or isinstance(entry, str)):
             raise ArgumentError(
                 f"{argument} has the entry {entry!r}, a {type(entry).__name__}. Pass module types "
-                "(nn.Linear), name "
-                "patterns ('encoder.*') or predicates of (name, module, parameter)."
+                "(nn.Linear), name patterns ('encoder.*') or predicates of (name, module, parameter)."
             )
     return tuple(entries)  # type: ignore[arg-type]
 
@@ -170,8 +169,8 @@ def _owned(module: nn.Module, paths: Sequence[str]) -> Iterator[Candidate]:
         for attribute in module.parametrizations:  # type: ignore[union-attr]
             obstacle = (
                 "it is computed by torch.nn.utils.parametrize; call "
-                "parametrize.remove_parametrizations(module, "
-                f"{attribute!r}) first, or leave it out with exclude="
+                f"parametrize.remove_parametrizations(module, {attribute!r}) first, or leave it out with "
+                "exclude="
             )
             yield Candidate(names(attribute), module, attribute, torch.empty(0), len(order), obstacle)
 

@@ -80,20 +80,17 @@ class SitePrior(ABC):
         if not context.active:
             raise ModelError(
                 f"The Bayesian parameter {self.attribute!r} of a {type(module).__name__} is read outside a "
-                "call of "
-                "its network, so Pyro would redraw it at each access and record no site. Call the network "
-                "itself, or "
-                "decorate the method that reads it with pyro.nn.pyro_method."
+                "call of its network, so Pyro would redraw it at each access and record no site. Call the "
+                "network itself, or decorate the method that reads it with pyro.nn.pyro_method."
             )
         if type(module).__mro__[1].__module__.startswith("torch.nn."):
             plates = [frame.name for frame in get_plates() if frame.vectorized]
             if plates:
                 raise ModelError(
                     f"The site {module._pyro_get_fullname(self.attribute)!r} is sampled inside the plate "
-                    f"{plates[-1]!r}, which would give {type(module).__mro__[1].__name__} a batch of "
-                    "weights that it "
-                    "cannot use. Call the network before entering the plate; with vectorised particles or "
-                    "Predictive(parallel=True), turn the vectorisation off."
+                    f"{plates[-1]!r}, which would give {type(module).__mro__[1].__name__} a batch of weights "
+                    "that it cannot use. Call the network before entering the plate; with vectorised "
+                    "particles or Predictive(parallel=True), turn the vectorisation off."
                 )
 
 
