@@ -10,7 +10,7 @@ from torch import Tensor
 from pyro_dvi.curvature.base import Curvature, half_weighted_squares, sum_of
 from pyro_dvi.curvature.likelihood import Linearisation, SliceArguments, private_random_state
 from pyro_dvi.curvature.second_derivatives import FastSecondDerivatives
-from pyro_dvi.errors import UnsupportedError
+from pyro_dvi.errors import ArgumentError, UnsupportedError
 
 __all__ = ["Fisher"]
 
@@ -53,11 +53,11 @@ class Fisher(Curvature):
         slice_args: SliceArguments | None = None,
     ) -> None:
         if num_label_samples < 1 or every < 1:
-            raise ValueError(
+            raise ArgumentError(
                 f"num_label_samples ({num_label_samples}) and every ({every}) must be at least 1"
             )
         if not 0 < fraction <= 1:
-            raise ValueError(f"fraction must lie in (0, 1], got {fraction}")
+            raise ArgumentError(f"fraction must lie in (0, 1], got {fraction}")
         self.num_label_samples = num_label_samples
         self.every = every
         self.fraction = fraction

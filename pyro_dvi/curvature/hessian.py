@@ -55,11 +55,11 @@ class HessianDiagonal(Curvature):
         generator: torch.Generator | None = None,
     ) -> None:
         if num_probes is not None and num_probes < 1:
-            raise ValueError(
+            raise ArgumentError(
                 f"num_probes must be at least 1 (or None for the exact diagonal), got {num_probes}"
             )
         if not 0 <= margin < 1:
-            raise ValueError(f"margin must lie in [0, 1), got {margin}")
+            raise ArgumentError(f"margin must lie in [0, 1), got {margin}")
         self.num_probes = num_probes
         self.margin = margin
         self.patience = patience
@@ -68,7 +68,7 @@ class HessianDiagonal(Curvature):
         self._averages: dict[str, Tensor] = {}
 
     def penalty(self, likelihood: Linearisation) -> Tensor:
-        log_prob = sum_of([site.log_likelihood() for site in likelihood.sites])
+        log_prob = sum_of([site.log_likelihood() for site in (*likelihood.sites, *likelihood.factors)])
         gradients = likelihood.gradients(log_prob)
         if self.num_probes is None:
             curvatures = [-_diagonal(g, u) for g, u in zip(gradients, likelihood.values, strict=True)]

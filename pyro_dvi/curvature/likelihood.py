@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution
 
-from pyro_dvi.errors import ModelError, UnsupportedError
+from pyro_dvi.errors import ArgumentError, ModelError, UnsupportedError
 
 SliceArguments = Callable[[tuple, dict, Tensor], tuple[tuple, dict]]
 
@@ -31,7 +31,7 @@ def private_random_state(generator: torch.Generator | None, device: torch.device
         yield
         return
     if generator.device.type != device.type:
-        raise ValueError(
+        raise ArgumentError(
             f"the label generator lives on {generator.device} but the model on {device}: "
             f"create it with torch.Generator(device={device.type!r})"
         )
@@ -103,7 +103,7 @@ class Linearisation:
         sites: the observed sites.
         precision_limits: returns per latent the precision that its prior contributes to an optimal posterior,
             kl_weight / s², or None where the prior is not Normal.
-        factors: names of ``pyro.factor`` terms, which have no labels.
+        factors: ``pyro.factor`` terms, which have a log-density but no labels.
         recorder: what ``Curvature.recorder`` returned for this run.
         subset: builds the linearisation of a random part of the minibatch, given the fraction and a function
             ``(args, kwargs, rows) -> (args, kwargs)`` that takes rows of the model's arguments (None: along
@@ -115,7 +115,7 @@ class Linearisation:
     scales: list[Tensor]
     sites: list[ObservedSite]
     precision_limits: Callable[[], list[Tensor | None]] = list
-    factors: list[str] = field(default_factory=list)
+    factors: list[ObservedSite] = field(default_factory=list)
     recorder: Any = None
     subset: Callable[[float, SliceArguments | None], "Linearisation"] | None = None
 
@@ -127,7 +127,7 @@ class Linearisation:
         """Refuse terms of the likelihood from which no labels can be drawn."""
         if self.factors:
             raise ModelError(
-                f"pyro.factor site {self.factors[0]!r} has no distribution to draw labels from, so {curvature} "
+                f"pyro.factor site {self.factors[0].name!r} has no distribution to draw labels from, so {curvature} "
                 "would silently leave out its curvature. Write it as an observed pyro.sample site, or use "
                 "TaylorELBO(curvature=MinibatchGradient())."
             )

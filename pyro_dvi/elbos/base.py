@@ -10,7 +10,7 @@ import torch
 from pyro.infer.elbo import ELBO
 from torch import Tensor
 
-from pyro_dvi.errors import CheckpointError, NonFiniteError, PyroDviError, UnsupportedError
+from pyro_dvi.errors import ArgumentError, CheckpointError, NonFiniteError, PyroDviError, UnsupportedError
 
 __all__ = ["DeterministicELBO"]
 
@@ -40,9 +40,9 @@ class DeterministicELBO(ELBO):
         num_particles: int = 1,
     ) -> None:
         if num_particles < 1:
-            raise ValueError(f"num_particles must be at least 1, got {num_particles}")
+            raise ArgumentError(f"num_particles must be at least 1, got {num_particles}")
         if num_data is not None and num_data < 1:
-            raise ValueError(f"num_data must be at least 1, got {num_data}")
+            raise ArgumentError(f"num_data must be at least 1, got {num_data}")
         super().__init__(num_particles=num_particles)
         if not callable(kl_weight):
             _check_weight(kl_weight)
@@ -135,7 +135,7 @@ class DeterministicELBO(ELBO):
 
 def _check_weight(weight: Any) -> None:
     if not isinstance(weight, (int, float)) or not math.isfinite(weight) or weight < 0:
-        raise ValueError(
+        raise ArgumentError(
             f"kl_weight must be a finite number >= 0 (or a schedule that returns one), got {weight!r}. 1 is the "
             "Bayesian posterior, smaller values temper it, 0 switches the prior off."
         )

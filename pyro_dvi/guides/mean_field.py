@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_dvi.bayesian import init_to_module
-from pyro_dvi.errors import DviWarning, GuideError, ModelError
+from pyro_dvi.errors import ArgumentError, DviWarning, GuideError, ModelError
 from pyro_dvi.guides.scales import PerWeight, ScaleFamily
 from pyro_dvi.handlers.buffers import preserve_buffers
 from pyro_dvi.handlers.latents import unconstraining_transform
@@ -171,7 +171,7 @@ class MeanFieldGuide(AutoGuide):
             normal = strip_event_dims(self._normal(name))
             levels = torch.as_tensor(quantiles, dtype=normal.loc.dtype, device=normal.loc.device)
             if bool(((levels < 0) | (levels > 1)).any()):
-                raise ValueError(f"quantiles must lie between 0 and 1, got {quantiles}")
+                raise ArgumentError(f"quantiles must lie between 0 and 1, got {quantiles}")
             u = normal.icdf(levels.reshape(-1, *[1] * normal.loc.dim()))
             transform = unconstraining_transform(site["fn"].support)
             results[name] = u if transform is None else transform(u)

@@ -9,6 +9,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from pyro_dvi.errors import ArgumentError
+
 __all__ = ["PerSite", "PerWeight", "SGDStepSize", "ScaleFamily"]
 
 
@@ -33,7 +35,7 @@ class ScaleFamily(ABC):
 
 def _check_offset(log_offset: float) -> None:
     if not -20 <= log_offset <= 5:
-        raise ValueError(
+        raise ArgumentError(
             f"log_offset is log(posterior scale / prior scale) at the start, got {log_offset}: try -3"
         )
 
@@ -99,7 +101,9 @@ class SGDStepSize(ScaleFamily):
 
     def __post_init__(self) -> None:
         if not self.lr > 0 or self.batch_size < 1:
-            raise ValueError(f"lr ({self.lr}) must be positive and batch_size ({self.batch_size}) at least 1")
+            raise ArgumentError(
+                f"lr ({self.lr}) must be positive and batch_size ({self.batch_size}) at least 1"
+            )
 
     def initial(self, loc: Tensor, prior_scale: Tensor, event_dim: int) -> Tensor:
         return loc.new_full((), sqrt(self.lr / (2 * self.batch_size)))
