@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pyro_dvi.curvature.base import Curvature, half_sum, sum_of
 from pyro_dvi.curvature.likelihood import Linearisation, private_random_state
-from pyro_dvi.errors import CheckpointError, NonFiniteError
+from pyro_dvi.errors import ArgumentError, CheckpointError, NonFiniteError
 
 __all__ = ["HessianDiagonal"]
 
