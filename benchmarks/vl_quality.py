@@ -42,10 +42,10 @@ from pyro_dvi.metrics import accuracy, expected_calibration_error
 from pyro_dvi.optim import learning_rates
 
 RESULTS = Path(__file__).parent / "results" / "vl_quality.jsonl"
-KL_WEIGHTS = (0.01, 0.03, 0.1, 0.3, 1.0)
+KL_WEIGHTS = {2000: (0.01, 0.03, 0.1, 0.3, 1.0), 10000: (0.01, 0.03, 0.1, 0.3)}
 SEEDS = (0, 1, 2)
 BATCH_SIZE, LR, NUM_SAMPLES = 100, 3e-3, 10
-EPOCHS = {2000: 40, 10000: 24}
+EPOCHS = {2000: 40, 10000: 16}
 CHECKPOINTS = 8  # evenly spaced epochs at which training may be stopped
 
 
@@ -214,7 +214,7 @@ def runs(parts: list[str], sizes: list[int], seeds: list[int], kl_weight: float)
     """All runs of the chosen parts."""
     for n in sizes:
         if "main" in parts:
-            for weight in KL_WEIGHTS:
+            for weight in KL_WEIGHTS[n]:
                 for method in ("VL", "MAP", "VI"):
                     yield from (Run("main", method, weight, seed, n) for seed in seeds)
         if "variants" in parts and n == min(sizes):
