@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mistakes in a prediction and what they are answered."""
+
+import math
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer.autoguide import AutoNormal
+from torch.utils.data import DataLoader, TensorDataset
+
+from pyro_dvi import AtMean, MeanFieldGuide, Samples, predict
+from pyro_dvi.errors import ArgumentError, DataError, GuideError, ModelError, UnsupportedError
+
+X = torch.linspace(-1, 1, 10)
+
+
+def model(x, y=None):
+    w = pyro.sample("w", dist.Normal(0.0, 1.0))
+    with pyro.plate("data", 10, subsample_size=len(x)):
+        return pyro.sample("obs", dist.Normal(w * x, 1.0), obs=y)
+
+
+def classes(x, y=None):
+    w = pyro.sample("w", dist.Normal(0.0, 1.0))
+    with pyro.plate("data", len(x)):
+        return pyro.sample("obs", dist.Categorical(logits=torch.stack([w * x, -w * x], -1)), obs=y)
+
+
+def two_sites(x, y=None, z=None):
+    w = pyro.sample("w", dist.Normal(0.0, 1.0))
+    with pyro.plate("data", len(x)):
+        pyro.sample("height", dist.Normal(w * x, 1.0), obs=y)
+        pyro.sample("weight", dist.Normal(-w * x, 1.0), obs=z)
+
+
+def own_subsample(x, y=None):
+    w = pyro.sample("w", dist.Normal(0.0, 1.0))
+    with pyro.plate("data", 10, subsample_size=4) as index:
+        return pyro.sample("obs", dist.Normal(w * x[index], 1.0), obs=None if y is None else y[index])
+
+
+def fixed_plate(x, y=None):
+    w = pyro.sample("w", dist.Normal(0.0, 1.0))
+    with pyro.plate("data", 10):
+        return pyro.sample("obs", dist.Normal(w * x, 1.0), obs=y)
+
+
+def one_event(x, y=None):
+    w = pyro.sample("w", dist.Normal(0.0, 1.0))
+    return pyro.sample("obs", dist.Normal(w * x, 1.0).to_event(1), obs=y)
+
+
+def no_response(x, y=None):
+    return pyro.sample("w", dist.Normal(0.0, 1.0)) * x
+
+
+def guide(x, y=None, z=None):
+    pyro.sample("w", dist.Normal(2.0, 0.1))
+
+
+def other_guide(x, y=None):
+    pyro.sample("v", dist.Normal(2.0, 0.1))
+
+
+NAN = torch.full((10,), math.nan)
+
+MISTAKES = {
+    "guide never run": (lambda: predict(model, MeanFieldGuide(model), X), GuideError, r"has not seen.*guide\(x, y\)"),
+    "Pyro guide never run": (lambda: predict(model, AutoNormal(model), X), GuideError, "AutoNormal has not seen"),
+    "guide of another model": (
+        lambda: predict(model, other_guide, X),
+        ModelError,
+        r"does not cover: \['w', 'obs'\].*site=",
+    ),
+    "no observed site": (lambda: predict(no_response, guide, X), ModelError, "no observed site to predict"),
+    "several sites": (lambda: predict(two_sites, guide, X), ModelError, r"\['height', 'weight'\].*site="),
+    "unknown site": (lambda: predict(model, guide, X, site="y"), ModelError, r"no observed site 'y'; it has \['obs'\]"),
+    "unknown argument": (
+        lambda: predict(model, guide, X, observed="labels"),
+        ArgumentError,
+        r"no argument 'labels'.*\['x', 'y'\]",
+    ),
+    "method as text": (lambda: predict(model, guide, X, "mean"), ArgumentError, r"AtMean\(\) or Samples\(30\), not 'mean'"),
+    "method as class": (lambda: predict(model, guide, X, AtMean), ArgumentError, "not <class"),
+    "no draws": (lambda: Samples(0), ArgumentError, "positive whole number of draws, not 0"),
+    "half a draw": (lambda: Samples(1.5), ArgumentError, "not 1.5"),
+    "batch size": (lambda: predict(model, guide, X, batch_size=0), ArgumentError, "batch_size.*not 0"),
+    "NaN input": (lambda: predict(model, guide, NAN), DataError, "input 0 .*holds 10 NaN"),
+    "NaN observed": (lambda: predict(model, guide, (X, NAN)), DataError, "the observation.*holds 10 NaN"),
+    "array": (lambda: predict(model, guide, X.numpy()), DataError, "type ndarray.*torch.as_tensor"),
+    "list of tensors": (lambda: predict(model, guide, [X, X]), DataError, "type list.*tuple"),
+    "text": (lambda: predict(model, guide, "x"), DataError, "type str"),
+    "batches of text": (lambda: predict(model, guide, ["x"]), DataError, "batches of type str.*collate_fn"),
+    "unknown entry": (lambda: predict(model, guide, {"images": X}), DataError, r"\['images'\] that are no arguments"),
+    "no examples": (lambda: predict(model, guide, X[:0]), DataError, "no examples"),
+    "empty loader": (lambda: predict(model, guide, []), DataError, "no examples"),
+    "no tensor": (lambda: predict(model, guide, (1.0,)), DataError, "no tensor of examples"),
+    "unequal lengths": (lambda: predict(model, guide, (X, X[:5])), DataError, r"have \[10, 5\] rows"),
+    "observed shape": (
+        lambda: predict(model, guide, (X, X[:, None])),
+        DataError,
+        r"'obs' \(Normal\): observed values have shape \(10, 1\), the predictions \(10,\)",
+    ),
+    "label out of range": (
+        lambda: predict(classes, guide, (X, torch.full((10,), 2))),
+        DataError,
+        "'obs'.*from 2 to 2 include some that Categorical cannot give",
+    ),
+    "label between classes": (lambda: predict(classes, guide, (X, X.abs() / 2)), DataError, "Categorical cannot give"),
+    "late labels of another length": (
+        lambda: predict(model, guide, X).metrics(X[:5]),
+        DataError,
+        r"10 predictions need as many observed values, not \(5,\)",
+    ),
+    "no labels": (lambda: predict(model, guide, X).metrics(), DataError, r"pass y, or predict from data.*\(x, y\)"),
+    "mixture not kept": (
+        lambda: predict(model, guide, X, Samples(3)).log_likelihood(X),
+        UnsupportedError,
+        r"several Normal distributions.*predict\(model, guide, \(x, y\)",
+    ),
+    "entropy of a mixture": (
+        lambda: predict(model, guide, X, Samples(3)).entropy,
+        UnsupportedError,
+        r"entropy.*'obs' \(Normal\) has no closed form",
+    ),
+    "probabilities of a regression": (
+        lambda: predict(model, guide, X).probabilities,
+        UnsupportedError,
+        "'obs' is Normal, which has no class probabilities",
+    ),
+    "model that subsamples itself": (lambda: predict(own_subsample, guide, X), DataError, "no dimension counts the 10"),
+    "plate without subsample size": (
+        lambda: predict(fixed_plate, guide, X[:5]),
+        DataError,
+        r"does not take 5 rows.*subsample_size=len\(x\)",
+    ),
+    "one event": (lambda: predict(one_event, guide, X), DataError, r"'obs' has batch shape \(\) and event shape \(10,\)"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_named_with_its_remedy(mistake):
+    run, error, message = MISTAKES[mistake]
+    with pytest.raises(error, match=message):
+        run()
+
+
+def test_values_in_another_order_than_a_shuffled_loader_are_refused():
+    shuffled = DataLoader(TensorDataset(X, 2 * X), batch_size=3, shuffle=True)
+    prediction = predict(model, guide, shuffled)
+    assert prediction.metrics()["rmse"] < 1e-6  # its own values came along
+    with pytest.raises(DataError, match="shuffle=False"):
+        prediction.metrics(2 * X)
+
+
+def test_one_of_several_sites_can_be_chosen():
+    prediction = predict(two_sites, guide, (X, X), site="weight", observed="y")
+    torch.testing.assert_close(prediction.mean, -2 * X)
+    assert predict(two_sites, guide, X, site="height").site == "height"
+
+
+def test_a_guide_set_up_without_observations_is_recognised():
+    automatic = AutoNormal(model)
+    automatic(X)  # obs has become a latent site
+    with pytest.raises(ModelError, match="set up with the observed values"):
+        predict(model, automatic, X)
