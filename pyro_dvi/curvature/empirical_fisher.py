@@ -33,7 +33,7 @@ class EmpiricalFisher(Curvature):
 
     def penalty(self, likelihood: Linearisation) -> Tensor:
         total = None
-        for site in likelihood.sites:
+        for site in (*likelihood.sites, *likelihood.factors):
             log_prob = site.log_prob(site.value)
             root = (log_prob.new_ones(()) * site.scale**0.5).expand_as(log_prob)
             squares = summed_squared_gradients(likelihood, log_prob, root)

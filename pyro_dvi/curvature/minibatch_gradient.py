@@ -34,7 +34,12 @@ class MinibatchGradient(Curvature):
         return FastSecondDerivatives()
 
     def penalty(self, likelihood: Linearisation) -> Tensor:
-        log_prob = sum_of([(site.log_prob(site.value) * site.scale**0.5).sum() for site in likelihood.sites])
+        log_prob = sum_of(
+            [
+                (site.log_prob(site.value) * site.scale**0.5).sum()
+                for site in (*likelihood.sites, *likelihood.factors)
+            ]
+        )
         return half_weighted_squares(likelihood.scales, likelihood.gradients(log_prob))
 
     def __repr__(self) -> str:

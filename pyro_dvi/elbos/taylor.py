@@ -109,14 +109,13 @@ class TaylorELBO(DeterministicELBO):
         penalty_weight = self.curvature.weight(self.step) if training else 1.0
         recorder = self.curvature.recorder if penalty_weight else None
         run = run_at_means(model, guide, args, kwargs, structure.sampled, recorder)
-        sites, factors, factor_sum = observed_sites(run.model_trace)
+        sites, factors = observed_sites(run.model_trace)
         if self.num_data is not None:
             check_num_data(sites, self.num_data)
-        log_likelihood = sum((checked_log_likelihood(site) for site in sites), start=factor_sum)
-        log_likelihood = torch.as_tensor(log_likelihood)
+        log_likelihood = sum_of([checked_log_likelihood(site) for site in (*sites, *factors)])
         kl = sum_of([kl_to_prior(latent) for latent in run.latents] or [torch.zeros_like(log_likelihood)])
         penalty = torch.zeros_like(log_likelihood)
-        if penalty_weight and run.gaussians and sites:
+        if penalty_weight and run.gaussians:
 
             def linearise(observed: list[Any]) -> Linearisation:
                 return Linearisation(

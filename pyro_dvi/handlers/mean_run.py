@@ -2,7 +2,7 @@
 """One run of guide and model at the posterior mean, with everything an ELBO reads from it."""
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,14 +12,15 @@ import torch
 from pyro.infer.util import is_validation_enabled
 from pyro.poutine.util import prune_subsample_sites
 from pyro.util import check_site_shape
-from torch import Tensor
-from torch import distributions as td
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from pyro_dvi.errors import DeviceError, GuideError, ModelError
+from pyro_dvi.bayesian.placement import tensors_of
+from pyro_dvi.errors import DataError, DeviceError, GuideError, ModelError, PyroDviError
 from pyro_dvi.handlers.buffers import preserve_buffers
-from pyro_dvi.handlers.latents import Latent, match_latents, vector_elements
-from pyro_dvi.handlers.means import GaussianSite, PosteriorMeans
-from pyro_dvi.handlers.observed import observed_sites
+from pyro_dvi.handlers.latents import Latent, match_latents, unconstraining_transform, vector_elements
+from pyro_dvi.handlers.means import GaussianSite, PosteriorMeans, strip_event_dims
+from pyro_dvi.handlers.observed import checked_log_likelihood, observed_sites
 
 __all__ = ["MeanRun", "Structure", "run_at_means", "structure_of"]
 
@@ -78,15 +79,19 @@ def run_at_means(
         GuideError: the guide is not a factorised Gaussian.
         ModelError: a latent site is missing in the guide.
         DeviceError: data and parameters live on different devices.
+        DataError: the model fails on data that hold NaN.
     """
     means = PosteriorMeans(sampled=sampled or {})
     # A guide that has not seen the model yet runs it to look at its sites.
     fresh = getattr(guide, "prototype_trace", 0) is None
-    with preserve_buffers() if fresh else nullcontext(), means:
+    explained = _explained_errors(model, means.gaussians, args, kwargs)
+    with explained, preserve_buffers() if fresh else nullcontext(), means:
         guide_trace = poutine.trace(guide).get_trace(*args, **kwargs)
     expanded = [g for g in means.gaussians.values() if g.sampled is not True]
     context = nullcontext() if recorder is None else recorder([_used_value(g, guide_trace) for g in expanded])
-    with _device_errors(means.gaussians, args, kwargs), context:
+    # Fused attention kernels have no second derivative.
+    attention = nullcontext() if recorder is None else sdpa_kernel(SDPBackend.MATH)
+    with _explained_errors(model, means.gaussians, args, kwargs), attention, context:
         model_trace = poutine.trace(poutine.replay(model, trace=guide_trace)).get_trace(*args, **kwargs)
     latents = match_latents(model_trace, guide_trace, means.gaussians, guide)
     return MeanRun(guide_trace, model_trace, latents, expanded, context)
@@ -102,16 +107,35 @@ def _used_value(gaussian: GaussianSite, guide_trace: Any) -> Tensor | None:
 
 
 @contextmanager
-def _device_errors(gaussians: dict[str, GaussianSite], args: tuple, kwargs: dict) -> Iterator[None]:
+def _explained_errors(
+    model: Callable, gaussians: dict[str, GaussianSite], args: tuple, kwargs: dict
+) -> Iterator[None]:
+    """Say what is wrong with the data where the model merely stumbles over them."""
     try:
         yield
-    except RuntimeError as error:
-        parameters = {g.value.device.type for g in gaussians.values()}
-        data = {v.device.type for v in (*args, *kwargs.values()) if torch.is_tensor(v)}
-        if data and parameters and data != parameters:
+    except PyroDviError:
+        raise
+    except (RuntimeError, ValueError) as error:
+        named = [(f"argument {k + 1}", v) for k, v in enumerate(args)] + list(kwargs.items())
+        tensors = [(name, v) for name, v in named if torch.is_tensor(v)]
+        owned = [*model.parameters(), *model.buffers()] if isinstance(model, nn.Module) else []
+        parameters = {t.device.type for t in (*owned, *(g.value for g in gaussians.values()))}
+        data = {v.device.type for _, v in tensors}
+        if len(data | parameters) > 1:
             raise DeviceError(
-                f"the data are on {sorted(data)} but the posterior is on {sorted(parameters)}: move both to one "
-                "device, e.g. x.to(device), model.to(device), and build the guide after moving the model"
+                f"the data are on {sorted(data)} but the posterior is on {sorted(parameters) or 'the default device'}: "
+                "move both to one device, e.g. x.to(device), model.to(device), and build the guide after moving the "
+                "model"
+            ) from error
+        for name, v in tensors:
+            if v.is_floating_point() and not bool(torch.isfinite(v).all()):
+                raise DataError(
+                    f"{name} of the model holds NaN or infinite values, on which the model fails: drop those rows, or "
+                    "replace the values"
+                ) from error
+        if "Shape mismatch inside plate" in str(error):
+            raise ModelError(
+                f"{str(error).splitlines()[0]}: dimensions of a site that do not belong to a plate need .to_event(n)"
             ) from error
         raise
 
@@ -133,9 +157,15 @@ def structure_of(model: Callable, guide: Callable, args: tuple, kwargs: dict) ->
     for model_ref, structure in known:
         if model_ref() is model:
             return structure, False
-    with _unchanged_random_state(), preserve_buffers():
-        run = run_at_means(model, guide, args, kwargs)
-        structure = _look(run, guide)
+    fresh = getattr(guide, "prototype_trace", 0) is None
+    try:
+        with _unchanged_random_state(), preserve_buffers():
+            run = run_at_means(model, guide, args, kwargs)
+            structure = _look(run, guide)
+    except Exception:
+        if fresh:
+            guide.prototype_trace = None  # type: ignore[attr-defined]  # look again when the call is corrected
+        raise
     known.append((weakref.ref(model), structure))
     return structure, True
 
@@ -151,16 +181,20 @@ def _unchanged_random_state() -> Iterator[None]:
 
 
 def _look(run: MeanRun, guide: Callable) -> Structure:
-    observed_sites(run.model_trace)
+    sites, factors = observed_sites(run.model_trace)
+    for site in (*sites, *factors):
+        checked_log_likelihood(site)
     if is_validation_enabled():
         _check_shapes(prune_subsample_sites(run.model_trace))
     _refuse_dependent(run.gaussians)
     by_name = {g.name: g for g in run.gaussians}
     sampled: dict[str, Tensor | bool] = {}
     for child in run.latents:
-        for parent in _parents(child, run.latents):
+        for parent in _parents(child, _tensors(child.prior), run.latents):
             if parent.source is None:
-                if child.source is None:
+                if child.source is None and any(
+                    p is parent for p in _parents(child, _shape_of(child.prior), run.latents)
+                ):
                     raise GuideError(
                         f"a point estimate of both {parent.name!r} and {child.name!r} is unbounded: the first sets "
                         f"the prior of the second, so the density grows without limit as both shrink together. "
@@ -208,9 +242,9 @@ def _refuse_dependent(gaussians: list[GaussianSite]) -> None:
                 )
 
 
-def _parents(child: Latent, latents: list[Latent]) -> list[Latent]:
-    """Latents whose value enters the prior of ``child``, seen in the autograd graph of the prior's parameters."""
-    parameters = [t for t in _tensors(child.prior) if t.grad_fn is not None]
+def _parents(child: Latent, parameters: Iterable[Tensor], latents: list[Latent]) -> list[Latent]:
+    """Latents whose value enters ``parameters`` of the prior of ``child``, seen in their autograd graph."""
+    parameters = [t for t in parameters if t.requires_grad]
     others = [latent for latent in latents if latent is not child and latent.value.requires_grad]
     if not parameters or not others:
         return []
@@ -220,17 +254,19 @@ def _parents(child: Latent, latents: list[Latent]) -> list[Latent]:
     return [other for other, grad in zip(others, grads, strict=True) if grad is not None]
 
 
-def _tensors(thing: Any) -> Iterator[Tensor]:
-    """Floating-point tensors among the parameters of a distribution or transform, however nested."""
-    if torch.is_tensor(thing):
-        if thing.is_floating_point():
-            yield thing
-    elif isinstance(thing, (list, tuple)):
-        for part in thing:
-            yield from _tensors(part)
-    elif isinstance(thing, (td.Distribution, td.Transform)):
-        for part in vars(thing).values():
-            yield from _tensors(part)
+def _shape_of(prior: Any) -> Iterator[Tensor]:
+    """Parameters of a prior but for its location on the real line, which cannot make its density unbounded."""
+    base = strip_event_dims(prior)
+    movable = (
+        unconstraining_transform(getattr(base, "support", None)) is None if hasattr(base, "loc") else False
+    )
+    location = base.loc if movable else None
+    return (t for t in _tensors(prior) if t is not location)
+
+
+def _tensors(distribution: Any) -> list[Tensor]:
+    """Floating-point tensors among the parameters of a distribution, however nested."""
+    return [t for t in tensors_of(distribution) if t.is_floating_point()]
 
 
 def _function_names(roots: list[Tensor]) -> Iterator[str]:

@@ -60,7 +60,7 @@ def run_on_part(
             raise ModelError(
                 f"the model failed on {len(rows)} of {length} rows for Fisher(fraction={fraction}): {error}. {advice}"
             ) from error
-    sites, _, _ = observed_sites(trace)
+    sites, _ = observed_sites(trace)
     for site in sites:
         whole = run.model_trace.nodes[site.name]
         before, after = (_weight(s.scale, s.fn) for s in (_Pair(whole), site))

@@ -12,29 +12,25 @@ from pyro_dvi.errors import DataError, ModelError
 __all__ = ["check_num_data", "observed_sites"]
 
 
-def observed_sites(trace: Any) -> tuple[list[ObservedSite], list[str], Tensor | float]:
-    """Return the observed sites, the names of ``pyro.factor`` terms and their scaled sum.
+def observed_sites(trace: Any) -> tuple[list[ObservedSite], list[ObservedSite]]:
+    """Return the observed sites and the ``pyro.factor`` terms.
 
     Raises:
         ModelError: the model observes nothing.
     """
-    sites, factors = [], []
-    factor_sum: Tensor | float = 0.0
+    sites: list[ObservedSite] = []
+    factors: list[ObservedSite] = []
     for name, site in trace.nodes.items():
         if site["type"] != "sample" or not site["is_observed"] or site["infer"].get("_deterministic"):
             continue
         entry = ObservedSite(name, site["fn"], site["value"], site["scale"], site["mask"])
-        if type(site["fn"]).__name__ == "Unit":
-            factors.append(name)
-            factor_sum = factor_sum + checked_log_likelihood(entry)
-        else:
-            sites.append(entry)
+        (factors if type(site["fn"]).__name__ == "Unit" else sites).append(entry)
     if not sites and not factors:
         raise ModelError(
             "the model has no observed site: pass the observed values and give them to "
             "pyro.sample(name, distribution, obs=values). Without data the posterior is the prior."
         )
-    return sites, factors, factor_sum
+    return sites, factors
 
 
 def checked_log_likelihood(site: ObservedSite) -> Tensor:
