@@ -2,7 +2,7 @@
 """The factorised Gaussian posterior."""
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from operator import attrgetter
 from typing import Any
@@ -197,6 +197,7 @@ class MeanFieldGuide(AutoGuide):
                     "MeanFieldGuide found no latent site in the model: convert a network with to_bayesian_, or use "
                     "pyro.sample without obs="
                 )
+            self._warn_of_shared_parameters(sites)
             for name, site in sites.items():
                 self._setup_site(name, site)
         except Exception:
@@ -218,7 +219,6 @@ class MeanFieldGuide(AutoGuide):
         event_dim = self._event_dims[name] = fn.event_dim + loc.dim() - value.dim()
         if self._complete_loaded(name, event_dim):
             return
-        self._warn_of_shared_parameters(name)
         prior_scale = _prior_scale(fn, loc)
         for frame in site["cond_indep_stack"]:
             full_size = frame.full_size or frame.size
@@ -231,14 +231,19 @@ class MeanFieldGuide(AutoGuide):
             scale = self.scale_family.initial(loc, prior_scale, event_dim)
             deep_setattr(self.scales, name, PyroParam(scale, _SCALE_CONSTRAINT, event_dim))
 
-    def _warn_of_shared_parameters(self, name: str) -> None:
+    def _warn_of_shared_parameters(self, names: Iterable[str]) -> None:
         if pyro.settings.get("module_local_params"):
             return
-        if f"{self._pyro_name}.locs.{name}" in pyro.get_param_store():
+        own = {id(parameter) for parameter in self.parameters()}
+        stored = dict(pyro.get_param_store().named_parameters())
+        keys = [f"{self._pyro_name}.locs.{name}" for name in names]
+        taken = [key for key in keys if key in stored and id(stored[key]) not in own]
+        if taken:
             warnings.warn(
-                f"Pyro's parameter store already holds {self._pyro_name}.locs.{name}: this guide will share those "
-                "parameters with whatever guide made them. Call pyro.clear_param_store() first, or give every module "
-                "its own parameters with pyro.settings.set(module_local_params=True).",
+                f"Pyro's parameter store already holds {taken[0]}: this guide will share it (and {len(taken) - 1} "
+                "other means) with whatever guide made it, and drop values that it was given or loaded. Call "
+                "pyro.clear_param_store() first, or give every module its own parameters with "
+                "pyro.settings.set(module_local_params=True).",
                 DviWarning,
                 stacklevel=2,
             )
