@@ -69,11 +69,31 @@ def logits(u: Tensor, x: Tensor) -> Tensor:
 
 CASES = [
     Case("Normal", lambda u, x: dist.Normal(torch.tanh(x @ u), 0.7), reals, torch.distributions.Normal),
-    Case("Normal, both parameters", lambda u, x: dist.Normal(torch.tanh(x @ u), F.softplus(x @ u[[1, 0, 3, 2]])), reals),
-    Case("Laplace", lambda u, x: dist.Laplace(x @ u, F.softplus(x @ u.square())), reals, torch.distributions.Laplace, 1e-2),
-    Case("StudentT", lambda u, x: dist.StudentT(4.0, x @ u, F.softplus(x @ u.square())), reals, torch.distributions.StudentT),
+    Case(
+        "Normal, both parameters",
+        lambda u, x: dist.Normal(torch.tanh(x @ u), F.softplus(x @ u[[1, 0, 3, 2]])),
+        reals,
+    ),
+    Case(
+        "Laplace",
+        lambda u, x: dist.Laplace(x @ u, F.softplus(x @ u.square())),
+        reals,
+        torch.distributions.Laplace,
+        1e-2,
+    ),
+    Case(
+        "StudentT",
+        lambda u, x: dist.StudentT(4.0, x @ u, F.softplus(x @ u.square())),
+        reals,
+        torch.distributions.StudentT,
+    ),
     Case("Poisson", lambda u, x: dist.Poisson(F.softplus(x @ u)), counts(80), torch.distributions.Poisson),
-    Case("Exponential", lambda u, x: dist.Exponential(F.softplus(x @ u) + 0.2), positive, torch.distributions.Exponential),
+    Case(
+        "Exponential",
+        lambda u, x: dist.Exponential(F.softplus(x @ u) + 0.2),
+        positive,
+        torch.distributions.Exponential,
+    ),
     Case("Bernoulli", lambda u, x: dist.Bernoulli(logits=x @ u), counts(1)),
     Case("Bernoulli of probs", lambda u, x: dist.Bernoulli(torch.sigmoid(x @ u)), counts(1)),
     Case("Categorical", lambda u, x: dist.Categorical(logits=logits(u, x)), counts(2)),
@@ -84,10 +104,14 @@ CASES = [
     Case("mask", lambda u, x: dist.Bernoulli(logits=x @ u).mask(KEEP), counts(1)),
     Case("no mask", lambda u, x: dist.Bernoulli(logits=x @ u).mask(True), counts(1)),
     Case("mask over events", lambda u, x: dist.Bernoulli(logits=logits(u, x)).to_event(1).mask(KEEP), pairs),
-    Case("mask inside events", lambda u, x: dist.Bernoulli(logits=logits(u, x)).mask(KEEP_ELEMENTS).to_event(1), pairs),
+    Case(
+        "mask inside events",
+        lambda u, x: dist.Bernoulli(logits=logits(u, x)).mask(KEEP_ELEMENTS).to_event(1),
+        pairs,
+    ),
     Case("Categorical, masked", lambda u, x: dist.Categorical(logits=logits(u, x)).mask(KEEP), counts(2)),
     Case("expanded", lambda u, x: dist.Poisson(F.softplus(x[0] @ u)).expand([M]), counts(80)),
-]  # fmt: skip
+]
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 
 
@@ -216,7 +240,8 @@ def test_a_second_rule_for_a_class_is_refused():
 
 def test_factors_have_no_labels():
     site = ObservedSite("y", dist.Normal(torch.zeros(1, requires_grad=True), 1.0), torch.zeros(1))
-    likelihood = Linearisation(["u"], [torch.zeros(1)], [torch.ones(1)], [site], factors=["penalty_term"])
+    factor = ObservedSite("penalty_term", dist.Unit(torch.zeros(1)), torch.zeros(1, 0))
+    likelihood = Linearisation(["u"], [torch.zeros(1)], [torch.ones(1)], [site], factors=[factor])
     with pytest.raises(ModelError, match=r"pyro.factor site 'penalty_term'"):
         GGN().penalty(likelihood)
     assert repr(GGN()) == "GGN()" and repr(EmpiricalFisher()) == "EmpiricalFisher()"

@@ -87,7 +87,12 @@ CASES = [
     Case("linear", lambda x, w, b: head(F.linear(x, w, b)), (M, 3), ((4, 3), (4,)), (F.linear,)),
     Case("linear without bias", lambda x, w: head(F.linear(x, w)), (M, 3), ((4, 3),)),
     Case("linear over positions", lambda x, w, b: head(F.linear(x, w, b)), (M, 2, 6, 3), ((4, 3), (4,))),
-    Case("deep", lambda x, v, w, b: head(F.linear(F.silu(F.linear(x, v)), w, b)), (M, 3), ((6, 3), (2, 6), (2,))),
+    Case(
+        "deep",
+        lambda x, v, w, b: head(F.linear(F.silu(F.linear(x, v)), w, b)),
+        (M, 3),
+        ((6, 3), (2, 6), (2,)),
+    ),
     Case("used twice", twice, (M, 3), ((3, 3), (3,))),
     Case("tied", lambda x, w: head(F.linear(F.silu(F.linear(x, w)), w.T)), (M, 3), ((4, 3),), (), (False,)),
     Case("matmul", lambda x, w: head(torch.matmul(x, w)), (M, 3), ((3, 4),), (torch.matmul,)),
@@ -103,7 +108,12 @@ CASES = [
     Case("b + x", lambda x, b: head(b + x), (M, 3), ((3,),)),
     Case("1 + b", lambda x, b: head(x * (1 + b)), (M, 3), ((3,),), (torch.Tensor.__radd__,), (False,)),
     Case("scalar", lambda x, b: head(x + b), (M, 3), ((),)),
-    Case("functional", lambda x, v, c, w, b: head(torch.tanh(x @ v + c) @ w + b), (M, 3), ((3, 4), (4,), (4,), ())),
+    Case(
+        "functional",
+        lambda x, v, c, w, b: head(torch.tanh(x @ v + c) @ w + b),
+        (M, 3),
+        ((3, 4), (4,), (4,), ()),
+    ),
     conv(1, (2, 7), (4, 2, 3)),
     conv(1, (4, 8), (6, 2, 3), stride=2, padding=1, dilation=2, groups=2),
     conv(2, (2, 5, 4), (4, 2, 3, 2)),
@@ -118,17 +128,40 @@ CASES = [
     Case("w @ features", lambda x, w: head((w @ x.T).T), (M, 3), ((4, 3),), (), (False,)),
     Case("square w @ features", lambda x, w: head((w @ x.T).T), (M, 3), ((M, 3),), (), (False,)),
     Case("scaled weight", lambda x, w: head(F.linear(x, 2 * w)), (M, 3), ((4, 3),), (), (False,)),
-    Case("transposed elsewhere", lambda x, w: head(F.linear(x, w) + x @ w.T), (M, 3), ((4, 3),), (), (False,)),
-    Case("stacked", lambda x, v, w: head(x @ torch.stack([v, w]).sum(0) + x @ v), (M, 3), ((3, 2), (3, 2)), (), (False, False)),
+    Case(
+        "transposed elsewhere", lambda x, w: head(F.linear(x, w) + x @ w.T), (M, 3), ((4, 3),), (), (False,)
+    ),
+    Case(
+        "stacked",
+        lambda x, v, w: head(x @ torch.stack([v, w]).sum(0) + x @ v),
+        (M, 3),
+        ((3, 2), (3, 2)),
+        (),
+        (False, False),
+    ),
     Case("written into a buffer", written_into, (M, 4), ((4, 4),), (), (False,)),
-    Case("one row times M rows", lambda x, w: head(F.linear(x[0], w) * x.sum(1)), (M, 3), ((M, 3),), (), (False,)),
-    Case("one picture", lambda x, w, b: head(F.conv2d(x[0], w, b).sum((1, 2)) * x.sum((1, 2, 3))), (M, 1, 3, 3), ((M, 1, 2, 2), (M,)), (), (False, False)),
+    Case(
+        "one row times M rows",
+        lambda x, w: head(F.linear(x[0], w) * x.sum(1)),
+        (M, 3),
+        ((M, 3),),
+        (),
+        (False,),
+    ),
+    Case(
+        "one picture",
+        lambda x, w, b: head(F.conv2d(x[0], w, b).sum((1, 2)) * x.sum((1, 2, 3))),
+        (M, 1, 3, 3),
+        ((M, 1, 2, 2), (M,)),
+        (),
+        (False, False),
+    ),
     Case("changed in place", in_place, (M, 3), ((4, 3),)),
     Case("activated in place", in_place_activation, (M, 3), ((4, 3), (4,))),
     Case("no_grad", frozen_part, (M, 3), ((4, 3),)),
     Case("unused", lambda x, w, v: head(F.linear(x, w)), (M, 3), ((4, 3), (2,)), (), (True, False)),
     Case("outer", lambda x, w: head(x[:, None, :] * w), (M, 3), ((1, 3),), (), (False,)),
-]  # fmt: skip
+]
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 
 
