@@ -19,8 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
+
+from pyro_dvi.errors import UnsupportedError
 
 __all__ = ["FastSecondDerivatives", "fast_second_derivative"]
 
@@ -198,8 +199,12 @@ class _BatchNormBackward(Function):
         return gx, sum_g_xhat, sum_g
 
     @staticmethod
-    @once_differentiable  # m and r below count as constants; a third derivative would silently miss them
     def backward(ctx: Any, a: Tensor | None, a_gamma: Tensor | None, a_beta: Tensor | None) -> tuple:
+        if torch.is_grad_enabled():  # m and r below count as constants, so a third derivative would be wrong
+            raise UnsupportedError(
+                "batch_norm has no third derivative, here or in PyTorch: do not create a graph (create_graph=True) of "
+                "the gradient of a squared-gradient penalty, or put batch normalisation in evaluation mode"
+            )
         g, x, gamma, mean, r, sum_g_xhat, sum_g = ctx.saved_tensors
         n = x.numel() // x.shape[1]
         axes = [0, *range(2, x.dim())]
