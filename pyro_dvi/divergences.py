@@ -94,12 +94,20 @@ def _normal_prior(latent: Latent) -> td.Normal | None:
         own = latent.transform
         while isinstance(own, td.IndependentTransform):
             own = own.base_transform
-        parts = own.parts if isinstance(own, td.ComposeTransform) else [own]
+        parts = [
+            t for t in (own.parts if isinstance(own, td.ComposeTransform) else [own]) if not _is_identity(t)
+        ]
         same = len(parts) == len(prior.transforms) and all(
             a == b for a, b in zip(parts, prior.transforms, strict=True)
         )
         return base if isinstance(base, td.Normal) and same else None
     return None
+
+
+def _is_identity(transform: Any) -> bool:
+    """True for the shift by nothing that PyTorch appends to the exponential for positive supports."""
+    shift = isinstance(transform, td.AffineTransform)
+    return shift and type(transform.loc) in (int, float) and (transform.loc, transform.scale) == (0, 1)
 
 
 def _elementwise(transform: Any) -> bool:
