@@ -97,6 +97,8 @@ def summed_squared_gradients(likelihood: Linearisation, outputs: Tensor, cotange
         outputs: f, one entry per example; gradients flow to the latent means.
         cotangent: w of the same shape; may depend on the means as well.
     """
+    if not outputs.requires_grad:  # everything is masked, or no latent reaches the observed site
+        return [torch.zeros_like(u) for u in likelihood.values]
     results: list[Tensor | None] = [None] * len(likelihood.values)
     recorder = likelihood.recorder
     if isinstance(recorder, PerExampleRecorder) and outputs.dim() == 1:
