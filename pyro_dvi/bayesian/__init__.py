@@ -13,7 +13,6 @@ from pyro_dvi.bayesian.priors import Prior
 from pyro_dvi.bayesian.regression import Regressor, regressor
 from pyro_dvi.bayesian.scales import HierarchicalScale, LearnedScale
 from pyro_dvi.bayesian.selection import DEFAULT_LAYERS, NORM_LAYERS
-from pyro_dvi.bayesian.undisturbed import undisturbed
 
 __all__ = [
     "DEFAULT_LAYERS",
@@ -38,5 +37,4 @@ __all__ = [
     "summary",
     "to_bayesian_",
     "to_deterministic",
-    "undisturbed",
 ]

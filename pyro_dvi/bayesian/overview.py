@@ -16,8 +16,8 @@ from pyro_dvi.bayesian.posterior_means import posterior_means
 from pyro_dvi.bayesian.priors import described
 from pyro_dvi.bayesian.scales import ScalePrior
 from pyro_dvi.bayesian.site_prior import SitePrior, TiedPrior
-from pyro_dvi.bayesian.undisturbed import undisturbed
 from pyro_dvi.errors import ModelError
+from pyro_dvi.undisturbed import undisturbed
 
 __all__ = ["SiteSummary", "Summary", "summary"]
 
@@ -173,7 +173,7 @@ def _traced(
     model: Any, known: Mapping[str, SiteSummary], *args: Any, **kwargs: Any
 ) -> tuple[dict[str, SiteSummary], tuple[str, ...]]:
     """Run the model once and list its latent and observed sites."""
-    with undisturbed(model), torch.no_grad(), poutine.block():
+    with undisturbed(), torch.no_grad(), poutine.block():
         trace = poutine.trace(model).get_trace(*args, **kwargs)
     sites, observed = {}, []
     for name, site in trace.nodes.items():

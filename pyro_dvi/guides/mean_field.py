@@ -22,9 +22,9 @@ from torch.distributions import constraints
 from pyro_dvi.bayesian import init_to_module
 from pyro_dvi.errors import ArgumentError, DviWarning, GuideError, ModelError
 from pyro_dvi.guides.scales import PerWeight, ScaleFamily
-from pyro_dvi.handlers.buffers import preserve_buffers
 from pyro_dvi.handlers.latents import unconstraining_transform
 from pyro_dvi.handlers.means import strip_event_dims
+from pyro_dvi.undisturbed import preserve_buffers
 
 __all__ = ["MeanFieldGuide"]
 

@@ -17,10 +17,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pyro_dvi.bayesian.placement import tensors_of
 from pyro_dvi.errors import DataError, DeviceError, GuideError, ModelError, PyroDviError
-from pyro_dvi.handlers.buffers import preserve_buffers
 from pyro_dvi.handlers.latents import Latent, match_latents, unconstraining_transform, vector_elements
 from pyro_dvi.handlers.means import GaussianSite, PosteriorMeans, strip_event_dims
 from pyro_dvi.handlers.observed import checked_log_likelihood, observed_sites
+from pyro_dvi.undisturbed import preserve_buffers, undisturbed
 
 __all__ = ["MeanRun", "Structure", "run_at_means", "structure_of"]
 
@@ -159,7 +159,7 @@ def structure_of(model: Callable, guide: Callable, args: tuple, kwargs: dict) ->
             return structure, False
     fresh = getattr(guide, "prototype_trace", 0) is None
     try:
-        with _unchanged_random_state(), preserve_buffers():
+        with undisturbed():  # a look must not shift the random numbers of a resumed run
             run = run_at_means(model, guide, args, kwargs)
             structure = _look(run, guide)
     except Exception:
@@ -168,16 +168,6 @@ def structure_of(model: Callable, guide: Callable, args: tuple, kwargs: dict) ->
         raise
     known.append((weakref.ref(model), structure))
     return structure, True
-
-
-@contextmanager
-def _unchanged_random_state() -> Iterator[None]:
-    """A look must not shift the random numbers of a run that is resumed with fresh objects."""
-    devices = (
-        [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
-    )
-    with torch.random.fork_rng(devices=devices):
-        yield
 
 
 def _look(run: MeanRun, guide: Callable) -> Structure:

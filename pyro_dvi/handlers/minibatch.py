@@ -12,9 +12,9 @@ from torch import Tensor
 from pyro_dvi.curvature import ObservedSite
 from pyro_dvi.curvature.likelihood import SliceArguments
 from pyro_dvi.errors import ModelError, UnsupportedError
-from pyro_dvi.handlers.buffers import preserve_buffers
 from pyro_dvi.handlers.mean_run import MeanRun
 from pyro_dvi.handlers.observed import observed_sites
+from pyro_dvi.undisturbed import preserve_buffers
 
 __all__ = ["run_on_part"]
 

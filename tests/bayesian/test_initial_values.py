@@ -18,7 +18,7 @@ from pyro.infer.autoguide import (
 from pyro.infer.autoguide.initialization import init_to_feasible, init_to_sample
 from torch import nn
 
-from pyro_dvi.bayesian import init_to_module, regressor, to_bayesian_, undisturbed
+from pyro_dvi.bayesian import init_to_module, regressor, to_bayesian_
 
 GUIDES = [AutoNormal, AutoDiagonalNormal, AutoDelta, AutoMultivariateNormal, AutoLowRankMultivariateNormal]
 
@@ -53,17 +53,3 @@ def test_fallback():
         other()
         assert other.median()["s"].item() == pytest.approx(1.0)
     assert init_to_module(fallback=init_to_sample)({"fn": dist.Normal(0.0, 1.0)}).shape == ()
-
-
-def test_undisturbed_restores_statistics_and_random_state_also_after_an_error():
-    norm = nn.BatchNorm1d(2)
-    state = torch.get_rng_state()
-    with pytest.raises(KeyError), undisturbed(norm):
-        norm(torch.randn(3, 2) + 5)
-        raise KeyError
-    assert norm.running_mean is not None and norm.running_mean.abs().max() == 0
-    assert norm.num_batches_tracked == 0
-    assert torch.equal(torch.get_rng_state(), state)
-    with undisturbed(lambda: None):
-        torch.randn(3)
-    assert torch.equal(torch.get_rng_state(), state)

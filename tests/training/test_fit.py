@@ -15,10 +15,10 @@ from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 
 from pyro_dvi.elbos.taylor import TaylorELBO
 from pyro_dvi.errors import DataError, GuideError, NonFiniteError
-from pyro_dvi.handlers.buffers import preserve_buffers
 from pyro_dvi.optim import learning_rates
 from pyro_dvi.schedules import LinearWarmup
 from pyro_dvi.training import EarlyStopping, EveryStep, fit
+from pyro_dvi.undisturbed import preserve_buffers
 from tests.training.problems import (
     BATCH,
     METHODS,

@@ -16,9 +16,9 @@ from torch.distributions import transform_to
 from torch.optim import Optimizer
 
 from pyro_dvi.errors import DeviceError, NonFiniteError, UnsupportedError
-from pyro_dvi.handlers.buffers import preserve_buffers
 from pyro_dvi.optim import SCALE_PATTERN, parameter_names
 from pyro_dvi.training.random_state import preserve_random_state
+from pyro_dvi.undisturbed import preserve_buffers
 
 __all__ = ["NonFiniteLossError", "Route", "finite", "is_uninitialised"]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keep running statistics as they are while a model is only being looked at."""
+"""Run a model only to look at it: no statistics are updated and no random numbers are used up."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,7 +7,22 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-__all__ = ["preserve_buffers"]
+__all__ = ["preserve_buffers", "undisturbed"]
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Restore buffers and the random state when the block ends.
+
+    Example:
+        >>> with undisturbed():
+        ...     first = torch.rand(())
+        >>> bool(first == torch.rand(()))
+        True
+    """
+    cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+    with torch.random.fork_rng(devices=[torch.cuda.current_device()] if cuda else []), preserve_buffers():
+        yield
 
 
 @contextmanager
