@@ -84,13 +84,14 @@ def write_report(rows: list[Row], path: Path) -> None:
         f"validation NLL on 2,000 images, test on 5,000. torch {rows[-1]['torch']}, {rows[-1]['machine']}, CPU.",
     ]
     main = [row for row in rows if row["part"] == "main"]
-    for size in sorted({row["num_train"] for row in main}):
-        part = [row for row in main if row["num_train"] == size]
+    for size, network in sorted({(row["num_train"], row["network"]) for row in main}):
+        part = [row for row in main if (row["num_train"], row["network"]) == (size, network)]
         tested = sorted({row["kl_weight"] for row in part})
         text += ["", f"## {size:,} training images, {part[0]['weights']:,} weights, KL weights {tested}", ""]
         text += comparison(part, ("VL", "MAP", "VI")) + ["", *paired(part)]
-        text += ["", "At KL weight 1, the untempered posterior:", ""]
-        text += comparison(part, ("VL", "MAP", "VI"), lambda row: row["kl_weight"] == 1.0)
+        if 1.0 in tested:
+            text += ["", "At KL weight 1, the untempered posterior:", ""]
+            text += comparison(part, ("VL", "MAP", "VI"), lambda row: row["kl_weight"] == 1.0)
     variants = [row for row in rows if row["part"] == "variants"]
     if variants:
         size, weight = variants[0]["num_train"], variants[0]["kl_weight"]
