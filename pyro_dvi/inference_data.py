@@ -281,11 +281,11 @@ def _attributes(guide: Any, rule: PredictionRule, elbo: Any, seed: int | None) -
         attributes["seed"] = seed
     if elbo is not None:
         attributes["elbo"] = type(elbo).__name__
-        weight = (getattr(elbo, "terms", None) or {}).get("kl_weight", getattr(elbo, "kl_weight", None))
-        if weight is not None and not callable(weight):
-            attributes["kl_weight"] = float(weight)
-        elif weight is not None:
-            attributes["kl_weight"] = repr(weight)
+        weight = getattr(elbo, "kl_weight", None)
+        if callable(weight):  # a schedule: what it last gave
+            weight = (getattr(elbo, "terms", None) or {}).get("kl_weight", repr(weight))
+        if weight is not None:
+            attributes["kl_weight"] = weight if isinstance(weight, str) else float(weight)
     return attributes
 
 

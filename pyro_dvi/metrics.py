@@ -181,13 +181,11 @@ def reliability_table(probabilities: Any, labels: Any, num_bins: int = 15) -> Re
     p, y = _checked(probabilities, labels)
     confidence, predicted = p.max(-1)
     # Dividing whole numbers gives the same edges everywhere, so that a confidence on an edge has one place.
-    edges = torch.arange(num_bins + 1, dtype=torch.float64, device=p.device) / num_bins
+    edges = torch.arange(num_bins + 1, dtype=torch.float64) / num_bins
     place = torch.bucketize(confidence, edges[1:-1])
 
     def total(values: Tensor) -> Tensor:
-        return torch.zeros(num_bins, dtype=torch.float64, device=p.device).index_add_(
-            0, place, values.double()
-        )
+        return torch.zeros(num_bins, dtype=torch.float64).index_add_(0, place, values.double())
 
     count = total(torch.ones_like(confidence))
     return ReliabilityTable(edges, total(confidence) / count, total(predicted == y) / count, count.long())
@@ -252,12 +250,12 @@ def rmse(mean: Any, observed: Any) -> float:
         raise DataError(
             f"mean has shape {tuple(m.shape)} and observed {tuple(y.shape)}: they must be the same"
         )
-    return float((m - y.to(m.device)).square().mean().sqrt())
+    return float((m - y).square().mean().sqrt())
 
 
 def _finite_or_infinite(values: Any, name: str) -> Tensor:
     """Return ``values`` in double precision: at least one, none of them NaN."""
-    tensor = torch.as_tensor(values).detach().double()
+    tensor = torch.as_tensor(values).detach().cpu().double()  # some accelerators have no double precision
     if tensor.numel() == 0:
         raise DataError(f"{name} is empty")
     if tensor.isnan().any():
@@ -272,7 +270,7 @@ def _rows_sum_to_one(values: Tensor) -> bool:
 def _checked(probabilities: Any, labels: Any) -> tuple[Tensor, Tensor]:
     """Return probabilities ``[n, C]`` in double precision and labels ``[n]`` of whole numbers."""
     p = _finite_or_infinite(probabilities, "probabilities")
-    y = _finite_or_infinite(labels, "labels").to(p.device)
+    y = _finite_or_infinite(labels, "labels")
     if p.shape == y.shape:  # probabilities of label 1
         if p.dim() > 1 and _rows_sum_to_one(p) and _rows_sum_to_one(y):
             raise DataError("labels are one-hot: pass the class of each example, labels.argmax(-1)")

@@ -22,6 +22,8 @@ __all__ = ["reliability_diagram", "training_history"]
 
 BLUE, VERMILLION, GREY = "#0072B2", "#D55E00", "#666666"
 
+FEW = 5  # examples in a bin below which its accuracy is drawn as an open circle
+
 # Columns of a training record that have a panel of their own, in this order; validation metrics follow.
 _TERMS = {
     "loss": "loss (objective)",
@@ -44,7 +46,8 @@ def reliability_diagram(
 
     Points on the diagonal are calibrated, below it overconfident. The grey bars are the gaps that the expected
     calibration error averages; its value is in the title. Error bars are one binomial standard error,
-    :math:`\sqrt{a(1-a)/n_b}`, and bins are those of :func:`~pyro_dvi.metrics.reliability_table`.
+    :math:`\sqrt{a(1-a)/n_b}`, open circles are bins of fewer than five examples, and the bins are those of
+    :func:`~pyro_dvi.metrics.reliability_table`.
 
     Args:
         probabilities: class probabilities ``[..., C]``, or probabilities of label 1, ``[...]``.
@@ -69,10 +72,10 @@ def reliability_diagram(
     """
     table = metrics.reliability_table(probabilities, labels, num_bins)
     error = metrics.expected_calibration_error(probabilities, labels, num_bins)
-    edges, count = table.edges.cpu().numpy(), table.count.cpu().numpy()
+    edges, count = table.edges.numpy(), table.count.numpy()
     filled = count > 0
-    confidence = table.confidence.cpu().numpy()[filled]
-    accuracy = table.accuracy.cpu().numpy()[filled]
+    confidence = table.confidence.numpy()[filled]
+    accuracy = table.accuracy.numpy()[filled]
     spread = np.sqrt(accuracy * (1 - accuracy) / count[filled])
     width = 1 / num_bins
 
@@ -87,16 +90,22 @@ def reliability_diagram(
         alpha=0.25,
         linewidth=0,
     )
-    ax.errorbar(
-        confidence,
-        accuracy,
-        yerr=spread,
-        color=BLUE,
-        marker="o",
-        markersize=4,
-        linewidth=1.5,
-        label="observed",
-    )
+    for few in (False, True):
+        chosen = (count[filled] < FEW) == few
+        style: dict[str, Any] = (
+            {"linestyle": "none", "markerfacecolor": "white"} if few else {"linewidth": 1.5}
+        )
+        ax.errorbar(
+            confidence[chosen],
+            accuracy[chosen],
+            yerr=spread[chosen],
+            color=BLUE,
+            elinewidth=1,
+            marker="o",
+            markersize=4,
+            alpha=0.5 if few else 1,
+            **style,
+        )
     ax.set(xlim=(0, 1), ylim=(0, 1.02), ylabel="accuracy")
     ax.set_title(title or "", loc="left", fontsize="medium", fontweight="bold")
     ax.text(

@@ -40,7 +40,9 @@ def test_nll_is_scikit_learns_log_loss_and_has_the_textbook_standard_error():
     log_likelihood = np.log(p[np.arange(len(y)), y])
     score = metrics.nll(log_likelihood)
     assert score.value == pytest.approx(log_loss(y, p, labels=range(4)), abs=1e-12)
-    assert score.standard_error == pytest.approx(np.std(log_likelihood, ddof=1) / math.sqrt(len(y)), abs=1e-12)
+    assert score.standard_error == pytest.approx(
+        np.std(log_likelihood, ddof=1) / math.sqrt(len(y)), abs=1e-12
+    )
     assert float(score) == score.value
     assert math.isnan(metrics.nll([-1.0]).standard_error)
     assert metrics.nll([-math.inf, -1.0]).value == math.inf
@@ -57,7 +59,9 @@ def test_brier_is_scikit_learns():
     p, y = problem(classes=2)
     assert metrics.brier(p, y) == pytest.approx(2 * brier_score_loss(y, p[:, 1]), abs=1e-12)
     p, y = problem()
-    by_hand = np.mean([sum((row[c] - (c == label)) ** 2 for c in range(4)) for row, label in zip(p, y, strict=True)])
+    by_hand = np.mean(
+        [sum((row[c] - (c == label)) ** 2 for c in range(4)) for row, label in zip(p, y, strict=True)]
+    )
     assert metrics.brier(p, y) == pytest.approx(by_hand, abs=1e-12)
 
 

@@ -67,8 +67,16 @@ def other_guide(x, y=None):
 NAN = torch.full((10,), math.nan)
 
 MISTAKES = {
-    "guide never run": (lambda: predict(model, MeanFieldGuide(model), X), GuideError, r"has not seen.*guide\(x, y\)"),
-    "Pyro guide never run": (lambda: predict(model, AutoNormal(model), X), GuideError, "AutoNormal has not seen"),
+    "guide never run": (
+        lambda: predict(model, MeanFieldGuide(model), X),
+        GuideError,
+        r"has not seen.*guide\(x, y\)",
+    ),
+    "Pyro guide never run": (
+        lambda: predict(model, AutoNormal(model), X),
+        GuideError,
+        "AutoNormal has not seen",
+    ),
     "guide of another model": (
         lambda: predict(model, other_guide, X),
         ModelError,
@@ -76,13 +84,21 @@ MISTAKES = {
     ),
     "no observed site": (lambda: predict(no_response, guide, X), ModelError, "no observed site to predict"),
     "several sites": (lambda: predict(two_sites, guide, X), ModelError, r"\['height', 'weight'\].*site="),
-    "unknown site": (lambda: predict(model, guide, X, site="y"), ModelError, r"no observed site 'y'; it has \['obs'\]"),
+    "unknown site": (
+        lambda: predict(model, guide, X, site="y"),
+        ModelError,
+        r"no observed site 'y'; it has \['obs'\]",
+    ),
     "unknown argument": (
         lambda: predict(model, guide, X, observed="labels"),
         ArgumentError,
         r"no argument 'labels'.*\['x', 'y'\]",
     ),
-    "method as text": (lambda: predict(model, guide, X, "mean"), ArgumentError, r"AtMean\(\) or Samples\(30\), not 'mean'"),
+    "method as text": (
+        lambda: predict(model, guide, X, "mean"),
+        ArgumentError,
+        r"AtMean\(\) or Samples\(30\), not 'mean'",
+    ),
     "method as class": (lambda: predict(model, guide, X, AtMean), ArgumentError, "not <class"),
     "no draws": (lambda: Samples(0), ArgumentError, "positive whole number of draws, not 0"),
     "half a draw": (lambda: Samples(1.5), ArgumentError, "not 1.5"),
@@ -93,7 +109,11 @@ MISTAKES = {
     "list of tensors": (lambda: predict(model, guide, [X, X]), DataError, "type list.*tuple"),
     "text": (lambda: predict(model, guide, "x"), DataError, "type str"),
     "batches of text": (lambda: predict(model, guide, ["x"]), DataError, "batches of type str.*collate_fn"),
-    "unknown entry": (lambda: predict(model, guide, {"images": X}), DataError, r"\['images'\] that are no arguments"),
+    "unknown entry": (
+        lambda: predict(model, guide, {"images": X}),
+        DataError,
+        r"\['images'\] that are no arguments",
+    ),
     "no examples": (lambda: predict(model, guide, X[:0]), DataError, "no examples"),
     "empty loader": (lambda: predict(model, guide, []), DataError, "no examples"),
     "no tensor": (lambda: predict(model, guide, (1.0,)), DataError, "no tensor of examples"),
@@ -108,13 +128,21 @@ MISTAKES = {
         DataError,
         "'obs'.*from 2 to 2 include some that Categorical cannot give",
     ),
-    "label between classes": (lambda: predict(classes, guide, (X, X.abs() / 2)), DataError, "Categorical cannot give"),
+    "label between classes": (
+        lambda: predict(classes, guide, (X, X.abs() / 2)),
+        DataError,
+        "Categorical cannot give",
+    ),
     "late labels of another length": (
         lambda: predict(model, guide, X).metrics(X[:5]),
         DataError,
         r"10 predictions need as many observed values, not \(5,\)",
     ),
-    "no labels": (lambda: predict(model, guide, X).metrics(), DataError, r"pass y, or predict from data.*\(x, y\)"),
+    "no labels": (
+        lambda: predict(model, guide, X).metrics(),
+        DataError,
+        r"pass y, or predict from data.*\(x, y\)",
+    ),
     "mixture not kept": (
         lambda: predict(model, guide, X, Samples(3)).log_likelihood(X),
         UnsupportedError,
@@ -130,13 +158,21 @@ MISTAKES = {
         UnsupportedError,
         "'obs' is Normal, which has no class probabilities",
     ),
-    "model that subsamples itself": (lambda: predict(own_subsample, guide, X), DataError, "no dimension counts the 10"),
+    "model that subsamples itself": (
+        lambda: predict(own_subsample, guide, X),
+        DataError,
+        "no dimension counts the 10",
+    ),
     "plate without subsample size": (
         lambda: predict(fixed_plate, guide, X[:5]),
         DataError,
         r"does not take 5 rows.*subsample_size=len\(x\)",
     ),
-    "one event": (lambda: predict(one_event, guide, X), DataError, r"'obs' has batch shape \(\) and event shape \(10,\)"),
+    "one event": (
+        lambda: predict(one_event, guide, X),
+        DataError,
+        r"'obs' has batch shape \(\) and event shape \(10,\)",
+    ),
 }
 
 

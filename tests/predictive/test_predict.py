@@ -116,7 +116,9 @@ def test_samples_agree_with_a_loop_that_keeps_every_draw():
         probabilities.append(run.nodes["obs"]["fn"].probs)
     torch.testing.assert_close(prediction.probabilities, torch.stack(probabilities).mean(0))
     one_hot = torch.stack(probabilities)
-    second_moment_variance = one_hot.mean(0) - one_hot.mean(0) ** 2  # of the one-hot code: its square is itself
+    second_moment_variance = (
+        one_hot.mean(0) - one_hot.mean(0) ** 2
+    )  # of the one-hot code: its square is itself
     torch.testing.assert_close(prediction.variance, second_moment_variance)
 
 
@@ -322,9 +324,13 @@ def test_every_likelihood(name, method):
     assert prediction.mean.shape == prediction.variance.shape == y.shape
     assert prediction.log_likelihood().shape == (6,)
     torch.manual_seed(0)
-    components = [draw["w"] for draw in Samples(4).draws(guide, (x,))] if method != AtMean() else [guide.median()["w"]]
+    components = (
+        [draw["w"] for draw in Samples(4).draws(guide, (x,))] if method != AtMean() else [guide.median()["w"]]
+    )
     densities = torch.stack([LIKELIHOODS[name](w.detach() * x).log_prob(y) for w in components])
-    torch.testing.assert_close(prediction.log_likelihood(), densities.logsumexp(0) - math.log(len(components)))
+    torch.testing.assert_close(
+        prediction.log_likelihood(), densities.logsumexp(0) - math.log(len(components))
+    )
     means = torch.stack([LIKELIHOODS[name](w.detach() * x).mean for w in components])
     torch.testing.assert_close(prediction.mean, means.mean(0))
     if name in ("Bernoulli", "labels", "one-hot"):
@@ -372,7 +378,8 @@ def test_float64():
 def test_memory_does_not_grow_with_the_number_of_draws():
     model, guide, x, y = regression()
     parts = predict(model, guide, (x, y), Samples(40))._parts
-    assert sum(t.numel() for t in (parts[0].mean, parts[0].variance, parts[0].log_likelihood)) == 60
+    kept = [value for value in vars(parts[0]).values() if torch.is_tensor(value)]
+    assert sum(value.numel() for value in kept) == 80  # mean, variance, log-likelihood, observed
     assert parts[0].distribution is None
 
 
