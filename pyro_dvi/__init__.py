@@ -8,7 +8,7 @@ first used.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from pyro_dvi import curvature, errors, metrics
+from pyro_dvi import bayesian, curvature, errors, metrics, schedules, training
 from pyro_dvi.bayesian import (
     classifier,
     fan_in,
@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 __all__ = [
     # Errors
     "errors",
-    # Bayesian models
+    # Bayesian models; their other priors and noises are in ``bayesian``
+    "bayesian",
     "to_bayesian_",
     "fan_in",
     "smooth_activations_",
@@ -48,7 +49,9 @@ __all__ = [
     "PerSite",
     "SGDStepSize",
     "TaylorELBO",
-    # Training
+    # Training; early stopping, checkpoints and batch-norm statistics are in ``training``
+    "schedules",
+    "training",
     "learning_rates",
     "parameter_groups",
     "fit",
