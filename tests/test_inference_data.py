@@ -101,12 +101,12 @@ def test_groups_and_dimensions(guide_class, method):
 
 def test_posterior_draws_have_the_guides_moments():
     guide, x, y = fitted(steps=50)
-    posterior = to_arviz(line, guide, (x, y), num_samples=4000, seed=0)
+    posterior = to_arviz(line, guide, (x, y), num_samples=1000, seed=0)
     loc, scale = guide.locs.slope.item(), guide.scales.slope.item()
     draws = values(posterior, "posterior", "slope")
     # Fails for one seed in 30,000; the seed is fixed.
-    assert abs(draws.mean() - loc) < 4 * scale / 4000**0.5
-    assert abs(draws.std() / scale - 1) < 4 / 8000**0.5
+    assert abs(draws.mean() - loc) < 4 * scale / 1000**0.5
+    assert abs(draws.std() / scale - 1) < 4 / 2000**0.5
 
 
 def test_log_likelihood_is_that_of_the_prediction():
@@ -127,13 +127,13 @@ def test_log_likelihood_is_that_of_the_prediction():
 
 def test_predictive_draws_have_the_predictions_moments_at_the_mean_and_sampled():
     guide, x, y = fitted(steps=50)
-    for method, draws in ((AtMean(), 4000), (Samples(4000), None)):
+    for method, draws in ((AtMean(), 800), (Samples(800), None)):
         posterior = to_arviz(line, guide, (x, y), draws, method=method, seed=1)
         predictive = values(posterior, "posterior_predictive", "obs")[0]
         prediction = predict(line, guide, x, method, seed=1)
-        error = (predictive.mean(0) - prediction.mean.numpy()) / (prediction.variance.numpy() / 4000) ** 0.5
+        error = (predictive.mean(0) - prediction.mean.numpy()) / (prediction.variance.numpy() / 800) ** 0.5
         assert np.abs(error).max() < 5  # 30 z-scores at each of two methods; fails for one seed in 30,000
-        np.testing.assert_allclose(predictive.var(0), prediction.variance, rtol=0.15)
+        np.testing.assert_allclose(predictive.var(0), prediction.variance, rtol=0.3)  # six standard errors
 
 
 def test_batches_share_the_weights_and_not_the_noise():
