@@ -99,39 +99,32 @@ def summed_squared_gradients(likelihood: Linearisation, outputs: Tensor, cotange
     """
     if not outputs.requires_grad:  # everything is masked, or no latent reaches the observed site
         return [torch.zeros_like(u) for u in likelihood.values]
-    results: list[Tensor | None] = [None] * len(likelihood.values)
-    recorder = likelihood.recorder
-    if isinstance(recorder, PerExampleRecorder) and outputs.dim() == 1:
-        covered = {
-            k: uses
-            for k, uses in recorder.uses.items()
-            if uses and all(use.shape[:1] == outputs.shape for use in uses)
-        }
-        flat = [use for uses in covered.values() for use in uses]
-        if flat:
-            deltas = torch.autograd.grad(
-                outputs, [use.output for use in flat], cotangent, create_graph=True, allow_unused=True
-            )
-            by_use = {id(use): delta for use, delta in zip(flat, deltas, strict=True)}
-            for k, uses in covered.items():
-                parts = [_gradient(use, by_use[id(use)]) for use in uses if by_use[id(use)] is not None]
-                if any(part is None for part in parts):
-                    continue  # a call that the rule does not cover
-                shape = likelihood.values[k].shape
-                squares = sum(parts[1:], parts[0]).square().sum(0) if parts else None
-                results[k] = (
-                    torch.zeros_like(likelihood.values[k]) if squares is None else squares.reshape(shape)
-                )
-    rest = [k for k, result in enumerate(results) if result is None]
+    found: dict[int, Tensor] = {}
+    if isinstance(likelihood.recorder, PerExampleRecorder) and outputs.dim() == 1:
+        found = _by_layer(likelihood.recorder.uses, outputs, cotangent)
+    rest = [k for k in range(len(likelihood.values)) if k not in found]
     if rest:
         values = [likelihood.values[k] for k in rest]
-        for k, squares in zip(rest, _one_pass_per_example(outputs, cotangent, values), strict=True):
-            results[k] = squares
-    return [r for r in results if r is not None]
+        found.update(zip(rest, _one_pass_per_example(outputs, cotangent, values), strict=True))
+    return [found[k].reshape(u.shape) for k, u in enumerate(likelihood.values)]
 
 
-def _gradient(use: _Use, delta: Tensor) -> Tensor | None:
-    return use.rule(use.arguments, use.position, delta)
+def _by_layer(uses: dict[int, list[_Use]], outputs: Tensor, cotangent: Tensor) -> dict[int, Tensor]:
+    """Sums for the weights whose every use has a rule and keeps the examples in its rows."""
+    covered = {
+        k: calls for k, calls in uses.items() if calls and all(c.shape[:1] == outputs.shape for c in calls)
+    }
+    edges = [call.output for calls in covered.values() for call in calls]
+    if not edges:
+        return {}
+    deltas = iter(torch.autograd.grad(outputs, edges, cotangent, create_graph=True, allow_unused=True))
+    found = {}
+    for k, calls in covered.items():
+        per_call = [(call, next(deltas)) for call in calls]
+        gradients = [c.rule(c.arguments, c.position, delta) for c, delta in per_call if delta is not None]
+        if gradients and all(gradient is not None for gradient in gradients):
+            found[k] = sum(gradients[1:], gradients[0]).square().sum(0)
+    return found
 
 
 def _one_pass_per_example(outputs: Tensor, cotangent: Tensor, values: list[Tensor]) -> list[Tensor]:
@@ -187,9 +180,10 @@ def _convolution(arguments: tuple, position: int, delta: Tensor) -> Tensor | Non
         return None
     n = weight.dim() - 2
     kernel = weight.shape[2:]
-    stride, padding, dilation = (_per_dimension(v, n) for v in (stride, padding, dilation))
+    stride, padding = _per_dimension(stride, n), _per_dimension(padding, n)
+    dilation = _per_dimension(dilation, n)
     if n == 1:  # a picture of height one
-        x, kernel = x.unsqueeze(2), (1, *kernel)
+        x, kernel = x.unsqueeze(2), torch.Size((1, *kernel))
         stride, padding, dilation = (1, *stride), (0, *padding), (1, *dilation)
     patches = F.unfold(x, kernel, dilation, padding, stride)  # [M, C·k, positions]
     grouped = patches.reshape(len(x), groups, -1, patches.shape[-1])
