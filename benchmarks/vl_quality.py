@@ -45,7 +45,7 @@ RESULTS = Path(__file__).parent / "results" / "vl_quality.jsonl"
 KL_WEIGHTS = {
     ("conv_net", 2000): (0.01, 0.03, 0.1, 0.3, 1.0),
     ("conv_net", 10000): (0.01, 0.03),
-    ("conv_net, width 16", 10000): (0.01, 0.03, 0.1),
+    ("conv_net, width 16", 10000): (0.03, 0.1, 0.01),
 }
 NETWORKS: dict[str, Callable[[], torch.nn.Module]] = {
     "conv_net": conv_net,
@@ -54,7 +54,7 @@ NETWORKS: dict[str, Callable[[], torch.nn.Module]] = {
 }
 SEEDS = (0, 1, 2)
 BATCH_SIZE, LR, NUM_SAMPLES = 100, 3e-3, 10
-EPOCHS = {("conv_net", 10000): 16, ("conv_net, width 16", 10000): 24}  # otherwise 40
+EPOCHS = {("conv_net", 10000): 16, ("conv_net, width 16", 10000): 16}  # otherwise 40
 CHECKPOINTS = 8  # evenly spaced epochs at which training may be stopped
 
 
