@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One run of guide and model at the posterior mean, with everything an ELBO reads from it."""
 
+import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -144,7 +145,13 @@ _UNLIMITED: Any = float("inf")  # Pyro's way to say so, though it annotates an i
 
 # What the first run shows --------------------------------------------------------------------------------------
 
-_STRUCTURES: "weakref.WeakKeyDictionary[Any, list[tuple[Any, Structure]]]" = weakref.WeakKeyDictionary()
+# Weak references to the guide and the model, the functions that they call (for bound methods), what was seen.
+_STRUCTURES: list[tuple[Any, Any, tuple[Any, Any], Structure]] = []
+
+
+def _owner(function: Callable) -> tuple[Any, Any]:
+    """The object to remember a callable by: a bound method is a new object at every access."""
+    return (function.__self__, function.__func__) if inspect.ismethod(function) else (function, None)
 
 
 def structure_of(model: Callable, guide: Callable, args: tuple, kwargs: dict) -> tuple[Structure, bool]:
@@ -153,9 +160,10 @@ def structure_of(model: Callable, guide: Callable, args: tuple, kwargs: dict) ->
     Returns:
         the structure, and whether this was the first look.
     """
-    known = _STRUCTURES.setdefault(guide, [])
-    for model_ref, structure in known:
-        if model_ref() is model:
+    (model_owner, model_function), (guide_owner, guide_function) = _owner(model), _owner(guide)
+    functions = (guide_function, model_function)
+    for guide_ref, model_ref, called, structure in _STRUCTURES:
+        if guide_ref() is guide_owner and model_ref() is model_owner and called == functions:
             return structure, False
     fresh = getattr(guide, "prototype_trace", 0) is None
     try:
@@ -166,7 +174,8 @@ def structure_of(model: Callable, guide: Callable, args: tuple, kwargs: dict) ->
         if fresh:
             guide.prototype_trace = None  # type: ignore[attr-defined]  # look again when the call is corrected
         raise
-    known.append((weakref.ref(model), structure))
+    _STRUCTURES[:] = [known for known in _STRUCTURES if known[0]() is not None and known[1]() is not None]
+    _STRUCTURES.append((weakref.ref(guide_owner), weakref.ref(model_owner), functions, structure))
     return structure, True
 
 

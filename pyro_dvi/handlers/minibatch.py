@@ -2,7 +2,7 @@
 """Run a model again on part of its minibatch."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pyro.poutine as poutine
@@ -39,13 +39,13 @@ def run_on_part(
                 f"Fisher(fraction={fraction}) cannot take part of the rows: latent site {latent.name!r} is local to a "
                 "plate. Use Fisher(every=k) to save time instead."
             )
-    tensors = [v for v in (*args, *kwargs.values()) if torch.is_tensor(v) and v.dim()]
-    if not tensors:
+    first = next(_tensors((args, kwargs)), None)
+    if first is None:
         raise UnsupportedError(
             f"Fisher(fraction={fraction}) found no tensor among the model's arguments to take rows of: pass slice_args"
         )
-    length = len(tensors[0])
-    rows = torch.randperm(length, device=tensors[0].device)[: max(1, math.ceil(fraction * length))]
+    length = len(first)
+    rows = torch.randperm(length, device=first.device)[: max(1, math.ceil(fraction * length))]
     part_args, part_kwargs = (slice_args or _slice_rows)(args, kwargs, rows)
     advice = (
         "Give the plate the length of the data (subsample_size=len(x)), so that its scale follows the part, or pass "
@@ -82,14 +82,25 @@ def _weight(scale: float | Tensor, fn: Any) -> float:
     return float(torch.as_tensor(scale, dtype=torch.float64).mean()) * elements
 
 
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Tensors with a first dimension among the arguments, however nested, in their order."""
+    if torch.is_tensor(value):
+        if value.dim():
+            yield value
+    elif isinstance(value, (tuple, list, dict)):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(part)
+
+
 def _slice_rows(args: tuple, kwargs: dict, rows: Tensor) -> tuple[tuple, dict]:
-    length = next(len(v) for v in (*args, *kwargs.values()) if torch.is_tensor(v) and v.dim())
+    length = len(next(_tensors((args, kwargs))))
 
     def part(value: Any) -> Any:
         if torch.is_tensor(value) and value.dim() and len(value) == length:
             return value[rows]
         if isinstance(value, (tuple, list)):
-            return type(value)(part(v) for v in value)
+            parts = [part(v) for v in value]
+            return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
         return {k: part(v) for k, v in value.items()} if isinstance(value, dict) else value
 
     return tuple(part(v) for v in args), {k: part(v) for k, v in kwargs.items()}
