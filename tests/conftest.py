@@ -42,7 +42,8 @@ def _fresh_state() -> Iterator[None]:
     pyro.clear_param_store()
     pyro.set_rng_seed(20211)
     torch.set_default_dtype(torch.float32)
-    with pyro.settings.context(module_local_params=False, validate_distributions_pyro=True):
+    pyro.enable_validation(True)  # Pyro's and torch's: contexts that switch one may leave the other behind
+    with pyro.settings.context(module_local_params=False):
         yield
     pyro.clear_param_store()
     torch.set_default_dtype(torch.float32)
