@@ -171,7 +171,8 @@ def _add(arguments: tuple, position: int, delta: Tensor) -> Tensor | None:
 @per_example_rule(F.conv1d, F.conv2d)
 def _convolution(arguments: tuple, position: int, delta: Tensor) -> Tensor | None:
     defaults = (None, None, None, 1, 0, 1, 1)
-    x, weight, _, stride, padding, dilation, groups = (*arguments, *defaults[len(arguments) :])
+    call: tuple[Any, ...] = arguments + defaults[len(arguments) :]
+    x, weight, _, stride, padding, dilation, groups = call
     if x.dim() != weight.dim():  # a single picture
         return None
     if position == 2:
