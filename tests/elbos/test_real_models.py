@@ -46,15 +46,15 @@ def resnet(dtype: torch.dtype, device: str = "cpu") -> Classifier:
     return Classifier(net, num_data=40).to(device, dtype)
 
 
-def train_resnet(dtype: torch.dtype, device: str = "cpu") -> None:
+def train_resnet(dtype: torch.dtype, device: str = "cpu", steps: int = 2) -> None:
     model = resnet(dtype, device)
-    x, y = images(dtype=dtype, device=device)
+    x, y = images(size=2, dtype=dtype, device=device)
     guide = MeanFieldGuide(model)
     optimizer = pyro.optim.ClippedAdam(dvi.learning_rates(1e-3, scale_multiplier=10))
     svi = SVI(model, guide, optimizer, loss=dvi.TaylorELBO(kl_weight=0.03, num_data=40))
     bn = model.net.bn1
     affine = {k: v.detach().clone() for k, v in bn.named_parameters()}
-    for step in range(2):
+    for step in range(steps):
         loss = svi.step(x, y)
         assert torch.isfinite(torch.tensor(loss))
         assert bn.num_batches_tracked == step + 1
@@ -69,9 +69,10 @@ def train_resnet(dtype: torch.dtype, device: str = "cpu") -> None:
     torch.testing.assert_close(bn.running_mean, tracked)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_torchvision_resnet(dtype):
-    train_resnet(dtype)
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype, steps", [(torch.float32, 2), (torch.float64, 1)])
+def test_torchvision_resnet(dtype, steps):
+    train_resnet(dtype, steps=steps)
 
 
 @pytest.mark.cuda
