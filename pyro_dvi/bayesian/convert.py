@@ -51,10 +51,8 @@ def to_bayesian_(
     follow ``module.to(device, dtype)``.
 
     Every chosen parameter is one Pyro site, named like the parameter. A parameter that two layers share stays
-    one
-    latent: the first layer has the site, the others repeat it as a deterministic one. Inside a Pyro run, one
-        draw
-    serves a whole call of the network. Outside, *each access redraws from the prior*: ``net.fc.weight`` twice
+    one latent: the first layer has the site, the others repeat it as a deterministic one. Inside a Pyro run,
+    one draw serves a whole call of the network. Outside, *each access redraws from the prior*: ``net.fc.weight`` twice
     gives two values, and ``net(x)`` is a network drawn from the prior. Predict with a guide.
 
     Status: exact; the model is the network with the stated prior.

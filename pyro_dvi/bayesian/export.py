@@ -50,8 +50,8 @@ def to_deterministic(model_or_net: nn.Module, guide: Any) -> nn.Module:
         >>> from pyro_dvi.bayesian import to_bayesian_
         >>> net = to_bayesian_(nn.Linear(2, 1))
         >>> plain = to_deterministic(net, {"weight": torch.ones(1, 2), "bias": torch.zeros(1)})
-        >>> type(plain) is nn.Linear, plain.state_dict()
-        (True, OrderedDict({'weight': tensor([[1., 1.]]), 'bias': tensor([0.])}))
+        >>> type(plain) is nn.Linear, dict(plain.state_dict())
+        (True, {'weight': tensor([[1., 1.]]), 'bias': tensor([0.])})
     """
     if not isinstance(model_or_net, nn.Module):
         raise ArgumentError(
