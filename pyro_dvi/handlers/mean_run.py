@@ -276,5 +276,5 @@ def _function_names(roots: list[Tensor]) -> Iterator[str]:
         if node in seen:
             continue
         seen.add(node)
-        yield node.name()
+        yield type(node).__name__
         stack.extend(parent for parent, _ in node.next_functions if parent is not None)

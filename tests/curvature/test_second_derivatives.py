@@ -98,7 +98,7 @@ def test_value_first_and_second_derivatives_are_those_of_pytorch(case):
 @every_case
 def test_the_replacement_is_used(case):
     node = fast(case.call)(*case.inputs()).grad_fn
-    assert node is not None and node.name().startswith(("_Convolution", "_BatchNorm"))
+    assert node is not None and type(node).__name__.startswith(("_Convolution", "_BatchNorm"))
 
 
 @pytest.mark.parametrize("case", [CASES[k] for k in (1, 5, 8, 10, 12)], ids=lambda c: c.name)
