@@ -154,9 +154,8 @@ def table(rows: list[dict[str, Any]], machine: str) -> str:
         lines += [f"**{case}**", "", header, "|---|---|---|---|---|"]
         for row in (r for r in rows if r["case"] == case):
             low, high = row["ratio_quartiles"]
-            lines.append(
-                f"| {row['step']} | {row['median_ms']:.1f} | {row['ratio']:.2f} | {low:.2f} to {high:.2f} |"
-            )
+            times = f"{row['median_ms']:.1f} | {row['ratio']:.2f} | {low:.2f} to {high:.2f}"
+            lines.append(f"| {row['step']} | {times} | {row['median_ms'] / in_pyro:.2f} |")
         lines.append("")
     return "\n".join(lines)
 

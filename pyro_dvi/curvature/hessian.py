@@ -75,7 +75,7 @@ class HessianDiagonal(Curvature):
         else:
             curvatures = self._hutchinson(gradients, likelihood)
         limits = likelihood.precision_limits()
-        self._watch(likelihood.names, curvatures, limits)
+        self._watch(likelihood, curvatures, limits)
         clamped = []
         for c, limit in zip(curvatures, limits, strict=True):
             floor = torch.zeros_like(c) if limit is None else -self.margin * limit.detach().expand_as(c)
@@ -93,13 +93,17 @@ class HessianDiagonal(Curvature):
             totals = [t - v * hv for t, v, hv in zip(totals, probes, products, strict=True)]
         return [t / self.num_probes for t in totals]
 
-    def _watch(self, names: list[str], curvatures: list[Tensor], limits: list[Tensor | None]) -> None:
+    def _watch(
+        self, likelihood: Linearisation, curvatures: list[Tensor], limits: list[Tensor | None]
+    ) -> None:
         if self.patience is None:
             return
         self._evaluations += 1
         beyond = self._evaluations - self.patience
         due = beyond > 0 and beyond % 100 == 1  # now and then: each check waits for the device
-        for name, c, limit in zip(names, curvatures, limits, strict=True):
+        for name, c, limit in zip(likelihood.names, curvatures, limits, strict=True):
+            if name in likelihood.local:
+                continue
             old = self._averages.get(name)
             new = c.detach() if old is None else torch.lerp(old, c.detach(), 1 - self._DECAY)
             self._averages[name] = new

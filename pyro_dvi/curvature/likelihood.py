@@ -104,6 +104,7 @@ class Linearisation:
         precision_limits: returns per latent the precision that its prior contributes to an optimal posterior,
             kl_weight / s², or None where the prior is not Normal.
         factors: ``pyro.factor`` terms, which have a log-density but no labels.
+        local: names of latents inside plates, whose elements belong to other rows in every step.
         recorder: what ``Curvature.recorder`` returned for this run.
         subset: builds the linearisation of a random part of the minibatch, given the fraction and a function
             ``(args, kwargs, rows) -> (args, kwargs)`` that takes rows of the model's arguments (None: along
@@ -116,6 +117,7 @@ class Linearisation:
     sites: list[ObservedSite]
     precision_limits: Callable[[], list[Tensor | None]] = list
     factors: list[ObservedSite] = field(default_factory=list)
+    local: frozenset[str] = frozenset()
     recorder: Any = None
     subset: Callable[[float, SliceArguments | None], "Linearisation"] | None = None
 

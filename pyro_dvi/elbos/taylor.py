@@ -2,7 +2,7 @@
 """Variational Laplace: the log-likelihood at the mean, a squared-gradient penalty, and the KL divergence."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -31,6 +31,10 @@ _PIECEWISE_LINEAR = {
     "RreluWithNoiseBackward0": "RReLU",
     "HardsigmoidBackward0": "Hardsigmoid",
     "AbsBackward0": "abs",
+    "ClampBackward1": "clamp",
+    "ClampMinBackward0": "clamp",
+    "MaximumBackward0": "maximum",
+    "MinimumBackward0": "minimum",
 }
 
 
@@ -125,6 +129,7 @@ class TaylorELBO(DeterministicELBO):
                     sites=observed,
                     precision_limits=lambda: _precision_limits(run, kl_weight),
                     factors=factors,
+                    local=frozenset(_local_names(run)),
                     recorder=run.recorder,
                     subset=subset,
                 )
@@ -147,14 +152,26 @@ class TaylorELBO(DeterministicELBO):
         self.curvature.load_state_dict(state["curvature"])
 
 
+def _local_names(run: MeanRun) -> Iterator[str]:
+    for latent in run.latents:
+        if latent.source is not None and run.model_trace.nodes[latent.name]["cond_indep_stack"]:
+            yield latent.source.name
+
+
 def _precision_limits(run: MeanRun, kl_weight: float) -> list[Tensor | None]:
-    """kl_weight / s² of every expanded Gaussian that is one latent with a Normal prior."""
-    by_source = {latent.source.name: latent for latent in run.latents if latent.source is not None}
-    shared = len(by_source) < sum(latent.source is not None for latent in run.latents)
+    """kl_weight / s² of every expanded Gaussian with a Normal prior, as the KL divergence weighs it."""
     limits: list[Tensor | None] = []
     for gaussian in run.gaussians:
-        precision = None if shared else prior_precision(by_source[gaussian.name])
-        limits.append(None if precision is None else kl_weight * precision)
+        latents = [latent for latent in run.latents if latent.source is gaussian]
+        parts: list[Tensor] = []
+        for latent in latents:
+            precision = prior_precision(latent)
+            if precision is None or latent.loc is None:
+                parts = []
+                break
+            parts.append((precision * latent.plate_scale).expand_as(latent.loc).reshape(-1))
+        # A joint vector holds its sites one after the other; a site of its own is one part.
+        limits.append(kl_weight * torch.cat(parts).reshape(gaussian.value.shape) if parts else None)
     return limits
 
 

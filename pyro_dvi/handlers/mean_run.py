@@ -90,12 +90,16 @@ def run_at_means(
         guide_trace = poutine.trace(guide).get_trace(*args, **kwargs)
     expanded = [g for g in means.gaussians.values() if g.sampled is not True]
     context = nullcontext() if recorder is None else recorder([_used_value(g, guide_trace) for g in expanded])
-    # Fused attention kernels have no second derivative.
-    attention = nullcontext() if recorder is None else sdpa_kernel(SDPBackend.MATH)
+    attention = nullcontext() if recorder is None else twice_differentiable()
     with _explained_errors(model, means.gaussians, args, kwargs), attention, context:
         model_trace = poutine.trace(poutine.replay(model, trace=guide_trace)).get_trace(*args, **kwargs)
     latents = match_latents(model_trace, guide_trace, means.gaussians, guide)
     return MeanRun(guide_trace, model_trace, latents, expanded, context)
+
+
+def twice_differentiable() -> AbstractContextManager[Any]:
+    """Attention without fused kernels, which have no second derivative."""
+    return sdpa_kernel(SDPBackend.MATH)
 
 
 def _used_value(gaussian: GaussianSite, guide_trace: Any) -> Tensor | None:

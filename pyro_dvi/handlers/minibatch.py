@@ -12,7 +12,7 @@ from torch import Tensor
 from pyro_dvi.curvature import ObservedSite
 from pyro_dvi.curvature.likelihood import SliceArguments
 from pyro_dvi.errors import ModelError, UnsupportedError
-from pyro_dvi.handlers.mean_run import MeanRun
+from pyro_dvi.handlers.mean_run import MeanRun, twice_differentiable
 from pyro_dvi.handlers.observed import observed_sites
 from pyro_dvi.undisturbed import preserve_buffers
 
@@ -51,7 +51,7 @@ def run_on_part(
         "Give the plate the length of the data (subsample_size=len(x)), so that its scale follows the part, or pass "
         "Fisher(slice_args=...) that fits the model's arguments."
     )
-    with preserve_buffers():
+    with preserve_buffers(), twice_differentiable():
         try:
             trace = poutine.trace(poutine.replay(model, trace=run.guide_trace)).get_trace(
                 *part_args, **part_kwargs

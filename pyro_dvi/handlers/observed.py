@@ -65,9 +65,14 @@ def checked_log_likelihood(site: ObservedSite) -> Tensor:
 def check_num_data(sites: list[ObservedSite], num_data: int) -> None:
     """Compare the plate's scale of every site with the size of the data set.
 
+    Once a site agrees, others may be data of their own, with a plate of another size or none: only those as long as
+    the minibatch have to agree as well.
+
     Raises:
         DataError: a minibatch whose likelihood is not scaled up to the data set.
     """
+    agreeing: set[int] = set()
+    others = []
     for site in sites:
         if torch.is_tensor(site.scale) and site.scale.numel() > 1:
             continue  # weights per example are the user's own business
@@ -76,6 +81,11 @@ def check_num_data(sites: list[ObservedSite], num_data: int) -> None:
         nearest = min(lengths, key=lambda n: abs(n * scale - num_data))
         # A last, shorter minibatch under a fixed scale is off by less than one minibatch's worth.
         if abs(nearest * scale - num_data) <= max(scale, 1.0) * 1e-4 * num_data or nearest == num_data:
+            agreeing.add(nearest)
+        else:
+            others.append((site, scale, nearest))
+    for site, scale, nearest in sorted(others, key=lambda other: abs(other[1] * other[2] - num_data)):
+        if agreeing and nearest not in agreeing:
             continue
         if scale == 1.0 and nearest < num_data:
             raise DataError(

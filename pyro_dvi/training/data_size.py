@@ -20,12 +20,18 @@ class PlateCheck(Messenger):
     def __init__(self, num_data: int) -> None:
         super().__init__()
         self.num_data = num_data
+        self.sites: list[ObservedSite] = []
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        sites, self.sites = self.sites, []
+        if error[0] is None and sites:
+            check_num_data(sites, self.num_data)
 
     def _pyro_post_sample(self, msg: Any) -> None:
         plain = msg["is_observed"] and not msg["infer"].get("_deterministic")
         if plain and type(msg["fn"]).__name__ not in ("_Subsample", "Unit", "Delta"):
-            site = ObservedSite(msg["name"], msg["fn"], msg["value"], msg["scale"], msg["mask"])
-            check_num_data([site], self.num_data)
+            self.sites.append(ObservedSite(msg["name"], msg["fn"], msg["value"], msg["scale"], msg["mask"]))
 
 
 @contextmanager
