@@ -78,8 +78,6 @@ def write_report(rows: list[Row], path: Path) -> None:
     if not rows:
         return
     text = [
-        "# Variational Laplace on Fashion-MNIST",
-        "",
         "Written by `benchmarks/vl_quality.py`. Mean ± standard deviation over seeds; KL weight and stopping epoch by "
         f"validation NLL on 2,000 images, test on 5,000. torch {rows[-1]['torch']}, {rows[-1]['machine']}, CPU.",
     ]
@@ -87,7 +85,7 @@ def write_report(rows: list[Row], path: Path) -> None:
     for size, network in sorted({(row["num_train"], row["network"]) for row in main}):
         part = [row for row in main if (row["num_train"], row["network"]) == (size, network)]
         tested = sorted({row["kl_weight"] for row in part})
-        text += ["", f"## {size:,} training images, {part[0]['weights']:,} weights, KL weights {tested}", ""]
+        text += ["", f"### {size:,} training images, {part[0]['weights']:,} weights, KL weights {tested}", ""]
         text += comparison(part, ("VL", "MAP", "VI")) + ["", *paired(part)]
         if 1.0 in tested:
             text += ["", "At KL weight 1, the untempered posterior:", ""]
@@ -96,11 +94,11 @@ def write_report(rows: list[Row], path: Path) -> None:
     if variants:
         size, weight = variants[0]["num_train"], variants[0]["kl_weight"]
         base = [row for row in main if row["num_train"] == size and row["kl_weight"] == weight]
-        text += ["", f"## Variants, {size:,} images, KL weight {weight}", ""]
+        text += ["", f"### Variants, {size:,} images, KL weight {weight}", ""]
         text += comparison(base + variants, dict.fromkeys(row["method"] for row in [*base, *variants]))
     small = [row for row in rows if row["part"] == "mlp"]
     if small:
-        text += ["", f"## A network without batch norm: MLP with {small[0]['weights']:,} weights", ""]
+        text += ["", f"### A network without batch norm: MLP with {small[0]['weights']:,} weights", ""]
         text += comparison(small, ("VL", "MAP", "VI")) + ["", *paired(small)]
     rates = [row for row in rows if row["part"] == "scale_lr"]
     if rates:
@@ -108,7 +106,7 @@ def write_report(rows: list[Row], path: Path) -> None:
         rates += [
             row for row in main if (row["method"], row["num_train"], row["kl_weight"]) == ("VL", size, weight)
         ]
-        text += ["", "## Learning rate of log σ over that of the means", "", *scale_rates(rates)]
+        text += ["", "### Learning rate of log σ over that of the means", "", *scale_rates(rates)]
         plot_scale_rates(rates, path.with_name("vl_scale_lr.png"))
     path.write_text("\n".join(text) + "\n")
 
