@@ -175,6 +175,7 @@ def smooth_activations_(
                 parent._modules[name] = new
                 _leave_fused_path(parent)
         functions += _smooth_functions(parent)
+    _leave_nested_path(module)
     _report(module, len(made) + functions)
     return module
 
@@ -217,6 +218,16 @@ def _leave_fused_path(module: nn.Module) -> None:
     """Tell a transformer layer not to use its fused inference path, which knows only relu and gelu."""
     if isinstance(module, nn.TransformerEncoderLayer):
         module.activation_relu_or_gelu = 0
+
+
+def _leave_nested_path(root: nn.Module) -> None:
+    """Tell encoders of such layers not to pack padded batches: only the fused path can read packed ones."""
+    for encoder in root.modules():
+        if isinstance(encoder, nn.TransformerEncoder) and any(
+            isinstance(layer, nn.TransformerEncoderLayer) and not layer.activation_relu_or_gelu
+            for layer in encoder.layers
+        ):
+            encoder.use_nested_tensor = False
 
 
 def _report(module: nn.Module, replaced: int) -> None:

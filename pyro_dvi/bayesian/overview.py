@@ -13,6 +13,7 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
 
 from pyro_dvi.bayesian.posterior_means import posterior_means
+from pyro_dvi.bayesian.prior_parents import PriorParents
 from pyro_dvi.bayesian.priors import described
 from pyro_dvi.bayesian.scales import ScalePrior
 from pyro_dvi.bayesian.site_prior import SitePrior, TiedPrior
@@ -29,7 +30,7 @@ class SiteSummary:
     Args:
         name: name of the site.
         shape: its shape.
-        prior: its prior in words.
+        prior: its prior in words; ``scale from s`` marks a parameter that is computed from the latent ``s``.
         start: root mean square of the module's own weights, where there are any.
         mean: root mean square of the posterior means.
         scale: mean of the posterior standard deviations.
@@ -173,17 +174,18 @@ def _traced(
     model: Any, known: Mapping[str, SiteSummary], *args: Any, **kwargs: Any
 ) -> tuple[dict[str, SiteSummary], tuple[str, ...]]:
     """Run the model once and list its latent and observed sites."""
-    with undisturbed(), torch.no_grad(), poutine.block():
-        trace = poutine.trace(model).get_trace(*args, **kwargs)
     sites, observed = {}, []
-    for name, site in trace.nodes.items():
-        if site["type"] != "sample" or site_is_subsample(site) or site["infer"].get("_deterministic"):
-            continue
-        if site["is_observed"]:
-            observed.append(name)
-        else:
-            shape = tuple(site["value"].shape)
-            sites[name] = known.get(name) or SiteSummary(name, shape, described(site["fn"]))
+    with torch.enable_grad():  # gradients show which priors depend on other sites
+        with undisturbed(), poutine.block(), PriorParents() as parents:
+            trace = poutine.trace(model).get_trace(*args, **kwargs)
+        for name, site in trace.nodes.items():
+            if site["type"] != "sample" or site_is_subsample(site) or site["infer"].get("_deterministic"):
+                continue
+            if site["is_observed"]:
+                observed.append(name)
+            else:
+                shape = tuple(site["value"].shape)
+                sites[name] = known.get(name) or SiteSummary(name, shape, described(site["fn"], parents.of))
     return sites, tuple(observed)
 
 

@@ -10,7 +10,7 @@ may return a float, a distribution or any prior.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -240,8 +240,16 @@ def check_no_gradient(distribution: TorchDistributionMixin, place: str) -> None:
         )
 
 
-def described(distribution: TorchDistributionMixin) -> str:
-    """Return a short text such as ``Laplace(loc=0, scale=1)``."""
+def described(
+    distribution: TorchDistributionMixin, parents: Callable[[Tensor], Sequence[str]] = lambda value: ()
+) -> str:
+    """Return a short text such as ``Laplace(loc=0, scale=1)``.
+
+    Args:
+        distribution: what to describe.
+        parents: names the sites that a parameter was drawn from. Such a parameter is shown as ``scale from s``,
+            not by its value, which is one random draw.
+    """
     inner = distribution
     while hasattr(inner, "base_dist") and type(inner).__name__ in ("Independent", "ExpandedDistribution"):
         inner = inner.base_dist
@@ -250,12 +258,15 @@ def described(distribution: TorchDistributionMixin) -> str:
         # Stored or computed from what is stored; not the lazy second parametrisation (logits for probs).
         known = name in vars(inner) or isinstance(getattr(type(inner), name, None), property)
         value = getattr(inner, name) if known else None
-        if isinstance(value, Tensor):
+        if isinstance(value, Tensor) and (sources := parents(value)):
+            more = ", ..." if len(sources) > 2 else ""
+            parts.append(f"{name} from {', '.join(sources[:2])}{more}")
+        elif isinstance(value, Tensor):
             same = value.numel() > 0 and bool((value == value.flatten()[0]).all())
             shown = (
                 f"{value.flatten()[0].item():.4g}" if same else "×".join(map(str, value.shape)) + " values"
             )
             parts.append(f"{name}={shown}")
     if not parts and isinstance(base := vars(inner).get("base_dist"), TorchDistributionMixin):
-        parts = [described(base)]
+        parts = [described(base, parents)]
     return f"{type(inner).__name__}({', '.join(parts)})"

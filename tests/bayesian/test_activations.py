@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
+from pyro.nn.module import to_pyro_module_
 from torch import nn
 
 from pyro_dvi.bayesian import SMOOTH, SmoothClamp, SmoothLeakyReLU, smooth_activations_, to_bayesian_
@@ -77,6 +78,29 @@ def test_transformer_layers_keep_their_function_as_an_attribute(activation):
     layer.eval()
     with torch.no_grad():  # torch takes a fused path with a relu of its own unless it is told
         assert torch.allclose(layer(x), trained, atol=1e-6)
+
+
+@pytest.mark.parametrize("convert", [False, True], ids=["plain", "converted"])
+@pytest.mark.parametrize("activation", ["relu", nn.ReLU()])
+def test_transformer_encoders_evaluate_padded_batches(activation, convert):
+    layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True, activation=activation)
+    net = nn.Sequential(nn.TransformerEncoder(layer, 2))
+    if convert:
+        to_pyro_module_(net)
+    encoder = smooth_activations_(net)[0]
+    x = torch.randn(2, 3, 4)
+    padding = torch.tensor([[False, False, False], [False, False, True]])
+    trained = encoder(x, src_key_padding_mask=padding)
+    encoder.eval()
+    with torch.no_grad():  # torch packs the batch into a nested tensor, without softplus, unless it is told
+        evaluated = encoder(x, src_key_padding_mask=padding)
+    assert torch.allclose(evaluated[~padding], trained[~padding], atol=1e-6)
+
+
+def test_transformer_encoders_without_a_change_keep_their_fast_path():
+    layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True, activation="gelu")
+    net = nn.ModuleList([nn.TransformerEncoder(layer, 1), nn.ReLU()])
+    assert smooth_activations_(net)[0].use_nested_tensor
 
 
 def test_warnings():

@@ -79,3 +79,20 @@ def test_hierarchical_scales_and_ties_are_listed():
     assert {site.name for site in table.sites} == {"0.weight", "0.weight_scale"}
     assert table.tied == {"1.weight": "0.weight"}
     assert "= 0.weight" in str(table)
+
+
+def test_priors_that_depend_on_other_sites_name_them_instead_of_a_draw():
+    def model(x: torch.Tensor) -> torch.Tensor:
+        top = pyro.sample("top", dist.HalfNormal(1.0))
+        s = pyro.sample("s", dist.LogNormal(0.0, top))
+        w = pyro.sample("w", dist.Normal(0.0, 2 * s).expand([3]).to_event(1))
+        return pyro.sample("y", dist.Normal(x @ w, s).to_event(1))
+
+    with torch.no_grad():
+        table = summary(model, None, torch.randn(4, 3))
+    assert {site.name: site.prior for site in table.sites} == {
+        "top": "HalfNormal(scale=1)",
+        "s": "LogNormal(loc=0, scale from top)",
+        "w": "Normal(loc=0, scale from s)",
+        "y": "Normal(loc from w, scale from s)",
+    }
