@@ -17,13 +17,20 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from pyro_dvi.errors import ArgumentError, DataError, DviWarning
+from pyro_dvi.errors import ArgumentError, DviWarning
 from pyro_dvi.predictive import PredictionRule, Samples
 from pyro_dvi.predictive.batches import Batch, batches, parameter_names
 from pyro_dvi.predictive.mixture import checked_log_prob
 from pyro_dvi.predictive.predict import device_of, rule_of
-from pyro_dvi.predictive.rules import check_is_set_up, local_sites
-from pyro_dvi.predictive.run import Response, evaluation_mode, respond, seeded
+from pyro_dvi.predictive.rules import check_is_set_up, one_draw
+from pyro_dvi.predictive.run import (
+    Response,
+    check_observation,
+    evaluation_mode,
+    refuse_mask,
+    respond,
+    seeded,
+)
 
 __all__ = ["to_arviz"]
 
@@ -79,7 +86,7 @@ def to_arviz(
         max_site_size: values of one site above which it is left out by default.
         method: rule of prediction, by default the guide's own or ``AtMean()``.
         site: observed site, where the model has several.
-        observed: the model's argument that holds the observation; by default the last whose default is None.
+        observed: the model's argument that holds the observation; by default the one whose default is None.
         elbo: the objective that trained the guide, to record its name and KL weight.
         batch_size: examples at a time; a loader has its own.
         seed: of all draws. The global random state is left as it was.
@@ -92,10 +99,12 @@ def to_arviz(
         versions of the libraries, guide, method, objective, KL weight, seed, and the names of what was left out.
 
     Raises:
-        ArgumentError: an unknown site (similar names are suggested), no draws, or two numbers of draws.
+        ArgumentError: an unknown site (similar names are suggested), no draws, two numbers of draws, or several
+            arguments that may be the observation.
         DataError: data that cannot be right, as in :func:`~pyro_dvi.predict`.
         GuideError: the guide was never run, or has no mean.
         ModelError: no observed site, or several and no ``site``.
+        UnsupportedError: the model masks some of the observed values.
 
     Example:
         >>> import pyro.distributions as dist
@@ -130,9 +139,8 @@ def to_arviz(
             if batch.start == 0:
                 torch.manual_seed(used_seed)
                 posterior, left_out = _posterior(guide, batch, count, sites, max_site_size)
-                first = batch
-            elif len(inputs) == 1:
-                _refuse_local(local_sites(guide, first.inputs, first.num_rows) & posterior.keys())
+            if batch.observed is not None:
+                check_observation(model, batch, one_draw(guide, batch.inputs), site)
             torch.manual_seed(used_seed)
             run = partial(respond, model, batch, site=site)
             exported = _Exported(count, rule.num_components, batch.observed, noise_seeds)
@@ -177,6 +185,8 @@ class _Exported:
         self._draws.append(_array(fn.sample((self.share,)).movedim(value_axis, 1)))
         values = response.value if self._observed is None and response.is_observed else self._observed
         if values is not None:
+            if response.is_masked:
+                raise refuse_mask(response.site)
             self.observed = _array(values.movedim(value_axis, 0))
             log_prob = _array(checked_log_prob(fn, values, response.site).movedim(axis, 0))
             self._log_probs.append(np.broadcast_to(log_prob, (self.share, *log_prob.shape)))
@@ -219,15 +229,6 @@ def _posterior(
             array[0, k] = _array(latents[name])
     # A slash would become a group of the file.
     return {name.replace("/", "."): array for name, array in arrays.items()}, left_out
-
-
-def _refuse_local(names: set[str]) -> None:
-    """Refuse latents of single examples, whose draws are complete only if all examples are in one batch."""
-    if names:
-        raise DataError(
-            f"sites {sorted(names)} have a value for each example: export all data in one batch (batch_size of at "
-            "least their number, or a tuple instead of a loader), or leave them out by naming others in sites=[...]"
-        )
 
 
 def _choose_sites(

@@ -24,12 +24,23 @@ class Batch:
         observed: the observation, where the data contain it.
         num_rows: number of examples.
         start: place of the first of them in the whole data.
+        observed_as: the model's argument that takes the observation, by position or name; None without one.
     """
 
     inputs: tuple[Any, ...]
     observed: Tensor | None
     num_rows: int
     start: int
+    observed_as: int | str | None = None
+
+    def with_observation(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments of a call in which the model sees the observation."""
+        if isinstance(self.observed_as, str):
+            return self.inputs, {self.observed_as: self.observed}
+        assert self.observed_as is not None, "the batch has an observation"
+        args = [*self.inputs, *[None] * (self.observed_as + 1 - len(self.inputs))]
+        args[self.observed_as] = self.observed
+        return tuple(args), {}
 
 
 def batches(
@@ -45,13 +56,13 @@ def batches(
     Args:
         model: the Pyro model whose signature tells which argument is observed.
         data: a tensor; a tuple or mapping of the model's arguments; or a loader of any of these.
-        observed: name of the observed argument. By default the last one whose default is None, as in
+        observed: name of the observed argument. By default the one whose default is None, as in
             ``forward(x, y=None)``, else the last one if the data fill all of them.
         batch_size: examples at a time, for tensors; a loader has its own.
         device: where to bring the tensors.
 
     Raises:
-        ArgumentError: ``batch_size`` or ``observed`` cannot be right.
+        ArgumentError: ``batch_size`` or ``observed`` cannot be right, or several arguments may be the observation.
         DataError: no examples, unequal lengths, NaN, or something that is not a tensor, tuple or loader.
     """
     if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
@@ -66,7 +77,10 @@ def batches(
         while inputs and inputs[-1] is None:  # left out where the model has a default; see with_missing
             inputs = inputs[:-1]
         num_rows = _check(inputs, target)
-        yield Batch(inputs, target, num_rows, start)
+        by_name = observed in _keyword_only(model)
+        yield Batch(
+            inputs, target, num_rows, start, None if target is None else observed if by_name else position
+        )
         start += num_rows
     if start == 0:
         raise DataError("the data hold no examples to predict")
@@ -183,9 +197,15 @@ def _observed_position(model: Callable[..., Any], num_args: int, observed: str |
         if observed in names:
             return names.index(observed)
         if observed in _keyword_only(model):
-            return len(names)  # the value that comes after the positional ones
+            return len(names) + _keyword_only(model).index(observed)  # they come after the positional ones
         raise ArgumentError(f"the model has no argument {observed!r} to observe; it has {names}")
     optional = [i for i, p in enumerate(parameters) if p.default is None]
+    if len(optional) > 1 and num_args > optional[0]:  # with fewer, the data hold inputs alone
+        candidates = [names[i] for i in optional]
+        raise ArgumentError(
+            f"arguments {candidates} of the model all default to None, so any may be the observation: name it, as in "
+            f"observed={candidates[-1]!r}"
+        )
     if optional:
         return optional[-1]
     if num_args >= 2 and num_args >= len(parameters):

@@ -37,6 +37,7 @@ class Part:
         log_likelihood: of the observed values; None if there were none.
         observed: the observed values; None if there were none.
         distribution: the mixture as one distribution object; None where it has no such form.
+        is_masked: whether the model masks some of the values.
         axis: the dimension of its batch shape that counts examples, negative.
         num_rows: number of examples.
     """
@@ -48,6 +49,7 @@ class Part:
     log_likelihood: Tensor | None
     observed: Tensor | None
     distribution: Any
+    is_masked: bool
     axis: int
     num_rows: int
 
@@ -148,6 +150,7 @@ class Mixture:
             log_likelihood=first(None if self.log_likelihood is None else self.log_likelihood - log_count, 0),
             observed=first(self.observed, event_dim),
             distribution=merged,
+            is_masked=self.last.is_masked,
             axis=axis,
             num_rows=self.num_rows,
         )
@@ -178,10 +181,10 @@ def checked_log_prob(fn: Any, values: Tensor, site: str) -> Tensor:
     reference = _parameter(fn)
     if not values.is_floating_point() and not isinstance(_base(fn), td.Categorical):
         values = values.to(reference.dtype)
-    inside = fn.support.check(values) if fn.support is not None else torch.ones(())
+    inside = fn.support is None or bool(fn.support.check(values).all())
     if isinstance(_base(fn), td.Categorical):
-        inside = inside & (values == values.long())
-    if not inside.all():
+        inside = inside and torch.equal(values, values.long().to(values.dtype))
+    if not inside:
         raise DataError(
             f"site {site!r}: observed values from {float(values.min()):.6g} to {float(values.max()):.6g} include "
             f"some that {kind} cannot give (its support: {fn.support})"

@@ -13,8 +13,8 @@ from pyro_dvi.errors import ArgumentError
 from pyro_dvi.predictive.batches import batches, is_shuffled
 from pyro_dvi.predictive.mixture import Mixture
 from pyro_dvi.predictive.prediction import Prediction
-from pyro_dvi.predictive.rules import PredictionRule, check_is_set_up, default_rule
-from pyro_dvi.predictive.run import evaluation_mode, respond, seeded
+from pyro_dvi.predictive.rules import PredictionRule, check_is_set_up, default_rule, one_draw
+from pyro_dvi.predictive.run import check_observation, evaluation_mode, respond, seeded
 
 __all__ = ["device_of", "predict", "rule_of"]
 
@@ -40,7 +40,9 @@ def predict(
     (:class:`Samples`). Everything is read from the distribution at the model's observed site, so any Pyro model will
     do. Modules run in evaluation mode and without gradients; their mode, the running statistics of normalisation
     layers and the global random state (but for the draw of a seed) are left as they were. Memory does not grow with
-    the number of draws. Plate scales and masks weigh a training objective and are ignored here.
+    the number of draws. Plate scales weigh a training objective and are ignored here; values that the model masks are
+    predicted but not scored. A latent site with a value for each example belongs to the data of the training: such a
+    model predicts these, whole, in one batch and in their order.
 
     Args:
         model: the Pyro model; its observation may be None, as in ``forward(x, y=None)``.
@@ -48,10 +50,11 @@ def predict(
         data: inputs ``[N, ...]``; a tuple of the model's arguments, ``(x,)`` or ``(x, y)``, or a mapping by
             their names; or a loader of any of these. An
             observation that comes along is not shown to the model; it is kept for :meth:`Prediction.metrics`.
-        method: rule of prediction; by default the guide's own (its attribute ``prediction_rule``), else
-            ``AtMean()``. Posteriors trained by sampling are better served by ``Samples(30)``.
+        method: rule of prediction; by default ``AtMean()``, unless the guide names another in an attribute
+            ``prediction_rule`` (no guide of this library or of Pyro does). Predict with ``Samples(30)`` or more from
+            posteriors trained by sampling, as by ``Trace_ELBO``.
         site: observed site to predict, where the model has several.
-        observed: the model's argument that holds the observation; by default the last whose default is None.
+        observed: the model's argument that holds the observation; by default the one whose default is None.
         batch_size: examples at a time; a loader has its own.
         seed: of the draws; by default one from the global generator.
         progress: show a progress bar over batches.
@@ -61,10 +64,12 @@ def predict(
         ``metrics(y)``.
 
     Raises:
-        ArgumentError: an option that cannot be right.
-        DataError: no examples, NaN, unequal lengths, a response without a row for each example.
+        ArgumentError: an option that cannot be right, or several arguments that may be the observation.
+        DataError: no examples, NaN, unequal lengths, a response without a row for each example, an observation that
+            the site does not observe, a latent site with a value for each example of other data.
         GuideError: the guide was never run, or has no mean.
         ModelError: no observed site, or several and no ``site``.
+        UnsupportedError: the model masks some of the observed values.
 
     Example:
         >>> import pyro, pyro.distributions as dist
@@ -89,6 +94,8 @@ def predict(
     split = batches(model, data, observed=observed, batch_size=batch_size, device=device)
     with evaluation_mode(model, guide), seeded(seed, device) as seed:
         for batch in tqdm(split, desc="predict", unit="batch", disable=not progress):
+            if batch.observed is not None:
+                check_observation(model, batch, one_draw(guide, batch.inputs), site)
             torch.manual_seed(seed)
             mixture = Mixture(batch.observed, batch.num_rows)
             for response in rule.components(guide, batch.inputs, partial(respond, model, batch, site=site)):

@@ -12,6 +12,7 @@ from pyro_dvi import metrics
 from pyro_dvi.errors import DataError, UnsupportedError
 from pyro_dvi.predictive.mixture import Part
 from pyro_dvi.predictive.rules import PredictionRule
+from pyro_dvi.predictive.run import refuse_mask
 
 __all__ = ["Prediction"]
 
@@ -96,8 +97,11 @@ class Prediction:
 
         Raises:
             DataError: no observed values, of another shape, or impossible ones.
-            UnsupportedError: ``y`` comes only now, and a mixture of such distributions was not kept.
+            UnsupportedError: ``y`` comes only now, and a mixture of such distributions was not kept; or the model
+                masks some of the values.
         """
+        if any(part.is_masked for part in self._parts):
+            raise refuse_mask(self.site)
         if y is None:
             if self.observed is None:
                 raise DataError("no observed values: pass y, or predict from data that hold them: (x, y)")
@@ -118,6 +122,7 @@ class Prediction:
 
         Raises:
             DataError: no observed values, of another shape, or impossible ones.
+            UnsupportedError: as in :meth:`log_likelihood`.
         """
         score = metrics.nll(self.log_likelihood(y))
         scores = {"nll": score.value, "nll_standard_error": score.standard_error}

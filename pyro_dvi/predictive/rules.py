@@ -32,7 +32,7 @@ __all__ = [
     "Samples",
     "check_is_set_up",
     "default_rule",
-    "local_sites",
+    "one_draw",
     "posterior_mean",
 ]
 
@@ -131,11 +131,15 @@ class Samples(PredictionRule):
         for seed in torch.randint(2**31 - 1, (self.num_samples,)).tolist():
             torch.manual_seed(seed)
             check_is_set_up(guide)
-            yield _latents(_trace(guide, inputs))
+            yield one_draw(guide, inputs)
 
 
 def default_rule(guide: Any) -> PredictionRule:
-    """Return the rule that a guide asks for in its attribute ``prediction_rule``, else :class:`AtMean`."""
+    """Return :class:`AtMean`, unless the guide names another rule in an attribute ``prediction_rule``.
+
+    No guide of this library or of Pyro does: the same guide may be trained with or without sampling, so only the user
+    knows which rule suits it.
+    """
     rule = getattr(guide, "prediction_rule", None)
     return rule if isinstance(rule, PredictionRule) else AtMean()
 
@@ -167,18 +171,14 @@ def check_is_set_up(guide: Any) -> None:
     if isinstance(guide, AutoGuide) and guide.prototype_trace is None:
         raise GuideError(
             f"{type(guide).__name__} has not seen its model: train it, or run it once with the training arguments "
-            "as guide(x, y), also after loading its state"
+            "as guide(x, y), also after loading its state. Before loading a checkpoint into a fresh guide, call "
+            "guide.initialize(*args) where it has that, or give a batch of the training: load(..., example=batch)."
         )
 
 
-def local_sites(guide: Callable[..., Any], inputs: tuple[Any, ...], num_rows: int) -> set[str]:
-    """Return the sites that have a value for each example of the batch, by a plate of its size."""
-    trace = _trace(guide, inputs)
-    return {
-        name
-        for name in _latents(trace)
-        if any(f.vectorized and f.size == num_rows for f in trace.nodes[name]["cond_indep_stack"])
-    }
+def one_draw(guide: Callable[..., Any], inputs: tuple[Any, ...]) -> dict[str, Tensor]:
+    """Return the latent values of one draw, with random numbers from the global generator."""
+    return _latents(_trace(guide, inputs))
 
 
 def _trace(guide: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:

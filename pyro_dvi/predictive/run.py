@@ -6,15 +6,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import pyro.distributions as dist
 import torch
 from pyro import poutine
 from pyro.poutine.messenger import Messenger
 from torch import Tensor, nn
+from torch import distributions as td
 
-from pyro_dvi.errors import DataError, ModelError
+from pyro_dvi.errors import DataError, ModelError, UnsupportedError
 from pyro_dvi.predictive.batches import Batch, with_missing
 
-__all__ = ["AllRows", "Response", "evaluation_mode", "respond", "seeded"]
+__all__ = ["AllRows", "Response", "check_observation", "evaluation_mode", "refuse_mask", "respond", "seeded"]
 
 Latents = Mapping[str, Tensor]
 
@@ -29,6 +31,7 @@ class Response:
         value: what the model drew there, or observed.
         is_observed: which of the two.
         axis: the dimension of ``distribution.batch_shape`` that counts examples, from the right (negative).
+        is_masked: whether a mask leaves out some of the values.
     """
 
     site: str
@@ -36,6 +39,7 @@ class Response:
     value: Tensor
     is_observed: bool
     axis: int
+    is_masked: bool
 
 
 def respond(model: Callable[..., Any], batch: Batch, latents: Latents, site: str | None = None) -> Response:
@@ -43,12 +47,62 @@ def respond(model: Callable[..., Any], batch: Batch, latents: Latents, site: str
 
     Raises:
         ModelError: the model has no response, several, or none of the name ``site``.
-        DataError: the response does not have a row for each example.
+        DataError: the response does not have a row for each example, or a latent site has one for each example of
+            other data than this batch.
     """
+    nodes = _run(model, with_missing(model, batch.inputs), {}, batch, latents)
+    name = _choose(site, _candidates(nodes, latents))
+    node: Any = nodes[name]
+    axis = _example_axis(name, node, batch.num_rows)
+    if batch.start > 0:
+        plates = {f.name for f in node["cond_indep_stack"] if f.vectorized and f.dim == axis}
+        for latent in nodes.keys() & latents.keys():
+            if plates & {f.name for f in nodes[latent]["cond_indep_stack"]}:
+                raise _local(latent, f"and these are examples {batch.start} and later")
+    return Response(name, node["fn"], node["value"], node["is_observed"], axis, _is_masked(node))
+
+
+def check_observation(model: Callable[..., Any], batch: Batch, latents: Latents, site: str | None) -> None:
+    """Make sure that the site to predict observes what the batch holds as its observation.
+
+    Raises:
+        DataError: it observes nothing, or other values, when the model is given the observation.
+        UnsupportedError: the model masks some of the values then.
+    """
+    if batch.observed is None:
+        return
+    args, kwargs = batch.with_observation()
+    nodes = _run(model, with_missing(model, args), kwargs, batch, latents)
+    name = _choose(site, _candidates(nodes, latents))
+    node: Any = nodes[name]
+    value = node["value"]
+    same = value.shape == batch.observed.shape and torch.equal(value, batch.observed.to(value.dtype))
+    if not (node["is_observed"] and same):
+        what = "observes other values" if node["is_observed"] else "observes nothing"
+        raise DataError(
+            f"site {name!r} {what} when the model is given the observation of the data: choose the argument that it "
+            "observes by observed=..., or the site by site=...; an observation that the model transforms is scored by "
+            "predicting from inputs alone and metrics(transformed)"
+        )
+    if _is_masked(node):
+        raise refuse_mask(name)
+
+
+def refuse_mask(site: str) -> UnsupportedError:
+    """Return the error for scores of values some of which are masked."""
+    return UnsupportedError(
+        f"site {site!r} has a mask, and masked values cannot be scored yet: predict the examples that count by "
+        "themselves, without a mask, or score Prediction.mean or .probabilities with pyro_dvi.metrics where it is True"
+    )
+
+
+def _run(
+    model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], batch: Batch, latents: Latents
+) -> Mapping[str, Any]:
     recorder = poutine.trace()
     try:
         with recorder, AllRows(), _AtValues(latents):
-            model(*with_missing(model, batch.inputs))
+            model(*args, **kwargs)
     except ValueError as error:
         if "Shape mismatch inside plate" not in str(error):
             raise
@@ -56,15 +110,32 @@ def respond(model: Callable[..., Any], batch: Batch, latents: Latents, site: str
             f"the model does not take {batch.num_rows} rows ({error}): give the plate of the data "
             "subsample_size=len(x), so that batches of any size fit"
         ) from error
-    candidates = {
-        name: node
-        for name, node in recorder.trace.nodes.items()
+    nodes: Mapping[str, Any] = recorder.trace.nodes
+    return nodes
+
+
+def _candidates(nodes: Mapping[str, Any], latents: Latents) -> list[str]:
+    return [
+        name
+        for name, node in nodes.items()
         if node["type"] == "sample" and name not in latents and not _is_bookkeeping(node)
-    }
-    name = _choose(site, list(candidates))
-    node: Any = candidates[name]
-    axis = _example_axis(name, node, batch.num_rows)
-    return Response(name, node["fn"], node["value"], node["is_observed"], axis)
+    ]
+
+
+def _is_masked(node: Any) -> bool:
+    masks = [node["mask"]]
+    fn = node["fn"]
+    while isinstance(fn, (td.Independent, dist.MaskedDistribution, dist.ExpandedDistribution)):
+        masks.append(getattr(fn, "_mask", None))
+        fn = fn.base_dist
+    return any(mask is not None and not bool(torch.as_tensor(mask).all()) for mask in masks)
+
+
+def _local(site: str, which: str) -> DataError:
+    return DataError(
+        f"sites ['{site}'] have a value for each example of the data that the guide was trained on, {which}: "
+        "give these data, all in one batch and in their order (a tuple with a batch_size of at least their number)"
+    )
 
 
 @contextmanager
@@ -126,8 +197,23 @@ class _AtValues(Messenger):
 
     def _pyro_sample(self, msg: Any) -> None:
         if not msg["is_observed"] and msg["name"] in self.values:
-            msg["value"] = self.values[msg["name"]]
+            value = self.values[msg["name"]]
+            for frame in msg["cond_indep_stack"]:
+                if frame.vectorized:
+                    _check_rows(msg, value, frame)
+            msg["value"] = value
             msg["done"] = True
+
+
+def _check_rows(msg: Any, value: Tensor, frame: Any) -> None:
+    """Refuse a latent of single examples unless it has its value for each row of the batch."""
+    if frame.full_size is not None and frame.full_size != frame.size:
+        # AllRows cannot know which rows of the plate these are.
+        raise _local(msg["name"], f"{frame.full_size} of them, but this batch has {frame.size}")
+    dim = frame.dim - len(msg["fn"].event_shape)
+    rows = value.shape[dim] if value.dim() >= -dim else 1
+    if rows not in (1, frame.size):
+        raise _local(msg["name"], f"{rows} of them, but plate {frame.name!r} has {frame.size}")
 
 
 class AllRows(Messenger):

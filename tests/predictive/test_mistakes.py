@@ -192,7 +192,7 @@ def test_values_in_another_order_than_a_shuffled_loader_are_refused():
 
 
 def test_one_of_several_sites_can_be_chosen():
-    prediction = predict(two_sites, guide, (X, X), site="weight", observed="y")
+    prediction = predict(two_sites, guide, {"x": X, "z": X}, site="weight", observed="z")
     torch.testing.assert_close(prediction.mean, -2 * X)
     assert predict(two_sites, guide, X, site="height").site == "height"
 

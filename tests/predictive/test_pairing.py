@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every value is scored by its own site, at its own latents, and only if it counts."""
+
+import math
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro import poutine
+from pyro.infer.autoguide import AutoNormal
+
+from pyro_dvi import AtMean, MeanFieldGuide, Samples, predict, to_arviz
+from pyro_dvi.errors import ArgumentError, DataError, GuideError, UnsupportedError
+
+X = torch.linspace(-1, 1, 20)
+
+
+def slope(x, *_args, **_kwargs):
+    pyro.sample("w", dist.Normal(2.0, 0.1))
+
+
+def two_responses(x, a=None, b=None):
+    w = pyro.sample("w", dist.Normal(0.0, 1.0))
+    with pyro.plate("data", len(x)):
+        pyro.sample("a", dist.Normal(w * x, 1.0), obs=a)
+        pyro.sample("b", dist.Normal(-w * x, 1.0), obs=b)
+
+
+def keyword_responses(x, *, a=None, b=None):
+    two_responses(x, a, b)
+
+
+@pytest.mark.parametrize("score", [predict, to_arviz])
+def test_one_of_several_observations_is_named_and_checked(score):
+    with pytest.raises(ArgumentError, match=r"\['a', 'b'\].*default to None.*observed='b'"):
+        score(two_responses, slope, (X, X, -X), site="a")
+    with pytest.raises(DataError, match="site 'a' observes nothing.*observed="):
+        score(two_responses, slope, {"x": X, "b": -X}, site="a", observed="b")
+    with pytest.raises(DataError, match="site 'b' observes nothing.*site="):
+        score(two_responses, slope, {"x": X, "a": X}, site="b", observed="a")
+    assert score(two_responses, slope, {"x": X, "a": X}, site="a", observed="a") is not None
+
+
+def test_the_named_observation_is_the_one_that_is_scored():
+    for model in (two_responses, keyword_responses):
+        for name, values in (("a", 2 * X), ("b", -2 * X)):
+            prediction = predict(model, slope, {"x": X, name: values}, site=name, observed=name)
+            assert prediction.metrics()["rmse"] < 1e-6
+    assert predict(two_responses, slope, X, site="a").mean.shape == (20,)  # inputs alone are not ambiguous
+
+
+def test_an_observation_that_the_model_transforms_is_not_scored_as_it_is():
+    def model(x, y=None):
+        w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", len(x)):
+            pyro.sample("obs", dist.Normal(w * x, 1.0), obs=None if y is None else y.log())
+
+    with pytest.raises(DataError, match="'obs' observes other values"):
+        predict(model, slope, (X, X.exp()))
+    assert predict(model, slope, X).metrics(2 * X)["rmse"] < 1e-6
+
+
+def local(x, y=None):
+    with pyro.plate("data", 20, subsample_size=len(x)):
+        z = pyro.sample("z", dist.Normal(0.0, 1.0))
+        pyro.sample("obs", dist.Normal(z + x, 0.1), obs=y)
+
+
+def local_without_size(x, y=None):
+    with pyro.plate("data", len(x)):
+        z = pyro.sample("z", dist.Normal(0.0, 1.0))
+        pyro.sample("obs", dist.Normal(z + x, 0.1), obs=y)
+
+
+@pytest.mark.parametrize("method", [AtMean(), Samples(3)])
+@pytest.mark.parametrize("score", [predict, to_arviz])
+def test_latents_of_single_examples_stay_with_their_examples(method, score):
+    for model in (local, local_without_size):
+        guide = AutoNormal(model)
+        guide(X, X)
+        for part in (X[10:], (X[10:], X[10:])):
+            with pytest.raises(DataError, match=r"\['z'\] have a value for each example.*batch"):
+                score(model, guide, part, method=method)
+        with pytest.raises(DataError, match=r"\['z'\] have a value for each example.*batch"):
+            score(model, guide, (X, X), method=method, batch_size=10)
+        assert score(model, guide, (X, X), method=method) is not None
+
+
+def test_examples_of_a_second_batch_do_not_get_the_latents_of_the_first():
+    guide = AutoNormal(local_without_size)
+    guide(X[:10], X[:10])
+    with pytest.raises(DataError, match=r"\['z'\].*examples 10 and later"):
+        predict(local_without_size, guide, (X, X), batch_size=10)
+
+
+def test_amortised_latents_in_a_subsampled_plate():
+    def guide(x, y=None):
+        with pyro.plate("data", 20, subsample_size=len(x)):
+            pyro.sample("z", dist.Normal(x, 0.1))
+
+    torch.testing.assert_close(predict(local, guide, X).mean, 2 * X)
+    with pytest.raises(DataError, match="20 of them, but this batch has 10"):
+        predict(local, guide, X[10:])
+
+
+def test_latents_in_a_plate_of_the_model_are_not_local():
+    def model(x, y=None):
+        with pyro.plate("features", 10):
+            w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", 20, subsample_size=len(x)):
+            pyro.sample("obs", dist.Normal(w.sum(-1) * x, 1.0), obs=y)
+
+    guide = AutoNormal(model)
+    guide(X, X)
+    assert len(predict(model, guide, (X, X), Samples(2), batch_size=10)) == 20
+
+
+def by_handler(x, y=None):
+    w = pyro.sample("w", dist.Normal(0.0, 1.0))
+    with pyro.plate("data", len(x)), poutine.mask(mask=x > 0):
+        pyro.sample("obs", dist.Normal(w * x, 1.0), obs=y)
+
+
+def by_distribution(x, y=None):
+    w = pyro.sample("w", dist.Normal(0.0, 1.0))
+    with pyro.plate("data", len(x)):
+        pair = dist.Normal((w * x)[:, None].expand(-1, 1), 1.0).mask(x[:, None] > 0)
+        pyro.sample("obs", pair.to_event(1), obs=y)
+
+
+def by_observation(x, y=None):
+    w = pyro.sample("w", dist.Normal(0.0, 1.0))
+    mask = True if y is None else y > -1
+    with pyro.plate("data", len(x)), poutine.mask(mask=mask):
+        pyro.sample("obs", dist.Normal(w * x, 1.0), obs=y)
+
+
+@pytest.mark.parametrize("model", [by_handler, by_distribution, by_observation])
+@pytest.mark.parametrize("method", [AtMean(), Samples(3)])
+def test_masked_values_are_not_scored(model, method):
+    y = 2 * X[:, None] if model is by_distribution else 2 * X
+    for score in (predict, to_arviz):
+        with pytest.raises(UnsupportedError, match="'obs' has a mask"):
+            score(model, slope, (X, y), method=method)
+    prediction = predict(model, slope, X, method)
+    assert prediction.mean.shape == y.shape
+    if model is not by_observation:  # which hides its mask without the observation
+        for ask in (prediction.metrics, prediction.log_likelihood):
+            with pytest.raises(UnsupportedError, match="'obs' has a mask"):
+                ask(y)
+
+
+def test_a_mask_that_leaves_nothing_out_is_none():
+    assert predict(by_handler, slope, (X + 2, 2 * X + 4)).metrics()["rmse"] < 1e-6
+
+
+@pytest.mark.parametrize("method", [AtMean(), Samples(3)])
+def test_images_of_classes(method):
+    weights = torch.randn(5, 3)
+
+    def model(x, y=None):
+        w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        logits = w * x[:, None, None] * weights  # [batch, positions, classes]
+        with pyro.plate("data", len(x)):
+            return pyro.sample("obs", dist.Categorical(logits=logits).to_event(1), obs=y)
+
+    x, y = torch.randn(6), torch.randint(3, (6, 5))
+    prediction = predict(model, slope, (x, y), method, seed=0, batch_size=4)
+    p = prediction.probabilities
+    assert p.shape == (6, 5, 3)
+    assert prediction.log_likelihood().shape == (6,)
+    assert prediction.metrics()["accuracy"] == pytest.approx(float((p.argmax(-1) == y).float().mean()))
+    if method == AtMean():
+        by_position = p.gather(-1, y[..., None])[..., 0].log().sum(-1)
+        torch.testing.assert_close(prediction.log_likelihood(), by_position)
+        assert math.isclose(prediction.metrics(y)["nll"], -float(by_position.mean()), rel_tol=1e-5)
+    with pytest.raises(DataError, match="Categorical cannot give"):
+        predict(model, slope, (x, y + 0.5), method)
+
+
+def test_a_guide_that_was_loaded_too_early_says_what_to_do():
+    guide = MeanFieldGuide(two_responses)
+    with pytest.raises(GuideError, match=r"guide\.initialize\(\*args\).*load\(\.\.\., example=batch\)"):
+        predict(two_responses, guide, X)
