@@ -200,7 +200,8 @@ def _with_posterior(rows: list[SiteSummary], guide: Any) -> list[SiteSummary]:
         scale = None
         if row.name in quantiles:
             low, high = quantiles[row.name]
-            scale = float((torch.as_tensor(high) - torch.as_tensor(low)).mean() / 2)
+            # abs: a decreasing transform, such as that of an upper bound, swaps the two
+            scale = float((torch.as_tensor(high) - torch.as_tensor(low)).abs().mean() / 2)
         mean = _rms(means[row.name]) if row.name in means else None
         result.append(SiteSummary(row.name, row.shape, row.prior, row.start, mean, scale))
     return result

@@ -5,8 +5,9 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from pyro.infer.autoguide import AutoDelta, AutoNormal
+from pyro.infer.autoguide import AutoDelta, AutoNormal, init_to_value
 from torch import nn
+from torch.distributions import constraints
 
 from pyro_dvi.bayesian import HierarchicalScale, classifier, init_to_module, regressor, summary, to_bayesian_
 from pyro_dvi.errors import GuideError
@@ -96,3 +97,15 @@ def test_priors_that_depend_on_other_sites_name_them_instead_of_a_draw():
         "w": "Normal(loc=0, scale from s)",
         "y": "Normal(loc from w, scale from s)",
     }
+
+
+def test_scale_is_positive_where_the_transform_decreases():
+    class Negative(dist.Normal):
+        support = constraints.less_than(0.0)
+
+    def model() -> None:
+        pyro.sample("a", Negative(-1.0, 1.0))
+
+    guide = AutoNormal(model, init_loc_fn=init_to_value(values={"a": torch.tensor(-1.0)}), init_scale=0.01)
+    guide()
+    assert summary(model, guide).sites[0].scale == pytest.approx(0.01, rel=0.01)
