@@ -101,7 +101,7 @@ def test_priors_that_depend_on_other_sites_name_them_instead_of_a_draw():
 
 def test_scale_is_positive_where_the_transform_decreases():
     class Negative(dist.Normal):
-        support = constraints.less_than(0.0)
+        support = constraints.less_than(0.0)  # type: ignore[assignment]
 
     def model() -> None:
         pyro.sample("a", Negative(-1.0, 1.0))
