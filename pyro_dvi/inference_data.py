@@ -140,7 +140,7 @@ def to_arviz(
                 torch.manual_seed(used_seed)
                 posterior, left_out = _posterior(guide, batch, count, sites, max_site_size)
             if batch.observed is not None:
-                check_observation(model, batch, one_draw(guide, batch.inputs), site)
+                batch = check_observation(model, batch, one_draw(guide, batch.inputs), site)
             torch.manual_seed(used_seed)
             run = partial(respond, model, batch, site=site)
             exported = _Exported(count, rule.num_components, batch.observed, noise_seeds)

@@ -95,7 +95,7 @@ def predict(
     with evaluation_mode(model, guide), seeded(seed, device) as seed:
         for batch in tqdm(split, desc="predict", unit="batch", disable=not progress):
             if batch.observed is not None:
-                check_observation(model, batch, one_draw(guide, batch.inputs), site)
+                batch = check_observation(model, batch, one_draw(guide, batch.inputs), site)
             torch.manual_seed(seed)
             mixture = Mixture(batch.observed, batch.num_rows)
             for response in rule.components(guide, batch.inputs, partial(respond, model, batch, site=site)):

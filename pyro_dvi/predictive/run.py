@@ -3,7 +3,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pyro.distributions as dist
@@ -62,21 +62,24 @@ def respond(model: Callable[..., Any], batch: Batch, latents: Latents, site: str
     return Response(name, node["fn"], node["value"], node["is_observed"], axis, _is_masked(node))
 
 
-def check_observation(model: Callable[..., Any], batch: Batch, latents: Latents, site: str | None) -> None:
+def check_observation(model: Callable[..., Any], batch: Batch, latents: Latents, site: str | None) -> Batch:
     """Make sure that the site to predict observes what the batch holds as its observation.
+
+    Returns:
+        The batch with its observation in the shape that the site gives it: ``[N]`` of ``[N, 1]``, say.
 
     Raises:
         DataError: it observes nothing, or other values, when the model is given the observation.
         UnsupportedError: the model masks some of the values then.
     """
     if batch.observed is None:
-        return
+        return batch
     args, kwargs = batch.with_observation()
     nodes = _run(model, with_missing(model, args), kwargs, batch, latents)
     name = _choose(site, _candidates(nodes, latents))
     node: Any = nodes[name]
     value = node["value"]
-    same = value.shape == batch.observed.shape and torch.equal(value, batch.observed.to(value.dtype))
+    same = torch.equal(value.squeeze(), batch.observed.squeeze().to(value.dtype))
     if not (node["is_observed"] and same):
         what = "observes other values" if node["is_observed"] else "observes nothing"
         raise DataError(
@@ -86,6 +89,7 @@ def check_observation(model: Callable[..., Any], batch: Batch, latents: Latents,
         )
     if _is_masked(node):
         raise refuse_mask(name)
+    return replace(batch, observed=batch.observed.reshape(value.shape))
 
 
 def refuse_mask(site: str) -> UnsupportedError:

@@ -61,6 +61,15 @@ def test_an_observation_that_the_model_transforms_is_not_scored_as_it_is():
     assert predict(model, slope, X).metrics(2 * X)["rmse"] < 1e-6
 
 
+def test_a_column_of_observations_is_scored_in_the_shape_of_its_site():
+    def model(x, y=None):
+        w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", len(x)):
+            pyro.sample("obs", dist.Normal(w * x, 1.0), obs=None if y is None else y.squeeze(-1))
+
+    assert predict(model, slope, (X, 2 * X[:, None]), batch_size=7).metrics()["rmse"] < 1e-6
+
+
 def local(x, y=None):
     with pyro.plate("data", 20, subsample_size=len(x)):
         z = pyro.sample("z", dist.Normal(0.0, 1.0))
