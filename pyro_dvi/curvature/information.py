@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch import distributions as td
 
+from pyro_dvi.curvature.registry import registering
 from pyro_dvi.errors import UnsupportedError
 
 __all__ = ["expected_information", "information_rule"]
@@ -26,15 +27,7 @@ _RULES: dict[type, Callable[..., Pairs]] = {}
 
 def information_rule(*classes: type) -> Callable[[Callable[..., Pairs]], Callable[..., Pairs]]:
     """Register the expected information of distribution ``classes`` (subclasses included)."""
-
-    def register(rule: Callable[..., Pairs]) -> Callable[..., Pairs]:
-        for cls in classes:
-            if cls in _RULES:
-                raise ValueError(f"{cls.__name__} already has the rule {_RULES[cls].__name__}")
-            _RULES[cls] = rule
-        return rule
-
-    return register
+    return registering(_RULES, classes)
 
 
 def expected_information(fn: td.Distribution, site: str) -> Pairs:

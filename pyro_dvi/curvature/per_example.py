@@ -20,6 +20,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from pyro_dvi.curvature.likelihood import Linearisation
+from pyro_dvi.curvature.registry import registering
 
 __all__ = ["PerExampleRecorder", "per_example_rule", "summed_squared_gradients"]
 
@@ -31,15 +32,7 @@ _CHUNK = 64  # examples per vectorised backward pass of the fallback
 
 def per_example_rule(*functions: Callable) -> Callable[[Callable], Callable]:
     """Register the per-example gradient of torch ``functions`` with respect to a weight among their arguments."""
-
-    def register(rule: Callable) -> Callable:
-        for function in functions:
-            if function in _RULES:
-                raise ValueError(f"{function} already has the rule {_RULES[function].__name__}")
-            _RULES[function] = rule
-        return rule
-
-    return register
+    return registering(_RULES, functions)
 
 
 @dataclass

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 
+from pyro_dvi.curvature.registry import registering
 from pyro_dvi.errors import UnsupportedError
 
 __all__ = ["FastSecondDerivatives", "fast_second_derivative"]
@@ -30,15 +31,7 @@ _RULES: dict[Callable, Callable] = {}
 
 def fast_second_derivative(*functions: Callable) -> Callable[[Callable], Callable]:
     """Register a replacement for torch ``functions`` while a double backward is being recorded."""
-
-    def register(rule: Callable) -> Callable:
-        for function in functions:
-            if function in _RULES:
-                raise ValueError(f"{function} already has the rule {_RULES[function].__name__}")
-            _RULES[function] = rule
-        return rule
-
-    return register
+    return registering(_RULES, functions)
 
 
 class FastSecondDerivatives(TorchFunctionMode):
