@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch import distributions as td
 
-from pyro_dvi.curvature.registry import registering
+from pyro_dvi.registry import registering
 from pyro_dvi.errors import UnsupportedError
 
 __all__ = ["expected_information", "information_rule"]

@@ -20,7 +20,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from pyro_dvi.curvature.likelihood import Linearisation
-from pyro_dvi.curvature.registry import registering
+from pyro_dvi.registry import registering
 
 __all__ = ["PerExampleRecorder", "per_example_rule", "summed_squared_gradients"]
 

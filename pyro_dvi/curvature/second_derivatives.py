@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 
-from pyro_dvi.curvature.registry import registering
+from pyro_dvi.registry import registering
 from pyro_dvi.errors import UnsupportedError
 
 __all__ = ["FastSecondDerivatives", "fast_second_derivative"]

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""Moments of anything that is linear in an input and linear in a weight: one formula for all layers.
+
+For independent factors :math:`y = \sum_j w_j x_j` has
+
+.. math::
+    \mathrm E[y] = \sum_j \mathrm E[w_j]\mathrm E[x_j], \qquad
+    \mathrm{Var}[y] = \sum_j \mathrm E[w_j]^2 \mathrm{Var}[x_j]
+        + \mathrm{Var}[w_j]\bigl(\mathrm E[x_j]^2 + \mathrm{Var}[x_j]\bigr).
+
+Both lines are the same linear map with other numbers in it: the map of a convolution is a convolution. Weights with
+multiplicative noise, :math:`\mathrm{Var}[w_j] = \alpha_j \mathrm E[w_j]^2`, need it only once more,
+
+.. math:: \mathrm{Var}[y] = \sum_j \mathrm E[w_j]^2 \bigl(\alpha_j(\mathrm E[x_j]^2 + \mathrm{Var}[x_j]) + \mathrm{Var}[x_j]\bigr).
+
+Status: exact for independent inputs and weights. Inputs of a deeper layer that share weights are not independent; that
+is the assumption of the method.
+
+Source: Schmitt & Roth (2021), Eq. 9 and 17; Wu et al. (2019), "Deterministic variational inference".
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_dvi.moments.value import Moments, MultiplicativeMoments, loc_of, second_moment_of, variance_of
+
+__all__ = ["bilinear_moments", "with_bias"]
+
+Map = Callable[[Tensor, Tensor], Tensor]
+
+
+def bilinear_moments(product: Map, x: Any, weight: Any, alpha: Tensor | None = None) -> Moments:
+    """Moments of ``product(x, weight)``, which is linear in each.
+
+    Args:
+        product: the linear map, called with means, variances or second moments.
+        x: moments, or a tensor that is certain.
+        weight: likewise; at least one of the two has to be uncertain.
+        alpha: relative variance of the weight, of a shape that multiplies ``x``: only given where the noise of
+            :class:`~pyro_dvi.moments.MultiplicativeMoments` belongs to inputs.
+    """
+    loc = product(loc_of(x), loc_of(weight))
+    if not isinstance(weight, Moments):
+        return Moments(loc, product(x.variance, weight.square()))
+    if alpha is not None and isinstance(weight, MultiplicativeMoments):
+        return Moments(loc, product(_noisy_input(x, alpha), weight.squared_loc))
+    variance = product(second_moment_of(x), weight.variance)
+    if isinstance(x, Moments):
+        variance = variance + product(x.variance, weight.loc.square())
+    return Moments(loc, variance)
+
+
+def _noisy_input(x: Any, alpha: Tensor) -> Tensor:
+    """Variance of the input times (1 + noise): α E[x²] + Var[x]."""
+    if not isinstance(x, Moments):
+        return alpha * x.square()
+    return torch.addcmul(x.variance, alpha, second_moment_of(x))
+
+
+def with_bias(y: Moments, bias: Any) -> Moments:
+    """Add a bias that broadcasts against the result, certain or not."""
+    if bias is None:
+        return y
+    spread = variance_of(bias)
+    return Moments(y.loc + loc_of(bias), y.variance if spread is None else y.variance + spread)

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What happens when a torch function meets moments: its rule is called, and the result completed."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from pyro_dvi.errors import UnsupportedError
+from pyro_dvi.moments.rules import Kind, find, name_of
+from pyro_dvi.moments.value import Link, Moments
+
+__all__ = ["Observer", "dispatch", "observed_by"]
+
+
+class Observer(Protocol):
+    """Sees every function of moments with its result, and returns what shall be the result."""
+
+    def __call__(self, func: Callable, args: tuple, kwargs: dict[str, Any], result: Any) -> Any: ...
+
+
+_OBSERVERS: list[Observer] = []
+
+
+@contextmanager
+def observed_by(observer: Observer) -> Iterator[None]:
+    """Show every function of moments to ``observer`` inside the context."""
+    _OBSERVERS.append(observer)
+    try:
+        yield
+    finally:
+        _OBSERVERS.remove(observer)
+
+
+def dispatch(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Call the rule of ``func``.
+
+    Raises:
+        UnsupportedError: there is none, or what a user's rule returned are no moments.
+    """
+    entry = find(func)
+    if entry is None:
+        raise UnsupportedError(_no_rule(func))
+    in_place = entry.in_place
+    if kwargs:
+        if kwargs.get("out") is not None:
+            raise UnsupportedError(f"{name_of(func)}(out=...) cannot write moments into a tensor: drop out=")
+        in_place = bool(kwargs.pop("inplace", False)) or in_place
+    target = args[0] if args else None
+    if in_place and isinstance(target, Moments):
+        args = (target.snapshot(), *args[1:])
+    result = entry.rule(*args, **kwargs)
+    if not entry.rule.__module__.startswith("pyro_dvi."):
+        _check(func, entry.rule, result)
+    if entry.kind is not Kind.OTHER:
+        result = _with_link(entry.rule, entry.kind, func, args, kwargs, result)
+    for observer in _OBSERVERS:
+        result = observer(func, args, kwargs, result)
+    return _written(func, target, result) if in_place else result
+
+
+def _no_rule(func: Callable) -> str:
+    name = name_of(func)
+    return (
+        f"{name} has no rule for means and variances. Write one with the signature of the function:\n\n"
+        "    from pyro_dvi.moments import Moments, moment_rule\n\n"
+        f"    @moment_rule({name})\n"
+        f"    def {name.rsplit('.', 1)[-1].strip('_')}_moments(x, ...):\n"
+        "        return Moments(mean_of_the_result, variance_of_the_result)\n\n"
+        "(see 'Adding a moment rule' in the documentation), replace the function in the model by one that has a rule, "
+        "or train with TaylorELBO, which needs none."
+    )
+
+
+def _check(func: Callable, rule: Callable, result: Any) -> None:
+    where = f"the rule {getattr(rule, '__qualname__', rule)} for {name_of(func)}"
+    for part in result if isinstance(result, tuple | list) else (result,):
+        if not isinstance(part, Moments | Tensor):
+            raise UnsupportedError(
+                f"{where} returned {type(part).__name__}: return Moments, or a tensor if certain"
+            )
+        if isinstance(part, Moments) and bool((part.variance < 0).any()):
+            worst = part.variance.min().item()
+            raise UnsupportedError(
+                f"{where} returned a negative variance ({worst:.3g}). Differences such as E[f²] - E[f]² lose their "
+                "digits when the mean is much larger than the deviation: compute the variance around f(mean), or clamp it."
+            )
+
+
+def _with_link(
+    rule: Callable, kind: Kind, func: Callable, args: tuple, kwargs: dict[str, Any], result: Any
+) -> Any:
+    """Remember the Gaussian behind the one argument that is uncertain."""
+    uncertain = [k for k, a in enumerate(args) if isinstance(a, Moments)]
+    if len(uncertain) != 1 or any(isinstance(a, Moments) for a in kwargs.values()):
+        return result
+    position = uncertain[0]
+    x = args[position]
+    link = x.link
+    before, after = args[:position], args[position + 1 :]
+    if kind is Kind.REARRANGEMENT:
+        if link is None or not link.elementwise:
+            return result
+        inner = rule(*before, link.inner, *after, **kwargs)
+        if isinstance(result, Moments):
+            return result.linked(Link(inner, link.function, link.name))
+        pairs = zip(result, inner, strict=True)
+        return type(result)(r.linked(Link(i, link.function, link.name)) for r, i in pairs)
+    if not isinstance(result, Moments) or (kind is Kind.AFFINE and link is None):
+        return result
+    call = partial(_call, func, before, after, kwargs)
+    if link is None:
+        return result.linked(Link(x, call, getattr(func, "__name__", "").removesuffix("_")))
+    return result.linked(Link(link.inner, _Composed(link.function, call), None, link.elementwise))
+
+
+def _call(func: Callable, before: tuple, after: tuple, kwargs: dict[str, Any], value: Tensor) -> Tensor:
+    return func(*before, value, *after, **kwargs)
+
+
+class _Composed:
+    def __init__(self, first: Callable[[Tensor], Tensor], second: Callable[[Tensor], Tensor]) -> None:
+        self.first, self.second = first, second
+
+    def __call__(self, value: Tensor) -> Tensor:
+        return self.second(self.first(value))
+
+
+def _written(func: Callable, target: Any, result: Any) -> Any:
+    if isinstance(target, Moments) and isinstance(result, Moments):
+        return target.become(result)
+    raise UnsupportedError(
+        f"{name_of(func)} writes moments into a tensor, which has no variance: use the form that returns a new value, "
+        "or start from moments"
+    )

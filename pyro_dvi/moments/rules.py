@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of rules: which function of moments stands for which torch function.
+
+A rule is a function with the signature of the torch function it stands for, that takes
+:class:`~pyro_dvi.moments.Moments` in place of some tensors and returns moments. It is registered by
+:func:`moment_rule` under every name by which users call that function. Methods (``x.relu()``), operators and the
+forms that work in place (``x.relu_()``, ``F.relu(x, inplace=True)``, ``x += y``) are found from there.
+"""
+
+from collections.abc import Callable
+from enum import Enum
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from pyro_dvi.registry import registering
+
+__all__ = ["Entry", "Kind", "find", "moment_rule", "name_of", "rule_for", "rules"]
+
+Rule = TypeVar("Rule", bound=Callable[..., Any])
+
+
+class Kind(Enum):
+    """What a function does to the way its argument came about, see :class:`~pyro_dvi.moments.Link`."""
+
+    ELEMENTWISE = "a function of each element"
+    AFFINE = "scaling and shift by certain numbers: Gaussians stay Gaussian"
+    REARRANGEMENT = "elements move but keep their value"
+    OTHER = "anything else"
+
+
+class Entry(NamedTuple):
+    """A rule as it applies to one spelling of its function."""
+
+    rule: Callable[..., Any]
+    kind: Kind
+    in_place: bool
+
+
+_RULES: dict[Callable, Callable] = {}
+_KINDS: dict[Callable, Kind] = {}
+_FOUND: dict[Callable, Entry | None] = {}  # by the function as it was called
+_OPERATORS = frozenset("add sub mul truediv div matmul pow".split())
+
+
+def moment_rule(*functions: Callable, kind: Kind = Kind.OTHER) -> Callable[[Rule], Rule]:
+    """Return a decorator that registers a rule for torch functions (or any function that dispatches as they do).
+
+    The rule has the signature of the function. Name all its spellings, as ``F.relu, torch.relu``; the method
+    ``Tensor.relu`` and forms in place follow from ``torch.relu``.
+
+    Args:
+        functions: what the rule is for.
+        kind: what the function does to an argument, so that a likelihood can look through it.
+
+    Raises:
+        ValueError: a function has a rule already.
+
+    Example:
+        >>> import torch
+        >>> from pyro_dvi.moments import Moments
+        >>> @moment_rule(torch.rad2deg)
+        ... def rad2deg(x):
+        ...     factor = 180 / torch.pi
+        ...     return Moments(factor * x.loc, factor**2 * x.variance)
+        >>> torch.rad2deg(Moments(torch.zeros(1), torch.ones(1))).variance
+        tensor([3282.8064])
+    """
+    _FOUND.clear()
+    for function in functions:
+        if not callable(function):
+            raise TypeError(f"moment_rule takes functions, as in @moment_rule(torch.relu), got {function!r}")
+
+    def register(rule: Rule) -> Rule:
+        registering(_RULES, functions)(rule)
+        _KINDS.update(dict.fromkeys(functions, kind))
+        return rule
+
+    return register
+
+
+def rules() -> dict[Callable, Callable]:
+    """Return a copy of the table of rules: torch function to rule."""
+    return dict(_RULES)
+
+
+def rule_for(func: Callable) -> Callable | None:
+    """Return the rule that a call of ``func`` uses, or None."""
+    found = find(func)
+    return None if found is None else found.rule
+
+
+def find(func: Callable) -> Entry | None:
+    """Return the rule that a call of ``func`` uses; None if there is none."""
+    try:
+        return _FOUND[func]
+    except KeyError:
+        found = _FOUND[func] = _search(func)
+        return found
+
+
+def _search(func: Callable) -> Entry | None:
+    name = getattr(func, "__name__", "")
+    if func not in _RULES and name.startswith("__") and name.endswith("__"):
+        return _operator(name[2:-2])
+    in_place = func not in _RULES and name.endswith("_")
+    spellings = [
+        getattr(owner, name.removesuffix("_"), None) for owner in (torch.Tensor, torch, torch.nn.functional)
+    ]
+    for spelling in (func, *spellings):
+        if spelling in _RULES:
+            return Entry(_RULES[spelling], _KINDS[spelling], in_place)
+    return None
+
+
+def _operator(name: str) -> Entry | None:
+    """Rules for the operators of a tensor on the left of moments."""
+    for prefix in ("", "r", "i"):
+        core = name.removeprefix(prefix)
+        if name.startswith(prefix) and core in _OPERATORS:
+            function = getattr(torch, "div" if core == "truediv" else core)
+            if function not in _RULES:
+                return None
+            rule = _swapped(_RULES[function]) if prefix == "r" else _RULES[function]
+            return Entry(rule, _KINDS[function], in_place=False)  # Python rebinds x in x += y
+    return None
+
+
+def _swapped(rule: Callable) -> Callable:
+    def swapped(first: Any, second: Any) -> Any:
+        return rule(second, first)
+
+    swapped.__module__ = rule.__module__
+    return swapped
+
+
+def name_of(func: Callable) -> str:
+    """Return the name of a torch function as users write it."""
+    module = getattr(func, "__module__", None) or getattr(
+        getattr(func, "__objclass__", None), "__name__", "torch"
+    )
+    name = getattr(func, "__name__", repr(func))
+    if "Tensor" in module or isinstance(func, _METHOD):
+        return f"torch.Tensor.{name}"
+    return f"torch.{name}" if module in ("torch._C", "torch") or "builtin" in module else f"{module}.{name}"
+
+
+_METHOD = type(torch.Tensor.add)

@@ -1,0 +1,350 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tensor of independent Gaussians that passes through torch functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from pyro_dvi.errors import ArgumentError, UnsupportedError
+
+__all__ = ["Link", "Moments", "MultiplicativeMoments", "loc_of", "second_moment_of", "variance_of"]
+
+
+@dataclass(frozen=True)
+class Link:
+    """How moments came from Gaussian ones: ``function(inner)``, so that likelihoods can integrate over the Gaussian.
+
+    Attributes:
+        inner: the Gaussian.
+        function: the map from its values to those of the moments.
+        name: its name if it is one torch function and nothing else ("exp", "softmax", ...); else None.
+        elementwise: whether each element depends on one element of ``inner``, of the same shape.
+    """
+
+    inner: Moments
+    function: Callable[[Tensor], Tensor]
+    name: str | None = None
+    elementwise: bool = True
+
+
+class _Memory:
+    """What moments that alias each other share: the count of changes in place."""
+
+    __slots__ = ("version",)
+
+    def __init__(self) -> None:
+        self.version = 0
+
+
+# Attributes and methods of a tensor that say nothing about its values.
+_DESCRIPTIVE = frozenset(
+    "shape dtype device ndim layout is_cuda is_cpu is_mps is_sparse is_quantized is_nested requires_grad itemsize "
+    "size dim numel nelement ndimension stride is_contiguous is_floating_point is_complex is_signed element_size "
+    "get_device".split()
+)
+
+
+class Moments:
+    r"""Mean and variance of a tensor of independent Gaussians, usable in place of a tensor.
+
+    .. math:: x_i \sim \mathcal N(\mathrm{loc}_i, \mathrm{variance}_i)
+
+    Torch functions of moments return moments, by the rules of this chapter; a function without a rule raises an error
+    that shows how to write one. Operators, methods, and functions of :mod:`torch` and :mod:`torch.nn.functional` all
+    work. What needs a number (``if x > 0``, ``x.item()``) is refused.
+
+    Status: each rule says how exact it is; correlations between elements are dropped throughout, but for an object
+    with itself (``x + x`` has four times the variance).
+
+    Args:
+        loc: means, floating point.
+        variance: variances, broadcastable to ``loc``, not negative (not checked here, which would cost a pass).
+        link: how these moments came from Gaussian ones, if they did.
+
+    Attributes:
+        shape, dtype, device: those of ``loc``.
+
+    Raises:
+        ArgumentError: shapes, dtypes or devices differ.
+
+    Example:
+        >>> x = Moments(torch.tensor([1.0, 2.0]), torch.tensor([0.5, 0.5]))
+        >>> (2 * x + 1).sum()
+        Moments(loc=8.0, variance=4.0)
+    """
+
+    __slots__ = ("_link", "_loc", "_memory", "_seen", "_variance", "__weakref__")
+
+    def __init__(self, loc: Tensor, variance: Tensor, link: Link | None = None) -> None:
+        if loc.shape != variance.shape:
+            variance = _fitted(loc, variance)
+        if loc.dtype is not variance.dtype or loc.device != variance.device:
+            raise ArgumentError(
+                f"loc is {loc.dtype} on {loc.device}, variance {variance.dtype} on {variance.device}: they must agree"
+            )
+        self._loc, self._variance, self._link = loc, variance, link
+        self._memory = _Memory()
+        self._seen = 0
+
+    @property
+    def loc(self) -> Tensor:
+        """Means."""
+        if self._seen != self._memory.version:
+            _refuse_stale()
+        return self._loc
+
+    @property
+    def variance(self) -> Tensor:
+        """Variances, in squared units of ``loc``."""
+        if self._seen != self._memory.version:
+            _refuse_stale()
+        return self._variance
+
+    @property
+    def link(self) -> Link | None:
+        """How these moments came from Gaussian ones, if they did."""
+        return self._link
+
+    def linked(self, link: Link | None) -> Moments:
+        """Return these moments with another link."""
+        other = Moments(self.loc, self.variance, link)
+        other._memory, other._seen = self._memory, self._seen
+        return other
+
+    def detach(self) -> Moments:
+        """Return the moments without their history."""
+        return Moments(self.loc.detach(), self.variance.detach())
+
+    def snapshot(self) -> Moments:
+        """Return the same moments as another object, which changes in place do not reach."""
+        return Moments(self.loc, self.variance, self.link)
+
+    # In place -----------------------------------------------------------------------------------------------
+
+    def alias(self, base: Moments) -> Moments:
+        """Mark as a view of ``base``: when either is changed in place, the other must not be used any more."""
+        self._memory, self._seen = base._memory, base._memory.version
+        return self
+
+    def become(self, other: Moments) -> Moments:
+        """Take the value of ``other``, as functions that work in place do."""
+        self._loc, self._variance, self._link = other.loc, other.variance, other.link
+        self._memory.version += 1
+        self._seen = self._memory.version
+        return self
+
+    # Behaving as a tensor -----------------------------------------------------------------------------------
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return _dispatch(func, args, kwargs or {})
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _DESCRIPTIVE:
+            return getattr(self.loc, name)
+        method = None if name.startswith("__") else getattr(torch.Tensor, name, None)
+        if not callable(method):
+            raise AttributeError(f"Moments have no attribute {name!r}")
+        return partial(self._call, method)
+
+    def _call(self, method: Callable, *args: Any, **kwargs: Any) -> Any:
+        return _dispatch(method, (self, *args), kwargs)
+
+    @property
+    def T(self) -> Moments:
+        """Transpose of a matrix."""
+        return _dispatch(torch.t, (self,), {})
+
+    @property
+    def mT(self) -> Moments:
+        """Transpose of the last two dimensions."""
+        return _dispatch(torch.transpose, (self, -2, -1), {})
+
+    @property
+    def data(self) -> Moments:
+        """The moments without their history."""
+        return self.detach()
+
+    def __len__(self) -> int:
+        return len(self.loc)
+
+    def __iter__(self) -> Iterator[Moments]:
+        return iter(_dispatch(torch.unbind, (self, 0), {}))
+
+    def __getitem__(self, index: Any) -> Moments:
+        return _dispatch(torch.Tensor.__getitem__, (self, index), {})
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        _dispatch(torch.Tensor.__setitem__, (self, index, value), {})
+
+    def __add__(self, other: Any) -> Any:
+        return _dispatch(torch.add, (self, other), {})
+
+    def __radd__(self, other: Any) -> Any:
+        return _dispatch(torch.add, (other, self), {})
+
+    def __iadd__(self, other: Any) -> Any:
+        return _dispatch(torch.Tensor.add_, (self, other), {})
+
+    def __sub__(self, other: Any) -> Any:
+        return _dispatch(torch.sub, (self, other), {})
+
+    def __rsub__(self, other: Any) -> Any:
+        return _dispatch(torch.sub, (other, self), {})
+
+    def __isub__(self, other: Any) -> Any:
+        return _dispatch(torch.Tensor.sub_, (self, other), {})
+
+    def __mul__(self, other: Any) -> Any:
+        return _dispatch(torch.mul, (self, other), {})
+
+    def __rmul__(self, other: Any) -> Any:
+        return _dispatch(torch.mul, (other, self), {})
+
+    def __imul__(self, other: Any) -> Any:
+        return _dispatch(torch.Tensor.mul_, (self, other), {})
+
+    def __truediv__(self, other: Any) -> Any:
+        return _dispatch(torch.div, (self, other), {})
+
+    def __rtruediv__(self, other: Any) -> Any:
+        return _dispatch(torch.div, (other, self), {})
+
+    def __itruediv__(self, other: Any) -> Any:
+        return _dispatch(torch.Tensor.div_, (self, other), {})
+
+    def __matmul__(self, other: Any) -> Any:
+        return _dispatch(torch.matmul, (self, other), {})
+
+    def __rmatmul__(self, other: Any) -> Any:
+        return _dispatch(torch.matmul, (other, self), {})
+
+    def __pow__(self, exponent: Any) -> Any:
+        return _dispatch(torch.pow, (self, exponent), {})
+
+    def __rpow__(self, base: Any) -> Any:
+        return _dispatch(torch.pow, (base, self), {})
+
+    def __neg__(self) -> Any:
+        return _dispatch(torch.neg, (self,), {})
+
+    def __abs__(self) -> Any:
+        return _dispatch(torch.abs, (self,), {})
+
+    # What has no distribution -------------------------------------------------------------------------------
+
+    def _refuse_value(self, *args: Any) -> NoReturn:
+        raise UnsupportedError(
+            "the code asks for the value of something uncertain (a comparison, an if, .item(), a conversion to a "
+            "number or array). Moments have a mean and a variance but no value: decide on a tensor that is certain, on "
+            "x.loc if the mean may decide, or write the function as a rule with pyro_dvi.moments.moment_rule."
+        )
+
+    __bool__ = __float__ = __int__ = __index__ = __complex__ = __array__ = _refuse_value  # type: ignore[assignment]
+    __lt__ = __le__ = __gt__ = __ge__ = item = tolist = numpy = _refuse_value  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Moments | Tensor | int | float):
+            self._refuse_value()
+        return NotImplemented
+
+    __hash__ = object.__hash__
+
+    def __repr__(self) -> str:
+        loc, variance = self.loc.detach(), self.variance.detach()
+        if loc.dim() == 0:
+            return f"Moments(loc={loc.item()}, variance={variance.item()})"
+        return f"Moments(loc={loc}, variance={variance})"
+
+
+class MultiplicativeMoments(Moments):
+    r"""Gaussian weights whose noise multiplies them: :math:`\mathcal N(m, \alpha m^2)`.
+
+    Linear functions of certain or uncertain inputs then need one more product instead of two (see
+    :mod:`pyro_dvi.moments.bilinear`). Everything else uses the variance.
+
+    Args:
+        loc: m.
+        alpha: relative variance, broadcastable to ``loc``.
+
+    Source: Schmitt & Roth (2021), Eq. 5.
+    """
+
+    __slots__ = ("_alpha", "_squared")
+
+    def __init__(self, loc: Tensor, alpha: Tensor) -> None:
+        super().__init__(loc, loc)
+        self._alpha = alpha
+        self._squared: Tensor | None = None
+
+    @property
+    def alpha(self) -> Tensor:
+        """Relative variance."""
+        return self._alpha
+
+    @property
+    def squared_loc(self) -> Tensor:
+        """Squares of the means, computed once."""
+        if self._squared is None:
+            self._squared = self.loc.square()
+        return self._squared
+
+    @property
+    def variance(self) -> Tensor:
+        """Variances."""
+        if self._squared is None or self._variance is self._loc:
+            self._variance = self.alpha * self.squared_loc
+        return self._variance
+
+    def become(self, other: Moments) -> Moments:
+        """Refuse to change weights."""
+        raise UnsupportedError(
+            "a weight is changed in place, which would change the model for its next use: write w = f(w) with the "
+            "function that returns a new tensor"
+        )
+
+
+def _dispatch(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    from pyro_dvi.moments.dispatch import dispatch  # which knows this type
+
+    return dispatch(func, args, kwargs)
+
+
+def loc_of(x: Any) -> Any:
+    """Return the mean of moments, and anything else as it is."""
+    return x.loc if isinstance(x, Moments) else x
+
+
+def variance_of(x: Any) -> Any:
+    """Return the variance of moments, and None for anything else, which is certain."""
+    return x.variance if isinstance(x, Moments) else None
+
+
+def second_moment_of(x: Any) -> Any:
+    r"""Return :math:`\mathrm E[x^2]`."""
+    return torch.addcmul(x.variance, x.loc, x.loc) if isinstance(x, Moments) else x.square()
+
+
+def _fitted(loc: Tensor, variance: Tensor) -> Tensor:
+    try:
+        return variance.expand_as(loc)
+    except RuntimeError as error:
+        raise ArgumentError(
+            f"a variance of shape {tuple(variance.shape)} does not fit means of shape {tuple(loc.shape)}"
+        ) from error
+
+
+def _refuse_stale() -> NoReturn:
+    raise UnsupportedError(
+        "moments are used after a view of them (or what they are a view of) was changed in place; their mean and "
+        "variance do not share memory as tensors do. Use the function that returns a new tensor: relu(x) instead of "
+        "relu_(x), nn.ReLU(inplace=False)."
+    )
