@@ -85,7 +85,7 @@ def _check(func: Callable, rule: Callable, result: Any) -> None:
             worst = part.variance.min().item()
             raise UnsupportedError(
                 f"{where} returned a negative variance ({worst:.3g}). Differences such as E[f²] - E[f]² lose their "
-                "digits when the mean is much larger than the deviation: compute the variance around f(mean), or clamp it."
+                "digits where the mean is much larger than the deviation: centre them around f(mean), or clamp."
             )
 
 

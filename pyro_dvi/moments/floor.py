@@ -18,8 +18,8 @@ _FLOOR: list[float] = []
 def variance_floor(minimum: float) -> Iterator[None]:
     r"""Raise the variance of what enters a nonlinearity to at least ``minimum``.
 
-    The slopes of :math:`\mathrm E[f(x)]` in the variance grow as :math:`1/\sigma` where f has a kink. By default the floor
-    is the square of the rounding error of the dtype, which changes no result.
+    The slopes of :math:`\mathrm E[f(x)]` in the variance grow as :math:`1/\sigma` where f has a kink. By default the
+    floor is the square of the rounding error of the dtype, which changes no result.
 
     Raises:
         ArgumentError: a negative floor.

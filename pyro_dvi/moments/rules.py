@@ -136,13 +136,8 @@ def _swapped(rule: Callable) -> Callable:
 
 def name_of(func: Callable) -> str:
     """Return the name of a torch function as users write it."""
-    module = getattr(func, "__module__", None) or getattr(
-        getattr(func, "__objclass__", None), "__name__", "torch"
-    )
     name = getattr(func, "__name__", repr(func))
-    if "Tensor" in module or isinstance(func, _METHOD):
+    if getattr(torch.Tensor, name, None) is func and not hasattr(torch, name):
         return f"torch.Tensor.{name}"
-    return f"torch.{name}" if module in ("torch._C", "torch") or "builtin" in module else f"{module}.{name}"
-
-
-_METHOD = type(torch.Tensor.add)
+    module = getattr(func, "__module__", None) or "torch"
+    return f"torch.{name}" if module in ("torch._C", "torch._tensor", "builtins") else f"{module}.{name}"
