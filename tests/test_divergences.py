@@ -9,6 +9,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from torch import Tensor
+from torch import distributions as td
 from torch.distributions import ComposeTransform, ExpTransform, biject_to
 
 from pyro_dvi import divergences
@@ -25,7 +26,7 @@ SCALE = torch.tensor([0.05, 0.4, 1.1], dtype=torch.float64)
 def latent(prior: Any, loc: Tensor | None = LOC, scale: Tensor | None = SCALE, **options: Any) -> Latent:
     transform = options.pop("transform", unconstraining_transform(prior.support))
     value = loc if transform is None or loc is None else transform(loc)
-    source = None if loc is None or scale is None else GaussianSite("z", loc, loc, scale)
+    source = None if loc is None or scale is None else GaussianSite("z", loc, td.Normal(loc, scale))
     defaults = {"log_density": 0.0, "plate_scale": 1.0, "mask": None}
     return Latent(
         "z",

@@ -13,7 +13,7 @@ from torch.distributions import biject_to, constraints
 from pyro_dvi.errors import GuideError, ModelError
 from pyro_dvi.handlers.means import GaussianSite, strip_event_dims
 
-__all__ = ["Latent", "match_latents", "unconstraining_transform"]
+__all__ = ["Latent", "match_latents", "unconstraining_transform", "vector_elements", "vector_parts"]
 
 
 @dataclass
@@ -67,7 +67,7 @@ def match_latents(
         ModelError: a site is neither observed nor in the guide.
         GuideError: the guide has Gaussians that belong to no latent site, or lacks an auxiliary that it needs.
     """
-    vectors = dict(_vector_parts(guide, gaussians))
+    vectors = dict(vector_parts(guide, gaussians))
     used = {part.source.name for part in vectors.values()}
     latents = []
     for name, site in model_trace.nodes.items():
@@ -131,7 +131,7 @@ class _VectorPart:
     elements: Tensor  # mask of the joint vector
 
 
-def _vector_parts(guide: Callable, gaussians: dict[str, GaussianSite]) -> Iterator[tuple[str, _VectorPart]]:
+def vector_parts(guide: Callable, gaussians: dict[str, GaussianSite]) -> Iterator[tuple[str, _VectorPart]]:
     """Split the joint vector of AutoDiagonalNormal guides into the model's sites."""
     for name, source in gaussians.items():
         owner = _vector_owner(guide, name)
@@ -161,7 +161,7 @@ def _vector_owner(guide: Callable, name: str) -> AutoContinuous | None:
 
 def vector_elements(guide: Callable, gaussians: dict[str, GaussianSite], name: str) -> Tensor | bool:
     """Mask of the elements of a joint vector that belong to model site ``name``; True outside joint vectors."""
-    for site, part in _vector_parts(guide, gaussians):
+    for site, part in vector_parts(guide, gaussians):
         if site == name:
             return part.elements
     return True

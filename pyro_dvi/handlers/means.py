@@ -28,18 +28,27 @@ class GaussianSite:
     Attributes:
         name: the guide's site name.
         value: what the guide returned: a tracked copy of the mean, or a sample.
-        loc: mean, attached to the parameters.
-        scale: standard deviation, attached to the parameters.
+        base: the Normal distribution, its parameters attached to those of the guide.
         transforms: maps from the Gaussian to the site's value (``LogNormal`` and its like); usually none.
         sampled: elements of the value that were sampled instead of set to the mean: a mask, or True or False.
+        noise: the Gaussian itself where its noise is multiplicative; its divergence has a form of its own.
     """
 
     name: str
     value: Tensor
-    loc: Tensor
-    scale: Tensor
+    base: td.Normal
     transforms: tuple[Any, ...] = ()
     sampled: Tensor | bool = False
+
+    @property
+    def loc(self) -> Tensor:
+        """Mean, attached to the parameters."""
+        return self.base.loc
+
+    @property
+    def scale(self) -> Tensor:
+        """Standard deviation, attached to the parameters."""
+        return self.base.scale
 
     def expanded_scale(self) -> Tensor:
         """Standard deviations of the elements that stand at their mean; zero for those that were sampled."""
@@ -86,14 +95,14 @@ class PosteriorMeans(Messenger):
 
     def _set_to_mean(self, msg: Any, base: td.Normal, transforms: tuple[Any, ...]) -> None:
         name = msg["name"]
-        loc, scale = base.loc, base.scale
+        loc = base.loc
         mean = loc.view_as(loc) if loc.requires_grad else loc.detach().requires_grad_()
         sampled = self.sampled.get(name, False)
         value = mean
         if sampled is not False:
-            draw = loc + scale * torch.randn_like(loc)
+            draw = loc + base.scale * torch.randn_like(loc)
             value = draw if sampled is True else torch.where(torch.as_tensor(sampled), draw, mean)
-        self.gaussians[name] = GaussianSite(name, value, loc, scale, transforms, sampled)
+        self.gaussians[name] = GaussianSite(name, value, base, transforms, sampled)
         for transform in transforms:
             value = transform(value)
         msg["value"] = value

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Say what is wrong with the data where a model merely stumbles over them."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from pyro_dvi.errors import DataError, DeviceError, ModelError, PyroDviError
+
+__all__ = ["explained_errors"]
+
+
+@contextmanager
+def explained_errors(
+    model: Callable, posterior: Iterable[Tensor], args: tuple, kwargs: dict
+) -> Iterator[None]:
+    """Turn errors of a run of ``model`` into errors that name their cause.
+
+    Args:
+        model: a Pyro model.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        posterior: tensors of the guide, which tell its device.
+
+    Raises:
+        DeviceError: data and parameters live on different devices.
+        DataError: the model fails on data that hold NaN.
+        ModelError: a site does not fit its plate.
+    """
+    try:
+        yield
+    except PyroDviError:
+        raise
+    except (RuntimeError, ValueError) as error:
+        named = [(f"argument {k + 1}", v) for k, v in enumerate(args)] + list(kwargs.items())
+        tensors = [(name, v) for name, v in named if torch.is_tensor(v)]
+        owned = [*model.parameters(), *model.buffers()] if isinstance(model, nn.Module) else []
+        parameters = {t.device.type for t in (*owned, *posterior)}
+        data = {v.device.type for _, v in tensors}
+        if len(data | parameters) > 1:
+            raise DeviceError(
+                f"the data are on {sorted(data)} but the posterior is on {sorted(parameters) or 'the default device'}: "
+                "move both to one device, e.g. x.to(device), model.to(device), and build the guide after moving the "
+                "model"
+            ) from error
+        for name, v in tensors:
+            if v.is_floating_point() and not bool(torch.isfinite(v).all()):
+                raise DataError(
+                    f"{name} of the model holds NaN or infinite values, on which the model fails: drop those rows, or "
+                    "replace the values"
+                ) from error
+        if "Shape mismatch inside plate" in str(error):
+            raise ModelError(
+                f"{str(error).splitlines()[0]}: dimensions of a site that do not belong to a plate need .to_event(n)"
+            ) from error
+        raise
