@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rule without a test fails here."""
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pyro_dvi.moments import rules
+from pyro_dvi.moments.rules import name_of
+
+OURS = sorted((f for f, rule in rules().items() if rule.__module__.startswith("pyro_dvi.")), key=name_of)
+
+
+def functions_with_cases() -> set[Callable]:
+    """Every ``case.func`` in the list CASES of a test module beside this one.
+
+    Modules that do not import (or are being written) have no cases; their own tests say what is wrong.
+    """
+    found: set[Callable] = set()
+    for path in sorted(Path(__file__).parent.glob("test_*.py")):
+        if path == Path(__file__):
+            continue
+        spec = importlib.util.spec_from_file_location(f"cases_of_{path.stem}", path)
+        module = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)
+        except Exception:
+            continue
+        found.update(case.func for case in getattr(module, "CASES", ()))
+    return found
+
+
+@pytest.fixture(scope="module")
+def covered() -> set[Callable]:
+    return functions_with_cases()
+
+
+def test_the_table_is_not_empty() -> None:
+    assert len(OURS) > 1
+
+
+@pytest.mark.parametrize("func", OURS, ids=name_of)
+def test_every_rule_has_a_case(func: Callable, covered: set[Callable]) -> None:
+    assert func in covered, (
+        f"{name_of(func)} has a rule but no test: add an item with .func = {name_of(func)} to the list CASES of the "
+        "test module of its family in tests/moments/"
+    )
