@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 from pyro_dvi.errors import DataError
 from pyro_dvi.handlers.latents import Latent
 from pyro_dvi.handlers.means import strip_event_dims
+from pyro_dvi.multiplicative_normal import MultiplicativeNormal, divergence_from_normal
 
 __all__ = ["kl_to_prior", "prior_precision"]
 
@@ -33,7 +34,9 @@ def kl_to_prior(latent: Latent) -> Tensor:
 
     For a Normal prior :math:`\mathcal N(m, s^2)`,
 
-    .. math:: \sum \tfrac12\Bigl(\frac{\sigma^2 + (\mu - m)^2}{s^2} - 1\Bigr) - \log\frac{\sigma}{s}.
+    .. math:: \sum \tfrac12\Bigl(\frac{\sigma^2 + (\mu - m)^2}{s^2} - 1\Bigr) - \log\frac{\sigma}{s},
+
+    where multiplicative noise has :math:`\sigma^2 = \alpha\mu^2 + \varepsilon`.
 
     Status: exact for Normal and transformed Normal priors; Gauss-Hermite with 32 nodes for other factorised priors
     (exact to rounding for smooth ones, about 1 % for kinks such as Laplace's); otherwise an unbiased sample.
@@ -47,8 +50,7 @@ def kl_to_prior(latent: Latent) -> Tensor:
     if normal is not None:
         if latent.mask is None and not torch.is_tensor(latent.plate_scale):
             if not (normal.loc.requires_grad or normal.scale.requires_grad):
-                loc, scale = torch.broadcast_tensors(latent.loc, latent.scale)
-                total = _NormalDivergence.apply(loc, scale, _scalar(normal.loc), _scalar(normal.scale))
+                total = _divergence(latent, _scalar(normal.loc), _scalar(normal.scale))
                 return total if latent.plate_scale == 1.0 else total * latent.plate_scale
         ratio = latent.scale / normal.scale
         divergence = (
@@ -65,6 +67,17 @@ def prior_precision(latent: Latent) -> Tensor | None:
     """1 / s² of a Normal prior in the posterior's unconstrained space; None for other priors."""
     normal = _normal_prior(latent)
     return None if normal is None else _scalar(normal.scale).pow(-2)
+
+
+def _divergence(latent: Latent, prior_loc: Tensor, prior_scale: Tensor) -> Tensor:
+    """Sum over all elements, in the fused form of the posterior's kind."""
+    assert latent.loc is not None and latent.scale is not None
+    base = None if latent.source is None else latent.source.base
+    if isinstance(base, MultiplicativeNormal) and base.loc is latent.loc:
+        return divergence_from_normal(base, prior_loc, prior_scale)
+    loc, scale = torch.broadcast_tensors(latent.loc, latent.scale)
+    total: Tensor = _NormalDivergence.apply(loc, scale, prior_loc, prior_scale)
+    return total
 
 
 def _scaled(latent: Latent, per_element: Tensor) -> Tensor:
