@@ -3,13 +3,12 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from pyro_dvi.errors import UnsupportedError
-from pyro_dvi.moments.rules import Kind, find, name_of
+from pyro_dvi.moments.rules import Entry, Kind, find, name_of
 from pyro_dvi.moments.value import Link, Moments
 
 __all__ = ["Observer", "dispatch", "observed_by"]
@@ -18,7 +17,8 @@ __all__ = ["Observer", "dispatch", "observed_by"]
 class Observer(Protocol):
     """Sees every function of moments with its result, and returns what shall be the result."""
 
-    def __call__(self, func: Callable, args: tuple, kwargs: dict[str, Any], result: Any) -> Any: ...
+    def __call__(self, func: Callable, args: tuple, kwargs: dict[str, Any], result: Any) -> Any:
+        """Return the result to go on with."""
 
 
 _OBSERVERS: list[Observer] = []
@@ -50,12 +50,13 @@ def dispatch(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         in_place = bool(kwargs.pop("inplace", False)) or in_place
     target = args[0] if args else None
     if in_place and isinstance(target, Moments):
-        args = (target.snapshot(), *args[1:])
+        before = target.snapshot()
+        args = tuple(before if a is target else a for a in args)
     result = entry.rule(*args, **kwargs)
     if not entry.rule.__module__.startswith("pyro_dvi."):
         _check(func, entry.rule, result)
     if entry.kind is not Kind.OTHER:
-        result = _with_link(entry.rule, entry.kind, func, args, kwargs, result)
+        result = _with_link(entry, func, args, kwargs, result)
     for observer in _OBSERVERS:
         result = observer(func, args, kwargs, result)
     return _written(func, target, result) if in_place else result
@@ -89,9 +90,7 @@ def _check(func: Callable, rule: Callable, result: Any) -> None:
             )
 
 
-def _with_link(
-    rule: Callable, kind: Kind, func: Callable, args: tuple, kwargs: dict[str, Any], result: Any
-) -> Any:
+def _with_link(entry: Entry, func: Callable, args: tuple, kwargs: dict[str, Any], result: Any) -> Any:
     """Remember the Gaussian behind the one argument that is uncertain."""
     uncertain = [k for k, a in enumerate(args) if isinstance(a, Moments)]
     if len(uncertain) != 1 or any(isinstance(a, Moments) for a in kwargs.values()):
@@ -100,24 +99,43 @@ def _with_link(
     x = args[position]
     link = x.link
     before, after = args[:position], args[position + 1 :]
-    if kind is Kind.REARRANGEMENT:
-        if link is None or not link.elementwise:
+    if entry.kind is Kind.REARRANGEMENT:
+        if link is None or not (link.elementwise and link.uniform) or isinstance(result, Tensor):
             return result
-        inner = rule(*before, link.inner, *after, **kwargs)
+        inner = entry.rule(*before, link.inner, *after, **kwargs)
         if isinstance(result, Moments):
             return result.linked(Link(inner, link.function, link.name))
         pairs = zip(result, inner, strict=True)
         return type(result)(r.linked(Link(i, link.function, link.name)) for r, i in pairs)
-    if not isinstance(result, Moments) or (kind is Kind.AFFINE and link is None):
+    if not isinstance(result, Moments) or (entry.kind is Kind.AFFINE and link is None):
         return result
-    call = partial(_call, func, before, after, kwargs)
-    if link is None:
-        return result.linked(Link(x, call, getattr(func, "__name__", "").removesuffix("_")))
-    return result.linked(Link(link.inner, _Composed(link.function, call), None, link.elementwise))
+    call = _Call(func, before, after, kwargs, entry.in_place)
+    if link is None:  # a copy of x, which may be changed in place later
+        name = getattr(func, "__name__", "").removesuffix("_")
+        return result.linked(Link(x.snapshot(), call, name, uniform=call.uniform))
+    inner = link.inner
+    if link.elementwise and result.shape != inner.shape:  # broadcast by the other operand
+        inner = Moments(inner.loc.expand(result.shape), inner.variance.expand(result.shape))
+    function = _Composed(link.function, call)
+    return result.linked(Link(inner, function, None, link.elementwise, link.uniform and call.uniform))
 
 
-def _call(func: Callable, before: tuple, after: tuple, kwargs: dict[str, Any], value: Tensor) -> Tensor:
-    return func(*before, value, *after, **kwargs)
+class _Call:
+    """A torch function with all arguments but one."""
+
+    def __init__(
+        self, func: Callable, before: tuple, after: tuple, kwargs: dict[str, Any], in_place: bool
+    ) -> None:
+        self.func, self.before, self.after, self.kwargs, self.in_place = func, before, after, kwargs, in_place
+
+    @property
+    def uniform(self) -> bool:
+        others = (*self.before, *self.after, *self.kwargs.values())
+        return not any(isinstance(a, Tensor) and a.dim() > 0 for a in others)
+
+    def __call__(self, value: Tensor) -> Tensor:
+        value = value.clone() if self.in_place else value
+        return self.func(*self.before, value, *self.after, **self.kwargs)
 
 
 class _Composed:

@@ -25,12 +25,14 @@ class Link:
         function: the map from its values to those of the moments.
         name: its name if it is one torch function and nothing else ("exp", "softmax", ...); else None.
         elementwise: whether each element depends on one element of ``inner``, of the same shape.
+        uniform: whether ``function`` is the same at each element, so that it still holds after elements moved.
     """
 
     inner: Moments
     function: Callable[[Tensor], Tensor]
     name: str | None = None
     elementwise: bool = True
+    uniform: bool = True
 
 
 class _Memory:
@@ -79,7 +81,7 @@ class Moments:
         Moments(loc=8.0, variance=4.0)
     """
 
-    __slots__ = ("_link", "_loc", "_memory", "_seen", "_variance", "__weakref__")
+    __slots__ = ("_link", "_loc", "_memory", "_place", "_seen", "_variance", "__weakref__")
 
     def __init__(self, loc: Tensor, variance: Tensor, link: Link | None = None) -> None:
         if loc.shape != variance.shape:
@@ -91,6 +93,7 @@ class Moments:
         self._loc, self._variance, self._link = loc, variance, link
         self._memory = _Memory()
         self._seen = 0
+        self._place: Any = None
 
     @property
     def loc(self) -> Tensor:
@@ -114,7 +117,7 @@ class Moments:
     def linked(self, link: Link | None) -> Moments:
         """Return these moments with another link."""
         other = Moments(self.loc, self.variance, link)
-        other._memory, other._seen = self._memory, self._seen
+        other._memory, other._seen, other._place = self._memory, self._seen, self._place
         return other
 
     def detach(self) -> Moments:
@@ -127,10 +130,27 @@ class Moments:
 
     # In place -----------------------------------------------------------------------------------------------
 
-    def alias(self, base: Moments) -> Moments:
-        """Mark as a view of ``base``: when either is changed in place, the other must not be used any more."""
+    def alias(self, base: Moments, place: Any = None) -> Moments:
+        """Mark as a view of ``base``: when either is changed in place, the other must not be used any more.
+
+        Args:
+            base: what it is a view of.
+            place: the index that made it, if one did.
+        """
         self._memory, self._seen = base._memory, base._memory.version
+        self._place = None if place is None else (id(base), place)
         return self
+
+    def before(self, place: Any, value: Any) -> tuple[Tensor, Tensor]:
+        """Return the mean and variance into which ``value`` is to be written at ``place``.
+
+        In ``x[i] += 1`` the value is the very view ``x[i]``, changed in place, after which x is out of date there and
+        nowhere else.
+        """
+        same = isinstance(value, Moments) and value._memory is self._memory and self._seen == value._seen - 1
+        if same and value._place == (id(self), place):
+            return self._loc, self._variance
+        return self.loc, self.variance
 
     def become(self, other: Moments) -> Moments:
         """Take the value of ``other``, as functions that work in place do."""

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copies, other dtypes and devices, and new tensors of the same shape."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_dvi.errors import UnsupportedError
+from pyro_dvi.moments.rules import Kind, moment_rule
+from pyro_dvi.moments.value import Moments, loc_of
+
+__all__ = ["is_finite", "requires_grad_"]
+
+# Functions that give the same values in another guise: what applies to the mean applies to the variance.
+_CONVERSIONS: tuple[Callable, ...] = (
+    torch.clone,
+    torch.detach,
+    torch.Tensor.to,
+    torch.Tensor.type,
+    torch.Tensor.type_as,
+    torch.Tensor.float,
+    torch.Tensor.double,
+    torch.Tensor.half,
+    torch.Tensor.bfloat16,
+    torch.Tensor.cpu,
+    torch.Tensor.cuda,
+    torch.Tensor.contiguous,
+)
+
+# Functions that ask for shape, dtype and device only, and return a tensor that is certain.
+_LIKE: tuple[Callable, ...] = (
+    torch.zeros_like,
+    torch.ones_like,
+    torch.empty_like,
+    torch.full_like,
+    torch.rand_like,
+    torch.randn_like,
+    torch.Tensor.new_zeros,
+    torch.Tensor.new_ones,
+    torch.Tensor.new_empty,
+    torch.Tensor.new_full,
+    torch.Tensor.new_tensor,
+    torch.is_floating_point,
+    torch.is_complex,
+    torch.numel,
+)
+
+
+def _converting(function: Callable) -> Callable:
+    def convert(input: Any, *args: Any, **kwargs: Any) -> Any:
+        args = tuple(map(loc_of, args))
+        kwargs = {key: loc_of(value) for key, value in kwargs.items()}
+        loc = function(loc_of(input), *args, **kwargs)
+        if not isinstance(input, Moments) or loc is input.loc:
+            return loc if not isinstance(input, Moments) else input
+        if not isinstance(loc, Tensor):
+            return loc  # x.type() is a name
+        if not loc.is_floating_point():
+            raise UnsupportedError(
+                f"moments cannot become {loc.dtype}: rounding to integers or truth values has no rule. Decide on x.loc"
+            )
+        return Moments(loc, function(input.variance, *args, **kwargs))
+
+    convert.__doc__ = f"Moments of ``{function.__name__}(x)``, applied to mean and variance."
+    return convert
+
+
+def _describing(function: Callable) -> Callable:
+    def describe(input: Moments, *args: Any, **kwargs: Any) -> Any:
+        return function(input.loc, *args, **kwargs)
+
+    describe.__doc__ = f"Result of ``{function.__name__}``, which is certain."
+    return describe
+
+
+for _function in _CONVERSIONS:
+    moment_rule(_function, kind=Kind.REARRANGEMENT)(_converting(_function))
+for _function in _LIKE:
+    moment_rule(_function)(_describing(_function))
+
+
+@moment_rule(torch.Tensor.requires_grad_)
+def requires_grad_(input: Moments, requires_grad: bool = True) -> Moments:
+    """Record gradients with respect to the mean."""
+    input.loc.requires_grad_(requires_grad)
+    return input
+
+
+def _checking(function: Callable, combine: Callable) -> Callable:
+    def check(input: Moments) -> Tensor:
+        return combine(function(input.loc), function(input.variance))
+
+    check.__doc__ = f"Result of ``{function.__name__}`` for mean and variance together, which is certain."
+    return check
+
+
+is_finite = moment_rule(torch.isfinite)(_checking(torch.isfinite, torch.logical_and))
+moment_rule(torch.isnan)(_checking(torch.isnan, torch.logical_or))
+moment_rule(torch.isinf)(_checking(torch.isinf, torch.logical_or))

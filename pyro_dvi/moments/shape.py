@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Functions that move elements: what they do to the mean they do to the variance.
+
+Status: exact, all of them. Views share memory as tensors do, but mean and variance cannot be written through them: a
+change in place makes the other views unusable (:meth:`~pyro_dvi.moments.Moments.alias`), which raises an error instead
+of giving old values.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pyro_dvi.errors import UnsupportedError
+from pyro_dvi.moments.rules import Kind, moment_rule
+from pyro_dvi.moments.value import Moments, loc_of
+
+__all__ = ["fold", "masked_fill", "view"]
+
+_VIEWS: tuple[Callable, ...] = (
+    torch.reshape,
+    torch.Tensor.reshape,
+    torch.flatten,
+    torch.ravel,
+    torch.unflatten,
+    torch.Tensor.unflatten,
+    torch.permute,
+    torch.Tensor.permute,
+    torch.transpose,
+    torch.swapaxes,
+    torch.swapdims,
+    torch.movedim,
+    torch.moveaxis,
+    torch.t,
+    torch.adjoint,
+    torch.squeeze,
+    torch.Tensor.squeeze,
+    torch.unsqueeze,
+    torch.Tensor.expand,
+    torch.broadcast_to,
+    torch.narrow,
+    torch.select,
+    torch.diagonal,
+    torch.Tensor.unfold,
+    torch.atleast_1d,
+    torch.atleast_2d,
+    torch.atleast_3d,
+)
+
+_PARTS: tuple[Callable, ...] = (  # views too, as tuples
+    torch.split,
+    torch.Tensor.split,
+    torch.split_with_sizes,
+    torch.chunk,
+    torch.tensor_split,
+    torch.hsplit,
+    torch.vsplit,
+    torch.dsplit,
+    torch.unbind,
+)
+
+_COPIES: tuple[Callable, ...] = (
+    torch.index_select,
+    torch.gather,
+    torch.take,
+    torch.take_along_dim,
+    torch.masked_select,
+    torch.Tensor.repeat,
+    torch.tile,
+    torch.Tensor.tile,
+    torch.repeat_interleave,
+    torch.roll,
+    torch.flip,
+    torch.Tensor.flip,
+    torch.fliplr,
+    torch.flipud,
+    torch.rot90,
+    torch.pixel_shuffle,
+    torch.pixel_unshuffle,
+    torch.channel_shuffle,
+)
+
+# Elements besides those that move are zero, so a link to the Gaussian behind them is lost.
+_ZEROING: tuple[Callable, ...] = (torch.tril, torch.triu, torch.diag, torch.diag_embed, F.unfold)
+
+
+def _certain(name: str, args: tuple, kwargs: dict[str, Any]) -> None:
+    if any(isinstance(a, Moments) for a in (*args, *kwargs.values())):
+        raise UnsupportedError(
+            f"{name} takes indices, sizes and masks that are certain: pass a tensor, such as x.loc"
+        )
+
+
+def _moving(function: Callable, view: bool) -> Callable:
+    name = function.__name__
+
+    def move(input: Any, *args: Any, **kwargs: Any) -> Moments:
+        if not isinstance(input, Moments):
+            raise UnsupportedError(
+                f"{name} takes indices, sizes and masks that are certain: pass a tensor, such as x.loc"
+            )
+        _certain(name, args, kwargs)
+        result = Moments(function(input.loc, *args, **kwargs), function(input.variance, *args, **kwargs))
+        return result.alias(input) if view else result
+
+    move.__doc__ = f"Moments of ``{name}``."
+    return move
+
+
+def _parting(function: Callable) -> Callable:
+    def part(input: Moments, *args: Any, **kwargs: Any) -> tuple[Moments, ...]:
+        _certain(function.__name__, args, kwargs)
+        pairs = zip(
+            function(input.loc, *args, **kwargs), function(input.variance, *args, **kwargs), strict=True
+        )
+        return tuple(Moments(loc, variance).alias(input) for loc, variance in pairs)
+
+    part.__doc__ = f"Moments of the parts of ``{function.__name__}``."
+    return part
+
+
+for _function in _VIEWS:
+    moment_rule(_function, kind=Kind.REARRANGEMENT)(_moving(_function, view=True))
+for _function in _COPIES:
+    moment_rule(_function, kind=Kind.REARRANGEMENT)(_moving(_function, view=False))
+for _function in _ZEROING:
+    moment_rule(_function)(_moving(_function, view=False))
+for _function in _PARTS:
+    moment_rule(_function, kind=Kind.REARRANGEMENT)(_parting(_function))
+
+
+@moment_rule(torch.Tensor.view, kind=Kind.REARRANGEMENT)
+def view(input: Moments, *shape: Any) -> Moments:
+    """Moments of ``x.view(...)``; the variance may be expanded where the mean is not, so it is reshaped."""
+    if shape and isinstance(shape[0], torch.dtype):
+        raise UnsupportedError(
+            "x.view(dtype) reinterprets bits, which means nothing for moments: use x.to(dtype)"
+        )
+    return Moments(input.loc.view(*shape), input.variance.reshape(*shape)).alias(input)
+
+
+def _following(function: Callable) -> Callable:
+    def follow(input: Any, other: Any) -> Any:
+        if not isinstance(input, Moments):
+            return function(input, loc_of(other))
+        like = loc_of(other)
+        move = torch.Tensor.expand if function is torch.Tensor.expand_as else torch.reshape
+        return Moments(function(input.loc, like), move(input.variance, like.shape)).alias(input)
+
+    follow.__doc__ = f"Moments of ``{function.__name__}``, which asks the other for its shape only."
+    return follow
+
+
+for _function in (torch.Tensor.view_as, torch.Tensor.reshape_as, torch.Tensor.expand_as):
+    moment_rule(_function, kind=Kind.REARRANGEMENT)(_following(_function))
+
+
+@moment_rule(torch.broadcast_tensors)
+def broadcast_tensors(*tensors: Any) -> list[Any]:
+    """Moments and tensors, broadcast against each other."""
+    shape = torch.broadcast_shapes(*(t.shape for t in tensors))
+    return [torch.broadcast_to(t, shape) for t in tensors]
+
+
+@moment_rule(F.fold)
+def fold(input: Moments, *args: Any, **kwargs: Any) -> Moments:
+    """Moments of ``fold``, which adds what overlaps.
+
+    Status: exact for independent elements.
+    """
+    return _moving(F.fold, view=False)(input, *args, **kwargs)
+
+
+@moment_rule(F.pad)
+def pad(input: Moments, pad: Any, mode: str = "constant", value: float | None = None) -> Moments:
+    """Moments of a padded tensor; a constant is certain, reflected and repeated borders are as uncertain as inside."""
+    extend = partial(F.pad, pad=pad, mode=mode)
+    return Moments(extend(input.loc, value=value), extend(input.variance))
+
+
+@moment_rule(torch.masked_fill, kind=Kind.AFFINE)
+def masked_fill(input: Any, mask: Tensor, value: Any) -> Moments:
+    """Moments where the mask is False, and a certain value where it is True."""
+    _certain("masked_fill", (mask, value), {})
+    return Moments(input.loc.masked_fill(mask, value), input.variance.masked_fill(mask, 0))
+
+
+@moment_rule(torch.where, kind=Kind.AFFINE)
+def where(condition: Any, input: Any = None, other: Any = None) -> Moments:
+    """Moments chosen element by element by a certain condition."""
+    if isinstance(condition, Moments) or input is None or other is None:
+        raise UnsupportedError("torch.where takes a condition that is certain, and two things to choose from")
+    loc = torch.where(condition, loc_of(input), loc_of(other))
+    zero = loc.new_zeros(())
+    first, second = (x.variance.to(loc.dtype) if isinstance(x, Moments) else zero for x in (input, other))
+    return Moments(loc, torch.where(condition, first, second))
