@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""The mean of the log of a sum of exponentials of Gaussian logits, which has no closed form.
+
+Every estimator returns :math:`\mathrm E[\log\sum_c e^{f_c}]` for independent :math:`f_c \sim \mathcal N(\mu_c, v_c)`.
+The gradient is that of the exact expectation, estimated at the same points,
+
+.. math::
+    \frac{\partial}{\partial\mu_c} = \mathrm E[p_c], \qquad
+    \frac{\partial}{\partial v_c} = \tfrac12\mathrm E[p_c(1 - p_c)], \qquad p = \mathrm{softmax}(f),
+
+(Price 1958), which keeps its precision as the variance goes to zero and needs two accumulators of the size of the
+logits, whatever the number of points.
+"""
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from pyro_dvi.errors import ArgumentError
+from pyro_dvi.expectations.points import shifted_sobol
+from pyro_dvi.moments import Moments
+
+__all__ = ["LogitEstimator", "MonteCarlo", "Sobol", "Taylor2", "TiltedBound"]
+
+_CHUNK = 2**22  # numbers held at once: points x logits
+
+
+class LogitEstimator(ABC):
+    """How the normalising constant of a softmax is averaged over Gaussian logits."""
+
+    @abstractmethod
+    def expected_logsumexp(self, logits: Moments) -> Tensor:
+        """Return the mean of ``logsumexp(f, -1)``.
+
+        Args:
+            logits: moments ``[*batch, C]``.
+
+        Returns:
+            ``[*batch]``, differentiable in both moments.
+        """
+
+
+class Sobol(LogitEstimator):
+    """Quasi-random points, shifted afresh in each call.
+
+    Args:
+        num_points: a power of two keeps the points balanced.
+    """
+
+    def __init__(self, num_points: int = 64) -> None:
+        self.num_points = _at_least_one("num_points", num_points)
+
+    def expected_logsumexp(self, logits: Moments) -> Tensor:
+        """Average over the points, which all examples share."""
+        points = shifted_sobol(self.num_points, logits.shape[-1], logits.loc)
+        return _average(logits, points.reshape(-1, *(1,) * (logits.dim() - 1), logits.shape[-1]))
+
+    def __repr__(self) -> str:
+        return f"Sobol(num_points={self.num_points})"
+
+
+def _average(logits: Moments, points: Tensor) -> Tensor:
+    return _MeanLogSumExp.apply(logits.loc, logits.variance, points)
+
+
+class _MeanLogSumExp(Function):
+    @staticmethod
+    def forward(ctx: Any, mu: Tensor, variance: Tensor, points: Tensor) -> Tensor:
+        scale = variance.clamp_min(0).sqrt()
+        total = mu.new_zeros(mu.shape[:-1])
+        first, second = torch.zeros_like(mu), torch.zeros_like(mu)
+        for chunk in points.split(max(1, _CHUNK // max(mu.numel(), 1))):
+            values = torch.addcmul(mu, chunk, scale)
+            normalised = torch.log_softmax(values, -1)
+            # the constant is the same for every class: read it off the first
+            total += (values[..., 0] - normalised[..., 0]).sum(0)
+            p = normalised.exp_()
+            first += p.sum(0)
+            second += p.square_().sum(0)
+        count = len(points)
+        first.div_(count)
+        ctx.save_for_backward(first, (first - second.div_(count)).mul_(0.5))
+        return total.div_(count)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor, None]:
+        first, curvature = ctx.saved_tensors
+        g = g.unsqueeze(-1)
+        return g * first, g * curvature, None
+
+
+def _at_least_one(name: str, number: int) -> int:
+    if number < 1:
+        raise ArgumentError(f"{name} must be at least 1, got {number}")
+    return number
+
+
+class MonteCarlo(LogitEstimator):
+    """Independent random points for every example.
+
+    Args:
+        num_samples: points.
+    """
+
+    def __init__(self, num_samples: int = 64) -> None:
+        self.num_samples = _at_least_one("num_samples", num_samples)
+
+    def expected_logsumexp(self, logits: Moments) -> Tensor:
+        """Average over the samples."""
+        points = torch.randn(
+            self.num_samples, *logits.shape, dtype=logits.loc.dtype, device=logits.loc.device
+        )
+        return _average(logits, points)
+
+    def __repr__(self) -> str:
+        return f"MonteCarlo(num_samples={self.num_samples})"
+
+
+class TiltedBound(LogitEstimator):
+    r"""An upper bound, so that the objective stays a lower bound, without any points.
+
+    .. math::
+        \mathrm E\bigl[\log\textstyle\sum_c e^{f_c}\bigr] \le \tfrac12\sum_c a_c^2 v_c
+            + \log\sum_c \exp\bigl(\mu_c + \tfrac12(1 - 2a_c)v_c\bigr)
+
+    for every a. The best one solves :math:`a = \mathrm{softmax}(\mu + \tfrac12(1 - 2a)v)`.
+
+    Status: a bound for Gaussian logits, for every number of iterations; 0.03 above the exact value for ten classes at
+    variance 1.
+
+    Args:
+        num_iterations: Newton steps for a; each costs about one softmax.
+
+    Source: Knowles & Minka (2011), "Non-conjugate variational message passing for multinomial and binary regression".
+    """
+
+    def __init__(self, num_iterations: int = 6) -> None:
+        self.num_iterations = _at_least_one("num_iterations", num_iterations)
+
+    def expected_logsumexp(self, logits: Moments) -> Tensor:
+        """Minimise over the tilt, then evaluate; the gradient needs none of the tilt's at the optimum."""
+        mu, v = logits.loc, logits.variance
+        a = self._tilt(mu.detach(), v.detach())
+        return (0.5 * a.square() * v).sum(-1) + torch.logsumexp(mu + (0.5 - a) * v, -1)
+
+    @torch.no_grad()
+    def _tilt(self, mu: Tensor, v: Tensor) -> Tensor:
+        """Newton's method; the Hessian is a diagonal plus a matrix of rank one."""
+        a = torch.softmax(mu, -1)
+        for _ in range(self.num_iterations):
+            p = torch.softmax(mu + (0.5 - a) * v, -1)
+            r, pv = a - p, p * v
+            diagonal = 1 + pv
+            s = (pv * r / diagonal).sum(-1, keepdim=True) / (p / diagonal).sum(-1, keepdim=True)
+            a = (a - (r + p * s) / diagonal).clamp_(0, 1)
+        return a
+
+    def __repr__(self) -> str:
+        return f"TiltedBound(num_iterations={self.num_iterations})"
+
+
+class Taylor2(LogitEstimator):
+    r"""Second-order expansion at the mean, :math:`\log\sum_c e^{\mu_c} + \tfrac12\sum_c p_c(1 - p_c)v_c`.
+
+    Status: approximate; good for variances far below 1, and neither a bound nor close above.
+    """
+
+    def expected_logsumexp(self, logits: Moments) -> Tensor:
+        """Evaluate the expansion."""
+        p = torch.softmax(logits.loc, -1)
+        return torch.logsumexp(logits.loc, -1) + 0.5 * (p * (1 - p) * logits.variance).sum(-1)
+
+    def __repr__(self) -> str:
+        return "Taylor2()"

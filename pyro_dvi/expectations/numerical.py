@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""Expected log-likelihoods of any distribution by its own ``log_prob`` at fixed points.
+
+One uncertain number per density: Gauss-Hermite with 32 nodes. Two: a grid of 20 x 20. More (vectors, matrices): 128
+scrambled Sobol points, the same in every call. Points are drawn from the Gaussian behind each parameter and passed
+through its function, so that ``concentration=softplus(h)`` stays positive.
+
+Status: Gauss-Hermite is exact to rounding for log densities that are polynomials or exponentials of moderate
+exponent in the Gaussian, and loses digits where the density is much narrower than the Gaussian; Sobol points have an
+error of some hundredths at variance 1.
+"""
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from pyro_dvi.expectations.gaussian import at_points, check_domain, event_dim_of, gaussian_of
+from pyro_dvi.expectations.points import fixed_points
+from pyro_dvi.moments import Moments
+
+__all__ = ["Evaluation", "evaluation", "numerical_expectation"]
+
+_CHUNK = 2**22  # values of one parameter that are held at once
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Where a distribution with uncertain parameters is evaluated.
+
+    Attributes:
+        points: standard Gaussian, ``[S, number of Gaussians]``.
+        weights: ``[S]``, sum to one.
+        at: the distribution with batch shape ``[S, *batch]`` at some of the points.
+        size: number of values of the largest parameter.
+    """
+
+    points: Tensor
+    weights: Tensor
+    at: Callable[[Tensor], Any]
+    size: int
+
+
+def numerical_expectation(family: type, parameters: Mapping[str, Any], value: Tensor) -> Tensor:
+    """Return the expected log-likelihood, of the batch shape.
+
+    Memory does not grow with the number of points: what does not fit is computed in parts, and again in the backward
+    pass.
+
+    Raises:
+        UnsupportedError: an uncertain parameter leaves its domain.
+    """
+    plan = evaluation(family, parameters, value)
+
+    def part(points: Tensor, weights: Tensor) -> Tensor:
+        return torch.tensordot(weights, plan.at(points).log_prob(value), 1)
+
+    per_part = max(1, _CHUNK // max(plan.size, value.numel(), 1))
+    if per_part >= len(plan.points):
+        return part(plan.points, plan.weights)
+    parts = zip(plan.points.split(per_part), plan.weights.split(per_part), strict=True)
+    total: Any = 0.0
+    for points, weights in parts:
+        total = total + checkpoint(part, points, weights, use_reentrant=False, preserve_rng_state=False)
+    return torch.as_tensor(total)
+
+
+def evaluation(family: type, parameters: Mapping[str, Any], value: Tensor | None = None) -> Evaluation:
+    """Choose the points for the Gaussians behind the parameters; parameters that share a Gaussian share its points."""
+    uncertain = {k: p for k, p in parameters.items() if isinstance(p, Moments)}
+    like = next(iter(uncertain.values())).loc
+    blocks: dict[int, tuple[slice, tuple[int, ...]]] = {}
+    count = 0
+    for name, p in uncertain.items():
+        shape = _coordinates(family, name, p)
+        key = id(gaussian_of(p))
+        if key not in blocks:
+            blocks[key] = slice(count, count + math.prod(shape)), shape
+            count += math.prod(shape)
+    points, weights = fixed_points(count, like)
+    rank = _batch_rank(family, parameters, value)
+    options = _without_checks(family)
+
+    def at(points: Tensor) -> Any:
+        values = dict(parameters)
+        for name, p in uncertain.items():
+            block, shape = blocks[id(gaussian_of(p))]
+            values[name] = at_points(p, points[:, block].reshape(len(points), *shape))
+            check_domain(family, name, p, values[name])
+            values[name] = _aligned(values[name], rank + (event_dim_of(family, name) or 0))
+        return family(**values, **options)
+
+    return Evaluation(points, weights, at, max(p.numel() for p in uncertain.values()))
+
+
+def _coordinates(family: type, name: str, parameter: Moments) -> tuple[int, ...]:
+    """Shape of the numbers that need points of their own; other elements, of other examples, may share them."""
+    inner = gaussian_of(parameter)
+    depth = event_dim_of(family, name)
+    if depth is None or (parameter.link is not None and not parameter.link.elementwise):
+        depth = max(inner.dim() - 1, 1)  # everything within an example
+    return tuple(inner.shape[inner.dim() - depth :]) if depth else ()
+
+
+def _batch_rank(family: type, parameters: Mapping[str, Any], value: Tensor | None) -> int:
+    """How many batch dimensions the log density has."""
+    means = {k: p.loc if isinstance(p, Moments) else p for k, p in parameters.items()}
+    fn = family(**means, **_without_checks(family))
+    rank = 0 if value is None else value.dim() - len(fn.event_shape)
+    return max(rank, len(fn.batch_shape))
+
+
+def _aligned(values: Tensor, rank: int) -> Tensor:
+    """Insert dimensions after the first, so that ``[S, *]`` broadcasts against tensors of that rank."""
+    return values.reshape(len(values), *(1,) * (rank + 1 - values.dim()), *values.shape[1:])
+
+
+def _without_checks(family: type) -> dict[str, bool]:
+    names = inspect.signature(family).parameters
+    return {"validate_args": False} if "validate_args" in names else {}

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""Expected log-likelihoods :math:`\mathrm E[\log p(y \mid \theta)]` where parameters of p are uncertain.
+
+Adding a rule: write a function of the observed value and of the parameters by the names of the constructor, each of
+which may be :class:`~pyro_dvi.moments.Moments` or a tensor, and register it with :func:`expectation_rule`. A parameter
+that does not go well with the rule is declined by returning ``NotImplemented``; the expectation is then taken
+numerically, as for every distribution without a rule (:mod:`pyro_dvi.expectations.numerical`).
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pyro_dvi.expectations.gaussian import gaussian_of
+from pyro_dvi.expectations.logits import LogitEstimator, Sobol
+from pyro_dvi.expectations.numerical import numerical_expectation
+from pyro_dvi.moments import Moments
+from pyro_dvi.registry import registering
+
+__all__ = ["expectation_rule", "expected_log_prob", "families_with_rules"]
+
+_RULES: dict[type, Callable] = {}
+_DEFAULT_ESTIMATOR = Sobol()
+
+
+def expectation_rule(*families: type) -> Callable[[Callable], Callable]:
+    """Return a decorator that registers the expected log-likelihood of distribution classes.
+
+    The rule is called as ``rule(value, loc=..., scale=...)`` with the arguments that the distribution was made with,
+    and with ``estimator=`` if it has a parameter of that name (for the logits of classes).
+
+    Raises:
+        ValueError: a class has a rule already.
+
+    Example:
+        >>> class Unit(torch.distributions.Normal):
+        ...     def __init__(self, loc):
+        ...         super().__init__(loc, 1.0)
+        >>> @expectation_rule(Unit)
+        ... def unit(value, loc):
+        ...     return -0.5 * ((value - loc.loc) ** 2 + loc.variance) - 0.918938533
+        >>> expected_log_prob(Unit, {"loc": Moments(torch.zeros(2), torch.ones(2))}, torch.zeros(2))
+        tensor([-1.4189, -1.4189])
+    """
+
+    def register(rule: Callable) -> Callable:
+        _find.cache_clear()
+        return registering(_RULES, families)(rule)
+
+    return register
+
+
+def families_with_rules() -> dict[type, Callable]:
+    """Return a copy of the table of rules: distribution class to rule."""
+    return dict(_RULES)
+
+
+def expected_log_prob(
+    family: type,
+    parameters: Mapping[str, Any],
+    value: Tensor,
+    estimator: LogitEstimator | None = None,
+) -> Tensor:
+    r"""Return :math:`\mathrm E[\log p(y \mid \theta)]`, of the batch shape of the distribution.
+
+    Status: each rule says how exact it is. Uncertain parameters are taken as independent of each other, unless they
+    are functions of the very same Gaussian. Without a rule: quadrature (:mod:`pyro_dvi.expectations.numerical`).
+
+    Args:
+        family: the distribution class.
+        parameters: what the distribution is made with, by name: moments, tensors or numbers.
+        value: y.
+        estimator: how the log of the sum of class probabilities is averaged; :class:`Sobol` by default.
+
+    Raises:
+        UnsupportedError: an uncertain parameter can leave its domain.
+
+    Example:
+        >>> f = Moments(torch.tensor(0.0), torch.tensor(1.0))
+        >>> expected_log_prob(torch.distributions.Normal, {"loc": f, "scale": 1.0}, torch.tensor(1.0))
+        tensor(-1.9189)
+    """
+    given = {k: v for k, v in parameters.items() if k != "validate_args" and v is not None}
+    uncertain = [p for p in given.values() if isinstance(p, Moments)]
+    value = torch.as_tensor(value)
+    if not uncertain:
+        plain: Tensor = family(**given).log_prob(value)
+        return plain
+    found = _find(family)
+    if found is not None and given.keys() <= found.names and _distinct(uncertain):
+        like = uncertain[0].loc
+        arguments = {k: _as_tensor(p, like) for k, p in given.items()}
+        if found.takes_estimator:
+            arguments["estimator"] = estimator or _DEFAULT_ESTIMATOR
+        result = found.rule(value, **arguments)
+        if result is not NotImplemented:
+            return result
+    return numerical_expectation(family, given, value)
+
+
+def _distinct(uncertain: list[Moments]) -> bool:
+    return len({id(gaussian_of(p)) for p in uncertain}) == len(uncertain)
+
+
+def _as_tensor(parameter: Any, like: Tensor) -> Any:
+    if isinstance(parameter, Moments | Tensor):
+        return parameter
+    return torch.as_tensor(parameter, dtype=like.dtype, device=like.device)
+
+
+class _Found(NamedTuple):
+    rule: Callable
+    names: frozenset[str]
+    takes_estimator: bool
+
+
+@lru_cache(maxsize=256)
+def _find(family: type) -> _Found | None:
+    """The rule of the class, or of a parent whose density it has.
+
+    Pyro's classes keep the name of torch's. Any other subclass may redefine the density (as NanMaskedNormal does), and
+    is served only if it does not.
+    """
+    for parent in family.__mro__:
+        if parent in _RULES:
+            same = family.__name__ == parent.__name__ or family.log_prob is parent.log_prob  # type: ignore[attr-defined]
+            if not same:
+                return None
+            names = list(inspect.signature(_RULES[parent]).parameters)[1:]
+            return _Found(_RULES[parent], frozenset(names) - {"estimator"}, "estimator" in names)
+    return None
