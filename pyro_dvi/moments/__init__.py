@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Means and variances through torch functions: the value type, and one rule for each function."""
 
-from pyro_dvi.moments import activations, affine, arithmetic, conversion, indexing, joining, reduction, shape
+from pyro_dvi.moments import activations, affine, arithmetic, conversion, indexing, joining, reduction, refusals, shape
 from pyro_dvi.moments.dispatch import observed_by
 from pyro_dvi.moments.floor import variance_floor
 from pyro_dvi.moments.rules import Kind, moment_rule, rule_for, rules
@@ -21,6 +21,7 @@ __all__ = [
     "moment_rule",
     "observed_by",
     "reduction",
+    "refusals",
     "rule_for",
     "rules",
     "shape",

@@ -194,6 +194,11 @@ class Moments:
         return self.detach()
 
     def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError(
+                "an uncertain number has no length. If torch.tensor or torch.as_tensor asked for it: they hold certain "
+                "numbers, take x.loc"
+            )
         return len(self.loc)
 
     def __iter__(self) -> Iterator[Moments]:
@@ -277,6 +282,7 @@ class Moments:
         return NotImplemented
 
     __hash__ = object.__hash__
+    __array_ufunc__ = None  # so that numpy numbers on the left leave their operators to us
 
     def __repr__(self) -> str:
         loc, variance = self.loc.detach(), self.variance.detach()

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Functions that need a value, or whose moments nobody should trust: what to write instead."""
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+import torch.nn.functional as F
+
+from pyro_dvi.errors import UnsupportedError
+from pyro_dvi.moments.rules import moment_rule, name_of
+
+__all__ = ["refused"]
+
+_COMPARISONS = (
+    "gt lt ge le eq ne greater less greater_equal less_equal not_equal isclose allclose equal".split()
+)
+_CHOICES = (
+    "max min amax amin aminmax argmax argmin maximum minimum fmax fmin cummax cummin topk sort argsort kthvalue "
+    "median quantile mode nonzero unique bernoulli multinomial"
+).split()
+_SPREADS = "var std var_mean std_mean".split()
+_ROUNDINGS = "sign sgn round floor ceil trunc frac fmod remainder floor_divide heaviside".split()
+
+_LOSSES = (
+    "cross_entropy nll_loss binary_cross_entropy binary_cross_entropy_with_logits mse_loss l1_loss smooth_l1_loss "
+    "huber_loss gaussian_nll_loss poisson_nll_loss kl_div"
+).split()
+
+_INSTEAD = {
+    "comparison": "A comparison of something uncertain has no answer, only a probability. Compare x.loc if the mean "
+    "may decide (as in torch.where(x.loc > 0, x, y)), or use the activation that the comparison spells out",
+    "choice": "Which element is largest is itself uncertain. Choose by the mean (x.loc.argmax(-1), then x.gather), use "
+    "F.max_pool for features and torch.logsumexp or softmax for a smooth maximum, and relu(x - c) + c for the larger "
+    "of x and a number c",
+    "spread": "The variance over elements is a sum of squares of correlated differences. Use F.layer_norm, "
+    "F.batch_norm or F.group_norm, which have rules, or ((x - x.loc.mean()) ** 2).mean()",
+    "loss": "A loss of something uncertain is its expectation over the Gaussian, not its value at one place: let the "
+    "model sample the data (pyro.sample('obs', dist.Categorical(logits=logits), obs=y)), or take the loss of x.loc",
+    "rounding": "Steps have no rule: round x.loc, or leave the function out of the model",
+}
+
+
+def refused(function: Callable, instead: str) -> Callable[..., NoReturn]:
+    """Return a rule that refuses, and says what to write instead."""
+
+    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+        raise UnsupportedError(f"{name_of(function)} of moments is refused. {instead}.")
+
+    refuse.__doc__ = f"Refuse ``{function.__name__}``."
+    return refuse
+
+
+def _named(names: list[str]) -> list[Callable]:
+    return [getattr(torch, name) for name in names]
+
+
+_OPERATORS = [getattr(torch.Tensor, f"__{name}__") for name in "gt lt ge le eq ne".split()]
+
+for _reason, _functions in {
+    "comparison": [*_named(_COMPARISONS), *_OPERATORS],
+    "choice": _named(_CHOICES),
+    "spread": _named(_SPREADS),
+    "loss": [*(getattr(F, name) for name in _LOSSES), torch.Tensor.backward],
+    "rounding": _named(_ROUNDINGS),
+}.items():
+    for _function in dict.fromkeys(_functions):
+        moment_rule(_function)(refused(_function, _INSTEAD[_reason]))
