@@ -136,27 +136,38 @@ class _Divergence(Function):
     def forward(
         ctx: Any, loc: Tensor, alpha: Tensor, eps: float, prior_loc: Tensor, prior_scale: Tensor
     ) -> Tensor:
-        squares = loc.square()
-        variance = squares.mul(alpha).add_(eps)
-        precision = prior_scale.pow(-2)
-        ctx.save_for_backward(loc, alpha, variance, prior_loc, precision)
-        shifted = (loc - prior_loc).square_().add_(variance).mul_(precision)
-        log_ratio = variance.log().sum() - 2 * _sum_over(prior_scale.log(), loc)
-        return 0.5 * (shifted.sum() - loc.numel() - log_ratio)
+        variance = (loc * alpha).mul_(loc).add_(eps)
+        ctx.save_for_backward(loc, alpha, variance, prior_loc, prior_scale)
+        shift = loc - prior_loc
+        if prior_scale.dim() == 0:
+            squares = (_squared_norm(shift) + variance.sum()) / prior_scale.square()
+        else:
+            squares = _squared_norm(shift.div_(prior_scale)) + (variance / prior_scale.square()).sum()
+        log_ratio = torch.log(variance, out=shift).sum() - 2 * _sum_over(prior_scale.log(), loc)
+        return 0.5 * (squares - loc.numel() - log_ratio)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, out: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        loc, alpha, variance, prior_loc, precision = ctx.saved_tensors
-        pull = (precision - variance.reciprocal()).mul_(
-            loc
-        )  # twice the slope in the variance, times the mean
-        d_alpha = d_loc = None
-        if ctx.needs_input_grad[1]:
-            d_alpha = (pull * loc).sum_to_size(alpha.shape).mul_(0.5 * out)
-        if ctx.needs_input_grad[0]:
-            d_loc = (loc - prior_loc).mul_(precision).add_(pull.mul_(alpha)).mul_(out)
-        return d_loc, d_alpha, None, None, None
+        loc, alpha, variance, prior_loc, prior_scale = ctx.saved_tensors
+        weight = out / prior_scale.square()
+        pull = torch.div(-out, variance).add_(weight).mul_(loc)  # twice the slope in the variance, times m
+        product = pull * loc
+        d_alpha = product.sum_to_size(alpha.shape) * 0.5 if ctx.needs_input_grad[1] else None
+        if not ctx.needs_input_grad[0]:
+            return None, d_alpha, None, None, None
+        return (
+            torch.sub(loc, prior_loc, out=product).mul_(weight).addcmul_(pull, alpha),
+            d_alpha,
+            None,
+            None,
+            None,
+        )
+
+
+def _squared_norm(x: Tensor) -> Tensor:
+    flat = x.reshape(-1)
+    return torch.dot(flat, flat)
 
 
 def _sum_over(parameter: Tensor, loc: Tensor) -> Tensor:
