@@ -8,7 +8,7 @@ first used.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from pyro_dvi import bayesian, curvature, errors, metrics, schedules, training
+from pyro_dvi import bayesian, curvature, errors, expectations, metrics, moments, schedules, training
 from pyro_dvi.bayesian import (
     classifier,
     fan_in,
@@ -19,7 +19,7 @@ from pyro_dvi.bayesian import (
     to_bayesian_,
     to_deterministic,
 )
-from pyro_dvi.elbos import TaylorELBO
+from pyro_dvi.elbos import MomentPropagationELBO, TaylorELBO, VarianceWeighted
 from pyro_dvi.guides import MeanFieldGuide, PerSite, PerWeight, SGDStepSize
 from pyro_dvi.optim import learning_rates, parameter_groups
 from pyro_dvi.predictive import AtMean, Prediction, Samples, predict
@@ -49,6 +49,10 @@ __all__ = [
     "PerSite",
     "SGDStepSize",
     "TaylorELBO",
+    "moments",
+    "expectations",
+    "MomentPropagationELBO",
+    "VarianceWeighted",
     # Training; early stopping, checkpoints and batch-norm statistics are in ``training``
     "schedules",
     "training",

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch import distributions as td
 
-from pyro_dvi.registry import registering
 from pyro_dvi.errors import UnsupportedError
+from pyro_dvi.registry import registering
 
 __all__ = ["expected_information", "information_rule"]
 

@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 
-from pyro_dvi.registry import registering
 from pyro_dvi.errors import UnsupportedError
+from pyro_dvi.registry import registering
 
 __all__ = ["FastSecondDerivatives", "fast_second_derivative"]
 

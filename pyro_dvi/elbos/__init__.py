@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Deterministic objectives for ``pyro.infer.SVI``."""
 
+from pyro_dvi.elbos.moment_propagation import MomentPropagationELBO
 from pyro_dvi.elbos.taylor import TaylorELBO
+from pyro_dvi.elbos.weighting import ExampleWeighting, VarianceWeighted
 
-__all__ = ["TaylorELBO"]
+__all__ = ["ExampleWeighting", "MomentPropagationELBO", "TaylorELBO", "VarianceWeighted"]

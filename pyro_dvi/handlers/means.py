@@ -31,7 +31,6 @@ class GaussianSite:
         base: the Normal distribution, its parameters attached to those of the guide.
         transforms: maps from the Gaussian to the site's value (``LogNormal`` and its like); usually none.
         sampled: elements of the value that were sampled instead of set to the mean: a mask, or True or False.
-        noise: the Gaussian itself where its noise is multiplicative; its divergence has a form of its own.
     """
 
     name: str

@@ -3,7 +3,7 @@
 
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,7 @@ from pyro_dvi.handlers.means import GaussianSite, strip_event_dims
 from pyro_dvi.handlers.observed import checked_log_likelihood, observed_sites
 from pyro_dvi.undisturbed import undisturbed
 
-__all__ = ["Structure", "structure_of"]
+__all__ = ["Structure", "refuse_dependent", "structure_of"]
 
 _UNLIMITED: Any = float("inf")  # Pyro's way to say so, though it annotates an int
 
@@ -80,7 +80,7 @@ def _look(run: MeanRun, guide: Callable) -> Structure:
         checked_log_likelihood(site)
     if is_validation_enabled():
         _check_shapes(prune_subsample_sites(run.model_trace))
-    _refuse_dependent(run.gaussians)
+    refuse_dependent(run.gaussians)
     by_name = {g.name: g for g in run.gaussians}
     sampled: dict[str, Tensor | bool] = {}
     for child in run.latents:
@@ -119,7 +119,12 @@ def _check_shapes(trace: Any) -> None:
         raise ModelError(f"the shapes of the model's sites and plates do not agree: {error}") from error
 
 
-def _refuse_dependent(gaussians: list[GaussianSite]) -> None:
+def refuse_dependent(gaussians: Sequence[GaussianSite]) -> None:
+    """Refuse a guide in which one Gaussian's parameters are computed from another's value.
+
+    Raises:
+        GuideError: naming both sites.
+    """
     for site in gaussians:
         others = [other for other in gaussians if other is not site]
         moments = [t for t in (site.loc, site.scale) if t.grad_fn is not None]

@@ -30,8 +30,10 @@ __all__ = [
     "AtMean",
     "PredictionRule",
     "Samples",
+    "arguments",
     "check_is_set_up",
     "default_rule",
+    "latents",
     "one_draw",
     "posterior_mean",
 ]
@@ -153,13 +155,13 @@ def posterior_mean(guide: Callable[..., Any], inputs: tuple[Any, ...]) -> dict[s
     check_is_set_up(guide)
     if isinstance(guide, AutoGuide):
         try:
-            return {name: value.detach() for name, value in guide.median(*_arguments(guide, inputs)).items()}
+            return {name: value.detach() for name, value in guide.median(*arguments(guide, inputs)).items()}
         except NotImplementedError as error:
             raise GuideError(
                 f"{type(guide).__name__} has no median to predict at: use predict(..., method=Samples(30))"
             ) from error
     with _AtCentre():
-        return _latents(_trace(guide, inputs))
+        return latents(_trace(guide, inputs))
 
 
 def check_is_set_up(guide: Any) -> None:
@@ -178,20 +180,21 @@ def check_is_set_up(guide: Any) -> None:
 
 def one_draw(guide: Callable[..., Any], inputs: tuple[Any, ...]) -> dict[str, Tensor]:
     """Return the latent values of one draw, with random numbers from the global generator."""
-    return _latents(_trace(guide, inputs))
+    return latents(_trace(guide, inputs))
 
 
 def _trace(guide: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:
     with AllRows():
-        return poutine.trace(guide).get_trace(*_arguments(guide, inputs))
+        return poutine.trace(guide).get_trace(*arguments(guide, inputs))
 
 
-def _arguments(guide: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+def arguments(guide: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     """Arguments for a guide; an automatic one takes those of its model."""
     return with_missing(guide.model if isinstance(guide, AutoGuide) else guide, inputs)
 
 
-def _latents(trace: Any) -> dict[str, Tensor]:
+def latents(trace: Any) -> dict[str, Tensor]:
+    """Return the values of a guide's run by the model's site names."""
     return {
         name: node["value"].detach()
         for name, node in trace.nodes.items()

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One run of guide and model in which every Gaussian latent is its mean and variance."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pyro.poutine as poutine
+import torch
+from pyro.poutine.messenger import Messenger
+from torch import Tensor
+
+from pyro_dvi.expectations import LogitEstimator
+from pyro_dvi.handlers.explained import explained_errors
+from pyro_dvi.handlers.latents import Latent, match_latents, unconstraining_transform, vector_parts
+from pyro_dvi.handlers.mean_run import run_guide
+from pyro_dvi.handlers.means import GaussianSite
+from pyro_dvi.handlers.uncertain import uncertain_likelihoods
+from pyro_dvi.moments import Moments, MultiplicativeMoments
+from pyro_dvi.multiplicative_normal import MultiplicativeNormal
+
+__all__ = ["MomentRun", "PosteriorMoments", "median", "reparameterised", "run_with_moments"]
+
+
+@dataclass
+class MomentRun:
+    """The model's trace of one run with moments, and every latent site with its posterior marginal."""
+
+    model_trace: Any
+    latents: list[Latent]
+
+
+def run_with_moments(
+    model: Callable,
+    guide: Callable,
+    args: tuple,
+    kwargs: dict,
+    sampled: Mapping[str, Tensor | bool] | None = None,
+    estimator: LogitEstimator | None = None,
+) -> MomentRun:
+    """Run the guide, then the model with the moments of the guide's Gaussians in place of values.
+
+    Args:
+        model: a Pyro model.
+        guide: a guide of factorised Gaussians and point masses.
+        args: positional arguments of both.
+        kwargs: keyword arguments of both.
+        sampled: guide sites to sample, see :class:`~pyro_dvi.handlers.structure.Structure`.
+        estimator: for likelihoods by logits.
+
+    Raises:
+        GuideError: the guide is not a factorised Gaussian.
+        ModelError: a latent site is missing in the guide.
+        UnsupportedError: the model uses a function or distribution without a rule.
+        DeviceError, DataError: as :func:`~pyro_dvi.handlers.mean_run.run_at_means`.
+    """
+    guide_trace, gaussians = run_guide(model, guide, args, kwargs)
+    with explained_errors(model, [g.loc for g in gaussians.values()], args, kwargs):
+        model_trace = trace_with_moments(
+            model, guide, guide_trace, gaussians, args, kwargs, sampled, estimator
+        )
+    return MomentRun(model_trace, match_latents(model_trace, guide_trace, gaussians, guide))
+
+
+def trace_with_moments(
+    model: Callable,
+    guide: Callable,
+    guide_trace: Any,
+    gaussians: dict[str, GaussianSite],
+    args: tuple,
+    kwargs: dict,
+    sampled: Mapping[str, Tensor | bool] | None = None,
+    estimator: LogitEstimator | None = None,
+) -> Any:
+    """Trace the model with the moments of ``gaussians``."""
+    moments = PosteriorMoments(gaussians, guide, sampled or {})
+    with (
+        poutine.trace() as trace,
+        uncertain_likelihoods(estimator),
+        moments,
+        poutine.replay(trace=guide_trace),
+    ):
+        model(*args, **kwargs)
+    return trace.trace
+
+
+StandIn = Callable[[Tensor, Tensor], Tensor]
+
+
+def reparameterised(loc: Tensor, scale: Tensor) -> Tensor:
+    """Draw a value that can be differentiated."""
+    return loc + scale * torch.randn_like(loc)
+
+
+def median(loc: Tensor, scale: Tensor) -> Tensor:
+    """Return the median."""
+    return loc
+
+
+class PosteriorMoments(Messenger):
+    """Give each latent site of a model the moments of its posterior marginal.
+
+    A Gaussian in the site's own space becomes :class:`~pyro_dvi.moments.Moments`. One that a transform takes to the
+    site's space (a positive scale, say), or that sets the prior of another latent, is sampled by reparameterisation.
+    Point masses are left to Pyro's replay, which has to be the inner of the two handlers.
+
+    Args:
+        gaussians: the guide's Gaussian sites.
+        guide: the guide.
+        sampled: guide sites that set the prior of another latent.
+        stand_in: gives the value of what is no moments from its Gaussian's mean and standard deviation.
+    """
+
+    def __init__(
+        self,
+        gaussians: dict[str, GaussianSite],
+        guide: Callable,
+        sampled: Mapping[str, Tensor | bool],
+        stand_in: StandIn = reparameterised,
+    ) -> None:
+        super().__init__()
+        self.gaussians = gaussians
+        self.stand_in = stand_in
+        self.vectors = dict(vector_parts(guide, gaussians))
+        self.sampled = {name for name in sampled if sampled[name] is True}
+        for site, part in self.vectors.items():
+            mask = sampled.get(part.source.name, False)
+            if mask is not False and bool((torch.as_tensor(mask) & part.elements).any()):
+                self.sampled.add(site)
+
+    def _pyro_sample(self, msg: Any) -> None:
+        if msg["is_observed"] or type(msg["fn"]).__name__ == "_Subsample":
+            return
+        name = msg["name"]
+        if name in self.gaussians:
+            source = self.gaussians[name]
+            value = self._value(source, source.transforms)
+        elif f"{name}_unconstrained" in self.gaussians:
+            value = self._value(self.gaussians[f"{name}_unconstrained"], _transforms_to(msg["fn"]))
+        elif name in self.vectors:
+            part = self.vectors[name]
+            value = self._moments(part.loc, part.scale, _transforms_to(msg["fn"]), name in self.sampled)
+        else:
+            return
+        msg["value"] = value
+        msg["done"] = True
+
+    def _value(self, source: GaussianSite, transforms: tuple[Any, ...]) -> Any:
+        sampled = source.name in self.sampled
+        if not transforms and not sampled and isinstance(source.base, MultiplicativeNormal):
+            return MultiplicativeMoments(source.loc, source.base.alpha)
+        return self._moments(source.loc, source.scale, transforms, sampled)
+
+    def _moments(self, loc: Tensor, scale: Tensor, transforms: tuple[Any, ...], sampled: bool) -> Any:
+        if not transforms and not sampled:
+            return Moments(loc, scale.square())
+        value = self.stand_in(loc, scale)
+        for transform in transforms:
+            value = transform(value)
+        return value
+
+
+def _transforms_to(prior: Any) -> tuple[Any, ...]:
+    transform = unconstraining_transform(prior.support)
+    return () if transform is None else (transform,)

@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Distributions whose parameters are uncertain: what a model observes when moments reach its likelihood.
+
+Inside :func:`uncertain_likelihoods`, building a Pyro distribution from :class:`~pyro_dvi.moments.Moments` gives an
+:class:`UncertainDistribution`, whose ``log_prob`` is the *expected* log-likelihood. Plates, masks, scales, ``to_event``
+and transforms with certain parameters then work as ever.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import pyro.distributions as dist
+import torch
+from pyro.distributions import distribution as pyro_distribution
+from torch import Tensor
+from torch import distributions as td
+
+from pyro_dvi.errors import UnsupportedError
+from pyro_dvi.expectations import LogitEstimator, expected_log_prob
+from pyro_dvi.moments import Moments
+
+__all__ = ["UncertainDistribution", "at_mean", "predictive_of", "refuse_moments", "uncertain_likelihoods"]
+
+# Distributions around another one, which take it as it is.
+_WRAPPERS = (td.Independent, dist.MaskedDistribution, dist.ExpandedDistribution, td.TransformedDistribution)
+
+Predictive = Callable[[type, Mapping[str, Any]], Any]
+
+
+class UncertainDistribution(dist.TorchDistribution):
+    r"""A family of distributions with Gaussian parameters.
+
+    .. math:: \texttt{log\_prob}(y) = \mathrm E_{\theta}[\log p(y \mid \theta)]
+
+    Status: as exact as the rule of the family, see :mod:`pyro_dvi.expectations`.
+
+    Args:
+        family: class of the distribution.
+        parameters: its arguments by name, some of them moments.
+        estimator: of the expected log-normaliser of logits; None for the default.
+
+    Attributes:
+        at_mean: the distribution with every parameter at its mean.
+    """
+
+    arg_constraints = {}
+    has_rsample = False
+
+    def __init__(
+        self, family: type, parameters: Mapping[str, Any], estimator: LogitEstimator | None = None
+    ) -> None:
+        self.family, self.parameters, self.estimator = family, dict(parameters), estimator
+        self.at_mean = family(**{name: _centre(value) for name, value in self.parameters.items()})
+        super().__init__(self.at_mean.batch_shape, self.at_mean.event_shape, validate_args=False)
+
+    def __repr__(self) -> str:
+        uncertain = [name for name, value in self.parameters.items() if isinstance(value, Moments)]
+        return f"{self.family.__name__} with uncertain {', '.join(uncertain)}"
+
+    @property
+    def support(self) -> Any:
+        """That of the family."""
+        return self.at_mean.support
+
+    @property
+    def has_enumerate_support(self) -> bool:  # type: ignore[override]
+        """That of the family."""
+        return self.at_mean.has_enumerate_support
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Expected log-likelihood, of the batch shape."""
+        if self.at_mean._validate_args:
+            self.at_mean._validate_sample(value)
+        return expected_log_prob(self.family, self.parameters, value, self.estimator)
+
+    def sample(self, sample_shape: Any = ()) -> Tensor:
+        """Draw parameters, each from its own Gaussian, and an observation."""
+        drawn = {name: _draw(value, sample_shape) for name, value in self.parameters.items()}
+        drawn_distribution: Any = self.family(**drawn, validate_args=False)
+        return drawn_distribution.sample()
+
+
+def predictive_of(fn: Any, predictive: Predictive) -> Any:
+    """Return a distribution with its uncertain parts replaced by their predictive distributions.
+
+    Args:
+        fn: the distribution of an observed site.
+        predictive: gives the predictive distribution of a family with uncertain parameters.
+    """
+    return _rebuilt(fn, lambda uncertain: _as_pyro(predictive(uncertain.family, uncertain.parameters)))
+
+
+def at_mean(fn: Any) -> Any:
+    """Return a distribution with its uncertain parameters at their mean."""
+    return _rebuilt(fn, lambda uncertain: uncertain.at_mean)
+
+
+def _rebuilt(fn: Any, certain: Callable[[UncertainDistribution], Any]) -> Any:
+    """Return ``fn`` around what ``certain`` makes of the uncertain distribution in it."""
+    if isinstance(fn, UncertainDistribution):
+        return certain(fn)
+    if isinstance(fn, td.Independent):
+        return _rebuilt(fn.base_dist, certain).to_event(fn.reinterpreted_batch_ndims)
+    if isinstance(fn, dist.MaskedDistribution):
+        return _rebuilt(fn.base_dist, certain).mask(fn._mask)
+    if isinstance(fn, dist.ExpandedDistribution):
+        return _rebuilt(fn.base_dist, certain).expand(fn.batch_shape)
+    if isinstance(fn, td.TransformedDistribution):
+        return dist.TransformedDistribution(_rebuilt(fn.base_dist, certain), fn.transforms)
+    return fn
+
+
+@contextmanager
+def uncertain_likelihoods(estimator: LogitEstimator | None = None) -> Iterator[None]:
+    """Let Pyro distributions take moments as parameters inside the context."""
+
+    def coerce(cls: type, args: tuple, kwargs: dict[str, Any]) -> Any:
+        values = (*args, *kwargs.values())
+        if any(_is_uncertain(value) for value in values):
+            _check_wrapper(cls, values)
+            return None
+        if any(isinstance(value, Moments) for value in values):
+            return _uncertain(cls, args, kwargs, estimator)
+        return None
+
+    coercions: list[Any] = pyro_distribution.COERCIONS
+    coercions.append(coerce)
+    try:
+        yield
+    finally:
+        coercions.remove(coerce)
+
+
+# Building one --------------------------------------------------------------------------------------------------
+
+
+def _uncertain(cls: Any, args: tuple, kwargs: dict[str, Any], estimator: LogitEstimator | None) -> Any:
+    given = cls.__signature__.bind(*args, **kwargs).arguments
+    given.update(given.pop("kwargs", {}))
+    if cls is dist.Delta:  # pyro.deterministic: no density to integrate
+        return dist.Delta(given["v"].loc, given.get("log_density", 0.0), given.get("event_dim", 0))
+    if cls is dist.Unit:  # pyro.factor: linear in what is uncertain
+        return dist.Unit(given["log_factor"].loc)
+    if not issubclass(cls, td.Distribution):
+        raise UnsupportedError(
+            f"{cls.__name__} is not a torch distribution, and has no expected log-likelihood for uncertain "
+            "parameters: use a distribution of pyro.distributions that is, or train with TaylorELBO"
+        )
+    given.pop("validate_args", None)
+    parameters = {name: value for name, value in given.items() if value is not None}
+    return UncertainDistribution(cls, parameters, estimator)
+
+
+def _is_uncertain(value: Any) -> bool:
+    """Whether a distribution has uncertain parameters, however wrapped."""
+    while isinstance(value, _WRAPPERS):
+        value = value.base_dist
+    return isinstance(value, UncertainDistribution)
+
+
+def _check_wrapper(cls: type, values: tuple) -> None:
+    if not issubclass(cls, _WRAPPERS):
+        raise UnsupportedError(
+            f"{cls.__name__} around a distribution with uncertain parameters: the expected log-likelihood of a mixture "
+            "(or of anything else that adds up densities) is not that of its parts. Train such models with TaylorELBO "
+            "or Pyro's Trace_ELBO."
+        )
+    for value in values:
+        transforms = value if isinstance(value, list | tuple) else [value]
+        for transform in transforms:
+            if isinstance(transform, td.Transform) and any(
+                isinstance(part, Moments) for part in vars(transform).values()
+            ):
+                raise UnsupportedError(
+                    f"{type(transform).__name__} has uncertain parameters: let uncertainty enter the base distribution "
+                    "only, as in TransformedDistribution(Normal(mean, scale), AffineTransform(0.0, unit))"
+                )
+
+
+def _centre(value: Any) -> Any:
+    """A certain value in the domain of the parameter."""
+    if not isinstance(value, Moments):
+        return value
+    return value.loc if value.link is None else value.link.function(value.link.inner.loc)
+
+
+def _draw(value: Any, sample_shape: Any) -> Any:
+    if not isinstance(value, Moments):
+        return value
+    inner = value if value.link is None else value.link.inner
+    noise = torch.randn(*sample_shape, *inner.shape, dtype=inner.dtype, device=inner.device)
+    drawn = inner.loc + noise * inner.variance.sqrt()
+    return drawn if value.link is None else value.link.function(drawn)
+
+
+def _as_pyro(distribution: td.Distribution) -> Any:
+    """Return a torch distribution as the Pyro class of the same name, with Pyro's methods."""
+    if isinstance(distribution, dist.Distribution):
+        return distribution
+    cls: Any = getattr(dist, type(distribution).__name__)
+    if isinstance(distribution, td.MixtureSameFamily):
+        parts = _as_pyro(distribution.mixture_distribution), _as_pyro(distribution.component_distribution)
+        return cls(*parts, validate_args=False)
+    twin = object.__new__(cls)
+    twin.__dict__.update(vars(distribution))
+    return twin
+
+
+def refuse_moments(fn: Any, name: str) -> None:
+    """Refuse a distribution that holds moments without knowing it.
+
+    Raises:
+        UnsupportedError: a plain torch distribution was given moments.
+    """
+    if any(isinstance(part, Moments) for part in vars(fn).values()):
+        raise UnsupportedError(
+            f"site {name!r}: {type(fn).__module__}.{type(fn).__name__} took uncertain parameters for certain. Use the "
+            "class of the same name in pyro.distributions."
+        )

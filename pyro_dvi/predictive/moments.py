@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prediction by moment propagation: one pass, no draws."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_dvi.errors import ArgumentError
+from pyro_dvi.handlers.mean_run import run_guide
+from pyro_dvi.handlers.moment_run import PosteriorMoments, median, reparameterised
+from pyro_dvi.handlers.structure import refuse_dependent
+from pyro_dvi.handlers.uncertain import predictive_of, uncertain_likelihoods
+from pyro_dvi.links import ClassLink, MomentMatched, NoiseLink, SobolSoftmax, predictive_distribution
+from pyro_dvi.predictive.rules import PredictionRule, arguments, check_is_set_up, latents
+from pyro_dvi.predictive.run import AllRows, Response
+
+__all__ = ["Moments"]
+
+
+@dataclass(frozen=True)
+class Moments(PredictionRule):
+    r"""Predict from means and variances that flow through the model once.
+
+    .. math:: p(y \mid x) \approx \int p(y \mid f)\, \mathcal N(f; m_f(x), v_f(x))\, \mathrm df
+
+    The rule for posteriors trained by :class:`~pyro_dvi.MomentPropagationELBO`; it serves any factorised Gaussian
+    guide. Numbers with Gaussian noise have mean :math:`m` and variance :math:`v + \mathrm E[\sigma^2]`; class
+    probabilities are the average softmax.
+
+    Status: exact for linear models, and for one hidden layer up to the Gaussian form of the output; deeper networks
+    drop covariances (:func:`~pyro_dvi.compare_with_sampling` says how much).
+
+    Args:
+        classes: from moments of logits to probabilities: ``SobolSoftmax()``, ``Probit()``, ``LaplaceBridge()`` of
+            :mod:`pyro_dvi.links`.
+        noise: from an uncertain noise scale to a predictive: ``MomentMatched()``, a Normal, or ``GaussHermite(n)``, a
+            mixture that keeps the heavier tails and is the sharper of the two.
+        num_samples: draws of latents that are transformed to their support (a positive noise scale, say); None puts
+            them at their median.
+
+    Raises:
+        ArgumentError: less than one draw, or links that are no objects of their kind.
+        GuideError: the guide is not a factorised Gaussian.
+        UnsupportedError: a function or distribution of the model has no rule.
+
+    Source: Schmitt & Roth (2021), Eq. 19-20.
+    """
+
+    classes: ClassLink = field(default_factory=SobolSoftmax)
+    noise: NoiseLink = field(default_factory=MomentMatched)
+    num_samples: int | None = None
+
+    def __post_init__(self) -> None:
+        n = self.num_samples
+        if n is not None and (isinstance(n, bool) or not isinstance(n, int) or n < 1):
+            raise ArgumentError(f"num_samples must be a positive whole number or None, not {n!r}")
+        if not isinstance(self.classes, ClassLink):
+            raise ArgumentError(
+                f"classes must be an object such as SobolSoftmax() or Probit(), not {self.classes!r}"
+            )
+        if not isinstance(self.noise, NoiseLink):
+            raise ArgumentError(f"noise must be MomentMatched() or GaussHermite(n), not {self.noise!r}")
+
+    @property
+    def num_components(self) -> int:  # type: ignore[override]
+        """One, or as many as draws of what cannot be propagated."""
+        return self.num_samples or 1
+
+    def components(
+        self,
+        guide: Callable[..., Any],
+        inputs: tuple[Any, ...],
+        respond: Callable[[Mapping[str, Tensor]], Response],
+    ) -> Iterator[Response]:
+        """Give the one component, or one for each draw of what cannot be propagated."""
+        check_is_set_up(guide)
+        with torch.enable_grad(), AllRows():
+            guide_trace, gaussians = run_guide(guide, guide, arguments(guide, inputs), {})
+            refuse_dependent(list(gaussians.values()))
+        centre = latents(guide_trace)
+        predictive = partial(predictive_distribution, classes=self.classes, noise=self.noise)
+        stand_in = median if self.num_samples is None else reparameterised
+        for _ in range(self.num_components):
+            with uncertain_likelihoods(), PosteriorMoments(gaussians, guide, {}, stand_in):
+                response = respond(centre)
+            yield replace(response, distribution=predictive_of(response.distribution, predictive))
