@@ -1,7 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Means and variances through torch functions: the value type, and one rule for each function."""
 
-from pyro_dvi.moments import activations, affine, arithmetic, conversion, indexing, joining, reduction, refusals, shape
+from pyro_dvi.moments import (
+    activations,
+    affine,
+    arithmetic,
+    conversion,
+    convolution,
+    dropout,
+    embedding,
+    indexing,
+    interpolation,
+    joining,
+    normalisation,
+    pooling,
+    reduction,
+    refusals,
+    shape,
+)
 from pyro_dvi.moments.dispatch import observed_by
 from pyro_dvi.moments.floor import variance_floor
 from pyro_dvi.moments.rules import Kind, moment_rule, rule_for, rules
@@ -16,10 +32,16 @@ __all__ = [
     "affine",
     "arithmetic",
     "conversion",
+    "convolution",
+    "dropout",
+    "embedding",
     "indexing",
+    "interpolation",
     "joining",
     "moment_rule",
+    "normalisation",
     "observed_by",
+    "pooling",
     "reduction",
     "refusals",
     "rule_for",

@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Linear layers and matrix products."""
 
+from functools import partial
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pyro_dvi.moments.bilinear import bilinear_moments
+from pyro_dvi.errors import UnsupportedError
+from pyro_dvi.moments.bilinear import bilinear_moments, with_bias
 from pyro_dvi.moments.rules import moment_rule
-from pyro_dvi.moments.value import Moments, MultiplicativeMoments, loc_of, variance_of
+from pyro_dvi.moments.value import Moments, MultiplicativeMoments, loc_of, second_moment_of, variance_of
 
-__all__ = ["linear"]
+__all__ = ["add_product", "bilinear_form", "dot", "linear", "matmul", "outer"]
 
 
 @moment_rule(F.linear)
@@ -23,19 +26,219 @@ def linear(input: Any, weight: Any, bias: Any = None) -> Moments:
         input: ``[*, in]``.
         weight: ``[out, in]``.
         bias: ``[out]``.
+
+    Source: Schmitt & Roth (2021), Eq. 9 and 17.
+
+    Example:
+        >>> x, weight = torch.ones(1, 4), MultiplicativeMoments(torch.ones(1, 4), torch.full((1, 4), 0.1))
+        >>> F.linear(x, weight)
+        Moments(loc=tensor([[4.]]), variance=tensor([[0.4000]]))
     """
-    alpha = _alpha_of_inputs(weight)
     if isinstance(weight, Moments) or isinstance(input, Moments):
-        y = bilinear_moments(F.linear, input, weight, alpha)
-        if bias is None:
-            return y
-        spread = variance_of(bias)
-        return Moments(y.loc + loc_of(bias), y.variance if spread is None else y.variance + spread)
-    return Moments(F.linear(input, weight, bias.loc), bias.variance.expand(*input.shape[:-1], -1))
+        return bilinear_moments(F.linear, input, weight, _alpha_of_columns(weight), bias)
+    return Moments(F.linear(input, weight, bias.loc), bias.variance)
 
 
-def _alpha_of_inputs(weight: Any) -> Tensor | None:
-    """Noise that belongs to input units, as a row; None for any other noise."""
-    if isinstance(weight, MultiplicativeMoments) and weight.alpha.dim() == 2 and weight.alpha.shape[0] == 1:
-        return weight.alpha[0]
-    return None
+@moment_rule(torch.matmul, torch.mm, torch.bmm, torch.mv)
+def matmul(input: Any, other: Any) -> Moments:
+    r"""Moments of the matrix product :math:`XW`, with all the shapes of :func:`torch.matmul`.
+
+    Status: exact for independent factors, one or both uncertain, batched or not.
+
+    Args:
+        input: ``[*, M, d]`` or ``[d]``.
+        other: ``[*, d, n]`` or ``[d]``. Noise of :class:`~pyro_dvi.moments.MultiplicativeMoments` that belongs to
+            inputs has the shape ``[*, d, 1]``.
+
+    Raises:
+        UnsupportedError: the product of a matrix with itself, whose elements are no independent factors.
+
+    Example:
+        >>> x = Moments(torch.tensor([1.0, 2.0]), torch.tensor([0.1, 0.1]))
+        >>> x @ torch.ones(2, 1)
+        Moments(loc=tensor([3.]), variance=tensor([0.2000]))
+    """
+    if input is other:
+        if input.dim() == 1:
+            return dot(input, other)
+        raise UnsupportedError(
+            "the matrix product of uncertain x with itself has no rule: the factors are not independent"
+        )
+    alpha = _alpha_of_rows(other)
+    if alpha is not None and alpha.dim() > 1 and input.dim() == 1:
+        alpha = alpha[0] if alpha.dim() == 2 else None
+    if alpha is None and (left := _alpha_of_columns(input)) is not None:
+        left = left if other.dim() == 1 else left.unsqueeze(-1)
+        return bilinear_moments(_matmul_reversed, other, input, left)
+    return bilinear_moments(torch.matmul, input, other, alpha)
+
+
+def _matmul_reversed(right: Tensor, left: Tensor) -> Tensor:
+    return torch.matmul(left, right)
+
+
+@moment_rule(torch.dot, torch.vdot)
+def dot(input: Any, tensor: Any) -> Moments:
+    r"""Moments of :math:`\sum_i x_i y_i`.
+
+    Status: exact for independent factors, and for ``dot(x, x)``: :math:`\sum_i 2 v_i^2 + 4 m_i^2 v_i`.
+    """
+    if input is tensor:
+        loc, variance = input.loc, input.variance
+        return Moments(second_moment_of(input).sum(), torch.dot(variance, 2 * variance + 4 * loc * loc))
+    return bilinear_moments(torch.dot, input, tensor)
+
+
+@moment_rule(torch.outer, torch.ger)
+def outer(input: Any, vec2: Any) -> Moments:
+    """Moments of all products of an element of each vector. Status: exact but for ``outer(x, x)``, refused."""
+    if input is vec2:
+        raise UnsupportedError("outer(x, x) of uncertain x has no rule: the factors are not independent")
+    return bilinear_moments(torch.outer, input, vec2)
+
+
+@moment_rule(torch.addmm, torch.baddbmm, torch.addmv)
+def add_product(input: Any, first: Any, second: Any, *, beta: Any = 1, alpha: Any = 1) -> Moments:
+    r"""Moments of :math:`\beta\,\mathrm{input} + \alpha\,AB`. Status: exact for independent arguments."""
+    if isinstance(first, Moments) or isinstance(second, Moments):
+        y = matmul(first, second)
+        product = Moments(alpha * y.loc, alpha**2 * y.variance)
+    else:
+        loc = alpha * torch.matmul(first, second)
+        product = Moments(loc, torch.zeros_like(loc))
+    spread = variance_of(input)
+    shift = beta * loc_of(input)
+    return with_bias(product, shift if spread is None else Moments(shift, beta**2 * spread))
+
+
+@moment_rule(F.bilinear)
+def bilinear_form(input1: Any, input2: Any, weight: Any, bias: Any = None) -> Moments:
+    r"""Moments of :math:`y_o = \sum_{ij} x_i A_{oij} z_j + b_o`.
+
+    .. math::
+        \mathrm{Var}[y_o] = \sum_i \mathrm{Var}[x_i] \Bigl(\sum_j \bar A_{oij} \bar z_j\Bigr)^2
+            + \sum_j \mathrm{Var}[z_j] \Bigl(\sum_i \bar A_{oij} \bar x_i\Bigr)^2
+            + \sum_{ij} \bar A_{oij}^2 \mathrm{Var}[x_i] \mathrm{Var}[z_j]
+            + \mathrm{Var}[A_{oij}] \mathrm E[x_i^2] \mathrm E[z_j^2]
+
+    Status: exact for independent inputs and weights.
+
+    Args:
+        input1: ``[*, in1]``.
+        input2: ``[*, in2]``.
+        weight: ``[out, in1, in2]``.
+        bias: ``[out]``.
+
+    Raises:
+        UnsupportedError: both inputs are the same uncertain object.
+    """
+    if input1 is input2 and isinstance(input1, Moments):
+        raise UnsupportedError(
+            "F.bilinear(x, x, weight) of uncertain x has no rule: the inputs are not independent"
+        )
+    x, z, a = loc_of(input1), loc_of(input2), loc_of(weight)
+    loc = F.bilinear(x, z, a)
+    parts = []
+    if isinstance(input1, Moments):
+        parts.append((torch.einsum("...j,oij->...oi", z, a).square() @ input1.variance[..., None])[..., 0])
+    if isinstance(input2, Moments):
+        parts.append((torch.einsum("...i,oij->...oj", x, a).square() @ input2.variance[..., None])[..., 0])
+    if isinstance(input1, Moments) and isinstance(input2, Moments):
+        parts.append(F.bilinear(input1.variance, input2.variance, a.square()))
+    if isinstance(weight, Moments):
+        parts.append(F.bilinear(second_moment_of(input1), second_moment_of(input2), weight.variance))
+    variance = sum(parts[1:], parts[0]) if parts else torch.zeros_like(loc)
+    return with_bias(Moments(loc, variance), bias)
+
+
+@moment_rule(torch.einsum)
+def einsum(equation: str, *operands: Any) -> Moments:
+    r"""Moments of sums of products of one or two operands.
+
+    Status: exact for independent operands. An index that one operand has alone is summed first, so that nothing
+    uncertain occurs twice in a sum.
+
+    Raises:
+        UnsupportedError: more than two operands, twice the same uncertain one, a repeated index of different sizes,
+            or an ellipsis that is summed over.
+
+    Example:
+        >>> x = Moments(torch.ones(2, 3), torch.ones(2, 3))
+        >>> torch.einsum("ij,j->i", x, torch.tensor([1.0, 2.0, 3.0])).variance
+        tensor([14., 14.])
+    """
+    terms, output = _subscripts(equation, operands)
+    reduced = []
+    for k, (term, operand) in enumerate(zip(terms, operands, strict=True)):
+        others = output + "".join(terms[:k] + terms[k + 1 :])
+        # Each index once: this takes diagonals, and sums over what nothing else has.
+        kept = "".join(i for i in dict.fromkeys(term.replace("...", "")) if i in others)
+        kept = "..." + kept if "..." in term else kept
+        if kept != term:
+            operand = _linear_in_one(partial(torch.einsum, f"{term}->{kept}"), operand)
+        terms[k] = kept
+        reduced.append(operand)
+    product = partial(torch.einsum, f"{','.join(terms)}->{output}")
+    if len(reduced) == 1:
+        return _linear_in_one(product, reduced[0])
+    return bilinear_moments(product, *reduced)
+
+
+def _subscripts(equation: str, operands: tuple) -> tuple[list[str], str]:
+    """Split an equation and refuse what its rule does not cover."""
+    left, arrow, output = equation.replace(" ", "").partition("->")
+    terms = left.split(",")
+    letters = left.replace("...", "").replace(",", "")
+    if not arrow:
+        output = "..." if "..." in left else ""
+        output += "".join(sorted(i for i in set(letters) if letters.count(i) == 1))
+    reason = None
+    if len(operands) > 2:
+        reason = "more than two operands: contract two at a time"
+    elif len(operands) == 2 and operands[0] is operands[1]:
+        reason = (
+            "the same uncertain operand twice, whose factors are not independent: use x.square() and a sum"
+        )
+    elif "..." in left and "..." not in output:
+        reason = "a sum over an ellipsis: name its indices"
+    elif _sizes_differ(terms, operands):
+        reason = "an index of size 1 in one operand and larger in another: expand the operand first"
+    if reason is not None:
+        raise UnsupportedError(f'torch.einsum("{equation}") of moments with {reason}.')
+    return terms, output
+
+
+def _sizes_differ(terms: list[str], operands: tuple) -> bool:
+    sizes: dict[str, int] = {}
+    for term, operand in zip(terms, operands, strict=True):
+        before, _, after = term.partition("...")
+        pairs = [*zip(before, operand.shape, strict=False)]
+        pairs += zip(reversed(after), reversed(operand.shape), strict=False)
+        if any(sizes.setdefault(index, size) != size for index, size in pairs):
+            return True
+    return False
+
+
+def _linear_in_one(function: Any, x: Any) -> Any:
+    """Sum or rearrange elements, each of which goes to an output at most once."""
+    return Moments(function(x.loc), function(x.variance)) if isinstance(x, Moments) else function(x)
+
+
+def _alpha_of_columns(weight: Any) -> Tensor | None:
+    """Noise that belongs to the columns of a weight (``[1, in]``), as a row; None for any other noise."""
+    if not isinstance(weight, MultiplicativeMoments):
+        return None
+    alpha = weight.alpha
+    if alpha.dim() < 2:
+        return alpha if weight.dim() <= 2 else None
+    return alpha.squeeze(-2) if alpha.shape[-2] == 1 and alpha.dim() == weight.dim() == 2 else None
+
+
+def _alpha_of_rows(weight: Any) -> Tensor | None:
+    """Noise that belongs to the rows of a weight (``[*, in, 1]``), as a row that multiplies inputs ``[*, M, in]``."""
+    if not isinstance(weight, MultiplicativeMoments):
+        return None
+    alpha = weight.alpha
+    if weight.dim() == 1 or alpha.numel() == 1:
+        return alpha.reshape(()) if alpha.numel() == 1 else alpha
+    return alpha.mT if alpha.dim() > 1 and alpha.shape[-1] == 1 else None

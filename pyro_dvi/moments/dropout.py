@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""Dropout: in training a multiplicative noise of known moments, else nothing.
+
+With the mask :math:`b \sim \mathrm{Bernoulli}(1 - p)`, independent of x,
+
+.. math:: \mathrm E\Bigl[\frac{b x}{1 - p}\Bigr] = m, \qquad \mathrm{Var} = \frac{v + p m^2}{1 - p}.
+
+Status: exact marginals of mask and x together; no mask is drawn. Channels that drop out together are taken as
+independent, as everything else.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+from pyro_dvi.errors import ArgumentError
+from pyro_dvi.moments.rules import moment_rule
+from pyro_dvi.moments.value import Moments
+
+__all__ = ["alpha_dropout", "dropout"]
+
+
+@moment_rule(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d)
+def dropout(input: Moments, p: float = 0.5, training: bool = True) -> Moments:
+    """Moments of dropout of elements or channels.
+
+    Example:
+        >>> F.dropout(Moments(torch.ones(1), torch.zeros(1)), 0.5)
+        Moments(loc=tensor([1.]), variance=tensor([1.]))
+    """
+    _check_probability(p)
+    if not training or p == 0:
+        return input
+    if p == 1:
+        return Moments(torch.zeros_like(input.loc), torch.zeros_like(input.loc))
+    odds = p / (1 - p)
+    return Moments(input.loc, input.variance / (1 - p) + odds * input.loc.square())
+
+
+@moment_rule(torch.dropout, torch.feature_dropout)
+def torch_dropout(input: Moments, p: float, train: bool) -> Moments:
+    """Moments of dropout under the name that torch gives it."""
+    return dropout(input, p, train)
+
+
+@moment_rule(F.alpha_dropout, F.feature_alpha_dropout)
+def alpha_dropout(input: Moments, p: float = 0.5, training: bool = False) -> Moments:
+    r"""Moments of :math:`a(b x + (1 - b)s) + c`, where s is the limit of SELU.
+
+    .. math:: \mathrm E = a((1 - p)m + ps) + c, \qquad \mathrm{Var} = a^2 (1 - p)(v + p(m - s)^2)
+    """
+    _check_probability(p)
+    if not training or p == 0:
+        return input
+    if p == 1:
+        return Moments(torch.zeros_like(input.loc), torch.zeros_like(input.loc))
+    limit = -1.7580993408473766
+    keep = 1 - p
+    slope = 1 / math.sqrt(keep * (1 + p * limit**2))
+    shift = -slope * p * limit
+    loc = slope * keep * input.loc + (slope * p * limit + shift)
+    variance = slope**2 * keep * (input.variance + p * (input.loc - limit).square())
+    return Moments(loc, variance)
+
+
+@moment_rule(torch.alpha_dropout, torch.feature_alpha_dropout)
+def torch_alpha_dropout(input: Moments, p: float, train: bool) -> Moments:
+    """Moments of alpha dropout under the name that torch gives it."""
+    return alpha_dropout(input, p, train)
+
+
+def _check_probability(p: float) -> None:
+    if not 0 <= p <= 1:
+        raise ArgumentError(f"the dropout probability has to be between 0 and 1, got {p}")

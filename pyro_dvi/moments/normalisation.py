@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""Normalisation by the statistics of a batch or of each example.
+
+**Batch norm** takes its statistics from the means, as if these were the data, and keeps them constant for the variance:
+
+.. math:: \mathrm{Var}[y] = \frac{\gamma^2}{s^2 + \varepsilon} \mathrm{Var}[x]
+
+**Layer, group, instance and RMS norm** divide by a statistic of each example, which is uncertain with it. It is taken
+at its expectation, the variance of the means plus the average variance, and its dependence on the input to first order:
+with :math:`h_i = (m_i - \bar m)/s` and n elements,
+
+.. math::
+    s^2 = \overline{(m - \bar m)^2} + (1 - \tfrac1n)\bar v + \varepsilon, \qquad
+    \mathrm{Var}[y_i] = \frac1{s^2}\sum_j \Bigl(\delta_{ij} - \frac{1 + h_i h_j}{n}\Bigr)^2 v_j.
+
+Without the average variance in s, means are off by 30 % and deviations by 40 % where the noise is as large as the
+signal; with it, by 1 % and 3 % for 64 elements (independent Gaussian inputs, against sampling).
+
+Status: batch norm with running statistics is exact. With statistics of the batch it drops how they depend on the
+noise. The others are first order in the noise, with the expected statistic.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pyro_dvi.errors import ArgumentError, UnsupportedError
+from pyro_dvi.moments.rules import moment_rule
+from pyro_dvi.moments.value import Moments, loc_of, variance_of
+
+__all__ = ["batch_norm", "group_norm", "instance_norm", "layer_norm", "normalize", "rms_norm"]
+
+
+@moment_rule(F.batch_norm)
+def batch_norm(
+    input: Any,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Any = None,
+    bias: Any = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Moments:
+    """Moments of batch norm, which updates running statistics from the means.
+
+    Status: exact with running statistics. In training, statistics count as constants in the variance.
+
+    Args:
+        input: ``[batch, channels, *]``.
+        running_mean: ``[channels]``, as running_var.
+        running_var: updated in training.
+        weight: ``[channels]``, certain or not, as bias.
+        bias: ``[channels]``.
+        training: whether statistics are those of the batch.
+        momentum: share of the batch in the running statistics.
+        eps: added to the variance of the channel.
+
+    Source: Schmitt & Roth (2021), the appendix on batch normalisation.
+    """
+    loc, channels = loc_of(input), input.shape[1]
+    if training and loc.numel() == channels:
+        raise ArgumentError(
+            f"batch norm in training needs more than one value per channel, got {tuple(loc.shape)}"
+        )
+    certain_scale = not isinstance(weight, Moments) and not isinstance(bias, Moments)
+    affine = (weight, bias) if certain_scale else (None, None)
+    loc, _, inverse = torch.native_batch_norm(
+        loc, *affine, running_mean, running_var, training, momentum, eps
+    )
+    variance = variance_of(input)
+    if variance is not None:
+        if not training:
+            assert running_var is not None  # or torch would have refused
+            inverse = torch.rsqrt(running_var + eps)
+        scale = inverse.detach().square()
+        if certain_scale and weight is not None:
+            scale = scale * weight.square()
+        variance = _scaled_channels(variance, scale)
+    if certain_scale:
+        return Moments(loc, variance)
+    shape = (channels, *[1] * (input.dim() - 2))
+    return _affine(loc, variance, _reshaped(weight, shape), _reshaped(bias, shape))
+
+
+def _scaled_channels(variance: Tensor, scale: Tensor) -> Tensor:
+    """Multiply channels, by batch norm with mean 0 and deviation 1: its derivative is fused."""
+    mean, one = torch.zeros_like(scale), torch.ones_like(scale)
+    return torch.native_batch_norm(variance, scale, None, mean.detach(), one.detach(), False, 0.0, 0.0)[0]
+
+
+@moment_rule(torch.batch_norm)
+def torch_batch_norm(
+    input: Any,
+    weight: Any,
+    bias: Any,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool = True,
+) -> Moments:
+    """Moments of batch norm under the name and order of arguments that torch gives it."""
+    return batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+
+
+@moment_rule(F.layer_norm, torch.layer_norm)
+def layer_norm(
+    input: Any,
+    normalized_shape: Sequence[int],
+    weight: Any = None,
+    bias: Any = None,
+    eps: float = 1e-5,
+    cudnn_enable: bool = True,
+) -> Moments:
+    """Moments of layer norm over the last dimensions. Status: see the module; weights and biases exact.
+
+    Args:
+        input: ``[*, *normalized_shape]``.
+        normalized_shape: the dimensions that share a statistic.
+        weight: of that shape, certain or not, as bias.
+        bias: likewise.
+        eps: added to the variance.
+        cudnn_enable: without meaning here.
+    """
+    mean, variance = _standardised(input, (*input.shape[: -len(normalized_shape)], -1), eps)
+    return _affine(mean, variance, weight, bias)
+
+
+@moment_rule(F.group_norm, torch.group_norm)
+def group_norm(
+    input: Any,
+    num_groups: int,
+    weight: Any = None,
+    bias: Any = None,
+    eps: float = 1e-5,
+    cudnn_enabled: bool = True,
+) -> Moments:
+    """Moments of group norm of ``[batch, channels, *]``. Status: see the module; weights and biases exact."""
+    mean, variance = _standardised(input, (input.shape[0], num_groups, -1), eps)
+    shape = (input.shape[1], *[1] * (input.dim() - 2))
+    return _affine(mean, variance, _reshaped(weight, shape), _reshaped(bias, shape))
+
+
+@moment_rule(F.instance_norm)
+def instance_norm(
+    input: Any,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Any = None,
+    bias: Any = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Moments:
+    """Moments of instance norm: group norm with a group for each channel, or batch norm with running statistics.
+
+    Status: as these two. Running statistics are updated from the means.
+    """
+    if not use_input_stats:
+        return batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
+    if running_mean is not None or running_var is not None:
+        with torch.no_grad():  # for its update of the statistics
+            F.instance_norm(loc_of(input), running_mean, running_var, momentum=momentum, eps=eps)
+    return group_norm(input, input.shape[1], weight, bias, eps)
+
+
+@moment_rule(F.rms_norm, torch.rms_norm)
+def rms_norm(
+    input: Any, normalized_shape: Sequence[int], weight: Any = None, eps: float | None = None
+) -> Moments:
+    """Moments of root-mean-square norm over the last dimensions. Status: see the module; weights exact."""
+    shape = (*input.shape[: -len(normalized_shape)], -1)
+    eps = torch.finfo(input.dtype).eps if eps is None else eps
+    mean, variance = _standardised(input, shape, eps, centred=False)
+    return _affine(mean, variance, weight, None)
+
+
+@moment_rule(F.normalize)
+def normalize(input: Moments, p: float = 2.0, dim: int = 1, eps: float = 1e-12) -> Moments:
+    """Moments of vectors over their Euclidean norm. Status: first order, with the expected squared norm.
+
+    Raises:
+        UnsupportedError: another norm, or several dimensions.
+    """
+    if p != 2 or not isinstance(dim, int):
+        raise UnsupportedError(
+            f"F.normalize(p={p}, dim={dim}) of moments has no rule: only p=2 over one dimension has"
+        )
+    n = input.shape[dim]
+    x = Moments(input.loc.movedim(dim, -1), input.variance.movedim(dim, -1))
+    mean, variance = _standardised(x, x.shape, eps**2 / n, centred=False)
+    assert variance is not None
+    return Moments((mean / math.sqrt(n)).movedim(-1, dim), (variance / n).movedim(-1, dim))
+
+
+def _standardised(
+    x: Any, shape: Sequence[int], eps: float, centred: bool = True
+) -> tuple[Tensor, Tensor | None]:
+    """Standardise over the last dimension of ``shape``; the variance is None if x is certain."""
+    loc = loc_of(x).reshape(shape)
+    if centred:
+        power, middle = torch.var_mean(loc, -1, correction=0, keepdim=True)
+        loc = loc - middle
+    else:
+        power = loc.square().mean(-1, keepdim=True)
+    if not isinstance(x, Moments):
+        return (loc * torch.rsqrt(power + eps)).reshape(x.shape), None
+    n = loc.shape[-1]
+    variance = x.variance.reshape(shape)
+    average = variance.mean(-1, keepdim=True)
+    inverse = torch.rsqrt(power + average * (1 - 1 / n if centred else 1) + eps)
+    h = loc * inverse
+    pull = variance * h
+    square = h * h
+    # Σ_j (δ_ij - (1 + h_i h_j)/n)² v_j, multiplied out; 1 + h_i h_j is h_i h_j if not centred.
+    common = torch.addcmul(average, h, pull.mean(-1, keepdim=True), value=2) if centred else 0
+    common = common + square * (pull * h).mean(-1, keepdim=True)
+    spread = torch.addcmul(variance, variance, square + 1 if centred else square, value=-2 / n)
+    spread = (spread + common / n).clamp_min(0) * inverse.square()
+    return h.reshape(x.shape), spread.reshape(x.shape)
+
+
+def _affine(mean: Tensor, variance: Tensor | None, weight: Any, bias: Any) -> Moments:
+    """Multiply by an independent weight and add a bias: elementwise, exact."""
+    loc = mean if weight is None else mean * loc_of(weight)
+    loc = loc if bias is None else loc + loc_of(bias)
+    parts = []
+    if variance is not None:
+        parts.append(variance if weight is None else variance * loc_of(weight).square())
+    if isinstance(weight, Moments):
+        second = mean.square() if variance is None else torch.addcmul(variance, mean, mean)
+        parts.append(second * weight.variance)
+    if isinstance(bias, Moments):
+        parts.append(bias.variance)
+    return Moments(loc, sum(parts[1:], parts[0]))
+
+
+def _reshaped(x: Any, shape: tuple[int, ...]) -> Any:
+    if isinstance(x, Moments):
+        return Moments(x.loc.reshape(shape), x.variance.reshape(shape))
+    return None if x is None else x.reshape(shape)

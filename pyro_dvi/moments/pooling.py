@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Maxima and means over windows."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pyro_dvi.errors import UnsupportedError
+from pyro_dvi.moments.rules import moment_rule
+from pyro_dvi.moments.value import Moments
+
+__all__: list[str] = []
+
+
+# Maxima ------------------------------------------------------------------------------------------------------
+
+
+def _max_pool(function: Callable[..., tuple[Tensor, Tensor]], dims: int) -> Callable[..., Moments]:
+    def max_pool(
+        input: Moments,
+        kernel_size: Any,
+        stride: Any = None,
+        padding: Any = 0,
+        dilation: Any = 1,
+        ceil_mode: bool = False,
+        return_indices: bool = False,
+    ) -> Moments:
+        """Moments of the element with the largest mean. Status: exact where one is clearly the largest."""
+        loc, index = function(input.loc, kernel_size, stride or kernel_size, padding, dilation, ceil_mode)
+        return Moments(loc, _taken(input.variance, index, dims))
+
+    return max_pool
+
+
+def _adaptive_max_pool(function: Callable[..., tuple[Tensor, Tensor]], dims: int) -> Callable[..., Moments]:
+    def adaptive_max_pool(input: Moments, output_size: Any, return_indices: bool = False) -> Moments:
+        """Moments of the element with the largest mean. Status: as :func:`max_pool`."""
+        loc, index = function(input.loc, output_size)
+        return Moments(loc, _taken(input.variance, index, dims))
+
+    return adaptive_max_pool
+
+
+def _taken(variance: Tensor, index: Tensor, dims: int) -> Tensor:
+    """Variances at flat positions in the last ``dims`` dimensions."""
+    return variance.flatten(-dims).gather(-1, index.flatten(-dims)).view_as(index)
+
+
+max_pool1d = moment_rule(F.max_pool1d, torch.max_pool1d)(_max_pool(F.max_pool1d_with_indices, 1))
+max_pool2d = moment_rule(F.max_pool2d, torch.max_pool2d)(_max_pool(F.max_pool2d_with_indices, 2))
+max_pool3d = moment_rule(F.max_pool3d, torch.max_pool3d)(_max_pool(F.max_pool3d_with_indices, 3))
+adaptive_max_pool1d = moment_rule(F.adaptive_max_pool1d)(
+    _adaptive_max_pool(F.adaptive_max_pool1d_with_indices, 1)
+)
+adaptive_max_pool2d = moment_rule(F.adaptive_max_pool2d)(
+    _adaptive_max_pool(F.adaptive_max_pool2d_with_indices, 2)
+)
+adaptive_max_pool3d = moment_rule(F.adaptive_max_pool3d)(
+    _adaptive_max_pool(F.adaptive_max_pool3d_with_indices, 3)
+)
+
+
+@moment_rule(
+    F.max_pool1d_with_indices,
+    F.max_pool2d_with_indices,
+    F.max_pool3d_with_indices,
+    F.adaptive_max_pool1d_with_indices,
+    F.adaptive_max_pool2d_with_indices,
+    F.adaptive_max_pool3d_with_indices,
+    torch.max_pool1d_with_indices,
+)
+def max_pool_with_indices(input: Moments, *args: Any, **kwargs: Any) -> Moments:
+    """Refuse: which element is largest is itself uncertain."""
+    raise UnsupportedError(
+        "max pooling of moments with return_indices=True: which element is largest is uncertain. Pool without indices, "
+        "or pool x.loc for the indices of the largest means."
+    )
+
+
+# Means -------------------------------------------------------------------------------------------------------
+
+
+def _avg_pool(function: Callable[..., Tensor], dims: int) -> Callable[..., Moments]:
+    def avg_pool(
+        input: Moments,
+        kernel_size: Any,
+        stride: Any = None,
+        padding: Any = 0,
+        ceil_mode: bool = False,
+        count_include_pad: bool = True,
+        divisor_override: int | None = None,
+    ) -> Moments:
+        """Moments of means over windows: the variance is the mean variance over the divisor. Status: exact."""
+        size, pad = _each(kernel_size, dims), _each(padding, dims)
+        options: dict[str, Any] = {
+            "stride": kernel_size if stride is None or stride == () else stride,
+            "padding": padding,
+            "ceil_mode": ceil_mode,
+            "count_include_pad": count_include_pad,
+        }
+        if divisor_override is not None:
+            options["divisor_override"] = divisor_override
+        weight: Any = 1 / (divisor_override or math.prod(size))
+        if divisor_override is None and (ceil_mode or (not count_include_pad and any(pad))):
+            weight = _window_weights(function, input.variance, size, options, dims)
+        loc, mean = (function(t, kernel_size, **options) for t in (input.loc, input.variance))
+        return Moments(loc, weight * mean)
+
+    return avg_pool
+
+
+def _window_weights(
+    function: Callable[..., Tensor], like: Tensor, size: list[int], options: dict[str, Any], dims: int
+) -> Tensor:
+    """Return one over the divisor of each window, which is smaller at borders."""
+    ones = like.new_ones(1, 1, *like.shape[-dims:])
+    mean = function(ones, size, **options)  # elements over divisor
+    kernel = like.new_ones(1, 1, *size)
+    stride, pad = _each(options["stride"], dims), _each(options["padding"], dims)
+    # In ceil mode windows may reach over the end: pad by what they need.
+    reach = [
+        (out - 1) * s + k - n - p
+        for out, s, k, n, p in zip(mean.shape[-dims:], stride, size, ones.shape[-dims:], pad, strict=True)
+    ]
+    sides = [side for p, r in zip(reversed(pad), reversed(reach), strict=True) for side in (p, r)]
+    count = (F.conv1d, F.conv2d, F.conv3d)[dims - 1](F.pad(ones, sides), kernel, stride=stride)
+    return (mean / count).reshape(mean.shape[-dims:])
+
+
+def _each(value: Any, dims: int) -> list[int]:
+    values = list(value) if isinstance(value, Sequence) else [value]
+    return values * dims if len(values) == 1 else values
+
+
+avg_pool1d = moment_rule(F.avg_pool1d)(_avg_pool(F.avg_pool1d, 1))
+avg_pool2d = moment_rule(F.avg_pool2d)(_avg_pool(F.avg_pool2d, 2))
+avg_pool3d = moment_rule(F.avg_pool3d)(_avg_pool(F.avg_pool3d, 3))
+
+
+def _adaptive_avg_pool(function: Callable[..., Tensor], dims: int) -> Callable[..., Moments]:
+    def adaptive_avg_pool(input: Moments, output_size: Any) -> Moments:
+        """Moments of means over windows that share out the input. Status: exact."""
+        sizes = [
+            n if out is None else out
+            for n, out in zip(input.shape[-dims:], _each(output_size, dims), strict=True)
+        ]
+        weight: Any = 1
+        for k, (n, out) in enumerate(zip(input.shape[-dims:], sizes, strict=True)):
+            if n % out == 0:
+                weight = weight * (out / n)
+            else:
+                windows = [1 / (-(-(i + 1) * n // out) - i * n // out) for i in range(out)]
+                weight = weight * input.variance.new_tensor(windows).reshape(-1, *[1] * (dims - 1 - k))
+        return Moments(function(input.loc, sizes), weight * function(input.variance, sizes))
+
+    return adaptive_avg_pool
+
+
+adaptive_avg_pool1d = moment_rule(F.adaptive_avg_pool1d)(_adaptive_avg_pool(F.adaptive_avg_pool1d, 1))
+adaptive_avg_pool2d = moment_rule(F.adaptive_avg_pool2d)(_adaptive_avg_pool(F.adaptive_avg_pool2d, 2))
+adaptive_avg_pool3d = moment_rule(F.adaptive_avg_pool3d)(_adaptive_avg_pool(F.adaptive_avg_pool3d, 3))
