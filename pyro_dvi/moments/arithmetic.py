@@ -6,7 +6,7 @@ zero, ``x * x`` is ``x.square()``. Views count as different objects.
 
 Quotients by something uncertain and powers other than 2 and 3 are expanded around the mean, which is good only where
 the deviation is small against the mean (a Gaussian denominator has no mean at all). These rules look at the
-coefficient of variation and refuse more than 0.2, where the error of the deviation reaches 5 %.
+coefficient of variation and refuse more than 0.2, where the error of the deviation reaches 7 %.
 """
 
 import math
@@ -146,7 +146,7 @@ def reciprocal(input: Moments) -> Moments:
 
     With :math:`c^2 = v/m^2`, the mean is :math:`(1 + c^2 + 3c^4)/m` and the variance :math:`(c^2 + 8c^4)/m^2`.
 
-    Status: expansion around the mean. At the largest c allowed, 0.2, the mean is 0.2 % and the deviation 5 % too
+    Status: expansion around the mean. At the largest c allowed, 0.2, the mean is 0.2 % and the deviation 7 % too
     small; at 0.1 they are 0.002 % and 0.4 %.
 
     Raises:

@@ -146,10 +146,14 @@ class _Composed:
         return self.second(self.first(value))
 
 
+class _NotWritable(UnsupportedError, TypeError):
+    """A TypeError too: after one, Python computes tensor += moments as tensor = tensor + moments."""
+
+
 def _written(func: Callable, target: Any, result: Any) -> Any:
     if isinstance(target, Moments) and isinstance(result, Moments):
         return target.become(result)
-    raise UnsupportedError(
+    raise _NotWritable(
         f"{name_of(func)} writes moments into a tensor, which has no variance: use the form that returns a new value, "
         "or start from moments"
     )
