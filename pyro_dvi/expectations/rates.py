@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Likelihoods with a rate: Poisson, exponential and gamma."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributions as td
+
+from pyro_dvi.expectations.gaussian import check_domain, gaussian_of, mean_at_nodes, nodes_of
+from pyro_dvi.expectations.rules import expectation_rule
+from pyro_dvi.moments import Moments
+
+__all__ = ["exponential", "gamma", "poisson"]
+
+
+def _log_and_mean(family: type, rate: Any) -> tuple[Tensor, Tensor]:
+    r"""Return :math:`\mathrm E[\log r]` and :math:`\mathrm E[r]`.
+
+    For :math:`r = e^h` the latter is :math:`e^{\bar h + v_h/2}`; other functions at 32 Gauss-Hermite nodes.
+    """
+    if not isinstance(rate, Moments):
+        return rate.log(), rate
+    if rate.link is not None and rate.link.name == "exp":
+        h = gaussian_of(rate)
+        return h.loc, torch.exp(h.loc + 0.5 * h.variance)
+    values, weights = nodes_of(rate)
+    check_domain(family, "rate", rate, values)
+    return mean_at_nodes(values.log(), weights), mean_at_nodes(values, weights)
+
+
+@expectation_rule(td.Poisson)
+def poisson(value: Tensor, rate: Any) -> Tensor:
+    r"""Expected log probability of a count, :math:`y\,\mathrm E[\log r] - \mathrm E[r] - \log y!`.
+
+    Status: exact for a rate that is ``exp`` of a Gaussian; Gauss-Hermite with 32 nodes for other functions.
+
+    Example:
+        >>> f = Moments(torch.zeros(1), torch.ones(1))
+        >>> from pyro_dvi.moments import Link
+        >>> rate = Moments(f.loc.exp(), f.variance, Link(f, torch.exp, "exp"))  # as from a rule for exp
+        >>> poisson(torch.zeros(1), rate)
+        tensor([-1.6487])
+    """
+    logarithm, mean = _log_and_mean(td.Poisson, rate)
+    return value * logarithm - mean - torch.lgamma(value + 1)
+
+
+@expectation_rule(td.Exponential)
+def exponential(value: Tensor, rate: Any) -> Tensor:
+    r"""Expected log density, :math:`\mathrm E[\log r] - y\,\mathrm E[r]`; the status is that of :func:`poisson`."""
+    logarithm, mean = _log_and_mean(td.Exponential, rate)
+    return logarithm - value * mean
+
+
+@expectation_rule(td.Gamma)
+def gamma(value: Tensor, concentration: Any, rate: Any) -> Tensor:
+    r"""Expected log density, :math:`a\,\mathrm E[\log r] - \log\Gamma(a) + (a - 1)\log y - y\,\mathrm E[r]`.
+
+    Status: that of :func:`poisson`; an uncertain concentration is averaged numerically.
+    """
+    if isinstance(concentration, Moments):
+        return NotImplemented
+    logarithm, mean = _log_and_mean(td.Gamma, rate)
+    a = concentration
+    return a * logarithm - torch.lgamma(a) + (a - 1) * value.log() - value * mean
