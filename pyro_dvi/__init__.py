@@ -20,7 +20,7 @@ from pyro_dvi.bayesian import (
     to_deterministic,
 )
 from pyro_dvi.elbos import MomentPropagationELBO, TaylorELBO, VarianceWeighted
-from pyro_dvi.guides import MeanFieldGuide, PerSite, PerWeight, SGDStepSize
+from pyro_dvi.guides import MeanFieldGuide, MultiplicativeNoiseGuide, PerSite, PerWeight, SGDStepSize
 from pyro_dvi.optim import learning_rates, parameter_groups
 from pyro_dvi.predictive import AtMean, Prediction, Samples, predict
 from pyro_dvi.training import fit, load, save
@@ -45,6 +45,7 @@ __all__ = [
     # Posteriors and objectives
     "curvature",
     "MeanFieldGuide",
+    "MultiplicativeNoiseGuide",
     "PerWeight",
     "PerSite",
     "SGDStepSize",

@@ -22,11 +22,11 @@ from pyro_dvi.errors import ArgumentError, GuideError, ModelError, UnsupportedEr
 
 __all__ = ["SCALE_PATTERN", "LearningRates", "learning_rates", "parameter_groups", "parameter_names"]
 
-# ``<Guide>.scales.<site>`` (MeanFieldGuide, AutoNormal) and ``<Guide>.scale`` (AutoDiagonalNormal), also as a
-# part of an AutoGuideList. Both are tied to the guide's name, a class name with a capital or ``guide`` in an
-# ELBOModule, because a network may well own a parameter called ``scale``, and ten times its learning rate
-# would do harm unseen.
-SCALE_PATTERN = r"(^|\.)([A-Z]\w*|guide)(\.\d+)*\.(scales\.|scale$)"
+# ``<Guide>.scales.<site>`` (MeanFieldGuide, AutoNormal), ``<Guide>.alphas.<site>`` (MultiplicativeNoiseGuide) and
+# ``<Guide>.scale`` (AutoDiagonalNormal), also as a part of an AutoGuideList. All are tied to the guide's name, a
+# class name with a capital or ``guide`` in an ELBOModule, because a network may well own a parameter called
+# ``scale``, and ten times its learning rate would do harm unseen.
+SCALE_PATTERN = r"(^|\.)([A-Z]\w*|guide)(\.\d+)*\.(scales\.|alphas\.|scale$)"
 
 
 class LearningRates:
@@ -77,8 +77,8 @@ def learning_rates(
         scale_multiplier: :math:`c`, the factor for posterior scales.
         scale_pattern: regular expression, searched in the name that a parameter has in Pyro's store (with
             dots). The default finds the scales of ``MeanFieldGuide``, ``AutoNormal`` and
-            ``AutoDiagonalNormal``; for a hand-written guide with ``pyro.param("weight_sigma", ...)`` pass
-            ``r"_sigma$"``.
+            ``AutoDiagonalNormal``, and the relative variances of ``MultiplicativeNoiseGuide``; for a hand-written
+            guide with ``pyro.param("weight_sigma", ...)`` pass ``r"_sigma$"``.
         **optimizer_options: further options of the optimizer, the same for every parameter (``betas=...``).
 
     Returns:

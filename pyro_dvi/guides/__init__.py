@@ -1,7 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Guides: posterior families for ``pyro.infer.SVI``."""
 
+from pyro_dvi.guides.base import FactorisedGuide
+from pyro_dvi.guides.factors import Deterministic, Factor, MeanField
 from pyro_dvi.guides.mean_field import MeanFieldGuide
+from pyro_dvi.guides.multiplicative_noise import MultiplicativeNoiseGuide
 from pyro_dvi.guides.scales import PerSite, PerWeight, ScaleFamily, SGDStepSize
 
-__all__ = ["MeanFieldGuide", "PerSite", "PerWeight", "SGDStepSize", "ScaleFamily"]
+__all__ = [
+    "Deterministic",
+    "Factor",
+    "FactorisedGuide",
+    "MeanField",
+    "MeanFieldGuide",
+    "MultiplicativeNoiseGuide",
+    "PerSite",
+    "PerWeight",
+    "SGDStepSize",
+    "ScaleFamily",
+]

@@ -1,0 +1,301 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the factorised guides share: looking at the model, parameters per site, sampling, saving and loading."""
+
+import warnings
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from operator import attrgetter
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import torch
+from pyro.distributions.util import sum_rightmost
+from pyro.infer.autoguide import AutoGuide
+from pyro.infer.autoguide.initialization import InitMessenger
+from pyro.infer.autoguide.utils import deep_setattr
+from pyro.nn import PyroModule, PyroParam
+from pyro.ops.tensor_utils import periodic_repeat
+from torch import Tensor
+from torch.distributions import constraints
+
+from pyro_dvi.errors import ArgumentError, DviWarning, GuideError, ModelError
+from pyro_dvi.guides.factors import Factor
+from pyro_dvi.handlers.latents import unconstraining_transform
+from pyro_dvi.handlers.means import strip_event_dims
+from pyro_dvi.undisturbed import preserve_buffers
+
+__all__ = ["FactorisedGuide"]
+
+
+class FactorisedGuide(AutoGuide):
+    r"""One independent factor per latent site, in unconstrained space.
+
+    .. math:: q(u) = \prod_s q_s(u_s), \qquad \theta_s = T_s(u_s)
+
+    Adding a guide: list the modules that hold the spreads of sites in ``_constraints``, and choose the factor of each
+    site in ``_factor_of``. Everything else is here.
+
+    Attributes:
+        locs: module of means, ``guide.locs.<site>``; ``<Guide>.locs.<site>`` in the parameter store.
+    """
+
+    # Where spreads are stored, and what the optimizer sees of them.
+    _constraints: dict[str, Any] = {}  # noqa: RUF012
+
+    def __init__(
+        self, model: Callable, *, init_loc_fn: Callable, create_plates: Callable | None = None
+    ) -> None:
+        if not callable(model):
+            raise TypeError(f"model must be callable, got {type(model).__name__}")
+        super().__init__(InitMessenger(init_loc_fn)(model), create_plates=create_plates)
+        self.locs = PyroModule()
+        for store in self._constraints:
+            setattr(self, store, PyroModule())
+        self._event_dims: dict[str, int] = {}
+        self._factors: dict[str, Factor] = {}
+
+    @abstractmethod
+    def _factor_of(self, name: str, site: Any, loc: Tensor) -> Factor:
+        """Choose the posterior of a site.
+
+        Args:
+            name: the site's name.
+            site: Pyro's message of the site, from the first look at the model.
+            loc: its initial mean, in unconstrained space.
+        """
+
+    def initialize(self, *args: Any, **kwargs: Any) -> None:
+        """Create the parameters from one look at the model with these arguments, if they do not exist yet."""
+        if self.prototype_trace is None:
+            self._setup_prototype(*args, **kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """Draw every latent site once; Pyro calls it with the arguments of the model.
+
+        Returns:
+            the draws by site name.
+        """
+        self.initialize(*args, **kwargs)
+        plates = self._create_plates(*args, **kwargs)
+        result = {}
+        for name, site in self._sites():
+            with ExitStack() as stack:
+                for frame in site["cond_indep_stack"]:
+                    stack.enter_context(plates[frame.name])
+                result[name] = self._sample_site(name, site["fn"])
+        return result
+
+    def _sample_site(self, name: str, prior: Any) -> Tensor:
+        posterior = self._posterior(name)
+        transform = unconstraining_transform(prior.support)
+        if transform is None:
+            return pyro.sample(name, posterior)
+        u = pyro.sample(f"{name}_unconstrained", posterior, infer={"is_auxiliary": True})
+        value = transform(u)
+        log_density = -transform.log_abs_det_jacobian(u, value)
+        log_density = sum_rightmost(log_density, log_density.dim() - value.dim() + prior.event_dim)
+        return pyro.sample(name, dist.Delta(value, log_density=log_density, event_dim=prior.event_dim))
+
+    def _posterior(self, name: str) -> Any:
+        """Posterior of a site in unconstrained space."""
+        loc = attrgetter(name)(self.locs)
+        factor = self._factors[name]
+        spread = None if factor.store is None else attrgetter(name)(getattr(self, factor.store))
+        return factor.distribution(loc, spread).to_event(self._event_dims[name])
+
+    # Reading the posterior ---------------------------------------------------------------------------------------
+
+    def get_posterior(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Return the posterior marginal of every site, as a distribution over its own (constrained) values."""
+        posteriors = {}
+        for name, site in self._sites():
+            posterior = self._posterior(name)
+            transform = unconstraining_transform(site["fn"].support)
+            posteriors[name] = (
+                posterior if transform is None else dist.TransformedDistribution(posterior, [transform])
+            )
+        return posteriors
+
+    @torch.no_grad()
+    def sample(self, sample_shape: Sequence[int] | int = ()) -> dict[str, Tensor]:
+        """Draw all sites at once, without running the model.
+
+        Args:
+            sample_shape: leading dimensions of the draws; a number of draws, or a shape.
+
+        Returns:
+            draws of shape ``[*sample_shape, *site]`` by site name.
+        """
+        shape = torch.Size([sample_shape] if isinstance(sample_shape, int) else sample_shape)
+        return {name: posterior.sample(shape) for name, posterior in self.get_posterior().items()}
+
+    @torch.no_grad()
+    def median(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """Return the posterior median of every site; for weights that is the mean."""
+        return {name: value[0] for name, value in self.quantiles([0.5]).items()}
+
+    @torch.no_grad()
+    def quantiles(self, quantiles: Sequence[float] | Tensor, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """Return posterior quantiles of every site, stacked along a new first dimension.
+
+        Args:
+            quantiles: probabilities between 0 and 1.
+            args: ignored; Pyro's guides accept the model's arguments here.
+            kwargs: ignored likewise.
+        """
+        results = {}
+        for name, site in self._sites():
+            posterior = strip_event_dims(self._posterior(name))
+            centre = posterior.mean
+            levels = torch.as_tensor(quantiles, dtype=centre.dtype, device=centre.device)
+            if bool(((levels < 0) | (levels > 1)).any()):
+                raise ArgumentError(f"quantiles must lie between 0 and 1, got {quantiles}")
+            levels = levels.reshape(-1, *[1] * centre.dim())
+            if isinstance(posterior, dist.Delta):
+                u = centre.expand(len(levels), *centre.shape).clone()
+            else:
+                u = posterior.icdf(levels)
+            transform = unconstraining_transform(site["fn"].support)
+            results[name] = u if transform is None else transform(u)
+        return results
+
+    def _sites(self) -> Iterator[tuple[str, Any]]:
+        if self.prototype_trace is None:
+            raise GuideError(
+                f"this {type(self).__name__} has not seen its model yet: call guide.initialize(*args) with the "
+                "arguments of the model"
+            )
+        return self.prototype_trace.iter_stochastic_nodes()
+
+    # Creating parameters -------------------------------------------------------------------------------------------
+
+    def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
+        with preserve_buffers(), torch.no_grad():
+            super()._setup_prototype(*args, **kwargs)
+        try:
+            sites = dict(self._sites())
+            if not sites:
+                raise ModelError(
+                    f"{type(self).__name__} found no latent site in the model: convert a network with to_bayesian_, "
+                    "or use pyro.sample without obs="
+                )
+            self._check_sites(sites)
+            self._warn_of_shared_parameters(sites)
+            for name, site in sites.items():
+                self._setup_site(name, site)
+        except Exception:
+            self.prototype_trace = None  # so that a corrected call starts anew
+            raise
+
+    def _check_sites(self, sites: dict[str, Any]) -> None:
+        """Raise if options of the guide do not fit the sites of the model."""
+
+    def _setup_site(self, name: str, site: Any) -> None:
+        """Create the parameters of a site unless they were loaded."""
+        fn = site["fn"]
+        if getattr(fn.support, "is_discrete", True):
+            raise ModelError(
+                f"latent site {name!r} is discrete ({type(strip_event_dims(fn)).__name__}), which a Gaussian cannot "
+                "approximate: sum it out, replace it by a continuous relaxation, or hide it from this guide with "
+                "pyro.poutine.block. If it is data, pass the observed values."
+            )
+        transform = unconstraining_transform(fn.support)
+        value = site["value"].detach()
+        loc = value if transform is None else transform.inv(value)
+        event_dim = self._event_dims[name] = fn.event_dim + loc.dim() - value.dim()
+        factor = self._factors[name] = self._factor_of(name, site, loc)
+        prior_scale = _prior_scale(fn, loc)
+        for frame in site["cond_indep_stack"]:
+            full_size = frame.full_size or frame.size
+            if full_size != frame.size:
+                prior_scale = periodic_repeat(prior_scale.expand_as(loc), full_size, frame.dim - event_dim)
+                loc = periodic_repeat(loc, full_size, frame.dim - event_dim)
+        spread = None if factor.store is None else factor.initial(loc, prior_scale, event_dim)
+        if self._complete_loaded(name, spread):
+            return
+        loc = loc.clone(memory_format=torch.contiguous_format)
+        deep_setattr(self.locs, name, PyroParam(loc, constraints.real, event_dim))
+        if spread is not None:
+            store = str(factor.store)
+            parameter = PyroParam(spread, self._constraints[store], event_dim)
+            deep_setattr(getattr(self, store), name, parameter)
+
+    def _warn_of_shared_parameters(self, names: Iterable[str]) -> None:
+        if pyro.settings.get("module_local_params"):
+            return
+        own = {id(parameter) for parameter in self.parameters()}
+        stored = dict(pyro.get_param_store().named_parameters())
+        keys = [f"{self._pyro_name}.locs.{name}" for name in names]
+        taken = [key for key in keys if key in stored and id(stored[key]) not in own]
+        if taken:
+            warnings.warn(
+                f"Pyro's parameter store already holds {taken[0]}: this guide will share it (and {len(taken) - 1} "
+                "other means) with whatever guide made it, and drop values that it was given or loaded. Call "
+                "pyro.clear_param_store() first, or give every module its own parameters with "
+                "pyro.settings.set(module_local_params=True).",
+                DviWarning,
+                stacklevel=2,
+            )
+
+    # Loading a state_dict before the first look at the model -----------------------------------------------------
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        if self.prototype_trace is None:
+            for key, stored in state_dict.items():
+                for store, constraint in {"locs": constraints.real, **self._constraints}.items():
+                    start = f"{prefix}{store}."
+                    if key.startswith(start) and key.endswith("_unconstrained"):
+                        name = key.removeprefix(start).removesuffix("_unconstrained")
+                        value = torch.distributions.transform_to(constraint)(stored.detach().clone())
+                        deep_setattr(getattr(self, store), name, PyroParam(value, constraint))
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _complete_loaded(self, name: str, spread: Tensor | None) -> bool:
+        """Give loaded parameters the event dimension that only the model knows; False if there are none.
+
+        Raises:
+            GuideError: what was loaded belongs to another posterior of the site.
+        """
+        owners = {store: self._owner_of_loaded(store, name) for store in ("locs", *self._constraints)}
+        found = {store for store, owner in owners.items() if owner is not None}
+        if not found:
+            return False
+        store = self._factors[name].store
+        if found != {"locs", store} - {None}:
+            raise GuideError(
+                f"the loaded state has {' and '.join(sorted(found))} for site {name!r}, where this guide has "
+                f"{' and '.join(sorted({'locs', store or 'locs'}))}: build {type(self).__name__} with the options that "
+                "it was saved with"
+            )
+        leaf = name.rpartition(".")[2]
+        for owner in owners.values():
+            if owner is not None:
+                constraint, _ = owner._pyro_params[leaf]
+                owner._pyro_params[leaf] = (constraint, self._event_dims[name])
+        if spread is not None:
+            loaded = getattr(owners[str(store)], leaf)
+            if loaded.shape != spread.shape:
+                raise GuideError(
+                    f"the loaded {store} of site {name!r} have the shape {tuple(loaded.shape)}, this guide's have "
+                    f"{tuple(spread.shape)}: build {type(self).__name__} with the options that it was saved with"
+                )
+        return True
+
+    def _owner_of_loaded(self, store: str, name: str) -> Any:
+        """Return the module that holds a parameter of a site, or None."""
+        *path, leaf = name.split(".")
+        owner: Any = getattr(self, store)
+        for part in path:
+            owner = getattr(owner, "_modules", {}).get(part)
+        return owner if leaf in getattr(owner, "_pyro_params", {}) else None
+
+
+def _prior_scale(prior: Any, loc: Tensor) -> Tensor:
+    """Standard deviation of a prior in unconstrained space, if it is Normal there; 1 otherwise."""
+    base = strip_event_dims(prior)
+    if isinstance(base, torch.distributions.TransformedDistribution):
+        base = strip_event_dims(base.base_dist)
+    scale = base.scale.detach() if isinstance(base, torch.distributions.Normal) else torch.ones(())
+    return scale.to(loc) if scale.dim() <= loc.dim() else loc.new_ones(())

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Factors of a posterior: what the Gaussian or point mass of one site is, and which parameters it has."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Any
+
+import pyro.distributions as dist
+from torch import Tensor
+
+from pyro_dvi.errors import ArgumentError
+from pyro_dvi.guides.scales import PerWeight, ScaleFamily
+
+__all__ = ["Deterministic", "Factor", "MeanField"]
+
+
+class Factor(ABC):
+    """The posterior of one site in unconstrained space: a mean, and perhaps a parameter of its spread.
+
+    Adding one: say where the spread is stored, how it starts, and which distribution follows.
+    """
+
+    @property
+    @abstractmethod
+    def store(self) -> str | None:
+        """Attribute of the guide that holds the spread of each site; None if nothing but the mean is learned."""
+
+    def initial(self, loc: Tensor, prior_scale: Tensor, event_dim: int) -> Tensor:
+        """Return the spread at the start, in the shape in which it is stored.
+
+        Args:
+            loc: the initial mean.
+            prior_scale: standard deviation of the prior, broadcastable to ``loc``.
+            event_dim: number of event dimensions of ``loc``; those to their left belong to plates.
+        """
+        raise NotImplementedError
+
+    @abstractmethod
+    def distribution(self, loc: Tensor, spread: Tensor | None) -> Any:
+        """Return the posterior, without event dimensions. Unvalidated: a check of each weight at each step costs."""
+
+
+@dataclass(frozen=True)
+class MeanField(Factor):
+    r"""Independent Gaussians with standard deviations of their own, :math:`\mathcal N(\mu_\lambda, \sigma_\lambda^2)`.
+
+    Args:
+        scale: the covariance family, as for :class:`~pyro_dvi.MeanFieldGuide`.
+
+    Raises:
+        ArgumentError: ``scale`` is no covariance family.
+    """
+
+    scale: ScaleFamily = field(default_factory=PerWeight)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.scale, ScaleFamily):
+            raise ArgumentError(
+                "scale must be a covariance family such as PerWeight(), PerSite() or SGDStepSize(lr, batch_size), "
+                f"got {self.scale!r}"
+            )
+
+    @property
+    def store(self) -> str | None:
+        """The guide's ``scales``, if they are learned."""
+        return "scales" if self.scale.learned else None
+
+    def initial(self, loc: Tensor, prior_scale: Tensor, event_dim: int) -> Tensor:
+        return self.scale.initial(loc, prior_scale, event_dim)
+
+    def distribution(self, loc: Tensor, spread: Tensor | None) -> dist.Normal:
+        scale = self.scale.initial(loc.detach(), loc.detach(), 0) if spread is None else spread
+        return dist.Normal(loc, scale.expand_as(loc), validate_args=False)
+
+
+@dataclass(frozen=True)
+class Deterministic(Factor):
+    """A point mass: the value is learned, its uncertainty left out. It pays minus its log prior in the ELBO."""
+
+    @property
+    def store(self) -> str | None:
+        """Nowhere."""
+        return None
+
+    def distribution(self, loc: Tensor, spread: Tensor | None) -> dist.Delta:
+        return dist.Delta(loc, validate_args=False)
