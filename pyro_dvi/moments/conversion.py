@@ -50,11 +50,12 @@ _LIKE: tuple[Callable, ...] = (
 
 def _converting(function: Callable) -> Callable:
     def convert(input: Any, *args: Any, **kwargs: Any) -> Any:
-        args = tuple(map(loc_of, args))
-        kwargs = {key: loc_of(value) for key, value in kwargs.items()}
-        loc = function(loc_of(input), *args, **kwargs)
-        if not isinstance(input, Moments) or loc is input.loc:
-            return loc if not isinstance(input, Moments) else input
+        if any(isinstance(a, Moments) for a in (*args, *kwargs.values())):  # asked for dtype and device only
+            args, kwargs = tuple(map(loc_of, args)), {key: loc_of(value) for key, value in kwargs.items()}
+            return getattr(input, function.__name__)(*args, **kwargs)
+        loc = function(input.loc, *args, **kwargs)
+        if loc is input.loc:
+            return input
         if not isinstance(loc, Tensor):
             return loc  # x.type() is a name
         if not loc.is_floating_point():

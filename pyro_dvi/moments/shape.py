@@ -143,19 +143,19 @@ def view(input: Moments, *shape: Any) -> Moments:
 
 
 def _following(function: Callable) -> Callable:
+    name = function.__name__
+
     def follow(input: Any, other: Any) -> Any:
         if not isinstance(input, Moments):
             return function(input, loc_of(other))
-        like = loc_of(other)
-        move = torch.Tensor.expand if function is torch.Tensor.expand_as else torch.reshape
-        return Moments(function(input.loc, like), move(input.variance, like.shape)).alias(input)
+        return getattr(input, name.removesuffix("_as"))(other.shape)
 
-    follow.__doc__ = f"Moments of ``{function.__name__}``, which asks the other for its shape only."
+    follow.__doc__ = f"Moments of ``{name}``, which asks the other for its shape only."
     return follow
 
 
 for _function in (torch.Tensor.view_as, torch.Tensor.reshape_as, torch.Tensor.expand_as):
-    moment_rule(_function, kind=Kind.REARRANGEMENT)(_following(_function))
+    moment_rule(_function)(_following(_function))
 
 
 @moment_rule(torch.broadcast_tensors)
