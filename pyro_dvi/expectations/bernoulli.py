@@ -8,13 +8,21 @@ from torch import Tensor
 from torch import distributions as td
 
 from pyro_dvi.errors import UnsupportedError
+from pyro_dvi.expectations.gaussian import gaussian_of
 from pyro_dvi.expectations.logistic import expected_softplus
 from pyro_dvi.expectations.rules import expectation_rule
 from pyro_dvi.moments import Moments
 
-__all__ = ["bernoulli", "binomial", "gaussian_logit", "geometric", "negative_binomial"]
+__all__ = ["bernoulli", "binomial", "gaussian_logit", "geometric", "is_gaussian_logit", "negative_binomial"]
 
 _SIGMOIDS = ("sigmoid", "special_expit", "expit")
+
+
+def is_gaussian_logit(logits: Any, probs: Any) -> bool:
+    """Whether the parameter is a Gaussian logit, or the sigmoid of one."""
+    if isinstance(logits, Moments):
+        return logits.link is None
+    return isinstance(probs, Moments) and probs.link is not None and probs.link.name in _SIGMOIDS
 
 
 def gaussian_logit(family: str, logits: Any, probs: Any) -> Moments | None:
@@ -23,16 +31,12 @@ def gaussian_logit(family: str, logits: Any, probs: Any) -> Moments | None:
     Raises:
         UnsupportedError: probabilities that are a Gaussian, which leaves the unit interval.
     """
-    if isinstance(logits, Moments):
-        return logits if logits.link is None else None
-    if not isinstance(probs, Moments):
-        return None
-    if probs.link is None:
+    if isinstance(probs, Moments) and probs.link is None:
         raise UnsupportedError(
             f"{family}(probs=...) is given uncertain probabilities that do not come straight from a sigmoid, so that "
             f"no Gaussian behind them is known: pass logits, {family}(logits=f), or probs=torch.sigmoid(f)"
         )
-    return probs.link.inner if probs.link.name in _SIGMOIDS else None
+    return gaussian_of(probs if logits is None else logits) if is_gaussian_logit(logits, probs) else None
 
 
 @expectation_rule(td.Bernoulli)

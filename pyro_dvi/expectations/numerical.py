@@ -36,13 +36,17 @@ class Evaluation:
     Attributes:
         points: standard Gaussian, ``[S, number of Gaussians]``.
         weights: ``[S]``, sum to one.
+        parameters_at: the uncertain parameters ``[S, *batch, *event]`` with all batch dimensions.
         at: the distribution with batch shape ``[S, *batch]`` at some of the points.
+        rank: number of batch dimensions.
         size: number of values of the largest parameter.
     """
 
     points: Tensor
     weights: Tensor
+    parameters_at: Callable[[Tensor], dict[str, Tensor]]
     at: Callable[[Tensor], Any]
+    rank: int
     size: int
 
 
@@ -86,16 +90,19 @@ def evaluation(family: type, parameters: Mapping[str, Any], value: Tensor | None
     rank = _batch_rank(family, parameters, value)
     options = _without_checks(family)
 
-    def at(points: Tensor) -> Any:
-        values = dict(parameters)
+    def parameters_at(points: Tensor) -> dict[str, Tensor]:
+        found = {}
         for name, p in uncertain.items():
             block, shape = blocks[id(gaussian_of(p))]
-            values[name] = at_points(p, points[:, block].reshape(len(points), *shape))
-            check_domain(family, name, p, values[name])
-            values[name] = _aligned(values[name], rank + (event_dim_of(family, name) or 0))
-        return family(**values, **options)
+            values = at_points(p, points[:, block].reshape(len(points), *shape))
+            check_domain(family, name, p, values)
+            found[name] = _aligned(values, rank + (event_dim_of(family, name) or 0))
+        return found
 
-    return Evaluation(points, weights, at, max(p.numel() for p in uncertain.values()))
+    def at(points: Tensor) -> Any:
+        return family(**{**parameters, **parameters_at(points)}, **options)
+
+    return Evaluation(points, weights, parameters_at, at, rank, max(p.numel() for p in uncertain.values()))
 
 
 def _coordinates(family: type, name: str, parameter: Moments) -> tuple[int, ...]:

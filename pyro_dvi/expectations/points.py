@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.quasirandom import SobolEngine
 
-__all__ = ["fixed_points", "gauss_hermite", "shifted_sobol"]
+__all__ = ["fixed_points", "gauss_hermite", "shifted_sobol", "sobol_points"]
 
 _BITS = 30  # of Sobol integers in torch
 
@@ -32,6 +32,11 @@ def fixed_points(num_gaussians: int, like: Tensor, num_points: int = 128) -> tup
     if num_gaussians <= 2:
         return _grid(num_gaussians, like.dtype, like.device)
     return _fixed_sobol(num_points, num_gaussians, like.dtype, like.device)
+
+
+def sobol_points(num_points: int, dimension: int, like: Tensor) -> Tensor:
+    """Return Gaussian points ``[num_points, dimension]``, the same in every call."""
+    return _fixed_sobol(num_points, dimension, like.dtype, like.device)[0]
 
 
 def shifted_sobol(num_points: int, dimension: int, like: Tensor) -> Tensor:

@@ -7,14 +7,14 @@ that does not go well with the rule is declined by returning ``NotImplemented``;
 numerically, as for every distribution without a rule (:mod:`pyro_dvi.expectations.numerical`).
 """
 
-import inspect
 from collections.abc import Callable, Mapping
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from pyro_dvi.expectations.families import Found, find_rule
 from pyro_dvi.expectations.gaussian import gaussian_of
 from pyro_dvi.expectations.logits import LogitEstimator, Sobol
 from pyro_dvi.expectations.numerical import numerical_expectation
@@ -94,7 +94,7 @@ def expected_log_prob(
     if found is not None and given.keys() <= found.names and _distinct(uncertain):
         like = uncertain[0].loc
         arguments = {k: _as_tensor(p, like) for k, p in given.items()}
-        if found.takes_estimator:
+        if "estimator" in found.names:
             arguments["estimator"] = estimator or _DEFAULT_ESTIMATOR
         result = found.rule(value, **arguments)
         if result is not NotImplemented:
@@ -112,24 +112,6 @@ def _as_tensor(parameter: Any, like: Tensor) -> Any:
     return torch.as_tensor(parameter, dtype=like.dtype, device=like.device)
 
 
-class _Found(NamedTuple):
-    rule: Callable
-    names: frozenset[str]
-    takes_estimator: bool
-
-
 @lru_cache(maxsize=256)
-def _find(family: type) -> _Found | None:
-    """The rule of the class, or of a parent whose density it has.
-
-    Pyro's classes keep the name of torch's. Any other subclass may redefine the density (as NanMaskedNormal does), and
-    is served only if it does not.
-    """
-    for parent in family.__mro__:
-        if parent in _RULES:
-            same = family.__name__ == parent.__name__ or family.log_prob is parent.log_prob  # type: ignore[attr-defined]
-            if not same:
-                return None
-            names = list(inspect.signature(_RULES[parent]).parameters)[1:]
-            return _Found(_RULES[parent], frozenset(names) - {"estimator"}, "estimator" in names)
-    return None
+def _find(family: type) -> Found | None:
+    return find_rule(_RULES, family)

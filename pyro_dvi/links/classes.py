@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""From Gaussian logits to class probabilities, :math:`\mathrm E[\mathrm{softmax}(f)]`."""
+
+import math
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from pyro_dvi.errors import ArgumentError
+from pyro_dvi.expectations.logistic import expected_sigmoid
+from pyro_dvi.expectations.points import sobol_points
+from pyro_dvi.moments import Moments
+
+__all__ = ["ClassLink", "LaplaceBridge", "Probit", "SobolSoftmax"]
+
+_CHUNK = 2**22  # numbers held at once: points x logits
+
+
+class ClassLink(ABC):
+    """How a Gaussian over the logits of C classes becomes probabilities."""
+
+    def probabilities(self, loc: Tensor, spread: Tensor) -> Tensor:
+        """Return the probability of each class, ``[*batch, C]``.
+
+        Args:
+            loc: mean logits, ``[*batch, C]``.
+            spread: their variances ``[*batch, C]``, or covariances ``[*batch, C, C]``.
+
+        Raises:
+            ArgumentError: the shapes do not belong together.
+        """
+        num_classes = loc.shape[-1]
+        is_covariance = spread.dim() == loc.dim() + 1
+        if spread.shape[-1] != num_classes or (is_covariance and spread.shape[-2] != num_classes):
+            raise ArgumentError(
+                f"logits of shape {tuple(loc.shape)} need variances of that shape, or covariances with one more "
+                f"dimension of {num_classes}; got shape {tuple(spread.shape)}"
+            )
+        return self._averaged(loc, spread, is_covariance)
+
+    @abstractmethod
+    def _averaged(self, loc: Tensor, spread: Tensor, is_covariance: bool) -> Tensor: ...
+
+
+class SobolSoftmax(ClassLink):
+    r"""Average the softmax over quasi-random points, :math:`\frac1S\sum_s\mathrm{softmax}(\mu + \sigma\epsilon_s)`.
+
+    Status: as exact as the points allow, which are the same in every call, so that predictions are reproducible. Total
+    variation from the average softmax of ten classes with 256 points: .002 at variance 1, .007 at 4.
+
+    Args:
+        num_points: S; a power of two keeps the points balanced.
+
+    Source: Schmitt & Roth (2021), Eq. 20, with Sobol points in place of samples.
+    """
+
+    def __init__(self, num_points: int = 256) -> None:
+        if num_points < 1:
+            raise ArgumentError(f"num_points must be at least 1, got {num_points}")
+        self.num_points = num_points
+
+    def _averaged(self, loc: Tensor, spread: Tensor, is_covariance: bool) -> Tensor:
+        points = sobol_points(self.num_points, loc.shape[-1], loc)
+        total = torch.zeros_like(loc)
+        for chunk in points.split(max(1, _CHUNK // max(loc.numel(), 1))):
+            chunk = chunk.reshape(-1, *(1,) * (loc.dim() - 1), loc.shape[-1])
+            if is_covariance:
+                noise = torch.einsum("...ij,s...j->s...i", _root(spread), chunk.expand(-1, *loc.shape))
+            else:
+                noise = chunk * spread.clamp_min(0).sqrt()
+            total = total + torch.softmax(loc + noise, -1).sum(0)
+        return total / self.num_points
+
+    def __repr__(self) -> str:
+        return f"SobolSoftmax(num_points={self.num_points})"
+
+
+class Probit(ClassLink):
+    r"""Shrink each logit by its variance, :math:`\mathrm{softmax}_c\bigl(\mu_c / \sqrt{1 + \pi v_c / 8}\bigr)`.
+
+    Status: exact to 1e-9 for two classes, where the difference of the logits is averaged; else an approximation without
+    points whose total variation from the average softmax of ten classes is .04 at variance 1, .08 at 4.
+
+    Source: MacKay (1992), "The evidence framework applied to classification networks".
+    """
+
+    def _averaged(self, loc: Tensor, spread: Tensor, is_covariance: bool) -> Tensor:
+        variance = torch.diagonal(spread, dim1=-2, dim2=-1) if is_covariance else spread
+        if loc.shape[-1] == 2:
+            both = variance.sum(-1) - (2 * spread[..., 0, 1] if is_covariance else 0)
+            second = expected_sigmoid(Moments(loc[..., 1] - loc[..., 0], both.clamp_min(0)))
+            return torch.stack([1 - second, second], -1)
+        return torch.softmax(loc / (1 + math.pi / 8 * variance).sqrt(), -1)
+
+    def __repr__(self) -> str:
+        return "Probit()"
+
+
+class LaplaceBridge(ClassLink):
+    r"""The mean of the Dirichlet distribution whose Laplace approximation in logits is the Gaussian.
+
+    .. math:: \alpha_c = \frac1{v_c}\Bigl(1 - \frac2C + \frac{e^{\mu_c}}{C^2}\sum_k e^{-\mu_k}\Bigr),
+
+    after the Gaussian is restricted to logits that sum to zero.
+
+    Status: crude. The variances of a Dirichlet's logits follow from its means; where those given do not fit, the
+    probabilities are far from the average softmax, by .05 to .45 in total variation in our measurements. Its use is the
+    distribution over probabilities (:meth:`concentration`).
+
+    Source: MacKay (1998), "Choice of basis for Laplace approximation"; Hobbhahn, Kristiadi & Hennig (2022), Eq. 9.
+    """
+
+    def _averaged(self, loc: Tensor, spread: Tensor, is_covariance: bool) -> Tensor:
+        alpha = self._concentration(loc, spread, is_covariance)
+        return alpha / alpha.sum(-1, keepdim=True)
+
+    def concentration(self, loc: Tensor, spread: Tensor) -> Tensor:
+        """Return the concentration of the Dirichlet, ``[*batch, C]``; arguments as :meth:`probabilities`."""
+        return self._concentration(loc, spread, spread.dim() == loc.dim() + 1)
+
+    def _concentration(self, loc: Tensor, spread: Tensor, is_covariance: bool) -> Tensor:
+        rows = spread.sum(-1) if is_covariance else spread  # covariance of each logit with the sum of all
+        total = rows.sum(-1, keepdim=True).clamp_min(torch.finfo(loc.dtype).tiny)
+        own = torch.diagonal(spread, dim1=-2, dim2=-1) if is_covariance else spread
+        mu = loc - rows * loc.sum(-1, keepdim=True) / total
+        variance = (own - rows.square() / total).clamp_min(torch.finfo(loc.dtype).eps)
+        num_classes = loc.shape[-1]
+        ratio = torch.exp(mu + torch.logsumexp(-mu, -1, keepdim=True)) / num_classes**2
+        return (1 - 2 / num_classes + ratio) / variance
+
+    def __repr__(self) -> str:
+        return "LaplaceBridge()"
+
+
+def _root(covariance: Tensor) -> Tensor:
+    """A square root that also serves singular covariances."""
+    values, vectors = torch.linalg.eigh(covariance)
+    return vectors * values.clamp_min(0).sqrt().unsqueeze(-2)
