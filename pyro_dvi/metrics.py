@@ -19,11 +19,14 @@ from pyro_dvi.errors import ArgumentError, DataError
 
 __all__ = [
     "Estimate",
+    "RejectionCurve",
     "ReliabilityTable",
     "accuracy",
+    "aumrc",
     "brier",
     "expected_calibration_error",
     "nll",
+    "rejection_curve",
     "reliability_table",
     "rmse",
 ]
@@ -65,6 +68,19 @@ class ReliabilityTable:
     confidence: Tensor
     accuracy: Tensor
     count: Tensor
+
+
+@dataclass(frozen=True)
+class RejectionCurve:
+    """How many of the kept predictions are wrong if the most uncertain ones are rejected.
+
+    Attributes:
+        rejected: rejected share of the examples, from 0 to 1, shape ``[n + 1]``.
+        error: share of the others that is misclassified, shape ``[n + 1]``; 0 where nothing is left.
+    """
+
+    rejected: Tensor
+    error: Tensor
 
 
 def nll(log_likelihood: Any) -> Estimate:
@@ -225,6 +241,83 @@ def expected_calibration_error(probabilities: Any, labels: Any, num_bins: int = 
     return float((gap * table.count).sum() / table.count.sum())
 
 
+def rejection_curve(probabilities: Any, labels: Any, uncertainty: Any = None) -> RejectionCurve:
+    r"""Misclassification-rejection curve: the error among what is left when uncertain examples are rejected.
+
+    With the examples in the order of rising uncertainty and :math:`e_i` whether example i is misclassified,
+
+    .. math::
+        \mathrm{error}\Bigl(\frac kn\Bigr) = \frac{1}{n - k} \sum_{i=1}^{n-k} e_i, \quad k = 0, \dots, n - 1, \qquad
+        \mathrm{error}(1) = 0
+
+    Examples of equal uncertainty are rejected in random order, and the curve is the expectation over these orders: each
+    of them counts as the mean of their errors. The order of the data therefore does not matter. At the last point
+    nothing is left that could be wrong.
+
+    Args:
+        probabilities: class probabilities ``[..., C]``, or probabilities of label 1, ``[...]``.
+        labels: observed classes ``0..C-1``, shape ``[...]``.
+        uncertainty: what to rank by, high values are rejected first, shape ``[...]``; by default the predictive entropy
+            :math:`-\sum_c p_{ic} \log p_{ic}`.
+
+    Returns:
+        The curve, with a point for each number of rejected examples.
+
+    Raises:
+        DataError: probabilities, labels or uncertainties that cannot be right.
+
+    Source: Schmitt & Roth (2021), appendix D; for one measure of uncertainty the risk-coverage curve of El-Yaniv &
+    Wiener (2010), read from the other end.
+
+    Example:
+        >>> rejection_curve([[0.9, 0.1], [0.6, 0.4]], [0, 1]).error.tolist()
+        [0.5, 0.0, 0.0]
+    """
+    p, y = _checked(probabilities, labels)
+    if uncertainty is None:
+        ranks = torch.special.entr(p.clamp_min(0)).sum(-1)
+    else:
+        ranks = _finite_or_infinite(uncertainty, "uncertainty").flatten()
+        if len(ranks) != len(y):
+            raise DataError(f"uncertainty has {len(ranks)} values for {len(y)} examples: one each is needed")
+    _, group, size = ranks.unique(return_inverse=True, return_counts=True)  # groups by rising uncertainty
+    wrong = torch.zeros(len(size), dtype=torch.float64).index_add_(0, group, (p.argmax(-1) != y).double())
+    errors = (wrong / size).repeat_interleave(size).cumsum(0)  # of the 1, 2, ... n most certain
+    kept = torch.arange(1, len(y) + 1, dtype=torch.float64)
+    error = torch.cat([(errors / kept).flip(0), torch.zeros(1, dtype=torch.float64)])
+    return RejectionCurve(torch.arange(len(error), dtype=torch.float64) / len(y), error)
+
+
+def aumrc(probabilities: Any, labels: Any, uncertainty: Any = None) -> float:
+    r"""Area under the misclassification-rejection curve: low if errors are few and the uncertain ones.
+
+    .. math::
+        \mathrm{AUMRC} = \int_0^1 \mathrm{error}(r)\,\mathrm dr
+
+    of the straight lines between the points of :func:`rejection_curve`. For uncertainties that say nothing it is near
+    the error of all examples; ranking by who is right gives about half the square of that error.
+
+    Args:
+        probabilities: class probabilities ``[..., C]``, or probabilities of label 1, ``[...]``.
+        labels: observed classes ``0..C-1``, shape ``[...]``.
+        uncertainty: what to rank by, shape ``[...]``; by default the predictive entropy.
+
+    Returns:
+        A number between 0 and 1.
+
+    Raises:
+        DataError: probabilities, labels or uncertainties that cannot be right.
+
+    Source: Schmitt & Roth (2021), appendix D.
+
+    Example:
+        >>> aumrc([[0.9, 0.1], [0.6, 0.4]], [0, 1])
+        0.125
+    """
+    curve = rejection_curve(probabilities, labels, uncertainty)
+    return float(torch.trapezoid(curve.error, curve.rejected))
+
+
 def rmse(mean: Any, observed: Any) -> float:
     r"""Root of the mean squared error of the predicted mean, in units of the observation.
 
@@ -242,8 +335,8 @@ def rmse(mean: Any, observed: Any) -> float:
         DataError: shapes that differ, no values, or NaN.
 
     Example:
-        >>> rmse([1.0, 2.0], [1.0, 4.0])
-        1.4142135623730951
+        >>> round(rmse([1.0, 2.0], [1.0, 4.0]), 6)
+        1.414214
     """
     m, y = _finite_or_infinite(mean, "mean"), _finite_or_infinite(observed, "observed")
     if m.shape != y.shape:
