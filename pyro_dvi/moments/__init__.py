@@ -17,6 +17,7 @@ from pyro_dvi.moments import (
     reduction,
     refusals,
     shape,
+    softmax,
 )
 from pyro_dvi.moments.dispatch import observed_by
 from pyro_dvi.moments.floor import variance_floor
@@ -47,5 +48,6 @@ __all__ = [
     "rule_for",
     "rules",
     "shape",
+    "softmax",
     "variance_floor",
 ]

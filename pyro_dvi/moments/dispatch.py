@@ -11,7 +11,7 @@ from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.moments.rules import Entry, Kind, find, name_of
 from pyro_dvi.moments.value import Link, Moments
 
-__all__ = ["Observer", "dispatch", "observed_by"]
+__all__ = ["Composed", "Observer", "dispatch", "observed_by"]
 
 
 class Observer(Protocol):
@@ -45,7 +45,7 @@ def dispatch(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         raise UnsupportedError(_no_rule(func))
     in_place = entry.in_place
     if kwargs:
-        if kwargs.get("out") is not None:
+        if kwargs.pop("out", None) is not None:
             raise UnsupportedError(f"{name_of(func)}(out=...) cannot write moments into a tensor: drop out=")
         in_place = bool(kwargs.pop("inplace", False)) or in_place
     target = args[0] if args else None
@@ -116,7 +116,7 @@ def _with_link(entry: Entry, func: Callable, args: tuple, kwargs: dict[str, Any]
     inner = link.inner
     if link.elementwise and result.shape != inner.shape:  # broadcast by the other operand
         inner = Moments(inner.loc.expand(result.shape), inner.variance.expand(result.shape))
-    function = _Composed(link.function, call)
+    function = Composed(link.function, call)
     return result.linked(Link(inner, function, None, link.elementwise, link.uniform and call.uniform))
 
 
@@ -138,11 +138,14 @@ class _Call:
         return self.func(*self.before, value, *self.after, **self.kwargs)
 
 
-class _Composed:
+class Composed:
+    """One function after another."""
+
     def __init__(self, first: Callable[[Tensor], Tensor], second: Callable[[Tensor], Tensor]) -> None:
         self.first, self.second = first, second
 
     def __call__(self, value: Tensor) -> Tensor:
+        """Call both."""
         return self.second(self.first(value))
 
 

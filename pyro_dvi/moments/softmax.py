@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""Softmax, its logarithm, and the logarithm of a sum of exponentials.
+
+With :math:`p = \mathrm{softmax}(m)` at the means, one correction of the logits gives the mean,
+
+.. math:: q = \mathrm{softmax}\Bigl(m + \frac{v(1 - 2p)}{2 + v/2}\Bigr),
+
+which is the second order in v, damped so that large variances neither overshoot nor leave the simplex. The deviation of
+:math:`\log q_i` to first order, :math:`s_i^2 = (1-q_i)^2 v_i + \sum_{j \ne i} q_j^2 v_j`, and the largest variance that
+a number in [0, 1] of this mean can have, bound the variance together:
+
+.. math:: \frac1{\mathrm{Var}_i} = \frac1{q_i^2 s_i^2} + \frac1{q_i(1 - q_i)}.
+
+A likelihood that takes softmax probabilities does not use these moments: it integrates over the logits, to which they
+are linked.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pyro_dvi.errors import UnsupportedError
+from pyro_dvi.moments.dispatch import Composed
+from pyro_dvi.moments.rules import moment_rule
+from pyro_dvi.moments.value import Link, Moments
+
+__all__ = ["gumbel_softmax", "log_softmax", "logsumexp", "softmax", "softmin"]
+
+
+def _probabilities(m: Tensor, v: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Mean and variance of the softmax."""
+    p = torch.softmax(m, dim)
+    q = torch.softmax(m + v * (1 - 2 * p) / (2 + v / 2), dim)
+    rest = 1 - q
+    shares = q.square() * v
+    spread = (rest.square() * v + shares.sum(dim, keepdim=True) - shares).clamp_min(0)
+    tiny = torch.finfo(m.dtype).tiny
+    return q, q.square() * spread * rest / torch.addcmul(rest, q, spread).clamp_min(tiny)
+
+
+def _half_step(m: Tensor, v: Tensor, dim: int) -> Tensor:
+    r"""Rise of E[logsumexp] above its value at the mean.
+
+    Its slope along Gaussians of variance tv is ½ Σ v E[p(1 - p)] at t, here taken at t = ½.
+    """
+    q, variance = _probabilities(m, v / 2, dim)
+    return (0.5 * v * (q - q.square() - variance)).sum(dim, keepdim=True)
+
+
+def _converted(input: Moments, dim: int | None, dtype: torch.dtype | None, name: str) -> tuple[Moments, int]:
+    if dim is None:
+        raise UnsupportedError(f"{name} of moments needs its dimension: {name}(x, dim=-1)")
+    if dtype is not None:
+        input = input.to(dtype)
+    return input, dim if dim < 0 else dim - input.dim()
+
+
+def _linked(result: Moments, x: Moments, function: Any, name: str) -> Moments:
+    """Remember the logits."""
+    if x.link is None:
+        return result.linked(Link(x.snapshot(), function, name, elementwise=False))
+    return result.linked(Link(x.link.inner, Composed(x.link.function, function), None, elementwise=False))
+
+
+@moment_rule(torch.softmax, F.softmax)
+def softmax(
+    input: Moments, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
+) -> Moments:
+    r"""Moments of the softmax over a dimension.
+
+    Status: approximate. Against sampling, with means from N(0, 4) and variances around v, half the sum of the absolute
+    errors of the mean is at most 0.002, 0.015, 0.075 for v = 0.1, 1, 4 and up to ten classes (softmax of the mean:
+    0.009, 0.07, 0.16), and the median ratio of deviations is within 15 % of one. The outputs sum to one and are
+    correlated; that is dropped.
+
+    Args:
+        input: logits.
+        dim: over which they are normalised.
+        dtype: that of the result.
+
+    Example:
+        >>> x = Moments(torch.tensor([2.0, 0.0]), torch.tensor([4.0, 4.0]))
+        >>> torch.softmax(x, -1).loc
+        tensor([0.7520, 0.2480])
+    """
+    x, dim = _converted(input, dim, dtype, "softmax")
+    return _linked(
+        Moments(*_probabilities(x.loc, x.variance, dim)), x, partial(torch.softmax, dim=dim), "softmax"
+    )
+
+
+@moment_rule(F.softmin)
+def softmin(
+    input: Moments, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
+) -> Moments:
+    """Moments of the softmax of -x."""
+    return softmax(-input, dim, dtype=dtype)
+
+
+@moment_rule(torch.log_softmax, F.log_softmax)
+def log_softmax(
+    input: Moments, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
+) -> Moments:
+    r"""Moments of the logarithm of the softmax.
+
+    .. math:: \mathrm{Var}_i \approx v_i (1 - 2 q_i) + \sum_j v_j (q_j^2 + \tfrac12 \mathrm{Var}[p_j])
+
+    Status: approximate, as :func:`logsumexp`.
+    """
+    x, dim = _converted(input, dim, dtype, "log_softmax")
+    q, variance = _probabilities(x.loc, x.variance, dim)
+    loc = torch.log_softmax(x.loc, dim) - _half_step(x.loc, x.variance, dim)
+    shares = x.variance * (q.square() + 0.5 * variance)
+    # Without the own share: the differences of large numbers would cost digits where q is close to one.
+    own = x.variance * ((1 - q).square() + 0.5 * variance)
+    spread = own + (shares.sum(dim, keepdim=True) - shares).clamp_min(0)
+    return _linked(Moments(loc, spread), x, partial(torch.log_softmax, dim=dim), "log_softmax")
+
+
+@moment_rule(torch.logsumexp)
+def logsumexp(input: Moments, dim: Any, keepdim: bool = False) -> Moments:
+    r"""Moments of :math:`\log\sum_j e^{x_j}`.
+
+    .. math::
+        \mathrm E \approx \log\sum_j e^{m_j} + \tfrac12 \sum_j v_j \mathrm E_{v/2}[p_j(1 - p_j)], \qquad
+        \mathrm{Var} \approx \sum_j v_j (q_j^2 + \tfrac12 \mathrm{Var}[p_j])
+
+    Status: approximate. Against sampling as in :func:`softmax`, the mean is off by 0.004, 0.015, 0.1 for v = 0.1, 1, 4
+    (second order in v: 0.25 for v = 4), and the deviation by 6 %.
+    """
+    if isinstance(dim, tuple | list):
+        if len(dim) != 1:
+            raise UnsupportedError(
+                "torch.logsumexp of moments has one dimension: flatten those that belong together"
+            )
+        dim = dim[0]
+    m, v = input.loc, input.variance
+    q, variance = _probabilities(m, v, dim)
+    loc = torch.logsumexp(m, dim, keepdim=True) + _half_step(m, v, dim)
+    spread = (v * (q.square() + 0.5 * variance)).sum(dim, keepdim=True)
+    return Moments(loc, spread) if keepdim else Moments(loc.squeeze(dim), spread.squeeze(dim))
+
+
+@moment_rule(F.gumbel_softmax)
+def gumbel_softmax(*args: Any, **kwargs: Any) -> Moments:
+    """Refuse to sample."""
+    raise UnsupportedError("F.gumbel_softmax draws samples, which moments replace: use F.softmax")
