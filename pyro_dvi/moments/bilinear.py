@@ -115,7 +115,7 @@ class _NoisyInput(Function):
         loc, variance, alpha = ctx.saved_tensors
         g_alpha = None
         if ctx.needs_input_grad[2]:
-            g_alpha = torch.addcmul(variance, loc, loc).mul_(g).sum_to_size(alpha.shape)
+            g_alpha = (torch.addcmul(variance, loc, loc) * g).sum_to_size(alpha.shape)
         g_square = g * alpha
         g_variance = g + g_square
         if g_square.shape != loc.shape:  # the noise differs by batch element that the input does not have

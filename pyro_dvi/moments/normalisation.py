@@ -13,8 +13,8 @@ with :math:`h_i = (m_i - \bar m)/s` and n elements,
     s^2 = \overline{(m - \bar m)^2} + (1 - \tfrac1n)\bar v + \varepsilon, \qquad
     \mathrm{Var}[y_i] = \frac1{s^2}\sum_j \Bigl(\delta_{ij} - \frac{1 + h_i h_j}{n}\Bigr)^2 v_j.
 
-Without the average variance in s, means are off by 30 % and deviations by 40 % where the noise is as large as the
-signal; with it, by 1 % and 3 % for 64 elements (independent Gaussian inputs, against sampling).
+Without the average variance in s, noise as large as the signal would leave means too large by the factor √2. For 64
+independent Gaussian elements with noise up to that size, means are within 0.02 of sampling and deviations within 5 %.
 
 Status: batch norm with running statistics is exact. With statistics of the batch it drops how they depend on the
 noise. The others are first order in the noise, with the expected statistic.
@@ -69,7 +69,7 @@ def batch_norm(
         )
     certain_scale = not isinstance(weight, Moments) and not isinstance(bias, Moments)
     affine = (weight, bias) if certain_scale else (None, None)
-    loc, _, inverse = torch.native_batch_norm(
+    loc, _, inverse = torch.native_batch_norm(  # type: ignore[call-arg]  # torch's stub lacks arguments
         loc, *affine, running_mean, running_var, training, momentum, eps
     )
     variance = variance_of(input)
