@@ -56,7 +56,7 @@ class VarianceWeighted(ExampleWeighting):
     dim: int | None = None
 
     def __post_init__(self) -> None:
-        if not callable(self.exponent) and not 0 <= self.exponent <= 2:
+        if not callable(self.exponent) and not 0 <= self.exponent <= 1:
             raise ArgumentError(f"the exponent should lie between 0 and 1, got {self.exponent!r}")
 
     def weights(self, fn: Any, step: int) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from pyro_dvi.curvature import ObservedSite
-from pyro_dvi.errors import DataError, ModelError
+from pyro_dvi.errors import DataError, ModelError, PyroDviError
 
 __all__ = ["check_num_data", "observed_sites"]
 
@@ -37,6 +37,8 @@ def checked_log_likelihood(site: ObservedSite) -> Tensor:
     """Scaled log-likelihood of a site, with errors that name it."""
     try:
         return site.log_likelihood()
+    except PyroDviError:
+        raise
     except ValueError as error:
         value = site.value
         if torch.is_tensor(value) and value.is_floating_point() and not bool(torch.isfinite(value).all()):

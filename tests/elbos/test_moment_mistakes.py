@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What goes wrong when moments flow through a model, and the message that says how to go on."""
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer import SVI
+from pyro.infer.autoguide import AutoLowRankMultivariateNormal, AutoMultivariateNormal
+
+import pyro_dvi as dvi
+from pyro_dvi.elbos import MomentPropagationELBO, VarianceWeighted
+from pyro_dvi.errors import (
+    ArgumentError,
+    DataError,
+    GuideError,
+    ModelError,
+    NonFiniteError,
+    PyroDviError,
+    UnsupportedError,
+)
+from pyro_dvi.moments import Moments, moment_rule
+
+
+@pytest.fixture
+def data() -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.linspace(-2, 2, 12)
+    return x, 2 * x
+
+
+def model_of(observe):
+    """One uncertain weight; ``observe(w * x, x, y)`` holds the mistake."""
+
+    def model(x, y=None):
+        w = pyro.sample("w", dist.Normal(x.new_zeros(()), 1.0))
+        observe(w * x, x, y)
+
+    return model
+
+
+def observed(fn, y):
+    with pyro.plate("data", len(y)):
+        pyro.sample("obs", fn, obs=y)
+
+
+def control_flow(f, x, y):
+    observed(dist.Normal(f if f.sum() > 0 else -f, 1.0), y)
+
+
+def mixture(f, x, y):
+    parts = dist.Normal(torch.stack([f, -f], -1), 1.0)
+    observed(dist.MixtureSameFamily(dist.Categorical(torch.ones(2)), parts), y)
+
+
+def uncertain_transform(f, x, y):
+    affine = torch.distributions.AffineTransform(f, 1.0)
+    observed(dist.TransformedDistribution(dist.Normal(f, 1.0), [affine]), y)
+
+
+def plain_torch(f, x, y):
+    observed(torch.distributions.Normal(f, 1.0), y)
+
+
+def plain_torch_without_checks(f, x, y):
+    pyro.factor("obs", torch.distributions.Normal(f, 1.0).log_prob(y).sum())
+
+
+def unbounded_scale(f, x, y):
+    observed(dist.Normal(x, 3.0 + f), y)
+
+
+def to_numpy(f, x, y):
+    observed(dist.Normal(torch.as_tensor(f.detach().numpy()), 1.0), y)
+
+
+MISTAKES = {
+    "unknown function": (lambda f, x, y: observed(dist.Normal(torch.erfinv(f), 1.0), y), r"erfinv.*moment_rule"),
+    "control flow": (control_flow, "value of something uncertain"),
+    "conversion": (to_numpy, "value of something uncertain"),
+    "mixture": (mixture, "MixtureSameFamily.*mixture"),
+    "uncertain transform": (uncertain_transform, "AffineTransform has uncertain parameters"),
+    "torch distribution": (plain_torch, "pyro.distributions|value of something uncertain"),
+    "torch log_prob": (plain_torch_without_checks, "pyro.distributions|value of something uncertain"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", MISTAKES)
+def test_what_has_no_moments_is_refused_with_advice(data, kind):
+    observe, message = MISTAKES[kind]
+    model = model_of(observe)
+    guide = dvi.MeanFieldGuide(model)
+    with pytest.raises(PyroDviError, match=f"(?s){message}"):
+        MomentPropagationELBO().loss(model, guide, *data)
+
+
+def test_a_scale_that_may_be_negative_is_refused(data):
+    def guide(x, y=None):
+        pyro.sample("w", dist.Normal(x.new_zeros(()), 2.0))
+
+    with pytest.raises(UnsupportedError, match=r"Normal.*scale.*(softplus|exp)"):
+        MomentPropagationELBO().loss(model_of(unbounded_scale), guide, *data)
+
+
+def test_a_negative_variance_of_a_users_rule_is_refused(data):
+    @moment_rule(torch.special.bessel_j0)
+    def bessel(x):
+        return Moments(x.loc, -x.variance)
+
+    model = model_of(lambda f, x, y: observed(dist.Normal(torch.special.bessel_j0(f), 1.0), y))
+    with pytest.raises(UnsupportedError, match=r"bessel.*negative variance"):
+        MomentPropagationELBO().loss(model, dvi.MeanFieldGuide(model), *data)
+
+
+@pytest.mark.parametrize("guide_class", [AutoMultivariateNormal, AutoLowRankMultivariateNormal])
+def test_dependent_guides_are_refused_by_name(data, guide_class):
+    model = model_of(
+        lambda f, x, y: observed(dist.Normal(f + pyro.sample("b", dist.Normal(0.0, 1.0)), 1.0), y)
+    )
+    with pytest.raises(GuideError, match="not a factorised Gaussian"):
+        MomentPropagationELBO().loss(model, guide_class(model), *data)
+
+
+def test_a_guide_whose_sites_depend_on_each_other_is_refused(data):
+    model = model_of(
+        lambda f, x, y: observed(dist.Normal(f + pyro.sample("b", dist.Normal(0.0, 1.0)), 1.0), y)
+    )
+
+    def guide(x, y=None):
+        w = pyro.sample("w", dist.Normal(pyro.param("m", torch.zeros(())), 1.0))
+        pyro.sample("b", dist.Normal(w, 1.0))
+
+    with pytest.raises(GuideError, match="'b' depends on the value of 'w'"):
+        MomentPropagationELBO().loss(model, guide, *data)
+    with pytest.raises(GuideError, match="'b' depends on the value of 'w'"):
+        dvi.predict(model, guide, data, method=dvi.Moments())
+
+
+def test_no_observed_site(data):
+    model = model_of(lambda f, x, y: None)
+    with pytest.raises(ModelError, match="no observed site"):
+        MomentPropagationELBO().loss(model, dvi.MeanFieldGuide(model), *data)
+
+
+def test_forgotten_observation(data):
+    model = model_of(lambda f, x, y: pyro.sample("obs", dist.Normal(f, 1.0).to_event(1), obs=y))
+    guide = dvi.MeanFieldGuide(model)
+    guide(*data)
+    with pytest.raises(ModelError, match=r"'obs' is neither observed nor in the guide"):
+        MomentPropagationELBO().loss(model, guide, data[0])
+
+
+def test_values_outside_the_support(data):
+    model = model_of(lambda f, x, y: observed(dist.Poisson(f.exp()), y))
+    with pytest.raises(DataError, match="'obs'"):
+        MomentPropagationELBO().loss(model, dvi.MeanFieldGuide(model), *data)
+
+
+def test_minibatch_without_scale(data):
+    model = model_of(lambda f, x, y: observed(dist.Normal(f, 1.0), y))
+    with pytest.raises(DataError, match="12 of 100"):
+        MomentPropagationELBO(num_data=100).loss(model, dvi.MeanFieldGuide(model), *data)
+
+
+def test_a_loss_that_is_not_finite_makes_no_update(data):
+    x, y = data
+    model = model_of(lambda f, x, y: observed(dist.Normal(f, 1.0), y))
+    guide = dvi.MeanFieldGuide(model)
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.1}), loss=MomentPropagationELBO())
+    svi.step(x, y)
+    before = [p.detach().clone() for p in guide.parameters()]
+    with pytest.raises(NonFiniteError, match="log_likelihood"):
+        svi.step(x * 1e30, y)
+    assert all(torch.equal(a, b) for a, b in zip(before, guide.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"estimator": "sobol"}, TypeError),
+        ({"weighting": 0.5}, TypeError),
+        ({"variance_floor": -1e-5}, ArgumentError),
+        ({"kl_weight": -1.0}, ArgumentError),
+        ({"num_particles": 0}, ArgumentError),
+    ],
+)
+def test_options_that_cannot_be_right(options, error):
+    with pytest.raises(error):
+        MomentPropagationELBO(**options)
+
+
+def test_weighting_needs_a_variance_and_a_sensible_exponent():
+    with pytest.raises(ModelError, match="no variance"):
+        VarianceWeighted(0.5).weights(dist.VonMises3D(torch.ones(3)), 0)
+    with pytest.raises(ArgumentError, match="between 0 and 1"):
+        VarianceWeighted(-1.0)
+
+
+@pytest.mark.parametrize(
+    "options", [{"num_samples": 0}, {"num_samples": True}, {"classes": "probit"}, {"noise": "moments"}]
+)
+def test_options_of_the_prediction_rule_that_cannot_be_right(options):
+    with pytest.raises(ArgumentError):
+        dvi.Moments(**options)
+
+
+def test_the_context_leaves_pyro_as_it_was(data):
+    from pyro.distributions.distribution import COERCIONS
+
+    before = list(COERCIONS)
+    model = model_of(lambda f, x, y: observed(dist.Normal(torch.erfinv(f), 1.0), y))
+    with pytest.raises(UnsupportedError):
+        MomentPropagationELBO().loss(model, dvi.MeanFieldGuide(model), *data)
+    assert before == COERCIONS
