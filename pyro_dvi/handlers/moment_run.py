@@ -109,6 +109,9 @@ class PosteriorMoments(Messenger):
         guide: the guide.
         sampled: guide sites that set the prior of another latent.
         stand_in: gives the value of what is no moments from its Gaussian's mean and standard deviation.
+
+    Attributes:
+        given: the moments that the sites of the model were given so far, by name.
     """
 
     def __init__(
@@ -121,6 +124,7 @@ class PosteriorMoments(Messenger):
         super().__init__()
         self.gaussians = gaussians
         self.stand_in = stand_in
+        self.given: dict[str, Moments] = {}
         self.vectors = dict(vector_parts(guide, gaussians))
         self.sampled = {name for name in sampled if sampled[name] is True}
         for site, part in self.vectors.items():
@@ -142,6 +146,8 @@ class PosteriorMoments(Messenger):
             value = self._moments(part.loc, part.scale, _transforms_to(msg["fn"]), name in self.sampled)
         else:
             return
+        if isinstance(value, Moments):
+            self.given[name] = value
         msg["value"] = value
         msg["done"] = True
 

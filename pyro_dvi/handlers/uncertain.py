@@ -20,7 +20,15 @@ from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.expectations import LogitEstimator, expected_log_prob
 from pyro_dvi.moments import Moments
 
-__all__ = ["UncertainDistribution", "at_mean", "predictive_of", "refuse_moments", "uncertain_likelihoods"]
+__all__ = [
+    "UncertainDistribution",
+    "at_mean",
+    "predictive_of",
+    "refuse_moments",
+    "uncertain_likelihoods",
+    "uncertain_part",
+    "with_uncertain_part",
+]
 
 # Distributions around another one, which take it as it is.
 _WRAPPERS = (td.Independent, dist.MaskedDistribution, dist.ExpandedDistribution, td.TransformedDistribution)
@@ -96,6 +104,18 @@ def at_mean(fn: Any) -> Any:
     return _rebuilt(fn, lambda uncertain: uncertain.at_mean)
 
 
+def uncertain_part(fn: Any) -> UncertainDistribution | None:
+    """Return the uncertain distribution in ``fn``, however wrapped; None if all its parameters are certain."""
+    while isinstance(fn, _WRAPPERS):
+        fn = fn.base_dist
+    return fn if isinstance(fn, UncertainDistribution) else None
+
+
+def with_uncertain_part(fn: Any, part: UncertainDistribution) -> Any:
+    """Return ``fn`` with another uncertain distribution in place of its own."""
+    return _rebuilt(fn, lambda _: part)
+
+
 def _rebuilt(fn: Any, certain: Callable[[UncertainDistribution], Any]) -> Any:
     """Return ``fn`` around what ``certain`` makes of the uncertain distribution in it."""
     if isinstance(fn, UncertainDistribution):
@@ -117,7 +137,7 @@ def uncertain_likelihoods(estimator: LogitEstimator | None = None) -> Iterator[N
 
     def coerce(cls: type, args: tuple, kwargs: dict[str, Any]) -> Any:
         values = (*args, *kwargs.values())
-        if any(_is_uncertain(value) for value in values):
+        if any(uncertain_part(value) is not None for value in values):
             _check_wrapper(cls, values)
             return None
         if any(isinstance(value, Moments) for value in values):
@@ -150,13 +170,6 @@ def _uncertain(cls: Any, args: tuple, kwargs: dict[str, Any], estimator: LogitEs
     given.pop("validate_args", None)
     parameters = {name: value for name, value in given.items() if value is not None}
     return UncertainDistribution(cls, parameters, estimator)
-
-
-def _is_uncertain(value: Any) -> bool:
-    """Whether a distribution has uncertain parameters, however wrapped."""
-    while isinstance(value, _WRAPPERS):
-        value = value.base_dist
-    return isinstance(value, UncertainDistribution)
 
 
 def _check_wrapper(cls: type, values: tuple) -> None:

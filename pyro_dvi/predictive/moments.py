@@ -15,6 +15,7 @@ from pyro_dvi.handlers.moment_run import PosteriorMoments, median, reparameteris
 from pyro_dvi.handlers.structure import refuse_dependent
 from pyro_dvi.handlers.uncertain import predictive_of, uncertain_likelihoods
 from pyro_dvi.links import ClassLink, MomentMatched, NoiseLink, SobolSoftmax, predictive_distribution
+from pyro_dvi.predictive.propagation import Independent, Propagation
 from pyro_dvi.predictive.rules import PredictionRule, arguments, check_is_set_up, latents
 from pyro_dvi.predictive.run import AllRows, Response
 
@@ -41,6 +42,8 @@ class Moments(PredictionRule):
             mixture that keeps the heavier tails and is the sharper of the two.
         num_samples: draws of latents that are transformed to their support (a positive noise scale, say); None puts
             them at their median.
+        propagation: how variances come through the network: ``Independent()``, as in training, or
+            ``ReverseDelta()``, which keeps covariances, or what :func:`~pyro_dvi.predictive.calibrate` returned.
 
     Raises:
         ArgumentError: less than one draw, or links that are no objects of their kind.
@@ -53,6 +56,7 @@ class Moments(PredictionRule):
     classes: ClassLink = field(default_factory=SobolSoftmax)
     noise: NoiseLink = field(default_factory=MomentMatched)
     num_samples: int | None = None
+    propagation: Propagation = field(default_factory=Independent)
 
     def __post_init__(self) -> None:
         n = self.num_samples
@@ -64,6 +68,10 @@ class Moments(PredictionRule):
             )
         if not isinstance(self.noise, NoiseLink):
             raise ArgumentError(f"noise must be MomentMatched() or GaussHermite(n), not {self.noise!r}")
+        if not isinstance(self.propagation, Propagation):
+            raise ArgumentError(
+                f"propagation must be Independent(), ReverseDelta() or from calibrate, not {self.propagation!r}"
+            )
 
     @property
     def num_components(self) -> int:  # type: ignore[override]
@@ -85,6 +93,7 @@ class Moments(PredictionRule):
         predictive = partial(predictive_distribution, classes=self.classes, noise=self.noise)
         stand_in = median if self.num_samples is None else reparameterised
         for _ in range(self.num_components):
-            with uncertain_likelihoods(), PosteriorMoments(gaussians, guide, {}, stand_in):
-                response = respond(centre)
+            weights = PosteriorMoments(gaussians, guide, {}, stand_in)
+            with uncertain_likelihoods(), weights:
+                response = self.propagation.respond(weights.given, partial(respond, centre))
             yield replace(response, distribution=predictive_of(response.distribution, predictive))

@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""The smoothed reverse delta method: variances of outputs that know which weights they share.
+
+Variances that flow forward take the elements of a layer as independent, and lose what a skip connection, or positions
+that share a kernel, have in common. Here each output is pulled back to the weights instead:
+
+.. math::
+    \mathrm{Var}[f_k] \approx \sum_w \Bigl(\frac{\partial m_k}{\partial \bar w}\Bigr)^2 \mathrm{Var}[w] + \dots
+
+The slopes are those of the *moments*: variances are held, and the mean of a layer is a function of the mean of the
+layer before it. For a rectifier that slope is :math:`\Phi(\mu/\sigma)`, the smoothed step. The dots are the noise of
+weights times that of inputs, see :mod:`pyro_dvi.moments.weight_spread`.
+
+Status: exact for linear models; to first order in the noise, but with slopes averaged over it, for all others.
+
+Cost: one backward pass for each output and, for shared weights, a gradient for each example.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_dvi.errors import UnsupportedError
+from pyro_dvi.moments.rules import name_of
+from pyro_dvi.moments.value import Moments
+from pyro_dvi.moments.weight_spread import Spread, Weight, spread_rule_for
+
+__all__ = ["ReverseDeltaRecorder"]
+
+# What gives the elements of a weight another place, each once: the result is the weight again.
+_MOVES = frozenset(
+    "t T mT transpose swapaxes swapdims permute movedim moveaxis view reshape flatten ravel unflatten squeeze "
+    "unsqueeze chunk split split_with_sizes tensor_split unbind __iter__ clone contiguous detach".split()
+)
+
+
+@dataclass
+class _Use:
+    """One call of a function with weights among its arguments."""
+
+    func: Callable
+    names: list[str]
+    args: tuple
+    kwargs: dict[str, Any]
+    output: Tensor
+    problem: str | None = None
+
+    def refuse(self, problem: str) -> UnsupportedError:
+        return UnsupportedError(
+            f"the reverse delta method: {name_of(self.func)} uses the weight {' and '.join(map(repr, self.names))} "
+            f"{problem}. Predict with Moments(propagation=Independent()), or write the layer as F.linear, a "
+            "convolution, x @ w, a broadcast x + b or x * w, an embedding or the affine part of a norm, with each "
+            "weight used once (pyro_dvi.moments.weight_spread.spread_rule adds a function)."
+        )
+
+
+class ReverseDeltaRecorder:
+    """Observe a run with moments, then give the variances of its outputs.
+
+    Use with :func:`~pyro_dvi.moments.observed_by`, with gradients enabled, and only for one run.
+
+    Args:
+        weights: latent weights by name; may be filled while the model runs.
+
+    Example:
+        >>> from pyro_dvi.moments import observed_by
+        >>> weight = Moments(torch.ones(1, 2), torch.full((1, 2), 0.1))
+        >>> recorder = ReverseDeltaRecorder({"weight": weight})
+        >>> with observed_by(recorder):
+        ...     h = torch.nn.functional.linear(torch.ones(3, 2), weight)
+        ...     y = h + h.relu()
+        >>> y.variance[0], recorder.variance(y, 0)[0]
+        (tensor([0.4000]), tensor([0.8000]))
+    """
+
+    def __init__(self, weights: Mapping[str, Moments]) -> None:
+        self._weights = weights
+        self._names: dict[int, str] = {}
+        self._moved: list[Moments] = []  # keeps their ids taken
+        self._used: set[int] = set()
+        self._uses: list[_Use] = []
+        self._versions: list[tuple[Tensor, int]] = []
+
+    # While the model runs ------------------------------------------------------------------------------------
+
+    def __call__(self, func: Callable, args: tuple, kwargs: dict[str, Any], result: Any) -> Any:
+        """Hold variances constant, and note the uses of weights."""
+        names = self._known()
+        found = [(id(a), names[id(a)]) for a in _leaves(args, kwargs) if id(a) in names]
+        if found and getattr(func, "__name__", "").strip("_") in _MOVES and len(found) == 1:
+            if found[0][0] not in self._used:
+                self._used.add(found[0][0])
+                for part in _parts(result):
+                    self._moved.append(part)
+                    names[id(part)] = found[0][1]
+                return result
+        outputs = [part for part in _parts(result) if not any(part is a for a in args)]
+        for part in outputs:
+            part._variance = part.variance.detach()
+            if found and not part._loc.requires_grad:
+                part._loc = part._loc.detach().requires_grad_()
+        if found:
+            self._note(func, args, kwargs, outputs, found)
+        return result
+
+    def _known(self) -> dict[int, str]:
+        if len(self._names) - len(self._moved) != len(self._weights):
+            moved = {id(part): self._names[id(part)] for part in self._moved}
+            self._names = {id(weight): name for name, weight in self._weights.items()} | moved
+        return self._names
+
+    def _note(
+        self,
+        func: Callable,
+        args: tuple,
+        kwargs: dict[str, Any],
+        outputs: list[Moments],
+        found: list[tuple[int, str]],
+    ) -> None:
+        problem = None
+        if spread_rule_for(func) is None or len(outputs) != 1:
+            problem = "in a way that has no rule"
+        elif len({key for key, _ in found}) < len(found) or any(key in self._used for key, _ in found):
+            problem = "a second time"
+        self._used.update(key for key, _ in found)
+        names = [name for _, name in found]
+        for part in outputs:
+            kept = {key: self._held(a) for key, a in kwargs.items()}
+            self._uses.append(_Use(func, names, tuple(map(self._held, args)), kept, part.loc, problem))
+
+    def _held(self, argument: Any) -> Any:
+        """An argument as it is now, without its history."""
+        if isinstance(argument, Tensor):
+            held = argument.detach()
+            self._versions.append((held, held._version))
+            return held
+        if not isinstance(argument, Moments):
+            return argument
+        if id(argument) in self._names:
+            return Weight(argument.loc.detach(), argument.variance.detach())
+        return argument.detach()
+
+    # Afterwards ----------------------------------------------------------------------------------------------
+
+    @torch.enable_grad()
+    def reaches(self, out: Moments) -> bool:
+        """Whether the noise of a weight reaches ``out`` through a function."""
+        if not out.loc.requires_grad:
+            return False
+        slopes = _gradients(out.loc.sum(), [use.output for use in self._uses])
+        return any(slope is not None for slope in slopes)
+
+    @torch.enable_grad()
+    def variance(self, out: Moments, examples: int) -> Tensor:
+        """Return variances of outputs of the run, of their shape.
+
+        Args:
+            out: moments that the run computed, or a Gaussian behind them.
+            examples: the dimension that counts examples, which must not depend on each other.
+
+        Raises:
+            UnsupportedError: a weight is used in a way that has no rule, or twice, or where no dimension counts
+                the examples; or a certain input of a layer was changed in place after its use.
+        """
+        if any(tensor._version != version for tensor, version in self._versions):
+            raise UnsupportedError(
+                "the reverse delta method: the input of a layer was changed in place after its use. Let the model "
+                "write x = x + y instead of x += y for a tensor that a layer used."
+            )
+        loc = out.loc
+        if not loc.requires_grad:
+            return out.variance
+        rows = loc.movedim(examples, 0)
+        size = rows.shape
+        rows = rows.reshape(len(rows), -1)
+        # One example by itself shows which uses it depends on, and which of their rows are its own.
+        weights = torch.linspace(1, 2, rows.shape[1], dtype=rows.dtype, device=rows.device)
+        probe = _gradients((weights * rows[0]).sum(), [use.output for use in self._uses])
+        reached = [(use, slope) for use, slope in zip(self._uses, probe, strict=True) if slope is not None]
+        if not reached:
+            return out.variance
+        with torch.no_grad():
+            spreads = [_spread(use, slope, len(rows)) for use, slope in reached]
+        outputs = [use.output for use, _ in reached]
+        variance = torch.zeros_like(rows)
+        for k in range(rows.shape[1]):
+            slopes = _gradients(rows[:, k].sum(), outputs)
+            with torch.no_grad():
+                for spread, delta in zip(spreads, slopes, strict=True):
+                    if delta is not None:
+                        variance[:, k] += spread(delta)
+        return variance.detach().reshape(size).movedim(0, examples)
+
+
+def _gradients(value: Tensor, places: list[Tensor]) -> tuple[Tensor | None, ...]:
+    if not places:
+        return ()
+    return torch.autograd.grad(value, places, retain_graph=True, allow_unused=True)
+
+
+def _spread(use: _Use, slope: Tensor, num_examples: int) -> Spread:
+    if use.problem is not None:
+        raise use.refuse(use.problem)
+    rule = spread_rule_for(use.func)
+    assert rule is not None
+    for axis in range(slope.dim()):
+        if slope.shape[axis] != num_examples or bool(slope.narrow(axis, 1, num_examples - 1).any()):
+            continue
+        spread = rule(*use.args, **use.kwargs, examples=axis)
+        if spread is not None:
+            return spread
+    raise use.refuse(
+        f"for an output of shape {tuple(slope.shape)}, in which no dimension counts the {num_examples} examples"
+    )
+
+
+def _parts(result: Any) -> Iterator[Moments]:
+    for part in result if isinstance(result, tuple | list) else (result,):
+        if isinstance(part, Moments):
+            yield part
+
+
+def _leaves(args: tuple, kwargs: dict[str, Any]) -> Iterator[Any]:
+    for argument in (*args, *kwargs.values()):
+        if isinstance(argument, list | tuple):
+            yield from argument
+        else:
+            yield argument
