@@ -8,7 +8,7 @@ first used.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from pyro_dvi import bayesian, curvature, errors, expectations, metrics, moments, schedules, training
+from pyro_dvi import bayesian, curvature, errors, expectations, links, metrics, moments, schedules, training
 from pyro_dvi.bayesian import (
     classifier,
     fan_in,
@@ -22,7 +22,7 @@ from pyro_dvi.bayesian import (
 from pyro_dvi.elbos import MomentPropagationELBO, TaylorELBO, VarianceWeighted
 from pyro_dvi.guides import MeanFieldGuide, MultiplicativeNoiseGuide, PerSite, PerWeight, SGDStepSize
 from pyro_dvi.optim import learning_rates, parameter_groups
-from pyro_dvi.predictive import AtMean, Prediction, Samples, predict
+from pyro_dvi.predictive import AtMean, Moments, Prediction, Samples, predict
 from pyro_dvi.training import fit, load, save
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ __all__ = [
     "TaylorELBO",
     "moments",
     "expectations",
+    "links",
     "MomentPropagationELBO",
     "VarianceWeighted",
     # Training; early stopping, checkpoints and batch-norm statistics are in ``training``
@@ -66,6 +67,7 @@ __all__ = [
     "metrics",
     "predict",
     "AtMean",
+    "Moments",
     "Samples",
     "Prediction",
     "to_arviz",

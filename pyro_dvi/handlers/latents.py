@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from pyro.distributions.util import sum_rightmost
 from pyro.infer.autoguide.guides import AutoContinuous
 from torch import Tensor, nn
 from torch.distributions import biject_to, constraints
@@ -99,6 +100,8 @@ def match_latents(
             transform = unconstraining_transform(site["fn"].support)
         else:
             log_density = getattr(strip_event_dims(guide_site["fn"]), "log_density", 0.0)
+            if torch.is_tensor(log_density):  # of a Delta below to_event, one for each element
+                log_density = sum_rightmost(log_density, log_density.dim() - len(guide_site["fn"].batch_shape))
         latents.append(
             Latent(
                 name,

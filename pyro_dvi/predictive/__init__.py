@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Predictions of a trained model: at the posterior mean, or averaged over draws."""
 
+from pyro_dvi.predictive.moments import Moments
 from pyro_dvi.predictive.predict import predict
 from pyro_dvi.predictive.prediction import Prediction
 from pyro_dvi.predictive.rules import AtMean, PredictionRule, Samples
 
-__all__ = ["AtMean", "Prediction", "PredictionRule", "Samples", "predict"]
+__all__ = ["AtMean", "Moments", "Prediction", "PredictionRule", "Samples", "predict"]

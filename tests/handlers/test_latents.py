@@ -18,6 +18,7 @@ from pyro.infer.autoguide import (
 from torch import Tensor
 from torch.distributions import constraints
 
+from pyro_dvi.divergences import kl_to_prior
 from pyro_dvi.guides import MeanFieldGuide
 from pyro_dvi.handlers.latents import unconstraining_transform
 from pyro_dvi.handlers.mean_run import run_at_means
@@ -145,3 +146,16 @@ def test_transforms_of_supports():
         value = prior.sample()
         torch.testing.assert_close(transform(transform.inv(value)), value)
     assert strip_event_dims(dist.Normal(torch.zeros(2, 2), 1.0).to_event(1).to_event(1)).batch_shape == (2, 2)
+
+
+def test_the_density_of_a_point_mass_below_to_event_counts_once():
+    def model(x):
+        pyro.sample("b", dist.Normal(torch.zeros(3), 2.0).to_event(1))
+        pyro.sample("obs", dist.Normal(0.0, 1.0), obs=x)
+
+    def guide(x):
+        pyro.sample("b", dist.Delta(torch.ones(3, requires_grad=True)).to_event(1))
+
+    (latent,) = run_at_means(model, guide, (torch.zeros(()),), {}).latents
+    expected = -dist.Normal(0.0, 2.0).log_prob(torch.ones(3)).sum()
+    torch.testing.assert_close(kl_to_prior(latent), expected)
