@@ -67,8 +67,11 @@ def test_module_with_uncertain_weights(mode: str) -> None:
     expected = layer(x)
     weight, bias = layer.weight.detach(), layer.bias.detach()
     del layer.weight, layer.bias
-    layer.weight = Moments(weight, torch.full_like(weight, 0.1))
-    layer.bias = Moments(bias, torch.full_like(bias, 0.2))
+    uncertain = {
+        "weight": Moments(weight, torch.full_like(weight, 0.1)),
+        "bias": Moments(bias, torch.full_like(bias, 0.2)),
+    }
+    vars(layer).update(uncertain)
     y = layer(x)
     torch.testing.assert_close(y.loc, expected.loc)
     second = torch.ones(3, 2, 3, 3, dtype=FLOAT64)

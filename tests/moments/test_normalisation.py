@@ -78,6 +78,8 @@ def test_running_statistics(case: Case, check: Callable) -> None:
 def test_batch_statistics(certain_weight: bool) -> None:
     """Those of the means, constant in the variance; running statistics move as those of the module."""
     x = Moments(torch.randn(6, C, 3, dtype=FLOAT64), torch.rand(6, C, 3, dtype=FLOAT64))
+    weight: Any
+    bias: Any
     weight, bias = (Moments(torch.randn(C, dtype=FLOAT64), torch.rand(C, dtype=FLOAT64)) for _ in range(2))
     if certain_weight:
         weight, bias = weight.loc, bias.loc

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Torchvision's networks, unmodified, with uncertain weights."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pyro_dvi.moments import Moments, MultiplicativeMoments
+
+torchvision = pytest.importorskip("torchvision")
+
+# name -> image size
+SMALL = {"resnet18": 32, "squeezenet1_0": 32, "shufflenet_v2_x0_5": 32}
+LARGE = {
+    "resnet50": 32,
+    "vgg11_bn": 32,
+    "densenet121": 32,
+    "googlenet": 64,
+    "mobilenet_v2": 32,
+    "mobilenet_v3_small": 32,
+    "efficientnet_b0": 32,
+    "convnext_tiny": 32,
+}
+NETWORKS = [*SMALL, *(pytest.param(name, marks=pytest.mark.slow) for name in LARGE)]
+
+
+def multiplicative(weight: Tensor) -> Moments:
+    """Noise of a weight for each of its inputs."""
+    return MultiplicativeMoments(weight, torch.full((1, weight.shape[1], *[1] * (weight.dim() - 2)), 1e-4))
+
+
+def mean_field(weight: Tensor) -> Moments:
+    return Moments(weight, 1e-4 * weight.square().mean().expand_as(weight))
+
+
+def certain(weight: Tensor) -> Moments:
+    return Moments(weight, torch.zeros_like(weight))
+
+
+def with_moments(net: nn.Module, moments: Callable[[Tensor], Moments]) -> nn.Module:
+    """Replace the weights of linear and convolutional layers of a copy by moments.
+
+    A module takes no attribute in place of a parameter, but a plain one after the parameter is gone.
+    """
+    net = copy.deepcopy(net)
+    for module in net.modules():
+        if isinstance(module, nn.Linear | nn.Conv2d):
+            weight = module.weight.detach()
+            del module.weight
+            vars(module)["weight"] = moments(weight)
+    return net
+
+
+def images(size: int) -> Tensor:
+    return torch.randn(4, 3, size, size, generator=torch.Generator().manual_seed(0))
+
+
+def network(name: str) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    make = getattr(torchvision.models, name)
+    options = {"aux_logits": False, "init_weights": False} if name == "googlenet" else {}
+    net = make(num_classes=10, **options)
+    for module in net.modules():
+        if hasattr(module, "p") or type(module).__name__ == "StochasticDepth":
+            module.p = 0.0  # layers dropped at random would drop differently in two runs
+    return net, images({**SMALL, **LARGE}[name])
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_moments_pass_through(name: str, training: bool) -> None:
+    net, x = network(name)
+    net.train(training)
+    for moments in (multiplicative, mean_field):
+        with torch.no_grad():
+            y = with_moments(net, moments)(x)
+        assert isinstance(y, Moments)
+        assert y.shape == (4, 10)
+        assert y.loc.isfinite().all()
+        assert y.variance.isfinite().all()
+        assert (y.variance >= 0).all()  # 0 where a network ends in rectifiers that are shut
+        assert y.variance.max() > 0
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_certain_weights_give_the_plain_network(name: str, training: bool) -> None:
+    net, x = network(name)
+    dtype = torch.float32 if name == "vgg11_bn" else torch.float64  # 10^8 weights are slow to convert
+    net, x = net.to(dtype).train(training), x.to(dtype)
+    with torch.no_grad():
+        y = with_moments(net, certain)(x)
+        plain = copy.deepcopy(net)(x)
+    error = torch.finfo(dtype).eps ** 0.5  # rectifiers see a variance of at least the squared rounding error
+    torch.testing.assert_close(y.loc, plain, rtol=error, atol=error)
+    assert y.variance.max() <= error * (1 + plain.square().max())
