@@ -16,7 +16,7 @@ Status: exact for linear models; to first order in the noise, but with slopes av
 Cost: one backward pass for each output and, for shared weights, a gradient for each example.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,14 +27,9 @@ from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.moments.rules import name_of
 from pyro_dvi.moments.value import Moments
 from pyro_dvi.moments.weight_spread import Spread, Weight, spread_rule_for
+from pyro_dvi.moments.weight_uses import WeightUses, parts_of
 
 __all__ = ["ReverseDeltaRecorder"]
-
-# What gives the elements of a weight another place, each once: the result is the weight again.
-_MOVES = frozenset(
-    "t T mT transpose swapaxes swapdims permute movedim moveaxis view reshape flatten ravel unflatten squeeze "
-    "unsqueeze chunk split split_with_sizes tensor_split unbind __iter__ clone contiguous detach".split()
-)
 
 
 @dataclass
@@ -77,10 +72,7 @@ class ReverseDeltaRecorder:
     """
 
     def __init__(self, weights: Mapping[str, Moments]) -> None:
-        self._weights = weights
-        self._names: dict[int, str] = {}
-        self._moved: list[Moments] = []  # keeps their ids taken
-        self._used: set[int] = set()
+        self._weights = WeightUses(weights)
         self._uses: list[_Use] = []
         self._versions: list[tuple[Tensor, int]] = []
 
@@ -88,16 +80,9 @@ class ReverseDeltaRecorder:
 
     def __call__(self, func: Callable, args: tuple, kwargs: dict[str, Any], result: Any) -> Any:
         """Hold variances constant, and note the uses of weights."""
-        names = self._known()
-        found = [(id(a), names[id(a)]) for a in _leaves(args, kwargs) if id(a) in names]
-        if found and getattr(func, "__name__", "").strip("_") in _MOVES and len(found) == 1:
-            if found[0][0] not in self._used:
-                self._used.add(found[0][0])
-                for part in _parts(result):
-                    self._moved.append(part)
-                    names[id(part)] = found[0][1]
-                return result
-        outputs = [part for part in _parts(result) if not any(part is a for a in args)]
+        found = self._weights.found(func, args, kwargs, result)
+        known = self._weights.names()
+        outputs = [p for p in parts_of(result) if id(p) not in known and not any(p is a for a in args)]
         for part in outputs:
             part._variance = part.variance.detach()
             if found and not part._loc.requires_grad:
@@ -105,12 +90,6 @@ class ReverseDeltaRecorder:
         if found:
             self._note(func, args, kwargs, outputs, found)
         return result
-
-    def _known(self) -> dict[int, str]:
-        if len(self._names) - len(self._moved) != len(self._weights):
-            moved = {id(part): self._names[id(part)] for part in self._moved}
-            self._names = {id(weight): name for name, weight in self._weights.items()} | moved
-        return self._names
 
     def _note(
         self,
@@ -123,9 +102,11 @@ class ReverseDeltaRecorder:
         problem = None
         if spread_rule_for(func) is None or len(outputs) != 1:
             problem = "in a way that has no rule"
-        elif len({key for key, _ in found}) < len(found) or any(key in self._used for key, _ in found):
+        elif len({key for key, _ in found}) < len(found) or any(
+            key in self._weights.used for key, _ in found
+        ):
             problem = "a second time"
-        self._used.update(key for key, _ in found)
+        self._weights.used.update(key for key, _ in found)
         names = [name for _, name in found]
         for part in outputs:
             kept = {key: self._held(a) for key, a in kwargs.items()}
@@ -139,7 +120,7 @@ class ReverseDeltaRecorder:
             return held
         if not isinstance(argument, Moments):
             return argument
-        if id(argument) in self._names:
+        if id(argument) in self._weights.names():
             return Weight(argument.loc.detach(), argument.variance.detach())
         return argument.detach()
 
@@ -215,17 +196,3 @@ def _spread(use: _Use, slope: Tensor, num_examples: int) -> Spread:
     raise use.refuse(
         f"for an output of shape {tuple(slope.shape)}, in which no dimension counts the {num_examples} examples"
     )
-
-
-def _parts(result: Any) -> Iterator[Moments]:
-    for part in result if isinstance(result, tuple | list) else (result,):
-        if isinstance(part, Moments):
-            yield part
-
-
-def _leaves(args: tuple, kwargs: dict[str, Any]) -> Iterator[Any]:
-    for argument in (*args, *kwargs.values()):
-        if isinstance(argument, list | tuple):
-            yield from argument
-        else:
-            yield argument

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pyro_dvi.errors import ArgumentError
 from pyro_dvi.handlers.mean_run import run_guide
+from pyro_dvi.handlers.means import GaussianSite
 from pyro_dvi.handlers.moment_run import PosteriorMoments, median, reparameterised
 from pyro_dvi.handlers.structure import refuse_dependent
 from pyro_dvi.handlers.uncertain import predictive_of, uncertain_likelihoods
@@ -19,7 +20,7 @@ from pyro_dvi.predictive.propagation import Independent, Propagation
 from pyro_dvi.predictive.rules import PredictionRule, arguments, check_is_set_up, latents
 from pyro_dvi.predictive.run import AllRows, Response
 
-__all__ = ["Moments"]
+__all__ = ["Moments", "posterior_gaussians"]
 
 
 @dataclass(frozen=True)
@@ -85,11 +86,7 @@ class Moments(PredictionRule):
         respond: Callable[[Mapping[str, Tensor]], Response],
     ) -> Iterator[Response]:
         """Give the one component, or one for each draw of what cannot be propagated."""
-        check_is_set_up(guide)
-        with torch.enable_grad(), AllRows():
-            guide_trace, gaussians = run_guide(guide, guide, arguments(guide, inputs), {})
-            refuse_dependent(list(gaussians.values()))
-        centre = latents(guide_trace)
+        centre, gaussians = posterior_gaussians(guide, inputs)
         predictive = partial(predictive_distribution, classes=self.classes, noise=self.noise)
         stand_in = median if self.num_samples is None else reparameterised
         for _ in range(self.num_components):
@@ -97,3 +94,18 @@ class Moments(PredictionRule):
             with uncertain_likelihoods(), weights:
                 response = self.propagation.respond(weights.given, partial(respond, centre))
             yield replace(response, distribution=predictive_of(response.distribution, predictive))
+
+
+def posterior_gaussians(
+    guide: Callable[..., Any], inputs: tuple[Any, ...]
+) -> tuple[dict[str, Tensor], dict[str, GaussianSite]]:
+    """Return every latent site at its centre, and the guide's Gaussians by site.
+
+    Raises:
+        GuideError: the guide is not a factorised Gaussian, or has not seen its model.
+    """
+    check_is_set_up(guide)
+    with torch.enable_grad(), AllRows():
+        guide_trace, gaussians = run_guide(guide, guide, arguments(guide, inputs), {})
+        refuse_dependent(list(gaussians.values()))
+    return latents(guide_trace), gaussians

@@ -7,12 +7,12 @@ wide the predictions are. A new one is a class with one method, :meth:`Propagati
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from pyro_dvi.errors import UnsupportedError
+from pyro_dvi.errors import ArgumentError, UnsupportedError
 from pyro_dvi.handlers.uncertain import UncertainDistribution, uncertain_part, with_uncertain_part
 from pyro_dvi.moments import Moments, observed_by
 from pyro_dvi.moments.reverse_delta import ReverseDeltaRecorder
@@ -59,6 +59,10 @@ class ReverseDelta(Propagation):
     Status: exact for linear models, a first-order approximation with smoothed slopes otherwise. Means are those of
     :class:`Independent`.
 
+    Args:
+        slopes: the run whose slopes are taken; one of :class:`~pyro_dvi.predictive.calibration.Calibrated` smooths
+            with corrected widths.
+
     Cost: one backward pass for each output of an example besides one run with gradients. See
     :mod:`pyro_dvi.moments.reverse_delta`.
 
@@ -66,11 +70,19 @@ class ReverseDelta(Propagation):
         UnsupportedError: a weight is used in a way that has no rule, or twice, or examples depend on each other.
     """
 
+    slopes: Propagation = field(default_factory=Independent)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.slopes, Propagation) or isinstance(self.slopes, ReverseDelta):
+            raise ArgumentError(
+                f"slopes must be Independent() or what calibrate returned, not {self.slopes!r}"
+            )
+
     def respond(self, weights: Mapping[str, Moments], run: Callable[[], Response]) -> Response:
         """Run the model, then replace the variances of the Gaussians that reach the observed site."""
         recorder = ReverseDeltaRecorder(weights)
         with torch.enable_grad(), observed_by(recorder):
-            response = run()
+            response = self.slopes.respond(weights, run)
         part = uncertain_part(response.distribution)
         if part is None:
             return response

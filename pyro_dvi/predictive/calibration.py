@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""Factors that correct the propagated variance of each layer by a few draws of the weights.
+
+Where a layer's inputs are dependent its propagated variance is off by a factor, much the same for all its units. With
+:math:`\hat v_l` the average variance of the outputs of layer l over draws, and :math:`v_l` the average propagated one,
+given that all earlier layers are corrected already,
+
+.. math:: c_l = \hat v_l / v_l, \qquad \mathrm{Var}[y_l] \leftarrow c_l \mathrm{Var}[y_l].
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from pyro.poutine.messenger import Messenger
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from pyro_dvi.errors import ArgumentError, ModelError
+from pyro_dvi.handlers.moment_run import PosteriorMoments, median
+from pyro_dvi.handlers.uncertain import uncertain_likelihoods
+from pyro_dvi.moments import Moments, observed_by
+from pyro_dvi.moments.rules import name_of
+from pyro_dvi.moments.weight_uses import WeightUses, parts_of
+from pyro_dvi.predictive.batches import batches
+from pyro_dvi.predictive.moments import posterior_gaussians
+from pyro_dvi.predictive.predict import device_of
+from pyro_dvi.predictive.propagation import Propagation
+from pyro_dvi.predictive.rules import Samples, check_is_set_up
+from pyro_dvi.predictive.run import Response, evaluation_mode, respond, seeded
+
+__all__ = ["Calibrated", "calibrate"]
+
+
+@dataclass(frozen=True)
+class Calibrated(Propagation):
+    """Propagate with one factor for the variance of each function that uses a weight.
+
+    Made by :func:`calibrate`; can be pickled.
+
+    Attributes:
+        factors: of the functions that use weights, in the order in which the model calls them.
+        uses: names of their weights, and the function: ``("net.0.weight, net.0.bias", "torch.nn.functional.linear")``.
+
+    Status: corrects the size of variances, not their order among outputs or examples.
+    """
+
+    factors: tuple[float, ...]
+    uses: tuple[tuple[str, str], ...]
+
+    def respond(self, weights: Mapping[str, Moments], run: Callable[[], Response]) -> Response:
+        """Run the model, multiplying variances on the way.
+
+        Raises:
+            ModelError: the model uses other weights than it did in :func:`calibrate`.
+        """
+        scaling = _Scaling(weights, self)
+        with observed_by(scaling):
+            response = run()
+        if scaling.count != len(self.uses):
+            raise _other_model(self.uses[scaling.count], None)
+        return response
+
+
+def calibrate(
+    model: Callable[..., Any],
+    guide: Callable[..., Any],
+    data: Any,
+    num_samples: int = 32,
+    *,
+    site: str | None = None,
+    observed: str | None = None,
+    batch_size: int = 1000,
+    seed: int | None = None,
+    progress: bool = False,
+) -> Calibrated:
+    """Fit factors that bring the propagated variances of each layer to those of draws from the guide.
+
+    Every function that uses a latent weight gets one factor, for all its outputs and examples. Predictions then cost
+    what they cost without. Fit on inputs like those to predict; a few hundred will do.
+
+    Args:
+        model: the Pyro model.
+        guide: its trained guide, a factorised Gaussian.
+        data: as in :func:`~pyro_dvi.predict`; used are the first ``batch_size`` examples, or the first batch of a
+            loader.
+        num_samples: draws of the weights. The relative error of a factor is at most about ``sqrt(2 / num_samples)``,
+            less where many weights contribute.
+        site: observed site, where the model has several.
+        observed: the model's argument that holds the observation; by default the one whose default is None.
+        batch_size: number of examples to use.
+        seed: of the draws.
+        progress: show a progress bar over draws.
+
+    Returns:
+        A propagation for ``Moments(propagation=...)``.
+
+    Raises:
+        ArgumentError: fewer than two draws.
+        GuideError: the guide is not a factorised Gaussian.
+        UnsupportedError: a function of the model has no rule.
+
+    Example:
+        >>> import pyro, pyro.distributions as dist
+        >>> from pyro.infer.autoguide import AutoNormal
+        >>> def model(x, y=None):
+        ...     slope = pyro.sample("slope", dist.Normal(0.0, 1.0))
+        ...     with pyro.plate("data", len(x)):
+        ...         return pyro.sample("obs", dist.Normal(slope * x, 0.5), obs=y)
+        >>> guide = AutoNormal(model)
+        >>> x = torch.linspace(-1, 1, 5)
+        >>> _ = guide(x, x)
+        >>> calibrate(model, guide, x, 1000, seed=0).uses
+        (('slope', 'torch.mul'),)
+    """
+    if isinstance(num_samples, bool) or not isinstance(num_samples, int) or num_samples < 2:
+        raise ArgumentError(f"num_samples must be a whole number of at least 2, not {num_samples!r}")
+    check_is_set_up(guide)
+    device = device_of(model, guide)
+    batch = next(iter(batches(model, data, observed=observed, batch_size=batch_size, device=device)))
+    with evaluation_mode(model, guide), seeded(seed, device) as seed:
+        torch.manual_seed(seed)
+        centre, gaussians = posterior_gaussians(guide, batch.inputs)
+        run = partial(respond, model, batch, site=site)
+        weights = PosteriorMoments(gaussians, guide, {}, median)
+        with uncertain_likelihoods(), weights:
+            run(centre)  # to see which sites are moments
+        sampled = _Sampled()
+        draws = Samples(num_samples).draws(guide, batch.inputs)
+        for draw in tqdm(draws, total=num_samples, desc="calibrate", unit="draw", disable=not progress):
+            values = {name: draw[name] if name in weights.given else centre[name] for name in centre}
+            certain = _CertainMoments(weights.given.keys())
+            sampled.start(certain.given)
+            with uncertain_likelihoods(), certain, observed_by(sampled):
+                run(values)
+        weights = PosteriorMoments(gaussians, guide, {}, median)
+        fitting = _Fitting(weights.given, sampled.variances())
+        with uncertain_likelihoods(), weights, observed_by(fitting):
+            run(centre)
+    return Calibrated(tuple(fitting.factors), tuple(sampled.uses))
+
+
+class _CertainMoments(Messenger):
+    """Hand out draws as moments without variance, so that the model runs the same functions as with variance."""
+
+    def __init__(self, names: Any) -> None:
+        super().__init__()
+        self.names = set(names)
+        self.given: dict[str, Moments] = {}
+
+    def _pyro_sample(self, msg: Any) -> None:
+        if not msg["is_observed"] and msg["name"] in self.names:
+            value: Tensor = msg["value"]
+            self.given[msg["name"]] = msg["value"] = Moments(value, torch.zeros_like(value))
+
+
+class _Uses:
+    """Observe the functions that use weights, one after the other."""
+
+    def __init__(self, weights: Mapping[str, Moments]) -> None:
+        self.start(weights)
+
+    def start(self, weights: Mapping[str, Moments]) -> None:
+        self.tracker, self.count = WeightUses(weights), 0
+
+    def __call__(self, func: Callable, args: tuple, kwargs: dict[str, Any], result: Any) -> Any:
+        found = self.tracker.found(func, args, kwargs, result)
+        outputs = list(parts_of(result))
+        if found and len(outputs) == 1:
+            use = ", ".join(name for _, name in found), name_of(func)
+            self.see(self.count, use, outputs[0])
+            self.count += 1
+        return result
+
+    def see(self, k: int, use: tuple[str, str], output: Moments) -> None:
+        raise NotImplementedError
+
+
+class _Sampled(_Uses):
+    """Variances of the outputs over draws, by Welford's recursion."""
+
+    def __init__(self) -> None:
+        super().__init__({})
+        self.uses: list[tuple[str, str]] = []
+        self._moments: list[tuple[int, Tensor, Tensor]] = []
+
+    def see(self, k: int, use: tuple[str, str], output: Moments) -> None:
+        value = output.loc
+        if k == len(self.uses):
+            self.uses.append(use)
+            self._moments.append((1, value.clone(), torch.zeros_like(value)))
+            return
+        if use != self.uses[k]:
+            raise _other_model(self.uses[k], use)
+        n, mean, squares = self._moments[k]
+        change = value - mean
+        mean += change / (n + 1)
+        squares += change * (value - mean)
+        self._moments[k] = n + 1, mean, squares
+
+    def variances(self) -> list[float]:
+        return [(squares / (n - 1)).mean().item() for n, _, squares in self._moments]
+
+
+class _Fitting(_Uses):
+    """Fit and apply the factor of one function after the other."""
+
+    def __init__(self, weights: Mapping[str, Moments], targets: list[float]) -> None:
+        super().__init__(weights)
+        self.targets = targets
+        self.factors: list[float] = []
+
+    def see(self, k: int, use: tuple[str, str], output: Moments) -> None:
+        propagated = output.variance.mean().item()
+        factor = self.targets[k] / propagated if propagated > 0 else 1.0
+        self.factors.append(factor)
+        output._variance = factor * output.variance
+
+
+class _Scaling(_Uses):
+    """Apply factors."""
+
+    def __init__(self, weights: Mapping[str, Moments], calibrated: Calibrated) -> None:
+        super().__init__(weights)
+        self.calibrated = calibrated
+
+    def see(self, k: int, use: tuple[str, str], output: Moments) -> None:
+        uses = self.calibrated.uses
+        if k >= len(uses) or uses[k] != use:
+            raise _other_model(uses[k] if k < len(uses) else None, use)
+        output._variance = self.calibrated.factors[k] * output.variance
+
+
+def _other_model(expected: Any, found: Any) -> ModelError:
+    texts = ["nothing more" if use is None else f"{use[0]!r} in {use[1]}" for use in (found, expected)]
+    return ModelError(
+        f"the model uses {texts[0]} where it used {texts[1]} when it was calibrated: calibrate this model, and let "
+        "which weights it uses not depend on their values"
+    )
