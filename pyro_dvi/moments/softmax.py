@@ -27,11 +27,11 @@ from pyro_dvi.moments.dispatch import Composed
 from pyro_dvi.moments.rules import moment_rule
 from pyro_dvi.moments.value import Link, Moments
 
-__all__ = ["gumbel_softmax", "log_softmax", "logsumexp", "softmax", "softmin"]
+__all__ = ["gumbel_softmax", "log_softmax", "logsumexp", "probabilities", "softmax", "softmin"]
 
 
-def _probabilities(m: Tensor, v: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """Mean and variance of the softmax."""
+def probabilities(m: Tensor, v: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Return mean and variance of the softmax."""
     p = torch.softmax(m, dim)
     q = torch.softmax(m + v * (1 - 2 * p) / (2 + v / 2), dim)
     rest = 1 - q
@@ -46,7 +46,7 @@ def _half_step(m: Tensor, v: Tensor, dim: int) -> Tensor:
 
     Its slope along Gaussians of variance tv is ½ Σ v E[p(1 - p)] at t, here taken at t = ½.
     """
-    q, variance = _probabilities(m, v / 2, dim)
+    q, variance = probabilities(m, v / 2, dim)
     return (0.5 * v * (q - q.square() - variance)).sum(dim, keepdim=True)
 
 
@@ -88,7 +88,7 @@ def softmax(
     """
     x, dim = _converted(input, dim, dtype, "softmax")
     return _linked(
-        Moments(*_probabilities(x.loc, x.variance, dim)), x, partial(torch.softmax, dim=dim), "softmax"
+        Moments(*probabilities(x.loc, x.variance, dim)), x, partial(torch.softmax, dim=dim), "softmax"
     )
 
 
@@ -111,7 +111,7 @@ def log_softmax(
     Status: approximate, as :func:`logsumexp`.
     """
     x, dim = _converted(input, dim, dtype, "log_softmax")
-    q, variance = _probabilities(x.loc, x.variance, dim)
+    q, variance = probabilities(x.loc, x.variance, dim)
     loc = torch.log_softmax(x.loc, dim) - _half_step(x.loc, x.variance, dim)
     shares = x.variance * (q.square() + 0.5 * variance)
     # Without the own share: the differences of large numbers would cost digits where q is close to one.
@@ -138,7 +138,7 @@ def logsumexp(input: Moments, dim: Any, keepdim: bool = False) -> Moments:
             )
         dim = dim[0]
     m, v = input.loc, input.variance
-    q, variance = _probabilities(m, v, dim)
+    q, variance = probabilities(m, v, dim)
     loc = torch.logsumexp(m, dim, keepdim=True) + _half_step(m, v, dim)
     spread = (v * (q.square() + 0.5 * variance)).sum(dim, keepdim=True)
     return Moments(loc, spread) if keepdim else Moments(loc.squeeze(dim), spread.squeeze(dim))
