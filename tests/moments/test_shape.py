@@ -395,7 +395,7 @@ def test_moments_and_tensors_join(func: Callable) -> None:
 
 
 def test_joining_follows_dimensions_and_dtypes() -> None:
-    x = Moments(torch.ones(2, 3), torch.ones(2, 3))
+    x: Any = Moments(torch.ones(2, 3), torch.ones(2, 3))
     c = torch.zeros(2, 3, dtype=torch.float64)
     for y in (torch.cat((c, x), dim=1), torch.cat(tensors=[x, c], dim=-1), torch.stack((c, x), -1)):
         assert y.loc.dtype is y.variance.dtype is torch.float64
