@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from pyro.infer import SVI, Predictive, Trace_ELBO, TraceMeanField_ELBO
 from pyro.infer.autoguide import AutoGuideList, AutoNormal, init_to_value
 from pyro.nn import PyroModule, PyroSample
+from pyro.poutine.messenger import Messenger
 from torch import Tensor, nn
 
 import pyro_dvi as dvi
@@ -21,6 +22,7 @@ from pyro_dvi.elbos import TaylorELBO
 from pyro_dvi.errors import ArgumentError, CheckpointError, GuideError, ModelError
 from pyro_dvi.guides import Deterministic, MeanField, MultiplicativeNoiseGuide, PerSite, SGDStepSize
 from pyro_dvi.handlers.means import strip_event_dims
+from pyro_dvi.moments import Moments, MultiplicativeMoments
 from pyro_dvi.multiplicative_normal import MultiplicativeNormal
 from tests.models import LinearRegression
 from tests.training.problems import Net as TrainingNet
@@ -587,3 +589,47 @@ def test_mean_weights_in_one_dimension_stay_with_the_choice_for_biases():
     problem = LinearRegression()
     guide = started(problem.model, problem.x, problem.y, biases=MeanField(PerSite()))
     assert kinds(guide) == {"weight": "Normal", "bias": "Normal"} and guide.scales.weight.shape == (1,)
+
+
+# Moments -------------------------------------------------------------------------------------------------------
+
+
+class Given(Messenger):
+    """Put values, uncertain ones too, at the sites of a model."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        super().__init__()
+        self.values = values
+
+    def _pyro_sample(self, msg: Any) -> None:
+        msg["value"], msg["done"] = self.values[msg["name"]], True
+
+
+@pytest.mark.parametrize("uncertain", [False, True])
+@pytest.mark.parametrize("layer", [name for name in LAYERS if name != "attention"])
+def test_layers_read_the_noise_as_the_guide_lays_it_out(layer, uncertain):
+    """Rules that use the factor of each input unit give what the variances of the single weights give."""
+    make, x, _ = LAYERS[layer]
+    if uncertain and not x.is_floating_point():
+        pytest.skip("indices are certain")
+    net = dvi.to_bayesian_(make()).double()
+    x = x.double() if x.is_floating_point() else x
+    guide = started(net, x)
+    with torch.no_grad():
+        for rho in guide.alphas.parameters():
+            rho.normal_()
+    by_unit, by_weight = {}, {}
+    for name in guide.median():
+        q = strip_event_dims(guide._posterior(name))
+        by_unit[name] = by_weight[name] = q.mean.detach()
+        if isinstance(q, MultiplicativeNormal):
+            by_unit[name] = MultiplicativeMoments(q.loc.detach(), q.alpha.detach())
+            by_weight[name] = Moments(q.loc.detach(), (q.variance - q.eps).detach())
+    x = Moments(x, torch.rand_like(x)) if uncertain else x
+    with Given(by_unit):
+        result = net(x)
+    with Given(by_weight):
+        expected = net(x)
+    torch.testing.assert_close(result.loc, expected.loc)
+    torch.testing.assert_close(result.variance, expected.variance)
+    assert (result.variance > 0).all()
