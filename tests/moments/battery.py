@@ -41,7 +41,7 @@ class Case:
     Attributes:
         func: the torch function.
         shape: of x.
-        args: after x.
+        args: after x; tensors follow its dtype.
         kwargs: by name.
         kinks: where the function or one of its derivatives jumps.
         jumps: the places among them where the function itself jumps: x has no derivative there.
@@ -75,7 +75,8 @@ class Case:
         return f"{owner.rsplit('.', 1)[-1]}.{name}({self.note or options})".replace("\n", "")[:70]
 
     def __call__(self, x: Any) -> Any:
-        return self.func(x, *self.args, **self.kwargs)
+        args = (a.to(x.dtype) if isinstance(a, Tensor) and a.is_floating_point() else a for a in self.args)
+        return self.func(x, *args, **self.kwargs)
 
 
 # --- the oracle ----------------------------------------------------------------------------------------------
@@ -154,14 +155,17 @@ class Errors(NamedTuple):
     slopes: float
 
 
-_SLACK = 1e-3  # of the deviation of x: what is below is zero for every purpose
+_SLACK = (
+    1e-2,
+    1e-3,
+)  # of the deviation and variance of x: what is below their product with the error is zero
 
 
 def errors(case: Case, dtype: torch.dtype = torch.float64) -> Errors:
     """Compare a rule with quadrature on the grid.
 
-    The mean is measured against |mean| + sd, the variance against itself, each plus a thousandth of what x has;
-    slopes in units that make them comparable to the deviation and the variance.
+    The mean is measured against |mean| + sd, plus a hundredth of the deviation of x; the variance against itself, plus
+    a thousandth of that of x; slopes in units that make them comparable to the deviation and the variance.
     """
     mu, variance = (t.to(dtype) for t in grid(case))  # rounded first: both sides see the same Gaussian
     mu, variance = mu.requires_grad_(), variance.requires_grad_()
@@ -172,8 +176,8 @@ def errors(case: Case, dtype: torch.dtype = torch.float64) -> Errors:
         truth = quadrature(case, mu, variance, (*case.kinks, *case.jumps))
         v = variance.double()
         sigma = v.sqrt()
-        spread = truth.variance + _SLACK * v
-        deviation = truth.variance.sqrt() + _SLACK * sigma
+        spread = truth.variance + _SLACK[1] * v
+        deviation = truth.variance.sqrt() + _SLACK[0] * sigma
         slopes = [
             (by_mean[0] - truth.mean_by_mu) * sigma / deviation,
             (by_mean[1] - truth.mean_by_variance) * v / deviation,

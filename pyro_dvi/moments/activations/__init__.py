@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Nonlinear functions of each element."""
 
-from pyro_dvi.moments.activations import rectified
+from pyro_dvi.moments.activations import clipped, exponential, gated, periodic, rectified, sigmoidal, tangent
 
-__all__ = ["rectified"]
+__all__ = ["clipped", "exponential", "gated", "periodic", "rectified", "sigmoidal", "tangent"]

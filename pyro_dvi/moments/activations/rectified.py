@@ -6,8 +6,10 @@ With :math:`\alpha = \mu/\sigma`,
 .. math::
     m = \mu\Phi(\alpha) + \sigma\phi(\alpha), \qquad v = \sigma^2\Phi(\alpha) + m(\mu - m),
 
-    \frac{\partial m}{\partial\mu} = \Phi, \quad \frac{\partial m}{\partial\sigma^2} = \frac{\phi}{2\sigma}, \quad
-    \frac{\partial v}{\partial\mu} = 2m(1 - \Phi), \quad \frac{\partial v}{\partial\sigma^2} = \Phi - \frac{m\phi}{\sigma}.
+    \frac{\partial m}{\partial\mu} = \Phi, \quad
+    \frac{\partial m}{\partial\sigma^2} = \frac{\phi}{2\sigma}, \quad
+    \frac{\partial v}{\partial\mu} = 2m(1 - \Phi), \quad
+    \frac{\partial v}{\partial\sigma^2} = \Phi - \frac{m\phi}{\sigma}.
 """
 
 import math

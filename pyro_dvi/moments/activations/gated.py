@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Smooth ramps: softplus, SiLU, GELU, mish, and what follows from them."""
+
+import math
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pyro_dvi.moments.activations.partials import through
+from pyro_dvi.moments.activations.smooth import Rescaled, Smooth
+from pyro_dvi.moments.rules import Kind, moment_rule
+from pyro_dvi.moments.value import Moments
+
+__all__ = ["gelu", "logsigmoid", "mish", "silu", "softplus"]
+
+_ROOT_HALF = math.sqrt(0.5)
+_DENSITY = 1 / math.sqrt(2 * math.pi)
+_CUBIC = 0.044715  # of GELU's approximation by tanh
+_RATE = 2 * math.sqrt(2 / math.pi)
+
+
+def _softplus(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x.clamp_min(0) + torch.log1p(torch.exp(-x.abs())), torch.sigmoid(x)
+
+
+def _silu(x: Tensor) -> tuple[Tensor, Tensor]:
+    s = torch.sigmoid(x)
+    f = x * s
+    return f, torch.addcmul(s + f, f, s, value=-1)
+
+
+def _gelu(x: Tensor) -> tuple[Tensor, Tensor]:
+    cdf = torch.special.erfc(x * -_ROOT_HALF).mul_(0.5)
+    density = (x * x).mul_(-0.5).exp_().mul_(_DENSITY)
+    return x * cdf, torch.addcmul(cdf, x, density)
+
+
+def _gelu_tanh(x: Tensor) -> tuple[Tensor, Tensor]:
+    xx = x * x
+    s = torch.sigmoid((xx * (_RATE * _CUBIC)).add_(_RATE).mul_(x))
+    f = x * s
+    rate = xx.mul_(3 * _RATE * _CUBIC).add_(_RATE)
+    return f, torch.addcmul(s, f * rate, 1 - s)
+
+
+def _mish(x: Tensor) -> tuple[Tensor, Tensor]:
+    e = torch.exp(x.clamp_max(20.0))  # beyond which mish(x) = x to rounding
+    n = e * (e + 2)
+    tanh = n / (n + 2)  # of softplus(x)
+    return x * tanh, torch.addcmul(tanh, x, 4 * e * (e + 1) / (n + 2) ** 2)
+
+
+def _mirrored_mish(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ``x + mish(-x)``, small on the left without a difference, and its slope."""
+    e = torch.exp((-x).clamp_max(20.0))
+    inverse = 1 / (e * (e + 2) + 2)
+    rest = 2 * inverse  # 1 - tanh(softplus(-x))
+    return x * rest, torch.addcmul(rest, x, 4 * e * (e + 1) * inverse * inverse)
+
+
+SOFTPLUS = Smooth(_softplus, ramp=True, smoothing=1.7, reach=(28.0, 12.0))
+SILU = Smooth(_silu, ramp=True, smoothing=1.7, reach=(28.0, 14.0), order=(28, 12))
+_FASTER: dict[str, Any] = {"crossover": 0.8, "reach": (9.0, 7.0), "spacing": (0.45, 0.65), "order": (28, 12)}
+GELU = Smooth(_gelu, ramp=True, smoothing=1.0, **_FASTER)
+GELU_TANH = Smooth(_gelu_tanh, ramp=True, smoothing=1.0, **_FASTER)
+MISH = Smooth(
+    _mish,
+    ramp=True,
+    smoothing=1.2,
+    mirror=_mirrored_mish,
+    crossover=0.9,
+    reach=(28.0, 14.0),
+    spacing=(0.5, 0.75),
+    order=(32, 14),
+)
+
+
+_SOFTPLUS = Rescaled(F.softplus, SOFTPLUS)
+_LOGSIGMOID = Rescaled(F.logsigmoid, SOFTPLUS, inner=-1.0, outer=-1.0)
+_SILU = Rescaled(F.silu, SILU)
+_GELU = Rescaled(lambda x: _gelu(x)[0], GELU)  # which has more digits on the left than F.gelu
+_GELU_TANH = Rescaled(partial(F.gelu, approximate="tanh"), GELU_TANH)
+_MISH = Rescaled(F.mish, MISH)
+
+
+@moment_rule(F.softplus, kind=Kind.ELEMENTWISE)
+def softplus(input: Moments, beta: float = 1, threshold: float = 20) -> Moments:
+    r"""Moments of :math:`\log(1 + e^{\beta x}) / \beta`.
+
+    Status: exact to 1e-8 (float64), 1e-4 (float32): :mod:`pyro_dvi.moments.activations.smooth`. Torch replaces
+    the function by x where :math:`\beta x` exceeds the threshold; the rule does not, a difference of
+    :math:`e^{-\mathrm{threshold}}/\beta` at most.
+
+    Example:
+        >>> softplus(Moments(torch.zeros(1), torch.ones(1))).loc
+        tensor([0.8061])
+    """
+    if beta == 1:
+        return through(_SOFTPLUS, input)
+    centre = partial(F.softplus, beta=beta, threshold=threshold)
+    return through(Rescaled(centre, SOFTPLUS, inner=float(beta), outer=1 / beta), input)
+
+
+@moment_rule(F.logsigmoid, kind=Kind.ELEMENTWISE)
+def logsigmoid(input: Moments) -> Moments:
+    r"""Moments of :math:`-\mathrm{softplus}(-x)`.
+
+    Status: as :func:`softplus`.
+    """
+    return through(_LOGSIGMOID, input)
+
+
+@moment_rule(F.silu, kind=Kind.ELEMENTWISE)
+def silu(input: Moments) -> Moments:
+    r"""Moments of :math:`x\,\mathrm{sigmoid}(x)`.
+
+    Status: as :func:`softplus`.
+
+    Example:
+        >>> silu(Moments(torch.zeros(1), torch.ones(1))).loc
+        tensor([0.2066])
+    """
+    return through(_SILU, input)
+
+
+@moment_rule(F.gelu, kind=Kind.ELEMENTWISE)
+def gelu(input: Moments, *, approximate: str = "none") -> Moments:
+    r"""Moments of :math:`x\,\Phi(x)`, or of its approximation by tanh.
+
+    With :math:`z = \mu/\sqrt{1+\sigma^2}`, the mean is
+    :math:`\mu\Phi(z) + \sigma^2\phi(z)/\sqrt{1+\sigma^2}`; the variance contains
+    :math:`\mathrm E[\Phi(x)^2]`, an integral in any case.
+
+    Status: as :func:`softplus`.
+
+    Example:
+        >>> gelu(Moments(torch.zeros(1), torch.ones(1))).loc
+        tensor([0.2821])
+    """
+    return through(_GELU_TANH if approximate == "tanh" else _GELU, input)
+
+
+@moment_rule(F.mish, kind=Kind.ELEMENTWISE)
+def mish(input: Moments) -> Moments:
+    r"""Moments of :math:`x\tanh(\mathrm{softplus}(x))`.
+
+    Status: as :func:`softplus`.
+    """
+    return through(_MISH, input)

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""Functions that are a polynomial of degree two at most between breakpoints, in closed form.
+
+With :math:`x = \mu + \sigma z`, each piece is a polynomial in z, and needs truncated moments of the standard Gaussian
+
+.. math:: T_k = \int_a^b z^k \phi(z)\,dz, \qquad T_k = (k-1)\,T_{k-2} + a^{k-1}\phi(a) - b^{k-1}\phi(b).
+
+Polynomials are written around f(μ): with :math:`d = f(x) - f(\mu)`,
+
+.. math:: m = f(\mu) + \mathrm E[d], \qquad v = \mathrm E[d^2] - \mathrm E[d]^2.
+
+Slopes come from the score of the Gaussian, so that functions with jumps are served as well,
+
+.. math::
+    \frac{\partial}{\partial\mu}\mathrm E[g] = \frac{\mathrm E[g z]}{\sigma}, \qquad
+    \frac{\partial}{\partial\sigma^2}\mathrm E[g] = \frac{\mathrm E[g\,(z^2 - 1)]}{2\sigma^2}.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pyro_dvi.moments.activations.partials import Partials, Result
+
+__all__ = ["Cut", "Piece", "Piecewise", "from_scores", "truncated"]
+
+_ROOT_HALF = math.sqrt(0.5)
+_DENSITY = 1 / math.sqrt(2 * math.pi)
+
+
+class Piece(NamedTuple):
+    """The polynomial ``constant + slope * x + square * x**2``."""
+
+    constant: float = 0.0
+    slope: float = 0.0
+    square: float = 0.0
+
+
+@dataclass(frozen=True)
+class Piecewise:
+    """One piece to the left of each breakpoint, and one to the right of the last.
+
+    Attributes:
+        breaks: in increasing order.
+        pieces: one more than breaks.
+        function: the function itself, if it has more digits somewhere than its polynomials.
+    """
+
+    breaks: tuple[float, ...]
+    pieces: tuple[Piece, ...]
+    function: Callable[[Tensor], Tensor] | None = None
+
+    def __call__(self, mu: Tensor, variance: Tensor, slopes: bool) -> Result:
+        """Return mean and variance."""
+        sigma = variance.sqrt()
+        cuts = [Cut.at((c - mu) / sigma) for c in self.breaks]
+        right = [mu > c for c in self.breaks]
+        changes = [self._change(k, mu) for k in range(len(self.breaks))]
+        centre = self._value(mu, right) if self.function is None else self.function(mu)
+        first: list[Any] = [0.0] * 3  # E[d z^k]
+        second: list[Any] = [0.0] * 3  # E[d² z^k]
+        for j, (below, above) in enumerate(zip([None, *cuts], [*cuts, None], strict=True)):
+            # The piece minus f(μ), as the sum of the changes between them: exactly zero where they are the same.
+            start: Any = sum(
+                torch.where(r, 0.0 if k < j else -change, change if k < j else 0.0)
+                for k, (r, change) in enumerate(zip(right, changes, strict=True))
+            )
+            q = _in_z(self.pieces[j], mu, sigma, start)
+            moments = truncated(below, above, 2 * len(q) if slopes else 2 * len(q) - 2)
+            squared = _product(q, q)
+            for k in range(3 if slopes else 1):
+                first[k] = first[k] + sum(c * moments[i + k] for i, c in enumerate(q))
+                second[k] = second[k] + sum(c * moments[i + k] for i, c in enumerate(squared))
+        return from_scores(centre, sigma, variance, first, second, slopes)
+
+    def _value(self, x: Tensor, right: Sequence[Tensor]) -> Tensor:
+        value = _polynomial(self.pieces[0], x)
+        for r, piece in zip(right, self.pieces[1:], strict=True):
+            value = torch.where(r, _polynomial(piece, x), value)
+        return value
+
+    def _change(self, k: int, x: Tensor) -> Tensor:
+        """Return what the piece after break k has more than the one before, without a difference of large numbers."""
+        c, before, after = self.breaks[k], self.pieces[k], self.pieces[k + 1]
+        square = after.square - before.square
+        slope = after.slope - before.slope + 2 * square * c
+        jump = after.constant - before.constant + (after.slope - before.slope) * c + square * c * c
+        u = x - c
+        return u * (u * square + slope) + (jump if abs(jump) > 1e-12 else 0.0)
+
+
+class Cut(NamedTuple):
+    """A breakpoint in units of σ from the mean, the density there and the mass on either side."""
+
+    z: Tensor
+    density: Tensor
+    below: Tensor
+    above: Tensor
+
+    @classmethod
+    def at(cls, z: Tensor) -> "Cut":
+        """Return the breakpoint at z."""
+        z = z.clamp(-1e4, 1e4)  # so that z^k φ(z) is 0, not inf times 0
+        scaled = z * _ROOT_HALF
+        below, above = torch.special.erfc(-scaled).mul_(0.5), torch.special.erfc(scaled).mul_(0.5)
+        return cls(z, torch.exp(-scaled * scaled) * _DENSITY, below, above)
+
+
+def _polynomial(piece: Piece, x: Tensor) -> Tensor:
+    if piece.square:
+        return torch.addcmul(x * piece.slope + piece.constant, x, x, value=piece.square)
+    return x * piece.slope + piece.constant
+
+
+def _in_z(piece: Piece, mu: Tensor, sigma: Tensor, start: Tensor) -> list[Tensor]:
+    """Coefficients of a piece in z, the constant one given."""
+    q = [start]
+    if piece.slope or piece.square:
+        q.append(sigma * (2 * piece.square * mu + piece.slope))
+    if piece.square:
+        q.append(piece.square * sigma * sigma)
+    return q
+
+
+def _product(p: Sequence[Tensor], q: Sequence[Tensor]) -> list[Tensor]:
+    result: list[Tensor] = []
+    for k in range(len(p) + len(q) - 1):
+        terms = [p[i] * q[k - i] for i in range(len(p)) if 0 <= k - i < len(q)]
+        result.append(sum(terms[1:], terms[0]))
+    return result
+
+
+def truncated(below: Cut | None, above: Cut | None, highest: int) -> list[Tensor]:
+    """Return the moments from 0 to the highest between two breakpoints, None for infinity."""
+    if below is None and above is None:
+        raise ValueError("a piecewise function has a breakpoint")
+    if above is None:
+        mass = below.above  # type: ignore[union-attr]
+    elif below is None:
+        mass = above.below
+    else:  # the difference of the smaller tails
+        mass = torch.where(below.z > 0, below.above - above.above, above.below - below.below)
+    moments = [mass]
+    edges = [0.0 if c is None else c.density for c in (below, above)]
+    for k in range(1, highest + 1):
+        boundary = edges[0] - edges[1]
+        moments.append(boundary + (k - 1) * moments[k - 2] if k > 1 else boundary)
+        edges = [0.0 if c is None else e * c.z for e, c in zip(edges, (below, above), strict=True)]
+    return moments
+
+
+def from_scores(
+    centre: Tensor,
+    sigma: Tensor,
+    variance: Tensor,
+    first: Sequence[Tensor],
+    second: Sequence[Tensor],
+    slopes: bool,
+) -> Result:
+    """Return moments of f, and their slopes by the score of the Gaussian.
+
+    Args:
+        centre: f(μ).
+        sigma: σ.
+        variance: σ².
+        first: expectations of d, d z and d z².
+        second: those of d², d² z and d² z².
+        slopes: whether to look beyond the first of each.
+    """
+    shift = first[0]
+    mean, spread = centre + shift, torch.addcmul(second[0], shift, shift, value=-1)
+    if not slopes:
+        return Result(mean, spread, None)
+    by_mu, by_variance = first[1] / sigma, (first[2] - shift) * 0.5 / variance
+    spread_by_mu = second[1] / sigma - 2 * shift * by_mu
+    spread_by_variance = (second[2] - second[0]) * 0.5 / variance - 2 * shift * by_variance
+    return Result(mean, spread, Partials(by_mu, by_variance, spread_by_mu, spread_by_variance))
