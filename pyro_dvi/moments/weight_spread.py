@@ -94,13 +94,35 @@ def linear(input: Any, weight: Any, bias: Any = None, *, examples: int) -> Sprea
 
 @spread_rule(torch.matmul, torch.mm, torch.mv)
 def matmul(input: Any, other: Any, *, examples: int) -> Spread | None:
-    """Products ``x @ w`` with a matrix or vector of weights."""
-    if isinstance(input, Weight) or other.loc.dim() > 2:
+    """Products ``x @ w`` with a matrix or vector of weights, or a stack of matrices, as one for each head."""
+    if isinstance(input, Weight):
         return None
+    if len(other.shape) > 2:
+        return _stacked(input, other, examples)
     if other.loc.dim() == 2:
         return linear(input, Weight(other.loc.mT, other.variance.mT), examples=examples)
     as_matrix = linear(input, Weight(other.loc[None], other.variance[None]), examples=examples)
     return None if as_matrix is None else lambda delta: as_matrix(delta[..., None])
+
+
+def _stacked(input: Any, weight: Weight, examples: int) -> Spread | None:
+    """Spread of weights ``[*stack, in, out]`` in products with inputs ``[B, *stack, positions, in]``."""
+    if examples != 0 or input.shape[1:-2] != weight.shape[:-2]:
+        return None
+    loc, variance, flat = loc_of(input), variance_of(input), weight.variance.flatten()
+    noise = None if variance is None else variance @ weight.variance
+
+    def spread(delta: Tensor) -> Tensor:
+        parts = []
+        for rows in _portions(len(delta), flat.numel()):
+            gradient = loc[rows].mT @ delta[rows]
+            parts.append(gradient.square_().flatten(1) @ flat)
+        total = torch.cat(parts)
+        if noise is not None:
+            total += (delta.square() * noise).flatten(1).sum(1)
+        return total
+
+    return spread
 
 
 @spread_rule(torch.addmm)

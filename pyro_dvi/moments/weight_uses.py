@@ -32,23 +32,35 @@ class WeightUses:
         self.used: set[int] = set()
         self._names: dict[int, str] = {}
         self._moved: list[tuple[Moments, str]] = []  # kept, so that their identities stay taken
+        self._rows: dict[int, set[int]] = {}  # rows of a weight that slices have taken
 
     def found(
         self, func: Callable, args: tuple, kwargs: dict[str, Any], result: Any
     ) -> list[tuple[int, str]]:
         """Return identities and names of the weights that a call uses; none if it only moves their elements."""
         names = self.names()
-        name = getattr(func, "__name__", "").strip("_")
         found = [(id(a), names[id(a)]) for a in _leaves(args, kwargs) if id(a) in names]
+        name = getattr(func, "__name__", "").strip("_")
         if name in _COMPOSITE:
-            return []
-        if len(found) == 1 and name in _MOVES and found[0][0] not in self.used:
+            return [(key, name) for key, name in found if key not in self.used]
+        if len(found) == 1 and self._moves(name, args, found[0][0]):
             self.used.add(found[0][0])
             for part in parts_of(result):
                 self._moved.append((part, found[0][1]))
                 names[id(part)] = found[0][1]
             return []
         return found
+
+    def _moves(self, function: str, args: tuple, key: int) -> bool:
+        """Whether a function gives other places to elements of a weight that nothing has used yet."""
+        if function == "getitem" and id(args[0]) == key and isinstance(args[1], slice) and args[0].dim() > 0:
+            rows = set(range(len(args[0]))[args[1]])
+            taken = self._rows.setdefault(key, set())
+            if taken & rows or (key in self.used and not taken):
+                return False
+            taken |= rows
+            return True
+        return function in _MOVES and key not in self.used
 
     def names(self) -> dict[int, str]:
         """Names of weights by identity."""
