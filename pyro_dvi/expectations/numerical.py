@@ -7,7 +7,7 @@ through its function, so that ``concentration=softplus(h)`` stays positive.
 
 Status: equally spaced nodes are exact to 1e-8 for log densities that are smooth on the scale of the Gaussian; relative
 errors of 1e-6 where the log density has half its width, 1e-3 where a fifth, or a kink. Sobol points have an error of
-some hundredths at variance 1.
+some hundredths at variance 1. Functions that mix the first dimension (the examples) are not foreseen.
 """
 
 import inspect
@@ -74,8 +74,17 @@ def numerical_expectation(family: type, parameters: Mapping[str, Any], value: Te
     return torch.as_tensor(total)
 
 
-def evaluation(family: type, parameters: Mapping[str, Any], value: Tensor | None = None) -> Evaluation:
-    """Choose the points for the Gaussians behind the parameters; parameters that share a Gaussian share its points."""
+def evaluation(
+    family: type, parameters: Mapping[str, Any], value: Tensor | None = None, num_points: int = 128
+) -> Evaluation:
+    """Choose the points for the Gaussians behind the parameters; parameters that share a Gaussian share its points.
+
+    Args:
+        family: the distribution class.
+        parameters: its arguments by name.
+        value: what will be scored, for its batch dimensions.
+        num_points: points where more than two numbers of one density are uncertain.
+    """
     uncertain = {k: p for k, p in parameters.items() if isinstance(p, Moments)}
     like = next(iter(uncertain.values())).loc
     blocks: dict[int, tuple[slice, tuple[int, ...]]] = {}
@@ -86,7 +95,7 @@ def evaluation(family: type, parameters: Mapping[str, Any], value: Tensor | None
         if key not in blocks:
             blocks[key] = slice(count, count + math.prod(shape)), shape
             count += math.prod(shape)
-    points, weights = fixed_points(count, like)
+    points, weights = fixed_points(count, like, num_points)
     rank = _batch_rank(family, parameters, value)
     options = _without_checks(family)
 

@@ -32,7 +32,8 @@ class ClassLink(ABC):
         """
         num_classes = loc.shape[-1]
         is_covariance = spread.dim() == loc.dim() + 1
-        if spread.shape[-1] != num_classes or (is_covariance and spread.shape[-2] != num_classes):
+        fits = spread.dim() == loc.dim() or (is_covariance and spread.shape[-2] == num_classes)
+        if spread.shape[-1] != num_classes or not fits:
             raise ArgumentError(
                 f"logits of shape {tuple(loc.shape)} need variances of that shape, or covariances with one more "
                 f"dimension of {num_classes}; got shape {tuple(spread.shape)}"
@@ -120,9 +121,10 @@ class LaplaceBridge(ClassLink):
         return self._concentration(loc, spread, spread.dim() == loc.dim() + 1)
 
     def _concentration(self, loc: Tensor, spread: Tensor, is_covariance: bool) -> Tensor:
-        rows = spread.sum(-1) if is_covariance else spread  # covariance of each logit with the sum of all
-        total = rows.sum(-1, keepdim=True).clamp_min(torch.finfo(loc.dtype).tiny)
         own = torch.diagonal(spread, dim1=-2, dim2=-1) if is_covariance else spread
+        rows = spread.sum(-1) if is_covariance else spread  # covariance of each logit with the sum of all
+        rounding = torch.finfo(loc.dtype).eps * own.sum(-1, keepdim=True) + torch.finfo(loc.dtype).tiny
+        total = torch.maximum(rows.sum(-1, keepdim=True), rounding)  # none if the logits sum to zero already
         mu = loc - rows * loc.sum(-1, keepdim=True) / total
         variance = (own - rows.square() / total).clamp_min(torch.finfo(loc.dtype).eps)
         num_classes = loc.shape[-1]

@@ -153,5 +153,5 @@ def _average_probabilities(family: type, classes: ClassLink, probs: Any, logits:
 
 
 def _average(family: type, parameters: Mapping[str, Any]) -> Tensor:
-    plan = evaluation(family, parameters)
+    plan = evaluation(family, parameters, num_points=512)
     return torch.tensordot(plan.weights, plan.at(plan.points).probs, 1)

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Predictive distributions against quadrature of the plain density, and against its moments."""
+
+import pyro.distributions as dist
+import pytest
+import torch
+from torch import distributions as td
+
+from pyro_dvi.errors import ArgumentError, UnsupportedError
+from pyro_dvi.links import (
+    GaussHermite,
+    LaplaceBridge,
+    MomentMatched,
+    Probit,
+    predictive_distribution,
+    predictive_rule,
+)
+from pyro_dvi.links.predictive import _RULES
+from pyro_dvi.moments import Link, Moments
+from tests.expectations.cases import CLASSES, NUMERICAL, RULES, Case, Uncertain
+
+# One distribution that has the exact mean and variance, but only nearly the density.
+MATCHED = [
+    c for c in RULES if c.family in (td.Normal, td.LogNormal) and isinstance(c.parameters["scale"], Uncertain)
+]
+# A kink, or a density narrower than the Gaussian of its location
+TOLERANCE = {td.Laplace: 5e-2, td.StudentT: 5e-3, td.MultivariateNormal: 1e-6, td.Beta: 1e-3}
+# The variance of the Gaussian is no moment of these, or the density at the points is very narrow.
+NO_VARIANCE = (td.Cauchy, td.VonMises)
+
+
+def density(case: Case) -> torch.Tensor:
+    """Log of the average density, by fine quadrature."""
+    weights, log_prob = case.nodes()
+    return torch.logsumexp(weights.log().reshape(-1, *(1,) * (log_prob.dim() - 1)) + log_prob, 0)
+
+
+def ours(case: Case, **options: object) -> td.Distribution:
+    return predictive_distribution(case.family, case.build(*case.gaussians()), **options)
+
+
+@pytest.mark.parametrize("case", [c for c in RULES + NUMERICAL if c not in MATCHED], ids=str)
+def test_density_against_quadrature(case):
+    tolerance = TOLERANCE.get(case.family, 1e-4)
+    torch.testing.assert_close(ours(case).log_prob(case.observed()), density(case), atol=tolerance, rtol=1e-4)
+
+
+@pytest.mark.parametrize("case", MATCHED, ids=str)
+def test_a_mixture_over_the_scale_has_the_density(case):
+    fine = ours(case, noise=GaussHermite(32)).log_prob(case.observed())
+    torch.testing.assert_close(fine, density(case), atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("case", [c for c in MATCHED if c.family is td.Normal], ids=str)
+def test_one_normal_has_the_moments_of_the_mixture(case):
+    """The linked moments of these cases are no true ones but for exp, whose rule needs none."""
+    if case.parameters["scale"].name != "exp":
+        pytest.skip("moment matching takes the moments of the scale as they are")
+    one, mixture = ours(case, noise=MomentMatched()), ours(case, noise=GaussHermite(64))
+    assert isinstance(one, td.Normal) and isinstance(mixture, td.MixtureSameFamily)
+    torch.testing.assert_close(one.mean, mixture.mean)
+    torch.testing.assert_close(one.variance, mixture.variance)
+
+
+@pytest.mark.parametrize("case", RULES + CLASSES + NUMERICAL, ids=str)
+def test_shapes_are_those_of_the_family(case):
+    plain = case.plain(case.gaussians()[::2])
+    predictive = ours(case)
+    assert predictive.batch_shape == plain.batch_shape
+    assert predictive.event_shape == plain.event_shape
+    assert predictive.sample((2,)).shape == (2, *plain.batch_shape, *plain.event_shape)
+    assert predictive.log_prob(predictive.sample()).shape == plain.batch_shape
+    if not isinstance(plain, (*NO_VARIANCE, td.Categorical)):
+        assert predictive.mean.shape == predictive.variance.shape == plain.mean.shape
+        assert (predictive.variance >= 0).all()
+
+
+@pytest.mark.parametrize("case", CLASSES[:4], ids=str)
+def test_probabilities_are_average_ones(case):
+    """Two-dimensional quadrature over three logits, whose probabilities are those at the nodes."""
+    predictive = ours(case)
+    torch.testing.assert_close(predictive.log_prob(case.observed()), density(case), atol=1e-2, rtol=0)
+    assert type(predictive) is case.family
+
+
+def test_average_counts_of_classes():
+    case = CLASSES[-1]
+    torch.testing.assert_close(ours(case).log_prob(case.observed()), density(case), atol=0.1, rtol=0)
+
+
+def test_links_of_classes_are_passed_on():
+    case = CLASSES[0]
+    parameters = case.build(*case.gaussians())
+    for link in (Probit(), LaplaceBridge()):
+        p = predictive_distribution(case.family, parameters, classes=link).probs
+        torch.testing.assert_close(
+            p, link.probabilities(parameters["logits"].loc, parameters["logits"].variance)
+        )
+
+
+def test_every_rule_has_a_case():
+    assert {c.family for c in RULES + CLASSES} >= {f for f in _RULES if f.__module__.startswith("torch.")}
+
+
+def test_probabilities_without_a_link_are_their_mean():
+    loc = torch.tensor([[0.2, 0.3, 0.5]])
+    probs = Moments(loc, torch.full((1, 3), 0.01))
+    for family in (td.Categorical, td.OneHotCategorical, td.Bernoulli):
+        torch.testing.assert_close(predictive_distribution(family, {"probs": probs}).probs, loc)
+
+
+def test_logits_that_are_a_function_of_gaussians():
+    inner = Moments(torch.tensor([[0.2, -1.0]]).double(), torch.tensor([[0.5, 2.0]]).double())
+    bent = Moments(inner.loc.tanh(), inner.variance, Link(inner, torch.tanh, "tanh"))
+    samples = (inner.loc + inner.variance.sqrt() * torch.randn(200_000, 1, 2).double()).tanh()
+    for family in (td.Categorical, td.Bernoulli):
+        p = predictive_distribution(family, {"logits": bent}).probs
+        torch.testing.assert_close(p, family(logits=samples).probs.mean(0), atol=4e-3, rtol=0)
+
+
+def test_classes_of_pyro():
+    f = Moments(torch.zeros(3), torch.ones(3))
+    normal = predictive_distribution(dist.Normal, {"loc": f, "scale": 1.0})
+    torch.testing.assert_close(normal.scale, torch.full((3,), 2.0).sqrt())
+    assert type(predictive_distribution(dist.Categorical, {"logits": f})) is td.Categorical
+    heavy = predictive_distribution(dist.StudentT, {"df": 4.0, "loc": f, "scale": 1.0})
+    assert isinstance(heavy.component_distribution, dist.StudentT)
+
+
+def test_parameters_broadcast():
+    rate = Moments(torch.full((4, 1, 3), 5.0), torch.full((4, 1, 3), 0.01))
+    concentration = torch.ones(2, 3)
+    gamma = predictive_distribution(td.Gamma, {"concentration": concentration, "rate": rate})
+    assert gamma.batch_shape == (4, 2, 3)
+    torch.testing.assert_close(gamma.mean, torch.full((4, 2, 3), 0.2), atol=1e-4, rtol=0)
+    scale = Moments(
+        torch.zeros(3).exp(), torch.ones(3), Link(Moments(torch.zeros(3), torch.ones(3)), torch.exp, "exp")
+    )
+    loc = Moments(torch.zeros(4, 1, 3), torch.ones(4, 1, 3))
+    for noise in (MomentMatched(), GaussHermite()):
+        for mean in (loc, loc.loc, 0.0):
+            made = predictive_distribution(td.Normal, {"loc": mean, "scale": scale}, noise=noise)
+            assert made.batch_shape == ((3,) if isinstance(mean, float) else (4, 1, 3))
+
+
+def test_float32_keeps_the_tails_of_a_mixture():
+    rate = Moments(
+        torch.tensor([1.0]),
+        torch.tensor([0.1]),
+        Link(Moments(torch.zeros(1), torch.full((1,), 0.1)), torch.exp, "exp"),
+    )
+    double = Moments(*(part.double() for part in (rate.loc, rate.variance)))
+    inner = Moments(torch.zeros(1).double(), torch.full((1,), 0.1).double())
+    y = torch.tensor([12.0])
+    low = predictive_distribution(td.Poisson, {"rate": rate}).log_prob(y)
+    high = predictive_distribution(
+        td.Poisson, {"rate": double.linked(Link(inner, torch.exp, "exp"))}
+    ).log_prob(y.double())
+    torch.testing.assert_close(low.double(), high, atol=1e-4, rtol=0)
+
+
+def test_certain_parameters_give_the_family():
+    assert isinstance(predictive_distribution(td.Poisson, {"rate": torch.ones(2)}), td.Poisson)
+
+
+def test_mistakes_are_refused():
+    f = Moments(torch.zeros(3), torch.ones(3))
+    with pytest.raises(ArgumentError, match="classes must be an object"):
+        predictive_distribution(td.Categorical, {"logits": f}, classes="probit")
+    with pytest.raises(ArgumentError, match=r"noise must be MomentMatched\(\)"):
+        predictive_distribution(td.Normal, {"loc": f, "scale": 1.0}, noise=GaussHermite)
+    with pytest.raises(ArgumentError, match="at least 1, got 0"):
+        GaussHermite(0)
+    with pytest.raises(UnsupportedError, match=r"Normal\(scale=.*softplus"):
+        predictive_distribution(td.Normal, {"loc": 0.0, "scale": f}, noise=GaussHermite())
+    with pytest.raises(UnsupportedError, match=r"Poisson\(rate=.*softplus"):
+        predictive_distribution(td.Poisson, {"rate": f})
+    with pytest.raises(ValueError, match="already has the rule normal"):
+        predictive_rule(td.Normal)(lambda loc, scale: None)
