@@ -9,7 +9,7 @@ from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.moments.rules import Kind, moment_rule
 from pyro_dvi.moments.value import Moments, loc_of, variance_of
 
-__all__ = ["getitem", "setitem"]
+__all__ = ["copy_", "fill_", "getitem", "setitem", "zero_"]
 
 
 @moment_rule(torch.Tensor.__getitem__, kind=Kind.REARRANGEMENT)
@@ -36,10 +36,32 @@ def setitem(input: Any, index: Any, value: Any) -> None:
             "torch.stack or torch.cat instead"
         )
     spread = variance_of(value)
-    loc, variance = (x.clone() for x in input.before(index, value))
+    loc, variance = input.loc.clone(), input.variance.clone()
     loc[index] = loc_of(value)
     variance[index] = 0 if spread is None else spread
     input.become(Moments(loc, variance))
+
+
+@moment_rule(torch.Tensor.copy_)
+def copy_(input: Any, src: Any, non_blocking: bool = False) -> Any:
+    """Overwrite moments by moments or certain numbers.
+
+    Status: exact.
+    """
+    setitem(input, ..., src)
+    return input
+
+
+@moment_rule(torch.Tensor.fill_, torch.fill_)
+def fill_(input: Any, value: Any) -> Any:
+    """Overwrite moments by a certain number."""
+    return copy_(input, value)
+
+
+@moment_rule(torch.Tensor.zero_, torch.zero_)
+def zero_(input: Any) -> Any:
+    """Overwrite moments by zero, for certain."""
+    return copy_(input, 0)
 
 
 def _check(index: Any) -> None:

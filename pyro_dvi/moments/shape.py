@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Functions that move elements: what they do to the mean they do to the variance.
 
-Status: exact, all of them. Views share memory as tensors do, but mean and variance cannot be written through them: a
+Status: exact, all of them. Mean and variance cannot be written through these views as through those of tensors: a
 change in place makes the other views unusable (:meth:`~pyro_dvi.moments.Moments.alias`), which raises an error instead
-of giving old values.
+of giving old values. Only ``x[index]`` writes through.
 """
 
 from collections.abc import Callable

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -131,31 +132,29 @@ class Moments:
     # In place -----------------------------------------------------------------------------------------------
 
     def alias(self, base: Moments, place: Any = None) -> Moments:
-        """Mark as a view of ``base``: when either is changed in place, the other must not be used any more.
+        """Mark as a view of ``base``.
+
+        When either is changed in place, the other must not be used any more, but for a view made by an index: what is
+        written into it is written into the base as well.
 
         Args:
             base: what it is a view of.
             place: the index that made it, if one did.
         """
         self._memory, self._seen = base._memory, base._memory.version
-        self._place = None if place is None else (id(base), place)
+        self._place = None if place is None else (ref(base), place)
         return self
-
-    def before(self, place: Any, value: Any) -> tuple[Tensor, Tensor]:
-        """Return the mean and variance into which ``value`` is to be written at ``place``.
-
-        In ``x[i] += 1`` the value is the very view ``x[i]``, changed in place, after which x is out of date there and
-        nowhere else.
-        """
-        same = isinstance(value, Moments) and value._memory is self._memory and self._seen == value._seen - 1
-        if same and value._place == (id(self), place):
-            return self._loc, self._variance
-        return self.loc, self.variance
 
     def become(self, other: Moments) -> Moments:
         """Take the value of ``other``, as functions that work in place do."""
+        base, place = (None, None) if self._place is None else (self._place[0](), self._place[1])
+        if base is not None and base._seen == self._memory.version:
+            loc, variance = base.loc.clone(), base.variance.clone()
+            loc[place], variance[place] = other.loc, other.variance
+            base.become(Moments(loc, variance))
+        else:
+            self._memory.version += 1
         self._loc, self._variance, self._link = other.loc, other.variance, other.link
-        self._memory.version += 1
         self._seen = self._memory.version
         return self
 

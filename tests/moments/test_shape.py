@@ -154,6 +154,10 @@ OTHERS = [  # with tests of their own
     Case(torch.Tensor.__setitem__, S),
     *(
         Case(f, S)
+        for f in (torch.Tensor.copy_, torch.Tensor.fill_, torch.fill_, torch.Tensor.zero_, torch.zero_)
+    ),
+    *(
+        Case(f, S)
         for f in (torch.cat, torch.concat, torch.concatenate, torch.stack, torch.hstack, torch.vstack)
     ),
     *(Case(f, S) for f in (torch.dstack, torch.column_stack, torch.row_stack)),
@@ -240,7 +244,42 @@ def test_a_link_to_a_function_in_place_leaves_its_argument_alone() -> None:
 # --- views ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", [*VIEWS, *PARTS], ids=str)
+INDEXED = [case for case in VIEWS if case.func is torch.Tensor.__getitem__]
+
+
+@pytest.mark.parametrize("case", INDEXED, ids=str)
+def test_what_is_written_into_a_part_is_written_into_the_whole(case: Case) -> None:
+    x = case.x()
+    (index,) = case.args
+    loc, variance = x.loc.clone(), x.variance.clone()
+    part = x[index]
+    assert part.mul_(3) is part
+    loc[index] *= 3
+    variance[index] *= 9
+    assert x.loc.equal(loc) and x.variance.equal(variance)
+    part += 1  # both stay valid
+    loc[index] += 1
+    assert x.loc.equal(loc) and part.loc.equal(loc[index])
+
+
+def test_parts_of_parts_write_through() -> None:
+    x = gaussian(3, 4)
+    loc, variance = x.loc.clone(), x.variance.clone()
+    row = x[1]
+    row[2:].zero_()
+    loc[1, 2:], variance[1, 2:] = 0, 0
+    assert x.loc.equal(loc) and x.variance.equal(variance) and row.loc.equal(loc[1])
+
+
+def test_a_part_of_a_base_that_changed_is_unusable() -> None:
+    x = gaussian(3, 4)
+    first, second = x[0], x[1]
+    first.fill_(1.0)
+    with pytest.raises(UnsupportedError, match="changed in place"):
+        second.relu_()
+
+
+@pytest.mark.parametrize("case", [*(c for c in VIEWS if c not in INDEXED), *PARTS], ids=str)
 def test_a_change_of_a_view_makes_its_base_unusable(case: Case) -> None:
     x = case.x()
     view = parts_of(case(x))[0]
@@ -348,12 +387,25 @@ def test_a_part_is_changed_in_place(index: Any) -> None:
     assert x.loc.equal(loc) and x.variance.equal(variance)
 
 
-def test_a_changed_view_written_elsewhere_is_not_taken_for_the_base() -> None:
+def test_a_changed_part_may_be_written_elsewhere() -> None:
     x = gaussian(3, 4)
+    loc = x.loc.clone()
     row = x[0]
     row += 1
-    with pytest.raises(UnsupportedError, match="changed in place"):
-        x[1] = row
+    x[1] = row
+    loc[0] += 1
+    loc[1] = loc[0]
+    assert x.loc.equal(loc)
+
+
+def test_overwriting() -> None:
+    x, y = gaussian(3, 4), torch.relu(gaussian(3, 4))
+    assert x.copy_(y) is x
+    assert x.loc.equal(y.loc) and x.variance.equal(y.variance)
+    assert x.fill_(2.0) is x and x.loc.eq(2).all() and x.variance.eq(0).all()
+    assert x.zero_().loc.eq(0).all()
+    with pytest.raises(UnsupportedError, match="no variance"):
+        torch.zeros(3, 4).copy_(y)
 
 
 def test_gradients_pass_through_writing() -> None:
