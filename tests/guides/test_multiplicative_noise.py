@@ -625,11 +625,11 @@ def test_layers_read_the_noise_as_the_guide_lays_it_out(layer, uncertain):
         if isinstance(q, MultiplicativeNormal):
             by_unit[name] = MultiplicativeMoments(q.loc.detach(), q.alpha.detach())
             by_weight[name] = Moments(q.loc.detach(), (q.variance - q.eps).detach())
-    x = Moments(x, torch.rand_like(x)) if uncertain else x
+    given = Moments(x, torch.rand_like(x)) if uncertain else x
     with Given(by_unit):
-        result = net(x)
+        result = net(given)
     with Given(by_weight):
-        expected = net(x)
+        expected = net(given)
     torch.testing.assert_close(result.loc, expected.loc)
     torch.testing.assert_close(result.variance, expected.variance)
     assert (result.variance > 0).all()
