@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Networks that the benchmarks share, written as anyone would write them in torch."""
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
@@ -22,28 +24,28 @@ def conv_net(width: int = 8, num_classes: int = 10) -> nn.Sequential:
     )
 
 
-def mlp(sizes: tuple[int, ...]) -> nn.Sequential:
-    """A multi-layer perceptron with softplus activations."""
+def mlp(sizes: tuple[int, ...], activation: Callable[[], nn.Module] = nn.Softplus) -> nn.Sequential:
+    """A multi-layer perceptron."""
     layers: list[nn.Module] = [nn.Flatten()]
     for inputs, outputs in zip(sizes[:-1], sizes[1:], strict=True):
-        layers += [nn.Linear(inputs, outputs), nn.Softplus()]
+        layers += [nn.Linear(inputs, outputs), activation()]
     return nn.Sequential(*layers[:-1])
 
 
-def lenet(num_classes: int = 10) -> nn.Sequential:
-    """LeNet-5 with softplus activations, for 28x28 grey images."""
+def lenet(num_classes: int = 10, activation: Callable[[], nn.Module] = nn.Softplus) -> nn.Sequential:
+    """LeNet-5 for 28x28 grey images."""
     return nn.Sequential(
         nn.Conv2d(1, 6, 5, padding=2),
-        nn.Softplus(),
+        activation(),
         nn.MaxPool2d(2),
         nn.Conv2d(6, 16, 5),
-        nn.Softplus(),
+        activation(),
         nn.MaxPool2d(2),
         nn.Flatten(),
         nn.Linear(400, 120),
-        nn.Softplus(),
+        activation(),
         nn.Linear(120, 84),
-        nn.Softplus(),
+        activation(),
         nn.Linear(84, num_classes),
     )
 
