@@ -24,12 +24,10 @@ Source: Schmitt & Roth (2021), Eq. 9 and 17; Wu et al. (2019), "Deterministic va
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
-from pyro_dvi.moments.value import Moments, MultiplicativeMoments, loc_of, second_moment_of, variance_of
+from pyro_dvi.moments.square import noisy_input, second_moment, squared
+from pyro_dvi.moments.value import Moments, MultiplicativeMoments, loc_of, variance_of
 
 __all__ = ["bilinear_moments", "with_bias"]
 
@@ -55,72 +53,14 @@ def bilinear_moments(
     loc = product(loc_of(x), loc_of(weight), *shift)
     if not isinstance(weight, Moments):
         return Moments(loc, product(x.variance, weight.square(), *spread))
-    if alpha is not None and isinstance(weight, MultiplicativeMoments):
-        return Moments(loc, product(_noisy_input(x, alpha), weight.squared_loc, *spread))
-    variance = product(_second_moment_of(x), weight.variance, *spread)
-    if isinstance(x, Moments):
-        variance = variance + product(x.variance, _Square.apply(weight.loc))
-    return Moments(loc, variance)
-
-
-def _second_moment_of(x: Any) -> Tensor:
-    return _SecondMoment.apply(x.loc, x.variance) if isinstance(x, Moments) else second_moment_of(x)
-
-
-def _noisy_input(x: Any, alpha: Tensor) -> Tensor:
-    """Variance of the input times (1 + noise): α E[x²] + Var[x]."""
+    if alpha is not None and isinstance(weight, MultiplicativeMoments) and isinstance(x, Moments):
+        noisy = noisy_input(x.loc, x.variance, alpha)
+        return Moments(loc, product(noisy, weight.squared_loc, *spread))
+    # Certain inputs need one product in any case, and this one no gradient of the inputs.
     if not isinstance(x, Moments):
-        return alpha * x.square()
-    return _NoisyInput.apply(x.loc, x.variance, alpha)
-
-
-# The same in fewer passes over memory than autograd takes for the formulas.
-
-
-class _Square(Function):
-    @staticmethod
-    def forward(ctx: Any, loc: Tensor) -> Tensor:
-        ctx.save_for_backward(loc)
-        return loc * loc
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> Tensor:
-        (loc,) = ctx.saved_tensors
-        return (g * loc).mul_(2)
-
-
-class _SecondMoment(Function):
-    @staticmethod
-    def forward(ctx: Any, loc: Tensor, variance: Tensor) -> Tensor:
-        ctx.save_for_backward(loc)
-        return torch.addcmul(variance, loc, loc)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
-        (loc,) = ctx.saved_tensors
-        return (g * loc).mul_(2), g
-
-
-class _NoisyInput(Function):
-    @staticmethod
-    def forward(ctx: Any, loc: Tensor, variance: Tensor, alpha: Tensor) -> Tensor:
-        ctx.save_for_backward(loc, variance, alpha)
-        return torch.addcmul(variance, alpha, torch.addcmul(variance, loc, loc))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        loc, variance, alpha = ctx.saved_tensors
-        g_alpha = None
-        if ctx.needs_input_grad[2]:
-            g_alpha = (torch.addcmul(variance, loc, loc) * g).sum_to_size(alpha.shape)
-        g_square = g * alpha
-        g_variance = g + g_square
-        if g_square.shape != loc.shape:  # the noise differs by batch element that the input does not have
-            g_square, g_variance = g_square.sum_to_size(loc.shape), g_variance.sum_to_size(loc.shape)
-        return (g_square * loc).mul_(2), g_variance, g_alpha
+        return Moments(loc, product(x.square(), weight.variance, *spread))
+    variance = product(second_moment(x.loc, x.variance), weight.variance, *spread)
+    return Moments(loc, variance + product(x.variance, squared(weight.loc)))
 
 
 def with_bias(y: Moments, bias: Any) -> Moments:

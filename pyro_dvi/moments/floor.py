@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pyro_dvi.errors import ArgumentError
 
-__all__ = ["floored", "variance_floor"]
+__all__ = ["floored", "raised", "tiny_variance", "variance_floor"]
 
 _FLOOR: list[float] = []
 
@@ -35,5 +35,15 @@ def variance_floor(minimum: float) -> Iterator[None]:
 
 def floored(variance: Tensor) -> Tensor:
     """Return the variance, at least the floor."""
-    tiny = torch.finfo(variance.dtype).eps ** 2
+    tiny = tiny_variance(variance.dtype)
     return variance.clamp_min(max(_FLOOR[-1], tiny) if _FLOOR else tiny)
+
+
+def raised(variance: Tensor) -> Tensor:
+    """Return the variance, at least the floor if one was asked for: rules that see to zeros themselves start so."""
+    return variance.clamp_min(_FLOOR[-1]) if _FLOOR else variance
+
+
+def tiny_variance(dtype: torch.dtype) -> float:
+    """Return the default floor."""
+    return torch.finfo(dtype).eps ** 2

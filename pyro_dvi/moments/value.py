@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pyro_dvi.errors import ArgumentError, UnsupportedError
+from pyro_dvi.moments.square import squared
 
 __all__ = ["Link", "Moments", "MultiplicativeMoments", "loc_of", "second_moment_of", "variance_of"]
 
@@ -319,7 +320,7 @@ class MultiplicativeMoments(Moments):
     def squared_loc(self) -> Tensor:
         """Squares of the means, computed once."""
         if self._squared is None:
-            self._squared = self.loc.square()
+            self._squared = squared(self.loc)
         return self._squared
 
     @property

@@ -21,14 +21,14 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from pyro_dvi.moments.floor import floored
+from pyro_dvi.moments.floor import raised, tiny_variance
 from pyro_dvi.moments.rules import Kind, moment_rule
 from pyro_dvi.moments.value import Moments
 
 __all__ = ["relu"]
 
 _ROOT_HALF = math.sqrt(0.5)
-_DENSITY = 1 / math.sqrt(2 * math.pi)
+_LOG_DENSITY = -0.5 * math.log(2 * math.pi)
 
 
 @moment_rule(F.relu, torch.relu, kind=Kind.ELEMENTWISE)
@@ -43,28 +43,32 @@ def relu(input: Moments) -> Moments:
         >>> relu(Moments(torch.zeros(1), torch.ones(1))).loc
         tensor([0.3989])
     """
-    return Moments(*_Rectifier.apply(input.loc, floored(input.variance)))
+    return Moments(*_Rectifier.apply(input.loc, raised(input.variance)))
 
 
 class _Rectifier(Function):
+    """Few passes over memory, and most of them in place: activations are larger than any cache."""
+
     @staticmethod
     def forward(ctx: Any, mu: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
+        variance = variance.clamp_min(tiny_variance(variance.dtype))  # without a mask in the derivative
+        zero = variance.new_zeros(())
         inverse = variance.rsqrt()
-        z = mu * inverse
-        # The distribution function by erfc: 1 + erf loses its digits in the left tail.
-        cdf = torch.special.erfc(z * -_ROOT_HALF).mul_(0.5)
-        slope = z.square_().mul_(-0.5).exp_().mul_(_DENSITY).mul_(inverse)  # φ(α)/σ
-        mean = torch.addcmul(mu * cdf, variance, slope)
-        spread = torch.addcmul(variance * cdf, mean, mu - mean).clamp_min_(0)
-        ctx.save_for_backward(mean, cdf, slope)
+        z = torch.addcmul(zero, mu, inverse, value=-_ROOT_HALF)
+        # Twice the distribution function by erfc: 1 + erf loses its digits in the left tail.
+        twice = torch.special.erfc(z)
+        slope = torch.addcmul(zero + _LOG_DENSITY, z, z, value=-1, out=z).exp_().mul_(inverse)  # φ(α)/σ
+        mean = torch.mul(variance, slope, out=inverse).addcmul_(mu, twice, value=0.5)
+        spread = torch.sub(mu, mean).mul_(mean).addcmul_(variance, twice, value=0.5).clamp_min_(0)
+        ctx.save_for_backward(mean, twice, slope)
         return mean, spread
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g_mean: Tensor, g_spread: Tensor) -> tuple[Tensor, Tensor]:
-        mean, cdf, slope = ctx.saved_tensors
-        g_mu = torch.addcmul(g_mean * cdf, g_spread * mean, 1 - cdf, value=2)
-        g_variance = torch.addcmul(
-            g_spread * cdf, slope, torch.addcmul(0.5 * g_mean, g_spread, mean, value=-1)
-        )
+        mean, twice, slope = ctx.saved_tensors
+        product = g_spread * mean
+        rest = torch.sub(g_mean, product, alpha=2)
+        g_mu = product.mul_(2).addcmul_(rest, twice, value=0.5)
+        g_variance = rest.mul_(slope).addcmul_(g_spread, twice).mul_(0.5)
         return g_mu, g_variance
