@@ -3,10 +3,14 @@
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
+from pyro_dvi.errors import UnsupportedError
+from pyro_dvi.moments import Moments
 from tests.moments.battery import CHECKS, Case, name_of_check
 
 NARROW = (1e-4, 1e-2, 0.1, 0.3, 1.0)  # where exponentials stay finite in float32
@@ -82,3 +86,119 @@ CASES = [*CORNERS, *STEPS, Case(torch.special.erf), *RAMPS, *EXPONENTIALS, *WAVE
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_rule(case: Case, check: Callable[[Case], None]) -> None:
     check(case)
+
+
+def x_of(*shape: int) -> Moments:
+    generator = torch.Generator().manual_seed(2)
+    loc = torch.randn(*shape, generator=generator, dtype=torch.float64)
+    return Moments(loc, 0.1 + torch.rand(*shape, generator=generator, dtype=torch.float64))
+
+
+MODULES = [
+    *(
+        nn.ReLU(),
+        nn.ReLU6(),
+        nn.Hardtanh(),
+        nn.Hardsigmoid(),
+        nn.Hardswish(),
+        nn.Threshold(0.1, 0.2),
+        nn.LeakyReLU(),
+    ),
+    *(
+        nn.Hardshrink(),
+        nn.Softshrink(),
+        nn.RReLU().eval(),
+        nn.ELU(),
+        nn.SELU(),
+        nn.CELU(),
+        nn.GELU(),
+        nn.SiLU(),
+    ),
+    *(nn.GELU("tanh"), nn.Softplus(), nn.Mish(), nn.LogSigmoid(), nn.Tanh(), nn.Sigmoid()),
+]
+
+
+@pytest.mark.parametrize("module", MODULES, ids=str)
+def test_modules_find_their_rule(module: nn.Module) -> None:
+    y = module(Moments(torch.tensor([0.7]), torch.tensor([1e-8])))
+    torch.testing.assert_close(y.loc, module(torch.tensor([0.7])), rtol=1e-5, atol=1e-5)
+    assert y.variance.item() < 2e-8
+
+
+@pytest.mark.parametrize("slope", [-0.5, 0.0, 0.25, 2.0])
+def test_prelu_of_a_certain_slope_is_leaky_relu(slope: float) -> None:
+    x = x_of(4, 3, 2)
+    y, expected = F.prelu(x, torch.full((3,), slope, dtype=torch.float64)), F.leaky_relu(x, slope)
+    torch.testing.assert_close(y.loc, expected.loc)
+    torch.testing.assert_close(y.variance, expected.variance)
+
+
+def test_prelu_integrates_an_uncertain_slope() -> None:
+    x, a = x_of(4, 3), x_of(3)
+    y = F.prelu(x, a)
+    z, w = np.polynomial.hermite_e.hermegauss(12)
+    nodes = a.loc + a.variance.sqrt() * torch.from_numpy(z)[:, None]
+    given = [F.prelu(x, node) for node in nodes]
+    weight = torch.from_numpy(w / w.sum())[:, None, None]
+    mean = (weight * torch.stack([g.loc for g in given])).sum(0)
+    second = (weight * torch.stack([g.variance + g.loc.square() for g in given])).sum(0)
+    torch.testing.assert_close(y.loc, mean)
+    torch.testing.assert_close(y.variance, second - mean.square())
+
+
+def test_prelu_of_certain_inputs() -> None:
+    x, a = x_of(4, 3).loc, x_of(3)
+    y = F.prelu(x, a)
+    torch.testing.assert_close(y.loc, F.prelu(x, a.loc))
+    torch.testing.assert_close(y.variance, a.variance * x.clamp_max(0).square())
+
+
+def test_prelu_teaches_its_slope() -> None:
+    x, a = x_of(4, 3), torch.full((3,), 0.25, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda a: (F.prelu(x, a).loc, F.prelu(x, a).variance), (a,))
+
+
+def test_rrelu_integrates_its_random_slope() -> None:
+    x = x_of(6)
+    y = F.rrelu(x, 0.1, 0.9, training=True)
+    nodes, weights = np.polynomial.legendre.leggauss(8)
+    given = [F.leaky_relu(x, 0.5 + 0.4 * t) for t in nodes]
+    weight = torch.from_numpy(weights / 2)[:, None]
+    mean = (weight * torch.stack([g.loc for g in given])).sum(0)
+    second = (weight * torch.stack([g.variance + g.loc.square() for g in given])).sum(0)
+    torch.testing.assert_close(y.loc, mean)
+    torch.testing.assert_close(y.variance, second - mean.square())
+
+
+def test_clamp_refuses_bounds_that_are_tensors() -> None:
+    with pytest.raises(UnsupportedError, match="numbers as bounds"):
+        x_of(3).clamp(torch.zeros(3))
+
+
+@pytest.mark.parametrize(
+    "function", [F.silu, F.gelu, F.hardswish, F.elu, torch.tanh], ids=lambda f: f.__name__
+)
+def test_blocks_and_strides_do_not_matter(function: Callable) -> None:
+    """More elements than a block, not contiguous, narrow and wide: the same as one at a time."""
+    x = x_of(70, 130)
+    x = Moments(x.loc.T, (x.variance * torch.linspace(0.01, 20, 70, dtype=torch.float64)[:, None]).T)
+    y = function(x)
+    for i, j in [(0, 0), (129, 69), (64, 3), (7, 50)]:
+        one = function(Moments(x.loc[i, j], x.variance[i, j]))
+        torch.testing.assert_close(y.loc[i, j], one.loc, rtol=1e-7, atol=1e-9)
+        torch.testing.assert_close(y.variance[i, j], one.variance, rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("function", [F.silu, F.hardtanh, F.elu], ids=lambda f: f.__name__)
+def test_half_precision_is_computed_in_float32(function: Callable) -> None:
+    x = Moments(torch.tensor([0.5, -1.0]).bfloat16(), torch.tensor([0.25, 2.0]).bfloat16())
+    y = function(x)
+    expected = function(Moments(x.loc.float(), x.variance.float()))
+    assert y.loc.dtype is y.variance.dtype is torch.bfloat16
+    assert torch.equal(y.loc, expected.loc.bfloat16())
+    assert torch.equal(y.variance, expected.variance.bfloat16())
+
+
+def test_empty_moments_pass() -> None:
+    for function in (F.silu, F.hardtanh, F.elu, F.relu):
+        assert function(Moments(torch.zeros(0, 3), torch.zeros(0, 3))).shape == (0, 3)

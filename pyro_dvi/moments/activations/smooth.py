@@ -47,7 +47,7 @@ __all__ = ["Rescaled", "Smooth"]
 _ROOT_HALF = math.sqrt(0.5)
 _DENSITY = 1 / math.sqrt(2 * math.pi)
 _SERIES = (1e-6, 1e-3)  # variances in float64 and float32
-_BLOCK = {"cpu": 1 << 12}  # elements at a time: what a block writes stays in the cache
+_BLOCK = {"cpu": 1 << 13}  # elements at a time: what a block writes stays in the cache
 _BLOCK_ELSEWHERE = 1 << 21
 
 
