@@ -100,7 +100,7 @@ def mul(input: Any, other: Any) -> Moments:
     if not isinstance(input, Moments):
         input, other = other, input
     if not isinstance(other, Moments):
-        return _promoted(input.loc * other, input.variance * (other * other))
+        return _promoted(torch.mul(input.loc, other), input.variance * (other * other))
     spread = input.loc.square() * other.variance + input.variance * torch.addcmul(
         other.variance, other.loc, other.loc
     )
@@ -133,7 +133,7 @@ def div(input: Any, other: Any, *, rounding_mode: str | None = None) -> Moments:
     if input is other:
         return Moments(torch.ones_like(input.loc), torch.zeros_like(input.loc))
     if not isinstance(other, Moments):
-        return _promoted(input.loc / other, input.variance / (other * other))
+        return _promoted(torch.div(input.loc, other), input.variance / (other * other))
     quotient = mul(input, reciprocal(other))
     if isinstance(input, Moments):
         return quotient
