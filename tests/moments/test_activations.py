@@ -202,3 +202,15 @@ def test_half_precision_is_computed_in_float32(function: Callable) -> None:
 def test_empty_moments_pass() -> None:
     for function in (F.silu, F.hardtanh, F.elu, F.relu):
         assert function(Moments(torch.zeros(0, 3), torch.zeros(0, 3))).shape == (0, 3)
+
+
+@pytest.mark.parametrize("function", [F.silu, F.gelu, F.mish, torch.tanh], ids=lambda f: f.__name__)
+def test_without_a_look_at_the_values(function: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On accelerators and in compiled code both quadratures run on all elements."""
+    x = x_of(200)
+    x = Moments(x.loc, x.variance * torch.linspace(0.01, 20, 200, dtype=torch.float64))
+    expected = function(x)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    y = function(x)
+    torch.testing.assert_close(y.loc, expected.loc, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(y.variance, expected.variance, rtol=1e-12, atol=1e-14)

@@ -35,6 +35,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -93,14 +94,27 @@ class Smooth:
         if (
             mu.device.type == "cpu" and not torch.compiler.is_compiling()
         ):  # where a look at the values costs nothing
-            count = int(wide.sum())
-            if count in (0, len(wide)):
-                branch = self._far if count else self._near
-                return self._mirrored_back(branch(y, variance, right, slopes), variance, right)
+            left = self._each_on_its_side(y, variance, right, wide, slopes)
+            return self._mirrored_back(left, variance, right)
         near = self._near(y, variance.clamp_max(self.crossover**2), right, slopes)
         far = self._far(y, variance.clamp_min(self.crossover**2), right, slopes)
         left = [torch.where(wide, a, b) for a, b in zip(far, near, strict=True)]
         return self._mirrored_back(left, variance, right)
+
+    def _each_on_its_side(
+        self, y: Tensor, variance: Tensor, right: Tensor, wide: Tensor, slopes: bool
+    ) -> list[Tensor]:
+        count = int(wide.sum())
+        if count in (0, len(wide)):
+            return (self._far if count else self._near)(y, variance, right, slopes)
+        whole: list[Tensor] = []
+        for mask, branch in ((wide, self._far), (~wide, self._near)):
+            index = mask.nonzero()[:, 0]
+            values = branch(y[index], variance[index], right[index], slopes)
+            whole = whole or [torch.empty_like(y) for _ in values]
+            for total, value in zip(whole, values, strict=True):
+                total[index] = value
+        return whole
 
     def _near(self, y: Tensor, variance: Tensor, right: Tensor, slopes: bool) -> list[Tensor]:
         """Gauss-Hermite around f(y): shift of the mean, variance, E f', then slopes and E f'''."""
@@ -190,6 +204,9 @@ class Smooth:
         density = (u * u).mul_(-0.5).exp_()
         sums = []
         for values, orders in ((r1, 4), (r2, 3)) if slopes else ((r1, 2), (r2, 1)):
+            if values is None:
+                sums.append([torch.zeros_like(y)] * orders)
+                continue
             term = density * values
             moments = [term.sum(0)]
             for _ in range(orders - 1):
@@ -275,7 +292,7 @@ def _gauss_hermite(order: int, dtype: torch.dtype, device: torch.device) -> tupl
 
 
 @lru_cache(maxsize=64)
-def _lattice(function: Smooth, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+def _lattice(function: Smooth, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
     """Points, and remainders of f, f² and of their mirror images there, times spacing and the Gaussian's constant."""
     which = dtype is not torch.float64
     reach, spacing = function.reach[which], function.spacing[which]
@@ -287,4 +304,6 @@ def _lattice(function: Smooth, dtype: torch.dtype, device: torch.device) -> tupl
     for form in (function.value_and_slope, function.mirror or function.value_and_slope):
         f = form(x)[0]
         columns += [spacing * _DENSITY * (f**power - end**power * step) for power in (1, 2)]
-    return tuple(column[:, None].to(device, dtype) for column in columns)
+    if columns[1].abs().max() < 1e-14:  # f is its own smoothed end
+        return (*(None if k in (1, 3) else c[:, None].to(device, dtype) for k, c in enumerate(columns)),)
+    return (*(column[:, None].to(device, dtype) for column in columns),)
