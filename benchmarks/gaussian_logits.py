@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How exact and how costly are the averages over Gaussian logits: estimators of the loss, links of predictions.
+
+    python benchmarks/gaussian_logits.py
+
+writes results/gaussian_logits.md.
+"""
+
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch import distributions as td
+
+from pyro_dvi.expectations import LogitEstimator, MonteCarlo, Sobol, Taylor2, TiltedBound, expected_log_prob
+from pyro_dvi.links import ClassLink, LaplaceBridge, Probit, SobolSoftmax
+from pyro_dvi.moments import Moments
+
+REPEATS, EXAMPLES, CLASSES = 50, 32, 10
+VARIANCES = (0.1, 1.0, 4.0)
+ESTIMATORS: list[LogitEstimator] = [
+    Sobol(16), Sobol(64), Sobol(256), MonteCarlo(64), MonteCarlo(500), TiltedBound(), Taylor2(),
+]  # fmt: skip
+LINKS: list[ClassLink] = [SobolSoftmax(64), SobolSoftmax(256), SobolSoftmax(1024), Probit(), LaplaceBridge()]
+
+
+def problem(variance: float, num_classes: int) -> Moments:
+    """Mean logits of deviation 1.5; variances between half and one and a half times the given one."""
+    generator = torch.Generator().manual_seed(0)
+    loc = 1.5 * torch.randn(EXAMPLES, num_classes, generator=generator, dtype=torch.float64)
+    return Moments(loc, variance * (0.5 + torch.rand(loc.shape, generator=generator, dtype=torch.float64)))
+
+
+def reference(x: Moments, num_points: int = 2**17) -> tuple[Tensor, Tensor]:
+    """Mean log-normaliser and mean softmax by many independent draws in antithetic pairs."""
+    generator = torch.Generator().manual_seed(1)
+    total, probabilities = torch.zeros(x.shape[0]).double(), torch.zeros(x.shape).double()
+    for _ in range(num_points // 1024):
+        noise = torch.randn(512, *x.shape, generator=generator, dtype=torch.float64)
+        for sign in (1, -1):
+            values = x.loc + sign * x.variance.sqrt() * noise
+            total += torch.logsumexp(values, -1).sum(0)
+            probabilities += torch.softmax(values, -1).sum(0)
+    return total / num_points, probabilities / num_points
+
+
+def errors(estimator: LogitEstimator, x: Moments, exact: tuple[Tensor, Tensor]) -> tuple[float, float, float]:
+    """Bias, root mean squared error of one example, and that of its gradient in one mean logit."""
+    values, slopes = [], []
+    for _ in range(REPEATS):
+        loc = x.loc.clone().requires_grad_()
+        value = estimator.expected_logsumexp(Moments(loc, x.variance))
+        slopes.append(torch.autograd.grad(value.sum(), loc)[0] - exact[1])
+        values.append(value.detach() - exact[0])
+    v, s = torch.stack(values), torch.stack(slopes)
+    return v.mean().item(), v.square().mean().sqrt().item(), s.square().mean().sqrt().item()
+
+
+def milliseconds(step: Callable[[], object], repeats: int = 100) -> float:
+    """Lower quartile of the time of a step."""
+    times = []
+    for _ in range(repeats + 10):
+        start = time.perf_counter()
+        step()
+        times.append(time.perf_counter() - start)
+    return 1e3 * sorted(times[10:])[repeats // 4]
+
+
+def cost(estimator: LogitEstimator) -> float:
+    """Forward and backward of 128 examples in float32."""
+    loc, variance = (
+        torch.randn(128, CLASSES, requires_grad=True),
+        torch.rand(128, CLASSES, requires_grad=True),
+    )
+    y = torch.randint(0, CLASSES, (128,))
+
+    def step() -> None:
+        logits = Moments(loc, variance)
+        expected_log_prob(td.Categorical, {"logits": logits}, y, estimator).sum().backward()
+
+    return milliseconds(step)
+
+
+def main() -> None:
+    """Write the two tables."""
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    exact = {v: reference(problem(v, CLASSES)) for v in VARIANCES}
+    lines = [
+        "# Averages over Gaussian logits",
+        "",
+        f"`python benchmarks/gaussian_logits.py`, torch {torch.__version__}, {platform.machine()}, one thread. "
+        f"{EXAMPLES} examples, mean logits of deviation 1.5, reference by 2^17 draws in antithetic pairs "
+        "(2^15 for 100 classes).",
+        "",
+        f"## Expected log-normaliser of {CLASSES} classes",
+        "",
+        "Bias; root mean squared error of one example; the same of its gradient in one mean logit. "
+        "Cost: forward and backward of 128 examples, float32.",
+        "",
+        "| estimator | " + " | ".join(f"variance {v:g}" for v in VARIANCES) + " | ms |",
+        "|---|" + "---|" * (len(VARIANCES) + 1),
+    ]
+    for estimator in ESTIMATORS:
+        cells = [
+            "{:+.4f}; {:.4f}; {:.4f}".format(*errors(estimator, problem(v, CLASSES), exact[v]))
+            for v in VARIANCES
+        ]
+        lines.append(f"| {estimator} | " + " | ".join(cells) + f" | {cost(estimator):.2f} |")
+    columns = [(c, v) for c in (2, 10, 100) for v in ((1.0,) if c != 10 else VARIANCES)]
+    lines += [
+        "",
+        "## Class probabilities",
+        "",
+        "Mean total variation from the average softmax.",
+        "",
+        "| link | " + " | ".join(f"{c} classes, variance {v:g}" for c, v in columns) + " |",
+        "|---|" + "---|" * len(columns),
+    ]
+    averages = {
+        (c, v): exact[v][1] if c == CLASSES else reference(problem(v, c), 2**17 if c < 100 else 2**15)[1]
+        for c, v in columns
+    }
+    for link in LINKS:
+        cells = []
+        for c, v in columns:
+            x = problem(v, c)
+            gap = link.probabilities(x.loc, x.variance) - averages[c, v]
+            cells.append(f"{0.5 * gap.abs().sum(-1).mean().item():.4f}")
+        lines.append(f"| {link} | " + " | ".join(cells) + " |")
+    text = "\n".join(lines) + "\n"
+    print(text)
+    (Path(__file__).parent / "results" / "gaussian_logits.md").write_text(text)
+
+
+if __name__ == "__main__":
+    main()
