@@ -13,7 +13,7 @@ from pyro_dvi.curvature.base import sum_of
 from pyro_dvi.divergences import kl_to_prior
 from pyro_dvi.elbos.base import DeterministicELBO
 from pyro_dvi.elbos.weighting import ExampleWeighting
-from pyro_dvi.errors import ArgumentError
+from pyro_dvi.errors import ArgumentError, ModelError
 from pyro_dvi.expectations import LogitEstimator
 from pyro_dvi.handlers.moment_run import run_with_moments
 from pyro_dvi.handlers.observed import check_num_data, checked_log_likelihood, observed_sites
@@ -109,13 +109,15 @@ class MomentPropagationELBO(DeterministicELBO):
     def _evaluate(
         self, model: Callable, guide: Callable, args: tuple, kwargs: dict, kl_weight: float, training: bool
     ) -> dict[str, Tensor]:
-        structure, _ = structure_of(model, guide, args, kwargs)
+        structure, first = structure_of(model, guide, args, kwargs)
         floor = nullcontext() if self.variance_floor is None else variance_floor(self.variance_floor)
         with floor:
             run = run_with_moments(model, guide, args, kwargs, structure.sampled, self.estimator)
         sites, factors = observed_sites(run.model_trace)
         for site in sites:
             refuse_moments(site.fn, site.name)
+            if first:
+                _check_shape(site, structure.shapes.get(site.name))
         if self.num_data is not None:
             check_num_data(sites, self.num_data)
         if self.weighting is not None and training:
@@ -126,3 +128,14 @@ class MomentPropagationELBO(DeterministicELBO):
 
     def _weighted(self, site: ObservedSite, weighting: ExampleWeighting) -> ObservedSite:
         return replace(site, scale=site.scale * weighting.weights(at_mean(site.fn), self.step))
+
+
+def _check_shape(site: ObservedSite, expected: torch.Size | None) -> None:
+    """Compare with the run on tensors, which takes other branches where the model asks for the type."""
+    shape = site.fn.batch_shape + site.fn.event_shape
+    if expected is not None and shape != expected:
+        raise ModelError(
+            f"observed site {site.name!r} has the shape {tuple(expected)} when latents are tensors, and {tuple(shape)} "
+            "when they are moments. Does the model ask isinstance(x, torch.Tensor) or torch.is_tensor(x)? Moments are no "
+            'instances of it; ask hasattr(x, "shape") instead.'
+        )

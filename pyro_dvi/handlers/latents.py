@@ -101,7 +101,9 @@ def match_latents(
         else:
             log_density = getattr(strip_event_dims(guide_site["fn"]), "log_density", 0.0)
             if torch.is_tensor(log_density):  # of a Delta below to_event, one for each element
-                log_density = sum_rightmost(log_density, log_density.dim() - len(guide_site["fn"].batch_shape))
+                log_density = sum_rightmost(
+                    log_density, log_density.dim() - len(guide_site["fn"].batch_shape)
+                )
         latents.append(
             Latent(
                 name,

@@ -34,10 +34,12 @@ class Structure:
         sampled: guide sites (or masks of their elements) that set the prior of another latent. They are sampled,
             never fixed at their mean, which would lose the prior's curvature in them.
         function_names: names of the autograd nodes that lead from the latents to the observed distributions.
+        shapes: shape of a draw at each observed site, for the arguments of the first run.
     """
 
     sampled: dict[str, Tensor | bool] = field(default_factory=dict)
     function_names: frozenset[str] = frozenset()
+    shapes: dict[str, torch.Size] = field(default_factory=dict)
 
 
 # Weak references to the guide and the model, the functions that they call (for bound methods), what was seen.
@@ -105,7 +107,8 @@ def _look(run: MeanRun, guide: Callable) -> Structure:
         for node in run.model_trace.nodes.values()
         if node["type"] == "sample" and node["is_observed"]
     ]
-    return Structure(sampled, frozenset(_function_names([t for fn in roots for t in _tensors(fn)])))
+    names = frozenset(_function_names([t for fn in roots for t in _tensors(fn)]))
+    return Structure(sampled, names, {site.name: site.fn.batch_shape + site.fn.event_shape for site in sites})
 
 
 def _check_shapes(trace: Any) -> None:

@@ -23,6 +23,7 @@ from pyro_dvi.moments import Moments
 __all__ = [
     "UncertainDistribution",
     "at_mean",
+    "innermost",
     "predictive_of",
     "refuse_moments",
     "uncertain_likelihoods",
@@ -106,9 +107,15 @@ def at_mean(fn: Any) -> Any:
 
 def uncertain_part(fn: Any) -> UncertainDistribution | None:
     """Return the uncertain distribution in ``fn``, however wrapped; None if all its parameters are certain."""
+    fn = innermost(fn)
+    return fn if isinstance(fn, UncertainDistribution) else None
+
+
+def innermost(fn: Any) -> Any:
+    """Return a distribution without what is wrapped around it."""
     while isinstance(fn, _WRAPPERS):
         fn = fn.base_dist
-    return fn if isinstance(fn, UncertainDistribution) else None
+    return fn
 
 
 def with_uncertain_part(fn: Any, part: UncertainDistribution) -> Any:

@@ -61,7 +61,8 @@ class Moments:
 
     Torch functions of moments return moments, by the rules of this chapter; a function without a rule raises an error
     that shows how to write one. Operators, methods, and functions of :mod:`torch` and :mod:`torch.nn.functional` all
-    work. What needs a number (``if x > 0``, ``x.item()``) is refused.
+    work. What needs a number (``if x > 0``, ``x.item()``) is refused. They are no instances of :class:`torch.Tensor`,
+    which torch's compiled code would take at its word; write ``hasattr(x, "shape")`` where a model asks.
 
     Status: each rule says how exact it is; correlations between elements are dropped throughout, but for an object
     with itself (``x + x`` has four times the variance).

@@ -135,6 +135,16 @@ def test_a_guide_whose_sites_depend_on_each_other_is_refused(data):
         dvi.predict(model, guide, data, method=dvi.Moments())
 
 
+def test_a_model_that_asks_for_the_type_of_its_values_is_found_out(data):
+    def squeezed(f, x, y):
+        f = f.unsqueeze(-1)
+        observed(dist.Normal(f.squeeze(-1) if torch.is_tensor(f) else f, 1.0), y)
+
+    model = model_of(squeezed)
+    with pytest.raises((ModelError, DataError), match=r"is_tensor|12, 1"):
+        MomentPropagationELBO().loss(model, dvi.MeanFieldGuide(model), *data)
+
+
 def test_no_observed_site(data):
     model = model_of(lambda f, x, y: None)
     with pytest.raises(ModelError, match="no observed site"):
