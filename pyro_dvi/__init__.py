@@ -19,6 +19,7 @@ from pyro_dvi.bayesian import (
     to_bayesian_,
     to_deterministic,
 )
+from pyro_dvi.diagnostics import compare_with_sampling
 from pyro_dvi.elbos import MomentPropagationELBO, TaylorELBO, VarianceWeighted
 from pyro_dvi.guides import MeanFieldGuide, MultiplicativeNoiseGuide, PerSite, PerWeight, SGDStepSize
 from pyro_dvi.optim import learning_rates, parameter_groups
@@ -70,6 +71,7 @@ __all__ = [
     "Moments",
     "Samples",
     "Prediction",
+    "compare_with_sampling",
     "to_arviz",
     "plots",
 ]

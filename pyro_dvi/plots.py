@@ -18,7 +18,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from pyro_dvi import metrics
 from pyro_dvi.errors import ArgumentError, DataError
 
-__all__ = ["reliability_diagram", "training_history"]
+__all__ = ["moment_comparison", "reliability_diagram", "training_history"]
 
 BLUE, VERMILLION, GREY = "#0072B2", "#D55E00", "#666666"
 
@@ -188,6 +188,72 @@ def training_history(history: Any, *, axes: Sequence[Axes] | None = None) -> np.
     return np.asarray(drawn)
 
 
+def moment_comparison(report: Any, *, ax: Axes | None = None) -> Axes:
+    """Draw how far propagated moments are from draws of the weights, layer by layer, the first layer at the top.
+
+    Left the ratio of standard deviations, propagated over sampled, on a logarithmic axis: below one the propagation is
+    too narrow. Right the error of the means in standard deviations; what lies in the grey band is chance. Open circles
+    are the parameters of the observed site.
+
+    Args:
+        report: what :func:`~pyro_dvi.compare_with_sampling` returned.
+        ax: axes to draw into, part of a grid as ``plt.subplots`` makes it; the errors take their right part.
+
+    Returns:
+        The axes of the ratios; those of the errors are the figure's last, ``ax.figure.axes[-1]``.
+
+    Raises:
+        DataError: a report without layers.
+    """
+    rows = report.rows
+    if not rows:
+        raise DataError("the report has no layers to plot")
+    places = np.arange(len(rows))
+    is_parameter = np.array([row.layer.rpartition(".")[0] == report.site for row in rows])
+    labels = [row.layer + (f" ({row.call + 1})" if row.call else "") for row in rows]
+    labels = [
+        f"{label}  {row.kind}" if label != row.kind else label
+        for label, row in zip(labels, rows, strict=True)
+    ]
+    ax = _axes(ax, figsize=(7.0, 1.4 + 0.24 * len(rows)))
+    beside = _axes_beside(ax)
+    panels = (
+        (ax, [row.sd_ratio for row in rows], BLUE),
+        (beside, [row.mean_error for row in rows], VERMILLION),
+    )
+    for panel, values, color in panels:
+        numbers = np.asarray(values, dtype=float)
+        panel.plot(numbers, places, color=color, linewidth=1, alpha=0.5)
+        for chosen, face in ((~is_parameter, color), (is_parameter, "white")):
+            panel.plot(
+                numbers[chosen],
+                places[chosen],
+                color=color,
+                linestyle="none",
+                marker="o",
+                markersize=5,
+                markerfacecolor=face,
+            )
+        panel.grid(axis="y", color=GREY, alpha=0.15)
+    low = min([0.5, *(row.sd_ratio for row in rows if row.sd_ratio > 0)])
+    high = max([2.0, *(row.sd_ratio for row in rows if math.isfinite(row.sd_ratio))])
+    ax.set_xscale("log")
+    ax.set_xlim(low / 1.15, high * 1.15)
+    ticks = [t for t in (0.05, 0.1, 0.25, 0.5, 1, 2, 4, 10) if low / 1.15 <= t <= high * 1.15]
+    ax.set_xticks(ticks, [f"{t:g}" for t in ticks])
+    ax.minorticks_off()
+    ax.axvline(1, color=GREY, linestyle="--", linewidth=1, zorder=0)
+    ax.set(xlabel="sd, propagated / sampled", yticks=places)
+    ax.set_yticks(places, labels, fontsize="small")
+    beside.axvspan(0, report.chance, color=GREY, alpha=0.2, linewidth=0)
+    beside.set_xlim(0, 1.15 * max(2 * report.chance, *(row.mean_error for row in rows)))
+    beside.set_xlabel("error of the mean / sd")
+    beside.tick_params(labelleft=False)
+    beside.xaxis.set_major_locator(MaxNLocator(4))
+    ax.set_ylim(len(rows) - 0.5, -0.5)
+    return ax
+
+
 def _axes(ax: Axes | None, figsize: tuple[float, float]) -> Axes:
     return plt.subplots(figsize=figsize, layout="constrained")[1] if ax is None else ax
 
@@ -204,3 +270,17 @@ def _axes_below(ax: Axes) -> Axes:
     figure = ax.get_figure(root=False)
     assert figure is not None, "axes with a place in a grid belong to a figure"
     return figure.add_subplot(grid[1], sharex=ax)
+
+
+def _axes_beside(ax: Axes) -> Axes:
+    """Split the right part off ``ax``."""
+    place = ax.get_subplotspec()
+    if place is None:
+        raise ArgumentError(
+            "ax must be part of a grid, as plt.subplots makes it: the errors take its right part"
+        )
+    grid = place.subgridspec(1, 2, width_ratios=[1.3, 1], wspace=0.06)
+    ax.set_subplotspec(grid[0])
+    figure = ax.get_figure(root=False)
+    assert figure is not None, "axes with a place in a grid belong to a figure"
+    return figure.add_subplot(grid[1], sharey=ax)

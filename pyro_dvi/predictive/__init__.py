@@ -1,9 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Predictions of a trained model: at the posterior mean, or averaged over draws."""
 
+from pyro_dvi.predictive.calibration import Calibrated, calibrate
 from pyro_dvi.predictive.moments import Moments
 from pyro_dvi.predictive.predict import predict
 from pyro_dvi.predictive.prediction import Prediction
+from pyro_dvi.predictive.propagation import Independent, Propagation, ReverseDelta
 from pyro_dvi.predictive.rules import AtMean, PredictionRule, Samples
 
-__all__ = ["AtMean", "Moments", "Prediction", "PredictionRule", "Samples", "predict"]
+__all__ = [
+    "AtMean",
+    "Calibrated",
+    "Independent",
+    "Moments",
+    "Prediction",
+    "PredictionRule",
+    "Propagation",
+    "ReverseDelta",
+    "Samples",
+    "calibrate",
+    "predict",
+]
