@@ -197,3 +197,9 @@ def where(condition: Any, input: Any = None, other: Any = None) -> Moments:
     zero = loc.new_zeros(())
     first, second = (x.variance.to(loc.dtype) if isinstance(x, Moments) else zero for x in (input, other))
     return Moments(loc, torch.where(condition, first, second))
+
+
+@moment_rule(torch.Tensor.where, kind=Kind.AFFINE)
+def where_method(input: Any, condition: Any, other: Any) -> Moments:
+    """Moments of ``x.where(condition, other)``, whose arguments come in another order."""
+    return where(condition, input, other)

@@ -104,6 +104,9 @@ ELEMENTWISE = [
     Case(torch.where, (C > 0, X, 0.0)),
     Case(torch.where, (C > 0, NUMBER, X)),
     Case(torch.where, (C > 0, ROW, C)),
+    Case(torch.Tensor.where, (X, C > 0, Y)),
+    Case(torch.Tensor.where, (X, C > 0, C)),
+    Case(torch.Tensor.where, (C, C > 0, X)),
     Case(torch.masked_fill, (X, C > 0, -1.5)),
 ]
 
