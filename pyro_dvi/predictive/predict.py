@@ -11,9 +11,10 @@ from tqdm.auto import tqdm
 
 from pyro_dvi.errors import ArgumentError
 from pyro_dvi.predictive.batches import batches, is_shuffled
+from pyro_dvi.predictive.defaults import default_rule
 from pyro_dvi.predictive.mixture import Mixture
 from pyro_dvi.predictive.prediction import Prediction
-from pyro_dvi.predictive.rules import PredictionRule, check_is_set_up, default_rule, one_draw
+from pyro_dvi.predictive.rules import PredictionRule, check_is_set_up, one_draw
 from pyro_dvi.predictive.run import check_observation, evaluation_mode, respond, seeded
 
 __all__ = ["device_of", "predict", "rule_of"]
@@ -50,9 +51,10 @@ def predict(
         data: inputs ``[N, ...]``; a tuple of the model's arguments, ``(x,)`` or ``(x, y)``, or a mapping by
             their names; or a loader of any of these. An
             observation that comes along is not shown to the model; it is kept for :meth:`Prediction.metrics`.
-        method: rule of prediction; by default ``AtMean()``, unless the guide names another in an attribute
-            ``prediction_rule`` (no guide of this library or of Pyro does). Predict with ``Samples(30)`` or more from
-            posteriors trained by sampling, as by ``Trace_ELBO``.
+        method: rule of prediction; by default ``Moments()`` for a ``MultiplicativeNoiseGuide`` and ``AtMean()`` for
+            any other guide, unless it names a rule in an attribute ``prediction_rule``. Predict with ``Moments()``
+            from every posterior trained by ``MomentPropagationELBO``, and with ``Samples(30)`` or more from posteriors
+            trained by sampling, as by ``Trace_ELBO``.
         site: observed site to predict, where the model has several.
         observed: the model's argument that holds the observation; by default the one whose default is None.
         batch_size: examples at a time; a loader has its own.

@@ -32,7 +32,6 @@ __all__ = [
     "Samples",
     "arguments",
     "check_is_set_up",
-    "default_rule",
     "latents",
     "one_draw",
     "posterior_mean",
@@ -134,16 +133,6 @@ class Samples(PredictionRule):
             torch.manual_seed(seed)
             check_is_set_up(guide)
             yield one_draw(guide, inputs)
-
-
-def default_rule(guide: Any) -> PredictionRule:
-    """Return :class:`AtMean`, unless the guide names another rule in an attribute ``prediction_rule``.
-
-    No guide of this library or of Pyro does: the same guide may be trained with or without sampling, so only the user
-    knows which rule suits it.
-    """
-    rule = getattr(guide, "prediction_rule", None)
-    return rule if isinstance(rule, PredictionRule) else AtMean()
 
 
 def posterior_mean(guide: Callable[..., Any], inputs: tuple[Any, ...]) -> dict[str, Tensor]:

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prediction by moments: closed forms, samples as reference, every kind of likelihood and guide."""
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer.autoguide import AutoDelta, AutoNormal
+from torch import nn
+
+import pyro_dvi as dvi
+from pyro_dvi.links import GaussHermite, LaplaceBridge, MomentMatched, Probit, SobolSoftmax
+from tests.models import GUIDES, LinearRegression
+
+
+def network(outputs: int) -> nn.Module:
+    net = nn.Sequential(nn.Linear(2, 20), nn.Tanh(), nn.Linear(20, outputs)).double()
+    return dvi.to_bayesian_(net, prior_scale=1.0)
+
+
+@pytest.fixture
+def x() -> torch.Tensor:
+    return torch.linspace(-2, 2, 24, dtype=torch.float64).reshape(12, 2)
+
+
+@pytest.mark.parametrize("case", GUIDES, ids=lambda c: c.name)
+def test_linear_regression_has_its_closed_form(case):
+    problem = LinearRegression()
+    guide = case.start(problem)
+    prediction = dvi.predict(problem.model, guide, (problem.x, problem.y), method=dvi.Moments())
+    (weight, sw), (bias, sb) = case.moments(guide)["weight"], case.moments(guide)["bias"]
+    mean = problem.x @ weight + bias
+    variance = problem.x.square() @ sw.square().expand_as(weight) + sb**2 + problem.noise**2
+    torch.testing.assert_close(prediction.mean, mean.detach(), atol=1e-10, rtol=1e-10)
+    torch.testing.assert_close(prediction.variance, variance.detach(), atol=1e-10, rtol=1e-10)
+    expected = dist.Normal(mean, variance.sqrt()).log_prob(problem.y)
+    torch.testing.assert_close(prediction.log_likelihood(), expected.detach(), atol=1e-10, rtol=1e-10)
+
+
+@pytest.mark.parametrize("noise", [MomentMatched(), GaussHermite(16)], ids=lambda n: type(n).__name__)
+def test_regression_agrees_with_many_samples(x, noise):
+    """Two tanh heads that share hidden units; 1,500 draws, fixed seed, a few per cent."""
+    model = dvi.regressor(network(2), num_data=12, noise_scale=dvi.bayesian.Heteroscedastic())
+    guide = dvi.MeanFieldGuide(model, scale=dvi.PerWeight(log_offset=-2.0))
+    guide.initialize(x, x[:, :1])
+    moments = dvi.predict(model, guide, (x, x[:, :1]), method=dvi.Moments(noise=noise))
+    sampled = dvi.predict(model, guide, (x, x[:, :1]), method=dvi.Samples(1500), seed=1)
+    torch.testing.assert_close(moments.mean, sampled.mean, atol=0.05, rtol=0)
+    torch.testing.assert_close(moments.variance, sampled.variance, atol=0, rtol=0.1)
+    torch.testing.assert_close(moments.log_likelihood(), sampled.log_likelihood(), atol=0.1, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "classes", [SobolSoftmax(), Probit(), LaplaceBridge()], ids=lambda c: type(c).__name__
+)
+def test_class_probabilities_agree_with_many_samples(x, classes):
+    model = dvi.classifier(network(3), num_data=12)
+    guide = dvi.MeanFieldGuide(model)
+    guide.initialize(x, torch.arange(12) % 3)
+    moments = dvi.predict(model, guide, x, method=dvi.Moments(classes=classes))
+    sampled = dvi.predict(model, guide, x, method=dvi.Samples(1000), seed=1)
+    torch.testing.assert_close(moments.probabilities.sum(-1), torch.ones(12, dtype=torch.float64))
+    tolerance = 0.1 if isinstance(classes, LaplaceBridge) else 0.015
+    torch.testing.assert_close(moments.probabilities, sampled.probabilities, atol=tolerance, rtol=0)
+
+
+def test_it_is_the_rule_of_multiplicative_noise(x):
+    model = dvi.regressor(network(1), num_data=12)
+    guide = dvi.MultiplicativeNoiseGuide(model)
+    guide.initialize(x, x[:, 0])
+    assert isinstance(dvi.predict(model, guide, x).method, dvi.Moments)
+    guide.prediction_rule = dvi.AtMean()
+    assert isinstance(dvi.predict(model, guide, x).method, dvi.AtMean)
+
+
+def test_a_point_mass_predicts_as_at_its_mean(x):
+    model = dvi.regressor(network(1), num_data=12, noise_scale=0.3)
+    guide = AutoDelta(model, init_loc_fn=dvi.init_to_module)
+    guide(x, x[:, 0])
+    moments, mean = (dvi.predict(model, guide, x, method=m) for m in (dvi.Moments(), dvi.AtMean()))
+    torch.testing.assert_close(moments.mean, mean.mean)
+    torch.testing.assert_close(moments.variance, mean.variance)
+
+
+@pytest.mark.parametrize("guide_class", [dvi.MeanFieldGuide, AutoNormal])
+def test_a_positive_latent_stands_at_its_median_or_is_drawn(x, guide_class):
+    model = dvi.regressor(network(1), num_data=12, noise_scale=dist.LogNormal(-1.0, 0.5))
+    guide = guide_class(model)
+    guide(x, x[:, 0])
+    first, again = (dvi.predict(model, guide, x, method=dvi.Moments(), seed=k) for k in (0, 1))
+    torch.testing.assert_close(first.variance, again.variance)
+    noise = guide.median()["noise_scale"].square()
+    assert (first.variance > noise).all()
+    drawn = dvi.predict(model, guide, x, method=dvi.Moments(num_samples=50), seed=0)
+    assert not torch.equal(drawn.variance, first.variance)
+    torch.testing.assert_close(drawn.mean, first.mean)
+
+
+@pytest.mark.parametrize(
+    "family", ["Poisson", "Bernoulli", "Laplace", "StudentT", "LogNormal", "to_event", "mask"]
+)
+def test_other_families_have_mean_variance_and_density(x, family):
+    families = {
+        "Poisson": lambda f: dist.Poisson(torch.exp(f)),
+        "Bernoulli": lambda f: dist.Bernoulli(logits=f),
+        "Laplace": lambda f: dist.Laplace(f, 0.5),
+        "StudentT": lambda f: dist.StudentT(5.0, f, 0.5),
+        "LogNormal": lambda f: dist.LogNormal(f, 0.5),
+        "to_event": lambda f: dist.Normal(f.unsqueeze(-1), 0.5).to_event(1),
+        "mask": lambda f: dist.Normal(f, 0.5).mask(torch.tensor(True)),
+    }
+
+    net = network(1)
+
+    def model(x, y=None):
+        f = net(x)[:, 0]
+        with pyro.plate("data", len(x)):
+            return pyro.sample("obs", families[family](f), obs=y)
+
+    y = families[family](x[:, 0]).sample()
+    guide = dvi.MeanFieldGuide(model)
+    guide.initialize(x, y)
+    moments = dvi.predict(model, guide, (x, y), method=dvi.Moments())
+    sampled = dvi.predict(model, guide, (x, y), method=dvi.Samples(800), seed=2)
+    torch.testing.assert_close(moments.mean, sampled.mean, atol=0.05, rtol=0.05)
+    torch.testing.assert_close(moments.log_likelihood(), sampled.log_likelihood(), atol=0.05, rtol=0.05)
+
+
+def test_batches_and_modes_do_not_matter(x):
+    net = nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(), nn.Linear(8, 1)).double()
+    model = dvi.regressor(dvi.to_bayesian_(net), num_data=12)
+    guide = dvi.MultiplicativeNoiseGuide(model)
+    guide.initialize(x, x[:, 0])
+    before = net[1].running_mean.clone()
+    whole = dvi.predict(model, guide, x)
+    parts = dvi.predict(model, guide, x, batch_size=5)
+    torch.testing.assert_close(whole.variance, parts.variance)
+    assert torch.equal(before, net[1].running_mean)
+    assert net.training
