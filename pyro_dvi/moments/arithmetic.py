@@ -18,6 +18,7 @@ from torch import Tensor
 
 from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.moments.rules import Kind, moment_rule
+from pyro_dvi.moments.through_link import through_link
 from pyro_dvi.moments.value import Link, Moments, loc_of, variance_of
 
 __all__ = [
@@ -159,8 +160,9 @@ def reciprocal(input: Moments) -> Moments:
 def pow(input: Any, exponent: Any) -> Moments:
     r"""Moments of :math:`x^p` for a certain exponent, or of :math:`b^x` for a certain base.
 
-    Status: exact for p = 1, 2, 3 and for a certain base; else an expansion around the mean, of the accuracy of
-    :func:`reciprocal` or better for -1 ≤ p ≤ 4.
+    Status: exact for p = 1, 2, 3 and for a certain base; by quadrature where x is a function of a Gaussian, as
+    ``softplus(h)`` is; else an expansion around the mean, of the accuracy of :func:`reciprocal` or better for
+    -1 ≤ p ≤ 4.
 
     Raises:
         UnsupportedError: base and exponent are uncertain, the exponent differs between elements, or the deviation is
@@ -190,7 +192,10 @@ def _cube(x: Moments) -> Moments:
 
 
 def _expanded_power(x: Moments, p: float) -> Moments:
-    """Mean to fourth and variance to fourth order in the coefficient of variation."""
+    """By quadrature over the Gaussian behind x; else to fourth order in the coefficient of variation."""
+    linked = through_link(x, lambda value: value.pow(p))
+    if linked is not None:
+        return linked
     m = x.loc
     c2 = x.variance / m.square()
     if not bool((c2 <= _LARGEST_VARIATION**2).all()) or (not p.is_integer() and bool((m <= 0).any())):

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Functions on half the line: logarithms by their tangent at the mean, roots by the expansion of powers.
 
-A Gaussian puts mass where these are not defined, so their moments do not exist. For logarithms, those of the
-tangent are passed on,
+Of what is a function of a Gaussian, as ``softplus(h)``, moments are taken by quadrature over that Gaussian. A Gaussian
+itself puts mass where these are not defined, so its moments do not exist. For logarithms, those of the tangent are
+passed on,
 
 .. math:: m = f(\mu), \qquad v = f'(\mu)^2\,\sigma^2.
 
@@ -14,6 +15,7 @@ import torch
 
 from pyro_dvi.moments.arithmetic import pow
 from pyro_dvi.moments.rules import Kind, moment_rule
+from pyro_dvi.moments.through_link import through_link
 from pyro_dvi.moments.value import Moments
 
 __all__ = ["log", "log1p", "rsqrt", "sqrt"]
@@ -29,13 +31,21 @@ def log(input: Moments) -> Moments:
         >>> log(Moments(torch.full((1,), 2.0), torch.full((1,), 0.04))).variance
         tensor([0.0100])
     """
-    return Moments(torch.log(input.loc), input.variance / input.loc.square())
+    linked = through_link(input, torch.log)
+    return (
+        linked if linked is not None else Moments(torch.log(input.loc), input.variance / input.loc.square())
+    )
 
 
 @moment_rule(torch.log1p, torch.special.log1p, kind=Kind.ELEMENTWISE)
 def log1p(input: Moments) -> Moments:
     """Moments of the tangent of log(1 + x). Status: approximate, as :func:`log`."""
-    return Moments(torch.log1p(input.loc), input.variance / (1 + input.loc).square())
+    linked = through_link(input, torch.log1p)
+    return (
+        linked
+        if linked is not None
+        else Moments(torch.log1p(input.loc), input.variance / (1 + input.loc).square())
+    )
 
 
 @moment_rule(torch.sqrt, kind=Kind.ELEMENTWISE)
