@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pyro_dvi.moments.activations.normal import GELU
 from pyro_dvi.moments.activations.partials import through
 from pyro_dvi.moments.activations.smooth import Rescaled, Smooth
 from pyro_dvi.moments.rules import Kind, moment_rule
@@ -16,8 +17,6 @@ from pyro_dvi.moments.value import Moments
 
 __all__ = ["gelu", "logsigmoid", "mish", "silu", "softplus"]
 
-_ROOT_HALF = math.sqrt(0.5)
-_DENSITY = 1 / math.sqrt(2 * math.pi)
 _CUBIC = 0.044715  # of GELU's approximation by tanh
 _RATE = 2 * math.sqrt(2 / math.pi)
 
@@ -30,12 +29,6 @@ def _silu(x: Tensor) -> tuple[Tensor, Tensor]:
     s = torch.sigmoid(x)
     f = x * s
     return f, torch.addcmul(s + f, f, s, value=-1)
-
-
-def _gelu(x: Tensor) -> tuple[Tensor, Tensor]:
-    cdf = torch.special.erfc(x * -_ROOT_HALF).mul_(0.5)
-    density = (x * x).mul_(-0.5).exp_().mul_(_DENSITY)
-    return x * cdf, torch.addcmul(cdf, x, density)
 
 
 def _gelu_tanh(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -64,7 +57,6 @@ def _mirrored_mish(x: Tensor) -> tuple[Tensor, Tensor]:
 SOFTPLUS = Smooth(_softplus, ramp=True, smoothing=1.7, reach=(28.0, 12.0))
 SILU = Smooth(_silu, ramp=True, smoothing=1.7, reach=(28.0, 14.0), order=(28, 12))
 _FASTER: dict[str, Any] = {"crossover": 0.8, "reach": (9.0, 7.0), "spacing": (0.45, 0.65), "order": (28, 12)}
-GELU = Smooth(_gelu, ramp=True, smoothing=1.0, **_FASTER)
 GELU_TANH = Smooth(_gelu_tanh, ramp=True, smoothing=1.0, **_FASTER)
 MISH = Smooth(
     _mish,
@@ -81,7 +73,6 @@ MISH = Smooth(
 _SOFTPLUS = Rescaled(F.softplus, SOFTPLUS)
 _LOGSIGMOID = Rescaled(F.logsigmoid, SOFTPLUS, inner=-1.0, outer=-1.0)
 _SILU = Rescaled(F.silu, SILU)
-_GELU = Rescaled(lambda x: _gelu(x)[0], GELU)  # which has more digits on the left than F.gelu
 _GELU_TANH = Rescaled(partial(F.gelu, approximate="tanh"), GELU_TANH)
 _MISH = Rescaled(F.mish, MISH)
 
@@ -130,17 +121,14 @@ def silu(input: Moments) -> Moments:
 def gelu(input: Moments, *, approximate: str = "none") -> Moments:
     r"""Moments of :math:`x\,\Phi(x)`, or of its approximation by tanh.
 
-    With :math:`z = \mu/\sqrt{1+\sigma^2}`, the mean is
-    :math:`\mu\Phi(z) + \sigma^2\phi(z)/\sqrt{1+\sigma^2}`; the variance contains
-    :math:`\mathrm E[\Phi(x)^2]`, an integral in any case.
-
-    Status: as :func:`softplus`.
+    Status: exact, by closed forms and Owen's T function (:mod:`pyro_dvi.moments.activations.normal`); the approximation
+    as :func:`softplus`.
 
     Example:
         >>> gelu(Moments(torch.zeros(1), torch.ones(1))).loc
         tensor([0.2821])
     """
-    return through(_GELU_TANH if approximate == "tanh" else _GELU, input)
+    return through(_GELU_TANH if approximate == "tanh" else GELU, input)
 
 
 @moment_rule(F.mish, kind=Kind.ELEMENTWISE)

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps: sigmoid, tanh and erf."""
 
-import math
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pyro_dvi.moments.activations.normal import ERF
 from pyro_dvi.moments.activations.partials import through
 from pyro_dvi.moments.activations.smooth import Rescaled, Smooth
 from pyro_dvi.moments.rules import Kind, moment_rule
@@ -20,17 +19,11 @@ def _sigmoid(x: Tensor) -> tuple[Tensor, Tensor]:
     return s, s - s * s
 
 
-def _normal(x: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.special.erfc(x * -math.sqrt(0.5)) * 0.5, torch.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
-
-
 SIGMOID = Smooth(_sigmoid, ramp=False, smoothing=1.7)
-NORMAL = Smooth(_normal, ramp=False, smoothing=1.0, crossover=0.75, reach=(8.5, 6.5), spacing=(0.5, 0.65))
 
 
 _SIGMOID = Rescaled(torch.sigmoid, SIGMOID)
 _TANH = Rescaled(torch.tanh, SIGMOID, inner=2.0, outer=2.0)
-_ERF = Rescaled(torch.erf, NORMAL, inner=math.sqrt(2), outer=2.0)
 
 
 @moment_rule(F.sigmoid, torch.sigmoid, torch.special.expit, kind=Kind.ELEMENTWISE)
@@ -63,6 +56,6 @@ def tanh(input: Moments) -> Moments:
 def erf(input: Moments) -> Moments:
     """Moments of the error function.
 
-    Status: as :func:`sigmoid`.
+    Status: exact, by closed forms and Owen's T function (:mod:`pyro_dvi.moments.activations.normal`).
     """
-    return through(_ERF, input)
+    return through(ERF, input)
