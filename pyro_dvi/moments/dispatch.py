@@ -133,8 +133,10 @@ class _Call:
         others = (*self.before, *self.after, *self.kwargs.values())
         return not any(isinstance(a, Tensor) and a.dim() > 0 for a in others)
 
-    def __call__(self, value: Tensor) -> Tensor:
+    def __call__(self, value: Any) -> Any:
         value = value.clone() if self.in_place else value
+        if isinstance(value, Moments):  # a method of Tensor takes tensors only
+            return dispatch(self.func, (*self.before, value, *self.after), dict(self.kwargs))
         return self.func(*self.before, value, *self.after, **self.kwargs)
 
 

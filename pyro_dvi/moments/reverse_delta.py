@@ -100,12 +100,10 @@ class ReverseDeltaRecorder:
         found: list[tuple[int, str]],
     ) -> None:
         problem = None
-        if spread_rule_for(func) is None or len(outputs) != 1:
-            problem = "in a way that has no rule"
-        elif len({key for key, _ in found}) < len(found) or any(
-            key in self._weights.used for key, _ in found
-        ):
+        if len({key for key, _ in found}) < len(found) or any(key in self._weights.used for key, _ in found):
             problem = "a second time"
+        elif spread_rule_for(func) is None or len(outputs) != 1:
+            problem = "in a way that has no rule"
         self._weights.used.update(key for key, _ in found)
         names = [name for _, name in found]
         for part in outputs:

@@ -140,4 +140,6 @@ def name_of(func: Callable) -> str:
     if getattr(torch.Tensor, name, None) is func and not hasattr(torch, name):
         return f"torch.Tensor.{name}"
     module = getattr(func, "__module__", None) or "torch"
+    if getattr(torch.nn.functional, name, None) is func and not hasattr(torch, name):
+        return f"torch.nn.functional.{name}"
     return f"torch.{name}" if module in ("torch._C", "torch._tensor", "builtins") else f"{module}.{name}"

@@ -349,9 +349,10 @@ def _scaled(weight: Weight, x: Any, variance: Tensor | None, dims: int, examples
 
     def spread(delta: Tensor) -> Tensor:
         gradient = (delta * x).sum(shared, keepdim=True) if shared else delta * x
-        total = (gradient.square() * spreads).movedim(examples, 0).flatten(1).sum(1)
+        total = (gradient.square() * spreads).movedim(examples, 0).reshape(delta.shape[examples], -1).sum(1)
         if variance is not None:
-            total = total + (delta.square() * variance * spreads).movedim(examples, 0).flatten(1).sum(1)
+            noise = (delta.square() * variance * spreads).movedim(examples, 0)
+            total = total + noise.reshape(len(noise), -1).sum(1)
         return total
 
     return spread

@@ -86,24 +86,39 @@ class ReverseDelta(Propagation):
         part = uncertain_part(response.distribution)
         if part is None:
             return response
-        # Dimensions that to_event took from the right of the batch shape.
-        axis = response.axis - (len(part.batch_shape) - len(response.distribution.batch_shape))
+        axis = response.axis - _event_dims(response.distribution)
+        num_rows = response.distribution.batch_shape[response.axis]
         parameters = {
-            name: _pulled_back(recorder, part, name, value, axis) if isinstance(value, Moments) else value
+            name: _pulled_back(recorder, part, name, value, axis, num_rows)
+            if isinstance(value, Moments)
+            else value
             for name, value in part.parameters.items()
         }
         new = UncertainDistribution(part.family, parameters, part.estimator)
         return replace(response, distribution=with_uncertain_part(response.distribution, new))
 
 
+def _event_dims(fn: Any) -> int:
+    """Dimensions that ``to_event`` took from the right of a batch shape."""
+    taken = 0
+    while not isinstance(fn, UncertainDistribution):
+        taken += getattr(fn, "reinterpreted_batch_ndims", 0)
+        fn = fn.base_dist
+    return taken
+
+
 def _pulled_back(
-    recorder: ReverseDeltaRecorder, part: UncertainDistribution, name: str, value: Moments, axis: int
+    recorder: ReverseDeltaRecorder,
+    part: UncertainDistribution,
+    name: str,
+    value: Moments,
+    axis: int,
+    num_rows: int,
 ) -> Moments:
     """Moments of a parameter from those of the Gaussian behind it."""
     gaussian = value if value.link is None else value.link.inner
     constraint: Any = getattr(part.family, "arg_constraints", {}).get(name)
     axis -= getattr(constraint, "event_dim", 0)
-    num_rows = part.batch_shape[axis + getattr(constraint, "event_dim", 0)]
     if gaussian.dim() < -axis or gaussian.shape[axis] != num_rows:
         if not recorder.reaches(gaussian):  # one number for all examples, as an uncertain noise scale
             return value.detach()

@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ways of propagation in prediction: widths against closed forms and draws of the weights."""
+
+import copy
+import math
+import pickle
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer.autoguide import AutoDiagonalNormal, AutoMultivariateNormal, AutoNormal
+from torch import nn
+
+from pyro_dvi import (
+    MeanFieldGuide,
+    MultiplicativeNoiseGuide,
+    Samples,
+    classifier,
+    predict,
+    regressor,
+    to_bayesian_,
+)
+from pyro_dvi.errors import ArgumentError, GuideError, ModelError, UnsupportedError
+from pyro_dvi.predictive import Calibrated, Independent, Moments, ReverseDelta, calibrate
+
+
+@pytest.fixture(autouse=True)
+def _float64():
+    torch.set_default_dtype(torch.float64)
+
+
+def set_up(model, make_guide, x, y, scale=0.1):
+    guide = make_guide(model)
+    guide(x, y)
+    for name, p in guide.named_parameters():
+        if "scale" in name:
+            p.data.fill_(math.log(scale) if isinstance(guide, MeanFieldGuide) else scale)
+    return guide
+
+
+class Skip(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x):
+        h = self.linear(x)
+        return torch.relu(h) + h
+
+
+def skip_net():
+    return nn.Sequential(nn.Linear(3, 8), Skip(8), Skip(8), nn.Linear(8, 1))
+
+
+def linear_model(x, y=None):
+    weight = pyro.sample("weight", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+    bias = pyro.sample("bias", dist.Normal(torch.zeros(()), 1.0))
+    noise = pyro.sample("noise", dist.LogNormal(torch.zeros(()), 0.1))
+    h = x @ weight
+    with pyro.plate("data", 100, subsample_size=len(x)):
+        return pyro.sample("y", dist.Normal(0.3 * h + 0.7 * h + bias, noise), obs=y)
+
+
+@pytest.mark.parametrize("make_guide", [AutoNormal, AutoDiagonalNormal, MeanFieldGuide])
+def test_a_linear_model_is_exact(make_guide):
+    x, y = torch.randn(6, 3), torch.randn(6)
+    guide = make_guide(linear_model)
+    guide(x, y)
+    with torch.no_grad():
+        draws = {name: guide(x, y)[name] for name in ("weight", "bias")}
+    assert set(draws) == {"weight", "bias"}
+    noise = guide.median(x, y)["noise"]
+    quantiles = guide.quantiles([0.15865525393145707, 0.8413447460685429], x, y)  # mean -+ one deviation
+    scale = {name: (quantiles[name][1] - quantiles[name][0]) / 2 for name in ("weight", "bias")}
+    exact = x.square() @ scale["weight"].square() + scale["bias"].square() + noise.square()
+    prediction = predict(linear_model, guide, x, Moments(propagation=ReverseDelta()))
+    torch.testing.assert_close(prediction.variance, exact.detach(), atol=1e-6, rtol=1e-6)
+    independent = predict(linear_model, guide, x, Moments())
+    ratio = (independent.variance - noise.square()) / (exact - noise.square())
+    assert (ratio < 0.8).any()  # 0.3 h and 0.7 h count as two
+
+
+def test_skip_connections_come_out_as_wide_as_draws_and_slopes_may_be_calibrated():
+    torch.manual_seed(0)
+    x, y = torch.randn(20, 3), torch.randn(20, 1)
+    model = regressor(to_bayesian_(skip_net()), num_data=20)
+    guide = set_up(model, MeanFieldGuide, x, y)
+    truth = predict(model, guide, x, Samples(2000), seed=1).variance
+    noise = predict(model, guide, x, Moments(propagation=ReverseDelta())).variance
+    independent = predict(model, guide, x, Moments()).variance
+    both = predict(
+        model, guide, x, Moments(propagation=ReverseDelta(calibrate(model, guide, x, seed=0)))
+    ).variance
+    ratios = [((v - 1) / (truth - 1)).mean().item() for v in (independent, noise, both)]
+    # Shared draws: the average ratio has the error of one variance at most, sqrt(2 / 2000) = 3 %.
+    assert abs(ratios[1] - 1) < 0.1 and abs(ratios[2] - 1) < 0.1
+    assert ratios[0] < 0.8
+
+
+def test_links_survive_heteroscedastic_noise():
+    """Mean and log-variance come from one layer; the pulled-back variance of an affine output is the forward one."""
+    net = nn.Linear(3, 2)
+
+    class Model(pyro.nn.PyroModule):
+        def __init__(self):
+            super().__init__()
+            self.net = to_bayesian_(net)
+
+        def forward(self, x, y=None):
+            h = self.net(x)
+            with pyro.plate("data", 10, subsample_size=len(x)):
+                return pyro.sample("y", dist.Normal(h[..., 0], (0.5 * h[..., 1]).exp()), obs=y)
+
+    x, model = torch.randn(5, 3), Model()
+    guide = set_up(model, MeanFieldGuide, x, torch.randn(5))
+    plain, pulled = (
+        predict(model, guide, x, Moments(propagation=p)) for p in (Independent(), ReverseDelta())
+    )
+    torch.testing.assert_close(pulled.variance, plain.variance)
+    torch.testing.assert_close(pulled.mean, plain.mean)
+
+
+@pytest.mark.parametrize("make_guide", [AutoNormal, MeanFieldGuide, MultiplicativeNoiseGuide])
+def test_one_layer_of_logits_is_what_it_was(make_guide):
+    x, y = torch.randn(7, 3), torch.randint(4, (7,))
+    model = classifier(to_bayesian_(nn.Linear(3, 4)), num_data=7)
+    guide = make_guide(model)
+    guide(x, y)
+    plain, pulled = (
+        predict(model, guide, x, Moments(propagation=p), seed=0) for p in (Independent(), ReverseDelta())
+    )
+    torch.testing.assert_close(pulled.probabilities, plain.probabilities)
+
+
+def test_batches_and_gradient_modes_do_not_matter():
+    x, y = torch.randn(9, 3), torch.randn(9, 1)
+    model = regressor(to_bayesian_(skip_net()), num_data=9)
+    guide = set_up(model, MeanFieldGuide, x, y)
+    rule = Moments(propagation=ReverseDelta())
+    whole = predict(model, guide, x, rule)
+    parts = predict(model, guide, x, rule, batch_size=1)
+    torch.testing.assert_close(whole.variance, parts.variance)
+    assert not whole.variance.requires_grad
+    assert all(p.grad is None for p in guide.parameters())
+
+
+# Calibration ------------------------------------------------------------------------------------------------------
+
+
+def test_factors_of_a_linear_model_are_one_within_monte_carlo_error():
+    torch.manual_seed(1)
+    x, y = torch.randn(50, 10), torch.randint(3, (50,))
+    model = classifier(to_bayesian_(nn.Linear(10, 3)), num_data=50)
+    guide = set_up(model, MeanFieldGuide, x, y)
+    calibrated = calibrate(model, guide, x, 1000, seed=0)
+    assert calibrated.uses == (("net.weight, net.bias", "torch.nn.functional.linear"),)
+    # An average of 33 chi-squares of 1,000 draws; 5 standard errors of the independent ones.
+    assert abs(calibrated.factors[0] - 1) < 5 * math.sqrt(2 / 1000 / 33)
+
+
+def test_factors_widen_what_is_too_narrow_and_can_be_kept():
+    torch.manual_seed(0)
+    x, y = torch.randn(30, 3), torch.randn(30, 1)
+    model = regressor(to_bayesian_(skip_net()), num_data=30)
+    guide = set_up(model, MeanFieldGuide, x, y)
+    calibrated = calibrate(model, guide, x, 500, seed=0)
+    assert len(calibrated.factors) == 4
+    assert abs(calibrated.factors[0] - 1) < 0.1 < calibrated.factors[-1] - 1
+    assert calibrated == calibrate(model, guide, x, 500, seed=0)
+    again = pickle.loads(pickle.dumps(calibrated))
+    assert again == calibrated
+    truth = predict(model, guide, x, Samples(1000), seed=1).variance - 1  # of the noise
+    variance = predict(model, guide, x, Moments(propagation=again)).variance - 1
+    assert abs(variance.mean() / truth.mean() - 1) < 0.15
+    assert (predict(model, guide, x, Moments()).variance - 1).mean() / truth.mean() < 0.7
+
+
+def test_calibration_leaves_model_and_random_state_alone():
+    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 1))
+    x, y = torch.randn(8, 3), torch.randn(8, 1)
+    model = regressor(to_bayesian_(net), num_data=8)
+    guide = set_up(model, MeanFieldGuide, x, y)
+    buffers = copy.deepcopy(dict(model.named_buffers()))
+    state = torch.get_rng_state()
+    calibrate(model, guide, x, 3, seed=0)
+    assert torch.equal(state, torch.get_rng_state())
+    assert model.training
+    for name, buffer in model.named_buffers():
+        torch.testing.assert_close(buffer, buffers[name])
+
+
+# Mistakes -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_dependent_guide_is_refused():
+    x, y = torch.randn(6, 3), torch.randn(6)
+    guide = AutoMultivariateNormal(linear_model)
+    guide(x, y)
+    with pytest.raises(GuideError, match="not a factorised Gaussian"):
+        calibrate(linear_model, guide, x)
+
+
+def test_factors_of_another_model_are_refused():
+    x, y = torch.randn(5, 3), torch.randn(5, 1)
+    model = regressor(to_bayesian_(skip_net()), num_data=5)
+    guide = set_up(model, MeanFieldGuide, x, y)
+    for uses, message in (
+        (
+            (("net.9.weight", "torch.nn.functional.linear"),),
+            "uses 'net.0.weight, net.0.bias' in .* 'net.9.weight'",
+        ),
+        ((), "where it used nothing more"),
+        (calibrate(model, guide, x, 2).uses * 2, "uses nothing more where it used 'net.0.weight"),
+    ):
+        with pytest.raises(ModelError, match=message):
+            predict(model, guide, x, Moments(propagation=Calibrated((1.0,) * len(uses), uses)))
+
+
+def test_tied_weights_are_refused_by_name():
+    def model(x, y=None):
+        w = pyro.sample("w", dist.Normal(torch.zeros(3, 3), 1.0).to_event(2))
+        with pyro.plate("data", 10, subsample_size=len(x)):
+            return pyro.sample("y", dist.Normal(torch.relu(x @ w) @ w, 1.0).to_event(1), obs=y)
+
+    x = torch.randn(4, 3)
+    guide = AutoNormal(model)
+    guide(x, x)
+    with pytest.raises(
+        UnsupportedError, match=r"torch.matmul uses the weight 'w' a second time.*Independent\(\)"
+    ):
+        predict(model, guide, x, Moments(propagation=ReverseDelta()))
+
+
+def test_outputs_without_a_row_for_each_example_are_refused():
+    def model(x, y=None):
+        w = pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+        with pyro.plate("data", 10, subsample_size=len(x)):
+            return pyro.sample("y", dist.Normal((x @ w).mean(), 1.0), obs=y)
+
+    x, y = torch.randn(4, 3), torch.randn(4)
+    guide = AutoNormal(model)
+    guide(x, y)
+    with pytest.raises(UnsupportedError, match="parameter 'loc' of Normal has the shape"):
+        predict(model, guide, x, Moments(propagation=ReverseDelta()))
+
+
+@pytest.mark.parametrize("propagation", ["reverse", ReverseDelta])
+def test_propagation_is_an_object(propagation):
+    with pytest.raises(ArgumentError, match=r"propagation must be Independent\(\)"):
+        Moments(propagation=propagation)
+
+
+def test_slopes_come_from_a_run_forward():
+    with pytest.raises(ArgumentError, match="slopes must be"):
+        ReverseDelta(ReverseDelta())
+
+
+@pytest.mark.parametrize("count", [1, 0, 2.0, True])
+def test_a_variance_needs_two_draws(count):
+    with pytest.raises(ArgumentError, match="at least 2"):
+        calibrate(linear_model, None, None, count)
