@@ -11,7 +11,8 @@ The slopes are those of the *moments*: variances are held, and the mean of a lay
 layer before it. For a rectifier that slope is :math:`\Phi(\mu/\sigma)`, the smoothed step. The dots are the noise of
 weights times that of inputs, see :mod:`pyro_dvi.moments.weight_spread`.
 
-Status: exact for linear models; to first order in the noise, but with slopes averaged over it, for all others.
+Status: exact for linear models; to first order in the noise, but with slopes averaged over it, for all others. Only the
+noise of weights counts: inputs that are moments themselves are taken as certain, but for where they meet a weight.
 
 Cost: one backward pass for each output and, for shared weights, a gradient for each example.
 """

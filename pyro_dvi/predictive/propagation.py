@@ -57,7 +57,7 @@ class ReverseDelta(Propagation):
     before the square, so skip connections and convolutions keep their covariances.
 
     Status: exact for linear models, a first-order approximation with smoothed slopes otherwise. Means are those of
-    :class:`Independent`.
+    :class:`Independent`. Inputs count as certain: only the noise of weights is pulled back.
 
     Args:
         slopes: the run whose slopes are taken; one of :class:`~pyro_dvi.predictive.calibration.Calibrated` smooths
