@@ -105,7 +105,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int, float, int
     "LeNet (softplus), half the noise": (lenet, (1, 28, 28), 5, 0.05, 50, 1.0),
     "ResNet, 7 convolutions": (small_resnet, (1, 8, 8), 10, 0.1, 50, 1.0),
     "ResNet, 7 convolutions, half the noise": (small_resnet, (1, 8, 8), 10, 0.05, 50, 1.0),
-    "torchvision ResNet-18 (CIFAR stem)": (resnet18_cifar, (3, 32, 32), 0, 0.05, 4, 0.0625),
+    "torchvision ResNet-18 (CIFAR stem)": (resnet18_cifar, (3, 32, 32), 0, 0.05, 4, 0.03125),
     "torchvision ViT, 4 layers": (small_vit, (3, 32, 32), 3, 0.05, 20, 0.25),
 }
 
