@@ -24,7 +24,7 @@ from pyro_dvi.handlers.latents import Latent
 from pyro_dvi.handlers.means import strip_event_dims
 from pyro_dvi.multiplicative_normal import MultiplicativeNormal, divergence_from_normal
 
-__all__ = ["kl_to_prior", "prior_precision"]
+__all__ = ["kl_to_prior", "normal_prior", "prior_precision"]
 
 _NODES = 32
 
@@ -46,7 +46,7 @@ def kl_to_prior(latent: Latent) -> Tensor:
     """
     if latent.loc is None or latent.scale is None:
         return _scaled(latent, latent.log_density - _log_prior(latent, latent.value))
-    normal = _normal_prior(latent)
+    normal = normal_prior(latent)
     if normal is not None:
         if latent.mask is None and not torch.is_tensor(latent.plate_scale):
             if not (normal.loc.requires_grad or normal.scale.requires_grad):
@@ -65,7 +65,7 @@ def kl_to_prior(latent: Latent) -> Tensor:
 
 def prior_precision(latent: Latent) -> Tensor | None:
     """1 / s² of a Normal prior in the posterior's unconstrained space; None for other priors."""
-    normal = _normal_prior(latent)
+    normal = normal_prior(latent)
     return None if normal is None else _scalar(normal.scale).pow(-2)
 
 
@@ -98,7 +98,8 @@ def _log_prior(latent: Latent, value: Tensor) -> Tensor:
         ) from error
 
 
-def _normal_prior(latent: Latent) -> td.Normal | None:
+def normal_prior(latent: Latent) -> td.Normal | None:
+    """Return the prior in the posterior's unconstrained space if it is a Normal there; None for other priors."""
     prior = strip_event_dims(latent.prior)
     if isinstance(prior, td.Normal):
         return prior if latent.transform is None else None

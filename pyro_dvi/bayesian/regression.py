@@ -37,7 +37,7 @@ class Regressor(LikelihoodModule):
         if one_column:  # [batch, 1] and [batch] mean the same
             mean = mean.squeeze(-1)
             # a tensor, or moments of one, where it has a column
-            scale = scale.squeeze(-1) if getattr(scale, "ndim", 0) == 2 else scale
+            scale = scale if isinstance(scale, float) or scale.ndim != 2 else scale.squeeze(-1)
             y = y.squeeze(-1) if isinstance(y, Tensor) and y.dim() == 2 and y.shape[-1] == 1 else y
         if y is not None and is_validation_enabled():
             y = check_target(y, mean.shape, outputs.shape, "targets")

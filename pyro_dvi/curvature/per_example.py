@@ -22,7 +22,14 @@ from torch.overrides import TorchFunctionMode
 from pyro_dvi.curvature.likelihood import Linearisation
 from pyro_dvi.registry import registering
 
-__all__ = ["PerExampleRecorder", "per_example_rule", "summed_squared_gradients"]
+__all__ = [
+    "PerExampleRecorder",
+    "is_question",
+    "nested_arguments",
+    "per_example_rule",
+    "per_example_rule_of",
+    "summed_squared_gradients",
+]
 
 _RULES: dict[Callable, Callable] = {}
 # Questions about a tensor, which do not use its values (unless they return a tensor, as ``w.T`` does).
@@ -58,9 +65,9 @@ class PerExampleRecorder(TorchFunctionMode):
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
         found = [(p, self._index[id(a)]) for p, a in enumerate(args) if id(a) in self._index]
-        found += [(-1, self._index[id(a)]) for a in _nested(args, kwargs) if id(a) in self._index]
+        found += [(-1, self._index[id(a)]) for a in nested_arguments(args, kwargs) if id(a) in self._index]
         is_tensor = isinstance(output, Tensor)
-        if not found or (getattr(func, "__name__", "") in _HARMLESS and not is_tensor):
+        if not found or is_question(func, output):
             return output
         if is_tensor and not output.requires_grad:  # inside no_grad: a constant of the model
             return output
@@ -73,8 +80,18 @@ class PerExampleRecorder(TorchFunctionMode):
         return output
 
 
-def _nested(args: tuple, kwargs: dict) -> list[Any]:
-    """Arguments by keyword and inside lists, as of ``torch.cat``."""
+def per_example_rule_of(function: Callable) -> Callable | None:
+    """Return the per-example gradient of a torch function, or None."""
+    return _RULES.get(function)
+
+
+def is_question(function: Callable, output: Any) -> bool:
+    """Whether a call only asks for the shape or type of a tensor."""
+    return getattr(function, "__name__", "") in _HARMLESS and not isinstance(output, Tensor)
+
+
+def nested_arguments(args: tuple, kwargs: dict) -> list[Any]:
+    """Return arguments by keyword and inside lists, as of ``torch.cat``."""
     lists = [a for a in (*args, *kwargs.values()) if isinstance(a, (list, tuple))]
     return [*kwargs.values(), *(a for part in lists for a in part)]
 

@@ -136,6 +136,6 @@ def _check_shape(site: ObservedSite, expected: torch.Size | None) -> None:
     if expected is not None and shape != expected:
         raise ModelError(
             f"observed site {site.name!r} has the shape {tuple(expected)} when latents are tensors, and {tuple(shape)} "
-            "when they are moments. Does the model ask isinstance(x, torch.Tensor) or torch.is_tensor(x)? Moments are no "
-            'instances of it; ask hasattr(x, "shape") instead.'
+            "when they are moments. Does the model ask isinstance(x, torch.Tensor) or torch.is_tensor(x)? Moments are "
+            'no instances of it; ask hasattr(x, "shape") instead.'
         )

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Optimizers: step sizes for posterior scales."""
+"""Optimizers: step sizes for posterior scales, and updates along the natural gradient."""
 
+from pyro_dvi.optim.ivon import IVONOptimizer
 from pyro_dvi.optim.learning_rates import (
     SCALE_PATTERN,
     LearningRates,
@@ -8,5 +9,24 @@ from pyro_dvi.optim.learning_rates import (
     parameter_groups,
     parameter_names,
 )
+from pyro_dvi.optim.natural_gradient import NaturalGradientOptimizer
+from pyro_dvi.optim.pyro_optimizers import IVON, OGN, VOGN, NaturalGradientOptim
+from pyro_dvi.optim.vogn import AsPrinted, Consistent, OGNOptimizer, VOGNOptimizer
 
-__all__ = ["SCALE_PATTERN", "LearningRates", "learning_rates", "parameter_groups", "parameter_names"]
+__all__ = [
+    "IVON",
+    "OGN",
+    "SCALE_PATTERN",
+    "VOGN",
+    "AsPrinted",
+    "Consistent",
+    "IVONOptimizer",
+    "LearningRates",
+    "NaturalGradientOptim",
+    "NaturalGradientOptimizer",
+    "OGNOptimizer",
+    "VOGNOptimizer",
+    "learning_rates",
+    "parameter_groups",
+    "parameter_names",
+]

@@ -217,8 +217,8 @@ def gauss_hermite(count: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def gauss_legendre(count: int, limit: float) -> tuple[torch.Tensor, torch.Tensor]:
-    z, weights = np.polynomial.legendre.leggauss(count)
-    z, weights = torch.tensor(limit * z), torch.tensor(limit * weights)
+    nodes, areas = np.polynomial.legendre.leggauss(count)
+    z, weights = torch.tensor(limit * nodes), torch.tensor(limit * areas)
     return z, weights * torch.exp(-0.5 * z**2) / math.sqrt(2 * math.pi)
 
 

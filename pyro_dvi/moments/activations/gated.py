@@ -3,7 +3,6 @@
 
 import math
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -54,19 +53,37 @@ def _mirrored_mish(x: Tensor) -> tuple[Tensor, Tensor]:
     return x * rest, torch.addcmul(rest, x, 4 * e * (e + 1) * inverse * inverse)
 
 
-SOFTPLUS = Smooth(_softplus, ramp=True, smoothing=1.7, reach=(28.0, 12.0))
-SILU = Smooth(_silu, ramp=True, smoothing=1.7, reach=(28.0, 14.0), order=(28, 12))
-_FASTER: dict[str, Any] = {"crossover": 0.8, "reach": (9.0, 7.0), "spacing": (0.45, 0.65), "order": (28, 12)}
-GELU_TANH = Smooth(_gelu_tanh, ramp=True, smoothing=1.0, **_FASTER)
+SOFTPLUS = Smooth(
+    _softplus,
+    ramp=True,
+    smoothing=1.7,
+    levels=(((0.3, 12), (1.0, 24)), ((0.6, 6), (1.2, 10))),
+    reach=(28.0, 12.0),
+)
+SILU = Smooth(
+    _silu,
+    ramp=True,
+    smoothing=1.7,
+    reach=(28.0, 14.0),
+    levels=(((0.3, 14), (1.0, 28)), ((0.5, 8), (1.2, 16))),
+    spacing=(0.55, 0.95),
+)
+GELU_TANH = Smooth(
+    _gelu_tanh,
+    ramp=True,
+    smoothing=1.0,
+    levels=(((0.25, 14), (0.8, 28)), ((0.4, 8), (0.9, 16))),
+    reach=(9.0, 7.0),
+    spacing=(0.45, 0.7),
+)
 MISH = Smooth(
     _mish,
     ramp=True,
     smoothing=1.2,
     mirror=_mirrored_mish,
-    crossover=0.9,
+    levels=(((0.25, 14), (0.9, 32)), ((0.45, 8), (1.0, 16))),
     reach=(28.0, 14.0),
-    spacing=(0.5, 0.75),
-    order=(32, 14),
+    spacing=(0.5, 0.8),
 )
 
 

@@ -33,14 +33,14 @@ Source: for the lattice, Trefethen & Weideman (2014), "The exponentially converg
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from pyro_dvi.moments.activations.blocks import in_blocks
 from pyro_dvi.moments.activations.partials import Partials, Result
 
 __all__ = ["Rescaled", "Smooth"]
@@ -48,8 +48,9 @@ __all__ = ["Rescaled", "Smooth"]
 _ROOT_HALF = math.sqrt(0.5)
 _DENSITY = 1 / math.sqrt(2 * math.pi)
 _SERIES = (1e-6, 1e-3)  # variances in float64 and float32
-_BLOCK = {"cpu": 1 << 13}  # elements at a time: what a block writes stays in the cache
-_BLOCK_ELSEWHERE = 1 << 21
+Form = Callable[[Tensor], tuple[Tensor, Tensor]]
+Levels = tuple[tuple[float, int], ...]
+_LEVELS: tuple[Levels, Levels] = (((0.3, 12), (1.0, 24)), ((0.5, 6), (1.2, 12)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,119 +61,155 @@ class Smooth:
         value_and_slope: f and its derivative.
         ramp: whether f follows x to the right; else it tends to 1.
         smoothing: s, the width of the smoothed end.
-        mirror: the same for g with :math:`f(x) = x + g(-x)` (ramp) or :math:`f(x) = 1 - g(-x)` (step); None if it is f.
-        crossover: the deviation at which the lattice takes over.
-        reach: half the length of the lattice in float64 and float32.
+        levels: up to which deviation how many nodes of Gauss-Hermite do, in float64 and float32. Beyond the last the
+            lattice takes over.
+        reach: half the length of the lattice, likewise.
         spacing: of the lattice, likewise.
-        order: of Gauss-Hermite, likewise.
+        mirror: the same for g with :math:`f(x) = x + g(-x)` (ramp) or :math:`f(x) = 1 - g(-x)` (step); None if it is f.
     """
 
-    value_and_slope: Callable[[Tensor], tuple[Tensor, Tensor]]
+    value_and_slope: Form
     ramp: bool
     smoothing: float
-    mirror: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
-    crossover: float = 1.0
+    levels: tuple[Levels, Levels] = _LEVELS
     reach: tuple[float, float] = (26.0, 13.0)
-    spacing: tuple[float, float] = (0.55, 0.9)
-    order: tuple[int, int] = (24, 12)
+    spacing: tuple[float, float] = (0.55, 1.0)
+    mirror: Form | None = None
+    _tables: tuple["_Table", "_Table"] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_tables", (_Table.of(self, 0), _Table.of(self, 1)))
 
     def around(self, mu: Tensor, variance: Tensor, slopes: bool) -> Result:
-        """Return the difference of the mean from f(μ), and the variance, block by block."""
-        block = _BLOCK.get(mu.device.type, _BLOCK_ELSEWHERE)
-        pieces = [
-            self._block(*piece, slopes)
-            for piece in zip(mu.reshape(-1).split(block), variance.reshape(-1).split(block), strict=True)
-        ]
-        whole = pieces[0] if len(pieces) == 1 else [torch.cat(p) for p in zip(*pieces, strict=True)]
-        shift, spread, *partials = (t.reshape(mu.shape) for t in whole)
-        return Result(shift, spread, Partials(*partials) if slopes else None)
+        """Return the difference of the mean from f(μ), and the variance."""
+        return in_blocks(self._block)(mu, variance, slopes)
 
     def _block(self, mu: Tensor, variance: Tensor, slopes: bool) -> list[Tensor]:
-        right = mu > 0
+        side = torch.copysign(
+            torch.ones_like(mu), -mu
+        )  # -1 on the right. Products: torch.where is slow on CPU
         y = -mu.abs()
-        wide = variance > self.crossover**2
-        if (
-            mu.device.type == "cpu" and not torch.compiler.is_compiling()
-        ):  # where a look at the values costs nothing
-            left = self._each_on_its_side(y, variance, right, wide, slopes)
-            return self._mirrored_back(left, variance, right)
-        near = self._near(y, variance.clamp_max(self.crossover**2), right, slopes)
-        far = self._far(y, variance.clamp_min(self.crossover**2), right, slopes)
-        left = [torch.where(wide, a, b) for a, b in zip(far, near, strict=True)]
-        return self._mirrored_back(left, variance, right)
+        table = self._tables[mu.dtype is not torch.float64]
+        g = self._at_their_levels(table, y, variance, side, slopes)
+        return self._mirrored_back(g or self._everywhere(table, y, variance, side, slopes), variance, side)
 
-    def _each_on_its_side(
-        self, y: Tensor, variance: Tensor, right: Tensor, wide: Tensor, slopes: bool
+    def _everywhere(
+        self, table: "_Table", y: Tensor, variance: Tensor, side: Tensor, slopes: bool
     ) -> list[Tensor]:
-        count = int(wide.sum())
-        if count in (0, len(wide)):
-            return (self._far if count else self._near)(y, variance, right, slopes)
+        """Run both quadratures on all elements."""
+        limit, nodes = table.levels[-1]
+        near = self._near(table, nodes, y, variance.clamp_max(limit), side, slopes, True)
+        far = self._far(table, y, variance.clamp_min(limit), side, slopes)
+        return [torch.where(variance > limit, a, b) for a, b in zip(far, near, strict=True)]
+
+    def _at_their_levels(
+        self, table: "_Table", y: Tensor, variance: Tensor, side: Tensor, slopes: bool
+    ) -> list[Tensor]:
+        """Run on each element what it needs, where a look at the values costs nothing; elsewhere return nothing."""
+        if y.device.type != "cpu" or torch.compiler.is_compiling() or y.numel() == 0:
+            return []
+        low, high = (t.item() for t in variance.aminmax())
+        edges = [0.0, *(limit for limit, _ in table.levels), math.inf]
+        present = [k for k in range(len(edges) - 1) if edges[k] < high and low <= edges[k + 1]]
         whole: list[Tensor] = []
-        for mask, branch in ((wide, self._far), (~wide, self._near)):
-            index = mask.nonzero()[:, 0]
-            values = branch(y[index], variance[index], right[index], slopes)
+        for k in present:
+            index, parts = None, (y, variance, side)
+            if len(present) > 1:
+                mask = variance <= edges[k + 1] if k == present[0] else variance > edges[k]
+                if k not in (present[0], present[-1]):
+                    mask &= variance <= edges[k + 1]
+                index = mask.nonzero()[:, 0]
+                parts = (
+                    y.index_select(0, index),
+                    variance.index_select(0, index),
+                    side.index_select(0, index),
+                )
+            if k < len(table.levels):
+                values = self._near(table, table.levels[k][1], *parts, slopes, low < table.series)
+            else:
+                values = self._far(table, *parts, slopes)
+            if index is None:
+                return values
             whole = whole or [torch.empty_like(y) for _ in values]
             for total, value in zip(whole, values, strict=True):
-                total[index] = value
+                total.scatter_(0, index, value)
         return whole
 
-    def _near(self, y: Tensor, variance: Tensor, right: Tensor, slopes: bool) -> list[Tensor]:
+    def _near(
+        self,
+        table: "_Table",
+        nodes: "_Nodes",
+        y: Tensor,
+        variance: Tensor,
+        side: Tensor,
+        slopes: bool,
+        some_tiny: bool,
+    ) -> list[Tensor]:
         """Gauss-Hermite around f(y): shift of the mean, variance, E f', then slopes and E f'''."""
-        single = y.dtype is not torch.float64
-        z, w = _gauss_hermite(self.order[single], y.dtype, y.device)
         sigma = variance.sqrt()
-        centre = self._values(y, right)[0]
-        f, slope = self._values(torch.addcmul(y, sigma, z), right)
-        d = f - centre
-        wd = w * d
-        shift = wd.sum(0)
-        ws = w * slope
-        first = ws.sum(0)  # E f'
-        wsz = ws * z
-        second = wsz.sum(0)  # E[f' z] = σ E f''
-        third = (wsz * z).sum(0) - first  # σ² times the third derivative
-        spread = wd.mul_(d).sum(0).sub_(shift.square())
-        # Differences d near rounding: E d = σ² E f'' / 2, and three terms of Var f = σ² Σ E[f' He_k(z)]² / (k + 1)!.
-        tiny = variance < _SERIES[single]
-        shift = torch.where(tiny, 0.5 * sigma * second, shift)
-        series = torch.addcmul(first.square(), second, second, value=0.5).addcmul_(third, third, value=1 / 6)
-        spread = torch.where(tiny, series.mul_(variance), spread)
+        centre = self._values(y, side)[0]
+        # E d, E d², E f', E[f' z], E[f' z²], then E[d f'] and E[d f' z]
+        shift, spread, first, second, third, *cross = (torch.zeros_like(y) for _ in range(7 if slopes else 5))
+        for z, w in nodes:
+            d, slope = self._values(torch.add(y, sigma, alpha=z), side)
+            d = d - centre
+            shift.add_(d, alpha=w)
+            spread.addcmul_(d, d, value=w)
+            first.add_(slope, alpha=w)
+            second.add_(slope, alpha=w * z)
+            third.add_(slope, alpha=w * z * z)
+            if slopes:
+                d.mul_(slope)
+                cross[0].add_(d, alpha=w)
+                cross[1].add_(d, alpha=w * z)
+        third.sub_(first)  # σ² times the third derivative; E[f' z] = σ E f''
+        spread.addcmul_(shift, shift, value=-1)
+        by_mu = by_variance = third_slope = spread
+        if slopes:
+            by_mu = cross[0].addcmul_(shift, first, value=-1).mul_(2)
+            by_variance = cross[1].addcmul_(shift, second, value=-1).div_(sigma)
+            third_slope = third / variance
+        if some_tiny:
+            # Differences d near rounding: E d = σ² E f'' / 2, and three terms of
+            # Var f = σ² Σ E[f' He_k(z)]² / (k + 1)!.
+            tiny = variance < table.series
+            shift = torch.where(tiny, 0.5 * sigma * second, shift)
+            series = torch.addcmul(first.square(), second, second, value=0.5).addcmul_(
+                third, third, value=1 / 6
+            )
+            spread = torch.where(tiny, series.mul_(variance), spread)
+            if slopes:
+                by_mu = torch.where(tiny, sigma * second * (2 * first + third), by_mu)
+                series = torch.addcmul(first * (first + third), second, second)
+                by_variance = torch.where(tiny, series, by_variance)
         if not slopes:
             return [shift, spread, first]
-        cross, cross_z = ws.mul_(d).sum(0), wsz.mul_(d).sum(0)
-        by_mu = 2 * torch.addcmul(cross, shift, first, value=-1)
-        by_variance = torch.addcmul(cross_z, shift, second, value=-1) / sigma
-        return [
-            shift,
-            spread,
-            first,
-            0.5 * second / sigma,
-            torch.where(tiny, sigma * second * (2 * first + third), by_mu),
-            torch.where(tiny, torch.addcmul(first * (first + third), second, second), by_variance),
-            third / variance,
-        ]
+        return [shift, spread, first, second.div_(sigma).mul_(0.5), by_mu, by_variance, third_slope]
 
-    def _far(self, y: Tensor, variance: Tensor, right: Tensor, slopes: bool) -> list[Tensor]:
+    def _far(self, table: "_Table", y: Tensor, variance: Tensor, side: Tensor, slopes: bool) -> list[Tensor]:
         """The same by closed forms of the ends, and the lattice."""
-        rest = self._rest(y, variance, right, slopes)
+        rest = self._rest(table, y, variance, side, slopes)
         ends = _straight_ends(y, variance, self.smoothing, self.ramp)
         if slopes:
-            f, f1, f2, f3, s, s1, s2 = (a + b for a, b in zip(ends, rest, strict=True))
+            f, f1, f2, f3, s, s1, s2 = (a.add_(b) for a, b in zip(rest, ends, strict=True))
         else:
             f, f1, s = ends[0] + rest[0], ends[1] + rest[1], ends[4] + rest[2]
-        shift, spread = f - self._values(y, right)[0], torch.addcmul(s, f, f, value=-1)
+        shift, spread = f - self._values(y, side)[0], torch.addcmul(s, f, f, value=-1)
         if not slopes:
             return [shift, spread, f1]
-        return [shift, spread, f1, 0.5 * f2, s1 - 2 * f * f1, 0.5 * s2 - f * f2, f3]
+        by_mu, by_variance = s1.addcmul_(f, f1, value=-2), s2.mul_(0.5).addcmul_(f, f2, value=-1)
+        return [shift, spread, f1, f2.mul_(0.5), by_mu, by_variance, f3]
 
-    def _values(self, x: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    def _values(self, x: Tensor, side: Tensor) -> tuple[Tensor, Tensor]:
         f = self.value_and_slope(x)
         if self.mirror is None:
             return f
         g = self.mirror(x)
-        return torch.where(right, g[0], f[0]), torch.where(right, g[1], f[1])
+        right = (1 - side).mul_(0.5)
+        left = 1 - right
+        return (g[0] * right).addcmul_(f[0], left), (g[1] * right).addcmul_(f[1], left)
 
-    def _mirrored_back(self, g: list[Tensor], variance: Tensor, right: Tensor) -> list[Tensor]:
+    def _mirrored_back(self, g: list[Tensor], variance: Tensor, side: Tensor) -> list[Tensor]:
         r"""Undo the reflection of means on the right.
 
         A step is :math:`1 - g(-x)`. A ramp is :math:`x + g(-x)`, of variance
@@ -180,43 +217,48 @@ class Smooth:
         """
         shift, spread, a, *rest = g
         if not self.ramp:
-            shift = torch.where(right, -shift, shift)
+            shift = shift.mul_(side)
             if not rest:
                 return [shift, spread]
             b, c, d, _ = rest
-            return [shift, spread, a, torch.where(right, -b, b), torch.where(right, -c, c), d]
-        excess = 1 - 2 * a
-        spread = torch.where(right, torch.addcmul(spread, variance, excess), spread)
+            return [shift, spread, a, b.mul_(side), c.mul_(side), d]
+        right = (1 - side).mul_(0.5)  # 1 there
+        excess = (1 - 2 * a).mul_(right)
+        spread = torch.addcmul(spread, variance, excess)
         if not rest:
             return [shift, spread]
         b, c, d, third = rest
-        c = torch.where(right, 4 * variance * b - c, c)
-        d = torch.where(right, d + torch.addcmul(excess, variance, third, value=-1), d)
-        return [shift, spread, torch.where(right, 1 - a, a), b, c, d]
+        right_variance = variance * right
+        c = (c * side).addcmul_(right_variance, b, value=4)
+        d = d.add_(excess).addcmul_(right_variance, third, value=-1)
+        return [shift, spread, a.mul_(side).add_(right), b, c, d]
 
-    def _rest(self, y: Tensor, variance: Tensor, right: Tensor, slopes: bool) -> tuple[Tensor, ...]:
+    def _rest(
+        self, table: "_Table", y: Tensor, variance: Tensor, side: Tensor, slopes: bool
+    ) -> tuple[Tensor, ...]:
         """Expected remainders of f (to the third derivative in the mean) and f² (to the second); else fewer."""
-        x, r1, r2, q1, q2 = _lattice(self, y.dtype, y.device)
-        if self.mirror is not None:
-            r1, r2 = torch.where(right, q1, r1), torch.where(right, q2, r2)
         inverse = variance.rsqrt()
-        u = (x - y) * inverse
-        density = (u * u).mul_(-0.5).exp_()
-        sums = []
-        for values, orders in ((r1, 4), (r2, 3)) if slopes else ((r1, 2), (r2, 1)):
-            if values is None:
-                sums.append([torch.zeros_like(y)] * orders)
-                continue
-            term = density * values
-            moments = [term.sum(0)]
-            for _ in range(orders - 1):
-                term = term.mul_(u)
-                moments.append(term.sum(0))
-            sums.append(moments)
+        start, right = y * -inverse, (1 - side).mul_(0.5)
+        of_f, of_square = ([torch.zeros_like(y) for _ in range(n)] for n in ((4, 3) if slopes else (2, 1)))
+        for x, direct, mirrored in table.lattice:
+            u = torch.add(start, inverse, alpha=x).clamp_(-table.reach, table.reach)
+            term = (u * u).mul_(-0.5).exp_()
+            if mirrored is not None:
+                r, rr = ((right * (g - f)).add_(f) for f, g in zip(direct, mirrored, strict=True))
+            for k, total in enumerate(of_f):
+                term = term.mul_(u) if k else term
+                if mirrored is None:
+                    total.add_(term, alpha=direct[0])
+                else:
+                    total.addcmul_(term, r)
+                if k < len(of_square):
+                    if mirrored is None:
+                        of_square[k].add_(term, alpha=direct[1])
+                    else:
+                        of_square[k].addcmul_(term, rr)
         if not slopes:
-            (a0, a1), (b0,) = sums
-            return a0 * inverse, a1 * inverse**2, b0 * inverse
-        (a0, a1, a2, a3), (b0, b1, b2) = sums
+            return of_f[0] * inverse, of_f[1] * inverse**2, of_square[0] * inverse
+        (a0, a1, a2, a3), (b0, b1, b2) = of_f, of_square
         i1, i2, i3, i4 = inverse, inverse**2, inverse**3, inverse**4
         return (
             a0 * i1, a1 * i2, (a2 - a0) * i3, (a3 - 3 * a1) * i4,
@@ -284,26 +326,50 @@ def _straight_ends(y: Tensor, variance: Tensor, smoothing: float, ramp: bool) ->
     )
 
 
-@lru_cache(maxsize=64)
-def _gauss_hermite(order: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+_Nodes = tuple[tuple[float, float], ...]
+_Pair = tuple[float, float]
+
+
+class _Table(NamedTuple):
+    """The numbers of a function in one precision, as Python floats, which every device and compiler takes.
+
+    Attributes:
+        series: the variance below which differences from f(μ) are lost.
+        reach: deviations from the mean beyond which a density counts as zero: denormal numbers are slow.
+        levels: limits of the variance, and nodes and weights of Gauss-Hermite below each.
+        lattice: points, with the remainders of f and f² there, times spacing and the Gaussian's constant; then the
+            same of the mirror image if it is another function.
+    """
+
+    series: float
+    reach: float
+    levels: tuple[tuple[float, _Nodes], ...]
+    lattice: tuple[tuple[float, _Pair, _Pair | None], ...]
+
+    @classmethod
+    def of(cls, function: Smooth, precision: int) -> "_Table":
+        levels = tuple((sigma**2, _gauss_hermite(n)) for sigma, n in function.levels[precision])
+        spacing = function.spacing[precision]
+        count = math.ceil(function.reach[precision] / spacing)
+        x = torch.arange(-count, count + 1, dtype=torch.float64, device="cpu") * spacing
+        step = torch.special.ndtr(x / function.smoothing)
+        end = x if function.ramp else torch.ones_like(x)
+
+        def remainders(form: Form) -> list[_Pair]:
+            f = form(x)[0]
+            rows = [(spacing * _DENSITY * (f**p - end**p * step)).tolist() for p in (1, 2)]
+            return list(zip(*rows, strict=True))
+
+        direct = remainders(function.value_and_slope)
+        mirrored = [None] * len(direct) if function.mirror is None else remainders(function.mirror)
+        return cls(
+            _SERIES[precision],
+            (36.0, 11.0)[precision],
+            levels,
+            tuple(zip(x.tolist(), direct, mirrored, strict=True)),
+        )
+
+
+def _gauss_hermite(order: int) -> _Nodes:
     z, w = np.polynomial.hermite.hermgauss(order)
-    z, w = z * math.sqrt(2), w / math.sqrt(math.pi)
-    return tuple(torch.from_numpy(a)[:, None].to(device, dtype) for a in (z, w))  # type: ignore[return-value]
-
-
-@lru_cache(maxsize=64)
-def _lattice(function: Smooth, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
-    """Points, and remainders of f, f² and of their mirror images there, times spacing and the Gaussian's constant."""
-    which = dtype is not torch.float64
-    reach, spacing = function.reach[which], function.spacing[which]
-    count = math.ceil(reach / spacing)
-    x = torch.arange(-count, count + 1, dtype=torch.float64) * spacing
-    step = torch.special.ndtr(x / function.smoothing)
-    end = x if function.ramp else torch.ones_like(x)
-    columns = [x]
-    for form in (function.value_and_slope, function.mirror or function.value_and_slope):
-        f = form(x)[0]
-        columns += [spacing * _DENSITY * (f**power - end**power * step) for power in (1, 2)]
-    if columns[1].abs().max() < 1e-14:  # f is its own smoothed end
-        return (*(None if k in (1, 3) else c[:, None].to(device, dtype) for k, c in enumerate(columns)),)
-    return (*(column[:, None].to(device, dtype) for column in columns),)
+    return tuple(zip((z * math.sqrt(2)).tolist(), (w / math.sqrt(math.pi)).tolist(), strict=True))

@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ELBO whose gradients and curvature feed a natural-gradient optimizer."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pyro.poutine as poutine
+import torch
+from torch import Tensor
+
+from pyro_dvi.curvature import Linearisation, ObservedSite
+from pyro_dvi.curvature.base import sum_of
+from pyro_dvi.curvature.per_example import summed_squared_gradients
+from pyro_dvi.curvature.squared_gradients import SquaredGradients
+from pyro_dvi.divergences import kl_to_prior, normal_prior
+from pyro_dvi.elbos.base import DeterministicELBO
+from pyro_dvi.errors import ArgumentError, GuideError, ModelError
+from pyro_dvi.handlers.draws import TrackedDraws
+from pyro_dvi.handlers.explained import explained_errors
+from pyro_dvi.handlers.latents import Latent, match_latents
+from pyro_dvi.handlers.observed import check_num_data, checked_log_likelihood, observed_sites
+from pyro_dvi.natural_state import NaturalState, attach, natural_state_of
+
+__all__ = ["NaturalGradientELBO"]
+
+
+class NaturalGradientELBO(DeterministicELBO):
+    r"""ELBO of a Gaussian posterior, measured for an update along the natural gradient.
+
+    .. math::
+        \mathrm{loss} = -\frac1K\sum_k \sum_s \mathrm{scale}_s \log p_s(y_s \mid w_k)
+            + \tau\,\mathrm{KL}(q \,\|\, p), \qquad w_k \sim q
+
+    The backward pass leaves the gradient of the log-likelihood at the draws with the means, and what the optimizer asks
+    for beside it: sums of squared per-example gradients (:class:`~pyro_dvi.optim.VOGN`), the same at the
+    mean (:class:`~pyro_dvi.optim.OGN`), or products of gradient and noise (:class:`~pyro_dvi.optim.IVON`). The prior
+    enters in the optimizer, in closed form.
+
+    Status: the loss is an unbiased estimate of the (tempered) negative ELBO. An example is an element of an observed
+    site's batch shape; where batch normalisation in training mode couples examples, squared gradients are those of each
+    layer's own rows, as in the paper. Latents that no layer with a rule uses cost a backward pass per example.
+
+    Needs :class:`~pyro_dvi.NaturalGradientGuide`, Normal priors whose parameters depend on no latent, and one of the
+    optimizers above. Parameters that are no latents (batch normalisation, a learned noise scale, a learned prior scale)
+    get an ordinary Adam step from the same optimizer.
+
+    Args:
+        kl_weight: :math:`\tau`, the temperature; positive; a float or a schedule of the training steps done.
+        num_data: N, compared with the plate's scale; None skips the check.
+        num_particles: K, draws of the weights a step.
+
+    Raises:
+        GuideError: the guide is no ``NaturalGradientGuide``, or the last measurements were never used.
+        ModelError: a prior is not Normal, or depends on another latent; or nothing is observed.
+        ArgumentError: a temperature of zero.
+        NonFiniteError: the loss is NaN or infinite; no update is made.
+
+    Source: Osawa et al. (2019), "Practical deep learning with Bayesian principles", Eq. 2 and Algorithm 1.
+
+    Example:
+        >>> import pyro, pyro.distributions as dist
+        >>> from pyro.infer import SVI
+        >>> from pyro_dvi import NaturalGradientGuide
+        >>> from pyro_dvi.optim import VOGN
+        >>> def model(x, y=None):
+        ...     w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        ...     with pyro.plate("data", len(x)):
+        ...         return pyro.sample("y", dist.Normal(w * x, 0.1), obs=y)
+        >>> x = torch.linspace(-1, 1, 20)
+        >>> guide = NaturalGradientGuide(model)
+        >>> svi = SVI(model, guide, VOGN({"lr": 0.1}), loss=NaturalGradientELBO())
+        >>> losses = [svi.step(x, 2 * x) for _ in range(300)]
+        >>> bool(abs(guide.median()["w"] - 2) < 0.1)
+        True
+    """
+
+    def _evaluate(
+        self, model: Callable, guide: Callable, args: tuple, kwargs: dict, kl_weight: float, training: bool
+    ) -> dict[str, Tensor]:
+        _check(guide, kl_weight, training)
+        draws = TrackedDraws()
+        with explained_errors(model, [], args, kwargs), draws:
+            guide_trace = poutine.trace(guide).get_trace(*args, **kwargs)
+        recorder = SquaredGradients([_used_value(name, draws, guide_trace) for name in draws.gaussians])
+        with explained_errors(model, draws.leaves.values(), args, kwargs), recorder:
+            model_trace = poutine.trace(poutine.replay(model, trace=guide_trace)).get_trace(*args, **kwargs)
+        latents = match_latents(model_trace, guide_trace, draws.gaussians, guide)
+        sites, factors = observed_sites(model_trace)
+        if self.num_data is not None:
+            check_num_data(sites, self.num_data)
+        log_likelihood = sum_of([checked_log_likelihood(site) for site in (*sites, *factors)])
+        kl = sum_of([kl_to_prior(_detached(latent)) for latent in latents])
+        if training:
+            terms = [*sites, *factors]
+            states = [self._state(name, draws, latents, guide) for name in draws.gaussians]
+            num_data = max(_num_data(site) for site in terms)
+            for state in states:
+                state.num_data, state.temperature = num_data, kl_weight
+            self._watch_products(draws, states)
+            self._watch_squares(draws, states, terms, recorder)
+        return {"loss": kl_weight * kl - log_likelihood, "log_likelihood": log_likelihood, "kl": kl}
+
+    def _total(self, model: Callable, guide: Callable, args: tuple, kwargs: dict, training: bool) -> Tensor:
+        self._opened: set[int] = set()  # states whose measurements of earlier steps are gone
+        return super()._total(model, guide, args, kwargs, training)
+
+    def _state(self, name: str, draws: TrackedDraws, latents: list[Latent], guide: Any) -> NaturalState:
+        """Return the state of a site, ready for new measurements."""
+        leaf = draws.leaves[name]
+        latent = next(latent for latent in latents if latent.source is draws.gaussians[name])
+        prior_loc, prior_precision = _fixed_prior(latent, draws)
+        state = natural_state_of(leaf)
+        if state is None:
+            state = NaturalState(guide.precision_parameter(latent.name), prior_loc, prior_precision)
+            attach(leaf, state)
+        elif id(state) not in self._opened and state.is_fresh:
+            state.clear()
+            raise GuideError(
+                f"the gradients of site {latent.name!r} from the last step were not used by a natural-gradient "
+                "optimizer: train with pyro_dvi.optim.VOGN, OGN or IVON, and take a step after each backward pass"
+            )
+        self._opened.add(id(state))
+        state.prior_loc, state.prior_precision = prior_loc, prior_precision
+        return state
+
+    def _watch_products(self, draws: TrackedDraws, states: list[NaturalState]) -> None:
+        for (name, gaussian), state in zip(draws.gaussians.items(), states, strict=True):
+            if state.wanted.noise_products:
+                ratio = draws.noise[name] / gaussian.scale.detach()
+                gaussian.value.register_hook(partial(_deliver_product, state, ratio))
+
+    def _watch_squares(
+        self,
+        draws: TrackedDraws,
+        states: list[NaturalState],
+        sites: list[ObservedSite],
+        recorder: SquaredGradients,
+    ) -> None:
+        wanted = {k for k, state in enumerate(states) if state.wanted.squares}
+        served: set[int] = set()
+        scale = sites[0].scale
+        if len(sites) == 1 and len(sites[0].fn.batch_shape) == 1 and not torch.is_tensor(scale):
+            served = recorder.served(sites[0].fn.batch_shape[0]) & wanted
+            # The gradients that come by carry scale/K. Squares shall carry the scale once, and be a mean over K draws.
+            weight = self.num_particles / float(scale)
+            recorder.watch(served, lambda k, squares: states[k].add_squares(weight * squares))
+        rest = sorted(wanted - served)
+        if not rest:
+            return
+        gaussians = list(draws.gaussians.values())
+        likelihood = Linearisation(
+            names=[], values=[gaussians[k].value for k in rest], scales=[], sites=sites
+        )
+        for site in sites:
+            log_prob = site.log_prob(site.value)
+            root = (log_prob.new_ones(()) * site.scale**0.5).expand_as(log_prob)
+            for k, squares in zip(rest, summed_squared_gradients(likelihood, log_prob, root), strict=True):
+                states[k].add_squares(squares.detach() / self.num_particles)
+
+
+def _check(guide: Any, kl_weight: float, training: bool) -> None:
+    if not hasattr(guide, "precision_parameter"):
+        raise GuideError(
+            f"NaturalGradientELBO needs a NaturalGradientGuide, got {type(guide).__name__}: the posterior has to be "
+            "stored by mean and precision"
+        )
+    if training and not kl_weight > 0:
+        raise ArgumentError(
+            "kl_weight is the temperature of the posterior here and must be positive: at 0 its variance vanishes. Try "
+            "0.1, or AutoDelta with Trace_ELBO for a point estimate."
+        )
+
+
+def _used_value(name: str, draws: TrackedDraws, guide_trace: Any) -> Tensor | None:
+    """The tensor object that the model will compute with, if it is the draw itself."""
+    site = guide_trace.nodes.get(name.removesuffix("_unconstrained"))
+    value = draws.gaussians[name].value
+    return value if site is not None and site["value"] is value else None
+
+
+def _detached(latent: Latent) -> Latent:
+    """The latent with its posterior constant: the divergence moves parameters of priors only."""
+    if latent.loc is None or latent.scale is None:
+        return latent
+    return replace(latent, loc=latent.loc.detach(), scale=latent.scale.detach())
+
+
+def _fixed_prior(latent: Latent, draws: TrackedDraws) -> tuple[Tensor, Tensor]:
+    """Mean and precision of a latent's prior, which no other latent may set."""
+    prior = normal_prior(latent)
+    if prior is None:
+        raise ModelError(
+            f"the prior of site {latent.name!r} is {type(latent.prior).__name__}; natural-gradient updates need a "
+            "Normal prior (in unconstrained space, as LogNormal's is). Use TaylorELBO or MomentPropagationELBO."
+        )
+    parameters = [p for p in (prior.loc, prior.scale) if p.grad_fn is not None]
+    values = [g.value for g in draws.gaussians.values()]
+    if parameters:
+        grads = torch.autograd.grad(
+            [p.sum() for p in parameters], values, allow_unused=True, retain_graph=True
+        )
+        for name, grad in zip(draws.gaussians, grads, strict=True):
+            if grad is not None:
+                raise ModelError(
+                    f"the prior of site {latent.name!r} depends on site {name!r}; natural-gradient updates need priors "
+                    "with fixed parameters. Learn the scale instead (bayesian.LearnedScale), or use TaylorELBO."
+                )
+    return prior.loc.detach(), prior.scale.detach().pow(-2)
+
+
+def _deliver_product(state: NaturalState, ratio: Tensor, gradient: Tensor) -> None:
+    state.add_noise_products(gradient.detach() * ratio)
+
+
+def _num_data(site: ObservedSite) -> float:
+    """Number of examples in the data set: the plate's scale times the minibatch."""
+    scale = site.scale.mean().item() if torch.is_tensor(site.scale) else float(site.scale)
+    return scale * max(1, site.fn.batch_shape.numel())

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run a guide of Gaussians so that each draw keeps its noise, and gradients with respect to it reach the mean."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from pyro.poutine.messenger import Messenger
+from torch import Tensor
+from torch import distributions as td
+
+from pyro_dvi.errors import GuideError
+from pyro_dvi.handlers.means import GaussianSite, strip_event_dims
+from pyro_dvi.natural_state import leaf_of, natural_state_of
+
+__all__ = ["TrackedDraws"]
+
+
+@dataclass
+class TrackedDraws(Messenger):
+    """Draw the Gaussian sites of a guide as ``loc + noise``, where the noise is a constant of the graph.
+
+    Attributes:
+        gaussians: the sites by name, with the drawn value.
+        leaves: the parameter of the means of each.
+        noise: standard Gaussian noise of each; zeros where the optimizer asked for gradients at the mean.
+    """
+
+    gaussians: dict[str, GaussianSite] = field(default_factory=dict, init=False)
+    leaves: dict[str, Tensor] = field(default_factory=dict, init=False)
+    noise: dict[str, Tensor] = field(default_factory=dict, init=False)
+
+    def _pyro_sample(self, msg: Any) -> None:
+        if msg["is_observed"] or type(msg["fn"]).__name__ == "_Subsample":
+            return
+        name, base = msg["name"], strip_event_dims(msg["fn"])
+        if not isinstance(base, td.Normal):
+            if type(base).__name__ == "Delta":
+                return
+            raise GuideError(
+                f"guide site {name!r} is {type(base).__name__}: a NaturalGradientGuide has Normal sites only"
+            )
+        try:
+            leaf = leaf_of(base.loc)
+        except LookupError:
+            raise GuideError(
+                f"the mean of guide site {name!r} is no parameter, so a natural-gradient optimizer cannot move it: use "
+                "NaturalGradientGuide"
+            ) from None
+        state = natural_state_of(leaf)
+        at_mean = state is not None and state.wanted.at_mean
+        noise = torch.zeros_like(base.loc) if at_mean else torch.randn_like(base.loc)
+        with torch.no_grad():
+            shift = noise * base.scale
+        value = base.loc + shift
+        self.gaussians[name] = GaussianSite(name, value, base)
+        self.leaves[name], self.noise[name] = leaf, noise
+        msg["value"], msg["done"] = value, True

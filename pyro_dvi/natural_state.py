@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an objective measures for a natural-gradient optimizer, kept with the parameter that both see.
+
+Pyro hands its optimizers parameters and their gradients, one parameter at a time. A natural-gradient update needs more
+than the gradient: the objective leaves it here, as an attribute of the parameter of the means, and the optimizer finds
+it there in its step.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+__all__ = ["NaturalState", "Statistics", "attach", "leaf_of", "natural_state_of"]
+
+_ATTRIBUTE = "_pyro_dvi_natural_state"
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Which statistics of the gradients an optimizer reads; before its first step an objective measures the default.
+
+    Attributes:
+        squares: sums of squared per-example gradients.
+        noise_products: gradients times the noise of the draw, which need no examples (IVON).
+        at_mean: everything at the mean instead of at draws (OGN).
+    """
+
+    squares: bool = True
+    noise_products: bool = False
+    at_mean: bool = False
+
+
+@dataclass
+class NaturalState:
+    r"""Measurements of the last minibatch for the means of one site.
+
+    Attributes:
+        precision: the posterior precision that the guide samples with; the optimizer writes to it.
+        prior_loc: mean of the Normal prior.
+        prior_precision: its precision :math:`\delta`.
+        num_data: N.
+        temperature: :math:`\tau`, the weight of the KL divergence.
+        squares: :math:`\sum_i g_i^2` scaled up to the data set, a mean over draws; None if not measured.
+        noise_products: gradient times noise over standard deviation, likewise; None if not measured.
+        wanted: what to measure in the next step.
+    """
+
+    precision: Tensor
+    prior_loc: Tensor
+    prior_precision: Tensor
+    num_data: float = 1.0
+    temperature: float = 1.0
+    squares: Tensor | None = None
+    noise_products: Tensor | None = None
+    wanted: Statistics = Statistics()
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether there are measurements that no optimizer has used."""
+        return self.squares is not None or self.noise_products is not None
+
+    def add_squares(self, squares: Tensor) -> None:
+        """Add the share of one draw."""
+        self.squares = squares if self.squares is None else self.squares + squares
+
+    def add_noise_products(self, products: Tensor) -> None:
+        """Add the share of one draw."""
+        self.noise_products = products if self.noise_products is None else self.noise_products + products
+
+    def clear(self) -> None:
+        """Forget the measurements."""
+        self.squares = self.noise_products = None
+
+
+def natural_state_of(parameter: Tensor) -> NaturalState | None:
+    """Return the state that belongs to a parameter of means, or None."""
+    return getattr(parameter, _ATTRIBUTE, None)
+
+
+def attach(parameter: Tensor, state: NaturalState) -> None:
+    """Make ``state`` belong to a parameter of means."""
+    setattr(parameter, _ATTRIBUTE, state)
+
+
+def leaf_of(tensor: Tensor) -> Tensor:
+    """Return the parameter that a tensor is, or is a view of.
+
+    Raises:
+        LookupError: it is computed from several parameters, or from none.
+    """
+    if tensor.is_leaf and tensor.requires_grad:
+        return tensor
+    node = tensor.grad_fn
+    while node is not None:
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, Tensor):
+            return variable
+        parents = [parent for parent, _ in node.next_functions if parent is not None]
+        node = parents[0] if len(parents) == 1 else None
+    raise LookupError("no single parameter")

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""What the natural-gradient optimizers share: measurements, momentum, the schedule, the posterior precision.
+
+Gradients come summed over the data, as Pyro's losses are; divided by N they are means over examples, :math:`\hat g`,
+and so are squares, :math:`\hat h`. With temperature :math:`\tau`, data-augmentation factor :math:`\rho` and prior
+precision :math:`\delta`, the scaled prior precision and the posterior precision are
+
+.. math:: \tilde\delta = \frac{\tau\delta}{\rho N}, \qquad
+    \Lambda = \frac{\rho N}{\tau}(s + \tilde\delta) = \frac{\rho N s}{\tau} + \delta .
+"""
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from pyro_dvi.errors import ArgumentError, GuideError
+from pyro_dvi.natural_state import NaturalState, Statistics, natural_state_of
+
+__all__ = ["NaturalGradientOptimizer"]
+
+
+class NaturalGradientOptimizer(Optimizer):
+    """Base class of torch optimizers that move means along the natural gradient and set posterior precisions.
+
+    Parameters that belong to no latent get a step of Adam.
+
+    Adding one: say in ``wanted`` what to measure, and write ``_move``.
+    """
+
+    wanted: Statistics
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        damping: float,
+        data_augmentation: float,
+        initial_curvature: float | None,
+        total_steps: int | None,
+        deterministic_lr: float,
+    ) -> None:
+        _positive(lr=lr, data_augmentation=data_augmentation, deterministic_lr=deterministic_lr)
+        if not (0 <= betas[0] < 1 and 0 <= betas[1] < 1):
+            raise ArgumentError(f"betas must lie in [0, 1), got {betas}")
+        if damping < 0:
+            raise ArgumentError(f"damping must not be negative, got {damping}")
+        if initial_curvature is not None:
+            _positive(initial_curvature=initial_curvature)
+        if total_steps is not None and total_steps < 1:
+            raise ArgumentError(f"total_steps must be at least 1, got {total_steps}")
+        defaults = dict(
+            lr=lr,
+            betas=betas,
+            damping=damping,
+            data_augmentation=data_augmentation,
+            initial_curvature=initial_curvature,
+            total_steps=total_steps,
+            deterministic_lr=deterministic_lr,
+        )
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Move every parameter that has a gradient.
+
+        Args:
+            closure: evaluates the loss and its gradients first, as for any torch optimizer.
+
+        Raises:
+            GuideError: means whose curvature was not measured, because their loss was no ``NaturalGradientELBO``.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                memory = self.state[parameter]
+                memory["step"] = memory.get("step", 0) + 1
+                factor = _cosine(memory["step"], group["total_steps"])
+                measured = natural_state_of(parameter)
+                if measured is None:
+                    _adam(parameter, memory, factor * group["deterministic_lr"])
+                    continue
+                if not measured.is_fresh:
+                    raise GuideError(
+                        f"{type(self).__name__} got means with a gradient but no curvature: train with "
+                        "NaturalGradientELBO, and take one step for each backward pass"
+                    )
+                self._natural_step(parameter, measured, memory, group, factor)
+                measured.clear()
+                measured.wanted = self.wanted
+        return loss
+
+    def _natural_step(
+        self,
+        loc: Tensor,
+        measured: NaturalState,
+        memory: dict[str, Any],
+        group: dict[str, Any],
+        factor: float,
+    ) -> None:
+        if "curvature" not in memory:
+            memory["momentum"] = torch.zeros_like(loc)
+            memory["curvature"] = self._initial_curvature(loc, measured, group)
+        precision = self._move(loc, measured, memory, group, factor)
+        measured.precision.data.copy_(precision)
+
+    def _initial_curvature(self, loc: Tensor, measured: NaturalState, group: dict[str, Any]) -> Tensor:
+        r""":math:`s_0`: a number, or the average squared gradient of the first minibatch over the site."""
+        if group["initial_curvature"] is not None:
+            return torch.full_like(loc, group["initial_curvature"])
+        assert measured.squares is not None, "the first measurement has squares"
+        return measured.squares / measured.num_data
+
+    @abstractmethod
+    def _move(
+        self,
+        loc: Tensor,
+        measured: NaturalState,
+        memory: dict[str, Any],
+        group: dict[str, Any],
+        factor: float,
+    ) -> Tensor:
+        """Move ``loc`` in place by one step and return the posterior precision.
+
+        Args:
+            loc: the means; ``loc.grad`` is the gradient of minus the log-likelihood, summed over the data.
+            measured: what was measured.
+            memory: "step" (this one, from 1), "momentum" and "curvature", to be updated.
+            group: the options.
+            factor: of the learning rate, by the schedule.
+        """
+
+
+def scaled_prior(measured: NaturalState, group: dict[str, Any]) -> tuple[float, Tensor]:
+    r"""Return the effective number of data :math:`\rho N` and :math:`\tilde\delta`."""
+    num_data = group["data_augmentation"] * measured.num_data
+    return num_data, measured.temperature * measured.prior_precision / num_data
+
+
+def _cosine(step: int, total_steps: int | None) -> float:
+    """Half a cosine wave from 1 to 0; 1 where the length of training is not known."""
+    if total_steps is None:
+        return 1.0
+    return 0.5 * (1 + math.cos(math.pi * min(step - 1, total_steps) / total_steps))
+
+
+def _adam(parameter: Tensor, memory: dict[str, Any], lr: float) -> None:
+    """One step of Adam (Kingma & Ba, 2015) with its usual constants."""
+    gradient = parameter.grad
+    assert gradient is not None
+    if "mean" not in memory:
+        memory["mean"], memory["square"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+    mean = memory["mean"].lerp_(gradient, 0.1)
+    square = memory["square"].mul_(0.999).addcmul_(gradient, gradient, value=0.001)
+    step = memory["step"]
+    scale = (square / (1 - 0.999**step)).sqrt_().add_(1e-8)
+    parameter.addcdiv_(mean, scale, value=-lr / (1 - 0.9**step))
+
+
+def _positive(**options: float) -> None:
+    for name, value in options.items():
+        if not (isinstance(value, int | float) and value > 0 and math.isfinite(value)):
+            raise ArgumentError(f"{name} must be a positive number, got {value!r}")

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The natural-gradient optimizers for ``pyro.infer.SVI``."""
+
+from collections.abc import Callable
+from typing import Any
+
+from pyro.optim import PyroOptim
+
+from pyro_dvi.errors import ArgumentError
+from pyro_dvi.optim.ivon import IVONOptimizer
+from pyro_dvi.optim.natural_gradient import NaturalGradientOptimizer
+from pyro_dvi.optim.vogn import OGNOptimizer, VOGNOptimizer
+
+__all__ = ["IVON", "OGN", "VOGN", "NaturalGradientOptim"]
+
+Options = dict[str, Any] | Callable[[str], dict[str, Any]]
+
+
+class NaturalGradientOptim(PyroOptim):
+    """A Pyro optimizer that can be told how long training will be."""
+
+    total_steps: int | None = None
+
+    def set_total_steps(self, total_steps: int) -> None:
+        """Let the learning rate fall to zero over this many steps, where no option says otherwise.
+
+        Args:
+            total_steps: steps from the start of training, those already taken included.
+        """
+        self.total_steps = total_steps
+        for optimizer in self.optim_objs.values():
+            for group in optimizer.param_groups:
+                group["total_steps"] = group["total_steps"] or total_steps
+
+    def _get_optim_args(self, param: Any) -> dict[str, Any]:
+        options: dict[str, Any] = super()._get_optim_args(param)
+        return {"total_steps": self.total_steps, **options}
+
+
+def VOGN(optim_args: Options, clip_args: Any = None) -> NaturalGradientOptim:  # noqa: N802 (Pyro's style)
+    """Variational online Gauss-Newton for SVI: :class:`VOGNOptimizer` for each parameter.
+
+    Args:
+        optim_args: options of :class:`VOGNOptimizer`; ``{}`` is a good start; or a function of the parameter's name.
+        clip_args: as for Pyro's optimizers.
+
+    Example:
+        >>> VOGN({}).pt_optim_constructor.__name__
+        'VOGNOptimizer'
+    """
+    return _wrapped(VOGNOptimizer, optim_args, clip_args)
+
+
+def OGN(optim_args: Options, clip_args: Any = None) -> NaturalGradientOptim:  # noqa: N802
+    """Online Gauss-Newton for SVI: :class:`OGNOptimizer` for each parameter; arguments as :func:`VOGN`."""
+    return _wrapped(OGNOptimizer, optim_args, clip_args)
+
+
+def IVON(optim_args: Options, clip_args: Any = None) -> NaturalGradientOptim:  # noqa: N802
+    """Improved variational online Newton for SVI: :class:`IVONOptimizer`; arguments as :func:`VOGN`."""
+    return _wrapped(IVONOptimizer, optim_args, clip_args)
+
+
+def _wrapped(
+    constructor: type[NaturalGradientOptimizer], optim_args: Options, clip_args: Any
+) -> NaturalGradientOptim:
+    if not (isinstance(optim_args, dict) or callable(optim_args)):
+        raise ArgumentError(
+            f"optim_args must be a dict of options, as in VOGN({{}}) or VOGN({{'lr': 0.1}}), got {optim_args!r}"
+        )
+    return NaturalGradientOptim(constructor, optim_args, clip_args)

@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Variational online Gauss-Newton, and its deterministic version."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from pyro_dvi.natural_state import NaturalState, Statistics
+from pyro_dvi.optim.natural_gradient import NaturalGradientOptimizer, scaled_prior
+
+__all__ = ["AsPrinted", "Consistent", "Formulation", "OGNOptimizer", "VOGNOptimizer"]
+
+
+@dataclass(frozen=True)
+class Step:
+    r"""The quantities of a step, named as in the formulas.
+
+    Attributes:
+        gradient: mean gradient of the examples with that of the prior.
+        squares: mean squared gradient of the examples.
+        temperature: :math:`\tau`.
+        num_data: :math:`\rho N`.
+        prior: :math:`\tilde\delta`.
+        damping: :math:`\gamma`.
+        betas: decay rates of momentum and curvature.
+        count: number of this step, from 1.
+    """
+
+    gradient: Tensor
+    squares: Tensor
+    temperature: float
+    num_data: float
+    prior: Tensor
+    damping: float
+    betas: tuple[float, float]
+    count: int
+
+
+class Formulation(ABC):
+    """How momentum, curvature and precision follow from the measurements."""
+
+    @abstractmethod
+    def direction(self, momentum: Tensor, step: Step) -> Tensor:
+        """Update the momentum in place and return the direction before preconditioning."""
+
+    @abstractmethod
+    def update_curvature(self, curvature: Tensor, step: Step) -> None:
+        """Update s in place."""
+
+    @abstractmethod
+    def precision(self, curvature: Tensor, step: Step) -> Tensor:
+        """Return the posterior precision."""
+
+
+@dataclass(frozen=True)
+class Consistent(Formulation):
+    r"""Averages that tend to the optimum of the tempered ELBO.
+
+    .. math::
+        m \leftarrow \beta_1 m + (1-\beta_1) \hat g, \quad \hat m = \frac{m}{1-\beta_1^t}, \qquad
+        s \leftarrow \beta_2 s + (1-\beta_2)\hat h, \qquad \Lambda = \frac{N}{\tau}(s + \tilde\delta)
+
+    The precision at rest is :math:`N\hat h/\tau + \delta`, the optimum for temperature :math:`\tau`. Damping
+    shortens the step and leaves the posterior alone.
+    """
+
+    def direction(self, momentum: Tensor, step: Step) -> Tensor:
+        beta = step.betas[0]
+        return momentum.lerp_(step.gradient, 1 - beta) / (1 - beta**step.count)
+
+    def update_curvature(self, curvature: Tensor, step: Step) -> None:
+        curvature.lerp_(step.squares, 1 - step.betas[1])
+
+    def precision(self, curvature: Tensor, step: Step) -> Tensor:
+        return (curvature + step.prior).mul_(step.num_data / step.temperature)
+
+
+@dataclass(frozen=True)
+class AsPrinted(Formulation):
+    r"""Algorithm 1 to the letter.
+
+    .. math::
+        m \leftarrow \beta_1 m + \hat g, \qquad s \leftarrow (1 - \tau b)s + b\hat h, \quad b = 1 - \beta_2, \qquad
+        \Lambda = N(s + \tilde\delta + \gamma)
+
+    The momentum is a sum, so that the step is :math:`1/(1-\beta_1)` times longer. At rest :math:`s = \hat h/\tau` and
+    the precision is :math:`N\hat h/\tau + \tau\delta + N\gamma`: the prior is tempered too, and damping narrows the
+    posterior. Both formulations agree at :math:`\tau = 1, \gamma = 0` up to the length of the step.
+    """
+
+    def direction(self, momentum: Tensor, step: Step) -> Tensor:
+        return momentum.mul_(step.betas[0]).add_(step.gradient)
+
+    def update_curvature(self, curvature: Tensor, step: Step) -> None:
+        rate = 1 - step.betas[1]
+        curvature.mul_(1 - step.temperature * rate).add_(step.squares, alpha=rate)
+
+    def precision(self, curvature: Tensor, step: Step) -> Tensor:
+        return (curvature + step.prior + step.damping).mul_(step.num_data)
+
+
+class VOGNOptimizer(NaturalGradientOptimizer):
+    r"""Variational online Gauss-Newton as a torch optimizer.
+
+    .. math::
+        \hat g = \frac1M\sum_i g_i + \tilde\delta(\mu - m_0), \qquad \hat h = \frac1M\sum_i g_i^2, \qquad
+        \mu \leftarrow \mu - \alpha\,\frac{\hat m}{s + \tilde\delta + \gamma}
+
+    with momentum :math:`\hat m`, curvature s and posterior precision as the formulation says; gradients are taken at
+    draws :math:`w = \mu + \epsilon\Lambda^{-1/2}` and averaged over them.
+
+    Status: a stochastic natural-gradient step with the Gauss-Newton curvature replaced by squared gradients of
+    examples: precisions are those of the data's own residuals, not of the residuals that the model expects.
+
+    Args:
+        params: means, and any other parameters; see :class:`~pyro_dvi.optim.NaturalGradientOptimizer`.
+        lr: :math:`\alpha`.
+        betas: decay rates of momentum and curvature.
+        damping: :math:`\gamma`, in units of the curvature of one example.
+        data_augmentation: :math:`\rho`, by how much augmentation multiplies the effective number of data.
+        initial_curvature: :math:`s_0`; None takes the squared gradients of the first minibatch.
+        total_steps: length of a cosine decay of the learning rate; ``fit`` sets it; None without one: constant.
+        deterministic_lr: learning rate of Adam for parameters that are no latents.
+        formulation: ``Consistent()`` or ``AsPrinted()``.
+
+    Raises:
+        ArgumentError: an option out of range.
+        GuideError: in a step, if the loss was no ``NaturalGradientELBO``.
+
+    Source: Osawa et al. (2019), "Practical deep learning with Bayesian principles", Algorithm 1 and section 3.
+    """
+
+    wanted = Statistics()
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        *,
+        lr: float = 0.03,
+        betas: tuple[float, float] = (0.9, 0.999),
+        damping: float = 0.0,
+        data_augmentation: float = 1.0,
+        initial_curvature: float | None = None,
+        total_steps: int | None = None,
+        deterministic_lr: float = 1e-3,
+        formulation: Formulation | None = None,
+    ) -> None:
+        formulation = Consistent() if formulation is None else formulation
+        if not isinstance(formulation, Formulation):
+            raise TypeError(f"formulation must be Consistent() or AsPrinted(), got {formulation!r}")
+        super().__init__(
+            params,
+            lr=lr,
+            betas=betas,
+            damping=damping,
+            data_augmentation=data_augmentation,
+            initial_curvature=initial_curvature,
+            total_steps=total_steps,
+            deterministic_lr=deterministic_lr,
+        )
+        self.formulation = formulation
+
+    def _move(
+        self,
+        loc: Tensor,
+        measured: NaturalState,
+        memory: dict[str, Any],
+        group: dict[str, Any],
+        factor: float,
+    ) -> Tensor:
+        assert loc.grad is not None and measured.squares is not None
+        num_data, prior = scaled_prior(measured, group)
+        step = Step(
+            gradient=loc.grad / measured.num_data + prior * (loc - measured.prior_loc),
+            squares=measured.squares / measured.num_data,
+            temperature=measured.temperature,
+            num_data=num_data,
+            prior=prior,
+            damping=group["damping"],
+            betas=group["betas"],
+            count=memory["step"],
+        )
+        direction = self.formulation.direction(memory["momentum"], step)
+        curvature = memory["curvature"]
+        if step.count > 1 or group["initial_curvature"] is not None:  # else it is that of this minibatch
+            self.formulation.update_curvature(curvature, step)
+        loc.addcdiv_(direction, curvature + prior + step.damping, value=-factor * group["lr"])
+        return self.formulation.precision(curvature, step)
+
+
+class OGNOptimizer(VOGNOptimizer):
+    """Online Gauss-Newton: :class:`VOGNOptimizer` with gradients at the mean instead of at draws.
+
+    Status: a deterministic step; its precision is a Gauss-Newton approximation at the mode, as Laplace's is.
+
+    Source: Osawa et al. (2019), section 3; Khan et al. (2018).
+    """
+
+    wanted = Statistics(at_mean=True)
