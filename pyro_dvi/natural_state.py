@@ -17,7 +17,9 @@ _ATTRIBUTE = "_pyro_dvi_natural_state"
 
 @dataclass(frozen=True)
 class Statistics:
-    """Which statistics of the gradients an optimizer reads; before its first step an objective measures the default.
+    """Which statistics of the gradients an optimizer reads.
+
+    Before an optimizer's first step, also after a resume, an objective measures the default.
 
     Attributes:
         squares: sums of squared per-example gradients.
@@ -26,7 +28,7 @@ class Statistics:
     """
 
     squares: bool = True
-    noise_products: bool = False
+    noise_products: bool = True
     at_mean: bool = False
 
 

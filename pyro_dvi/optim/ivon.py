@@ -47,7 +47,7 @@ class IVONOptimizer(NaturalGradientOptimizer):
     (2020) for the correction of h. Own code from the equations.
     """
 
-    wanted = Statistics(squares=False, noise_products=True)
+    wanted = Statistics(squares=False)
 
     def __init__(
         self,
@@ -85,7 +85,8 @@ class IVONOptimizer(NaturalGradientOptimizer):
         num_data, prior = scaled_prior(measured, group)
         momentum = memory["momentum"].lerp_(loc.grad / measured.num_data, 1 - beta1)
         curvature = memory["curvature"]
-        if measured.noise_products is not None:  # not in the first step, which measures the start of h
+        assert measured.noise_products is not None
+        if count > 1:  # the first step has measured where h starts
             estimate = measured.noise_products / measured.num_data
             distance = estimate - curvature
             correction = distance.square().div_(curvature + prior).mul_(0.5 * (1 - beta2) ** 2)

@@ -65,6 +65,15 @@ class NaturalGradientOptimizer(Optimizer):
             deterministic_lr=deterministic_lr,
         )
         super().__init__(params, defaults)
+        self._told_steps: int | None = None
+
+    def set_total_steps(self, total_steps: int) -> None:
+        """Let the learning rate fall to zero over this many steps, where the option ``total_steps`` is not given.
+
+        Args:
+            total_steps: steps from the start of training, those already taken included.
+        """
+        self._told_steps = total_steps
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -86,7 +95,7 @@ class NaturalGradientOptimizer(Optimizer):
                     continue
                 memory = self.state[parameter]
                 memory["step"] = memory.get("step", 0) + 1
-                factor = _cosine(memory["step"], group["total_steps"])
+                factor = _cosine(memory["step"], group["total_steps"] or self._told_steps)
                 measured = natural_state_of(parameter)
                 if measured is None:
                     _adam(parameter, memory, factor * group["deterministic_lr"])

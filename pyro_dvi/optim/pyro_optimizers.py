@@ -29,12 +29,13 @@ class NaturalGradientOptim(PyroOptim):
         """
         self.total_steps = total_steps
         for optimizer in self.optim_objs.values():
-            for group in optimizer.param_groups:
-                group["total_steps"] = group["total_steps"] or total_steps
+            optimizer.set_total_steps(total_steps)
 
-    def _get_optim_args(self, param: Any) -> dict[str, Any]:
-        options: dict[str, Any] = super()._get_optim_args(param)
-        return {"total_steps": self.total_steps, **options}
+    def _get_optim(self, param: Any) -> Any:
+        optimizer = super()._get_optim(param)
+        if self.total_steps is not None:
+            optimizer.set_total_steps(self.total_steps)
+        return optimizer
 
 
 def VOGN(optim_args: Options, clip_args: Any = None) -> NaturalGradientOptim:  # noqa: N802 (Pyro's style)

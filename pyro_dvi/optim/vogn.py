@@ -133,7 +133,7 @@ class VOGNOptimizer(NaturalGradientOptimizer):
     Source: Osawa et al. (2019), "Practical deep learning with Bayesian principles", Algorithm 1 and section 3.
     """
 
-    wanted = Statistics()
+    wanted = Statistics(noise_products=False)
 
     def __init__(
         self,
@@ -199,4 +199,4 @@ class OGNOptimizer(VOGNOptimizer):
     Source: Osawa et al. (2019), section 3; Khan et al. (2018).
     """
 
-    wanted = Statistics(at_mean=True)
+    wanted = Statistics(noise_products=False, at_mean=True)

@@ -182,6 +182,8 @@ def fit(
         history=History() if history is None else history,
     )
     steps = number_of_batches(loader)
+    if steps is not None:
+        route.announce_length((run.history.epoch + epochs) * steps)
     with ExitStack() as stack:
         run.bar = stack.enter_context(progress_bar(progress, None if steps is None else epochs * steps))
         stack.enter_context(training_mode(route))

@@ -72,6 +72,17 @@ class Route(ABC):
     def optimizer_name(self) -> str:
         """Name of the optimizer, to recognise a checkpoint of another one."""
 
+    @property
+    @abstractmethod
+    def steered(self) -> Any:
+        """The optimizer object that the user gave."""
+
+    def announce_length(self, total_steps: int) -> None:
+        """Tell an optimizer with a schedule of its own how long training will be."""
+        tell = getattr(self.steered, "set_total_steps", None)
+        if tell is not None:
+            tell(total_steps)
+
     @abstractmethod
     def _groups(self) -> Iterator[tuple[str, Optimizer, int]]:
         """Yield names of parameters, the optimizer of each and the position of its group there."""

@@ -81,6 +81,11 @@ class ModuleRoute(Route):
         """Name of the torch class."""
         return type(self.optimizer).__name__
 
+    @property
+    def steered(self) -> Any:
+        """The torch optimizer."""
+        return self.optimizer
+
     def _groups(self) -> Iterator[tuple[str, Optimizer, int]]:
         assert self.optimizer is not None
         held = {id(p): i for i, group in enumerate(self.optimizer.param_groups) for p in group["params"]}

@@ -73,6 +73,11 @@ class SVIRoute(Route):
             getattr(part, "__name__", type(part).__name__) for part in parts if part is not None
         )
 
+    @property
+    def steered(self) -> Any:
+        """The Pyro optimizer."""
+        return self.svi.optim
+
     def _groups(self) -> Iterator[tuple[str, Optimizer, int]]:
         store = pyro.get_param_store()
         for parameter, optimizer in self.svi.optim.optim_objs.items():
