@@ -1,6 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Nonlinear functions of each element."""
 
-from pyro_dvi.moments.activations import clipped, exponential, gated, periodic, rectified, sigmoidal, tangent
+from pyro_dvi.moments.activations import (
+    clipped,
+    exponential,
+    gated,
+    odd,
+    periodic,
+    rectified,
+    sigmoidal,
+    tangent,
+)
 
-__all__ = ["clipped", "exponential", "gated", "periodic", "rectified", "sigmoidal", "tangent"]
+__all__ = ["clipped", "exponential", "gated", "odd", "periodic", "rectified", "sigmoidal", "tangent"]

@@ -57,7 +57,7 @@ SOFTPLUS = Smooth(
     _softplus,
     ramp=True,
     smoothing=1.7,
-    levels=(((0.3, 12), (1.0, 24)), ((0.6, 6), (1.2, 10))),
+    levels=(((0.3, 12), (1.0, 24)), ((0.6, 6), (1.0, 9))),
     reach=(28.0, 12.0),
 )
 SILU = Smooth(
@@ -65,25 +65,25 @@ SILU = Smooth(
     ramp=True,
     smoothing=1.7,
     reach=(28.0, 14.0),
-    levels=(((0.3, 14), (1.0, 28)), ((0.5, 8), (1.2, 16))),
-    spacing=(0.55, 0.95),
+    levels=(((0.3, 14), (1.0, 28)), ((0.5, 8), (1.0, 13))),
+    spacing=(0.55, 0.9),
 )
 GELU_TANH = Smooth(
     _gelu_tanh,
     ramp=True,
     smoothing=1.0,
-    levels=(((0.25, 14), (0.8, 28)), ((0.4, 8), (0.9, 16))),
+    levels=(((0.25, 14), (0.8, 28)), ((0.4, 8), (0.8, 14))),
     reach=(9.0, 7.0),
-    spacing=(0.45, 0.7),
+    spacing=(0.45, 0.65),
 )
 MISH = Smooth(
     _mish,
     ramp=True,
     smoothing=1.2,
     mirror=_mirrored_mish,
-    levels=(((0.25, 14), (0.9, 32)), ((0.45, 8), (1.0, 16))),
+    levels=(((0.25, 14), (0.9, 32)), ((0.45, 8), (0.9, 14))),
     reach=(28.0, 14.0),
-    spacing=(0.5, 0.8),
+    spacing=(0.5, 0.75),
 )
 
 

@@ -34,19 +34,19 @@ from torch import Tensor
 
 from pyro_dvi.moments.activations.blocks import in_blocks
 
-__all__ = ["ERF", "GELU"]
+__all__ = ["ERF", "GELU", "gauss_legendre"]
 
 _ROOT_HALF = math.sqrt(0.5)
 _DENSITY = 1 / math.sqrt(2 * math.pi)
 
 
-def _gauss_legendre(order: int) -> list[tuple[float, float]]:
-    """Nodes and weights on [0, 1]."""
+def gauss_legendre(order: int) -> list[tuple[float, float]]:
+    """Return nodes and weights on [0, 1]."""
     x, w = np.polynomial.legendre.leggauss(order)
     return list(zip((0.5 + 0.5 * x).tolist(), (0.5 * w).tolist(), strict=True))
 
 
-_DOUBLE, _SINGLE = _gauss_legendre(11), _gauss_legendre(5)
+_DOUBLE, _SINGLE = gauss_legendre(11), gauss_legendre(5)
 
 
 class _Integrals:

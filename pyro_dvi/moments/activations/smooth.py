@@ -50,7 +50,7 @@ _DENSITY = 1 / math.sqrt(2 * math.pi)
 _SERIES = (1e-6, 1e-3)  # variances in float64 and float32
 Form = Callable[[Tensor], tuple[Tensor, Tensor]]
 Levels = tuple[tuple[float, int], ...]
-_LEVELS: tuple[Levels, Levels] = (((0.3, 12), (1.0, 24)), ((0.5, 6), (1.2, 12)))
+_LEVELS: tuple[Levels, Levels] = (((0.3, 12), (1.0, 24)), ((0.5, 6), (1.0, 11)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +62,7 @@ class Smooth:
         ramp: whether f follows x to the right; else it tends to 1.
         smoothing: s, the width of the smoothed end.
         levels: up to which deviation how many nodes of Gauss-Hermite do, in float64 and float32. Beyond the last the
-            lattice takes over.
+            lattice takes over. The others serve blocks without wider elements.
         reach: half the length of the lattice, likewise.
         spacing: of the lattice, likewise.
         mirror: the same for g with :math:`f(x) = x + g(-x)` (ramp) or :math:`f(x) = 1 - g(-x)` (step); None if it is f.
@@ -73,7 +73,7 @@ class Smooth:
     smoothing: float
     levels: tuple[Levels, Levels] = _LEVELS
     reach: tuple[float, float] = (26.0, 13.0)
-    spacing: tuple[float, float] = (0.55, 1.0)
+    spacing: tuple[float, float] = (0.55, 0.9)
     mirror: Form | None = None
     _tables: tuple["_Table", "_Table"] = field(init=False, repr=False)
 
@@ -90,7 +90,7 @@ class Smooth:
         )  # -1 on the right. Products: torch.where is slow on CPU
         y = -mu.abs()
         table = self._tables[mu.dtype is not torch.float64]
-        g = self._at_their_levels(table, y, variance, side, slopes)
+        g = self._split(table, y, variance, side, slopes)
         return self._mirrored_back(g or self._everywhere(table, y, variance, side, slopes), variance, side)
 
     def _everywhere(
@@ -102,34 +102,28 @@ class Smooth:
         far = self._far(table, y, variance.clamp_min(limit), side, slopes)
         return [torch.where(variance > limit, a, b) for a, b in zip(far, near, strict=True)]
 
-    def _at_their_levels(
+    def _split(
         self, table: "_Table", y: Tensor, variance: Tensor, side: Tensor, slopes: bool
     ) -> list[Tensor]:
-        """Run on each element what it needs, where a look at the values costs nothing; elsewhere return nothing."""
+        """Run on each element the quadrature it needs, where a look at the values costs nothing; elsewhere nothing."""
         if y.device.type != "cpu" or torch.compiler.is_compiling() or y.numel() == 0:
             return []
         low, high = (t.item() for t in variance.aminmax())
-        edges = [0.0, *(limit for limit, _ in table.levels), math.inf]
-        present = [k for k in range(len(edges) - 1) if edges[k] < high and low <= edges[k + 1]]
+        limit = table.levels[-1][0]
+        if high <= limit:
+            nodes = next(nodes for largest, nodes in table.levels if high <= largest)
+            return self._near(table, nodes, y, variance, side, slopes, low < table.series)
+        if low > limit:
+            return self._far(table, y, variance, side, slopes)
+        wide = variance > limit
         whole: list[Tensor] = []
-        for k in present:
-            index, parts = None, (y, variance, side)
-            if len(present) > 1:
-                mask = variance <= edges[k + 1] if k == present[0] else variance > edges[k]
-                if k not in (present[0], present[-1]):
-                    mask &= variance <= edges[k + 1]
-                index = mask.nonzero()[:, 0]
-                parts = (
-                    y.index_select(0, index),
-                    variance.index_select(0, index),
-                    side.index_select(0, index),
-                )
-            if k < len(table.levels):
-                values = self._near(table, table.levels[k][1], *parts, slopes, low < table.series)
+        for mask in (wide, ~wide):
+            index = mask.nonzero()[:, 0]
+            at, spread, on = (t.index_select(0, index) for t in (y, variance, side))
+            if mask is wide:
+                values = self._far(table, at, spread, on, slopes)
             else:
-                values = self._far(table, *parts, slopes)
-            if index is None:
-                return values
+                values = self._near(table, table.levels[-1][1], at, spread, on, slopes, low < table.series)
             whole = whole or [torch.empty_like(y) for _ in values]
             for total, value in zip(whole, values, strict=True):
                 total.scatter_(0, index, value)

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""Softsign and tanhshrink, odd functions, by quadrature on either side of zero.
+
+Softsign has a corner in its second derivative and tails that fall slowly. On the right of zero (the left is its mirror
+image) the range :math:`\mu \pm R\sigma` from a to b is mapped to
+
+.. math:: x = (c + a)\,e^w - c, \qquad 0 \le w \le \log\frac{c + b}{c + a},
+
+where 1/(c + x) is an exponential, and integrated by Gauss-Legendre. Differences :math:`d = f(x) - f(\mu)` are written
+in :math:`\delta = x - \mu`, so that they keep their digits however small σ is.
+
+Status: exact to 1e-8 (float64), 1e-4 (float32).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pyro_dvi.moments.activations.blocks import in_blocks
+from pyro_dvi.moments.activations.normal import gauss_legendre
+from pyro_dvi.moments.activations.partials import through
+from pyro_dvi.moments.activations.piecewise import from_scores
+from pyro_dvi.moments.rules import Kind, moment_rule
+from pyro_dvi.moments.value import Moments
+
+__all__ = ["softsign", "tanhshrink"]
+
+_DENSITY = 0.3989422804014327
+_RULES = ((9.0, gauss_legendre(48)), (6.5, gauss_legendre(26)))  # R and nodes in float64 and float32
+
+
+@dataclass(frozen=True)
+class _Odd:
+    """An odd function.
+
+    Attributes:
+        function: f.
+        difference: f(x) - f(μ) from x > 0, μ and x - μ.
+        width: c, of the bend at zero.
+    """
+
+    function: Callable[[Tensor], Tensor]
+    difference: Callable[[Tensor, Tensor, Tensor], Tensor]
+    width: float
+
+    def __call__(self, mu: Tensor, variance: Tensor, slopes: bool) -> list[Tensor]:
+        """Return mean, variance and their slopes."""
+        sigma = variance.sqrt()
+        first, second = ([torch.zeros_like(mu) for _ in range(3)] for _ in range(2))  # E[d z^k], E[d² z^k]
+        reach, nodes = _RULES[mu.dtype is not torch.float64]
+        for side in (1.0, -1.0):
+            centre = side * mu
+            start = torch.maximum(-centre, -reach * sigma)  # from the mean
+            scale = (centre + start).add_(self.width)
+            length = torch.log1p((reach * sigma - start).clamp_min_(0) / scale)
+            density = length * scale * _DENSITY / sigma
+            for x, w in nodes:
+                growth = length * x
+                step = torch.expm1(growth).mul_(scale)
+                delta = start + step
+                z = delta / sigma
+                weight = (z * z).mul_(-0.5).add_(growth).exp_().mul_(density).mul_(w)
+                d = self.difference(step.add_(scale).sub_(self.width), centre, delta)
+                for k in range(3):
+                    weighted = weight * d
+                    first[k].add_(weighted, alpha=side if k % 2 == 0 else 1.0)
+                    second[k].addcmul_(weighted, d, value=1.0 if k % 2 == 0 else side)
+                    weight.mul_(z)
+        result = from_scores(self.function(mu), sigma, variance, first, second, slopes)
+        return [result.mean, result.variance, *(result.partials or ())]
+
+
+def _softsign_difference(x: Tensor, mu: Tensor, delta: Tensor) -> Tensor:
+    # For μ < 0: x / (1 + x) - μ / (1 - μ) = (δ - 2 x μ) / ((1 + x)(1 - μ)), all terms positive.
+    return torch.addcmul(delta, x, mu.clamp_max(0), value=-2) / ((1 + x) * (1 + mu.abs()))
+
+
+def _tanhshrink_difference(x: Tensor, mu: Tensor, delta: Tensor) -> Tensor:
+    tanh = torch.tanh(delta)
+    return torch.addcmul(delta - tanh, tanh, torch.tanh(x) * torch.tanh(mu))
+
+
+_SOFTSIGN = in_blocks(_Odd(F.softsign, _softsign_difference, 1.0))
+_TANHSHRINK = in_blocks(_Odd(F.tanhshrink, _tanhshrink_difference, 10.0))
+
+
+@moment_rule(F.softsign, kind=Kind.ELEMENTWISE)
+def softsign(input: Moments) -> Moments:
+    """Moments of x / (1 + abs(x)).
+
+    Status: exact to 1e-8 (float64), 1e-4 (float32). Some ten times the work of a sigmoid.
+
+    Example:
+        >>> softsign(Moments(torch.zeros(1), torch.ones(1))).variance
+        tensor([0.1830])
+    """
+    return through(_SOFTSIGN, input)
+
+
+@moment_rule(F.tanhshrink, kind=Kind.ELEMENTWISE)
+def tanhshrink(input: Moments) -> Moments:
+    """Moments of x - tanh(x). Status: as :func:`softsign`."""
+    return through(_TANHSHRINK, input)
