@@ -90,13 +90,11 @@ def main() -> None:
     torch.set_num_threads(1)
     exact = {v: reference(problem(v, CLASSES)) for v in VARIANCES}
     lines = [
-        "# Averages over Gaussian logits",
-        "",
         f"`python benchmarks/gaussian_logits.py`, torch {torch.__version__}, {platform.machine()}, one thread. "
         f"{EXAMPLES} examples, mean logits of deviation 1.5, reference by 2^17 draws in antithetic pairs "
         "(2^15 for 100 classes).",
         "",
-        f"## Expected log-normaliser of {CLASSES} classes",
+        f"**Expected log-normaliser of {CLASSES} classes**",
         "",
         "Bias; root mean squared error of one example; the same of its gradient in one mean logit. "
         "Cost: forward and backward of 128 examples, float32.",
@@ -113,7 +111,7 @@ def main() -> None:
     columns = [(c, v) for c in (2, 10, 100) for v in ((1.0,) if c != 10 else VARIANCES)]
     lines += [
         "",
-        "## Class probabilities",
+        "**Class probabilities**",
         "",
         "Mean total variation from the average softmax.",
         "",

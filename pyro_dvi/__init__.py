@@ -23,7 +23,7 @@ from pyro_dvi.diagnostics import compare_with_sampling
 from pyro_dvi.elbos import MomentPropagationELBO, TaylorELBO, VarianceWeighted
 from pyro_dvi.guides import MeanFieldGuide, MultiplicativeNoiseGuide, PerSite, PerWeight, SGDStepSize
 from pyro_dvi.optim import learning_rates, parameter_groups
-from pyro_dvi.predictive import AtMean, Moments, Prediction, Samples, predict
+from pyro_dvi.predictive import AtMean, Moments, Prediction, ReverseDelta, Samples, calibrate, predict
 from pyro_dvi.training import fit, load, save
 
 if TYPE_CHECKING:
@@ -69,6 +69,8 @@ __all__ = [
     "predict",
     "AtMean",
     "Moments",
+    "ReverseDelta",
+    "calibrate",
     "Samples",
     "Prediction",
     "compare_with_sampling",
