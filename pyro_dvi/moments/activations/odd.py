@@ -91,7 +91,7 @@ _TANHSHRINK = in_blocks(_Odd(F.tanhshrink, _tanhshrink_difference, 10.0))
 def softsign(input: Moments) -> Moments:
     """Moments of x / (1 + abs(x)).
 
-    Status: exact to 1e-8 (float64), 1e-4 (float32). Some ten times the work of a sigmoid.
+    Status: exact to 1e-8 (float64), 1e-4 (float32). Several times the work of a sigmoid.
 
     Example:
         >>> softsign(Moments(torch.zeros(1), torch.ones(1))).variance

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Smooth functions that are straight far from zero: sigmoid, tanh, softplus, SiLU, GELU, mish.
+r"""Smooth functions that are straight far from zero: sigmoid, tanh, softplus, SiLU, GELU by tanh, mish.
 
 Two quadratures share the work; which one holds is decided for each element.
 
