@@ -72,7 +72,7 @@ class MAP(Method):
 
     name = "MAP"
     tuned = "weight decay"
-    candidates = (1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
+    candidates = (0.1, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
     rule = 1
     members = 5
 
@@ -101,7 +101,7 @@ class Dropout(MAP):
 
     name = "MC dropout"
     tuned = "dropout rate"
-    candidates = (0.005, 0.02, 0.05, 0.1, 0.2, 0.4)
+    candidates = (0.001, 0.005, 0.02, 0.05, 0.1, 0.2, 0.4, 0.6)
     rule = DRAWS
     members = 1
 
