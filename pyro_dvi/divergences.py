@@ -20,7 +20,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from pyro_dvi.errors import DataError
-from pyro_dvi.handlers.latents import Latent
+from pyro_dvi.handlers.latents import Latent, is_identity
 from pyro_dvi.handlers.means import strip_event_dims
 from pyro_dvi.multiplicative_normal import MultiplicativeNormal, divergence_from_normal
 
@@ -109,19 +109,13 @@ def normal_prior(latent: Latent) -> td.Normal | None:
         while isinstance(own, td.IndependentTransform):
             own = own.base_transform
         parts = [
-            t for t in (own.parts if isinstance(own, td.ComposeTransform) else [own]) if not _is_identity(t)
+            t for t in (own.parts if isinstance(own, td.ComposeTransform) else [own]) if not is_identity(t)
         ]
         same = len(parts) == len(prior.transforms) and all(
             a == b for a, b in zip(parts, prior.transforms, strict=True)
         )
         return base if isinstance(base, td.Normal) and same else None
     return None
-
-
-def _is_identity(transform: Any) -> bool:
-    """True for the shift by nothing that PyTorch appends to the exponential for positive supports."""
-    shift = isinstance(transform, td.AffineTransform)
-    return shift and type(transform.loc) in (int, float) and (transform.loc, transform.scale) == (0, 1)
 
 
 def _elementwise(transform: Any) -> bool:

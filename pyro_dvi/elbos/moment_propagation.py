@@ -15,9 +15,10 @@ from pyro_dvi.elbos.base import DeterministicELBO
 from pyro_dvi.elbos.weighting import ExampleWeighting
 from pyro_dvi.errors import ArgumentError, ModelError
 from pyro_dvi.expectations import LogitEstimator
+from pyro_dvi.handlers.latents import Latent
 from pyro_dvi.handlers.moment_run import run_with_moments
 from pyro_dvi.handlers.observed import check_num_data, checked_log_likelihood, observed_sites
-from pyro_dvi.handlers.structure import structure_of
+from pyro_dvi.handlers.structure import reached_by, structure_of
 from pyro_dvi.handlers.uncertain import at_mean, refuse_moments
 from pyro_dvi.moments import variance_floor
 
@@ -35,9 +36,11 @@ class MomentPropagationELBO(DeterministicELBO):
     (:mod:`pyro_dvi.moments`), and the likelihood is integrated over what arrives (:mod:`pyro_dvi.expectations`). The
     model is not rewritten. One pass costs two to three times a deterministic one.
 
-    Status: units are treated as independent Gaussians, as the paper does. Exact for linear models, and for the moments
-    of networks with one hidden layer; deeper networks drop covariances, and with them part of the variance
-    (:func:`~pyro_dvi.compare_with_sampling` says how much). Not a bound. The KL divergence is exact for Normal priors.
+    Status: units are treated as independent Gaussians, as the paper does. Exact where every weight enters each output
+    once: for linear models ``x @ w``, and for the moments of networks with one hidden layer. Deeper networks, kernels
+    that act at many positions and weights that are used twice lose covariances, and with them a part of the variance
+    (:func:`~pyro_dvi.compare_with_sampling` says how much): write ``(a - b) @ w``, not ``a @ w - b @ w``. Not a
+    bound. The KL divergence is exact for Normal priors.
     Latents that set the prior of others, and latents that are transformed to their support (a positive noise
     scale, say), are sampled by reparameterisation.
 
@@ -123,6 +126,8 @@ class MomentPropagationELBO(DeterministicELBO):
         if self.weighting is not None and training:
             sites = [self._weighted(site, self.weighting) for site in sites]
         log_likelihood = sum_of([checked_log_likelihood(site) for site in (*sites, *factors)])
+        if first:
+            _check_reached(log_likelihood, run.latents, structure.reached)
         kl = sum_of([kl_to_prior(latent) for latent in run.latents] or [torch.zeros_like(log_likelihood)])
         return {"loss": kl_weight * kl - log_likelihood, "log_likelihood": log_likelihood, "kl": kl}
 
@@ -138,4 +143,18 @@ def _check_shape(site: ObservedSite, expected: torch.Size | None) -> None:
             f"observed site {site.name!r} has the shape {tuple(expected)} when latents are tensors, and {tuple(shape)} "
             "when they are moments. Does the model ask isinstance(x, torch.Tensor) or torch.is_tensor(x)? Moments are "
             'no instances of it; ask hasattr(x, "shape") instead.'
+        )
+
+
+def _check_reached(log_likelihood: Tensor, latents: list[Latent], expected: frozenset[str]) -> None:
+    """Find functions that drop the gradients of moments, which they take for something other than tensors."""
+    locs = {latent.source.name: latent.source.loc for latent in latents if latent.source is not None}
+    trainable = {name for name, loc in locs.items() if loc.requires_grad}
+    lost = sorted((expected & trainable) - reached_by(log_likelihood, locs))
+    if lost:
+        raise ModelError(
+            f"gradients of the likelihood do not reach latent site {lost[0]!r} when it enters as moments, though they "
+            "do when it is a tensor. A custom torch.autograd.Function or a reentrant checkpoint runs without gradients "
+            "for what is no tensor: call torch functions directly (or write a moment rule for a function that calls "
+            "yours), and use checkpoint(..., use_reentrant=False)."
         )

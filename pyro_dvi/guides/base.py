@@ -239,6 +239,14 @@ class FactorisedGuide(AutoGuide):
                 stacklevel=2,
             )
 
+    def __getstate__(self) -> Any:
+        # Pyro drops the reference to the model from this guide, not from the copy, which would end its predictions.
+        model, master = self._model, self.master
+        try:
+            return super().__getstate__()
+        finally:
+            self._model, self.master = model, master
+
     # Loading a state_dict before the first look at the model -----------------------------------------------------
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:

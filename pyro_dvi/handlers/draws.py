@@ -11,7 +11,7 @@ from torch import distributions as td
 
 from pyro_dvi.errors import GuideError
 from pyro_dvi.handlers.means import GaussianSite, strip_event_dims
-from pyro_dvi.natural_state import leaf_of, natural_state_of
+from pyro_dvi.natural_state import Statistics, leaf_of, natural_state_of
 
 __all__ = ["TrackedDraws"]
 
@@ -20,12 +20,16 @@ __all__ = ["TrackedDraws"]
 class TrackedDraws(Messenger):
     """Draw the Gaussian sites of a guide as ``loc + noise``, where the noise is a constant of the graph.
 
+    Args:
+        wanted: what the optimizer asked for, where it has left no word with a parameter.
+
     Attributes:
         gaussians: the sites by name, with the drawn value.
         leaves: the parameter of the means of each.
         noise: standard Gaussian noise of each; zeros where the optimizer asked for gradients at the mean.
     """
 
+    wanted: Statistics = Statistics()
     gaussians: dict[str, GaussianSite] = field(default_factory=dict, init=False)
     leaves: dict[str, Tensor] = field(default_factory=dict, init=False)
     noise: dict[str, Tensor] = field(default_factory=dict, init=False)
@@ -48,7 +52,7 @@ class TrackedDraws(Messenger):
                 "NaturalGradientGuide"
             ) from None
         state = natural_state_of(leaf)
-        at_mean = state is not None and state.wanted.at_mean
+        at_mean = (self.wanted if state is None else state.wanted).at_mean
         noise = torch.zeros_like(base.loc) if at_mean else torch.randn_like(base.loc)
         with torch.no_grad():
             shift = noise * base.scale

@@ -14,7 +14,14 @@ from torch.distributions import biject_to, constraints
 from pyro_dvi.errors import GuideError, ModelError
 from pyro_dvi.handlers.means import GaussianSite, strip_event_dims
 
-__all__ = ["Latent", "match_latents", "unconstraining_transform", "vector_elements", "vector_parts"]
+__all__ = [
+    "Latent",
+    "is_identity",
+    "match_latents",
+    "unconstraining_transform",
+    "vector_elements",
+    "vector_parts",
+]
 
 
 @dataclass
@@ -54,6 +61,12 @@ def unconstraining_transform(support: Any) -> Any:
     if base is constraints.real or base is constraints.real_vector:
         return None
     return biject_to(support)
+
+
+def is_identity(transform: Any) -> bool:
+    """Return whether a transform is the shift by nothing that PyTorch appends to exp for positive supports."""
+    shift = isinstance(transform, torch.distributions.AffineTransform)
+    return shift and type(transform.loc) in (int, float) and (transform.loc, transform.scale) == (0, 1)
 
 
 def match_latents(

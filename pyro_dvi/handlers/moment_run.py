@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One run of guide and model in which every Gaussian latent is its mean and variance."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,17 +9,25 @@ import pyro.poutine as poutine
 import torch
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
+from torch import distributions as td
 
 from pyro_dvi.expectations import LogitEstimator
 from pyro_dvi.handlers.explained import explained_errors
-from pyro_dvi.handlers.latents import Latent, match_latents, unconstraining_transform, vector_parts
+from pyro_dvi.handlers.latents import (
+    Latent,
+    is_identity,
+    match_latents,
+    unconstraining_transform,
+    vector_parts,
+)
 from pyro_dvi.handlers.mean_run import run_guide
 from pyro_dvi.handlers.means import GaussianSite
 from pyro_dvi.handlers.uncertain import uncertain_likelihoods
-from pyro_dvi.moments import Moments, MultiplicativeMoments
+from pyro_dvi.moments import Link, Moments, MultiplicativeMoments
+from pyro_dvi.moments.through_link import through_link
 from pyro_dvi.multiplicative_normal import MultiplicativeNormal
 
-__all__ = ["MomentRun", "PosteriorMoments", "median", "reparameterised", "run_with_moments"]
+__all__ = ["MomentRun", "PosteriorMoments", "median", "propagated", "reparameterised", "run_with_moments"]
 
 
 @dataclass
@@ -84,17 +92,49 @@ def trace_with_moments(
     return trace.trace
 
 
-StandIn = Callable[[Tensor, Tensor], Tensor]
+StandIn = Callable[[Tensor, Tensor, tuple[Any, ...]], Any]
 
 
-def reparameterised(loc: Tensor, scale: Tensor) -> Tensor:
-    """Draw a value that can be differentiated."""
-    return loc + scale * torch.randn_like(loc)
+def reparameterised(loc: Tensor, scale: Tensor, transforms: tuple[Any, ...]) -> Tensor:
+    """Draw the value of a transformed Gaussian so that it can be differentiated."""
+    return _composed(transforms)(loc + scale * torch.randn_like(loc))
 
 
-def median(loc: Tensor, scale: Tensor) -> Tensor:
-    """Return the median."""
-    return loc
+def median(loc: Tensor, scale: Tensor, transforms: tuple[Any, ...]) -> Tensor:
+    """Return the median of a transformed Gaussian."""
+    return _composed(transforms)(loc)
+
+
+def propagated(loc: Tensor, scale: Tensor, transforms: tuple[Any, ...]) -> Any:
+    """Return the moments of a transformed Gaussian, linked to it; the median where elements are mixed (a simplex)."""
+    function = _composed(transforms)
+    if any(t.domain.event_dim or t.codomain.event_dim for t in transforms):
+        return function(loc)
+    parts = [t for t in _flat(transforms) if not is_identity(t)]
+    name = "exp" if len(parts) == 1 and isinstance(parts[0], td.ExpTransform) else None
+    link = Link(Moments(loc, scale.square()), function, name)
+    moments = through_link(Moments(loc, scale.square(), link), lambda value: value)
+    assert moments is not None
+    return moments.linked(link)
+
+
+def _composed(transforms: tuple[Any, ...]) -> Callable[[Tensor], Tensor]:
+    def function(value: Tensor) -> Tensor:
+        for transform in transforms:
+            value = transform(value)
+        return value
+
+    return function
+
+
+def _flat(transforms: tuple[Any, ...]) -> Iterator[Any]:
+    for transform in transforms:
+        if isinstance(transform, td.IndependentTransform):
+            yield from _flat((transform.base_transform,))
+        elif isinstance(transform, td.ComposeTransform):
+            yield from _flat(tuple(transform.parts))
+        else:
+            yield transform
 
 
 class PosteriorMoments(Messenger):
@@ -108,10 +148,11 @@ class PosteriorMoments(Messenger):
         gaussians: the guide's Gaussian sites.
         guide: the guide.
         sampled: guide sites that set the prior of another latent.
-        stand_in: gives the value of what is no moments from its Gaussian's mean and standard deviation.
+        stand_in: gives the value of a site that is sampled or transformed, from mean and standard deviation of its
+            Gaussian and the transforms.
 
     Attributes:
-        given: the moments that the sites of the model were given so far, by name.
+        given: the moments of Gaussian sites that the model was given so far, by name.
     """
 
     def __init__(
@@ -146,7 +187,7 @@ class PosteriorMoments(Messenger):
             value = self._moments(part.loc, part.scale, _transforms_to(msg["fn"]), name in self.sampled)
         else:
             return
-        if isinstance(value, Moments):
+        if isinstance(value, Moments) and value.link is None:
             self.given[name] = value
         msg["value"] = value
         msg["done"] = True
@@ -160,10 +201,7 @@ class PosteriorMoments(Messenger):
     def _moments(self, loc: Tensor, scale: Tensor, transforms: tuple[Any, ...], sampled: bool) -> Any:
         if not transforms and not sampled:
             return Moments(loc, scale.square())
-        value = self.stand_in(loc, scale)
-        for transform in transforms:
-            value = transform(value)
-        return value
+        return self.stand_in(loc, scale, transforms)
 
 
 def _transforms_to(prior: Any) -> tuple[Any, ...]:

@@ -4,6 +4,7 @@
 from typing import Any
 
 import torch
+from pyro.infer.util import is_validation_enabled
 from torch import Tensor
 
 from pyro_dvi.curvature import ObservedSite
@@ -36,7 +37,7 @@ def observed_sites(trace: Any) -> tuple[list[ObservedSite], list[ObservedSite]]:
 def checked_log_likelihood(site: ObservedSite) -> Tensor:
     """Scaled log-likelihood of a site, with errors that name it."""
     try:
-        return site.log_likelihood()
+        log_prob = site.log_prob(site.value)
     except PyroDviError:
         raise
     except ValueError as error:
@@ -62,6 +63,19 @@ def checked_log_likelihood(site: ObservedSite) -> Tensor:
             f"{type(site.fn).__name__} with batch shape {tuple(site.fn.batch_shape)} and event shape "
             f"{tuple(site.fn.event_shape)} ({error})"
         ) from error
+    _check_shape(site, log_prob)
+    return (log_prob * site.scale).sum()
+
+
+def _check_shape(site: ObservedSite, log_prob: Tensor) -> None:
+    """Refuse values that are broadcast against the distribution: [N, 1] against [N] would score N² pairs."""
+    if log_prob.shape != site.fn.batch_shape and is_validation_enabled():
+        raise DataError(
+            f"observed site {site.name!r}: values of shape {tuple(site.value.shape)} are broadcast against "
+            f"{type(site.fn).__name__} with batch shape {tuple(site.fn.batch_shape)} and event shape "
+            f"{tuple(site.fn.event_shape)}, to {tuple(log_prob.shape)} log-probabilities. Give values of the shape of "
+            "a draw, or put dimensions of the values into a plate or to_event"
+        )
 
 
 def check_num_data(sites: list[ObservedSite], num_data: int) -> None:

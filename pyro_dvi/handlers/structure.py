@@ -14,6 +14,7 @@ from pyro.util import check_site_shape
 from torch import Tensor
 
 from pyro_dvi.bayesian.placement import tensors_of
+from pyro_dvi.curvature.base import sum_of
 from pyro_dvi.errors import GuideError, ModelError
 from pyro_dvi.handlers.latents import Latent, unconstraining_transform, vector_elements
 from pyro_dvi.handlers.mean_run import MeanRun, run_at_means
@@ -21,7 +22,7 @@ from pyro_dvi.handlers.means import GaussianSite, strip_event_dims
 from pyro_dvi.handlers.observed import checked_log_likelihood, observed_sites
 from pyro_dvi.undisturbed import undisturbed
 
-__all__ = ["Structure", "refuse_dependent", "structure_of"]
+__all__ = ["Structure", "reached_by", "refuse_dependent", "structure_of"]
 
 _UNLIMITED: Any = float("inf")  # Pyro's way to say so, though it annotates an int
 
@@ -35,11 +36,13 @@ class Structure:
             never fixed at their mean, which would lose the prior's curvature in them.
         function_names: names of the autograd nodes that lead from the latents to the observed distributions.
         shapes: shape of a draw at each observed site, for the arguments of the first run.
+        reached: guide sites that the observed sites depend on.
     """
 
     sampled: dict[str, Tensor | bool] = field(default_factory=dict)
     function_names: frozenset[str] = frozenset()
     shapes: dict[str, torch.Size] = field(default_factory=dict)
+    reached: frozenset[str] = frozenset()
 
 
 # Weak references to the guide and the model, the functions that they call (for bound methods), what was seen.
@@ -78,8 +81,7 @@ def structure_of(model: Callable, guide: Callable, args: tuple, kwargs: dict) ->
 
 def _look(run: MeanRun, guide: Callable) -> Structure:
     sites, factors = observed_sites(run.model_trace)
-    for site in (*sites, *factors):
-        checked_log_likelihood(site)
+    log_likelihood = sum_of([checked_log_likelihood(site) for site in (*sites, *factors)])
     if is_validation_enabled():
         _check_shapes(prune_subsample_sites(run.model_trace))
     refuse_dependent(run.gaussians)
@@ -108,7 +110,19 @@ def _look(run: MeanRun, guide: Callable) -> Structure:
         if node["type"] == "sample" and node["is_observed"]
     ]
     names = frozenset(_function_names([t for fn in roots for t in _tensors(fn)]))
-    return Structure(sampled, names, {site.name: site.fn.batch_shape + site.fn.event_shape for site in sites})
+    shapes = {site.name: site.fn.batch_shape + site.fn.event_shape for site in sites}
+    return Structure(
+        sampled, names, shapes, reached_by(log_likelihood, {g.name: g.value for g in run.gaussians})
+    )
+
+
+def reached_by(log_likelihood: Tensor, values: dict[str, Tensor]) -> frozenset[str]:
+    """Return the names of the values that a log-likelihood depends on, as its autograd graph knows."""
+    values = {name: value for name, value in values.items() if value.requires_grad}
+    if not values or not log_likelihood.requires_grad:
+        return frozenset()
+    grads = torch.autograd.grad(log_likelihood, list(values.values()), allow_unused=True, retain_graph=True)
+    return frozenset(name for name, grad in zip(values, grads, strict=True) if grad is not None)
 
 
 def _check_shapes(trace: Any) -> None:

@@ -152,7 +152,7 @@ def uncertain_likelihoods(estimator: LogitEstimator | None = None) -> Iterator[N
         return None
 
     coercions: list[Any] = pyro_distribution.COERCIONS
-    coercions.append(coerce)
+    coercions.insert(0, coerce)  # before that of an outer context
     try:
         yield
     finally:
@@ -209,7 +209,7 @@ def _draw(value: Any, sample_shape: Any) -> Any:
     if not isinstance(value, Moments):
         return value
     inner = value if value.link is None else value.link.inner
-    noise = torch.randn(*sample_shape, *inner.shape, dtype=inner.dtype, device=inner.device)
+    noise = torch.randn((*sample_shape, *inner.shape), dtype=inner.dtype, device=inner.device)
     drawn = inner.loc + noise * inner.variance.sqrt()
     return drawn if value.link is None else value.link.function(drawn)
 

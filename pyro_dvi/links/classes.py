@@ -3,6 +3,7 @@ r"""From Gaussian logits to class probabilities, :math:`\mathrm E[\mathrm{softma
 
 import math
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -44,6 +45,7 @@ class ClassLink(ABC):
     def _averaged(self, loc: Tensor, spread: Tensor, is_covariance: bool) -> Tensor: ...
 
 
+@dataclass(frozen=True)
 class SobolSoftmax(ClassLink):
     r"""Average the softmax over quasi-random points, :math:`\frac1S\sum_s\mathrm{softmax}(\mu + \sigma\epsilon_s)`.
 
@@ -56,10 +58,11 @@ class SobolSoftmax(ClassLink):
     Source: Schmitt & Roth (2021), Eq. 20, with Sobol points in place of samples.
     """
 
-    def __init__(self, num_points: int = 256) -> None:
-        if num_points < 1:
-            raise ArgumentError(f"num_points must be at least 1, got {num_points}")
-        self.num_points = num_points
+    num_points: int = 256
+
+    def __post_init__(self) -> None:
+        if self.num_points < 1:
+            raise ArgumentError(f"num_points must be at least 1, got {self.num_points}")
 
     def _averaged(self, loc: Tensor, spread: Tensor, is_covariance: bool) -> Tensor:
         points = sobol_points(self.num_points, loc.shape[-1], loc)
@@ -73,10 +76,8 @@ class SobolSoftmax(ClassLink):
             total = total + torch.softmax(loc + noise, -1).sum(0)
         return total / self.num_points
 
-    def __repr__(self) -> str:
-        return f"SobolSoftmax(num_points={self.num_points})"
 
-
+@dataclass(frozen=True)
 class Probit(ClassLink):
     r"""Shrink each logit by its variance, :math:`\mathrm{softmax}_c\bigl(\mu_c / \sqrt{1 + \pi v_c / 8}\bigr)`.
 
@@ -94,10 +95,8 @@ class Probit(ClassLink):
             return torch.stack([1 - second, second], -1)
         return torch.softmax(loc / (1 + math.pi / 8 * variance).sqrt(), -1)
 
-    def __repr__(self) -> str:
-        return "Probit()"
 
-
+@dataclass(frozen=True)
 class LaplaceBridge(ClassLink):
     r"""The mean of the Dirichlet distribution whose Laplace approximation in logits is the Gaussian.
 
@@ -130,9 +129,6 @@ class LaplaceBridge(ClassLink):
         num_classes = loc.shape[-1]
         ratio = torch.exp(mu + torch.logsumexp(-mu, -1, keepdim=True)) / num_classes**2
         return (1 - 2 / num_classes + ratio) / variance
-
-    def __repr__(self) -> str:
-        return "LaplaceBridge()"
 
 
 def _root(covariance: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 """From an uncertain mean and an uncertain noise scale to a predictive distribution."""
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ class NoiseLink(ABC):
         """
 
 
+@dataclass(frozen=True)
 class MomentMatched(NoiseLink):
     r"""One Normal with the right mean and variance, :math:`\mathcal N(\mu, v_\mu + \mathrm E[s^2])`.
 
@@ -45,10 +47,8 @@ class MomentMatched(NoiseLink):
         """Return a Normal (LogNormal)."""
         return cls(loc, (variance + power_of(td.Normal, "scale", scale, 2)).sqrt())
 
-    def __repr__(self) -> str:
-        return "MomentMatched()"
 
-
+@dataclass(frozen=True)
 class GaussHermite(NoiseLink):
     r"""A mixture over nodes of the Gaussian behind the scale, :math:`\sum_k w_k\,\mathcal N(\mu, v_\mu + s_k^2)`.
 
@@ -58,10 +58,11 @@ class GaussHermite(NoiseLink):
         num_nodes: components.
     """
 
-    def __init__(self, num_nodes: int = 16) -> None:
-        if num_nodes < 1:
-            raise ArgumentError(f"num_nodes must be at least 1, got {num_nodes}")
-        self.num_nodes = num_nodes
+    num_nodes: int = 16
+
+    def __post_init__(self) -> None:
+        if self.num_nodes < 1:
+            raise ArgumentError(f"num_nodes must be at least 1, got {self.num_nodes}")
 
     def predictive(self, loc: Tensor, variance: Tensor | float, scale: Moments, cls: Any) -> td.Distribution:
         """Return a mixture of Normals (LogNormals)."""
@@ -71,6 +72,3 @@ class GaussHermite(NoiseLink):
         spread = torch.as_tensor(variance, dtype=scales.dtype, device=scales.device)
         total = (spread.unsqueeze(-1) + scales.movedim(0, -1).square()).sqrt()
         return weighted_mixture(weights, cls(loc.unsqueeze(-1), total))
-
-    def __repr__(self) -> str:
-        return f"GaussHermite(num_nodes={self.num_nodes})"

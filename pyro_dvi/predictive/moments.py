@@ -12,7 +12,7 @@ from torch import Tensor
 from pyro_dvi.errors import ArgumentError
 from pyro_dvi.handlers.mean_run import run_guide
 from pyro_dvi.handlers.means import GaussianSite
-from pyro_dvi.handlers.moment_run import PosteriorMoments, median, reparameterised
+from pyro_dvi.handlers.moment_run import PosteriorMoments, propagated, reparameterised
 from pyro_dvi.handlers.structure import refuse_dependent
 from pyro_dvi.handlers.uncertain import predictive_of, uncertain_likelihoods
 from pyro_dvi.links import ClassLink, MomentMatched, NoiseLink, SobolSoftmax, predictive_distribution
@@ -33,16 +33,17 @@ class Moments(PredictionRule):
     guide. Numbers with Gaussian noise have mean :math:`m` and variance :math:`v + \mathrm E[\sigma^2]`; class
     probabilities are the average softmax.
 
-    Status: exact for linear models, and for one hidden layer up to the Gaussian form of the output; deeper networks
-    drop covariances (:func:`~pyro_dvi.compare_with_sampling` says how much).
+    Status: exact where every weight enters each output once, as in linear models and, up to the Gaussian form of the
+    output, networks with one hidden layer. Deeper networks, shared kernels and weights that are used twice drop
+    covariances (:func:`~pyro_dvi.compare_with_sampling` says how much).
 
     Args:
         classes: from moments of logits to probabilities: ``SobolSoftmax()``, ``Probit()``, ``LaplaceBridge()`` of
             :mod:`pyro_dvi.links`.
         noise: from an uncertain noise scale to a predictive: ``MomentMatched()``, a Normal, or ``GaussHermite(n)``, a
             mixture that keeps the heavier tails and is the sharper of the two.
-        num_samples: draws of latents that are transformed to their support (a positive noise scale, say); None puts
-            them at their median.
+        num_samples: draws of latents that are transformed to their support (a positive noise scale, say); None passes
+            on their moments, and integrates the likelihood over the Gaussian behind them.
         propagation: how variances come through the network: ``Independent()``, as in training, or
             ``ReverseDelta()``, which keeps covariances, or what :func:`~pyro_dvi.predictive.calibrate` returned.
 
@@ -88,7 +89,7 @@ class Moments(PredictionRule):
         """Give the one component, or one for each draw of what cannot be propagated."""
         centre, gaussians = posterior_gaussians(guide, inputs)
         predictive = partial(predictive_distribution, classes=self.classes, noise=self.noise)
-        stand_in = median if self.num_samples is None else reparameterised
+        stand_in = propagated if self.num_samples is None else reparameterised
         for _ in range(self.num_components):
             weights = PosteriorMoments(gaussians, guide, {}, stand_in)
             with uncertain_likelihoods(), weights:

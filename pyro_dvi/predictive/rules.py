@@ -179,7 +179,10 @@ def _trace(guide: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:
 
 def arguments(guide: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     """Arguments for a guide; an automatic one takes those of its model."""
-    return with_missing(guide.model if isinstance(guide, AutoGuide) else guide, inputs)
+    knows_model = (
+        isinstance(guide, AutoGuide) and guide._model is not None
+    )  # a copy or a loaded guide does not
+    return with_missing(guide.model if knows_model else guide, inputs)
 
 
 def latents(trace: Any) -> dict[str, Tensor]:

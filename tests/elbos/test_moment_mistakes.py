@@ -145,6 +145,34 @@ def test_a_model_that_asks_for_the_type_of_its_values_is_found_out(data):
         MomentPropagationELBO().loss(model, dvi.MeanFieldGuide(model), *data)
 
 
+class Doubled(torch.autograd.Function):
+    """As users write them: it takes moments for something that is no tensor."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 2 * gradient
+
+
+def test_a_function_that_drops_gradients_of_moments_is_found_out(data):
+    model = model_of(lambda f, x, y: observed(dist.Normal(Doubled.apply(f), 1.0), y))
+    with pytest.raises(ModelError, match=r"do not reach latent site 'w'.*autograd.Function"):
+        MomentPropagationELBO().loss_and_grads(model, dvi.MeanFieldGuide(model), *data)
+
+
+@pytest.mark.parametrize("elbo", [MomentPropagationELBO(), dvi.TaylorELBO()], ids=lambda e: type(e).__name__)
+def test_values_that_are_broadcast_are_refused_at_every_step(data, elbo):
+    x, y = data
+    model = model_of(lambda f, x, y: observed(dist.Normal(f, 1.0), y))
+    guide = dvi.MeanFieldGuide(model)
+    elbo.loss_and_grads(model, guide, x, y)
+    with pytest.raises(DataError, match=r"'obs'.*\(12, 1\).*broadcast"):
+        elbo.loss_and_grads(model, guide, x, y[:, None])
+
+
 def test_no_observed_site(data):
     model = model_of(lambda f, x, y: None)
     with pytest.raises(ModelError, match="no observed site"):

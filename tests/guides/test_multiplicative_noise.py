@@ -3,6 +3,7 @@
 
 import copy
 import io
+import pickle
 from typing import Any
 
 import pyro
@@ -633,3 +634,15 @@ def test_layers_read_the_noise_as_the_guide_lays_it_out(layer, uncertain):
     torch.testing.assert_close(result.loc, expected.loc)
     torch.testing.assert_close(result.variance, expected.variance)
     assert (result.variance > 0).all()
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda guide: pickle.loads(pickle.dumps(guide))])
+def test_a_copy_predicts_and_leaves_the_original_predicting(copied: Any) -> None:
+    model = dvi.classifier(dvi.to_bayesian_(nn.Linear(2, 3)), num_data=4)
+    guide = MultiplicativeNoiseGuide(model)
+    x = torch.randn(4, 2)
+    guide.initialize(x, torch.arange(4) % 3)
+    expected = dvi.predict(model, guide, x).probabilities
+    twin = copied(guide)
+    torch.testing.assert_close(dvi.predict(model, guide, x).probabilities, expected)
+    torch.testing.assert_close(dvi.predict(model, twin, x).probabilities, expected)
