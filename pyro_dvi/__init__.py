@@ -8,7 +8,18 @@ first used.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from pyro_dvi import bayesian, curvature, errors, expectations, links, metrics, moments, schedules, training
+from pyro_dvi import (
+    bayesian,
+    curvature,
+    errors,
+    expectations,
+    links,
+    metrics,
+    moments,
+    optim,
+    schedules,
+    training,
+)
 from pyro_dvi.bayesian import (
     classifier,
     fan_in,
@@ -20,8 +31,15 @@ from pyro_dvi.bayesian import (
     to_deterministic,
 )
 from pyro_dvi.diagnostics import compare_with_sampling
-from pyro_dvi.elbos import MomentPropagationELBO, TaylorELBO, VarianceWeighted
-from pyro_dvi.guides import MeanFieldGuide, MultiplicativeNoiseGuide, PerSite, PerWeight, SGDStepSize
+from pyro_dvi.elbos import MomentPropagationELBO, NaturalGradientELBO, TaylorELBO, VarianceWeighted
+from pyro_dvi.guides import (
+    MeanFieldGuide,
+    MultiplicativeNoiseGuide,
+    NaturalGradientGuide,
+    PerSite,
+    PerWeight,
+    SGDStepSize,
+)
 from pyro_dvi.optim import learning_rates, parameter_groups
 from pyro_dvi.predictive import AtMean, Moments, Prediction, ReverseDelta, Samples, calibrate, predict
 from pyro_dvi.training import fit, load, save
@@ -56,7 +74,11 @@ __all__ = [
     "links",
     "MomentPropagationELBO",
     "VarianceWeighted",
-    # Training; early stopping, checkpoints and batch-norm statistics are in ``training``
+    "NaturalGradientGuide",
+    "NaturalGradientELBO",
+    # Training; VOGN, OGN and IVON are in ``optim``; early stopping, checkpoints and batch-norm statistics in
+    # ``training``
+    "optim",
     "schedules",
     "training",
     "learning_rates",

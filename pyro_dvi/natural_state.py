@@ -19,7 +19,7 @@ _ATTRIBUTE = "_pyro_dvi_natural_state"
 class Statistics:
     """Which statistics of the gradients an optimizer reads.
 
-    Before an optimizer's first step, also after a resume, an objective measures the default.
+    Before an optimizer's first step an objective measures the default; a resumed one, what its state says.
 
     Attributes:
         squares: sums of squared per-example gradients.

@@ -2,7 +2,14 @@
 """Deterministic objectives for ``pyro.infer.SVI``."""
 
 from pyro_dvi.elbos.moment_propagation import MomentPropagationELBO
+from pyro_dvi.elbos.natural_gradient import NaturalGradientELBO
 from pyro_dvi.elbos.taylor import TaylorELBO
 from pyro_dvi.elbos.weighting import ExampleWeighting, VarianceWeighted
 
-__all__ = ["ExampleWeighting", "MomentPropagationELBO", "TaylorELBO", "VarianceWeighted"]
+__all__ = [
+    "ExampleWeighting",
+    "MomentPropagationELBO",
+    "NaturalGradientELBO",
+    "TaylorELBO",
+    "VarianceWeighted",
+]

@@ -2,7 +2,7 @@
 """The ELBO whose gradients and curvature feed a natural-gradient optimizer."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,7 @@ from pyro_dvi.handlers.draws import TrackedDraws
 from pyro_dvi.handlers.explained import explained_errors
 from pyro_dvi.handlers.latents import Latent, match_latents
 from pyro_dvi.handlers.observed import check_num_data, checked_log_likelihood, observed_sites
-from pyro_dvi.natural_state import NaturalState, attach, natural_state_of
+from pyro_dvi.natural_state import NaturalState, Statistics, attach, natural_state_of
 
 __all__ = ["NaturalGradientELBO"]
 
@@ -67,20 +67,34 @@ class NaturalGradientELBO(DeterministicELBO):
         >>> def model(x, y=None):
         ...     w = pyro.sample("w", dist.Normal(0.0, 1.0))
         ...     with pyro.plate("data", len(x)):
-        ...         return pyro.sample("y", dist.Normal(w * x, 0.1), obs=y)
+        ...         return pyro.sample("y", dist.Normal(w * x, 0.5), obs=y)
         >>> x = torch.linspace(-1, 1, 20)
         >>> guide = NaturalGradientGuide(model)
         >>> svi = SVI(model, guide, VOGN({"lr": 0.1}), loss=NaturalGradientELBO())
         >>> losses = [svi.step(x, 2 * x) for _ in range(300)]
-        >>> bool(abs(guide.median()["w"] - 2) < 0.1)
+        >>> bool(abs(guide.median()["w"] - 2) < 0.3)
         True
     """
+
+    _latest: NaturalState | None = None  # of any site: all have the same optimizer
+    _loaded = Statistics()  # what the optimizer of a run that is resumed asked for
+
+    @property
+    def _wanted(self) -> Statistics:
+        return self._loaded if self._latest is None else self._latest.wanted
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "wanted": asdict(self._wanted)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._latest, self._loaded = None, Statistics(**state.get("wanted", {}))
 
     def _evaluate(
         self, model: Callable, guide: Callable, args: tuple, kwargs: dict, kl_weight: float, training: bool
     ) -> dict[str, Tensor]:
         _check(guide, kl_weight, training)
-        draws = TrackedDraws()
+        draws = TrackedDraws(self._wanted)
         with explained_errors(model, [], args, kwargs), draws:
             guide_trace = poutine.trace(guide).get_trace(*args, **kwargs)
         recorder = SquaredGradients([_used_value(name, draws, guide_trace) for name in draws.gaussians])
@@ -98,8 +112,9 @@ class NaturalGradientELBO(DeterministicELBO):
             num_data = max(_num_data(site) for site in terms)
             for state in states:
                 state.num_data, state.temperature = num_data, kl_weight
-            self._watch_products(draws, states)
+            # First what runs backward passes of its own, which would set off the hooks of the others.
             self._watch_squares(draws, states, terms, recorder)
+            self._watch_products(draws, states)
         return {"loss": kl_weight * kl - log_likelihood, "log_likelihood": log_likelihood, "kl": kl}
 
     def _total(self, model: Callable, guide: Callable, args: tuple, kwargs: dict, training: bool) -> Tensor:
@@ -113,7 +128,9 @@ class NaturalGradientELBO(DeterministicELBO):
         prior_loc, prior_precision = _fixed_prior(latent, draws)
         state = natural_state_of(leaf)
         if state is None:
-            state = NaturalState(guide.precision_parameter(latent.name), prior_loc, prior_precision)
+            state = NaturalState(
+                guide.precision_parameter(latent.name), prior_loc, prior_precision, wanted=self._wanted
+            )
             attach(leaf, state)
         elif id(state) not in self._opened and state.is_fresh:
             state.clear()
@@ -122,6 +139,7 @@ class NaturalGradientELBO(DeterministicELBO):
                 "optimizer: train with pyro_dvi.optim.VOGN, OGN or IVON, and take a step after each backward pass"
             )
         self._opened.add(id(state))
+        self._latest = state
         state.prior_loc, state.prior_precision = prior_loc, prior_precision
         return state
 
@@ -143,10 +161,16 @@ class NaturalGradientELBO(DeterministicELBO):
         scale = sites[0].scale
         if len(sites) == 1 and len(sites[0].fn.batch_shape) == 1 and not torch.is_tensor(scale):
             served = recorder.served(sites[0].fn.batch_shape[0]) & wanted
+        self._measure_squares(draws, states, sites, sorted(wanted - served))
+        if served:
             # The gradients that come by carry scale/K. Squares shall carry the scale once, and be a mean over K draws.
             weight = self.num_particles / float(scale)
             recorder.watch(served, lambda k, squares: states[k].add_squares(weight * squares))
-        rest = sorted(wanted - served)
+
+    def _measure_squares(
+        self, draws: TrackedDraws, states: list[NaturalState], sites: list[ObservedSite], rest: list[int]
+    ) -> None:
+        """Squares for latents that no layer with a rule uses."""
         if not rest:
             return
         gaussians = list(draws.gaussians.values())

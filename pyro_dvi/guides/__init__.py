@@ -5,6 +5,7 @@ from pyro_dvi.guides.base import FactorisedGuide
 from pyro_dvi.guides.factors import Deterministic, Factor, MeanField
 from pyro_dvi.guides.mean_field import MeanFieldGuide
 from pyro_dvi.guides.multiplicative_noise import MultiplicativeNoiseGuide
+from pyro_dvi.guides.natural_gradient import NaturalGradientGuide
 from pyro_dvi.guides.scales import PerSite, PerWeight, ScaleFamily, SGDStepSize
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "MeanField",
     "MeanFieldGuide",
     "MultiplicativeNoiseGuide",
+    "NaturalGradientGuide",
     "PerSite",
     "PerWeight",
     "SGDStepSize",

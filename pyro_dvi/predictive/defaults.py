@@ -3,9 +3,9 @@
 
 from typing import Any
 
-from pyro_dvi.guides import MultiplicativeNoiseGuide
+from pyro_dvi.guides import MultiplicativeNoiseGuide, NaturalGradientGuide
 from pyro_dvi.predictive.moments import Moments
-from pyro_dvi.predictive.rules import AtMean, PredictionRule
+from pyro_dvi.predictive.rules import AtMean, PredictionRule, Samples
 
 __all__ = ["default_rule"]
 
@@ -14,8 +14,9 @@ def default_rule(guide: Any) -> PredictionRule:
     """Return the rule that suits a guide.
 
     A rule in the attribute ``prediction_rule`` of the guide comes first. A
-    :class:`~pyro_dvi.MultiplicativeNoiseGuide` is predicted by :class:`Moments`, anything else by :class:`AtMean`: such
-    a guide may have been trained in many ways, and only the user knows which.
+    :class:`~pyro_dvi.MultiplicativeNoiseGuide` is predicted by :class:`Moments`, a
+    :class:`~pyro_dvi.NaturalGradientGuide` by 30 :class:`Samples`, as it was trained, and anything else by
+    :class:`AtMean`: such a guide may have been trained in many ways, and only the user knows which.
 
     Example:
         >>> from pyro_dvi import MeanFieldGuide
@@ -25,4 +26,6 @@ def default_rule(guide: Any) -> PredictionRule:
     rule = getattr(guide, "prediction_rule", None)
     if isinstance(rule, PredictionRule):
         return rule
-    return Moments() if isinstance(guide, MultiplicativeNoiseGuide) else AtMean()
+    if isinstance(guide, MultiplicativeNoiseGuide):
+        return Moments()
+    return Samples(30) if isinstance(guide, NaturalGradientGuide) else AtMean()

@@ -51,10 +51,10 @@ def predict(
         data: inputs ``[N, ...]``; a tuple of the model's arguments, ``(x,)`` or ``(x, y)``, or a mapping by
             their names; or a loader of any of these. An
             observation that comes along is not shown to the model; it is kept for :meth:`Prediction.metrics`.
-        method: rule of prediction; by default ``Moments()`` for a ``MultiplicativeNoiseGuide`` and ``AtMean()`` for
-            any other guide, unless it names a rule in an attribute ``prediction_rule``. Predict with ``Moments()``
-            from every posterior trained by ``MomentPropagationELBO``, and with ``Samples(30)`` or more from posteriors
-            trained by sampling, as by ``Trace_ELBO``.
+        method: rule of prediction; by default ``Moments()`` for a ``MultiplicativeNoiseGuide``, ``Samples(30)`` for a
+            ``NaturalGradientGuide`` and ``AtMean()`` for any other guide, unless it names a rule in an attribute
+            ``prediction_rule``. Predict with ``Moments()`` from every posterior trained by ``MomentPropagationELBO``,
+            and with ``Samples(30)`` or more from posteriors trained by sampling, as by ``Trace_ELBO``.
         site: observed site to predict, where the model has several.
         observed: the model's argument that holds the observation; by default the one whose default is None.
         batch_size: examples at a time; a loader has its own.

@@ -23,6 +23,7 @@ from pyro_dvi.undisturbed import preserve_buffers
 __all__ = ["NonFiniteLossError", "Route", "finite", "is_uninitialised"]
 
 _SCALE = re.compile(SCALE_PATTERN)
+_PRECISION = re.compile(r"(^|\.)([A-Z]\w*|guide)(\.\d+)*\.precisions\.")  # as of NaturalGradientGuide
 
 
 class NonFiniteLossError(NonFiniteError):
@@ -163,10 +164,12 @@ class Route(ABC):
         total, count = 0.0, 0
         constraints = self._constraints()
         for name, parameter in self.parameters().items():
-            if _SCALE.search(name):
+            by_precision = _PRECISION.search(name) is not None
+            if by_precision or _SCALE.search(name):
                 constraint = constraints.get(id(parameter))
-                value = parameter if constraint is None else transform_to(constraint)(parameter)
-                total, count = total + float(value.detach().sum()), count + parameter.numel()
+                value = (parameter if constraint is None else transform_to(constraint)(parameter)).detach()
+                scales = value.rsqrt() if by_precision else value
+                total, count = total + float(scales.sum()), count + parameter.numel()
         return total / count if count else None
 
     def initialise(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
