@@ -14,153 +14,198 @@ Adding a rule: every function with a rule in :mod:`pyro_dvi.curvature.per_exampl
 squares of its own with :func:`squares_rule` where it is cheaper than squaring those gradients.
 """
 
+import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
-from pyro_dvi.curvature.per_example import is_question, nested_arguments, per_example_rule_of
-from pyro_dvi.registry import registering
+from pyro_dvi.curvature.per_example.uses import Use, WeightUses, squares_rule
 
-__all__ = ["SquaredGradients", "squares_rule"]
+__all__ = ["SquaredGradients", "passes_of", "squares_rule", "squares_without_rules"]
 
-_RULES: dict[Callable, Callable] = {}
+_BUDGET = 1 << 26  # entries of gradients that the vectorised fallback may hold at a time
 Deliver = Callable[[int, Tensor], None]
 
 
-def squares_rule(*functions: Callable) -> Callable[[Callable], Callable]:
-    """Register a sum of squared per-example gradients of torch ``functions``.
-
-    The rule takes (arguments of the call, position of the weight, output gradient) and returns a tensor of the weight's
-    shape, or None where it does not apply.
-    """
-    return registering(_RULES, functions)
-
-
-@dataclass
-class _Call:
-    """One use of a weight."""
-
-    func: Callable
-    arguments: tuple
-    position: int
-    output: Tensor
-
-
-@dataclass
-class _Weight:
-    """The uses of a weight, and what has come by of them."""
-
-    calls: list[_Call] = field(default_factory=list)
-    has_rules: bool = True
-    awaited: int = 0
-    gradients: Tensor | None = None
-
-
-class SquaredGradients(TorchFunctionMode):
-    """Note the uses of the given tensors, matched by identity, while the model runs.
-
-    Args:
-        values: the tensors that the model uses; None for one that it does not use as it is.
-    """
+class SquaredGradients(WeightUses):
+    """Note every use of the given tensors, for squares that are numbers."""
 
     def __init__(self, values: Sequence[Tensor | None]) -> None:
-        super().__init__()
-        self._index = {id(v): k for k, v in enumerate(values) if v is not None}
-        self._weights = {k: _Weight() for k in self._index.values()}
+        super().__init__(values)
+        self._values = {k: v for k, v in enumerate(values) if v is not None}
 
-    def served(self, num_examples: int) -> set[int]:
-        """Return which tensors are used by functions with rules only, with the examples in their first dimension."""
-        return {
-            k
-            for k, weight in self._weights.items()
-            if weight.has_rules
-            and weight.calls
-            and all(call.output.shape[:1] == (num_examples,) for call in weight.calls)
-        }
+    def prepared(self, argument: Any) -> Any:
+        """Cut tensors out of the graph: it must not be held by its own hooks."""
+        return argument.detach() if isinstance(argument, Tensor) else argument
 
-    def watch(self, served: set[int], deliver: Deliver) -> None:
+    def watch(self, served: dict[int, list[Use]], deliver: Deliver) -> None:
         """Let the next backward pass deliver the sums of squares of the tensors in ``served``.
 
         Args:
             served: a part of what :meth:`served` returned.
-            deliver: called with the index of a tensor and its sum of squares.
+            deliver: called with the index of a tensor and its sum of squares, once all its uses have come by.
         """
-        for k in served:
-            weight = self._weights[k]
-            weight.awaited = len(weight.calls)
-            several = len(weight.calls) > 1
-            for call in weight.calls:
-                arrived = partial(
-                    self._arrived, k, call.func, call.arguments, call.position, several, deliver
-                )
-                call.output.register_hook(arrived)
-        for weight in self._weights.values():
-            weight.calls = []  # hooks hold what they need; the graph must not be held twice
+        for k, uses in served.items():
+            gathered = _Gathered(len(uses) > 1)
+            for use in uses:
+                use.output.node.register_prehook(partial(gathered.arrived, use))
+            self._values[k].register_hook(partial(_deliver, k, gathered, deliver))
+        self._weights, self._values = {}, {}  # hooks hold what they need; the graph must not be held twice
 
-    def __torch_function__(
-        self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        output = func(*args, **kwargs)
-        found = [(p, self._index[id(a)]) for p, a in enumerate(args) if id(a) in self._index]
-        found += [(-1, self._index[id(a)]) for a in nested_arguments(args, kwargs) if id(a) in self._index]
-        if not found or is_question(func, output):
-            return output
-        for position, k in found:
-            weight = self._weights[k]
-            if kwargs or position < 0 or not isinstance(output, Tensor) or per_example_rule_of(func) is None:
-                weight.has_rules = False
-            elif output.requires_grad:
-                weight.calls.append(_Call(func, args, position, output))
-        return output
+    def measured(self, served: dict[int, list[Use]], outputs: Tensor, cotangent: Tensor) -> dict[int, Tensor]:
+        r"""Return :math:`\sum_i (w_i\,\partial f_i)^2` for the tensors in ``served``, by a backward pass of its own.
 
-    def _arrived(
-        self,
-        k: int,
-        func: Callable,
-        arguments: tuple,
-        position: int,
-        several: bool,
-        deliver: Deliver,
-        delta: Tensor,
-    ) -> None:
-        weight = self._weights[k]
-        direct = _RULES.get(func)
+        Args:
+            served: a part of what :meth:`served` returned.
+            outputs: f, one entry per example.
+            cotangent: w of the same shape.
+        """
+        edges = [use.output for uses in served.values() for use in uses]
+        if not edges or not outputs.requires_grad:
+            return {k: torch.zeros_like(self._values[k]) for k in served}
+        deltas = iter(torch.autograd.grad(outputs, edges, cotangent, retain_graph=True, allow_unused=True))
+        found = {}
+        for k, uses in served.items():
+            gathered = _Gathered(len(uses) > 1)
+            for use in uses:
+                gathered.add(use, next(deltas))
+            squares = gathered.squares()
+            found[k] = torch.zeros_like(self._values[k]) if squares is None else squares
+        return found
+
+    def mixed(self, served: dict[int, list[Use]], outputs: Tensor) -> set[int]:
+        """Return the tensors in ``served`` with a use whose rows are no examples.
+
+        Shapes can deceive: the first dimension may be one of positions or of features that has as many entries as
+        there are examples. The first half of the examples must then reach rows of the second half. Costs a backward
+        pass. Says nothing where batch normalisation in training mode mixes all rows anyway.
+
+        Args:
+            served: a part of what :meth:`served` returned.
+            outputs: one entry per example.
+        """
+        edges = [use.output for uses in served.values() for use in uses]
+        if self.couples_rows or not edges or not outputs.requires_grad or len(outputs) < 2:
+            return set()
+        half = len(outputs) // 2
+        seeds = (torch.arange(len(outputs), device=outputs.device) < half).to(outputs)
+        deltas = iter(torch.autograd.grad(outputs, edges, seeds, retain_graph=True, allow_unused=True))
+        owners = [(k, next(deltas)) for k, uses in served.items() for _ in uses]
+        reached = [(k, delta[half:].count_nonzero() > 0) for k, delta in owners if delta is not None]
+        return {k for k, foreign in reached if bool(foreign)}
+
+
+class _Gathered:
+    """What has come by of the uses of one weight."""
+
+    def __init__(self, several: bool) -> None:
+        self._several = several
+        self._gradients: Tensor | None = None
+        self._squares: Tensor | None = None
+
+    def add(self, use: Use, delta: Tensor | None) -> None:
+        if delta is None:
+            return
         with torch.no_grad():
-            squares = None if several or direct is None else direct(arguments, position, delta)
-            if squares is None:
-                rule = per_example_rule_of(func)
-                assert rule is not None
-                gradients = rule(arguments, position, delta)
-                if several:
-                    weight.gradients = gradients if weight.gradients is None else weight.gradients + gradients
-                    weight.awaited -= 1
-                    if weight.awaited:
-                        return
-                    gradients, weight.gradients = weight.gradients, None
-                squares = gradients.square().sum(0)
-            deliver(k, squares)
+            if use.squares is not None and not self._several:
+                self._squares = use.squares(delta)
+                return
+            gradients = use.gradients(delta)
+            self._gradients = gradients if self._gradients is None else self._gradients + gradients
+
+    def arrived(self, use: Use, deltas: tuple[Tensor | None, ...]) -> None:
+        self.add(use, deltas[use.output.output_nr])
+
+    def squares(self) -> Tensor | None:
+        """The sum of squares, once."""
+        squares, gradients = self._squares, self._gradients
+        self._squares = self._gradients = None
+        return gradients.square().sum(0) if gradients is not None else squares
 
 
-@squares_rule(F.linear)
-def _linear(arguments: tuple, position: int, delta: Tensor) -> Tensor | None:
-    x = arguments[0]
-    if x.dim() != 2:
-        return None
-    if position == 2:
-        return delta.square().sum(0)
-    return delta.square().mT @ x.square() if position == 1 else None
+def _deliver(k: int, gathered: _Gathered, deliver: Deliver, gradient: Tensor) -> None:
+    squares = gathered.squares()
+    deliver(k, torch.zeros_like(gradient) if squares is None else squares)
 
 
-@squares_rule(torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.mm, torch.Tensor.mm)
-def _matmul(arguments: tuple, position: int, delta: Tensor) -> Tensor | None:
-    x, weight = arguments[:2]
-    if position != 1 or x.dim() != 2 or weight.dim() != 2:
-        return None
-    return x.square().mT @ delta.square()
+def passes_of(outputs: Tensor, values: Sequence[Tensor]) -> int:
+    """Backward passes that :func:`squares_without_rules` takes."""
+    few, many = _split(outputs.numel(), values)
+    return sum(values[k].numel() + 1 for k in few) + (outputs.numel() if many else 0)
+
+
+def squares_without_rules(outputs: Tensor, cotangent: Tensor, values: Sequence[Tensor]) -> list[Tensor]:
+    r"""Return :math:`\sum_i (w_i\,\partial_u f_i)^2` for every value, whatever the model.
+
+    By a backward pass per example, or per element of u where these are far fewer.
+
+    Args:
+        outputs: f, one entry per example.
+        cotangent: w of the same shape.
+        values: the tensors u, which ``outputs`` may or may not depend on.
+    """
+    totals = [torch.zeros_like(v) for v in values]
+    if not outputs.requires_grad:
+        return totals
+    outputs, cotangent = outputs.reshape(-1), cotangent.reshape(-1)
+    few, many = _split(len(outputs), values)
+    for k in few:
+        try:
+            totals[k] = _pass_per_element(outputs, cotangent, values[k])
+        except RuntimeError:  # the model cannot be differentiated twice
+            many = [*many, k]
+    if many:
+        found = _pass_per_example(outputs, cotangent, [values[k] for k in many])
+        for k, squares in zip(many, found, strict=True):
+            totals[k] = squares
+    return totals
+
+
+def _split(num_examples: int, values: Sequence[Tensor]) -> tuple[list[int], list[int]]:
+    few = [k for k, value in enumerate(values) if 8 * value.numel() <= num_examples]
+    return few, [k for k in range(len(values)) if k not in few]
+
+
+def _pass_per_element(outputs: Tensor, cotangent: Tensor, value: Tensor) -> Tensor:
+    """The gradient is linear in what is pulled back; its derivative there is a column of the Jacobian."""
+    seed = torch.zeros_like(cotangent, requires_grad=True)
+    (gradient,) = torch.autograd.grad(outputs, value, seed * cotangent, create_graph=True, allow_unused=True)
+    if gradient is None:
+        return torch.zeros_like(value)
+    columns = [torch.autograd.grad(g, seed, retain_graph=True)[0] for g in gradient.reshape(-1)]
+    return torch.stack([column.square().sum() for column in columns]).reshape(value.shape)
+
+
+def _pass_per_example(outputs: Tensor, cotangent: Tensor, values: Sequence[Tensor]) -> list[Tensor]:
+    totals = [torch.zeros_like(v) for v in values]
+    chunk = max(1, min(64, _BUDGET // max(1, sum(v.numel() for v in values))))
+    start = 0
+    while start < len(outputs):
+        rows = torch.arange(start, min(start + chunk, len(outputs)), device=outputs.device)
+        seeds = F.one_hot(rows, len(outputs)).to(outputs) * cotangent
+        try:
+            grads = _pulled_back(outputs, seeds, values)
+        except RuntimeError:
+            if chunk == 1:
+                raise
+            chunk = 1  # a function whose backward pass cannot be vectorised
+            continue
+        for total, grad in zip(totals, grads, strict=True):
+            if grad is not None:
+                total += grad.square().sum(0)
+        start += len(rows)
+    return totals
+
+
+def _pulled_back(outputs: Tensor, seeds: Tensor, values: Sequence[Tensor]) -> list[Tensor | None]:
+    options = {"retain_graph": True, "allow_unused": True}
+    if len(seeds) == 1:
+        grads = torch.autograd.grad(outputs, values, seeds[0], **options)
+        return [None if g is None else g.unsqueeze(0) for g in grads]
+    with warnings.catch_warnings():  # vmap says which functions it runs one by one
+        warnings.filterwarnings("ignore", message=".*performance drop.*", category=UserWarning)
+        return list(torch.autograd.grad(outputs, values, seeds, is_grads_batched=True, **options))

@@ -3,19 +3,19 @@
 
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import pyro.poutine as poutine
 import torch
 from torch import Tensor
 
-from pyro_dvi.curvature import Linearisation, ObservedSite
+from pyro_dvi.curvature import ObservedSite
 from pyro_dvi.curvature.base import sum_of
-from pyro_dvi.curvature.per_example import summed_squared_gradients
 from pyro_dvi.curvature.squared_gradients import SquaredGradients
 from pyro_dvi.divergences import kl_to_prior, normal_prior
 from pyro_dvi.elbos.base import DeterministicELBO
+from pyro_dvi.elbos.squares import SquareMeasurement
 from pyro_dvi.errors import ArgumentError, GuideError, ModelError
 from pyro_dvi.handlers.draws import TrackedDraws
 from pyro_dvi.handlers.explained import explained_errors
@@ -76,6 +76,10 @@ class NaturalGradientELBO(DeterministicELBO):
         True
     """
 
+    @cached_property
+    def _squares(self) -> SquareMeasurement:
+        return SquareMeasurement()
+
     _latest: NaturalState | None = None  # of any site: all have the same optimizer
     _loaded = Statistics()  # what the optimizer of a run that is resumed asked for
 
@@ -113,7 +117,7 @@ class NaturalGradientELBO(DeterministicELBO):
             for state in states:
                 state.num_data, state.temperature = num_data, kl_weight
             # First what runs backward passes of its own, which would set off the hooks of the others.
-            self._watch_squares(draws, states, terms, recorder)
+            self._watch_squares(draws, states, terms, recorder, _local_latents(model_trace, latents))
             self._watch_products(draws, states)
         return {"loss": kl_weight * kl - log_likelihood, "log_likelihood": log_likelihood, "kl": kl}
 
@@ -155,33 +159,18 @@ class NaturalGradientELBO(DeterministicELBO):
         states: list[NaturalState],
         sites: list[ObservedSite],
         recorder: SquaredGradients,
+        local: set[str],
     ) -> None:
-        wanted = {k for k, state in enumerate(states) if state.wanted.squares}
-        served: set[int] = set()
-        scale = sites[0].scale
-        if len(sites) == 1 and len(sites[0].fn.batch_shape) == 1 and not torch.is_tensor(scale):
-            served = recorder.served(sites[0].fn.batch_shape[0]) & wanted
-        self._measure_squares(draws, states, sites, sorted(wanted - served))
-        if served:
-            # The gradients that come by carry scale/K. Squares shall carry the scale once, and be a mean over K draws.
-            weight = self.num_particles / float(scale)
-            recorder.watch(served, lambda k, squares: states[k].add_squares(weight * squares))
-
-    def _measure_squares(
-        self, draws: TrackedDraws, states: list[NaturalState], sites: list[ObservedSite], rest: list[int]
-    ) -> None:
-        """Squares for latents that no layer with a rule uses."""
-        if not rest:
-            return
-        gaussians = list(draws.gaussians.values())
-        likelihood = Linearisation(
-            names=[], values=[gaussians[k].value for k in rest], scales=[], sites=sites
+        self._squares.measure(
+            recorder,
+            [name.removesuffix("_unconstrained") for name in draws.gaussians],
+            [gaussian.value for gaussian in draws.gaussians.values()],
+            wanted={k for k, state in enumerate(states) if state.wanted.squares},
+            local={k for k, name in enumerate(draws.gaussians) if name in local},
+            sites=sites,
+            num_particles=self.num_particles,
+            add=lambda k, squares: states[k].add_squares(squares),
         )
-        for site in sites:
-            log_prob = site.log_prob(site.value)
-            root = (log_prob.new_ones(()) * site.scale**0.5).expand_as(log_prob)
-            for k, squares in zip(rest, summed_squared_gradients(likelihood, log_prob, root), strict=True):
-                states[k].add_squares(squares.detach() / self.num_particles)
 
 
 def _check(guide: Any, kl_weight: float, training: bool) -> None:
@@ -195,6 +184,33 @@ def _check(guide: Any, kl_weight: float, training: bool) -> None:
             "kl_weight is the temperature of the posterior here and must be positive: at 0 its variance vanishes. Try "
             "0.1, or AutoDelta with Trace_ELBO for a point estimate."
         )
+
+
+def _local_latents(trace: Any, latents: list[Latent]) -> set[str]:
+    """Names of the guide's sites whose elements belong to one example each, by the plate of the observations.
+
+    Raises:
+        ModelError: a prior is scaled or masked: the optimizer knows of neither.
+    """
+    for latent in latents:
+        scaled = torch.is_tensor(latent.plate_scale) or latent.plate_scale != 1
+        masked = latent.mask is not None and latent.mask is not True
+        if latent.source is not None and (scaled or masked):
+            raise ModelError(
+                f"latent site {latent.name!r} is scaled or masked, as by a subsampled plate around it; "
+                "natural-gradient updates move every element in every step under its whole prior. Use the whole "
+                "data set in each step, or TaylorELBO or MomentPropagationELBO for this model."
+            )
+    observed = [site for site in trace.nodes.values() if site["type"] == "sample" and site["is_observed"]]
+    plates = [{frame.name for frame in site["cond_indep_stack"] if frame.vectorized} for site in observed]
+    if len(plates) != 1 or len(plates[0]) != 1:
+        return set()
+    return {
+        latent.source.name
+        for latent in latents
+        if latent.source is not None
+        and plates[0] == {frame.name for frame in trace.nodes[latent.name]["cond_indep_stack"]}
+    }
 
 
 def _used_value(name: str, draws: TrackedDraws, guide_trace: Any) -> Tensor | None:

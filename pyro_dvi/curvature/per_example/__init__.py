@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""Gradients of single examples, :math:`g_i = \partial_u \ell_i`, and sums of their squares.
+
+While the model runs, a :class:`~pyro_dvi.curvature.per_example.uses.WeightUses` notes where each latent weight is
+used. The gradient of example i is then an outer product of that layer's input and output gradient, and no pass per
+example is needed. Weights used in any other way are served by one backward pass per example: exact for every model,
+slow for many examples.
+
+Adding a rule: write it in the file of its family, as :func:`per_example_rule` says, and register it there.
+"""
+
+from pyro_dvi.curvature.per_example import broadcasting, convolution, dense, embedding, normalisation
+from pyro_dvi.curvature.per_example.recorder import PerExampleRecorder, summed_squared_gradients
+from pyro_dvi.curvature.per_example.uses import Use, WeightUses, per_example_rule, squares_rule
+
+__all__ = [
+    "PerExampleRecorder",
+    "Use",
+    "WeightUses",
+    "broadcasting",
+    "convolution",
+    "dense",
+    "embedding",
+    "normalisation",
+    "per_example_rule",
+    "squares_rule",
+    "summed_squared_gradients",
+]

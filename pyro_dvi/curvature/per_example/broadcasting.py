@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Per-example gradients of a weight that is added to, or multiplied with, the activations of all examples."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from pyro_dvi.curvature.per_example.uses import OfDelta, per_example_rule
+
+__all__ = ["rows_summed_to"]
+
+
+def is_broadcast(shape: torch.Size, against: torch.Size) -> bool:
+    """Whether a weight of the given shape meets every example, in the first dimension of the other operand."""
+    return len(shape) < len(against) or (len(shape) == len(against) and shape[:1] == (1,))
+
+
+def rows_summed_to(gradient: Tensor, shape: torch.Size) -> Tensor:
+    """Undo broadcasting within each row: sum ``[M, ...]`` to ``[M, *shape]``."""
+    if len(shape) == gradient.dim():  # the weight's own first dimension is 1
+        return rows_summed_to(gradient, shape[1:]).reshape(len(gradient), *shape)
+    aligned = (len(gradient), *[1] * (gradient.dim() - 1 - len(shape)), *shape)
+    return gradient.sum_to_size(aligned).reshape(len(gradient), *shape)
+
+
+def _operands(wanted: str, input: Tensor | float, other: Tensor | float) -> tuple[Tensor, Tensor] | None:
+    """The weight and the activations, if the weight is the one that is broadcast."""
+    weight, activations = (input, other) if wanted == "input" else (other, input)
+    if not (isinstance(weight, Tensor) and isinstance(activations, Tensor)):
+        return None
+    return (weight, activations) if is_broadcast(weight.shape, activations.shape) else None
+
+
+@per_example_rule(
+    torch.add,
+    torch.Tensor.add,
+    torch.Tensor.add_,
+    torch.Tensor.__add__,
+    torch.Tensor.__iadd__,
+)
+def _add(wanted: str, input: Tensor | float, other: Tensor | float) -> OfDelta | None:
+    return _signed(wanted, input, other, {"input": 1.0, "other": 1.0})
+
+
+@per_example_rule(torch.sub, torch.Tensor.sub, torch.Tensor.__sub__)
+def _sub(wanted: str, input: Tensor | float, other: Tensor | float) -> OfDelta | None:
+    return _signed(wanted, input, other, {"input": 1.0, "other": -1.0})
+
+
+def _signed(
+    wanted: str, input: Tensor | float, other: Tensor | float, signs: dict[str, float]
+) -> OfDelta | None:
+    operands = _operands(wanted, input, other)
+    if operands is None:
+        return None
+    shape, sign = operands[0].shape, signs[wanted]
+    return lambda delta: rows_summed_to(delta, shape) * sign if sign < 0 else rows_summed_to(delta, shape)
+
+
+@per_example_rule(torch.mul, torch.Tensor.mul, torch.Tensor.__mul__)
+def _mul(wanted: str, input: Tensor | float, other: Tensor | float) -> OfDelta | None:
+    return _times(wanted, input, other, lambda weight, x: x)
+
+
+@per_example_rule(torch.div, torch.Tensor.div, torch.Tensor.__truediv__)
+def _div(wanted: str, input: Tensor | float, other: Tensor | float) -> OfDelta | None:
+    if wanted == "input":
+        return _times(wanted, input, other, lambda weight, x: 1 / x)
+    return _times(wanted, input, other, lambda weight, x: -x / weight**2)
+
+
+def _times(
+    wanted: str, input: Tensor | float, other: Tensor | float, slope: Callable[[Tensor, Tensor], Tensor]
+) -> OfDelta | None:
+    operands = _operands(wanted, input, other)
+    if operands is None:
+        return None
+    weight, activations = operands
+    return lambda delta: rows_summed_to(delta * slope(weight, activations), weight.shape)

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""Per-example gradients of convolutions, :math:`g_i = \sum_l \delta_{il} x_{i,l+k}`, over positions l.
+
+The transposed convolution exchanges the roles of x and :math:`\delta`, and is served by the same functions.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.grad import conv1d_weight, conv2d_weight, conv3d_weight
+
+from pyro_dvi.curvature.per_example.uses import OfDelta, per_example_rule, squares_rule
+
+_OF_WEIGHT = {1: conv1d_weight, 2: conv2d_weight, 3: conv3d_weight}
+_SMALL = 1 << 14  # entries of a weight whose gradients are formed for many examples at once
+_BUDGET = 1 << 19  # entries of such gradients at a time: about a processor's cache
+_FEW_POSITIONS = 32  # below, a matrix product is faster than torch's own gradient of a convolution
+Size = int | Sequence[int]
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """A convolution of ``x`` to ``delta``, by its weight's shape and options, one entry per dimension."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+
+    def gradients(self, x: Tensor, delta: Tensor) -> Tensor:
+        """Per-example gradients ``[M, *shape]``."""
+        patches = self._patches(x, delta.shape[2:])
+        patches = patches.reshape(len(x), self.groups, -1, patches.shape[-1])
+        delta = delta.reshape(len(x), self.groups, -1, patches.shape[-1])
+        return (delta @ patches.mT).reshape(len(x), *self.shape)
+
+    def squares(self, x: Tensor, delta: Tensor) -> Tensor:
+        """Their sum of squares, formed for a few examples at a time."""
+        size, positions = self.shape.numel(), delta.shape[2:].numel()
+        if size <= _SMALL or x.device.type != "cpu":
+            chunk = max(1, (_BUDGET if x.device.type == "cpu" else 128 * _BUDGET) // size)
+            total = delta.new_zeros(self.shape)
+            for start in range(0, len(x), chunk):
+                part = slice(start, start + chunk)
+                total += self.gradients(x[part], delta[part]).square_().sum(0)
+            return total
+        total = delta.new_zeros(self.shape)
+        one_by_one = self._by_product if positions <= _FEW_POSITIONS and self.groups == 1 else self._by_torch
+        for i in range(len(x)):
+            gradient = one_by_one(x[i : i + 1], delta[i : i + 1])
+            total.addcmul_(gradient, gradient)
+        return total
+
+    def _by_product(self, x: Tensor, delta: Tensor) -> Tensor:
+        patches = self._patches(x, delta.shape[2:])[0]
+        return torch.mm(delta[0].flatten(1), patches.mT).view(self.shape)
+
+    def _by_torch(self, x: Tensor, delta: Tensor) -> Tensor:
+        function = _OF_WEIGHT[len(self.shape) - 2]
+        return function(x, self.shape, delta, self.stride, self.padding, self.dilation, self.groups)
+
+    def _patches(self, x: Tensor, positions: torch.Size) -> Tensor:
+        """What each position sees, ``[M, channels * kernel, positions]``."""
+        kernel = self.shape[2:]
+        if len(kernel) == 1:  # a picture of height one
+            one: tuple[int, ...] = (1,)
+            return F.unfold(
+                x.unsqueeze(2),
+                (1, *kernel),
+                one + self.dilation,
+                (0, *self.padding),
+                one + self.stride,
+            )
+        if len(kernel) == 2:
+            return F.unfold(x, tuple(kernel), self.dilation, self.padding, self.stride)
+        x = F.pad(x, [p for size in reversed(self.padding) for p in (size, size)])
+        windows = []
+        for offsets in product(*(range(size) for size in kernel)):
+            window = x
+            for n, (offset, dilation, stride, count) in enumerate(
+                zip(offsets, self.dilation, self.stride, positions, strict=True)
+            ):
+                start = offset * dilation
+                window = window.transpose(0, n + 2)[start : start + (count - 1) * stride + 1 : stride]
+                window = window.transpose(0, n + 2)
+            windows.append(window.flatten(2))
+        return torch.stack(windows, 2).flatten(1, 2)
+
+
+Served = tuple[_Layer, Callable[[Tensor], tuple[Tensor, Tensor]]]
+
+
+def _layer(
+    input: Tensor, weight: Tensor, stride: Size, padding: Size | str, dilation: Size, groups: int
+) -> Served | None:
+    """The layer, and what gives its (x, delta) for the gradient of the output."""
+    n = weight.dim() - 2
+    if input.dim() != weight.dim():  # a single picture
+        return None
+    stride, dilation = _per_dimension(stride, n), _per_dimension(dilation, n)
+    if padding == "same":
+        totals = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
+        sides = [side for total in reversed(totals) for side in (total // 2, total - total // 2)]
+        layer = _Layer(weight.shape, stride, (0,) * n, dilation, groups)
+        return layer, lambda delta: (F.pad(input, sides), delta)
+    zeros = padding == "valid"
+    sizes = (0,) * n if zeros else _per_dimension(padding, n)  # type: ignore[arg-type]
+    return _Layer(weight.shape, stride, sizes, dilation, groups), lambda delta: (input, delta)
+
+
+def _transposed_layer(
+    input: Tensor,
+    weight: Tensor,
+    stride: Size,
+    padding: Size,
+    output_padding: Size,
+    groups: int,
+    dilation: Size,
+) -> Served | None:
+    n = weight.dim() - 2
+    if input.dim() != weight.dim():
+        return None
+    # Padding of a transposed convolution takes away from its output, what is put back here.
+    ends = zip(_per_dimension(padding, n), _per_dimension(output_padding, n), strict=True)
+    sides = [side for size, extra in reversed(list(ends)) for side in (size, size - extra)]
+    layer = _Layer(weight.shape, _per_dimension(stride, n), (0,) * n, _per_dimension(dilation, n), groups)
+    return layer, lambda delta: (F.pad(delta, sides), input)
+
+
+def _per_dimension(value: Size, n: int) -> tuple[int, ...]:
+    return (value,) * n if isinstance(value, int) else tuple(value) * (n if len(value) == 1 else 1)
+
+
+def _over_positions(delta: Tensor) -> Tensor:
+    return delta.flatten(2).sum(2)
+
+
+@per_example_rule(F.conv1d, F.conv2d, F.conv3d)
+def _convolution(
+    wanted: str,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Size = 1,
+    padding: Size | str = 0,
+    dilation: Size = 1,
+    groups: int = 1,
+) -> OfDelta | None:
+    served = _layer(input, weight, stride, padding, dilation, groups)
+    return _gradients(wanted, served)
+
+
+@squares_rule(F.conv1d, F.conv2d, F.conv3d)
+def _convolution_squares(
+    wanted: str,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Size = 1,
+    padding: Size | str = 0,
+    dilation: Size = 1,
+    groups: int = 1,
+) -> OfDelta | None:
+    return _squares(wanted, _layer(input, weight, stride, padding, dilation, groups))
+
+
+@per_example_rule(F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
+def _transposed(
+    wanted: str,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Size = 1,
+    padding: Size = 0,
+    output_padding: Size = 0,
+    groups: int = 1,
+    dilation: Size = 1,
+) -> OfDelta | None:
+    served = _transposed_layer(input, weight, stride, padding, output_padding, groups, dilation)
+    return _gradients(wanted, served)
+
+
+@squares_rule(F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
+def _transposed_squares(
+    wanted: str,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Size = 1,
+    padding: Size = 0,
+    output_padding: Size = 0,
+    groups: int = 1,
+    dilation: Size = 1,
+) -> OfDelta | None:
+    return _squares(
+        wanted, _transposed_layer(input, weight, stride, padding, output_padding, groups, dilation)
+    )
+
+
+def _gradients(wanted: str, served: Served | None) -> OfDelta | None:
+    if served is None or wanted == "input":
+        return None
+    layer, operands = served
+    return _over_positions if wanted == "bias" else lambda delta: layer.gradients(*operands(delta))
+
+
+def _squares(wanted: str, served: Served | None) -> OfDelta | None:
+    if served is None or wanted != "weight":
+        return None
+    layer, operands = served
+    return lambda delta: layer.squares(*operands(delta))
