@@ -103,6 +103,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int, float, int
     "MLP with skips, 5 layers, half the noise": (skip_mlp, (1, 8, 8), 10, 0.05, 100, 1.0),
     "LeNet (softplus)": (lenet, (1, 28, 28), 5, 0.1, 50, 1.0),
     "LeNet (softplus), half the noise": (lenet, (1, 28, 28), 5, 0.05, 50, 1.0),
+    "LeNet (ReLU)": (partial(lenet, activation=nn.ReLU), (1, 28, 28), 5, 0.1, 50, 1.0),
     "ResNet, 7 convolutions": (small_resnet, (1, 8, 8), 10, 0.1, 50, 1.0),
     "ResNet, 7 convolutions, half the noise": (small_resnet, (1, 8, 8), 10, 0.05, 50, 1.0),
     "torchvision ResNet-18 (CIFAR stem)": (resnet18_cifar, (3, 32, 32), 0, 0.05, 4, 0.03125),
