@@ -51,6 +51,12 @@ GRIDS: dict[str, tuple[float, ...]] = {
     "kl_weight": (0.003, 0.01, 0.03, 0.1),
 }
 
+WIDER = {  # a grid grows into these while its edge is the best
+    "lr": GRIDS["lr"],
+    "dropout": (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5),
+    "kl_weight": (0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0),
+}
+
 
 @dataclass(frozen=True)
 class Task:
@@ -124,8 +130,13 @@ class Bench:
         for field, values in GRIDS.items():
             if field == "dropout" and name != "MC dropout":
                 continue
-            candidates = [replace(settings, **{field: value}) for value in values]
-            settings = min(candidates, key=lambda candidate: self.validation_nll(name, candidate))
+            tried, more = [], list(values)
+            while more:
+                tried += more
+                candidates = [replace(settings, **{field: value}) for value in tried]
+                settings = min(candidates, key=lambda candidate: self.validation_nll(name, candidate))
+                place = WIDER[field].index(getattr(settings, field))
+                more = [value for value in WIDER[field][max(place - 1, 0) : place + 2] if value not in tried]
         return settings
 
     def validation_nll(self, name: str, settings: Settings) -> float:

@@ -65,7 +65,8 @@ def section(rows: list[Row]) -> list[str]:
     lines = [
         "",
         f"### {first['task']}: {NETWORKS[first['task']]}, {first['num_train']:,} training and "
-        f"{first['num_test']:,} test images",
+        f"{first['num_test']:,} test images, {len({row['seed'] for row in tests})} seeds, "
+        f"up to {first['epochs']} epochs",
         "",
         f"| {' | '.join(columns)} |",
         "|---" * len(columns) + "|",
@@ -103,7 +104,12 @@ def best_epoch(row: Row) -> int:
 
 def tried(rows: list[Row], methods: list[str]) -> list[str]:
     """Validation NLL of all settings, as found in tuning."""
-    lines = ["", "Tuning, validation NLL at the best epoch by (learning rate, KL weight[, dropout]):", ""]
+    lines = [
+        "",
+        "Tuning: validation NLL at the best epoch by (learning rate, KL weight[, dropout]), "
+        f"{len({row['seed'] for row in rows if row['stage'] == 'tune'})} seed(s):",
+        "",
+    ]
     for method in methods:
         found: dict[tuple, list[float]] = {}
         for row in rows:
@@ -118,7 +124,7 @@ def tried(rows: list[Row], methods: list[str]) -> list[str]:
 def paired(tests: list[Row], methods: list[str]) -> list[str]:
     """How much lower the scores of MNVI and MFVI are than those of their rivals, seed by seed."""
     columns = ["of", "below", *(heading for heading, _ in SCORES.values())]
-    lines = ["", "How far below, mean over seeds (in how many of them it is):", ""]
+    lines = ["", "How far a method is below another, mean over seeds (in how many seeds it is below):", ""]
     lines += [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for ours in ("MNVI", "MFVI"):
         for theirs in methods:
