@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Gaussian behind a parameter, and the values of the parameter at points of that Gaussian."""
 
+import math
+from collections.abc import Hashable, Iterable
 from typing import Any
 
 import torch
@@ -8,18 +10,21 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_dvi.errors import UnsupportedError
-from pyro_dvi.expectations.points import gauss_hermite
+from pyro_dvi.expectations.points import fixed_points, gauss_hermite
 from pyro_dvi.moments import Moments
 from pyro_dvi.moments.floor import floored
 
 __all__ = [
+    "are_distinct",
     "at_points",
     "check_domain",
     "constraint_of",
     "event_dim_of",
     "gaussian_of",
+    "identity_of",
     "mean_at_nodes",
     "nodes_of",
+    "within_example",
 ]
 
 # Functions whose every value is in the domain that they are used for.
@@ -49,15 +54,53 @@ def at_points(parameter: Moments, points: Tensor) -> Tensor:
     values = torch.addcmul(inner.loc, points, floored(inner.variance).sqrt())
     if parameter.link is None:
         return values
-    # vmap, since the function may name dimensions from the left
-    result: Tensor = torch.vmap(parameter.link.function)(values)
+    function = parameter.link.function
+    try:  # vmap, since the function may name dimensions from the left
+        result: Tensor = torch.vmap(function)(values)
+    except RuntimeError:  # vmap takes no function whose shape depends on values, as x[mask]
+        result = torch.stack([function(value) for value in values])
     return result
 
 
 def nodes_of(parameter: Moments, num_nodes: int = 32) -> tuple[Tensor, Tensor]:
-    """Return Gauss-Hermite values ``[num_nodes, *shape]`` of a parameter, and their weights."""
-    nodes, weights = gauss_hermite(num_nodes, parameter.loc)
-    return at_points(parameter, nodes), weights
+    """Return values ``[S, *shape]`` of a parameter and their weights.
+
+    Gauss-Hermite nodes; 512 Sobol points over an example where a function such as softmax mixes its elements.
+    """
+    if parameter.link is None or parameter.link.separate:
+        points, weights = gauss_hermite(num_nodes, parameter.loc)
+    else:
+        shape = within_example(parameter)
+        points, weights = fixed_points(math.prod(shape), parameter.loc, 512)
+        points = points.reshape(-1, *shape)
+    return at_points(parameter, points), weights
+
+
+def within_example(parameter: Moments) -> tuple[int, ...]:
+    """Return the shape of the Gaussian behind a parameter for one example: all but the first dimension."""
+    shape = gaussian_of(parameter).shape
+    return tuple(shape[1:] if len(shape) > 1 else shape)
+
+
+def identity_of(gaussian: Moments) -> Hashable:
+    """Return a key that is the same for moments made of the very same elements in the same order.
+
+    Views of the same elements (``h.squeeze(-1)`` twice) have the same key, copies (``h.clone()``, ``h.flip(0)``)
+    have not. The variance counts as well: ``dropout(h)`` has the mean of h.
+    """
+    parts = gaussian.loc, gaussian.variance
+    if torch.compiler.is_compiling():
+        return tuple(id(t) for t in parts)
+    try:
+        return tuple((t.data_ptr(), t.device, t.dtype, t.shape, t.stride()) for t in parts)
+    except RuntimeError:  # inside vmap and its kin there is no memory to point at
+        return tuple(id(t) for t in parts)
+
+
+def are_distinct(parameters: Iterable[Moments]) -> bool:
+    """Whether no two parameters are functions of the very same Gaussian."""
+    gaussians = [gaussian_of(p) for p in parameters]
+    return len(gaussians) < 2 or len({identity_of(g) for g in gaussians}) == len(gaussians)
 
 
 def mean_at_nodes(values: Tensor, weights: Tensor) -> Tensor:
@@ -94,10 +137,17 @@ def check_domain(family: type, name: str, parameter: Moments, values: Tensor) ->
         remedy = "give logits= instead of probs=, or end the network in softmax or sigmoid"
     else:
         remedy = "make it positive by F.softplus(h) or torch.exp(h) as the last function of the network"
+    lost = (
+        " If the network does so already, a later step lost the Gaussian: a product, quotient or sum of two uncertain "
+        "things, a sum or mean over elements, cat, stack or padding, writing by index (x[i] = ...), dropout, or moving "
+        "elements after a softmax. Take that step before the function, or leave it out."
+        if parameter.link is None
+        else ""
+    )
     raise UnsupportedError(
         f"{family.__name__}({name}=...) is uncertain and can leave its domain ({constraint}): its Gaussian reaches "
         f"{values.detach().min().item():.3g}. For the expected log-likelihood, {remedy}, so that the Gaussian is "
-        "known before that function."
+        f"known before that function.{lost}"
     )
 
 

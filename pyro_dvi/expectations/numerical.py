@@ -12,7 +12,7 @@ some hundredths at variance 1. Functions that mix the first dimension (the examp
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,14 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from pyro_dvi.expectations.gaussian import at_points, check_domain, event_dim_of, gaussian_of
+from pyro_dvi.expectations.gaussian import (
+    at_points,
+    check_domain,
+    event_dim_of,
+    gaussian_of,
+    identity_of,
+    within_example,
+)
 from pyro_dvi.expectations.points import fixed_points
 from pyro_dvi.moments import Moments
 
@@ -87,14 +94,17 @@ def evaluation(
     """
     uncertain = {k: p for k, p in parameters.items() if isinstance(p, Moments)}
     like = next(iter(uncertain.values())).loc
-    blocks: dict[int, tuple[slice, tuple[int, ...]]] = {}
-    count = 0
+    keys = {name: identity_of(gaussian_of(p)) for name, p in uncertain.items()}
+    shapes: dict[Hashable, tuple[int, ...]] = {}
     for name, p in uncertain.items():
         shape = _coordinates(family, name, p)
-        key = id(gaussian_of(p))
-        if key not in blocks:
-            blocks[key] = slice(count, count + math.prod(shape)), shape
-            count += math.prod(shape)
+        if len(shape) >= len(shapes.get(keys[name], ())):  # of the same last dimensions
+            shapes[keys[name]] = shape
+    blocks: dict[Hashable, slice] = {}
+    count = 0
+    for key, shape in shapes.items():
+        blocks[key] = slice(count, count + math.prod(shape))
+        count += math.prod(shape)
     points, weights = fixed_points(count, like, num_points)
     rank = _batch_rank(family, parameters, value)
     options = _without_checks(family)
@@ -102,8 +112,8 @@ def evaluation(
     def parameters_at(points: Tensor) -> dict[str, Tensor]:
         found = {}
         for name, p in uncertain.items():
-            block, shape = blocks[id(gaussian_of(p))]
-            values = at_points(p, points[:, block].reshape(len(points), *shape))
+            block = points[:, blocks[keys[name]]]
+            values = at_points(p, block.reshape(len(points), *shapes[keys[name]]))
             check_domain(family, name, p, values)
             found[name] = _aligned(values, rank + (event_dim_of(family, name) or 0))
         return found
@@ -118,8 +128,10 @@ def _coordinates(family: type, name: str, parameter: Moments) -> tuple[int, ...]
     """Shape of the numbers that need points of their own; other elements, of other examples, may share them."""
     inner = gaussian_of(parameter)
     depth = event_dim_of(family, name)
-    if depth is None or (parameter.link is not None and not parameter.link.elementwise):
-        depth = max(inner.dim() - 1, 1)  # everything within an example
+    link = parameter.link
+    mixed = link is not None and not (link.elementwise or (link.moved and depth == 0))
+    if depth is None or mixed:
+        return within_example(parameter)
     return tuple(inner.shape[inner.dim() - depth :]) if depth else ()
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pyro_dvi.expectations.families import Found, find_rule
-from pyro_dvi.expectations.gaussian import gaussian_of
+from pyro_dvi.expectations.gaussian import are_distinct
 from pyro_dvi.expectations.logits import LogitEstimator, Sobol
 from pyro_dvi.expectations.numerical import numerical_expectation
 from pyro_dvi.moments import Moments
@@ -68,7 +68,8 @@ def expected_log_prob(
     r"""Return :math:`\mathrm E[\log p(y \mid \theta)]`, of the batch shape of the distribution.
 
     Status: each rule says how exact it is. Uncertain parameters are taken as independent of each other, unless they
-    are functions of the very same Gaussian. Without a rule: quadrature (:mod:`pyro_dvi.expectations.numerical`).
+    are functions of the very same Gaussian, or of the same view of it (``h.squeeze(-1)``; copies such as ``h.clone()``
+    or ``h.flip(0)`` count as another). Without a rule: quadrature (:mod:`pyro_dvi.expectations.numerical`).
 
     Args:
         family: the distribution class.
@@ -91,7 +92,7 @@ def expected_log_prob(
         plain: Tensor = family(**given).log_prob(value)
         return plain
     found = _find(family)
-    if found is not None and given.keys() <= found.names and _distinct(uncertain):
+    if found is not None and given.keys() <= found.names and are_distinct(uncertain):
         like = uncertain[0].loc
         arguments = {k: _as_tensor(p, like) for k, p in given.items()}
         if "estimator" in found.names:
@@ -100,10 +101,6 @@ def expected_log_prob(
         if result is not NotImplemented:
             return result
     return numerical_expectation(family, given, value)
-
-
-def _distinct(uncertain: list[Moments]) -> bool:
-    return len({id(gaussian_of(p)) for p in uncertain}) == len(uncertain)
 
 
 def _as_tensor(parameter: Any, like: Tensor) -> Any:

@@ -10,8 +10,7 @@ from torch import Tensor
 from torch import distributions as td
 
 from pyro_dvi.errors import ArgumentError
-from pyro_dvi.expectations.gaussian import at_points, check_domain
-from pyro_dvi.expectations.points import gauss_hermite
+from pyro_dvi.expectations.gaussian import check_domain, nodes_of
 from pyro_dvi.expectations.scales import power_of
 from pyro_dvi.links.mixture import weighted_mixture
 from pyro_dvi.moments import Moments
@@ -66,8 +65,7 @@ class GaussHermite(NoiseLink):
 
     def predictive(self, loc: Tensor, variance: Tensor | float, scale: Moments, cls: Any) -> td.Distribution:
         """Return a mixture of Normals (LogNormals)."""
-        nodes, weights = gauss_hermite(self.num_nodes, scale.loc)
-        scales = at_points(scale, nodes)
+        scales, weights = nodes_of(scale, self.num_nodes)
         check_domain(cls, "scale", scale, scales)
         spread = torch.as_tensor(variance, dtype=scales.dtype, device=scales.device)
         total = (spread.unsqueeze(-1) + scales.movedim(0, -1).square()).sqrt()

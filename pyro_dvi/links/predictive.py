@@ -12,7 +12,7 @@ from pyro_dvi.errors import ArgumentError
 from pyro_dvi.expectations.bernoulli import is_gaussian_logit
 from pyro_dvi.expectations.categorical import gaussian_logits
 from pyro_dvi.expectations.families import find_rule
-from pyro_dvi.expectations.gaussian import gaussian_of
+from pyro_dvi.expectations.gaussian import are_distinct, gaussian_of
 from pyro_dvi.expectations.logistic import expected_sigmoid
 from pyro_dvi.expectations.numerical import evaluation
 from pyro_dvi.links.classes import ClassLink, SobolSoftmax
@@ -49,7 +49,8 @@ def predictive_distribution(
 
     Status: exact for a Normal, LogNormal or MultivariateNormal whose mean only is uncertain, and for Bernoulli; class
     probabilities as exact as ``classes``; other families are mixtures over points
-    (:func:`~pyro_dvi.links.mixture.mixture_over_points`).
+    (:func:`~pyro_dvi.links.mixture.mixture_over_points`). So is a Normal whose mean and scale are functions of the very
+    same Gaussian, unless moments are matched, which are what they are if mean and scale were independent.
 
     Args:
         family: the distribution class.
@@ -98,6 +99,12 @@ def log_normal(loc: Any, scale: Any, noise: NoiseLink) -> td.Distribution:
 def _with_noise(loc: Any, scale: Any, noise: NoiseLink, cls: Any) -> td.Distribution:
     spread = variance_of(loc)
     if isinstance(scale, Moments):
+        if (
+            isinstance(loc, Moments)
+            and not isinstance(noise, MomentMatched)
+            and not are_distinct([loc, scale])
+        ):
+            return NotImplemented  # mean and variance are the same as if independent, the density is not
         mean = torch.as_tensor(loc_of(loc), dtype=scale.dtype, device=scale.device)
         return noise.predictive(mean, 0.0 if spread is None else spread, scale, cls)
     return cls(loc.loc, (spread + scale**2).sqrt())

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from pyro_dvi.errors import UnsupportedError
+from pyro_dvi.moments.dispatch import broadcast
 from pyro_dvi.moments.rules import Kind, moment_rule
 from pyro_dvi.moments.through_link import through_link
 from pyro_dvi.moments.value import Link, Moments, loc_of, variance_of
@@ -42,6 +43,13 @@ _LARGEST_VARIATION = 0.2
 def _promoted(loc: Tensor, variance: Tensor) -> Moments:
     """Moments whose variance follows the dtype of the mean, as certain operands may raise it."""
     return Moments(loc, variance if variance.dtype is loc.dtype else variance.to(loc.dtype))
+
+
+def _squarable(factor: Any, like: Tensor) -> Any:
+    """A certain factor whose square does not overflow, as that of a small integer would."""
+    if isinstance(factor, int | float) or (isinstance(factor, Tensor) and factor.is_floating_point()):
+        return factor
+    return torch.as_tensor(factor, dtype=like.dtype, device=like.device)
 
 
 @moment_rule(torch.add, kind=Kind.AFFINE)
@@ -101,7 +109,9 @@ def mul(input: Any, other: Any) -> Moments:
     if not isinstance(input, Moments):
         input, other = other, input
     if not isinstance(other, Moments):
-        return _promoted(torch.mul(input.loc, other), input.variance * (other * other))
+        loc = torch.mul(input.loc, other)
+        other = _squarable(other, loc)
+        return _promoted(loc, input.variance * (other * other))
     spread = input.loc.square() * other.variance + input.variance * torch.addcmul(
         other.variance, other.loc, other.loc
     )
@@ -134,11 +144,15 @@ def div(input: Any, other: Any, *, rounding_mode: str | None = None) -> Moments:
     if input is other:
         return Moments(torch.ones_like(input.loc), torch.zeros_like(input.loc))
     if not isinstance(other, Moments):
-        return _promoted(torch.div(input.loc, other), input.variance / (other * other))
+        loc = torch.div(input.loc, other)
+        other = _squarable(other, loc)
+        return _promoted(loc, input.variance / (other * other))
     quotient = mul(input, reciprocal(other))
     if isinstance(input, Moments):
         return quotient
-    return quotient.linked(Link(other.snapshot(), partial(torch.div, input), elementwise=True))
+    uniform = not (isinstance(input, Tensor) and input.dim() > 0)
+    inner = broadcast(other.snapshot(), quotient)
+    return quotient.linked(Link(inner, partial(torch.div, input), uniform=uniform))
 
 
 @moment_rule(torch.reciprocal, kind=Kind.ELEMENTWISE)
@@ -160,7 +174,7 @@ def reciprocal(input: Moments) -> Moments:
 def pow(input: Any, exponent: Any) -> Moments:
     r"""Moments of :math:`x^p` for a certain exponent, or of :math:`b^x` for a certain base.
 
-    Status: exact for p = 1, 2, 3 and for a certain base; by quadrature where x is a function of a Gaussian, as
+    Status: exact for p = 0, 1, 2, 3 and for a certain base; by quadrature where x is a function of a Gaussian, as
     ``softplus(h)`` is; else an expansion around the mean, of the accuracy of :func:`reciprocal` or better for
     -1 ≤ p ≤ 4.
 
@@ -172,10 +186,14 @@ def pow(input: Any, exponent: Any) -> Moments:
         base = torch.as_tensor(input, dtype=exponent.dtype, device=exponent.device)
         scaled: Any = mul(exponent, base.log())
         return scaled.exp()
+    if isinstance(exponent, Tensor) and exponent.dim() == 0:
+        exponent = exponent.item()
     if isinstance(exponent, Moments | Tensor):
         raise UnsupportedError(
             "torch.pow has rules for an exponent that is a number: write x ** 2, or exp(exponent * log(x)) if both vary"
         )
+    if exponent == 0:
+        return Moments(torch.ones_like(input.loc), torch.zeros_like(input.loc))
     if exponent == 1:
         return input.snapshot()
     if exponent == 2:

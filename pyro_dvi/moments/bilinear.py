@@ -52,15 +52,20 @@ def bilinear_moments(
     spread = (bias.variance,) if isinstance(bias, Moments) else ()
     loc = product(loc_of(x), loc_of(weight), *shift)
     if not isinstance(weight, Moments):
-        return Moments(loc, product(x.variance, weight.square(), *spread))
+        return Moments(loc, product(x.variance, _square(weight, loc), *spread))
     if alpha is not None and isinstance(weight, MultiplicativeMoments) and isinstance(x, Moments):
         noisy = noisy_input(x.loc, x.variance, alpha)
         return Moments(loc, product(noisy, weight.squared_loc, *spread))
     # Certain inputs need one product in any case, and this one no gradient of the inputs.
     if not isinstance(x, Moments):
-        return Moments(loc, product(x.square(), weight.variance, *spread))
+        return Moments(loc, product(_square(x, loc), weight.variance, *spread))
     variance = product(second_moment(x.loc, x.variance), weight.variance, *spread)
     return Moments(loc, variance + product(x.variance, squared(weight.loc)))
+
+
+def _square(certain: Tensor, like: Tensor) -> Tensor:
+    """Return the square; that of small integers would overflow."""
+    return (certain if certain.is_floating_point() else certain.to(like.dtype)).square()
 
 
 def with_bias(y: Moments, bias: Any) -> Moments:

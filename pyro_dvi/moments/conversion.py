@@ -62,7 +62,8 @@ def _converting(function: Callable) -> Callable:
             raise UnsupportedError(
                 f"moments cannot become {loc.dtype}: rounding to integers or truth values has no rule. Decide on x.loc"
             )
-        return Moments(loc, function(input.variance, *args, **kwargs))
+        result = Moments(loc, function(input.variance, *args, **kwargs))
+        return result.alias(input, ...) if function is torch.detach else result
 
     convert.__doc__ = f"Moments of ``{function.__name__}(x)``, applied to mean and variance."
     return convert
@@ -77,7 +78,7 @@ def _describing(function: Callable) -> Callable:
 
 
 for _function in _CONVERSIONS:
-    moment_rule(_function, kind=Kind.REARRANGEMENT)(_converting(_function))
+    moment_rule(_function, kind=Kind.CONVERSION)(_converting(_function))
 for _function in _LIKE:
     moment_rule(_function)(_describing(_function))
 

@@ -1,17 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """What happens when a torch function meets moments: its rule is called, and the result completed."""
 
+from __future__ import annotations
+
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.moments.rules import Entry, Kind, find, name_of
 from pyro_dvi.moments.value import Link, Moments
 
-__all__ = ["Composed", "Observer", "dispatch", "observed_by"]
+__all__ = ["Composed", "Observer", "broadcast", "dispatch", "observed_by"]
 
 
 class Observer(Protocol):
@@ -21,17 +26,25 @@ class Observer(Protocol):
         """Return the result to go on with."""
 
 
-_OBSERVERS: list[Observer] = []
+class _Local(threading.local):
+    """What holds for the thread that asked for it."""
+
+    def __init__(self) -> None:
+        self.observers: tuple[Observer, ...] = ()
+
+
+_LOCAL = _Local()
 
 
 @contextmanager
 def observed_by(observer: Observer) -> Iterator[None]:
     """Show every function of moments to ``observer`` inside the context."""
-    _OBSERVERS.append(observer)
+    before = _LOCAL.observers
+    _LOCAL.observers = (*before, observer)
     try:
         yield
     finally:
-        _OBSERVERS.remove(observer)
+        _LOCAL.observers = before
 
 
 def dispatch(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -57,7 +70,7 @@ def dispatch(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         _check(func, entry.rule, result)
     if entry.kind is not Kind.OTHER:
         result = _with_link(entry, func, args, kwargs, result)
-    for observer in _OBSERVERS:
+    for observer in _LOCAL.observers:
         result = observer(func, args, kwargs, result)
     return _written(func, target, result) if in_place else result
 
@@ -99,25 +112,60 @@ def _with_link(entry: Entry, func: Callable, args: tuple, kwargs: dict[str, Any]
     x = args[position]
     link = x.link
     before, after = args[:position], args[position + 1 :]
+    call = _Call(func, before, after, kwargs, entry.in_place)
     if entry.kind is Kind.REARRANGEMENT:
-        if link is None or not (link.elementwise and link.uniform) or isinstance(result, Tensor):
+        return result if link is None or result is x else _rearranged(entry.rule, call, x, result)
+    if not isinstance(result, Moments):
+        return result
+    if entry.kind is Kind.CONVERSION:
+        return result if link is None or result is x else _converted(entry.rule, call, link, result)
+    if link is None:
+        if entry.kind is Kind.AFFINE:
             return result
-        inner = entry.rule(*before, link.inner, *after, **kwargs)
+        name = getattr(func, "__name__", "").removesuffix("_")
+        inner = broadcast(x.snapshot(), result)  # a copy of x, which may be changed in place later
+        return result.linked(Link(inner, call, name, uniform=call.uniform))
+    # A link of elements that moved is not broadcast: what it gives has the shape of x.
+    inner = broadcast(link.inner, result) if link.elementwise else link.inner
+    function = Composed(link.function, call)
+    uniform = link.uniform and call.uniform
+    return result.linked(Link(inner, function, None, link.elementwise, uniform, link.moved))
+
+
+def broadcast(inner: Moments, result: Moments) -> Moments:
+    """Return the Gaussian in the shape of a result, where the other operand is larger."""
+    if inner.shape == result.shape:
+        return inner
+    return Moments(inner.loc.expand(result.shape), inner.variance.expand(result.shape))
+
+
+def _rearranged(rule: Callable, call: _Call, x: Moments, result: Any) -> Any:
+    """Move the elements of the Gaussian; where the function differs between elements, those that it returns."""
+    link = x.link
+    assert link is not None
+    if not link.separate or isinstance(result, Tensor):
+        return result
+    if link.elementwise and link.uniform:
+        inner = call.of(rule, link.inner)
         if isinstance(result, Moments):
             return result.linked(Link(inner, link.function, link.name))
         pairs = zip(result, inner, strict=True)
         return type(result)(r.linked(Link(i, link.function, link.name)) for r, i in pairs)
-    if not isinstance(result, Moments) or (entry.kind is Kind.AFFINE and link is None):
-        return result
-    call = _Call(func, before, after, kwargs, entry.in_place)
-    if link is None:  # a copy of x, which may be changed in place later
-        name = getattr(func, "__name__", "").removesuffix("_")
-        return result.linked(Link(x.snapshot(), call, name, uniform=call.uniform))
-    inner = link.inner
-    if link.elementwise and result.shape != inner.shape:  # broadcast by the other operand
-        inner = Moments(inner.loc.expand(result.shape), inner.variance.expand(result.shape))
-    function = Composed(link.function, call)
-    return result.linked(Link(inner, function, None, link.elementwise, link.uniform and call.uniform))
+
+    def moved(place: int | None) -> Link:
+        function = Composed(link.function, _Moved(call, x.dim(), place))
+        return Link(link.inner, function, None, elementwise=False, uniform=False, moved=True)
+
+    if isinstance(result, Moments):
+        return result.linked(moved(None))
+    return type(result)(r.linked(moved(k)) for k, r in enumerate(result))
+
+
+def _converted(rule: Callable, call: _Call, link: Link, result: Moments) -> Moments:
+    """Convert the Gaussian if the function is known by its name, else what the function returns."""
+    if link.uniform and link.name is not None:
+        return result.linked(replace(link, inner=call.of(rule, link.inner)))
+    return result.linked(replace(link, function=Composed(link.function, call), name=None))
 
 
 class _Call:
@@ -133,11 +181,33 @@ class _Call:
         others = (*self.before, *self.after, *self.kwargs.values())
         return not any(isinstance(a, Tensor) and a.dim() > 0 for a in others)
 
+    def of(self, function: Callable, value: Any) -> Any:
+        """Call another function with the arguments."""
+        return function(*self.before, value, *self.after, **self.kwargs)
+
     def __call__(self, value: Any) -> Any:
         value = value.clone() if self.in_place else value
         if isinstance(value, Moments):  # a method of Tensor takes tensors only
             return dispatch(self.func, (*self.before, value, *self.after), dict(self.kwargs))
-        return self.func(*self.before, value, *self.after, **self.kwargs)
+        return self.of(self.func, value)
+
+
+class _Moved:
+    """A function that moves elements, of values with any number of dimensions on the left."""
+
+    def __init__(self, call: _Call, rank: int, place: int | None) -> None:
+        self.call, self.rank, self.place = call, rank, place
+
+    def __call__(self, value: Any) -> Any:
+        extra = value.dim() - self.rank
+        if extra <= 0 or isinstance(value, Moments):
+            return self._moved(value)
+        results = torch.stack([self._moved(v) for v in value.reshape(-1, *value.shape[extra:])])
+        return results.reshape(*value.shape[:extra], *results.shape[1:])
+
+    def _moved(self, value: Any) -> Any:
+        result = self.call(value)
+        return result if self.place is None else result[self.place]
 
 
 class Composed:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The smallest variance that a nonlinearity sees."""
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -11,7 +12,14 @@ from pyro_dvi.errors import ArgumentError
 
 __all__ = ["floored", "raised", "tiny_variance", "variance_floor"]
 
-_FLOOR: list[float] = []
+
+class _Local(threading.local):
+    """The floor of the thread that asked for it, None by default."""
+
+    floor: float | None = None
+
+
+_LOCAL = _Local()
 
 
 @contextmanager
@@ -26,22 +34,25 @@ def variance_floor(minimum: float) -> Iterator[None]:
     """
     if minimum < 0:
         raise ArgumentError(f"a variance floor must not be negative, got {minimum}")
-    _FLOOR.append(minimum)
+    before = _LOCAL.floor
+    _LOCAL.floor = minimum
     try:
         yield
     finally:
-        _FLOOR.pop()
+        _LOCAL.floor = before
 
 
 def floored(variance: Tensor) -> Tensor:
     """Return the variance, at least the floor."""
     tiny = tiny_variance(variance.dtype)
-    return variance.clamp_min(max(_FLOOR[-1], tiny) if _FLOOR else tiny)
+    floor = _LOCAL.floor
+    return variance.clamp_min(tiny if floor is None else max(floor, tiny))
 
 
 def raised(variance: Tensor) -> Tensor:
     """Return the variance, at least the floor if one was asked for: rules that see to zeros themselves start so."""
-    return variance.clamp_min(_FLOOR[-1]) if _FLOOR else variance
+    floor = _LOCAL.floor
+    return variance if floor is None else variance.clamp_min(floor)
 
 
 def tiny_variance(dtype: torch.dtype) -> float:

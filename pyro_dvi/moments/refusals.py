@@ -13,8 +13,8 @@ from pyro_dvi.moments.rules import moment_rule, name_of
 __all__ = ["refused"]
 
 _COMPARISONS = (
-    "gt lt ge le eq ne greater less greater_equal less_equal not_equal isclose allclose equal".split()
-)
+    "gt lt ge le eq ne greater less greater_equal less_equal not_equal isclose allclose equal bitwise_not logical_not"
+).split()
 _CHOICES = (
     "max min amax amin aminmax argmax argmin maximum minimum fmax fmin cummax cummin topk sort argsort kthvalue "
     "median quantile mode nonzero unique bernoulli multinomial"
@@ -55,14 +55,16 @@ def _named(names: list[str]) -> list[Callable]:
     return [getattr(torch, name) for name in names]
 
 
-_OPERATORS = [getattr(torch.Tensor, f"__{name}__") for name in "gt lt ge le eq ne".split()]
+def _operators(names: str) -> list[Callable]:
+    return [getattr(torch.Tensor, f"__{name}__") for name in names.split()]
+
 
 for _reason, _functions in {
-    "comparison": [*_named(_COMPARISONS), *_OPERATORS],
+    "comparison": [*_named(_COMPARISONS), *_operators("gt lt ge le eq ne")],
     "choice": _named(_CHOICES),
     "spread": _named(_SPREADS),
     "loss": [*(getattr(F, name) for name in _LOSSES), torch.Tensor.backward],
-    "rounding": _named(_ROUNDINGS),
+    "rounding": [*_named(_ROUNDINGS), *_operators("mod rmod floordiv rfloordiv")],
 }.items():
     for _function in dict.fromkeys(_functions):
         moment_rule(_function)(refused(_function, _INSTEAD[_reason]))

@@ -121,7 +121,7 @@ class ReverseDeltaRecorder:
             return argument
         if id(argument) in self._weights.names():
             return Weight(argument.loc.detach(), argument.variance.detach())
-        return argument.detach()
+        return Moments(argument.loc.detach(), argument.variance.detach())  # detach() would be a view
 
     # Afterwards ----------------------------------------------------------------------------------------------
 

@@ -26,6 +26,7 @@ class Kind(Enum):
     ELEMENTWISE = "a function of each element"
     AFFINE = "scaling and shift by certain numbers: Gaussians stay Gaussian"
     REARRANGEMENT = "elements move but keep their value"
+    CONVERSION = "elements keep place and value, in another dtype or device, or without their history"
     OTHER = "anything else"
 
 
@@ -142,4 +143,8 @@ def name_of(func: Callable) -> str:
     module = getattr(func, "__module__", None) or "torch"
     if getattr(torch.nn.functional, name, None) is func and not hasattr(torch, name):
         return f"torch.nn.functional.{name}"
+    for area in ("special", "linalg", "fft"):  # torch.special.erf is torch._C._special.special_erf
+        short = name.removeprefix(f"{area}_")
+        if getattr(getattr(torch, area), short, None) is func:
+            return f"torch.{area}.{short}"
     return f"torch.{name}" if module in ("torch._C", "torch._tensor", "builtins") else f"{module}.{name}"

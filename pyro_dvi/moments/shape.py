@@ -116,7 +116,9 @@ def _parting(function: Callable) -> Callable:
         pairs = zip(
             function(input.loc, *args, **kwargs), function(input.variance, *args, **kwargs), strict=True
         )
-        return tuple(Moments(loc, variance).alias(input) for loc, variance in pairs)
+        parts = tuple(Moments(loc, variance) for loc, variance in pairs)
+        input.divided_into(parts)
+        return parts
 
     part.__doc__ = f"Moments of the parts of ``{function.__name__}``."
     return part

@@ -62,7 +62,8 @@ def _linked(result: Moments, x: Moments, function: Any, name: str) -> Moments:
     """Remember the logits."""
     if x.link is None:
         return result.linked(Link(x.snapshot(), function, name, elementwise=False))
-    return result.linked(Link(x.link.inner, Composed(x.link.function, function), None, elementwise=False))
+    composed = Composed(x.link.function, function)
+    return result.linked(Link(x.link.inner, composed, None, elementwise=False, uniform=x.link.uniform))
 
 
 @moment_rule(torch.softmax, F.softmax)

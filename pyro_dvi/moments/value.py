@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
@@ -28,6 +28,7 @@ class Link:
         name: its name if it is one torch function and nothing else ("exp", "softmax", ...); else None.
         elementwise: whether each element depends on one element of ``inner``, of the same shape.
         uniform: whether ``function`` is the same at each element, so that it still holds after elements moved.
+        moved: whether each element depends on one element of ``inner``, but of another place or shape.
     """
 
     inner: Moments
@@ -35,15 +36,52 @@ class Link:
     name: str | None = None
     elementwise: bool = True
     uniform: bool = True
+    moved: bool = False
+
+    @property
+    def separate(self) -> bool:
+        """Whether each element depends on one element of ``inner``, wherever that is."""
+        return self.elementwise or self.moved
 
 
 class _Memory:
-    """What moments that alias each other share: the count of changes in place."""
+    """What moments that alias each other share: the count of changes in place.
 
-    __slots__ = ("version",)
+    Parts of moments (those of ``chunk``) have a memory each, below that of the whole: they do not overlap.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("__weakref__", "parts", "version", "whole")
+
+    def __init__(self, whole: _Memory | None = None) -> None:
         self.version = 0
+        self.whole = whole
+        self.parts: list[list[ref[_Memory]]] = []  # those of one call do not overlap each other
+
+    def divided(self, count: int) -> list[_Memory]:
+        memories = [_Memory(self) for _ in range(count)]
+        living = [group for group in self.parts if any(m() is not None for m in group)]
+        self.parts = [*living, [ref(m) for m in memories]]
+        return memories
+
+    def changed(self, part: _Memory | None = None) -> None:
+        """Count a change, of one part only if given, wherever it can be seen."""
+        self.version += 1
+        for group in self.parts:
+            memories = [memory for m in group if (memory := m()) is not None]
+            if not any(memory is part for memory in memories):
+                for memory in memories:
+                    memory.overwritten()
+        if self.whole is not None:
+            self.whole.changed(self)
+
+    def overwritten(self) -> None:
+        """Count a change that came from the whole."""
+        self.version += 1
+        for group in self.parts:
+            for m in group:
+                memory = m()
+                if memory is not None:
+                    memory.overwritten()
 
 
 # Attributes and methods of a tensor that say nothing about its values.
@@ -124,8 +162,8 @@ class Moments:
         return other
 
     def detach(self) -> Moments:
-        """Return the moments without their history."""
-        return Moments(self.loc.detach(), self.variance.detach())
+        """Return the moments without their history. What is written into them is written into these as well."""
+        return _dispatch(torch.detach, (self,), {})
 
     def snapshot(self) -> Moments:
         """Return the same moments as another object, which changes in place do not reach."""
@@ -147,6 +185,14 @@ class Moments:
         self._place = None if place is None else (ref(base), place)
         return self
 
+    def divided_into(self, parts: Sequence[Moments]) -> None:
+        """Mark moments as parts that do not overlap.
+
+        When one is changed in place, the others can be used further, these moments cannot.
+        """
+        for part, memory in zip(parts, self._memory.divided(len(parts)), strict=True):
+            part._memory, part._seen, part._place = memory, memory.version, None
+
     def become(self, other: Moments) -> Moments:
         """Take the value of ``other``, as functions that work in place do."""
         base, place = (None, None) if self._place is None else (self._place[0](), self._place[1])
@@ -155,7 +201,7 @@ class Moments:
             loc[place], variance[place] = other.loc, other.variance
             base.become(Moments(loc, variance))
         else:
-            self._memory.version += 1
+            self._memory.changed()
         self._loc, self._variance, self._link = other.loc, other.variance, other.link
         self._seen = self._memory.version
         return self
@@ -259,6 +305,21 @@ class Moments:
     def __rpow__(self, base: Any) -> Any:
         return _dispatch(torch.pow, (base, self), {})
 
+    def __mod__(self, other: Any) -> Any:
+        return _dispatch(torch.remainder, (self, other), {})
+
+    def __rmod__(self, other: Any) -> Any:
+        return _dispatch(torch.remainder, (other, self), {})
+
+    def __floordiv__(self, other: Any) -> Any:
+        return _dispatch(torch.floor_divide, (self, other), {})
+
+    def __rfloordiv__(self, other: Any) -> Any:
+        return _dispatch(torch.floor_divide, (other, self), {})
+
+    def __invert__(self) -> Any:
+        return _dispatch(torch.bitwise_not, (self,), {})
+
     def __neg__(self) -> Any:
         return _dispatch(torch.neg, (self,), {})
 
@@ -271,11 +332,15 @@ class Moments:
         raise UnsupportedError(
             "the code asks for the value of something uncertain (a comparison, an if, .item(), a conversion to a "
             "number or array). Moments have a mean and a variance but no value: decide on a tensor that is certain, on "
-            "x.loc if the mean may decide, or write the function as a rule with pyro_dvi.moments.moment_rule."
+            "x.loc if the mean may decide, or write the function as a rule with pyro_dvi.moments.moment_rule. If a "
+            "class of torch.distributions asked for it, use the class of the same name in pyro.distributions."
         )
 
     __bool__ = __float__ = __int__ = __index__ = __complex__ = __array__ = _refuse_value  # type: ignore[assignment]
     __lt__ = __le__ = __gt__ = __ge__ = item = tolist = numpy = _refuse_value  # type: ignore[assignment]
+
+    def __format__(self, spec: str) -> str:
+        return self._refuse_value() if spec else str(self)
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, Moments | Tensor | int | float):

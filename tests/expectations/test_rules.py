@@ -4,6 +4,7 @@
 import pyro.distributions as dist
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch import distributions as td
 
@@ -117,15 +118,100 @@ def test_softmax_over_another_dimension_is_not_taken_for_classes():
     torch.testing.assert_close(ours, brute, atol=0.03, rtol=0)
 
 
-def test_parameters_that_share_a_gaussian_are_not_taken_as_independent():
-    h = Moments(torch.tensor([0.3], dtype=torch.float64), torch.tensor([0.8], dtype=torch.float64))
-    scale = Moments(h.loc.exp(), h.variance, Link(h, torch.exp, "exp"))
-    ours = expected_log_prob(td.Normal, {"loc": h, "scale": scale}, torch.tensor([0.5]).double())
+SHARED = {
+    "exp": lambda h: (h, h.exp()),
+    "softplus": lambda h: (h, F.softplus(h) + 0.1),
+    "one function each": lambda h: (torch.tanh(h), torch.exp(h) + 0.5),
+    "views": lambda h: (h.unsqueeze(-1).squeeze(-1), (F.softplus(h.unsqueeze(-1)) + 0.1).squeeze(-1)),
+    "a factor for each": lambda h: (h, h.exp() * torch.ones(1, dtype=torch.float64)),
+}
+
+
+@pytest.mark.parametrize("kind", SHARED)
+def test_parameters_that_share_a_gaussian_are_not_taken_as_independent(kind):
+    h = Moments(torch.tensor([0.3], dtype=torch.float64), torch.tensor([0.4], dtype=torch.float64))
+    loc, scale = SHARED[kind](h)
+    ours = expected_log_prob(td.Normal, {"loc": loc, "scale": scale}, torch.tensor([0.5]).double())
     z = torch.linspace(-10, 10, 4001, dtype=torch.float64)
     w = torch.softmax(-0.5 * z**2, 0)
-    values = h.loc + h.variance.sqrt() * z
-    exact = (w * td.Normal(values, values.exp()).log_prob(torch.tensor(0.5, dtype=torch.float64))).sum()
+    loc, scale = SHARED[kind](h.loc + h.variance.sqrt() * z)
+    exact = (w * td.Normal(loc, scale).log_prob(torch.tensor(0.5, dtype=torch.float64))).sum()
     torch.testing.assert_close(ours, exact[None], atol=1e-8, rtol=0)
+
+
+def test_both_parameters_of_a_gamma_from_one_gaussian():
+    a = Moments(torch.zeros(3).double(), torch.full((3,), 0.5).double())
+    y = torch.tensor([0.5, 1.0, 2.0]).double()
+    ours = expected_log_prob(td.Gamma, {"concentration": a.exp(), "rate": a.exp()}, y)
+    z = torch.linspace(-10, 10, 4001, dtype=torch.float64)
+    w = torch.softmax(-0.5 * z**2, 0)
+    values = (0.5**0.5 * z).exp()[:, None]
+    torch.testing.assert_close(ours, w @ td.Gamma(values, values).log_prob(y), atol=1e-7, rtol=0)
+
+
+def test_dropout_of_a_gaussian_is_another_one():
+    h = Moments(torch.tensor([0.3]), torch.tensor([0.8]))
+    y = torch.tensor([0.5])
+    copy = Moments(h.loc.clone(), h.variance.clone())
+    ours = expected_log_prob(td.Normal, {"loc": F.dropout(h), "scale": h.exp()}, y)
+    apart = expected_log_prob(td.Normal, {"loc": F.dropout(copy), "scale": h.exp()}, y)
+    torch.testing.assert_close(ours, apart)
+
+
+def test_parameters_that_share_a_gaussian_need_not_have_points_of_the_same_shape():
+    """The softmax needs points for each class, the mean one: it takes those of its class."""
+    h = Moments(torch.tensor([[0.3, -0.5]]).double(), torch.tensor([[0.8, 0.4]]).double())
+    y = torch.tensor([[0.5, 0.1]]).double()
+    for order in ("loc scale", "scale loc"):
+        made = {"loc": h, "scale": torch.softmax(h, -1) + 0.5}
+        ours = expected_log_prob(td.Normal, {k: made[k] for k in order.split()}, y)
+        values = h.loc + h.variance.sqrt() * torch.randn(200_000, 1, 2, dtype=torch.float64)
+        brute = td.Normal(values, torch.softmax(values, -1) + 0.5).log_prob(y)
+        assert ((ours - brute.mean(0)).abs() < 0.01 + 4 * brute.std(0) / len(values) ** 0.5).all()
+
+
+def test_a_scale_that_mixes_elements_is_averaged_over_all_of_them():
+    h = Moments(torch.tensor([[0.3, -0.5, 1.0]]).double(), torch.full((1, 3), 0.8).double())
+    y = torch.tensor([[0.5, 0.1, 0.2]]).double()
+    ours = expected_log_prob(td.Normal, {"loc": 0.0, "scale": torch.softmax(h, -1) + 0.3}, y)
+    values = h.loc + h.variance.sqrt() * torch.randn(200_000, 1, 3, dtype=torch.float64)
+    brute = td.Normal(0.0, torch.softmax(values, -1) + 0.3).log_prob(y)
+    assert ((ours - brute.mean(0)).abs() < 0.005 + 4 * brute.std(0) / len(values) ** 0.5).all()
+
+
+@pytest.mark.parametrize(
+    "move", [lambda x: x.squeeze(-1), lambda x: x[0], lambda x: x.flip(0)], ids=["squeeze", "row", "flip"]
+)
+def test_a_scale_with_a_factor_for_each_element_may_move(move):
+    h = Moments(torch.tensor([[0.3], [-0.5]]).double(), torch.tensor([[0.8], [0.4]]).double())
+    factor = torch.tensor([[1.0], [3.0]]).double()
+    y = torch.tensor(0.7).double()
+    ours = expected_log_prob(td.Normal, {"loc": 0.0, "scale": move(F.softplus(h) * factor)}, y)
+    whole = expected_log_prob(td.Normal, {"loc": 0.0, "scale": F.softplus(h) * factor}, y)
+    torch.testing.assert_close(ours, move(whole))
+    rate = move(h.exp() * factor)
+    ours = expected_log_prob(td.Gamma, {"concentration": 2.0, "rate": rate}, y)
+    whole = expected_log_prob(td.Gamma, {"concentration": 2.0, "rate": h.exp() * factor}, y)
+    torch.testing.assert_close(ours, move(whole))
+
+
+def test_a_mask_may_choose_among_scales_with_a_factor_each():
+    h = Moments(torch.tensor([0.3, -0.5]).double(), torch.tensor([0.8, 0.4]).double())
+    scale = (h.exp() * torch.tensor([1.0, 3.0]).double())[torch.tensor([False, True])]
+    y = torch.tensor([0.7]).double()
+    alone = expected_log_prob(td.Normal, {"loc": 0.0, "scale": 3 * h[1:].exp()}, y)
+    torch.testing.assert_close(expected_log_prob(td.Normal, {"loc": 0.0, "scale": scale}, y), alone)
+
+
+@pytest.mark.parametrize(
+    "lose",
+    [lambda s: s * s.clone(), lambda s: s.__setitem__(0, 1.0) or s, lambda s: torch.stack([s, s])],
+    ids=["product", "written by index", "stack"],
+)
+def test_the_refusal_of_a_scale_says_which_step_may_have_lost_its_gaussian(lose):
+    scale = lose(F.softplus(Moments(torch.zeros(2), torch.ones(2))))
+    with pytest.raises(UnsupportedError, match=r"later step lost the Gaussian.*two uncertain.*by index"):
+        expected_log_prob(td.Normal, {"loc": 0.0, "scale": scale}, torch.zeros(2))
 
 
 def test_memory_in_parts_changes_nothing(monkeypatch):

@@ -177,3 +177,27 @@ def test_mistakes_are_refused():
         predictive_distribution(td.Poisson, {"rate": f})
     with pytest.raises(ValueError, match="already has the rule normal"):
         predictive_rule(td.Normal)(lambda loc, scale: None)
+
+
+@pytest.mark.parametrize("noise", [MomentMatched(), GaussHermite(32)], ids=str)
+def test_mean_and_scale_of_one_gaussian(noise: object) -> None:
+    h = Moments(torch.tensor([0.3]).double(), torch.tensor([0.4]).double())
+    joint = predictive_distribution(td.Normal, {"loc": h, "scale": h.exp()}, noise=noise)
+    z = torch.linspace(-10, 10, 4001, dtype=torch.float64)
+    w = torch.softmax(-0.5 * z**2, 0)
+    values = h.loc + h.variance.sqrt() * z
+    variance = h.variance + w @ (2 * values).exp()
+    torch.testing.assert_close(joint.variance, variance, rtol=1e-6, atol=0)  # whatever the correlation
+    if not isinstance(noise, MomentMatched):
+        y = torch.tensor([1.5]).double()
+        exact = (w * td.Normal(values, values.exp()).log_prob(y).exp()).sum().log()
+        torch.testing.assert_close(joint.log_prob(y), exact[None], rtol=0, atol=1e-6)
+
+
+def test_a_noise_scale_that_mixes_elements() -> None:
+    h = Moments(torch.tensor([[0.3, -0.5, 1.0]]).double(), torch.full((1, 3), 0.8).double())
+    given = {"loc": torch.zeros(1, 3).double(), "scale": torch.softmax(h, -1) + 0.3}
+    ours = predictive_distribution(td.Normal, given, noise=GaussHermite())
+    values = h.loc + h.variance.sqrt() * torch.randn(100_000, 1, 3, dtype=torch.float64)
+    brute = (torch.softmax(values, -1) + 0.3).square().mean(0)
+    torch.testing.assert_close(ours.variance, brute, rtol=0.01, atol=0)

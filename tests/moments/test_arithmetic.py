@@ -83,6 +83,7 @@ ELEMENTWISE = [
     Case(torch.div, (X, X)),
     Case(torch.divide, (X, NUMBER)),
     Case(torch.true_divide, (X, 4)),
+    Case(torch.pow, (X, 0)),
     Case(torch.pow, (X, 1)),
     Case(torch.pow, (X, 2)),
     Case(torch.pow, (X, 3)),
@@ -291,6 +292,26 @@ def test_dtypes_are_promoted() -> None:
         assert y.loc.dtype is y.variance.dtype is torch.float64
     for y in (x * 2.5, 2 - x, x + torch.tensor(1.0, dtype=torch.float64), x * torch.arange(2)):
         assert y.loc.dtype is y.variance.dtype is torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16])
+@pytest.mark.parametrize("call", [torch.mul, torch.div, torch.outer], ids=lambda f: f.__name__)
+def test_squares_of_small_integers_do_not_overflow(call: Callable, dtype: torch.dtype) -> None:
+    x = Moments(torch.ones(2), torch.ones(2))
+    factor = torch.tensor([100, 17], dtype=dtype)
+    torch.testing.assert_close(call(x, factor).variance, call(x, factor.float()).variance)
+    assert call(x, factor).dtype is torch.float32
+
+
+def test_a_numpy_integer_does_not_overflow_either() -> None:
+    assert (X * np.int8(100)).variance.equal((X * 100).variance)
+
+
+@pytest.mark.parametrize("exponent", [0, 1, 2, 3, 0.0])
+def test_an_exponent_may_be_a_tensor_without_dimensions(exponent: float) -> None:
+    expected = X**exponent
+    result = X ** torch.tensor(exponent)
+    assert result.loc.equal(expected.loc) and result.variance.equal(expected.variance)
 
 
 def test_numpy_numbers_multiply_from_both_sides() -> None:

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The smallest variance that a nonlinearity sees."""
 
+import threading
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from pyro_dvi.errors import ArgumentError
-from pyro_dvi.moments import Moments, variance_floor
+from pyro_dvi.moments import Moments, observed_by, variance_floor
 from pyro_dvi.moments.floor import floored
 
 
@@ -59,3 +61,39 @@ def test_the_slope_at_a_kink_is_tamed() -> None:
 def test_a_negative_floor_is_refused() -> None:
     with pytest.raises(ArgumentError, match="negative"), variance_floor(-1.0):
         pass
+
+
+def test_another_thread_has_a_floor_of_its_own() -> None:
+    found = []
+    with variance_floor(1.0):
+        thread = threading.Thread(target=lambda: found.append(floored(torch.zeros(())).item()))
+        thread.start()
+        thread.join()
+    assert found[0] < 1e-10
+
+
+def test_another_thread_has_observers_of_its_own() -> None:
+    seen: list = []
+
+    def observer(func, args, kwargs, result):
+        seen.append(func)
+        return result
+
+    with observed_by(observer):
+        thread = threading.Thread(target=lambda: certain() + 1)
+        thread.start()
+        thread.join()
+        assert not seen
+        certain() * 2
+    assert seen == [torch.mul]
+
+
+def test_a_floor_is_compiled_without_breaks() -> None:
+    def network(loc: torch.Tensor, variance: torch.Tensor) -> torch.Tensor:
+        return floored(Moments(loc, variance).variance)
+
+    compiled = torch.compile(network, fullgraph=True, backend="eager")
+    loc, variance = torch.ones(2), torch.zeros(2)
+    assert compiled(loc, variance).equal(floored(variance))
+    with variance_floor(0.5):
+        assert compiled(loc, variance).equal(torch.full((2,), 0.5))

@@ -87,7 +87,17 @@ REFUSALS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "tensor.add_(x)": (lambda x: torch.ones(2, 3).add_(x), "no variance"),
     "tensor[0] = x": (lambda x: torch.ones(2, 3).__setitem__(0, x[0]), r"torch\.stack"),
     "tensor[0] += x": (lambda x: exec("t[0] += x", {"t": torch.ones(2, 3), "x": x[0]}), r"torch\.stack"),
-    "no rule": (lambda x: torch.fft.fft(x), "fft_fft has no rule"),
+    "x % 2": (lambda x: x % 2, "Steps have no rule"),
+    "2 % x": (lambda x: 2 % x, "Steps have no rule"),
+    "tensor % x": (lambda x: T % x, "Steps have no rule"),
+    "x // 2": (lambda x: x // 2, "Steps have no rule"),
+    "2 // x": (lambda x: 2 // x, "Steps have no rule"),
+    "~x": (lambda x: ~x, "probability"),
+    "f-string": (lambda x: f"{x.sum():.2f}", r"x\.loc"),
+    "torch.distributions": (lambda x: bool(x), r"pyro\.distributions"),
+    "torch.special": (lambda x: torch.special.bessel_j0(x), r"^torch\.special\.bessel_j0 has no rule"),
+    "torch.linalg": (lambda x: torch.linalg.norm(x), r"@moment_rule\(torch\.linalg\.norm\)"),
+    "no rule": (lambda x: torch.fft.fft(x), r"^torch\.fft\.fft has no rule"),
     "no rule, method": (lambda x: x.cholesky(), "moment_rule"),
 }
 

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyro_dvi.errors import UnsupportedError
+from pyro_dvi.expectations.gaussian import at_points
 from pyro_dvi.moments import Moments
 
 
@@ -214,10 +215,63 @@ def test_a_shift_stays_in_the_link() -> None:
     torch.testing.assert_close(y.link.function(torch.tensor([-1.0, 2.0])), torch.tensor([0.01, 2.01]))
 
 
-def test_a_link_that_differs_between_elements_does_not_move() -> None:
-    y = torch.relu(gaussian(3, 2)) * torch.tensor([1.0, 2.0])
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # of torch.take inside vmap
+@pytest.mark.parametrize("case", [case for case in MOVING if case.shape], ids=str)
+def test_a_link_that_differs_between_elements_moves_what_it_returns(case: Case) -> None:
+    x = case.x()
+    factor = torch.arange(1.0, 1 + x.numel(), dtype=torch.float64).reshape(x.shape)
+    y = torch.exp(x) * factor
     assert y.link.elementwise and not y.link.uniform
-    assert y[..., 1].link is None
+    points = torch.tensor([-1.0, 0.0, 2.0], dtype=torch.float64)
+    spread = x.variance.sqrt()
+    plain = Case(
+        case.func, case.shape, tuple(a.loc if isinstance(a, Moments) else a for a in case.args), case.kwargs
+    )
+    for k, part in enumerate(parts_of(case(y))):
+        again = part.unsqueeze(-1)
+        assert part.link.moved and again.link.moved and not part.link.elementwise
+        expected = [parts_of(plain((x.loc + z * spread).exp() * factor))[k] for z in points.tolist()]
+        torch.testing.assert_close(at_points(part, points), torch.stack(expected))
+        torch.testing.assert_close(at_points(again, points), torch.stack(expected).unsqueeze(-1))
+        draws = torch.stack([x.loc + z * spread for z in points.tolist()])
+        torch.testing.assert_close(part.link.function(draws), torch.stack(expected))
+
+
+@pytest.mark.parametrize("shape", [(2,), (3, 2)])
+@pytest.mark.parametrize(
+    "move",
+    [lambda y: y[..., [1, 0]], lambda y: y.flip(-1), lambda y: y[..., None].squeeze(-1)],
+    ids=["index", "flip", "squeeze"],
+)
+def test_certain_over_uncertain_keeps_its_numerators_when_moved(move: Callable, shape: tuple) -> None:
+    x = Moments(torch.full((2,), 4.0), torch.tensor([0.01, 0.02]))
+    numerator = torch.arange(1.0, 1 + torch.Size(shape).numel()).reshape(shape)
+    y = numerator / x
+    assert y.link.inner.shape == y.shape and y.link.elementwise and not y.link.uniform
+    z = torch.tensor([-1.0, 1.0])
+    expected = torch.stack([move(numerator / (x.loc + s * x.variance.sqrt())) for s in z.tolist()])
+    torch.testing.assert_close(at_points(move(y), z), expected)
+
+
+@pytest.mark.parametrize(
+    "convert", [torch.detach, torch.clone, lambda x: x.data, lambda x: x.detach(), lambda x: x.float()]
+)
+@pytest.mark.parametrize(
+    "function",
+    [torch.exp, lambda h: torch.exp(h) * h.loc, lambda h: torch.softmax(h, -1), lambda h: 1 + torch.relu(h)],
+    ids=["exp", "scaled", "softmax", "shifted"],
+)
+def test_conversions_keep_links(convert: Callable, function: Callable) -> None:
+    loc = gaussian(3, 2).loc.clone().requires_grad_()
+    h = Moments(loc, gaussian(3, 2).variance)
+    before = function(h)
+    after = convert(before)
+    z = torch.tensor([-1.0, 1.0], dtype=torch.float64)
+    values = at_points(after, z.to(after.link.inner.dtype))
+    torch.testing.assert_close(values, at_points(before, z).to(after.dtype), check_dtype=False)
+    assert (after.link.name, after.link.elementwise) == (before.link.name, before.link.elementwise)
+    if not after.loc.requires_grad:
+        assert not values.requires_grad
 
 
 def test_a_link_is_broadcast_with_its_moments() -> None:
@@ -303,6 +357,60 @@ def test_a_copy_is_free_of_its_origin(case: Case) -> None:
     x = case.x()
     case(x).relu_()
     x.sum()
+
+
+@pytest.mark.parametrize("case", PARTS, ids=str)
+def test_parts_do_not_overlap(case: Case) -> None:
+    x = case.x()
+    first, second, *_ = case(x)
+    view, expected = second.flatten(), second.loc
+    first.relu_()
+    assert second.loc is expected and view.sum().loc.isfinite()
+    second.relu_()  # nor the other way round
+    first.sum()
+    with pytest.raises(UnsupportedError, match="changed in place"):
+        view.sum()
+
+
+@pytest.mark.parametrize("case", PARTS, ids=str)
+def test_a_change_of_the_base_makes_its_parts_unusable(case: Case) -> None:
+    x = case.x()
+    first, second, *_ = case(x)
+    inner = second.unbind(0)[0]
+    x += 1
+    for part in (first, second, inner):
+        with pytest.raises(UnsupportedError, match="changed in place"):
+            part.sum()
+
+
+def test_parts_of_different_calls_do_overlap() -> None:
+    x = gaussian(4)
+    first, second = x.chunk(2)
+    third, fourth = x.chunk(2)
+    inner, other = second.chunk(2)
+    first[0] = 0  # written by index, which reaches the part and what it is a part of
+    for part in (x, third, fourth):
+        with pytest.raises(UnsupportedError, match="changed in place"):
+            part.sum()
+    for part in (first, second, inner, other):
+        part.sum()
+    inner.zero_()
+    other.sum()
+    with pytest.raises(UnsupportedError, match="changed in place"):
+        second.sum()
+
+
+def test_what_is_written_into_data_is_written_into_the_moments() -> None:
+    x = gaussian(3)
+    variance = x.variance.clone()
+    x.data[0] = 7
+    x.data.mul_(2)
+    assert x.loc[0] == 14 and x.variance[0] == 0
+    torch.testing.assert_close(x.variance[1:], 4 * variance[1:])
+    kept = x.detach()
+    x += 1
+    with pytest.raises(UnsupportedError, match="changed in place"):
+        kept.sum()
 
 
 def test_flatten_then_relu_in_place_gives_the_same_as_out_of_place() -> None:
