@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pyro_dvi.curvature.per_example.uses import Use, WeightUses, squares_rule
+from pyro_dvi.curvature.per_example.uses import Use, WeightUses, at_least_single, squares_rule
 
 __all__ = ["SquaredGradients", "passes_of", "squares_rule", "squares_without_rules"]
 
@@ -40,7 +40,7 @@ class SquaredGradients(WeightUses):
 
     def prepared(self, argument: Any) -> Any:
         """Cut tensors out of the graph: it must not be held by its own hooks."""
-        return argument.detach() if isinstance(argument, Tensor) else argument
+        return super().prepared(argument.detach() if isinstance(argument, Tensor) else argument)
 
     def watch(self, served: dict[int, list[Use]], deliver: Deliver) -> None:
         """Let the next backward pass deliver the sums of squares of the tensors in ``served``.
@@ -111,6 +111,7 @@ class _Gathered:
         if delta is None:
             return
         with torch.no_grad():
+            delta = at_least_single(delta)
             if use.squares is not None and not self._several:
                 self._squares = use.squares(delta)
                 return
@@ -129,7 +130,7 @@ class _Gathered:
 
 def _deliver(k: int, gathered: _Gathered, deliver: Deliver, gradient: Tensor) -> None:
     squares = gathered.squares()
-    deliver(k, torch.zeros_like(gradient) if squares is None else squares)
+    deliver(k, torch.zeros_like(gradient) if squares is None else squares.to(gradient.dtype))
 
 
 def passes_of(outputs: Tensor, values: Sequence[Tensor]) -> int:

@@ -201,7 +201,11 @@ def _local_latents(trace: Any, latents: list[Latent]) -> set[str]:
                 "natural-gradient updates move every element in every step under its whole prior. Use the whole "
                 "data set in each step, or TaylorELBO or MomentPropagationELBO for this model."
             )
-    observed = [site for site in trace.nodes.values() if site["type"] == "sample" and site["is_observed"]]
+    observed = [
+        site
+        for site in trace.nodes.values()
+        if site["type"] == "sample" and site["is_observed"] and not site["infer"].get("_deterministic")
+    ]
     plates = [{frame.name for frame in site["cond_indep_stack"] if frame.vectorized} for site in observed]
     if len(plates) != 1 or len(plates[0]) != 1:
         return set()

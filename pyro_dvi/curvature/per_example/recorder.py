@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyro_dvi.curvature.likelihood import Linearisation
-from pyro_dvi.curvature.per_example.uses import Use, WeightUses
+from pyro_dvi.curvature.per_example.uses import Use, WeightUses, at_least_single
 
 __all__ = ["PerExampleRecorder", "summed_squared_gradients"]
 
@@ -48,7 +48,7 @@ def _by_layer(served: dict[int, list[Use]], outputs: Tensor, cotangent: Tensor) 
     found = {}
     for k, uses in served.items():
         per_use = [(use, next(deltas)) for use in uses]
-        gradients = [use.gradients(delta) for use, delta in per_use if delta is not None]
+        gradients = [use.gradients(at_least_single(delta)) for use, delta in per_use if delta is not None]
         if gradients:
             found[k] = sum(gradients[1:], gradients[0]).square().sum(0)
     return found

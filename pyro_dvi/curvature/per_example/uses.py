@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from pyro_dvi.registry import registering
 
-__all__ = ["Use", "WeightUses", "per_example_rule", "squares_rule"]
+__all__ = ["Use", "WeightUses", "at_least_single", "per_example_rule", "squares_rule"]
 
 # A rule binds a call and returns what turns the gradient of the call's output into gradients (squares) of a weight.
 OfDelta = Callable[[Tensor], Tensor]
@@ -113,7 +113,7 @@ class WeightUses(TorchFunctionMode):
 
     def prepared(self, argument: Any) -> Any:
         """Return an argument as rules shall see it."""
-        return argument
+        return at_least_single(argument) if isinstance(argument, Tensor) else argument
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
@@ -159,6 +159,11 @@ class WeightUses(TorchFunctionMode):
         direct = _SQUARES.get(func)
         squares = None if direct is None else direct(wanted, *args, **kwargs)
         return Use(func, gradients, squares, output.shape, get_gradient_edge(output))
+
+
+def at_least_single(x: Tensor) -> Tensor:
+    """Half-precision numbers, as under autocast, in single precision: squares would overflow or vanish."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 def _parameters(rule: Callable) -> tuple[str, ...]:
