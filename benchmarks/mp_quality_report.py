@@ -23,8 +23,9 @@ Prediction: MNVI and MFVI by `Moments()` (one pass), the deterministic network a
 masks, sampled VI by 20 draws of weights. Parameters: what the optimizer changes. Inference: `predict` on 1,000 images
 relative to the deterministic network, median of interleaved rounds. All methods have He priors and Adam, whose step
 size is ten times larger for posterior scales. The learning rate, the dropout rate and the KL weight are each chosen
-in turn, the others held, by validation NLL with other seeds than those of the table; the epoch in each run by its
-own."""
+in turn, the others held, by validation NLL with other seeds than those of the table; a grid of dropout rates or KL
+weights grows while its edge is the best. The epoch is chosen in each run by its own validation images; where it is
+the last, more training might have helped."""
 
 
 def write_report(rows: list[Row], path: Path) -> None:
