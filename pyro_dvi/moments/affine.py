@@ -13,7 +13,7 @@ from pyro_dvi.moments.bilinear import bilinear_moments, with_bias
 from pyro_dvi.moments.rules import moment_rule
 from pyro_dvi.moments.value import Moments, MultiplicativeMoments, loc_of, second_moment_of, variance_of
 
-__all__ = ["add_product", "bilinear_form", "dot", "linear", "matmul", "outer"]
+__all__ = ["add_product", "bilinear_form", "dot", "linear", "matmul", "outer", "tensordot"]
 
 
 @moment_rule(F.linear)
@@ -95,6 +95,21 @@ def outer(input: Any, vec2: Any) -> Moments:
     if input is vec2:
         raise UnsupportedError("outer(x, x) of uncertain x has no rule: the factors are not independent")
     return bilinear_moments(torch.outer, input, vec2)
+
+
+@moment_rule(torch.tensordot)
+def tensordot(a: Any, b: Any, dims: Any = 2, out: None = None) -> Moments:
+    """Moments of sums of products over given dimensions. Status: exact but for ``tensordot(x, x)``, refused.
+
+    Raises:
+        UnsupportedError: both factors are the same uncertain object.
+    """
+    if a is b:
+        raise UnsupportedError(
+            "tensordot(x, x) of uncertain x has no rule: the factors are not independent. For the sum of squares write "
+            "x.square().sum()"
+        )
+    return bilinear_moments(partial(torch.tensordot, dims=dims), a, b)
 
 
 @moment_rule(torch.addmm, torch.baddbmm, torch.addmv)

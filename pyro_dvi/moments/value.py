@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pyro_dvi.errors import ArgumentError, UnsupportedError
+from pyro_dvi.moments.memory import Memory
 from pyro_dvi.moments.square import squared
 
 __all__ = ["Link", "Moments", "MultiplicativeMoments", "loc_of", "second_moment_of", "variance_of"]
@@ -42,46 +43,6 @@ class Link:
     def separate(self) -> bool:
         """Whether each element depends on one element of ``inner``, wherever that is."""
         return self.elementwise or self.moved
-
-
-class _Memory:
-    """What moments that alias each other share: the count of changes in place.
-
-    Parts of moments (those of ``chunk``) have a memory each, below that of the whole: they do not overlap.
-    """
-
-    __slots__ = ("__weakref__", "parts", "version", "whole")
-
-    def __init__(self, whole: _Memory | None = None) -> None:
-        self.version = 0
-        self.whole = whole
-        self.parts: list[list[ref[_Memory]]] = []  # those of one call do not overlap each other
-
-    def divided(self, count: int) -> list[_Memory]:
-        memories = [_Memory(self) for _ in range(count)]
-        living = [group for group in self.parts if any(m() is not None for m in group)]
-        self.parts = [*living, [ref(m) for m in memories]]
-        return memories
-
-    def changed(self, part: _Memory | None = None) -> None:
-        """Count a change, of one part only if given, wherever it can be seen."""
-        self.version += 1
-        for group in self.parts:
-            memories = [memory for m in group if (memory := m()) is not None]
-            if not any(memory is part for memory in memories):
-                for memory in memories:
-                    memory.overwritten()
-        if self.whole is not None:
-            self.whole.changed(self)
-
-    def overwritten(self) -> None:
-        """Count a change that came from the whole."""
-        self.version += 1
-        for group in self.parts:
-            for m in group:
-                memory = m()
-                if memory is not None:
-                    memory.overwritten()
 
 
 # Attributes and methods of a tensor that say nothing about its values.
@@ -132,7 +93,7 @@ class Moments:
                 f"loc is {loc.dtype} on {loc.device}, variance {variance.dtype} on {variance.device}: they must agree"
             )
         self._loc, self._variance, self._link = loc, variance, link
-        self._memory = _Memory()
+        self._memory = Memory()
         self._seen = 0
         self._place: Any = None
 

@@ -69,6 +69,10 @@ PRODUCTS = [
     Case(torch.vdot, ((3,), (3,))),
     Case(torch.outer, ((3,), (2,))),
     Case(torch.ger, ((3,), (2,))),
+    Case(torch.tensordot, ((2, 3), (3, 2)), {"dims": 1}),
+    Case(torch.tensordot, ((2, 3, 2), (3, 2, 2)), {"dims": 2}),
+    Case(torch.tensordot, ((2, 3), (2, 2)), {"dims": ([0], [1])}, noise=(2, 1)),
+    Case(torch.tensordot, ((2,), (3,)), {"dims": 0}),
     Case(torch.addmm, ((2,), (4, 3), (3, 2)), {"beta": 0.5, "alpha": 3.0}),
     Case(torch.addmm, ((4, 2), (4, 3), (3, 2)), weight=2, noise=(3, 1)),
     Case(torch.baddbmm, ((2, 4, 2), (2, 4, 3), (2, 3, 2)), {"alpha": -2}),
@@ -148,6 +152,7 @@ SQUARE = Moments(torch.randn(3, 3), torch.ones(3, 3))
     ("call", "words"),
     [
         (lambda: SQUARE @ SQUARE, "with itself"),
+        (lambda: torch.tensordot(SQUARE, SQUARE), r"x\.square\(\)\.sum\(\)"),
         (lambda: F.bilinear(SQUARE, SQUARE, torch.ones(1, 3, 3)), "inputs are not independent"),
         (lambda: torch.einsum("ij,ij->i", SQUARE, SQUARE), "same uncertain operand"),
         (lambda: torch.einsum("ij,jk,kl->il", SQUARE, torch.ones(3, 3), torch.ones(3, 3)), "two at a time"),

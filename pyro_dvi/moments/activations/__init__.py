@@ -5,6 +5,7 @@ from pyro_dvi.moments.activations import (
     clipped,
     exponential,
     gated,
+    halves,
     odd,
     periodic,
     rectified,
@@ -12,4 +13,14 @@ from pyro_dvi.moments.activations import (
     tangent,
 )
 
-__all__ = ["clipped", "exponential", "gated", "odd", "periodic", "rectified", "sigmoidal", "tangent"]
+__all__ = [
+    "clipped",
+    "exponential",
+    "gated",
+    "halves",
+    "odd",
+    "periodic",
+    "rectified",
+    "sigmoidal",
+    "tangent",
+]
