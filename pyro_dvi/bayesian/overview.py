@@ -3,7 +3,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pyro.poutine as poutine
@@ -130,7 +130,10 @@ def summary(model_or_net: Any, guide: Any = None, *args: Any, **kwargs: Any) -> 
         >>> table.sites[0].prior
         'Normal(0, 0.5)'
     """
-    module = model_or_net if isinstance(model_or_net, nn.Module) else None
+    # A model whose priors are the posterior of an earlier task knows their sites, and wraps the model.
+    replaced = model_or_net.priors() if callable(getattr(model_or_net, "priors", None)) else {}
+    inner = model_or_net.model if replaced else model_or_net
+    module = inner if isinstance(inner, nn.Module) else None
     known, tied = _converted(module) if module is not None else ({}, {})
     observed: tuple[str, ...] = ()
     sites = known
@@ -141,7 +144,9 @@ def summary(model_or_net: Any, guide: Any = None, *args: Any, **kwargs: Any) -> 
             "There are no latent sites to list: convert the network with to_bayesian_, or pass the model's "
             "arguments (summary(model, guide, x, y)) so that it can be run."
         )
-    rows = list(sites.values())
+    rows = [
+        replace(site, prior="earlier posterior") if name in replaced else site for name, site in sites.items()
+    ]
     if guide is not None:
         rows = _with_posterior(rows, guide)
     deterministic = sum(parameter.numel() for parameter in module.parameters()) if module is not None else 0
