@@ -27,7 +27,7 @@ def through_link(x: Moments, function: Callable[[Tensor], Tensor]) -> Moments | 
     Status: Gauss-Hermite with 32 nodes, exact to rounding for what is smooth on the scale of the Gaussian's deviation.
 
     Args:
-        x: moments with an elementwise link.
+        x: moments with a link, each of whose elements depends on one element of the Gaussian.
         function: of each element, defined for every value of the link.
 
     Example:
@@ -36,7 +36,7 @@ def through_link(x: Moments, function: Callable[[Tensor], Tensor]) -> Moments | 
         tensor([1.0000])
     """
     link = x.link
-    if link is None or not link.elementwise or link.inner.shape != x.shape:
+    if link is None or not link.separate or (link.elementwise and link.inner.shape != x.shape):
         return None
     loc, scale = link.inner.loc, floored(link.inner.variance).sqrt()
     centre = function(link.function(loc))  # so that differences keep their digits

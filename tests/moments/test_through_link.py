@@ -16,6 +16,9 @@ CHAINS = {
     "reciprocal": lambda h: 1 / torch.exp(h),
     "inverse root": lambda h: torch.rsqrt(F.softplus(h) + 0.1),
     "logarithm": lambda h: torch.log(F.softplus(h) + 0.1),
+    "moved after a factor for each element": lambda h: (
+        (torch.exp(h) * torch.arange(1.0, 6.0, dtype=torch.float64)).flip(-1).sqrt()
+    ),
     "log1p": lambda h: torch.log1p(torch.exp(h)),
 }
 
