@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pyro_dvi.moments.activations.blocks import in_blocks
 from pyro_dvi.moments.activations.partials import Partials, Result
 
 __all__ = ["Cut", "Piece", "Piecewise", "from_scores", "truncated"]
@@ -56,6 +57,9 @@ class Piecewise:
 
     def __call__(self, mu: Tensor, variance: Tensor, slopes: bool) -> Result:
         """Return mean and variance."""
+        return in_blocks(self._compute)(mu, variance, slopes)
+
+    def _compute(self, mu: Tensor, variance: Tensor, slopes: bool) -> list[Tensor]:
         sigma = variance.sqrt()
         cuts = [Cut.at((c - mu) / sigma) for c in self.breaks]
         right = [mu > c for c in self.breaks]
@@ -75,7 +79,8 @@ class Piecewise:
             for k in range(3 if slopes else 1):
                 first[k] = first[k] + sum(c * moments[i + k] for i, c in enumerate(q))
                 second[k] = second[k] + sum(c * moments[i + k] for i, c in enumerate(squared))
-        return from_scores(centre, sigma, variance, first, second, slopes)
+        mean, spread, partials = from_scores(centre, sigma, variance, first, second, slopes)
+        return [mean, spread, *(partials or ())]
 
     def _value(self, x: Tensor, right: Sequence[Tensor]) -> Tensor:
         value = _polynomial(self.pieces[0], x)
