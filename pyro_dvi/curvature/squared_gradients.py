@@ -25,7 +25,7 @@ from torch import Tensor
 
 from pyro_dvi.curvature.per_example.uses import Use, WeightUses, at_least_single, squares_rule
 
-__all__ = ["SquaredGradients", "passes_of", "squares_rule", "squares_without_rules"]
+__all__ = ["SquaredGradients", "graph_of", "passes_of", "squares_rule", "squares_without_rules"]
 
 _BUDGET = 1 << 26  # entries of gradients that the vectorised fallback may hold at a time
 Deliver = Callable[[int, Tensor], None]
@@ -131,6 +131,18 @@ class _Gathered:
 def _deliver(k: int, gathered: _Gathered, deliver: Deliver, gradient: Tensor) -> None:
     squares = gathered.squares()
     deliver(k, torch.zeros_like(gradient) if squares is None else squares.to(gradient.dtype))
+
+
+def graph_of(outputs: Sequence[Tensor]) -> set[Any]:
+    """Nodes of the autograd graph that ``outputs`` depend on."""
+    seen: set[Any] = set()
+    stack = [output.grad_fn for output in outputs]
+    while stack:
+        node = stack.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            stack.extend(parent for parent, _ in node.next_functions)
+    return seen
 
 
 def passes_of(outputs: Tensor, values: Sequence[Tensor]) -> int:

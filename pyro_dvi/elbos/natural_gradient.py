@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pyro_dvi.curvature import ObservedSite
 from pyro_dvi.curvature.base import sum_of
-from pyro_dvi.curvature.squared_gradients import SquaredGradients
+from pyro_dvi.curvature.squared_gradients import SquaredGradients, graph_of
 from pyro_dvi.divergences import kl_to_prior, normal_prior
 from pyro_dvi.elbos.base import DeterministicELBO
 from pyro_dvi.elbos.squares import SquareMeasurement
@@ -111,6 +111,7 @@ class NaturalGradientELBO(DeterministicELBO):
         log_likelihood = sum_of([checked_log_likelihood(site) for site in (*sites, *factors)])
         kl = sum_of([kl_to_prior(_detached(latent)) for latent in latents])
         if training:
+            log_likelihood = _with_idle_draws(log_likelihood, draws)
             terms = [*sites, *factors]
             states = [self._state(name, draws, latents, guide) for name in draws.gaussians]
             num_data = max(_num_data(site) for site in terms)
@@ -215,6 +216,13 @@ def _local_latents(trace: Any, latents: list[Latent]) -> set[str]:
         if latent.source is not None
         and plates[0] == {frame.name for frame in trace.nodes[latent.name]["cond_indep_stack"]}
     }
+
+
+def _with_idle_draws(log_likelihood: Tensor, draws: TrackedDraws) -> Tensor:
+    """Give latents that no observation depends on a gradient too, zero: their posterior becomes the prior."""
+    graph = graph_of([log_likelihood])
+    idle = [g.value.sum() * 0 for g in draws.gaussians.values() if g.value.grad_fn not in graph]
+    return log_likelihood + sum_of(idle) if idle else log_likelihood
 
 
 def _used_value(name: str, draws: TrackedDraws, guide_trace: Any) -> Tensor | None:

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from pyro_dvi.curvature import ObservedSite
 from pyro_dvi.curvature.per_example import Use
-from pyro_dvi.curvature.squared_gradients import SquaredGradients, passes_of, squares_without_rules
+from pyro_dvi.curvature.per_example.uses import with_examples_first
+from pyro_dvi.curvature.squared_gradients import SquaredGradients, graph_of, passes_of, squares_without_rules
 from pyro_dvi.errors import DviWarning
 
 __all__ = ["SquareMeasurement"]
@@ -55,7 +56,11 @@ class SquareMeasurement:
             num_particles: K; squares are averaged over the draws, and gradients of the loss carry 1/K.
             add: called with an index and squares.
         """
-        if len(sites) > 1 or len(sites[0].fn.batch_shape) != 1 or torch.is_tensor(sites[0].scale):
+        graph = graph_of([site.log_prob(site.value) for site in sites])
+        for k in [k for k in wanted if values[k].grad_fn not in graph]:  # no observation depends on it
+            add(k, torch.zeros_like(values[k]))
+            wanted = wanted - {k}
+        if len(sites) > 1 or not _is_plain(sites[0]):
             for site in sites:
                 self._site_by_itself(recorder, names, values, wanted, site, num_particles, add)
             return
@@ -63,7 +68,8 @@ class SquareMeasurement:
         (site,), weight = sites, num_particles / float(sites[0].scale)
         alone = wanted & local
         log_prob = site.log_prob(site.value)
-        served = self._served(recorder, wanted - alone, log_prob)
+        uses = {k: calls for k, calls in recorder.uses().items() if k in wanted - alone}
+        served = self._served(recorder, uses, log_prob)
         rest = wanted - alone - served.keys()
         self._without_rules(recorder, names, values, rest, site, log_prob, num_particles, add)
         recorder.watch(served, lambda k, squares: add(k, weight * squares))
@@ -83,13 +89,22 @@ class SquareMeasurement:
         log_prob = site.log_prob(site.value)
         axis = 0
         served: Served = {}
-        for n in range(log_prob.dim()):
-            candidate = self._served(recorder, wanted, log_prob.movedim(n, 0).flatten(1).sum(1))
+        # What this site does not depend on may have rows of its own.
+        graph = graph_of([log_prob])
+        wanted = {k for k in wanted if values[k].grad_fn in graph}
+        uses = {
+            k: [use for use in calls if use.output.node in graph]
+            for k, calls in recorder.uses().items()
+            if k in wanted
+        }
+        for n, rows in enumerate(log_prob.shape):
+            candidate = self._served(recorder, uses, log_prob.movedim(n, 0).reshape(rows, -1).sum(1))
             if len(candidate) > len(served):
                 axis, served = n, candidate
         if served:
-            root = _root(site, log_prob).movedim(axis, 0).flatten(1)
-            columns = log_prob.movedim(axis, 0).flatten(1)
+            rows = log_prob.shape[axis]
+            root = _root(site, log_prob).movedim(axis, 0).reshape(rows, -1)
+            columns = log_prob.movedim(axis, 0).reshape(rows, -1)
             for n in range(columns.shape[1]):
                 found = recorder.measured(served, columns[:, n], root[:, n])
                 for k, squares in found.items():
@@ -120,14 +135,13 @@ class SquareMeasurement:
         for k, total in zip(ordered, squares, strict=True):
             add(k, total / num_particles)
 
-    def _served(self, recorder: SquaredGradients, wanted: set[int], outputs: Tensor) -> Served:
-        """Return the uses of the latents whose layers keep the entries of ``outputs`` apart in their rows."""
-        served = {k: uses for k, uses in recorder.served(len(outputs)).items() if k in wanted}
-        calls = tuple((k, use.function, use.shape) for k, uses in served.items() for use in uses)
-        key = (len(outputs), calls)
+    def _served(self, recorder: SquaredGradients, uses: Served, outputs: Tensor) -> Served:
+        """Keep the latents whose layers have the entries of ``outputs``, and nothing else, in their rows."""
+        served = with_examples_first(uses, len(outputs))
+        key = (len(outputs), _layout(served))
         if key not in self._mixed:  # examined once for every layout of a minibatch
             self._mixed[key] = recorder.mixed(served, outputs)
-        return {k: uses for k, uses in served.items() if k not in self._mixed[key]}
+        return {k: calls for k, calls in served.items() if k not in self._mixed[key]}
 
     def _warn(
         self,
@@ -149,6 +163,16 @@ class SquareMeasurement:
                     DviWarning,
                     stacklevel=2,
                 )
+
+
+def _is_plain(site: ObservedSite) -> bool:
+    """Whether examples form one dimension and have one weight, so that the loss's gradients tell their squares."""
+    return len(site.fn.batch_shape) == 1 and not torch.is_tensor(site.scale) and site.scale > 0
+
+
+def _layout(uses: Served) -> tuple:
+    """What a minibatch with the same graph has in common."""
+    return tuple((k, use.function, use.shape) for k, calls in uses.items() for use in calls)
 
 
 def _root(site: ObservedSite, log_prob: Tensor) -> Tensor:

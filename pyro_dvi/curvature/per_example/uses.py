@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from pyro_dvi.registry import registering
 
-__all__ = ["Use", "WeightUses", "at_least_single", "per_example_rule", "squares_rule"]
+__all__ = ["Use", "WeightUses", "at_least_single", "per_example_rule", "squares_rule", "with_examples_first"]
 
 # A rule binds a call and returns what turns the gradient of the call's output into gradients (squares) of a weight.
 OfDelta = Callable[[Tensor], Tensor]
@@ -89,15 +89,15 @@ class WeightUses(TorchFunctionMode):
         self._weights = {k: _Weight() for k in self._index.values()}
         self.couples_rows = False  # batch normalisation in training mode was used
 
-    def served(self, num_examples: int) -> dict[int, list[Use]]:
-        """Return the uses of the tensors that every use has a rule for, with the examples in its first dimension."""
+    def uses(self) -> dict[int, list[Use]]:
+        """Return the uses of the tensors that have a rule for every use."""
         return {
-            k: weight.uses
-            for k, weight in self._weights.items()
-            if weight.without_rule is None
-            and weight.uses
-            and all(use.shape[:1] == (num_examples,) for use in weight.uses)
+            k: weight.uses for k, weight in self._weights.items() if weight.uses and not weight.without_rule
         }
+
+    def served(self, num_examples: int) -> dict[int, list[Use]]:
+        """Return the uses of those whose every use has the examples in its first dimension."""
+        return with_examples_first(self.uses(), num_examples)
 
     def obstacle(self, k: int) -> str:
         """Say why tensor ``k`` is not served."""
@@ -159,6 +159,15 @@ class WeightUses(TorchFunctionMode):
         direct = _SQUARES.get(func)
         squares = None if direct is None else direct(wanted, *args, **kwargs)
         return Use(func, gradients, squares, output.shape, get_gradient_edge(output))
+
+
+def with_examples_first(uses: dict[int, list[Use]], num_examples: int) -> dict[int, list[Use]]:
+    """Keep the tensors whose every use has that many rows."""
+    return {
+        k: calls
+        for k, calls in uses.items()
+        if calls and all(use.shape[:1] == (num_examples,) for use in calls)
+    }
 
 
 def at_least_single(x: Tensor) -> Tensor:

@@ -1,0 +1,396 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the objective of natural gradients measures, against a loop over the examples of Pyro models."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import pyro.poutine as poutine
+import pytest
+import torch
+from pyro.infer import SVI
+from torch import Tensor, nn
+
+from pyro_dvi.bayesian import classifier, to_bayesian_
+from pyro_dvi.elbos.natural_gradient import NaturalGradientELBO
+from pyro_dvi.errors import DviWarning, ModelError
+from pyro_dvi.guides.natural_gradient import NaturalGradientGuide
+from pyro_dvi.natural_state import natural_state_of
+from pyro_dvi.optim import VOGN
+
+M, N = 6, 24
+
+
+@pytest.fixture(autouse=True)
+def _double():
+    torch.set_default_dtype(torch.float64)
+
+
+def squares_at_mean(model: Callable, *args: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Squares measured by the objective at the mean, and by a loop over examples."""
+    torch.manual_seed(0)
+    guide = NaturalGradientGuide(model)
+    guide.initialize(*args)
+    elbo = NaturalGradientELBO(kl_weight=0.3)
+    elbo.load_state_dict({"step": 0, "wanted": {"squares": True, "noise_products": False, "at_mean": True}})
+    means = {name: value.detach().clone() for name, value in guide.median(*args).items()}
+    torch.manual_seed(1)
+    with poutine.trace(param_only=True) as traced:
+        elbo.loss_and_grads(model, guide, *args)
+    found = {}
+    for name, site in traced.trace.nodes.items():
+        state = natural_state_of(
+            site["value"].unconstrained() if hasattr(site["value"], "unconstrained") else site["value"]
+        )
+        if state is not None:
+            found[name.split("locs.")[1]] = state.squares
+    torch.manual_seed(1)
+    return found, looped(model, means, *args)
+
+
+def looped(model: Callable, values: dict[str, Tensor], *args: Any) -> dict[str, Tensor]:
+    r""":math:`\sum_s \mathrm{scale}_s \sum_i g_{si}^2` at ``values``."""
+    values = {name: value.clone().requires_grad_() for name, value in values.items()}
+    trace = poutine.trace(poutine.condition(model, data=values)).get_trace(*args)
+    trace.compute_log_prob()
+    totals = {name: torch.zeros_like(value) for name, value in values.items()}
+    for name, site in trace.nodes.items():
+        if site["type"] != "sample" or not site["is_observed"] or name in values:
+            continue
+        scale = torch.as_tensor(site["scale"]).expand_as(site["log_prob"]).reshape(-1)
+        unscaled = (site["log_prob"] / site["scale"]).reshape(-1)
+        for log_prob, factor in zip(unscaled, scale, strict=True):
+            if not log_prob.requires_grad:
+                continue
+            grads = torch.autograd.grad(log_prob, values.values(), retain_graph=True, allow_unused=True)
+            for key, grad in zip(values, grads, strict=True):
+                if grad is not None:
+                    totals[key] += factor * grad.square()
+    return totals
+
+
+def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, squares in found.items():
+        torch.testing.assert_close(
+            squares, expected[name], rtol=1e-9, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+def x_and_y() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return torch.randn(M, 3, generator=generator), torch.randn(M, generator=generator)
+
+
+def weights(shape: tuple[int, ...], name: str = "w") -> Tensor:
+    return pyro.sample(name, dist.Normal(0.0, 1.0).expand(shape).to_event(len(shape)))
+
+
+def minibatch(name: str = "data", size: int = N, rows: int = M) -> Any:
+    return pyro.plate(name, size, subsample=torch.arange(rows))
+
+
+# Models ---------------------------------------------------------------------------------------------------------
+
+
+def subsampled(x, y):
+    h = torch.tanh(x @ weights((3, 4), "v"))
+    mean = (h @ weights((4,))) + weights((), "b")
+    with minibatch():
+        pyro.sample("y", dist.Normal(mean, 0.5), obs=y)
+
+
+def masked(x, y):
+    mean = x @ weights((3,))
+    with minibatch(), poutine.mask(mask=torch.arange(M) % 3 > 0):
+        pyro.sample("y", dist.Normal(mean, 0.5), obs=y)
+
+
+def two_sites(x, y):
+    """Heads on a shared layer, with plates of different sizes."""
+    v, w = weights((3, 4), "v"), weights((4,))
+    with minibatch():
+        pyro.sample("y", dist.Normal(torch.tanh(x @ v) @ w, 0.5), obs=y)
+    with minibatch("others", 100, 4):
+        pyro.sample("z", dist.Poisson(torch.exp(torch.tanh(x[:4] @ v).sum(1))), obs=torch.arange(4.0))
+
+
+def a_factor(x, y):
+    w = weights((3,))
+    with minibatch():
+        pyro.sample("y", dist.Normal(x @ w, 0.5), obs=y)
+    pyro.factor("more", -(w**4).sum())
+
+
+def weights_of_examples(x, y):
+    mean = torch.tanh(x @ weights((3,)))
+    with minibatch(), poutine.scale(scale=torch.linspace(0.5, 2, M)):
+        pyro.sample("y", dist.Normal(mean, 0.5), obs=y)
+
+
+def two_batch_dimensions(x, y):
+    mean = torch.tanh(x @ weights((3, 2)))
+    with pyro.plate("outputs", 2, dim=-1), pyro.plate("data", N, subsample=torch.arange(M), dim=-2):
+        pyro.sample("y", dist.Normal(mean, 0.5), obs=torch.stack([y, -y], -1))
+
+
+def data_in_the_last_dimension(x, y):
+    mean = torch.tanh(x @ weights((3, 2))).T
+    with pyro.plate("outputs", 2, dim=-2), pyro.plate("data", N, subsample=torch.arange(M), dim=-1):
+        pyro.sample("y", dist.Normal(mean, 0.5), obs=torch.stack([y, -y]))
+
+
+def as_many_outputs_as_examples(x, y):
+    mean = torch.tanh(x @ weights((3, M)))
+    with pyro.plate("outputs", M, dim=-2), pyro.plate("data", M, dim=-1):
+        pyro.sample("y", dist.Normal(mean.T, 0.5), obs=torch.outer(y, y))
+
+
+def local_latents(x, y):
+    w = weights((3,))
+    with pyro.plate("data", M):
+        shift = pyro.sample("shift", dist.Normal(0.0, 1.0))
+        slope = pyro.sample("slope", dist.Normal(0.0, 1.0).expand([3]).to_event(1))
+        pyro.sample("y", dist.Normal(torch.tanh(x @ w + shift) + (slope * x).sum(-1), 0.5), obs=y)
+
+
+def local_latents_of_many_outputs(x, y):
+    with pyro.plate("data", M, dim=-2):
+        shift = pyro.sample("shift", dist.Normal(0.0, 1.0))
+        with pyro.plate("outputs", 2, dim=-1):
+            pyro.sample("y", dist.Normal(torch.tanh(shift), 0.5), obs=torch.stack([y, -y], -1))
+
+
+def groups(x, y):
+    """Latents of three groups: each belongs to several examples."""
+    with pyro.plate("groups", 3):
+        level = pyro.sample("level", dist.Normal(0.0, 1.0))
+    with minibatch():
+        pyro.sample("y", dist.Normal(torch.tanh(level[torch.arange(M) % 3]), 0.5), obs=y)
+
+
+def one_observation(x, y):
+    pyro.sample("y", dist.Normal(x @ weights((3,)), 0.5).to_event(1), obs=y)
+
+
+def unscaled_features(x, y):
+    """As many rows of weights as examples: a non-centred prior."""
+    centre, offset = weights((3,), "centre"), weights((M, 3), "offset")
+    with minibatch():
+        pyro.sample("y", dist.Normal(torch.tanh(x @ (centre + offset).T).sum(1), 0.5), obs=y)
+
+
+def unused(x, y):
+    weights((2,), "idle").sum()
+    mean = x @ weights((3,))
+    with minibatch():
+        pyro.sample("y", dist.Normal(mean, 0.5), obs=y)
+
+
+MODELS = [
+    subsampled,
+    masked,
+    two_sites,
+    a_factor,
+    weights_of_examples,
+    two_batch_dimensions,
+    data_in_the_last_dimension,
+    as_many_outputs_as_examples,
+    local_latents,
+    local_latents_of_many_outputs,
+    groups,
+    one_observation,
+    unscaled_features,
+    unused,
+]
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda m: m.__name__)
+def test_squares_of_a_model_are_those_of_a_loop(model):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DviWarning)
+        assert_equal(*squares_at_mean(model, *x_and_y()))
+
+
+@pytest.mark.parametrize("model", [subsampled, two_sites], ids=lambda m: m.__name__)
+def test_squares_are_averaged_over_draws(model):
+    x, y = x_and_y()
+    guide = NaturalGradientGuide(model)
+    guide.initialize(x, y)
+    elbo = NaturalGradientELBO(num_particles=2)
+    torch.manual_seed(4)
+    draws = [poutine.trace(guide).get_trace(x, y) for _ in range(2)]
+    values = [{n: s["value"].detach() for n, s in t.nodes.items() if s["type"] == "sample"} for t in draws]
+    torch.manual_seed(4)
+    elbo.loss_and_grads(model, guide, x, y)
+    for name in values[0]:
+        state = natural_state_of(getattr(guide.locs, name))
+        expected = sum(looped(model, v, x, y)[name] for v in values) / 2
+        torch.testing.assert_close(state.squares, expected, rtol=1e-9, atol=1e-10)
+
+
+def test_a_latent_that_reaches_no_observation_becomes_its_prior():
+    x, y = x_and_y()
+    guide = NaturalGradientGuide(unused)
+    svi = SVI(
+        unused, guide, VOGN({"lr": 0.1, "initial_curvature": 0.1, "betas": (0.9, 0.5)}), NaturalGradientELBO()
+    )
+    for _ in range(100):
+        svi.step(x, y)
+    torch.testing.assert_close(guide.locs.idle.detach(), torch.zeros(2), atol=0.05, rtol=0)
+    torch.testing.assert_close(guide.precisions.idle.detach(), torch.ones(2))
+
+
+def test_heads_of_other_sites_cost_nothing():
+    def model(x, y):
+        shared, first, second = weights((3, 4), "shared"), weights((4,), "first"), weights((4,), "second")
+        h = torch.tanh(x @ shared)
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(h @ first, 0.5), obs=y)
+        with pyro.plate("others", 100, subsample=torch.arange(40)):
+            pyro.sample("z", dist.Normal(torch.tanh(x[:40] @ shared) @ second, 0.5), obs=y[:40])
+
+    x = torch.randn(50, 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # no passes for examples
+        assert_equal(*squares_at_mean(model, x, x.sum(1)))
+
+
+def test_local_latents_of_a_subsampled_plate_are_refused():
+    def model(x, y):
+        with pyro.plate("data", N, subsample_size=M):
+            shift = pyro.sample("shift", dist.Normal(0.0, 1.0))
+            pyro.sample("y", dist.Normal(shift, 0.5), obs=y)
+
+    x, y = x_and_y()
+    guide = NaturalGradientGuide(model, create_plates=lambda x, y: pyro.plate("data", N, subsample_size=M))
+    with pytest.raises(ModelError, match=r"'shift' is scaled or masked.*subsampled"):
+        NaturalGradientELBO().loss_and_grads(model, guide, x, y)
+
+
+def test_many_passes_are_announced_once_for_each_site():
+    x, y = torch.randn(50, 12), torch.randn(50)
+
+    def model(x, y):
+        w, v = weights((12,)), weights((12,), "v")
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(torch.einsum("bi,i->b", x, w) + x @ v.sin(), 0.5), obs=y)
+
+    guide = NaturalGradientGuide(model)
+    guide.initialize(x, y)
+    elbo = NaturalGradientELBO()
+    with pytest.warns(DviWarning) as caught:
+        elbo.loss_and_grads(model, guide, x, y)
+    messages = sorted(str(w.message) for w in caught)
+    assert len(messages) == 2
+    assert "'v' is used by sin, which has no rule" in messages[0]
+    assert "'w' is used by einsum, which has no rule" in messages[1]
+    assert all("50 in each step for observed site 'y'" in message for message in messages)
+    natural_state_of(guide.locs.w).clear()
+    natural_state_of(guide.locs.v).clear()
+    elbo.loss_and_grads(model, guide, x, y)  # a second warning would be an error
+
+
+# Networks -------------------------------------------------------------------------------------------------------
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(3, 2, batch_first=True), nn.Linear(2, 2)
+
+    def forward(self, x):
+        return self.head(self.lstm(x)[0][:, -1])
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(5, 3)
+
+    def forward(self, x):
+        return torch.nn.functional.linear(self.table(x).mean(1), self.table.weight)[:, :2]
+
+
+class Normalised(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(3, 4), nn.LayerNorm(4), nn.SiLU(), nn.Linear(4, 2))
+
+
+class Attention(nn.Module):
+    def __init__(self, batch_first: bool):
+        super().__init__()
+        self.batch_first = batch_first
+        self.layer = nn.TransformerEncoderLayer(4, 2, 5, 0.0, batch_first=batch_first)
+        self.embed, self.head = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        h = self.embed(x)
+        h = self.layer(h) if self.batch_first else self.layer(h.transpose(0, 1)).transpose(0, 1)
+        return self.head(h.mean(1))
+
+
+NETS = {
+    "LSTM": (Recurrent, torch.randn(M, 4, 3).double()),
+    "tied weights": (Tied, torch.randint(5, (M, 4))),
+    "layer norm": (Normalised, torch.randn(M, 3).double()),
+    "transformer": (lambda: Attention(True), torch.randn(M, 4, 3).double()),
+    "transformer, as many positions as examples": (lambda: Attention(False), torch.randn(M, M, 3).double()),
+}
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_squares_of_a_network_are_those_of_a_loop(name):
+    make, x = NETS[name]
+    model = classifier(to_bayesian_(make(), prior_scale=1.0), num_data=N)
+    assert_equal(*squares_at_mean(model, x, torch.arange(M) % 2))
+
+
+@pytest.mark.slow
+def test_resnet18_with_fixed_statistics():
+    torchvision = pytest.importorskip("torchvision")
+    net = torchvision.models.resnet18(num_classes=3).eval()
+    model = classifier(to_bayesian_(net, prior_scale=1.0), num_data=N)
+    found, expected = squares_at_mean(model, torch.randn(3, 3, 32, 32), torch.tensor([0, 2, 1]))
+    assert len(found) > 20
+    assert_equal(found, expected)
+
+
+def test_resnet18_in_training_mode_by_the_rows_of_each_layer():
+    torchvision = pytest.importorskip("torchvision")
+    net = torchvision.models.resnet18(num_classes=3).train()
+    inputs: dict[str, Tensor] = {}
+    outputs: dict[str, Tensor] = {}
+    layers = {n: m for n, m in net.named_modules() if isinstance(m, nn.Conv2d)}
+    x, y = torch.randn(3, 3, 32, 32), torch.tensor([0, 2, 1])
+
+    def keep(name: str) -> Callable:
+        def hook(module, args, output):
+            inputs[name], outputs[name] = args[0].detach(), output
+
+        return hook
+
+    handles = [layer.register_forward_hook(keep(name)) for name, layer in layers.items()]
+    torch.nn.functional.cross_entropy(net(x), y, reduction="sum")
+    loss = torch.nn.functional.cross_entropy(net(x), y, reduction="sum")
+    deltas = torch.autograd.grad(loss, list(outputs.values()))
+    for handle in handles:
+        handle.remove()
+    expected = {}
+    for (name, layer), delta in zip(layers.items(), deltas, strict=True):
+        total = torch.zeros_like(layer.weight)
+        for i in range(3):
+            total += (
+                torch.nn.grad.conv2d_weight(
+                    inputs[name][i : i + 1], layer.weight.shape, delta[i : i + 1], layer.stride, layer.padding
+                )
+                .square()
+                .detach()
+            )
+        expected[name] = N / 3 * total
+    model = classifier(to_bayesian_(net, prior_scale=1.0), num_data=N)
+    found, _ = squares_at_mean(model, x, y)
+    for name, total in expected.items():
+        torch.testing.assert_close(found[f"net.{name}.weight"], total.detach(), rtol=1e-8, atol=1e-10)
