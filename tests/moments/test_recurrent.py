@@ -116,9 +116,10 @@ def test_deviation_against_samples_of_the_weights(name: str) -> None:
         values = torch.stack(drawn)
         y = flat(uncertain(built(name), alpha)(x))[0]
     ratio = y.variance.sqrt() / values.std(0)
-    error = ((y.loc - values.mean(0)) / values.std(0)).abs().median()
+    alive = values.std(0) > 1e-6  # a rectifier may be off in every sample, where 0/0 says nothing
+    error = ((y.loc - values.mean(0)) / values.std(0))[alive].abs().median()
     low, high = (0.93, 1.05) if "Cell" in name else (0.7, 1.05)
-    assert low < ratio[values.std(0) > 1e-6].median() < high
+    assert low < ratio[alive].median() < high
     assert error < 0.1
 
 
