@@ -37,7 +37,7 @@ class VarianceWeighted(ExampleWeighting):
     are divided by :math:`\sigma^2`; it may then settle for noise instead of a fit. The weights undo the division. Let
     the exponent fall to 0, so that training ends on the plain objective.
 
-    Status: with an exponent other than 0 the loss is no bound, only a path to one. Masked observations count in the mean.
+    Status: with an exponent other than 0 the loss is no bound, only a path to one. The mean counts masked observations.
 
     Args:
         exponent: :math:`\beta`, a number or a schedule of the step: 0 for none, 1 for squared errors.

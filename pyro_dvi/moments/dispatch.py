@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from pyro_dvi.errors import UnsupportedError
+from pyro_dvi.moments.link import Link
 from pyro_dvi.moments.rules import Entry, Kind, find, name_of
-from pyro_dvi.moments.value import Link, Moments
+from pyro_dvi.moments.value import Moments
 
 __all__ = ["Composed", "Observer", "broadcast", "dispatch", "observed_by"]
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 from weakref import ref
@@ -13,36 +12,11 @@ import torch
 from torch import Tensor
 
 from pyro_dvi.errors import ArgumentError, UnsupportedError
+from pyro_dvi.moments.link import Link
 from pyro_dvi.moments.memory import Memory
 from pyro_dvi.moments.square import squared
 
-__all__ = ["Link", "Moments", "MultiplicativeMoments", "loc_of", "second_moment_of", "variance_of"]
-
-
-@dataclass(frozen=True)
-class Link:
-    """How moments came from Gaussian ones: ``function(inner)``, so that likelihoods can integrate over the Gaussian.
-
-    Attributes:
-        inner: the Gaussian.
-        function: the map from its values to those of the moments.
-        name: its name if it is one torch function and nothing else ("exp", "softmax", ...); else None.
-        elementwise: whether each element depends on one element of ``inner``, of the same shape.
-        uniform: whether ``function`` is the same at each element, so that it still holds after elements moved.
-        moved: whether each element depends on one element of ``inner``, but of another place or shape.
-    """
-
-    inner: Moments
-    function: Callable[[Tensor], Tensor]
-    name: str | None = None
-    elementwise: bool = True
-    uniform: bool = True
-    moved: bool = False
-
-    @property
-    def separate(self) -> bool:
-        """Whether each element depends on one element of ``inner``, wherever that is."""
-        return self.elementwise or self.moved
+__all__ = ["Moments", "MultiplicativeMoments", "loc_of", "second_moment_of", "variance_of"]
 
 
 # Attributes and methods of a tensor that say nothing about its values.
