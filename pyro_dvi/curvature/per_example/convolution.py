@@ -66,30 +66,14 @@ class _Layer:
 
     def _patches(self, x: Tensor, positions: torch.Size) -> Tensor:
         """What each position sees, ``[M, channels * kernel, positions]``."""
-        kernel = self.shape[2:]
-        if len(kernel) == 1:  # a picture of height one
-            one: tuple[int, ...] = (1,)
-            return F.unfold(
-                x.unsqueeze(2),
-                (1, *kernel),
-                one + self.dilation,
-                (0, *self.padding),
-                one + self.stride,
-            )
-        if len(kernel) == 2:
-            return F.unfold(x, tuple(kernel), self.dilation, self.padding, self.stride)
-        x = F.pad(x, [p for size in reversed(self.padding) for p in (size, size)])
-        windows = []
-        for offsets in product(*(range(size) for size in kernel)):
-            window = x
-            for n, (offset, dilation, stride, count) in enumerate(
-                zip(offsets, self.dilation, self.stride, positions, strict=True)
-            ):
-                start = offset * dilation
-                window = window.transpose(0, n + 2)[start : start + (count - 1) * stride + 1 : stride]
-                window = window.transpose(0, n + 2)
-            windows.append(window.flatten(2))
-        return torch.stack(windows, 2).flatten(1, 2)
+        if any(self.padding):
+            x = F.pad(x, [p for size in reversed(self.padding) for p in (size, size)])
+        windows = []  # slices, copied by rows: several times faster than F.unfold on a processor
+        for offsets in product(*(range(size) for size in self.shape[2:])):
+            places = zip(offsets, self.dilation, self.stride, positions, strict=True)
+            window = [slice(o * d, o * d + (count - 1) * s + 1, s) for o, d, s, count in places]
+            windows.append(x[(slice(None), slice(None), *window)])
+        return torch.stack(windows, 2).reshape(len(x), -1, positions.numel())
 
 
 Served = tuple[_Layer, Callable[[Tensor], tuple[Tensor, Tensor]]]
