@@ -271,6 +271,14 @@ CASES = [
         ((50, 40, 3, 3),),
         heavy=True,
     ),
+    Case(
+        "convolutions on each other",
+        lambda x, v, w: head(
+            F.conv_transpose2d(F.silu(F.conv2d(x, v, padding=1)), w, None, 2, 1, (1, 2), 1, (1, 3))
+        ),
+        (M, 2, 3, 4),
+        ((3, 2, 3, 3), (3, 2, 2, 3)),
+    ),
     # Embeddings
     Case("one token", lambda x, e: head(F.embedding(tokens(x), e)), (M,), ((7, 4),)),
     Case("pages of tokens", lambda x, e: head(F.embedding(tokens(x), e)), (M, 3, 4), ((7, 2),)),
