@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pyro_dvi import (
     bayesian,
     curvature,
+    distributed,
     errors,
     expectations,
     links,
@@ -79,6 +80,7 @@ __all__ = [
     # Training; VOGN, OGN and IVON are in ``optim``; early stopping, checkpoints and batch-norm statistics in
     # ``training``
     "optim",
+    "distributed",
     "schedules",
     "training",
     "learning_rates",

@@ -112,7 +112,7 @@ def write(
             # pyro.module puts a network's own parameters into the store, and there they must be the same tensors.
             "aliases": {name: held[id(value)] for name, value in own.items() if id(value) in held},
         },
-        "elbo": {"type": type(route.elbo).__name__, "state": elbo_state},
+        "elbo": {"type": _elbo_name(route.elbo), "state": elbo_state},
         "optimizer": {"type": route.optimizer_name, "state": route.optimizer_state()},
         "lr_schedule": None if lr_schedule is None else lr_schedule.state_dict(),
         "random": random_state(loader),
@@ -229,6 +229,11 @@ def load(
     return history
 
 
+def _elbo_name(elbo: Any) -> str:
+    """Name of the objective, whether one process evaluates it or several."""
+    return type(getattr(elbo, "elbo", elbo)).__name__
+
+
 def _read(path: Path, map_location: Any, weights_only: bool) -> dict[str, Any]:
     if not path.is_file():
         raise CheckpointError(f"There is no checkpoint {str(path)!r}.")
@@ -292,9 +297,9 @@ def _check_kind(content: dict[str, Any], route: Route, roles: set[str], with_opt
             f"{type(route.guide).__name__}."
         )
     elbo, optimizer = content["elbo"]["type"], content["optimizer"]["type"]
-    if elbo != type(route.elbo).__name__:
+    if elbo != _elbo_name(route.elbo):
         raise CheckpointError(
-            f"The checkpoint was trained with {elbo}, the target has {type(route.elbo).__name__}."
+            f"The checkpoint was trained with {elbo}, the target has {_elbo_name(route.elbo)}."
         )
     if with_optimizer and optimizer != route.optimizer_name:
         raise CheckpointError(

@@ -1,0 +1,295 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An objective that several processes evaluate together."""
+
+import itertools
+import math
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as td
+from pyro.infer.elbo import ELBO
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from pyro_dvi.distributed.draws import AnnouncedFunction, Draws, SharedDraws, seeded
+from pyro_dvi.distributed.parameters import (
+    create_parameters,
+    named_leaves,
+    named_parameters,
+    running_statistics,
+    weighted_sums,
+)
+from pyro_dvi.distributed.shares import Fractions, weights_of
+from pyro_dvi.errors import NonFiniteError, PyroDviError, UnsupportedError
+from pyro_dvi.natural_state import natural_state_of
+
+__all__ = ["DataParallel"]
+
+
+class DataParallel(ELBO):
+    r"""An objective of this library, evaluated and differentiated by all processes together.
+
+    .. math:: \mathrm{loss} = \sum_k w_k\, \mathrm{loss}_k, \qquad w_k = \frac{m_k}{\sum_j m_j}
+
+    Every process builds the same model, guide and optimizer, and gets its own part of the data, as from torch's
+    ``DistributedSampler``. After each evaluation all have the loss and the gradients of the joint minibatch, and what a
+    natural-gradient optimizer measures beside them, so that the optimizers take the same step. Any optimizer serves:
+    Pyro's in ``SVI``, torch's for ``elbo(model, guide)``. Without a process group, or alone in it, the objective is
+    that of one process. In the first step the values of process 0 are given to all others.
+
+    Status: equal to one process with the joint minibatch up to rounding where the objective is a sum over examples:
+    :class:`~pyro_dvi.MomentPropagationELBO`; :class:`~pyro_dvi.NaturalGradientELBO`;
+    :class:`~pyro_dvi.TaylorELBO` with a ``GGN`` or ``EmpiricalFisher`` curvature. Curvatures by random labels
+    (``Fisher``) agree in expectation, with less noise. ``MinibatchGradient`` squares the gradient of each part, not of
+    the joint minibatch. Batch normalisation takes statistics of each part, as in torch's data parallelism; running
+    statistics are averaged, so that all processes keep one model. ``torch.nn.SyncBatchNorm`` is not supported.
+
+    :meth:`loss` evaluates on the data of this process alone. Write checkpoints in one process only; they load with or
+    without this class.
+
+    Args:
+        elbo: the objective.
+        draws: ``SharedDraws()``, by default, or ``OwnDraws()``; the latter also where all processes have all data.
+        group: process group; the default one.
+
+    Attributes:
+        elbo: the objective of one process.
+        terms: detached parts of the last joint loss.
+
+    Raises:
+        TypeError: the objective is none of this library.
+        PyroDviError: in a step: another process failed, or the processes do not have the same parameters.
+        UnsupportedError: several processes but no process group; or sites that are split in different proportions.
+        DataError: a minibatch without the plate that says how large the data set is.
+        NonFiniteError: the loss of some process is NaN or infinite; none makes an update.
+
+    Example:
+        >>> from pyro_dvi import NaturalGradientELBO
+        >>> elbo = DataParallel(NaturalGradientELBO(kl_weight=0.1))
+        >>> elbo.kl_weight
+        0.1
+    """
+
+    def __init__(self, elbo: Any, *, draws: Draws | None = None, group: Any = None) -> None:
+        if isinstance(elbo, DataParallel) or not hasattr(elbo, "current_kl_weight"):
+            raise TypeError(
+                "DataParallel takes an objective of this library, such as TaylorELBO(), got "
+                f"{type(elbo).__name__}"
+            )
+        if draws is not None and not isinstance(draws, Draws):
+            raise TypeError(f"draws must be SharedDraws() or OwnDraws(), got {draws!r}")
+        super().__init__(num_particles=elbo.num_particles)
+        self.elbo = elbo
+        self.draws = SharedDraws() if draws is None else draws
+        self.group = group
+        self._seed: int | None = None
+        self._prepared: tuple[Any, Any] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "elbo" or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.elbo, name)
+
+    @property
+    def num_data(self) -> int | None:
+        """N, of the objective."""
+        return self.elbo.num_data  # type: ignore[no-any-return]
+
+    @num_data.setter
+    def num_data(self, value: int | None) -> None:
+        self.elbo.num_data = value
+
+    def loss(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> float:
+        """Return the loss on the data of this process, without a word to the others."""
+        return self.elbo.loss(model, guide, *args, **kwargs)  # type: ignore[no-any-return]
+
+    def loss_and_grads(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> float:
+        """Accumulate gradients of the joint loss and return it."""
+        loss = self.differentiable_loss(model, guide, *args, **kwargs)
+        if loss.requires_grad:
+            loss.backward()
+        return loss.item()
+
+    def differentiable_loss(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the joint loss, whose backward pass gives the joint gradients.
+
+        Processes meet here, not in the backward pass: all have to call it, with gradients enabled.
+        """
+        if not torch.is_grad_enabled() or not _several(self.group):
+            return self.elbo.differentiable_loss(model, guide, *args, **kwargs)  # type: ignore[no-any-return]
+        self._prepare(model, guide, args, kwargs)
+        fractions, local, failure, loss = Fractions(), _Message(), None, None
+        try:
+            with seeded(self._guide, self._seeds()), fractions:
+                loss = self.elbo.differentiable_loss(model, self._guide, *args, **kwargs)
+            leaves = named_leaves(loss, model, guide)
+            local.terms = {name: float(value) for name, value in self.elbo.terms.items()}
+            local.fractions, local.leaves = fractions.found, sorted(leaves)
+        except Exception as error:
+            failure = error
+            local.failure = f"{type(error).__name__}: {error}"
+        messages = self._exchange(local)
+        if failure is not None:
+            raise failure
+        assert loss is not None
+        _raise_failure(messages, td.get_rank(self.group))
+        weights = weights_of([m.fractions for m in messages], self.draws.whole_data)
+        terms = {
+            name: math.fsum(w * m.terms[name] for w, m in zip(weights, messages, strict=True))
+            for name in local.terms
+        }
+        self.elbo.terms = {name: self.elbo.terms[name].new_tensor(value) for name, value in terms.items()}
+        if not all(math.isfinite(m.terms["loss"]) for m in messages):
+            raise NonFiniteError(_diagnosis(messages))
+        names = sorted({name for message in messages for name in message.leaves})
+        return self._joint(loss, terms["loss"], names, model, guide, weights[td.get_rank(self.group)])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the objective, with the seed of the draws."""
+        return {**self.elbo.state_dict(), "draws_seed": self._seed}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned, here or in the objective."""
+        self.elbo.load_state_dict(state)
+        self._seed = state.get("draws_seed")
+
+    def _get_trace(self, model: Callable, guide: Callable, args: tuple, kwargs: dict) -> Any:
+        raise UnsupportedError("DataParallel does not sample traces; see its loss methods")
+
+    # A step -----------------------------------------------------------------------------------------------------
+
+    def _joint(
+        self, loss: Tensor, value: float, names: list[str], model: Any, guide: Any, weight: float
+    ) -> Tensor:
+        """Return a tensor with the value and the gradients of the joint loss."""
+        parameters = named_parameters(model, guide)
+        leaves = [parameters[name] for name in names]
+        gradients: list[Tensor] = []
+        if leaves:
+            found = torch.autograd.grad(loss, leaves, allow_unused=True)
+            gradients = [torch.zeros_like(p) if g is None else g for p, g in zip(leaves, found, strict=True)]
+        states = [state for state in map(natural_state_of, leaves) if state is not None and state.is_fresh]
+        squares = [s for s in states if s.squares is not None]
+        products = [s for s in states if s.noise_products is not None]
+        statistics = list(running_statistics(model))
+        tensors = [*gradients, *(s.squares for s in squares), *(s.noise_products for s in products)]
+        reduced = iter(weighted_sums([*tensors, *statistics], weight, self.group))
+        gradients = [next(reduced) for _ in gradients]
+        for state in squares:
+            state.squares = next(reduced)
+        for state in products:
+            state.noise_products = next(reduced)
+        with torch.no_grad():
+            for statistic in statistics:
+                statistic.copy_(next(reduced))
+        result: Tensor = _Joint.apply(loss.new_tensor(value), gradients, *leaves)
+        return result
+
+    def _exchange(self, message: "_Message") -> list["_Message"]:
+        messages: list[Any] = [None] * td.get_world_size(self.group)
+        td.all_gather_object(messages, message, group=self.group)
+        return messages
+
+    def _seeds(self) -> Iterator[int]:
+        """Seeds of the guide's runs in this step."""
+        assert self._seed is not None
+        step, rank = self.elbo.step, td.get_rank(self.group)
+        for run in itertools.count():
+            yield self.draws.seed(self._seed, step, run, rank)
+
+    # The first step ---------------------------------------------------------------------------------------------
+
+    def _prepare(self, model: Any, guide: Any, args: tuple, kwargs: dict) -> None:
+        """Create the parameters, and give those of process 0 to the others."""
+        if self._prepared is not None and self._prepared[0] is model and self._prepared[1] is guide:
+            return
+        message, failure = _Message(), None
+        try:
+            create_parameters(model, guide, args, kwargs)
+            tensors = named_parameters(model, guide)
+            message.leaves = [
+                f"{name} {tuple(tensors[name].shape)} {tensors[name].dtype}" for name in sorted(tensors)
+            ]
+            message.seed = torch.initial_seed() if self._seed is None else self._seed
+        except Exception as error:
+            failure = error
+            message.failure = f"{type(error).__name__}: {error}"
+        messages = self._exchange(message)
+        if failure is not None:
+            raise failure
+        _raise_failure(messages, td.get_rank(self.group))
+        for k, other in enumerate(messages):
+            different = sorted(set(other.leaves) ^ set(messages[0].leaves))
+            if different:
+                raise PyroDviError(
+                    f"processes 0 and {k} do not have the same parameters: {different[:3]}. Build the same model and "
+                    "guide in all of them."
+                )
+        self._seed = messages[0].seed
+        buffers = {
+            f"buffer {role} {name}": buffer
+            for role, part in (("model", model), ("guide", guide))
+            if isinstance(part, nn.Module)
+            for name, buffer in part.named_buffers()
+        }
+        source = 0 if self.group is None else td.get_global_rank(self.group, 0)
+        for values in (tensors, buffers):
+            for name in sorted(values):
+                td.broadcast(values[name].data, src=source, group=self.group)
+        self._prepared = (model, guide)
+        self._guide = guide if isinstance(guide, nn.Module) else AnnouncedFunction(guide)
+
+
+@dataclass
+class _Message:
+    """What a process tells the others about its evaluation."""
+
+    failure: str | None = None
+    fractions: dict[str, float] = field(default_factory=dict)
+    terms: dict[str, float] = field(default_factory=dict)
+    leaves: list[str] = field(default_factory=list)
+    seed: int = 0
+
+
+class _Joint(Function):
+    """A loss with gradients that are known already."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, gradients: list[Tensor], *leaves: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, out: Tensor) -> tuple[Tensor | None, ...]:
+        return (None, None, *(out * gradient for gradient in ctx.gradients))
+
+
+def _several(group: Any) -> bool:
+    """Whether there are other processes to talk to."""
+    if td.is_available() and td.is_initialized():
+        return True
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UnsupportedError(
+            f"this is one of {os.environ['WORLD_SIZE']} processes (WORLD_SIZE), but there is no process group: call "
+            "torch.distributed.init_process_group() at the start of the script"
+        )
+    return False
+
+
+def _raise_failure(messages: list[_Message], rank: int) -> None:
+    for k, message in enumerate(messages):
+        if message.failure is not None and k != rank:
+            raise PyroDviError(f"process {k} failed: {message.failure}")
+
+
+def _diagnosis(messages: list[_Message]) -> str:
+    bad = [k for k, message in enumerate(messages) if not math.isfinite(message.terms["loss"])]
+    listed = ", ".join(f"{name}={value:.4g}" for name, value in messages[bad[0]].terms.items())
+    return (
+        f"the loss of process {bad[0]} is not finite ({listed}; {len(bad)} of {len(messages)} processes). No "
+        "update was made. Lower the learning rate (above all that of the scales), look for extreme inputs, or train "
+        "in float64."
+    )

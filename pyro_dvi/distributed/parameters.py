@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parameters of model and guide under names that all processes share, and sums of tensors over processes."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pyro
+import pyro.poutine as poutine
+import torch
+import torch.distributed as td
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from pyro_dvi.errors import GuideError
+from pyro_dvi.undisturbed import undisturbed
+
+__all__ = ["create_parameters", "named_leaves", "named_parameters", "running_statistics", "weighted_sums"]
+
+
+def create_parameters(model: Any, guide: Any, args: tuple, kwargs: dict) -> None:
+    """Make parameters exist that a first call creates."""
+    looks = getattr(guide, "prototype_trace", True) is None
+    if looks and hasattr(guide, "initialize"):
+        guide.initialize(*args, **kwargs)
+    elif looks or not (isinstance(model, nn.Module) and isinstance(guide, nn.Module)):
+        with undisturbed(), torch.no_grad(), poutine.block():
+            trace = poutine.trace(guide).get_trace(*args, **kwargs)
+            poutine.replay(model, trace=trace)(*args, **kwargs)
+
+
+def named_parameters(model: Any, guide: Any) -> dict[str, Tensor]:
+    """Every parameter once, by a name that is the same in all processes."""
+    named: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    stored = (
+        {} if pyro.settings.get("module_local_params") else dict(pyro.get_param_store().named_parameters())
+    )
+    for role, part in (("model", model), ("guide", guide)):
+        if isinstance(part, nn.Module):
+            for name, parameter in part.named_parameters():
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    named[f"{role}.{name}"] = parameter
+    for name, value in stored.items():
+        if id(value) not in seen:
+            named[f"store.{name}"] = value
+    return named
+
+
+def named_leaves(loss: Tensor, model: Any, guide: Any) -> dict[str, Tensor]:
+    """The parameters that the loss depends on, by name."""
+    names = {id(parameter): name for name, parameter in named_parameters(model, guide).items()}
+    leaves: dict[str, Tensor] = {}
+    stack, seen = [loss.grad_fn], set()
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            if id(leaf) not in names:
+                raise GuideError(
+                    f"the loss depends on a tensor of shape {tuple(leaf.shape)} with gradients that is no parameter of "
+                    "the model, the guide or Pyro's store, so processes cannot tell which of theirs it is: make it an "
+                    "nn.Parameter or pyro.param"
+                )
+            leaves[names[id(leaf)]] = leaf
+        stack.extend(parent for parent, _ in node.next_functions)
+    return leaves
+
+
+def running_statistics(model: Any) -> Iterator[Tensor]:
+    """Yield means and variances that batch normalisation has just updated."""
+    if not isinstance(model, nn.Module):
+        return
+    for module in model.modules():
+        if isinstance(module, _BatchNorm) and module.training and module.running_mean is not None:
+            assert module.running_var is not None
+            yield module.running_mean
+            yield module.running_var
+
+
+def weighted_sums(tensors: list[Any], weight: float, group: Any) -> list[Tensor]:
+    """Sum tensors times weights over processes, in one message for each type and device."""
+    results: list[Any] = [None] * len(tensors)
+    kinds: dict[Any, list[int]] = {}
+    for k, tensor in enumerate(tensors):
+        kinds.setdefault((tensor.dtype, tensor.device), []).append(k)
+    for positions in kinds.values():
+        flat = torch.cat([tensors[k].detach().reshape(-1) for k in positions]).mul_(weight)
+        td.all_reduce(flat, group=group)
+        parts = flat.split([tensors[k].numel() for k in positions])
+        for k, part in zip(positions, parts, strict=True):
+            results[k] = part.view(tensors[k].shape)
+    return results
