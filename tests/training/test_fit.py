@@ -388,6 +388,15 @@ def test_other_errors_pass():
 
 
 @pytest.mark.skipif(os.name == "nt", reason="signals")
+@pytest.fixture
+def _interruptible():
+    """Ctrl-C as in a terminal, also where the tests run in the background and ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_interruptible")
 def test_interrupt_keeps_what_was_trained():
     svi = svi_of("AutoNormal + Trace_ELBO")
 
