@@ -387,7 +387,6 @@ def test_other_errors_pass():
         fit(svi, [(torch.ones(3, 5), torch.ones(3))], 1, progress=False)
 
 
-@pytest.mark.skipif(os.name == "nt", reason="signals")
 @pytest.fixture
 def _interruptible():
     """Ctrl-C as in a terminal, also where the tests run in the background and ignore it."""
@@ -396,6 +395,7 @@ def _interruptible():
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.skipif(os.name == "nt", reason="signals")
 @pytest.mark.usefixtures("_interruptible")
 def test_interrupt_keeps_what_was_trained():
     svi = svi_of("AutoNormal + Trace_ELBO")
