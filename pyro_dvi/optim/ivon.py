@@ -85,8 +85,8 @@ class IVONOptimizer(NaturalGradientOptimizer):
         num_data, prior = scaled_prior(measured, group)
         momentum = memory["momentum"].lerp_(loc.grad / measured.num_data, 1 - beta1)
         curvature = memory["curvature"]
-        assert measured.noise_products is not None
-        if count > 1:  # the first step has measured where h starts
+        # The first step has measured where h starts; one after another optimizer has measured for that.
+        if count > 1 and measured.noise_products is not None:
             estimate = measured.noise_products / measured.num_data
             distance = estimate - curvature
             correction = distance.square().div_(curvature + prior).mul_(0.5 * (1 - beta2) ** 2)

@@ -322,6 +322,16 @@ def test_another_objective_is_found_out():
         SVI(model, guide, VOGN({}), loss=pyro.infer.Trace_ELBO()).step(x, y)
 
 
+def test_training_may_change_to_ivon():
+    x, y = data()
+    guide, elbo = NaturalGradientGuide(model), NaturalGradientELBO()
+    SVI(model, guide, VOGN({}), loss=elbo).step(x, y)
+    svi = SVI(model, guide, IVON({}), loss=elbo)
+    losses = [svi.step(x, y) for _ in range(3)]
+    assert all(math.isfinite(loss) for loss in losses)
+    assert (state(guide)[1] > 0).all()
+
+
 def test_another_guide_is_found_out():
     x, y = data()
     with pytest.raises(GuideError, match="NaturalGradientGuide"):
