@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A natural-gradient step whose curvature needs no gradients of single examples."""
 
-from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
@@ -48,29 +47,6 @@ class IVONOptimizer(NaturalGradientOptimizer):
     """
 
     wanted = Statistics(squares=False)
-
-    def __init__(
-        self,
-        params: Iterable[Any],
-        *,
-        lr: float = 0.03,
-        betas: tuple[float, float] = (0.9, 0.999),
-        damping: float = 0.0,
-        data_augmentation: float = 1.0,
-        initial_curvature: float | None = None,
-        total_steps: int | None = None,
-        deterministic_lr: float = 1e-3,
-    ) -> None:
-        super().__init__(
-            params,
-            lr=lr,
-            betas=betas,
-            damping=damping,
-            data_augmentation=data_augmentation,
-            initial_curvature=initial_curvature,
-            total_steps=total_steps,
-            deterministic_lr=deterministic_lr,
-        )
 
     def _move(
         self,

@@ -38,13 +38,13 @@ class NaturalGradientOptimizer(Optimizer):
         self,
         params: Iterable[Any],
         *,
-        lr: float,
-        betas: tuple[float, float],
-        damping: float,
-        data_augmentation: float,
-        initial_curvature: float | None,
-        total_steps: int | None,
-        deterministic_lr: float,
+        lr: float = 0.03,
+        betas: tuple[float, float] = (0.9, 0.999),
+        damping: float = 0.0,
+        data_augmentation: float = 1.0,
+        initial_curvature: float | None = None,
+        total_steps: int | None = None,
+        deterministic_lr: float = 1e-3,
     ) -> None:
         _positive(lr=lr, data_augmentation=data_augmentation, deterministic_lr=deterministic_lr)
         if not (0 <= betas[0] < 1 and 0 <= betas[1] < 1):

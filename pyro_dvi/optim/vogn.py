@@ -136,32 +136,12 @@ class VOGNOptimizer(NaturalGradientOptimizer):
     wanted = Statistics(noise_products=False)
 
     def __init__(
-        self,
-        params: Iterable[Any],
-        *,
-        lr: float = 0.03,
-        betas: tuple[float, float] = (0.9, 0.999),
-        damping: float = 0.0,
-        data_augmentation: float = 1.0,
-        initial_curvature: float | None = None,
-        total_steps: int | None = None,
-        deterministic_lr: float = 1e-3,
-        formulation: Formulation | None = None,
+        self, params: Iterable[Any], *, formulation: Formulation | None = None, **options: Any
     ) -> None:
-        formulation = Consistent() if formulation is None else formulation
-        if not isinstance(formulation, Formulation):
+        super().__init__(params, **options)
+        self.formulation = Consistent() if formulation is None else formulation
+        if not isinstance(self.formulation, Formulation):
             raise TypeError(f"formulation must be Consistent() or AsPrinted(), got {formulation!r}")
-        super().__init__(
-            params,
-            lr=lr,
-            betas=betas,
-            damping=damping,
-            data_augmentation=data_augmentation,
-            initial_curvature=initial_curvature,
-            total_steps=total_steps,
-            deterministic_lr=deterministic_lr,
-        )
-        self.formulation = formulation
 
     def _move(
         self,
