@@ -3,11 +3,12 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
 
-__all__ = ["preserve_buffers", "undisturbed"]
+__all__ = ["evaluating", "preserve_buffers", "undisturbed"]
 
 
 @contextmanager
@@ -23,6 +24,41 @@ def undisturbed() -> Iterator[None]:
     cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
     with torch.random.fork_rng(devices=[torch.cuda.current_device()] if cuda else []), preserve_buffers():
         yield
+
+
+@contextmanager
+def evaluating(*functions: Any) -> Iterator[None]:
+    """Run modules as in evaluation; put every one back as it was.
+
+    Modules are found inside ``functions`` and, by a forward hook, wherever a plain function calls them, so batch
+    normalisation keeps its running statistics and dropout does nothing in models of either kind.
+
+    Example:
+        >>> net = nn.Dropout()
+        >>> with evaluating():
+        ...     print(net(torch.ones(2)))
+        tensor([1., 1.])
+        >>> net.training
+        True
+    """
+    switched: list[nn.Module] = []
+
+    def switch(module: nn.Module, _inputs: object = None) -> None:
+        if module.training:
+            switched.append(module)
+            module.training = False
+
+    handle = nn.modules.module.register_module_forward_pre_hook(switch)
+    try:
+        for function in functions:
+            if isinstance(function, nn.Module):
+                for module in function.modules():
+                    switch(module)
+        yield
+    finally:
+        handle.remove()
+        for module in switched:
+            module.training = True
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pyro_dvi.errors import ArgumentError
+from pyro_dvi.handlers.all_rows import AllRows
 from pyro_dvi.handlers.mean_run import run_guide
 from pyro_dvi.handlers.means import GaussianSite
 from pyro_dvi.handlers.moment_run import PosteriorMoments, propagated, reparameterised
@@ -18,7 +19,7 @@ from pyro_dvi.handlers.uncertain import predictive_of, uncertain_likelihoods
 from pyro_dvi.links import ClassLink, MomentMatched, NoiseLink, SobolSoftmax, predictive_distribution
 from pyro_dvi.predictive.propagation import Independent, Propagation
 from pyro_dvi.predictive.rules import PredictionRule, arguments, check_is_set_up, latents
-from pyro_dvi.predictive.run import AllRows, Response
+from pyro_dvi.predictive.run import Response
 
 __all__ = ["Moments", "posterior_gaussians"]
 

@@ -23,8 +23,9 @@ from torch import Tensor
 from torch import distributions as td
 
 from pyro_dvi.errors import ArgumentError, GuideError
+from pyro_dvi.handlers.all_rows import AllRows
 from pyro_dvi.predictive.batches import with_missing
-from pyro_dvi.predictive.run import AllRows, Response
+from pyro_dvi.predictive.run import Response
 
 __all__ = [
     "AtMean",

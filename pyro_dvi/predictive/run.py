@@ -10,13 +10,15 @@ import pyro.distributions as dist
 import torch
 from pyro import poutine
 from pyro.poutine.messenger import Messenger
-from torch import Tensor, nn
+from torch import Tensor
 from torch import distributions as td
 
 from pyro_dvi.errors import DataError, ModelError, UnsupportedError
+from pyro_dvi.handlers.all_rows import AllRows
 from pyro_dvi.predictive.batches import Batch, with_missing
+from pyro_dvi.undisturbed import evaluating
 
-__all__ = ["AllRows", "Response", "check_observation", "evaluation_mode", "refuse_mask", "respond", "seeded"]
+__all__ = ["Response", "check_observation", "evaluation_mode", "refuse_mask", "respond", "seeded"]
 
 Latents = Mapping[str, Tensor]
 
@@ -144,38 +146,9 @@ def _local(site: str, which: str) -> DataError:
 
 @contextmanager
 def evaluation_mode(*functions: Any) -> Iterator[None]:
-    """Run modules as in evaluation, without gradients; put every one back as it was.
-
-    Modules are found inside ``functions`` and, by a forward hook, wherever a plain function calls them, so batch
-    normalisation keeps its running statistics and dropout does nothing in models of either kind.
-
-    Example:
-        >>> net = nn.Dropout()
-        >>> with evaluation_mode():
-        ...     print(net(torch.ones(2)))
-        tensor([1., 1.])
-        >>> net.training
-        True
-    """
-    switched: list[nn.Module] = []
-
-    def switch(module: nn.Module, _inputs: object = None) -> None:
-        if module.training:
-            switched.append(module)
-            module.training = False
-
-    handle = nn.modules.module.register_module_forward_pre_hook(switch)
-    try:
-        for function in functions:
-            if isinstance(function, nn.Module):
-                for module in function.modules():
-                    switch(module)
-        with torch.no_grad():
-            yield
-    finally:
-        handle.remove()
-        for module in switched:
-            module.training = True
+    """Run modules as in evaluation, without gradients; see :func:`~pyro_dvi.undisturbed.evaluating`."""
+    with evaluating(*functions), torch.no_grad():
+        yield
 
 
 @contextmanager
@@ -218,19 +191,6 @@ def _check_rows(msg: Any, value: Tensor, frame: Any) -> None:
     rows = value.shape[dim] if value.dim() >= -dim else 1
     if rows not in (1, frame.size):
         raise _local(msg["name"], f"{rows} of them, but plate {frame.name!r} has {frame.size}")
-
-
-class AllRows(Messenger):
-    """Let a plate of ``subsample_size=n`` mean the n rows that are there.
-
-    The training plate's size then limits nothing: 1,000 test images go through a model of 500 training images.
-    """
-
-    def _pyro_sample(self, msg: Any) -> None:
-        fn = msg["fn"]
-        if type(fn).__name__ == "_Subsample" and msg["value"] is None and fn.subsample_size is not None:
-            msg["value"] = torch.arange(fn.subsample_size, device=fn.device)
-            msg["done"] = True
 
 
 def _is_bookkeeping(node: Any) -> bool:

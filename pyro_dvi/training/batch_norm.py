@@ -12,9 +12,9 @@ from pyro import poutine
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from pyro_dvi.batches import batches, check_loader
 from pyro_dvi.errors import ArgumentError, DataError, GuideError, ModelError
 from pyro_dvi.handlers.means import PosteriorMeans
-from pyro_dvi.training.batches import batches, check_loader
 
 __all__ = ["BatchNormStatistics", "recompute_batch_norm"]
 

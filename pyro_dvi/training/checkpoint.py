@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.distributions import constraints as torch_constraints
 from torch.optim import Optimizer
 
+from pyro_dvi.batches import arguments
 from pyro_dvi.errors import ArgumentError, CheckpointError
-from pyro_dvi.training.batches import arguments
 from pyro_dvi.training.history import History
 from pyro_dvi.training.ownership import check_parameters
 from pyro_dvi.training.random_state import check_generators, random_state, restore_random_state

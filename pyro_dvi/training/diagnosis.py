@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from pyro_dvi.training.batches import non_finite_inputs
+from pyro_dvi.batches import non_finite_inputs
 from pyro_dvi.training.routes import Route
 
 __all__ = ["diagnose", "non_finite_tensors"]

@@ -13,15 +13,15 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from pyro_dvi.errors import ArgumentError, DataError, ModelError, NonFiniteError, PyroDviError
-from pyro_dvi.training.batch_norm import BatchNormStatistics, recompute_batch_norm
-from pyro_dvi.training.batches import (
+from pyro_dvi.batches import (
     batches,
     check_loader,
     dataset_size,
     non_finite_inputs,
     number_of_batches,
 )
+from pyro_dvi.errors import ArgumentError, DataError, ModelError, NonFiniteError, PyroDviError
+from pyro_dvi.training.batch_norm import BatchNormStatistics, recompute_batch_norm
 from pyro_dvi.training.checkpoint import Checkpoint, write
 from pyro_dvi.training.data_size import PlateCheck, known_data_size
 from pyro_dvi.training.diagnosis import diagnose, non_finite_tensors

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pyro_dvi.batches import batches
 from pyro_dvi.errors import ArgumentError, DataError
-from pyro_dvi.training.batches import batches
 from pyro_dvi.training.random_state import preserve_random_state
 from pyro_dvi.training.routes import Route
 
