@@ -47,6 +47,17 @@ class NonFiniteError(PyroDviError, FloatingPointError):
     step: int | None = None
 
 
+class NotPositiveDefiniteError(PyroDviError, ArithmeticError):
+    """A matrix that has to be positive definite is not.
+
+    Where a direction of zero or negative curvature was found, ``direction`` holds it, and ``curvature`` its Rayleigh
+    quotient (or the eigenvalue that gave the matrix away).
+    """
+
+    direction: Any = None
+    curvature: float | None = None
+
+
 class CheckpointError(PyroDviError, RuntimeError):
     """A checkpoint is missing, foreign or does not fit the objects it should be loaded into."""
 

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Matrices that are known only by their products."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from pyro_dvi.errors import ArgumentError, NonFiniteError
+
+__all__ = ["Operator", "apply", "dots", "gaussian_rows"]
+
+Operator = Callable[[Tensor], Tensor]
+"""A symmetric matrix A as a function of rows: ``[S, D] -> [S, D]``, each row v to A v.
+
+It is called in the gradient mode of the caller, so one that differentiates does so under ``torch.enable_grad``.
+"""
+
+
+def apply(operator: Operator, vectors: Tensor) -> Tensor:
+    """Return the products ``[S, D]`` with the rows of ``vectors``, checked.
+
+    Raises:
+        ArgumentError: the operator changes the shape.
+        NonFiniteError: a product is NaN or infinite.
+    """
+    products = operator(vectors).detach()
+    if products.shape != vectors.shape:
+        raise ArgumentError(
+            f"an operator maps rows [S, D] to rows of the same shape; {tuple(vectors.shape)} became "
+            f"{tuple(products.shape)}"
+        )
+    if not bool(products.sum().isfinite()) and not bool(products.isfinite().all()):
+        raise NonFiniteError(
+            "the product of the operator with a finite vector is NaN or infinite; check the point at which the "
+            "operator was built, or build it in float64"
+        )
+    return products.to(vectors)
+
+
+def dots(a: Tensor, b: Tensor) -> Tensor:
+    """Return the inner products ``[S]`` of the rows of two ``[S, D]``, summed pairwise rather than by a matmul."""
+    return (a * b).sum(-1)
+
+
+def gaussian_rows(count: int, dim: int, like: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Return standard normal rows ``[count, dim]`` with dtype and device of ``like``.
+
+    They are drawn on the device of the generator, so that one seed gives the same rows everywhere. Without a generator
+    the seed is fixed: the rows only have to be generic, and equal calls then give equal answers.
+    """
+    if generator is None:
+        generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(count, dim, generator=generator, dtype=like.dtype, device=generator.device)
+    return rows.to(like.device)
