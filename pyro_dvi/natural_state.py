@@ -42,6 +42,7 @@ class NaturalState:
         prior_precision: its precision :math:`\delta`.
         num_data: N.
         temperature: :math:`\tau`, the weight of the KL divergence.
+        loss_factor: what the loss was multiplied with before the backward pass; gradients carry it, the rest does not.
         squares: :math:`\sum_i g_i^2` scaled up to the data set, a mean over draws; None if not measured.
         noise_products: gradient times noise over standard deviation, likewise; None if not measured.
         wanted: what to measure in the next step.
@@ -52,6 +53,7 @@ class NaturalState:
     prior_precision: Tensor
     num_data: float = 1.0
     temperature: float = 1.0
+    loss_factor: Tensor | float = 1.0
     squares: Tensor | None = None
     noise_products: Tensor | None = None
     wanted: Statistics = Statistics()

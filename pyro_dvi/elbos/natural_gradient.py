@@ -123,8 +123,11 @@ class NaturalGradientELBO(DeterministicELBO):
         return {"loss": kl_weight * kl - log_likelihood, "log_likelihood": log_likelihood, "kl": kl}
 
     def _total(self, model: Callable, guide: Callable, args: tuple, kwargs: dict, training: bool) -> Tensor:
-        self._opened: set[int] = set()  # states whose measurements of earlier steps are gone
-        return super()._total(model, guide, args, kwargs, training)
+        self._opened: dict[int, NaturalState] = {}  # those whose measurements of earlier steps are gone
+        loss = super()._total(model, guide, args, kwargs, training)
+        if training and self._opened:
+            loss.register_hook(partial(_note_factor, list(self._opened.values())))
+        return loss
 
     def _state(self, name: str, draws: TrackedDraws, latents: list[Latent], guide: Any) -> NaturalState:
         """Return the state of a site, ready for new measurements."""
@@ -143,7 +146,7 @@ class NaturalGradientELBO(DeterministicELBO):
                 f"the gradients of site {latent.name!r} from the last step were not used by a natural-gradient "
                 "optimizer: train with pyro_dvi.optim.VOGN, OGN or IVON, and take a step after each backward pass"
             )
-        self._opened.add(id(state))
+        self._opened[id(state)] = state
         self._latest = state
         state.prior_loc, state.prior_precision = prior_loc, prior_precision
         return state
@@ -171,6 +174,7 @@ class NaturalGradientELBO(DeterministicELBO):
             sites=sites,
             num_particles=self.num_particles,
             add=lambda k, squares: states[k].add_squares(squares),
+            loss_factor=lambda: states[0].loss_factor,
         )
 
 
@@ -262,8 +266,14 @@ def _fixed_prior(latent: Latent, draws: TrackedDraws) -> tuple[Tensor, Tensor]:
     return prior.loc.detach(), prior.scale.detach().pow(-2)
 
 
+def _note_factor(states: list[NaturalState], gradient: Tensor) -> None:
+    """Keep what the loss was multiplied with, which its own gradient tells before all others come by."""
+    for state in states:
+        state.loss_factor = gradient.detach()
+
+
 def _deliver_product(state: NaturalState, ratio: Tensor, gradient: Tensor) -> None:
-    state.add_noise_products(gradient.detach() * ratio)
+    state.add_noise_products(gradient.detach() * (ratio / state.loss_factor))
 
 
 def _num_data(site: ObservedSite) -> float:

@@ -43,6 +43,7 @@ class SquareMeasurement:
         sites: Sequence[ObservedSite],
         num_particles: int,
         add: Add,
+        loss_factor: Callable[[], Tensor | float] = lambda: 1.0,
     ) -> None:
         """Add the squares of one draw, now or in the next backward pass of the loss.
 
@@ -55,6 +56,7 @@ class SquareMeasurement:
             sites: the observed sites and factors.
             num_particles: K; squares are averaged over the draws, and gradients of the loss carry 1/K.
             add: called with an index and squares.
+            loss_factor: what the loss was multiplied with, known in its backward pass.
         """
         graph = graph_of([site.log_prob(site.value) for site in sites])
         for k in [k for k in wanted if values[k].grad_fn not in graph]:  # no observation depends on it
@@ -72,9 +74,13 @@ class SquareMeasurement:
         served = self._served(recorder, uses, log_prob)
         rest = wanted - alone - served.keys()
         self._without_rules(recorder, names, values, rest, site, log_prob, num_particles, add)
-        recorder.watch(served, lambda k, squares: add(k, weight * squares))
+
+        def arrived(k: int, squares: Tensor) -> None:
+            add(k, squares * (weight / loss_factor() ** 2))
+
+        recorder.watch(served, arrived)
         for k in alone:
-            values[k].register_hook(lambda gradient, k=k: add(k, weight * gradient.square()))
+            values[k].register_hook(lambda gradient, k=k: arrived(k, gradient.square()))
 
     def _site_by_itself(
         self,

@@ -11,7 +11,7 @@ precision :math:`\delta`, the scaled prior precision and the posterior precision
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -29,10 +29,14 @@ class NaturalGradientOptimizer(Optimizer):
 
     Parameters that belong to no latent get a step of Adam.
 
+    The loss may be multiplied with a number before the backward pass, as ``torch.amp.GradScaler`` and losses per
+    example do: gradients are divided by it.
+
     Adding one: say in ``wanted`` what to measure, and write ``_move``.
     """
 
     wanted: Statistics
+    _step_supports_amp_scaling = True  # GradScaler leaves it to the step to skip infinite gradients
 
     def __init__(
         self,
@@ -89,10 +93,16 @@ class NaturalGradientOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if getattr(self, "found_inf", 0):  # set by GradScaler while its step lasts
+            self._forget()
+            return loss
+        loss_factor = self._loss_factor()
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
+                if torch.is_tensor(loss_factor):
+                    parameter.grad.div_(loss_factor)
                 memory = self.state[parameter]
                 memory["step"] = memory.get("step", 0) + 1
                 factor = _cosine(memory["step"], group["total_steps"] or self._told_steps)
@@ -110,6 +120,34 @@ class NaturalGradientOptimizer(Optimizer):
                 measured.wanted = self.wanted
         return loss
 
+    def _states(self) -> Iterator[NaturalState]:
+        for group in self.param_groups:
+            for state in map(natural_state_of, group["params"]):
+                if state is not None:
+                    yield state
+
+    def _forget(self) -> None:
+        """Drop the measurements of a step that is skipped."""
+        for state in self._states():
+            state.clear()
+
+    def _loss_factor(self) -> Tensor | float:
+        """What gradients have to be divided by.
+
+        Raises:
+            GuideError: ``GradScaler.unscale_`` has divided them by some of it, and does not say by how much.
+        """
+        factor = next((state.loss_factor for state in self._states() if state.is_fresh), 1.0)
+        if not hasattr(self, "found_inf") or getattr(self, "grad_scale", None) is not None:
+            return factor
+        if math.frexp(float(factor))[0] != 0.5:  # scales are powers of two, by torch's defaults
+            raise GuideError(
+                f"the loss was multiplied with {float(factor):g} before the backward pass, by GradScaler and by "
+                "something else. Where GradScaler.unscale_ is called, its scale alone, a power of two, may do so: "
+                "do not divide the loss by the number of data."
+            )
+        return 1.0
+
     def _natural_step(
         self,
         loc: Tensor,
@@ -125,10 +163,15 @@ class NaturalGradientOptimizer(Optimizer):
         measured.precision.data.copy_(precision)
 
     def _initial_curvature(self, loc: Tensor, measured: NaturalState, group: dict[str, Any]) -> Tensor:
-        r""":math:`s_0`: a number, or the average squared gradient of the first minibatch over the site."""
+        r""":math:`s_0`: a number, or the squared gradients of the first minibatch.
+
+        Where another optimizer went before, which asked for no squares, it is that of the posterior as it stands.
+        """
         if group["initial_curvature"] is not None:
             return torch.full_like(loc, group["initial_curvature"])
-        assert measured.squares is not None, "the first measurement has squares"
+        if measured.squares is None:
+            num_data, prior = scaled_prior(measured, group)
+            return (measured.precision * (measured.temperature / num_data) - prior).clamp_(min=0)
         return measured.squares / measured.num_data
 
     @abstractmethod

@@ -151,11 +151,12 @@ class VOGNOptimizer(NaturalGradientOptimizer):
         group: dict[str, Any],
         factor: float,
     ) -> Tensor:
-        assert loc.grad is not None and measured.squares is not None
+        assert loc.grad is not None
+        curvature = memory["curvature"]
         num_data, prior = scaled_prior(measured, group)
         step = Step(
             gradient=loc.grad / measured.num_data + prior * (loc - measured.prior_loc),
-            squares=measured.squares / measured.num_data,
+            squares=curvature if measured.squares is None else measured.squares / measured.num_data,
             temperature=measured.temperature,
             num_data=num_data,
             prior=prior,
@@ -164,8 +165,10 @@ class VOGNOptimizer(NaturalGradientOptimizer):
             count=memory["step"],
         )
         direction = self.formulation.direction(memory["momentum"], step)
-        curvature = memory["curvature"]
-        if step.count > 1 or group["initial_curvature"] is not None:  # else it is that of this minibatch
+        is_start = (
+            step.count == 1 and group["initial_curvature"] is None
+        )  # the curvature is that of this minibatch
+        if measured.squares is not None and not is_start:  # a first step after IVON has none
             self.formulation.update_curvature(curvature, step)
         loc.addcdiv_(direction, curvature + prior + step.damping, value=-factor * group["lr"])
         return self.formulation.precision(curvature, step)

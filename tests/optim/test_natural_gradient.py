@@ -332,6 +332,25 @@ def test_training_may_change_to_ivon():
     assert (state(guide)[1] > 0).all()
 
 
+@pytest.mark.parametrize("last", [VOGN, OGN])
+@pytest.mark.parametrize("formulation", [Consistent(), AsPrinted()], ids=lambda f: type(f).__name__)
+def test_training_may_change_from_ivon(last, formulation):
+    """The curvature goes on from the posterior as it stands."""
+    x, y = data()
+    guide, elbo = NaturalGradientGuide(model), NaturalGradientELBO(kl_weight=0.5)
+    svi = SVI(model, guide, IVON({"lr": 0.05}), loss=elbo)
+    for _ in range(20):
+        svi.step(x, y)
+    before = state(guide)[1]
+    svi = SVI(model, guide, last({"lr": 0.05, "formulation": formulation}), loss=elbo)
+    svi.step(x, y)
+    if isinstance(formulation, Consistent):
+        np.testing.assert_allclose(state(guide)[1], before, rtol=1e-10)
+    losses = [svi.step(x, y) for _ in range(3)]
+    assert all(math.isfinite(loss) for loss in losses)
+    assert not np.allclose(state(guide)[1], before)
+
+
 def test_another_guide_is_found_out():
     x, y = data()
     with pytest.raises(GuideError, match="NaturalGradientGuide"):
