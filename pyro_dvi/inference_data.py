@@ -19,7 +19,7 @@ from tqdm.auto import tqdm
 
 from pyro_dvi.errors import ArgumentError, DviWarning
 from pyro_dvi.predictive import PredictionRule, Samples
-from pyro_dvi.predictive.batches import Batch, batches, parameter_names
+from pyro_dvi.predictive.batches import Batch, batches
 from pyro_dvi.predictive.mixture import checked_log_prob
 from pyro_dvi.predictive.predict import device_of, rule_of
 from pyro_dvi.predictive.rules import check_is_set_up, one_draw
@@ -31,6 +31,7 @@ from pyro_dvi.predictive.run import (
     respond,
     seeded,
 )
+from pyro_dvi.signatures import parameter_names
 
 __all__ = ["to_arviz"]
 

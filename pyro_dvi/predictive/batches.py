@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Batches for prediction: which of the model's arguments are inputs and which is the observation."""
 
-import inspect
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler
 
 from pyro_dvi.errors import ArgumentError, DataError
+from pyro_dvi.signatures import keyword_only, positional
 
-__all__ = ["Batch", "batches", "is_shuffled", "with_missing", "parameter_names"]
+__all__ = ["Batch", "batches", "is_shuffled"]
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def batches(
         while inputs and inputs[-1] is None:  # left out where the model has a default; see with_missing
             inputs = inputs[:-1]
         num_rows = _check(inputs, target)
-        by_name = observed in _keyword_only(model)
+        by_name = observed in keyword_only(model)
         yield Batch(
             inputs, target, num_rows, start, None if target is None else observed if by_name else position
         )
@@ -89,19 +89,6 @@ def batches(
 def is_shuffled(data: Any) -> bool:
     """Whether a loader returns the examples in another order each time."""
     return isinstance(data, DataLoader) and isinstance(data.sampler, RandomSampler)
-
-
-def with_missing(fn: Callable[..., Any], inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return ``inputs`` with None for every further argument that ``fn`` insists on, as in ``model(x, y)``."""
-    parameters = _positional(fn)
-    required = [i for i, p in enumerate(parameters) if p.default is inspect.Parameter.empty]
-    return inputs + (None,) * (max(required, default=-1) + 1 - len(inputs))
-
-
-def parameter_names(fn: Callable[..., Any], count: int) -> list[str]:
-    """Return the names of the first ``count`` positional arguments of ``fn``, numbered where it has none."""
-    names = [p.name for p in _positional(fn)]
-    return [names[i] if i < len(names) else f"input_{i}" for i in range(count)]
 
 
 def _argument_tuples(model: Callable[..., Any], data: Any, batch_size: int) -> Iterator[tuple[Any, ...]]:
@@ -144,7 +131,7 @@ def _positional_arguments(model: Callable[..., Any], batch: Any) -> tuple[Any, .
             f"the loader gives batches of type {type(batch).__name__}: let it give a tensor, or a tuple or mapping of "
             "the model's arguments (collate_fn of the DataLoader)"
         )
-    names = [p.name for p in _positional(model)] + _keyword_only(model)
+    names = [p.name for p in positional(model)] + keyword_only(model)
     if unknown := [name for name in batch if name not in names]:
         raise DataError(
             f"a batch has entries {unknown} that are no arguments of the model, which has {names}"
@@ -191,13 +178,13 @@ def _check(inputs: tuple[Any, ...], target: Any) -> int:
 
 
 def _observed_position(model: Callable[..., Any], num_args: int, observed: str | None) -> int | None:
-    parameters = _positional(model)
+    parameters = positional(model)
     names = [p.name for p in parameters]
     if observed is not None:
         if observed in names:
             return names.index(observed)
-        if observed in _keyword_only(model):
-            return len(names) + _keyword_only(model).index(observed)  # they come after the positional ones
+        if observed in keyword_only(model):
+            return len(names) + keyword_only(model).index(observed)  # they come after the positional ones
         raise ArgumentError(f"the model has no argument {observed!r} to observe; it has {names}")
     optional = [i for i, p in enumerate(parameters) if p.default is None]
     if len(optional) > 1 and num_args > optional[0]:  # with fewer, the data hold inputs alone
@@ -211,19 +198,3 @@ def _observed_position(model: Callable[..., Any], num_args: int, observed: str |
     if num_args >= 2 and num_args >= len(parameters):
         return num_args - 1
     return None
-
-
-def _signature(fn: Callable[..., Any]) -> list[inspect.Parameter]:
-    try:
-        return list(inspect.signature(fn.forward if isinstance(fn, nn.Module) else fn).parameters.values())
-    except (TypeError, ValueError):  # builtins and the like do not tell
-        return []
-
-
-def _positional(fn: Callable[..., Any]) -> list[inspect.Parameter]:
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [p for p in _signature(fn) if p.kind in kinds]
-
-
-def _keyword_only(fn: Callable[..., Any]) -> list[str]:
-    return [p.name for p in _signature(fn) if p.kind is inspect.Parameter.KEYWORD_ONLY]

@@ -24,8 +24,8 @@ from torch import distributions as td
 
 from pyro_dvi.errors import ArgumentError, GuideError
 from pyro_dvi.handlers.all_rows import AllRows
-from pyro_dvi.predictive.batches import with_missing
 from pyro_dvi.predictive.run import Response
+from pyro_dvi.signatures import with_missing
 
 __all__ = [
     "AtMean",

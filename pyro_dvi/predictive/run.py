@@ -13,9 +13,11 @@ from pyro.poutine.messenger import Messenger
 from torch import Tensor
 from torch import distributions as td
 
-from pyro_dvi.errors import DataError, ModelError, UnsupportedError
+from pyro_dvi.errors import DataError, UnsupportedError
 from pyro_dvi.handlers.all_rows import AllRows
-from pyro_dvi.predictive.batches import Batch, with_missing
+from pyro_dvi.handlers.response import choose_response, example_axis, responses
+from pyro_dvi.predictive.batches import Batch
+from pyro_dvi.signatures import with_missing
 from pyro_dvi.undisturbed import evaluating
 
 __all__ = ["Response", "check_observation", "evaluation_mode", "refuse_mask", "respond", "seeded"]
@@ -53,9 +55,9 @@ def respond(model: Callable[..., Any], batch: Batch, latents: Latents, site: str
             other data than this batch.
     """
     nodes = _run(model, with_missing(model, batch.inputs), {}, batch, latents)
-    name = _choose(site, _candidates(nodes, latents))
+    name = choose_response(site, responses(nodes, latents))
     node: Any = nodes[name]
-    axis = _example_axis(name, node, batch.num_rows)
+    axis = example_axis(name, node, batch.num_rows)
     if batch.start > 0:
         plates = {f.name for f in node["cond_indep_stack"] if f.vectorized and f.dim == axis}
         for latent in nodes.keys() & latents.keys():
@@ -78,7 +80,7 @@ def check_observation(model: Callable[..., Any], batch: Batch, latents: Latents,
         return batch
     args, kwargs = batch.with_observation()
     nodes = _run(model, with_missing(model, args), kwargs, batch, latents)
-    name = _choose(site, _candidates(nodes, latents))
+    name = choose_response(site, responses(nodes, latents))
     node: Any = nodes[name]
     value = node["value"]
     same = torch.equal(value.squeeze(), batch.observed.squeeze().to(value.dtype))
@@ -118,14 +120,6 @@ def _run(
         ) from error
     nodes: Mapping[str, Any] = recorder.trace.nodes
     return nodes
-
-
-def _candidates(nodes: Mapping[str, Any], latents: Latents) -> list[str]:
-    return [
-        name
-        for name, node in nodes.items()
-        if node["type"] == "sample" and name not in latents and not _is_bookkeeping(node)
-    ]
 
 
 def _is_masked(node: Any) -> bool:
@@ -191,48 +185,3 @@ def _check_rows(msg: Any, value: Tensor, frame: Any) -> None:
     rows = value.shape[dim] if value.dim() >= -dim else 1
     if rows not in (1, frame.size):
         raise _local(msg["name"], f"{rows} of them, but plate {frame.name!r} has {frame.size}")
-
-
-def _is_bookkeeping(node: Any) -> bool:
-    """Whether a site is Pyro's own: a plate, ``pyro.deterministic``, ``pyro.factor``."""
-    return type(node["fn"]).__name__ in ("_Subsample", "Unit") or bool(node["infer"].get("_deterministic"))
-
-
-def _choose(site: str | None, names: list[str]) -> str:
-    if site is not None:
-        if site in names:
-            return site
-        raise ModelError(f"the model has no observed site {site!r}; it has {names}")
-    if len(names) == 1:
-        return names[0]
-    if not names:
-        raise ModelError(
-            "the model has no observed site to predict: it needs pyro.sample(name, distribution, obs=y) where y may "
-            "be None, and a guide that was set up with the observed values given"
-        )
-    raise ModelError(
-        f"the model has several sites that the guide does not cover: {names}. Choose the one to predict by site=; "
-        "if one of them is a latent variable, the guide is not the one of this model."
-    )
-
-
-def _example_axis(name: str, node: Any, num_rows: int) -> int:
-    shape = tuple(node["fn"].batch_shape)
-    frames = [f for f in node["cond_indep_stack"] if f.vectorized]
-    axes = sorted(
-        f.dim for f in frames if f.size == num_rows and len(shape) >= -f.dim and shape[f.dim] == num_rows
-    )
-    if axes:
-        return int(axes[0])  # of nested plates of one size the outermost in memory
-    if not frames and shape and shape[0] == num_rows:
-        return -len(shape)
-    hint = (
-        "the model seems to choose rows itself (indexing by its plate); pass batches to the model instead"
-        if frames
-        else "put it in pyro.plate('data', size, subsample_size=len(x)), and let to_event take an example's own "
-        "dimensions only"
-    )
-    raise DataError(
-        f"observed site {name!r} has batch shape {shape} and event shape {tuple(node['fn'].event_shape)}: no "
-        f"dimension counts the {num_rows} examples. Either {hint}."
-    )

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Find the site that a model answers with, and the dimension of its examples."""
+
+from collections.abc import Container, Mapping
+from typing import Any
+
+from pyro_dvi.errors import DataError, ModelError
+
+__all__ = ["choose_response", "example_axis", "responses"]
+
+
+def responses(nodes: Mapping[str, Any], latents: Container[str]) -> list[str]:
+    """Return the sample sites of a run that are neither latent nor Pyro's own."""
+    return [
+        name
+        for name, node in nodes.items()
+        if node["type"] == "sample" and name not in latents and not _is_bookkeeping(node)
+    ]
+
+
+def _is_bookkeeping(node: Any) -> bool:
+    """Whether a site is Pyro's own: a plate, ``pyro.deterministic``, ``pyro.factor``."""
+    return type(node["fn"]).__name__ in ("_Subsample", "Unit") or bool(node["infer"].get("_deterministic"))
+
+
+def choose_response(site: str | None, names: list[str]) -> str:
+    """Return the one response, or the one that is asked for.
+
+    Raises:
+        ModelError: there is none, several, or none of the name ``site``.
+    """
+    if site is not None:
+        if site in names:
+            return site
+        raise ModelError(f"the model has no observed site {site!r}; it has {names}")
+    if len(names) == 1:
+        return names[0]
+    if not names:
+        raise ModelError(
+            "the model has no observed site to predict: it needs pyro.sample(name, distribution, obs=y) where y may "
+            "be None, and a guide that was set up with the observed values given"
+        )
+    raise ModelError(
+        f"the model has several sites that the guide does not cover: {names}. Choose the one to predict by site=; "
+        "if one of them is a latent variable, the guide is not the one of this model."
+    )
+
+
+def example_axis(name: str, node: Any, num_rows: int) -> int:
+    """Return the dimension of a site's batch shape that counts examples, from the right (negative).
+
+    Raises:
+        DataError: there is none.
+    """
+    shape = tuple(node["fn"].batch_shape)
+    frames = [f for f in node["cond_indep_stack"] if f.vectorized]
+    axes = sorted(
+        f.dim for f in frames if f.size == num_rows and len(shape) >= -f.dim and shape[f.dim] == num_rows
+    )
+    if axes:
+        return int(axes[0])  # of nested plates of one size the outermost in memory
+    if not frames and shape and shape[0] == num_rows:
+        return -len(shape)
+    hint = (
+        "the model seems to choose rows itself (indexing by its plate); pass batches to the model instead"
+        if frames
+        else "put it in pyro.plate('data', size, subsample_size=len(x)), and let to_event take an example's own "
+        "dimensions only"
+    )
+    raise DataError(
+        f"observed site {name!r} has batch shape {shape} and event shape {tuple(node['fn'].event_shape)}: no "
+        f"dimension counts the {num_rows} examples. Either {hint}."
+    )

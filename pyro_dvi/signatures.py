@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the signature of a model says about its arguments."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+__all__ = ["keyword_only", "parameter_names", "positional", "with_missing"]
+
+
+def with_missing(fn: Callable[..., Any], inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return ``inputs`` with None for every further argument that ``fn`` insists on, as in ``model(x, y)``."""
+    parameters = positional(fn)
+    required = [i for i, p in enumerate(parameters) if p.default is inspect.Parameter.empty]
+    return inputs + (None,) * (max(required, default=-1) + 1 - len(inputs))
+
+
+def parameter_names(fn: Callable[..., Any], count: int) -> list[str]:
+    """Return the names of the first ``count`` positional arguments of ``fn``, numbered where it has none."""
+    names = [p.name for p in positional(fn)]
+    return [names[i] if i < len(names) else f"input_{i}" for i in range(count)]
+
+
+def _signature(fn: Callable[..., Any]) -> list[inspect.Parameter]:
+    try:
+        return list(inspect.signature(fn.forward if isinstance(fn, nn.Module) else fn).parameters.values())
+    except (TypeError, ValueError):  # builtins and the like do not tell
+        return []
+
+
+def positional(fn: Callable[..., Any]) -> list[inspect.Parameter]:
+    """Return the parameters that can be given by position."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [p for p in _signature(fn) if p.kind in kinds]
+
+
+def keyword_only(fn: Callable[..., Any]) -> list[str]:
+    """Return the names of the parameters that can be given by name only."""
+    return [p.name for p in _signature(fn) if p.kind is inspect.Parameter.KEYWORD_ONLY]
