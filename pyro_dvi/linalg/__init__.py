@@ -2,11 +2,29 @@
 """Linear algebra and minimisation by products with a matrix that is never formed: torch only, nothing of Pyro."""
 
 from pyro_dvi.linalg.conjugate_gradients import Preconditioner, Solution, conjugate_gradients
+from pyro_dvi.linalg.lanczos import Tridiagonal, lanczos
+from pyro_dvi.linalg.log_determinant import (
+    LogDeterminant,
+    SpectralQuadrature,
+    TraceEstimate,
+    log_determinant,
+    trace_of_function,
+)
 from pyro_dvi.linalg.operator import Operator
+from pyro_dvi.linalg.top_eigenpairs import Eigenpairs, top_eigenpairs
 
 __all__ = [
+    "Eigenpairs",
+    "LogDeterminant",
     "Operator",
     "Preconditioner",
     "Solution",
+    "SpectralQuadrature",
+    "TraceEstimate",
+    "Tridiagonal",
     "conjugate_gradients",
+    "lanczos",
+    "log_determinant",
+    "top_eigenpairs",
+    "trace_of_function",
 ]
