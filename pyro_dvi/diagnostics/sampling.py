@@ -14,7 +14,8 @@ from tqdm.auto import tqdm
 from pyro_dvi.diagnostics.comparison import Comparison, compared
 from pyro_dvi.errors import ArgumentError, ModelError
 from pyro_dvi.handlers.moment_run import PosteriorMoments, median
-from pyro_dvi.handlers.uncertain import innermost, uncertain_likelihoods, uncertain_part
+from pyro_dvi.handlers.uncertain import uncertain_likelihoods, uncertain_part
+from pyro_dvi.handlers.wrapped import innermost
 from pyro_dvi.moments import Moments
 from pyro_dvi.predictive.batches import batches
 from pyro_dvi.predictive.moments import posterior_gaussians

@@ -18,21 +18,18 @@ from torch import distributions as td
 
 from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.expectations import LogitEstimator, expected_log_prob
+from pyro_dvi.handlers.wrapped import WRAPPERS, innermost, rewrapped
 from pyro_dvi.moments import Moments
 
 __all__ = [
     "UncertainDistribution",
     "at_mean",
-    "innermost",
     "predictive_of",
     "refuse_moments",
     "uncertain_likelihoods",
     "uncertain_part",
     "with_uncertain_part",
 ]
-
-# Distributions around another one, which take it as it is.
-_WRAPPERS = (td.Independent, dist.MaskedDistribution, dist.ExpandedDistribution, td.TransformedDistribution)
 
 Predictive = Callable[[type, Mapping[str, Any]], Any]
 
@@ -111,13 +108,6 @@ def uncertain_part(fn: Any) -> UncertainDistribution | None:
     return fn if isinstance(fn, UncertainDistribution) else None
 
 
-def innermost(fn: Any) -> Any:
-    """Return a distribution without what is wrapped around it."""
-    while isinstance(fn, _WRAPPERS):
-        fn = fn.base_dist
-    return fn
-
-
 def with_uncertain_part(fn: Any, part: UncertainDistribution) -> Any:
     """Return ``fn`` with another uncertain distribution in place of its own."""
     return _rebuilt(fn, lambda _: part)
@@ -125,17 +115,7 @@ def with_uncertain_part(fn: Any, part: UncertainDistribution) -> Any:
 
 def _rebuilt(fn: Any, certain: Callable[[UncertainDistribution], Any]) -> Any:
     """Return ``fn`` around what ``certain`` makes of the uncertain distribution in it."""
-    if isinstance(fn, UncertainDistribution):
-        return certain(fn)
-    if isinstance(fn, td.Independent):
-        return _rebuilt(fn.base_dist, certain).to_event(fn.reinterpreted_batch_ndims)
-    if isinstance(fn, dist.MaskedDistribution):
-        return _rebuilt(fn.base_dist, certain).mask(fn._mask)
-    if isinstance(fn, dist.ExpandedDistribution):
-        return _rebuilt(fn.base_dist, certain).expand(fn.batch_shape)
-    if isinstance(fn, td.TransformedDistribution):
-        return dist.TransformedDistribution(_rebuilt(fn.base_dist, certain), fn.transforms)
-    return fn
+    return rewrapped(fn, lambda base: certain(base) if isinstance(base, UncertainDistribution) else base)
 
 
 @contextmanager
@@ -180,7 +160,7 @@ def _uncertain(cls: Any, args: tuple, kwargs: dict[str, Any], estimator: LogitEs
 
 
 def _check_wrapper(cls: type, values: tuple) -> None:
-    if not issubclass(cls, _WRAPPERS):
+    if not issubclass(cls, WRAPPERS):
         raise UnsupportedError(
             f"{cls.__name__} around a distribution with uncertain parameters: the expected log-likelihood of a mixture "
             "(or of anything else that adds up densities) is not that of its parts. Train such models with TaylorELBO "

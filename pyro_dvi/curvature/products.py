@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""Products of vectors with the Hessian and the generalised Gauss-Newton matrix of a log-likelihood.
+
+One run of a model leaves a graph from its latents :math:`u` to its observed distributions. With parameters f of these
+distributions and the factors w of their Fisher information (:mod:`pyro_dvi.curvature.information`),
+
+.. math::
+    G = \sum_k w_k^2\, \nabla f_k \nabla f_k^\top, \qquad G v = J^\top\bigl(w^2 \odot J v\bigr),
+
+where :math:`J v` is the derivative of :math:`J^\top c`, which is linear in c: everything is reverse mode, so that
+whatever can be differentiated twice can be multiplied. Many vectors share one graph.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from pyro_dvi.curvature.information import expected_information
+from pyro_dvi.curvature.likelihood import ObservedSite
+from pyro_dvi.errors import UnsupportedError
+
+__all__ = ["LinearMap", "SavedBytes", "hessian_product", "information_outputs"]
+
+
+class LinearMap:
+    r"""The Jacobian J of outputs f with respect to several tensors, as products from both sides.
+
+    Args:
+        outputs: f, of any shape; a node of the graph of ``values``.
+        values: the tensors u, leaves or nodes.
+        vectors_at_once: how many vectors to push through the graph together; fewer need less memory.
+    """
+
+    def __init__(self, outputs: Tensor, values: Sequence[Tensor], *, vectors_at_once: int = 64) -> None:
+        self.outputs = outputs
+        self.values = list(values)
+        self.vectors_at_once = vectors_at_once
+        self._transposed: tuple[Tensor, list[Tensor]] | None = None
+
+    def transposed(self, cotangents: Tensor) -> list[Tensor]:
+        r"""Return :math:`J^\top c` for each c.
+
+        Args:
+            cotangents: c, ``[S, *outputs]``.
+
+        Returns:
+            One tensor ``[S, *value]`` for each value.
+        """
+        return batched_gradients(self.outputs, self.values, cotangents, self.vectors_at_once)
+
+    def forward(self, vectors: Sequence[Tensor]) -> Tensor:
+        r"""Return :math:`J v` for each v.
+
+        Args:
+            vectors: one tensor ``[S, *value]`` for each value.
+
+        Returns:
+            Shape ``[S, *outputs]``.
+        """
+        cotangent, pulled = self._dual()
+        linear = [(p, v) for p, v in zip(pulled, vectors, strict=True) if p.requires_grad]
+        count = len(vectors[0])
+        if not linear:
+            return self.outputs.new_zeros(count, *self.outputs.shape)
+        # One scalar per vector: <J^T c, v>, whose derivative by c is J v.
+        (result,) = batched_gradients(
+            [p for p, _ in linear], [cotangent], [v for _, v in linear], self.vectors_at_once
+        )
+        return result
+
+    def _dual(self) -> tuple[Tensor, list[Tensor]]:
+        if self._transposed is None:
+            cotangent = torch.zeros_like(self.outputs).requires_grad_()
+            with torch.enable_grad():
+                pulled = torch.autograd.grad(
+                    self.outputs, self.values, cotangent, create_graph=True, allow_unused=True
+                )
+            filled = [
+                torch.zeros_like(v) if p is None else p for v, p in zip(self.values, pulled, strict=True)
+            ]
+            self._transposed = cotangent, filled
+        return self._transposed
+
+
+def hessian_product(
+    gradients: Sequence[Tensor],
+    values: Sequence[Tensor],
+    vectors: Sequence[Tensor],
+    vectors_at_once: int = 64,
+) -> list[Tensor]:
+    r"""Return :math:`H v`, given the gradient with its graph.
+
+    Args:
+        gradients: of a scalar with respect to each value, made with ``create_graph=True``.
+        values: the tensors u.
+        vectors: one tensor ``[S, *value]`` for each value.
+        vectors_at_once: as for :class:`LinearMap`.
+
+    Returns:
+        One tensor ``[S, *value]`` for each value.
+    """
+    linear = [(g, v) for g, v in zip(gradients, vectors, strict=True) if g.requires_grad]
+    if not linear:
+        return [torch.zeros_like(v) for v in vectors]
+    return batched_gradients([g for g, _ in linear], values, [v for _, v in linear], vectors_at_once)
+
+
+def information_outputs(
+    sites: Sequence[ObservedSite], draw_labels: Callable[[ObservedSite], Sequence[Tensor]]
+) -> tuple[Tensor, Tensor]:
+    r"""Return f and w of all observed sites, flat.
+
+    Args:
+        sites: the observed sites.
+        draw_labels: labels from a site's own distribution, for those without a closed form: the Fisher information is
+            then estimated by these, :math:`f_s = \log p(y_s)`.
+    """
+    outputs, weights = [], []
+    for site in sites:
+        try:
+            pairs = expected_information(site.fn, site.name)
+        except UnsupportedError:
+            labels = draw_labels(site)
+            terms = torch.stack([site.fn.log_prob(label) for label in labels], -1)
+            pairs = [(terms, torch.full_like(terms.detach(), len(labels) ** -0.5))]
+        for f, w in pairs:
+            if not f.requires_grad:  # a fixed noise scale, say
+                continue
+            scale = torch.as_tensor(site.scale, dtype=w.dtype, device=w.device)
+            w = w.detach() * scale.sqrt().unsqueeze(-1)
+            if site.mask is not None and site.mask is not True:
+                w = w * torch.as_tensor(site.mask, device=w.device).unsqueeze(-1)
+            outputs.append(f.reshape(-1))
+            weights.append(w.expand_as(f).reshape(-1))
+    if not outputs:
+        empty = torch.zeros(0)
+        return empty, empty
+    return torch.cat(outputs), torch.cat(weights)
+
+
+def batched_gradients(
+    outputs: Any, values: Sequence[Tensor], cotangents: Any, vectors_at_once: int
+) -> list[Tensor]:
+    """Vector-Jacobian products for cotangents with a first dimension S more than the outputs, some at a time."""
+    outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+    cotangents = [cotangents] if isinstance(cotangents, Tensor) else list(cotangents)
+    chunks = zip(*[c.split(vectors_at_once) for c in cotangents], strict=True)
+    parts = [_vector_jacobian(outputs, values, list(chunk)) for chunk in chunks]
+    return [torch.cat(column) if len(parts) > 1 else column[0] for column in zip(*parts, strict=True)]
+
+
+def _vector_jacobian(
+    outputs: list[Tensor], values: Sequence[Tensor], cotangents: list[Tensor]
+) -> list[Tensor]:
+    count = len(cotangents[0])
+    if count == 1:
+        return [
+            g.unsqueeze(0) for g in _gradients(outputs, values, [c[0] for c in cotangents], batched=False)
+        ]
+    try:
+        return _gradients(outputs, values, cotangents, batched=True)
+    except RuntimeError as error:
+        if "vmap" not in str(error):
+            raise
+    rows = [
+        _gradients(outputs, values, [c[s] for c in cotangents], batched=False) for s in range(count)
+    ]  # a function of the model cannot be vectorised
+    return [torch.stack(column) for column in zip(*rows, strict=True)]
+
+
+def _gradients(
+    outputs: list[Tensor], values: Sequence[Tensor], cotangents: list[Tensor], *, batched: bool
+) -> list[Tensor]:
+    found = torch.autograd.grad(
+        outputs, values, cotangents, retain_graph=True, allow_unused=True, is_grads_batched=batched
+    )
+    lead = cotangents[0].shape[:1] if batched else ()
+    return [
+        v.new_zeros(*lead, *v.shape) if g is None else g.detach() for v, g in zip(values, found, strict=True)
+    ]
+
+
+class SavedBytes(saved_tensors_hooks):
+    """Count the bytes that autograd keeps for the backward pass of what runs in the context.
+
+    Attributes:
+        total: bytes so far, each storage once.
+    """
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._seen: set[int] = set()
+        super().__init__(self._pack, lambda tensor: tensor)
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self._seen:
+            self._seen.add(storage.data_ptr())
+            self.total += storage.nbytes()
+        return tensor

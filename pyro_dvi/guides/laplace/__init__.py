@@ -1,0 +1,19 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Laplace's approximation: a mode, then a Gaussian around it, by several methods."""
+
+from pyro_dvi.guides.laplace.dense import Dense
+from pyro_dvi.guides.laplace.gaussian_outputs import GaussianOutputs
+from pyro_dvi.guides.laplace.guide import LaplaceGuide
+from pyro_dvi.guides.laplace.posterior import LaplacePosterior, Method
+from pyro_dvi.guides.laplace.precision import GGN, Hessian, PrecisionMatrix
+
+__all__ = [
+    "Dense",
+    "GGN",
+    "GaussianOutputs",
+    "Hessian",
+    "LaplaceGuide",
+    "LaplacePosterior",
+    "Method",
+    "PrecisionMatrix",
+]

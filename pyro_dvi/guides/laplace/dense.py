@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The precision as a matrix: exact, for small models."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from pyro_dvi.errors import ArgumentError, NotPositiveDefiniteError
+from pyro_dvi.guides.laplace.energy import LocalEnergy
+from pyro_dvi.guides.laplace.posterior import LaplacePosterior, Method, blocks_by_rows
+from pyro_dvi.guides.laplace.precision import GGN, PrecisionMatrix
+from pyro_dvi.guides.laplace.query import Query
+
+__all__ = ["Dense", "DensePosterior"]
+
+
+@dataclass(frozen=True)
+class Dense(Method):
+    r"""Build :math:`P \in \mathbb R^{D\times D}` column by column and factorise it.
+
+    Memory :math:`8 D^2` bytes and more in float64; the cost is 2D gradients of all data.
+
+    Status: exact.
+
+    Args:
+        curvature: ``GGN()`` or ``Hessian()``.
+        max_size: refuse a larger D, instead of running out of memory.
+
+    Raises:
+        ArgumentError: D is larger than ``max_size``.
+        NotPositiveDefiniteError: P has an eigenvalue that is not positive: the mode is no minimum.
+    """
+
+    curvature: PrecisionMatrix = field(default_factory=GGN)
+    max_size: int = 20_000
+
+    def fit(self, local: LocalEnergy, *, seed: int = 0, progress: bool = False) -> "DensePosterior":
+        """Return the posterior."""
+        size = len(local.point)
+        if size > self.max_size:
+            raise ArgumentError(
+                f"Dense() would build a matrix of {size} x {size} ({size**2 * 8 / 2**30:.1f} GiB): use "
+                "PosteriorSamples(64) or ConjugateGradient(), a subset of the sites, or a larger max_size"
+            )
+        precision = torch.cat([self.curvature.product(local, rows) for rows in _identity_rows(local.point)])
+        return DensePosterior(local.point, 0.5 * (precision + precision.mT))
+
+
+class DensePosterior(LaplacePosterior):
+    """A Gaussian by the Cholesky factor of its precision.
+
+    Attributes:
+        precision: P, [D, D].
+    """
+
+    def __init__(self, mode: Tensor, precision: Tensor) -> None:
+        self.mode, self.precision = mode, precision
+        factor, info = torch.linalg.cholesky_ex(precision)
+        if int(info) != 0:
+            values = torch.linalg.eigvalsh(precision)
+            raise NotPositiveDefiniteError(
+                f"the precision has {int((values <= 0).sum())} of {len(values)} eigenvalues that are not positive, the "
+                f"smallest {values[0].item():.3g}: the mode is no minimum. Run guide.polish(batches), or use "
+                "curvature=GGN()."
+            )
+        self.factor = factor
+
+    def covariance(self, query: Query) -> Tensor:
+        def quadratic(rows: Tensor) -> Tensor:
+            half = self._half(rows.reshape(-1, rows.shape[-1])).reshape(rows.shape)
+            return half @ half.mT
+
+        return blocks_by_rows(query, quadratic)
+
+    def joint_covariance(self, query: Query) -> Tensor:
+        half = self._half(torch.cat(list(query.rows())))
+        return half @ half.mT
+
+    def draw(self, count: int, generator: torch.Generator) -> Tensor:
+        noise = torch.randn(
+            len(self.mode), count, generator=generator, dtype=self.mode.dtype, device=self.mode.device
+        )
+        return self.mode + torch.linalg.solve_triangular(self.factor.mT, noise, upper=True).mT
+
+    def marginal_variance(self) -> Tensor:
+        return torch.cholesky_inverse(self.factor).diagonal()
+
+    def log_determinant(self) -> Tensor:
+        return 2 * self.factor.diagonal().log().sum()
+
+    def _half(self, rows: Tensor) -> Tensor:
+        """Rows h with h hᵀ = r P⁻¹ rᵀ."""
+        return torch.linalg.solve_triangular(self.factor, rows.mT, upper=False).mT
+
+
+def _identity_rows(point: Tensor, at_once: int = 256):
+    size = len(point)
+    for start in range(0, size, at_once):
+        count = min(at_once, size - start)
+        rows = point.new_zeros(count, size)
+        rows[torch.arange(count), torch.arange(start, start + count)] = 1
+        yield rows

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Go through the same data again and again, and notice when they are not the same."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_dvi.batches import arguments, check_loader
+from pyro_dvi.errors import DataError
+
+__all__ = ["Passes"]
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class Passes:
+    """Repeated passes over fixed batches.
+
+    A checksum of every pass, which does not depend on the order of the rows, is compared with that of the first:
+    solvers would average over data that are augmented at random or drawn with replacement, without any sign of it.
+
+    Args:
+        batches: a loader or a list of batches, each a tuple of the model's arguments or a mapping of them.
+        device: where to bring the tensors.
+    """
+
+    def __init__(self, batches: Iterable[Any], device: torch.device | None) -> None:
+        check_loader(batches, passes=2, role="batches")
+        self.batches = batches
+        self.device = device
+        self._first: tuple[int, float] | None = None
+
+    def __iter__(self) -> Iterator[Arguments]:
+        """Yield the arguments of every batch.
+
+        Raises:
+            DataError: the loader yields nothing, or other data than the first time.
+        """
+        count, total = 0, 0.0
+        for batch in self.batches:
+            found = arguments(batch, self.device)
+            for tensor in _tensors(found):
+                total += _checksum(tensor)
+            count += 1
+            yield found
+        if count == 0:
+            raise DataError("batches is empty: it has no batches")
+        if self._first is None:
+            self._first = count, total
+        elif abs(total - self._first[1]) > 1e-6 * max(1.0, abs(self._first[1])):
+            raise DataError(
+                "the batches changed between two passes over the data. Solves need the same data each time: no random "
+                "augmentation, sampling with replacement, or drop_last of a shuffled loader. list(loader) fixes one "
+                "pass."
+            )
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if torch.is_tensor(value):
+        yield value
+    elif isinstance(value, dict):
+        for part in value.values():
+            yield from _tensors(part)
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            yield from _tensors(part)
+
+
+def _checksum(tensor: Tensor) -> float:
+    """A nonlinear sum over rows, so that rows may change places but not mix."""
+    if tensor.numel() == 0 or tensor.is_complex():
+        return float(tensor.numel())
+    rows = tensor.detach().reshape(len(tensor), -1) if tensor.dim() else tensor.detach().reshape(1, 1)
+    directions = torch.arange(rows.shape[1], device=rows.device, dtype=torch.float32).mul_(0.618).cos_()
+    return float((rows.to(torch.float32) @ directions).cos().sum(dtype=torch.float64))

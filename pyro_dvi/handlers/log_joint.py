@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run a model at given unconstrained values of its latents, with every example counted once."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pyro.poutine as poutine
+import torch
+from pyro.distributions.util import sum_rightmost
+from pyro.poutine.messenger import Messenger
+from torch import Tensor
+
+from pyro_dvi.curvature import ObservedSite
+from pyro_dvi.errors import ModelError, UnsupportedError
+from pyro_dvi.handlers.all_rows import AllRows
+from pyro_dvi.handlers.latents import unconstraining_transform
+from pyro_dvi.handlers.mean_run import twice_differentiable
+from pyro_dvi.handlers.observed import checked_log_likelihood, observed_sites
+
+__all__ = ["AtUnconstrained", "JointRun", "run_joint"]
+
+
+@dataclass
+class JointRun:
+    r"""One run of the model on one batch.
+
+    Attributes:
+        sites: observed sites, scaled so that the sum over the batches of a pass is the likelihood of all data.
+        factors: ``pyro.factor`` terms likewise.
+        log_prior: :math:`\log p(u)` of all latents in unconstrained space, Jacobian included; counts once a pass.
+        rows: for every subsampled plate the rows of this batch and those of the data.
+        trace: the model's trace.
+    """
+
+    sites: list[ObservedSite]
+    factors: list[ObservedSite]
+    log_prior: Tensor
+    rows: dict[str, tuple[int, int]]
+    trace: Any
+
+    def log_likelihood(self) -> Tensor:
+        """Log-likelihood of the batch, a scalar."""
+        total = self.log_prior.new_zeros(())
+        for site in (*self.sites, *self.factors):
+            total = total + checked_log_likelihood(site)
+        return total
+
+
+def run_joint(model: Callable, args: tuple, kwargs: dict[str, Any], values: Mapping[str, Tensor]) -> JointRun:
+    """Run ``model`` with its latents at ``values``.
+
+    Args:
+        model: a Pyro model.
+        args: its positional arguments: one batch.
+        kwargs: its keyword arguments.
+        values: unconstrained value of every latent site.
+
+    Raises:
+        ModelError: nothing is observed, or a site is neither observed nor in ``values``.
+        UnsupportedError: a latent has a value for each row of a subsampled plate.
+    """
+    latents = AtUnconstrained(values)
+    recorder = poutine.trace()
+    with twice_differentiable(), recorder, AllRows(), latents:
+        model(*args, **kwargs)
+    trace = recorder.trace
+    rows: dict[str, tuple[int, int]] = {}
+    for name, node in trace.nodes.items():
+        if node["type"] != "sample" or type(node["fn"]).__name__ == "_Subsample":
+            continue
+        if not node["is_observed"] and name not in values:
+            raise ModelError(
+                f"site {name!r} is neither observed nor in the guide. If it is data, pass the observed values "
+                f"(y was None?); if it is a latent variable, the guide was set up with another model."
+            )
+        for frame in node["cond_indep_stack"]:
+            if frame.full_size is not None and frame.full_size != frame.size:
+                if not node["is_observed"]:
+                    raise UnsupportedError(
+                        f"latent site {name!r} has a value for each row of the subsampled plate {frame.name!r}: "
+                        "give all the data in one batch, without subsampling"
+                    )
+            if node["is_observed"] and frame.vectorized and frame.full_size is not None:
+                rows[frame.name] = (frame.size, frame.full_size)
+    sites, factors = observed_sites(trace)
+    for site in (*sites, *factors):
+        site.scale = site.scale * _each_row_once(trace.nodes[site.name])
+    return JointRun(sites, factors, latents.log_prior(trace), rows, trace)
+
+
+def _each_row_once(node: Any) -> float:
+    """Factor that takes the scale of subsampled plates back."""
+    factor = 1.0
+    for frame in node["cond_indep_stack"]:
+        if frame.full_size is not None:
+            factor *= frame.size / frame.full_size
+    return factor
+
+
+class AtUnconstrained(Messenger):
+    """Set latent sites by their unconstrained values; other sites are left alone."""
+
+    def __init__(self, values: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self.values = values
+        self._jacobians: list[Tensor] = []
+
+    def _pyro_sample(self, msg: Any) -> None:
+        if (
+            msg["is_observed"]
+            or msg["infer"].get("_do_not_trace")
+            or type(msg["fn"]).__name__ == "_Subsample"
+        ):
+            return
+        if msg["name"] not in self.values:
+            return
+        u = self.values[msg["name"]]
+        transform = unconstraining_transform(msg["fn"].support)
+        value = u
+        if transform is not None:
+            value = transform(u)
+            log_det = transform.log_abs_det_jacobian(u, value)
+            self._jacobians.append(
+                sum_rightmost(log_det, log_det.dim() - value.dim() + msg["fn"].event_dim).sum()
+            )
+        msg["value"] = value
+        msg["done"] = True
+
+    def log_prior(self, trace: Any) -> Tensor:
+        """Log-density of the values in unconstrained space."""
+        terms = list(self._jacobians)
+        for name, node in trace.nodes.items():
+            if node["type"] == "sample" and not node["is_observed"] and name in self.values:
+                log_prob = node["fn"].log_prob(node["value"])
+                if node["mask"] is not None:
+                    log_prob = log_prob * torch.as_tensor(node["mask"], device=log_prob.device)
+                terms.append((log_prob * node["scale"]).sum())
+        return torch.stack(terms).sum()
