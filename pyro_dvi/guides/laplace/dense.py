@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The precision as a matrix: exact, for small models."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -94,7 +95,7 @@ class DensePosterior(LaplacePosterior):
         return torch.linalg.solve_triangular(self.factor, rows.mT, upper=False).mT
 
 
-def _identity_rows(point: Tensor, at_once: int = 256):
+def _identity_rows(point: Tensor, at_once: int = 256) -> Iterator[Tensor]:
     size = len(point)
     for start in range(0, size, at_once):
         count = min(at_once, size - start)
