@@ -17,7 +17,7 @@ from pyro.poutine.runtime import am_i_wrapped, get_plates
 from torch import Tensor, nn
 
 from pyro_dvi.bayesian.placement import placed_like
-from pyro_dvi.errors import ModelError
+from pyro_dvi.errors import ModelError, UnsupportedError
 
 __all__ = [
     "DistributionPrior",
@@ -60,6 +60,7 @@ class SitePrior(ABC):
             ModelError: inside a Pyro run but outside a call of the module, where Pyro would redraw the weight
                 at each access and record no site; or inside a plate, where a torch layer would get one weight
                 per row.
+            UnsupportedError: in the backward pass of a checkpointed layer, where Pyro would redraw it as well.
         """
         self._check_surroundings(module)
         initial = self.shown_value(module)
@@ -74,6 +75,13 @@ class SitePrior(ABC):
         return value
 
     def _check_surroundings(self, module: PyroModule) -> None:
+        if torch._C._current_graph_task_id() != -1:
+            raise UnsupportedError(
+                f"The Bayesian parameter {self.attribute!r} of a {type(module).__name__} is read in a backward pass, "
+                "as torch.utils.checkpoint does to compute a layer again; Pyro would draw another value. Leave "
+                "Bayesian layers out of checkpoints and take smaller minibatches, or give the checkpointed function "
+                "its weights as arguments: checkpoint(function, x, layer.weight, use_reentrant=False)."
+            )
         if not am_i_wrapped():
             return
         context = module._pyro_context

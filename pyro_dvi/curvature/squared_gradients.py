@@ -81,22 +81,30 @@ class SquaredGradients(WeightUses):
         """Return the tensors in ``served`` with a use whose rows are no examples.
 
         Shapes can deceive: the first dimension may be one of positions or of features that has as many entries as
-        there are examples. The first half of the examples must then reach rows of the second half. Costs a backward
-        pass. Says nothing where batch normalisation in training mode mixes all rows anyway.
+        there are examples; or an example may see its neighbours. The first half of the examples then reaches rows of
+        the second half, or those in even places reach odd rows. Costs two backward passes. Batch normalisation in
+        training mode mixes all rows: run the model under ``ConstantStatistics`` for this question.
 
         Args:
             served: a part of what :meth:`served` returned.
             outputs: one entry per example.
         """
         edges = [use.output for uses in served.values() for use in uses]
-        if self.couples_rows or not edges or not outputs.requires_grad or len(outputs) < 2:
+        if not edges or not outputs.requires_grad or len(outputs) < 2:
             return set()
-        half = len(outputs) // 2
-        seeds = (torch.arange(len(outputs), device=outputs.device) < half).to(outputs)
-        deltas = iter(torch.autograd.grad(outputs, edges, seeds, retain_graph=True, allow_unused=True))
-        owners = [(k, next(deltas)) for k, uses in served.items() for _ in uses]
-        reached = [(k, delta[half:].count_nonzero() > 0) for k, delta in owners if delta is not None]
-        return {k for k, foreign in reached if bool(foreign)}
+        owners = [k for k, uses in served.items() for _ in uses]
+        rows = torch.arange(len(outputs), device=outputs.device)
+        found = set()
+        for part in (rows < len(outputs) // 2, rows % 2 == 0):
+            seeds = part.to(outputs)
+            deltas = torch.autograd.grad(outputs, edges, seeds, retain_graph=True, allow_unused=True)
+            reached = [
+                (k, delta[~part].count_nonzero())
+                for k, delta in zip(owners, deltas, strict=True)
+                if delta is not None
+            ]
+            found |= {k for k, foreign in reached if foreign > 0}
+        return found
 
 
 class _Gathered:

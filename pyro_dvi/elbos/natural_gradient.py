@@ -13,8 +13,10 @@ from torch import Tensor
 from pyro_dvi.curvature import ObservedSite
 from pyro_dvi.curvature.base import sum_of
 from pyro_dvi.curvature.squared_gradients import SquaredGradients, graph_of
+from pyro_dvi.curvature.uncoupled import ConstantStatistics
 from pyro_dvi.divergences import kl_to_prior, normal_prior
 from pyro_dvi.elbos.base import DeterministicELBO
+from pyro_dvi.elbos.rows import Run
 from pyro_dvi.elbos.squares import SquareMeasurement
 from pyro_dvi.errors import ArgumentError, GuideError, ModelError
 from pyro_dvi.handlers.draws import TrackedDraws
@@ -22,6 +24,7 @@ from pyro_dvi.handlers.explained import explained_errors
 from pyro_dvi.handlers.latents import Latent, match_latents
 from pyro_dvi.handlers.observed import check_num_data, checked_log_likelihood, observed_sites
 from pyro_dvi.natural_state import NaturalState, Statistics, attach, natural_state_of
+from pyro_dvi.undisturbed import undisturbed
 
 __all__ = ["NaturalGradientELBO"]
 
@@ -54,6 +57,7 @@ class NaturalGradientELBO(DeterministicELBO):
     Raises:
         GuideError: the guide is no ``NaturalGradientGuide``, or the last measurements were never used.
         ModelError: a prior is not Normal, or depends on another latent; or nothing is observed.
+        UnsupportedError: reentrant checkpointing.
         ArgumentError: a temperature of zero.
         NonFiniteError: the loss is NaN or infinite; no update is made.
 
@@ -101,7 +105,7 @@ class NaturalGradientELBO(DeterministicELBO):
         draws = TrackedDraws(self._wanted)
         with explained_errors(model, [], args, kwargs), draws:
             guide_trace = poutine.trace(guide).get_trace(*args, **kwargs)
-        recorder = SquaredGradients([_used_value(name, draws, guide_trace) for name in draws.gaussians])
+        recorder = _recorder(draws, guide_trace)
         with explained_errors(model, draws.leaves.values(), args, kwargs), recorder:
             model_trace = poutine.trace(poutine.replay(model, trace=guide_trace)).get_trace(*args, **kwargs)
         latents = match_latents(model_trace, guide_trace, draws.gaussians, guide)
@@ -118,7 +122,10 @@ class NaturalGradientELBO(DeterministicELBO):
             for state in states:
                 state.num_data, state.temperature = num_data, kl_weight
             # First what runs backward passes of its own, which would set off the hooks of the others.
-            self._watch_squares(draws, states, terms, recorder, _local_latents(model_trace, latents))
+            again = partial(_uncoupled_run, model, guide_trace, draws, args, kwargs)
+            self._watch_squares(
+                draws, states, Run(recorder, terms, again), _local_latents(model_trace, latents)
+            )
             self._watch_products(draws, states)
         return {"loss": kl_weight * kl - log_likelihood, "log_likelihood": log_likelihood, "kl": kl}
 
@@ -161,17 +168,15 @@ class NaturalGradientELBO(DeterministicELBO):
         self,
         draws: TrackedDraws,
         states: list[NaturalState],
-        sites: list[ObservedSite],
-        recorder: SquaredGradients,
+        run: Run,
         local: set[str],
     ) -> None:
         self._squares.measure(
-            recorder,
+            run,
             [name.removesuffix("_unconstrained") for name in draws.gaussians],
             [gaussian.value for gaussian in draws.gaussians.values()],
             wanted={k for k, state in enumerate(states) if state.wanted.squares},
             local={k for k, name in enumerate(draws.gaussians) if name in local},
-            sites=sites,
             num_particles=self.num_particles,
             add=lambda k, squares: states[k].add_squares(squares),
             loss_factor=lambda: states[0].loss_factor,
@@ -227,6 +232,19 @@ def _with_idle_draws(log_likelihood: Tensor, draws: TrackedDraws) -> Tensor:
     graph = graph_of([log_likelihood])
     idle = [g.value.sum() * 0 for g in draws.gaussians.values() if g.value.grad_fn not in graph]
     return log_likelihood + sum_of(idle) if idle else log_likelihood
+
+
+def _recorder(draws: TrackedDraws, guide_trace: Any) -> SquaredGradients:
+    return SquaredGradients([_used_value(name, draws, guide_trace) for name in draws.gaussians])
+
+
+def _uncoupled_run(model: Callable, guide_trace: Any, draws: TrackedDraws, args: tuple, kwargs: dict) -> Run:
+    """Run the model again with the same draws, to see which rows its layers keep apart."""
+    recorder = _recorder(draws, guide_trace)
+    with undisturbed(), ConstantStatistics(), recorder:
+        trace = poutine.trace(poutine.replay(model, trace=guide_trace)).get_trace(*args, **kwargs)
+    sites, factors = observed_sites(trace)
+    return Run(recorder, [*sites, *factors], partial(_uncoupled_run, model, guide_trace, draws, args, kwargs))
 
 
 def _used_value(name: str, draws: TrackedDraws, guide_trace: Any) -> Tensor | None:

@@ -4,20 +4,19 @@ r"""Measure :math:`\sum_s \mathrm{scale}_s \sum_i g_{si}^2` for the latents of a
 import math
 import warnings
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pyro_dvi.curvature import ObservedSite
-from pyro_dvi.curvature.per_example import Use
-from pyro_dvi.curvature.per_example.uses import with_examples_first
 from pyro_dvi.curvature.squared_gradients import SquaredGradients, graph_of, passes_of, squares_without_rules
-from pyro_dvi.errors import DviWarning
+from pyro_dvi.elbos.rows import RowCheck, Run, Served, View
+from pyro_dvi.errors import DviWarning, UnsupportedError
 
 __all__ = ["SquareMeasurement"]
 
 _MANY_PASSES = 32
-Served = dict[int, list[Use]]
 Add = Callable[[int, Tensor], None]
 
 
@@ -30,17 +29,16 @@ class SquareMeasurement:
     """
 
     def __init__(self) -> None:
-        self._mixed: dict[tuple, set[int]] = {}
+        self._rows = RowCheck()
         self._warned: set[str] = set()
 
     def measure(
         self,
-        recorder: SquaredGradients,
+        run: Run,
         names: Sequence[str],
         values: Sequence[Tensor],
         wanted: set[int],
         local: set[int],
-        sites: Sequence[ObservedSite],
         num_particles: int,
         add: Add,
         loss_factor: Callable[[], Tensor | float] = lambda: 1.0,
@@ -48,30 +46,34 @@ class SquareMeasurement:
         """Add the squares of one draw, now or in the next backward pass of the loss.
 
         Args:
-            recorder: watched the model's run.
+            run: of the model, with the draws.
             names: latent sites, for warnings.
             values: the draws.
             wanted: indices of the latents to measure.
             local: indices of those whose elements belong to one example each.
-            sites: the observed sites and factors.
             num_particles: K; squares are averaged over the draws, and gradients of the loss carry 1/K.
             add: called with an index and squares.
             loss_factor: what the loss was multiplied with, known in its backward pass.
+
+        Raises:
+            UnsupportedError: the model uses reentrant checkpointing.
         """
-        graph = graph_of([site.log_prob(site.value) for site in sites])
+        recorder, sites = run.recorder, run.sites
+        graph = graph_of([run.log_prob(place) for place in range(len(sites))])
+        _refuse_checkpoints(graph)
         for k in [k for k in wanted if values[k].grad_fn not in graph]:  # no observation depends on it
             add(k, torch.zeros_like(values[k]))
             wanted = wanted - {k}
         if len(sites) > 1 or not _is_plain(sites[0]):
-            for site in sites:
-                self._site_by_itself(recorder, names, values, wanted, site, num_particles, add)
+            for place in range(len(sites)):
+                self._site_by_itself(run, names, values, wanted, place, num_particles, add)
             return
         # The gradients that come by carry scale/K. Squares shall carry the scale once, and be a mean over K draws.
         (site,), weight = sites, num_particles / float(sites[0].scale)
         alone = wanted & local
         log_prob = site.log_prob(site.value)
         uses = {k: calls for k, calls in recorder.uses().items() if k in wanted - alone}
-        served = self._served(recorder, uses, log_prob)
+        served = self._rows.served(run, uses, View(0, 0), log_prob)
         rest = wanted - alone - served.keys()
         self._without_rules(recorder, names, values, rest, site, log_prob, num_particles, add)
 
@@ -84,27 +86,24 @@ class SquareMeasurement:
 
     def _site_by_itself(
         self,
-        recorder: SquaredGradients,
+        run: Run,
         names: Sequence[str],
         values: Sequence[Tensor],
         wanted: set[int],
-        site: ObservedSite,
+        place: int,
         num_particles: int,
         add: Add,
     ) -> None:
-        log_prob = site.log_prob(site.value)
+        recorder, site, log_prob = run.recorder, run.sites[place], run.log_prob(place)
         axis = 0
         served: Served = {}
         # What this site does not depend on may have rows of its own.
         graph = graph_of([log_prob])
         wanted = {k for k in wanted if values[k].grad_fn in graph}
-        uses = {
-            k: [use for use in calls if use.output.node in graph]
-            for k, calls in recorder.uses().items()
-            if k in wanted
-        }
-        for n, rows in enumerate(log_prob.shape):
-            candidate = self._served(recorder, uses, log_prob.movedim(n, 0).reshape(rows, -1).sum(1))
+        uses = run.uses(wanted, log_prob)
+        for n in range(log_prob.dim()):
+            view = View(place, n)
+            candidate = self._rows.served(run, uses, view, view.outputs(log_prob))
             if len(candidate) > len(served):
                 axis, served = n, candidate
         if served:
@@ -141,14 +140,6 @@ class SquareMeasurement:
         for k, total in zip(ordered, squares, strict=True):
             add(k, total / num_particles)
 
-    def _served(self, recorder: SquaredGradients, uses: Served, outputs: Tensor) -> Served:
-        """Keep the latents whose layers have the entries of ``outputs``, and nothing else, in their rows."""
-        served = with_examples_first(uses, len(outputs))
-        key = (len(outputs), _layout(served))
-        if key not in self._mixed:  # examined once for every layout of a minibatch
-            self._mixed[key] = recorder.mixed(served, outputs)
-        return {k: calls for k, calls in served.items() if k not in self._mixed[key]}
-
     def _warn(
         self,
         recorder: SquaredGradients,
@@ -171,14 +162,17 @@ class SquareMeasurement:
                 )
 
 
+def _refuse_checkpoints(graph: set[Any]) -> None:
+    if any(type(node).__name__ == "CheckpointFunctionBackward" for node in graph):
+        raise UnsupportedError(
+            "the model uses torch.utils.checkpoint.checkpoint(..., use_reentrant=True), which hides what its function "
+            "does with weights, and allows no backward pass but that of the loss: pass use_reentrant=False"
+        )
+
+
 def _is_plain(site: ObservedSite) -> bool:
     """Whether examples form one dimension and have one weight, so that the loss's gradients tell their squares."""
     return len(site.fn.batch_shape) == 1 and not torch.is_tensor(site.scale) and site.scale > 0
-
-
-def _layout(uses: Served) -> tuple:
-    """What a minibatch with the same graph has in common."""
-    return tuple((k, use.function, use.shape) for k, calls in uses.items() for use in calls)
 
 
 def _root(site: ObservedSite, log_prob: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from pyro_dvi.curvature.squared_gradients import (
     squares_rule,
     squares_without_rules,
 )
+from pyro_dvi.curvature.uncoupled import ConstantStatistics
 from tests.curvature.per_example_cases import CASES, Case, M, head, loop
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding=.same.:UserWarning")
@@ -167,6 +168,34 @@ def test_features_as_many_as_examples_are_found_out():
         outputs = head(F.linear(x, m + z))
     assert recorder.served(M).keys() == {0}
     assert recorder.mixed(recorder.served(M), outputs) == {0}
+
+
+@pytest.mark.parametrize("shift", [1, 2, 3, -1])
+def test_rows_that_see_their_neighbours_are_found_out(shift):
+    """An example that reads the row of another: to the left or right, near or far, at the ends or round the corner."""
+    x, w = torch.randn(M, 3).double(), torch.randn(3, 3).double().requires_grad_()
+    for neighbours in (torch.roll(torch.arange(M), shift), (torch.arange(M) + shift).clamp(0, M - 1)):
+        recorder = SquaredGradients([w])
+        with recorder:
+            h = F.linear(x, w)
+            outputs = head(h + h[neighbours])
+        assert recorder.mixed(recorder.served(M), outputs) == {0}
+
+
+def test_constant_statistics_tell_mixed_rows_from_batch_norm():
+    x, w, a = torch.randn(M, M, 3).double(), torch.randn(2, 3).double(), torch.rand(2).double()
+    w.requires_grad_(), a.requires_grad_()
+    plain, expected = [], [set(), {0}]
+    for transposed, mixed in zip((False, True), expected, strict=True):
+        recorder = SquaredGradients([w, a])
+        with ConstantStatistics(), recorder:
+            h = F.linear(x.transpose(0, 1), w).transpose(0, 1) if transposed else F.linear(x, w)
+            h = torch.batch_norm(h.mean(1), None, None, None, None, True, 0.1, 1e-5, False)
+            h = F.batch_norm(h + h**2, None, None, a, training=True)
+            outputs = h.tanh().sum(1)
+        plain.append(outputs)
+        assert recorder.mixed(recorder.served(M), outputs) == mixed
+    torch.testing.assert_close(*plain)
 
 
 # Graphs ---------------------------------------------------------------------------------------------------------

@@ -109,7 +109,7 @@ class WeightUses(TorchFunctionMode):
         if not weight.uses:
             return "is not used by any function that records gradients"
         names = ", ".join(dict.fromkeys(_name(use.function) for use in weight.uses))
-        return f"is used by {names}, where the first dimension is not that of the examples"
+        return f"is used by {names}, where rows are not those of single examples"
 
     def prepared(self, argument: Any) -> Any:
         """Return an argument as rules shall see it."""
