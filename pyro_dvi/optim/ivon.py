@@ -35,7 +35,9 @@ class IVONOptimizer(NaturalGradientOptimizer):
         damping: added to the denominator of the step.
         data_augmentation: :math:`\rho`, by how much augmentation multiplies the effective number of data.
         initial_curvature: :math:`h_0`; None takes the squared gradients of the first minibatch.
-        total_steps: length of a cosine decay of the learning rate; ``fit`` sets it; None without one: constant.
+        total_steps: length of a cosine decay of the learning rate. None: the length that ``fit`` announces, unless the
+            optimizer has a scheduler, which then says alone how the rate falls; constant without either. A number
+            and a scheduler multiply.
         deterministic_lr: learning rate of Adam for parameters that are no latents.
 
     Raises:

@@ -182,7 +182,7 @@ def fit(
         history=History() if history is None else history,
     )
     steps = number_of_batches(loader)
-    if steps is not None:
+    if steps is not None and run.learning_rate.scheduler is None:  # else that one says how the rate falls
         route.announce_length((run.history.epoch + epochs) * steps)
     with ExitStack() as stack:
         run.bar = stack.enter_context(progress_bar(progress, None if steps is None else epochs * steps))
