@@ -10,14 +10,19 @@ from pyro_dvi.linalg.log_determinant import (
     log_determinant,
     trace_of_function,
 )
+from pyro_dvi.linalg.newton import Minimum, SmoothFunction, minimise_newton
 from pyro_dvi.linalg.operator import Operator
+from pyro_dvi.linalg.smallest_eigenpair import Eigenpair, smallest_eigenpair
 from pyro_dvi.linalg.top_eigenpairs import Eigenpairs, top_eigenpairs
 
 __all__ = [
+    "Eigenpair",
     "Eigenpairs",
     "LogDeterminant",
+    "Minimum",
     "Operator",
     "Preconditioner",
+    "SmoothFunction",
     "Solution",
     "SpectralQuadrature",
     "TraceEstimate",
@@ -25,6 +30,8 @@ __all__ = [
     "conjugate_gradients",
     "lanczos",
     "log_determinant",
+    "minimise_newton",
+    "smallest_eigenpair",
     "top_eigenpairs",
     "trace_of_function",
 ]
