@@ -21,6 +21,7 @@ from pyro_dvi.batches import (
     number_of_batches,
 )
 from pyro_dvi.errors import ArgumentError, DataError, ModelError, NonFiniteError, PyroDviError
+from pyro_dvi.progress import progress_bar
 from pyro_dvi.training.batch_norm import BatchNormStatistics, recompute_batch_norm
 from pyro_dvi.training.checkpoint import Checkpoint, write
 from pyro_dvi.training.data_size import PlateCheck, known_data_size
@@ -30,7 +31,6 @@ from pyro_dvi.training.history import History
 from pyro_dvi.training.interrupts import interrupt_deferred
 from pyro_dvi.training.lr_schedule import EveryStep, Schedule
 from pyro_dvi.training.ownership import check_parameters, claim_parameters
-from pyro_dvi.training.progress import progress_bar
 from pyro_dvi.training.random_state import preserve_random_state
 from pyro_dvi.training.routes import ModuleRoute, Route, route_of
 from pyro_dvi.training.snapshot import Snapshot, copy_weights, restore_weights

@@ -9,10 +9,10 @@ from tqdm.notebook import tqdm as notebook_tqdm
 __all__ = ["progress_bar"]
 
 
-def progress_bar(show: bool, total: int | None) -> Any:
-    """Return a bar over training steps: in a notebook, or where the output is a terminal.
+def progress_bar(show: bool, total: int | None, *, unit: str = "step") -> Any:
+    """Return a bar: shown in a notebook, or where the output is a terminal.
 
     ``disable=None`` is tqdm's own test for a terminal; its notebook bar would take a notebook for none.
     """
     automatic = False if issubclass(tqdm, notebook_tqdm) else None
-    return tqdm(total=total, unit="step", disable=automatic if show else True, dynamic_ncols=True)
+    return tqdm(total=total, unit=unit, disable=automatic if show else True, dynamic_ncols=True)
