@@ -8,5 +8,6 @@ over examples add up with the scale :math:`N/\sum_j m_j`, and the KL divergence 
 
 from pyro_dvi.distributed.data_parallel import DataParallel
 from pyro_dvi.distributed.draws import Draws, OwnDraws, SharedDraws
+from pyro_dvi.distributed.joint_batches import JointBatches
 
-__all__ = ["DataParallel", "Draws", "OwnDraws", "SharedDraws"]
+__all__ = ["DataParallel", "Draws", "JointBatches", "OwnDraws", "SharedDraws"]

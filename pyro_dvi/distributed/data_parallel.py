@@ -3,7 +3,6 @@
 
 import itertools
 import math
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,16 +14,18 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from pyro_dvi.distributed.draws import AnnouncedFunction, Draws, SharedDraws, seeded
+from pyro_dvi.distributed.messages import exchange, several
 from pyro_dvi.distributed.parameters import (
     create_parameters,
     named_leaves,
     named_parameters,
+    refuse_synchronised,
     running_statistics,
     weighted_sums,
 )
 from pyro_dvi.distributed.shares import Fractions, weights_of
-from pyro_dvi.errors import NonFiniteError, PyroDviError, UnsupportedError
-from pyro_dvi.natural_state import natural_state_of
+from pyro_dvi.errors import DataError, NonFiniteError, PyroDviError, UnsupportedError
+from pyro_dvi.natural_state import NaturalState, natural_state_of
 
 __all__ = ["DataParallel"]
 
@@ -44,8 +45,16 @@ class DataParallel(ELBO):
     :class:`~pyro_dvi.MomentPropagationELBO`; :class:`~pyro_dvi.NaturalGradientELBO`;
     :class:`~pyro_dvi.TaylorELBO` with a ``GGN`` or ``EmpiricalFisher`` curvature. Curvatures by random labels
     (``Fisher``) agree in expectation, with less noise. ``MinibatchGradient`` squares the gradient of each part, not of
-    the joint minibatch. Batch normalisation takes statistics of each part, as in torch's data parallelism; running
-    statistics are averaged, so that all processes keep one model. ``torch.nn.SyncBatchNorm`` is not supported.
+    the joint minibatch.
+
+    *Batch normalisation* in training mode takes the statistics of each part, as in torch's data parallelism, so the
+    result is not that of one process with the joint minibatch. Running statistics are averaged after every evaluation,
+    weighted by the parts, so that all processes keep one model. ``torch.nn.SyncBatchNorm`` is refused: it meets the
+    other processes inside the model, where objectives evaluate at times of their own. Take parts that are large enough
+    for statistics of their own, group or layer normalisation, or fixed statistics (``eval()``).
+
+    *Uneven parts* are weighted by their size. All processes have to take as many steps: ``fit`` compares the lengths of
+    the loaders, and :class:`JointBatches` lets some have more batches than others.
 
     :meth:`loss` evaluates on the data of this process alone. Write checkpoints in one process only; they load with or
     without this class.
@@ -58,11 +67,13 @@ class DataParallel(ELBO):
     Attributes:
         elbo: the objective of one process.
         terms: detached parts of the last joint loss.
+        stands_by: whether this process has no share in the next step; set by :class:`JointBatches`.
 
     Raises:
         TypeError: the objective is none of this library.
         PyroDviError: in a step: another process failed, or the processes do not have the same parameters.
-        UnsupportedError: several processes but no process group; or sites that are split in different proportions.
+        UnsupportedError: several processes but no process group; sites that are split in different proportions; or
+            synchronised batch normalisation.
         DataError: a minibatch without the plate that says how large the data set is.
         NonFiniteError: the loss of some process is NaN or infinite; none makes an update.
 
@@ -85,6 +96,7 @@ class DataParallel(ELBO):
         self.elbo = elbo
         self.draws = SharedDraws() if draws is None else draws
         self.group = group
+        self.stands_by = False
         self._seed: int | None = None
         self._prepared: tuple[Any, Any] | None = None
 
@@ -118,7 +130,7 @@ class DataParallel(ELBO):
 
         Processes meet here, not in the backward pass: all have to call it, with gradients enabled.
         """
-        if not torch.is_grad_enabled() or not _several(self.group):
+        if not torch.is_grad_enabled() or not several(self.group):
             return self.elbo.differentiable_loss(model, guide, *args, **kwargs)  # type: ignore[no-any-return]
         self._prepare(model, guide, args, kwargs)
         fractions, local, failure, loss = Fractions(), _Message(), None, None
@@ -128,10 +140,13 @@ class DataParallel(ELBO):
             leaves = named_leaves(loss, model, guide)
             local.terms = {name: float(value) for name, value in self.elbo.terms.items()}
             local.fractions, local.leaves = fractions.found, sorted(leaves)
+            if self.stands_by:
+                local.fractions = dict.fromkeys(local.fractions, 0.0)
         except Exception as error:
             failure = error
             local.failure = f"{type(error).__name__}: {error}"
-        messages = self._exchange(local)
+        messages = exchange(local, self.group)
+        self.stands_by = False
         if failure is not None:
             raise failure
         assert loss is not None
@@ -146,6 +161,21 @@ class DataParallel(ELBO):
             raise NonFiniteError(_diagnosis(messages))
         names = sorted({name for message in messages for name in message.leaves})
         return self._joint(loss, terms["loss"], names, model, guide, weights[td.get_rank(self.group)])
+
+    def check_number_of_batches(self, count: int) -> None:
+        """Compare the number of batches in a pass over the data with that of the other processes.
+
+        Raises:
+            DataError: they differ, so that some would wait for the others for ever; in all processes.
+        """
+        if not several(self.group):
+            return
+        counts = exchange(count, self.group)
+        if len(set(counts)) > 1:
+            raise DataError(
+                f"the processes have different numbers of batches: {counts}. Pass JointBatches(loader, elbo), which "
+                "lets those that have none left stand by, or give all as many, as torch's DistributedSampler does."
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the objective, with the seed of the draws."""
@@ -185,13 +215,8 @@ class DataParallel(ELBO):
         with torch.no_grad():
             for statistic in statistics:
                 statistic.copy_(next(reduced))
-        result: Tensor = _Joint.apply(loss.new_tensor(value), gradients, *leaves)
+        result: Tensor = _Joint.apply(loss.new_tensor(value), gradients, states, *leaves)
         return result
-
-    def _exchange(self, message: "_Message") -> list["_Message"]:
-        messages: list[Any] = [None] * td.get_world_size(self.group)
-        td.all_gather_object(messages, message, group=self.group)
-        return messages
 
     def _seeds(self) -> Iterator[int]:
         """Seeds of the guide's runs in this step."""
@@ -208,6 +233,7 @@ class DataParallel(ELBO):
             return
         message, failure = _Message(), None
         try:
+            refuse_synchronised(model)
             create_parameters(model, guide, args, kwargs)
             tensors = named_parameters(model, guide)
             message.leaves = [
@@ -217,7 +243,7 @@ class DataParallel(ELBO):
         except Exception as error:
             failure = error
             message.failure = f"{type(error).__name__}: {error}"
-        messages = self._exchange(message)
+        messages = exchange(message, self.group)
         if failure is not None:
             raise failure
         _raise_failure(messages, td.get_rank(self.group))
@@ -258,25 +284,17 @@ class _Joint(Function):
     """A loss with gradients that are known already."""
 
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, gradients: list[Tensor], *leaves: Tensor) -> Tensor:
-        ctx.gradients = gradients
+    def forward(
+        ctx: Any, loss: Tensor, gradients: list[Tensor], states: list[NaturalState], *leaves: Tensor
+    ) -> Tensor:
+        ctx.gradients, ctx.states = gradients, states
         return loss
 
     @staticmethod
     def backward(ctx: Any, out: Tensor) -> tuple[Tensor | None, ...]:
-        return (None, None, *(out * gradient for gradient in ctx.gradients))
-
-
-def _several(group: Any) -> bool:
-    """Whether there are other processes to talk to."""
-    if td.is_available() and td.is_initialized():
-        return True
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise UnsupportedError(
-            f"this is one of {os.environ['WORLD_SIZE']} processes (WORLD_SIZE), but there is no process group: call "
-            "torch.distributed.init_process_group() at the start of the script"
-        )
-    return False
+        for state in ctx.states:
+            state.loss_factor = out.detach()
+        return (None, None, None, *(out * gradient for gradient in ctx.gradients))
 
 
 def _raise_failure(messages: list[_Message], rank: int) -> None:

@@ -11,10 +11,17 @@ import torch.distributed as td
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from pyro_dvi.errors import GuideError
+from pyro_dvi.errors import GuideError, UnsupportedError
 from pyro_dvi.undisturbed import undisturbed
 
-__all__ = ["create_parameters", "named_leaves", "named_parameters", "running_statistics", "weighted_sums"]
+__all__ = [
+    "create_parameters",
+    "named_leaves",
+    "named_parameters",
+    "refuse_synchronised",
+    "running_statistics",
+    "weighted_sums",
+]
 
 
 def create_parameters(model: Any, guide: Any, args: tuple, kwargs: dict) -> None:
@@ -26,6 +33,21 @@ def create_parameters(model: Any, guide: Any, args: tuple, kwargs: dict) -> None
         with undisturbed(), torch.no_grad(), poutine.block():
             trace = poutine.trace(guide).get_trace(*args, **kwargs)
             poutine.replay(model, trace=trace)(*args, **kwargs)
+
+
+def refuse_synchronised(model: Any) -> None:
+    """Refuse batch normalisation that meets other processes by itself.
+
+    Raises:
+        UnsupportedError: naming the layer and what to use instead.
+    """
+    for name, module in model.named_modules() if isinstance(model, nn.Module) else ():
+        if isinstance(module, nn.SyncBatchNorm):
+            raise UnsupportedError(
+                f"layer {name!r} is torch.nn.SyncBatchNorm, which talks to the other processes whenever the model "
+                "runs; objectives run it at times of their own. Use nn.BatchNorm1d/2d/3d, whose running statistics "
+                "DataParallel averages, or nn.GroupNorm or nn.LayerNorm, which need no statistics of the minibatch."
+            )
 
 
 def named_parameters(model: Any, guide: Any) -> dict[str, Tensor]:

@@ -128,7 +128,8 @@ def fit(
 
     Raises:
         NonFiniteError: a loss or parameter is NaN or infinite. Its ``history``, ``epoch`` and ``step`` say where.
-        DataError: the loader is empty, ends after one pass, or disagrees with the plate of the model.
+        DataError: the loader is empty, ends after one pass, disagrees with the plate of the model, or has more batches
+            than that of another process.
         ArgumentError: an option is out of range, or does not go with the way of training.
         GuideError: the optimizer lacks parameters, or Pyro's store holds another model's under the same names.
         DeviceError: parameters live on several devices.
@@ -182,6 +183,8 @@ def fit(
         history=History() if history is None else history,
     )
     steps = number_of_batches(loader)
+    if steps is not None and hasattr(route.elbo, "check_number_of_batches"):  # of several processes
+        route.elbo.check_number_of_batches(steps)
     if steps is not None and run.learning_rate.scheduler is None:  # else that one says how the rate falls
         route.announce_length((run.history.epoch + epochs) * steps)
     with ExitStack() as stack:

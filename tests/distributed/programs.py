@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the processes of the tests run: they import it by name, so it stands in a module of its own."""
 
+from datetime import timedelta
 from typing import Any
 
 import pyro
@@ -15,8 +16,8 @@ from torch.utils.data.distributed import DistributedSampler
 
 import pyro_dvi as dvi
 from pyro_dvi.curvature import GGN
-from pyro_dvi.distributed import DataParallel, OwnDraws
-from pyro_dvi.errors import DataError, NonFiniteError, PyroDviError
+from pyro_dvi.distributed import DataParallel, JointBatches, OwnDraws
+from pyro_dvi.errors import DataError, NonFiniteError, PyroDviError, UnsupportedError
 from pyro_dvi.guides import MeanFieldGuide, MultiplicativeNoiseGuide, NaturalGradientGuide
 from pyro_dvi.optim import IVON, OGN, VOGN, VOGNOptimizer
 
@@ -122,6 +123,90 @@ def train_module(rank: int, world: int) -> dict[str, Any]:
         return {"losses": losses, "parameters": {k: v.detach().clone() for k, v in module.named_parameters()}}
 
 
+def train_unevenly(rank: int, world: int, multiplied: float = 1.0) -> dict[str, Any]:
+    """Of two processes the second has two batches an epoch and the first four, with a loss that is multiplied."""
+    with pyro.settings.context(module_local_params=True):
+        torch.manual_seed(7 * rank)
+        model = Net()
+        guide = NaturalGradientGuide(model)
+        x, y = data()
+        guide.initialize(x, y)
+        elbo = DataParallel(dvi.NaturalGradientELBO())
+        module = elbo(model, guide)
+        optimizer = VOGNOptimizer(module.parameters(), lr=0.05)
+        first, second = torch.arange(24).split(6), torch.arange(24, N).split(8)
+        if world == 1:
+            joint = [torch.cat(pair) for pair in zip(first, second, strict=False)]
+            rows = [*joint, *first[2:]]
+        else:
+            rows = list((first, second)[rank])
+        losses = []
+        batches = JointBatches(rows, elbo)
+        assert len(batches) == 4
+        for _ in range(2):
+            for part in batches:
+                optimizer.zero_grad()
+                loss = module(x[part], y[part])
+                (loss if world == 1 else multiplied * loss).backward()
+                optimizer.step()
+                losses.append(loss.item())
+        return {"losses": losses, "parameters": {k: v.detach().clone() for k, v in module.named_parameters()}}
+
+
+def fit_unevenly(rank: int) -> dict[str, Any]:
+    """``fit`` where process 0 has more batches than process 1, with batch normalisation."""
+    pyro.clear_param_store()
+    model = Net(norm=True)
+    guide = NaturalGradientGuide(model)
+    elbo = DataParallel(dvi.NaturalGradientELBO())
+    svi = SVI(model, guide, VOGN({"lr": 0.05}), loss=elbo)
+    x, y = data()
+    rows = (torch.arange(24), torch.arange(24, N))[rank]
+    loader = DataLoader(TensorDataset(x[rows], y[rows]), batch_size=6)
+    dvi.fit(svi, JointBatches(list(loader), elbo), 2, progress=False)
+    try:
+        dvi.fit(svi, list(loader), 2, progress=False)
+        message = ""
+    except DataError as error:
+        message = str(error)
+    buffers = {name: value.clone() for name, value in model.named_buffers()}
+    return {"losses": [], "parameters": parameters(guide), "buffers": buffers, "message": message}
+
+
+def loaders_that_end(rank: int) -> dict[str, str]:
+    """Loaders that fail or are empty in one process, and a loop that is longer in one."""
+    found = {}
+    elbo = DataParallel(dvi.NaturalGradientELBO())
+
+    def failing() -> Any:
+        yield 1
+        if rank:
+            raise OSError("no such file")
+
+    for name, loader in (("failing loader", failing()), ("empty loader", [1, 2] if rank else [])):
+        try:
+            list(JointBatches(loader, elbo))
+        except (OSError, PyroDviError) as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    group = td.new_group(timeout=timedelta(seconds=1))
+    pyro.clear_param_store()
+    model = Net()
+    svi = SVI(
+        model,
+        NaturalGradientGuide(model),
+        VOGN({}),
+        loss=DataParallel(dvi.NaturalGradientELBO(), group=group),
+    )
+    x, y = data()
+    try:
+        for _ in range(1 if rank else 2):
+            svi.step(x[:8], y[:8])
+    except PyroDviError as error:
+        found["longer loop"] = f"{type(error).__name__}: {error}"
+    td.barrier()
+    return found
+
+
 def hand_written(rank: int, world: int) -> dict[str, Any]:
     """A model and a guide that are functions, with draws of a latent that sets the prior of another."""
     pyro.clear_param_store()
@@ -177,7 +262,7 @@ def failures(rank: int) -> dict[str, str]:
         pyro.clear_param_store()
         guide = MeanFieldGuide(model)
         torch.manual_seed(0)
-        if name != "setup":
+        if name not in ("setup", "synchronised"):
             guide.initialize(*data())
         svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), loss=DataParallel(elbo))
         before = parameters(guide)
@@ -200,6 +285,9 @@ def failures(rank: int) -> dict[str, str]:
     attempt("no plate", unsized, dvi.MomentPropagationELBO(), x[:8], y[:8], DataError)
     huge = 1e200 * y
     attempt("infinite", net(), dvi.MomentPropagationELBO(), x[:8], (y, huge)[rank][:8], NonFiniteError)
+    synchronised = net()
+    synchronised.net[2] = nn.SyncBatchNorm(4)
+    attempt("synchronised", synchronised, dvi.MomentPropagationELBO(), x[:8], y[:8], UnsupportedError)
     model = unsized if rank else net()
     attempt("models", model, dvi.MomentPropagationELBO(), x[:8], y[:8], PyroDviError)
     return found
@@ -209,10 +297,13 @@ def everything(rank: int, world: int, path: str) -> dict[str, Any]:
     results: dict[str, Any] = {case: train(case, rank, world) for case in CASES}
     results["module"] = train_module(rank, world)
     results["functions"] = hand_written(rank, world)
+    results["uneven"] = train_unevenly(rank, world)
+    results["uneven and multiplied"] = train_unevenly(rank, world, 64.0)
     results["own draws"] = train("VOGN", rank, world, draws=OwnDraws())
     if world > 1:
         results["fit"] = fit_and_save(rank, world, path)
-        results["failures"] = failures(rank)
+        results["uneven fit"] = fit_unevenly(rank)
+        results["failures"] = {**failures(rank), **loaders_that_end(rank)}
     return results
 
 

@@ -2,6 +2,7 @@
 """Two processes with uneven parts of each minibatch against one with the joint minibatch."""
 
 import os
+import re
 
 import pyro
 import pytest
@@ -10,13 +11,16 @@ import torch.multiprocessing as mp
 from pyro.infer import SVI, Trace_ELBO
 
 import pyro_dvi as dvi
-from pyro_dvi.distributed import DataParallel, OwnDraws, SharedDraws
-from pyro_dvi.errors import UnsupportedError
+from pyro_dvi.distributed import DataParallel, JointBatches, OwnDraws, SharedDraws
+from pyro_dvi.errors import ArgumentError, UnsupportedError
 from pyro_dvi.guides import NaturalGradientGuide
 from pyro_dvi.optim import VOGN
 from tests.distributed import programs
 
 pytestmark = pytest.mark.distributed
+
+
+UNEVEN = {"uneven": 8, "uneven and multiplied": 8}  # number of steps
 
 
 @pytest.fixture(scope="module")
@@ -34,10 +38,10 @@ def results(tmp_path_factory):
     return {**found, "path": path}
 
 
-@pytest.mark.parametrize("case", [*programs.CASES, "module", "functions"])
+@pytest.mark.parametrize("case", [*programs.CASES, "module", "functions", *UNEVEN])
 def test_two_processes_equal_one_with_the_joint_minibatch(results, case):
     reference = results[1, 0][case]
-    assert len(set(reference["losses"])) == programs.STEPS
+    assert len(set(reference["losses"])) == UNEVEN.get(case, programs.STEPS)
     for rank in (0, 1):
         ours = results[2, rank][case]
         torch.testing.assert_close(ours["losses"], reference["losses"], rtol=1e-10, atol=0)
@@ -47,7 +51,7 @@ def test_two_processes_equal_one_with_the_joint_minibatch(results, case):
             assert ours["step"] == programs.STEPS
 
 
-@pytest.mark.parametrize("case", ["VOGN", "own draws", "fit"])
+@pytest.mark.parametrize("case", ["VOGN", "own draws", "fit", "uneven", "uneven fit"])
 def test_processes_agree_to_the_last_bit(results, case):
     first, second = results[2, 0][case], results[2, 1][case]
     assert first["losses"] == second["losses"]
@@ -86,16 +90,34 @@ def test_a_checkpoint_of_several_processes_loads_in_one(results):
         ("setup", (r".*", r"PyroDviError: process 0 failed")),
         ("no plate", (r"DataError: .*pyro\.plate\('data', size=N.*OwnDraws",) * 2),
         ("infinite", (r"NonFiniteError: the loss of process 1 is not finite.*1 of 2 processes",) * 2),
+        ("synchronised", (r"UnsupportedError: layer 'net\.2' is torch.nn.SyncBatchNorm.*nn.GroupNorm",) * 2),
+        (
+            "failing loader",
+            (r"PyroDviError: the loader of process 1 failed: OSError", "OSError: no such file"),
+        ),
+        ("empty loader", (r"DataError: process 0 has no batch at all",) * 2),
         ("models", (r"processes 0 and 1 do not have the same parameters",) * 2),
     ],
 )
 def test_every_process_hears_of_an_error(results, name, messages):
-    import re
-
     for rank in (0, 1):
         assert re.search(messages[rank], results[2, rank]["failures"][name]), results[2, rank]["failures"][
             name
         ]
+
+
+def test_a_process_that_waits_in_vain_says_why(results):
+    assert "longer loop" not in results[2, 1]["failures"]
+    assert re.search(
+        r"process 0 waited for the others.*no batch left.*JointBatches",
+        results[2, 0]["failures"]["longer loop"],
+    )
+
+
+def test_fit_compares_the_numbers_of_batches(results):
+    for rank in (0, 1):
+        message = results[2, rank]["uneven fit"]["message"]
+        assert re.search(r"different numbers of batches: \[4, 3\].*JointBatches.*DistributedSampler", message)
 
 
 # In one process ------------------------------------------------------------------------------------------------
@@ -137,3 +159,16 @@ def test_options_of_the_wrong_type():
         DataParallel(DataParallel(dvi.TaylorELBO()))
     with pytest.raises(TypeError, match="SharedDraws"):
         DataParallel(dvi.TaylorELBO(), draws="own")
+    with pytest.raises(ArgumentError, match="NaturalGradientELBO"):
+        JointBatches([1, 2], dvi.NaturalGradientELBO())
+
+
+def test_joint_batches_of_one_process_are_its_own():
+    dataset = torch.utils.data.TensorDataset(*programs.data())
+    loader = torch.utils.data.DataLoader(dataset, batch_size=16)
+    joint = JointBatches(loader, DataParallel(dvi.NaturalGradientELBO()))
+    assert len(joint) == 3 and joint.dataset is dataset
+    assert [len(x) for x, _ in joint] == [16, 16, 8]
+    DataParallel(dvi.NaturalGradientELBO()).check_number_of_batches(3)
+    with pytest.raises(TypeError):
+        len(JointBatches(iter([1]), DataParallel(dvi.NaturalGradientELBO())))
