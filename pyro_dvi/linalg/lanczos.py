@@ -84,12 +84,12 @@ class LanczosProcess:
         for _ in range(2):
             w = w - (earlier.transpose(1, 2) @ (earlier @ w.unsqueeze(-1))).squeeze(-1)
         beta = w.norm(dim=-1)
-        self.diagonal[rows, k] = alpha.double().cpu()
+        self.diagonal[rows, k] = alpha.cpu().double()
         self.lengths[rows] = self.steps = k + 1
         scale = self.diagonal[rows].abs().amax(-1) + self.off_diagonal[rows].amax(-1)
-        remains = beta.double().cpu() > 32 * torch.finfo(w.dtype).eps * scale
+        remains = beta.cpu().double() > 32 * torch.finfo(w.dtype).eps * scale
         remains &= k + 1 < self.basis.shape[-1]
-        self.off_diagonal[rows, k] = torch.where(remains, beta.double().cpu(), 0.0)
+        self.off_diagonal[rows, k] = torch.where(remains, beta.cpu().double(), 0.0)
         self.active = rows[remains]
         if k + 1 < self.capacity:
             kept = remains.to(w.device)
@@ -128,8 +128,9 @@ def lanczos(operator: Operator, start: Tensor, steps: int) -> Tridiagonal:
     Source: Lanczos (1950); Golub & Van Loan (2013), Section 10.3, for the re-orthogonalisation.
 
     Example:
-        >>> reduced = lanczos(lambda v: v * torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, 0.0, 1.0]), steps=3)
-        >>> torch.linalg.eigvalsh(reduced.dense()).round(decimals=4).tolist()  # the start has no part in the second direction
+        >>> start = torch.tensor([1.0, 0.0, 1.0])  # no part in the second direction
+        >>> reduced = lanczos(lambda v: v * torch.tensor([1.0, 2.0, 3.0]), start, steps=3)
+        >>> torch.linalg.eigvalsh(reduced.dense()).round(decimals=4).tolist()
         [1.0, 3.0]
     """
     if start.dim() != 1:

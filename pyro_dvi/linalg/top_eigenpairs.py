@@ -91,12 +91,12 @@ def top_eigenpairs(
         products = apply(operator, q)
         applications += len(q)
         basis = torch.cat([basis, q])
-        projected = _bordered(projected, (basis @ products.T).double().cpu())
+        projected = _bordered(projected, (basis @ products.T).cpu().double())
         values, vectors = torch.linalg.eigh(projected)
         scale = float(values.abs().max())
         remainder = products - (products @ basis.T) @ basis
         following = _orthonormal(remainder, basis, scale)
-        coupling = (following @ products.T).double().cpu()  # R: what A Q has outside V
+        coupling = (following @ products.T).cpu().double()  # R: what A Q has outside V
         residuals = (coupling @ vectors[-len(q) :]).norm(dim=0)
         converged = len(values) >= k and float(residuals[-k:].max()) <= tolerance * scale
         if converged or len(basis) == dim or applications >= budget:

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Results live where the arguments live."""
+
+import pytest
+import torch
+
+from pyro_dvi.linalg import (
+    conjugate_gradients,
+    lanczos,
+    log_determinant,
+    minimise_newton,
+    smallest_eigenpair,
+    top_eigenpairs,
+)
+from tests.linalg.matrices import rows, with_eigenvalues
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def test_results_follow_device_and_dtype(device, dtype):
+    spectrum = torch.linspace(1, 30, 40, dtype=torch.float64)
+    exact, _ = with_eigenvalues(spectrum)
+    matrix = exact.to(device, dtype)
+    b = rows(2, 40).to(matrix)
+    close = {"rtol": 1e-3, "atol": 1e-3} if dtype == torch.float32 else {"rtol": 1e-8, "atol": 1e-8}
+
+    def operator(v):
+        assert v.device == matrix.device and v.dtype == dtype
+        return v @ matrix
+
+    solution = conjugate_gradients(operator, b, tolerance=1e-6 if dtype == torch.float32 else 1e-12)
+    torch.testing.assert_close(solution.x @ matrix, b, **close)
+    basis = lanczos(operator, b[0], 5).basis
+    torch.testing.assert_close(basis @ basis.T, torch.eye(5).to(matrix), **close)
+    top = top_eigenpairs(operator, 40, 3, tolerance=1e-5, like=matrix)
+    torch.testing.assert_close(top.values.cpu().double(), spectrum.flip(0)[:3], rtol=1e-5, atol=0)
+    assert top.vectors.device == matrix.device and top.vectors.dtype == dtype
+    lowest = smallest_eigenpair(operator, 40, like=matrix)
+    assert lowest.value == pytest.approx(1, rel=0.05) and lowest.vector.device == matrix.device
+    estimate = log_determinant(
+        operator, 40, probes=50, steps=40, generator=torch.Generator().manual_seed(0), like=matrix
+    )
+    assert (
+        abs(estimate.value - float(spectrum.log().sum())) < 4 * estimate.standard_error
+    )  # 1 in 16,000 seeds
+
+    class Quadratic:
+        def value_and_gradient(self, x):
+            return 0.5 * x @ matrix @ x - b[0] @ x, matrix @ x - b[0]
+
+        def product(self, x, vectors):
+            return operator(vectors)
+
+    found = minimise_newton(Quadratic(), torch.zeros_like(b[0]), tolerance=1e-8)
+    torch.testing.assert_close(found.x @ matrix, b[0], rtol=1e-3, atol=1e-3)
+    assert found.converged and found.x.device == matrix.device and found.x.dtype == dtype
