@@ -28,20 +28,25 @@ class JointRun:
     Attributes:
         sites: observed sites, scaled so that the sum over the batches of a pass is the likelihood of all data.
         factors: ``pyro.factor`` terms likewise.
-        log_prior: :math:`\log p(u)` of all latents in unconstrained space, Jacobian included; counts once a pass.
+        log_priors: log density of every latent in unconstrained space, Jacobian included; counts once a pass.
         rows: for every subsampled plate the rows of this batch and those of the data.
         trace: the model's trace.
     """
 
     sites: list[ObservedSite]
     factors: list[ObservedSite]
-    log_prior: Tensor
+    log_priors: dict[str, Tensor]
     rows: dict[str, tuple[int, int]]
     trace: Any
 
+    @property
+    def log_prior(self) -> Tensor:
+        r""":math:`\log p(u)` of all latents, a scalar."""
+        return torch.stack(list(self.log_priors.values())).sum()
+
     def log_likelihood(self) -> Tensor:
         """Log-likelihood of the batch, a scalar."""
-        total = self.log_prior.new_zeros(())
+        total = next(iter(self.log_priors.values())).new_zeros(())
         for site in (*self.sites, *self.factors):
             total = total + checked_log_likelihood(site)
         return total
@@ -57,7 +62,7 @@ def run_joint(model: Callable, args: tuple, kwargs: dict[str, Any], values: Mapp
         values: unconstrained value of every latent site.
 
     Raises:
-        ModelError: nothing is observed, or a site is neither observed nor in ``values``.
+        ModelError: nothing is observed, a site is neither observed nor in ``values``, or one of ``values`` is no site.
         UnsupportedError: a latent has a value for each row of a subsampled plate.
     """
     latents = AtUnconstrained(values)
@@ -83,10 +88,16 @@ def run_joint(model: Callable, args: tuple, kwargs: dict[str, Any], values: Mapp
                     )
             if node["is_observed"] and frame.vectorized and frame.full_size is not None:
                 rows[frame.name] = (frame.size, frame.full_size)
+    unvisited = [name for name in values if name not in trace.nodes]
+    if unvisited:
+        raise ModelError(
+            f"the model did not sample {unvisited[0]!r}, which the guide has: it was set up with another model, or the "
+            "model chooses its latent variables by its arguments"
+        )
     sites, factors = observed_sites(trace)
     for site in (*sites, *factors):
         site.scale = site.scale * _each_row_once(trace.nodes[site.name])
-    return JointRun(sites, factors, latents.log_prior(trace), rows, trace)
+    return JointRun(sites, factors, latents.log_priors(trace), rows, trace)
 
 
 def _each_row_once(node: Any) -> float:
@@ -104,7 +115,7 @@ class AtUnconstrained(Messenger):
     def __init__(self, values: Mapping[str, Tensor]) -> None:
         super().__init__()
         self.values = values
-        self._jacobians: list[Tensor] = []
+        self._jacobians: dict[str, Tensor] = {}
 
     def _pyro_sample(self, msg: Any) -> None:
         if (
@@ -121,19 +132,20 @@ class AtUnconstrained(Messenger):
         if transform is not None:
             value = transform(u)
             log_det = transform.log_abs_det_jacobian(u, value)
-            self._jacobians.append(
-                sum_rightmost(log_det, log_det.dim() - value.dim() + msg["fn"].event_dim).sum()
-            )
+            self._jacobians[msg["name"]] = sum_rightmost(
+                log_det, log_det.dim() - value.dim() + msg["fn"].event_dim
+            ).sum()
         msg["value"] = value
         msg["done"] = True
 
-    def log_prior(self, trace: Any) -> Tensor:
-        """Log-density of the values in unconstrained space."""
-        terms = list(self._jacobians)
+    def log_priors(self, trace: Any) -> dict[str, Tensor]:
+        """Log density of the value of each latent in unconstrained space."""
+        terms: dict[str, Tensor] = {}
         for name, node in trace.nodes.items():
             if node["type"] == "sample" and not node["is_observed"] and name in self.values:
                 log_prob = node["fn"].log_prob(node["value"])
                 if node["mask"] is not None:
                     log_prob = log_prob * torch.as_tensor(node["mask"], device=log_prob.device)
-                terms.append((log_prob * node["scale"]).sum())
-        return torch.stack(terms).sum()
+                term = (log_prob * node["scale"]).sum()
+                terms[name] = term + self._jacobians[name] if name in self._jacobians else term
+        return terms

@@ -9,6 +9,8 @@ approximate, and the prior is part of it with its full weight.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from functools import cached_property
 from typing import Any
 
@@ -16,10 +18,14 @@ import torch
 from torch import Tensor
 
 from pyro_dvi.curvature.likelihood import ObservedSite, private_random_state
-from pyro_dvi.curvature.products import LinearMap, SavedBytes, hessian_product, information_outputs
+from pyro_dvi.curvature.example_gradients import ExampleGradients, by_examples
+from pyro_dvi.curvature.products import SavedBytes, information_pairs, vectors_together
+from pyro_dvi.curvature.squared_gradients import SquaredGradients
 from pyro_dvi.errors import DataError, ModelError, NonFiniteError
+from pyro_dvi.guides.laplace.batch_graph import BatchGraph, sites_only
 from pyro_dvi.guides.laplace.layout import Layout
 from pyro_dvi.guides.laplace.passes import Passes
+from pyro_dvi.guides.laplace.rows import Rows
 from pyro_dvi.handlers.explained import explained_errors
 from pyro_dvi.handlers.log_joint import JointRun, run_joint
 from pyro_dvi.undisturbed import evaluating
@@ -40,7 +46,8 @@ class Energy:
         subset: sites that vary, in this order; the others stay at ``locs``. None: all of them.
         kl_weight: :math:`\kappa`.
         memory: bytes of graphs to keep between products at one point; what does not fit is run again each time.
-        vectors_at_once: how many vectors one product pushes through the model together.
+        vectors_at_once: how many vectors one product pushes through the model together; None: as the size of its
+            activations suggests.
         num_labels: labels drawn for each observation of a distribution without a closed-form Fisher information.
         seed: of these labels.
 
@@ -58,7 +65,7 @@ class Energy:
         subset: Sequence[str] | None = None,
         kl_weight: float = 1.0,
         memory: int = 2**30,
-        vectors_at_once: int = 64,
+        vectors_at_once: int | None = None,
         num_labels: int = 8,
         seed: int = 0,
     ) -> None:
@@ -86,23 +93,44 @@ class Energy:
             self._local = LocalEnergy(self, point.detach().clone())
         return self._local
 
+    def with_model(self, model: Callable) -> "Energy":
+        """Return the same for a model with the same sites on the same data."""
+        other = copy(self)
+        other.model, other.evaluations, other._local = model, 0, None
+        return other
+
     def value(self, point: Tensor) -> Tensor:
         """Return U, a scalar, without graphs."""
-        total = torch.zeros((), dtype=torch.float64, device=point.device)
-        rows = _Rows()
+        log_likelihood, log_prior = self.log_joint(point)
+        return (-log_likelihood / self.kl_weight - log_prior).to(point.dtype)
+
+    def log_joint(self, point: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the log-likelihood of all data and the log prior, scalars in float64, without graphs."""
+        log_likelihood = torch.zeros((), dtype=torch.float64, device=point.device)
+        log_prior = torch.zeros_like(log_likelihood)
+        rows = Rows()
         with torch.no_grad():
             for index, (_, run) in enumerate(self.runs(point)):
                 rows.add(run)
-                total += self.part(run, with_prior=index == 0)
+                log_likelihood += run.log_likelihood()
+                if index == 0:
+                    log_prior += run.log_prior
         rows.check()
-        return total.to(point.dtype)
+        return log_likelihood, log_prior
 
-    def runs(self, point: Tensor) -> Iterator[tuple[list[Tensor], JointRun]]:
-        """Run the model on every batch; give the tensors of the sites with each run."""
+    def first_run(self, point: Tensor) -> tuple[list[Tensor], JointRun]:
+        """Run the model on the first batch, for what does not depend on data; the sites' tensors come with it."""
+        return next(iter(self.runs(point)))
+
+    def runs(
+        self, point: Tensor, recorder: Callable[[list[Tensor]], AbstractContextManager[Any]] | None = None
+    ) -> Iterator[tuple[list[Tensor], JointRun]]:
+        """Run the model on every batch, within ``recorder`` of the sites' tensors; give these with each run."""
         for args, kwargs in self.passes:
             values = [v.detach().requires_grad_(torch.is_grad_enabled()) for v in self.layout.split(point)]
             named = {**self.locs, **dict(zip(self.layout.names, values, strict=True))}
-            with explained_errors(self.model, values, args, kwargs), evaluating(self.model):
+            context = nullcontext() if recorder is None else recorder(values)
+            with explained_errors(self.model, values, args, kwargs), evaluating(self.model), context:
                 run = run_joint(self.model, args, kwargs, named)
             yield values, run
 
@@ -127,7 +155,8 @@ class LocalEnergy:
 
     def __init__(self, energy: Energy, point: Tensor) -> None:
         self.energy, self.point = energy, point
-        self._kept: list[_BatchGraph] | None = None
+        self._kept: list[BatchGraph] | None = None
+        self._prior_diagonal: tuple[Tensor | None] | None = None
 
     @cached_property
     def value_and_gradient(self) -> tuple[Tensor, Tensor]:
@@ -171,13 +200,59 @@ class LocalEnergy:
         """
         return self._sum(vectors, lambda graph, v: graph.ggn(v))
 
+    @cached_property
+    def prior_gradient(self) -> Tensor:
+        """Gradient of minus the log prior, [D]."""
+        graph = next(iter(self._graphs()))
+        return -self.energy.layout.flatten([g.detach() for g in graph.prior_gradients])
+
+    def prior_diagonal(self) -> Tensor | None:
+        """Diagonal [D] of the Hessian of minus the log prior; None unless that is diagonal and positive.
+
+        Independent Normal priors have one. Latents in the prior of others couple them.
+        """
+        if self._prior_diagonal is None:
+            generator = torch.Generator().manual_seed(0)
+            signs = torch.randint(2, self.point.shape, generator=generator).mul_(2).sub_(1).to(self.point)
+            diagonal, check = self.prior_hessian(torch.stack([torch.ones_like(signs), signs]))
+            rounding = 100 * torch.finfo(signs.dtype).eps * diagonal.abs()
+            proper = ((check - signs * diagonal).abs() <= rounding) & (diagonal > 0)
+            self._prior_diagonal = (diagonal if bool(proper.all()) else None,)
+        return self._prior_diagonal[0]
+
     def prior_hessian(self, vectors: Tensor) -> Tensor:
         """Product of vectors [S, D] with the Hessian of minus the log prior."""
         graph = next(iter(self._graphs()))
         split = self.energy.layout.split(vectors)
         return self.energy.layout.flatten(graph.prior_hessian(split))
 
-    def _sum(self, vectors: Tensor, product: Callable[["_BatchGraph", list[Tensor]], list[Tensor]]) -> Tensor:
+    def ggn_noise(self, count: int, generator: torch.Generator) -> Tensor:
+        r"""Draw :math:`J^\top \Lambda^{1/2} \xi` [S, D]: its covariance is the likelihood's Gauss-Newton matrix."""
+        total = self.point.new_zeros(count, len(self.point))
+        for graph in self._graphs():
+            total += self.energy.layout.flatten(graph.ggn_noise(count, generator))
+        self.energy.evaluations += count
+        return total
+
+    def examples(self) -> Iterator[tuple[ExampleGradients, Tensor]]:
+        """Give, batch by batch, the rows of J and the weights ``[B, K]`` of the Gauss-Newton matrix."""
+        with torch.enable_grad():
+            recorders: list[SquaredGradients] = []
+
+            def recorder(values: list[Tensor]) -> SquaredGradients:
+                recorders.append(SquaredGradients(values))
+                return recorders[-1]
+
+            rows = Rows()
+            for values, run in self.energy.runs(self.point, recorder):
+                rows.add(run)
+                for outputs, weights in by_examples(information_pairs(sites_only(run), self.energy.labels)):
+                    examples = ExampleGradients(recorders[-1], values, outputs)
+                    yield examples, weights * self.energy.kl_weight**-0.5
+                recorders.clear()
+            rows.check()
+
+    def _sum(self, vectors: Tensor, product: Callable[["BatchGraph", list[Tensor]], list[Tensor]]) -> Tensor:
         split = self.energy.layout.split(vectors)
         total = torch.zeros_like(vectors)
         for graph in self._graphs():
@@ -185,12 +260,12 @@ class LocalEnergy:
         self.energy.evaluations += 2 * len(vectors)
         return total
 
-    def _graphs(self) -> Iterator["_BatchGraph"]:
+    def _graphs(self) -> Iterator["BatchGraph"]:
         if self._kept is not None:
             yield from self._kept
             return
-        kept: list[_BatchGraph] | None = []
-        saved, rows = 0, _Rows()
+        kept: list[BatchGraph] | None = []
+        saved, rows = 0, Rows()
         with torch.enable_grad():
             runs = self.energy.runs(self.point)
             while True:
@@ -201,7 +276,8 @@ class LocalEnergy:
                     break
                 values, run = item
                 rows.add(run)
-                graph = _BatchGraph(self.energy, values, run, with_prior=rows.batches == 1)
+                together = self.energy.vectors_at_once or vectors_together(saved_by_run.total, self.point.device)
+                graph = BatchGraph(self.energy, values, run, together, with_prior=rows.batches == 1)
                 # Products differentiate twice: their graphs hold about three times what the run saved.
                 saved += 4 * saved_by_run.total
                 if kept is not None:
@@ -209,95 +285,3 @@ class LocalEnergy:
                 yield graph
         rows.check()
         self._kept = kept
-
-
-class _BatchGraph:
-    """The graph of one batch's run, and the products through it."""
-
-    def __init__(self, energy: Energy, values: list[Tensor], run: JointRun, *, with_prior: bool) -> None:
-        self._owner, self.values, self.run, self.with_prior = energy, values, run, with_prior
-
-    @cached_property
-    def energy(self) -> Tensor:
-        return self._owner.part(self.run, with_prior=self.with_prior)
-
-    def flat_gradient(self) -> Tensor:
-        found = torch.autograd.grad(self.energy, self.values, retain_graph=True, allow_unused=True)
-        filled = [torch.zeros_like(v) if g is None else g for v, g in zip(self.values, found, strict=True)]
-        return self._owner.layout.flatten(filled)
-
-    @cached_property
-    def _gradients(self) -> list[Tensor]:
-        return _differentiable(self.energy, self.values)
-
-    @cached_property
-    def _prior_gradients(self) -> list[Tensor]:
-        return _differentiable(self.run.log_prior, self.values)
-
-    @cached_property
-    def _information(self) -> tuple[LinearMap, Tensor]:
-        if self.run.factors:
-            raise ModelError(
-                f"pyro.factor site {self.run.factors[0].name!r} has no distribution, so its Gauss-Newton matrix is not "
-                "defined. Write it as an observed pyro.sample site, or use curvature=Hessian()."
-            )
-        outputs, weights = information_outputs(self.run.sites, self._owner.labels)
-        jacobian = LinearMap(outputs, self.values, vectors_at_once=self._owner.vectors_at_once)
-        return jacobian, weights.square() / self._owner.kl_weight
-
-    def hessian(self, vectors: list[Tensor]) -> list[Tensor]:
-        return hessian_product(self._gradients, self.values, vectors, self._owner.vectors_at_once)
-
-    def prior_hessian(self, vectors: list[Tensor]) -> list[Tensor]:
-        chunk = self._owner.vectors_at_once
-        return [-p for p in hessian_product(self._prior_gradients, self.values, vectors, chunk)]
-
-    def ggn(self, vectors: list[Tensor]) -> list[Tensor]:
-        jacobian, weights = self._information
-        if jacobian.outputs.requires_grad:
-            total = jacobian.transposed(jacobian.forward(vectors) * weights)
-        else:
-            total = [torch.zeros_like(v) for v in vectors]
-        if self.with_prior:
-            total = [a + b for a, b in zip(total, self.prior_hessian(vectors), strict=True)]
-        return total
-
-
-class _Rows:
-    """Count the rows of plates over a pass."""
-
-    def __init__(self) -> None:
-        self.batches = 0
-        self._seen: dict[str, int] = {}
-        self._full: dict[str, set[int]] = {}
-        self._subsampled: set[str] = set()
-
-    def add(self, run: JointRun) -> None:
-        self.batches += 1
-        for name, (size, full) in run.rows.items():
-            self._seen[name] = self._seen.get(name, 0) + size
-            self._full.setdefault(name, set()).add(full)
-            if size != full:
-                self._subsampled.add(name)
-
-    def check(self) -> None:
-        """Compare what was seen with the size of each subsampled plate.
-
-        Raises:
-            DataError: rows are missing, or there are too many.
-        """
-        for name in sorted(self._subsampled):
-            sizes = self._full[name]
-            if sizes != {self._seen[name]}:
-                raise DataError(
-                    f"the batches hold {self._seen[name]} rows of plate {name!r}, whose size is {max(sizes)}. The "
-                    "posterior needs all the data once: a loader with drop_last=False over the whole data set, and a "
-                    "plate of its size"
-                )
-
-
-def _differentiable(scalar: Tensor, values: Sequence[Tensor]) -> list[Tensor]:
-    if not scalar.requires_grad:
-        return [torch.zeros_like(v) for v in values]
-    found = torch.autograd.grad(scalar, values, create_graph=True, allow_unused=True)
-    return [torch.zeros_like(v) if g is None else g for v, g in zip(values, found, strict=True)]

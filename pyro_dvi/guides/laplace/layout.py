@@ -36,12 +36,12 @@ class Layout:
     def flatten(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return the vector ``[*lead, D]`` of tensors ``[*lead, *site]``, which come in order."""
         lead = tensors[0].shape[: tensors[0].dim() - len(next(iter(self.shapes.values())))]
-        return torch.cat([t.reshape(*lead, -1) for t in tensors], -1)
+        return torch.cat([t.reshape((*lead, -1)) for t in tensors], -1)
 
     def split(self, vector: Tensor) -> list[Tensor]:
         """Return the tensors ``[*lead, *site]`` in order of a vector ``[*lead, D]``."""
         parts = vector.split(self._sizes, -1)
-        return [p.reshape(*vector.shape[:-1], *s) for p, s in zip(parts, self.shapes.values(), strict=True)]
+        return [p.reshape((*vector.shape[:-1], *s)) for p, s in zip(parts, self.shapes.values(), strict=True)]
 
     def named(self, vector: Tensor) -> dict[str, Tensor]:
         """Return the tensors by site."""

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model with other scales of some of its distributions: a tighter prior, a larger noise."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pyro.distributions as dist
+from pyro.poutine.messenger import Messenger
+from torch import distributions as td
+from torch import nn
+
+from pyro_dvi.errors import UnsupportedError
+from pyro_dvi.handlers.wrapped import WRAPPERS, rewrapped
+
+__all__ = ["RescaledModel", "scale_names"]
+
+# Distributions of location and scale, with what multiplies their spread.
+_SCALES: dict[type, str] = {
+    td.Normal: "scale",
+    td.Laplace: "scale",
+    td.StudentT: "scale",
+    td.Cauchy: "scale",
+    td.MultivariateNormal: "scale_tril",
+}
+
+
+class RescaledModel:
+    """A model whose sites have their scales multiplied by constants.
+
+    Called like the model itself, and with its signature.
+
+    Args:
+        model: a Pyro model.
+        factors: what multiplies the scale of a site, by its name, latent or observed; sites that are left out, or that
+            a run does not meet, stay as they are.
+
+    Raises:
+        UnsupportedError: in a run: a site's distribution has no scale to multiply.
+
+    Example:
+        >>> import pyro, torch
+        >>> def model():
+        ...     return pyro.sample("w", dist.Normal(0.0, 2.0), obs=torch.tensor(0.0))
+        >>> trace = pyro.poutine.trace(RescaledModel(model, {"w": 0.5})).get_trace()
+        >>> trace.nodes["w"]["fn"].scale
+        tensor(1.)
+    """
+
+    def __init__(self, model: Callable, factors: Mapping[str, float]) -> None:
+        self.model, self.factors = model, dict(factors)
+        self.__wrapped__ = model.forward if isinstance(model, nn.Module) else model  # for its signature
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model."""
+        with _Rescaled(self.factors):
+            return self.model(*args, **kwargs)
+
+
+class _Rescaled(Messenger):
+    def __init__(self, factors: Mapping[str, float]) -> None:
+        super().__init__()
+        self.factors = factors
+
+    def _pyro_sample(self, msg: Any) -> None:
+        factor = self.factors.get(msg["name"])
+        if factor is not None:
+            msg["fn"] = _rescaled(msg["name"], msg["fn"], factor)
+
+
+def scale_names(fn: Any) -> tuple[type, str] | None:
+    """Return the family of a distribution and the name of its scale, or None where it has none to multiply."""
+    while isinstance(fn, WRAPPERS):
+        if isinstance(fn, td.TransformedDistribution):
+            return None  # what a factor inside does to the value is another matter for every transform
+        fn = fn.base_dist
+    for family, name in _SCALES.items():
+        if isinstance(fn, family):
+            return family, name
+    return None
+
+
+def _rescaled(site: str, fn: Any, factor: float) -> Any:
+    found = scale_names(fn)
+    if found is None:
+        raise UnsupportedError(
+            f"site {site!r} has a {type(fn).__name__}, whose scale cannot be multiplied: Normal, MultivariateNormal, "
+            "StudentT, Laplace and Cauchy can. Make the scale an argument of the model, and compare models."
+        )
+    _, name = found
+
+    def replaced(base: Any) -> Any:
+        given = {"loc": base.loc, name: getattr(base, name) * factor}
+        if isinstance(base, td.StudentT):
+            given["df"] = base.df
+        family = (
+            type(base) if type(base).__module__.startswith("pyro") else getattr(dist, type(base).__name__)
+        )
+        return family(**given, validate_args=False)
+
+    return rewrapped(fn, replaced)
