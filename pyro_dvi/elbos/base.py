@@ -10,7 +10,14 @@ import torch
 from pyro.infer.elbo import ELBO
 from torch import Tensor
 
-from pyro_dvi.errors import ArgumentError, CheckpointError, NonFiniteError, PyroDviError, UnsupportedError
+from pyro_dvi.errors import (
+    ArgumentError,
+    CheckpointError,
+    GuideError,
+    NonFiniteError,
+    PyroDviError,
+    UnsupportedError,
+)
 
 __all__ = ["DeterministicELBO"]
 
@@ -51,6 +58,8 @@ class DeterministicELBO(ELBO):
         self.step = 0
         self.terms: dict[str, Tensor] = {}
 
+    _moves_precisions = False  # of a NaturalGradientGuide
+
     @abstractmethod
     def _evaluate(
         self, model: Callable, guide: Callable, args: tuple, kwargs: dict, kl_weight: float, training: bool
@@ -70,6 +79,11 @@ class DeterministicELBO(ELBO):
     def differentiable_loss(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> Tensor:
         """Return the loss as a tensor to call ``backward`` on; counts a training step if gradients are recorded."""
         training = torch.is_grad_enabled()
+        if training and hasattr(guide, "precision_parameter") and not self._moves_precisions:
+            raise GuideError(
+                f"{type(self).__name__} cannot train a {type(guide).__name__}, whose precisions get no gradients: train it "
+                "with NaturalGradientELBO and pyro_dvi.optim.VOGN, OGN or IVON, or use MeanFieldGuide"
+            )
         loss = self._total(model, guide, args, kwargs, training)
         if not training:
             return loss.detach()

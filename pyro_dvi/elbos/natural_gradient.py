@@ -18,7 +18,7 @@ from pyro_dvi.divergences import kl_to_prior, normal_prior
 from pyro_dvi.elbos.base import DeterministicELBO
 from pyro_dvi.elbos.rows import Run
 from pyro_dvi.elbos.squares import SquareMeasurement
-from pyro_dvi.errors import ArgumentError, GuideError, ModelError
+from pyro_dvi.errors import ArgumentError, GuideError, ModelError, NonFiniteError
 from pyro_dvi.handlers.draws import TrackedDraws
 from pyro_dvi.handlers.explained import explained_errors
 from pyro_dvi.handlers.latents import Latent, match_latents
@@ -84,6 +84,7 @@ class NaturalGradientELBO(DeterministicELBO):
     def _squares(self) -> SquareMeasurement:
         return SquareMeasurement()
 
+    _moves_precisions = True
     _latest: NaturalState | None = None  # of any site: all have the same optimizer
     _loaded = Statistics()  # what the optimizer of a run that is resumed asked for
 
@@ -128,6 +129,14 @@ class NaturalGradientELBO(DeterministicELBO):
             )
             self._watch_products(draws, states)
         return {"loss": kl_weight * kl - log_likelihood, "log_likelihood": log_likelihood, "kl": kl}
+
+    def loss_and_grads(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> float:
+        try:
+            return super().loss_and_grads(model, guide, *args, **kwargs)
+        except NonFiniteError:
+            for state in self._opened.values():
+                state.clear()
+            raise
 
     def _total(self, model: Callable, guide: Callable, args: tuple, kwargs: dict, training: bool) -> Tensor:
         self._opened: dict[int, NaturalState] = {}  # those whose measurements of earlier steps are gone
@@ -192,7 +201,8 @@ def _check(guide: Any, kl_weight: float, training: bool) -> None:
     if training and not kl_weight > 0:
         raise ArgumentError(
             "kl_weight is the temperature of the posterior here and must be positive: at 0 its variance vanishes. Try "
-            "0.1, or AutoDelta with Trace_ELBO for a point estimate."
+            "0.1, also where a schedule starts, as in LinearWarmup(steps, start=0.1); or AutoDelta with Trace_ELBO for "
+            "a point estimate."
         )
 
 

@@ -26,7 +26,8 @@ def explained_errors(
 
     Raises:
         DeviceError: data and parameters live on different devices.
-        DataError: the model fails on data that hold NaN.
+        DataError: the model fails on data that hold NaN, or are of another type than its weights; or a minibatch has
+            more rows than its plate.
         ModelError: a site does not fit its plate.
     """
     try:
@@ -51,6 +52,18 @@ def explained_errors(
                     f"{name} of the model holds NaN or infinite values, on which the model fails: drop those rows, or "
                     "replace the values"
                 ) from error
+        types = {v.dtype for _, v in tensors if v.is_floating_point()}
+        weights = {t.dtype for t in (*owned, *posterior) if t.is_floating_point()} or {torch.get_default_dtype()}
+        if "dtype" in str(error) and len(types | weights) > 1:
+            raise DataError(
+                f"the data are {sorted(map(str, types))} but the weights {sorted(map(str, weights))}: convert the "
+                "data, as by x.float(), or build model and guide in the data's type, as by model.double()"
+            ) from error
+        if "subsample_size does not match" in str(error):
+            raise DataError(
+                f"a minibatch has more rows than its plate is large: {str(error).splitlines()[0]}. The size of "
+                "pyro.plate(name, size, subsample_size=len(x)) is the number of examples in the whole data set."
+            ) from error
         if "Shape mismatch inside plate" in str(error):
             raise ModelError(
                 f"{str(error).splitlines()[0]}: dimensions of a site that do not belong to a plate need .to_event(n)"

@@ -96,6 +96,9 @@ class NaturalGradientOptimizer(Optimizer):
         if getattr(self, "found_inf", 0):  # set by GradScaler while its step lasts
             self._forget()
             return loss
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        if len(parameters) > 1:  # else one of those that Pyro makes for each parameter
+            refuse_unmeasured(parameters, type(self).__name__)
         loss_factor = self._loss_factor()
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -192,6 +195,20 @@ class NaturalGradientOptimizer(Optimizer):
             group: the options.
             factor: of the learning rate, by the schedule.
         """
+
+
+def refuse_unmeasured(parameters: Iterable[Tensor], name: str) -> None:
+    """Refuse to step parameters of which none is a mean that an objective has measured.
+
+    Raises:
+        GuideError: saying what goes with natural-gradient optimizers.
+    """
+    if all(natural_state_of(parameter) is None for parameter in parameters):
+        raise GuideError(
+            f"{name} found no means with measurements among its parameters: it goes with NaturalGradientGuide and "
+            "NaturalGradientELBO. For another guide or objective take an optimizer such as pyro.optim.ClippedAdam with "
+            "learning_rates(1e-3)."
+        )
 
 
 def scaled_prior(measured: NaturalState, group: dict[str, Any]) -> tuple[float, Tensor]:

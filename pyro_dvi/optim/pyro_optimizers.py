@@ -8,7 +8,7 @@ from pyro.optim import PyroOptim
 
 from pyro_dvi.errors import ArgumentError
 from pyro_dvi.optim.ivon import IVONOptimizer
-from pyro_dvi.optim.natural_gradient import NaturalGradientOptimizer
+from pyro_dvi.optim.natural_gradient import NaturalGradientOptimizer, refuse_unmeasured
 from pyro_dvi.optim.vogn import OGNOptimizer, VOGNOptimizer
 
 __all__ = ["IVON", "OGN", "VOGN", "NaturalGradientOptim"]
@@ -30,6 +30,16 @@ class NaturalGradientOptim(PyroOptim):
         self.total_steps = total_steps
         for optimizer in self.optim_objs.values():
             optimizer.set_total_steps(total_steps)
+
+    def __call__(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        """Step the parameters, as Pyro's SVI asks.
+
+        Raises:
+            GuideError: none of them is a mean that a ``NaturalGradientELBO`` has measured.
+        """
+        params = list(params)
+        refuse_unmeasured(params, self.pt_optim_constructor.__name__.removesuffix("Optimizer"))
+        super().__call__(params, *args, **kwargs)
 
     def _get_optim(self, param: Any) -> Any:
         optimizer = super()._get_optim(param)
