@@ -53,7 +53,9 @@ def explained_errors(
                     "replace the values"
                 ) from error
         types = {v.dtype for _, v in tensors if v.is_floating_point()}
-        weights = {t.dtype for t in (*owned, *posterior) if t.is_floating_point()} or {torch.get_default_dtype()}
+        weights = {t.dtype for t in (*owned, *posterior) if t.is_floating_point()} or {
+            torch.get_default_dtype()
+        }
         if "dtype" in str(error) and len(types | weights) > 1:
             raise DataError(
                 f"the data are {sorted(map(str, types))} but the weights {sorted(map(str, weights))}: convert the "

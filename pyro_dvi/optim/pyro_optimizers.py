@@ -38,7 +38,8 @@ class NaturalGradientOptim(PyroOptim):
             GuideError: none of them is a mean that a ``NaturalGradientELBO`` has measured.
         """
         params = list(params)
-        refuse_unmeasured(params, self.pt_optim_constructor.__name__.removesuffix("Optimizer"))
+        name = getattr(self.pt_optim_constructor, "__name__", "this optimizer")
+        refuse_unmeasured(params, name.removesuffix("Optimizer"))
         super().__call__(params, *args, **kwargs)
 
     def _get_optim(self, param: Any) -> Any:
