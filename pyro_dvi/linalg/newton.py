@@ -67,7 +67,7 @@ def minimise_newton(
     max_iterations: int = 200,
     krylov_steps: int = 200,
     preconditioner: Tensor | None = None,
-    callback: Callable[[int, float, float], None] | None = None,
+    callback: Callable[[int, float, float, float], None] | None = None,
 ) -> Minimum:
     r"""Find a local minimum with positive definite Hessian, matrix-free.
 
@@ -94,7 +94,8 @@ def minimise_newton(
         max_iterations: steps at most.
         krylov_steps: dimension of the Krylov space; ``krylov_steps * D`` numbers are held.
         preconditioner: positive diagonal of M, ``[D]``, close to P's in scale; the prior precision is a good one.
-        callback: called after each step with its number, the value and the norm of the gradient.
+        callback: called after each step with its number, the value and the norm of the gradient after it, and the Newton
+            decrement before it.
 
     Raises:
         ArgumentError: an option or a shape is wrong.
@@ -125,7 +126,7 @@ def minimise_newton(
     ):
         raise ArgumentError("the preconditioner is a positive diagonal with the shape of the start")
     search = _Search(problem, start.detach(), preconditioner, krylov_steps)
-    return search.run(tolerance, max_iterations, callback or (lambda iteration, value, norm: None))
+    return search.run(tolerance, max_iterations, callback or (lambda *state: None))
 
 
 class _Search:
@@ -174,7 +175,7 @@ class _Search:
     # --- the search --------------------------------------------------------------------------------------
 
     def run(
-        self, tolerance: float, max_iterations: int, callback: Callable[[int, float, float], None]
+        self, tolerance: float, max_iterations: int, callback: Callable[[int, float, float, float], None]
     ) -> Minimum:
         decrement, lowest, iteration = math.inf, None, 0
         reason = f"{max_iterations} steps did not suffice"
@@ -182,7 +183,7 @@ class _Search:
             iteration += 1
             size = float(self.gradient.norm())
             decrement, moved = (0.0, True) if size == 0 else self.newton_step(size, tolerance)
-            callback(iteration, self.value, self.gradient_norm())
+            callback(iteration, self.value, self.gradient_norm(), decrement)
             if decrement > tolerance and moved:
                 continue
             lowest = smallest_eigenpair(self.product, len(self.y), steps=self.krylov_steps, like=self.y)

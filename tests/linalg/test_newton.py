@@ -112,7 +112,7 @@ def test_convergence_is_superlinear():
         Differentiated(rosenbrock),
         double(-1.2, 1.0),
         tolerance=1e-25,
-        callback=lambda iteration, value, norm: sizes.append(norm),
+        callback=lambda iteration, value, norm, decrement: sizes.append(norm),
     )
     last = [s for s in sizes if s < 1e-2]
     assert any(after < before**1.4 for before, after in zip(last, last[1:], strict=False))
