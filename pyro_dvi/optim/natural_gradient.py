@@ -48,7 +48,7 @@ class NaturalGradientOptimizer(Optimizer):
         data_augmentation: float = 1.0,
         initial_curvature: float | None = None,
         total_steps: int | None = None,
-        deterministic_lr: float = 1e-3,
+        deterministic_lr: float = 1e-2,
     ) -> None:
         _positive(lr=lr, data_augmentation=data_augmentation, deterministic_lr=deterministic_lr)
         if not (0 <= betas[0] < 1 and 0 <= betas[1] < 1):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Variational online Gauss-Newton, and its deterministic version."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -8,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from pyro_dvi.errors import ArgumentError
 from pyro_dvi.natural_state import NaturalState, Statistics
 from pyro_dvi.optim.natural_gradient import NaturalGradientOptimizer, scaled_prior
 
@@ -27,6 +29,7 @@ class Step:
         damping: :math:`\gamma`.
         betas: decay rates of momentum and curvature.
         count: number of this step, from 1.
+        has_start: whether the user said where the curvature starts.
     """
 
     gradient: Tensor
@@ -37,6 +40,7 @@ class Step:
     damping: float
     betas: tuple[float, float]
     count: int
+    has_start: bool
 
 
 class Formulation(ABC):
@@ -61,18 +65,43 @@ class Consistent(Formulation):
 
     .. math::
         m \leftarrow \beta_1 m + (1-\beta_1) \hat g, \quad \hat m = \frac{m}{1-\beta_1^t}, \qquad
-        s \leftarrow \beta_2 s + (1-\beta_2)\hat h, \qquad \Lambda = \frac{N}{\tau}(s + \tilde\delta)
+        s \leftarrow s + r_t (\hat h - s), \quad r_t = \max\Bigl(1-\beta_2, \frac{\eta+1}{\eta+t}\Bigr), \qquad
+        \Lambda = \frac{N}{\tau}(s + \tilde\delta)
 
     The precision at rest is :math:`N\hat h/\tau + \delta`, the optimum for temperature :math:`\tau`. Damping
     shortens the step and leaves the posterior alone.
+
+    Squared gradients shrink by orders of magnitude while a network learns. At a constant rate the first minibatch,
+    whose gradients are the largest of all, would count for some :math:`1/(1-\beta_2)` steps: steps would be far too
+    short and the posterior far too narrow for as long. With :math:`r_t` the measurement of step i has a weight of about
+    :math:`i^\eta`, and the memory grows with training up to :math:`1/(1-\beta_2)` steps. Where ``initial_curvature`` is
+    given, it is meant to last, and the rate is :math:`1-\beta_2` from the start.
+
+    Args:
+        forgetting: :math:`\eta`; 0 weighs all steps alike until the memory is full.
+
+    Raises:
+        ArgumentError: a negative or infinite ``forgetting``.
+
+    Source: the averages of Shamir & Zhang (2013), "Stochastic gradient descent for non-smooth optimization", section 4,
+    here of the curvature.
     """
+
+    forgetting: float = 2.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.forgetting < math.inf:
+            raise ArgumentError(f"forgetting must be a finite number of at least 0, got {self.forgetting}")
 
     def direction(self, momentum: Tensor, step: Step) -> Tensor:
         beta = step.betas[0]
         return momentum.lerp_(step.gradient, 1 - beta) / (1 - beta**step.count)
 
     def update_curvature(self, curvature: Tensor, step: Step) -> None:
-        curvature.lerp_(step.squares, 1 - step.betas[1])
+        rate = 1 - step.betas[1]
+        if not step.has_start:
+            rate = max(rate, (self.forgetting + 1) / (self.forgetting + step.count))
+        curvature.lerp_(step.squares, rate)
 
     def precision(self, curvature: Tensor, step: Step) -> Tensor:
         return (curvature + step.prior).mul_(step.num_data / step.temperature)
@@ -165,6 +194,7 @@ class VOGNOptimizer(NaturalGradientOptimizer):
             damping=group["damping"],
             betas=group["betas"],
             count=memory["step"],
+            has_start=group["initial_curvature"] is not None,
         )
         direction = self.formulation.direction(memory["momentum"], step)
         is_start = (

@@ -64,7 +64,7 @@ class Reference:
         g = [self.gradients(x, y, self.loc + scale * noise) for noise in noises]
         return np.mean([k.mean(0) for k in g], 0), np.mean([(k**2).mean(0) for k in g], 0)
 
-    def vogn(self, x, y, noises, *, lr, betas, damping, rho, tau, printed=False) -> None:
+    def vogn(self, x, y, noises, *, lr, betas, damping, rho, tau, printed=False, forgetting=2.0) -> None:
         g, h = self.measure(x, y, noises)
         n = rho * N
         delta = tau * self.delta / n
@@ -76,12 +76,15 @@ class Reference:
         else:
             self.momentum = betas[0] * self.momentum + (1 - betas[0]) * total
             direction = self.momentum / (1 - betas[0] ** self.t)
-        if self.t == 1:
+        if not printed:
+            rate = 1 - betas[1]
+            if forgetting is not None:
+                rate = max(rate, (forgetting + 1) / (forgetting + self.t))  # 1 in the first step
+            self.s = (1 - rate) * self.s + rate * h
+        elif self.t == 1:
             self.s = h
-        elif printed:
-            self.s = (1 - tau * (1 - betas[1])) * self.s + (1 - betas[1]) * h
         else:
-            self.s = betas[1] * self.s + (1 - betas[1]) * h
+            self.s = (1 - tau * (1 - betas[1])) * self.s + (1 - betas[1]) * h
         self.loc = self.loc - lr * direction / (self.s + delta + damping)
         self.precision = n * (self.s + delta + damping) if printed else n / tau * (self.s + delta)
 
@@ -133,7 +136,7 @@ def run(optimizer, step, *, tau: float, particles: int = 1, steps: int = 50) -> 
         np.testing.assert_allclose(precision, reference.precision, rtol=1e-10, atol=1e-12)
 
 
-OPTIONS = {"lr": 0.05, "betas": (0.8, 0.95), "damping": 1e-2, "data_augmentation": 3.0}
+OPTIONS = {"lr": 0.05, "betas": (0.8, 0.9), "damping": 1e-2, "data_augmentation": 3.0}
 SETTINGS = {k: v for k, v in OPTIONS.items() if k != "data_augmentation"} | {"rho": 3.0}
 
 
@@ -147,6 +150,23 @@ def test_vogn_is_algorithm_1(tau, particles, formulation):
         reference.vogn(x, y, noises, tau=tau, printed=printed, **SETTINGS)
 
     run(VOGN({**OPTIONS, "formulation": formulation}), step, tau=tau, particles=particles)
+
+
+@pytest.mark.parametrize("forgetting", [0.0, 0.7])
+def test_how_fast_curvature_is_forgotten_early(forgetting):
+    def step(reference, x, y, noises, t):
+        reference.vogn(x, y, noises, tau=0.5, forgetting=forgetting, **SETTINGS)
+
+    run(VOGN({**OPTIONS, "formulation": Consistent(forgetting)}), step, tau=0.5, steps=15)
+
+
+def test_a_given_curvature_is_forgotten_at_the_final_rate_only():
+    def step(reference, x, y, noises, t):
+        if t == 0:
+            reference.s = np.full(3, 0.2)
+        reference.vogn(x, y, noises, tau=0.5, forgetting=None, **SETTINGS)
+
+    run(VOGN({**OPTIONS, "initial_curvature": 0.2}), step, tau=0.5, steps=10)
 
 
 def test_ogn_measures_at_the_mean():
@@ -173,7 +193,8 @@ def test_both_formulations_agree_at_temperature_one_but_for_the_length_of_the_st
         pyro.clear_param_store()
         torch.manual_seed(0)
         guide = NaturalGradientGuide(model)
-        options = {"lr": lr, "betas": (0.0, 0.9), "formulation": formulation}
+        # With a curvature to start from both forget at the same rate.
+        options = {"lr": lr, "betas": (0.0, 0.9), "initial_curvature": 0.2, "formulation": formulation}
         svi = SVI(model, guide, VOGN(options), loss=NaturalGradientELBO())
         for _ in range(30):
             svi.step(x, y)
@@ -295,6 +316,12 @@ def test_elbo_modules_train_with_the_torch_optimizer():
 def test_options_out_of_range(options):
     with pytest.raises(ArgumentError, match=next(iter(options))):
         VOGNOptimizer([torch.zeros(1, requires_grad=True)], **options)
+
+
+@pytest.mark.parametrize("forgetting", [-0.5, math.inf, math.nan])
+def test_forgetting_out_of_range(forgetting):
+    with pytest.raises(ArgumentError, match="forgetting"):
+        Consistent(forgetting)
 
 
 def test_options_of_the_wrong_type():
