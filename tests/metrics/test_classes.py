@@ -6,10 +6,11 @@ from itertools import pairwise, permutations
 
 import numpy as np
 import pytest
+import scipy.stats
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sklearn.metrics import accuracy_score, brier_score_loss, log_loss, root_mean_squared_error
+from sklearn.metrics import accuracy_score, brier_score_loss, log_loss
 
 from pyro_dvi import metrics
 from pyro_dvi.errors import ArgumentError, DataError
@@ -164,15 +165,49 @@ def test_the_area_of_the_best_the_worst_and_of_no_ranking():
     assert metrics.aumrc(p, wrong.astype(int)) == 0.0
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_the_area_under_the_risk_coverage_curve_and_its_points_are_those_of_a_loop(seed):
+    p, y = problem(seed, 60, 3)
+    wrong, uncertainty = p.argmax(-1) != y, np.array([entropy(row) for row in p])
+    ranked = wrong[np.argsort(uncertainty)]  # no ties
+    curve = [np.mean(ranked[: len(y) - k]) for k in range(len(y))] + [0.0]
+    assert metrics.aurc(p, y) == pytest.approx(np.mean(curve[:-1]), abs=1e-12)
+    for rejected in (0.0, 0.1, 0.25, 0.5, 0.99, 1.0):
+        expected = np.interp(rejected, np.arange(len(curve)) / len(y), curve)
+        assert metrics.error_at_rejection(p, y, rejected) == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("num_bins", [1, 7, 15, 100])
+def test_adaptive_calibration_is_what_a_loop_over_ranks_gives(num_bins):
+    p, y = problem(n=80)
+    order = np.argsort(p.max(-1))
+    parts = np.array_split(order, num_bins)
+    gaps = [abs(sum(p[i].max() - (p[i].argmax() == y[i]) for i in part)) / len(y) for part in parts]
+    assert metrics.adaptive_calibration_error(p, y, num_bins) == pytest.approx(sum(gaps), abs=1e-12)
+
+
+def test_adaptive_calibration_does_not_depend_on_the_order_of_equal_confidences():
+    p = np.repeat([[0.7, 0.3]], 20, 0)
+    y = np.array([0] * 14 + [1] * 6)
+    assert metrics.adaptive_calibration_error(p, y, 5) == pytest.approx(0, abs=1e-12)
+    assert metrics.adaptive_calibration_error(p, y[::-1].copy(), 5) == pytest.approx(0, abs=1e-12)
+
+
+def test_entropy_and_mutual_information_are_scipys():
+    p, _ = problem(n=30)
+    np.testing.assert_allclose(metrics.predictive_entropy(p), scipy.stats.entropy(p, axis=-1), atol=1e-12)
+    draws = np.stack([problem(seed, 30)[0] for seed in range(5)])
+    expected = [
+        np.mean([scipy.stats.entropy(row, mean) for row in rows])  # Kullback-Leibler to the mean
+        for rows, mean in zip(draws.transpose(1, 0, 2), draws.mean(0), strict=True)
+    ]
+    np.testing.assert_allclose(metrics.mutual_information(draws), expected, atol=1e-12)
+
+
 def test_rejection_takes_probabilities_of_label_one_and_rows_off_by_rounding():
     curve = metrics.rejection_curve([0.9, 0.4], [1, 1])
     assert curve.error.tolist() == [0.5, 0.0, 0.0]
     assert metrics.rejection_curve([[1 + 1e-7, -1e-7], [0.5, 0.5]], [0, 1]).error.tolist() == [0.5, 0.0, 0.0]
-
-
-def test_rmse_is_scikit_learns():
-    mean, y = np.random.default_rng(0).normal(size=(2, 100))
-    assert metrics.rmse(mean, y) == pytest.approx(root_mean_squared_error(y, mean), abs=1e-12)
 
 
 def test_single_precision_inputs_are_averaged_in_double():
@@ -206,10 +241,13 @@ MISTAKES = [
     (lambda: metrics.expected_calibration_error(P, Y, 1.5), ArgumentError, "not 1.5"),
     (lambda: metrics.rejection_curve(P, Y, [1.0]), DataError, "uncertainty has 1 values for 2 examples"),
     (lambda: metrics.aumrc(P, Y, [1.0, math.nan]), DataError, "uncertainty holds 1 NaN"),
+    (lambda: metrics.error_at_rejection(P, Y, 1.5), ArgumentError, "share of the examples between 0 and 1"),
+    (lambda: metrics.adaptive_calibration_error(P, Y, 0), ArgumentError, "num_bins must be a positive whole"),
+    (lambda: metrics.predictive_entropy([[0.5, 0.6]]), DataError, "off by 0.1"),
+    (lambda: metrics.mutual_information([0.5, 0.5]), DataError, "no dimension of draws"),
+    (lambda: metrics.predictive_entropy(0.5), DataError, "single number"),
     (lambda: metrics.nll([]), DataError, "log_likelihood is empty"),
     (lambda: metrics.nll([math.nan]), DataError, "log_likelihood holds 1 NaN"),
-    (lambda: metrics.rmse(np.zeros(3), np.zeros((3, 1))), DataError, r"shape \(3,\) and observed \(3, 1\)"),
-    (lambda: metrics.rmse([math.nan], [0.0]), DataError, "mean holds 1 NaN"),
 ]
 
 
