@@ -60,8 +60,8 @@ def conjugate_gradients(
     Args:
         operator: A, symmetric positive definite.
         rhs: the rows b, ``[S, D]``; dtype and device of everything follow it.
-        tolerance: bound on ``|b - A x| / |b|`` of each row. What can be reached is about ``eps |A| |x| / |b|``: in float32
-            1e-5 rather than 1e-6 for a condition number of 1,000.
+        tolerance: bound on ``|b - A x| / |b|`` of each row. What can be reached is about ``eps |A| |x| / |b|``: in
+            float32 1e-5 rather than 1e-6 for a condition number of 1,000.
         max_iterations: the default is ``min(10 D, 1000)``: D suffice in exact arithmetic.
         preconditioner: see :data:`Preconditioner`.
         start: where to start, ``[S, D]``; zero by default.

@@ -94,8 +94,8 @@ def minimise_newton(
         max_iterations: steps at most.
         krylov_steps: dimension of the Krylov space; ``krylov_steps * D`` numbers are held.
         preconditioner: positive diagonal of M, ``[D]``, close to P's in scale; the prior precision is a good one.
-        callback: called after each step with its number, the value and the norm of the gradient after it, and the Newton
-            decrement before it.
+        callback: called after each step with its number, the value and the norm of the gradient after it, and the
+            Newton decrement before it.
 
     Raises:
         ArgumentError: an option or a shape is wrong.
