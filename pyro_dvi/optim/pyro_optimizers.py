@@ -53,7 +53,8 @@ def VOGN(optim_args: Options, clip_args: Any = None) -> NaturalGradientOptim:  #
     """Variational online Gauss-Newton for SVI: :class:`VOGNOptimizer` for each parameter.
 
     Args:
-        optim_args: options of :class:`VOGNOptimizer`; ``{}`` is a good start; or a function of the parameter's name.
+        optim_args: options of :class:`VOGNOptimizer`; or a function of the parameter's name. With ``{}``,
+            what is left to choose is the temperature, ``NaturalGradientELBO(kl_weight=...)``: 0.01 to 0.1 for networks.
         clip_args: as for Pyro's optimizers.
 
     Example:
