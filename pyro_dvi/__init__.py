@@ -34,6 +34,7 @@ from pyro_dvi.bayesian import (
 from pyro_dvi.diagnostics import compare_with_sampling
 from pyro_dvi.elbos import MomentPropagationELBO, NaturalGradientELBO, TaylorELBO, VarianceWeighted
 from pyro_dvi.guides import (
+    LaplaceGuide,
     MeanFieldGuide,
     MultiplicativeNoiseGuide,
     NaturalGradientGuide,
@@ -42,7 +43,16 @@ from pyro_dvi.guides import (
     SGDStepSize,
 )
 from pyro_dvi.optim import learning_rates, parameter_groups
-from pyro_dvi.predictive import AtMean, Moments, Prediction, ReverseDelta, Samples, calibrate, predict
+from pyro_dvi.predictive import (
+    AtMean,
+    Linearised,
+    Moments,
+    Prediction,
+    ReverseDelta,
+    Samples,
+    calibrate,
+    predict,
+)
 from pyro_dvi.training import fit, load, save
 
 if TYPE_CHECKING:
@@ -77,6 +87,7 @@ __all__ = [
     "VarianceWeighted",
     "NaturalGradientGuide",
     "NaturalGradientELBO",
+    "LaplaceGuide",
     # Training; VOGN, OGN and IVON are in ``optim``; early stopping, checkpoints and batch-norm statistics in
     # ``training``
     "optim",
@@ -94,6 +105,7 @@ __all__ = [
     "AtMean",
     "Moments",
     "ReverseDelta",
+    "Linearised",
     "calibrate",
     "Samples",
     "Prediction",

@@ -5,8 +5,9 @@ The only module that knows ArviZ; ``import pyro_dvi`` does not load it.
 """
 
 import difflib
+import re
 import warnings
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib.metadata import version
 from typing import Any
@@ -18,11 +19,12 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from pyro_dvi.errors import ArgumentError, DviWarning
+from pyro_dvi.guides.laplace.guide import DRAWN_WEIGHTS
 from pyro_dvi.predictive import PredictionRule, Samples
 from pyro_dvi.predictive.batches import Batch, batches
 from pyro_dvi.predictive.mixture import checked_log_prob
 from pyro_dvi.predictive.predict import device_of, rule_of
-from pyro_dvi.predictive.rules import check_is_set_up, one_draw
+from pyro_dvi.predictive.rules import check_is_set_up, example_latents
 from pyro_dvi.predictive.run import (
     Response,
     check_observation,
@@ -83,7 +85,8 @@ def to_arviz(
         guide: its trained guide, of this library, of Pyro, or a function.
         data: as in :func:`~pyro_dvi.predict`: ``(x, y)``, inputs alone, or a loader of either.
         num_samples: draws; by default 500, or as many as ``method`` has.
-        sites: latent sites to export. By default all with at most ``max_site_size`` values; a warning names the rest.
+        sites: latent sites to export. By default all with at most ``max_site_size`` values; a warning names the rest. An
+            empty list exports predictions alone: for methods of a LaplaceGuide that have no draws.
         max_site_size: values of one site above which it is left out by default.
         method: rule of prediction, by default the guide's own or ``AtMean()``.
         site: observed site, where the model has several.
@@ -141,7 +144,7 @@ def to_arviz(
                 torch.manual_seed(used_seed)
                 posterior, left_out = _posterior(guide, batch, count, sites, max_site_size)
             if batch.observed is not None:
-                batch = check_observation(model, batch, one_draw(guide, batch.inputs), site)
+                batch = check_observation(model, batch, example_latents(guide, batch.inputs), site)
             torch.manual_seed(used_seed)
             run = partial(respond, model, batch, site=site)
             exported = _Exported(count, rule.num_components, batch.observed, noise_seeds)
@@ -220,7 +223,9 @@ def _posterior(
     """Draw the chosen sites; return them, and the names of those left out for their size."""
     arrays: Arrays = {}
     left_out: list[str] = []
-    for k, latents in enumerate(Samples(count).draws(guide, batch.inputs)):
+    if sites is not None and not list(sites):
+        return {}, list(example_latents(guide, batch.inputs))
+    for k, latents in enumerate(_quiet_draws(guide, batch, count)):
         if k == 0:
             chosen, left_out = _choose_sites(latents, sites, max_size)
             for name in chosen:
@@ -230,6 +235,13 @@ def _posterior(
             array[0, k] = _array(latents[name])
     # A slash would become a group of the file.
     return {name.replace("/", "."): array for name, array in arrays.items()}, left_out
+
+
+def _quiet_draws(guide: Callable[..., Any], batch: Batch, count: int) -> Iterator[dict[str, Tensor]]:
+    """Draws that nothing is predicted with, so that a LaplaceGuide need not warn of them."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=re.escape(DRAWN_WEIGHTS), category=DviWarning)
+        yield from Samples(count).draws(guide, batch.inputs)
 
 
 def _choose_sites(

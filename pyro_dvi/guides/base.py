@@ -106,13 +106,17 @@ class FactorisedGuide(AutoGuide):
         spread = None if factor.store is None else attrgetter(name)(getattr(self, factor.store))
         return factor.distribution(loc, spread).to_event(self._event_dims[name])
 
+    def _marginals(self) -> dict[str, Any]:
+        """Posterior marginals of all sites in unconstrained space."""
+        return {name: self._posterior(name) for name, _ in self._sites()}
+
     # Reading the posterior ---------------------------------------------------------------------------------------
 
     def get_posterior(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Return the posterior marginal of every site, as a distribution over its own (constrained) values."""
-        posteriors = {}
+        posteriors, marginals = {}, self._marginals()
         for name, site in self._sites():
-            posterior = self._posterior(name)
+            posterior = marginals[name]
             transform = unconstraining_transform(site["fn"].support)
             posteriors[name] = (
                 posterior if transform is None else dist.TransformedDistribution(posterior, [transform])
@@ -146,9 +150,9 @@ class FactorisedGuide(AutoGuide):
             args: ignored; Pyro's guides accept the model's arguments here.
             kwargs: ignored likewise.
         """
-        results = {}
+        results, marginals = {}, self._marginals()
         for name, site in self._sites():
-            posterior = strip_event_dims(self._posterior(name))
+            posterior = strip_event_dims(marginals[name])
             centre = posterior.mean
             levels = torch.as_tensor(quantiles, dtype=centre.dtype, device=centre.device)
             if bool(((levels < 0) | (levels > 1)).any()):

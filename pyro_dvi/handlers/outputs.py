@@ -5,26 +5,30 @@ A mean is a real number; a scale enters by its logarithm, class probabilities by
 Linearising these keeps every distribution inside its domain.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
+import pyro.distributions as dist
 import pyro.poutine as poutine
 import torch
-from pyro.distributions import distribution as pyro_distribution
 from torch import Tensor
+from torch import distributions as td
 from torch.distributions import biject_to, constraints
 
-from pyro_dvi.errors import DataError, ModelError, UnsupportedError
+from pyro_dvi.errors import DataError, ModelError, NonFiniteError, UnsupportedError
 from pyro_dvi.handlers.all_rows import AllRows
+from pyro_dvi.handlers.built import Built, arguments_kept, given_to, without_checks
 from pyro_dvi.handlers.log_joint import AtUnconstrained
 from pyro_dvi.handlers.mean_run import twice_differentiable
 from pyro_dvi.handlers.response import choose_response, example_axis, responses
 from pyro_dvi.handlers.wrapped import innermost, rewrapped
 
-__all__ = ["Outputs", "Parameter", "run_outputs"]
+__all__ = ["Outputs", "Parameter", "observed_outputs", "run_outputs"]
+
+# Parameters that say where the observations lie. They come before others, such as degrees of freedom.
+_LOCATIONS = ("loc", "logits", "probs", "rate", "predictor")
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,12 @@ class Parameter:
         """Real numbers for each example."""
         return prod(self.shape)
 
+    def native(self, real: Tensor) -> Tensor:
+        """Return the parameter as the distribution takes it, from real numbers ``[*lead, B, *shape]``."""
+        lead = real.dim() - 1 - len(self.shape)
+        moved = real.movedim(lead, lead + self.axis)
+        return moved if self.transform is None else self.transform(moved)
+
 
 @dataclass(frozen=True)
 class Outputs:
@@ -69,6 +79,13 @@ class Outputs:
     given: Mapping[str, Any]
     axis: int
 
+    def split(self, values: Tensor) -> list[Tensor]:
+        """Return the real numbers ``[*lead, B, *shape]`` of each parameter, from values ``[*lead, B, K]``."""
+        parts = values.split([p.size for p in self.parameters], -1)
+        return [
+            part.reshape(*values.shape[:-1], *p.shape) for p, part in zip(self.parameters, parts, strict=True)
+        ]
+
     def with_values(self, values: Tensor) -> Any:
         """Return the distribution with other parameters.
 
@@ -78,15 +95,31 @@ class Outputs:
         Returns:
             The distribution with batch shape ``[*lead, *batch]``.
         """
-        lead = tuple(values.shape[:-2])
-        given = dict(self.given)
-        for parameter, part in zip(
-            self.parameters, values.split([p.size for p in self.parameters], -1), strict=True
-        ):
-            real = part.reshape(*lead, len(self.values), *parameter.shape)
-            real = real.movedim(len(lead), len(lead) + parameter.axis)
-            given[parameter.name] = real if parameter.transform is None else parameter.transform(real)
-        return rewrapped(self.distribution, lambda base: type(base)(**given, validate_args=False), lead)
+        real = self.split(values)
+        native = {p.name: p.native(part) for p, part in zip(self.parameters, real, strict=True)}
+        return self.rebuilt({**self.given, **native}, tuple(values.shape[:-2]))
+
+    def rebuilt(self, given: Mapping[str, Any], lead: tuple[int, ...] = (), cls: Any = None) -> Any:
+        """Return the distribution with another one inside.
+
+        Args:
+            given: arguments of the innermost distribution.
+            lead: its batch dimensions on the left of those of now.
+            cls: its class; None for that of now.
+        """
+        return rewrapped(
+            self.distribution,
+            lambda base: (cls or type(base))(**given, **without_checks(cls or type(base))),
+            lead,
+        )
+
+    def detached(self) -> "Outputs":
+        """Return the same without the graph of the run."""
+        given = {k: v.detach() if torch.is_tensor(v) else v for k, v in self.given.items()}
+        plain = replace(self, values=self.values.detach(), given=given)
+        if self.distribution is None:
+            return plain
+        return replace(plain, distribution=plain.with_values(plain.values))
 
 
 def run_outputs(
@@ -102,12 +135,12 @@ def run_outputs(
         site: an observed site or one of ``pyro.deterministic``; None for the one observed site.
 
     Raises:
-        ModelError: no such site, or several to choose from.
+        ModelError: no such site, or several to choose from; no latent site reaches it.
         DataError: the site has no dimension of B examples.
         UnsupportedError: a parameter of the distribution cannot be written as free real numbers.
     """
     recorder = poutine.trace()
-    with twice_differentiable(), recorder, AllRows(), AtUnconstrained(values), _arguments_kept() as made:
+    with twice_differentiable(), recorder, AllRows(), AtUnconstrained(values), arguments_kept() as made:
         model(*args)
     nodes: Any = recorder.trace.nodes
     node = nodes.get(site)
@@ -115,7 +148,7 @@ def run_outputs(
         return _deterministic(str(site), node["value"], num_rows)
     name = choose_response(site, responses(nodes, values))
     node = nodes[name]
-    return _observed(name, node["fn"], example_axis(name, node, num_rows), num_rows, made)
+    return observed_outputs(name, node["fn"], example_axis(name, node, num_rows), num_rows, made)
 
 
 def _deterministic(site: str, value: Tensor, num_rows: int) -> Outputs:
@@ -124,40 +157,77 @@ def _deterministic(site: str, value: Tensor, num_rows: int) -> Outputs:
             f"deterministic site {site!r} has shape {tuple(value.shape)}, whose first dimension does not count the "
             f"{num_rows} examples"
         )
+    if not value.requires_grad:
+        raise _without_latents(f"deterministic site {site!r} does not depend")
     parameter = Parameter("value", tuple(value.shape[1:]), 0, None)
     return Outputs(site, value.reshape(num_rows, -1), (parameter,), None, {}, -value.dim())
 
 
-def _observed(site: str, fn: Any, axis: int, num_rows: int, made: "list[_Made]") -> Outputs:
+def observed_outputs(site: str, fn: Any, axis: int, num_rows: int, made: list[Built]) -> Outputs:
+    """Read the outputs from the distribution of an observed site; raises as :func:`run_outputs`.
+
+    Args:
+        site: the name of the site.
+        fn: its distribution.
+        axis: the dimension of its batch shape that counts examples, from the right.
+        num_rows: B.
+        made: what the distributions of the run were built with.
+    """
     base = innermost(fn)
-    given = _given(site, base, made)
-    batch_dims = len(base.batch_shape)
-    # The example's dimension, in the innermost distribution: wrappers move batch dimensions to the right only.
-    position = (
-        len(fn.batch_shape)
-        + axis
-        - (len(fn.batch_shape) + len(fn.event_shape))
-        + (batch_dims + len(base.event_shape))
-    )
+    given = given_to(site, base, made)
+    batch_shape = _full_batch_shape(fn)
+    position = len(fn.batch_shape) + axis  # wrappers move batch dimensions to the right only
     parts, parameters = [], []
-    for name, value in given.items():
+    for name in sorted(given, key=lambda name: name not in _LOCATIONS):
+        value = given[name]
         constraint = base.arg_constraints.get(name)
         if constraint is None or not (torch.is_tensor(value) and value.requires_grad):
+            _refuse_hidden(site, base, name, value)
             continue
         transform, event_dim = _real_numbers(site, base, name, constraint)
-        shape = (
-            (*base.batch_shape, *value.shape[value.dim() - event_dim :]) if event_dim else base.batch_shape
-        )
-        real = value.expand(shape) if transform is None else transform.inv(value.expand(shape))
-        real = real.movedim(position, 0)
+        own = value.shape[value.dim() - event_dim :] if event_dim else ()
+        value = value.expand(*batch_shape, *own)
+        real = (value if transform is None else transform.inv(value)).movedim(position, 0)
+        if not bool(torch.isfinite(real.detach()).all()):
+            raise NonFiniteError(
+                f"observed site {site!r}: {name!r} of {type(base).__name__} is NaN, infinite or at the edge of its "
+                "domain for some examples; give logits= in place of probs=, or keep scales away from zero"
+            )
         parts.append(real.reshape(num_rows, -1))
         parameters.append(Parameter(name, tuple(real.shape[1:]), position, transform))
     if not parts:
-        raise ModelError(
-            f"no parameter of {type(base).__name__} at observed site {site!r} depends on the latent sites: its "
-            "prediction has no uncertainty to approximate"
-        )
+        raise _without_latents(f"no parameter of {type(base).__name__} at observed site {site!r} depends")
     return Outputs(site, torch.cat(parts, -1), tuple(parameters), fn, given, axis)
+
+
+def _without_latents(what: str) -> ModelError:
+    return ModelError(f"{what} on the latent sites: its prediction has no uncertainty to approximate")
+
+
+def _refuse_hidden(site: str, base: Any, name: str, value: Any) -> None:
+    """Refuse parameters inside another distribution, as the components of a mixture are."""
+    if isinstance(value, td.Distribution) or (torch.is_tensor(value) and value.requires_grad):
+        raise UnsupportedError(
+            f"observed site {site!r}: {type(base).__name__} is made of {name!r}, which cannot be written as free real "
+            "numbers, so its prediction cannot be linearised. Name a pyro.deterministic site of the prediction: "
+            "guide.predictive(x, site='...')"
+        )
+
+
+def _full_batch_shape(fn: Any) -> tuple[int, ...]:
+    """Batch shape of the innermost distribution after it is expanded to all that is around it."""
+    shape = tuple(fn.batch_shape)
+    base = innermost(fn)
+    while fn is not base:
+        if isinstance(fn, td.Independent):
+            shape = (*shape, *fn.event_shape[: fn.reinterpreted_batch_ndims])
+        elif not isinstance(fn, (dist.MaskedDistribution, dist.ExpandedDistribution)):
+            inner = tuple(
+                fn.base_dist.batch_shape
+            )  # transforms may turn batch dimensions into those of an event
+            shape = shape if len(inner) == len(shape) else inner
+        fn = fn.base_dist
+    return shape
 
 
 def _real_numbers(site: str, base: Any, name: str, constraint: Any) -> tuple[Any, int]:
@@ -173,51 +243,13 @@ def _real_numbers(site: str, base: Any, name: str, constraint: Any) -> tuple[Any
         inner = inner.base_constraint
     if inner in (constraints.real, constraints.real_vector):
         return None, event_dim
-    return biject_to(constraint), event_dim
-
-
-_Made = tuple[Any, dict[str, Any]]
-
-
-@contextmanager
-def _arguments_kept() -> Iterator[list[_Made]]:
-    """Keep every Pyro distribution that is built with its arguments: logits, say, before they are normalised."""
-    made: list[_Made] = []
-    building = False
-
-    def keep(cls: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        nonlocal building
-        if building:
-            return None
-        building = True
-        try:
-            built = cls(*args, **kwargs)
-        finally:
-            building = False
-        given = cls.__signature__.bind(*args, **kwargs).arguments
-        given.update(given.pop("kwargs", {}))
-        made.append((built, {k: v for k, v in given.items() if k != "validate_args" and v is not None}))
-        return built
-
-    coercions: list[Any] = pyro_distribution.COERCIONS
-    coercions.append(keep)  # after others, which may build something else
+    if inner is constraints.simplex:
+        # One number for each class, as for logits; stick-breaking would treat the classes unequally.
+        return td.SoftmaxTransform(), event_dim
     try:
-        yield made
-    finally:
-        coercions.remove(keep)
-
-
-def _given(site: str, base: Any, made: list[_Made]) -> dict[str, Any]:
-    """Return what a distribution was made with; a plate may have expanded it since, which shares its memory."""
-    for built, given in reversed(made):
-        # Either may have computed further parameters since, such as probs of logits.
-        if type(built) is type(base) and _memory(built) & _memory(base):
-            return given
-    raise UnsupportedError(
-        f"observed site {site!r}: {type(base).__module__}.{type(base).__name__} hides what it was made of; use the "
-        "class of the same name in pyro.distributions"
-    )
-
-
-def _memory(fn: Any) -> set[tuple[str, int]]:
-    return {(name, fn.__dict__[name].data_ptr()) for name in fn.arg_constraints if name in fn.__dict__}
+        return biject_to(constraint), event_dim
+    except NotImplementedError as error:
+        raise UnsupportedError(
+            f"observed site {site!r}: {name!r} of {type(base).__name__} lies in {constraint}, which no transform maps "
+            "to real numbers. Name a pyro.deterministic site of the prediction instead: site='...'"
+        ) from error

@@ -14,10 +14,18 @@ WRAPPERS = (td.Independent, dist.MaskedDistribution, dist.ExpandedDistribution, 
 
 
 def innermost(fn: Any) -> Any:
-    """Return a distribution without what is wrapped around it."""
-    while isinstance(fn, WRAPPERS):
+    """Return a distribution without what is wrapped around it.
+
+    A distribution that is a transformed one by its nature (LogNormal, Gumbel) is not taken apart.
+    """
+    while isinstance(fn, WRAPPERS) and not _is_named(fn):
         fn = fn.base_dist
     return fn
+
+
+def _is_named(fn: Any) -> bool:
+    plain = (td.TransformedDistribution, dist.TransformedDistribution)
+    return isinstance(fn, td.TransformedDistribution) and type(fn) not in plain
 
 
 def rewrapped(fn: Any, replace: Callable[[Any], Any], lead: tuple[int, ...] = ()) -> Any:
@@ -34,6 +42,6 @@ def rewrapped(fn: Any, replace: Callable[[Any], Any], lead: tuple[int, ...] = ()
         return rewrapped(fn.base_dist, replace, lead).mask(fn._mask)
     if isinstance(fn, dist.ExpandedDistribution):
         return rewrapped(fn.base_dist, replace, lead).expand((*lead, *fn.batch_shape))
-    if isinstance(fn, td.TransformedDistribution):
+    if isinstance(fn, td.TransformedDistribution) and not _is_named(fn):
         return dist.TransformedDistribution(rewrapped(fn.base_dist, replace, lead), fn.transforms)
     return replace(fn)

@@ -2,6 +2,7 @@
 """Predictions of a trained model: at the posterior mean, or averaged over draws."""
 
 from pyro_dvi.predictive.calibration import Calibrated, calibrate
+from pyro_dvi.predictive.linearised import Linearised
 from pyro_dvi.predictive.moments import Moments
 from pyro_dvi.predictive.predict import predict
 from pyro_dvi.predictive.prediction import Prediction
@@ -12,6 +13,7 @@ __all__ = [
     "AtMean",
     "Calibrated",
     "Independent",
+    "Linearised",
     "Moments",
     "Prediction",
     "PredictionRule",

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_dvi.errors import ArgumentError
+from pyro_dvi.errors import ArgumentError, GuideError
+from pyro_dvi.guides import LaplaceGuide
 from pyro_dvi.handlers.all_rows import AllRows
 from pyro_dvi.handlers.mean_run import run_guide
 from pyro_dvi.handlers.means import GaussianSite
@@ -107,6 +108,10 @@ def posterior_gaussians(
         GuideError: the guide is not a factorised Gaussian, or has not seen its model.
     """
     check_is_set_up(guide)
+    if isinstance(guide, LaplaceGuide):
+        raise GuideError(
+            "the Gaussian of a LaplaceGuide is no product of independent ones: predict with Linearised()"
+        )
     with torch.enable_grad(), AllRows():
         guide_trace, gaussians = run_guide(guide, guide, arguments(guide, inputs), {})
         refuse_dependent(list(gaussians.values()))

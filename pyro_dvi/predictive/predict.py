@@ -14,7 +14,7 @@ from pyro_dvi.predictive.batches import batches, is_shuffled
 from pyro_dvi.predictive.defaults import default_rule
 from pyro_dvi.predictive.mixture import Mixture
 from pyro_dvi.predictive.prediction import Prediction
-from pyro_dvi.predictive.rules import PredictionRule, check_is_set_up, one_draw
+from pyro_dvi.predictive.rules import PredictionRule, check_is_set_up, example_latents
 from pyro_dvi.predictive.run import check_observation, evaluation_mode, respond, seeded
 
 __all__ = ["device_of", "predict", "rule_of"]
@@ -52,9 +52,10 @@ def predict(
             their names; or a loader of any of these. An
             observation that comes along is not shown to the model; it is kept for :meth:`Prediction.metrics`.
         method: rule of prediction; by default ``Moments()`` for a ``MultiplicativeNoiseGuide``, ``Samples(30)`` for a
-            ``NaturalGradientGuide`` and ``AtMean()`` for any other guide, unless it names a rule in an attribute
-            ``prediction_rule``. Predict with ``Moments()`` from every posterior trained by ``MomentPropagationELBO``,
-            and with ``Samples(30)`` or more from posteriors trained by sampling, as by ``Trace_ELBO``.
+            ``NaturalGradientGuide``, ``Linearised()`` for a ``LaplaceGuide`` and ``AtMean()`` for any other guide,
+            unless it names a rule in an attribute ``prediction_rule``. Predict with ``Moments()`` from every
+            posterior trained by ``MomentPropagationELBO``, and with ``Samples(30)`` or more from posteriors trained
+            by sampling, as by ``Trace_ELBO``.
         site: observed site to predict, where the model has several.
         observed: the model's argument that holds the observation; by default the one whose default is None.
         batch_size: examples at a time; a loader has its own.
@@ -97,7 +98,7 @@ def predict(
     with evaluation_mode(model, guide), seeded(seed, device) as seed:
         for batch in tqdm(split, desc="predict", unit="batch", disable=not progress):
             if batch.observed is not None:
-                batch = check_observation(model, batch, one_draw(guide, batch.inputs), site)
+                batch = check_observation(model, batch, example_latents(guide, batch.inputs), site)
             torch.manual_seed(seed)
             mixture = Mixture(batch.observed, batch.num_rows)
             for response in rule.components(guide, batch.inputs, partial(respond, model, batch, site=site)):

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch import distributions as td
 
 from pyro_dvi.errors import ArgumentError, GuideError
+from pyro_dvi.guides import LaplaceGuide
 from pyro_dvi.handlers.all_rows import AllRows
 from pyro_dvi.predictive.run import Response
 from pyro_dvi.signatures import with_missing
@@ -33,6 +34,7 @@ __all__ = [
     "Samples",
     "arguments",
     "check_is_set_up",
+    "example_latents",
     "latents",
     "one_draw",
     "posterior_mean",
@@ -171,6 +173,11 @@ def check_is_set_up(guide: Any) -> None:
 def one_draw(guide: Callable[..., Any], inputs: tuple[Any, ...]) -> dict[str, Tensor]:
     """Return the latent values of one draw, with random numbers from the global generator."""
     return latents(_trace(guide, inputs))
+
+
+def example_latents(guide: Callable[..., Any], inputs: tuple[Any, ...]) -> dict[str, Tensor]:
+    """Return values to look at the model with: a draw, or the mode of a LaplaceGuide, which may have no draws."""
+    return posterior_mean(guide, inputs) if isinstance(guide, LaplaceGuide) else one_draw(guide, inputs)
 
 
 def _trace(guide: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The precision as a matrix: exact, for small models."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -18,9 +17,10 @@ __all__ = ["Dense", "DensePosterior"]
 
 @dataclass(frozen=True)
 class Dense(Method):
-    r"""Build :math:`P \in \mathbb R^{D\times D}` column by column and factorise it.
+    r"""Build :math:`P \in \mathbb R^{D\times D}` and factorise it.
 
-    Memory :math:`8 D^2` bytes and more in float64; the cost is 2D gradients of all data.
+    Memory :math:`3 D^2` numbers. The Gauss-Newton matrix comes from gradients of single examples (K backward passes for
+    K outputs) where layers have rules for them; otherwise, and for the Hessian, a column costs two gradients.
 
     Status: exact.
 
@@ -44,7 +44,7 @@ class Dense(Method):
                 f"Dense() would build a matrix of {size} x {size} ({size**2 * 8 / 2**30:.1f} GiB): use "
                 "PosteriorSamples(64) or ConjugateGradient(), a subset of the sites, or a larger max_size"
             )
-        precision = torch.cat([self.curvature.product(local, rows) for rows in _identity_rows(local.point)])
+        precision = self.curvature.matrix(local)
         return DensePosterior(local.point, 0.5 * (precision + precision.mT))
 
 
@@ -54,6 +54,8 @@ class DensePosterior(LaplacePosterior):
     Attributes:
         precision: P, [D, D].
     """
+
+    stored = ("mode", "precision")
 
     def __init__(self, mode: Tensor, precision: Tensor) -> None:
         self.mode, self.precision = mode, precision
@@ -84,6 +86,9 @@ class DensePosterior(LaplacePosterior):
         )
         return self.mode + torch.linalg.solve_triangular(self.factor.mT, noise, upper=True).mT
 
+    def solve(self, vectors: Tensor) -> Tensor:
+        return torch.cholesky_solve(vectors.mT, self.factor).mT
+
     def marginal_variance(self) -> Tensor:
         return torch.cholesky_inverse(self.factor).diagonal()
 
@@ -93,12 +98,3 @@ class DensePosterior(LaplacePosterior):
     def _half(self, rows: Tensor) -> Tensor:
         """Rows h with h hᵀ = r P⁻¹ rᵀ."""
         return torch.linalg.solve_triangular(self.factor, rows.mT, upper=False).mT
-
-
-def _identity_rows(point: Tensor, at_once: int = 256) -> Iterator[Tensor]:
-    size = len(point)
-    for start in range(0, size, at_once):
-        count = min(at_once, size - start)
-        rows = point.new_zeros(count, size)
-        rows[torch.arange(count), torch.arange(start, start + count)] = 1
-        yield rows

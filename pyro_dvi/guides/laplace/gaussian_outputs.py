@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pyro_dvi.errors import ArgumentError
 from pyro_dvi.handlers.outputs import Outputs
 
 __all__ = ["GaussianOutputs"]
@@ -21,10 +22,12 @@ class GaussianOutputs:
     Attributes:
         outputs: the outputs at the mode, and the distribution around them.
         full_covariance: covariance of all K outputs of each example, ``[B, K, K]``, in squared units of the outputs.
+        full_joint_covariance: of all outputs of all examples, ``[B, K, B, K]``; None unless asked for.
     """
 
     outputs: Outputs
     full_covariance: Tensor
+    full_joint_covariance: Tensor | None = None
 
     @property
     def mean(self) -> Tensor:
@@ -43,3 +46,16 @@ class GaussianOutputs:
         """Its covariance for each example, ``[B, k, k]`` with k numbers in the prediction."""
         size = self.outputs.parameters[0].size
         return self.full_covariance[:, :size, :size]
+
+    @property
+    def joint_covariance(self) -> Tensor:
+        """Its covariance over all examples, ``[B k, B k]``, example by example.
+
+        Raises:
+            ArgumentError: it was not asked for.
+        """
+        if self.full_joint_covariance is None:
+            raise ArgumentError("ask for the covariance between examples: guide.predictive(x, joint=True)")
+        size = self.outputs.parameters[0].size
+        whole = self.full_joint_covariance[:, :size, :, :size]
+        return whole.reshape(len(whole) * size, -1)

@@ -1,27 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
 """The posterior as a Gaussian around its mode."""
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from fnmatch import fnmatchcase
 from operator import attrgetter
 from typing import Any
 
+import pyro
+import pyro.distributions as dist
 import torch
 from torch import Tensor
 
 from pyro_dvi.bayesian import init_to_module
-from pyro_dvi.errors import ArgumentError, GuideError
+from pyro_dvi.errors import ArgumentError, DviWarning, GuideError
 from pyro_dvi.guides.base import FactorisedGuide
 from pyro_dvi.guides.factors import Deterministic, Factor
 from pyro_dvi.guides.laplace.dense import Dense
+from pyro_dvi.guides.laplace.draws import Draws
 from pyro_dvi.guides.laplace.energy import Energy
+from pyro_dvi.guides.laplace.fitted import Fitted
 from pyro_dvi.guides.laplace.gaussian_outputs import GaussianOutputs
-from pyro_dvi.guides.laplace.layout import Layout
+from pyro_dvi.guides.laplace.model_reference import ModelReference
 from pyro_dvi.guides.laplace.posterior import LaplacePosterior, Method
 from pyro_dvi.guides.laplace.query import Query
+from pyro_dvi.handlers.latents import unconstraining_transform
 
-__all__ = ["LaplaceGuide"]
+__all__ = ["DRAWN_WEIGHTS", "LaplaceGuide"]
+
+DRAWN_WEIGHTS = (
+    "weights are drawn from a Laplace posterior: a network run at them leaves the neighbourhood in which the Gaussian "
+    "was fitted, and predicts too widely. predict(model, guide, x, method=Linearised()) stays at the mode."
+)
 
 
 class LaplaceGuide(FactorisedGuide):
@@ -80,8 +91,8 @@ class LaplaceGuide(FactorisedGuide):
             raise ArgumentError(f"kl_weight must be positive, got {kl_weight!r}")
         super().__init__(model, init_loc_fn=init_loc_fn, create_plates=create_plates)
         self.kl_weight = float(kl_weight)
-        self._plain_model = (model,)  # without the initialisation of means; in a tuple it is no submodule
-        self._fitted: _Fitted | None = None
+        self._plain_model = ModelReference(model)  # without the initialisation of means, and no submodule
+        self._fitted: Fitted | None = None
 
     def _factor_of(self, name: str, site: Any, loc: Tensor) -> Factor:
         return Deterministic()
@@ -93,7 +104,7 @@ class LaplaceGuide(FactorisedGuide):
         Raises:
             GuideError: the mode has moved since.
         """
-        return None if self._fitted is None else self._current_fit().posterior
+        return None if self._fitted is None else self.fitted.posterior
 
     def fit(
         self,
@@ -128,55 +139,150 @@ class LaplaceGuide(FactorisedGuide):
             )
         energy = self.energy(batches, subset=subset)
         posterior = method.fit(energy.at(energy.start), seed=seed, progress=progress)
-        self._fitted = _Fitted(posterior, energy.layout, self.unconstrained_mode())
+        self._fitted = Fitted(posterior, energy.layout, self.unconstrained_mode())
         return posterior
 
     def energy(self, batches: Iterable[Any], *, subset: str | Iterable[str] | None = None) -> Energy:
         """Return U on these batches, with its gradient and products; arguments as :meth:`fit`."""
         locs = self.unconstrained_mode()
         names = None if subset is None else _selected(list(locs), subset)
-        return Energy(self._plain_model[0], batches, locs, subset=names, kl_weight=self.kl_weight)
+        return Energy(self._plain_model.get(), batches, locs, subset=names, kl_weight=self.kl_weight)
 
     def unconstrained_mode(self) -> dict[str, Tensor]:
         """Return a copy of the mode of every site in unconstrained space."""
         return {name: attrgetter(name)(self.locs).detach().clone() for name, _ in self._sites()}
 
-    @torch.no_grad()
-    def predictive(self, *inputs: Any, site: str | None = None) -> GaussianOutputs:
+    def predictive(self, *inputs: Any, site: str | None = None, joint: bool = False) -> GaussianOutputs:
         """Return the Gaussian over the outputs for some inputs.
 
         Args:
             inputs: positional arguments of the model; observations may be left out.
             site: an observed site, or one of ``pyro.deterministic``; None for the one observed site.
+            joint: also the covariance between examples, ``joint_covariance`` of shape ``[B k, B k]``.
 
         Returns:
             ``mean`` and ``variance`` of the prediction ``[B, ...]``, ``covariance`` ``[B, k, k]``.
 
         Raises:
             GuideError: not fitted yet, or the mode has moved since.
+            DataError: no rows, NaN, or inputs that the model cannot take.
+            ModelError: no such site, or several to choose from.
+            UnsupportedError: a distribution that cannot be linearised, or a method without what is asked for.
         """
-        fitted = self._current_fit()
-        query = Query(self._plain_model[0], inputs, fitted.mode, fitted.layout, site=site)
-        return GaussianOutputs(query.outputs, fitted.posterior.covariance(query))
+        fitted = self.fitted
+        query = Query(self._plain_model.get(), inputs, fitted.mode, fitted.layout, site=site)
+        return fitted.gaussian_outputs(query, joint=joint)
 
-    def _current_fit(self) -> "_Fitted":
+    @property
+    def fitted(self) -> Fitted:
+        """The Gaussian with its mode and the sites that it is over.
+
+        Raises:
+            GuideError: not fitted yet, or the mode has moved since.
+        """
         if self._fitted is None:
             raise GuideError(
-                "this LaplaceGuide is a point mass so far: call guide.fit(batches, method) after training"
+                "this LaplaceGuide is a point mass so far: call guide.fit(batches, method) after training. "
+                "predict(..., method=AtMean()) predicts at the mode"
             )
-        for name, value in self.unconstrained_mode().items():
-            if not torch.equal(value, self._fitted.mode[name]):
-                raise GuideError(
-                    f"site {name!r} has moved since guide.fit, so that its Gaussian belongs to another mode: fit again"
-                )
+        moved = self._fitted.first_moved(self.unconstrained_mode())
+        if moved is not None:
+            raise GuideError(
+                f"site {moved!r} has moved since guide.fit, so that its Gaussian belongs to another mode: fit again"
+            )
         return self._fitted
 
+    # As a Pyro guide: a point mass in training, the Gaussian of the last fit when draws are asked for ---------------
 
-@dataclass(frozen=True)
-class _Fitted:
-    posterior: LaplacePosterior
-    layout: Layout
-    mode: dict[str, Tensor]
+    def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """Give every latent site a value; Pyro calls it with the arguments of the model.
+
+        With gradients enabled, as in training, this is the mode. Without (``Predictive``, ``Samples``) and after
+        :meth:`fit` it is a draw from the Gaussian, with a warning: a network run at such weights is no linearised
+        prediction.
+        """
+        self.initialize(*args, **kwargs)
+        if self._fitted is None or torch.is_grad_enabled():
+            return super().forward(*args, **kwargs)
+        moved = self._fitted.first_moved(self.unconstrained_mode())
+        if moved is not None:
+            warnings.warn(
+                f"site {moved!r} has moved since guide.fit: this LaplaceGuide is a point mass until it is fitted again",
+                DviWarning,
+                stacklevel=2,
+            )
+            return super().forward(*args, **kwargs)
+        warnings.warn(DRAWN_WEIGHTS, DviWarning, stacklevel=2)
+        vectors = pyro.sample(
+            f"_{self._pyro_name}_latent", Draws(self._fitted.posterior), infer={"is_auxiliary": True}
+        )
+        plates = self._create_plates(*args, **kwargs)
+        result = {}
+        for name, site in self._sites():
+            u = self._fitted.value_of(name, vectors, self._event_dims[name])
+            transform = unconstraining_transform(site["fn"].support)
+            value = u if transform is None else transform(u)
+            with ExitStack() as stack:
+                for frame in site["cond_indep_stack"]:
+                    stack.enter_context(plates[frame.name])
+                result[name] = pyro.sample(name, dist.Delta(value, event_dim=site["fn"].event_dim))
+        return result
+
+    @torch.no_grad()
+    def sample(self, sample_shape: Sequence[int] | int = ()) -> dict[str, Tensor]:
+        """Draw all sites at once: from the Gaussian after :meth:`fit`, the mode before.
+
+        Args:
+            sample_shape: leading dimensions of the draws; a number of draws, or a shape.
+
+        Returns:
+            draws of shape ``[*sample_shape, *site]`` by site name, in their own (constrained) space.
+
+        Raises:
+            GuideError: the mode has moved since the fit.
+            UnsupportedError: the method of the fit has no draws.
+        """
+        if self._fitted is None:
+            return super().sample(sample_shape)
+        shape = torch.Size([sample_shape] if isinstance(sample_shape, int) else sample_shape)
+        drawn = self.fitted.draw(shape.numel())
+        return self._constrained({name: u.reshape(*shape, *u.shape[1:]) for name, u in drawn.items()})
+
+    @torch.no_grad()
+    def median(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """Return the mode of every site; in unconstrained space that is the median."""
+        return self._constrained(self.unconstrained_mode())
+
+    def _marginals(self) -> dict[str, Any]:
+        marginals = super()._marginals()
+        if self._fitted is not None:
+            for name, variance in self.fitted.marginal_variances().items():
+                normal = dist.Normal(marginals[name].mean.detach(), variance.sqrt(), validate_args=False)
+                marginals[name] = normal.to_event(self._event_dims[name])
+        return marginals
+
+    def _constrained(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
+        transforms = {name: unconstraining_transform(site["fn"].support) for name, site in self._sites()}
+        return {name: u if (t := transforms[name]) is None else t(u) for name, u in values.items()}
+
+    # Moving and saving ---------------------------------------------------------------------------------------------
+
+    def get_extra_state(self) -> dict[str, Any] | None:
+        """Return the Gaussian of the last fit for ``state_dict``, in tensors and plain values.
+
+        A method that needs the model and the data to predict (conjugate gradients, say) is left out, with a warning.
+        """
+        return None if self._fitted is None else self._fitted.state()
+
+    def set_extra_state(self, state: Any) -> None:
+        """Take over what :meth:`get_extra_state` returned."""
+        self._fitted = Fitted.from_state(state)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)
+        if self._fitted is not None:
+            self._fitted = self._fitted.moved(fn)
+        return self
 
 
 def _selected(names: list[str], subset: str | Iterable[str]) -> list[str]:

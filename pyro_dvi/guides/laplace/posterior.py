@@ -7,16 +7,19 @@ Adding a method: subclass :class:`Method`, whose :meth:`~Method.fit` looks at U 
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from pyro_dvi.errors import UnsupportedError
+from pyro_dvi.errors import CheckpointError, UnsupportedError
 from pyro_dvi.guides.laplace.energy import LocalEnergy
 from pyro_dvi.guides.laplace.precision import PrecisionMatrix
 from pyro_dvi.guides.laplace.query import Query
 
-__all__ = ["LaplacePosterior", "Method"]
+__all__ = ["LaplacePosterior", "Method", "blocks_by_rows"]
+
+_ROWS, _ENTRIES = 512, 1 << 26  # rows of J, and entries of them, that are held together
 
 
 class Method(ABC):
@@ -44,9 +47,43 @@ class LaplacePosterior(ABC):
 
     Attributes:
         mode: :math:`\hat u`, flat, [D].
+        stored: the arguments of the class, tensors and plain values, that its attributes of the same names hold: what
+            a file keeps of it. None: it needs the model and the data to work, and is not saved.
     """
 
     mode: Tensor
+    stored: ClassVar[tuple[str, ...] | None] = None
+    _kinds: ClassVar[dict[str, type["LaplacePosterior"]]] = {}
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        LaplacePosterior._kinds[cls.__name__] = cls
+
+    def state(self) -> dict[str, Any]:
+        """Return what a file keeps.
+
+        Raises:
+            UnsupportedError: the posterior cannot do without the model and the data.
+        """
+        if self.stored is None:
+            raise UnsupportedError(
+                f"{type(self).__name__} solves with the model and the data, which a file does not hold: call guide.fit "
+                "again after loading or moving, or use Dense() or PosteriorSamples(n)"
+            )
+        return {name: getattr(self, name) for name in self.stored}
+
+    @staticmethod
+    def of_kind(kind: str, state: dict[str, Any]) -> "LaplacePosterior":
+        """Make a posterior again from its :meth:`state`.
+
+        Raises:
+            CheckpointError: no such class.
+        """
+        if kind not in LaplacePosterior._kinds:
+            raise CheckpointError(
+                f"the state holds a {kind}, which is unknown here: import the module that defines it"
+            )
+        return LaplacePosterior._kinds[kind](**state)
 
     @abstractmethod
     def covariance(self, query: Query) -> Tensor:
@@ -70,6 +107,17 @@ class LaplacePosterior(ABC):
         """
         raise UnsupportedError(
             f"{type(self).__name__} has no draws of the latents: use PosteriorSamples(n) or Dense()"
+        )
+
+    def solve(self, vectors: Tensor) -> Tensor:
+        r"""Return the rows :math:`P^{-1} v` for vectors ``[S, D]``.
+
+        Raises:
+            UnsupportedError: the method cannot.
+        """
+        raise UnsupportedError(
+            f"{type(self).__name__} has no solutions of P x = v: use Dense(), ConjugateGradient(), TopEigen(k), "
+            "Diagonal() or KroneckerFactored()"
         )
 
     def marginal_variance(self) -> Tensor:
@@ -102,7 +150,5 @@ def blocks_by_rows(query: Query, quadratic: Callable[[Tensor], Tensor]) -> Tenso
         quadratic: maps rows ``[n, K, D]`` of n examples to ``[n, K, K]``.
     """
     size = query.size
-    found = [
-        quadratic(rows.reshape(-1, size, rows.shape[-1])) for rows in query.rows(size * max(1, 64 // size))
-    ]
-    return torch.cat(found)
+    at_once = max(1, min(_ROWS, _ENTRIES // query.layout.size) // size) * size
+    return torch.cat([quadratic(rows.reshape(-1, size, rows.shape[-1])) for rows in query.rows(at_once)])

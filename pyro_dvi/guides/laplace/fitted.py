@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a fit leaves in the guide: a Gaussian, the sites that it is over, and the mode that it belongs to."""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_dvi.errors import DviWarning, UnsupportedError
+from pyro_dvi.guides.laplace.draws import draw
+from pyro_dvi.guides.laplace.gaussian_outputs import GaussianOutputs
+from pyro_dvi.guides.laplace.layout import Layout
+from pyro_dvi.guides.laplace.posterior import LaplacePosterior
+from pyro_dvi.guides.laplace.query import Query
+
+__all__ = ["Fitted"]
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """The result of ``guide.fit``; nothing changes it, so that copies of a guide share it.
+
+    Attributes:
+        posterior: the Gaussian.
+        layout: the sites that vary, in the order of its vectors.
+        mode: unconstrained mode of every site.
+    """
+
+    posterior: LaplacePosterior
+    layout: Layout
+    mode: dict[str, Tensor]
+
+    @torch.enable_grad()  # Jacobians need it, whoever asks
+    def gaussian_outputs(self, query: Query, *, joint: bool = False) -> GaussianOutputs:
+        """Return the Gaussian over the outputs of a query; with ``joint`` also over all its examples."""
+        outputs = query.outputs.detached()
+        if not joint:
+            return GaussianOutputs(outputs, self.posterior.covariance(query).detach())
+        count, size = query.num_rows, query.size
+        whole = self.posterior.joint_covariance(query).detach().reshape(count, size, count, size)
+        rows = torch.arange(count, device=whole.device)
+        return GaussianOutputs(outputs, whole[rows, :, rows], whole)
+
+    def draw(self, count: int) -> dict[str, Tensor]:
+        """Draw unconstrained values ``[count, *site]`` of every site."""
+        drawn = self.layout.named(draw(self.posterior, count))
+        return {
+            name: drawn[name] if name in drawn else loc.expand(count, *loc.shape)
+            for name, loc in self.mode.items()
+        }
+
+    def value_of(self, name: str, vectors: Tensor, event_dim: int) -> Tensor:
+        """Return the unconstrained value of a site in flat vectors ``[*lead, D]``; at its mode where it is fixed.
+
+        Leading dimensions belong to plates outside the guide, so the site's own plates lie to their right.
+        """
+        loc = self.mode[name]
+        if name not in self.layout.shapes:
+            return loc
+        value = self.layout.named(vectors)[name]
+        lead = vectors.shape[:-1]
+        shape = torch.broadcast_shapes(loc.shape, (*lead, *(1,) * event_dim))
+        return value.reshape(shape)
+
+    def first_moved(self, mode: dict[str, Tensor]) -> str | None:
+        """Return the first site whose mode is not where it was; None if all are."""
+        return next((name for name, u in mode.items() if not torch.equal(u, self.mode[name])), None)
+
+    def marginal_variances(self) -> dict[str, Tensor]:
+        """Return the variances of the sites that vary."""
+        return self.layout.named(self.posterior.marginal_variance().detach())
+
+    # In files: tensors and plain values ---------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any] | None:
+        """Return tensors and plain values to make it of again; None, with a warning, if the posterior has none."""
+        try:
+            posterior = self.posterior.state()
+        except UnsupportedError as error:
+            warnings.warn(f"the Gaussian of guide.fit is left out: {error}", DviWarning, stacklevel=2)
+            return None
+        return {
+            "posterior": posterior,
+            "kind": type(self.posterior).__name__,
+            "sites": list(self.layout.names),
+            "mode": dict(self.mode),
+        }
+
+    @staticmethod
+    def from_state(state: dict[str, Any] | None) -> "Fitted | None":
+        """Make what :meth:`state` describes."""
+        if state is None:
+            return None
+        mode = state["mode"]
+        layout = Layout({name: mode[name].shape for name in state["sites"]})
+        return Fitted(LaplacePosterior.of_kind(state["kind"], state["posterior"]), layout, mode)
+
+    def moved(self, function: Callable[[Tensor], Tensor]) -> "Fitted | None":
+        """Return it with ``function`` (to another device or dtype) applied to every tensor; None as :meth:`state`."""
+        state = self.state()
+        return None if state is None else Fitted.from_state(_apply(function, state))
+
+    def __deepcopy__(self, memo: Any) -> "Fitted":
+        return self
+
+    def __reduce__(self) -> Any:
+        return Fitted.from_state, (self.state(),)
+
+
+def _apply(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    if torch.is_tensor(value):
+        return function(value)
+    if isinstance(value, dict):
+        return {k: _apply(function, v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_apply(function, v) for v in value)
+    return value

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the distributions of a run were built with: logits, say, as the model gave them, before they are normalised."""
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from pyro.distributions import distribution as pyro_distribution
+
+from pyro_dvi.errors import UnsupportedError
+
+__all__ = ["Built", "arguments_kept", "given_to", "without_checks"]
+
+
+@dataclass(frozen=True)
+class Built:
+    """A distribution and its arguments by name."""
+
+    distribution: Any
+    given: dict[str, Any]
+
+
+@contextmanager
+def arguments_kept() -> Iterator[list[Built]]:
+    """Keep every Pyro distribution that is built in the context with its arguments."""
+    made: list[Built] = []
+    building = False
+
+    def keep(cls: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        nonlocal building
+        if building:
+            return None
+        building = True
+        try:
+            distribution = cls(*args, **kwargs)
+        finally:
+            building = False
+        given = cls.__signature__.bind(*args, **kwargs).arguments
+        given.update(given.pop("kwargs", {}))
+        made.append(
+            Built(distribution, {k: v for k, v in given.items() if k != "validate_args" and v is not None})
+        )
+        return distribution
+
+    coercions: list[Any] = pyro_distribution.COERCIONS
+    coercions.append(keep)  # after others, which may build something else
+    try:
+        yield made
+    finally:
+        coercions.remove(keep)
+
+
+def given_to(site: str, base: Any, made: list[Built]) -> dict[str, Any]:
+    """Return the arguments of a distribution; a plate may have expanded it since, which shares its memory.
+
+    Raises:
+        UnsupportedError: it was built by another one, or is no Pyro distribution.
+    """
+    for built in made:
+        if built.distribution is base:
+            return built.given
+    memory = _memory(base)
+    for built in made:
+        if type(built.distribution) is not type(base):
+            continue
+        other = _memory(built.distribution)
+        # Either may have computed further parameters since, such as probs of logits. Two distributions may share one
+        # parameter, so that all that both have must agree.
+        common = memory.keys() & other.keys()
+        if common and all(memory[name] == other[name] for name in common):
+            return built.given
+    raise UnsupportedError(
+        f"observed site {site!r}: {type(base).__module__}.{type(base).__name__} hides what it was made of; use the "
+        "class of the same name in pyro.distributions, or name a pyro.deterministic site of the prediction instead: "
+        "site='...'"
+    )
+
+
+def without_checks(cls: Any) -> dict[str, bool]:
+    """Keyword arguments that build a distribution without checking its parameters."""
+    return {"validate_args": False} if "validate_args" in inspect.signature(cls).parameters else {}
+
+
+def _memory(fn: Any) -> dict[str, int]:
+    """Where the parameters of a distribution are stored; those it computes when asked are left out."""
+    found = {}
+    for name in fn.arg_constraints:
+        lazy = isinstance(
+            inspect.getattr_static(type(fn), name, None), torch.distributions.utils.lazy_property
+        )
+        value = fn.__dict__.get(name) if lazy else getattr(fn, name, None)
+        if torch.is_tensor(value):
+            found[name] = value.data_ptr()
+    return found

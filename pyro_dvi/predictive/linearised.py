@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prediction by a model that is linear in its latents around the mode: the rule for Laplace's approximation."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor
+
+from pyro_dvi.errors import ArgumentError, GuideError
+from pyro_dvi.guides.laplace import LaplaceGuide
+from pyro_dvi.guides.laplace.layout import Layout
+from pyro_dvi.guides.laplace.query import Query
+from pyro_dvi.handlers.built import arguments_kept
+from pyro_dvi.handlers.log_joint import AtUnconstrained
+from pyro_dvi.handlers.mean_run import twice_differentiable
+from pyro_dvi.handlers.outputs import Outputs, observed_outputs
+from pyro_dvi.links import ClassLink, Probit
+from pyro_dvi.predictive.integrated import integrated
+from pyro_dvi.predictive.rules import PredictionRule
+from pyro_dvi.predictive.run import Response
+
+__all__ = ["Linearised"]
+
+
+@dataclass(frozen=True)
+class Linearised(PredictionRule):
+    r"""Predict from the Gaussian that linearisation gives to the outputs of the model.
+
+    .. math::
+        p(y \mid x) \approx \int p(y \mid f)\, \mathcal N\bigl(f;\, f(x; \hat u),\, J P^{-1} J^\top\bigr)\,\mathrm df,
+        \qquad J = \partial f(x; \hat u)/\partial u
+
+    The rule for a fitted :class:`~pyro_dvi.LaplaceGuide`. Outputs f are the parameters of the observed distribution as
+    real numbers: a mean, logits, the logarithm of a rate or of a noise scale. Draws of the weights would be passed
+    through the network far from where the Gaussian was fitted; linearised predictions stay at the mode.
+
+    Status: exact for models that are linear in their latents. Given the Gaussian of f: exact for Normal, LogNormal and
+    MultivariateNormal with certain noise and for Bernoulli; class probabilities as exact as ``link``; an uncertain
+    noise scale by Gauss-Hermite quadrature, together with its correlation with the mean; any other distribution as a
+    mixture over points.
+
+    Args:
+        link: from Gaussian logits, with their covariance, to class probabilities: ``Probit()``, ``SobolSoftmax(n)`` or
+            ``LaplaceBridge()`` of :mod:`pyro_dvi.links`.
+        num_points: Sobol points where more than two numbers of one observation are uncertain and there is no closed
+            form.
+
+    Raises:
+        ArgumentError: ``link`` is no link of classes, or less than one point.
+        GuideError: the guide is no LaplaceGuide, or not fitted.
+
+    Source: Immer, Korzepa & Bauer (2021), "Improving predictions of Bayesian neural nets via local linearization".
+    """
+
+    link: ClassLink = field(default_factory=Probit)
+    num_points: int = 256
+
+    num_components = 1
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.link, ClassLink):
+            raise ArgumentError(
+                f"link must be an object such as Probit() or SobolSoftmax(256), not {self.link!r}"
+            )
+        n = self.num_points
+        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+            raise ArgumentError(f"num_points must be a positive whole number, not {n!r}")
+
+    def components(
+        self,
+        guide: Callable[..., Any],
+        inputs: tuple[Any, ...],
+        respond: Callable[[Mapping[str, Tensor]], Response],
+    ) -> Iterator[Response]:
+        """Give the one component."""
+        if not isinstance(guide, LaplaceGuide):
+            raise GuideError(
+                f"Linearised() predicts from a LaplaceGuide, not from a {type(guide).__name__}: use AtMean(), "
+                "Moments() or Samples(30)"
+            )
+        fitted = guide.fitted
+        query = _Responses(respond, inputs, guide.median(), fitted.mode, fitted.layout)
+        gaussian = fitted.gaussian_outputs(query)
+        distribution = integrated(gaussian.outputs, gaussian.full_covariance, self.link, self.num_points)
+        assert query.response is not None, "the outputs come from a run"
+        yield replace(query.response, distribution=distribution, value=query.response.value.detach())
+
+
+class _Responses(Query):
+    """Outputs of the model that is predicted with.
+
+    Args:
+        respond: runs it with given latent values.
+        inputs: its arguments for this batch.
+        centre: any value of every latent site.
+        locs: their unconstrained modes.
+        layout: the sites that vary.
+    """
+
+    def __init__(
+        self,
+        respond: Callable[[Mapping[str, Tensor]], Response],
+        inputs: tuple[Any, ...],
+        centre: Mapping[str, Tensor],
+        locs: Mapping[str, Tensor],
+        layout: Layout,
+    ) -> None:
+        super().__init__(respond, inputs, locs, layout)
+        self._centre = centre
+        self.response: Response | None = None
+
+    def _read(self, named: Mapping[str, Tensor]) -> Outputs:
+        with twice_differentiable(), AtUnconstrained(named), arguments_kept() as made:
+            response = self.model(self._centre)
+        if self.response is None:
+            self.response = response
+        return observed_outputs(response.site, response.distribution, response.axis, self.num_rows, made)
