@@ -7,7 +7,7 @@ The only module that knows ArviZ; ``import pyro_dvi`` does not load it.
 import difflib
 import re
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from importlib.metadata import version
 from typing import Any
@@ -85,8 +85,8 @@ def to_arviz(
         guide: its trained guide, of this library, of Pyro, or a function.
         data: as in :func:`~pyro_dvi.predict`: ``(x, y)``, inputs alone, or a loader of either.
         num_samples: draws; by default 500, or as many as ``method`` has.
-        sites: latent sites to export. By default all with at most ``max_site_size`` values; a warning names the rest. An
-            empty list exports predictions alone: for methods of a LaplaceGuide that have no draws.
+        sites: latent sites to export. By default all with at most ``max_site_size`` values; a warning names the rest.
+            An empty list exports predictions alone: for methods of a LaplaceGuide that have no draws.
         max_site_size: values of one site above which it is left out by default.
         method: rule of prediction, by default the guide's own or ``AtMean()``.
         site: observed site, where the model has several.
@@ -225,23 +225,19 @@ def _posterior(
     left_out: list[str] = []
     if sites is not None and not list(sites):
         return {}, list(example_latents(guide, batch.inputs))
-    for k, latents in enumerate(_quiet_draws(guide, batch, count)):
-        if k == 0:
-            chosen, left_out = _choose_sites(latents, sites, max_size)
-            for name in chosen:
-                value = latents[name]
-                arrays[name] = np.empty((1, count, *value.shape), dtype=_array(value).dtype)
-        for name, array in arrays.items():
-            array[0, k] = _array(latents[name])
+    with warnings.catch_warnings():
+        # Nothing is predicted with these draws, of which a LaplaceGuide warns.
+        warnings.filterwarnings("ignore", message=re.escape(DRAWN_WEIGHTS), category=DviWarning)
+        for k, latents in enumerate(Samples(count).draws(guide, batch.inputs)):
+            if k == 0:
+                chosen, left_out = _choose_sites(latents, sites, max_size)
+                for name in chosen:
+                    value = latents[name]
+                    arrays[name] = np.empty((1, count, *value.shape), dtype=_array(value).dtype)
+            for name, array in arrays.items():
+                array[0, k] = _array(latents[name])
     # A slash would become a group of the file.
     return {name.replace("/", "."): array for name, array in arrays.items()}, left_out
-
-
-def _quiet_draws(guide: Callable[..., Any], batch: Batch, count: int) -> Iterator[dict[str, Tensor]]:
-    """Draws that nothing is predicted with, so that a LaplaceGuide need not warn of them."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=re.escape(DRAWN_WEIGHTS), category=DviWarning)
-        yield from Samples(count).draws(guide, batch.inputs)
 
 
 def _choose_sites(
