@@ -58,6 +58,24 @@ class NotPositiveDefiniteError(PyroDviError, ArithmeticError):
     curvature: float | None = None
 
 
+class NotConvergedError(PyroDviError, ArithmeticError):
+    """An iteration ended before it reached its tolerance; the message says how far it came."""
+
+
+class ConvergenceError(PyroDviError, ArithmeticError):
+    """An iteration did not come to where its result can be trusted."""
+
+
+class UnconvergedError(PyroDviError, ArithmeticError):
+    """The mode of a Laplace approximation is no minimum of minus the log posterior density.
+
+    ``diagnosis`` holds what ``guide.fit`` found out about it, ``report`` what ``guide.polish`` did.
+    """
+
+    diagnosis: Any = None
+    report: Any = None
+
+
 class CheckpointError(PyroDviError, RuntimeError):
     """A checkpoint is missing, foreign or does not fit the objects it should be loaded into."""
 
