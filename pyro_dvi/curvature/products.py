@@ -22,7 +22,14 @@ from pyro_dvi.curvature.information import expected_information
 from pyro_dvi.curvature.likelihood import ObservedSite
 from pyro_dvi.errors import UnsupportedError
 
-__all__ = ["LinearMap", "SavedBytes", "hessian_product", "information_outputs"]
+__all__ = [
+    "LinearMap",
+    "SavedBytes",
+    "hessian_product",
+    "information_outputs",
+    "information_pairs",
+    "vectors_together",
+]
 
 
 class LinearMap:
@@ -118,7 +125,18 @@ def information_outputs(
         draw_labels: labels from a site's own distribution, for those without a closed form: the Fisher information is
             then estimated by these, :math:`f_s = \log p(y_s)`.
     """
-    outputs, weights = [], []
+    pairs = information_pairs(sites, draw_labels)
+    if not pairs:
+        empty = torch.zeros(0)
+        return empty, empty
+    return torch.cat([f.reshape(-1) for f, _ in pairs]), torch.cat([w.reshape(-1) for _, w in pairs])
+
+
+def information_pairs(
+    sites: Sequence[ObservedSite], draw_labels: Callable[[ObservedSite], Sequence[Tensor]]
+) -> list[tuple[Tensor, Tensor]]:
+    """Return f and w of each site as ``[*batch_shape, K]``; arguments as :func:`information_outputs`."""
+    found = []
     for site in sites:
         try:
             pairs = expected_information(site.fn, site.name)
@@ -133,12 +151,8 @@ def information_outputs(
             w = w.detach() * scale.sqrt().unsqueeze(-1)
             if site.mask is not None and site.mask is not True:
                 w = w * torch.as_tensor(site.mask, device=w.device).unsqueeze(-1)
-            outputs.append(f.reshape(-1))
-            weights.append(w.expand_as(f).reshape(-1))
-    if not outputs:
-        empty = torch.zeros(0)
-        return empty, empty
-    return torch.cat(outputs), torch.cat(weights)
+            found.append((f, w.expand_as(f)))
+    return found
 
 
 def batched_gradients(
@@ -150,6 +164,15 @@ def batched_gradients(
     chunks = zip(*[c.split(vectors_at_once) for c in cotangents], strict=True)
     parts = [_vector_jacobian(outputs, values, list(chunk)) for chunk in chunks]
     return [torch.cat(column) if len(parts) > 1 else column[0] for column in zip(*parts, strict=True)]
+
+
+def vectors_together(saved: int, device: torch.device) -> int:
+    """How many vectors to push through a graph together that saved so many bytes.
+
+    On a processor more than a cache holds only costs time, and convolutions gain nothing from company.
+    """
+    budget = 1 << 22 if device.type == "cpu" else 1 << 28
+    return max(1, min(256, budget // max(1, saved)))
 
 
 def _vector_jacobian(

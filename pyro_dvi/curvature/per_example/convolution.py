@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.grad import conv1d_weight, conv2d_weight, conv3d_weight
 
-from pyro_dvi.curvature.per_example.uses import OfDelta, per_example_rule, squares_rule
+from pyro_dvi.curvature.per_example.uses import OfDelta, Outer, outer_rule, per_example_rule, squares_rule
 
 _OF_WEIGHT = {1: conv1d_weight, 2: conv2d_weight, 3: conv3d_weight}
 _SMALL = 1 << 14  # entries of a weight whose gradients are formed for many examples at once
@@ -63,6 +63,12 @@ class _Layer:
     def _by_torch(self, x: Tensor, delta: Tensor) -> Tensor:
         function = _OF_WEIGHT[len(self.shape) - 2]
         return function(x, self.shape, delta, self.stride, self.padding, self.dilation, self.groups)
+
+    def patches_of(self, x: Tensor) -> Tensor:
+        """What each position of the output sees, ``[M, channels * kernel, positions]``."""
+        sizes = zip(x.shape[2:], self.padding, self.dilation, self.shape[2:], self.stride, strict=True)
+        positions = torch.Size((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, p, d, k, s in sizes)
+        return self._patches(x, positions)
 
     def _patches(self, x: Tensor, positions: torch.Size) -> Tensor:
         """What each position sees, ``[M, channels * kernel, positions]``."""
@@ -153,6 +159,32 @@ def _convolution_squares(
     groups: int = 1,
 ) -> OfDelta | None:
     return _squares(wanted, _layer(input, weight, stride, padding, dilation, groups))
+
+
+@outer_rule(F.conv1d, F.conv2d, F.conv3d)
+def _convolution_outer(
+    wanted: str,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Size = 1,
+    padding: Size | str = 0,
+    dilation: Size = 1,
+    groups: int = 1,
+) -> Outer | None:
+    served = _layer(input, weight, stride, padding, dilation, groups)
+    if served is None or groups != 1:
+        return None
+    if wanted == "bias":
+        return Outer(
+            lambda part: input.new_ones(len(input[part]), 1, 1), lambda d: d.flatten(2).sum(2)[:, None]
+        )
+    layer, operands = served
+
+    def patches(part: slice) -> Tensor:
+        return layer.patches_of(operands(input)[0][part]).mT  # of (x, delta), x
+
+    return Outer(patches, lambda delta: delta.flatten(2).mT)
 
 
 @per_example_rule(F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyro_dvi.curvature.per_example.broadcasting import is_broadcast, rows_summed_to
-from pyro_dvi.curvature.per_example.uses import OfDelta, per_example_rule, squares_rule
+from pyro_dvi.curvature.per_example.uses import OfDelta, Outer, outer_rule, per_example_rule, squares_rule
 
 __all__ = ["summed_outer_squares"]
 
@@ -79,6 +79,19 @@ def _linear_squares(wanted: str, input: Tensor, weight: Tensor, bias: Tensor | N
     return (lambda delta: summed_outer_squares(_rows(delta), _rows(input))) if wanted == "weight" else None
 
 
+@outer_rule(F.linear)
+def _linear_outer(wanted: str, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Outer | None:
+    if wanted == "bias" and bias is not None and bias.dim() == 1:
+        return _shift(input)
+    return Outer(lambda part: _rows(input[part]), _rows) if wanted == "weight" else None
+
+
+def _shift(input: Tensor) -> Outer:
+    """A weight that is added to every row: its input is 1."""
+    ones = input.new_ones(()).expand(len(input), input.shape[:-1].numel() // max(1, len(input)), 1)
+    return Outer(lambda part: ones[part], _rows)
+
+
 @per_example_rule(*_MATMULS)
 def _matmul(wanted: str, input: Tensor, other: Tensor) -> OfDelta | None:
     if wanted == "other":  # x @ w
@@ -105,6 +118,15 @@ def _matmul_squares(wanted: str, input: Tensor, other: Tensor) -> OfDelta | None
     return None
 
 
+@outer_rule(*_MATMULS)
+def _matmul_outer(wanted: str, input: Tensor, other: Tensor) -> Outer | None:
+    if wanted != "other":
+        return None
+    if other.dim() == 1:
+        return Outer(lambda part: _rows(input[part]), lambda delta: delta.reshape(len(delta), -1, 1))
+    return Outer(lambda part: _rows(input[part]), _rows, inputs_first=True) if other.dim() == 2 else None
+
+
 @per_example_rule(torch.addmm, torch.Tensor.addmm)
 def _addmm(wanted: str, input: Tensor, mat1: Tensor, mat2: Tensor) -> OfDelta | None:
     if wanted == "mat2":
@@ -112,6 +134,13 @@ def _addmm(wanted: str, input: Tensor, mat1: Tensor, mat2: Tensor) -> OfDelta | 
     if wanted == "input" and is_broadcast(input.shape, mat1.shape):
         return lambda delta: rows_summed_to(delta, input.shape)
     return None
+
+
+@outer_rule(torch.addmm, torch.Tensor.addmm)
+def _addmm_outer(wanted: str, input: Tensor, mat1: Tensor, mat2: Tensor) -> Outer | None:
+    if wanted == "mat2":
+        return Outer(lambda part: _rows(mat1[part]), _rows, inputs_first=True)
+    return _shift(mat1) if wanted == "input" and input.dim() == 1 else None
 
 
 @per_example_rule(F.bilinear)

@@ -13,12 +13,22 @@ from torch.overrides import TorchFunctionMode
 
 from pyro_dvi.registry import registering
 
-__all__ = ["Use", "WeightUses", "at_least_single", "per_example_rule", "squares_rule", "with_examples_first"]
+__all__ = [
+    "Outer",
+    "Use",
+    "WeightUses",
+    "at_least_single",
+    "outer_rule",
+    "per_example_rule",
+    "squares_rule",
+    "with_examples_first",
+]
 
 # A rule binds a call and returns what turns the gradient of the call's output into gradients (squares) of a weight.
 OfDelta = Callable[[Tensor], Tensor]
 _RULES: dict[Callable, Callable] = {}
 _SQUARES: dict[Callable, Callable] = {}
+_OUTER: dict[Callable, Callable] = {}
 # Questions about a tensor, which do not use its values (unless they return a tensor, as ``w.T`` does).
 _HARMLESS = {"__get__", "size", "dim", "numel", "is_floating_point", "is_complex", "stride", "is_contiguous"}
 
@@ -49,6 +59,30 @@ def squares_rule(*functions: Callable) -> Callable[[Callable], Callable]:
     return registering(_SQUARES, functions)
 
 
+def outer_rule(*functions: Callable) -> Callable[[Callable], Callable]:
+    r"""Register what gradients are made of where they are sums of outer products.
+
+    A rule as for :func:`per_example_rule` that returns an :class:`Outer`, or None where it does not apply. It spares
+    others the gradients themselves: Kronecker factors, products between layers, the rows of some examples only.
+    """
+    return registering(_OUTER, functions)
+
+
+@dataclass(frozen=True)
+class Outer:
+    r"""Gradients :math:`g_i = \sum_t \delta_{it} a_{it}^\top` of a weight, or their transpose.
+
+    Attributes:
+        inputs: a of some examples (a slice), ``[m, T, q]``.
+        deltas: :math:`\delta` as ``[m, T, p]`` from the gradient of the output of these examples.
+        inputs_first: the weight is laid out as ``[q, p]`` and not as ``[p, q]``.
+    """
+
+    inputs: Callable[[slice], Tensor]
+    deltas: Callable[[Tensor], Tensor]
+    inputs_first: bool = False
+
+
 @dataclass
 class Use:
     """One use of a weight.
@@ -59,6 +93,7 @@ class Use:
         squares: maps it to their sum of squares, or None without a rule.
         shape: shape of the output.
         output: the place in the graph; not the tensor, which a later in-place function would move on.
+        outer: what the gradients are made of, or None without a rule.
     """
 
     function: Callable
@@ -66,6 +101,7 @@ class Use:
     squares: OfDelta | None
     shape: torch.Size
     output: GradientEdge
+    outer: Outer | None = None
 
 
 @dataclass
@@ -158,7 +194,9 @@ class WeightUses(TorchFunctionMode):
             return None
         direct = _SQUARES.get(func)
         squares = None if direct is None else direct(wanted, *args, **kwargs)
-        return Use(func, gradients, squares, output.shape, get_gradient_edge(output))
+        parts = _OUTER.get(func)
+        outer = None if parts is None else parts(wanted, *args, **kwargs)
+        return Use(func, gradients, squares, output.shape, get_gradient_edge(output), outer)
 
 
 def with_examples_first(uses: dict[int, list[Use]], num_examples: int) -> dict[int, list[Use]]:

@@ -9,7 +9,7 @@ approximate, and the prior is part of it with its full weight.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from copy import copy
 from functools import cached_property
 from typing import Any
@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_dvi.curvature.likelihood import ObservedSite, private_random_state
 from pyro_dvi.curvature.example_gradients import ExampleGradients, by_examples
+from pyro_dvi.curvature.likelihood import ObservedSite, private_random_state
 from pyro_dvi.curvature.products import SavedBytes, information_pairs, vectors_together
 from pyro_dvi.curvature.squared_gradients import SquaredGradients
-from pyro_dvi.errors import DataError, ModelError, NonFiniteError
+from pyro_dvi.errors import NonFiniteError
 from pyro_dvi.guides.laplace.batch_graph import BatchGraph, sites_only
 from pyro_dvi.guides.laplace.layout import Layout
 from pyro_dvi.guides.laplace.passes import Passes
@@ -129,9 +129,9 @@ class Energy:
         for args, kwargs in self.passes:
             values = [v.detach().requires_grad_(torch.is_grad_enabled()) for v in self.layout.split(point)]
             named = {**self.locs, **dict(zip(self.layout.names, values, strict=True))}
-            context = nullcontext() if recorder is None else recorder(values)
-            with explained_errors(self.model, values, args, kwargs), evaluating(self.model), context:
-                run = run_joint(self.model, args, kwargs, named)
+            model = self.model if recorder is None else _within(recorder(values), self.model)
+            with explained_errors(self.model, values, args, kwargs), evaluating(self.model):
+                run = run_joint(model, args, kwargs, named)
             yield values, run
 
     def part(self, run: JointRun, *, with_prior: bool) -> Tensor:
@@ -248,6 +248,8 @@ class LocalEnergy:
                 rows.add(run)
                 for outputs, weights in by_examples(information_pairs(sites_only(run), self.energy.labels)):
                     examples = ExampleGradients(recorders[-1], values, outputs)
+                    if rows.batches == 1:  # a backward pass for each output, through every batch
+                        self.energy.evaluations += outputs.shape[1]
                     yield examples, weights * self.energy.kl_weight**-0.5
                 recorders.clear()
             rows.check()
@@ -276,7 +278,9 @@ class LocalEnergy:
                     break
                 values, run = item
                 rows.add(run)
-                together = self.energy.vectors_at_once or vectors_together(saved_by_run.total, self.point.device)
+                together = self.energy.vectors_at_once or vectors_together(
+                    saved_by_run.total, self.point.device
+                )
                 graph = BatchGraph(self.energy, values, run, together, with_prior=rows.batches == 1)
                 # Products differentiate twice: their graphs hold about three times what the run saved.
                 saved += 4 * saved_by_run.total
@@ -285,3 +289,13 @@ class LocalEnergy:
                 yield graph
         rows.check()
         self._kept = kept
+
+
+def _within(context: AbstractContextManager[Any], model: Callable) -> Callable:
+    """The model inside a context, which its prior and likelihood are not."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with context:
+            return model(*args, **kwargs)
+
+    return run

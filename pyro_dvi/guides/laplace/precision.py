@@ -2,10 +2,13 @@
 """Which matrix is the precision of the Gaussian: a choice passed as an object."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from pyro_dvi.curvature.gauss_newton_matrix import add_gauss_newton_matrix
 from pyro_dvi.guides.laplace.energy import LocalEnergy
 
 __all__ = ["GGN", "Hessian", "PrecisionMatrix"]
@@ -17,6 +20,10 @@ class PrecisionMatrix(ABC):
     @abstractmethod
     def product(self, local: LocalEnergy, vectors: Tensor) -> Tensor:
         """Return P v as ``[S, D]`` for vectors ``[S, D]``."""
+
+    def matrix(self, local: LocalEnergy) -> Tensor:
+        """Return P as ``[D, D]``."""
+        return torch.cat([self.product(local, rows) for rows in _identity_rows(local.point)])
 
 
 @dataclass(frozen=True)
@@ -33,6 +40,17 @@ class GGN(PrecisionMatrix):
         """Return P v."""
         return local.ggn(vectors)
 
+    def matrix(self, local: LocalEnergy) -> Tensor:
+        """Return P, from gradients of single examples where these are cheap."""
+        found = _by_examples(local)
+        if found is None:
+            return super().matrix(local)
+        diagonal = local.prior_diagonal()
+        if diagonal is not None:
+            found.diagonal().add_(diagonal)
+            return found
+        return found.add_(torch.cat([local.prior_hessian(rows) for rows in _identity_rows(local.point)]))
+
 
 @dataclass(frozen=True)
 class Hessian(PrecisionMatrix):
@@ -46,3 +64,22 @@ class Hessian(PrecisionMatrix):
     def product(self, local: LocalEnergy, vectors: Tensor) -> Tensor:
         """Return P v."""
         return local.hessian(vectors)
+
+
+def _by_examples(local: LocalEnergy) -> Tensor | None:
+    """The likelihood's part of the Gauss-Newton matrix; None where gradients of single examples are not cheap."""
+    total = local.point.new_zeros(len(local.point), len(local.point))
+    for examples, weights in local.examples():
+        if not examples.cheap:
+            return None
+        add_gauss_newton_matrix(examples, weights.square(), total)
+    return total
+
+
+def _identity_rows(point: Tensor, at_once: int = 256) -> Iterator[Tensor]:
+    size = len(point)
+    for start in range(0, size, at_once):
+        count = min(at_once, size - start)
+        rows = point.new_zeros(count, size)
+        rows[torch.arange(count), torch.arange(start, start + count)] = 1
+        yield rows

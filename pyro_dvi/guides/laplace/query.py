@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_dvi.curvature.products import LinearMap
-from pyro_dvi.errors import DataError
+from pyro_dvi.curvature.example_gradients import ExampleGradients
+from pyro_dvi.curvature.products import LinearMap, SavedBytes, vectors_together
+from pyro_dvi.curvature.squared_gradients import SquaredGradients
+from pyro_dvi.errors import DataError, PyroDviError
 from pyro_dvi.guides.laplace.layout import Layout
 from pyro_dvi.handlers.explained import explained_errors
 from pyro_dvi.handlers.outputs import Outputs, run_outputs
@@ -28,7 +30,7 @@ class Query:
         locs: unconstrained value of every latent site.
         layout: the sites that vary.
         site: which outputs; see :func:`~pyro_dvi.handlers.outputs.run_outputs`.
-        vectors_at_once: how many vectors go through the graph together.
+        vectors_at_once: how many vectors go through the graph together; None: as its size suggests.
 
     Attributes:
         num_rows: B.
@@ -42,17 +44,20 @@ class Query:
         layout: Layout,
         *,
         site: str | None = None,
-        vectors_at_once: int = 64,
+        vectors_at_once: int | None = None,
     ) -> None:
         self.model, self.inputs, self.layout, self.site = model, inputs, layout, site
         self.vectors_at_once = vectors_at_once
         self._locs = {name: loc.detach() for name, loc in locs.items()}
-        tensors = [v for v in inputs if torch.is_tensor(v) and v.dim() > 0]
+        tensors = [v for v in _tensors(inputs) if v.dim() > 0]
         if not tensors:
             raise DataError("a query needs an input tensor with a row for each example")
         self.num_rows = len(tensors[0])
         if self.num_rows == 0:
             raise DataError("the query has no rows")
+        for tensor in tensors:
+            if not bool(torch.isfinite(tensor).all()):
+                raise DataError(f"the query of shape {tuple(tensor.shape)} holds NaN or infinite values")
 
     @property
     def mode(self) -> Tensor:
@@ -62,7 +67,8 @@ class Query:
     @cached_property
     def outputs(self) -> Outputs:
         """The outputs at the mode, with their graph."""
-        return self._run(self._values)
+        with self._recorder, self._saved:
+            return self._run(self._values)
 
     @property
     def mean(self) -> Tensor:
@@ -88,6 +94,15 @@ class Query:
 
     def rows(self, at_once: int = 64) -> Iterator[Tensor]:
         """Give the rows of J in order, example by example: tensors ``[n, D]``, n at most ``at_once``."""
+        if not self._examples.cheap:
+            yield from self._rows_by_products(at_once)
+            return
+        together = max(1, at_once // self.size)
+        for start in range(0, self.num_rows, together):
+            rows = self._examples.rows(slice(start, start + together))
+            yield from rows.flatten(0, 1).split(at_once)
+
+    def _rows_by_products(self, at_once: int) -> Iterator[Tensor]:
         total = self.num_rows * self.size
         for start in range(0, total, at_once):
             count = min(at_once, total - start)
@@ -100,11 +115,51 @@ class Query:
         return [self._locs[name].clone().requires_grad_() for name in self.layout.names]
 
     @cached_property
+    def _recorder(self) -> SquaredGradients:
+        return SquaredGradients(self._values)
+
+    @cached_property
+    def _saved(self) -> SavedBytes:
+        return SavedBytes()
+
+    @cached_property
+    def _examples(self) -> ExampleGradients:
+        return ExampleGradients(self._recorder, self._values, self.outputs.values)
+
+    @cached_property
     def _jacobian(self) -> LinearMap:
-        return LinearMap(self.outputs.values, self._values, vectors_at_once=self.vectors_at_once)
+        outputs = self.outputs.values
+        together = self.vectors_at_once or vectors_together(self._saved.total, outputs.device)
+        return LinearMap(outputs, self._values, vectors_at_once=together)
 
     def _run(self, values: list[Tensor]) -> Outputs:
         named = {**self._locs, **dict(zip(self.layout.names, values, strict=True))}
+        try:
+            with torch.enable_grad(), explained_errors(self.model, values, self.inputs, {}):
+                return self._read(named)
+        except PyroDviError:
+            raise
+        except (RuntimeError, IndexError) as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            shapes = ", ".join(f"{tuple(t.shape)} {t.dtype}" for t in _tensors(self.inputs))
+            raise DataError(
+                f"the model fails on the query ({shapes}), with latents of {values[0].dtype}: {error}. A query has the "
+                "shape and dtype of the training inputs, but for the number of rows"
+            ) from error
+
+    def _read(self, named: Mapping[str, Tensor]) -> Outputs:
+        """Run the model at unconstrained values and read its outputs."""
         args = with_missing(self.model, self.inputs)
-        with torch.enable_grad(), explained_errors(self.model, values, args, {}), evaluating(self.model):
+        with evaluating(self.model):
             return run_outputs(self.model, args, named, self.num_rows, self.site)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if torch.is_tensor(value):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _tensors(tuple(value.values()))
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            yield from _tensors(part)

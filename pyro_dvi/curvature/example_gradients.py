@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""Gradients of the outputs of single examples, :math:`J_{ik} = \partial_u f_{ik}`, as numbers.
+
+One backward pass per output k reaches every layer with the gradients of all examples at once, and the layer's rule
+(:mod:`pyro_dvi.curvature.per_example`) makes rows of them. Tensors without rules take products with J.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from pyro_dvi.curvature.per_example.uses import Outer, Use
+from pyro_dvi.curvature.products import LinearMap
+from pyro_dvi.curvature.squared_gradients import SquaredGradients, squares_without_rules
+
+__all__ = ["ExampleGradients", "OuterGradients", "by_examples"]
+
+_KEPT = 1 << 26  # entries of gradients at layers that may be held
+_CHUNK = 1 << 23  # entries of rows of J that are formed at a time
+
+
+class OuterGradients:
+    r"""A weight with one use, whose gradients are :math:`\sum_t \delta_{ikt} a_{it}^\top`.
+
+    Args:
+        outer: the parts.
+        deltas: gradients of the layer's output, ``[K, B, ...]``.
+    """
+
+    def __init__(self, outer: Outer, deltas: Tensor) -> None:
+        self.inputs_first = outer.inputs_first
+        self._outer, self._deltas = outer, deltas
+
+    def parts(self, part: slice) -> tuple[Tensor, Tensor]:
+        """Return a ``[m, T, q]`` and delta ``[K, m, T, p]`` of some examples."""
+        return self._outer.inputs(part), torch.stack([self._outer.deltas(d) for d in self._deltas[:, part]])
+
+    def rows(self, part: slice) -> Tensor:
+        """Return the gradients ``[m, K, size]``."""
+        a, delta = self.parts(part)
+        left, right = (a, delta) if self.inputs_first else (delta, a)
+        found = left.mT @ right  # broadcasts over outputs
+        return found.flatten(2).transpose(0, 1)
+
+
+class ExampleGradients:
+    r"""The Jacobian of outputs f with respect to several tensors, example by example.
+
+    Status: exact. That the rows of a layer are those of examples is tested, not believed.
+
+    Args:
+        recorder: the context in which the model ran.
+        values: the tensors u that the recorder watched.
+        outputs: f, ``[B, K]``, a node of the graph of ``values``.
+    """
+
+    def __init__(self, recorder: SquaredGradients, values: Sequence[Tensor], outputs: Tensor) -> None:
+        self.recorder, self.values, self.outputs = recorder, list(values), outputs
+        served = recorder.served(len(outputs))
+        # All outputs at once, with weights under which they do not cancel (log-probabilities would, with equal ones).
+        weights = torch.arange(1, outputs.shape[1] + 1, device=outputs.device).to(outputs).sqrt().sin()
+        mixed = recorder.mixed(served, outputs @ weights)
+        self._uses = {k: uses for k, uses in served.items() if k not in mixed}
+
+    @property
+    def size(self) -> int:
+        """D, entries of a row."""
+        return sum(value.numel() for value in self.values)
+
+    @property
+    def held(self) -> int:
+        """Entries of gradients at layers that rows need to be held."""
+        per_use = [use.shape.numel() for uses in self._uses.values() for use in uses]
+        return self.outputs.shape[1] * sum(per_use)
+
+    @property
+    def cheap(self) -> bool:
+        """Whether most of a row comes from rules, and what they need is small enough to be held."""
+        covered = sum(self.values[k].numel() for k in self._uses)
+        return 2 * covered > self.size and self.held <= _KEPT
+
+    def squares(self, weights: Tensor) -> list[Tensor]:
+        r"""Return :math:`\sum_{ik} (w_{ik} J_{ik})^2` for each tensor; weights are ``[B, K]``."""
+        totals = [torch.zeros_like(v) for v in self.values]
+        rest = [k for k in range(len(self.values)) if k not in self._uses]
+        for output, weight in zip(self.outputs.unbind(1), weights.unbind(1), strict=True):
+            for k, found in self.recorder.measured(self._uses, output, weight).items():
+                totals[k] += found
+            found_rest = squares_without_rules(output, weight, [self.values[k] for k in rest]) if rest else []
+            for k, found in zip(rest, found_rest, strict=True):
+                totals[k] += found
+        return totals
+
+    def outer(self, k: int) -> OuterGradients | None:
+        """Return what the gradients of tensor ``k`` are made of; None without such a rule, or with several uses."""
+        uses = self._uses.get(k, [])
+        if len(uses) != 1 or uses[0].outer is None:
+            return None
+        deltas = self._deltas[uses[0].output]
+        return None if deltas is None else OuterGradients(uses[0].outer, deltas)
+
+    def same_call(self, k: int, other: int) -> bool:
+        """Whether two tensors are used once each, and by the same call: weight and bias of a layer."""
+        one, two = self._uses.get(k, []), self._uses.get(other, [])
+        return len(one) == len(two) == 1 and one[0].output == two[0].output
+
+    def chunks(self) -> Iterator[slice]:
+        """Give parts of the examples whose rows may be formed together."""
+        count = max(1, _CHUNK // max(1, self.outputs.shape[1] * self.size))
+        for start in range(0, len(self.outputs), count):
+            yield slice(start, min(start + count, len(self.outputs)))
+
+    def rows(self, part: slice, tensors: Sequence[int] | None = None) -> Tensor:
+        """Return J of some examples, ``[m, K, size]``, with columns in the order of the tensors (None: all)."""
+        wanted = range(len(self.values)) if tensors is None else tensors
+        missing = [k for k in wanted if self.outer(k) is None and k not in self._whole]
+        found = dict(zip(missing, self._by_products(part, missing), strict=True))
+        columns = []
+        for k in wanted:
+            outer = self.outer(k)
+            if outer is not None:
+                columns.append(outer.rows(part))
+            else:
+                columns.append(found[k] if k in found else self._whole[k][part])
+        return torch.cat(columns, -1)
+
+    @cached_property
+    def _deltas(self) -> dict:
+        """Gradients ``[K, B, ...]`` of all outputs at each use; None where none arrives."""
+        edges = list(dict.fromkeys(use.output for uses in self._uses.values() for use in uses))
+        if not edges:
+            return {}
+        per_output = []
+        for output in self.outputs.unbind(1):
+            ones = torch.ones_like(output)
+            per_output.append(torch.autograd.grad(output, edges, ones, retain_graph=True, allow_unused=True))
+        found = {}
+        for edge, column in zip(edges, zip(*per_output, strict=True), strict=True):
+            known = [delta for delta in column if delta is not None]
+            filled = [torch.zeros_like(known[0]) if d is None else d for d in column] if known else []
+            found[edge] = torch.stack(filled).detach() if known else None
+        return found
+
+    @cached_property
+    def _whole(self) -> dict[int, Tensor]:
+        """J ``[B, K, size]`` of all examples for tensors that are small or have no parts."""
+        found = {}
+        rows, outputs = self.outputs.shape
+        for k, value in enumerate(self.values):
+            if self.outer(k) is not None:
+                continue
+            uses = self._uses.get(k)
+            if uses is not None and rows * outputs * value.numel() <= _KEPT:
+                found[k] = self._by_rules(uses, value)
+            elif 8 * value.numel() <= rows * outputs:
+                basis = torch.eye(value.numel()).to(value).reshape(-1, *value.shape)
+                found[k] = LinearMap(self.outputs, [value]).forward([basis]).movedim(0, -1)
+        return found
+
+    def _by_rules(self, uses: list[Use], value: Tensor) -> Tensor:
+        total = self.outputs.new_zeros(*self.outputs.shape, value.numel())
+        for use in uses:
+            deltas = self._deltas[use.output]
+            if deltas is not None:
+                total += torch.stack([use.gradients(d).reshape(len(d), -1) for d in deltas], 1).to(total)
+        return total
+
+    def _by_products(self, part: slice, tensors: list[int]) -> list[Tensor]:
+        if not tensors:
+            return []
+        rows, outputs = self.outputs.shape
+        places = torch.arange(rows * outputs).reshape(rows, outputs)[part].reshape(-1)
+        seeds = self.outputs.new_zeros(len(places), rows * outputs)
+        seeds[torch.arange(len(places)), places] = 1
+        found = LinearMap(self.outputs, [self.values[k] for k in tensors]).transposed(
+            seeds.reshape(-1, rows, outputs)
+        )
+        return [g.reshape(-1, outputs, g[0].numel()) for g in found]
+
+
+def by_examples(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+    """Gather pairs (f, w) of shape ``[*batch_shape, K]`` into ``[B, K]``, one for each number of examples B."""
+    groups: dict[int, list[tuple[Tensor, Tensor]]] = {}
+    for f, w in pairs:
+        rows = len(f) if f.dim() > 1 else 1
+        groups.setdefault(rows, []).append((f.reshape(rows, -1), w.reshape(rows, -1)))
+    return [
+        (torch.cat([f for f, _ in group], 1), torch.cat([w for _, w in group], 1))
+        for group in groups.values()
+    ]

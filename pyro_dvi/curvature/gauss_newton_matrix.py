@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""The Gauss-Newton matrix as a matrix, :math:`G = \sum_{ik} w_{ik}^2 J_{ik}^\top J_{ik}`.
+
+With gradients that are outer products, :math:`J_{ik} = \delta_{ik} a_i^\top`, the block of two layers is
+
+.. math::
+    G_{(p,q),(p',q')} = \sum_i \Bigl(\sum_k w_{ik}^2\,\delta_{ikp}\,\delta'_{ikp'}\Bigr)\,a_{iq}\,a'_{iq'},
+
+one product over examples where rows of J would need one over examples and outputs.
+"""
+
+import torch
+from torch import Tensor
+
+from pyro_dvi.curvature.example_gradients import ExampleGradients, OuterGradients
+
+__all__ = ["add_gauss_newton_matrix"]
+
+_CHUNK = 1 << 24  # entries of products of factors that are formed at a time
+
+
+def add_gauss_newton_matrix(examples: ExampleGradients, weights: Tensor, total: Tensor) -> None:
+    """Add G to ``total`` [D, D] in place.
+
+    Args:
+        examples: J of B examples with K outputs.
+        weights: :math:`w^2`, ``[B, K]``.
+        total: laid out like the examples' tensors, one after the other.
+    """
+    sizes = [value.numel() for value in examples.values]
+    ends = torch.tensor(sizes).cumsum(0).tolist()
+    spans = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+    found = {k: examples.outer(k) for k in range(len(sizes))}
+    layers = {k: o for k, o in found.items() if o is not None and o.parts(slice(0, 1))[0].shape[1] == 1}
+    rest = [k for k in range(len(sizes)) if k not in layers]
+    if rest:
+        columns = torch.cat([torch.arange(spans[k].start, spans[k].stop) for k in rest]).to(total.device)
+        strip = total.new_zeros(len(columns), total.shape[1])
+        for part in examples.chunks():
+            rows = examples.rows(part)
+            rows = (rows * weights[part].sqrt().unsqueeze(-1)).flatten(0, 1)
+            strip.addmm_(rows[:, columns].mT, rows)
+        total[columns] += strip
+        others = torch.ones(total.shape[1], dtype=torch.bool, device=total.device)
+        others[columns] = False
+        total[others.nonzero(), columns] += strip[:, others].mT
+    for k, one in layers.items():
+        for other, two in layers.items():
+            if k == other:
+                total[spans[k], spans[k]] += _own_block(one, weights)
+            elif k < other:
+                block = _block(one, two, weights)
+                total[spans[k], spans[other]] += block
+                total[spans[other], spans[k]] += block.mT
+
+
+def _own_block(layer: OuterGradients, weights: Tensor) -> Tensor:
+    """The block of a layer with itself, from pairs of units in one order only."""
+    total, pairs = None, None
+    for part in _chunks(layer, layer, weights):
+        a, delta, squared = _factors(layer, weights, part)
+        if pairs is None:
+            p, q = delta.shape[-1], a.shape[-1]
+            pairs = [torch.triu_indices(n, n, device=a.device) for n in (p, q)]
+        (i, j), (r, s) = pairs
+        left = torch.einsum("kmi,kmj->mij", delta * squared, delta)[:, i, j]
+        product = left.mT @ (a[:, r] * a[:, s])
+        total = product if total is None else total.add_(product)
+    assert total is not None and pairs is not None
+    places = [_pair_places(n, pair) for n, pair in zip((p, q), pairs, strict=True)]
+    block = total[places[0]][:, places[1]].reshape(p, p, q, q)
+    return _laid_out(block, layer, layer)
+
+
+def _block(one: OuterGradients, two: OuterGradients, weights: Tensor) -> Tensor:
+    total = None
+    for part in _chunks(one, two, weights):
+        a, delta, squared = _factors(one, weights, part)
+        b, gamma, _ = _factors(two, weights, part)
+        left = torch.einsum("kmi,kmj->mij", delta * squared, gamma).flatten(1)
+        right = torch.einsum("mi,mj->mij", a, b).flatten(1)
+        product = left.mT @ right
+        total = product if total is None else total.add_(product)
+    assert total is not None
+    sizes = (delta.shape[-1], gamma.shape[-1], a.shape[-1], b.shape[-1])
+    return _laid_out(total.reshape(sizes), one, two)
+
+
+def _factors(layer: OuterGradients, weights: Tensor, part: slice) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a ``[m, q]``, delta ``[K, m, p]`` and the squared weights ``[K, m, 1]``."""
+    a, delta = layer.parts(part)
+    return a[:, 0], delta[:, :, 0], weights[part].mT.unsqueeze(-1)
+
+
+def _chunks(one: OuterGradients, two: OuterGradients, weights: Tensor) -> list[slice]:
+    a, delta, _ = _factors(one, weights, slice(0, 1))
+    b, gamma, _ = _factors(two, weights, slice(0, 1))
+    entries = delta.shape[-1] * gamma.shape[-1] + a.shape[-1] * b.shape[-1]
+    count = max(1, _CHUNK // entries)
+    return [slice(start, start + count) for start in range(0, len(weights), count)]
+
+
+def _pair_places(n: int, pairs: Tensor) -> Tensor:
+    """Where the pair (i, j), or (j, i), stands in the list of pairs, for all n * n of them."""
+    places = torch.empty(n, n, dtype=torch.long, device=pairs.device)
+    order = torch.arange(pairs.shape[1], device=pairs.device)
+    places[pairs[0], pairs[1]] = order
+    places[pairs[1], pairs[0]] = order
+    return places.reshape(-1)
+
+
+def _laid_out(block: Tensor, one: OuterGradients, two: OuterGradients) -> Tensor:
+    """Bring ``[p, p', q, q']`` into the order of the weights."""
+    first = (2, 0) if one.inputs_first else (0, 2)
+    second = (3, 1) if two.inputs_first else (1, 3)
+    block = block.permute(*first, *second)
+    return block.reshape(block.shape[0] * block.shape[1], -1)

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draws from the Gaussian by solving randomised least-squares problems, one for each draw."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from pyro_dvi.errors import ArgumentError, UnsupportedError
+from pyro_dvi.guides.laplace.conjugate_gradient import PrecisionSolver, check_tolerance
+from pyro_dvi.guides.laplace.diagonal import Diagonal
+from pyro_dvi.guides.laplace.energy import LocalEnergy
+from pyro_dvi.guides.laplace.posterior import LaplacePosterior, Method
+from pyro_dvi.guides.laplace.precision import GGN, PrecisionMatrix
+from pyro_dvi.guides.laplace.prior_precision import independent_prior_precision
+from pyro_dvi.guides.laplace.query import Query
+from pyro_dvi.linalg.operator import gaussian_rows
+
+__all__ = ["PosteriorSamples", "SamplesPosterior"]
+
+
+@dataclass(frozen=True)
+class PosteriorSamples(Method):
+    r"""Draw from :math:`\mathcal N(0, P^{-1})` once, predict anywhere.
+
+    With independent standard normal :math:`\xi, \zeta`,
+
+    .. math::
+        P v_s = J^\top \Lambda^{1/2} \xi_s + \Pi^{1/2} \zeta_s, \qquad P = J^\top \Lambda J + \Pi
+        \quad\Rightarrow\quad v_s \sim \mathcal N(0, P^{-1}), \qquad
+        J_* P^{-1} J_*^\top \approx \frac1S \sum_s (J_* v_s)(J_* v_s)^\top .
+
+    The right-hand sides take one pass over all data, S conjugate-gradient solves run together, and a query costs S
+    products whatever the number of its outputs.
+
+    Status: unbiased, but for the tolerance of the solves; a variance has the relative standard error
+    :math:`\sqrt{2/S}` (18 % for 64 draws), a standard deviation half of it. For the Gauss-Newton matrix only: a
+    Hessian is no sum of squares from which noise could be drawn.
+
+    Args:
+        num_samples: S. Antithetic pairs would not help: the estimate is even in the draws.
+        curvature: ``GGN()``.
+        tolerance: of the solves, see :class:`ConjugateGradient`; the default is far below the sampling error.
+        max_iterations: by default ``min(10 D, 1000)``.
+        preconditioner: see :class:`ConjugateGradient`.
+
+    Raises:
+        UnsupportedError: the curvature is not ``GGN()``, or the prior couples latents.
+        NotConvergedError: the tolerance was not reached in ``max_iterations``.
+
+    Source: Papandreou & Yuille (2010), Section 3; Antorán et al. (2023), Section 3, for linearised networks.
+    """
+
+    num_samples: int = 64
+    curvature: PrecisionMatrix = field(default_factory=GGN)
+    tolerance: float = 1e-3
+    max_iterations: int | None = None
+    preconditioner: Method | None = field(default_factory=Diagonal)
+
+    def __post_init__(self) -> None:
+        check_tolerance(self.tolerance)
+        if self.num_samples < 1:
+            raise ArgumentError(f"num_samples must be at least 1, got {self.num_samples!r}")
+        if not isinstance(self.curvature, GGN):
+            raise UnsupportedError(
+                f"PosteriorSamples() cannot draw with {self.curvature!r}: noise of that covariance takes a factor of "
+                "the matrix, which the Gauss-Newton matrix has and a Hessian has not. Use curvature=GGN(), or "
+                "ConjugateGradient(curvature=Hessian()) or Dense(curvature=Hessian())."
+            )
+
+    def fit(self, local: LocalEnergy, *, seed: int = 0, progress: bool = False) -> "SamplesPosterior":
+        """Return the posterior."""
+        generator = torch.Generator().manual_seed(seed)
+        prior = independent_prior_precision(local, "PosteriorSamples()")
+        noise = local.ggn_noise(self.num_samples, generator)
+        noise += gaussian_rows(self.num_samples, len(prior), prior, generator) * prior.sqrt()
+        preconditioner = None
+        if self.preconditioner is not None:
+            preconditioner = self.preconditioner.fit(local, seed=seed, progress=progress).solve
+        solver = PrecisionSolver(local, self.curvature, self.tolerance, self.max_iterations, preconditioner)
+        return SamplesPosterior(local.point, solver(noise))
+
+
+class SamplesPosterior(LaplacePosterior):
+    r"""A Gaussian known by draws: its covariance is that of the draws, :math:`\frac1S\sum_s v_s v_s^\top`.
+
+    Attributes:
+        samples: the draws v, without the mode, ``[S, D]``.
+    """
+
+    stored = ("mode", "samples")
+
+    def __init__(self, mode: Tensor, samples: Tensor) -> None:
+        self.mode, self.samples = mode, samples
+
+    def covariance(self, query: Query) -> Tensor:
+        moved = query.forward(self.samples).movedim(0, 1)  # [B, S, K]
+        return moved.mT @ moved / len(self.samples)
+
+    def joint_covariance(self, query: Query) -> Tensor:
+        moved = query.forward(self.samples).flatten(1)
+        return moved.mT @ moved / len(self.samples)
+
+    def draw(self, count: int, generator: torch.Generator) -> Tensor:
+        """Draw from the Gaussian whose covariance is that of the samples; :attr:`samples` are exact, but few."""
+        samples = self.samples
+        weights = torch.randn(
+            count, len(samples), generator=generator, dtype=samples.dtype, device=samples.device
+        )
+        return self.mode + weights @ samples / len(samples) ** 0.5
+
+    def marginal_variance(self) -> Tensor:
+        return self.samples.square().mean(0)
