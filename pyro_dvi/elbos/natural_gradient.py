@@ -9,6 +9,7 @@ from typing import Any
 import pyro.poutine as poutine
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from pyro_dvi.curvature import ObservedSite
 from pyro_dvi.curvature.base import sum_of
@@ -18,7 +19,7 @@ from pyro_dvi.divergences import kl_to_prior, normal_prior
 from pyro_dvi.elbos.base import DeterministicELBO
 from pyro_dvi.elbos.rows import Run
 from pyro_dvi.elbos.squares import SquareMeasurement
-from pyro_dvi.errors import ArgumentError, GuideError, ModelError, NonFiniteError
+from pyro_dvi.errors import ArgumentError, GuideError, ModelError, NonFiniteError, UnsupportedError
 from pyro_dvi.handlers.draws import TrackedDraws
 from pyro_dvi.handlers.explained import explained_errors
 from pyro_dvi.handlers.latents import Latent, match_latents
@@ -57,7 +58,7 @@ class NaturalGradientELBO(DeterministicELBO):
     Raises:
         GuideError: the guide is no ``NaturalGradientGuide``, or the last measurements were never used.
         ModelError: a prior is not Normal, or depends on another latent; or nothing is observed.
-        UnsupportedError: reentrant checkpointing.
+        UnsupportedError: reentrant checkpointing, sparse embeddings, or torch's DistributedDataParallel.
         ArgumentError: a temperature of zero.
         NonFiniteError: the loss is NaN or infinite; no update is made.
 
@@ -197,6 +198,11 @@ def _check(guide: Any, kl_weight: float, training: bool) -> None:
         raise GuideError(
             f"NaturalGradientELBO needs a NaturalGradientGuide, got {type(guide).__name__}: the posterior has to be "
             "stored by mean and precision"
+        )
+    if training and getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
+        raise UnsupportedError(
+            "torch's DistributedDataParallel averages gradients over processes, but not what natural gradients measure "
+            "beside them: use pyro_dvi.distributed.DataParallel(NaturalGradientELBO())(model, guide) without it"
         )
     if training and not kl_weight > 0:
         raise ArgumentError(

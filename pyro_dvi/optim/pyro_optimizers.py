@@ -40,7 +40,8 @@ class NaturalGradientOptim(PyroOptim):
         params = list(params)
         name = getattr(self.pt_optim_constructor, "__name__", "this optimizer")
         refuse_unmeasured(params, name.removesuffix("Optimizer"))
-        super().__call__(params, *args, **kwargs)
+        moved = [parameter for parameter in params if parameter.grad is not None]  # not precisions, to clip
+        super().__call__(moved, *args, **kwargs)
 
     def _get_optim(self, param: Any) -> Any:
         optimizer = super()._get_optim(param)

@@ -12,7 +12,7 @@ from pyro.infer.autoguide import AutoNormal
 from torch import Tensor
 
 import pyro_dvi as dvi
-from pyro_dvi.errors import ArgumentError, DataError, GuideError, ModelError, NonFiniteError
+from pyro_dvi.errors import ArgumentError, DataError, GuideError, ModelError, NonFiniteError, UnsupportedError
 from pyro_dvi.optim import IVON, OGN, VOGN, VOGNOptimizer
 
 N, M = 20, 6
@@ -126,6 +126,21 @@ def test_an_infinite_loss_moves_nothing_and_training_may_go_on(optimizer):
         training.step(X, Y * 1e30)
     torch.testing.assert_close(dict(training.guide.state_dict()), before, rtol=0, atol=0)
     assert training.step(X, Y) > 0
+
+
+def test_sparse_gradients():
+    net = dvi.to_bayesian_(torch.nn.Sequential(torch.nn.Embedding(7, 2, sparse=True), torch.nn.Flatten()))
+    classes = dvi.classifier(net, num_data=N)
+    training = SVI(classes, dvi.NaturalGradientGuide(classes), VOGN({}), loss=dvi.NaturalGradientELBO())
+    with pytest.raises(UnsupportedError, match="use sparse=False"):
+        training.step(torch.randint(7, (M, 2)), torch.arange(M) % 4)
+
+
+def test_data_parallelism_of_torch(monkeypatch):
+    """Its forward pass leaves a mark, which is what is looked for: a process group is not needed to see it."""
+    monkeypatch.setattr(torch.nn.parallel.DistributedDataParallel, "_active_ddp_module", object())
+    with pytest.raises(UnsupportedError, match=r"distributed\.DataParallel\(NaturalGradientELBO"):
+        svi().step(X, Y)
 
 
 # Options -------------------------------------------------------------------------------------------------------

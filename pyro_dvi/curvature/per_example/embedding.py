@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyro_dvi.curvature.per_example.uses import OfDelta, per_example_rule, squares_rule
+from pyro_dvi.errors import UnsupportedError
 
 
 def _serves(
@@ -33,6 +34,11 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> OfDelta | None:
+    if sparse:
+        raise UnsupportedError(
+            "an embedding with sparse=True has sparse gradients, but every entry of a latent table moves in every "
+            "step, by its prior: use sparse=False"
+        )
     if not _serves(wanted, input, weight, max_norm, scale_grad_by_freq):
         return None
     tokens, shape = input.reshape(len(input), -1), weight.shape
