@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fashion-MNIST and MNIST as tensors, from a folder or downloaded by torchvision; scikit-learn's digits."""
+"""Fashion-MNIST, MNIST and CIFAR-10 as tensors, from a folder or downloaded by torchvision; scikit-learn's digits."""
 
 import gzip
 import os
@@ -10,9 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-MEAN_STD = {"FashionMNIST": (0.2860, 0.3530), "MNIST": (0.1307, 0.3081)}
-
-
+MEAN_STD: dict[str, tuple] = {
+    "FashionMNIST": (0.2860, 0.3530),
+    "MNIST": (0.1307, 0.3081),
+    "CIFAR10": ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
+}
 SMALL = {"FashionMNIST": "fashion_mnist", "MNIST": "mnist"}
 
 
@@ -28,16 +30,17 @@ class ImageSplit:
 def load_split(
     name: str, num_train: int, num_validation: int, num_test: int, seed: int, data_dir: str | None
 ) -> ImageSplit:
-    """Return standardised images ``[n, 1, 28, 28]`` and labels.
+    """Return standardised images ``[n, channels, height, width]`` and labels.
 
     Args:
-        name: "FashionMNIST" or "MNIST".
-        num_train: training images, drawn from the 60,000 by ``seed``.
+        name: "FashionMNIST", "MNIST" or "CIFAR10".
+        num_train: training images, drawn from all there are by ``seed``.
         num_validation: validation images, drawn likewise from the rest.
         num_test: first images of the test set.
         seed: seed of the draw.
-        data_dir: folder with ``<name>/raw/*-ubyte.gz``, or with a subset ``small/<name>_small.npz``; the variable
-            PYRO_DVI_DATA or a download by default.
+        data_dir: folder with ``<name>/raw/*-ubyte.gz``, or with a subset ``small/<name>_small.npz``; for CIFAR-10 with
+            ``CIFAR10/{data_batch_1,data_batch_2,test_batch}.webp`` (100 x 100 tiles of 32 x 32) and ``labels.npz``;
+            the variable PYRO_DVI_DATA or a download by default.
     """
     x, y = _load(name, True, data_dir)
     x_test, y_test = _load(name, False, data_dir)
@@ -48,6 +51,35 @@ def load_split(
     return ImageSplit(
         (x[train], y[train]), (x[validation], y[validation]), (x_test[:num_test], y_test[:num_test])
     )
+
+
+def outside_images(name: str, of: str, count: int, data_dir: str | None) -> Tensor:
+    """Return images of another kind, standardised as those of data set ``of``.
+
+    Args:
+        name: "noise" (uniform pixels), "notMNIST" (letters, from ``small/notmnist_small.npz``), or a data set whose
+            first test images are taken; all but noise for 28 x 28 grey images.
+        of: the data set whose images they stand beside.
+        count: how many at most.
+        data_dir: as for :func:`load_split`.
+    """
+    mean, std = _mean_and_std(of)
+    if name == "noise":
+        size = (3, 32, 32) if of == "CIFAR10" else (1, 28, 28)
+        pixels = torch.rand(count, *size, generator=torch.Generator().manual_seed(0))
+    elif name == "notMNIST":
+        folder = data_dir or os.environ.get("PYRO_DVI_DATA") or ""
+        letters = np.load(Path(folder) / "small" / "notmnist_small.npz")["x_test"][:count]
+        pixels = torch.from_numpy(letters.astype(np.float32) / 255).reshape(-1, 1, 28, 28)
+    else:
+        own_mean, own_std = _mean_and_std(name)
+        pixels = _load(name, False, data_dir)[0][:count] * own_std + own_mean
+    return (pixels - mean) / std
+
+
+def _mean_and_std(name: str) -> tuple[Tensor, Tensor]:
+    mean, std = (torch.tensor(value).reshape(-1, 1, 1) for value in MEAN_STD[name])
+    return mean, std
 
 
 def digits_split(num_train: int, num_validation: int, seed: int) -> ImageSplit:
@@ -69,9 +101,11 @@ def digits_split(num_train: int, num_validation: int, seed: int) -> ImageSplit:
 def _load(name: str, train: bool, data_dir: str | None) -> tuple[Tensor, Tensor]:
     folder = data_dir or os.environ.get("PYRO_DVI_DATA")
     stem = "train" if train else "t10k"
-    small = Path(folder or "") / "small" / f"{SMALL[name]}_small.npz"
+    small = Path(folder or "") / "small" / f"{SMALL.get(name)}_small.npz"
     raw = Path(folder or "") / name / "raw"
-    if folder and small.exists() and not raw.exists():
+    if folder and name == "CIFAR10":
+        images, labels = _tiles(Path(folder) / name, train)
+    elif folder and small.exists() and not raw.exists():
         arrays = np.load(small)
         part = "train" if train else "test"
         images, labels = arrays[f"x_{part}"], arrays[f"y_{part}"]
@@ -82,10 +116,26 @@ def _load(name: str, train: bool, data_dir: str | None) -> tuple[Tensor, Tensor]
         import torchvision
 
         dataset = getattr(torchvision.datasets, name)("data", train=train, download=True)
-        images, labels = dataset.data.numpy(), dataset.targets.numpy()
-    mean, std = MEAN_STD[name]
-    x = (torch.from_numpy(images.astype(np.float32) / 255).unsqueeze(1) - mean) / std
-    return x, torch.from_numpy(labels.astype(np.int64))
+        images, labels = np.asarray(dataset.data), np.asarray(dataset.targets)
+    mean, std = _mean_and_std(name)
+    pixels = torch.from_numpy(images.astype(np.float32) / 255)
+    pixels = pixels.unsqueeze(1) if pixels.dim() == 3 else pixels.movedim(-1, 1)
+    return (pixels - mean) / std, torch.from_numpy(labels.astype(np.int64))
+
+
+def _tiles(folder: Path, train: bool) -> tuple[np.ndarray, np.ndarray]:
+    from PIL import Image
+
+    grids = [
+        np.asarray(Image.open(folder / f"{stem}.webp").convert("RGB"))
+        for stem in (("data_batch_1", "data_batch_2") if train else ("test_batch",))
+    ]
+    tiles = [
+        grid.reshape(100, 32, 100, 32, 3).transpose(0, 2, 1, 3, 4).reshape(-1, 32, 32, 3) for grid in grids
+    ]
+    images = np.concatenate(tiles)
+    labels = np.load(folder / "labels.npz")["train_labels" if train else "test_labels"]
+    return images, labels[: len(images)]
 
 
 def _idx(path: Path, header: int) -> np.ndarray:

@@ -32,10 +32,16 @@ def mlp(sizes: tuple[int, ...], activation: Callable[[], nn.Module] = nn.Softplu
     return nn.Sequential(*layers[:-1])
 
 
-def lenet(num_classes: int = 10, activation: Callable[[], nn.Module] = nn.Softplus) -> nn.Sequential:
-    """LeNet-5 for 28x28 grey images."""
+def lenet(
+    num_classes: int = 10,
+    activation: Callable[[], nn.Module] = nn.Softplus,
+    *,
+    channels: int = 1,
+    padding: int = 2,
+) -> nn.Sequential:
+    """LeNet-5 for 28x28 grey images; for 32x32 ones in colour with three channels and no padding."""
     return nn.Sequential(
-        nn.Conv2d(1, 6, 5, padding=2),
+        nn.Conv2d(channels, 6, 5, padding=padding),
         activation(),
         nn.MaxPool2d(2),
         nn.Conv2d(6, 16, 5),
@@ -69,6 +75,7 @@ if __name__ == "__main__":
     for name, net, shape in (
         ("conv_net", conv_net(), (1, 28, 28)),
         ("lenet", lenet(), (1, 28, 28)),
+        ("lenet, colour", lenet(channels=3, padding=0), (3, 32, 32)),
         ("mlp", mlp((64, 50, 50, 10)), (1, 8, 8)),
     ):
         print(name, num_weights(net), tuple(net(torch.zeros(2, *shape)).shape))

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The methods that vogn_quality.py compares: each turns a model into a guide, an SVI and rules of prediction."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import cos, pi
+from typing import Any
+
+import pyro
+import torch
+import torch.nn.functional as F
+from mp_methods import KLWeight, with_dropout
+from pyro import poutine
+from pyro.infer import SVI, Trace_ELBO
+from pyro.infer.autoguide import AutoDelta, AutoNormal
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from pyro_dvi.bayesian import init_to_module
+from pyro_dvi.divergences import kl_to_prior
+from pyro_dvi.elbos import NaturalGradientELBO
+from pyro_dvi.elbos.base import DeterministicELBO
+from pyro_dvi.guides import MeanFieldGuide, NaturalGradientGuide
+from pyro_dvi.handlers.latents import match_latents
+from pyro_dvi.handlers.mean_run import run_guide
+from pyro_dvi.handlers.observed import checked_log_likelihood, observed_sites
+from pyro_dvi.optim import IVON, OGN, VOGN, learning_rates
+from pyro_dvi.predictive import AtMean, PredictionRule, Samples
+
+__all__ = ["METHODS", "NUM_SAMPLES", "Method"]
+
+NUM_SAMPLES = 10
+DROPOUT = 0.1
+MEAN, SAMPLED = {"mean": AtMean()}, {"sampled": Samples(NUM_SAMPLES)}
+
+
+@dataclass(frozen=True)
+class Training:
+    """What every method is given.
+
+    Attributes:
+        temperature: weight of the KL divergence, or of the log-prior.
+        lr: step size of Adam.
+        epochs: length of training.
+    """
+
+    temperature: float
+    lr: float
+    epochs: int
+
+    def adam(self) -> Any:
+        """Adam whose step size falls to zero as a cosine; posterior scales have ten times that of the means."""
+        rates = learning_rates(self.lr, scale_multiplier=10)
+        return pyro.optim.PyroLRScheduler(
+            torch.optim.lr_scheduler.LambdaLR,
+            {
+                "optimizer": torch.optim.Adam,
+                "optim_args": rates,
+                "lr_lambda": lambda epoch: 0.5 * (1 + cos(pi * epoch / self.epochs)),
+            },
+        )
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way to train and predict.
+
+    Attributes:
+        build: makes guide and SVI of a model.
+        rules: of prediction, by name; the last is the one that it is meant for.
+        relative: the method whose temperature it takes; None if it is tuned itself.
+        net: changes the network before it becomes Bayesian.
+        stops_early: whether the best epoch on validation data counts instead of the last.
+    """
+
+    build: Callable[[Any, Training], tuple[Any, SVI]]
+    rules: dict[str, PredictionRule]
+    relative: str | None = None
+    net: Callable[[nn.Sequential], nn.Sequential] = lambda net: net
+    stops_early: bool = False
+
+
+def _map(model: Any, training: Training) -> tuple[Any, SVI]:
+    guide = AutoDelta(model, init_loc_fn=init_to_module)
+    return guide, SVI(KLWeight(training.temperature)(model), guide, training.adam(), Trace_ELBO())
+
+
+def _bbb(model: Any, training: Training) -> tuple[Any, SVI]:
+    guide = AutoNormal(model, init_loc_fn=init_to_module, init_scale=0.01)
+    tempered = KLWeight(training.temperature)
+    return guide, SVI(tempered(model), KLWeight(training.temperature)(guide), training.adam(), Trace_ELBO())
+
+
+def _local(model: Any, training: Training) -> tuple[Any, SVI]:
+    guide = MeanFieldGuide(model)
+    return guide, SVI(model, guide, training.adam(), LocalReparametrisation(kl_weight=training.temperature))
+
+
+def _natural(optimizer: Callable) -> Callable[[Any, Training], tuple[Any, SVI]]:
+    def build(model: Any, training: Training) -> tuple[Any, SVI]:
+        guide = NaturalGradientGuide(model)
+        return guide, SVI(model, guide, optimizer({}), NaturalGradientELBO(kl_weight=training.temperature))
+
+    return build
+
+
+class LocalReparametrisation(DeterministicELBO):
+    r"""ELBO of a mean-field posterior with noise on the outputs of layers instead of on weights.
+
+    .. math::
+        h \sim \mathcal N\bigl(x \mu^\top, x^2 (\sigma^2)^\top\bigr)
+
+    Status: unbiased for linear layers. Outputs of a convolution share their weights, but get noise of their own.
+
+    Source: Kingma, Salimans & Welling (2015), "Variational dropout and the local reparameterization trick".
+    """
+
+    def _evaluate(
+        self, model: Callable, guide: Callable, args: tuple, kwargs: dict, kl_weight: float, training: bool
+    ) -> dict[str, Tensor]:
+        guide_trace, gaussians = run_guide(model, guide, args, kwargs)
+        variances = {id(g.value): g.scale.square() for g in gaussians.values()}
+        with _NoisyLayers(variances):
+            model_trace = poutine.trace(poutine.replay(model, trace=guide_trace)).get_trace(*args, **kwargs)
+        latents = match_latents(model_trace, guide_trace, gaussians, guide)
+        log_likelihood = sum(checked_log_likelihood(site) for site in observed_sites(model_trace)[0])
+        kl = sum(kl_to_prior(latent) for latent in latents)
+        return {"loss": kl_weight * kl - log_likelihood, "log_likelihood": log_likelihood, "kl": kl}
+
+
+class _NoisyLayers(TorchFunctionMode):
+    """Sample what linear layers and convolutions return, given the variances of their weights by identity."""
+
+    def __init__(self, variances: dict[int, Tensor]) -> None:
+        self.variances = variances
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        output = function(*args, **kwargs)
+        if function not in (F.linear, F.conv2d) or id(args[1]) not in self.variances:
+            return output
+        x, weight, bias, *rest = args
+        bias = self.variances.get(id(bias)) if bias is not None else None
+        variance = function(x.square(), self.variances[id(weight)], bias, *rest, **kwargs)
+        return output + (variance + 1e-16).sqrt() * torch.randn_like(output)
+
+
+METHODS = {
+    "MAP": Method(_map, MEAN),
+    "BBB": Method(_bbb, MEAN | SAMPLED),
+    "VOGN": Method(_natural(VOGN), MEAN | SAMPLED),
+    "OGN": Method(_natural(OGN), MEAN | SAMPLED, "VOGN"),
+    "IVON": Method(_natural(IVON), MEAN | SAMPLED, "VOGN"),
+    "MAP, stopped early": Method(_map, MEAN, "MAP", stops_early=True),
+    "local reparametrisation": Method(_local, MEAN | SAMPLED, "BBB"),
+    "MC dropout": Method(_map, SAMPLED, "MAP", lambda net: with_dropout(net, DROPOUT)),
+}

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tables of vogn_quality.py, from its result lines."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+__all__ = ["best_temperature", "write_report"]
+
+Row = dict[str, Any]
+Rows = list[Row]
+TUNED = ("VOGN", "BBB", "MAP")
+
+DEFINITIONS = """\
+VOGN, OGN and IVON run with the library's defaults, `VOGN({})`, and nothing but the temperature is tuned. MAP is
+`AutoDelta`; BBB is `AutoNormal` with `Trace_ELBO` and one draw a step; both have Adam with a cosine decay, and
+posterior scales ten times the step size of means. NLL: mean negative log-likelihood of the test data in nats, of
+raw targets in regressions. "mean": predicted at the posterior mean; "sampled": the average of 10 draws. ECE: 15 equally
+wide bins of confidence. AUROC: of telling inputs of another kind from test images by the entropy of the prediction.
+Accuracies, ECE and AUROC are those of sampled predictions (MAP: at its weights). ± is the standard deviation over
+seeds, each with its own training and validation data, initial weights and batches; all seeds share the test data.
+Temperatures have the lowest mean validation NLL over seeds. "gain": how much lower the NLL of VOGN is, mean over seeds
+(in how many seeds it is lower)."""
+
+
+def write_report(rows: Rows, path: Path) -> None:
+    """Write the verdict and a section for each task."""
+    runs = [row for row in rows if "method" in row]
+    seconds = {row["task"]: row["epoch_seconds"] for row in rows if "epoch_seconds" in row}
+    if not runs:
+        return
+    tasks = list(dict.fromkeys(row["task"] for row in runs))
+    complete = [
+        task for task in tasks if {"VOGN", "BBB", "MAP"} <= {r["method"] for r in chosen(runs, task=task)}
+    ]
+    machine = f"torch {rows[-1]['torch']}, {rows[-1]['machine']}"
+    lines = [f"Written by `benchmarks/vogn_quality.py`, {machine}.", "", DEFINITIONS]
+    lines += ["", "### VOGN at its mean against MAP of the same temperature", "", *MAP_HEADER]
+    lines += [against_map(runs, task) for task in complete]
+    lines += ["", "### VOGN by samples against BBB, each at its best temperature", "", *BBB_HEADER]
+    lines += [against_bbb(runs, task) for task in complete]
+    lines += ["", "### VOGN after three times the epochs", "", *LONGER_HEADER]
+    lines += [longer(runs, task) for task in complete]
+    for task in tasks:
+        lines += section(chosen(runs, task=task), task, seconds.get(task, {}))
+    path.write_text("\n".join(lines) + "\n")
+
+
+def best_temperature(rows: Rows, task: str, method: str, rule: str, epochs: int) -> float:
+    """The temperature of the lowest mean validation NLL."""
+    found: dict[float, list[float]] = {}
+    for row in chosen(rows, task=task, method=method, epochs=epochs):
+        found.setdefault(row["temperature"], []).append(row[rule]["validation_nll"])
+    return min(found, key=lambda temperature: mean(found[temperature]))
+
+
+def chosen(rows: Rows, **fields: Any) -> Rows:
+    """Rows with these fields, by seed."""
+    matching = [row for row in rows if all(row[key] == value for key, value in fields.items())]
+    return sorted(matching, key=lambda row: row["seed"])
+
+
+def against_map(rows: Rows, task: str) -> str:
+    """A line: VOGN and MAP at the temperature that suits VOGN's mean, and MAP at its own."""
+    epochs = usual_epochs(rows, task)
+    ours, own = (best_temperature(rows, task, method, "mean", epochs) for method in ("VOGN", "MAP"))
+    vogn = nll(rows, task, "VOGN", "mean", ours, epochs)
+    same, best = (nll(rows, task, "MAP", "mean", t, epochs) for t in (ours, own))
+    early = [
+        row["mean"]["test_nll"] for row in chosen(rows, task=task, method="MAP, stopped early", epochs=epochs)
+    ]
+    cells = [task, f"{ours:g}", spread(vogn.values()), spread(same.values()), gain(vogn, same)]
+    return table_row(cells + [f"{own:g}", spread(best.values()), gain(vogn, best), spread(early)])
+
+
+def against_bbb(rows: Rows, task: str) -> str:
+    """A line: sampled predictions of VOGN and BBB."""
+    epochs = usual_epochs(rows, task)
+    ours, theirs = (best_temperature(rows, task, method, "sampled", epochs) for method in ("VOGN", "BBB"))
+    vogn = nll(rows, task, "VOGN", "sampled", ours, epochs)
+    bbb = nll(rows, task, "BBB", "sampled", theirs, epochs)
+    cells = [task, f"{ours:g}", spread(vogn.values()), f"{theirs:g}", spread(bbb.values()), gain(vogn, bbb)]
+    return table_row(cells)
+
+
+def longer(rows: Rows, task: str) -> str:
+    """A line: VOGN at its temperature after the usual and after three times the epochs."""
+    epochs = usual_epochs(rows, task)
+    temperature = best_temperature(rows, task, "VOGN", "sampled", epochs)
+    cells = [task, f"{temperature:g}", f"{epochs}, {3 * epochs}"]
+    for rule in ("mean", "sampled"):
+        before, after = (nll(rows, task, "VOGN", rule, temperature, times * epochs) for times in (1, 3))
+        both = before.keys() & after.keys()
+        if not both:
+            cells += ["", "", ""]
+            continue
+        first, last = (mean(part[seed] for seed in both) for part in (before, after))
+        cells += [spread(before.values()), spread(after.values()), f"{100 * (last / first - 1):+.1f} %"]
+    return table_row(cells)
+
+
+MAP_HEADER = [
+    "| task | temperature | VOGN | MAP | gain | MAP's own temperature | MAP there | gain | MAP, stopped early |",
+    "|---" * 9 + "|",
+]
+BBB_HEADER = ["| task | VOGN's temperature | VOGN | BBB's temperature | BBB | gain |", "|---" * 6 + "|"]
+LONGER_HEADER = [
+    "| task | temperature | epochs | mean | after three times | change | sampled | after three times | change |",
+    "|---" * 9 + "|",
+]
+
+
+def usual_epochs(rows: Rows, task: str) -> int:
+    return min(row["epochs"] for row in chosen(rows, task=task))
+
+
+def nll(rows: Rows, task: str, method: str, rule: str, temperature: float, epochs: int) -> dict[int, float]:
+    """Test NLL by seed."""
+    found = chosen(rows, task=task, method=method, temperature=temperature, epochs=epochs)
+    return {row["seed"]: row[rule]["test_nll"] for row in found}
+
+
+def section(rows: Rows, task: str, seconds: dict[str, float]) -> list[str]:
+    """The table of one task."""
+    epochs = min(row["epochs"] for row in rows)
+    example = rows[0][next(rule for rule in ("sampled", "mean") if rule in rows[0])]
+    score = "accuracy" if "test_accuracy" in example else "rmse"
+    outside = [key for key in example if key.startswith("auroc")]
+    columns = ["method", "temperature", f"train {score}", f"validation {score}", f"test {score}"]
+    columns += ["NLL, mean", "NLL, sampled", *(["ECE"] if score == "accuracy" else [])]
+    columns += [key.replace("auroc", "AUROC,") for key in outside] + ["CPU s an epoch"]
+    lines = ["", f"### {task}: {epochs} epochs, {len({row['seed'] for row in rows})} seeds", ""]
+    lines += [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    for method in dict.fromkeys(row["method"] for row in rows):
+        rule = next(
+            rule for rule in ("sampled", "mean") if rule in chosen(rows, method=method, epochs=epochs)[0]
+        )
+        temperature = best_temperature(rows, task, method, rule, epochs)
+        of_method = chosen(rows, method=method, epochs=epochs, temperature=temperature)
+        cells = [method, f"{temperature:g}"]
+        cells += [
+            spread(row[rule][f"{part}_{score}"] for row in of_method)
+            for part in ("train", "validation", "test")
+        ]
+        cells += [
+            spread(row[r]["test_nll"] for row in of_method) if r in of_method[0] else ""
+            for r in ("mean", "sampled")
+        ]
+        cells += [spread(row[rule]["test_ece"] for row in of_method)] if score == "accuracy" else []
+        cells += [spread(row[rule][key] for row in of_method) for key in outside]
+        cells.append(f"{seconds[method]:.2f}" if method in seconds else "")
+        lines.append(table_row(cells))
+    return lines + tried(rows, task, epochs)
+
+
+def tried(rows: Rows, task: str, epochs: int) -> list[str]:
+    """Test NLL at every temperature, by rule."""
+    lines = ["", "Test NLL by temperature (the choice was by validation NLL):", ""]
+    temperatures = sorted({row["temperature"] for row in rows if row["epochs"] == epochs})
+    lines += [f"| | {' | '.join(f'{t:g}' for t in temperatures)} |", "|---" * (len(temperatures) + 1) + "|"]
+    for method in TUNED:
+        for rule in ("mean", "sampled"):
+            cells = []
+            for temperature in temperatures:
+                found = chosen(rows, method=method, epochs=epochs, temperature=temperature)
+                cells.append(spread(row[rule]["test_nll"] for row in found if rule in row))
+            if any(cells):
+                lines.append(table_row([f"{method}, {rule}", *cells]))
+    return lines
+
+
+def table_row(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def gain(ours: dict[int, float], theirs: dict[int, float]) -> str:
+    """How much lower ours is, and in how many seeds."""
+    gains = [theirs[seed] - ours[seed] for seed in sorted(ours.keys() & theirs.keys())]
+    return f"{mean(gains):+.3f} ({sum(g > 0 for g in gains)} of {len(gains)})" if gains else ""
+
+
+def spread(values: Iterable[float]) -> str:
+    values = list(values)
+    if not values:
+        return ""
+    return f"{mean(values):.3f}" + (f" ± {stdev(values):.3f}" if len(values) > 1 else "")

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tasks of vogn_quality.py: data, network, length of training, and inputs from elsewhere."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from image_data import ImageSplit, digits_split, load_split, outside_images
+from networks import conv_net, lenet, mlp
+from torch import Tensor, nn
+from uci_data import folds, hold_out, load
+
+from pyro_dvi.bayesian import LearnedScale, classifier, fan_in, regressor, to_bayesian_
+
+__all__ = ["TASKS", "Data", "Task"]
+
+Pair = tuple[Tensor, Tensor]
+
+
+@dataclass
+class Data:
+    """What one seed trains, chooses and tests with.
+
+    Attributes:
+        train: inputs and labels or standardised targets.
+        validation: for the choice of temperatures.
+        test: the same for all seeds.
+        outside: inputs that belong to no class, by name.
+        log_unit: log of the targets' standard deviation, which turns densities into those of raw targets.
+    """
+
+    train: Pair
+    validation: Pair
+    test: Pair
+    outside: dict[str, Tensor] = field(default_factory=dict)
+    log_unit: float = 0.0
+
+
+@dataclass(frozen=True)
+class Task:
+    """A data set with its network.
+
+    Attributes:
+        network: makes the untrained network.
+        data: of a seed and the folder.
+        temperatures: the values that are tried.
+        epochs: of training.
+        batch_size: of training.
+        adam_lr: step size of the methods that use Adam.
+        classes: whether it is a classification.
+    """
+
+    network: Callable[[], nn.Sequential]
+    data: Callable[[int, str | None], Data]
+    temperatures: tuple[float, ...]
+    epochs: int
+    batch_size: int
+    adam_lr: float
+    classes: bool = True
+
+    def model(self, net: nn.Module, num_data: int) -> Any:
+        """The Pyro model around a network; all methods have the same prior."""
+        net = to_bayesian_(net, prior_scale=fan_in)
+        return (
+            classifier(net, num_data)
+            if self.classes
+            else regressor(net, num_data, noise_scale=LearnedScale(0.3))
+        )
+
+
+def _digits(seed: int, data_dir: str | None) -> Data:
+    split = digits_split(598, 300, seed)
+    shuffled = torch.Generator().manual_seed(0)
+    order = torch.rand(len(split.test[0]), 64, generator=shuffled).argsort(1)
+    pixels = split.test[0].flatten(1).gather(1, order).view_as(split.test[0])
+    return Data(split.train, split.validation, split.test, {"digits with shuffled pixels": pixels})
+
+
+def _images(name: str, num_train: int, outside: tuple[str, ...], seed: int, data_dir: str | None) -> Data:
+    split: ImageSplit = load_split(name, num_train, 1000, 3000, seed, data_dir)
+    elsewhere = {other: outside_images(other, name, 500, data_dir) for other in outside}
+    return Data(split.train, split.validation, split.test, elsewhere)
+
+
+def _regression(name: str, seed: int, data_dir: str | None) -> Data:
+    x, y = load(name, data_dir)
+    rest, test = folds(len(x), 5)[0]
+    train, validation = hold_out(rest, 5, seed)
+    centre, unit = y[train].mean(), y[train].std(correction=0)
+    inputs = (x - x[train].mean(0)) / x[train].std(0, correction=0)
+
+    def part(rows: np.ndarray) -> Pair:
+        return inputs[rows].float(), ((y[rows] - centre) / unit).float()
+
+    return Data(part(train), part(validation), part(test), log_unit=math.log(unit))
+
+
+TASKS = {
+    "digits": Task(lambda: mlp((64, 100, 10)), _digits, (0.01, 0.03, 0.1), 60, 50, 3e-3),
+    "energy": Task(
+        lambda: mlp((8, 50, 1), nn.ReLU),
+        partial(_regression, "energy"),
+        (0.01, 0.03, 0.1),
+        150,
+        50,
+        1e-2,
+        classes=False,
+    ),
+    "concrete": Task(
+        lambda: mlp((8, 50, 1), nn.ReLU),
+        partial(_regression, "concrete"),
+        (0.03, 0.1, 0.3),
+        100,
+        50,
+        1e-2,
+        classes=False,
+    ),
+    "Fashion-MNIST, 2,000": Task(
+        conv_net,
+        partial(_images, "FashionMNIST", 2000, ("MNIST", "notMNIST")),
+        (0.03, 0.1),
+        20,
+        100,
+        3e-3,
+    ),
+    "Fashion-MNIST, 10,000": Task(
+        conv_net,
+        partial(_images, "FashionMNIST", 10_000, ("MNIST", "notMNIST")),
+        (0.01, 0.03),
+        8,
+        100,
+        3e-3,
+    ),
+    "MNIST, 2,000": Task(
+        lenet,
+        partial(_images, "MNIST", 2000, ("FashionMNIST", "notMNIST")),
+        (0.03, 0.1),
+        20,
+        100,
+        3e-3,
+    ),
+    "CIFAR-10, 2,000": Task(
+        lambda: lenet(channels=3, padding=0),
+        partial(_images, "CIFAR10", 2000, ("noise",)),
+        (0.1, 0.3),
+        20,
+        100,
+        3e-3,
+    ),
+}
