@@ -132,7 +132,7 @@ def minimise_newton(
 class _Search:
     """The state of one minimisation, in the coordinates y = M^(1/2) x, where the region of trust is a ball."""
 
-    _STALLS = 3  # steps without progress that end the search
+    _STALLS = 10  # steps without a smaller gradient, where rounding hides the values, that end the search
 
     def __init__(
         self, problem: SmoothFunction, start: Tensor, preconditioner: Tensor | None, krylov_steps: int
