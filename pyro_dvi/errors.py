@@ -62,10 +62,6 @@ class NotConvergedError(PyroDviError, ArithmeticError):
     """An iteration ended before it reached its tolerance; the message says how far it came."""
 
 
-class ConvergenceError(PyroDviError, ArithmeticError):
-    """An iteration did not come to where its result can be trusted."""
-
-
 class UnconvergedError(PyroDviError, ArithmeticError):
     """The mode of a Laplace approximation is no minimum of minus the log posterior density.
 

@@ -1,0 +1,442 @@
+"""Hessian-free Laplace against closed forms and the dense Hessian."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from torch import Tensor
+
+from pyro_dvi.errors import (
+    ArgumentError,
+    DviWarning,
+    ModelError,
+    NotConvergedError,
+    NotPositiveDefiniteError,
+    UnsupportedError,
+)
+from pyro_dvi.guides.laplace import (
+    LBFGS,
+    AbsoluteSum,
+    Adam,
+    Dense,
+    Hessian,
+    HessianFree,
+    InSample,
+    LabelShift,
+    LaplaceGuide,
+    NewtonCG,
+    Pointwise,
+    Sum,
+    parameter_uncertainty,
+)
+from pyro_dvi.linalg import minimise_newton
+from tests.laplace.problems import Batches, LinearRegression, SineRegression, guide_at, ragged
+
+pretrained = pytest.mark.filterwarnings("ignore:.*means of rows of the covariance:pyro_dvi.errors.DviWarning")
+
+
+@dataclass
+class _Smooth:
+    energy: Any
+
+    def value_and_gradient(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        result: tuple[Tensor, Tensor] = self.energy.at(x).value_and_gradient
+        return result
+
+    def product(self, x: Tensor, vectors: Tensor) -> Tensor:
+        result: Tensor = self.energy.at(x).hessian(vectors)
+        return result
+
+
+def at_minimum(guide: LaplaceGuide, batches: Batches, model: Any, **options: Any) -> LaplaceGuide:
+    """The guide at the minimum of U nearby."""
+    energy = guide.energy(batches)
+    found = minimise_newton(_Smooth(energy), energy.start, tolerance=1e-14, max_iterations=2000)
+    assert found.converged, found.reason
+    return guide_at(model, batches[0], energy.layout.named(found.x), **options)
+
+
+@pytest.fixture(scope="module")
+def sine() -> tuple[SineRegression, LaplaceGuide]:
+    problem = SineRegression(hidden=4, num_data=15)
+    return problem, at_minimum(problem.trained(), problem.batches, problem.model)
+
+
+@dataclass
+class Classes:
+    """Softmax regression through three tanh units: K = 3 logits."""
+
+    num_data: int = 20
+
+    def __post_init__(self) -> None:
+        generator = torch.Generator().manual_seed(2)
+        self.x = torch.randn(self.num_data, 2, dtype=torch.float64, generator=generator)
+        self.y = (self.x[:, 0] > 0).long() + (self.x[:, 1] > 0.5).long()
+
+    def model(self, x: Tensor, y: Tensor | None = None) -> Any:
+        first = pyro.sample("first", dist.Normal(x.new_zeros(()), 1.0).expand([2, 3]).to_event(2))
+        last = pyro.sample("last", dist.Normal(x.new_zeros(()), 1.0).expand([3, 3]).to_event(2))
+        with pyro.plate("data", self.num_data, subsample_size=len(x)):
+            return pyro.sample("y", dist.Categorical(logits=torch.tanh(x @ first) @ last), obs=y)
+
+
+GRID = torch.linspace(-6, 6, 7, dtype=torch.float64).unsqueeze(-1)
+
+
+# --- closed forms ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("central", [True, False])
+@pytest.mark.parametrize("solver", [NewtonCG(solve_tolerance=1e-10), LBFGS()], ids=type)
+def test_linear_regression_is_exact(solver: Any, central: bool) -> None:
+    problem = LinearRegression()
+    guide = problem.guide()
+    guide.fit(problem.batches, HessianFree(step=0.5, central=central, solver=solver))
+    x = torch.randn(4, problem.num_features, dtype=torch.float64)
+    exact = x @ torch.linalg.inv(problem.precision()) @ x.T
+    found = guide.predictive(x, joint=True)
+    torch.testing.assert_close(found.variance, exact.diagonal(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(found.joint_covariance, exact, rtol=0, atol=1e-6 * float(exact.abs().max()))
+
+
+def test_adam_approaches_linear_regression() -> None:
+    problem = LinearRegression()
+    guide = problem.guide()
+    batches = [(problem.x, problem.y)]
+    guide.fit(batches, HessianFree(step=0.5, solver=Adam(steps=200, learning_rate=5e-3)))
+    x = torch.randn(1, problem.num_features, dtype=torch.float64)
+    exact = (x @ torch.linalg.inv(problem.precision()) @ x.T)[0]
+    torch.testing.assert_close(guide.predictive(x).variance, exact, rtol=1e-3, atol=0)
+
+
+def test_tempering_is_that_of_the_energy() -> None:
+    problem = LinearRegression()
+    energy_at = {"weight": _tempered_mode(problem, 0.3)}
+    guide = guide_at(problem.model, problem.batches[0], energy_at, kl_weight=0.3)
+    x = torch.randn(3, problem.num_features, dtype=torch.float64)
+    found = {}
+    for method in (Dense(Hessian()), HessianFree()):
+        guide.fit(problem.batches, method)
+        found[type(method)] = guide.predictive(x).variance
+    torch.testing.assert_close(found[HessianFree], found[Dense], rtol=1e-3, atol=0)
+
+
+def _tempered_mode(problem: LinearRegression, kl_weight: float) -> Tensor:
+    likelihood = problem.x.T @ problem.x / problem.noise**2 / kl_weight
+    prior = torch.eye(problem.num_features, dtype=torch.float64) / problem.prior_scale**2
+    return torch.linalg.solve(likelihood + prior, problem.x.T @ problem.y / problem.noise**2 / kl_weight)
+
+
+# --- networks against the dense Hessian ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-2), (torch.float32, 5e-2)])
+def test_network(sine: tuple[SineRegression, LaplaceGuide], dtype: torch.dtype, tolerance: float) -> None:
+    problem, guide = sine
+    guide.fit(problem.batches, Dense(Hessian()))
+    exact = guide.predictive(GRID).variance
+    locs = {name: u.to(dtype) for name, u in guide.unconstrained_mode().items()}
+    batches = [(x.to(dtype), y.to(dtype)) for x, y in problem.batches]
+    same = guide_at(problem.model, batches[0], locs)
+    posterior = same.fit(batches, HessianFree())
+    found = same.predictive(GRID.to(dtype)).variance
+    torch.testing.assert_close(found.double(), exact, rtol=tolerance, atol=0)
+    assert posterior.two_fits.local.energy.evaluations < 150 * len(GRID)  # type: ignore[attr-defined]
+
+
+def test_error_falls_with_the_square_of_the_step(sine: tuple[SineRegression, LaplaceGuide]) -> None:
+    problem, guide = sine
+    guide.fit(problem.batches, Dense(Hessian()))
+    exact = guide.predictive(GRID[::3]).variance
+    exacting = NewtonCG(tolerance=1e-8, solve_tolerance=1e-6, max_corrections=40)
+    errors = []
+    for step in (0.02, 0.01):
+        guide.fit(problem.batches, HessianFree(step=step, solver=exacting))
+        errors.append(float((guide.predictive(GRID[::3]).variance / exact - 1).abs().max()))
+    assert errors[0] / errors[1] == pytest.approx(4, rel=0.1)
+
+
+def test_classification_covariance() -> None:
+    problem = Classes()
+    batches = ragged(problem.x, problem.y, 8)
+    guide = LaplaceGuide(problem.model)
+    guide.initialize(*batches[0])
+    guide = at_minimum(guide, batches, problem.model)
+    x = problem.x[:3]
+    guide.fit(batches, Dense(Hessian()))
+    exact = guide.predictive(x).covariance
+    guide.fit(batches, HessianFree())
+    found = guide.predictive(x).covariance
+    scale = exact.diagonal(dim1=-2, dim2=-1).sqrt()
+    torch.testing.assert_close(
+        found / (scale.unsqueeze(-1) * scale.unsqueeze(-2)),
+        exact / (scale.unsqueeze(-1) * scale.unsqueeze(-2)),
+        rtol=0,
+        atol=1e-2,
+    )
+
+
+def test_subset_varies_alone(sine: tuple[SineRegression, LaplaceGuide]) -> None:
+    problem, guide = sine
+    found = []
+    for method in (Dense(Hessian()), HessianFree()):
+        guide.fit(problem.batches, method, subset=["w2", "b2"])
+        found.append(guide.predictive(GRID).variance)
+    torch.testing.assert_close(found[1], found[0], rtol=1e-2, atol=0)
+
+
+def test_an_output_without_latents_has_no_variance() -> None:
+    def model(x: Tensor, y: Tensor | None = None) -> Any:
+        slope = pyro.sample("slope", dist.Normal(x.new_zeros(()), 1.0))
+        with pyro.plate("data", len(x)):
+            return pyro.sample("y", dist.Normal(slope * x, 1.0), obs=y)
+
+    x = torch.tensor([0.0, 1.0], dtype=torch.float64)
+    guide = guide_at(model, (x, 2 * x), {"slope": torch.tensor(1.0, dtype=torch.float64)})
+    guide.fit([(x, 2 * x)], HessianFree())
+    torch.testing.assert_close(guide.predictive(x).variance, 0.5 * x, rtol=1e-6, atol=0)
+
+
+# --- pre-trained modes: what they target ---------------------------------------------------------------------
+
+
+def dense_covariance(problem: SineRegression, guide: LaplaceGuide, *inputs: Tensor) -> Tensor:
+    guide.fit(problem.batches, Dense(Hessian()))
+    found = guide.predictive(torch.cat(inputs), joint=True).joint_covariance
+    assert found is not None
+    return found
+
+
+EVALUATION = torch.tensor([[-3.0], [0.5], [2.0], [5.0]], dtype=torch.float64)
+
+
+@pretrained
+def test_sum_gives_row_means(sine: tuple[SineRegression, LaplaceGuide]) -> None:
+    problem, guide = sine
+    target = dense_covariance(problem, guide, GRID, EVALUATION)[: len(GRID), len(GRID) :].mean(1)
+    posterior: Any = guide.fit(problem.batches, HessianFree(Sum(EVALUATION)))
+    found = responses(guide, posterior, GRID)
+    torch.testing.assert_close(found, target, rtol=2e-2, atol=1e-4)
+    before = posterior.two_fits.local.energy.evaluations
+    torch.testing.assert_close(responses(guide, posterior, GRID[:2]), found[:2])
+    assert posterior.two_fits.local.energy.evaluations == before  # one fit serves all queries
+
+
+@pretrained
+def test_sum_over_the_query_itself(sine: tuple[SineRegression, LaplaceGuide]) -> None:
+    problem, guide = sine
+    target = dense_covariance(problem, guide, GRID).mean(1)
+    posterior = guide.fit(problem.batches, HessianFree(Sum()))
+    torch.testing.assert_close(responses(guide, posterior, GRID), target, rtol=2e-2, atol=1e-4)
+
+
+@pretrained
+def test_absolute_sum_gives_signed_row_means(sine: tuple[SineRegression, LaplaceGuide]) -> None:
+    problem, guide = sine
+    covariance = dense_covariance(problem, guide, GRID, EVALUATION)
+    signs = guide.predictive(torch.cat([GRID, EVALUATION])).mean.sign()
+    target = (covariance * signs * signs.unsqueeze(-1))[: len(GRID), len(GRID) :].mean(1)
+    posterior = guide.fit(problem.batches, HessianFree(AbsoluteSum(EVALUATION)))
+    torch.testing.assert_close(responses(guide, posterior, GRID), target, rtol=2e-2, atol=1e-4)
+
+
+@pretrained
+@pytest.mark.parametrize("mode", [InSample(), LabelShift()], ids=type)
+def test_training_modes_give_row_means_over_the_data(
+    sine: tuple[SineRegression, LaplaceGuide], mode: Any
+) -> None:
+    problem, guide = sine
+    target = dense_covariance(problem, guide, GRID, problem.x)[: len(GRID), len(GRID) :].mean(1)
+    posterior = guide.fit(problem.batches, HessianFree(mode))
+    torch.testing.assert_close(responses(guide, posterior, GRID), target, rtol=2e-2, atol=1e-4)
+
+
+def responses(guide: LaplaceGuide, posterior: Any, x: Tensor) -> Tensor:
+    """The numbers of either sign that a mode gives."""
+    with torch.no_grad():
+        result: Tensor = posterior.responses(query(guide, x))[:, 0, 0]
+    return result
+
+
+def query(guide: LaplaceGuide, x: Tensor) -> Any:
+    from pyro_dvi.guides.laplace.query import Query
+
+    fitted: Any = guide._fitted
+    return Query(guide._plain_model.get(), (x,), fitted.mode, fitted.layout)
+
+
+class TwoColumns:
+    """Linear regression with two columns of labels, of different noise, that share a slope."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(4)
+        self.x = torch.randn(6, dtype=torch.float64, generator=generator)
+        self.y = torch.randn(6, 2, dtype=torch.float64, generator=generator)
+        self.noise = torch.tensor([0.5, 2.0], dtype=torch.float64)
+        self.batches = ragged(self.x, self.y, 4)
+
+    def model(self, x: Tensor, y: Tensor | None = None) -> Any:
+        slope = pyro.sample("slope", dist.Normal(x.new_zeros(()), 1.0))
+        offsets = pyro.sample("offsets", dist.Normal(x.new_zeros(2), 1.0).to_event(1))
+        with pyro.plate("data", 6, subsample_size=len(x)):
+            loc = slope * x.unsqueeze(-1) + offsets
+            return pyro.sample("y", dist.Normal(loc, self.noise).to_event(1), obs=y)
+
+
+@pretrained
+def test_label_shift_of_several_columns_with_tempering() -> None:
+    problem = TwoColumns()
+    guide = LaplaceGuide(problem.model, kl_weight=0.4)
+    guide.initialize(*problem.batches[0])
+    guide = at_minimum(guide, problem.batches, problem.model, kl_weight=0.4)
+    found = []
+    for mode in (InSample(), LabelShift()):
+        posterior: Any = guide.fit(problem.batches, HessianFree(mode, solver=NewtonCG(solve_tolerance=1e-9)))
+        found.append(posterior.responses(query(guide, problem.x)))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-6, atol=1e-9)
+    guide.fit(problem.batches, Dense(Hessian()))
+    joint = guide.predictive(problem.x, joint=True).joint_covariance
+    assert joint is not None
+    means = joint.reshape(6, 2, 6, 2).mean(2)
+    torch.testing.assert_close(found[0], 0.5 * (means + means.mT), rtol=1e-5, atol=1e-9)
+
+
+@pretrained
+def test_negative_row_means_are_refused_not_turned() -> None:
+    problem = LinearRegression(num_features=1)
+    guide = problem.guide()
+    far = torch.tensor([[3.0], [1.0]], dtype=torch.float64)
+    posterior = guide.fit(problem.batches, HessianFree(Sum(far)))
+    opposite = torch.tensor([[-1.0]], dtype=torch.float64)
+    assert float(responses(guide, posterior, opposite)) == pytest.approx(
+        -2 / float(problem.precision()), rel=1e-3
+    )
+    with pytest.raises(NotPositiveDefiniteError, match=r"1 of 1 variances came out negative: Sum\(\)"):
+        guide.predictive(opposite)
+    with pytest.raises(UnsupportedError, match="Pointwise"):
+        guide.predictive(far, joint=True)
+
+
+def test_pretrained_modes_warn() -> None:
+    problem = LinearRegression()
+    with pytest.warns(DviWarning, match="not variances"):
+        problem.guide().fit(problem.batches, HessianFree(InSample()))
+
+
+def test_batches_of_named_arguments() -> None:
+    problem = LinearRegression()
+    guide = problem.guide()
+    found = []
+    for batches in (problem.batches, [{"y": y, "x": x} for x, y in problem.batches]):
+        with pytest.warns(DviWarning):
+            posterior = guide.fit(batches, HessianFree(InSample()))
+        found.append(responses(guide, posterior, problem.x))
+    torch.testing.assert_close(found[0], found[1])
+
+
+# --- the latents themselves ----------------------------------------------------------------------------------
+
+
+def test_parameter_uncertainty_gives_signed_row_sums() -> None:
+    problem = LinearRegression(num_features=3)
+    covariance = torch.linalg.inv(problem.precision())
+    signs = problem.mode().sign()
+    target = (covariance * signs * signs.unsqueeze(-1)).sum(1)
+    assert bool((target > 0).all())
+    found = parameter_uncertainty(problem.guide(), problem.batches, solver=NewtonCG(solve_tolerance=1e-10))
+    torch.testing.assert_close(found["weight"], target, rtol=1e-6, atol=0)
+
+
+def test_negative_row_sums_are_nan_with_a_warning() -> None:
+    generator = torch.Generator().manual_seed(0)
+    common = torch.randn(30, 1, dtype=torch.float64, generator=generator)
+    x = torch.cat([common, 0.1 * common], 1) + 0.05 * torch.randn(
+        30, 2, dtype=torch.float64, generator=generator
+    )
+    problem = LinearRegression(num_data=30, num_features=2, prior_scale=3.0)
+    problem.x, problem.y = x, x @ torch.tensor([2.0, 2.0], dtype=torch.float64)
+    covariance = torch.linalg.inv(problem.precision())
+    negative = (covariance * problem.mode().sign() * problem.mode().sign().unsqueeze(-1)).sum(1) < 0
+    assert int(negative.sum()) == 1
+    with pytest.warns(DviWarning, match="1 of 2 row sums"):
+        found = parameter_uncertainty(problem.guide(), problem.batches)["weight"]
+    assert torch.equal(found.isnan(), negative)
+
+
+def test_sparsification_removes_what_the_data_do_not_need() -> None:
+    problem = LinearRegression(num_data=200, num_features=6, noise=0.3)
+    truth = torch.tensor([1.0, 0.0, -0.7, 0.0, 0.0, 0.5], dtype=torch.float64)
+    noise = torch.randn(200, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    problem.y = problem.x @ truth + 0.3 * noise
+    variance = parameter_uncertainty(problem.guide(), problem.batches)["weight"]
+    mode = problem.mode()
+    kept = mode.abs() > 3 * variance.sqrt()
+    assert torch.equal(kept, truth != 0)
+    rmse = (problem.x @ (mode * kept) - problem.x @ truth).square().mean().sqrt()
+    assert float(rmse) < float((problem.x @ (mode - truth)).square().mean().sqrt())  # zeros were true
+
+
+# --- what cannot work ------------------------------------------------------------------------------------
+
+
+def test_a_saddle_is_refused() -> None:
+    problem = SineRegression(hidden=4, num_data=15)
+    zeros = {"w1": (1, 4), "b1": (4,), "w2": (4,), "b2": ()}
+    locs = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in zeros.items()}
+    locs["w1"] += 0.1  # symmetric units: a direction of negative curvature
+    locs["w2"] += 0.1
+    guide = guide_at(problem.model, problem.batches[0], locs)
+    posterior = HessianFree().fit(guide.energy(problem.batches).at(guide.energy(problem.batches).start))
+    guide.fit(problem.batches, Dense())  # for a query at this mode
+    with pytest.raises(NotPositiveDefiniteError):
+        posterior.covariance(query(guide, GRID))
+
+
+def test_a_step_that_is_too_large_is_refused(sine: tuple[SineRegression, LaplaceGuide]) -> None:
+    problem, guide = sine
+    guide.fit(problem.batches, HessianFree(step=1.0))
+    with pytest.raises(NotConvergedError, match="smaller step"):
+        guide.predictive(GRID[:2])
+
+
+@pytest.mark.parametrize("step", [0.0, -0.1, 1.5, math.nan])
+def test_steps_out_of_range(step: float) -> None:
+    with pytest.raises(ArgumentError, match="standard deviations"):
+        HessianFree(step=step)
+    with pytest.raises(ArgumentError, match="standard deviations"):
+        parameter_uncertainty(LinearRegression().guide(), LinearRegression().batches, step=step)
+
+
+def test_names_instead_of_objects() -> None:
+    with pytest.raises(ArgumentError, match=r"Pointwise\(\), Sum\(inputs\)"):
+        HessianFree("pointwise")  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match=r"NewtonCG\(\), LBFGS\(\) and Adam\(\)"):
+        HessianFree(solver="adam")  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="tolerances"):
+        NewtonCG(tolerance=0.0)
+    assert HessianFree().mode == Pointwise()
+
+
+@pretrained
+def test_label_shift_needs_gaussian_noise_of_known_scale() -> None:
+    problem = Classes()
+    guide = LaplaceGuide(problem.model)
+    guide.initialize(problem.x, problem.y)
+    with pytest.raises(ModelError, match="Categorical"):
+        guide.fit([(problem.x, problem.y)], HessianFree(LabelShift()))
+
+    def model(x: Tensor, y: Tensor | None = None) -> Any:
+        noise = pyro.sample("noise", dist.HalfNormal(x.new_ones(())))
+        slope = pyro.sample("slope", dist.Normal(x.new_zeros(()), 1.0))
+        with pyro.plate("data", len(x)):
+            return pyro.sample("y", dist.Normal(slope * x, noise), obs=y)
+
+    x = torch.ones(3)
+    guide = LaplaceGuide(model)
+    guide.initialize(x, x)
+    with pytest.raises(ModelError, match="does not depend on the latents"):
+        guide.fit([(x, x)], HessianFree(LabelShift()))
