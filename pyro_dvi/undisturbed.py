@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["evaluating", "preserve_buffers", "undisturbed"]
+__all__ = ["constant_parameters", "evaluating", "preserve_buffers", "undisturbed"]
 
 
 @contextmanager
@@ -59,6 +59,41 @@ def evaluating(*functions: Any) -> Iterator[None]:
         handle.remove()
         for module in switched:
             module.training = True
+
+
+@contextmanager
+def constant_parameters(*functions: Any) -> Iterator[None]:
+    """Run modules with their own parameters as constants: no graph is kept for what only these reach.
+
+    Modules are found as by :func:`evaluating`.
+
+    Example:
+        >>> net = nn.Linear(1, 1)
+        >>> with constant_parameters():
+        ...     net(torch.ones(1)).requires_grad
+        False
+        >>> net.weight.requires_grad
+        True
+    """
+    switched: list[nn.Parameter] = []
+
+    def switch(module: nn.Module, _inputs: object = None) -> None:
+        for parameter in module.parameters(recurse=False):
+            if parameter.requires_grad:
+                switched.append(parameter)
+                parameter.requires_grad_(False)
+
+    handle = nn.modules.module.register_module_forward_pre_hook(switch)
+    try:
+        for function in functions:
+            if isinstance(function, nn.Module):
+                for module in function.modules():
+                    switch(module)
+        yield
+    finally:
+        handle.remove()
+        for parameter in switched:
+            parameter.requires_grad_()
 
 
 @contextmanager

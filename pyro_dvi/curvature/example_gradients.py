@@ -81,16 +81,24 @@ class ExampleGradients:
         covered = sum(self.values[k].numel() for k in self._uses)
         return 2 * covered > self.size and self.held <= _KEPT
 
-    def squares(self, weights: Tensor) -> list[Tensor]:
-        r"""Return :math:`\sum_{ik} (w_{ik} J_{ik})^2` for each tensor; weights are ``[B, K]``."""
+    def squares(self, weights: Tensor, tensors: Sequence[int] | None = None) -> list[Tensor]:
+        r"""Return :math:`\sum_{ik} (w_{ik} J_{ik})^2` for each tensor; zero for those that are not asked for.
+
+        Args:
+            weights: w, ``[B, K]``.
+            tensors: which tensors; None: all.
+        """
         totals = [torch.zeros_like(v) for v in self.values]
-        rest = [k for k in range(len(self.values)) if k not in self._uses]
+        wanted = range(len(self.values)) if tensors is None else tensors
+        uses = {k: self._uses[k] for k in wanted if k in self._uses}
+        rest = [k for k in wanted if k not in uses]
         for output, weight in zip(self.outputs.unbind(1), weights.unbind(1), strict=True):
-            for k, found in self.recorder.measured(self._uses, output, weight).items():
-                totals[k] += found
-            found_rest = squares_without_rules(output, weight, [self.values[k] for k in rest]) if rest else []
-            for k, found in zip(rest, found_rest, strict=True):
-                totals[k] += found
+            for k, found in self.recorder.measured(uses, output, weight).items():
+                totals[k] += found.reshape(totals[k].shape)
+            if rest:
+                others = squares_without_rules(output, weight, [self.values[k] for k in rest])
+                for k, found in zip(rest, others, strict=True):
+                    totals[k] += found
         return totals
 
     def outer(self, k: int) -> OuterGradients | None:

@@ -6,9 +6,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from pyro_dvi.curvature.per_example.uses import OfDelta, per_example_rule
+from pyro_dvi.curvature.per_example.uses import OfDelta, Outer, outer_rule, per_example_rule
 
-__all__ = ["rows_summed_to"]
+__all__ = ["is_broadcast", "rows_summed_to", "shift_outer"]
 
 
 def is_broadcast(shape: torch.Size, against: torch.Size) -> bool:
@@ -32,13 +32,36 @@ def _operands(wanted: str, input: Tensor | float, other: Tensor | float) -> tupl
     return (weight, activations) if is_broadcast(weight.shape, activations.shape) else None
 
 
-@per_example_rule(
+def shift_outer(activations: Tensor, size: int) -> Outer:
+    """A vector of p numbers that is added to every row ``[M, ..., p]``: its input is 1."""
+    return Outer(
+        lambda part: activations.new_ones(len(activations[part]), 1, 1),
+        lambda delta: delta.reshape(len(delta), -1, size).sum(1, keepdim=True),
+    )
+
+
+_ADDITIONS = (
     torch.add,
     torch.Tensor.add,
     torch.Tensor.add_,
     torch.Tensor.__add__,
     torch.Tensor.__iadd__,
 )
+
+
+@outer_rule(*_ADDITIONS)
+def _add_outer(wanted: str, input: Tensor | float, other: Tensor | float) -> Outer | None:
+    operands = _operands(wanted, input, other)
+    if operands is None:
+        return None
+    weight, activations = operands
+    if weight.dim() == 0 and activations.dim() == 1:
+        return shift_outer(activations, 1)
+    whole_rows = weight.dim() == 1 and activations.dim() > 1 and weight.shape == activations.shape[-1:]
+    return shift_outer(activations, len(weight)) if whole_rows else None
+
+
+@per_example_rule(*_ADDITIONS)
 def _add(wanted: str, input: Tensor | float, other: Tensor | float) -> OfDelta | None:
     return _signed(wanted, input, other, {"input": 1.0, "other": 1.0})
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pyro_dvi.curvature.per_example.broadcasting import is_broadcast, rows_summed_to
+from pyro_dvi.curvature.per_example.broadcasting import is_broadcast, rows_summed_to, shift_outer
 from pyro_dvi.curvature.per_example.uses import OfDelta, Outer, outer_rule, per_example_rule, squares_rule
 
 __all__ = ["summed_outer_squares"]
@@ -82,14 +82,8 @@ def _linear_squares(wanted: str, input: Tensor, weight: Tensor, bias: Tensor | N
 @outer_rule(F.linear)
 def _linear_outer(wanted: str, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Outer | None:
     if wanted == "bias" and bias is not None and bias.dim() == 1:
-        return _shift(input)
+        return shift_outer(input, len(bias))
     return Outer(lambda part: _rows(input[part]), _rows) if wanted == "weight" else None
-
-
-def _shift(input: Tensor) -> Outer:
-    """A weight that is added to every row: its input is 1."""
-    ones = input.new_ones(()).expand(len(input), input.shape[:-1].numel() // max(1, len(input)), 1)
-    return Outer(lambda part: ones[part], _rows)
 
 
 @per_example_rule(*_MATMULS)
@@ -140,7 +134,7 @@ def _addmm(wanted: str, input: Tensor, mat1: Tensor, mat2: Tensor) -> OfDelta | 
 def _addmm_outer(wanted: str, input: Tensor, mat1: Tensor, mat2: Tensor) -> Outer | None:
     if wanted == "mat2":
         return Outer(lambda part: _rows(mat1[part]), _rows, inputs_first=True)
-    return _shift(mat1) if wanted == "input" and input.dim() == 1 else None
+    return shift_outer(mat1, len(input)) if wanted == "input" and input.dim() == 1 else None
 
 
 @per_example_rule(F.bilinear)

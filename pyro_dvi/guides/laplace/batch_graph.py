@@ -71,7 +71,7 @@ class BatchGraph:
     def ggn_noise(self, count: int, generator: torch.Generator) -> list[Tensor]:
         jacobian, weights = self._information
         if not jacobian.outputs.requires_grad:
-            return [v.new_zeros(count, *v.shape) for v in self.values]
+            return [v.new_zeros((count, *v.shape)) for v in self.values]
         noise = gaussian_rows(count, len(weights), weights, generator)
         return jacobian.transposed(noise * weights.sqrt())
 

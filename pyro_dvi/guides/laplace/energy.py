@@ -28,7 +28,7 @@ from pyro_dvi.guides.laplace.passes import Passes
 from pyro_dvi.guides.laplace.rows import Rows
 from pyro_dvi.handlers.explained import explained_errors
 from pyro_dvi.handlers.log_joint import JointRun, run_joint
-from pyro_dvi.undisturbed import evaluating
+from pyro_dvi.undisturbed import constant_parameters, evaluating
 
 __all__ = ["Energy", "LocalEnergy"]
 
@@ -130,7 +130,8 @@ class Energy:
             values = [v.detach().requires_grad_(torch.is_grad_enabled()) for v in self.layout.split(point)]
             named = {**self.locs, **dict(zip(self.layout.names, values, strict=True))}
             model = self.model if recorder is None else _within(recorder(values), self.model)
-            with explained_errors(self.model, values, args, kwargs), evaluating(self.model):
+            checked = explained_errors(self.model, values, args, kwargs)
+            with checked, evaluating(self.model), constant_parameters(self.model):
                 run = run_joint(model, args, kwargs, named)
             yield values, run
 

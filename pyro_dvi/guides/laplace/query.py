@@ -16,7 +16,7 @@ from pyro_dvi.guides.laplace.layout import Layout
 from pyro_dvi.handlers.explained import explained_errors
 from pyro_dvi.handlers.outputs import Outputs, run_outputs
 from pyro_dvi.signatures import with_missing
-from pyro_dvi.undisturbed import evaluating
+from pyro_dvi.undisturbed import constant_parameters, evaluating
 
 __all__ = ["Query"]
 
@@ -151,7 +151,7 @@ class Query:
     def _read(self, named: Mapping[str, Tensor]) -> Outputs:
         """Run the model at unconstrained values and read its outputs."""
         args = with_missing(self.model, self.inputs)
-        with evaluating(self.model):
+        with evaluating(self.model), constant_parameters(self.model):
             return run_outputs(self.model, args, named, self.num_rows, self.site)
 
 
