@@ -18,6 +18,7 @@ from pyro_dvi.guides.laplace.hessian_free import (
     Sum,
     parameter_uncertainty,
 )
+from pyro_dvi.guides.laplace.kronecker import KroneckerFactored
 from pyro_dvi.guides.laplace.posterior import LaplacePosterior, Method
 from pyro_dvi.guides.laplace.posterior_samples import PosteriorSamples
 from pyro_dvi.guides.laplace.precision import GGN, Hessian, PrecisionMatrix
@@ -36,6 +37,7 @@ __all__ = [
     "HessianFree",
     "InSample",
     "LabelShift",
+    "KroneckerFactored",
     "LaplaceGuide",
     "LaplacePosterior",
     "Method",
