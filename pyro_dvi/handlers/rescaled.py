@@ -52,11 +52,11 @@ class RescaledModel:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model."""
-        with _Rescaled(self.factors):
+        with Rescaled(self.factors):
             return self.model(*args, **kwargs)
 
 
-class _Rescaled(Messenger):
+class Rescaled(Messenger):
     def __init__(self, factors: Mapping[str, float]) -> None:
         super().__init__()
         self.factors = factors

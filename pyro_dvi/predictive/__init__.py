@@ -8,9 +8,11 @@ from pyro_dvi.predictive.predict import predict
 from pyro_dvi.predictive.prediction import Prediction
 from pyro_dvi.predictive.propagation import Independent, Propagation, ReverseDelta
 from pyro_dvi.predictive.rules import AtMean, PredictionRule, Samples
+from pyro_dvi.predictive.validation import ByValidation
 
 __all__ = [
     "AtMean",
+    "ByValidation",
     "Calibrated",
     "Independent",
     "Linearised",

@@ -2,8 +2,11 @@
 """Laplace's approximation: a mode, then a Gaussian around it, by several methods."""
 
 from pyro_dvi.guides.laplace.conjugate_gradient import ConjugateGradient
+from pyro_dvi.guides.laplace.convergence import Accept, Refuse, Unconverged, UseGGN
 from pyro_dvi.guides.laplace.dense import Dense
+from pyro_dvi.guides.laplace.diagnosis import Diagnosis
 from pyro_dvi.guides.laplace.diagonal import Diagonal
+from pyro_dvi.guides.laplace.evidence import Evidence
 from pyro_dvi.guides.laplace.gaussian_outputs import GaussianOutputs
 from pyro_dvi.guides.laplace.guide import LaplaceGuide
 from pyro_dvi.guides.laplace.hessian_free import (
@@ -19,33 +22,59 @@ from pyro_dvi.guides.laplace.hessian_free import (
     parameter_uncertainty,
 )
 from pyro_dvi.guides.laplace.kronecker import KroneckerFactored
+from pyro_dvi.guides.laplace.polish import Polished
 from pyro_dvi.guides.laplace.posterior import LaplacePosterior, Method
 from pyro_dvi.guides.laplace.posterior_samples import PosteriorSamples
 from pyro_dvi.guides.laplace.precision import GGN, Hessian, PrecisionMatrix
+from pyro_dvi.guides.laplace.spectrum import ByLanczos, Determinant, Exactly
 from pyro_dvi.guides.laplace.top_eigen import TopEigen
+from pyro_dvi.guides.laplace.tuning import (
+    ByEvidence,
+    Criterion,
+    NoiseScale,
+    PriorPrecision,
+    Scale,
+    TuningCurve,
+)
 
 __all__ = [
     "GGN",
     "LBFGS",
     "AbsoluteSum",
+    "Accept",
     "Adam",
+    "ByEvidence",
+    "ByLanczos",
     "ConjugateGradient",
+    "Criterion",
     "Dense",
+    "Determinant",
+    "Diagnosis",
     "Diagonal",
+    "Evidence",
+    "Exactly",
     "GaussianOutputs",
     "Hessian",
     "HessianFree",
     "InSample",
-    "LabelShift",
     "KroneckerFactored",
+    "LabelShift",
     "LaplaceGuide",
     "LaplacePosterior",
     "Method",
     "NewtonCG",
+    "NoiseScale",
     "Pointwise",
+    "Polished",
     "PosteriorSamples",
     "PrecisionMatrix",
+    "PriorPrecision",
+    "Refuse",
+    "Scale",
     "Sum",
     "TopEigen",
+    "TuningCurve",
+    "Unconverged",
+    "UseGGN",
     "parameter_uncertainty",
 ]

@@ -74,9 +74,13 @@ class Refuse(Unconverged):
         return wanted if found.converged else self._otherwise(wanted, found)
 
     def _otherwise(self, wanted: Method, found: Diagnosis) -> Method:
-        error = UnconvergedError(
-            f"{type(wanted).__name__}(curvature=Hessian()) needs a mode that is a minimum. {found}\n"
+        way = (
             "fit(..., unconverged=UseGGN()) takes the Gauss-Newton matrix instead."
+            if _has_curvature(wanted)
+            else "Dense(), ConjugateGradient() and PosteriorSamples(64) have the Gauss-Newton matrix instead."
+        )
+        error = UnconvergedError(
+            f"{type(wanted).__name__}, whose precision is the Hessian, needs a mode that is a minimum. {found}\n{way}"
         )
         error.diagnosis = found
         raise error
@@ -97,13 +101,14 @@ class UseGGN(Refuse):
         warnings.warn(
             f"the Gauss-Newton matrix takes the place of the Hessian in this fit. {found}",
             DviWarning,
-            stacklevel=5,
+            stacklevel=4,
         )
         changed: Any = wanted
         return replace(changed, curvature=GGN())
 
 
 def _has_curvature(method: Any) -> bool:
+    """Whether the precision is a choice of the method."""
     return any(field.name == "curvature" and field.init for field in fields(method))
 
 
@@ -115,7 +120,7 @@ def _warn_if_far(energies: Sequence[Energy]) -> None:
         raise ModelError(found.verdict)
     if found.newton_decrement is not None and not found.near:
         warnings.warn(
-            f"the Gaussian is put around a mode that is no minimum. {found}", DviWarning, stacklevel=5
+            f"the Gaussian is put around a mode that is no minimum. {found}", DviWarning, stacklevel=4
         )
 
 

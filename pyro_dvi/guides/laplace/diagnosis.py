@@ -160,7 +160,11 @@ def diagnose(energy: Energy, *, tolerance: float = 1e-2, steps: int = 200) -> Di
         diagonal = local.prior_diagonal()
         scale = torch.ones_like(local.point) if diagonal is None else diagonal.rsqrt()
         lowest = smallest_eigenpair(
-            lambda v: scale * local.hessian(scale * v), len(local.point), steps=steps, like=local.point
+            lambda v: scale * local.hessian(scale * v),
+            len(local.point),
+            steps=steps,
+            tolerance=1e-4,
+            like=local.point,
         )
         found = replace(found, smallest_eigenvalue=lowest, in_prior_units=diagonal is not None)
         choices: list[PrecisionMatrix] = [GGN()] if found.at_saddle else [Hessian(), GGN()]

@@ -3,7 +3,7 @@
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,11 +27,13 @@ class Fitted:
         posterior: the Gaussian.
         layout: the sites that vary, in the order of its vectors.
         mode: unconstrained mode of every site.
+        scale_factors: what multiplied the scales of sites in the fit.
     """
 
     posterior: LaplacePosterior
     layout: Layout
     mode: dict[str, Tensor]
+    scale_factors: dict[str, float] = field(default_factory=dict)
 
     @torch.enable_grad()  # Jacobians need it, whoever asks
     def gaussian_outputs(self, query: Query, *, joint: bool = False) -> GaussianOutputs:
@@ -87,6 +89,7 @@ class Fitted:
             "kind": type(self.posterior).__name__,
             "sites": list(self.layout.names),
             "mode": dict(self.mode),
+            "scale_factors": dict(self.scale_factors),
         }
 
     @staticmethod
@@ -96,7 +99,8 @@ class Fitted:
             return None
         mode = state["mode"]
         layout = Layout({name: mode[name].shape for name in state["sites"]})
-        return Fitted(LaplacePosterior.of_kind(state["kind"], state["posterior"]), layout, mode)
+        posterior = LaplacePosterior.of_kind(state["kind"], state["posterior"])
+        return Fitted(posterior, layout, mode, dict(state["scale_factors"]))
 
     def moved(self, function: Callable[[Tensor], Tensor]) -> "Fitted | None":
         """Return it with ``function`` (to another device or dtype) applied to every tensor; None as :meth:`state`."""

@@ -4,8 +4,6 @@
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from fnmatch import fnmatchcase
-from operator import attrgetter
 from typing import Any
 
 import pyro
@@ -15,16 +13,27 @@ from torch import Tensor
 
 from pyro_dvi.bayesian import init_to_module
 from pyro_dvi.errors import ArgumentError, DviWarning, GuideError
-from pyro_dvi.guides.base import FactorisedGuide
-from pyro_dvi.guides.factors import Deterministic, Factor
+from pyro_dvi.guides.laplace.convergence import Refuse, Unconverged
 from pyro_dvi.guides.laplace.dense import Dense
 from pyro_dvi.guides.laplace.draws import Draws
-from pyro_dvi.guides.laplace.energy import Energy
+from pyro_dvi.guides.laplace.evidence import Evidence, log_evidence
 from pyro_dvi.guides.laplace.fitted import Fitted
 from pyro_dvi.guides.laplace.gaussian_outputs import GaussianOutputs
-from pyro_dvi.guides.laplace.model_reference import ModelReference
+from pyro_dvi.guides.laplace.point_mass import PointMassGuide
 from pyro_dvi.guides.laplace.posterior import LaplacePosterior, Method
+from pyro_dvi.guides.laplace.precision import GGN
 from pyro_dvi.guides.laplace.query import Query
+from pyro_dvi.guides.laplace.spectrum import Determinant, default_determinant
+from pyro_dvi.guides.laplace.tuning import (
+    ByEvidence,
+    Criterion,
+    PriorPrecision,
+    Scale,
+    Tuning,
+    TuningCurve,
+    rescaled_model,
+    tune,
+)
 from pyro_dvi.handlers.latents import unconstraining_transform
 
 __all__ = ["DRAWN_WEIGHTS", "LaplaceGuide"]
@@ -35,7 +44,7 @@ DRAWN_WEIGHTS = (
 )
 
 
-class LaplaceGuide(FactorisedGuide):
+class LaplaceGuide(PointMassGuide):
     r"""Train a mode, then put a Gaussian around it.
 
     .. math:: q(u) = \mathcal N(\hat u, P^{-1}), \qquad \hat u = \arg\min_u U(u), \qquad
@@ -74,6 +83,7 @@ class LaplaceGuide(FactorisedGuide):
         >>> x = torch.ones(3)
         >>> guide = LaplaceGuide(model)
         >>> guide.initialize(x, x)
+        >>> _ = guide.polish([(x, x)], progress=False)
         >>> _ = guide.fit([(x, x)], Dense())
         >>> guide.predictive(x).variance
         tensor([0.2500, 0.2500, 0.2500])
@@ -87,15 +97,9 @@ class LaplaceGuide(FactorisedGuide):
         init_loc_fn: Callable = init_to_module,
         create_plates: Callable | None = None,
     ) -> None:
-        if not kl_weight > 0:
-            raise ArgumentError(f"kl_weight must be positive, got {kl_weight!r}")
-        super().__init__(model, init_loc_fn=init_loc_fn, create_plates=create_plates)
-        self.kl_weight = float(kl_weight)
-        self._plain_model = ModelReference(model)  # without the initialisation of means, and no submodule
+        super().__init__(model, kl_weight=kl_weight, init_loc_fn=init_loc_fn, create_plates=create_plates)
+        self._method: Method | None = None
         self._fitted: Fitted | None = None
-
-    def _factor_of(self, name: str, site: Any, loc: Tensor) -> Factor:
-        return Deterministic()
 
     @property
     def posterior(self) -> LaplacePosterior | None:
@@ -112,6 +116,7 @@ class LaplaceGuide(FactorisedGuide):
         method: Method | None = None,
         *,
         subset: str | Iterable[str] | None = None,
+        unconverged: Unconverged | None = None,
         seed: int = 0,
         progress: bool = False,
     ) -> LaplacePosterior:
@@ -122,6 +127,8 @@ class LaplaceGuide(FactorisedGuide):
             method: how the Gaussian is represented.
             subset: sites that are uncertain, by name or pattern (``"net.4.*"`` for a last layer); the others stay at
                 their mode. None: all.
+            unconverged: what to do about a mode that is no minimum: ``Refuse()``, the default, raises where the
+                precision is the Hessian and warns otherwise; ``UseGGN()``, ``Accept()``.
             seed: of random numbers.
             progress: show a progress bar.
 
@@ -129,8 +136,9 @@ class LaplaceGuide(FactorisedGuide):
             the Gaussian; also ``guide.posterior``.
 
         Raises:
-            GuideError: the guide has not seen its model yet.
-            DataError: batches that do not hold all data, or change.
+            UnconvergedError: the precision is the Hessian, and the mode no minimum; ``diagnosis`` says why.
+            DataError: batches that do not hold all data, or change, or hold NaN.
+            ModelError: the model draws random numbers of its own.
         """
         method = Dense() if method is None else method
         if not isinstance(method, Method):
@@ -138,19 +146,117 @@ class LaplaceGuide(FactorisedGuide):
                 f"method must be an object such as Dense() or PosteriorSamples(64), not {method!r}"
             )
         energy = self.energy(batches, subset=subset)
+        energies = [energy]
+        if self.scale_factors:  # a mode of before :meth:`tune`, or polished since
+            energies.insert(0, self._trained_energy(batches, subset))
+        method = (unconverged or Refuse()).method(method, energies)
         posterior = method.fit(energy.at(energy.start), seed=seed, progress=progress)
-        self._fitted = Fitted(posterior, energy.layout, self.unconstrained_mode())
+        self._method = method
+        self._fitted = Fitted(posterior, energy.layout, self.unconstrained_mode(), dict(self.scale_factors))
         return posterior
 
-    def energy(self, batches: Iterable[Any], *, subset: str | Iterable[str] | None = None) -> Energy:
-        """Return U on these batches, with its gradient and products; arguments as :meth:`fit`."""
-        locs = self.unconstrained_mode()
-        names = None if subset is None else _selected(list(locs), subset)
-        return Energy(self._plain_model.get(), batches, locs, subset=names, kl_weight=self.kl_weight)
+    def log_evidence(
+        self,
+        batches: Iterable[Any],
+        *,
+        determinant: Determinant | None = None,
+        subset: str | Iterable[str] | None = None,
+    ) -> Evidence:
+        r"""Estimate the log evidence of the model by Laplace's method, with every constant.
 
-    def unconstrained_mode(self) -> dict[str, Tensor]:
-        """Return a copy of the mode of every site in unconstrained space."""
-        return {name: attrgetter(name)(self.locs).detach().clone() for name, _ in self._sites()}
+        .. math:: \log p(D) \approx -U(\hat u) + \tfrac D2 \log 2\pi - \tfrac12 \log\det P
+
+        Status: exact for linear models with Gaussian noise; elsewhere Laplace's approximation, which counts one mode.
+        The log determinant is that of the last :meth:`fit` where its method knows it (exact for ``Dense()``), as good
+        as the method's approximation of P. With a subset it is the evidence given the sites that stay fixed.
+
+        Args:
+            batches: all the data.
+            determinant: ``Exactly()`` or ``ByLanczos(probes, steps)``, instead of the one of the fit.
+            subset: without a fit: sites that are uncertain. None: those of the fit, or all.
+
+        Returns:
+            ``value`` in nats, ``standard_error``, and the parts.
+
+        Raises:
+            ArgumentError: ``kl_weight`` is not 1: a tempered posterior has no evidence.
+            GuideError: the mode has moved since the fit.
+            NotPositiveDefiniteError: the precision is not positive definite.
+        """
+        posterior = None
+        if self._fitted is not None and subset is None:
+            subset = self.fitted.layout.names
+            posterior = None if determinant is not None else self.fitted.posterior
+        energy = self.energy(batches, subset=subset)
+        curvature = GGN() if self._method is None else self._method.curvature
+        return log_evidence(
+            energy, curvature, determinant or default_determinant(energy.layout.size), posterior
+        )
+
+    def tune(
+        self,
+        batches: Iterable[Any],
+        scale: Scale | None = None,
+        criterion: Criterion | None = None,
+        *,
+        method: Method | None = None,
+        subset: str | Iterable[str] | None = None,
+        values: Sequence[float] | Tensor | None = None,
+        refinements: int = 12,
+        unconverged: Unconverged | None = None,
+        seed: int = 0,
+        progress: bool = True,
+    ) -> TuningCurve:
+        r"""Choose the scale of priors, or of the noise, after training; then fit with it.
+
+        The mode stays where it is, although it is no minimum of U with another scale (``polish`` moves it there, and
+        training with another ``prior_scale`` does so from the start). Values are relative to the model as it is
+        written; several scales are tuned one after the other.
+
+        Args:
+            batches: all the data.
+            scale: ``PriorPrecision()`` for one multiplier of all priors (the default), ``PriorPrecision("net.0.*")``,
+                ``NoiseScale()``.
+            criterion: ``ByEvidence()``, the default, or ``ByValidation(batches)`` of :mod:`pyro_dvi.predictive`.
+            method: as for :meth:`fit`; None: that of the last fit.
+            subset: as for :meth:`fit`; None: that of the last fit.
+            values: to try; by default 25 from 0.001 to 1,000 for a precision, 0.1 to 10 for a noise.
+            refinements: more values, between the neighbours of the best one.
+            unconverged: as for :meth:`fit`.
+            seed: of random numbers.
+            progress: show a progress bar.
+
+        Returns:
+            The curve; ``best`` is the value that was taken, and is in ``guide.scale_factors``.
+
+        Warns:
+            DviWarning: the best value is the smallest or largest.
+
+        Raises:
+            ArgumentError: values that are not positive; the evidence of a tempered posterior.
+            ModelError, UnsupportedError: there is no such scale in the model.
+        """
+        if self._fitted is not None and subset is None:
+            subset = self._fitted.layout.names
+        chosen = method or self._method or Dense()
+        scale = scale or PriorPrecision()
+        if values is None:
+            values = scale.grid()
+        sites = scale.sites(self.energy(batches, subset=subset))
+        others = {name: factor for name, factor in self.scale_factors.items() if name not in sites}
+        energy = self._trained_energy(batches, subset).with_model(
+            rescaled_model(self._plain_model.get(), others)
+        )
+        curve = tune(
+            Tuning(energy, scale, sites, chosen, seed),
+            criterion or ByEvidence(),
+            values=values,
+            refinements=refinements,
+            progress=progress,
+        )
+        self.scale_factors = {**others, **dict.fromkeys(sites, scale.factor(curve.best))}
+        self.fit(batches, chosen, subset=subset, unconverged=unconverged, seed=seed, progress=progress)
+        return curve
 
     def predictive(self, *inputs: Any, site: str | None = None, joint: bool = False) -> GaussianOutputs:
         """Return the Gaussian over the outputs for some inputs.
@@ -170,7 +276,7 @@ class LaplaceGuide(FactorisedGuide):
             UnsupportedError: a distribution that cannot be linearised, or a method without what is asked for.
         """
         fitted = self.fitted
-        query = Query(self._plain_model.get(), inputs, fitted.mode, fitted.layout, site=site)
+        query = Query(self._current_model(), inputs, fitted.mode, fitted.layout, site=site)
         return fitted.gaussian_outputs(query, joint=joint)
 
     @property
@@ -190,6 +296,8 @@ class LaplaceGuide(FactorisedGuide):
             raise GuideError(
                 f"site {moved!r} has moved since guide.fit, so that its Gaussian belongs to another mode: fit again"
             )
+        if self._fitted.scale_factors != self.scale_factors:
+            raise GuideError("guide.scale_factors has changed since guide.fit: fit again")
         return self._fitted
 
     # As a Pyro guide: a point mass in training, the Gaussian of the last fit when draws are asked for ---------------
@@ -246,7 +354,7 @@ class LaplaceGuide(FactorisedGuide):
             return super().sample(sample_shape)
         shape = torch.Size([sample_shape] if isinstance(sample_shape, int) else sample_shape)
         drawn = self.fitted.draw(shape.numel())
-        return self._constrained({name: u.reshape(*shape, *u.shape[1:]) for name, u in drawn.items()})
+        return self._constrained({name: u.reshape(shape + u.shape[1:]) for name, u in drawn.items()})
 
     @torch.no_grad()
     def median(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
@@ -268,26 +376,24 @@ class LaplaceGuide(FactorisedGuide):
     # Moving and saving ---------------------------------------------------------------------------------------------
 
     def get_extra_state(self) -> dict[str, Any] | None:
-        """Return the Gaussian of the last fit for ``state_dict``, in tensors and plain values.
+        """Return the Gaussian of the last fit, and tuned scales, for ``state_dict``, in tensors and plain values.
 
         A method that needs the model and the data to predict (conjugate gradients, say) is left out, with a warning.
         """
-        return None if self._fitted is None else self._fitted.state()
+        if self._fitted is None and not self.scale_factors:
+            return None
+        return {
+            "gaussian": None if self._fitted is None else self._fitted.state(),
+            "scale_factors": dict(self.scale_factors),
+        }
 
     def set_extra_state(self, state: Any) -> None:
         """Take over what :meth:`get_extra_state` returned."""
-        self._fitted = Fitted.from_state(state)
+        self.scale_factors = {} if state is None else dict(state["scale_factors"])
+        self._fitted = None if state is None else Fitted.from_state(state["gaussian"])
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         super()._apply(fn, recurse)
         if self._fitted is not None:
             self._fitted = self._fitted.moved(fn)
         return self
-
-
-def _selected(names: list[str], subset: str | Iterable[str]) -> list[str]:
-    patterns = [subset] if isinstance(subset, str) else list(subset)
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            raise ArgumentError(f"subset names {pattern!r}, which is no site of the guide; there are {names}")
-    return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]

@@ -1,0 +1,374 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scales of prior and noise, chosen after training."""
+
+import math
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_dvi.errors import ArgumentError, DviWarning, ModelError, NotPositiveDefiniteError, UnsupportedError
+from pyro_dvi.guides.laplace.energy import Energy
+from pyro_dvi.guides.laplace.evidence import check_untempered, free_log_prior
+from pyro_dvi.guides.laplace.posterior import Method
+from pyro_dvi.guides.laplace.precision import PrecisionMatrix
+from pyro_dvi.guides.laplace.spectrum import Determinant, Spectrum, default_determinant
+from pyro_dvi.handlers.rescaled import RescaledModel, scale_names
+from pyro_dvi.progress import progress_bar
+
+__all__ = [
+    "ByEvidence",
+    "Criterion",
+    "NoiseScale",
+    "PriorPrecision",
+    "Scale",
+    "Tuning",
+    "TuningCurve",
+    "rescaled_model",
+    "tune",
+]
+
+_GOLDEN = (math.sqrt(5) - 1) / 2
+
+
+class Scale(ABC):
+    """What is tuned: a positive number that multiplies something in the model."""
+
+    @abstractmethod
+    def sites(self, energy: Energy) -> list[str]:
+        """Return the sites whose distributions change."""
+
+    @abstractmethod
+    def factor(self, value: float) -> float:
+        """Return what multiplies the scale of these sites."""
+
+    @abstractmethod
+    def grid(self) -> Tensor:
+        """Return the values that are tried where the caller names none."""
+
+    @abstractmethod
+    def proportions(self, value: float) -> tuple[float, float]:
+        """Return what multiplies the likelihood's part of P and the prior's, if all sites of a kind change."""
+
+
+@dataclass(frozen=True)
+class PriorPrecision(Scale):
+    """The precision of the prior, times one number for several sites.
+
+    Args:
+        names: the sites, by name or pattern (``"net.0.*"``); None: all that are uncertain and whose prior is Normal,
+            MultivariateNormal, StudentT, Laplace or Cauchy.
+    """
+
+    names: str | None = None
+
+    def sites(self, energy: Energy) -> list[str]:
+        """Return the latent sites.
+
+        Raises:
+            ArgumentError: the pattern fits no site that is uncertain.
+            UnsupportedError: the prior of a site has no scale to multiply.
+        """
+        nodes = _nodes(energy)
+        scalable = [name for name in energy.layout.names if scale_names(nodes[name]["fn"]) is not None]
+        if self.names is None:
+            if not scalable:
+                raise UnsupportedError(
+                    "no uncertain site has a prior whose scale can be multiplied: Normal, MultivariateNormal, "
+                    "StudentT, Laplace or Cauchy"
+                )
+            return scalable
+        chosen = [name for name in energy.layout.names if fnmatchcase(name, self.names)]
+        if not chosen:
+            raise ArgumentError(
+                f"PriorPrecision({self.names!r}) fits no uncertain site; there are {energy.layout.names}"
+            )
+        for name in chosen:
+            if name not in scalable:
+                raise UnsupportedError(
+                    f"the prior of {name!r}, a {type(nodes[name]['fn']).__name__}, has no scale that can be multiplied"
+                )
+        return chosen
+
+    def factor(self, value: float) -> float:
+        """Return the factor of standard deviations."""
+        return value**-0.5
+
+    def grid(self) -> Tensor:
+        """Return six decades."""
+        return torch.logspace(-3, 3, 25, dtype=torch.float64)
+
+    def proportions(self, value: float) -> tuple[float, float]:
+        """Return that the prior's part is multiplied."""
+        return 1.0, value
+
+
+@dataclass(frozen=True)
+class NoiseScale(Scale):
+    """The scale of the observation noise, times a number.
+
+    Args:
+        site: the observed site, a Normal, MultivariateNormal, StudentT, Laplace or Cauchy; None for the one that the
+            model has.
+    """
+
+    site: str | None = None
+
+    def sites(self, energy: Energy) -> list[str]:
+        """Return the observed site.
+
+        Raises:
+            ModelError: there is no such site, or several to choose from.
+            UnsupportedError: it has no scale.
+        """
+        nodes = _nodes(energy)
+        observed = [
+            site.name for site in energy.first_run(energy.start)[1].sites if self.site in (None, site.name)
+        ]
+        if len(observed) != 1:
+            raise ModelError(f"NoiseScale(site) needs one observed site; {observed or 'none'} would do")
+        if scale_names(nodes[observed[0]]["fn"]) is None:
+            raise UnsupportedError(
+                f"observed site {observed[0]!r}, a {type(nodes[observed[0]]['fn']).__name__}, has no noise scale"
+            )
+        return observed
+
+    def factor(self, value: float) -> float:
+        """Return the value itself."""
+        return value
+
+    def grid(self) -> Tensor:
+        """Return two decades."""
+        return torch.logspace(-1, 1, 17, dtype=torch.float64)
+
+    def proportions(self, value: float) -> tuple[float, float]:
+        """Return that the likelihood's part is divided by the square."""
+        return value**-2, 1.0
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """A search for the best value, as a criterion sees it.
+
+    Attributes:
+        energy: U with value 1.
+        scale: what is tuned.
+        sites: the sites that change.
+        method: how the Gaussian is represented.
+        seed: of random numbers.
+    """
+
+    energy: Energy
+    scale: Scale
+    sites: Sequence[str]
+    method: Method
+    seed: int
+
+    def candidate(self, value: float) -> Energy:
+        """Return U with another value; the mode stays where it is."""
+        factors = dict.fromkeys(self.sites, self.scale.factor(value))
+        return self.energy.with_model(rescaled_model(self.energy.model, factors))
+
+
+class Criterion(ABC):
+    """What makes one value better than another."""
+
+    @abstractmethod
+    def score(self, tuning: Tuning) -> Callable[[float], float]:
+        """Return the function of the value that is to be as large as possible; NaN where it does not exist."""
+
+
+@dataclass(frozen=True)
+class ByEvidence(Criterion):
+    r"""The log evidence, with the mode kept fixed.
+
+    .. math:: \log p_c(D) \approx \log p(D \mid \hat u) + \log p_c(\hat u) + \tfrac D2 \log 2\pi
+        - \tfrac12 \log\det(G + cD)
+
+    A common multiplier of all priors, and the scale of a constant Gaussian noise, need the eigenvalues once; anything
+    else needs them for each value.
+
+    Status: Laplace's approximation for the mode as it is, which is no mode for another c; train again, or polish, with
+    the scale that was found, and repeat, for a joint optimum. Of the precision as it is, whatever the method makes of
+    it.
+
+    Args:
+        determinant: ``Exactly()`` or ``ByLanczos(probes, steps)``; by default the former up to D = 1,000.
+
+    Source: MacKay (1992); Immer et al. (2021), "Scalable marginal likelihood estimation".
+    """
+
+    determinant: Determinant | None = None
+
+    def score(self, tuning: Tuning) -> Callable[[float], float]:
+        """Return the log evidence in nats, up to the constant with 2 pi."""
+        energy, curvature = tuning.energy, tuning.method.curvature
+        check_untempered(energy)
+        determinant = self.determinant or default_determinant(energy.layout.size)
+        spectrum = determinant.spectrum(energy.at(energy.start), curvature)
+        proportional = spectrum.log_prior_determinant is not None and _is_proportional(tuning, curvature)
+        likelihood_changes = tuning.scale.proportions(2.0)[0] != 1
+        log_likelihood = float(energy.log_joint(energy.start)[0])
+
+        def log_determinant(candidate: Energy, value: float) -> float:
+            if proportional:
+                return spectrum.log_determinant(*tuning.scale.proportions(value)).value
+            found: Spectrum = determinant.spectrum(candidate.at(candidate.start), curvature)
+            return found.log_determinant().value
+
+        def score(value: float) -> float:
+            candidate = tuning.candidate(value)
+            fit = log_likelihood
+            if likelihood_changes:
+                fit = float(candidate.log_joint(candidate.start)[0])
+            try:
+                return fit + free_log_prior(candidate) - 0.5 * log_determinant(candidate, value)
+            except NotPositiveDefiniteError:
+                return math.nan
+
+        return score
+
+
+@dataclass(frozen=True)
+class TuningCurve:
+    """Values that were tried, and how good they are.
+
+    Attributes:
+        values: ascending.
+        scores: larger is better; NaN where the precision is not positive definite.
+        best: the value that was taken.
+        at_edge: it is the smallest or largest that was tried.
+        what: what was tuned, by which criterion.
+    """
+
+    values: Tensor
+    scores: Tensor
+    best: float
+    at_edge: bool
+    what: str
+
+    def __str__(self) -> str:
+        rows = [
+            f"  {v:<10.4g} {s:.6g}{'  <- best' if v == self.best else ''}"
+            for v, s in zip(self.values.tolist(), self.scores.tolist(), strict=True)
+        ]
+        return "\n".join([self.what, *rows])
+
+
+def tune(
+    tuning: Tuning,
+    criterion: Criterion,
+    *,
+    values: Sequence[float] | Tensor,
+    refinements: int,
+    progress: bool,
+) -> TuningCurve:
+    """Find the best value on a grid, then between its neighbours by golden sections of the logarithm.
+
+    Args:
+        tuning: what varies, and around which mode.
+        criterion: what is best.
+        values: the grid, positive.
+        refinements: values to try between the neighbours of the best one; none where that is at the edge.
+        progress: show a progress bar where there is a terminal or notebook.
+
+    Raises:
+        ArgumentError: values that are not positive, or none.
+        NotPositiveDefiniteError: no value has a positive definite precision.
+    """
+    grid = sorted({float(v) for v in values})
+    if not grid or not all(0 < v < math.inf for v in grid) or refinements < 0:
+        raise ArgumentError(
+            f"values must be positive numbers, and refinements not negative; got {values!r} and {refinements}"
+        )
+    what = f"{tuning.scale} by {criterion}"
+    tried: dict[float, float] = {}
+    with progress_bar(progress, len(grid) + refinements, unit="value") as bar:
+        score = criterion.score(tuning)
+
+        def attempt(value: float) -> float:
+            tried[value] = score(value)
+            bar.update()
+            return -math.inf if math.isnan(tried[value]) else tried[value]
+
+        for value in grid:
+            attempt(value)
+        if all(math.isnan(s) for s in tried.values()):
+            raise NotPositiveDefiniteError(
+                "the precision is not positive definite for any value: run guide.polish(batches), or use GGN()"
+            )
+        place = max(range(len(grid)), key=lambda i: _known(tried[grid[i]]))
+        at_edge = place in (0, len(grid) - 1)
+        if not at_edge:
+            _golden(attempt, grid[place - 1], grid[place + 1], refinements)
+    best = max(tried, key=lambda v: _known(tried[v]))
+    if at_edge:
+        warnings.warn(
+            f"the best of {what} is {best:.4g}, the {'smallest' if place == 0 else 'largest'} value that was tried: "
+            "pass values that reach further",
+            DviWarning,
+            stacklevel=3,
+        )
+    tried = dict(sorted(tried.items()))
+    return TuningCurve(
+        torch.tensor(list(tried), dtype=torch.float64),
+        torch.tensor(list(tried.values()), dtype=torch.float64),
+        best,
+        at_edge,
+        what,
+    )
+
+
+def rescaled_model(model: Callable[..., Any], factors: Mapping[str, float]) -> Callable[..., Any]:
+    """Return the model with scales multiplied; the model itself where nothing changes."""
+    changed = {name: factor for name, factor in factors.items() if factor != 1}
+    return RescaledModel(model, changed) if changed else model
+
+
+def _golden(attempt: Callable[[float], float], low: float, high: float, count: int) -> None:
+    """Narrow a bracket of a maximum in the logarithm, by ``count`` evaluations."""
+    if count < 2:
+        return
+    a, b = math.log(low), math.log(high)
+    c, d = b - _GOLDEN * (b - a), a + _GOLDEN * (b - a)
+    at_c, at_d = attempt(math.exp(c)), attempt(math.exp(d))
+    for _ in range(count - 2):
+        if at_c > at_d:
+            b, d, at_d = d, c, at_c
+            c = b - _GOLDEN * (b - a)
+            at_c = attempt(math.exp(c))
+        else:
+            a, c, at_c = c, d, at_d
+            d = a + _GOLDEN * (b - a)
+            at_d = attempt(math.exp(d))
+
+
+def _known(score: float) -> float:
+    return -math.inf if math.isnan(score) else score
+
+
+def _nodes(energy: Energy) -> Any:
+    return energy.first_run(energy.start)[1].trace.nodes
+
+
+def _is_proportional(tuning: Tuning, curvature: PrecisionMatrix) -> bool:
+    """Whether both parts of P are multiplied by numbers, seen by one product with each."""
+    value = 4.0
+    before, after = tuning.energy, tuning.candidate(value)
+    generator = torch.Generator().manual_seed(0)
+    signs = torch.randint(2, before.start.shape, generator=generator).mul_(2).sub_(1).to(before.start)
+    parts = []
+    for energy in (before, after):
+        local = energy.at(energy.start)
+        prior = local.prior_hessian(signs[None])
+        parts.append((curvature.product(local, signs[None]) - prior, prior))
+    tolerance = math.sqrt(torch.finfo(signs.dtype).eps)
+    return all(
+        float((new - factor * old).norm()) <= tolerance * float((factor * old).norm())
+        for old, new, factor in zip(*parts, tuning.scale.proportions(value), strict=True)
+    )

@@ -1,0 +1,295 @@
+"""Polishing a mode, telling what is wrong with one, and what a fit does about it."""
+
+import math
+import signal
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+import torch.nn.functional as F
+from pyro.infer.autoguide import init_to_value
+
+from pyro_dvi import to_bayesian_
+from pyro_dvi.errors import ArgumentError, DataError, DviWarning, ModelError, NonFiniteError, UnconvergedError
+from pyro_dvi.guides.laplace import (
+    GGN,
+    Accept,
+    Dense,
+    Hessian,
+    LaplaceGuide,
+    Refuse,
+    UseGGN,
+)
+from tests.laplace.problems import LinearRegression, SineRegression, guide_at, ragged
+
+QUIET = {"progress": False}
+
+
+def dense_hessian(guide, batches):
+    energy = guide.energy(batches)
+    return energy.at(energy.start).hessian(torch.eye(energy.layout.size, dtype=energy.start.dtype))
+
+
+@pytest.fixture(scope="module")
+def saddle():
+    """A network after 2,000 steps of Adam, whose Hessian has some twenty negative eigenvalues."""
+    problem = SineRegression(hidden=50, num_data=40, noise=0.1, prior_scale=3.0)
+    return problem, problem.trained(2000, rate=0.01).unconstrained_mode()
+
+
+def at_saddle(saddle, dtype=torch.float64):
+    problem, mode = saddle
+    if dtype != torch.float64:
+        problem = SineRegression(hidden=50, num_data=40, noise=0.1, prior_scale=3.0, dtype=dtype)
+    mode = {name: value.to(dtype) for name, value in mode.items()}
+    return problem, guide_at(problem.model, (problem.x, problem.y), mode), [(problem.x, problem.y)]
+
+
+# --- polish ----------------------------------------------------------------------------------------------------------
+
+
+def test_linear_regression_is_polished_to_its_closed_form():
+    problem = LinearRegression()
+    guide = guide_at(problem.model, problem.batches[0], {"weight": torch.zeros(3)})
+    report = guide.polish(problem.batches, **QUIET)
+    torch.testing.assert_close(guide.locs.weight.detach(), problem.mode(), rtol=1e-10, atol=1e-10)
+    assert report.converged and report.iterations <= 6
+    assert report.value < report.value_before and report.gradient_norm < 1e-8 < report.gradient_norm_before
+    assert "converged" in str(report)
+
+
+def test_network_at_a_saddle_is_polished_to_a_minimum(saddle):
+    _, guide, batches = at_saddle(saddle)
+    assert int((torch.linalg.eigvalsh(dense_hessian(guide, batches)) < 0).sum()) >= 10
+    steps = []
+    report = guide.polish(batches, callback=lambda *state: steps.append(state), **QUIET)
+    assert report.converged and len(steps) == report.iterations
+    assert report.newton_decrement <= 1e-10 and report.gradient_norm < 1e-6
+    values = torch.linalg.eigvalsh(dense_hessian(guide, batches))
+    assert values[0] > 0
+    # The smallest eigenvalue is in units of the prior precision, 1/9, and an upper bound.
+    assert report.smallest_eigenvalue == pytest.approx(9 * float(values[0]), rel=0.05)
+    energy = guide.energy(batches)
+    assert float(energy.at(energy.start).gradient.norm()) == pytest.approx(
+        report.gradient_norm, rel=1e-6, abs=1e-12
+    )
+    guide.polish(batches, tolerance=1e-16, **QUIET)
+    energy = guide.energy(batches)
+    assert float(energy.at(energy.start).gradient.norm()) < 1e-8
+
+
+def test_float32_is_polished_as_far_as_rounding_allows(saddle):
+    _, guide, batches = at_saddle(saddle, torch.float32)
+    report = guide.polish(batches, **QUIET)
+    assert report.converged and guide.locs.w1.dtype == torch.float32
+    assert report.newton_decrement < 1e-2
+    exact = guide_at(
+        SineRegression(hidden=50, num_data=40, noise=0.1, prior_scale=3.0).model,
+        tuple(t.double() for t in batches[0]),
+        {name: value.double() for name, value in guide.unconstrained_mode().items()},
+    )
+    found = exact.diagnose([tuple(t.double() for t in batches[0])])
+    assert found.converged and found.newton_decrement < 1e-4
+
+
+def test_subset_moves_alone():
+    problem = SineRegression()
+    guide = problem.trained(100)
+    before = guide.unconstrained_mode()
+    guide.polish(problem.batches, subset="*2", **QUIET)
+    after = guide.unconstrained_mode()
+    assert [name for name in after if not torch.equal(before[name], after[name])] == ["w2", "b2"]
+    energy = guide.energy(problem.batches, subset="*2")
+    assert float(energy.at(energy.start).gradient.norm()) < 1e-6
+
+
+def test_too_few_steps_are_an_error_that_keeps_the_progress():
+    problem = SineRegression()
+    guide = problem.trained(20)
+    before = float(guide.energy(problem.batches).value(guide.energy(problem.batches).start))
+    with pytest.raises(UnconvergedError, match="3 steps did not suffice.*(.|\n)*max_iterations") as caught:
+        guide.polish(problem.batches, max_iterations=3, **QUIET)
+    energy = guide.energy(problem.batches)
+    after = float(energy.value(energy.start))
+    assert after < before and after == pytest.approx(caught.value.report.value, rel=1e-12)
+
+
+def test_interrupt_keeps_the_best_point():
+    problem = SineRegression()
+    guide = problem.trained(20)
+
+    def interrupt(iteration, value, norm, decrement):
+        if iteration == 3:
+            signal.raise_signal(signal.SIGINT)
+
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.warns(DviWarning, match="interrupted after 3 steps"):
+            report = guide.polish(problem.batches, callback=interrupt, **QUIET)
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    assert not report.converged and report.reason == "interrupted" and report.value < report.value_before
+    energy = guide.energy(problem.batches)
+    assert float(energy.value(energy.start)) == pytest.approx(report.value, rel=1e-12)
+
+
+def test_direction_without_curvature_is_no_minimum():
+    def model(x, y):
+        pyro.sample("unused", dist.ImproperUniform(dist.constraints.real, (), ()))
+        w = pyro.sample("w", dist.Normal(x.new_zeros(()), 1.0))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(w * x, 1.0), obs=y)
+
+    x = torch.linspace(-1, 1, 5, dtype=torch.float64)
+    start = {"unused": torch.zeros(()), "w": torch.zeros(())}
+    guide = guide_at(model, (x, x), start, init_loc_fn=init_to_value(values=start))
+    with pytest.raises(UnconvergedError, match="singular(.|\n)*prior that holds every direction"):
+        guide.polish([(x, x)], **QUIET)
+
+
+def test_arguments_of_polish_are_checked():
+    problem = LinearRegression()
+    with pytest.raises(ArgumentError, match="tolerance"):
+        problem.guide().polish(problem.batches, tolerance=0.0)
+    with pytest.raises(ArgumentError, match="no site"):
+        problem.guide().polish(problem.batches, subset="bias")
+    bad = [(x, y * math.nan) for x, y in problem.batches]
+    with pytest.raises((NonFiniteError, DataError)):
+        problem.guide().polish(bad, **QUIET)
+
+
+# --- diagnose --------------------------------------------------------------------------------------------------------
+
+
+def test_converged_mode():
+    problem = LinearRegression()
+    found = problem.guide().diagnose(problem.batches)
+    assert found.converged and found.verdict.startswith("Converged")
+    assert found.newton_decrement < 1e-20 and found.curvature == "Hessian"
+    relative = torch.linalg.eigvalsh(problem.precision()) * problem.prior_scale**2
+    assert found.smallest_eigenvalue.value == pytest.approx(float(relative[0]), rel=1e-3)
+
+
+def test_decrement_is_the_squared_distance_in_posterior_standard_deviations():
+    problem = LinearRegression()
+    shift = torch.tensor([0.3, -0.1, 0.2], dtype=torch.float64)
+    guide = guide_at(problem.model, problem.batches[0], {"weight": problem.mode() + shift})
+    found = guide.diagnose(problem.batches)
+    assert found.newton_decrement == pytest.approx(float(shift @ problem.precision() @ shift), rel=1e-5)
+    assert not found.converged and "Not converged" in found.verdict and "polish" in str(found)
+
+
+def test_saddle_is_named(saddle):
+    _, guide, batches = at_saddle(saddle)
+    found = guide.diagnose(batches)
+    assert found.at_saddle and not found.converged and "no minimum" in found.verdict
+    assert found.curvature == "GGN" and found.newton_decrement > 0
+    values = torch.linalg.eigvalsh(dense_hessian(guide, batches))
+    assert found.smallest_eigenvalue.value == pytest.approx(9 * float(values[0]), rel=0.02)
+    assert "prior precisions" in str(found)
+
+
+@pytest.mark.parametrize("trained_with", [0.05, 20.0])
+def test_another_kl_weight_is_found(trained_with):
+    problem = SineRegression(hidden=4)
+    guide = problem.trained(1500, kl_weight=trained_with)
+    found = guide.diagnose(problem.batches)
+    assert found.fitting_kl_weight == pytest.approx(trained_with, rel=0.05)
+    assert f"kl_weight={found.fitting_kl_weight:.3g}" in found.verdict
+    same = guide_at(problem.model, problem.batches[0], guide.unconstrained_mode(), kl_weight=trained_with)
+    assert same.diagnose(problem.batches).fitting_kl_weight is None
+
+
+def test_nan_is_named():
+    problem = LinearRegression()
+    x, y = problem.x.clone(), problem.y.clone()
+    y[7] = math.nan
+    found = problem.guide().diagnose(ragged(x, y))
+    assert found.non_finite == ("argument 1 (1 of 5 elements)",) and "argument 1" in found.verdict
+    guide = problem.guide()
+    with torch.no_grad():
+        guide.locs.weight[0] = math.inf
+    assert "latent 'weight'" in guide.diagnose(problem.batches).verdict
+
+
+def test_random_model_is_named():
+    def model(x, y=None):
+        w = pyro.sample("w", dist.Normal(x.new_zeros(2), 1.0).to_event(1))
+        with pyro.plate("data", len(x)):
+            return pyro.sample("y", dist.Normal(F.dropout(x, 0.5, training=True) @ w, 1.0), obs=y)
+
+    x = torch.randn(20, 2)
+    guide = guide_at(model, (x, x[:, 0]), {"w": torch.ones(2)})
+    state = torch.get_rng_state()
+    found = guide.diagnose([(x, x[:, 0])])
+    assert found.randomness > 0 and "random" in found.verdict and not found.converged
+    assert torch.equal(torch.get_rng_state(), state)
+    with pytest.raises(ModelError, match="random"):
+        guide.fit([(x, x[:, 0])], Dense())
+
+
+def test_modules_in_training_mode_are_mentioned():
+    net = to_bayesian_(torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Dropout(), torch.nn.Linear(3, 1)))
+
+    class Regression(pyro.nn.PyroModule):
+        def __init__(self):
+            super().__init__()
+            self.net = net
+
+        def forward(self, x, y=None):
+            f = self.net(x)[:, 0]
+            with pyro.plate("data", len(x)):
+                return pyro.sample("y", dist.Normal(f, 1.0), obs=y)
+
+    x = torch.randn(20, 2)
+    guide = LaplaceGuide(Regression())
+    guide.initialize(x, 5 + x[:, 0])
+    found = guide.diagnose([(x, 5 + x[:, 0])])
+    assert found.stochastic_modules == ("net.1",) and "net.1" in found.verdict and not found.randomness
+
+
+# --- what a fit does -------------------------------------------------------------------------------------------------
+
+
+def test_fit_with_the_hessian_refuses_what_is_no_minimum(saddle):
+    _, guide, batches = at_saddle(saddle)
+    with pytest.raises(UnconvergedError, match="Dense.*no minimum(.|\n)*UseGGN") as caught:
+        guide.fit(batches, Dense(Hessian()))
+    assert caught.value.diagnosis.at_saddle
+    assert guide.posterior is None
+
+
+def test_fit_falls_back_to_the_gauss_newton_matrix_when_told(saddle):
+    problem, guide, batches = at_saddle(saddle)
+    with pytest.warns(DviWarning, match="takes the place of the Hessian") as warned:
+        guide.fit(batches, Dense(Hessian()), unconverged=UseGGN())
+    assert warned[0].filename == __file__
+    fallen = guide.predictive(problem.x).variance
+    guide.fit(batches, Dense(GGN()), unconverged=Accept())
+    torch.testing.assert_close(guide.predictive(problem.x).variance, fallen)
+    assert bool((fallen > 0).all())
+
+
+def test_gauss_newton_matrix_warns_where_the_minimum_is_far():
+    problem = LinearRegression()
+    guide = guide_at(problem.model, problem.batches[0], {"weight": torch.zeros(3)})
+    with pytest.warns(DviWarning, match="no minimum.*at least|posterior standard deviations") as warned:
+        guide.fit(problem.batches, Dense())
+    assert warned[0].filename == __file__
+    problem.guide().fit(problem.batches, Dense())  # silent
+
+
+def test_policies_are_checked():
+    with pytest.raises(ArgumentError, match="tolerance"):
+        Refuse(tolerance=-1.0)
+    problem = LinearRegression()
+    bad = [(x * math.nan, y) for x, y in problem.batches]
+    with pytest.raises(DataError, match="argument 0"):
+        problem.guide().fit(bad, Dense())
+
+
+def test_accept_leaves_it_to_the_method(saddle):
+    _, guide, batches = at_saddle(saddle)
+    with pytest.raises(ArithmeticError, match="not positive"):
+        guide.fit(batches, Dense(Hessian()), unconverged=Accept())
