@@ -37,7 +37,7 @@ NUM_TASKS = 5
 # As many for each learner; where the best is at the edge, the report shows it.
 GRIDS = {
     "digits": {
-        "VOGN": (0.01, 0.03, 0.1, 0.3),
+        "VOGN": (0.003, 0.03, 0.1, 0.3),
         "VCL": (0.003, 0.01, 0.03, 0.1),
         "EWC": (1.0, 3.0, 10.0, 30.0),
     },
@@ -97,7 +97,7 @@ def choose(data: str, learner: str, data_dir: Path | None) -> float:
 
 
 def final(data: str, learner: str, lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The courses of the table: one for each seed, with the strength that was chosen."""
+    """The courses of the table: one for each seed, with the strength that was chosen; none until all are there."""
     tried = [x for x in lines if (x["data"], x["learner"], x["part"]) == (data, learner, "validation")]
     best = max(tried, key=lambda x: np.mean(x["accuracies"][-1]))["strength"] if tried else 0.0
     found = [
@@ -127,13 +127,15 @@ def report(data_sets: list[str]) -> None:
         "task directly after learning it, averaged over tasks. *Final*: on all tasks after the last; *first* and "
         "*last* task among them. *Forgotten*: what was lost on the earlier tasks since they were learned.\n\n"
         "Strength: KL weight (VOGN, VCL) or weight of the information (EWC), chosen by the final mean accuracy on "
-        "validation images with another seed."
+        "validation images with another seed. Where it is the first or last of those tried, another may do better."
     ]
     for data, pair in zip(data_sets, axes, strict=True):
         setting = SETTINGS[data]
         results, rows = {}, []
         for name in example.LEARNERS:
             found = final(data, name, lines)
+            if not found:
+                continue
             results[name] = np.stack([matrix(x) for x in found])
             rows.append(row_of(name, found, results[name]))
         budget = setting.budget
@@ -141,8 +143,8 @@ def report(data_sets: list[str]) -> None:
             f"### Permuted {data}: {NUM_TASKS} tasks of {setting.num_train} images, two hidden layers of "
             f"{setting.hidden} units, {budget.epochs} epochs of batches of {budget.batch_size}"
         )
-        header = "| learner | strength | own | final | first | last | forgotten | s per task |"
-        parts.append("\n".join([header, "|---|---|---|---|---|---|---|---|", *rows]))
+        header = "| learner | strength | own | final | first | last | forgotten |"
+        parts.append("\n".join([header, "|---|---|---|---|---|---|---|", *rows]))
         parts.append(tuning_table(data, lines))
         example.draw(pair, results, f"permuted {data}")
     (RESULTS / "continual_learning.md").write_text("\n\n".join(parts) + "\n")
@@ -157,8 +159,7 @@ def row_of(name: str, found: list[dict[str, Any]], accuracies: np.ndarray) -> st
     columns = [own.mean(1), final.mean(1), final[:, 0], final[:, -1], (own - final)[:, :-1].mean(1)]
     shown = " | ".join(f"{100 * c.mean():.1f} ± {100 * c.std(ddof=1):.1f}" for c in columns)
     strength = f"{found[0]['strength']:g}" if found[0]["strength"] else ""
-    seconds = np.median([line["seconds"] for line in found]) / NUM_TASKS
-    return f"| {name} | {strength} | {shown} | {seconds:.1f} |"
+    return f"| {name} | {strength} | {shown} |"
 
 
 def tuning_table(data: str, lines: list[dict[str, Any]]) -> str:
@@ -172,6 +173,7 @@ def tuning_table(data: str, lines: list[dict[str, Any]]) -> str:
             if x["learner"] == name
         )
         for name in GRIDS[data]
+        if any(x["learner"] == name for x in found)
     ]
     return "Final mean accuracy on validation images by strength. " + "; ".join(shown) + "."
 
@@ -183,16 +185,20 @@ def main() -> None:
     )
     parser.add_argument("--data", nargs="+", choices=SETTINGS, default=list(SETTINGS))
     parser.add_argument("--data-dir", type=Path, default=os.environ.get("PYRO_DVI_DATA", "data"))
+    parser.add_argument("--learners", nargs="+", choices=example.LEARNERS, default=list(example.LEARNERS))
     parser.add_argument("--report", action="store_true", help="run nothing")
     options = parser.parse_args()
     torch.set_num_threads(1)
     if not options.report:
         for data in options.data:
-            for learner in example.LEARNERS:
+            for learner in options.learners:
                 strength = choose(data, learner, options.data_dir)
                 for seed in SEEDS:
                     run(data, learner, strength, seed, "test", options.data_dir)
-    report([data for data in SETTINGS if all(final(data, name, stored()) for name in example.LEARNERS)])
+    finished = [data for data in SETTINGS if any(final(data, name, stored()) for name in example.LEARNERS)]
+    if not finished:
+        raise SystemExit("no learner has finished all its seeds yet")
+    report(finished)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ draws it into a file.
 
 The data are scikit-learn's digits of 8 x 8 pixels. With --data-dir they are images of MNIST, from a folder with
 MNIST/raw/*-ubyte.gz or, where there is none, downloaded there by torchvision. benchmarks/continual.py chose the default
-KL weights and the strength of EWC on validation images, and repeats both data sets with several seeds.
+KL weights and the strength of EWC (on digits) on validation images, and repeats both data sets with several seeds.
 """
 
 import argparse
@@ -187,8 +187,8 @@ class Setting:
     strengths: dict[str, float]
 
 
-DIGITS = Setting("digits", 600, 100, Budget(30, 50), {"VOGN": 0.1, "VCL": 0.01, "EWC": 1.0})
-MNIST = Setting("MNIST", 5000, 100, Budget(6, 100), {"VOGN": 0.1, "VCL": 0.01, "EWC": 1.0})
+DIGITS = Setting("digits", 600, 100, Budget(30, 50), {"VOGN": 0.03, "VCL": 0.01, "EWC": 30.0})
+MNIST = Setting("MNIST", 5000, 100, Budget(6, 100), {"VOGN": 0.1, "VCL": 0.03, "EWC": 30.0})
 
 
 def course(

@@ -40,8 +40,6 @@ import pyro_dvi as dvi
 from pyro_dvi.optim import VOGN
 
 MEAN, STD = [0.286], [0.353]
-# Training is short, so the curvature is averaged over a hundred steps, and starts large: cautious first steps.
-VOGN_OPTIONS = {"betas": (0.9, 0.99), "initial_curvature": 0.1}
 
 
 class Images(Dataset):
@@ -102,7 +100,7 @@ def train(name: str, dataset: Images, rho: float, test: Images, options: argpars
     net = dvi.to_bayesian_(make_network(options.width), prior_scale=dvi.fan_in)
     model = dvi.classifier(net, num_data=len(dataset))  # N counts images; rho is the optimizer's
     guide = dvi.NaturalGradientGuide(model)
-    vogn = VOGN({"data_augmentation": rho, **VOGN_OPTIONS})
+    vogn = VOGN({"data_augmentation": rho})
     svi = SVI(model, guide, vogn, loss=dvi.NaturalGradientELBO(kl_weight=options.kl_weight))
     loader = DataLoader(
         dataset, batch_size=min(options.batch_size, len(dataset)), shuffle=True, drop_last=True
