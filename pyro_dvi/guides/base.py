@@ -22,6 +22,7 @@ from torch.distributions import constraints
 
 from pyro_dvi.errors import ArgumentError, DviWarning, GuideError, ModelError
 from pyro_dvi.guides.factors import Factor
+from pyro_dvi.guides.transformed_value import TransformedValue
 from pyro_dvi.handlers.latents import unconstraining_transform
 from pyro_dvi.handlers.means import strip_event_dims
 from pyro_dvi.handlers.posterior_prior import PosteriorPrior, posterior_prior
@@ -97,7 +98,7 @@ class FactorisedGuide(AutoGuide):
         value = transform(u)
         log_density = -transform.log_abs_det_jacobian(u, value)
         log_density = sum_rightmost(log_density, log_density.dim() - value.dim() + prior.event_dim)
-        return pyro.sample(name, dist.Delta(value, log_density=log_density, event_dim=prior.event_dim))
+        return pyro.sample(name, TransformedValue(value, log_density=log_density, event_dim=prior.event_dim))
 
     def _posterior(self, name: str) -> Any:
         """Posterior of a site in unconstrained space."""

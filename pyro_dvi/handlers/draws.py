@@ -4,6 +4,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+import pyro.distributions as dist
 import torch
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
@@ -39,7 +40,7 @@ class TrackedDraws(Messenger):
             return
         name, base = msg["name"], strip_event_dims(msg["fn"])
         if not isinstance(base, td.Normal):
-            if type(base).__name__ == "Delta":
+            if isinstance(base, dist.Delta):
                 return
             raise GuideError(
                 f"guide site {name!r} is {type(base).__name__}: a NaturalGradientGuide has Normal sites only"

@@ -80,12 +80,6 @@ def run_joint(model: Callable, args: tuple, kwargs: dict[str, Any], values: Mapp
                 f"(y was None?); if it is a latent variable, the guide was set up with another model."
             )
         for frame in node["cond_indep_stack"]:
-            if frame.full_size is not None and frame.full_size != frame.size:
-                if not node["is_observed"]:
-                    raise UnsupportedError(
-                        f"latent site {name!r} has a value for each row of the subsampled plate {frame.name!r}: "
-                        "give all the data in one batch, without subsampling"
-                    )
             if node["is_observed"] and frame.vectorized and frame.full_size is not None:
                 rows[frame.name] = (frame.size, frame.full_size)
     unvisited = [name for name in values if name not in trace.nodes]
@@ -110,7 +104,11 @@ def _each_row_once(node: Any) -> float:
 
 
 class AtUnconstrained(Messenger):
-    """Set latent sites by their unconstrained values; other sites are left alone."""
+    """Set latent sites by their unconstrained values; other sites are left alone.
+
+    Raises:
+        UnsupportedError: in a run: a latent has a value for each row of a subsampled plate.
+    """
 
     def __init__(self, values: Mapping[str, Tensor]) -> None:
         super().__init__()
@@ -126,6 +124,12 @@ class AtUnconstrained(Messenger):
             return
         if msg["name"] not in self.values:
             return
+        for frame in msg["cond_indep_stack"]:
+            if frame.full_size is not None and frame.full_size != frame.size:
+                raise UnsupportedError(
+                    f"latent site {msg['name']!r} has a value for each row of the subsampled plate {frame.name!r}: "
+                    "give all the data in one batch, without subsampling"
+                )
         u = self.values[msg["name"]]
         transform = unconstraining_transform(msg["fn"].support)
         value = u

@@ -4,6 +4,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+import pyro.distributions as dist
 import torch
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
@@ -89,7 +90,7 @@ class PosteriorMeans(Messenger):
                 self._refuse(msg)
         if isinstance(base, td.Normal):
             self._set_to_mean(msg, base, transforms)
-        elif not isinstance(base, td.Distribution) or type(base).__name__ != "Delta":
+        elif not isinstance(base, dist.Delta):
             self._refuse(msg)
 
     def _set_to_mean(self, msg: Any, base: td.Normal, transforms: tuple[Any, ...]) -> None:

@@ -82,7 +82,11 @@ class Query:
 
     def at(self, point: Tensor) -> Tensor:
         """Return the outputs [B, K] at another flat vector [D], as a node of its graph if it has one."""
-        return self._run(self.layout.split(point)).values
+        if point.requires_grad:
+            return self._run(self.layout.split(point)).values
+        with torch.enable_grad():  # which parameters are outputs shows in their graph
+            values = self.layout.split(point.detach().requires_grad_())
+        return self._run(values).values.detach()
 
     def forward(self, vectors: Tensor) -> Tensor:
         """Return J v as ``[S, B, K]`` for vectors ``[S, D]``."""

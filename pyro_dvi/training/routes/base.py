@@ -194,7 +194,8 @@ class Route(ABC):
         hook = nn.modules.module.register_module_forward_pre_hook(remember)
         try:
             with aside, torch.no_grad(), preserve_buffers(), poutine.block():
-                trace = poutine.trace(self.guide).get_trace(*args, **kwargs)
+                with torch.enable_grad():  # as in training, where a LaplaceGuide is a point mass
+                    trace = poutine.trace(self.guide).get_trace(*args, **kwargs)
                 if not isinstance(self.model, nn.Module):
                     replayed = poutine.trace(poutine.replay(self.model, trace=trace), param_only=True)
                     sites = replayed.get_trace(*args, **kwargs).nodes.values()
