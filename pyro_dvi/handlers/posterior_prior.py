@@ -16,7 +16,7 @@ from torch import distributions as td
 from pyro_dvi.errors import ArgumentError, ModelError, UnsupportedError
 from pyro_dvi.handlers.means import strip_event_dims
 
-__all__ = ["PosteriorPrior", "posterior_prior"]
+__all__ = ["PosteriorPrior", "posterior_prior", "without_posterior_prior"]
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,15 @@ class PosteriorPrior:
         gaussians = dict(self.gaussians)
         if isinstance(model, _ModuleWithPrior | _FunctionWithPrior):
             gaussians = {**model.priors(), **gaussians}
-            model = model.model
+            model = without_posterior_prior(model)
         if isinstance(model, nn.Module):
             return _ModuleWithPrior(model, gaussians, self.origin)
         return _FunctionWithPrior(model, gaussians, self.origin)
+
+
+def without_posterior_prior(model: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the model of the first task, whose modules and parameters those of later tasks share."""
+    return model.model if isinstance(model, _ModuleWithPrior | _FunctionWithPrior) else model
 
 
 def posterior_prior(

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from pyro_dvi.errors import GuideError, ModelError
+from pyro_dvi.handlers.posterior_prior import without_posterior_prior
 from pyro_dvi.optim import parameter_names
 from pyro_dvi.training.routes import Route
 
@@ -66,7 +67,11 @@ def check_parameters(route: Route) -> None:
     for name, tensor in route.parameters().items():
         owner = _owners.get(tensor)
         owner = owner() if owner is not None else None
-        if owner is not None and owner is not route.model and owner is not route.guide:
+        if (
+            owner is not None
+            and owner is not without_posterior_prior(route.model)
+            and owner is not route.guide
+        ):
             raise GuideError(
                 f"Parameter {name!r} belongs to another {_describe(owner)} that was trained before; "
                 f"training here would change it as well. {_WAY_OUT}"
@@ -84,7 +89,7 @@ def claim_parameters(route: Route) -> None:
         if id(parameter) not in route.model_parameters | in_model:
             _claim(parameter, route.guide)
         else:
-            _claim(parameter, route.model)
+            _claim(parameter, without_posterior_prior(route.model))
 
 
 def _claim(parameter: Tensor, owner: Any) -> None:

@@ -289,6 +289,20 @@ def test_elbo_modules_train_under_local_parameters():
 # Mistakes ------------------------------------------------------------------------------------------------------
 
 
+def test_three_tasks_share_the_parameters_of_their_normalisation_layers_in_fit():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 1))
+    first = following = dvi.regressor(dvi.to_bayesian_(net, prior_scale=PRIOR), num_data=15)
+    for k in range(3):
+        guide = NaturalGradientGuide(following)
+        guide._pyro_name = f"task_{k}"
+        dvi.fit(
+            SVI(following, guide, OGN({}), loss=NaturalGradientELBO()), [task(k)], epochs=2, progress=False
+        )
+        following = guide.as_prior()(following)
+    assert following.model is first
+
+
 def test_sites_that_cannot_become_priors_are_named():
     def with_scale(x: Tensor, y: Tensor | None = None) -> None:
         s = pyro.sample("s", dist.LogNormal(0.0, 1.0))
