@@ -26,7 +26,19 @@ from pyro_dvi.errors import (
     NotPositiveDefiniteError,
     UnsupportedError,
 )
-from pyro_dvi.guides.laplace import Accept, Dense, Hessian, LaplacePosterior, Method
+from pyro_dvi.guides.laplace import (
+    Accept,
+    ConjugateGradient,
+    Dense,
+    Diagonal,
+    Hessian,
+    HessianFree,
+    KroneckerFactored,
+    LaplacePosterior,
+    Method,
+    PosteriorSamples,
+    TopEigen,
+)
 from tests.laplace.problems import LinearRegression, SineRegression, guide_at, ragged
 
 X = torch.linspace(-1, 1, 10, dtype=torch.float64)
@@ -315,6 +327,39 @@ def test_methods_that_need_the_data_are_left_out_of_files():
         twin = pickle.loads(pickle.dumps(guide))
     assert twin.posterior is None
     assert copy.deepcopy(guide).posterior is guide.posterior  # nothing changes a posterior: copies share it
+
+
+@pytest.mark.parametrize(
+    "method",
+    [Diagonal(), KroneckerFactored(), TopEigen(3), PosteriorSamples(8)],
+    ids=lambda m: type(m).__name__,
+)
+def test_every_method_that_can_comes_back_from_a_file(method):
+    net = torch.nn.Sequential(torch.nn.Linear(1, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1)).double()
+    network = dvi.regressor(dvi.to_bayesian_(net), num_data=10, noise_scale=0.3)
+    x, y = X[:, None], Y[:, None]
+    guide = LaplaceGuide(network)
+    guide.initialize(x, y)
+    guide.fit([(x, y)], method, unconverged=Accept())
+    state = _through_a_file(guide.state_dict())
+    expected = guide.predictive(x).variance
+    pyro.clear_param_store()
+    other = LaplaceGuide(network)
+    other.load_state_dict(state)
+    other.initialize(x, y)
+    torch.testing.assert_close(other.predictive(x).variance, expected)
+    rounded = copy.deepcopy(guide).float().double().predictive(x).variance
+    torch.testing.assert_close(rounded, expected, rtol=1e-4, atol=1e-6)
+    drawn = guide.sample(2) if isinstance(method, PosteriorSamples) else {}
+    assert all(value.shape[0] == 2 for value in drawn.values())
+
+
+@pytest.mark.parametrize("method", [ConjugateGradient(), HessianFree()], ids=lambda m: type(m).__name__)
+def test_methods_that_solve_stay_in_memory(method):
+    guide = guide_at(model, (X, Y), LOCS)
+    guide.fit([(X, Y)], method, unconverged=Accept())
+    with pytest.warns(DviWarning, match="fit again"):
+        assert guide.state_dict()["_extra_state"]["gaussian"] is None
 
 
 def test_a_change_of_dtype_moves_the_gaussian():
