@@ -32,6 +32,20 @@ class Evidence:
         log_determinant: of the precision P.
         size: D, the number of latents.
         determinant: where the log determinant comes from.
+
+    Example:
+        >>> import pyro, pyro.distributions as dist
+        >>> from pyro_dvi.guides.laplace import LaplaceGuide
+        >>> def model(x, y=None):
+        ...     slope = pyro.sample("slope", dist.Normal(0.0, 1.0))
+        ...     with pyro.plate("data", len(x)):
+        ...         return pyro.sample("y", dist.Normal(slope * x, 1.0), obs=y)
+        >>> x = torch.ones(3)
+        >>> guide = LaplaceGuide(model)
+        >>> guide.initialize(x, x)
+        >>> _ = guide.polish([(x, x)], progress=False)
+        >>> round(guide.log_evidence([(x, x)]).value, 4)  # of N(x; 0, 1 + x x'): -3/2 log 2 pi - 1/2 log 4 - 3/8
+        -3.825
     """
 
     value: float

@@ -111,6 +111,21 @@ class PointMassGuide(FactorisedGuide):
             UnconvergedError: no minimum was found; ``report`` says how far it came.
             NonFiniteError: U is NaN or infinite at the mode.
             DataError: batches that do not hold all data, or change.
+
+        Example:
+            >>> import pyro, pyro.distributions as dist
+            >>> from pyro_dvi.guides.laplace import LaplaceGuide
+            >>> def model(x, y=None):
+            ...     slope = pyro.sample("slope", dist.Normal(0.0, 1.0))
+            ...     with pyro.plate("data", len(x)):
+            ...         return pyro.sample("y", dist.Normal(slope * x, 1.0), obs=y)
+            >>> x = torch.ones(3)
+            >>> guide = LaplaceGuide(model)
+            >>> guide.initialize(x, x)
+            >>> guide.polish([(x, x)], progress=False).converged, guide.median()["slope"]
+            (True, tensor(0.7500))
+            >>> guide.diagnose([(x, x)]).verdict
+            'Converged: a minimum with a positive definite Hessian.'
         """
 
         def keep(point: Tensor) -> None:
@@ -137,6 +152,8 @@ class PointMassGuide(FactorisedGuide):
         steps: int = 200,
     ) -> Diagnosis:
         r"""Say whether the mode is a minimum of U, and what is wrong if it is not; nothing moves.
+
+        After ``tune``, U has the tuned scales, of which a mode that was trained before is no minimum.
 
         Args:
             batches: all the data.

@@ -244,6 +244,21 @@ class TuningCurve:
         best: the value that was taken.
         at_edge: it is the smallest or largest that was tried.
         what: what was tuned, by which criterion.
+
+    Example:
+        >>> import pyro, pyro.distributions as dist
+        >>> from pyro_dvi.guides.laplace import LaplaceGuide
+        >>> def model(x, y=None):
+        ...     slope = pyro.sample("slope", dist.Normal(0.0, 1.0))
+        ...     with pyro.plate("data", len(x)):
+        ...         return pyro.sample("y", dist.Normal(slope * x, 1.0), obs=y)
+        >>> x = torch.ones(3)
+        >>> guide = LaplaceGuide(model)
+        >>> guide.initialize(x, x)
+        >>> _ = guide.polish([(x, x)], progress=False)
+        >>> curve = guide.tune([(x, x)], progress=False)
+        >>> round(curve.best, 1), guide.scale_factors["slope"] == curve.best**-0.5
+        (1.3, True)
     """
 
     values: Tensor
