@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Linear algebra and minimisation by products with a matrix that is never formed: torch only, nothing of Pyro."""
 
+from pyro_dvi.linalg.block_conjugate_gradients import block_conjugate_gradients
 from pyro_dvi.linalg.conjugate_gradients import Preconditioner, Solution, conjugate_gradients
 from pyro_dvi.linalg.lanczos import Tridiagonal, lanczos
 from pyro_dvi.linalg.log_determinant import (
@@ -27,6 +28,7 @@ __all__ = [
     "SpectralQuadrature",
     "TraceEstimate",
     "Tridiagonal",
+    "block_conjugate_gradients",
     "conjugate_gradients",
     "lanczos",
     "log_determinant",

@@ -2,17 +2,17 @@
 """Covariances by solving linear equations with the precision, which is known by its products only."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pyro_dvi.errors import ArgumentError, NotConvergedError, NotPositiveDefiniteError
-from pyro_dvi.guides.laplace.diagonal import Diagonal
 from pyro_dvi.guides.laplace.energy import LocalEnergy
 from pyro_dvi.guides.laplace.posterior import LaplacePosterior, Method, blocks_by_rows
 from pyro_dvi.guides.laplace.precision import GGN, PrecisionMatrix
 from pyro_dvi.guides.laplace.query import Query
-from pyro_dvi.linalg import Preconditioner, conjugate_gradients
+from pyro_dvi.linalg import Preconditioner, Solution, block_conjugate_gradients, conjugate_gradients
 
 __all__ = ["ConjugateGradient", "ConjugateGradientPosterior", "PrecisionSolver"]
 
@@ -30,20 +30,21 @@ class ConjugateGradient(Method):
         curvature: ``GGN()``, or ``Hessian()`` at a minimum.
         tolerance: bound on ``|J' e - P v| / |J' e|``; products in float32 reach about 1e-4, which is then the bound.
         max_iterations: by default ``min(10 D, 1000)``.
-        preconditioner: a method whose posterior is close to P and solves at once: ``Diagonal()``,
-            ``KroneckerFactored()`` or ``TopEigen(k)``. None: no preconditioner.
+        preconditioner: a method whose posterior is close to P and solves at once, such as ``TopEigen(k)``. None: all
+            right-hand sides share one Krylov space, relative to the prior, which took fewer iterations in our
+            measurements than ``Diagonal()`` and ``KroneckerFactored()``.
 
     Raises:
         NotPositiveDefiniteError: P has a direction of negative curvature: the mode is no minimum.
         NotConvergedError: the tolerance was not reached in ``max_iterations``.
 
-    Source: Hestenes & Stiefel (1952).
+    Source: Hestenes & Stiefel (1952); O'Leary (1980) for blocks.
     """
 
     curvature: PrecisionMatrix = field(default_factory=GGN)
     tolerance: float = 1e-6
     max_iterations: int | None = None
-    preconditioner: Method | None = field(default_factory=Diagonal)
+    preconditioner: Method | None = None
 
     def __post_init__(self) -> None:
         check_tolerance(self.tolerance)
@@ -68,7 +69,7 @@ class PrecisionSolver:
         curvature: which matrix P is.
         tolerance: bound on ``|b - P v| / |b|``.
         max_iterations: by default ``min(10 D, 1000)``.
-        preconditioner: see :data:`pyro_dvi.linalg.Preconditioner`.
+        preconditioner: see :data:`pyro_dvi.linalg.Preconditioner`; None: a block method relative to the prior.
     """
 
     local: LocalEnergy
@@ -81,13 +82,7 @@ class PrecisionSolver:
         """Return v for the rows b, ``[S, D]``."""
         tolerance = max(self.tolerance, 1000 * torch.finfo(rhs.dtype).eps)
         try:
-            found = conjugate_gradients(
-                lambda vectors: self.curvature.product(self.local, vectors),
-                rhs,
-                tolerance=tolerance,
-                max_iterations=self.max_iterations,
-                preconditioner=self.preconditioner,
-            )
+            x, found = self._solve(rhs, tolerance)
         except NotPositiveDefiniteError as error:
             translated = NotPositiveDefiniteError(
                 f"{self.curvature!r} has curvature {error.curvature:.3g} along a direction: the mode is no minimum, or "
@@ -100,9 +95,26 @@ class PrecisionSolver:
             raise NotConvergedError(
                 f"after {found.iterations} iterations a solve with {self.curvature!r} has the residual {worst:.2g}, "
                 f"not {tolerance:.2g}: allow more max_iterations or a larger tolerance, use float64, or another "
-                "preconditioner such as KroneckerFactored()"
+                "preconditioner such as TopEigen(k)"
             )
-        return found.x
+        return x
+
+    def _solve(self, rhs: Tensor, tolerance: float) -> tuple[Tensor, Solution]:
+        options: Any = {"tolerance": tolerance, "max_iterations": self.max_iterations}
+
+        def product(vectors: Tensor) -> Tensor:
+            return self.curvature.product(self.local, vectors)
+
+        if self.preconditioner is not None:
+            found = conjugate_gradients(product, rhs, preconditioner=self.preconditioner, **options)
+            return found.x, found
+        prior = self.local.prior_diagonal()
+        if prior is None:
+            found = block_conjugate_gradients(product, rhs, **options)
+            return found.x, found
+        half = prior.rsqrt()
+        found = block_conjugate_gradients(lambda v: product(v * half) * half, rhs * half, **options)
+        return found.x * half, found
 
 
 class ConjugateGradientPosterior(LaplacePosterior):

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from pyro_dvi.errors import ArgumentError, UnsupportedError
 from pyro_dvi.guides.laplace.conjugate_gradient import PrecisionSolver, check_tolerance
-from pyro_dvi.guides.laplace.diagonal import Diagonal
 from pyro_dvi.guides.laplace.energy import LocalEnergy
 from pyro_dvi.guides.laplace.posterior import LaplacePosterior, Method
 from pyro_dvi.guides.laplace.precision import GGN, PrecisionMatrix
@@ -53,9 +52,9 @@ class PosteriorSamples(Method):
 
     num_samples: int = 64
     curvature: PrecisionMatrix = field(default_factory=GGN)
-    tolerance: float = 1e-3
+    tolerance: float = 1e-2
     max_iterations: int | None = None
-    preconditioner: Method | None = field(default_factory=Diagonal)
+    preconditioner: Method | None = None
 
     def __post_init__(self) -> None:
         check_tolerance(self.tolerance)
