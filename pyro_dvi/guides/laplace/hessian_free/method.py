@@ -44,7 +44,7 @@ class HessianFree(Method):
     miss the minimum; see there.
 
     It rests on a minimum of U: after training run ``guide.polish(batches)``. ``ConjugateGradient(Hessian())`` gives the
-    same numbers at about a third of the cost, with one linear solve in the place of two fits.
+    same numbers at less than half the cost, with one linear solve in the place of two fits.
 
     Args:
         mode: ``Pointwise()``, or one of the pre-trained modes ``Sum(inputs)``, ``AbsoluteSum(inputs)``, ``InSample()``
