@@ -338,7 +338,7 @@ def test_kronecker_factors_of_a_network_are_those_of_a_loop_over_examples() -> N
     guide = LaplaceGuide(model)
     guide.initialize(x, y)
     found = fit(guide, [(x[:3], y[:3]), (x[3:], y[3:])], KroneckerFactored())
-    factors = {0: [0.0, 0.0], 3: [0.0, 0.0]}
+    factors: dict[int, list[Any]] = {0: [0.0, 0.0], 3: [0.0, 0.0]}
     for i in range(5):
         h = plain[0](x[i : i + 1])
         f = plain[3](plain[2](plain[1](h)))
