@@ -1,6 +1,7 @@
 """Every method against the dense matrix, and against closed forms of linear regression."""
 
 import copy
+import io
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,7 @@ from pyro_dvi.guides.laplace import (
     Hessian,
     KroneckerFactored,
     LaplaceGuide,
+    LaplacePosterior,
     Method,
     PosteriorSamples,
     PrecisionMatrix,
@@ -170,6 +172,24 @@ def test_draws_have_the_covariance_of_the_posterior(
         found, posterior.joint_covariance(query), Case(CASES[name].method, relative_error=(2 / DRAWS) ** 0.5)
     )
     assert float((moved.mean(0) / found.diagonal().sqrt()).abs().max()) < 5 / DRAWS**0.5
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_posterior_is_made_again_from_what_a_file_holds(
+    name: str, sine: tuple[SineRegression, LaplaceGuide]
+) -> None:
+    problem, guide = sine
+    posterior = fit(guide, problem.batches, CASES[name].method)
+    if posterior.stored is None:
+        with pytest.raises(UnsupportedError, match="again after loading"):
+            posterior.state()
+        return
+    file = io.BytesIO()
+    torch.save(posterior.state(), file)
+    file.seek(0)
+    again = LaplacePosterior.of_kind(type(posterior).__name__, torch.load(file, weights_only=True))
+    query = query_of(guide, problem.model, problem.x[:3])
+    torch.testing.assert_close(again.covariance(query), posterior.covariance(query))
 
 
 @pytest.mark.parametrize("name", HESSIAN)
