@@ -30,9 +30,12 @@ class Adam(Solver):
     steps: int = 1000
     learning_rate: float = 1e-4
 
-    def minimise(self, problems: Sequence[TiltedEnergy], directions: Tensor, length: float) -> Tensor:
-        """Return where the steps end; see :meth:`Solver.minimise`."""
-        return torch.stack([self._minimise(problem) for problem in problems])
+    def minimise(
+        self, problems: Sequence[TiltedEnergy], directions: Tensor, length: float
+    ) -> tuple[Tensor, Tensor]:
+        """Return where the steps end, and call all of it found; see :meth:`Solver.minimise`."""
+        found = torch.stack([self._minimise(problem) for problem in problems])
+        return found, torch.ones(len(problems), dtype=torch.bool)
 
     def _minimise(self, problem: TiltedEnergy) -> Tensor:
         u = problem.local.point.clone().requires_grad_()

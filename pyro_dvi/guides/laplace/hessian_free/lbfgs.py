@@ -30,9 +30,12 @@ class LBFGS(Solver):
     max_iterations: int = 200
     history: int = 20
 
-    def minimise(self, problems: Sequence[TiltedEnergy], directions: Tensor, length: float) -> Tensor:
-        """Return the minima; see :meth:`Solver.minimise`."""
-        return torch.stack([self._minimise(problem) for problem in problems])
+    def minimise(
+        self, problems: Sequence[TiltedEnergy], directions: Tensor, length: float
+    ) -> tuple[Tensor, Tensor]:
+        """Return where the search ends, and call all of it found; see :meth:`Solver.minimise`."""
+        found = torch.stack([self._minimise(problem) for problem in problems])
+        return found, torch.ones(len(problems), dtype=torch.bool)
 
     def _minimise(self, problem: TiltedEnergy) -> Tensor:
         u = problem.local.point.clone().requires_grad_()

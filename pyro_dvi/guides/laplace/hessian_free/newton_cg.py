@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pyro_dvi.errors import ArgumentError, NotConvergedError
+from pyro_dvi.errors import ArgumentError
 from pyro_dvi.guides.laplace.energy import LocalEnergy
 from pyro_dvi.guides.laplace.hessian_free.solver import Solver, solve_at_mode
 from pyro_dvi.guides.laplace.hessian_free.tilted_energy import TiltedEnergy
@@ -30,8 +30,8 @@ class NewtonCG(Solver):
 
     A correction d changes a variance by at most the relative amount :math:`|d|_P / \text{step}`, by the inequality of
     Cauchy and Schwarz. The search ends where the next correction would be below the tolerance, going by the last two.
-    In float32 rounding may keep them above it; corrections that no longer shrink are then accepted up to 3 %, and
-    refused above.
+    In float32 rounding may keep them above it; corrections that no longer shrink are then accepted up to 3 %. Above
+    that the step is too large for the Hessian at the mode, and a smaller one is tried.
 
     Status: the minimum, to the tolerance.
 
@@ -62,14 +62,16 @@ class NewtonCG(Solver):
         """Return the first Newton steps for strength one."""
         return solve_at_mode(local, gradients, self.solve_tolerance)
 
-    def minimise(self, problems: Sequence[TiltedEnergy], directions: Tensor, length: float) -> Tensor:
-        """Return the minima; see :meth:`Solver.minimise`."""
+    def minimise(
+        self, problems: Sequence[TiltedEnergy], directions: Tensor, length: float
+    ) -> tuple[Tensor, Tensor]:
+        """Return the minima, and where the corrections shrink; see :meth:`Solver.minimise`."""
         local = problems[0].local
         strengths = directions.new_tensor([problem.strength for problem in problems])
         points = local.point + strengths.unsqueeze(-1) * directions
+        found = torch.zeros(len(problems), dtype=torch.bool)
         active = torch.arange(len(problems))
         before = points.new_full((len(problems),), length)
-        sizes = before
         for _ in range(self.max_corrections):
             downhill = -torch.stack([problems[s].value_and_gradient(points[s])[1] for s in active.tolist()])
             corrections = solve_at_mode(local, downhill, self.solve_tolerance)
@@ -77,12 +79,11 @@ class NewtonCG(Solver):
             sizes = (downhill * corrections).sum(-1).sqrt()  # in posterior standard deviations
             following = sizes * (sizes / before).clamp(max=1)
             stalled = (sizes > 0.5 * before) & (sizes <= _ROUNDING * length)
-            left = (following > self.tolerance * length) & ~stalled
+            done = ((following <= self.tolerance * length) | stalled).cpu()
+            hopeless = ((sizes > before) & ~stalled).cpu() & ~done
+            found[active[done]] = True
+            left = ~(done | hopeless)
             if not bool(left.any()):
-                return points
-            active, before = active[left], sizes[left]
-        raise NotConvergedError(
-            f"Newton steps did not find {len(active)} of {len(problems)} tilted minima: the last correction is "
-            f"{float(before.max()) / length:.2g} of the whole step of {length:g} posterior standard deviations. Take a "
-            "smaller step; where rounding in float32 is the reason, a larger one or float64"
-        )
+                break
+            active, before = active[left], sizes[left.to(sizes.device)]
+        return points, found

@@ -28,16 +28,15 @@ class Solver(ABC):
         return solve_at_mode(local, gradients, 1e-2)
 
     @abstractmethod
-    def minimise(self, problems: Sequence[TiltedEnergy], directions: Tensor, length: float) -> Tensor:
-        """Return the minima as rows ``[S, D]``.
+    def minimise(
+        self, problems: Sequence[TiltedEnergy], directions: Tensor, length: float
+    ) -> tuple[Tensor, Tensor]:
+        """Return the minima as rows ``[S, D]``, and which of them were found, ``[S]``.
 
         Args:
             problems: S tilted energies around one mode.
             directions: from :meth:`directions`, ``[S, D]``: the minima lie at about ``mode + strength * direction``.
             length: their distance from the mode, in posterior standard deviations along the tilt.
-
-        Raises:
-            NotConvergedError: a minimum was not found.
         """
 
 

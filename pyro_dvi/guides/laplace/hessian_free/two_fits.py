@@ -9,12 +9,14 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from pyro_dvi.errors import ArgumentError
+from pyro_dvi.errors import ArgumentError, NotConvergedError
 from pyro_dvi.guides.laplace.energy import LocalEnergy
 from pyro_dvi.guides.laplace.hessian_free.solver import Solver, solve_at_mode
 from pyro_dvi.guides.laplace.hessian_free.tilted_energy import Tilt, TiltedEnergy
 
 __all__ = ["Fits", "TwoFits"]
+
+_SMALLER_STEPS = 3  # tries with a quarter of the step before
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ class TwoFits:
 
     The strength is the step in posterior standard deviations of r, :math:`\lambda = \text{step}/\hat\sigma`, which
     moves r by :math:`\text{step}\cdot\hat\sigma` and the minimum by ``step`` standard deviations, whatever the units.
+    Where the solver does not find a minimum, a quarter of the step is tried, up to three times.
 
     Args:
         local: U around the mode.
@@ -87,20 +90,34 @@ class TwoFits:
             return found
         gradients = gradients[moving]
         directions = self.solver.directions(self.local, gradients)
-        strengths = (self.step / (gradients * directions).sum(-1).sqrt()).tolist()
-        above = self._minima([tilts[s] for s in moving], strengths, directions)
-        below = (
-            self._minima([tilts[s] for s in moving], [-x for x in strengths], directions)
-            if self.central
-            else self._minimum.expand_as(above)
+        scales = (gradients * directions).sum(-1).sqrt()
+        step, pending = self.step, torch.arange(len(moving))
+        for _ in range(_SMALLER_STEPS + 1):
+            own = [tilts[moving[i]] for i in pending.tolist()]
+            rows = pending.to(scales.device)
+            strengths = (step / scales[rows]).tolist()
+            above, done = self._minima(own, strengths, directions[rows], step)
+            below = self._minimum.expand_as(above)
+            if self.central:
+                below, too = self._minima(own, [-x for x in strengths], directions[rows], step)
+                done = done & too
+            for i in done.nonzero()[:, 0].tolist():
+                apart = strengths[i] * (2 if self.central else 1)
+                found[moving[int(pending[i])]] = Fits(above[i], below[i], apart)
+            pending, step = pending[~done], step / 4
+            if not len(pending):
+                return found
+        raise NotConvergedError(
+            f"{len(pending)} tilted minima were not found, with steps of {self.step:g} to {4 * step:g} posterior "
+            "standard deviations: the mode may be no minimum (guide.polish), or the Hessian changes too fast around "
+            "it. Take a smaller step; where rounding in float32 is the reason, a larger one or float64"
         )
-        for i, s in enumerate(moving):
-            found[s] = Fits(above[i], below[i], strengths[i] * (2 if self.central else 1))
-        return found
 
-    def _minima(self, tilts: list[Tilt], strengths: list[float], directions: Tensor) -> Tensor:
+    def _minima(
+        self, tilts: list[Tilt], strengths: list[float], directions: Tensor, step: float
+    ) -> tuple[Tensor, Tensor]:
         problems = [TiltedEnergy(self.local, t, s) for t, s in zip(tilts, strengths, strict=True)]
-        return self.solver.minimise(problems, directions, self.step)
+        return self.solver.minimise(problems, directions, step)
 
     @cached_property
     def _minimum(self) -> Tensor:
