@@ -380,16 +380,20 @@ def test_a_change_of_device_moves_the_gaussian():
     assert guide.sample(3)["slope"].is_cuda
 
 
+@pytest.mark.parametrize("batch", [(X, Y), {"x": X, "y": Y}], ids=["tuple", "mapping"])
+def test_the_first_batch_shows_the_model(batch):
+    guide = LaplaceGuide(model)
+    assert guide.polish([batch], progress=False).converged
+    assert guide.fit([batch], Dense(Hessian())).mode.shape == (2,)
+
+
 # Mistakes -----------------------------------------------------------------------------------------------------------
 
 
 class TestMistakes:
-    def test_nothing_was_initialised(self):
-        guide = LaplaceGuide(model)
-        with pytest.raises(GuideError, match="initialize"):
-            guide.fit([(X, Y)], Dense())
+    def test_nothing_was_fitted(self):
         with pytest.raises(GuideError, match="point mass so far"):
-            guide.predictive(X)
+            LaplaceGuide(model).predictive(X)
 
     def test_not_fitted(self):
         with pytest.raises(GuideError, match=r"guide.fit\(batches, method\)"):

@@ -3,11 +3,12 @@
 
 from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pyro_dvi.errors import ArgumentError
 from pyro_dvi.guides.base import FactorisedGuide
@@ -15,6 +16,7 @@ from pyro_dvi.guides.factors import Deterministic, Factor
 from pyro_dvi.guides.laplace.diagnosis import Diagnosis, diagnose
 from pyro_dvi.guides.laplace.energy import Energy
 from pyro_dvi.guides.laplace.model_reference import ModelReference
+from pyro_dvi.guides.laplace.passes import Passes
 from pyro_dvi.guides.laplace.polish import Polished, polish
 from pyro_dvi.guides.laplace.tuning import rescaled_model
 
@@ -64,6 +66,8 @@ class PointMassGuide(FactorisedGuide):
     def energy(self, batches: Iterable[Any], *, subset: str | Iterable[str] | None = None) -> Energy:
         """Return U on these batches, with its gradient and products.
 
+        A guide that has not seen its model yet looks at it with the first batch.
+
         Args:
             batches: all the data: a loader or a list of batches, as for :func:`~pyro_dvi.fit`.
             subset: sites that vary, by name or pattern; the others stay at their mode. None: all.
@@ -72,9 +76,13 @@ class PointMassGuide(FactorisedGuide):
 
     def _trained_energy(self, batches: Iterable[Any], subset: str | Iterable[str] | None) -> Energy:
         """U as it was trained, with every scale as the model has it."""
+        model = self._plain_model.get()
+        if self.prototype_trace is None:
+            args, kwargs = next(iter(Passes(batches, _device_of(model))))
+            self.initialize(*args, **kwargs)
         locs = self.unconstrained_mode()
         names = None if subset is None else _selected(list(locs), subset)
-        return Energy(self._plain_model.get(), batches, locs, subset=names, kl_weight=self.kl_weight)
+        return Energy(model, batches, locs, subset=names, kl_weight=self.kl_weight)
 
     def _current_model(self) -> Callable:
         return rescaled_model(self._plain_model.get(), self.scale_factors)
@@ -169,6 +177,12 @@ class PointMassGuide(FactorisedGuide):
             DataError: batches that do not hold all data, or change.
         """
         return diagnose(self.energy(batches, subset=subset), tolerance=tolerance, steps=steps)
+
+
+def _device_of(model: object) -> torch.device | None:
+    """Where the tensors of a module are; None if it has none."""
+    tensors = chain(model.parameters(), model.buffers()) if isinstance(model, nn.Module) else iter(())
+    return next((tensor.device for tensor in tensors), None)
 
 
 def _selected(names: list[str], subset: str | Iterable[str]) -> list[str]:
