@@ -15,9 +15,11 @@ from pyro_dvi.guides.base import FactorisedGuide
 from pyro_dvi.guides.factors import Deterministic, Factor
 from pyro_dvi.guides.laplace.diagnosis import Diagnosis, diagnose
 from pyro_dvi.guides.laplace.energy import Energy
+from pyro_dvi.guides.laplace.layout import Layout
 from pyro_dvi.guides.laplace.model_reference import ModelReference
 from pyro_dvi.guides.laplace.passes import Passes
 from pyro_dvi.guides.laplace.polish import Polished, polish
+from pyro_dvi.guides.laplace.query import Query
 from pyro_dvi.guides.laplace.tuning import rescaled_model
 
 __all__ = ["PointMassGuide"]
@@ -73,6 +75,23 @@ class PointMassGuide(FactorisedGuide):
             subset: sites that vary, by name or pattern; the others stay at their mode. None: all.
         """
         return self._trained_energy(batches, subset).with_model(self._current_model())
+
+    def query(
+        self, *inputs: Any, site: str | None = None, subset: str | Iterable[str] | None = None
+    ) -> Query:
+        """Return the outputs at the mode for some inputs, with products of their Jacobian.
+
+        ``guide.predictive(x)`` does with it what is usually wanted; ``guide.posterior`` takes it for the rest.
+
+        Args:
+            inputs: positional arguments of the model; observations may be left out.
+            site: an observed site, or one of ``pyro.deterministic``; None for the one observed site.
+            subset: sites that vary, as in ``guide.fit``.
+        """
+        locs = self.unconstrained_mode()
+        names = list(locs) if subset is None else _selected(list(locs), subset)
+        layout = Layout({name: locs[name].shape for name in names})
+        return Query(self._current_model(), inputs, locs, layout, site=site)
 
     def _trained_energy(self, batches: Iterable[Any], subset: str | Iterable[str] | None) -> Energy:
         """U as it was trained, with every scale as the model has it."""
