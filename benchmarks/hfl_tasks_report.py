@@ -28,8 +28,8 @@ def tables(rows: list[Row], machine: str) -> str:
     parts = [
         f"Written by `hfl_tasks.py`; seeds {', '.join(map(str, seeds))}; float64 unless stated; {machine}.",
         "Settings: N = 100, noise 0.1 (known), 50 tanh units (D = 151), standard normal priors; 100 test points. The "
-        "work is in gradients of all data; the product of the Hessian with a vector counts 2. The machine did other work "
-        "at the time, so that seconds are rough and the work is the measure.",
+        "work is in gradients of all data; the product of the Hessian with a vector counts 2. The machine did other "
+        "work at the time, so that seconds are rough and the work is the measure.",
         "## Errors and work",
         "Relative error of the variance against the dense Hessian: the median and the largest over all points, seeds "
         "and tasks; L-BFGS and Adam on four points of the first task.",
