@@ -62,8 +62,8 @@ class NotConvergedError(PyroDviError, ArithmeticError):
     """An iteration ended before it reached its tolerance; the message says how far it came."""
 
 
-class UnconvergedError(PyroDviError, ArithmeticError):
-    """The mode of a Laplace approximation is no minimum of minus the log posterior density.
+class UnconvergedError(NotConvergedError):
+    """The mode of a Laplace approximation is no minimum: training, or ``guide.polish``, ended too early.
 
     ``diagnosis`` holds what ``guide.fit`` found out about it, ``report`` what ``guide.polish`` did.
     """

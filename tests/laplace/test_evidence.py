@@ -172,9 +172,8 @@ def test_prior_precision_by_evidence(determinant):
     curve = guide.tune(problem.batches, criterion=ByEvidence(determinant), refinements=25, **QUIET)
     assert curve.best == pytest.approx(maximum(lambda c: evidence_at_fixed_mode(problem, prior=c)), rel=1e-3)
     assert not curve.at_edge and "best" in str(curve)
-    constant = len(problem.mode()) / 2 * math.log(2 * math.pi)
     for value, score in zip(curve.values.tolist(), curve.scores.tolist(), strict=True):
-        assert score + constant == pytest.approx(evidence_at_fixed_mode(problem, prior=value), abs=1e-8)
+        assert score == pytest.approx(evidence_at_fixed_mode(problem, prior=value), abs=1e-8)
 
 
 def test_noise_scale_by_evidence():
@@ -227,8 +226,7 @@ def test_one_site_at_a_time():
             for name, u in guide.unconstrained_mode().items():
                 getattr(other.locs, name).copy_(u)
         other.scale_factors = {"w1": value**-0.5}
-        constant = 13 / 2 * math.log(2 * math.pi)
-        assert score + constant == pytest.approx(other.log_evidence(problem.batches).value, abs=1e-8)
+        assert score == pytest.approx(other.log_evidence(problem.batches).value, abs=1e-8)
     assert set(guide.scale_factors) == {"w1"}
 
 

@@ -206,7 +206,7 @@ class ByEvidence(Criterion):
     determinant: Determinant | None = None
 
     def score(self, tuning: Tuning) -> Callable[[float], float]:
-        """Return the log evidence in nats, up to the constant with 2 pi."""
+        """Return the log evidence in nats."""
         energy, curvature = tuning.energy, tuning.method.curvature
         check_untempered(energy)
         determinant = self.determinant or default_determinant(energy.layout.size)
@@ -214,6 +214,7 @@ class ByEvidence(Criterion):
         proportional = spectrum.log_prior_determinant is not None and _is_proportional(tuning, curvature)
         likelihood_changes = tuning.scale.proportions(2.0)[0] != 1
         log_likelihood = float(energy.log_joint(energy.start)[0])
+        constant = 0.5 * energy.layout.size * math.log(2 * math.pi)
 
         def log_determinant(candidate: Energy, value: float) -> float:
             if proportional:
@@ -227,7 +228,7 @@ class ByEvidence(Criterion):
             if likelihood_changes:
                 fit = float(candidate.log_joint(candidate.start)[0])
             try:
-                return fit + free_log_prior(candidate) - 0.5 * log_determinant(candidate, value)
+                return fit + free_log_prior(candidate) + constant - 0.5 * log_determinant(candidate, value)
             except NotPositiveDefiniteError:
                 return math.nan
 
