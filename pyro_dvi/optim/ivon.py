@@ -35,6 +35,7 @@ class IVONOptimizer(NaturalGradientOptimizer):
         damping: added to the denominator of the step.
         data_augmentation: :math:`\rho`, by how much augmentation multiplies the effective number of data.
         initial_curvature: :math:`h_0`; None takes the squared gradients of the first minibatch.
+        warmup_steps: over which the learning rate rises from 0, but at most a quarter of training; 0 starts in full.
         total_steps: length of a cosine decay of the learning rate. None: the length that ``fit`` announces, unless the
             optimizer has a scheduler, which then says alone how the rate falls; constant without either. A number
             and a scheduler multiply.

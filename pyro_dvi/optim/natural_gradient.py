@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from pyro_dvi.errors import ArgumentError, GuideError
 from pyro_dvi.natural_state import NaturalState, Statistics, natural_state_of
+from pyro_dvi.optim.learning_rate_course import cosine, warm_up
 
 __all__ = ["NaturalGradientOptimizer"]
 
@@ -47,6 +48,7 @@ class NaturalGradientOptimizer(Optimizer):
         damping: float = 0.0,
         data_augmentation: float = 1.0,
         initial_curvature: float | None = None,
+        warmup_steps: int = 100,
         total_steps: int | None = None,
         deterministic_lr: float = 1e-2,
     ) -> None:
@@ -57,6 +59,8 @@ class NaturalGradientOptimizer(Optimizer):
             raise ArgumentError(f"damping must not be negative, got {damping}")
         if initial_curvature is not None:
             _positive(initial_curvature=initial_curvature)
+        if warmup_steps < 0:
+            raise ArgumentError(f"warmup_steps must not be negative, got {warmup_steps}")
         if total_steps is not None and total_steps < 1:
             raise ArgumentError(f"total_steps must be at least 1, got {total_steps}")
         defaults = dict(
@@ -65,6 +69,7 @@ class NaturalGradientOptimizer(Optimizer):
             damping=damping,
             data_augmentation=data_augmentation,
             initial_curvature=initial_curvature,
+            warmup_steps=warmup_steps,
             total_steps=total_steps,
             deterministic_lr=deterministic_lr,
         )
@@ -108,7 +113,8 @@ class NaturalGradientOptimizer(Optimizer):
                     parameter.grad.div_(loss_factor)
                 memory = self.state[parameter]
                 memory["step"] = memory.get("step", 0) + 1
-                factor = _cosine(memory["step"], group["total_steps"] or self._told_steps)
+                total = group["total_steps"] or self._told_steps
+                factor = cosine(memory["step"], total)
                 measured = natural_state_of(parameter)
                 if measured is None:
                     _adam(parameter, memory, factor * group["deterministic_lr"])
@@ -118,6 +124,7 @@ class NaturalGradientOptimizer(Optimizer):
                         f"{type(self).__name__} got means with a gradient but no curvature: train with "
                         "NaturalGradientELBO, and take one step for each backward pass"
                     )
+                factor *= warm_up(memory["step"], group["warmup_steps"], total)
                 self._natural_step(parameter, measured, memory, group, factor)
                 measured.clear()
                 measured.wanted = self.wanted
@@ -215,13 +222,6 @@ def scaled_prior(measured: NaturalState, group: dict[str, Any]) -> tuple[float, 
     r"""Return the effective number of data :math:`\rho N` and :math:`\tilde\delta`."""
     num_data = group["data_augmentation"] * measured.num_data
     return num_data, measured.temperature * measured.prior_precision / num_data
-
-
-def _cosine(step: int, total_steps: int | None) -> float:
-    """Half a cosine wave from 1 to 0; 1 where the length of training is not known."""
-    if total_steps is None:
-        return 1.0
-    return 0.5 * (1 + math.cos(math.pi * min(step - 1, total_steps) / total_steps))
 
 
 def _adam(parameter: Tensor, memory: dict[str, Any], lr: float) -> None:

@@ -117,7 +117,8 @@ class AsPrinted(Formulation):
 
     The momentum is a sum, so that the step is :math:`1/(1-\beta_1)` times longer. At rest :math:`s = \hat h/\tau` and
     the precision is :math:`N\hat h/\tau + \tau\delta + N\gamma`: the prior is tempered too, and damping narrows the
-    posterior. Both formulations agree at :math:`\tau = 1, \gamma = 0` up to the length of the step.
+    posterior. Both formulations agree at :math:`\tau = 1, \gamma = 0` up to the length of the step. The algorithm has no
+    warm-up: give ``warmup_steps=0`` as well.
     """
 
     def direction(self, momentum: Tensor, step: Step) -> Tensor:
@@ -152,6 +153,7 @@ class VOGNOptimizer(NaturalGradientOptimizer):
         damping: :math:`\gamma`, in units of the curvature of one example.
         data_augmentation: :math:`\rho`, by how much augmentation multiplies the effective number of data.
         initial_curvature: :math:`s_0`; None takes the squared gradients of the first minibatch.
+        warmup_steps: over which the learning rate rises from 0, but at most a quarter of training; 0 starts in full.
         total_steps: length of a cosine decay of the learning rate. None: the length that ``fit`` announces, unless the
             optimizer has a scheduler, which then says alone how the rate falls; constant without either. A number
             and a scheduler multiply. At a constant rate means go on to fluctuate, by more than the posterior's width

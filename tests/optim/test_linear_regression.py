@@ -89,6 +89,7 @@ def trained(
 
 
 OPTIONS = {
+    "warmup_steps": 0,
     "lr": 0.005,
     "betas": (0.9, 0.98),
 }  # a small rate: the means hardly jitter, which would add to residuals
@@ -98,7 +99,9 @@ def test_ivon_finds_the_optimum_of_the_elbo():
     """From ten per cent off; a slow average, since its positivity term has a bias of about twice its rate."""
     x, y = data(noise=2 * NOISE)  # more noise than the model thinks, which moves squared gradients
     exact = (x**2).sum(0) / NOISE**2 + DELTA
-    mean, precision = trained(IVON({"lr": 0.005, "betas": (0.9, 0.995)}), x, y, 600, 1.1 * exact)
+    mean, precision = trained(
+        IVON({"warmup_steps": 0, "lr": 0.005, "betas": (0.9, 0.995)}), x, y, 600, 1.1 * exact
+    )
     torch.testing.assert_close(precision, exact, rtol=0.02, atol=0)
     assert ((mean - exact_mean(x, y)).abs() * exact.sqrt()).max() < 0.1  # of posterior standard deviations
 
@@ -118,7 +121,7 @@ def test_vogn_finds_the_precision_of_squared_residuals(factor):
 
 def test_ogn_finds_that_of_the_residuals_at_the_mean():
     x, y = data(noise=2 * NOISE)
-    mean, precision = trained(OGN({"lr": 0.2, "betas": (0.5, 0.8)}), x, y, 150)
+    mean, precision = trained(OGN({"warmup_steps": 0, "lr": 0.2, "betas": (0.5, 0.8)}), x, y, 150)
     torch.testing.assert_close(mean, exact_mean(x, y), rtol=1e-6, atol=1e-8)
     expected = rest_of_squares(x, y - x @ exact_mean(x, y), draws=False)
     torch.testing.assert_close(precision, expected, rtol=1e-6, atol=0)
@@ -129,7 +132,7 @@ def test_a_tempered_posterior_is_that_of_tempered_data(tau):
     """At temperature tau the optimum has the precision N h / tau + delta, and so the mean of tempered data."""
     x, y = data()
     guide = dvi.NaturalGradientGuide(model)
-    options = {"lr": 0.3, "betas": (0.5, 0.8)}
+    options = {"lr": 0.3, "betas": (0.5, 0.8), "warmup_steps": 0}
     svi = SVI(model, guide, OGN(options), loss=dvi.NaturalGradientELBO(kl_weight=tau))
     for _ in range(250):
         svi.step(x, y)

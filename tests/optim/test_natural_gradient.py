@@ -136,8 +136,8 @@ def run(optimizer, step, *, tau: float, particles: int = 1, steps: int = 50) -> 
         np.testing.assert_allclose(precision, reference.precision, rtol=1e-10, atol=1e-12)
 
 
-OPTIONS = {"lr": 0.05, "betas": (0.8, 0.9), "damping": 1e-2, "data_augmentation": 3.0}
-SETTINGS = {k: v for k, v in OPTIONS.items() if k != "data_augmentation"} | {"rho": 3.0}
+SETTINGS = {"lr": 0.05, "betas": (0.8, 0.9), "damping": 1e-2, "rho": 3.0}
+OPTIONS = {k: v for k, v in SETTINGS.items() if k != "rho"} | {"data_augmentation": 3.0, "warmup_steps": 0}
 
 
 @pytest.mark.parametrize("tau", [1.0, 0.1])
@@ -167,6 +167,14 @@ def test_a_given_curvature_is_forgotten_at_the_final_rate_only():
         reference.vogn(x, y, noises, tau=0.5, forgetting=None, **SETTINGS)
 
     run(VOGN({**OPTIONS, "initial_curvature": 0.2}), step, tau=0.5, steps=10)
+
+
+def test_the_learning_rate_rises_over_the_first_steps():
+    def step(reference, x, y, noises, t):
+        lr = SETTINGS["lr"] * min(1, (t + 1) / 8)
+        reference.vogn(x, y, noises, tau=0.5, **{**SETTINGS, "lr": lr})
+
+    run(VOGN({**OPTIONS, "warmup_steps": 8}), step, tau=0.5, steps=20)
 
 
 def test_ogn_measures_at_the_mean():

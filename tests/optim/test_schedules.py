@@ -68,7 +68,7 @@ def train_module(schedule: Any = None, **options: Any) -> None:
         guide = dvi.NaturalGradientGuide(model)
         guide.initialize(*LOADER[0])
         module = dvi.NaturalGradientELBO()(model, guide)
-        optimizer = VOGNOptimizer(module.parameters(), lr=0.1, **options)
+        optimizer = VOGNOptimizer(module.parameters(), lr=0.1, warmup_steps=0, **options)
         scheduler = None if schedule is None else schedule(optimizer)
         fit(module, LOADER, EPOCHS, optimizer=optimizer, lr_schedule=scheduler, progress=False)
 
@@ -78,25 +78,43 @@ def test_alone_it_is_a_cosine_over_the_length_of_fit(rates):
     assert rates == pytest.approx([0.1 * c for c in cosine()])
     rates.clear()
     for optimizer in (VOGN, OGN, IVON):
-        train_svi(optimizer({"lr": 0.1}))
+        train_svi(optimizer({"lr": 0.1, "warmup_steps": 0}))
     assert rates == pytest.approx(3 * [0.1 * c for c in cosine()])
 
 
+def test_it_rises_first_over_at_most_a_quarter_of_training(rates):
+    train_svi(VOGN({"lr": 0.1, "total_steps": 12}))
+    rise = [1 / 3, 2 / 3, 1, 1, 1, 1]
+    assert rates == pytest.approx([0.1 * c * r for c, r in zip(cosine(12), rise, strict=False)])
+    rates.clear()
+    train_svi(pyro_scheduler(warmup_steps=2))  # whatever else steers it
+    assert rates == pytest.approx([0.05, 0.1, 0.05, 0.05, 0.025, 0.025])
+
+
 def test_an_own_length_comes_before_that_of_fit(rates):
-    train_svi(VOGN({"lr": 0.1, "total_steps": 4}))
+    train_svi(VOGN({"lr": 0.1, "total_steps": 4, "warmup_steps": 0}))
     assert rates == pytest.approx([0.1 * c for c in cosine(4)] + [0.0] * 2)
 
 
 def test_outside_of_fit_it_is_constant(rates):
     model = Model()
-    svi = SVI(model, dvi.NaturalGradientGuide(model), VOGN({"lr": 0.1}), loss=dvi.NaturalGradientELBO())
+    svi = SVI(
+        model,
+        dvi.NaturalGradientGuide(model),
+        VOGN({"lr": 0.1, "warmup_steps": 0}),
+        loss=dvi.NaturalGradientELBO(),
+    )
     for _ in range(3):
         svi.step(*LOADER[0])
     assert rates == [0.1] * 3
 
 
 def pyro_scheduler(constructor: type = VOGNOptimizer, **options: Any) -> Any:
-    options = {"optimizer": constructor, "optim_args": {"lr": 0.1, **options}, "gamma": 0.5}
+    options = {
+        "optimizer": constructor,
+        "optim_args": {"lr": 0.1, "warmup_steps": 0, **options},
+        "gamma": 0.5,
+    }
     return pyro.optim.ExponentialLR(options)
 
 
