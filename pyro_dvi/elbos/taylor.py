@@ -109,11 +109,11 @@ class TaylorELBO(DeterministicELBO):
         self, model: Callable, guide: Callable, args: tuple, kwargs: dict, kl_weight: float, training: bool
     ) -> dict[str, Tensor]:
         structure, first = structure_of(model, guide, args, kwargs)
-        if first:
-            _warn_of_kinks(structure.function_names)
         penalty_weight = self.curvature.weight(self.step) if training else 1.0
         recorder = self.curvature.recorder if penalty_weight else None
         run = run_at_means(model, guide, args, kwargs, structure.sampled, recorder)
+        if first and run.gaussians:  # a point mass has no penalty
+            _warn_of_kinks(structure.function_names)
         sites, factors = observed_sites(run.model_trace)
         if self.num_data is not None:
             check_num_data(sites, self.num_data)

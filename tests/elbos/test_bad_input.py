@@ -596,6 +596,11 @@ def test_smooth_activations_are_not_announced():
         TaylorELBO().loss(model, MeanFieldGuide(model), X, Y)
 
 
+def test_a_point_mass_has_no_penalty_to_warn_of():
+    model = likelihood(lambda f: dist.Normal(torch.relu(f), 0.5))
+    TaylorELBO().loss(model, AutoDelta(model), X, Y)
+
+
 class Halved(Curvature):
     """What a user would write."""
 
