@@ -52,6 +52,16 @@ class Linearised(PredictionRule):
         GuideError: the guide is no LaplaceGuide, or not fitted.
 
     Source: Immer, Korzepa & Bauer (2021), "Improving predictions of Bayesian neural nets via local linearization".
+
+    Example:
+        >>> import pyro_dvi as dvi
+        >>> net = dvi.to_bayesian_(torch.nn.Linear(1, 1, bias=False))
+        >>> guide = dvi.LaplaceGuide(dvi.regressor(net, num_data=3, noise_scale=1.0))
+        >>> batches = [(torch.ones(3, 1), torch.zeros(3, 1))]
+        >>> _ = guide.polish(batches, progress=False)
+        >>> _ = guide.fit(batches)
+        >>> dvi.predict(guide.model, guide, torch.full((1, 1), 2.0)).variance  # of function and noise
+        tensor([2.0000])
     """
 
     link: ClassLink = field(default_factory=Probit)

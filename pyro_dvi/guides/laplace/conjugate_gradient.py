@@ -39,6 +39,17 @@ class ConjugateGradient(Method):
         NotConvergedError: the tolerance was not reached in ``max_iterations``.
 
     Source: Hestenes & Stiefel (1952); O'Leary (1980) for blocks.
+
+    Example:
+        >>> import pyro_dvi as dvi
+        >>> from pyro_dvi.guides.laplace import ConjugateGradient
+        >>> net = dvi.to_bayesian_(torch.nn.Linear(1, 1, bias=False))
+        >>> guide = dvi.LaplaceGuide(dvi.regressor(net, num_data=3, noise_scale=1.0))
+        >>> batches = [(torch.ones(3, 1), torch.zeros(3, 1))]
+        >>> _ = guide.polish(batches, progress=False)
+        >>> _ = guide.fit(batches, ConjugateGradient())
+        >>> guide.predictive(torch.full((1, 1), 2.0)).variance
+        tensor([1.])
     """
 
     curvature: PrecisionMatrix = field(default_factory=GGN)

@@ -31,6 +31,18 @@ class Dense(Method):
     Raises:
         ArgumentError: D is larger than ``max_size``.
         NotPositiveDefiniteError: P has an eigenvalue that is not positive: the mode is no minimum.
+
+    Source: MacKay (1992) for the Hessian; Schraudolph (2002) for the Gauss-Newton matrix.
+
+    Example:
+        >>> import pyro_dvi as dvi
+        >>> from pyro_dvi.guides.laplace import Dense
+        >>> net = dvi.to_bayesian_(torch.nn.Linear(1, 1, bias=False))
+        >>> guide = dvi.LaplaceGuide(dvi.regressor(net, num_data=3, noise_scale=1.0))
+        >>> batches = [(torch.ones(3, 1), torch.zeros(3, 1))]
+        >>> _ = guide.polish(batches, progress=False)
+        >>> guide.fit(batches, Dense()).marginal_variance()
+        tensor([0.2500])
     """
 
     curvature: PrecisionMatrix = field(default_factory=GGN)

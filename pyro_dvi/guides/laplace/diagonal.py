@@ -35,6 +35,16 @@ class Diagonal(Method):
         UnsupportedError: the elements of a site are dependent a priori.
 
     Source: Ritter, Botev & Barber (2018), Section 3.
+
+    Example:
+        >>> import pyro_dvi as dvi
+        >>> from pyro_dvi.guides.laplace import Diagonal
+        >>> net = dvi.to_bayesian_(torch.nn.Linear(1, 1, bias=False))
+        >>> guide = dvi.LaplaceGuide(dvi.regressor(net, num_data=3, noise_scale=1.0))
+        >>> batches = [(torch.ones(3, 1), torch.zeros(3, 1))]
+        >>> _ = guide.polish(batches, progress=False)
+        >>> guide.fit(batches, Diagonal()).marginal_variance()
+        tensor([0.2500])
     """
 
     curvature: PrecisionMatrix = field(default_factory=GGN)

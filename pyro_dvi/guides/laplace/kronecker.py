@@ -47,6 +47,16 @@ class KroneckerFactored(Method):
 
     Source: Martens & Grosse (2015); Grosse & Martens (2016), Eq. 25-27, for convolutions;
         Ritter, Botev & Barber (2018).
+
+    Example:
+        >>> import pyro_dvi as dvi
+        >>> from pyro_dvi.guides.laplace import KroneckerFactored
+        >>> net = dvi.to_bayesian_(torch.nn.Linear(1, 1, bias=False))
+        >>> guide = dvi.LaplaceGuide(dvi.regressor(net, num_data=3, noise_scale=1.0))
+        >>> batches = [(torch.ones(3, 1), torch.zeros(3, 1))]
+        >>> _ = guide.polish(batches, progress=False)
+        >>> guide.fit(batches, KroneckerFactored()).marginal_variance()
+        tensor([0.2500])
     """
 
     curvature: PrecisionMatrix = field(default_factory=GGN)

@@ -48,6 +48,16 @@ class PosteriorSamples(Method):
         NotConvergedError: the tolerance was not reached in ``max_iterations``.
 
     Source: Papandreou & Yuille (2010), Section 3; Antorán et al. (2023), Section 3, for linearised networks.
+
+    Example:
+        >>> import pyro_dvi as dvi
+        >>> from pyro_dvi.guides.laplace import PosteriorSamples
+        >>> net = dvi.to_bayesian_(torch.nn.Linear(1, 1, bias=False))
+        >>> guide = dvi.LaplaceGuide(dvi.regressor(net, num_data=3, noise_scale=1.0))
+        >>> batches = [(torch.ones(3, 1), torch.zeros(3, 1))]
+        >>> _ = guide.polish(batches, progress=False)
+        >>> guide.fit(batches, PosteriorSamples(1000)).marginal_variance().round(decimals=1)  # 0.25 exactly, ± 4 %
+        tensor([0.2000])
     """
 
     num_samples: int = 64

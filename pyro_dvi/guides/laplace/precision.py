@@ -34,6 +34,9 @@ class GGN(PrecisionMatrix):
     definite for log-concave priors, whether or not training has converged.
 
     Status: the exact Hessian of the linearised model; differs from :class:`Hessian` by the curvature of the network.
+
+    Source: Schraudolph (2002), "Fast curvature matrix-vector products"; Martens (2020), Section 9, for its link with
+        the Fisher information.
     """
 
     def product(self, local: LocalEnergy, vectors: Tensor) -> Tensor:
@@ -59,6 +62,16 @@ class Hessian(PrecisionMatrix):
     Positive definite at a minimum of U only: train, then ``guide.polish(batches)``.
 
     Status: exact.
+
+    Example:
+        >>> import pyro_dvi as dvi
+        >>> from pyro_dvi.guides.laplace import Dense, Hessian
+        >>> net = dvi.to_bayesian_(torch.nn.Linear(1, 1, bias=False))
+        >>> guide = dvi.LaplaceGuide(dvi.regressor(net, num_data=3, noise_scale=1.0))
+        >>> batches = [(torch.ones(3, 1), torch.zeros(3, 1))]
+        >>> _ = guide.polish(batches, progress=False)
+        >>> guide.fit(batches, Dense(Hessian())).precision
+        tensor([[4.]])
     """
 
     def product(self, local: LocalEnergy, vectors: Tensor) -> Tensor:

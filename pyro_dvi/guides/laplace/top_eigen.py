@@ -44,6 +44,16 @@ class TopEigen(Method):
         NotConvergedError: the eigenvectors were not found to the tolerance.
 
     Source: Spantini et al. (2015), Theorem 2.3, for the optimality of the update relative to the prior.
+
+    Example:
+        >>> import pyro_dvi as dvi
+        >>> from pyro_dvi.guides.laplace import TopEigen
+        >>> net = dvi.to_bayesian_(torch.nn.Linear(1, 1, bias=False))
+        >>> guide = dvi.LaplaceGuide(dvi.regressor(net, num_data=3, noise_scale=1.0))
+        >>> batches = [(torch.ones(3, 1), torch.zeros(3, 1))]
+        >>> _ = guide.polish(batches, progress=False)
+        >>> guide.fit(batches, TopEigen(1)).marginal_variance()
+        tensor([0.2500])
     """
 
     k: int
