@@ -14,10 +14,12 @@ from pyro_dvi import (
     distributed,
     errors,
     expectations,
+    guides,
     links,
     metrics,
     moments,
     optim,
+    predictive,
     schedules,
     training,
 )
@@ -72,8 +74,9 @@ __all__ = [
     "regressor",
     "summary",
     "to_deterministic",
-    # Posteriors and objectives
+    # Posteriors and objectives; the methods of LaplaceGuide are in ``guides.laplace``
     "curvature",
+    "guides",
     "MeanFieldGuide",
     "MultiplicativeNoiseGuide",
     "PerWeight",
@@ -101,6 +104,7 @@ __all__ = [
     "load",
     # Predictions, scores, export and plots
     "metrics",
+    "predictive",
     "predict",
     "AtMean",
     "Moments",

@@ -52,13 +52,17 @@ def check_loader(loader: Any, passes: int, role: str = "loader") -> None:
     """Refuse a loader that cannot serve ``passes`` passes.
 
     Raises:
-        ArgumentError: if it is not iterable.
+        ArgumentError: if it is not iterable, or a batch instead of batches.
         DataError: if it is empty, or an iterator that ends after one pass.
     """
     if isinstance(loader, Tensor):
         raise ArgumentError(
             f"{role} is a tensor, whose rows would be taken for batches. Pass batches: "
             "DataLoader(TensorDataset(x, y), batch_size=128), or [(x, y)] for one batch of everything."
+        )
+    if isinstance(loader, tuple) and loader and all(isinstance(part, Tensor) for part in loader):
+        raise ArgumentError(
+            f"{role} is a tuple of tensors, which is one batch: pass [(x, y)], or a DataLoader."
         )
     if not isinstance(loader, Iterable):
         raise ArgumentError(

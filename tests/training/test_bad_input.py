@@ -106,6 +106,12 @@ MISTAKES = [
     ),
     ("exhausted iterable", lambda: run(OnlyOnce(), 2), DataError, "no batch in epoch 2"),
     ("tensor as loader", lambda: run(torch.ones(3, 2)), ArgumentError, "rows would be taken for batches"),
+    (
+        "batch as loader",
+        lambda: run((torch.ones(3, 2), torch.ones(3))),
+        ArgumentError,
+        r"one batch: pass \[\(x, y\)\]",
+    ),
     ("not iterable", lambda: run(3), ArgumentError, "must yield batches"),
     ("keys that are no names", lambda: run([{0: torch.ones(1)}]), DataError, "keys must be strings"),
     (

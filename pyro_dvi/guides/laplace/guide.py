@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The posterior as a Gaussian around its mode."""
 
+import reprlib
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
@@ -143,7 +144,7 @@ class LaplaceGuide(PointMassGuide):
         method = Dense() if method is None else method
         if not isinstance(method, Method):
             raise ArgumentError(
-                f"method must be an object such as Dense() or PosteriorSamples(64), not {method!r}"
+                f"method must be an object such as Dense() or PosteriorSamples(64), not {reprlib.repr(method)}"
             )
         energy = self.energy(batches, subset=subset)
         energies = [energy]

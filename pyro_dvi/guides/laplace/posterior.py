@@ -59,6 +59,9 @@ class LaplacePosterior(ABC):
         super().__init_subclass__(**kwargs)
         LaplacePosterior._kinds[cls.__name__] = cls
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {len(self.mode)} latents>"
+
     def state(self) -> dict[str, Any]:
         """Return what a file keeps.
 
