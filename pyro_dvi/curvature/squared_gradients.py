@@ -25,7 +25,15 @@ from torch import Tensor
 
 from pyro_dvi.curvature.per_example.uses import Use, WeightUses, at_least_single, squares_rule
 
-__all__ = ["SquaredGradients", "graph_of", "passes_of", "squares_rule", "squares_without_rules"]
+__all__ = [
+    "SquaredGradients",
+    "bits_of_rows",
+    "graph_of",
+    "mixed_rows",
+    "passes_of",
+    "squares_rule",
+    "squares_without_rules",
+]
 
 _BUDGET = 1 << 26  # entries of gradients that the vectorised fallback may hold at a time
 Deliver = Callable[[int, Tensor], None]
@@ -77,34 +85,64 @@ class SquaredGradients(WeightUses):
             found[k] = torch.zeros_like(self._values[k]) if squares is None else squares
         return found
 
-    def mixed(self, served: dict[int, list[Use]], outputs: Tensor) -> set[int]:
+    def mixed(
+        self, served: dict[int, list[Use]], outputs: Tensor, parts: Sequence[Tensor] | None = None
+    ) -> set[int]:
         """Return the tensors in ``served`` with a use whose rows are no examples.
 
         Shapes can deceive: the first dimension may be one of positions or of features that has as many entries as
-        there are examples; or an example may see its neighbours. The first half of the examples then reaches rows of
-        the second half, or those in even places reach odd rows. Costs two backward passes. Batch normalisation in
-        training mode mixes all rows: run the model under ``ConstantStatistics`` for this question.
+        there are examples; or an example may see others. See :func:`mixed_rows` for how that is found out.
 
         Args:
             served: a part of what :meth:`served` returned.
             outputs: one entry per example.
+            parts: see :func:`mixed_rows`; None takes :func:`halves`.
         """
-        edges = [use.output for uses in served.values() for use in uses]
-        if not edges or not outputs.requires_grad or len(outputs) < 2:
-            return set()
         owners = [k for k, uses in served.items() for _ in uses]
-        rows = torch.arange(len(outputs), device=outputs.device)
-        found = set()
-        for part in (rows < len(outputs) // 2, rows % 2 == 0):
-            seeds = part.to(outputs)
-            deltas = torch.autograd.grad(outputs, edges, seeds, retain_graph=True, allow_unused=True)
-            reached = [
-                (k, delta[~part].count_nonzero())
-                for k, delta in zip(owners, deltas, strict=True)
-                if delta is not None
-            ]
-            found |= {k for k, foreign in reached if foreign > 0}
-        return found
+        edges = [use.output for uses in served.values() for use in uses]
+        parts = halves(len(outputs), outputs.device) if parts is None else parts
+        return {owners[n] for n in mixed_rows(edges, outputs, parts)}
+
+
+def halves(count: int, device: torch.device | None = None) -> list[Tensor]:
+    """Return the first half of that many rows, and every other row: two subsets that tell most mixtures of rows."""
+    rows = torch.arange(count, device=device)
+    return [rows < count // 2, rows % 2 == 0]
+
+
+def bits_of_rows(count: int, device: torch.device | None = None) -> list[Tensor]:
+    """Return the rows whose number has a certain bit, and those that have it not, for each bit.
+
+    Two rows differ in some bit: for any of them, some subset has the one and not the other.
+    """
+    rows = torch.arange(count, device=device)
+    having = [rows >> bit & 1 == 1 for bit in range((count - 1).bit_length())]
+    return [part for with_bit in having for part in (with_bit, ~with_bit)]
+
+
+def mixed_rows(places: Sequence[Any], outputs: Tensor, parts: Sequence[Tensor]) -> set[int]:
+    r"""Return which of ``places`` have rows that other examples than their own depend on.
+
+    A part of the examples must reach none of the rows outside that part. With :func:`bits_of_rows` any example that
+    reaches the row of another is found, at :math:`2 \log_2 B` backward passes; with :func:`halves` most are, at two.
+    Batch normalisation in training mode mixes all rows: run the model under ``ConstantStatistics`` for this question.
+
+    Args:
+        places: tensors or edges of the graph with examples in their first dimension.
+        outputs: f, one entry for each of B examples.
+        parts: subsets of the examples, as masks.
+    """
+    if not places or not outputs.requires_grad:
+        return set()
+    # Unequal weights, under which what two examples do to a third does not cancel by symmetry.
+    weights = torch.linspace(1, 2, len(outputs), device=outputs.device)
+    found: set[int] = set()
+    for part in parts:
+        seeds = (part * weights).to(outputs)
+        deltas = torch.autograd.grad(outputs, places, seeds, retain_graph=True, allow_unused=True)
+        reached = [(n, d[~part].count_nonzero()) for n, d in enumerate(deltas) if d is not None]
+        found |= {n for n, foreign in reached if foreign > 0}
+    return found
 
 
 class _Gathered:

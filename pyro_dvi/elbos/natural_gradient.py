@@ -126,7 +126,7 @@ class NaturalGradientELBO(DeterministicELBO):
             # First what runs backward passes of its own, which would set off the hooks of the others.
             again = partial(_uncoupled_run, model, guide_trace, draws, args, kwargs)
             self._watch_squares(
-                draws, states, Run(recorder, terms, again), _local_latents(model_trace, latents)
+                draws, states, Run(model, recorder, terms, again), _local_latents(model_trace, latents)
             )
             self._watch_products(draws, states)
         return {"loss": kl_weight * kl - log_likelihood, "log_likelihood": log_likelihood, "kl": kl}
@@ -260,7 +260,9 @@ def _uncoupled_run(model: Callable, guide_trace: Any, draws: TrackedDraws, args:
     with undisturbed(), ConstantStatistics(), recorder:
         trace = poutine.trace(poutine.replay(model, trace=guide_trace)).get_trace(*args, **kwargs)
     sites, factors = observed_sites(trace)
-    return Run(recorder, [*sites, *factors], partial(_uncoupled_run, model, guide_trace, draws, args, kwargs))
+    return Run(
+        model, recorder, [*sites, *factors], partial(_uncoupled_run, model, guide_trace, draws, args, kwargs)
+    )
 
 
 def _used_value(name: str, draws: TrackedDraws, guide_trace: Any) -> Tensor | None:

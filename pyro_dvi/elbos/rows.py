@@ -1,19 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which layers of a model have its examples in their rows."""
+"""Which layers and latents of a model have its examples in their rows."""
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
 from pyro_dvi.curvature import ObservedSite
 from pyro_dvi.curvature.per_example import Use
 from pyro_dvi.curvature.per_example.uses import with_examples_first
-from pyro_dvi.curvature.squared_gradients import SquaredGradients, graph_of
+from pyro_dvi.curvature.squared_gradients import SquaredGradients, bits_of_rows, graph_of, mixed_rows
+from pyro_dvi.errors import ModelError
 
 __all__ = ["RowCheck", "Run", "Served", "View"]
 
 Served = dict[int, list[Use]]
+_INTERVAL = 1000  # looks between two of a long training
 
 
 @dataclass(frozen=True)
@@ -21,11 +25,13 @@ class Run:
     """What a run of the model left.
 
     Attributes:
+        model: what was run.
         recorder: the uses of the latents.
         sites: the observed sites and factors.
         uncoupled: runs the model again in such a way that batch normalisation lets examples alone.
     """
 
+    model: Callable
     recorder: SquaredGradients
     sites: Sequence[ObservedSite]
     uncoupled: Callable[[], "Run"]
@@ -60,25 +66,106 @@ class View:
 
 
 class RowCheck:
-    """Looks once at every layout of a minibatch, and remembers which rows were no examples."""
+    r"""Looks at every layout of a model's minibatches, and remembers which rows were no examples.
+
+    The first look is thorough and costs :math:`2 \log_2 M` backward passes. Later ones, in calls 2, 4, 8, ..., 1000,
+    2000, ..., see whether that has changed, by two passes.
+    """
 
     def __init__(self) -> None:
-        self._mixed: dict[tuple, set[int]] = {}
+        self._models: dict[int, tuple[Callable[[], Any], dict[tuple, _Verdict]]] = {}
+
+    def __reduce__(self) -> tuple:
+        return RowCheck, ()  # a copy looks anew
 
     def served(self, run: Run, uses: Served, view: View, outputs: Tensor) -> Served:
-        """Keep the latents whose layers have the entries of ``outputs``, and nothing else, in their rows."""
-        served = with_examples_first(uses, len(outputs))
-        key = (view, len(outputs), _layout(served))
-        if key not in self._mixed:
-            self._mixed[key] = self._found_mixed(run, served, view, outputs)
-        return {k: calls for k, calls in served.items() if k not in self._mixed[key]}
+        """Keep the latents whose layers have the entries of ``outputs``, and nothing else, in their rows.
 
-    def _found_mixed(self, run: Run, served: Served, view: View, outputs: Tensor) -> set[int]:
-        if not run.recorder.couples_rows:
-            return run.recorder.mixed(served, outputs)
-        run = run.uncoupled()
-        log_prob = run.log_prob(view.place)
-        return run.recorder.mixed(run.uses(set(served), log_prob), view.outputs(log_prob))
+        Raises:
+            ModelError: a layer that kept examples apart does so no more.
+        """
+        served = with_examples_first(uses, len(outputs))
+
+        def look(run: Run, outputs: Tensor, parts: Sequence[Tensor]) -> set[int]:
+            return run.recorder.mixed(run.uses(set(served), outputs), outputs, parts)
+
+        mixed = self._mixed(run, view, outputs, _layout(served), look) if served else set()
+        return {k: calls for k, calls in served.items() if k not in mixed}
+
+    def own(
+        self, run: Run, values: Sequence[Tensor], local: set[int], view: View, outputs: Tensor
+    ) -> set[int]:
+        """Keep the latents in ``local`` whose rows reach the entry of ``outputs`` in the same place only.
+
+        Raises:
+            ModelError: rows of a latent that kept examples apart do so no more.
+        """
+        ordered = sorted(k for k in local if values[k].shape[:1] == (len(outputs),))
+
+        def look(run: Run, outputs: Tensor, parts: Sequence[Tensor]) -> set[int]:
+            return {ordered[n] for n in mixed_rows([values[k] for k in ordered], outputs, parts)}
+
+        layout = tuple((k, values[k].shape) for k in ordered)
+        mixed = self._mixed(run, view, outputs, layout, look) if ordered else set()
+        return set(ordered) - mixed
+
+    def _mixed(self, run: Run, view: View, outputs: Tensor, layout: tuple, look: Callable) -> set[int]:
+        verdicts = self._verdicts_on(run.model)
+        key = (view, len(outputs), layout)
+        verdict = verdicts.get(key)
+        if verdict is not None and not verdict.is_due():
+            return verdict.mixed
+        parts = bits_of_rows(len(outputs), outputs.device)
+        if run.recorder.couples_rows:
+            run = run.uncoupled()
+            outputs = view.outputs(run.log_prob(view.place))
+        if verdict is None:
+            verdict = verdicts[key] = _Verdict(look(run, outputs, parts))
+        elif parts:
+            pair = 2 * verdict.looks % len(parts)
+            verdict.renew(look(run, outputs, parts[pair : pair + 2]), run.sites[view.place].name)
+        return verdict.mixed
+
+    def _verdicts_on(self, model: Callable) -> "dict[tuple, _Verdict]":
+        owner = getattr(model, "__self__", model)  # a bound method is a new object at every access
+        reference, verdicts = self._models.get(id(owner), (None, {}))
+        if reference is None or reference() is not owner:  # new, or in the place of one that is gone
+            verdicts = {}
+            self._models = {n: entry for n, entry in self._models.items() if entry[0]() is not None}
+            self._models[id(owner)] = (weakref.ref(owner), verdicts)
+        return verdicts
+
+
+@dataclass
+class _Verdict:
+    """Which latents have rows that are no examples.
+
+    Attributes:
+        mixed: these latents.
+        calls: how often the question was asked.
+        looks: how often it was looked at again.
+    """
+
+    mixed: set[int]
+    calls: int = 1
+    looks: int = 0
+
+    def is_due(self) -> bool:
+        """Count a call, and say whether to look again."""
+        self.calls += 1
+        return self.calls & (self.calls - 1) == 0 or self.calls % _INTERVAL == 0
+
+    def renew(self, mixed: set[int], site: str) -> None:
+        """Compare with another look."""
+        self.looks += 1
+        if not mixed <= self.mixed:
+            self.mixed |= mixed
+            raise ModelError(
+                f"examples of observed site {site!r} depend on rows of other examples, which they did not in an "
+                "earlier step with a minibatch of the same shape. Squared gradients since then were those of the rows, "
+                "not of the examples. Train a model that mixes examples at times with IVON, which needs no gradients "
+                "of examples; if the model was changed on purpose, go on with a new NaturalGradientELBO."
+            )
 
 
 def _layout(uses: Served) -> tuple:

@@ -21,7 +21,7 @@ Add = Callable[[int, Tensor], None]
 
 
 class SquareMeasurement:
-    """Knows which layers keep examples apart, and which latents the user was warned about.
+    """Knows which layers keep examples apart, and which latents and sites the user was warned about.
 
     With one observed site whose examples form one dimension, squares come out of the backward pass of the loss. With
     several sites, or weights for single examples, every site gets a backward pass of its own; with more batch
@@ -31,6 +31,7 @@ class SquareMeasurement:
     def __init__(self) -> None:
         self._rows = RowCheck()
         self._warned: set[str] = set()
+        self._slow_sites: set[str] = set()
 
     def measure(
         self,
@@ -50,7 +51,7 @@ class SquareMeasurement:
             names: latent sites, for warnings.
             values: the draws.
             wanted: indices of the latents to measure.
-            local: indices of those whose elements belong to one example each.
+            local: indices of those whose elements seem to belong to one example each, by their plate.
             num_particles: K; squares are averaged over the draws, and gradients of the loss carry 1/K.
             add: called with an index and squares.
             loss_factor: what the loss was multiplied with, known in its backward pass.
@@ -70,10 +71,10 @@ class SquareMeasurement:
             return
         # The gradients that come by carry scale/K. Squares shall carry the scale once, and be a mean over K draws.
         (site,), weight = sites, num_particles / float(sites[0].scale)
-        alone = wanted & local
-        log_prob = site.log_prob(site.value)
+        log_prob, view = site.log_prob(site.value), View(0, 0)
+        alone = self._rows.own(run, values, wanted & local, view, log_prob)
         uses = {k: calls for k, calls in recorder.uses().items() if k in wanted - alone}
-        served = self._rows.served(run, uses, View(0, 0), log_prob)
+        served = self._rows.served(run, uses, view, log_prob)
         rest = wanted - alone - served.keys()
         self._without_rules(recorder, names, values, rest, site, log_prob, num_particles, add)
 
@@ -110,6 +111,7 @@ class SquareMeasurement:
             rows = log_prob.shape[axis]
             root = _root(site, log_prob).movedim(axis, 0).reshape(rows, -1)
             columns = log_prob.movedim(axis, 0).reshape(rows, -1)
+            self._warn_of_columns(site, log_prob, columns.shape[1])
             for n in range(columns.shape[1]):
                 found = recorder.measured(served, columns[:, n], root[:, n])
                 for k, squares in found.items():
@@ -160,6 +162,20 @@ class SquareMeasurement:
                     DviWarning,
                     stacklevel=2,
                 )
+
+    def _warn_of_columns(self, site: ObservedSite, log_prob: Tensor, passes: int) -> None:
+        if passes <= _MANY_PASSES or site.name in self._slow_sites:
+            return
+        self._slow_sites.add(site.name)
+        more = log_prob.dim() - 1
+        warnings.warn(
+            f"observed site {site.name!r} has the batch shape {tuple(log_prob.shape)}, and each entry is an example of "
+            f"its own: squared gradients take {passes} backward passes in each step. If a row is one example, as an "
+            f"image is, say so with .to_event({more}) on its distribution; or use IVON, which needs no gradients of "
+            "examples.",
+            DviWarning,
+            stacklevel=2,
+        )
 
 
 def _refuse_checkpoints(graph: set[Any]) -> None:

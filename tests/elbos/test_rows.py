@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers whose rows are no examples, or whose uses cannot be seen, are measured in another way or refused."""
 
+import warnings
+
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -10,9 +12,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from pyro_dvi.bayesian import LearnedScale, classifier, to_bayesian_
+from pyro_dvi.curvature.squared_gradients import bits_of_rows
 from pyro_dvi.elbos import NaturalGradientELBO
-from pyro_dvi.errors import DviWarning, UnsupportedError
+from pyro_dvi.errors import DviWarning, ModelError, UnsupportedError
 from pyro_dvi.guides import NaturalGradientGuide
+from pyro_dvi.natural_state import natural_state_of
 from pyro_dvi.optim import IVON, VOGN
 from tests.elbos.test_squares import M, N, assert_equal, squares_at_mean, weights, x_and_y
 
@@ -67,6 +71,76 @@ def test_the_second_look_leaves_no_trace():
         after.append(torch.rand(()))
     assert int(net.norm.num_batches_tracked) == 2
     assert after[0] == after[1]
+
+
+# Examples that see others --------------------------------------------------------------------------------------
+
+
+class Seeing(nn.Module):
+    """An example reads another, by a matrix that may be exchanged."""
+
+    def __init__(self, matrix: Tensor) -> None:
+        super().__init__()
+        self.matrix, self.embed, self.head = matrix, nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.matrix @ self.embed(x).tanh())
+
+
+def lagged(rows: int, lag: int) -> Tensor:
+    return torch.eye(rows) - torch.diag(torch.ones(rows - lag), -lag)
+
+
+@pytest.mark.parametrize(("rows", "lag"), [(48, 12), (16, 8), (12, 4), (7, 2)])
+@pytest.mark.parametrize("forwards", [True, False])
+def test_examples_that_read_far_away_ones_are_found_out(rows, lag, forwards):
+    matrix = lagged(rows, lag)
+    net = to_bayesian_(Seeing(matrix if forwards else matrix.T), prior_scale=1.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DviWarning)
+        assert_equal(
+            *squares_at_mean(classifier(net, num_data=rows), torch.randn(rows, 3), torch.arange(rows) % 2)
+        )
+
+
+def test_any_two_examples_are_told_apart():
+    parts = bits_of_rows(11)
+    assert len(parts) == 8
+    for i in range(11):
+        for j in range(11):
+            assert i == j or any(part[i] and not part[j] for part in parts)
+    assert bits_of_rows(1) == []
+
+
+def test_examples_that_begin_to_see_others_are_an_error():
+    x = torch.randn(M, 3)
+    net = to_bayesian_(Seeing(torch.eye(M)), prior_scale=1.0)
+    model = classifier(net, num_data=N)
+    guide = NaturalGradientGuide(model)
+    svi = SVI(model, guide, VOGN({}), loss=NaturalGradientELBO())
+    for _ in range(3):
+        svi.step(x, LABELS)
+    net.matrix = torch.full((M, M), 1 / M)
+    with pytest.raises(ModelError, match=r"site 'obs' depend on rows of other examples"):
+        svi.step(x, LABELS)
+
+
+def test_every_model_gets_a_look_of_its_own():
+    """One objective may train several models of the same shapes."""
+    elbo, x = NaturalGradientELBO(), torch.randn(M, 3)
+    squares: list[Tensor] = []
+    for objective in (elbo, elbo, NaturalGradientELBO()):
+        pyro.clear_param_store()
+        torch.manual_seed(0)
+        net = to_bayesian_(Seeing(lagged(M, 2) if squares else torch.eye(M)), prior_scale=1.0)
+        model = classifier(net, num_data=N)
+        guide = NaturalGradientGuide(model)
+        guide.initialize(x, LABELS)
+        torch.manual_seed(1)
+        objective.loss_and_grads(model, guide, x, LABELS)
+        squares.append(natural_state_of(guide.locs.get_parameter("net.embed.weight_unconstrained")).squares)
+    torch.testing.assert_close(squares[1], squares[2])
+    assert not torch.allclose(squares[0], squares[1])
 
 
 # Several sites -------------------------------------------------------------------------------------------------

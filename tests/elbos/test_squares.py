@@ -163,6 +163,14 @@ def local_latents_of_many_outputs(x, y):
             pyro.sample("y", dist.Normal(torch.tanh(shift), 0.5), obs=torch.stack([y, -y], -1))
 
 
+def random_walk(x, y):
+    """Latents in the plate of the observations, of which each reaches all later ones."""
+    with pyro.plate("data", M):
+        step = pyro.sample("step", dist.Normal(0.0, 1.0))
+        shift = pyro.sample("shift", dist.Normal(0.0, 1.0))
+        pyro.sample("y", dist.Normal(torch.tanh(step.cumsum(0) + shift), 0.5), obs=y)
+
+
 def groups(x, y):
     """Latents of three groups: each belongs to several examples."""
     with pyro.plate("groups", 3):
@@ -200,6 +208,7 @@ MODELS = [
     as_many_outputs_as_examples,
     local_latents,
     local_latents_of_many_outputs,
+    random_walk,
     groups,
     one_observation,
     unscaled_features,
@@ -291,6 +300,24 @@ def test_many_passes_are_announced_once_for_each_site():
     natural_state_of(guide.locs.w).clear()
     natural_state_of(guide.locs.v).clear()
     elbo.loss_and_grads(model, guide, x, y)  # a second warning would be an error
+
+
+def test_many_columns_are_announced_once():
+    def model(x, y, event_dim=0):
+        mean = torch.nn.functional.linear(x, weights((40, 3)))
+        with pyro.plate("data", len(x), dim=-1 if event_dim else -2):
+            pyro.sample("pixels", dist.Normal(mean, 0.5).to_event(event_dim), obs=mean.detach() + 1)
+
+    x, y = x_and_y()
+    guide = NaturalGradientGuide(model)
+    guide.initialize(x, y)
+    elbo = NaturalGradientELBO()
+    with pytest.warns(DviWarning, match=r"'pixels'.*40 backward passes.*\.to_event\(1\)"):
+        elbo.loss_and_grads(model, guide, x, y)
+    natural_state_of(guide.locs.w).clear()
+    elbo.loss_and_grads(model, guide, x, y)  # a second warning would be an error
+    natural_state_of(guide.locs.w).clear()
+    NaturalGradientELBO().loss_and_grads(model, guide, x, y, 1)
 
 
 # Networks -------------------------------------------------------------------------------------------------------
