@@ -54,6 +54,7 @@ PEER_FULL_STEPS, PEER_FULL_RATE = 10, 0.5  # instead of its 100 steps of 0.1, ea
 LAST_LAYER = {"mlp": "net.2.*", "cnn": "net.5.*"}
 OURS: dict[str, Any] = {
     "PosteriorSamples(64)": PosteriorSamples(64),
+    "PosteriorSamples(256)": PosteriorSamples(256),
     "Dense": Dense(),
     "KroneckerFactored": KroneckerFactored(),
     "Diagonal": Diagonal(),
