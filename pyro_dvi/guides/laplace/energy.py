@@ -213,11 +213,11 @@ class LocalEnergy:
         Independent Normal priors have one. Latents in the prior of others couple them.
         """
         if self._prior_diagonal is None:
-            generator = torch.Generator().manual_seed(0)
-            signs = torch.randint(2, self.point.shape, generator=generator).mul_(2).sub_(1).to(self.point)
-            diagonal, check = self.prior_hessian(torch.stack([torch.ones_like(signs), signs]))
-            rounding = 100 * torch.finfo(signs.dtype).eps * diagonal.abs()
-            proper = ((check - signs * diagonal).abs() <= rounding) & (diagonal > 0)
+            # Sums of rows are the diagonal if nothing else is there, which one vector tells whose elements all differ.
+            probe = torch.randn(self.point.shape, generator=torch.Generator().manual_seed(0)).to(self.point)
+            diagonal, check = self.prior_hessian(torch.stack([torch.ones_like(probe), probe]))
+            rounding = 100 * torch.finfo(probe.dtype).eps * diagonal.abs() * probe.abs().clamp(min=1)
+            proper = ((check - probe * diagonal).abs() <= rounding) & (diagonal > 0)
             self._prior_diagonal = (diagonal if bool(proper.all()) else None,)
         return self._prior_diagonal[0]
 

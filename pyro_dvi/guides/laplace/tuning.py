@@ -377,13 +377,13 @@ def _is_proportional(tuning: Tuning, curvature: PrecisionMatrix) -> bool:
     value = 4.0
     before, after = tuning.energy, tuning.candidate(value)
     generator = torch.Generator().manual_seed(0)
-    signs = torch.randint(2, before.start.shape, generator=generator).mul_(2).sub_(1).to(before.start)
+    probe = torch.randn(before.start.shape, generator=generator).to(before.start)
     parts = []
     for energy in (before, after):
         local = energy.at(energy.start)
-        prior = local.prior_hessian(signs[None])
-        parts.append((curvature.product(local, signs[None]) - prior, prior))
-    tolerance = math.sqrt(torch.finfo(signs.dtype).eps)
+        prior = local.prior_hessian(probe[None])
+        parts.append((curvature.product(local, probe[None]) - prior, prior))
+    tolerance = math.sqrt(torch.finfo(probe.dtype).eps)
     return all(
         float((new - factor * old).norm()) <= tolerance * float((factor * old).norm())
         for old, new, factor in zip(*parts, tuning.scale.proportions(value), strict=True)
