@@ -66,7 +66,8 @@ class Outputs:
     Attributes:
         site: the observed site, or the deterministic one.
         values: all parameters of each example, ``[B, K]``.
-        parameters: what the K numbers are, in order; the first is the mean, the logits or the logarithm of a rate.
+        parameters: what the K numbers are, in order; the first is the mean, the logits or the logarithm of a rate, also
+            where only others are uncertain.
         distribution: the observed distribution; None for a deterministic site.
         given: what the innermost distribution is made with, by name.
         axis: the dimension of its batch shape that counts examples, from the right.
@@ -178,12 +179,15 @@ def observed_outputs(site: str, fn: Any, axis: int, num_rows: int, made: list[Bu
     batch_shape = _full_batch_shape(fn)
     position = len(fn.batch_shape) + axis  # wrappers move batch dimensions to the right only
     parts, parameters = [], []
+    location = _location(given)
     for name in sorted(given, key=lambda name: name not in _LOCATIONS):
         value = given[name]
         constraint = base.arg_constraints.get(name)
         if constraint is None or not (torch.is_tensor(value) and value.requires_grad):
             _refuse_hidden(site, base, name, value)
-            continue
+            if constraint is None or name != location:
+                continue
+            value = _certain(value, given)
         transform, event_dim = _real_numbers(site, base, name, constraint)
         own = value.shape[value.dim() - event_dim :] if event_dim else ()
         value = value.expand(*batch_shape, *own)
@@ -195,9 +199,25 @@ def observed_outputs(site: str, fn: Any, axis: int, num_rows: int, made: list[Bu
             )
         parts.append(real.reshape(num_rows, -1))
         parameters.append(Parameter(name, tuple(real.shape[1:]), position, transform))
-    if not parts:
+    if not any(part.requires_grad for part in parts):
         raise _without_latents(f"no parameter of {type(base).__name__} at observed site {site!r} depends")
     return Outputs(site, torch.cat(parts, -1), tuple(parameters), fn, given, axis)
+
+
+def _location(given: Mapping[str, Any]) -> str | None:
+    """Return the parameter that is the prediction: it counts among the outputs even where it is certain."""
+    name = next((name for name in _LOCATIONS if name in given), None)
+    return (
+        None if name == "rate" and "concentration" in given else name
+    )  # of a Gamma, two equal parts of its mean
+
+
+def _certain(value: Any, given: Mapping[str, Any]) -> Tensor:
+    """Return a parameter without uncertainty as a constant tensor, like those that the model gave."""
+    if torch.is_tensor(value):
+        return value
+    like = next((v for v in given.values() if torch.is_tensor(v)), torch.empty(()))
+    return torch.as_tensor(value, dtype=like.dtype, device=like.device)
 
 
 def _without_latents(what: str) -> ModelError:

@@ -16,8 +16,8 @@ __all__ = ["GaussianOutputs"]
 class GaussianOutputs:
     r"""Outputs f of B examples, :math:`f \sim \mathcal N(\hat f, J P^{-1} J^\top)`.
 
-    Outputs are real numbers: a mean, logits, the logarithm of a rate or of a noise scale. The first parameter of the
-    observed distribution is the prediction; the others matter to :func:`~pyro_dvi.predict`.
+    Outputs are real numbers: a mean, logits, the logarithm of a rate or of a noise scale. The location of the
+    observed distribution is the prediction, also where it is certain; the others matter to :func:`~pyro_dvi.predict`.
 
     Attributes:
         outputs: the outputs at the mode, and the distribution around them.
