@@ -15,7 +15,6 @@ from pyro_dvi.handlers.built import arguments_kept
 from pyro_dvi.handlers.log_joint import AtUnconstrained
 from pyro_dvi.handlers.mean_run import twice_differentiable
 from pyro_dvi.handlers.outputs import Outputs, observed_outputs
-from pyro_dvi.handlers.rescaled import RescaledModel
 from pyro_dvi.links import ClassLink, Probit
 from pyro_dvi.predictive.integrated import integrated
 from pyro_dvi.predictive.rules import PredictionRule
@@ -91,8 +90,6 @@ class Linearised(PredictionRule):
                 "Moments() or Samples(30)"
             )
         fitted = guide.fitted
-        if guide.scale_factors:  # a tuned noise
-            respond = RescaledModel(respond, guide.scale_factors)
         query = _Responses(respond, inputs, guide.median(), fitted.mode, fitted.layout)
         gaussian = fitted.gaussian_outputs(query)
         distribution = integrated(gaussian.outputs, gaussian.full_covariance, self.link, self.num_points)

@@ -10,6 +10,8 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from pyro_dvi.errors import ArgumentError
+from pyro_dvi.guides import LaplaceGuide
+from pyro_dvi.guides.laplace.tuning import rescaled_model
 from pyro_dvi.predictive.batches import batches, is_shuffled
 from pyro_dvi.predictive.defaults import default_rule
 from pyro_dvi.predictive.mixture import Mixture
@@ -93,6 +95,7 @@ def predict(
     rule = rule_of(method, guide)
     check_is_set_up(guide)
     device = device_of(model, guide)
+    tuned = guide.scale_factors if isinstance(guide, LaplaceGuide) else {}  # a noise, say
     parts, name = [], site
     split = batches(model, data, observed=observed, batch_size=batch_size, device=device)
     with evaluation_mode(model, guide), seeded(seed, device) as seed:
@@ -101,7 +104,8 @@ def predict(
                 batch = check_observation(model, batch, example_latents(guide, batch.inputs), site)
             torch.manual_seed(seed)
             mixture = Mixture(batch.observed, batch.num_rows)
-            for response in rule.components(guide, batch.inputs, partial(respond, model, batch, site=site)):
+            run = rescaled_model(partial(respond, model, batch, site=site), tuned)
+            for response in rule.components(guide, batch.inputs, run):
                 mixture.add(response)
                 name = response.site
             parts.append(mixture.finish())

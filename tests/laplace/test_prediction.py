@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributions import AffineTransform, ExpTransform
 from torch.utils.data import DataLoader, TensorDataset
 
-from pyro_dvi import AtMean, Linearised, MeanFieldGuide, Moments, predict
+from pyro_dvi import AtMean, Linearised, MeanFieldGuide, Moments, Samples, predict
 from pyro_dvi.errors import ArgumentError, GuideError, ModelError, UnsupportedError
 from pyro_dvi.guides.laplace import Accept, Dense, Hessian, LaplaceGuide
 from pyro_dvi.links import LaplaceBridge, Probit, SobolSoftmax
@@ -341,6 +341,44 @@ def test_a_learned_parameter_is_certain():
     found = predict(model, guide, (x, x))
     torch.testing.assert_close(found.variance, torch.full((4,), 0.25 + 1 / (1 + 4 / 0.25)))
     assert type(found._parts[0].distribution) is dist.Normal
+
+
+@pytest.mark.parametrize("loc", [5.0, torch.full((4,), 5.0)], ids=["number", "tensor"])
+def test_a_certain_mean_stays_the_prediction(loc):
+    def model(x: Tensor, y: Tensor | None = None) -> Any:
+        scale = pyro.sample("scale", dist.LogNormal(x.new_zeros(()), 1.0))
+        with pyro.plate("data", 4, subsample_size=len(x)):
+            return pyro.sample("y", dist.Normal(loc, scale), obs=y)
+
+    x = torch.tensor([3.0, 4.0, 6.0, 8.0])
+    guide = guide_at(model, (x, x), {"scale": torch.tensor(0.5)})
+    guide.fit([(x, x)], Dense(), unconverged=Accept())
+    found = guide.predictive(x)
+    torch.testing.assert_close(found.mean, torch.full((4,), 5.0))
+    torch.testing.assert_close(found.variance, torch.zeros(4))
+    torch.testing.assert_close(found.full_covariance[:, 1, 1], guide.posterior.marginal_variance().expand(4))
+    scale = guide.sample(50_000)["scale"].unsqueeze(-1)
+    expected = dist.Normal(5.0, scale).log_prob(x).logsumexp(0) - torch.tensor(50_000.0).log()
+    torch.testing.assert_close(predict(model, guide, (x, x)).log_likelihood(), expected, rtol=0, atol=0.02)
+
+
+@pytest.mark.parametrize(
+    "rule", [Linearised(), AtMean(), Samples(2000)], ids=lambda rule: type(rule).__name__
+)
+@pytest.mark.filterwarnings("ignore:weights are drawn")
+def test_a_tuned_noise_counts_for_every_rule(rule):
+    def model(x: Tensor, y: Tensor | None = None) -> Any:
+        w = pyro.sample("w", dist.Normal(x.new_zeros(()), 1.0))
+        with pyro.plate("data", 4, subsample_size=len(x)):
+            return pyro.sample("y", dist.Normal(x * w, 0.5), obs=y)
+
+    x = torch.ones(4)
+    guide = guide_at(model, (x, x), {"w": torch.tensor(0.9)})
+    guide.scale_factors = {"y": 4.0}
+    guide.fit([(x, x)], Dense(), unconverged=Accept())
+    weights = 0.0 if isinstance(rule, AtMean) else 1 / (1 + 4 / 2.0**2)
+    found = predict(model, guide, x, rule, seed=0).variance
+    torch.testing.assert_close(found, torch.full((4,), 2.0**2 + weights), rtol=0, atol=0.06)
 
 
 def test_one_of_several_observed_sites():
