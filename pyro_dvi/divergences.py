@@ -9,7 +9,7 @@ own parents. Point masses contribute minus their log prior.
 
 import math
 from functools import lru_cache
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -19,12 +19,18 @@ from torch import distributions as td
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from pyro_dvi.errors import DataError
+from pyro_dvi.errors import DataError, ModelError
 from pyro_dvi.handlers.latents import Latent, is_identity
 from pyro_dvi.handlers.means import strip_event_dims
 from pyro_dvi.multiplicative_normal import MultiplicativeNormal, divergence_from_normal
 
-__all__ = ["kl_to_prior", "normal_prior", "prior_precision"]
+__all__ = [
+    "kl_to_prior",
+    "normal_in_unconstrained_space",
+    "normal_prior",
+    "prior_precision",
+    "refuse_not_normal",
+]
 
 _NODES = 32
 
@@ -100,12 +106,22 @@ def _log_prior(latent: Latent, value: Tensor) -> Tensor:
 
 def normal_prior(latent: Latent) -> td.Normal | None:
     """Return the prior in the posterior's unconstrained space if it is a Normal there; None for other priors."""
-    prior = strip_event_dims(latent.prior)
+    return normal_in_unconstrained_space(latent.prior, latent.transform)
+
+
+def normal_in_unconstrained_space(prior: Any, transform: Any) -> td.Normal | None:
+    """Return a distribution as the Normal that it is before ``transform``; None for others.
+
+    Args:
+        prior: over constrained values.
+        transform: from unconstrained to constrained values; None for the identity.
+    """
+    prior = strip_event_dims(prior)
     if isinstance(prior, td.Normal):
-        return prior if latent.transform is None else None
-    if isinstance(prior, td.TransformedDistribution) and latent.transform is not None:
+        return prior if transform is None else None
+    if isinstance(prior, td.TransformedDistribution) and transform is not None:
         base = strip_event_dims(prior.base_dist)
-        own = latent.transform
+        own = transform
         while isinstance(own, td.IndependentTransform):
             own = own.base_transform
         parts = [
@@ -116,6 +132,19 @@ def normal_prior(latent: Latent) -> td.Normal | None:
         )
         return base if isinstance(base, td.Normal) and same else None
     return None
+
+
+def refuse_not_normal(site: str, prior: Any) -> NoReturn:
+    """Say that a site's prior is none for natural gradients.
+
+    Raises:
+        ModelError: always.
+    """
+    raise ModelError(
+        f"the prior of site {site!r} is {type(strip_event_dims(prior)).__name__}; natural-gradient updates need a "
+        "Normal prior (in unconstrained space, as LogNormal's is). Use MeanFieldGuide with TaylorELBO or "
+        "MomentPropagationELBO."
+    )
 
 
 def _elementwise(transform: Any) -> bool:

@@ -6,13 +6,23 @@ than the gradient: the objective leaves it here, as an attribute of the paramete
 it there in its step.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import Tensor
 
-__all__ = ["NaturalState", "Statistics", "attach", "leaf_of", "natural_state_of"]
+__all__ = [
+    "NaturalState",
+    "Statistics",
+    "attach",
+    "is_trained",
+    "leaf_of",
+    "natural_state_of",
+    "note_trained",
+]
 
 _ATTRIBUTE = "_pyro_dvi_natural_state"
+_TRAINED = "_pyro_dvi_trained_by_natural_gradients"
 
 
 @dataclass(frozen=True)
@@ -84,6 +94,17 @@ def natural_state_of(parameter: Tensor) -> NaturalState | None:
 def attach(parameter: Tensor, state: NaturalState) -> None:
     """Make ``state`` belong to a parameter of means."""
     setattr(parameter, _ATTRIBUTE, state)
+
+
+def note_trained(parameters: Iterable[Tensor]) -> None:
+    """Leave word with parameters, means or not, that an objective of natural gradients gives them their gradients."""
+    for parameter in parameters:
+        setattr(parameter, _TRAINED, True)
+
+
+def is_trained(parameter: Tensor) -> bool:
+    """Whether an objective of natural gradients has ever given this parameter a gradient."""
+    return hasattr(parameter, _TRAINED)
 
 
 def leaf_of(tensor: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from pyro_dvi.curvature import ObservedSite
 from pyro_dvi.curvature.base import sum_of
 from pyro_dvi.curvature.squared_gradients import SquaredGradients, graph_of
 from pyro_dvi.curvature.uncoupled import ConstantStatistics
-from pyro_dvi.divergences import kl_to_prior, normal_prior
+from pyro_dvi.divergences import kl_to_prior, normal_prior, refuse_not_normal
 from pyro_dvi.elbos.base import DeterministicELBO
 from pyro_dvi.elbos.rows import Run
 from pyro_dvi.elbos.squares import SquareMeasurement
@@ -24,7 +24,7 @@ from pyro_dvi.handlers.draws import TrackedDraws
 from pyro_dvi.handlers.explained import explained_errors
 from pyro_dvi.handlers.latents import Latent, match_latents
 from pyro_dvi.handlers.observed import check_num_data, checked_log_likelihood, observed_sites
-from pyro_dvi.natural_state import NaturalState, Statistics, attach, natural_state_of
+from pyro_dvi.natural_state import NaturalState, Statistics, attach, natural_state_of, note_trained
 from pyro_dvi.undisturbed import undisturbed
 
 __all__ = ["NaturalGradientELBO"]
@@ -129,6 +129,7 @@ class NaturalGradientELBO(DeterministicELBO):
                 draws, states, Run(model, recorder, terms, again), _local_latents(model_trace, latents)
             )
             self._watch_products(draws, states)
+            note_trained(_leaves([log_likelihood, kl]))
         return {"loss": kl_weight * kl - log_likelihood, "log_likelihood": log_likelihood, "kl": kl}
 
     def loss_and_grads(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> float:
@@ -250,6 +251,11 @@ def _with_idle_draws(log_likelihood: Tensor, draws: TrackedDraws) -> Tensor:
     return log_likelihood + sum_of(idle) if idle else log_likelihood
 
 
+def _leaves(outputs: list[Tensor]) -> list[Tensor]:
+    """Parameters that ``outputs`` depend on."""
+    return [node.variable for node in graph_of(outputs) if hasattr(node, "variable")]
+
+
 def _recorder(draws: TrackedDraws, guide_trace: Any) -> SquaredGradients:
     return SquaredGradients([_used_value(name, draws, guide_trace) for name in draws.gaussians])
 
@@ -283,10 +289,7 @@ def _fixed_prior(latent: Latent, draws: TrackedDraws) -> tuple[Tensor, Tensor]:
     """Mean and precision of a latent's prior, which no other latent may set."""
     prior = normal_prior(latent)
     if prior is None:
-        raise ModelError(
-            f"the prior of site {latent.name!r} is {type(latent.prior).__name__}; natural-gradient updates need a "
-            "Normal prior (in unconstrained space, as LogNormal's is). Use TaylorELBO or MomentPropagationELBO."
-        )
+        refuse_not_normal(latent.name, latent.prior)
     parameters = [p for p in (prior.loc, prior.scale) if p.grad_fn is not None]
     values = [g.value for g in draws.gaussians.values()]
     if parameters:

@@ -11,9 +11,11 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_dvi.bayesian import init_to_module
+from pyro_dvi.divergences import normal_in_unconstrained_space, refuse_not_normal
 from pyro_dvi.errors import ArgumentError
 from pyro_dvi.guides.base import FactorisedGuide
 from pyro_dvi.guides.factors import Factor
+from pyro_dvi.handlers.latents import unconstraining_transform
 
 __all__ = ["NaturalGradientGuide"]
 
@@ -41,7 +43,7 @@ class NaturalGradientGuide(FactorisedGuide):
         precisions: module of precisions, ``guide.precisions.<site>``.
 
     Raises:
-        ModelError: a latent is discrete, or its prior is no Normal.
+        ModelError: in the first call: a latent is discrete, or its prior is no Normal in unconstrained space.
         ArgumentError: a scale that is not positive.
 
     Source: Osawa et al. (2019), "Practical deep learning with Bayesian principles", Algorithm 1.
@@ -70,6 +72,8 @@ class NaturalGradientGuide(FactorisedGuide):
         return parameter
 
     def _factor_of(self, name: str, site: Any, loc: Tensor) -> Factor:
+        if normal_in_unconstrained_space(site["fn"], unconstraining_transform(site["fn"].support)) is None:
+            refuse_not_normal(name, site["fn"])
         return Precision(self.initial_scale)
 
 

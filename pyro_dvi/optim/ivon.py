@@ -39,7 +39,8 @@ class IVONOptimizer(NaturalGradientOptimizer):
         total_steps: length of a cosine decay of the learning rate. None: the length that ``fit`` announces, unless the
             optimizer has a scheduler, which then says alone how the rate falls; constant without either. A number
             and a scheduler multiply.
-        deterministic_lr: learning rate of Adam for parameters that are no latents.
+        deterministic_lr: learning rate of Adam for parameters that are no latents. The cosine and schedulers steer it
+            too: it falls in proportion to ``lr``. It has no warm-up.
 
     Raises:
         ArgumentError: an option out of range.

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from pyro_dvi.errors import ArgumentError, GuideError
-from pyro_dvi.natural_state import NaturalState, Statistics, natural_state_of
+from pyro_dvi.errors import GuideError
+from pyro_dvi.natural_state import NaturalState, Statistics, is_trained, natural_state_of
 from pyro_dvi.optim.learning_rate_course import cosine, warm_up
+from pyro_dvi.optim.options import check_options, refuse_unknown
 
 __all__ = ["NaturalGradientOptimizer"]
 
@@ -51,19 +52,10 @@ class NaturalGradientOptimizer(Optimizer):
         warmup_steps: int = 100,
         total_steps: int | None = None,
         deterministic_lr: float = 1e-2,
+        **unknown: Any,
     ) -> None:
-        _positive(lr=lr, data_augmentation=data_augmentation, deterministic_lr=deterministic_lr)
-        if not (0 <= betas[0] < 1 and 0 <= betas[1] < 1):
-            raise ArgumentError(f"betas must lie in [0, 1), got {betas}")
-        if damping < 0:
-            raise ArgumentError(f"damping must not be negative, got {damping}")
-        if initial_curvature is not None:
-            _positive(initial_curvature=initial_curvature)
-        if warmup_steps < 0:
-            raise ArgumentError(f"warmup_steps must not be negative, got {warmup_steps}")
-        if total_steps is not None and total_steps < 1:
-            raise ArgumentError(f"total_steps must be at least 1, got {total_steps}")
-        defaults = dict(
+        refuse_unknown(type(self), unknown)
+        defaults: dict[str, Any] = dict(
             lr=lr,
             betas=betas,
             damping=damping,
@@ -73,7 +65,10 @@ class NaturalGradientOptimizer(Optimizer):
             total_steps=total_steps,
             deterministic_lr=deterministic_lr,
         )
+        check_options(**defaults)
         super().__init__(params, defaults)
+        for group in self.param_groups:
+            group["full_lr"] = group["lr"]  # before schedulers, some of which change it at once
         self._told_steps: int | None = None
 
     def set_total_steps(self, total_steps: int) -> None:
@@ -92,7 +87,7 @@ class NaturalGradientOptimizer(Optimizer):
             closure: evaluates the loss and its gradients first, as for any torch optimizer.
 
         Raises:
-            GuideError: means whose curvature was not measured, because their loss was no ``NaturalGradientELBO``.
+            GuideError: the loss was no ``NaturalGradientELBO``, or its measurements were used already.
         """
         loss = None
         if closure is not None:
@@ -102,8 +97,7 @@ class NaturalGradientOptimizer(Optimizer):
             self._forget()
             return loss
         parameters = [p for group in self.param_groups for p in group["params"]]
-        if len(parameters) > 1:  # else one of those that Pyro makes for each parameter
-            refuse_unmeasured(parameters, type(self).__name__)
+        refuse_unmeasured(parameters, type(self).__name__)
         loss_factor = self._loss_factor()
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -117,7 +111,7 @@ class NaturalGradientOptimizer(Optimizer):
                 factor = cosine(memory["step"], total)
                 measured = natural_state_of(parameter)
                 if measured is None:
-                    _adam(parameter, memory, factor * group["deterministic_lr"])
+                    _adam(parameter, memory, factor * _scheduled(group) * group["deterministic_lr"])
                     continue
                 if not measured.is_fresh:
                     raise GuideError(
@@ -205,12 +199,13 @@ class NaturalGradientOptimizer(Optimizer):
 
 
 def refuse_unmeasured(parameters: Iterable[Tensor], name: str) -> None:
-    """Refuse to step parameters of which none is a mean that an objective has measured.
+    """Refuse to step parameters of which none has ever got a gradient from an objective of natural gradients.
 
     Raises:
         GuideError: saying what goes with natural-gradient optimizers.
     """
-    if all(natural_state_of(parameter) is None for parameter in parameters):
+    moved = [parameter for parameter in parameters if parameter.grad is not None]
+    if moved and not any(map(is_trained, moved)):
         raise GuideError(
             f"{name} found no means with measurements among its parameters: it goes with NaturalGradientGuide and "
             "NaturalGradientELBO. For another guide or objective take an optimizer such as pyro.optim.ClippedAdam with "
@@ -237,7 +232,9 @@ def _adam(parameter: Tensor, memory: dict[str, Any], lr: float) -> None:
     parameter.addcdiv_(mean, scale, value=-lr / (1 - 0.9**step))
 
 
-def _positive(**options: float) -> None:
-    for name, value in options.items():
-        if not (isinstance(value, int | float) and value > 0 and math.isfinite(value)):
-            raise ArgumentError(f"{name} must be a positive number, got {value!r}")
+def _scheduled(group: dict[str, Any]) -> float:
+    """Share of the learning rate that schedulers have left; theirs know one rate only."""
+    full: float = group.get(
+        "full_lr", group.get("initial_lr", group["lr"])
+    )  # older states and later groups have none
+    return float(group["lr"] / full)

@@ -4,6 +4,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from pyro.optim import PyroOptim
 
 from pyro_dvi.errors import ArgumentError
@@ -50,36 +51,62 @@ class NaturalGradientOptim(PyroOptim):
         return optimizer
 
 
-def VOGN(optim_args: Options, clip_args: Any = None) -> NaturalGradientOptim:  # noqa: N802 (Pyro's style)
+def VOGN(  # noqa: N802 (Pyro's style)
+    optim_args: Options, clip_args: Any = None, **misplaced: Any
+) -> NaturalGradientOptim:
     """Variational online Gauss-Newton for SVI: :class:`VOGNOptimizer` for each parameter.
 
     Args:
         optim_args: options of :class:`VOGNOptimizer`; or a function of the parameter's name. With ``{}``,
             what is left to choose is the temperature, ``NaturalGradientELBO(kl_weight=...)``: 0.01 to 0.1 for networks.
         clip_args: as for Pyro's optimizers.
+        misplaced: none; options belong into the dictionary.
+
+    Raises:
+        ArgumentError: an option that the optimizer has not, or out of range; or this stands where torch's class should,
+            as in Pyro's schedulers.
 
     Example:
         >>> VOGN({}).pt_optim_constructor.__name__
         'VOGNOptimizer'
     """
-    return _wrapped(VOGNOptimizer, optim_args, clip_args)
+    return _wrapped(VOGNOptimizer, optim_args, clip_args, misplaced)
 
 
-def OGN(optim_args: Options, clip_args: Any = None) -> NaturalGradientOptim:  # noqa: N802
+def OGN(  # noqa: N802
+    optim_args: Options, clip_args: Any = None, **misplaced: Any
+) -> NaturalGradientOptim:
     """Online Gauss-Newton for SVI: :class:`OGNOptimizer` for each parameter; arguments as :func:`VOGN`."""
-    return _wrapped(OGNOptimizer, optim_args, clip_args)
+    return _wrapped(OGNOptimizer, optim_args, clip_args, misplaced)
 
 
-def IVON(optim_args: Options, clip_args: Any = None) -> NaturalGradientOptim:  # noqa: N802
+def IVON(  # noqa: N802
+    optim_args: Options, clip_args: Any = None, **misplaced: Any
+) -> NaturalGradientOptim:
     """Improved variational online Newton for SVI: :class:`IVONOptimizer`; arguments as :func:`VOGN`."""
-    return _wrapped(IVONOptimizer, optim_args, clip_args)
+    return _wrapped(IVONOptimizer, optim_args, clip_args, misplaced)
 
 
 def _wrapped(
-    constructor: type[NaturalGradientOptimizer], optim_args: Options, clip_args: Any
+    constructor: type[NaturalGradientOptimizer],
+    optim_args: Options,
+    clip_args: Any,
+    misplaced: dict[str, Any],
 ) -> NaturalGradientOptim:
+    torch_name = constructor.__name__
+    name = torch_name.removesuffix("Optimizer")
+    if misplaced or isinstance(optim_args, list | tuple):  # called as torch's classes are
+        raise ArgumentError(
+            f"{name} is the optimizer for SVI, and takes a dictionary of options: {name}({{'lr': 0.1}}). Where a class "
+            "of torch's optimizers is wanted, as in pyro.optim.ExponentialLR({'optimizer': ...}), or for elbo(model, "
+            f"guide), use pyro_dvi.optim.{torch_name}."
+        )
     if not (isinstance(optim_args, dict) or callable(optim_args)):
         raise ArgumentError(
-            f"optim_args must be a dict of options, as in VOGN({{}}) or VOGN({{'lr': 0.1}}), got {optim_args!r}"
+            f"optim_args must be a dict of options, as in {name}({{}}) or {name}({{'lr': 0.1}}), got {optim_args!r}"
         )
+    if isinstance(optim_args, dict):
+        constructor(
+            [torch.zeros(())], **optim_args
+        )  # so that what is wrong shows here and not in the first step
     return NaturalGradientOptim(constructor, optim_args, clip_args)

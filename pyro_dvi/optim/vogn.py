@@ -117,8 +117,10 @@ class AsPrinted(Formulation):
 
     The momentum is a sum, so that the step is :math:`1/(1-\beta_1)` times longer. At rest :math:`s = \hat h/\tau` and
     the precision is :math:`N\hat h/\tau + \tau\delta + N\gamma`: the prior is tempered too, and damping narrows the
-    posterior. Both formulations agree at :math:`\tau = 1, \gamma = 0` up to the length of the step. The algorithm has no
-    warm-up: give ``warmup_steps=0`` as well.
+    posterior. Both formulations agree at :math:`\tau = 1, \gamma = 0` up to the length of the step.
+
+    Two options are no part of the algorithm. It has no warm-up: give ``warmup_steps=0``. And it updates s in the first
+    step too, which is left out where s starts from that very minibatch: give ``initial_curvature``.
     """
 
     def direction(self, momentum: Tensor, step: Step) -> Tensor:
@@ -159,6 +161,7 @@ class VOGNOptimizer(NaturalGradientOptimizer):
             and a scheduler multiply. At a constant rate means go on to fluctuate, by more than the posterior's width
             where the temperature is low.
         deterministic_lr: learning rate of Adam for parameters that are no latents (batch normalisation, a noise scale).
+            The cosine and schedulers steer it too: it falls in proportion to ``lr``. It has no warm-up.
         formulation: ``Consistent()`` or ``AsPrinted()``.
 
     Raises:
