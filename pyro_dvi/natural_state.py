@@ -14,22 +14,25 @@ from torch import Tensor
 __all__ = [
     "NaturalState",
     "Statistics",
+    "ask",
     "attach",
     "is_trained",
     "leaf_of",
     "natural_state_of",
     "note_trained",
+    "wanted_of",
 ]
 
 _ATTRIBUTE = "_pyro_dvi_natural_state"
 _TRAINED = "_pyro_dvi_trained_by_natural_gradients"
+_WANTED = "_pyro_dvi_wanted"
 
 
 @dataclass(frozen=True)
 class Statistics:
     """Which statistics of the gradients an optimizer reads.
 
-    Before an optimizer's first step an objective measures the default; a resumed one, what its state says.
+    An objective that does not know its optimizer before the first step measures the default.
 
     Attributes:
         squares: sums of squared per-example gradients.
@@ -55,7 +58,7 @@ class NaturalState:
         loss_factor: what the loss was multiplied with before the backward pass; gradients carry it, the rest does not.
         squares: :math:`\sum_i g_i^2` scaled up to the data set, a mean over draws; None if not measured.
         noise_products: gradient times noise over standard deviation, likewise; None if not measured.
-        wanted: what to measure in the next step.
+        measured: which measurements these are.
     """
 
     precision: Tensor
@@ -66,7 +69,7 @@ class NaturalState:
     loss_factor: Tensor | float = 1.0
     squares: Tensor | None = None
     noise_products: Tensor | None = None
-    wanted: Statistics = Statistics()
+    measured: Statistics = Statistics()
 
     @property
     def is_fresh(self) -> bool:
@@ -94,6 +97,17 @@ def natural_state_of(parameter: Tensor) -> NaturalState | None:
 def attach(parameter: Tensor, state: NaturalState) -> None:
     """Make ``state`` belong to a parameter of means."""
     setattr(parameter, _ATTRIBUTE, state)
+
+
+def ask(parameter: Tensor, wanted: Statistics) -> None:
+    """Leave word with a parameter of what to measure in the next step."""
+    setattr(parameter, _WANTED, wanted)
+
+
+def wanted_of(parameter: Tensor) -> Statistics:
+    """Return what an optimizer has asked for, or the default."""
+    wanted: Statistics = getattr(parameter, _WANTED, Statistics())
+    return wanted
 
 
 def note_trained(parameters: Iterable[Tensor]) -> None:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ELBO whose gradients and curvature feed a natural-gradient optimizer."""
 
+import warnings
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -18,13 +19,14 @@ from pyro_dvi.curvature.uncoupled import ConstantStatistics
 from pyro_dvi.divergences import kl_to_prior, normal_prior, refuse_not_normal
 from pyro_dvi.elbos.base import DeterministicELBO
 from pyro_dvi.elbos.rows import Run
+from pyro_dvi.elbos.served import check_served, wanted_by
 from pyro_dvi.elbos.squares import SquareMeasurement
-from pyro_dvi.errors import ArgumentError, GuideError, ModelError, NonFiniteError, UnsupportedError
+from pyro_dvi.errors import ArgumentError, DviWarning, GuideError, ModelError, UnsupportedError
 from pyro_dvi.handlers.draws import TrackedDraws
 from pyro_dvi.handlers.explained import explained_errors
 from pyro_dvi.handlers.latents import Latent, match_latents
 from pyro_dvi.handlers.observed import check_num_data, checked_log_likelihood, observed_sites
-from pyro_dvi.natural_state import NaturalState, Statistics, attach, natural_state_of, note_trained
+from pyro_dvi.natural_state import NaturalState, Statistics, attach, natural_state_of, note_trained, wanted_of
 from pyro_dvi.undisturbed import undisturbed
 
 __all__ = ["NaturalGradientELBO"]
@@ -86,19 +88,42 @@ class NaturalGradientELBO(DeterministicELBO):
         return SquareMeasurement()
 
     _moves_precisions = True
-    _latest: NaturalState | None = None  # of any site: all have the same optimizer
-    _loaded = Statistics()  # what the optimizer of a run that is resumed asked for
+    _optimizer: Any = None
+    _opened: dict[int, NaturalState] = {}  # noqa: RUF012 (replaced in each step: those measured in it)
+    _guide_id: int | None = None
+    _unscaled_data = 0.0  # the largest minibatch of this guide's whose plate says that it is all the data
+    _warned = False
 
-    @property
-    def _wanted(self) -> Statistics:
-        return self._loaded if self._latest is None else self._latest.wanted
+    def serve(self, optimizer: Any) -> Any:
+        """Measure what this optimizer needs, from the first step on, and drop measurements that were not used.
 
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "wanted": asdict(self._wanted)}
+        ``fit`` and ``load`` do so. In a loop of your own it is optional: an objective that has not been told measures
+        for all of them in the first step, at a draw, and for the one that has stepped after that; ``OGN`` leaves out
+        that first step.
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self._latest, self._loaded = None, Statistics(**state.get("wanted", {}))
+        Args:
+            optimizer: a natural-gradient optimizer of Pyro or torch, or a scheduler of Pyro for one; None: whichever
+                steps.
+
+        Returns:
+            What was served before.
+
+        Raises:
+            GuideError: another optimizer.
+
+        Example:
+            >>> from pyro_dvi.optim import OGN
+            >>> elbo, optimizer = NaturalGradientELBO(), OGN({})
+            >>> elbo.serve(optimizer)  # and SVI(model, guide, optimizer, loss=elbo)
+        """
+        if optimizer is not None:
+            check_served(optimizer)
+        self._drop_measurements()
+        before, self._optimizer = self._optimizer, optimizer
+        return before
+
+    def _wanted(self, leaf: Tensor) -> Statistics:
+        return wanted_of(leaf) if self._optimizer is None else wanted_by(self._optimizer, leaf)
 
     def _evaluate(
         self, model: Callable, guide: Callable, args: tuple, kwargs: dict, kl_weight: float, training: bool
@@ -121,6 +146,7 @@ class NaturalGradientELBO(DeterministicELBO):
             terms = [*sites, *factors]
             states = [self._state(name, draws, latents, guide) for name in draws.gaussians]
             num_data = max(_num_data(site) for site in terms)
+            self._check_minibatches(terms)
             for state in states:
                 state.num_data, state.temperature = num_data, kl_weight
             # First what runs backward passes of its own, which would set off the hooks of the others.
@@ -133,19 +159,58 @@ class NaturalGradientELBO(DeterministicELBO):
         return {"loss": kl_weight * kl - log_likelihood, "log_likelihood": log_likelihood, "kl": kl}
 
     def loss_and_grads(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> float:
+        self._refuse_unused(guide)
         try:
             return super().loss_and_grads(model, guide, *args, **kwargs)
-        except NonFiniteError:
-            for state in self._opened.values():
-                state.clear()
+        except Exception:
+            self._drop_measurements()
             raise
 
-    def _total(self, model: Callable, guide: Callable, args: tuple, kwargs: dict, training: bool) -> Tensor:
-        self._opened: dict[int, NaturalState] = {}  # those whose measurements of earlier steps are gone
-        loss = super()._total(model, guide, args, kwargs, training)
-        if training and self._opened:
+    def differentiable_loss(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> Tensor:
+        if not torch.is_grad_enabled():
+            return super().differentiable_loss(model, guide, *args, **kwargs)
+        self._refuse_unused(guide)
+        if self._guide_id != id(guide):
+            self._guide_id, self._unscaled_data = id(guide), 0.0
+        self._opened = {}
+        try:
+            loss = super().differentiable_loss(model, guide, *args, **kwargs)
+        except Exception:
+            self._drop_measurements()
+            raise
+        if self._opened:
             loss.register_hook(partial(_note_factor, list(self._opened.values())))
         return loss
+
+    def _refuse_unused(self, guide: Callable) -> None:
+        """Refuse to measure again as long as nobody has used what was measured last."""
+        if self._guide_id == id(guide) and any(state.is_fresh for state in self._opened.values()):
+            raise GuideError(
+                "the gradients of the last step were not used by a natural-gradient optimizer: train with "
+                "pyro_dvi.optim.VOGN, OGN or IVON, and take a step after each backward pass. To go on after a backward "
+                "pass without a step, drop its measurements by elbo.serve(optimizer)."
+            )
+
+    def _check_minibatches(self, terms: list[ObservedSite]) -> None:
+        """Warn of minibatches without the plate that says how large the data set is."""
+        if self._warned or any(torch.is_tensor(site.scale) or site.scale != 1 for site in terms):
+            return
+        num_data = max(_unmasked(site) for site in terms)
+        if num_data < 0.9 * self._unscaled_data:
+            self._warned = True
+            warnings.warn(
+                f"the data were {self._unscaled_data:g} in one step and {num_data:g} in another, and no plate says how "
+                "large the data set is. If these are minibatches, N is the size of the minibatch, and the posterior is "
+                'far too wide: write pyro.plate("data", N, subsample_size=len(x)) around the observations, with N the '
+                "number of all data; NaturalGradientELBO(num_data=N) then checks it.",
+                DviWarning,
+                stacklevel=2,
+            )
+        self._unscaled_data = max(num_data, self._unscaled_data)
+
+    def _drop_measurements(self) -> None:
+        for state in self._opened.values():
+            state.clear()
 
     def _state(self, name: str, draws: TrackedDraws, latents: list[Latent], guide: Any) -> NaturalState:
         """Return the state of a site, ready for new measurements."""
@@ -154,24 +219,18 @@ class NaturalGradientELBO(DeterministicELBO):
         prior_loc, prior_precision = _fixed_prior(latent, draws)
         state = natural_state_of(leaf)
         if state is None:
-            state = NaturalState(
-                guide.precision_parameter(latent.name), prior_loc, prior_precision, wanted=self._wanted
-            )
+            state = NaturalState(guide.precision_parameter(latent.name), prior_loc, prior_precision)
             attach(leaf, state)
-        elif id(state) not in self._opened and state.is_fresh:
-            state.clear()
-            raise GuideError(
-                f"the gradients of site {latent.name!r} from the last step were not used by a natural-gradient "
-                "optimizer: train with pyro_dvi.optim.VOGN, OGN or IVON, and take a step after each backward pass"
-            )
+        elif id(state) not in self._opened:
+            state.clear()  # what another objective may have left
         self._opened[id(state)] = state
-        self._latest = state
+        state.measured = draws.asked[name]
         state.prior_loc, state.prior_precision = prior_loc, prior_precision
         return state
 
     def _watch_products(self, draws: TrackedDraws, states: list[NaturalState]) -> None:
         for (name, gaussian), state in zip(draws.gaussians.items(), states, strict=True):
-            if state.wanted.noise_products:
+            if state.measured.noise_products:
                 ratio = draws.noise[name] / gaussian.scale.detach()
                 gaussian.value.register_hook(partial(_deliver_product, state, ratio))
 
@@ -186,7 +245,7 @@ class NaturalGradientELBO(DeterministicELBO):
             run,
             [name.removesuffix("_unconstrained") for name in draws.gaussians],
             [gaussian.value for gaussian in draws.gaussians.values()],
-            wanted={k for k, state in enumerate(states) if state.wanted.squares},
+            wanted={k for k, state in enumerate(states) if state.measured.squares},
             local={k for k, name in enumerate(draws.gaussians) if name in local},
             num_particles=self.num_particles,
             add=lambda k, squares: states[k].add_squares(squares),
@@ -319,3 +378,11 @@ def _num_data(site: ObservedSite) -> float:
     """Number of examples in the data set: the plate's scale times the minibatch."""
     scale = site.scale.mean().item() if torch.is_tensor(site.scale) else float(site.scale)
     return scale * max(1, site.fn.batch_shape.numel())
+
+
+def _unmasked(site: ObservedSite) -> float:
+    """Number of examples in the minibatch without those that a mask leaves out, as padding."""
+    shape = site.fn.batch_shape
+    if not torch.is_tensor(site.mask):
+        return float(shape.numel())
+    return float(site.mask.expand(torch.broadcast_shapes(shape, site.mask.shape)).sum())

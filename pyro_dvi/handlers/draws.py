@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run a guide of Gaussians so that each draw keeps its noise, and gradients with respect to it reach the mean."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import distributions as td
 
 from pyro_dvi.errors import GuideError
 from pyro_dvi.handlers.means import GaussianSite, strip_event_dims
-from pyro_dvi.natural_state import Statistics, leaf_of, natural_state_of
+from pyro_dvi.natural_state import Statistics, leaf_of, wanted_of
 
 __all__ = ["TrackedDraws"]
 
@@ -22,18 +23,20 @@ class TrackedDraws(Messenger):
     """Draw the Gaussian sites of a guide as ``loc + noise``, where the noise is a constant of the graph.
 
     Args:
-        wanted: what the optimizer asked for, where it has left no word with a parameter.
+        wanted: what the optimizer wants measured for a parameter of means.
 
     Attributes:
         gaussians: the sites by name, with the drawn value.
         leaves: the parameter of the means of each.
-        noise: standard Gaussian noise of each; zeros where the optimizer asked for gradients at the mean.
+        noise: standard Gaussian noise of each; zeros where the optimizer wants gradients at the mean.
+        asked: what it wants of each.
     """
 
-    wanted: Statistics = Statistics()
+    wanted: Callable[[Tensor], Statistics] = wanted_of
     gaussians: dict[str, GaussianSite] = field(default_factory=dict, init=False)
     leaves: dict[str, Tensor] = field(default_factory=dict, init=False)
     noise: dict[str, Tensor] = field(default_factory=dict, init=False)
+    asked: dict[str, Statistics] = field(default_factory=dict, init=False)
 
     def _pyro_sample(self, msg: Any) -> None:
         if msg["is_observed"] or type(msg["fn"]).__name__ == "_Subsample":
@@ -52,12 +55,11 @@ class TrackedDraws(Messenger):
                 f"the mean of guide site {name!r} is no parameter, so a natural-gradient optimizer cannot move it: use "
                 "NaturalGradientGuide"
             ) from None
-        state = natural_state_of(leaf)
-        at_mean = (self.wanted if state is None else state.wanted).at_mean
-        noise = torch.zeros_like(base.loc) if at_mean else torch.randn_like(base.loc)
+        asked = self.wanted(leaf)
+        noise = torch.zeros_like(base.loc) if asked.at_mean else torch.randn_like(base.loc)
         with torch.no_grad():
             shift = noise * base.scale
         value = base.loc + shift
         self.gaussians[name] = GaussianSite(name, value, base)
-        self.leaves[name], self.noise[name] = leaf, noise
+        self.leaves[name], self.noise[name], self.asked[name] = leaf, noise, asked
         msg["value"], msg["done"] = value, True

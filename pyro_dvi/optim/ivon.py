@@ -3,12 +3,15 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from pyro_dvi.natural_state import NaturalState, Statistics
 from pyro_dvi.optim.natural_gradient import NaturalGradientOptimizer, scaled_prior
 
 __all__ = ["IVONOptimizer"]
+
+_LEAST_PRECISION = 0.1  # before an update, as a fraction of the prior's
 
 
 class IVONOptimizer(NaturalGradientOptimizer):
@@ -23,7 +26,9 @@ class IVONOptimizer(NaturalGradientOptimizer):
         \mu \leftarrow \mu - \alpha\,\frac{\hat m + \tilde\delta(\mu - m_0)}{h + \tilde\delta}
 
     and :math:`\sigma^{-2} = \tfrac{N}{\tau}(h + \tilde\delta)`. The last term of h keeps it above
-    :math:`-\tilde\delta`.
+    :math:`-\tilde\delta` where that is constant. It is not where the temperature or a learned prior precision falls, so
+    h is raised to :math:`-0.9\,\tilde\delta` before each update: the posterior variance of a weight is then less than
+    some twenty times its prior's.
 
     Status: :math:`\hat h` is an unbiased estimate of the expected Hessian diagonal (Stein's lemma), noisier than
     squared gradients; so the precision tends to the optimum of the mean-field ELBO. A step costs about one of Adam.
@@ -65,8 +70,10 @@ class IVONOptimizer(NaturalGradientOptimizer):
         num_data, prior = scaled_prior(measured, group)
         momentum = memory["momentum"].lerp_(loc.grad / measured.num_data, 1 - beta1)
         curvature = memory["curvature"]
+        torch.maximum(curvature, -(1 - _LEAST_PRECISION) * prior, out=curvature)
         # The first step has measured where h starts; one after another optimizer has measured for that.
-        if count > 1 and measured.noise_products is not None:
+        has_start = count > 1 or group["initial_curvature"] is not None
+        if has_start and measured.noise_products is not None:
             estimate = measured.noise_products / measured.num_data
             distance = estimate - curvature
             correction = distance.square().div_(curvature + prior).mul_(0.5 * (1 - beta2) ** 2)

@@ -12,6 +12,7 @@ precision :math:`\delta`, the scaled prior precision and the posterior precision
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from pyro_dvi.errors import GuideError
-from pyro_dvi.natural_state import NaturalState, Statistics, is_trained, natural_state_of
+from pyro_dvi.natural_state import NaturalState, Statistics, ask, is_trained, natural_state_of
 from pyro_dvi.optim.learning_rate_course import cosine, warm_up
 from pyro_dvi.optim.options import check_options, refuse_unknown
 
@@ -35,6 +36,9 @@ class NaturalGradientOptimizer(Optimizer):
     example do: gradients are divided by it.
 
     Adding one: say in ``wanted`` what to measure, and write ``_move``.
+
+    Attributes:
+        wanted: what to measure in each step.
     """
 
     wanted: Statistics
@@ -71,6 +75,29 @@ class NaturalGradientOptimizer(Optimizer):
             group["full_lr"] = group["lr"]  # before schedulers, some of which change it at once
         self._told_steps: int | None = None
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, as torch does, and tell objectives what to measure for them."""
+        super().add_param_group(param_group)
+        self._ask(self.param_groups[-1]["params"])
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Load, as torch does, and tell objectives what is still to be measured."""
+        super().load_state_dict(state_dict)
+        self._ask(p for group in self.param_groups for p in group["params"])
+
+    def _ask(self, parameters: Iterable[Tensor]) -> None:
+        for parameter in parameters:
+            ask(parameter, self.wanted_for(parameter))
+
+    def wanted_for(self, parameter: Tensor) -> Statistics:
+        """Return what to measure for a parameter in its next step: squares where its curvature starts with them."""
+        if "curvature" in self.state.get(parameter, {}):
+            return self.wanted
+        group = next(
+            (g for g in self.param_groups if any(p is parameter for p in g["params"])), self.defaults
+        )
+        return replace(self.wanted, squares=self.wanted.squares or group["initial_curvature"] is None)
+
     def set_total_steps(self, total_steps: int) -> None:
         """Let the learning rate fall to zero over this many steps, where the option ``total_steps`` is not given.
 
@@ -98,6 +125,8 @@ class NaturalGradientOptimizer(Optimizer):
             return loss
         parameters = [p for group in self.param_groups for p in group["params"]]
         refuse_unmeasured(parameters, type(self).__name__)
+        if leave_out_measurements_elsewhere(parameters, self.wanted):
+            return loss
         loss_factor = self._loss_factor()
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -121,7 +150,7 @@ class NaturalGradientOptimizer(Optimizer):
                 factor *= warm_up(memory["step"], group["warmup_steps"], total)
                 self._natural_step(parameter, measured, memory, group, factor)
                 measured.clear()
-                measured.wanted = self.wanted
+                ask(parameter, self.wanted)
         return loss
 
     def _states(self) -> Iterator[NaturalState]:
@@ -160,6 +189,9 @@ class NaturalGradientOptimizer(Optimizer):
         group: dict[str, Any],
         factor: float,
     ) -> None:
+        # Any N serves as the unit of averages, as long as it stays the same: gradients and squares are sums over the
+        # data. That of a minibatch varies with padding and with scales of examples.
+        measured.num_data = memory.setdefault("num_data", measured.num_data)
         if "curvature" not in memory:
             memory["momentum"] = torch.zeros_like(loc)
             memory["curvature"] = self._initial_curvature(loc, measured, group)
@@ -211,6 +243,20 @@ def refuse_unmeasured(parameters: Iterable[Tensor], name: str) -> None:
             "NaturalGradientELBO. For another guide or objective take an optimizer such as pyro.optim.ClippedAdam with "
             "learning_rates(1e-3)."
         )
+
+
+def leave_out_measurements_elsewhere(parameters: Iterable[Tensor], wanted: Statistics) -> bool:
+    """Drop gradients at draws for an optimizer that wants them at the mean, or the reverse, and ask for others.
+
+    Only the first step of an objective that does not serve this optimizer finds such.
+    """
+    states = [(p, state) for p in parameters if (state := natural_state_of(p)) is not None and state.is_fresh]
+    if all(state.measured.at_mean == wanted.at_mean for _, state in states):
+        return False
+    for parameter, state in states:
+        state.clear()
+        ask(parameter, replace(wanted, squares=True))
+    return True
 
 
 def scaled_prior(measured: NaturalState, group: dict[str, Any]) -> tuple[float, Tensor]:

@@ -4,12 +4,18 @@
 from collections.abc import Callable
 from typing import Any
 
+import pyro
 import torch
 from pyro.optim import PyroOptim
 
 from pyro_dvi.errors import ArgumentError
+from pyro_dvi.natural_state import Statistics, ask
 from pyro_dvi.optim.ivon import IVONOptimizer
-from pyro_dvi.optim.natural_gradient import NaturalGradientOptimizer, refuse_unmeasured
+from pyro_dvi.optim.natural_gradient import (
+    NaturalGradientOptimizer,
+    leave_out_measurements_elsewhere,
+    refuse_unmeasured,
+)
 from pyro_dvi.optim.vogn import OGNOptimizer, VOGNOptimizer
 
 __all__ = ["IVON", "OGN", "VOGN", "NaturalGradientOptim"]
@@ -42,7 +48,23 @@ class NaturalGradientOptim(PyroOptim):
         name = getattr(self.pt_optim_constructor, "__name__", "this optimizer")
         refuse_unmeasured(params, name.removesuffix("Optimizer"))
         moved = [parameter for parameter in params if parameter.grad is not None]  # not precisions, to clip
-        super().__call__(moved, *args, **kwargs)
+        if not leave_out_measurements_elsewhere(moved, self._wanted):
+            super().__call__(moved, *args, **kwargs)
+
+    def set_state(self, state_dict: dict[str, Any]) -> None:
+        """Set the state, as Pyro does, and tell objectives what is measured for parameters in Pyro's store.
+
+        Those of a guide that has not run yet are not there: tell the objective by its ``serve``.
+        """
+        super().set_state(state_dict)
+        for name, parameter in pyro.get_param_store().named_parameters():
+            if name in state_dict:
+                ask(parameter, self._wanted)
+
+    @property
+    def _wanted(self) -> Statistics:
+        wanted: Statistics = self.pt_optim_constructor.wanted  # type: ignore[union-attr]
+        return wanted
 
     def _get_optim(self, param: Any) -> Any:
         optimizer = super()._get_optim(param)

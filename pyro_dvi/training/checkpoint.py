@@ -218,6 +218,8 @@ def load(
             raise CheckpointError(
                 f"The optimizer's state does not fit: {error}. Build it as it was built."
             ) from error
+    if route.steered is not None and hasattr(route.elbo, "serve"):  # for a loop of the user's own
+        route.elbo.serve(route.steered)
     if lr_schedule is not None:
         lr_schedule.load_state_dict(content["lr_schedule"])
     history = History() if content["history"] is None else History.from_dict(content["history"])

@@ -189,6 +189,7 @@ def fit(
         route.announce_length((run.history.epoch + epochs) * steps)
     with ExitStack() as stack:
         run.bar = stack.enter_context(progress_bar(progress, None if steps is None else epochs * steps))
+        stack.enter_context(route.serving())
         stack.enter_context(training_mode(route))
         stack.enter_context(known_data_size(route, dataset_size(loader)))
         return run.train(epochs)

@@ -18,7 +18,7 @@ from pyro_dvi.elbos.natural_gradient import NaturalGradientELBO
 from pyro_dvi.errors import DviWarning, ModelError
 from pyro_dvi.guides.natural_gradient import NaturalGradientGuide
 from pyro_dvi.natural_state import natural_state_of
-from pyro_dvi.optim import VOGN
+from pyro_dvi.optim import OGN, VOGN
 
 M, N = 6, 24
 
@@ -34,7 +34,7 @@ def squares_at_mean(model: Callable, *args: Any) -> tuple[dict[str, Tensor], dic
     guide = NaturalGradientGuide(model)
     guide.initialize(*args)
     elbo = NaturalGradientELBO(kl_weight=0.3)
-    elbo.load_state_dict({"step": 0, "wanted": {"squares": True, "noise_products": False, "at_mean": True}})
+    elbo.serve(OGN({}))
     means = {name: value.detach().clone() for name, value in guide.median(*args).items()}
     torch.manual_seed(1)
     with poutine.trace(param_only=True) as traced:

@@ -123,6 +123,7 @@ def run(optimizer, step, *, tau: float, particles: int = 1, steps: int = 50) -> 
     guide = NaturalGradientGuide(model)
     guide.initialize(x[:M], y[:M])
     elbo = NaturalGradientELBO(kl_weight=tau, num_particles=particles, num_data=N)
+    elbo.serve(optimizer)
     svi = SVI(model, guide, optimizer, loss=elbo)
     reference = Reference(*state(guide))
     for t in range(steps):
@@ -179,8 +180,7 @@ def test_the_learning_rate_rises_over_the_first_steps():
 
 def test_ogn_measures_at_the_mean():
     def step(reference, x, y, noises, t):
-        noises = noises if t == 0 else [np.zeros(3)]  # the first step does not know its optimizer yet
-        reference.vogn(x, y, noises, tau=0.5, **SETTINGS)
+        reference.vogn(x, y, [np.zeros(3)], tau=0.5, **SETTINGS)
 
     run(OGN(OPTIONS), step, tau=0.5)
 
@@ -344,8 +344,19 @@ def test_another_optimizer_is_found_out():
     guide = NaturalGradientGuide(model)
     svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.1}), loss=NaturalGradientELBO())
     svi.step(x, y)
-    with pytest.raises(GuideError, match=r"not used by a natural-gradient optimizer.*VOGN"):
-        svi.step(x, y)
+    for _ in range(2):
+        before = guide.locs.w.detach().clone()
+        with pytest.raises(GuideError, match=r"not used by a natural-gradient optimizer.*VOGN.*serve"):
+            svi.step(x, y)
+        assert torch.equal(guide.locs.w.detach(), before)
+    elbo = svi.loss.__self__
+    with pytest.raises(GuideError, match=r"Adam.*VOGN"):
+        elbo.serve(svi.optim)
+    with pytest.raises(GuideError, match=r"Adam.*VOGN"):
+        fit(svi, [(x, y)], epochs=1, progress=False)
+    optimizer = VOGN({})
+    elbo.serve(optimizer)
+    assert math.isfinite(SVI(model, guide, optimizer, loss=elbo).step(x, y))
 
 
 def test_another_objective_is_found_out():

@@ -4,7 +4,7 @@
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import pyro
@@ -83,6 +83,19 @@ class Route(ABC):
         tell = getattr(self.steered, "set_total_steps", None)
         if tell is not None:
             tell(total_steps)
+
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        """Tell an objective which measures for its optimizer which one it is, for as long as training lasts."""
+        serve = getattr(self.elbo, "serve", None)
+        if serve is None:
+            yield
+            return
+        before = serve(self.steered)
+        try:
+            yield
+        finally:
+            serve(before)
 
     @abstractmethod
     def _groups(self) -> Iterator[tuple[str, Optimizer, int]]:
