@@ -4,7 +4,8 @@ r"""Expected Fisher information of a likelihood's own parameters, in factored fo
 For a distribution p(y | f(u)) the expected Fisher information in u is :math:`\sum_k (w_k\,\partial_u f_k)^2` summed
 over a few scalar parameters :math:`f_k` with weights :math:`w_k`. Each rule returns the pairs :math:`(f, w)` with shape
 ``[*batch_shape, K]``. Distributions with finite support need no rule: there
-:math:`f_k = \log p(k)` and :math:`w_k = \sqrt{p(k)}`.
+:math:`f_k = \log p(k)` and :math:`w_k = \sqrt{p(k)}`. Parameters with cross terms are replaced by some without: in an
+exponential family, one expectation parameter and the natural parameters of the others (Gamma, Beta).
 
 Adding a rule: register a function for the distribution class with :func:`information_rule`.
 """
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch import distributions as td
 
@@ -65,7 +67,7 @@ def expected_information(fn: td.Distribution, site: str) -> Pairs:
                 "TaylorELBO(curvature=Fisher()), which draws labels instead, or register one with "
                 "pyro_dvi.curvature.information.information_rule."
             )
-        pairs = _finite_support(base)
+        pairs = _finite_support(base, site)
     shape = fn.batch_shape
     for mask in masks:  # one set below to_event has more dimensions than one above it
         keep = mask[(...,) + (None,) * (len(base.batch_shape) - mask.dim())]
@@ -74,8 +76,15 @@ def expected_information(fn: td.Distribution, site: str) -> Pairs:
     return pairs
 
 
-def _finite_support(fn: td.Distribution) -> Pairs:
-    log_prob = fn.log_prob(fn.enumerate_support(expand=False)).movedim(0, -1)
+def _finite_support(fn: td.Distribution, site: str) -> Pairs:
+    try:
+        support = fn.enumerate_support(expand=False)
+    except NotImplementedError as error:
+        raise UnsupportedError(
+            f"GGN cannot enumerate the values of {type(fn).__name__} at site {site!r}: {error}. Use "
+            "TaylorELBO(curvature=Fisher()), which draws labels instead."
+        ) from error
+    log_prob = fn.log_prob(support).movedim(0, -1)
     return [(log_prob, (0.5 * log_prob).exp())]
 
 
@@ -108,3 +117,69 @@ def _poisson(fn: td.Poisson) -> Pairs:
 @information_rule(td.Exponential)
 def _exponential(fn: td.Exponential) -> Pairs:
     return [(fn.rate, 1 / fn.rate)]
+
+
+@information_rule(td.LogNormal)
+def _log_normal(fn: td.LogNormal) -> Pairs:
+    return _normal(fn)  # the Normal of the logarithm
+
+
+@information_rule(td.MultivariateNormal)
+def _multivariate_normal(fn: td.MultivariateNormal) -> Pairs:
+    root = fn._unbroadcasted_scale_tril
+    if root.requires_grad:
+        raise UnsupportedError(
+            "GGN needs a fixed covariance in MultivariateNormal; use Fisher() for a learned or uncertain one"
+        )
+    whitened = torch.linalg.solve_triangular(root, fn.loc.unsqueeze(-1), upper=False).squeeze(-1)
+    return [(whitened, torch.ones_like(whitened))]
+
+
+@information_rule(td.Multinomial)
+def _multinomial(fn: td.Multinomial) -> Pairs:
+    # One Categorical for each of the n draws.
+    return [(fn.logits, fn.total_count**0.5 * (0.5 * fn.logits).exp())]
+
+
+@information_rule(td.Binomial)
+def _binomial(fn: td.Binomial) -> Pairs:
+    # n p (1 - p) in the logits; by logarithms, which do not round 1 - p to zero.
+    return [
+        (
+            fn.logits,
+            fn.total_count.sqrt() * (0.5 * (F.logsigmoid(fn.logits) + F.logsigmoid(-fn.logits))).exp(),
+        )
+    ]
+
+
+@information_rule(td.NegativeBinomial)
+def _negative_binomial(fn: td.NegativeBinomial) -> Pairs:
+    if fn.total_count.requires_grad:
+        raise UnsupportedError(
+            "GGN needs a fixed total_count in NegativeBinomial; use Fisher() for a learned or uncertain one"
+        )
+    return [(fn.logits, fn.total_count.sqrt() * (0.5 * F.logsigmoid(fn.logits)).exp())]
+
+
+@information_rule(td.Geometric)
+def _geometric(fn: td.Geometric) -> Pairs:
+    return [(fn.logits, (0.5 * F.logsigmoid(-fn.logits)).exp())]
+
+
+@information_rule(td.Gamma)
+def _gamma(fn: td.Gamma) -> Pairs:
+    # The mean is orthogonal to the shape a, which is left with trigamma(a) - 1/a: a difference, hence in float64.
+    a = fn.concentration
+    shape = (torch.polygamma(1, a.double()) - 1 / a.double()).sqrt().to(a.dtype)
+    return [(a.log() - fn.rate.log(), a.sqrt()), (a, shape)]
+
+
+@information_rule(td.Beta)
+def _beta(fn: td.Beta) -> Pairs:
+    # E log(1 - y) = digamma(b) - digamma(a + b) is orthogonal to a; the differences are taken in float64.
+    a, b = fn.concentration1, fn.concentration0
+    of_a, of_b, of_sum = (torch.polygamma(1, value.double()) for value in (a, b, a + b))
+    spread = of_b - of_sum  # the variance of log(1 - y)
+    rest = of_a - of_sum - of_sum.square() / spread
+    expected = (torch.digamma(b.double()) - torch.digamma((a + b).double())).to(a.dtype)
+    return [(expected, spread.rsqrt().to(a.dtype)), (a, rest.sqrt().to(a.dtype))]

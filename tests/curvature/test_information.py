@@ -49,6 +49,29 @@ def positive() -> tuple[Tensor, Tensor]:
     return t.exp()[:, None].expand(-1, M), t.exp() * (t[1] - t[0])
 
 
+def log_positive() -> tuple[Tensor, Tensor]:
+    t = torch.linspace(-15, 15, 4001, dtype=torch.float64)
+    return t.exp()[:, None].expand(-1, M), t.exp() * (t[1] - t[0])
+
+
+def interval() -> tuple[Tensor, Tensor]:
+    y = torch.linspace(-30, 30, 4001, dtype=torch.float64).sigmoid()
+    return y[:, None].expand(-1, M), y * (1 - y) * 60 / 4000
+
+
+def plane() -> tuple[Tensor, Tensor]:
+    t = torch.linspace(-9, 9, 91, dtype=torch.float64)
+    y = torch.cartesian_prod(t, t)
+    return y[:, None].expand(-1, M, -1), torch.full((len(y),), 0.04, dtype=torch.float64)
+
+
+def two_of_three() -> tuple[Tensor, Tensor]:
+    """Counts of three classes that sum to two."""
+    y = torch.cartesian_prod(*[torch.arange(3.0)] * 3).double()
+    y = y[y.sum(-1) == 2]
+    return y[:, None].expand(-1, M, -1), torch.ones(len(y)).double()
+
+
 def pairs() -> tuple[Tensor, Tensor]:
     y = torch.cartesian_prod(torch.arange(2.0), torch.arange(2.0), torch.arange(2.0)).double()
     return y[:, None].expand(-1, M, -1), torch.ones(len(y)).double()
@@ -58,6 +81,7 @@ def one_hot() -> tuple[Tensor, Tensor]:
     return torch.eye(3).double()[:, None].expand(-1, M, -1), torch.ones(3).double()
 
 
+COVARIANCE = torch.tensor([[1.0, 0.6], [0.6, 0.8]], dtype=torch.float64)
 KEEP = torch.tensor([True, False, True])
 KEEP_ELEMENTS = torch.tensor([[True, False, True], [True, True, False], [False, True, True]])
 
@@ -99,7 +123,56 @@ CASES = [
     Case("Categorical", lambda u, x: dist.Categorical(logits=logits(u, x)), counts(2)),
     Case("Categorical of probs", lambda u, x: dist.Categorical(logits(u, x).softmax(-1)), counts(2)),
     Case("OneHotCategorical", lambda u, x: dist.OneHotCategorical(logits=logits(u, x)), one_hot),
-    Case("Binomial", lambda u, x: dist.Binomial(5, logits=x @ u), counts(5)),
+    Case("Binomial", lambda u, x: dist.Binomial(5, logits=x @ u), counts(5), torch.distributions.Binomial),
+    Case("Binomial of probs", lambda u, x: dist.Binomial(5, torch.sigmoid(x @ u)), counts(5)),
+    Case(
+        "Multinomial",
+        lambda u, x: dist.Multinomial(2, logits=logits(u, x)),
+        two_of_three,
+        torch.distributions.Multinomial,
+    ),
+    Case("Multinomial of probs", lambda u, x: dist.Multinomial(2, logits(u, x).softmax(-1)), two_of_three),
+    Case(
+        "NegativeBinomial",
+        lambda u, x: dist.NegativeBinomial(3.5, logits=torch.tanh(x @ u) - 1),
+        counts(200),
+        torch.distributions.NegativeBinomial,
+    ),
+    Case(
+        "NegativeBinomial of probs",
+        lambda u, x: dist.NegativeBinomial(2.0, torch.sigmoid(torch.tanh(x @ u) - 1)),
+        counts(200),
+    ),
+    Case(
+        "Geometric",
+        lambda u, x: dist.Geometric(logits=torch.tanh(x @ u)),
+        counts(200),
+        torch.distributions.Geometric,
+    ),
+    Case(
+        "LogNormal",
+        lambda u, x: dist.LogNormal(torch.tanh(x @ u), 0.3 + torch.sigmoid(x @ u.square())),
+        log_positive,
+        torch.distributions.LogNormal,
+    ),
+    Case(
+        "Gamma",
+        lambda u, x: dist.Gamma(F.softplus(x @ u) + 1, F.softplus(x @ u.square()) + 0.5),
+        positive,
+        torch.distributions.Gamma,
+    ),
+    Case(
+        "Beta",
+        lambda u, x: dist.Beta(F.softplus(x @ u) + 1, F.softplus(x @ u.square()) + 1),
+        interval,
+        torch.distributions.Beta,
+    ),
+    Case(
+        "MultivariateNormal",
+        lambda u, x: dist.MultivariateNormal(logits(u, x)[..., :2].tanh(), COVARIANCE),
+        plane,
+        torch.distributions.MultivariateNormal,
+    ),
     Case("events", lambda u, x: dist.Bernoulli(logits=logits(u, x)).to_event(1), pairs),
     Case("mask", lambda u, x: dist.Bernoulli(logits=x @ u).mask(KEEP), counts(1)),
     Case("no mask", lambda u, x: dist.Bernoulli(logits=x @ u).mask(True), counts(1)),
@@ -136,7 +209,7 @@ def expected_squares(case: Case, u: Tensor, x: Tensor) -> Tensor:
         return make(v, x).log_prob(y)  # [L, M]
 
     unmasked = make(u, x)
-    while hasattr(unmasked, "base_dist"):
+    while isinstance(unmasked, (torch.distributions.Independent, dist.MaskedDistribution)):
         unmasked = unmasked.base_dist
     density = unmasked.log_prob(y).exp()
     if density.dim() == 3:
@@ -231,6 +304,32 @@ def test_learned_degrees_of_freedom_are_refused():
     df = torch.tensor(3.0, requires_grad=True)
     with pytest.raises(UnsupportedError, match=r"degrees of freedom.*Fisher\(\)"):
         expected_information(dist.StudentT(df, 0.0, 1.0), "y")
+
+
+def test_a_learned_covariance_or_count_is_refused():
+    learned = torch.ones((), requires_grad=True)
+    with pytest.raises(UnsupportedError, match="covariance"):
+        expected_information(dist.MultivariateNormal(torch.zeros(2), torch.eye(2) * learned), "y")
+    with pytest.raises(UnsupportedError, match="total_count"):
+        expected_information(dist.NegativeBinomial(learned, logits=torch.zeros(())), "y")
+
+
+def test_counts_of_their_own_for_each_example():
+    counts, u = torch.tensor([2.0, 0.0, 5.0]), torch.linspace(-1, 1, 3, requires_grad=True)
+    ((f, w),) = expected_information(dist.Binomial(counts, logits=u), "y")
+    p = torch.sigmoid(u)
+    torch.testing.assert_close(w.squeeze(-1), (counts * p * (1 - p)).sqrt())
+    with pytest.raises(UnsupportedError, match="BetaBinomial at site 'y'"):
+        expected_information(dist.BetaBinomial(u.exp(), 1.0, counts), "y")
+
+
+def test_large_shapes_keep_their_information_in_single_precision():
+    """Normal approximations: information 1 / (2 a²) of a Gamma's shape, and finite for a Beta."""
+    a = torch.tensor([1e5], requires_grad=True)
+    _, (_, weight) = expected_information(dist.Gamma(a, 1.0), "y")
+    torch.testing.assert_close(weight.squeeze(-1), 0.5**0.5 / a, rtol=1e-3, atol=0)
+    for _, weight in expected_information(dist.Beta(a, 3 * a), "y"):
+        assert bool(torch.isfinite(weight).all()) and bool((weight > 0).all())
 
 
 def test_a_second_rule_for_a_class_is_refused():
