@@ -9,6 +9,7 @@ from torch import Tensor
 
 from pyro_dvi.errors import ArgumentError, UnsupportedError
 from pyro_dvi.guides.laplace.energy import Energy
+from pyro_dvi.guides.laplace.passes import same_data
 from pyro_dvi.guides.laplace.posterior import LaplacePosterior
 from pyro_dvi.guides.laplace.precision import PrecisionMatrix
 from pyro_dvi.guides.laplace.spectrum import Determinant, Exactly
@@ -70,6 +71,7 @@ def log_evidence(
     curvature: PrecisionMatrix,
     determinant: Determinant,
     posterior: LaplacePosterior | None = None,
+    data: float | None = None,
 ) -> Evidence:
     """Estimate the log evidence around ``energy.start``.
 
@@ -82,14 +84,16 @@ def log_evidence(
         determinant: how its log determinant is found, unless the posterior knows it.
         posterior: the Gaussian of a fit; its own log determinant is taken where it has one, which is as good as its
             approximation of P.
+        data: checksum of the batches of that fit; with others the posterior is of no use.
 
     Raises:
         ArgumentError: ``kl_weight`` is not 1.
         NotPositiveDefiniteError: the precision is not positive definite.
     """
     check_untempered(energy)
+    log_likelihood = float(energy.log_joint(energy.start)[0])
     found, source = None, ""
-    if posterior is not None:
+    if posterior is not None and same_data(data, energy.passes.checksum):
         try:
             found = TraceEstimate(float(posterior.log_determinant()), 0.0)
             source = type(posterior).__name__
@@ -98,7 +102,6 @@ def log_evidence(
     if found is None:
         found = determinant.spectrum(energy.at(energy.start), curvature).log_determinant()
         source = "exact" if isinstance(determinant, Exactly) else repr(determinant)
-    log_likelihood = float(energy.log_joint(energy.start)[0])
     log_prior = free_log_prior(energy)
     size = energy.layout.size
     return Evidence(

@@ -9,14 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_dvi.errors import DviWarning, UnsupportedError
+from pyro_dvi.errors import DviWarning, GuideError, UnsupportedError
 from pyro_dvi.guides.laplace.draws import draw
+from pyro_dvi.guides.laplace.energy import Energy
 from pyro_dvi.guides.laplace.gaussian_outputs import GaussianOutputs
 from pyro_dvi.guides.laplace.layout import Layout
 from pyro_dvi.guides.laplace.posterior import LaplacePosterior
+from pyro_dvi.guides.laplace.precision import GGN, PrecisionMatrix
 from pyro_dvi.guides.laplace.query import Query
+from pyro_dvi.handlers.constants import Sums, constants_read, first_changed, sums_of
 
-__all__ = ["Fitted"]
+__all__ = ["Fitted", "constants_of"]
 
 
 @dataclass(frozen=True)
@@ -28,17 +31,32 @@ class Fitted:
         layout: the sites that vary, in the order of its vectors.
         mode: unconstrained mode of every site.
         scale_factors: what multiplied the scales of sites in the fit.
+        kl_weight: that of the fit.
+        curvature: which matrix its precision is.
+        constants: sums of what else the model used: deterministic weights, running statistics, ``pyro.param``.
+        data: checksum of the batches, if a whole pass was made.
     """
 
     posterior: LaplacePosterior
     layout: Layout
     mode: dict[str, Tensor]
     scale_factors: dict[str, float] = field(default_factory=dict)
+    kl_weight: float = 1.0
+    curvature: PrecisionMatrix = field(default_factory=GGN)
+    constants: Sums = field(default_factory=dict)
+    data: float | None = None
 
     @torch.enable_grad()  # Jacobians need it, whoever asks
     def gaussian_outputs(self, query: Query, *, joint: bool = False) -> GaussianOutputs:
-        """Return the Gaussian over the outputs of a query; with ``joint`` also over all its examples."""
-        outputs = query.outputs.detached()
+        """Return the Gaussian over the outputs of a query; with ``joint`` also over all its examples.
+
+        Raises:
+            GuideError: a constant of the model has changed since the fit.
+        """
+        with constants_read() as found:
+            outputs = query.outputs.detached()
+        if self.constants:
+            self.check_constants(sums_of(found))
         if not joint:
             return GaussianOutputs(outputs, self.posterior.covariance(query).detach())
         count, size = query.num_rows, query.size
@@ -67,9 +85,29 @@ class Fitted:
         shape = torch.broadcast_shapes(loc.shape, (*lead, *(1,) * event_dim))
         return value.reshape(shape)
 
-    def first_moved(self, mode: dict[str, Tensor]) -> str | None:
-        """Return the first site whose mode is not where it was; None if all are."""
-        return next((name for name, u in mode.items() if not torch.equal(u, self.mode[name])), None)
+    def stale(self, mode: dict[str, Tensor], scale_factors: dict[str, float], kl_weight: float) -> str | None:
+        """Say what is no longer as it was in the fit; None if all is."""
+        moved = next((name for name, u in mode.items() if not torch.equal(u, self.mode[name])), None)
+        if moved is not None:
+            return f"site {moved!r} has moved since guide.fit, so that its Gaussian belongs to another mode"
+        if scale_factors != self.scale_factors:
+            return "guide.scale_factors has changed since guide.fit"
+        if kl_weight != self.kl_weight:
+            return f"the Gaussian was fitted with kl_weight={self.kl_weight:g}, and guide.kl_weight is {kl_weight:g}"
+        return None
+
+    def check_constants(self, found: Sums) -> None:
+        """Refuse a model that is no longer the one of the fit.
+
+        Raises:
+            GuideError: a deterministic weight, a running statistic or a ``pyro.param`` has changed.
+        """
+        changed = first_changed(self.constants, found)
+        if changed is not None:
+            raise GuideError(
+                f"{changed} of the model, which is no latent, has changed since guide.fit, so that its Gaussian "
+                "belongs to another model: fit again"
+            )
 
     def marginal_variances(self) -> dict[str, Tensor]:
         """Return the variances of the sites that vary."""
@@ -90,6 +128,10 @@ class Fitted:
             "sites": list(self.layout.names),
             "mode": dict(self.mode),
             "scale_factors": dict(self.scale_factors),
+            "kl_weight": self.kl_weight,
+            "curvature": type(self.curvature).__name__,
+            "constants": dict(self.constants),
+            "data": self.data,
         }
 
     @staticmethod
@@ -100,7 +142,16 @@ class Fitted:
         mode = state["mode"]
         layout = Layout({name: mode[name].shape for name in state["sites"]})
         posterior = LaplacePosterior.of_kind(state["kind"], state["posterior"])
-        return Fitted(posterior, layout, mode, dict(state["scale_factors"]))
+        return Fitted(
+            posterior,
+            layout,
+            mode,
+            dict(state["scale_factors"]),
+            state["kl_weight"],
+            PrecisionMatrix.of_kind(state["curvature"]),
+            dict(state["constants"]),
+            state["data"],
+        )
 
     def moved(self, function: Callable[[Tensor], Tensor]) -> "Fitted | None":
         """Return it with ``function`` (to another device or dtype) applied to every tensor; None as :meth:`state`."""
@@ -112,6 +163,13 @@ class Fitted:
 
     def __reduce__(self) -> Any:
         return Fitted.from_state, (self.state(),)
+
+
+def constants_of(energy: Energy) -> Sums:
+    """Return the constants that the model uses on the first batch."""
+    with constants_read() as found, torch.no_grad():
+        energy.first_run(energy.start)
+    return sums_of(found)
 
 
 def _apply(function: Callable[[Tensor], Tensor], value: Any) -> Any:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The posterior as a Gaussian around its mode."""
 
-import reprlib
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
@@ -13,16 +12,17 @@ import torch
 from torch import Tensor
 
 from pyro_dvi.bayesian import init_to_module
-from pyro_dvi.errors import ArgumentError, DviWarning, GuideError
+from pyro_dvi.errors import DviWarning, GuideError
+from pyro_dvi.guides.laplace.choice import check_choice
 from pyro_dvi.guides.laplace.convergence import Refuse, Unconverged
 from pyro_dvi.guides.laplace.dense import Dense
 from pyro_dvi.guides.laplace.draws import Draws
 from pyro_dvi.guides.laplace.evidence import Evidence, log_evidence
-from pyro_dvi.guides.laplace.fitted import Fitted
+from pyro_dvi.guides.laplace.fitted import Fitted, constants_of
 from pyro_dvi.guides.laplace.gaussian_outputs import GaussianOutputs
 from pyro_dvi.guides.laplace.point_mass import PointMassGuide
 from pyro_dvi.guides.laplace.posterior import LaplacePosterior, Method
-from pyro_dvi.guides.laplace.precision import GGN
+from pyro_dvi.guides.laplace.precision import GGN, PrecisionMatrix
 from pyro_dvi.guides.laplace.query import Query
 from pyro_dvi.guides.laplace.spectrum import Determinant, default_determinant
 from pyro_dvi.guides.laplace.tuning import (
@@ -142,18 +142,25 @@ class LaplaceGuide(PointMassGuide):
             ModelError: the model draws random numbers of its own.
         """
         method = Dense() if method is None else method
-        if not isinstance(method, Method):
-            raise ArgumentError(
-                f"method must be an object such as Dense() or PosteriorSamples(64), not {reprlib.repr(method)}"
-            )
+        check_choice("method", method, Method, "Dense() or PosteriorSamples(64)")
         energy = self.energy(batches, subset=subset)
         energies = [energy]
         if self.scale_factors:  # a mode of before :meth:`tune`, or polished since
             energies.insert(0, self._trained_energy(batches, subset))
         method = (unconverged or Refuse()).method(method, energies)
+        constants = constants_of(energy)
         posterior = method.fit(energy.at(energy.start), seed=seed, progress=progress)
         self._method = method
-        self._fitted = Fitted(posterior, energy.layout, self.unconstrained_mode(), dict(self.scale_factors))
+        self._fitted = Fitted(
+            posterior,
+            energy.layout,
+            self.unconstrained_mode(),
+            dict(self.scale_factors),
+            self.kl_weight,
+            method.curvature,
+            constants,
+            energy.passes.checksum,
+        )
         return posterior
 
     def log_evidence(
@@ -169,7 +176,8 @@ class LaplaceGuide(PointMassGuide):
 
         Status: exact for linear models with Gaussian noise; elsewhere Laplace's approximation, which counts one mode.
         The log determinant is that of the last :meth:`fit` where its method knows it (exact for ``Dense()``), as good
-        as the method's approximation of P. With a subset it is the evidence given the sites that stay fixed.
+        as the method's approximation of P, if the batches are those of the fit; other data have one of their own. With
+        a subset it is the evidence given the sites that stay fixed.
 
         Args:
             batches: all the data.
@@ -181,18 +189,21 @@ class LaplaceGuide(PointMassGuide):
 
         Raises:
             ArgumentError: ``kl_weight`` is not 1: a tempered posterior has no evidence.
-            GuideError: the mode has moved since the fit.
+            GuideError: the mode, or a constant of the model, has changed since the fit.
             NotPositiveDefiniteError: the precision is not positive definite.
         """
-        posterior = None
-        if self._fitted is not None and subset is None:
-            subset = self.fitted.layout.names
-            posterior = None if determinant is not None else self.fitted.posterior
-        energy = self.energy(batches, subset=subset)
-        curvature = GGN() if self._method is None else self._method.curvature
-        return log_evidence(
-            energy, curvature, determinant or default_determinant(energy.layout.size), posterior
-        )
+        fitted = None if self._fitted is None or subset is not None else self.fitted
+        energy = self.energy(batches, subset=subset if fitted is None else fitted.layout.names)
+        if fitted is not None:
+            fitted.check_constants(constants_of(energy))
+        chosen = determinant or default_determinant(energy.layout.size)
+        if fitted is None or determinant is not None:
+            return log_evidence(energy, self._curvature, chosen)
+        return log_evidence(energy, self._curvature, chosen, fitted.posterior, fitted.data)
+
+    @property
+    def _curvature(self) -> PrecisionMatrix:
+        return GGN() if self._fitted is None else self._fitted.curvature
 
     def tune(
         self,
@@ -239,7 +250,7 @@ class LaplaceGuide(PointMassGuide):
         """
         if self._fitted is not None and subset is None:
             subset = self._fitted.layout.names
-        chosen = method or self._method or Dense()
+        chosen = method or self._method or Dense(self._curvature)
         scale = scale or PriorPrecision()
         if values is None:
             values = scale.grid()
@@ -271,7 +282,7 @@ class LaplaceGuide(PointMassGuide):
             ``mean`` and ``variance`` of the prediction ``[B, ...]``, ``covariance`` ``[B, k, k]``.
 
         Raises:
-            GuideError: not fitted yet, or the mode has moved since.
+            GuideError: not fitted yet, or the mode or a constant of the model has changed since.
             DataError: no rows, NaN, or inputs that the model cannot take.
             ModelError: no such site, or several to choose from.
             UnsupportedError: a distribution that cannot be linearised, or a method without what is asked for.
@@ -292,13 +303,9 @@ class LaplaceGuide(PointMassGuide):
                 "this LaplaceGuide is a point mass so far: call guide.fit(batches, method) after training. "
                 "predict(..., method=AtMean()) predicts at the mode"
             )
-        moved = self._fitted.first_moved(self.unconstrained_mode())
-        if moved is not None:
-            raise GuideError(
-                f"site {moved!r} has moved since guide.fit, so that its Gaussian belongs to another mode: fit again"
-            )
-        if self._fitted.scale_factors != self.scale_factors:
-            raise GuideError("guide.scale_factors has changed since guide.fit: fit again")
+        stale = self._fitted.stale(self.unconstrained_mode(), self.scale_factors, self.kl_weight)
+        if stale is not None:
+            raise GuideError(f"{stale}: fit again")
         return self._fitted
 
     # As a Pyro guide: a point mass in training, the Gaussian of the last fit when draws are asked for ---------------
@@ -313,13 +320,9 @@ class LaplaceGuide(PointMassGuide):
         self.initialize(*args, **kwargs)
         if self._fitted is None or torch.is_grad_enabled():
             return super().forward(*args, **kwargs)
-        moved = self._fitted.first_moved(self.unconstrained_mode())
-        if moved is not None:
-            warnings.warn(
-                f"site {moved!r} has moved since guide.fit: this LaplaceGuide is a point mass until it is fitted again",
-                DviWarning,
-                stacklevel=2,
-            )
+        stale = self._fitted.stale(self.unconstrained_mode(), self.scale_factors, self.kl_weight)
+        if stale is not None:
+            warnings.warn(f"{stale}: a point mass until it is fitted again", DviWarning, stacklevel=2)
             return super().forward(*args, **kwargs)
         warnings.warn(DRAWN_WEIGHTS, DviWarning, stacklevel=2)
         vectors = pyro.sample(
@@ -357,11 +360,6 @@ class LaplaceGuide(PointMassGuide):
         drawn = self.fitted.draw(shape.numel())
         return self._constrained({name: u.reshape(shape + u.shape[1:]) for name, u in drawn.items()})
 
-    @torch.no_grad()
-    def median(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """Return the mode of every site; in unconstrained space that is the median."""
-        return self._constrained(self.unconstrained_mode())
-
     def _marginals(self) -> dict[str, Any]:
         marginals = super()._marginals()
         if self._fitted is not None:
@@ -369,10 +367,6 @@ class LaplaceGuide(PointMassGuide):
                 normal = dist.Normal(marginals[name].mean.detach(), variance.sqrt(), validate_args=False)
                 marginals[name] = normal.to_event(self._event_dims[name])
         return marginals
-
-    def _constrained(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
-        transforms = {name: unconstraining_transform(site["fn"].support) for name, site in self._sites()}
-        return {name: u if (t := transforms[name]) is None else t(u) for name, u in values.items()}
 
     # Moving and saving ---------------------------------------------------------------------------------------------
 
@@ -392,6 +386,7 @@ class LaplaceGuide(PointMassGuide):
         """Take over what :meth:`get_extra_state` returned."""
         self.scale_factors = {} if state is None else dict(state["scale_factors"])
         self._fitted = None if state is None else Fitted.from_state(state["gaussian"])
+        self._method = None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         super()._apply(fn, recurse)

@@ -21,6 +21,7 @@ from pyro_dvi.guides.laplace.passes import Passes
 from pyro_dvi.guides.laplace.polish import Polished, polish
 from pyro_dvi.guides.laplace.query import Query
 from pyro_dvi.guides.laplace.tuning import rescaled_model
+from pyro_dvi.handlers.latents import unconstraining_transform
 
 __all__ = ["PointMassGuide"]
 
@@ -64,6 +65,15 @@ class PointMassGuide(FactorisedGuide):
     def unconstrained_mode(self) -> dict[str, Tensor]:
         """Return a copy of the mode of every site in unconstrained space."""
         return {name: attrgetter(name)(self.locs).detach().clone() for name, _ in self._sites()}
+
+    @torch.no_grad()
+    def median(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """Return the mode of every site; in unconstrained space that is the median."""
+        return self._constrained(self.unconstrained_mode())
+
+    def _constrained(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
+        transforms = {name: unconstraining_transform(site["fn"].support) for name, site in self._sites()}
+        return {name: u if (t := transforms[name]) is None else t(u) for name, u in values.items()}
 
     def energy(self, batches: Iterable[Any], *, subset: str | Iterable[str] | None = None) -> Energy:
         """Return U on these batches, with its gradient and products.

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pyro_dvi.curvature.gauss_newton_matrix import add_gauss_newton_matrix
+from pyro_dvi.errors import CheckpointError
 from pyro_dvi.guides.laplace.energy import LocalEnergy
 
 __all__ = ["GGN", "Hessian", "PrecisionMatrix"]
@@ -20,6 +21,20 @@ class PrecisionMatrix(ABC):
     @abstractmethod
     def product(self, local: LocalEnergy, vectors: Tensor) -> Tensor:
         """Return P v as ``[S, D]`` for vectors ``[S, D]``."""
+
+    @staticmethod
+    def of_kind(kind: str) -> "PrecisionMatrix":
+        """Make the one of a class name again, which takes no arguments.
+
+        Raises:
+            CheckpointError: no such class.
+        """
+        for cls in PrecisionMatrix.__subclasses__():
+            if cls.__name__ == kind:
+                return cls()
+        raise CheckpointError(
+            f"the state has the curvature {kind}, which is unknown here: import the module that defines it"
+        )
 
     def matrix(self, local: LocalEnergy) -> Tensor:
         """Return P as ``[D, D]``."""

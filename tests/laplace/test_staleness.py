@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Gaussian serves the model, the data and the options that it was fitted with."""
+
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pyro_dvi.errors import GuideError
+from pyro_dvi.guides.laplace import Accept, Dense, Exactly, Hessian, LaplaceGuide, PosteriorSamples
+from pyro_dvi.predictive import predict
+from tests.laplace.problems import guide_at
+
+X = torch.tensor([-1.0, 0.0, 0.5, 2.0], dtype=torch.float64)
+Y = torch.sin(X)
+LOCS = {"w": torch.tensor(0.7, dtype=torch.float64)}
+
+
+def curve(x: Tensor, y: Tensor | None = None) -> Any:
+    w = pyro.sample("w", dist.Normal(x.new_zeros(()), 1.0))
+    with pyro.plate("data", len(x)):
+        return pyro.sample("y", dist.Normal(torch.tanh(w * x), 0.3), obs=y)
+
+
+def fitted(model: Any = curve, method: Any = None, **options: Any) -> LaplaceGuide:
+    guide = guide_at(model, (X, Y), LOCS, **options)
+    guide.fit([(X, Y)], method or Dense(), unconverged=Accept())
+    return guide
+
+
+def refused(model: Any, guide: LaplaceGuide, what: str) -> None:
+    for use in (
+        lambda: guide.predictive(X),
+        lambda: predict(model, guide, X),
+        lambda: guide.log_evidence([(X, Y)]),
+    ):
+        with pytest.raises(GuideError, match=what):
+            use()
+    guide.fit([(X, Y)], unconverged=Accept())
+    assert guide.predictive(X).variance.shape == (4,)
+
+
+def test_a_learned_noise_that_changes():
+    def model(x: Tensor, y: Tensor | None = None) -> Any:
+        w = pyro.sample("w", dist.Normal(x.new_zeros(()), 1.0))
+        noise = pyro.param("noise", lambda: x.new_ones(()), constraint=dist.constraints.positive)
+        with pyro.plate("data", len(x)):
+            return pyro.sample("y", dist.Normal(w * x, noise), obs=y)
+
+    guide = fitted(model)
+    guide.predictive(X)
+    pyro.get_param_store()["noise"] = torch.tensor(0.3, dtype=torch.float64)
+    refused(model, guide, "noise")
+
+
+@pytest.mark.parametrize("what", ["weight", "running_mean"])
+def test_deterministic_weights_and_running_statistics_that_change(what):
+    body = nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1)).double()
+
+    def model(x: Tensor, y: Tensor | None = None) -> Any:
+        w = pyro.sample("w", dist.Normal(x.new_zeros(()), 1.0))
+        f = w * body(x[:, None])[:, 0]
+        with pyro.plate("data", len(x)):
+            return pyro.sample("y", dist.Normal(f, 1.0), obs=y)
+
+    guide = fitted(model)
+    guide.predictive(X[:2])
+    guide.log_evidence([(X, Y)])
+    with torch.no_grad():
+        getattr(body[what == "running_mean"], what).add_(0.01)
+    refused(model, guide, what)
+
+
+def test_evidence_of_other_data_has_a_determinant_of_its_own():
+    guide = fitted()
+    same = guide.log_evidence([(X[:3], Y[:3]), (X[3:], Y[3:])])
+    assert same.determinant == "DensePosterior"
+    other = [(X[:2], Y[:2])]
+    assert guide.log_evidence(other) == guide.log_evidence(other, determinant=Exactly())
+
+
+def test_another_kl_weight():
+    tempered = fitted(kl_weight=0.1)
+    other = guide_at(curve, (X, Y), LOCS)
+    other.load_state_dict(tempered.state_dict())
+    refused(curve, other, r"kl_weight=0\.1")
+    other.kl_weight = 2.0
+    with pytest.raises(GuideError, match="kl_weight is 2"):
+        other.sample(2)
+
+
+def test_a_loaded_gaussian_brings_its_curvature():
+    hessian = fitted(method=Dense(Hessian()))
+    expected = hessian.log_evidence([(X, Y)])
+    other = fitted(method=PosteriorSamples(4))
+    of_ggn = other.log_evidence([(X, Y)], determinant=Exactly()).value
+    other.load_state_dict(hessian.state_dict())
+    assert other.log_evidence([(X, Y)], determinant=Exactly()).value == pytest.approx(expected.value)
+    hessian.load_state_dict(fitted(method=PosteriorSamples(4)).state_dict())
+    assert hessian.log_evidence([(X, Y)]).value == pytest.approx(of_ggn)
+    assert of_ggn != pytest.approx(expected.value)
