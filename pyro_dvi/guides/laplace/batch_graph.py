@@ -2,7 +2,7 @@
 """The graph of one batch's run, and the products through it."""
 
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,12 +21,16 @@ __all__ = ["BatchGraph", "sites_only"]
 
 
 class BatchGraph:
-    """The graph of one batch's run, and the products through it; arguments as of :class:`Energy`."""
+    """The graph of one batch's run, and the products through it; arguments as of :class:`Energy`.
+
+    ``batch`` is its position in the pass; the prior comes with the first one.
+    """
 
     def __init__(
-        self, energy: "Energy", values: list[Tensor], run: JointRun, vectors_at_once: int, *, with_prior: bool
+        self, energy: "Energy", values: list[Tensor], run: JointRun, vectors_at_once: int, *, batch: int
     ) -> None:
-        self._owner, self.values, self.run, self.with_prior = energy, values, run, with_prior
+        self._owner, self.values, self.run = energy, values, run
+        self.batch, self.with_prior = batch, batch == 0
         self._at_once = vectors_at_once
 
     @cached_property
@@ -48,7 +52,9 @@ class BatchGraph:
 
     @cached_property
     def _information(self) -> tuple[LinearMap, Tensor]:
-        outputs, weights = information_outputs(sites_only(self.run), self._owner.labels)
+        outputs, weights = information_outputs(
+            sites_only(self.run), partial(self._owner.labels, batch=self.batch)
+        )
         jacobian = LinearMap(outputs, self.values, vectors_at_once=self._at_once)
         return jacobian, weights.square() / self._owner.kl_weight
 

@@ -8,11 +8,13 @@ in the unconstrained space of the latents, where :math:`\log p(u)` includes the 
 approximate, and the prior is part of it with its full weight.
 """
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from copy import copy
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -21,7 +23,7 @@ from pyro_dvi.curvature.example_gradients import ExampleGradients, by_examples
 from pyro_dvi.curvature.likelihood import ObservedSite, private_random_state
 from pyro_dvi.curvature.products import SavedBytes, information_pairs, vectors_together
 from pyro_dvi.curvature.squared_gradients import SquaredGradients
-from pyro_dvi.errors import NonFiniteError
+from pyro_dvi.errors import DataError, DviWarning, NonFiniteError
 from pyro_dvi.guides.laplace.batch_graph import BatchGraph, sites_only
 from pyro_dvi.guides.laplace.layout import Layout
 from pyro_dvi.guides.laplace.passes import Passes
@@ -79,6 +81,7 @@ class Energy:
         self.memory, self.vectors_at_once = memory, vectors_at_once
         self.num_labels, self.seed = num_labels, seed
         self.evaluations = 0
+        self._announced: set[str] = set()
         self._local: LocalEnergy | None = None
 
     @property
@@ -140,9 +143,33 @@ class Energy:
         energy = -run.log_likelihood() / self.kl_weight
         return energy - run.log_prior if with_prior else energy
 
-    def labels(self, site: ObservedSite) -> list[Tensor]:
-        """Labels of a site from its own distribution, the same in every pass."""
-        generator = torch.Generator(device=site.value.device).manual_seed(self.seed)
+    def labels(self, site: ObservedSite, batch: int) -> list[Tensor]:
+        """Labels of a site from its own distribution, the same in every pass and others for each batch.
+
+        Args:
+            site: an observed site without a closed-form Fisher information.
+            batch: the position of the batch in its pass.
+
+        Raises:
+            DataError: the rows come in another order each time, and would have other labels.
+        """
+        if self.passes.reordered:
+            raise DataError(
+                f"the Gauss-Newton matrix of observed site {site.name!r}, a {type(site.fn).__name__}, is estimated "
+                "from drawn labels, which belong to rows: it would change with each pass over shuffled batches. "
+                "Give list(loader), or a loader with shuffle=False"
+            )
+        if site.name not in self._announced:
+            self._announced.add(site.name)
+            warnings.warn(
+                f"the Fisher information of {type(site.fn).__name__} at observed site {site.name!r} has no closed form "
+                f"here: the Gauss-Newton matrix is estimated from {self.num_labels} drawn labels for each observation. "
+                "Use curvature=Hessian(), or register it with pyro_dvi.curvature.information.information_rule",
+                DviWarning,
+                stacklevel=2,
+            )
+        seed = crc32(f"{self.seed}/{batch}/{site.name}".encode())
+        generator = torch.Generator(device=site.value.device).manual_seed(seed)
         with private_random_state(generator, site.value.device):
             return [site.sample_labels() for _ in range(self.num_labels)]
 
@@ -247,7 +274,8 @@ class LocalEnergy:
             rows = Rows()
             for values, run in self.energy.runs(self.point, recorder):
                 rows.add(run)
-                for outputs, weights in by_examples(information_pairs(sites_only(run), self.energy.labels)):
+                labels = partial(self.energy.labels, batch=rows.batches - 1)
+                for outputs, weights in by_examples(information_pairs(sites_only(run), labels)):
                     examples = ExampleGradients(recorders[-1], values, outputs)
                     if rows.batches == 1:  # a backward pass for each output, through every batch
                         self.energy.evaluations += outputs.shape[1]
@@ -282,7 +310,7 @@ class LocalEnergy:
                 together = self.energy.vectors_at_once or vectors_together(
                     saved_by_run.total, self.point.device
                 )
-                graph = BatchGraph(self.energy, values, run, together, with_prior=rows.batches == 1)
+                graph = BatchGraph(self.energy, values, run, together, batch=rows.batches - 1)
                 # Products differentiate twice: their graphs hold about three times what the run saved.
                 saved += 4 * saved_by_run.total
                 if kept is not None:

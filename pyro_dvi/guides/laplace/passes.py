@@ -67,16 +67,16 @@ class Passes:
                 "pass."
             )
 
-
-def same_data(first: float | None, other: float | None) -> bool:
-    """Say whether two checksums are those of the same rows; not, where one is unknown."""
-    return first is not None and other is not None and abs(other - first) <= 1e-6 * max(1.0, abs(first))
-
     def _compare_order(self, index: int, ordered: float) -> None:
         if index == len(self._order) and self._first is None:
             self._order.append(ordered)
         elif index >= len(self._order) or abs(ordered - self._order[index]) > 1e-6 * max(1.0, abs(ordered)):
             self.reordered = True
+
+
+def same_data(first: float | None, other: float | None) -> bool:
+    """Say whether two checksums are those of the same rows; not, where one is unknown."""
+    return first is not None and other is not None and abs(other - first) <= 1e-6 * max(1.0, abs(first))
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
