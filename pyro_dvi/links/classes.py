@@ -104,7 +104,8 @@ class LaplaceBridge(ClassLink):
 
     .. math:: \alpha_c = \frac1{v_c}\Bigl(1 - \frac2C + \frac{e^{\mu_c}}{C^2}\sum_k e^{-\mu_k}\Bigr),
 
-    after the Gaussian is restricted to logits that sum to zero.
+    with the mean and variances of the logits less their average, :math:`C\mu` and the diagonal of :math:`C \Sigma C`,
+    :math:`C = I - 11^\top/C`: what is added to all logits of an example does not matter.
 
     Status: crude. The variances of a Dirichlet's logits follow from its means; where those given do not fit, the
     probabilities are far from the average softmax, by .06 to .5 in total variation in our measurements. Its use is the
@@ -124,11 +125,11 @@ class LaplaceBridge(ClassLink):
     def _concentration(self, loc: Tensor, spread: Tensor, is_covariance: bool) -> Tensor:
         own = torch.diagonal(spread, dim1=-2, dim2=-1) if is_covariance else spread
         rows = spread.sum(-1) if is_covariance else spread  # covariance of each logit with the sum of all
-        rounding = torch.finfo(loc.dtype).eps * own.sum(-1, keepdim=True) + torch.finfo(loc.dtype).tiny
-        total = torch.maximum(rows.sum(-1, keepdim=True), rounding)  # none if the logits sum to zero already
-        mu = loc - rows * loc.sum(-1, keepdim=True) / total
-        variance = (own - rows.square() / total).clamp_min(torch.finfo(loc.dtype).eps)
         num_classes = loc.shape[-1]
+        mu = loc - loc.mean(-1, keepdim=True)
+        # The diagonal of C S C, with C = I - 11'/K.
+        variance = own - 2 * rows / num_classes + rows.sum(-1, keepdim=True) / num_classes**2
+        variance = variance.clamp_min(torch.finfo(loc.dtype).eps)
         ratio = torch.exp(mu + torch.logsumexp(-mu, -1, keepdim=True)) / num_classes**2
         return (1 - 2 / num_classes + ratio) / variance
 

@@ -111,6 +111,18 @@ def test_the_bridge_inverts_the_laplace_approximation_of_a_dirichlet():
     torch.testing.assert_close(mean, td.Dirichlet(alpha).mean)
 
 
+def test_the_bridge_does_not_see_what_is_added_to_all_logits():
+    loc, _ = problem(4, 2.0)
+    root = torch.randn(24, 4, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    covariance = root @ root.mT
+    expected = LaplaceBridge().concentration(loc, covariance)
+    torch.testing.assert_close(LaplaceBridge().concentration(loc + 3.0, covariance), expected)
+    # An uncertain constant, that varies together with the logits: c = a'z + e for logits z.
+    together = torch.eye(4).to(loc) + torch.tensor([0.5, -1.0, 0.2, 2.0]).to(loc)
+    moved = together @ covariance @ together.mT + 5.0
+    torch.testing.assert_close(LaplaceBridge().concentration(loc, moved), expected)
+
+
 def test_points_in_parts(monkeypatch):
     loc, spread = problem(5, 1.0)
     whole = SobolSoftmax().probabilities(loc, spread)
