@@ -49,16 +49,24 @@ def choose_response(site: str | None, names: list[str]) -> str:
 def example_axis(name: str, node: Any, num_rows: int) -> int:
     """Return the dimension of a site's batch shape that counts examples, from the right (negative).
 
+    A plate that is subsampled comes before others of the size: it is the one that is cut into batches.
+
     Raises:
-        DataError: there is none.
+        DataError: there is none, or several.
     """
     shape = tuple(node["fn"].batch_shape)
     frames = [f for f in node["cond_indep_stack"] if f.vectorized]
-    axes = sorted(
-        f.dim for f in frames if f.size == num_rows and len(shape) >= -f.dim and shape[f.dim] == num_rows
-    )
-    if axes:
-        return int(axes[0])  # of nested plates of one size the outermost in memory
+    fitting = [f for f in frames if f.size == num_rows and len(shape) >= -f.dim and shape[f.dim] == num_rows]
+    cut = [f for f in fitting if f.full_size not in (None, f.size)]
+    found = cut or fitting
+    if len(found) == 1 or (found and num_rows == 1):  # of plates of one row any will do
+        return int(found[0].dim)
+    if found:
+        raise DataError(
+            f"observed site {name!r} is in {len(found)} plates of {num_rows} rows, {[f.name for f in found]}, and any "
+            "of them may count the examples. Give that of the data its whole size and subsample_size=len(x), as "
+            "pyro.plate('data', size, subsample_size=len(x)), or give another number of rows at a time."
+        )
     if not frames and shape and shape[0] == num_rows:
         return -len(shape)
     hint = (

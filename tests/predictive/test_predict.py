@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from pyro_dvi import AtMean, MeanFieldGuide, Samples, predict
-from pyro_dvi.errors import GuideError, UnsupportedError
+from pyro_dvi.errors import DataError, GuideError, UnsupportedError
 
 GUIDES = [AutoDelta, AutoNormal, AutoDiagonalNormal, AutoMultivariateNormal, MeanFieldGuide]
 
@@ -364,6 +364,33 @@ def test_the_example_dimension_comes_first_wherever_the_plate_is():
     torch.testing.assert_close(prediction.mean, guide.median()["w"].detach() * x)
     assert prediction.log_likelihood(x).shape == (5, 3)
     assert prediction.metrics(x)["rmse"] >= 0
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 4])
+def test_a_plate_as_large_as_the_batch_is_not_taken_for_the_examples(num_rows):
+    def model(x, y=None):
+        w = pyro.sample("w", dist.Normal(torch.zeros(2, 3), 1.0).to_event(2))
+        with pyro.plate("out", 3, dim=-2), pyro.plate("data", 5, subsample_size=len(x), dim=-1):
+            return pyro.sample("obs", dist.Normal((x @ w).T, 1.0), obs=y)
+
+    x = torch.randn(5, 2)
+    guide = AutoNormal(model)
+    guide(x, torch.zeros(3, 5))
+    prediction = predict(model, guide, x, batch_size=num_rows)
+    torch.testing.assert_close(prediction.mean, x @ guide.median()["w"].detach())
+
+
+def test_plates_that_cannot_be_told_apart_are_refused():
+    def model(x, y=None):
+        w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        with pyro.plate("out", 3, dim=-2), pyro.plate("data", len(x), dim=-1):
+            return pyro.sample("obs", dist.Normal(w * x.T, 1.0), obs=y)
+
+    x = torch.randn(5, 3)
+    guide = AutoNormal(model)
+    guide(x, x.T)
+    with pytest.raises(DataError, match="subsample_size"):
+        predict(model, guide, x, batch_size=3)
 
 
 def test_float64():
