@@ -23,7 +23,7 @@ from pyro_dvi.guides.laplace.guide import DRAWN_WEIGHTS
 from pyro_dvi.predictive import PredictionRule, Samples
 from pyro_dvi.predictive.batches import Batch, batches
 from pyro_dvi.predictive.mixture import checked_log_prob
-from pyro_dvi.predictive.predict import device_of, rule_of
+from pyro_dvi.predictive.predict import at_tuned_scales, device_of, rule_of
 from pyro_dvi.predictive.rules import check_is_set_up, example_latents
 from pyro_dvi.predictive.run import (
     Response,
@@ -146,7 +146,7 @@ def to_arviz(
             if batch.observed is not None:
                 batch = check_observation(model, batch, example_latents(guide, batch.inputs), site)
             torch.manual_seed(used_seed)
-            run = partial(respond, model, batch, site=site)
+            run = at_tuned_scales(guide, partial(respond, model, batch, site=site))
             exported = _Exported(count, rule.num_components, batch.observed, noise_seeds)
             for response in rule.components(guide, batch.inputs, run):
                 exported.add(response)

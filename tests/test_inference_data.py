@@ -16,8 +16,9 @@ from pyro.nn import PyroModule, PyroSample
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from pyro_dvi import AtMean, MeanFieldGuide, Samples, TaylorELBO, predict, to_arviz
+from pyro_dvi import AtMean, LaplaceGuide, MeanFieldGuide, Samples, TaylorELBO, predict, to_arviz
 from pyro_dvi.errors import ArgumentError, DataError, DviWarning, GuideError, ModelError
+from pyro_dvi.guides.laplace import Accept
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", FutureWarning)  # ArviZ 0.23 announces version 1
@@ -376,3 +377,19 @@ def test_a_mistake_is_named_with_its_remedy(mistake):
     run, error, message = MISTAKES[mistake]
     with pytest.raises(error, match=message):
         run()
+
+
+@pytest.mark.filterwarnings("ignore:weights are drawn")
+def test_a_tuned_noise_is_in_the_draws():
+    def model(x, y=None):
+        slope = pyro.sample("slope", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", len(x)):
+            return pyro.sample("obs", dist.Normal(slope * x, 0.5), obs=y)
+
+    x = torch.ones(4)
+    guide = LaplaceGuide(model)
+    guide.initialize(x, x)
+    guide.scale_factors = {"obs": 8.0}
+    guide.fit([(x, x)], unconverged=Accept())
+    draws = to_arviz(model, guide, data=(x, x), num_samples=1000, seed=0).posterior_predictive["obs"]
+    assert float(draws.std()) == pytest.approx((16 + 1 / (1 + 4 / 16)) ** 0.5, rel=0.05)

@@ -19,7 +19,7 @@ from pyro_dvi.predictive.prediction import Prediction
 from pyro_dvi.predictive.rules import PredictionRule, check_is_set_up, example_latents
 from pyro_dvi.predictive.run import check_observation, evaluation_mode, respond, seeded
 
-__all__ = ["device_of", "predict", "rule_of"]
+__all__ = ["at_tuned_scales", "device_of", "predict", "rule_of"]
 
 
 def predict(
@@ -95,7 +95,6 @@ def predict(
     rule = rule_of(method, guide)
     check_is_set_up(guide)
     device = device_of(model, guide)
-    tuned = guide.scale_factors if isinstance(guide, LaplaceGuide) else {}  # a noise, say
     parts, name = [], site
     split = batches(model, data, observed=observed, batch_size=batch_size, device=device)
     with evaluation_mode(model, guide), seeded(seed, device) as seed:
@@ -104,13 +103,18 @@ def predict(
                 batch = check_observation(model, batch, example_latents(guide, batch.inputs), site)
             torch.manual_seed(seed)
             mixture = Mixture(batch.observed, batch.num_rows)
-            run = rescaled_model(partial(respond, model, batch, site=site), tuned)
+            run = at_tuned_scales(guide, partial(respond, model, batch, site=site))
             for response in rule.components(guide, batch.inputs, run):
                 mixture.add(response)
                 name = response.site
             parts.append(mixture.finish())
     assert name is not None, "there was a batch"
     return Prediction(name, rule, parts, shuffled=is_shuffled(data))
+
+
+def at_tuned_scales(guide: Any, run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``run`` with the scales that ``guide.tune`` has set, those of the noise among them."""
+    return rescaled_model(run, guide.scale_factors) if isinstance(guide, LaplaceGuide) else run
 
 
 def rule_of(method: Any, guide: Any) -> PredictionRule:
