@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pyro_dvi.errors import ArgumentError, UnsupportedError
+from pyro_dvi.guides.laplace.choice import check_choice
 from pyro_dvi.guides.laplace.energy import Energy
 from pyro_dvi.guides.laplace.passes import same_data
 from pyro_dvi.guides.laplace.posterior import LaplacePosterior
@@ -90,6 +91,7 @@ def log_evidence(
         ArgumentError: ``kl_weight`` is not 1.
         NotPositiveDefiniteError: the precision is not positive definite.
     """
+    check_choice("determinant", determinant, Determinant, "Exactly() or ByLanczos()")
     check_untempered(energy)
     log_likelihood = float(energy.log_joint(energy.start)[0])
     found, source = None, ""

@@ -21,7 +21,7 @@ from pyro_dvi.guides.laplace.evidence import Evidence, log_evidence
 from pyro_dvi.guides.laplace.fitted import Fitted, constants_of
 from pyro_dvi.guides.laplace.gaussian_outputs import GaussianOutputs
 from pyro_dvi.guides.laplace.point_mass import PointMassGuide
-from pyro_dvi.guides.laplace.posterior import LaplacePosterior, Method
+from pyro_dvi.guides.laplace.posterior import LaplacePosterior, Method, check_method
 from pyro_dvi.guides.laplace.precision import GGN, PrecisionMatrix
 from pyro_dvi.guides.laplace.query import Query
 from pyro_dvi.guides.laplace.spectrum import Determinant, default_determinant
@@ -142,12 +142,14 @@ class LaplaceGuide(PointMassGuide):
             ModelError: the model draws random numbers of its own.
         """
         method = Dense() if method is None else method
-        check_choice("method", method, Method, "Dense() or PosteriorSamples(64)")
+        unconverged = Refuse() if unconverged is None else unconverged
+        check_method(method)
+        check_choice("unconverged", unconverged, Unconverged, "Refuse(), UseGGN() or Accept()")
         energy = self.energy(batches, subset=subset)
         energies = [energy]
         if self.scale_factors:  # a mode of before :meth:`tune`, or polished since
             energies.insert(0, self._trained_energy(batches, subset))
-        method = (unconverged or Refuse()).method(method, energies)
+        method = unconverged.method(method, energies)
         constants = constants_of(energy)
         posterior = method.fit(energy.at(energy.start), seed=seed, progress=progress)
         self._method = method
@@ -196,10 +198,9 @@ class LaplaceGuide(PointMassGuide):
         energy = self.energy(batches, subset=subset if fitted is None else fitted.layout.names)
         if fitted is not None:
             fitted.check_constants(constants_of(energy))
-        chosen = determinant or default_determinant(energy.layout.size)
-        if fitted is None or determinant is not None:
-            return log_evidence(energy, self._curvature, chosen)
-        return log_evidence(energy, self._curvature, chosen, fitted.posterior, fitted.data)
+        chosen = default_determinant(energy.layout.size) if determinant is None else determinant
+        known = () if fitted is None or determinant is not None else (fitted.posterior, fitted.data)
+        return log_evidence(energy, self._curvature, chosen, *known)
 
     @property
     def _curvature(self) -> PrecisionMatrix:
@@ -251,7 +252,11 @@ class LaplaceGuide(PointMassGuide):
         if self._fitted is not None and subset is None:
             subset = self._fitted.layout.names
         chosen = method or self._method or Dense(self._curvature)
-        scale = scale or PriorPrecision()
+        scale = PriorPrecision() if scale is None else scale
+        criterion = ByEvidence() if criterion is None else criterion
+        check_method(chosen)
+        check_choice("scale", scale, Scale, "PriorPrecision('net.0.*') or NoiseScale()")
+        check_choice("criterion", criterion, Criterion, "ByEvidence() or ByValidation(batches)")
         if values is None:
             values = scale.grid()
         sites = scale.sites(self.energy(batches, subset=subset))
@@ -261,7 +266,7 @@ class LaplaceGuide(PointMassGuide):
         )
         curve = tune(
             Tuning(energy, scale, sites, chosen, seed),
-            criterion or ByEvidence(),
+            criterion,
             values=values,
             refinements=refinements,
             progress=progress,

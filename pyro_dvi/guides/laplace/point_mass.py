@@ -15,6 +15,7 @@ from pyro_dvi.guides.base import FactorisedGuide
 from pyro_dvi.guides.factors import Deterministic, Factor
 from pyro_dvi.guides.laplace.diagnosis import Diagnosis, diagnose
 from pyro_dvi.guides.laplace.energy import Energy
+from pyro_dvi.guides.laplace.inference_mode import refuse_inference_mode
 from pyro_dvi.guides.laplace.layout import Layout
 from pyro_dvi.guides.laplace.model_reference import ModelReference
 from pyro_dvi.guides.laplace.passes import Passes
@@ -52,6 +53,11 @@ class PointMassGuide(FactorisedGuide):
         init_loc_fn: Callable,
         create_plates: Callable | None = None,
     ) -> None:
+        if callable(kl_weight) or isinstance(kl_weight, str):
+            raise ArgumentError(
+                f"kl_weight must be a positive number, the one that training ended with, not {kl_weight!r}: schedules "
+                "are for the objective"
+            )
         if not kl_weight > 0:
             raise ArgumentError(f"kl_weight must be positive, got {kl_weight!r}")
         super().__init__(model, init_loc_fn=init_loc_fn, create_plates=create_plates)
@@ -105,6 +111,7 @@ class PointMassGuide(FactorisedGuide):
 
     def _trained_energy(self, batches: Iterable[Any], subset: str | Iterable[str] | None) -> Energy:
         """U as it was trained, with every scale as the model has it."""
+        refuse_inference_mode()
         model = self._plain_model.get()
         if self.prototype_trace is None:
             args, kwargs = next(iter(Passes(batches, _device_of(model))))
@@ -216,6 +223,8 @@ def _device_of(model: object) -> torch.device | None:
 
 def _selected(names: list[str], subset: str | Iterable[str]) -> list[str]:
     patterns = [subset] if isinstance(subset, str) else list(subset)
+    if not patterns:
+        raise ArgumentError(f"subset is empty: name sites or patterns, or leave it None for all of {names}")
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ArgumentError(f"subset names {pattern!r}, which is no site of the guide; there are {names}")

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from pyro_dvi.errors import CheckpointError, UnsupportedError
+from pyro_dvi.guides.laplace.choice import check_choice
 from pyro_dvi.guides.laplace.energy import LocalEnergy
 from pyro_dvi.guides.laplace.precision import PrecisionMatrix
 from pyro_dvi.guides.laplace.query import Query
 
-__all__ = ["LaplacePosterior", "Method", "blocks_by_rows"]
+__all__ = ["LaplacePosterior", "Method", "blocks_by_rows", "check_method"]
 
 _ROWS, _ENTRIES = 512, 1 << 26  # rows of J, and entries of them, that are held together
 
@@ -40,6 +41,17 @@ class Method(ABC):
             seed: of random numbers.
             progress: show a progress bar.
         """
+
+
+def check_method(method: object) -> None:
+    """Refuse what is no method, or has no matrix for its precision.
+
+    Raises:
+        ArgumentError: a class or string in place of an object.
+    """
+    check_choice("method", method, Method, "Dense() or PosteriorSamples(64)")
+    assert isinstance(method, Method)
+    check_choice("curvature", method.curvature, PrecisionMatrix, "GGN() or Hessian()")
 
 
 class LaplacePosterior(ABC):

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from pyro_dvi.errors import ArgumentError, UnsupportedError
+from pyro_dvi.errors import UnsupportedError
+from pyro_dvi.guides.laplace.choice import check_count
 from pyro_dvi.guides.laplace.conjugate_gradient import PrecisionSolver, check_tolerance
 from pyro_dvi.guides.laplace.energy import LocalEnergy
 from pyro_dvi.guides.laplace.posterior import LaplacePosterior, Method
@@ -68,8 +69,7 @@ class PosteriorSamples(Method):
 
     def __post_init__(self) -> None:
         check_tolerance(self.tolerance)
-        if self.num_samples < 1:
-            raise ArgumentError(f"num_samples must be at least 1, got {self.num_samples!r}")
+        check_count("num_samples", self.num_samples)
         if not isinstance(self.curvature, GGN):
             raise UnsupportedError(
                 f"PosteriorSamples() cannot draw with {self.curvature!r}: noise of that covariance takes a factor of "

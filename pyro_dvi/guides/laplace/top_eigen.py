@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from pyro_dvi.errors import ArgumentError, NotConvergedError, NotPositiveDefiniteError
+from pyro_dvi.errors import NotConvergedError, NotPositiveDefiniteError
+from pyro_dvi.guides.laplace.choice import check_count
 from pyro_dvi.guides.laplace.energy import LocalEnergy
 from pyro_dvi.guides.laplace.posterior import LaplacePosterior, Method, blocks_by_rows
 from pyro_dvi.guides.laplace.precision import GGN, PrecisionMatrix
@@ -61,8 +62,7 @@ class TopEigen(Method):
     tolerance: float = 1e-4
 
     def __post_init__(self) -> None:
-        if self.k < 1:
-            raise ArgumentError(f"k must be at least 1, got {self.k!r}")
+        check_count("k", self.k)
 
     def fit(self, local: LocalEnergy, *, seed: int = 0, progress: bool = False) -> "TopEigenPosterior":
         """Return the posterior."""

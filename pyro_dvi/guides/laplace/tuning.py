@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pyro_dvi.errors import ArgumentError, DviWarning, ModelError, NotPositiveDefiniteError, UnsupportedError
+from pyro_dvi.guides.laplace.choice import check_choice
 from pyro_dvi.guides.laplace.energy import Energy
 from pyro_dvi.guides.laplace.evidence import check_untempered, free_log_prior
 from pyro_dvi.guides.laplace.posterior import Method
@@ -209,7 +210,10 @@ class ByEvidence(Criterion):
         """Return the log evidence in nats."""
         energy, curvature = tuning.energy, tuning.method.curvature
         check_untempered(energy)
-        determinant = self.determinant or default_determinant(energy.layout.size)
+        determinant = (
+            default_determinant(energy.layout.size) if self.determinant is None else self.determinant
+        )
+        check_choice("determinant", determinant, Determinant, "Exactly() or ByLanczos()")
         spectrum = determinant.spectrum(energy.at(energy.start), curvature)
         proportional = spectrum.log_prior_determinant is not None and _is_proportional(tuning, curvature)
         likelihood_changes = tuning.scale.proportions(2.0)[0] != 1
