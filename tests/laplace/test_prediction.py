@@ -118,6 +118,7 @@ HEADS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:the Fisher information of")  # some labels are drawn
 @pytest.mark.parametrize("name", HEADS)
 def test_density_is_the_average_over_the_weights(name):
     head = HEADS[name]
@@ -130,6 +131,7 @@ def test_density_is_the_average_over_the_weights(name):
     torch.testing.assert_close(prediction.log_likelihood(), expected, rtol=0, atol=head.tolerance)
 
 
+@pytest.mark.filterwarnings("ignore:the Fisher information of")  # some labels are drawn
 @pytest.mark.parametrize("name", HEADS)
 def test_without_uncertainty_it_is_the_model_itself(name):
     head = HEADS[name]
