@@ -202,7 +202,8 @@ def _gradients(
     )
     lead = cotangents[0].shape[:1] if batched else ()
     return [
-        v.new_zeros((*lead, *v.shape)) if g is None else g.detach() for v, g in zip(values, found, strict=True)
+        v.new_zeros((*lead, *v.shape)) if g is None else g.detach()
+        for v, g in zip(values, found, strict=True)
     ]
 
 
