@@ -81,8 +81,8 @@ class DeterministicELBO(ELBO):
         training = torch.is_grad_enabled()
         if training and hasattr(guide, "precision_parameter") and not self._moves_precisions:
             raise GuideError(
-                f"{type(self).__name__} cannot train a {type(guide).__name__}, whose precisions get no gradients: train "
-                "it with NaturalGradientELBO and pyro_dvi.optim.VOGN, OGN or IVON, or use MeanFieldGuide"
+                f"{type(self).__name__} cannot train a {type(guide).__name__}, whose precisions get no gradients: "
+                "train it with NaturalGradientELBO and pyro_dvi.optim.VOGN, OGN or IVON, or use MeanFieldGuide"
             )
         loss = self._total(model, guide, args, kwargs, training)
         if not training:
