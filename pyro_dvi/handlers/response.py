@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find the site that a model answers with, and the dimension of its examples."""
+"""Find the site that a model answers with, the dimension of its examples, and which of its values count."""
 
 from collections.abc import Container, Mapping
 from typing import Any
 
+import pyro.distributions as dist
+import torch
+from torch import Tensor
+from torch import distributions as td
+
 from pyro_dvi.errors import DataError, ModelError
 
-__all__ = ["choose_response", "example_axis", "responses"]
+__all__ = ["choose_response", "counted", "example_axis", "responses"]
 
 
 def responses(nodes: Mapping[str, Any], latents: Container[str]) -> list[str]:
@@ -79,3 +84,24 @@ def example_axis(name: str, node: Any, num_rows: int) -> int:
         f"observed site {name!r} has batch shape {shape} and event shape {tuple(node['fn'].event_shape)}: no "
         f"dimension counts the {num_rows} examples. Either {hint}."
     )
+
+
+def counted(node: Any) -> Tensor | None:
+    """Return which values of a site its masks let count, of the shape of one draw; None if all do.
+
+    Masks come from ``poutine.mask``, and from ``.mask()`` of the distribution at any depth.
+    """
+    fn = node["fn"]
+    masks = [(node["mask"], len(fn.event_shape))]
+    while isinstance(fn, (td.Independent, dist.MaskedDistribution, dist.ExpandedDistribution)):
+        masks.append((getattr(fn, "_mask", None), len(fn.event_shape)))
+        fn = fn.base_dist
+    shape = node["fn"].batch_shape + node["fn"].event_shape
+    counts = None
+    for mask, event_dim in masks:
+        if mask is None or bool(torch.as_tensor(mask).all()):
+            continue
+        mask = torch.as_tensor(mask, dtype=torch.bool)
+        mask = mask.reshape(mask.shape + (1,) * event_dim).expand(shape)
+        counts = mask if counts is None else counts & mask
+    return counts

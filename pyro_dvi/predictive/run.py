@@ -6,16 +6,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-import pyro.distributions as dist
 import torch
 from pyro import poutine
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
-from torch import distributions as td
 
 from pyro_dvi.errors import DataError, UnsupportedError
 from pyro_dvi.handlers.all_rows import AllRows
-from pyro_dvi.handlers.response import choose_response, example_axis, responses
+from pyro_dvi.handlers.response import choose_response, counted, example_axis, responses
 from pyro_dvi.predictive.batches import Batch
 from pyro_dvi.signatures import with_missing
 from pyro_dvi.undisturbed import evaluating
@@ -35,7 +33,7 @@ class Response:
         value: what the model drew there, or observed.
         is_observed: which of the two.
         axis: the dimension of ``distribution.batch_shape`` that counts examples, from the right (negative).
-        is_masked: whether a mask leaves out some of the values.
+        mask: which values count, of the shape of one draw; None if all do.
     """
 
     site: str
@@ -43,7 +41,12 @@ class Response:
     value: Tensor
     is_observed: bool
     axis: int
-    is_masked: bool
+    mask: Tensor | None
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether a mask leaves out some of the values."""
+        return self.mask is not None
 
 
 def respond(model: Callable[..., Any], batch: Batch, latents: Latents, site: str | None = None) -> Response:
@@ -63,7 +66,7 @@ def respond(model: Callable[..., Any], batch: Batch, latents: Latents, site: str
         for latent in nodes.keys() & latents.keys():
             if plates & {f.name for f in nodes[latent]["cond_indep_stack"]}:
                 raise _local(latent, f"and these are examples {batch.start} and later")
-    return Response(name, node["fn"], node["value"], node["is_observed"], axis, _is_masked(node))
+    return Response(name, node["fn"], node["value"], node["is_observed"], axis, counted(node))
 
 
 def check_observation(model: Callable[..., Any], batch: Batch, latents: Latents, site: str | None) -> Batch:
@@ -91,7 +94,7 @@ def check_observation(model: Callable[..., Any], batch: Batch, latents: Latents,
             "observes by observed=..., or the site by site=...; an observation that the model transforms is scored by "
             "predicting from inputs alone and metrics(transformed)"
         )
-    if _is_masked(node):
+    if counted(node) is not None:
         raise refuse_mask(name)
     return replace(batch, observed=batch.observed.reshape(value.shape))
 
@@ -120,15 +123,6 @@ def _run(
         ) from error
     nodes: Mapping[str, Any] = recorder.trace.nodes
     return nodes
-
-
-def _is_masked(node: Any) -> bool:
-    masks = [node["mask"]]
-    fn = node["fn"]
-    while isinstance(fn, (td.Independent, dist.MaskedDistribution, dist.ExpandedDistribution)):
-        masks.append(getattr(fn, "_mask", None))
-        fn = fn.base_dist
-    return any(mask is not None and not bool(torch.as_tensor(mask).all()) for mask in masks)
 
 
 def _local(site: str, which: str) -> DataError:
