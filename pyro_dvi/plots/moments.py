@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where do propagated moments deviate from draws?"""
+
+import math
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
+
+from pyro_dvi.errors import DataError
+from pyro_dvi.plots.style import BLUE, VERMILLION, axes_beside, log_ticks, name_rows, own_axes, quiet
+
+__all__ = ["moment_comparison"]
+
+
+def moment_comparison(report: Any, *, ax: Axes | None = None) -> Axes:
+    """Draw how far propagated moments are from draws of the weights, layer by layer, the first layer at the top.
+
+    Left the ratio of standard deviations, propagated over sampled, on a logarithmic axis: below one the propagation is
+    too narrow. Right the error of the means in standard deviations; what lies in the grey band is chance. Open circles
+    are the parameters of the observed site.
+
+    Args:
+        report: what :func:`~pyro_dvi.compare_with_sampling` returned.
+        ax: axes to draw into, part of a grid as ``plt.subplots`` makes it; the errors take their right part.
+
+    Returns:
+        The axes of the ratios; those of the errors are the figure's last, ``ax.figure.axes[-1]``.
+
+    Raises:
+        DataError: a report without layers.
+    """
+    rows = report.rows
+    if not rows:
+        raise DataError("the report has no layers to plot")
+    places = np.arange(len(rows))
+    is_parameter = np.array([row.layer.rpartition(".")[0] == report.site for row in rows])
+    labels = [row.layer + (f" ({row.call + 1})" if row.call else "") for row in rows]
+    labels = [
+        f"{label}  {row.kind}" if label != row.kind else label
+        for label, row in zip(labels, rows, strict=True)
+    ]
+    ax = own_axes(ax, figsize=(7.0, 1.4 + 0.24 * len(rows)))
+    grey = quiet(ax)
+    beside = axes_beside(ax, "the errors")
+    panels = (
+        (ax, [row.sd_ratio for row in rows], BLUE),
+        (beside, [row.mean_error for row in rows], VERMILLION),
+    )
+    for panel, values, color in panels:
+        numbers = np.asarray(values, dtype=float)
+        panel.plot(numbers, places, color=color, linewidth=1, alpha=0.5)
+        for chosen, face in ((~is_parameter, color), (is_parameter, ax.get_facecolor())):
+            panel.plot(
+                numbers[chosen],
+                places[chosen],
+                color=color,
+                linestyle="none",
+                marker="o",
+                markersize=5,
+                markerfacecolor=face,
+            )
+        panel.grid(axis="y", color=grey, alpha=0.15)
+    low = min([0.5, *(row.sd_ratio for row in rows if row.sd_ratio > 0)])
+    high = max([2.0, *(row.sd_ratio for row in rows if math.isfinite(row.sd_ratio))])
+    ax.set_xscale("log")
+    ax.set_xlim(low / 1.15, high * 1.15)
+    log_ticks(ax.xaxis)
+    ax.axvline(1, color=grey, linestyle="--", linewidth=1, zorder=0)
+    ax.set_xlabel("sd, propagated / sampled")
+    name_rows(ax, labels)
+    beside.axvspan(0, report.chance, color=grey, alpha=0.2, linewidth=0)
+    beside.set_xlim(0, 1.15 * max(2 * report.chance, *(row.mean_error for row in rows)))
+    beside.set_xlabel("error of the mean / sd")
+    beside.tick_params(axis="y", labelleft=False, length=0)
+    beside.xaxis.set_major_locator(MaxNLocator(4))
+    return ax

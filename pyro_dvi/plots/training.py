@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How did training go, and had it ended when it ended?"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
+
+from pyro_dvi.diagnostics.scale_course import scale_course
+from pyro_dvi.errors import ArgumentError, DataError
+from pyro_dvi.plots.style import BLUE, VERMILLION, quiet
+
+__all__ = ["training_history"]
+
+# Columns of a training record that have a panel of their own, in this order; validation metrics follow.
+_TERMS = {
+    "loss": "loss (objective)",
+    "log_likelihood": "log-likelihood",
+    "penalty": "penalty",
+    "kl": "KL (unweighted)",
+    "posterior_scale": "mean posterior σ",
+}
+
+
+def training_history(history: Any, *, axes: Sequence[Axes] | None = None) -> np.ndarray:
+    """Draw the course of training: the loss, its terms, the posterior scales and validation metrics by epoch.
+
+    Whether the loss has settled says little about the posterior: scales converge last. The title of their panel says
+    how much the mean posterior σ changed in the last tenth of training, which is shaded where it still moved, by more
+    than one per cent (:func:`~pyro_dvi.diagnostics.scale_course`). Then train longer or raise ``scale_multiplier`` of
+    :func:`~pyro_dvi.learning_rates`.
+
+    Args:
+        history: what :func:`~pyro_dvi.fit` returned, or a mapping of columns of equal length, with ``epoch`` among
+            them or counted from 1.
+        axes: one for each panel, in the order of the columns.
+
+    Returns:
+        Array of the axes, one for each column that the history has.
+
+    Raises:
+        ArgumentError: another number of axes than of panels.
+        DataError: nothing recorded, or columns of unequal length.
+
+    Source: the warning that variances converge more slowly than means is that of Unlu & Aitchison (2021), section 4.
+
+    Example:
+        >>> axes = training_history({"epoch": [1, 2], "loss": [3.0, 2.0], "kl": [0.1, 0.2]})
+        >>> [ax.get_ylabel() for ax in axes]
+        ['loss (objective)', 'KL (unweighted)']
+    """
+    columns: Mapping[str, Sequence[float]] = getattr(history, "epochs", history)
+    panels = {
+        name: text for name, text in _TERMS.items() if name in columns and np.isfinite(columns[name]).any()
+    }
+    for name in columns:
+        if name.startswith("validation_") and np.isfinite(columns[name]).any():
+            panels[name] = name.removeprefix("validation_").replace("_", " ") + " (validation)"
+    if not panels:
+        raise DataError(
+            f"the history has nothing to plot: it needs a finite value of {', '.join(_TERMS)} or validation_*, and has "
+            f"the columns {list(columns)}"
+        )
+    length = len(columns[next(iter(panels))])
+    epochs = np.asarray(columns["epoch"]) if "epoch" in columns else np.arange(1, length + 1)
+    if any(len(columns[name]) != len(epochs) for name in panels):
+        raise DataError(f"the columns differ in length: { {name: len(columns[name]) for name in columns} }")
+    drawn = _grid(len(panels)) if axes is None else np.atleast_1d(np.asarray(axes, dtype=object)).ravel()
+    if len(drawn) != len(panels):
+        raise ArgumentError(
+            f"the history has {len(panels)} panels {list(panels)}, but there are {len(drawn)} axes"
+        )
+    for ax, (name, text) in zip(drawn, panels.items(), strict=True):
+        values = np.asarray(columns[name], dtype=float)
+        known = np.isfinite(values)  # a metric that is not measured every epoch is joined by lines
+        color = VERMILLION if name.startswith("validation_") else BLUE
+        ax.plot(epochs[known], values[known], color=color, marker="o" if known.sum() < 20 else None)
+        ax.set(xlabel="epoch", ylabel=text)
+        ax.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+        ax.yaxis.set_major_locator(MaxNLocator(5))
+        if name == "posterior_scale":
+            _judge(ax, epochs[known], values[known])
+    return np.asarray(drawn)
+
+
+def _judge(ax: Axes, epochs: np.ndarray, scales: np.ndarray) -> None:
+    """Say whether the scales still move."""
+    course = scale_course(scales.tolist())
+    if course is None:
+        return
+    ax.set_title(
+        str(course), loc="left", fontsize="small", color=VERMILLION if course.moves else quiet(ax, 0.8)
+    )
+    if course.moves:
+        ax.axvspan(epochs[-1 - course.epochs], epochs[-1], color=VERMILLION, alpha=0.15, linewidth=0)
+
+
+def _grid(panels: int) -> np.ndarray:
+    wide = min(panels, 3)
+    high = math.ceil(panels / wide)
+    figure, grid = plt.subplots(
+        high, wide, figsize=(3.6 * wide, 2.7 * high), layout="constrained", squeeze=False
+    )
+    for unused in grid.ravel()[panels:]:
+        figure.delaxes(unused)
+    drawn: np.ndarray = grid.ravel()[:panels]
+    return drawn
