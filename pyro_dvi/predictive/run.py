@@ -18,7 +18,7 @@ from pyro_dvi.predictive.batches import Batch
 from pyro_dvi.signatures import with_missing
 from pyro_dvi.undisturbed import evaluating
 
-__all__ = ["Response", "check_observation", "evaluation_mode", "refuse_mask", "respond", "seeded"]
+__all__ = ["Response", "check_observation", "evaluation_mode", "refuse_mask", "respond", "run_at", "seeded"]
 
 Latents = Mapping[str, Tensor]
 
@@ -57,7 +57,7 @@ def respond(model: Callable[..., Any], batch: Batch, latents: Latents, site: str
         DataError: the response does not have a row for each example, or a latent site has one for each example of
             other data than this batch.
     """
-    nodes = _run(model, with_missing(model, batch.inputs), {}, batch, latents)
+    nodes = run_at(model, with_missing(model, batch.inputs), {}, batch, latents)
     name = choose_response(site, responses(nodes, latents))
     node: Any = nodes[name]
     axis = example_axis(name, node, batch.num_rows)
@@ -82,7 +82,7 @@ def check_observation(model: Callable[..., Any], batch: Batch, latents: Latents,
     if batch.observed is None:
         return batch
     args, kwargs = batch.with_observation()
-    nodes = _run(model, with_missing(model, args), kwargs, batch, latents)
+    nodes = run_at(model, with_missing(model, args), kwargs, batch, latents)
     name = choose_response(site, responses(nodes, latents))
     node: Any = nodes[name]
     value = node["value"]
@@ -107,9 +107,14 @@ def refuse_mask(site: str) -> UnsupportedError:
     )
 
 
-def _run(
+def run_at(
     model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], batch: Batch, latents: Latents
 ) -> Mapping[str, Any]:
+    """Run the model with every row of its plates and its latent sites at ``latents``; return the sites of the run.
+
+    Raises:
+        DataError: the model takes another number of rows, or a latent site has one for each of other examples.
+    """
     recorder = poutine.trace()
     try:
         with recorder, AllRows(), _AtValues(latents):
