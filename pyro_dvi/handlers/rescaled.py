@@ -12,7 +12,7 @@ from torch import nn
 from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.handlers.wrapped import WRAPPERS, rewrapped
 
-__all__ = ["RescaledModel", "scale_names"]
+__all__ = ["RescaledModel", "rescaled", "scale_names"]
 
 # Distributions of location and scale, with what multiplies their spread.
 _SCALES: dict[type, str] = {
@@ -64,7 +64,7 @@ class Rescaled(Messenger):
     def _pyro_sample(self, msg: Any) -> None:
         factor = self.factors.get(msg["name"])
         if factor is not None:
-            msg["fn"] = _rescaled(msg["name"], msg["fn"], factor)
+            msg["fn"] = rescaled(msg["name"], msg["fn"], factor)
 
 
 def scale_names(fn: Any) -> tuple[type, str] | None:
@@ -79,7 +79,17 @@ def scale_names(fn: Any) -> tuple[type, str] | None:
     return None
 
 
-def _rescaled(site: str, fn: Any, factor: float) -> Any:
+def rescaled(site: str, fn: Any, factor: float) -> Any:
+    """Return a distribution with its scale multiplied.
+
+    Args:
+        site: where it is from, for the message.
+        fn: the distribution.
+        factor: of its scale.
+
+    Raises:
+        UnsupportedError: it has no scale to multiply.
+    """
     found = scale_names(fn)
     if found is None:
         raise UnsupportedError(

@@ -11,7 +11,7 @@ from tqdm.auto import tqdm
 
 from pyro_dvi.errors import ArgumentError
 from pyro_dvi.guides import LaplaceGuide
-from pyro_dvi.guides.laplace.tuning import rescaled_model
+from pyro_dvi.guides.laplace.scales import rescaled_model
 from pyro_dvi.predictive.batches import batches, is_shuffled
 from pyro_dvi.predictive.defaults import default_rule
 from pyro_dvi.predictive.mixture import Mixture

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from pyro_dvi.errors import ArgumentError, DataError, NotPositiveDefiniteError
+from pyro_dvi.guides.laplace.candidates import Candidates
 from pyro_dvi.guides.laplace.fitted import Fitted
 from pyro_dvi.guides.laplace.passes import Passes
 from pyro_dvi.guides.laplace.query import Query
@@ -28,7 +29,9 @@ class ByValidation(Criterion):
     .. math:: \frac1M \sum_{j} \log \int p(y_j \mid f)\, \mathcal N\bigl(f; f(x_j; \hat u), J_j P^{-1} J_j^\top\bigr)\,
         \mathrm df
 
-    Each value that is tried costs a fit and a prediction.
+    Each value that is tried costs a prediction, and a fit unless the Gaussian can take another prior or noise:
+    ``Diagonal()``, ``KroneckerFactored()`` and ``TopEigen(k)`` fit once for a multiplier of all priors, ``Dense()``
+    builds its matrix once and factorises it for each value.
 
     Status: as :class:`~pyro_dvi.predictive.Linearised`, whose predictions are scored.
 
@@ -61,11 +64,12 @@ class ByValidation(Criterion):
     def score(self, tuning: Tuning) -> Callable[[float], float]:
         """Return the mean log predictive density as a function of the value."""
         passes = Passes(self.batches, tuning.energy.start.device)
+        candidates = Candidates(tuning)
 
         def score(value: float) -> float:
-            candidate = tuning.candidate(value)
+            candidate = candidates.energy(value)
             try:
-                posterior = tuning.method.fit(candidate.at(candidate.start), seed=tuning.seed, progress=False)
+                posterior = candidates.posterior(value)
             except NotPositiveDefiniteError:
                 return math.nan
             fitted = Fitted(posterior, candidate.layout, dict(candidate.locs))

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Laplace's approximation: a mode, then a Gaussian around it, by several methods."""
 
+from pyro_dvi.guides.laplace.by_evidence import ByEvidence
 from pyro_dvi.guides.laplace.conjugate_gradient import ConjugateGradient
 from pyro_dvi.guides.laplace.convergence import Accept, Refuse, Unconverged, UseGGN
 from pyro_dvi.guides.laplace.dense import Dense
@@ -26,16 +27,10 @@ from pyro_dvi.guides.laplace.polish import Polished
 from pyro_dvi.guides.laplace.posterior import LaplacePosterior, Method
 from pyro_dvi.guides.laplace.posterior_samples import PosteriorSamples
 from pyro_dvi.guides.laplace.precision import GGN, Hessian, PrecisionMatrix
+from pyro_dvi.guides.laplace.scales import NoiseScale, PriorPrecision, Scale
 from pyro_dvi.guides.laplace.spectrum import ByLanczos, Determinant, Exactly
 from pyro_dvi.guides.laplace.top_eigen import TopEigen
-from pyro_dvi.guides.laplace.tuning import (
-    ByEvidence,
-    Criterion,
-    NoiseScale,
-    PriorPrecision,
-    Scale,
-    TuningCurve,
-)
+from pyro_dvi.guides.laplace.tuning import Criterion, TuningCurve
 
 __all__ = [
     "GGN",

@@ -57,6 +57,8 @@ class ConjugateGradient(Method):
     max_iterations: int | None = None
     preconditioner: Method | None = None
 
+    exact = True
+
     def __post_init__(self) -> None:
         check_tolerance(self.tolerance)
 

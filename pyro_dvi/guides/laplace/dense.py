@@ -48,6 +48,8 @@ class Dense(Method):
     curvature: PrecisionMatrix = field(default_factory=GGN)
     max_size: int = 20_000
 
+    exact = reweights = True
+
     def fit(self, local: LocalEnergy, *, seed: int = 0, progress: bool = False) -> "DensePosterior":
         """Return the posterior."""
         size = len(local.point)
@@ -57,7 +59,7 @@ class Dense(Method):
                 "PosteriorSamples(64) or ConjugateGradient(), a subset of the sites, or a larger max_size"
             )
         precision = self.curvature.matrix(local)
-        return DensePosterior(local.point, 0.5 * (precision + precision.mT))
+        return DensePosterior(local.point, 0.5 * (precision + precision.mT), local.prior_diagonal())
 
 
 class DensePosterior(LaplacePosterior):
@@ -65,12 +67,13 @@ class DensePosterior(LaplacePosterior):
 
     Attributes:
         precision: P, [D, D].
+        prior: the prior's part, [D], as far as it is known to be diagonal.
     """
 
     stored = ("mode", "precision")
 
-    def __init__(self, mode: Tensor, precision: Tensor) -> None:
-        self.mode, self.precision = mode, precision
+    def __init__(self, mode: Tensor, precision: Tensor, prior: Tensor | None = None) -> None:
+        self.mode, self.precision, self.prior = mode, precision, prior
         factor, info = torch.linalg.cholesky_ex(precision)
         if int(info) != 0:
             values = torch.linalg.eigvalsh(precision)
@@ -103,6 +106,13 @@ class DensePosterior(LaplacePosterior):
 
     def marginal_variance(self) -> Tensor:
         return torch.cholesky_inverse(self.factor).diagonal()
+
+    def reweighted(self, likelihood: float, prior: Tensor) -> "DensePosterior":
+        if self.prior is None:
+            return super().reweighted(likelihood, prior)  # type: ignore[return-value]
+        precision = likelihood * self.precision
+        precision.diagonal().add_(prior - likelihood * self.prior)
+        return DensePosterior(self.mode, precision, prior)
 
     def log_determinant(self) -> Tensor:
         return 2 * self.factor.diagonal().log().sum()

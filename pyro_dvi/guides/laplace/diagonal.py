@@ -50,8 +50,11 @@ class Diagonal(Method):
     curvature: PrecisionMatrix = field(default_factory=GGN)
     max_size: int = 20_000
 
+    reweights = True
+
     def fit(self, local: LocalEnergy, *, seed: int = 0, progress: bool = False) -> "DiagonalPosterior":
         """Return the posterior."""
+        prior = local.prior_diagonal()
         if isinstance(self.curvature, GGN):
             precision = prior_diagonal(local, "Diagonal()") + likelihood_diagonal(local)
         elif len(local.point) > self.max_size:
@@ -67,7 +70,7 @@ class Diagonal(Method):
                     f"the precision of {name!r} has an entry {part.min().item():.3g} on its diagonal. Run "
                     "guide.polish(batches), or use curvature=GGN() with a prior of positive curvature."
                 )
-        return DiagonalPosterior(local.point, precision)
+        return DiagonalPosterior(local.point, precision, prior)
 
 
 def likelihood_diagonal(local: LocalEnergy) -> Tensor:
@@ -83,12 +86,13 @@ class DiagonalPosterior(LaplacePosterior):
 
     Attributes:
         precision: the diagonal of P, [D].
+        prior: the prior's part, [D], if it is all of that.
     """
 
     stored = ("mode", "precision")
 
-    def __init__(self, mode: Tensor, precision: Tensor) -> None:
-        self.mode, self.precision = mode, precision
+    def __init__(self, mode: Tensor, precision: Tensor, prior: Tensor | None = None) -> None:
+        self.mode, self.precision, self.prior = mode, precision, prior
 
     def covariance(self, query: Query) -> Tensor:
         return blocks_by_rows(query, lambda rows: (rows / self.precision) @ rows.mT)
@@ -108,6 +112,16 @@ class DiagonalPosterior(LaplacePosterior):
 
     def marginal_variance(self) -> Tensor:
         return 1 / self.precision
+
+    def reweighted(self, likelihood: float, prior: Tensor) -> "DiagonalPosterior":
+        if self.prior is None:
+            return super().reweighted(likelihood, prior)  # type: ignore[return-value]
+        precision = likelihood * (self.precision - self.prior) + prior
+        if not bool((precision > 0).all()):
+            raise NotPositiveDefiniteError(
+                f"the precision has an entry {precision.min().item():.3g} on its diagonal"
+            )
+        return DiagonalPosterior(self.mode, precision, prior)
 
     def log_determinant(self) -> Tensor:
         return self.precision.log().sum()

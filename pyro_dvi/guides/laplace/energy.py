@@ -32,7 +32,7 @@ from pyro_dvi.handlers.explained import explained_errors
 from pyro_dvi.handlers.log_joint import JointRun, run_joint
 from pyro_dvi.undisturbed import constant_parameters, evaluating
 
-__all__ = ["Energy", "LocalEnergy"]
+__all__ = ["Energy", "LocalEnergy", "diagonal_of"]
 
 
 class Energy:
@@ -240,12 +240,7 @@ class LocalEnergy:
         Independent Normal priors have one. Latents in the prior of others couple them.
         """
         if self._prior_diagonal is None:
-            # Sums of rows are the diagonal if nothing else is there, which one vector tells whose elements all differ.
-            probe = torch.randn(self.point.shape, generator=torch.Generator().manual_seed(0)).to(self.point)
-            diagonal, check = self.prior_hessian(torch.stack([torch.ones_like(probe), probe]))
-            rounding = 100 * torch.finfo(probe.dtype).eps * diagonal.abs() * probe.abs().clamp(min=1)
-            proper = ((check - probe * diagonal).abs() <= rounding) & (diagonal > 0)
-            self._prior_diagonal = (diagonal if bool(proper.all()) else None,)
+            self._prior_diagonal = (diagonal_of(self.prior_hessian, self.point),)
         return self._prior_diagonal[0]
 
     def prior_hessian(self, vectors: Tensor) -> Tensor:
@@ -318,6 +313,16 @@ class LocalEnergy:
                 yield graph
         rows.check()
         self._kept = kept
+
+
+def diagonal_of(product: Callable[[Tensor], Tensor], like: Tensor) -> Tensor | None:
+    """Return the diagonal [D] of a matrix known by its products; None unless it is diagonal and positive."""
+    # Sums of rows are the diagonal if nothing else is there, which one vector tells whose elements all differ.
+    probe = torch.randn(like.shape, generator=torch.Generator().manual_seed(0)).to(like)
+    diagonal, check = product(torch.stack([torch.ones_like(probe), probe]))
+    rounding = 100 * torch.finfo(probe.dtype).eps * diagonal.abs() * probe.abs().clamp(min=1)
+    proper = ((check - probe * diagonal).abs() <= rounding) & (diagonal > 0)
+    return diagonal if bool(proper.all()) else None
 
 
 def _within(context: AbstractContextManager[Any], model: Callable) -> Callable:

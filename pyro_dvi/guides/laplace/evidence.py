@@ -10,13 +10,15 @@ from torch import Tensor
 from pyro_dvi.errors import ArgumentError, UnsupportedError
 from pyro_dvi.guides.laplace.choice import check_choice
 from pyro_dvi.guides.laplace.energy import Energy
+from pyro_dvi.guides.laplace.layout import Layout
 from pyro_dvi.guides.laplace.passes import same_data
 from pyro_dvi.guides.laplace.posterior import LaplacePosterior
 from pyro_dvi.guides.laplace.precision import PrecisionMatrix
 from pyro_dvi.guides.laplace.spectrum import Determinant, Exactly
+from pyro_dvi.handlers.log_joint import JointRun
 from pyro_dvi.linalg import TraceEstimate
 
-__all__ = ["Evidence", "check_untempered", "free_log_prior", "log_evidence"]
+__all__ = ["Evidence", "check_untempered", "free_terms", "log_evidence"]
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,8 @@ def log_evidence(
     if found is None:
         found = determinant.spectrum(energy.at(energy.start), curvature).log_determinant()
         source = "exact" if isinstance(determinant, Exactly) else repr(determinant)
-    log_prior = free_log_prior(energy)
+    with torch.enable_grad():
+        log_prior = free_terms(*energy.first_run(energy.start), energy.layout)
     size = energy.layout.size
     return Evidence(
         value=log_likelihood + log_prior + 0.5 * size * math.log(2 * math.pi) - 0.5 * found.value,
@@ -127,20 +130,22 @@ def check_untempered(energy: Energy) -> None:
         )
 
 
-def free_log_prior(energy: Energy) -> float:
+def free_terms(values: list[Tensor], run: JointRun, layout: Layout) -> float:
     """Return the log prior of the sites that vary, given those that do not.
 
     Where the prior of a fixed site depends on one that varies, as weights do on their scale, it says something about
     the latter and counts as well.
+
+    Args:
+        values: tensors of the sites that vary, in the graph of the run.
+        run: the model at them.
+        layout: these sites.
     """
-    with torch.enable_grad():
-        values, run = energy.first_run(energy.start)
-        terms = [
-            float(term.detach())
-            for name, term in run.log_priors.items()
-            if name in energy.layout.shapes or _depends(term, values)
-        ]
-    return math.fsum(terms)
+    return math.fsum(
+        float(term.detach())
+        for name, term in run.log_priors.items()
+        if name in layout.shapes or _depends(term, values)
+    )
 
 
 def _depends(term: Tensor, values: list[Tensor]) -> bool:

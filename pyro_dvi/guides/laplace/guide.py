@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pyro_dvi.bayesian import init_to_module
 from pyro_dvi.errors import DviWarning, GuideError
+from pyro_dvi.guides.laplace.by_evidence import ByEvidence
 from pyro_dvi.guides.laplace.choice import check_choice
 from pyro_dvi.guides.laplace.convergence import Refuse, Unconverged
 from pyro_dvi.guides.laplace.dense import Dense
@@ -24,17 +25,9 @@ from pyro_dvi.guides.laplace.point_mass import PointMassGuide
 from pyro_dvi.guides.laplace.posterior import LaplacePosterior, Method, check_method
 from pyro_dvi.guides.laplace.precision import GGN, PrecisionMatrix
 from pyro_dvi.guides.laplace.query import Query
+from pyro_dvi.guides.laplace.scales import PriorPrecision, Scale, rescaled_model
 from pyro_dvi.guides.laplace.spectrum import Determinant, default_determinant
-from pyro_dvi.guides.laplace.tuning import (
-    ByEvidence,
-    Criterion,
-    PriorPrecision,
-    Scale,
-    Tuning,
-    TuningCurve,
-    rescaled_model,
-    tune,
-)
+from pyro_dvi.guides.laplace.tuning import Criterion, Tuning, TuningCurve, tune
 from pyro_dvi.handlers.latents import unconstraining_transform
 
 __all__ = ["DRAWN_WEIGHTS", "LaplaceGuide"]

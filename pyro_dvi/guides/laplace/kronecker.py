@@ -14,7 +14,7 @@ from pyro_dvi.guides.laplace.energy import LocalEnergy
 from pyro_dvi.guides.laplace.kronecker_block import KroneckerBlock
 from pyro_dvi.guides.laplace.posterior import LaplacePosterior, Method, blocks_by_rows
 from pyro_dvi.guides.laplace.precision import GGN, PrecisionMatrix
-from pyro_dvi.guides.laplace.prior_precision import independent_prior_precision
+from pyro_dvi.guides.laplace.prior_precision import common_ratio, independent_prior_precision
 from pyro_dvi.guides.laplace.query import Query
 
 __all__ = ["KroneckerFactored", "KroneckerPosterior"]
@@ -61,6 +61,8 @@ class KroneckerFactored(Method):
 
     curvature: PrecisionMatrix = field(default_factory=GGN)
 
+    reweights = True
+
     def __post_init__(self) -> None:
         if not isinstance(self.curvature, GGN):
             raise UnsupportedError(
@@ -92,7 +94,7 @@ class KroneckerFactored(Method):
                 DviWarning,
                 stacklevel=3,
             )
-        return KroneckerPosterior(local.point, *factors.precision(local, prior))
+        return KroneckerPosterior(local.point, *factors.precision(local, prior), prior)
 
 
 class _Factors:
@@ -162,12 +164,15 @@ class KroneckerPosterior(LaplacePosterior):
     Attributes:
         diagonal: precision of the latents that belong to no block, [D]; entries of blocks mean nothing.
         blocks: the layers, see :class:`KroneckerBlock`.
+        prior: the prior's precision, [D], which single layers have as their nearest product.
     """
 
     stored = ("mode", "diagonal", "blocks")
 
-    def __init__(self, mode: Tensor, diagonal: Tensor, blocks: list[dict[str, Any]]) -> None:
-        self.mode, self.diagonal, self.blocks = mode, diagonal, blocks
+    def __init__(
+        self, mode: Tensor, diagonal: Tensor, blocks: list[dict[str, Any]], prior: Tensor | None = None
+    ) -> None:
+        self.mode, self.diagonal, self.blocks, self.prior = mode, diagonal, blocks, prior
         self._layers = [KroneckerBlock(**block) for block in blocks]
         self._outside = torch.ones_like(diagonal, dtype=torch.bool)
         for layer in self._layers:
@@ -204,6 +209,18 @@ class KroneckerPosterior(LaplacePosterior):
         for layer in self._layers:
             layer.put(found, layer.variance())
         return found
+
+    def reweighted(self, likelihood: float, prior: Tensor) -> "KroneckerPosterior":
+        if self.prior is None:
+            return super().reweighted(likelihood, prior)  # type: ignore[return-value]
+        blocks = []
+        for layer in self._layers:
+            factor = common_ratio(layer.get(prior), layer.get(self.prior))
+            if factor is None:  # the eigenvectors are others then
+                return super().reweighted(likelihood, prior)  # type: ignore[return-value]
+            blocks.append(layer.reweighted(likelihood, factor).state())
+        diagonal = likelihood * (self.diagonal - self.prior) + prior
+        return KroneckerPosterior(self.mode, diagonal, blocks, prior)
 
     def log_determinant(self) -> Tensor:
         total = self.diagonal[self._outside].log().sum()

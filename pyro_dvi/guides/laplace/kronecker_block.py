@@ -75,6 +75,11 @@ class KroneckerBlock:
         block.values = 1 + beta.unsqueeze(-1) * alpha
         return block
 
+    def reweighted(self, likelihood: float, prior: float) -> "KroneckerBlock":
+        """Return the block with both parts of its precision multiplied by numbers."""
+        changed = {"prior": self.prior * prior, "values": 1 + (self.values - 1) * (likelihood / prior)}
+        return KroneckerBlock(**{**self.state(), **changed})
+
     def state(self) -> dict[str, Any]:
         """Return the arguments that make the block again."""
         return dict(vars(self))

@@ -21,7 +21,7 @@ from pyro_dvi.guides.laplace.model_reference import ModelReference
 from pyro_dvi.guides.laplace.passes import Passes
 from pyro_dvi.guides.laplace.polish import Polished, polish
 from pyro_dvi.guides.laplace.query import Query
-from pyro_dvi.guides.laplace.tuning import rescaled_model
+from pyro_dvi.guides.laplace.scales import rescaled_model
 from pyro_dvi.handlers.latents import unconstraining_transform
 
 __all__ = ["PointMassGuide"]

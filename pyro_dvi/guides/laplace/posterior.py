@@ -28,9 +28,13 @@ class Method(ABC):
 
     Attributes:
         curvature: which matrix is its precision: ``GGN()`` or ``Hessian()``.
+        exact: the precision of the Gaussian is that matrix itself, but for rounding, sampling and unfinished solves.
+        reweights: its posterior may have :meth:`LaplacePosterior.reweighted`.
     """
 
     curvature: PrecisionMatrix
+    exact: ClassVar[bool] = False
+    reweights: ClassVar[bool] = False
 
     @abstractmethod
     def fit(self, local: LocalEnergy, *, seed: int, progress: bool) -> "LaplacePosterior":
@@ -146,6 +150,19 @@ class LaplacePosterior(ABC):
             "PosteriorSamples(n)"
         )
 
+    def reweighted(self, likelihood: float, prior: Tensor) -> "LaplacePosterior":
+        r"""Return the Gaussian of precision :math:`a G + \Pi_c` in place of :math:`G + \Pi`.
+
+        Args:
+            likelihood: a, positive.
+            prior: the diagonal of :math:`\Pi_c`, positive, [D].
+
+        Raises:
+            UnsupportedError: it takes another fit.
+            NotPositiveDefiniteError: that precision is not positive definite.
+        """
+        raise UnsupportedError(f"{type(self).__name__} has to be fitted again for another prior")
+
     def log_determinant(self) -> Tensor:
         """Return log det P, a scalar.
 
@@ -153,7 +170,8 @@ class LaplacePosterior(ABC):
             UnsupportedError: the method does not know it.
         """
         raise UnsupportedError(
-            f"{type(self).__name__} has no log-determinant: use Dense() or guide.log_evidence"
+            f"{type(self).__name__} has no log-determinant: use Dense(), or that of the matrix itself, which "
+            "guide.log_evidence(batches, determinant=ByLanczos()) and ByEvidence(ByLanczos()) take"
         )
 
 

@@ -67,6 +67,8 @@ class PosteriorSamples(Method):
     max_iterations: int | None = None
     preconditioner: Method | None = None
 
+    exact = True
+
     def __post_init__(self) -> None:
         check_tolerance(self.tolerance)
         check_count("num_samples", self.num_samples)

@@ -7,7 +7,7 @@ from torch import Tensor
 from pyro_dvi.errors import NotPositiveDefiniteError, UnsupportedError
 from pyro_dvi.guides.laplace.energy import LocalEnergy
 
-__all__ = ["independent_prior_precision", "prior_diagonal"]
+__all__ = ["common_ratio", "independent_prior_precision", "prior_diagonal"]
 
 
 def independent_prior_precision(local: LocalEnergy, method: str) -> Tensor:
@@ -50,6 +50,13 @@ def prior_diagonal(local: LocalEnergy, method: str) -> Tensor:
             "elements are dependent. Use Dense() or ConjugateGradient(preconditioner=None)"
         )
     return found
+
+
+def common_ratio(new: Tensor, old: Tensor) -> float | None:
+    """Return the number by which all prior precisions were multiplied; None if there is no one such number."""
+    ratio = new / old
+    lowest, highest = float(ratio.min()), float(ratio.max())
+    return highest if highest - lowest <= 100 * torch.finfo(new.dtype).eps * highest else None
 
 
 def _diagonal_by_sites(local: LocalEnergy) -> tuple[Tensor, list[str]]:

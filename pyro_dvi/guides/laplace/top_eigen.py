@@ -11,7 +11,7 @@ from pyro_dvi.guides.laplace.choice import check_count
 from pyro_dvi.guides.laplace.energy import LocalEnergy
 from pyro_dvi.guides.laplace.posterior import LaplacePosterior, Method, blocks_by_rows
 from pyro_dvi.guides.laplace.precision import GGN, PrecisionMatrix
-from pyro_dvi.guides.laplace.prior_precision import independent_prior_precision
+from pyro_dvi.guides.laplace.prior_precision import common_ratio, independent_prior_precision
 from pyro_dvi.guides.laplace.query import Query
 from pyro_dvi.linalg import top_eigenpairs
 
@@ -60,6 +60,8 @@ class TopEigen(Method):
     k: int
     curvature: PrecisionMatrix = field(default_factory=GGN)
     tolerance: float = 1e-4
+
+    reweights = True
 
     def __post_init__(self) -> None:
         check_count("k", self.k)
@@ -129,6 +131,17 @@ class TopEigenPosterior(LaplacePosterior):
 
     def marginal_variance(self) -> Tensor:
         return (1 - self._kept() @ self.vectors.square()) / self.prior
+
+    def reweighted(self, likelihood: float, prior: Tensor) -> "TopEigenPosterior":
+        factor = common_ratio(prior, self.prior)
+        if factor is None:  # the directions are others then
+            return super().reweighted(likelihood, prior)  # type: ignore[return-value]
+        values = self.values * (likelihood / factor)
+        if not bool((values > -1).all()):
+            raise NotPositiveDefiniteError(
+                f"the precision has curvature {1 + float(values.min()):.3g} times the prior's along a direction"
+            )
+        return TopEigenPosterior(self.mode, prior, values, self.vectors)
 
     def log_determinant(self) -> Tensor:
         return self.prior.log().sum() + self.values.log1p().sum()

@@ -4,152 +4,21 @@
 import math
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyro_dvi.errors import ArgumentError, DviWarning, ModelError, NotPositiveDefiniteError, UnsupportedError
-from pyro_dvi.guides.laplace.choice import check_choice
+from pyro_dvi.errors import ArgumentError, DviWarning, NotPositiveDefiniteError
 from pyro_dvi.guides.laplace.energy import Energy
-from pyro_dvi.guides.laplace.evidence import check_untempered, free_log_prior
 from pyro_dvi.guides.laplace.posterior import Method
-from pyro_dvi.guides.laplace.precision import PrecisionMatrix
-from pyro_dvi.guides.laplace.spectrum import Determinant, Spectrum, default_determinant
-from pyro_dvi.handlers.rescaled import RescaledModel, scale_names
+from pyro_dvi.guides.laplace.scales import Scale, rescaled_model
 from pyro_dvi.progress import progress_bar
 
-__all__ = [
-    "ByEvidence",
-    "Criterion",
-    "NoiseScale",
-    "PriorPrecision",
-    "Scale",
-    "Tuning",
-    "TuningCurve",
-    "rescaled_model",
-    "tune",
-]
+__all__ = ["Criterion", "Tuning", "TuningCurve", "tune"]
 
 _GOLDEN = (math.sqrt(5) - 1) / 2
-
-
-class Scale(ABC):
-    """What is tuned: a positive number that multiplies something in the model."""
-
-    @abstractmethod
-    def sites(self, energy: Energy) -> list[str]:
-        """Return the sites whose distributions change."""
-
-    @abstractmethod
-    def factor(self, value: float) -> float:
-        """Return what multiplies the scale of these sites."""
-
-    @abstractmethod
-    def grid(self) -> Tensor:
-        """Return the values that are tried where the caller names none."""
-
-    @abstractmethod
-    def proportions(self, value: float) -> tuple[float, float]:
-        """Return what multiplies the likelihood's part of P and the prior's, if all sites of a kind change."""
-
-
-@dataclass(frozen=True)
-class PriorPrecision(Scale):
-    """The precision of the prior, times one number for several sites.
-
-    Args:
-        names: the sites, by name or pattern (``"net.0.*"``); None: all that are uncertain and whose prior is Normal,
-            MultivariateNormal, StudentT, Laplace or Cauchy.
-    """
-
-    names: str | None = None
-
-    def sites(self, energy: Energy) -> list[str]:
-        """Return the latent sites.
-
-        Raises:
-            ArgumentError: the pattern fits no site that is uncertain.
-            UnsupportedError: the prior of a site has no scale to multiply.
-        """
-        nodes = _nodes(energy)
-        scalable = [name for name in energy.layout.names if scale_names(nodes[name]["fn"]) is not None]
-        if self.names is None:
-            if not scalable:
-                raise UnsupportedError(
-                    "no uncertain site has a prior whose scale can be multiplied: Normal, MultivariateNormal, "
-                    "StudentT, Laplace or Cauchy"
-                )
-            return scalable
-        chosen = [name for name in energy.layout.names if fnmatchcase(name, self.names)]
-        if not chosen:
-            raise ArgumentError(
-                f"PriorPrecision({self.names!r}) fits no uncertain site; there are {energy.layout.names}"
-            )
-        for name in chosen:
-            if name not in scalable:
-                raise UnsupportedError(
-                    f"the prior of {name!r}, a {type(nodes[name]['fn']).__name__}, has no scale that can be multiplied"
-                )
-        return chosen
-
-    def factor(self, value: float) -> float:
-        """Return the factor of standard deviations."""
-        return value**-0.5
-
-    def grid(self) -> Tensor:
-        """Return six decades."""
-        return torch.logspace(-3, 3, 25, dtype=torch.float64)
-
-    def proportions(self, value: float) -> tuple[float, float]:
-        """Return that the prior's part is multiplied."""
-        return 1.0, value
-
-
-@dataclass(frozen=True)
-class NoiseScale(Scale):
-    """The scale of the observation noise, times a number.
-
-    Args:
-        site: the observed site, a Normal, MultivariateNormal, StudentT, Laplace or Cauchy; None for the one that the
-            model has.
-    """
-
-    site: str | None = None
-
-    def sites(self, energy: Energy) -> list[str]:
-        """Return the observed site.
-
-        Raises:
-            ModelError: there is no such site, or several to choose from.
-            UnsupportedError: it has no scale.
-        """
-        nodes = _nodes(energy)
-        observed = [
-            site.name for site in energy.first_run(energy.start)[1].sites if self.site in (None, site.name)
-        ]
-        if len(observed) != 1:
-            raise ModelError(f"NoiseScale(site) needs one observed site; {observed or 'none'} would do")
-        if scale_names(nodes[observed[0]]["fn"]) is None:
-            raise UnsupportedError(
-                f"observed site {observed[0]!r}, a {type(nodes[observed[0]]['fn']).__name__}, has no noise scale"
-            )
-        return observed
-
-    def factor(self, value: float) -> float:
-        """Return the value itself."""
-        return value
-
-    def grid(self) -> Tensor:
-        """Return two decades."""
-        return torch.logspace(-1, 1, 17, dtype=torch.float64)
-
-    def proportions(self, value: float) -> tuple[float, float]:
-        """Return that the likelihood's part is divided by the square."""
-        return value**-2, 1.0
 
 
 @dataclass(frozen=True)
@@ -182,61 +51,6 @@ class Criterion(ABC):
     @abstractmethod
     def score(self, tuning: Tuning) -> Callable[[float], float]:
         """Return the function of the value that is to be as large as possible; NaN where it does not exist."""
-
-
-@dataclass(frozen=True)
-class ByEvidence(Criterion):
-    r"""The log evidence, with the mode kept fixed.
-
-    .. math:: \log p_c(D) \approx \log p(D \mid \hat u) + \log p_c(\hat u) + \tfrac D2 \log 2\pi
-        - \tfrac12 \log\det(G + cD)
-
-    A common multiplier of all priors, and the scale of a constant Gaussian noise, need the eigenvalues once; anything
-    else needs them for each value.
-
-    Status: Laplace's approximation for the mode as it is, which is no mode for another c; train again, or polish, with
-    the scale that was found, and repeat, for a joint optimum. Of the precision as it is, whatever the method makes of
-    it.
-
-    Args:
-        determinant: ``Exactly()`` or ``ByLanczos(probes, steps)``; by default the former up to D = 1,000.
-
-    Source: MacKay (1992); Immer et al. (2021), "Scalable marginal likelihood estimation".
-    """
-
-    determinant: Determinant | None = None
-
-    def score(self, tuning: Tuning) -> Callable[[float], float]:
-        """Return the log evidence in nats."""
-        energy, curvature = tuning.energy, tuning.method.curvature
-        check_untempered(energy)
-        determinant = (
-            default_determinant(energy.layout.size) if self.determinant is None else self.determinant
-        )
-        check_choice("determinant", determinant, Determinant, "Exactly() or ByLanczos()")
-        spectrum = determinant.spectrum(energy.at(energy.start), curvature)
-        proportional = spectrum.log_prior_determinant is not None and _is_proportional(tuning, curvature)
-        likelihood_changes = tuning.scale.proportions(2.0)[0] != 1
-        log_likelihood = float(energy.log_joint(energy.start)[0])
-        constant = 0.5 * energy.layout.size * math.log(2 * math.pi)
-
-        def log_determinant(candidate: Energy, value: float) -> float:
-            if proportional:
-                return spectrum.log_determinant(*tuning.scale.proportions(value)).value
-            found: Spectrum = determinant.spectrum(candidate.at(candidate.start), curvature)
-            return found.log_determinant().value
-
-        def score(value: float) -> float:
-            candidate = tuning.candidate(value)
-            fit = log_likelihood
-            if likelihood_changes:
-                fit = float(candidate.log_joint(candidate.start)[0])
-            try:
-                return fit + free_log_prior(candidate) + constant - 0.5 * log_determinant(candidate, value)
-            except NotPositiveDefiniteError:
-                return math.nan
-
-        return score
 
 
 @dataclass(frozen=True)
@@ -344,12 +158,6 @@ def tune(
     )
 
 
-def rescaled_model(model: Callable[..., Any], factors: Mapping[str, float]) -> Callable[..., Any]:
-    """Return the model with scales multiplied; the model itself where nothing changes."""
-    changed = {name: factor for name, factor in factors.items() if factor != 1}
-    return RescaledModel(model, changed) if changed else model
-
-
 def _golden(attempt: Callable[[float], float], low: float, high: float, count: int) -> None:
     """Narrow a bracket of a maximum in the logarithm, by ``count`` evaluations."""
     if count < 2:
@@ -370,25 +178,3 @@ def _golden(attempt: Callable[[float], float], low: float, high: float, count: i
 
 def _known(score: float) -> float:
     return -math.inf if math.isnan(score) else score
-
-
-def _nodes(energy: Energy) -> Any:
-    return energy.first_run(energy.start)[1].trace.nodes
-
-
-def _is_proportional(tuning: Tuning, curvature: PrecisionMatrix) -> bool:
-    """Whether both parts of P are multiplied by numbers, seen by one product with each."""
-    value = 4.0
-    before, after = tuning.energy, tuning.candidate(value)
-    generator = torch.Generator().manual_seed(0)
-    probe = torch.randn(before.start.shape, generator=generator).to(before.start)
-    parts = []
-    for energy in (before, after):
-        local = energy.at(energy.start)
-        prior = local.prior_hessian(probe[None])
-        parts.append((curvature.product(local, probe[None]) - prior, prior))
-    tolerance = math.sqrt(torch.finfo(probe.dtype).eps)
-    return all(
-        float((new - factor * old).norm()) <= tolerance * float((factor * old).norm())
-        for old, new, factor in zip(*parts, tuning.scale.proportions(value), strict=True)
-    )

@@ -82,6 +82,7 @@ class HessianFree(Method):
     solver: Solver = field(default_factory=NewtonCG)
 
     curvature = Hessian()  # what second fits of U amount to; no field
+    exact = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.mode, Mode):
