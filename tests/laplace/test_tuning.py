@@ -24,6 +24,7 @@ from pyro_dvi.guides.laplace import (
     NoiseScale,
     PosteriorSamples,
     PriorPrecision,
+    Scale,
     TopEigen,
 )
 from pyro_dvi.guides.laplace.energy import Energy
@@ -222,7 +223,7 @@ def evidence_of(guide, batches, covariance):
 
 
 METHODS = [Diagonal(), Diagonal(Hessian()), KroneckerFactored(), TopEigen(4), Dense()]
-SCALES = [
+SCALES: list[tuple[Scale, list[str]]] = [
     (PriorPrecision(), LAYERS),
     (PriorPrecision("0.*"), LAYERS[:2]),
     (PriorPrecision("0.weight"), LAYERS[:1]),

@@ -77,7 +77,7 @@ class Refuse(Unconverged):
         way = (
             "fit(..., unconverged=UseGGN()) takes the Gauss-Newton matrix instead."
             if _has_curvature(wanted)
-            else "Dense(), ConjugateGradient() and PosteriorSamples(64) have the Gauss-Newton matrix instead."
+            else "Dense(), ConjugateGradient() and PosteriorSamples() have the Gauss-Newton matrix instead."
         )
         error = UnconvergedError(
             f"{type(wanted).__name__}, whose precision is the Hessian, needs a mode that is a minimum. {found}\n{way}"

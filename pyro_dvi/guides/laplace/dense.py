@@ -56,7 +56,7 @@ class Dense(Method):
         if size > self.max_size:
             raise ArgumentError(
                 f"Dense() would build a matrix of {size} x {size} ({size**2 * 8 / 2**30:.1f} GiB): use "
-                "PosteriorSamples(64) or ConjugateGradient(), a subset of the sites, or a larger max_size"
+                "PosteriorSamples() or ConjugateGradient(), a subset of the sites, or a larger max_size"
             )
         precision = self.curvature.matrix(local)
         return DensePosterior(local.point, 0.5 * (precision + precision.mT), local.prior_diagonal())

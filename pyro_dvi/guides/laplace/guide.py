@@ -116,6 +116,8 @@ class LaplaceGuide(PointMassGuide):
     ) -> LaplacePosterior:
         """Put the Gaussian around the mode.
 
+        Untuned, class probabilities are often far less certain than the data warrant: see :meth:`tune`.
+
         Args:
             batches: all the data: a loader or a list of batches, as for :func:`~pyro_dvi.fit`.
             method: how the Gaussian is represented.
@@ -171,8 +173,9 @@ class LaplaceGuide(PointMassGuide):
 
         Status: exact for linear models with Gaussian noise; elsewhere Laplace's approximation, which counts one mode.
         The log determinant is that of the last :meth:`fit` where its method knows it (exact for ``Dense()``), as good
-        as the method's approximation of P, if the batches are those of the fit; other data have one of their own. With
-        a subset it is the evidence given the sites that stay fixed.
+        as the method's approximation of P, if the batches are those of the fit; otherwise that of the matrix itself,
+        exactly up to D = 1,000 and by Lanczos beyond. ``print`` says which. With a subset it is the evidence given the
+        sites that stay fixed.
 
         Args:
             batches: all the data.
@@ -217,7 +220,8 @@ class LaplaceGuide(PointMassGuide):
 
         The mode stays where it is, although it is no minimum of U with another scale (``polish`` moves it there, and
         training with another ``prior_scale`` does so from the start). Values are relative to the model as it is
-        written; several scales are tuned one after the other.
+        written; several scales are tuned one after the other. Where probabilities of known classes matter, tune by
+        validation data: by the evidence a classifier often stays less certain than the data warrant.
 
         Args:
             batches: all the data.

@@ -53,7 +53,7 @@ def check_method(method: object) -> None:
     Raises:
         ArgumentError: a class or string in place of an object.
     """
-    check_choice("method", method, Method, "Dense() or PosteriorSamples(64)")
+    check_choice("method", method, Method, "Dense() or PosteriorSamples()")
     assert isinstance(method, Method)
     check_choice("curvature", method.curvature, PrecisionMatrix, "GGN() or Hessian()")
 

@@ -34,8 +34,9 @@ class PosteriorSamples(Method):
     products whatever the number of its outputs.
 
     Status: unbiased, but for the tolerance of the solves; a variance has the relative standard error
-    :math:`\sqrt{2/S}` (18 % for 64 draws), a standard deviation half of it. For the Gauss-Newton matrix only: a
-    Hessian is no sum of squares from which noise could be drawn.
+    :math:`\sqrt{2/S}` (9 % for 256 draws), a standard deviation half of it. Errors of variances that inputs share do
+    not average out over inputs: with 64 draws the AUROC of foreign digits varied by 0.08 between seeds. For the
+    Gauss-Newton matrix only: a Hessian is no sum of squares from which noise could be drawn.
 
     Args:
         num_samples: S. Antithetic pairs would not help: the estimate is even in the draws.
@@ -61,7 +62,7 @@ class PosteriorSamples(Method):
         tensor([0.2000])
     """
 
-    num_samples: int = 64
+    num_samples: int = 256
     curvature: PrecisionMatrix = field(default_factory=GGN)
     tolerance: float = 1e-2
     max_iterations: int | None = None
