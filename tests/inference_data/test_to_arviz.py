@@ -95,7 +95,7 @@ def test_groups_and_dimensions(guide_class, method):
     assert values(posterior, "posterior", "slope").shape == (1, draws)
     assert (values(posterior, "posterior", "noise") > 0).all()  # constrained space
     for group in ("posterior_predictive", "log_likelihood"):
-        assert dict(posterior[group]["obs"].sizes) == {"chain": 1, "draw": draws, "obs_dim_0": 30}
+        assert dict(posterior[group]["obs"].sizes) == {"chain": 1, "draw": draws, "data": 30}
     np.testing.assert_array_equal(values(posterior, "observed_data", "obs"), y)
     np.testing.assert_array_equal(values(posterior, "constant_data", "x"), x)
 
@@ -175,7 +175,10 @@ def test_netcdf_round_trip(tmp_path, engine):
 
 def test_attributes_without_seed_and_with_a_schedule():
     guide, x, y = fitted()
-    assert not {"seed", "elbo", "kl_weight"} & set(to_arviz(line, guide, (x, y), 2).attrs)
+    plain = to_arviz(line, guide, (x, y), 2)
+    assert not {"elbo", "kl_weight"} & set(plain.attrs)
+    again = to_arviz(line, guide, (x, y), 2, seed=plain.attrs["seed"])  # the seed that was used is recorded
+    np.testing.assert_array_equal(values(plain, "posterior", "slope"), values(again, "posterior", "slope"))
     scheduled = TaylorELBO(kl_weight=lambda step: 0.5)
     assert (
         "lambda" in to_arviz(line, guide, (x, y), 2, elbo=scheduled).attrs["kl_weight"]
@@ -280,7 +283,7 @@ def test_events_have_a_pointwise_likelihood(tmp_path):
 
 def test_inputs_that_are_too_big_to_copy(monkeypatch):
     guide, x, y = fitted()
-    monkeypatch.setattr("pyro_dvi.inference_data.MAX_INPUT_VALUES", 10)
+    monkeypatch.setattr("pyro_dvi.inference_data.inputs.MAX_INPUT_VALUES", 10)
     posterior = to_arviz(line, guide, (x, y), 5)
     assert "constant_data" not in groups(posterior)
     assert posterior.attrs["inputs_left_out"] == "x"

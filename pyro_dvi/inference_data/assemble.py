@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Build the object of whichever ArviZ is installed: the only place that knows its versions."""
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from pyro_dvi.inference_data.group import Coords, Dims, Group
+
+__all__ = ["assemble"]
+
+
+def assemble(
+    groups: Mapping[str, Group], attributes: Mapping[str, Any], coords: Mapping[str, Coords], dims: Dims
+) -> Any:
+    """Return ``InferenceData`` with ArviZ 0.x, ``xarray.DataTree`` with ArviZ 1.x.
+
+    Args:
+        groups: groups by name; empty ones are left out.
+        attributes: of the whole object.
+        coords: the user's coordinates by group.
+        dims: the user's names of dimensions by variable.
+    """
+    with warnings.catch_warnings():
+        # ArviZ 0.23 announces version 1 whenever it is imported; both versions are supported here.
+        warnings.filterwarnings(
+            "ignore", message=r"\s*ArviZ is undergoing a major refactor", category=FutureWarning
+        )
+        import arviz
+
+    is_tree = int(arviz.__version__.split(".")[0]) >= 1
+    leading = "sample_dims" if is_tree else "default_dims"
+    datasets = {}
+    for name, group in groups.items():
+        if not group.arrays:
+            continue
+        named = group.dims(dims)
+        datasets[name] = arviz.dict_to_dataset(
+            group.arrays,
+            dims=named,
+            coords=group.coordinates(named, coords.get(name, {})),
+            **{leading: ["chain", "draw"] if group.sampled else []},
+        )
+    if not is_tree:
+        return arviz.InferenceData(attrs=dict(attributes), **datasets)
+    from xarray import DataTree
+
+    tree = DataTree.from_dict(datasets)
+    tree.attrs.update(attributes)
+    return tree

@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Export of a model with its posterior to ArviZ."""
+
+import re
+import warnings
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from pyro_dvi.errors import ArgumentError, DviWarning
+from pyro_dvi.guides.laplace.guide import DRAWN_WEIGHTS
+from pyro_dvi.inference_data.assemble import assemble
+from pyro_dvi.inference_data.attributes import attributes
+from pyro_dvi.inference_data.group import Group, check_names
+from pyro_dvi.inference_data.loss_history import training_group
+from pyro_dvi.inference_data.observations import choose_responses, observed_run
+from pyro_dvi.inference_data.observed_arguments import split_batches, without_observation
+from pyro_dvi.inference_data.one_pass import Posterior, pass_over
+from pyro_dvi.inference_data.posterior import Selection, Summaries, drawn_group
+from pyro_dvi.inference_data.prior import PriorSamples
+from pyro_dvi.inference_data.samples import GivenSamples
+from pyro_dvi.predictive import PredictionRule, Samples
+from pyro_dvi.predictive.batches import Batch
+from pyro_dvi.predictive.predict import at_tuned_scales, device_of, rule_of
+from pyro_dvi.predictive.rules import check_is_set_up, example_latents
+from pyro_dvi.predictive.run import evaluation_mode, seeded
+from pyro_dvi.training import History
+
+__all__ = ["to_arviz"]
+
+
+def to_arviz(
+    model: Callable[..., Any],
+    guide: Callable[..., Any] | Mapping[str, Any],
+    data: Any,
+    num_samples: int | None = None,
+    *,
+    sites: str | Sequence[str] | None = None,
+    max_site_size: int = 1000,
+    summarise: Summaries | None = None,
+    method: PredictionRule | None = None,
+    site: str | Sequence[str] | None = None,
+    observed: str | Sequence[str] | None = None,
+    prior: int | None = None,
+    predictions: Any = None,
+    history: History | None = None,
+    elbo: Any = None,
+    batch_size: int = 1000,
+    seed: int | None = None,
+    coords: Mapping[Hashable, Any] | None = None,
+    dims: Mapping[Hashable, Sequence[Hashable]] | None = None,
+    pred_coords: Mapping[Hashable, Any] | None = None,
+    progress: bool = False,
+) -> Any:
+    r"""Posterior draws, predictions and data as one ArviZ object.
+
+    Groups, with dimensions ``chain`` (of length 1) and ``draw`` first where there are draws:
+
+    ``posterior``
+        draws of the latent sites from the guide, in their own (constrained) space.
+    ``posterior_predictive``
+        draws of every observed site from the predictive distribution of ``method``.
+    ``log_likelihood``
+        log density of each observation, :math:`\log p(y_i \mid x_i, \theta_k)`; if the data hold observations.
+    ``observed_data``, ``constant_data``
+        the observations, and the inputs by the names that the model gives them.
+    ``prior``, ``prior_predictive``
+        with ``prior=n``: the same from the model's prior.
+    ``predictions``, ``predictions_constant_data``
+        with ``predictions=``: draws of the observed sites for other inputs, and these inputs.
+    ``training``
+        with ``history=``: loss, KL divergence, learning rate and the rest by ``epoch``. ArviZ has no such group and
+        leaves it alone; ``sample_stats`` is for quantities of single draws.
+
+    Plates become dimensions of their name. Observations that the model masks are not in ``log_likelihood`` and
+    ``observed_data``, whose values then lie along one dimension ``<site>_observed``, with their places in the flattened
+    predictions as coordinates. Several observed sites count as independent given the latent ones.
+
+    With ``AtMean()``, the default, every draw of ``posterior_predictive`` comes from
+    :math:`p(y \mid x, \mathrm{E}_q\theta)`: draws of the weights of a Variational Laplace posterior are no good
+    predictor. ``log_likelihood`` is then the same for every draw. Its sum over *held-out* data is their
+    log score. It is no input for leave-one-out cross-validation by importance sampling, which reweights draws that
+    differ: ``az.loo`` reports infinite Pareto k (ArviZ 0.x) or refuses (1.x). For that, export with
+    ``method=Samples(500)``, where the draws are those of ``posterior``, and judge the posterior that it then scores.
+    Methods that predict by other rules are compared on held-out data, by
+    :func:`~pyro_dvi.diagnostics.compare_held_out`.
+
+    Args:
+        model: the Pyro model.
+        guide: its trained guide, of this library, of Pyro, or a function; or draws in its place, ``[num_samples, ...]``
+            by site name, as ``MCMC.get_samples()`` gives them.
+        data: as in :func:`~pyro_dvi.predict`: ``(x, y)``, inputs alone, or a loader of either.
+        num_samples: draws; by default 500, or as many as ``method`` has.
+        sites: latent sites to export. By default all with at most ``max_site_size`` values; a warning names the rest.
+            An empty list exports predictions alone: for methods of a LaplaceGuide that have no draws.
+        max_site_size: values of one site above which it is left out by default.
+        summarise: functions of one draw of a site that stand for the sites left out, by name:
+            ``{"norm": torch.norm}`` gives a variable ``<site>_norm`` for each.
+        method: rule of prediction, by default the guide's own or ``AtMean()``.
+        site: observed site or sites; by default all, if the data hold an observation of each.
+        observed: the model's argument that holds the observation, or several; by default the one whose default is None.
+        prior: draws from the prior.
+        predictions: other inputs, in any form of ``data``; observations that come along are not used.
+        history: what :func:`~pyro_dvi.fit` returned.
+        elbo: the objective that trained the guide, to record its name and KL weight. Without it the KL weight is the
+            guide's, if it has one, or the last of the history.
+        batch_size: examples at a time; a loader has its own.
+        seed: of all draws; by default one from the global generator, whose state is otherwise left as it was.
+        coords: coordinate values by dimension, as in ArviZ.
+        dims: names of the dimensions by variable, as in ArviZ.
+        pred_coords: coordinate values for ``predictions``.
+        progress: show a progress bar over batches.
+
+    Returns:
+        ``arviz.InferenceData`` or ``xarray.DataTree``; ``.to_netcdf(path)`` writes either. Its attributes hold the
+        versions of the libraries, guide, method, objective, KL weight, seed, time, and the names of what was left out.
+
+    Raises:
+        ArgumentError: an unknown site (similar names are suggested), no draws, two numbers of draws, draws of unequal
+            lengths, names in ``coords`` or ``dims`` that fit nothing, or several arguments that may be the observation.
+        DataError: data that cannot be right, as in :func:`~pyro_dvi.predict`; observations in some batches only.
+        GuideError: the guide was never run, or has no mean.
+        ModelError: no observed site, or several without an observation and no ``site``.
+        UnsupportedError: a mask that depends on the draw or cuts events, or a prior that cannot be drawn from.
+
+    Example:
+        >>> import pyro.distributions as dist
+        >>> from pyro.infer.autoguide import AutoNormal
+        >>> def model(x, y=None):
+        ...     slope = pyro.sample("slope", dist.Normal(0.0, 1.0))
+        ...     with pyro.plate("data", len(x)):
+        ...         return pyro.sample("obs", dist.Normal(slope * x, 0.5), obs=y)
+        >>> guide = AutoNormal(model)
+        >>> x = torch.linspace(-1, 1, 5)
+        >>> _ = guide(x, x)
+        >>> posterior = to_arviz(model, guide, data=(x, x), num_samples=100, predictions=torch.ones(2), seed=0)
+        >>> dict(posterior["posterior_predictive"]["obs"].sizes)
+        {'chain': 1, 'draw': 100, 'data': 5}
+        >>> dict(posterior["predictions"]["obs"].sizes)
+        {'chain': 1, 'draw': 100, 'data': 2}
+        >>> draws = {"slope": torch.randn(30)}
+        >>> to_arviz(model, draws, data=x, seed=0)["posterior"]["slope"].shape
+        (1, 30)
+    """
+    device = device_of(model, guide)
+    given: GivenSamples | None = None
+    if isinstance(guide, Mapping):
+        given = GivenSamples(guide, device)
+        guide = given.guide
+    rule = _rule(given, method, guide)
+    count = _number_of_draws(num_samples, rule)
+    _check_count("prior", prior)
+    check_is_set_up(guide)
+    groups: dict[str, Group] = {} if history is None else {"training": training_group(history)}
+
+    def split(of: Any) -> Iterator[Batch]:
+        return split_batches(model, of, observed, batch_size=batch_size, device=device)
+
+    def shown(of: Iterable[Batch]) -> Iterable[Batch]:
+        return tqdm(of, desc="export", unit="batch", disable=not progress)
+
+    with evaluation_mode(model, guide), seeded(seed, device) as used_seed:
+        remaining = split(data)
+        first = next(remaining)
+        latents = example_latents(guide, first.inputs)
+        nodes = observed_run(model, first, latents)
+        if given is not None:
+            given.check(nodes, is_complete=first.observed is not None)
+        posterior = Posterior(model, guide, rule, count, choose_responses(site, nodes, latents))
+        selection = Selection.of(latents, sites, max_site_size, summarise, stacklevel=3)
+        if not selection.is_empty:
+            torch.manual_seed(used_seed)
+            draws = _draws(given, guide, first, count)
+            groups["posterior"] = drawn_group(draws, count, selection, nodes)
+        from_prior = None
+        if prior is not None:
+            from_prior = PriorSamples(prior, at_tuned_scales(guide, model), first.inputs, tuple(latents))
+            if not selection.is_empty:
+                torch.manual_seed(used_seed)
+                groups["prior"] = drawn_group(from_prior.draws(), prior, selection, nodes)
+        found = pass_over(shown(chain([first], remaining)), posterior, used_seed, used_seed, from_prior)
+        groups["posterior_predictive"] = found.predictive
+        groups["prior_predictive"] = found.prior_predictive
+        groups["log_likelihood"] = found.log_likelihood
+        groups["observed_data"] = found.observed
+        groups["constant_data"] = found.inputs
+        inputs_left_out = list(found.inputs_left_out)
+        if predictions is not None:
+            unobserved = (without_observation(batch) for batch in shown(split(predictions)))
+            ahead = pass_over(unobserved, posterior, used_seed, used_seed + 2 * len(posterior.sites))
+            groups["predictions"] = ahead.predictive
+            groups["predictions_constant_data"] = ahead.inputs
+            inputs_left_out += [f"{name} of predictions" for name in ahead.inputs_left_out]
+
+    recorded = attributes(guide, rule, elbo, history, used_seed)
+    recorded["sites_left_out"] = ", ".join(selection.left_out)
+    recorded["inputs_left_out"] = ", ".join(inputs_left_out)
+    return _named(groups, recorded, selection.left_out, coords or {}, dims or {}, pred_coords or {})
+
+
+def _rule(given: GivenSamples | None, method: Any, guide: Any) -> PredictionRule:
+    if given is None:
+        return rule_of(method, guide)
+    if method is not None:
+        raise ArgumentError(
+            f"draws that are given predict by themselves, each with its weights: leave out method={method!r}"
+        )
+    return given
+
+
+def _number_of_draws(num_samples: int | None, rule: PredictionRule) -> int:
+    components = rule.num_components
+    if num_samples is None:
+        return 500 if components == 1 and not isinstance(rule, (Samples, GivenSamples)) else components
+    _check_count("num_samples", num_samples)
+    if isinstance(rule, (Samples, GivenSamples)) and components != num_samples:
+        raise ArgumentError(
+            f"num_samples={num_samples} and method={rule} disagree: the draws of the posterior are those of the "
+            "predictions. Leave out num_samples."
+        )
+    if num_samples % components:
+        raise ArgumentError(
+            f"num_samples={num_samples} is no multiple of the {components} distributions of method={rule}, which "
+            "give equal shares of the draws"
+        )
+    return num_samples
+
+
+def _check_count(name: str, count: Any) -> None:
+    if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
+        raise ArgumentError(f"{name} must be a positive whole number, not {count!r}")
+
+
+def _draws(
+    given: GivenSamples | None, guide: Callable[..., Any], batch: Batch, count: int
+) -> Iterator[Mapping[str, Tensor]]:
+    with warnings.catch_warnings():
+        # Nothing is predicted with these draws, of which a LaplaceGuide warns.
+        warnings.filterwarnings("ignore", message=re.escape(DRAWN_WEIGHTS), category=DviWarning)
+        yield from (given or Samples(count)).draws(guide, batch.inputs)
+
+
+def _named(
+    groups: Mapping[str, Group],
+    recorded: Mapping[str, Any],
+    left_out: Sequence[str],
+    coords: Mapping[Any, Any],
+    dims: Mapping[Any, Sequence[Any]],
+    pred_coords: Mapping[Any, Any],
+) -> Any:
+    """Give dimensions and coordinates the user's names, and build the object."""
+    dims = {str(name).replace("/", "."): given for name, given in dims.items()}
+    check_names(groups, dims, {**coords, **pred_coords}, left_out)
+    ahead = ("predictions", "predictions_constant_data")
+    return assemble(groups, recorded, {n: pred_coords if n in ahead else coords for n in groups}, dims)

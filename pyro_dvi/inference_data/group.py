@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One group of an ArviZ object before ArviZ sees it: arrays, and what is known of their dimensions."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from pyro_dvi.errors import ArgumentError
+from pyro_dvi.inference_data.names import close_names, safe_name
+
+__all__ = ["Group", "check_names"]
+
+Dims = Mapping[Any, Sequence[Any]]
+Coords = Mapping[Any, Any]
+
+
+@dataclass
+class Group:
+    """Variables by name.
+
+    Attributes:
+        sampled: whether dimensions ``chain`` and ``draw`` come first.
+        arrays: values; those of a sampled group with both dimensions.
+        suggested: names of the other dimensions, None where none is known.
+        coords: coordinates that belong to the values, such as the places of observations that are not masked.
+    """
+
+    sampled: bool = True
+    arrays: dict[str, np.ndarray] = field(default_factory=dict)
+    suggested: dict[str, Sequence[str | None]] = field(default_factory=dict)
+    coords: dict[str, np.ndarray] = field(default_factory=dict)
+
+    def add(self, name: str, array: np.ndarray, suggested: Sequence[str | None] = ()) -> None:
+        """Add a variable; draws come without their chain."""
+        name = safe_name(name)
+        self.arrays[name] = array[None] if self.sampled else array
+        self.suggested[name] = tuple(suggested)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a variable without chain and draw."""
+        return self.arrays[name].shape[2 if self.sampled else 0 :]
+
+    def dims(self, given: Dims) -> dict[str, list[str]]:
+        """Name every dimension: as the user says, else after plates, else ``<variable>_dim_<i>``.
+
+        A plate gives no name where it would be that of a variable, or of another length in this group.
+        """
+        lengths: dict[Any, int] = {}
+        named: dict[str, list[Any]] = {}
+        for name in self.arrays:
+            shape = self.shape(name)
+            suggested = (*self.suggested[name], *(None,) * len(shape))[: len(shape)]
+            if any(dim in self.coords for dim in suggested):
+                mine: list[Any] = list(suggested)
+            else:
+                mine = [*given.get(name, ())][: len(shape)]
+            for i in range(len(mine), len(shape)):
+                dim = suggested[i]
+                fits = lengths.get(dim, shape[i]) == shape[i] and dim not in mine
+                if dim is None or not fits or dim in self.arrays or dim in ("chain", "draw"):
+                    dim = f"{name}_dim_{i}"
+                mine.append(dim)
+            lengths.update(zip(mine, shape, strict=True))
+            named[name] = mine
+        return named
+
+    def coordinates(self, dims: Mapping[str, Sequence[Any]], given: Coords) -> dict[Any, Any]:
+        """Return the coordinates of this group's dimensions.
+
+        Raises:
+            ArgumentError: the user's are not as many as the dimension is long.
+        """
+        found: dict[Any, Any] = dict(self.coords)
+        for name, mine in dims.items():
+            for dim, length in zip(mine, self.shape(name), strict=True):
+                if dim in given and dim not in self.coords:
+                    if len(given[dim]) != length:
+                        raise ArgumentError(
+                            f"coords[{dim!r}] has {len(given[dim])} values, but this dimension of {name!r} is "
+                            f"{length} long"
+                        )
+                    found[dim] = given[dim]
+        return found
+
+
+def check_names(groups: Mapping[str, Group], dims: Dims, coords: Coords, left_out: Sequence[str]) -> None:
+    """Refuse names that belong to nothing.
+
+    Raises:
+        ArgumentError: dimensions of a variable that no group has, more of them than it has, or coordinates of no
+            dimension.
+    """
+    variables = [name for group in groups.values() for name in group.arrays]
+    for name, given in dims.items():
+        if name not in variables and name not in left_out:
+            raise ArgumentError(
+                f"dims names no variable {name!r}; close names: {close_names(name, variables)}"
+            )
+        longest = max((len(g.shape(name)) for g in groups.values() if name in g.arrays), default=len(given))
+        if isinstance(given, str) or len(given) > longest:
+            raise ArgumentError(f"dims[{name!r}] = {given!r}, but {name!r} has {longest} dimensions")
+    existing = {dim for group in groups.values() for mine in group.dims(dims).values() for dim in mine}
+    existing |= {dim for given in dims.values() for dim in given}
+    for dim in coords:
+        if dim not in existing:
+            raise ArgumentError(
+                f"coords names no dimension {dim!r}; close names: {close_names(dim, map(str, existing))}"
+            )

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the observed sites of a model observe, and which of it counts."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_dvi.errors import DataError, ModelError, UnsupportedError
+from pyro_dvi.handlers.response import choose_response, counted, responses
+from pyro_dvi.predictive.batches import Batch
+from pyro_dvi.predictive.run import run_at
+from pyro_dvi.signatures import with_missing
+
+__all__ = ["Observation", "choose_responses", "observations", "observed_run", "whole_cells"]
+
+
+@dataclass(frozen=True)
+class Observation:
+    """Observed values of one site in one batch.
+
+    Attributes:
+        value: of the shape of one draw.
+        counts: which of them the model does not mask, of the same shape; None if all count.
+    """
+
+    value: Tensor
+    counts: Tensor | None
+
+
+def observed_run(model: Callable[..., Any], batch: Batch, latents: Mapping[str, Tensor]) -> Mapping[str, Any]:
+    """Return the sites of a run in which the model sees the observation, if there is one."""
+    args, kwargs = (batch.inputs, {}) if batch.observed is None else batch.with_observation()
+    return run_at(model, with_missing(model, args), kwargs, batch, latents)
+
+
+def choose_responses(
+    site: str | Sequence[str] | None, nodes: Mapping[str, Any], latents: Mapping[str, Tensor]
+) -> list[str]:
+    """Return the sites to export: those that are named, else all that the model observes.
+
+    Raises:
+        ModelError: a name that is no observed site, no such site at all, or several of which some observe nothing.
+    """
+    names = responses(nodes, latents)
+    if site is not None:
+        asked = [site] if isinstance(site, str) else list(site)
+        if not asked:
+            raise ModelError(f"site=[] asks for no observed site; the model has {names}")
+        return [choose_response(name, names) for name in asked]
+    if len(names) > 1 and all(nodes[name]["is_observed"] for name in names):
+        return names
+    return [choose_response(None, names)]
+
+
+def observations(batch: Batch, sites: Sequence[str], nodes: Mapping[str, Any]) -> dict[str, Observation]:
+    """Return what each site observes in a run by :func:`observed_run`.
+
+    Raises:
+        DataError: the data hold an observation, and a site observes nothing.
+    """
+    found = {}
+    for name in sites:
+        node = nodes[name]
+        if node["is_observed"]:
+            found[name] = Observation(node["value"], counted(node))
+        elif batch.observed is not None:
+            raise DataError(
+                f"site {name!r} observes nothing when the model is given the observation of the data: choose the "
+                "argument that it observes by observed=..., or the site by site=..."
+            )
+    return found
+
+
+def whole_cells(counts: Tensor, event_dim: int, site: str) -> Tensor:
+    """Return which densities count, of the batch shape.
+
+    Args:
+        counts: which values count, of the shape of one draw.
+        event_dim: dimensions of one event.
+        site: its name.
+
+    Raises:
+        UnsupportedError: a mask leaves out a part of an event, whose density is one number.
+    """
+    if event_dim == 0:
+        return counts
+    events = counts.flatten(-event_dim)
+    if not torch.equal(events.any(-1), events.all(-1)):
+        raise UnsupportedError(
+            f"the mask of site {site!r} leaves out parts of single events: an event has one log density and is "
+            "exported whole or not at all. Give these values a plate in place of to_event"
+        )
+    return events.all(-1)

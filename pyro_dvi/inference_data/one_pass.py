@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One pass over data: predictions of every observed site, by the posterior and by the prior."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from pyro_dvi.inference_data.group import Group
+from pyro_dvi.inference_data.inputs import constant_data
+from pyro_dvi.inference_data.observations import observations, observed_run
+from pyro_dvi.inference_data.predictive import SiteExport
+from pyro_dvi.inference_data.prior import PriorSamples
+from pyro_dvi.predictive import PredictionRule
+from pyro_dvi.predictive.batches import Batch
+from pyro_dvi.predictive.predict import at_tuned_scales
+from pyro_dvi.predictive.rules import example_latents
+from pyro_dvi.predictive.run import respond
+
+__all__ = ["Pass", "Posterior", "pass_over"]
+
+
+@dataclass(frozen=True)
+class Posterior:
+    """A model with its posterior.
+
+    Attributes:
+        model: the Pyro model.
+        guide: its guide.
+        rule: how to predict with them.
+        count: draws of the observations.
+        sites: observed sites.
+    """
+
+    model: Callable[..., Any]
+    guide: Callable[..., Any]
+    rule: PredictionRule
+    count: int
+    sites: Sequence[str]
+
+
+@dataclass
+class Pass:
+    """Groups that one pass fills."""
+
+    predictive: Group = field(default_factory=Group)
+    prior_predictive: Group = field(default_factory=Group)
+    log_likelihood: Group = field(default_factory=Group)
+    observed: Group = field(default_factory=lambda: Group(sampled=False))
+    inputs: Group = field(default_factory=lambda: Group(sampled=False))
+    inputs_left_out: list[str] = field(default_factory=list)
+
+
+def pass_over(
+    batches: Iterable[Batch],
+    posterior: Posterior,
+    seed: int,
+    noise_seed: int,
+    prior: PriorSamples | None = None,
+) -> Pass:
+    """Predict all batches, site by site; every site and batch has the same draws of the weights.
+
+    Args:
+        batches: the data.
+        posterior: what to predict with.
+        seed: of the draws of the weights.
+        noise_seed: of the noise of the observations; the sites of this pass take the numbers from here on.
+        prior: draws of the prior to predict with as well.
+    """
+    model, guide = posterior.model, posterior.guide
+    rules = [(posterior.rule, posterior.count)] + ([(prior, prior.num_samples)] if prior is not None else [])
+    exports = [
+        [
+            SiteExport(site, count, rule.num_components, noise_seed + len(posterior.sites) * r + s)
+            for s, site in enumerate(posterior.sites)
+        ]
+        for r, (rule, count) in enumerate(rules)
+    ]
+    inputs: list[tuple[Any, ...]] = []
+    for batch in batches:
+        nodes = observed_run(model, batch, example_latents(guide, batch.inputs))
+        observed = observations(batch, posterior.sites, nodes)
+        for r, (rule, _) in enumerate(rules):
+            for export in exports[r]:
+                torch.manual_seed(seed)
+                run = at_tuned_scales(guide, partial(respond, model, batch, site=export.site))
+                components = rule.components(guide, batch.inputs, run)
+                export.add(
+                    components,
+                    observed.get(export.site) if rule is posterior.rule else None,
+                    nodes[export.site],
+                )
+        inputs.append(batch.inputs)
+    found = Pass()
+    rows = exports[0][0].rows()
+    found.inputs, found.inputs_left_out = constant_data(model, inputs, rows)
+    for export in exports[0]:
+        export.predictive(found.predictive)
+        export.log_likelihood(found.log_likelihood, found.observed)
+    for export in exports[1] if prior is not None else ():
+        export.predictive(found.prior_predictive)
+    return found

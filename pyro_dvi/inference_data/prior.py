@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draws from the prior, and the model's predictions with them."""
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from pyro import poutine
+from torch import Tensor
+
+from pyro_dvi.errors import UnsupportedError
+from pyro_dvi.handlers.all_rows import AllRows
+from pyro_dvi.predictive import PredictionRule
+from pyro_dvi.predictive.run import Response
+from pyro_dvi.signatures import with_missing
+
+__all__ = ["PriorSamples"]
+
+
+@dataclass(frozen=True)
+class PriorSamples(PredictionRule):
+    """Average the predictions of draws from the model's prior.
+
+    Every draw has a seed of its own and is made with the same inputs, so that each is one function over all batches
+    and nothing has to be kept.
+
+    Args:
+        num_samples: draws.
+        model: the Pyro model.
+        inputs: its arguments for the first batch, without the observation.
+        sites: names of its latent sites.
+    """
+
+    num_samples: int
+    model: Callable[..., Any] = field(repr=False)
+    inputs: tuple[Any, ...] = field(repr=False)
+    sites: Collection[str] = field(repr=False)
+
+    @property
+    def num_components(self) -> int:  # type: ignore[override]
+        """As many as draws."""
+        return self.num_samples
+
+    def components(
+        self,
+        guide: Callable[..., Any],
+        inputs: tuple[Any, ...],
+        respond: Callable[[Mapping[str, Tensor]], Response],
+    ) -> Iterator[Response]:
+        """Give one component for each draw."""
+        return map(respond, self.draws())
+
+    def draws(self) -> Iterator[dict[str, Tensor]]:
+        """Give the latent values of one draw after the other.
+
+        Raises:
+            UnsupportedError: a prior that has no draws.
+        """
+        for seed in torch.randint(2**31 - 1, (self.num_samples,)).tolist():
+            torch.manual_seed(seed)
+            try:
+                with AllRows():
+                    trace = poutine.trace(self.model).get_trace(*with_missing(self.model, self.inputs))
+            except NotImplementedError as error:
+                raise UnsupportedError(
+                    f"a prior of the model cannot be drawn from ({error}): leave out prior="
+                ) from error
+            nodes: Mapping[str, Any] = trace.nodes
+            yield {name: nodes[name]["value"] for name in self.sites if name in nodes}

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draws that came from elsewhere, in the place of a guide: of MCMC, of ``Predictive``, of another program."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import torch
+from torch import Tensor
+
+from pyro_dvi.errors import ArgumentError
+from pyro_dvi.inference_data.names import close_names
+from pyro_dvi.predictive import PredictionRule
+from pyro_dvi.predictive.run import Response
+
+__all__ = ["GivenSamples"]
+
+
+class GivenSamples(PredictionRule):
+    """Average the predictions of draws that are given.
+
+    Args:
+        samples: ``[num_samples, ...]`` by site name, as of ``MCMC.get_samples()``.
+        device: where the model is; None leaves them where they are.
+
+    Raises:
+        ArgumentError: no sites, no draws, or unequal numbers of them.
+    """
+
+    def __init__(self, samples: Mapping[str, Any], device: torch.device | None = None) -> None:
+        self.samples = {name: torch.as_tensor(values, device=device) for name, values in samples.items()}
+        lengths = {name: len(v) if v.dim() else 0 for name, v in self.samples.items()}
+        if not lengths or 0 in lengths.values():
+            raise ArgumentError(
+                f"the samples hold no draws: {lengths or 'no sites'}; give tensors [num_samples, ...] by site name"
+            )
+        if len(set(lengths.values())) > 1:
+            raise ArgumentError(
+                f"the sites have unequal numbers of draws, {lengths}: the draws of one index belong together"
+            )
+        self.num_components = next(iter(lengths.values()))
+
+    def __repr__(self) -> str:
+        return f"GivenSamples({self.num_components})"
+
+    def components(
+        self,
+        guide: Callable[..., Any],
+        inputs: tuple[Any, ...],
+        respond: Callable[[Mapping[str, Tensor]], Response],
+    ) -> Iterator[Response]:
+        """Give one component for each draw."""
+        return map(respond, self.draws(guide, inputs))
+
+    def draws(self, guide: Callable[..., Any], inputs: tuple[Any, ...]) -> Iterator[dict[str, Tensor]]:
+        """Give the latent values of one draw after the other."""
+        for k in range(self.num_components):
+            yield {name: values[k] for name, values in self.samples.items()}
+
+    def guide(self, *args: Any, **kwargs: Any) -> None:
+        """Stand for the guide where one draw is enough: the first."""
+        for name, values in self.samples.items():
+            pyro.sample(name, dist.Delta(values[0], event_dim=values.dim() - 1))
+
+    def check(self, nodes: Mapping[str, Any], *, is_complete: bool) -> None:
+        """Compare with the sites of a run of the model.
+
+        Args:
+            nodes: the sites.
+            is_complete: whether the model saw its observation, so that all that it drew is latent.
+
+        Raises:
+            ArgumentError: draws of what the model does not draw, or none of what it does.
+        """
+        latent = [
+            name
+            for name, node in nodes.items()
+            if node["type"] == "sample"
+            and not node["is_observed"]
+            and type(node["fn"]).__name__ != "_Subsample"
+        ]
+        for name in self.samples:
+            if name not in nodes:
+                raise ArgumentError(
+                    f"the samples have a site {name!r} that the model has not; close names: "
+                    f"{close_names(name, latent)}"
+                )
+            if nodes[name]["is_observed"] and not nodes[name]["infer"].get("_deterministic"):
+                raise ArgumentError(
+                    f"the samples have a site {name!r} that the model observes: leave it out, predictions are made "
+                    "from the latent sites"
+                )
+        for name in latent if is_complete else ():
+            if name not in self.samples:
+                raise ArgumentError(
+                    f"the samples have no draws of site {name!r}, which the model draws; they have "
+                    f"{list(self.samples)}, close to it {close_names(name, self.samples)}"
+                )
