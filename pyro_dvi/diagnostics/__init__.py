@@ -1,7 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where do approximations deviate from what they stand for?"""
+"""Where do approximations deviate from what they stand for, and models from their data?"""
 
 from pyro_dvi.diagnostics.comparison import Comparison, LayerComparison
+from pyro_dvi.diagnostics.posterior_spread import scale_snapshot
 from pyro_dvi.diagnostics.sampling import compare_with_sampling
+from pyro_dvi.diagnostics.scale_course import ScaleCourse, scale_course
+from pyro_dvi.diagnostics.scale_report import ScaleReport, SiteScales, scale_report
+from pyro_dvi.diagnostics.signal_to_noise import SignalToNoise, signal_to_noise
 
-__all__ = ["Comparison", "LayerComparison", "compare_with_sampling"]
+__all__ = [
+    "Comparison",
+    "LayerComparison",
+    "ScaleCourse",
+    "ScaleReport",
+    "SignalToNoise",
+    "SiteScales",
+    "compare_with_sampling",
+    "scale_course",
+    "scale_report",
+    "scale_snapshot",
+    "signal_to_noise",
+]

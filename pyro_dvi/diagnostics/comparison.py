@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pyro_dvi.diagnostics.table import text_table
 from pyro_dvi.errors import DataError
 
 __all__ = ["Comparison", "LayerComparison", "compared"]
@@ -70,20 +71,11 @@ class Comparison:
 
     def __str__(self) -> str:
         titles = ("layer", "class", "elements", "mean error", "sd ratio", "rms ratio", "rank corr.")
-        lines: list[tuple[str, ...]] = [titles]
+        lines = []
         for row in self.rows:
             layer = row.layer + (f" (call {row.call + 1})" if row.call else "")
             numbers = (row.mean_error, row.sd_ratio, row.rms_ratio, row.rank_correlation)
             lines.append((layer, row.kind, f"{row.num_elements:,}", *(f"{number:.3f}" for number in numbers)))
-        widths = [max(len(line[k]) for line in lines) for k in range(len(titles))]
-        text = [
-            "  ".join(
-                cell.ljust(width) if k < 2 else cell.rjust(width)
-                for k, (cell, width) in enumerate(zip(line, widths, strict=True))
-            ).rstrip()
-            for line in lines
-        ]
-        text.insert(1, "-" * max(map(len, text)))
         return "\n".join(
             [
                 f"Propagated moments against {self.num_samples:,} draws of the weights, {self.num_examples:,} "
@@ -91,7 +83,7 @@ class Comparison:
                 f"Mean error in sampled standard deviations; {self.chance:.3f} of it is chance. Ratios are propagated "
                 "over sampled.",
                 "",
-                *text,
+                *text_table(titles, lines, names=2),
             ]
         )
 

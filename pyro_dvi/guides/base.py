@@ -167,6 +167,28 @@ class FactorisedGuide(AutoGuide):
             results[name] = u if transform is None else transform(u)
         return results
 
+    @torch.no_grad()
+    def initial_scales(self) -> dict[str, Tensor]:
+        """Return the posterior standard deviations that training started from, in unconstrained space.
+
+        Where they depend on the mean (multiplicative noise), it is the present one.
+
+        Returns:
+            Standard deviations by site name; without sites whose spread is not learned.
+        """
+        scales = {}
+        for name, site in self._sites():
+            factor = self._factors[name]
+            if factor.store is None:
+                continue
+            loc = attrgetter(name)(self.locs)
+            prior_scale = _prior_scale(site["fn"], loc)
+            if not _expands(prior_scale.shape, loc.shape):  # of a batch of a plate
+                prior_scale = prior_scale.median()
+            spread = factor.initial(loc, prior_scale, self._event_dims[name])
+            scales[name] = factor.distribution(loc, spread).stddev
+        return scales
+
     def as_prior(self, *, exclude: str | Iterable[str] = ()) -> PosteriorPrior:
         """Return the posterior as a prior for the next task: continual learning.
 
@@ -350,3 +372,10 @@ def _prior_scale(prior: Any, loc: Tensor) -> Tensor:
         base = strip_event_dims(base.base_dist)
     scale = base.scale.detach() if isinstance(base, torch.distributions.Normal) else torch.ones(())
     return scale.to(loc) if scale.dim() <= loc.dim() else loc.new_ones(())
+
+
+def _expands(shape: torch.Size, to: torch.Size) -> bool:
+    try:
+        return torch.broadcast_shapes(shape, to) == to
+    except RuntimeError:
+        return False

@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Have the posterior standard deviations converged?"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from pyro_dvi.diagnostics.posterior_spread import Spread, posterior_spread
+from pyro_dvi.diagnostics.scale_course import MOVING, ScaleCourse, scale_course
+from pyro_dvi.diagnostics.table import text_table
+from pyro_dvi.errors import ArgumentError, DataError
+
+__all__ = ["LEVELS", "ScaleReport", "SiteScales", "scale_report"]
+
+LEVELS = (0.05, 0.25, 0.5, 0.75, 0.95)  # of the quantiles over the elements of a site
+
+AT_START = 0.05  # relative change since the start below which a scale was hardly trained
+LIKE_PRIOR = 0.9  # fraction of the prior scale above which an element has learned next to nothing
+
+
+@dataclass(frozen=True)
+class SiteScales:
+    r"""Posterior standard deviations σ of one site, in unconstrained space.
+
+    Attributes:
+        site: name.
+        num_elements: size.
+        quantiles: of σ over elements, at 5, 25, 50, 75 and 95 %.
+        to_prior: the same quantiles of σ over the prior's standard deviation; NaN where it has none.
+        to_start: typical ratio of σ to where training started, the exponential of the mean
+            :math:`\log(\sigma/\sigma_0)`; NaN where that is not known.
+        like_prior: share of elements with a σ of at least 90 % of the prior's: they have learned next to nothing.
+        change: typical relative change since the snapshot, the exponential of the mean
+            :math:`|\log(\sigma/\sigma_{\mathrm{then}})|` minus one; NaN without a snapshot.
+        state: ``"moves"``, ``"settled"``, ``"at its start"``, ``"has moved"`` (without a snapshot), or
+            ``"not trained"``.
+    """
+
+    site: str
+    num_elements: int
+    quantiles: tuple[float, ...]
+    to_prior: tuple[float, ...]
+    to_start: float
+    like_prior: float
+    change: float
+    state: str
+
+
+@dataclass(frozen=True)
+class ScaleReport:
+    """Posterior scales of every site, and whether they have converged.
+
+    ``print(report)`` shows a table and the verdict; :func:`pyro_dvi.plots.posterior_scales` draws it.
+
+    Attributes:
+        rows: one for each site with a Gaussian posterior, in the order of the model.
+        course: the mean scale over the last tenth of training; None without a history of three epochs.
+        guide: name of the guide.
+    """
+
+    rows: tuple[SiteScales, ...]
+    course: ScaleCourse | None
+    guide: str
+
+    @property
+    def converged(self) -> bool | None:
+        """Whether the scales stand still; None where neither a snapshot nor a history can tell."""
+        states = {row.state for row in self.rows}
+        if states == {"not trained"}:
+            return True
+        if "at its start" in states or "moves" in states or (self.course is not None and self.course.moves):
+            return False
+        return True if "settled" in states or self.course is not None else None
+
+    @property
+    def verdict(self) -> str:
+        """The finding in words, with what to do about it."""
+        longer = "train longer, or raise scale_multiplier of learning_rates"
+        if all(row.state == "not trained" for row in self.rows):
+            return "Scales are not trained but computed, or fixed: there is nothing to converge."
+        findings = []
+        for state, what in (
+            ("at its start", "are where they started: hardly trained"),
+            ("moves", "still move"),
+        ):
+            names = [row.site for row in self.rows if row.state == state]
+            if names:
+                findings.append(f"{_sites(names, len(self.rows))} {what}.")
+        if self.course is not None:
+            findings.append(f"The mean scale {self.course}.")
+        if self.converged is False:
+            return f"Scales have not converged; {longer}. " + " ".join(findings)
+        if self.converged:
+            return "Scales have settled. " + " ".join(findings)
+        return (
+            "Scales have moved from their start; whether they still do is not known. Pass "
+            "earlier=scale_snapshot(guide) of some epochs ago, or history."
+        )
+
+    def __str__(self) -> str:
+        titles = (
+            "site",
+            "elements",
+            "σ 5 %",
+            "median",
+            "95 %",
+            "σ / prior",
+            "like prior",
+            "σ / start",
+            "change",
+            "",
+        )
+        lines = [
+            (
+                row.site,
+                f"{row.num_elements:,}",
+                *(f"{row.quantiles[k]:.3g}" for k in (0, 2, 4)),
+                _number(row.to_prior[2], ".3g"),
+                _number(row.like_prior, ".0%"),
+                _number(row.to_start, ".3g"),
+                _number(row.change, ".1%"),
+                row.state,
+            )
+            for row in self.rows
+        ]
+        table = text_table(titles, lines)
+        return "\n".join([f"Posterior scales of {self.guide}", "", *table, "", self.verdict])
+
+    def to_dataframe(self) -> Any:
+        """Return the rows as a ``pandas.DataFrame``, one column for each quantile."""
+        import pandas
+
+        records = []
+        for row in self.rows:
+            record = asdict(row)
+            for name, title in (("quantiles", "scale"), ("to_prior", "to_prior")):
+                values = record.pop(name)
+                record |= {f"{title}_{level:.0%}": value for level, value in zip(LEVELS, values, strict=True)}
+            records.append(record)
+        return pandas.DataFrame(records).set_index("site")
+
+
+def scale_report(
+    guide: Any,
+    *,
+    earlier: Mapping[str, Tensor] | None = None,
+    history: Any = None,
+    tolerance: float = MOVING,
+) -> ScaleReport:
+    r"""Report whether posterior standard deviations have converged, site by site.
+
+    Scales converge after the means, and training that stops when the loss looks flat leaves them near their start: the
+    posterior is then as narrow, or as wide, as it was initialised. Each site's σ is compared with the prior's, with the
+    start, and with an earlier snapshot. Sites are judged by the typical change of their elements,
+    :math:`\exp(\mathrm{mean}\,|\log(\sigma/\sigma_{\mathrm{then}})|) - 1`.
+
+    Status: the numbers are exact; the verdict is a rule of thumb. A change below ``tolerance`` between two snapshots
+    means little if they are a few steps apart, or if the learning rate has decayed to nothing in between.
+
+    Args:
+        guide: a guide of this library (a :class:`~pyro_dvi.LaplaceGuide` after its fit), Pyro's ``AutoNormal``,
+            ``AutoDiagonalNormal``, ``AutoMultivariateNormal``, or an ``AutoGuideList`` of these.
+        earlier: what :func:`scale_snapshot` returned some epochs ago.
+        history: what :func:`~pyro_dvi.fit` returned; its ``posterior_scale`` is judged by :func:`scale_course`.
+        tolerance: relative change up to which scales have settled.
+
+    Returns:
+        The report, to print.
+
+    Raises:
+        ArgumentError: a tolerance that is not positive.
+        DataError: a snapshot of other sites or shapes, or a history without posterior scales.
+        GuideError: a guide without Gaussians, or one that has not seen its model.
+        UnsupportedError: the method of a LaplaceGuide has no variances.
+
+    Source: Unlu & Aitchison (2021), section 4, on the slow convergence of variances.
+
+    Example:
+        >>> import pyro, pyro.distributions as dist
+        >>> from pyro_dvi import MeanFieldGuide
+        >>> guide = MeanFieldGuide(lambda: pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1)))
+        >>> guide.initialize()
+        >>> report = scale_report(guide)
+        >>> report.rows[0].state, report.converged
+        ('at its start', False)
+    """
+    if not (isinstance(tolerance, (int, float)) and tolerance > 0 and math.isfinite(tolerance)):
+        raise ArgumentError(f"tolerance is a relative change such as 0.01, got {tolerance!r}")
+    course = None if history is None else _course(history)
+    rows = tuple(_row(spread, earlier, tolerance) for spread in posterior_spread(guide))
+    return ScaleReport(rows, course, type(guide).__name__)
+
+
+def _row(spread: Spread, earlier: Mapping[str, Tensor] | None, tolerance: float) -> SiteScales:
+    scale = _array(spread.scale)
+    to_prior, like_prior, to_start, change = (math.nan,) * len(LEVELS), math.nan, math.nan, math.nan
+    if spread.prior_scale is not None:
+        ratio = scale / _array(spread.prior_scale.expand_as(spread.scale))
+        ratio = ratio[np.isfinite(ratio)]
+        to_prior, like_prior = _quantiles(ratio), float((ratio >= LIKE_PRIOR).mean())
+    moved = math.nan
+    if spread.initial_scale is not None:
+        log_ratio = np.log(scale / _array(spread.initial_scale.expand_as(spread.scale)))
+        to_start, moved = math.exp(log_ratio.mean()), math.expm1(np.abs(log_ratio).mean())
+    if earlier is not None:
+        log_ratio = np.log(scale / _array(_then(spread, earlier)))
+        change = math.expm1(np.abs(log_ratio).mean())
+    if not spread.is_learned:
+        state = "not trained"
+    elif change > tolerance:
+        state = "moves"
+    elif moved < AT_START:
+        state = "at its start"
+    else:
+        state = "has moved" if earlier is None else "settled"
+    return SiteScales(
+        spread.site, scale.size, _quantiles(scale), to_prior, to_start, like_prior, change, state
+    )
+
+
+def _then(spread: Spread, earlier: Mapping[str, Tensor]) -> Tensor:
+    if spread.site not in earlier:
+        raise DataError(
+            f"the snapshot has no site {spread.site!r}; it has {list(earlier)}. Make it by scale_snapshot(guide)."
+        )
+    then = earlier[spread.site]
+    if then.shape != spread.scale.shape or not bool((then > 0).all()):
+        raise DataError(
+            f"the snapshot of site {spread.site!r} has the shape {tuple(then.shape)} and values from "
+            f"{float(then.min()):.3g}, where the guide has positive scales of shape {tuple(spread.scale.shape)}"
+        )
+    return then
+
+
+def _course(history: Any) -> ScaleCourse | None:
+    columns = getattr(history, "epochs", history)
+    if "posterior_scale" not in columns:
+        raise DataError(
+            f"the history has no column 'posterior_scale', only {list(columns)}: fit records it where it recognises "
+            "the guide's scales. Compare with scale_snapshot(guide) of some epochs ago instead."
+        )
+    return scale_course(columns["posterior_scale"])
+
+
+def _array(values: Tensor) -> np.ndarray:
+    array: np.ndarray = values.detach().cpu().double().flatten().numpy()
+    return array
+
+
+def _quantiles(values: np.ndarray) -> tuple[float, ...]:
+    return tuple(np.quantile(values, LEVELS).tolist())
+
+
+def _number(value: float, form: str) -> str:
+    return "-" if math.isnan(value) else format(value, form)
+
+
+def _sites(names: list[str], total: int) -> str:
+    shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    return f"Scales of {len(names)} of {total} sites ({shown})"
