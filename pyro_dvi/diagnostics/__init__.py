@@ -2,7 +2,13 @@
 """Where do approximations deviate from what they stand for, and models from their data?"""
 
 from pyro_dvi.diagnostics.comparison import Comparison, LayerComparison
+from pyro_dvi.diagnostics.held_out import compare_held_out
 from pyro_dvi.diagnostics.posterior_spread import scale_snapshot
+from pyro_dvi.diagnostics.prior_predictive import (
+    PriorPredictiveCheck,
+    StatisticCheck,
+    prior_predictive_check,
+)
 from pyro_dvi.diagnostics.sampling import compare_with_sampling
 from pyro_dvi.diagnostics.scale_course import ScaleCourse, scale_course
 from pyro_dvi.diagnostics.scale_report import ScaleReport, SiteScales, scale_report
@@ -11,11 +17,15 @@ from pyro_dvi.diagnostics.signal_to_noise import SignalToNoise, signal_to_noise
 __all__ = [
     "Comparison",
     "LayerComparison",
+    "PriorPredictiveCheck",
     "ScaleCourse",
     "ScaleReport",
     "SignalToNoise",
     "SiteScales",
+    "StatisticCheck",
+    "compare_held_out",
     "compare_with_sampling",
+    "prior_predictive_check",
     "scale_course",
     "scale_report",
     "scale_snapshot",

@@ -1,0 +1,329 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Could the prior have produced these data?"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from pyro_dvi.diagnostics.statistics import Statistic, applied, default_statistics
+from pyro_dvi.diagnostics.table import text_table
+from pyro_dvi.errors import ArgumentError, DataError, ModelError, NonFiniteError
+from pyro_dvi.handlers.response import choose_response, example_axis, responses
+from pyro_dvi.predictive.batches import Batch, batches
+from pyro_dvi.predictive.mixture import class_log_probabilities
+from pyro_dvi.predictive.predict import device_of
+from pyro_dvi.predictive.run import check_observation, evaluation_mode, run_at, seeded
+from pyro_dvi.signatures import with_missing
+
+__all__ = ["PriorPredictiveCheck", "StatisticCheck", "prior_predictive_check"]
+
+UNUSUAL = 0.01  # two-sided p-value below which a statistic of the data is called unusual
+VAGUE = 10.0  # times the spread of the data, from which a prior is called vague
+
+
+@dataclass(frozen=True)
+class StatisticCheck:
+    r"""One statistic of the data among those of data drawn from the prior.
+
+    Attributes:
+        statistic: name.
+        observed: its value T for the data.
+        low: 5 % quantile over draws.
+        median: of the draws.
+        high: 95 % quantile.
+        p_value: share of draws above the data, :math:`P(T_{\mathrm{rep}} > T) + \tfrac12 P(T_{\mathrm{rep}} = T)`.
+        error: Monte-Carlo error of that share, the standard deviation of Beta(k + 1/2, S - k + 1/2) for k of S draws.
+    """
+
+    statistic: str
+    observed: float
+    low: float
+    median: float
+    high: float
+    p_value: float
+    error: float
+
+    @property
+    def two_sided(self) -> float:
+        """Probability, under the prior, of a value as far out as this one."""
+        return 2 * min(self.p_value, 1 - self.p_value)
+
+    @property
+    def is_unusual(self) -> bool:
+        """Whether less than one in a hundred data sets of the prior is as far out."""
+        return self.two_sided < UNUSUAL
+
+
+@dataclass(frozen=True)
+class PriorPredictiveCheck:
+    """Statistics of the data beside those of data sets from the prior.
+
+    ``print(check)`` shows a table and the verdict; :func:`pyro_dvi.plots.prior_predictive` draws it.
+
+    Attributes:
+        rows: one for each statistic.
+        draws: values of each statistic for the drawn data sets, arrays ``[num_samples]``.
+        confidence: mean probability of the likeliest class, for each draw of the weights; None if the response is no
+            class.
+        chance: that probability where all classes are equally likely; None likewise.
+        site: the observed site.
+        num_samples: data sets drawn.
+        num_examples: examples in each.
+    """
+
+    rows: tuple[StatisticCheck, ...]
+    draws: Mapping[str, np.ndarray]
+    confidence: np.ndarray | None
+    chance: float | None
+    site: str
+    num_samples: int
+    num_examples: int
+
+    @property
+    def verdict(self) -> str:
+        """The finding in words."""
+        findings = []
+        unusual = [row for row in self.rows if row.is_unusual]
+        if unusual:
+            what = ", ".join(
+                f"{row.statistic} ({'above' if row.p_value < 0.5 else 'below'} nearly all draws)"
+                for row in unusual
+            )
+            findings.append(
+                f"The prior hardly produces data like these: {what}. Widen or move the priors, rescale the data, or "
+                "look for outliers."
+            )
+        else:
+            findings.append("No statistic of the data is unusual under the prior.")
+        spread = next((row for row in self.rows if row.statistic == "sd"), None)
+        if spread is not None and spread.observed > 0 and spread.median > VAGUE * spread.observed:
+            findings.append(
+                f"It is vague: data from it typically spread {spread.median / spread.observed:.3g} times as far."
+            )
+        if self.confidence is not None and self.chance is not None:
+            confidence = float(np.mean(self.confidence))
+            findings.append(
+                f"Networks from the prior are {confidence:.0%} confident on average, where {self.chance:.0%} is no "
+                "preference."
+            )
+        return " ".join(findings)
+
+    def __str__(self) -> str:
+        titles = ("statistic", "data", "prior 5 %", "median", "95 %", "p-value", "± error", "")
+        lines = [
+            (
+                row.statistic,
+                *(f"{value:.4g}" for value in (row.observed, row.low, row.median, row.high)),
+                f"{row.p_value:.3f}",
+                f"{row.error:.3f}",
+                "unusual" if row.is_unusual else "",
+            )
+            for row in self.rows
+        ]
+        head = (
+            f"Prior predictive check of site {self.site!r}: {self.num_samples:,} data sets of {self.num_examples:,} "
+            "examples"
+        )
+        return "\n".join([head, "", *text_table(titles, lines), "", self.verdict])
+
+    def to_dataframe(self) -> Any:
+        """Return the rows as a ``pandas.DataFrame``."""
+        import pandas
+
+        records = [asdict(row) | {"two_sided": row.two_sided} for row in self.rows]
+        return pandas.DataFrame(records).set_index("statistic")
+
+
+def prior_predictive_check(
+    model: Callable[..., Any],
+    data: Any,
+    *,
+    statistics: Mapping[str, Statistic] | None = None,
+    num_samples: int = 200,
+    site: str | None = None,
+    observed: str | None = None,
+    batch_size: int = 1000,
+    seed: int | None = None,
+    progress: bool = False,
+) -> PriorPredictiveCheck:
+    r"""Compare statistics of the data with those of data sets drawn from the prior.
+
+    .. math::
+        \theta \sim p(\theta), \quad y_{\mathrm{rep}} \sim p(y \mid x, \theta), \qquad
+        p = P\bigl(T(y_{\mathrm{rep}}) > T(y)\bigr) + \tfrac12 P\bigl(T(y_{\mathrm{rep}}) = T(y)\bigr)
+
+    No training is needed, and no guide. Latents and noise are drawn together, one data set for each draw, and modules
+    run in evaluation mode: batch normalisation uses, and keeps, the statistics that it has. A prior should make the
+    data possible without being so wide that they are a needle in it; priors of single weights, which look harmless, can
+    make a deep network certain of one class.
+
+    Status: p-values are exact for the prior up to Monte-Carlo error, which is stated. If the data came from the prior,
+    each statistic would be called unusual once in a hundred times.
+
+    Args:
+        model: the Pyro model, a module or a function.
+        data: as in :func:`~pyro_dvi.predict`, with observations: ``(x, y)`` or a loader. They are kept in memory, as is
+            one drawn data set; a few hundred examples will do.
+        statistics: functions from observations ``[N, ...]`` to a number, by name. By default mean, standard deviation,
+            minimum and maximum; for classes the share of each (up to ten classes), the largest share and the number of
+            classes that occur.
+        num_samples: data sets to draw.
+        site: observed site, where the model has several.
+        observed: the model's argument that holds the observation; by default the one whose default is None.
+        batch_size: examples at a time; a loader has its own.
+        seed: of the draws. The global random state is left as it was.
+        progress: show a progress bar over draws.
+
+    Returns:
+        The check, to print.
+
+    Raises:
+        ArgumentError: fewer than two draws, no statistics, or one that gives no number.
+        DataError: data without observations, or that cannot be right.
+        ModelError: no observed site, several and no ``site``, or a prior that cannot be drawn from.
+        NonFiniteError: a statistic is NaN.
+        UnsupportedError: the model masks some of the observed values.
+
+    Source: Box (1980), "Sampling and Bayes' inference in scientific modelling and robustness"; Gabry et al. (2019),
+    "Visualization in Bayesian workflow", section 3.
+
+    Example:
+        >>> import pyro, pyro.distributions as dist
+        >>> def model(x, y=None):
+        ...     slope = pyro.sample("slope", dist.Normal(0.0, 1.0))
+        ...     with pyro.plate("data", len(x)):
+        ...         return pyro.sample("obs", dist.Normal(slope * x, 0.5), obs=y)
+        >>> x = torch.linspace(-1, 1, 20)
+        >>> check = prior_predictive_check(model, (x, 30 * x), seed=0)
+        >>> [row.statistic for row in check.rows if row.is_unusual]
+        ['sd', 'min', 'max']
+    """
+    if isinstance(num_samples, bool) or not isinstance(num_samples, int) or num_samples < 2:
+        raise ArgumentError(f"num_samples must be a whole number of at least 2, not {num_samples!r}")
+    if statistics is not None and not (isinstance(statistics, Mapping) and statistics):
+        raise ArgumentError(
+            "statistics are functions by name, as {'90 %': lambda y: y.quantile(0.9)}, "
+            f"not {type(statistics).__name__}"
+        )
+    device = device_of(model)
+    split = list(batches(model, data, observed=observed, batch_size=batch_size, device=device))
+    if any(batch.observed is None for batch in split):
+        raise DataError("the check compares with observations: pass them with the inputs, as (x, y)")
+    with evaluation_mode(model), seeded(seed, device) as used_seed:
+        torch.manual_seed(used_seed)
+        prior = _Prior(model, split, site)
+        y = prior.observations()
+        chosen = default_statistics(prior.likelihood) if statistics is None else statistics
+        actual = applied(chosen, y)
+        draws: dict[str, list[float]] = {name: [] for name in chosen}
+        confidence: list[float] = []
+        for _ in tqdm(range(num_samples), desc="prior", unit="draw", disable=not progress):
+            drawn, sure = prior.draw()
+            for name, value in applied(chosen, drawn).items():
+                draws[name].append(value)
+            confidence += [] if sure is None else [sure]
+    arrays = {name: np.array(values) for name, values in draws.items()}
+    for name, values in arrays.items():
+        if np.isnan(actual[name]) or np.isnan(values).any():
+            raise NonFiniteError(
+                f"statistic {name!r} is NaN for {'the data' if np.isnan(actual[name]) else 'some draws of the prior'}: "
+                "do draws overflow (an exponential of a wide prior), or does the statistic divide by zero?"
+            )
+    rows = tuple(_row(name, actual[name], values) for name, values in arrays.items())
+    return PriorPredictiveCheck(
+        rows,
+        arrays,
+        np.array(confidence) if confidence else None,
+        1 / prior.num_classes if prior.num_classes else None,
+        prior.site,
+        num_samples,
+        len(y),
+    )
+
+
+class _Prior:
+    """Data sets from the prior of a model, at the inputs of given data."""
+
+    def __init__(self, model: Callable[..., Any], split: list[Batch], site: str | None) -> None:
+        self.model = model
+        first = split[0]
+        args, kwargs = first.with_observation()
+        nodes = self._run(first, {}, args, kwargs)
+        seen = [name for name in responses(nodes, ()) if nodes[name]["is_observed"]]
+        self.site = choose_response(site, seen)
+        node: Any = nodes[self.site]
+        self.likelihood = node["fn"]
+        axis = example_axis(self.site, node, first.num_rows)
+        plates = {f.name for f in node["cond_indep_stack"] if f.vectorized and f.dim == axis}
+        # Latents of single examples are drawn with their batch.
+        self.shared = [
+            name
+            for name in responses(nodes, ())
+            if not nodes[name]["is_observed"]
+            and not plates & {frame.name for frame in nodes[name]["cond_indep_stack"]}
+        ]
+        latents = {name: nodes[name]["value"] for name in self.shared}
+        self.split = [check_observation(model, batch, latents, self.site) for batch in split]
+        log_p = class_log_probabilities(self.likelihood)
+        self.num_classes = None if log_p is None else log_p.shape[-1]
+
+    def observations(self) -> Tensor:
+        """The observed values, examples first."""
+        latents = self._latents()
+        values = []
+        for batch in self.split:
+            node = self._response(batch, latents)
+            assert batch.observed is not None, "the caller has checked it"
+            values.append(_examples_first(batch.observed, node, batch))
+        return torch.cat(values)
+
+    def draw(self) -> tuple[Tensor, float | None]:
+        """Draw a data set; with it the mean probability of the likeliest class."""
+        latents = self._latents()
+        values, likeliest = [], []
+        for batch in self.split:
+            node = self._response(batch, latents)
+            values.append(_examples_first(node["fn"].sample(), node, batch))
+            log_p = class_log_probabilities(node["fn"])
+            if log_p is not None:
+                likeliest.append(log_p.amax(-1).exp().double().flatten())
+        return torch.cat(values), float(torch.cat(likeliest).mean()) if likeliest else None
+
+    def _latents(self) -> dict[str, Tensor]:
+        first = self.split[0]
+        nodes = self._run(first, {}, with_missing(self.model, first.inputs), {})
+        return {name: nodes[name]["value"] for name in self.shared}
+
+    def _response(self, batch: Batch, latents: Mapping[str, Tensor]) -> Any:
+        return self._run(batch, latents, with_missing(self.model, batch.inputs), {})[self.site]
+
+    def _run(
+        self, batch: Batch, latents: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Mapping[str, Any]:
+        try:
+            return run_at(self.model, args, kwargs, batch, latents)
+        except NotImplementedError as error:
+            raise ModelError(
+                f"a prior of the model cannot be drawn from ({type(error).__name__} {error}): improper priors have no "
+                "prior predictive distribution"
+            ) from error
+
+
+def _examples_first(values: Tensor, node: Any, batch: Batch) -> Tensor:
+    axis = example_axis(node["name"], node, batch.num_rows)
+    return values.movedim(axis - len(node["fn"].event_shape), 0)
+
+
+def _row(name: str, observed: float, values: np.ndarray) -> StatisticCheck:
+    above = float((values > observed).sum() + 0.5 * (values == observed).sum())
+    total = len(values)
+    a, b = above + 0.5, total - above + 0.5
+    error = math.sqrt(a * b / ((a + b) ** 2 * (a + b + 1)))
+    low, median, high = np.quantile(values, (0.05, 0.5, 0.95), method="inverted_cdf").tolist()
+    return StatisticCheck(name, observed, low, median, high, above / total, error)
