@@ -128,7 +128,7 @@ def to_arviz(
         UnsupportedError: a mask that depends on the draw or cuts events, or a prior that cannot be drawn from.
 
     Example:
-        >>> import pyro.distributions as dist
+        >>> import pyro, pyro.distributions as dist
         >>> from pyro.infer.autoguide import AutoNormal
         >>> def model(x, y=None):
         ...     slope = pyro.sample("slope", dist.Normal(0.0, 1.0))

@@ -27,6 +27,8 @@ def model(x, y=None):
 
 def predictions(data=(X, Y), **options):
     guide = MeanFieldGuide(model)
+    pyro.clear_param_store()  # of the guide of another call
+    pyro.set_rng_seed(0)  # of its start
     guide(X, Y)
     methods = {"mean": AtMean(), "moments": Moments(), "draws": Samples(20)}
     return {name: predict(model, guide, data, method, seed=0, **options) for name, method in methods.items()}
@@ -61,7 +63,7 @@ def test_observations_may_come_later_and_batches_do_not_matter():
 def test_parts_of_an_example_are_one_example():
     def pairs(x, y=None):
         slope = pyro.sample("slope", dist.Normal(0.0, 1.0))
-        with pyro.plate("parts", 2), pyro.plate("data", len(x)):
+        with pyro.plate("parts", 2, dim=-2), pyro.plate("data", len(x), dim=-1):
             return pyro.sample("obs", dist.Normal(slope * x, 0.5).expand([2, len(x)]), obs=y)
 
     def guide(x, y=None):
