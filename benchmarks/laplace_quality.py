@@ -5,17 +5,20 @@ One trained mode for each network and seed; every method starts from its weights
 evidence or by validation likelihood) and predicts test digits and inputs from elsewhere. Each run has a process and a
 thread of its own.
 
-    python benchmarks/laplace_quality.py             # hours: the peer's full matrix takes most of it
-    python benchmarks/laplace_quality.py --seeds 0 --networks mlp
+    python benchmarks/laplace_quality.py                       # hours: the peer's full matrix takes most of it
+    python benchmarks/laplace_quality.py --networks cnn --seeds 0 --time-limit 120  # rows that take longer are cut
+    python benchmarks/laplace_quality.py --tuning validation --seeds 0 --time-limit 120
     python benchmarks/laplace_quality.py --report    # only rewrite the table
 
 The peer is no dependency: install ``laplace-torch`` into an environment of its own together with this project. Without
-it, its rows are left out. Finished runs are lines of results/laplace_quality.jsonl and are not repeated.
+it, its rows are left out. Finished runs are lines of results/laplace_quality.jsonl and are not repeated; a run that
+was cut is a line too, which says after how long, and is repeated under a longer limit.
 """
 
 import argparse
 import importlib.util
 import json
+import math
 import multiprocessing
 import os
 import platform
@@ -67,7 +70,8 @@ PEER = {
     "laplace-torch diag": ("diag", "all"),
     "laplace-torch last layer, full": ("full", "last_layer"),
 }
-EVIDENCE_ONLY = ("Dense", "TopEigen(300)", "laplace-torch full")  # a fit for each value would take too long
+PEER_FULL = "laplace-torch full"
+EVIDENCE_ONLY = (PEER_FULL,)  # a grid would take it a fit and a determinant for each value
 
 
 @dataclass(frozen=True)
@@ -175,7 +179,7 @@ def peer(run: Run, net: nn.Module, data: dict[str, Any], clock: Clock) -> tuple[
         la = Laplace(net, "classification", subset_of_weights=subset, hessian_structure=structure, **backend)
         la.fit(loader)
         if run.tuning == "evidence":
-            few = {"n_steps": PEER_FULL_STEPS, "lr": PEER_FULL_RATE} if run.method in EVIDENCE_ONLY else {}
+            few = {"n_steps": PEER_FULL_STEPS, "lr": PEER_FULL_RATE} if run.method == PEER_FULL else {}
             la.optimize_prior_precision(method="marglik", prior_structure="scalar", **few)
         else:
             la.optimize_prior_precision(
@@ -260,7 +264,7 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--methods", nargs="+", default=["MAP", *OURS, *PEER])
     parser.add_argument("--tuning", nargs="+", default=["evidence", "validation"])
-    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--time-limit", type=float, default=math.inf, help="seconds of a run, by the wall")
     parser.add_argument("--report", action="store_true")
     arguments = parser.parse_args()
     if not arguments.report:
@@ -273,9 +277,12 @@ def main() -> None:
 
 
 def run_all(arguments: argparse.Namespace, methods: list[str]) -> None:
-    lines = RESULTS.read_text().splitlines() if RESULTS.exists() else []
-    done = {Run(**{k: row[k] for k in Run.__annotations__}) for row in map(json.loads, lines)}
-    context = multiprocessing.get_context("fork")
+    rows = [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
+    done = {
+        Run(**{k: row[k] for k in Run.__annotations__})
+        for row in rows
+        if row.get("stopped_after", math.inf) >= arguments.time_limit
+    }
     for seed in arguments.seeds:
         for network in arguments.networks:
             runs = [
@@ -287,15 +294,41 @@ def run_all(arguments: argparse.Namespace, methods: list[str]) -> None:
             runs = [run for run in runs if run not in done]
             if not runs:
                 continue
-            with context.Pool(arguments.workers, maxtasksperchild=1) as pool:
+            with multiprocessing.get_context("fork").Pool(1) as pool:
                 weights = pool.apply(train, (network, seed))
-                for row in pool.imap_unordered(measure, [(run, weights) for run in runs]):
-                    with RESULTS.open("a") as file:
-                        file.write(json.dumps(row) + "\n")
-                    print(
-                        {k: row[k] for k in ("network", "seed", "method", "tuning", "nll", "cpu_seconds")},
-                        flush=True,
-                    )
+            for run in runs:
+                row = limited(run, weights, arguments.time_limit)
+                keep(row)
+                shown = ("network", "seed", "method", "tuning", "nll", "cpu_seconds", "stopped_after")
+                print({k: row[k] for k in shown if k in row}, flush=True)
+
+
+def limited(run: Run, weights: dict[str, Any], limit: float) -> dict[str, Any]:
+    """Return the line of a run in a process of its own, or one that says after how many seconds it was stopped."""
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=lambda: sender.send(measure((run, weights))))
+    start = time.perf_counter()
+    process.start()
+    sender.close()
+    if receiver.poll(None if math.isinf(limit) else limit):
+        try:
+            row: dict[str, Any] = receiver.recv()
+        except EOFError:
+            raise SystemExit(f"{run} ended without a result, see above") from None
+        process.join()
+        return row
+    process.kill()
+    process.join()
+    return {**asdict(run), "stopped_after": time.perf_counter() - start}
+
+
+def keep(row: dict[str, Any]) -> None:
+    """Add a line to the results, in the place of one that was cut before."""
+    lines = RESULTS.read_text().splitlines() if RESULTS.exists() else []
+    names = list(Run.__annotations__)
+    others = [line for line in lines if any(json.loads(line)[k] != row[k] for k in names)]
+    RESULTS.write_text("\n".join([*others, json.dumps(row)]) + "\n")
 
 
 if __name__ == "__main__":
