@@ -110,7 +110,7 @@ def test_p_values_are_uniform_if_the_prior_is_right():
         y = line(X)
         check = prior_predictive_check(line, (X, y), statistics={"sd": torch.std}, num_samples=60, seed=seed)
         p.append(check.rows[0].p_value)
-    distance = np.abs(np.sort(p) - (np.arange(25) + 0.5) / 60).max()
+    distance = np.abs(np.sort(p) - (np.arange(25) + 0.5) / 25).max()
     assert distance < 2.23 / math.sqrt(25)
 
 
