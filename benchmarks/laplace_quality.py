@@ -22,13 +22,14 @@ import math
 import multiprocessing
 import os
 import platform
+import signal
 import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from resource import RUSAGE_SELF, getrusage
+from resource import RLIMIT_CPU, RUSAGE_SELF, getrusage, setrlimit
 from typing import Any
 
 import torch
@@ -264,7 +265,7 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--methods", nargs="+", default=["MAP", *OURS, *PEER])
     parser.add_argument("--tuning", nargs="+", default=["evidence", "validation"])
-    parser.add_argument("--time-limit", type=float, default=math.inf, help="seconds of a run, by the wall")
+    parser.add_argument("--time-limit", type=float, default=math.inf, help="processor seconds of a run")
     parser.add_argument("--report", action="store_true")
     arguments = parser.parse_args()
     if not arguments.report:
@@ -304,23 +305,26 @@ def run_all(arguments: argparse.Namespace, methods: list[str]) -> None:
 
 
 def limited(run: Run, weights: dict[str, Any], limit: float) -> dict[str, Any]:
-    """Return the line of a run in a process of its own, or one that says after how many seconds it was stopped."""
+    """Return the line of a run in a process of its own, or one that says after how much processor time it was cut."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=lambda: sender.send(measure((run, weights))))
-    start = time.perf_counter()
+
+    def work() -> None:
+        if not math.isinf(limit):
+            setrlimit(RLIMIT_CPU, (math.ceil(limit), math.ceil(limit) + 1))
+        sender.send(measure((run, weights)))
+
+    process = context.Process(target=work)
     process.start()
     sender.close()
-    if receiver.poll(None if math.isinf(limit) else limit):
-        try:
-            row: dict[str, Any] = receiver.recv()
-        except EOFError:
-            raise SystemExit(f"{run} ended without a result, see above") from None
-        process.join()
-        return row
-    process.kill()
+    try:
+        row: dict[str, Any] = receiver.recv()
+    except EOFError:
+        row = {**asdict(run), "stopped_after": math.ceil(limit)}
     process.join()
-    return {**asdict(run), "stopped_after": time.perf_counter() - start}
+    if "stopped_after" in row and process.exitcode not in (-signal.SIGXCPU, -signal.SIGKILL):
+        raise SystemExit(f"{run} ended without a result, see above")
+    return row
 
 
 def keep(row: dict[str, Any]) -> None:
