@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pyro_dvi.curvature.per_example.uses import Outer, Use
 from pyro_dvi.curvature.products import LinearMap
-from pyro_dvi.curvature.squared_gradients import SquaredGradients, squares_without_rules
+from pyro_dvi.curvature.squared_gradients import SquaredGradients, bits_of_rows, squares_without_rules
 
 __all__ = ["ExampleGradients", "OuterGradients", "by_examples"]
 
@@ -54,14 +54,23 @@ class ExampleGradients:
         recorder: the context in which the model ran.
         values: the tensors u that the recorder watched.
         outputs: f, ``[B, K]``, a node of the graph of ``values``.
+        parts: subsets of the examples by which that is tested; None: such that any two examples differ in one, for
+            :math:`2 \log_2 B` backward passes.
     """
 
-    def __init__(self, recorder: SquaredGradients, values: Sequence[Tensor], outputs: Tensor) -> None:
+    def __init__(
+        self,
+        recorder: SquaredGradients,
+        values: Sequence[Tensor],
+        outputs: Tensor,
+        parts: Sequence[Tensor] | None = None,
+    ) -> None:
         self.recorder, self.values, self.outputs = recorder, list(values), outputs
         served = recorder.served(len(outputs))
         # All outputs at once, with weights under which they do not cancel (log-probabilities would, with equal ones).
         weights = torch.arange(1, outputs.shape[1] + 1, device=outputs.device).to(outputs).sqrt().sin()
-        mixed = recorder.mixed(served, outputs @ weights)
+        parts = bits_of_rows(len(outputs), outputs.device) if parts is None else parts
+        mixed = recorder.mixed(served, outputs @ weights, parts)
         self._uses = {k: uses for k, uses in served.items() if k not in mixed}
 
     @property

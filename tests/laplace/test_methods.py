@@ -280,6 +280,30 @@ def test_matrix_and_rows_from_single_examples_are_those_of_products(
     torch.testing.assert_close(rows, torch.cat(list(query._rows_by_products(8))), **tolerance)
 
 
+def test_examples_that_see_the_next_but_one_are_not_taken_apart() -> None:
+    """Pairs (0, 2), (1, 3), (4, 6), ...: neither halves of the rows nor every other row tell them apart."""
+    torch.manual_seed(4)
+    net = nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 1)).double()
+    to_bayesian_(net)
+    x, y = torch.randn(8, 2, dtype=torch.float64), torch.randn(8, dtype=torch.float64)
+
+    def model(x: Tensor, y: Tensor | None = None) -> Any:
+        h = net[0](x).tanh().reshape(-1, 2, 2, 4)
+        f = net[1]((h + 0.5 * h.flip(1)).reshape(-1, 4))[:, 0]
+        with pyro.plate("data", 8, subsample_size=len(x)):
+            return pyro.sample("y", dist.Normal(f, 0.5), obs=y)
+
+    guide = LaplaceGuide(model)
+    guide.initialize(x, y)
+    energy = guide.energy([(x, y)])
+    local = energy.at(energy.start)
+    torch.testing.assert_close(GGN().matrix(local), PrecisionMatrix.matrix(GGN(), local))
+    diagonal = fit(guide, [(x, y)], Diagonal()).precision
+    torch.testing.assert_close(diagonal, PrecisionMatrix.matrix(GGN(), local).diagonal())
+    query = query_of(guide, model, x)
+    torch.testing.assert_close(torch.cat(list(query.rows(8))), torch.cat(list(query._rows_by_products(8))))
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("name", CASES)

@@ -22,7 +22,7 @@ from torch import Tensor
 from pyro_dvi.curvature.example_gradients import ExampleGradients, by_examples
 from pyro_dvi.curvature.likelihood import ObservedSite, private_random_state
 from pyro_dvi.curvature.products import SavedBytes, information_pairs, vectors_together
-from pyro_dvi.curvature.squared_gradients import SquaredGradients
+from pyro_dvi.curvature.squared_gradients import SquaredGradients, halves
 from pyro_dvi.errors import DataError, DviWarning, NonFiniteError
 from pyro_dvi.guides.laplace.batch_graph import BatchGraph, sites_only
 from pyro_dvi.guides.laplace.layout import Layout
@@ -271,7 +271,9 @@ class LocalEnergy:
                 rows.add(run)
                 labels = partial(self.energy.labels, batch=rows.batches - 1)
                 for outputs, weights in by_examples(information_pairs(sites_only(run), labels)):
-                    examples = ExampleGradients(recorders[-1], values, outputs)
+                    # Thoroughly in the first batch, where other batches go through the same layers.
+                    parts = None if rows.batches == 1 else halves(len(outputs), outputs.device)
+                    examples = ExampleGradients(recorders[-1], values, outputs, parts)
                     if rows.batches == 1:  # a backward pass for each output, through every batch
                         self.energy.evaluations += outputs.shape[1]
                     yield examples, weights * self.energy.kl_weight**-0.5
