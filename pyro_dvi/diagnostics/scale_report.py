@@ -33,6 +33,7 @@ class SiteScales:
         to_prior: the same quantiles of σ over the prior's standard deviation; NaN where it has none.
         to_start: typical ratio of σ to where training started, the exponential of the mean
             :math:`\log(\sigma/\sigma_0)`; NaN where that is not known.
+        start_to_prior: median of where training started over the prior's standard deviation; NaN likewise.
         like_prior: share of elements with a σ of at least 90 % of the prior's: they have learned next to nothing.
         change: typical relative change since the snapshot, the exponential of the mean
             :math:`|\log(\sigma/\sigma_{\mathrm{then}})|` minus one; NaN without a snapshot.
@@ -45,6 +46,7 @@ class SiteScales:
     quantiles: tuple[float, ...]
     to_prior: tuple[float, ...]
     to_start: float
+    start_to_prior: float
     like_prior: float
     change: float
     state: str
@@ -197,14 +199,17 @@ def scale_report(
 
 def _row(spread: Spread, earlier: Mapping[str, Tensor] | None, tolerance: float) -> SiteScales:
     scale = _array(spread.scale)
-    to_prior, like_prior, to_start, change = (math.nan,) * len(LEVELS), math.nan, math.nan, math.nan
+    to_prior = (math.nan,) * len(LEVELS)
+    like_prior = to_start = start_to_prior = moved = change = math.nan
     if spread.prior_scale is not None:
-        ratio = scale / _array(spread.prior_scale.expand_as(spread.scale))
+        prior = _array(spread.prior_scale.expand_as(spread.scale))
+        ratio = scale / prior
         ratio = ratio[np.isfinite(ratio)]
         to_prior, like_prior = _quantiles(ratio), float((ratio >= LIKE_PRIOR).mean())
-    moved = math.nan
     if spread.initial_scale is not None:
-        log_ratio = np.log(scale / _array(spread.initial_scale.expand_as(spread.scale)))
+        start = _array(spread.initial_scale.expand_as(spread.scale))
+        log_ratio = np.log(scale / start)
+        start_to_prior = float(np.nanmedian(start / prior)) if to_prior[2] > 0 else math.nan
         to_start, moved = math.exp(log_ratio.mean()), math.expm1(np.abs(log_ratio).mean())
     if earlier is not None:
         log_ratio = np.log(scale / _array(_then(spread, earlier)))
@@ -218,7 +223,15 @@ def _row(spread: Spread, earlier: Mapping[str, Tensor] | None, tolerance: float)
     else:
         state = "has moved" if earlier is None else "settled"
     return SiteScales(
-        spread.site, scale.size, _quantiles(scale), to_prior, to_start, like_prior, change, state
+        spread.site,
+        scale.size,
+        _quantiles(scale),
+        to_prior,
+        to_start,
+        start_to_prior,
+        like_prior,
+        change,
+        state,
     )
 
 

@@ -6,8 +6,26 @@ it is given, or makes a figure, and returns the axes for titles, limits and savi
 respected and left alone.
 """
 
+from pyro_dvi.plots.entropies import entropy_histogram
+from pyro_dvi.plots.methods import compare
 from pyro_dvi.plots.moments import moment_comparison
+from pyro_dvi.plots.prior import prior_predictive
+from pyro_dvi.plots.regression import regression_band
+from pyro_dvi.plots.rejection import rejection_curve
 from pyro_dvi.plots.reliability import reliability_diagram
+from pyro_dvi.plots.scales import posterior_scales
+from pyro_dvi.plots.signal import signal_to_noise
 from pyro_dvi.plots.training import training_history
 
-__all__ = ["moment_comparison", "reliability_diagram", "training_history"]
+__all__ = [
+    "compare",
+    "entropy_histogram",
+    "moment_comparison",
+    "posterior_scales",
+    "prior_predictive",
+    "regression_band",
+    "rejection_curve",
+    "reliability_diagram",
+    "signal_to_noise",
+    "training_history",
+]

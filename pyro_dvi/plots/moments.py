@@ -9,7 +9,16 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from pyro_dvi.errors import DataError
-from pyro_dvi.plots.style import BLUE, VERMILLION, axes_beside, log_ticks, name_rows, own_axes, quiet
+from pyro_dvi.plots.style import (
+    VERMILLION,
+    axes_beside,
+    blue,
+    log_ticks,
+    name_rows,
+    own_axes,
+    quiet,
+    row_size,
+)
 
 __all__ = ["moment_comparison"]
 
@@ -45,7 +54,7 @@ def moment_comparison(report: Any, *, ax: Axes | None = None) -> Axes:
     grey = quiet(ax)
     beside = axes_beside(ax, "the errors")
     panels = (
-        (ax, [row.sd_ratio for row in rows], BLUE),
+        (ax, [row.sd_ratio for row in rows], blue(ax)),
         (beside, [row.mean_error for row in rows], VERMILLION),
     )
     for panel, values, color in panels:
@@ -58,7 +67,7 @@ def moment_comparison(report: Any, *, ax: Axes | None = None) -> Axes:
                 color=color,
                 linestyle="none",
                 marker="o",
-                markersize=5,
+                markersize=row_size(ax, len(rows), 5),
                 markerfacecolor=face,
             )
         panel.grid(axis="y", color=grey, alpha=0.15)
@@ -68,11 +77,11 @@ def moment_comparison(report: Any, *, ax: Axes | None = None) -> Axes:
     ax.set_xlim(low / 1.15, high * 1.15)
     log_ticks(ax.xaxis)
     ax.axvline(1, color=grey, linestyle="--", linewidth=1, zorder=0)
-    ax.set_xlabel("sd, propagated / sampled")
+    ax.set_xlabel("sd, propagated\n/ sampled")
     name_rows(ax, labels)
     beside.axvspan(0, report.chance, color=grey, alpha=0.2, linewidth=0)
     beside.set_xlim(0, 1.15 * max(2 * report.chance, *(row.mean_error for row in rows)))
-    beside.set_xlabel("error of the mean / sd")
+    beside.set_xlabel("error of the\nmean / sd")
     beside.tick_params(axis="y", labelleft=False, length=0)
-    beside.xaxis.set_major_locator(MaxNLocator(4))
+    beside.xaxis.set_major_locator(MaxNLocator(3))
     return ax

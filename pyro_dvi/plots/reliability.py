@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from pyro_dvi import metrics
-from pyro_dvi.plots.style import BLUE, axes_below, own_axes, quiet
+from pyro_dvi.plots.style import axes_below, blue, own_axes, quiet
 
 __all__ = ["reliability_diagram"]
 
@@ -81,7 +81,7 @@ def reliability_diagram(
             confidence[chosen],
             accuracy[chosen],
             yerr=spread[chosen],
-            color=BLUE,
+            color=blue(ax),
             elinewidth=1,
             marker="o",
             markersize=4,
@@ -97,8 +97,12 @@ def reliability_diagram(
     ax.tick_params(labelbottom=False)
 
     counts = axes_below(ax, "the counts")
-    counts.bar(edges[:-1] + width / 2, count / count.sum(), width=width * 0.9, color=BLUE)
-    counts.set(xlabel=f"confidence ({count.sum():,} examples)", ylabel="share", xlim=(0, 1))
+    counts.bar(edges[:-1] + width / 2, count / count.sum(), width=width * 0.9, color=blue(ax))
+    counts.set(
+        xlabel=f"confidence ({count.sum():,} example{'s' if count.sum() > 1 else ''})",
+        ylabel="share",
+        xlim=(0, 1),
+    )
     counts.yaxis.set_major_locator(MaxNLocator(3, prune="upper"))
     for axis in (ax.yaxis, counts.yaxis, counts.xaxis):
         axis.set_major_formatter(PercentFormatter(1.0, decimals=0))

@@ -23,26 +23,29 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 from pyro_dvi.errors import ArgumentError, DataError
 
 __all__ = [
-    "BLUE",
-    "COLORS",
     "LINES",
-    "MARKERS",
+    "NUM_COLORS",
     "VERMILLION",
     "axes_below",
     "axes_beside",
+    "blue",
+    "color",
     "column",
+    "is_narrow",
     "log_ticks",
     "name_rows",
     "own_axes",
     "quiet",
+    "row_size",
     "shortened",
 ]
 
-BLUE, VERMILLION = "#0072B2", "#D55E00"
+_BLUE, VERMILLION = "#0072B2", "#D55E00"
+SKY_BLUE = "#56B4E9"
 # Without the palette's yellow and black, which vanish on white and on dark backgrounds.
-COLORS = (BLUE, VERMILLION, "#009E73", "#E69F00", "#56B4E9", "#CC79A7")
+_OTHERS = (VERMILLION, "#009E73", "#E69F00", "#CC79A7")
+NUM_COLORS = 6
 LINES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 1)))
-MARKERS = ("o", "s", "^", "D", "v", "P")
 
 LONGEST_NAME = 40  # characters of a row's name
 
@@ -56,6 +59,17 @@ def quiet(ax: Axes, strength: float = 0.6) -> str:
     """Return a colour between the background (0) and the text (1)."""
     text, ground = np.array(to_rgb(rcParams["text.color"])), np.array(to_rgb(ax.get_facecolor()))
     return to_hex(tuple((strength * text + (1 - strength) * ground).tolist()))
+
+
+def blue(ax: Axes) -> str:
+    """Return the colour of what a plot is about: blue, the lighter one on dark backgrounds."""
+    return SKY_BLUE if _is_dark(ax) else _BLUE
+
+
+def color(ax: Axes, k: int) -> str:
+    """Return the k-th colour of several; they repeat after six."""
+    first, last = (SKY_BLUE, _BLUE) if _is_dark(ax) else (_BLUE, SKY_BLUE)
+    return (first, *_OTHERS, last)[k % NUM_COLORS]
 
 
 def axes_below(ax: Axes, what: str) -> Axes:
@@ -94,12 +108,19 @@ def axes_beside(ax: Axes, what: str) -> Axes:
     return figure.add_subplot(grid[1], sharey=ax)
 
 
+def row_size(ax: Axes, rows: int, largest: float) -> float:
+    """Return a size of marks in points, at most ``largest``, that leaves room between rows."""
+    return min(largest, 0.7 * _size(ax)[1] / max(rows, 1))
+
+
+def is_narrow(ax: Axes) -> bool:
+    """Whether a legend has no room for several columns."""
+    return _size(ax)[0] < 30 * rcParams["font.size"]
+
+
 def name_rows(ax: Axes, names: list[str]) -> None:
     """Name the rows 0, 1, ... of ``ax``, the first at the top; every k-th where not all names have room."""
-    figure = ax.get_figure(root=True)
-    assert figure is not None, "axes belong to a figure"
-    height = 72 * ax.get_position().height * figure.get_figheight()  # points
-    room = max(1, int(height / (1.15 * _points("small"))))
+    room = max(1, int(_size(ax)[1] / (1.15 * rcParams["font.size"] * font_scalings["small"])))
     step = -(-len(names) // room)
     places = list(range(0, len(names), step))
     ax.set_yticks(places, [shortened(names[k]) for k in places], fontsize="small")
@@ -108,10 +129,12 @@ def name_rows(ax: Axes, names: list[str]) -> None:
 
 
 def log_ticks(axis: Axis) -> None:
-    """Label 1, 2 and 5 of each decade on a short logarithmic axis, decades on a long one, in plain numbers."""
+    """Label 1, 2 and 5 of each decade of a logarithmic axis, or as many as have room, in plain numbers."""
     low, high = sorted(axis.get_view_interval())
     decades = math.log10(high / low)
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if decades < 2.5 else (1,), numticks=8))
+    room = _size(axis.axes)[0] / (3.2 * rcParams["font.size"])
+    subs = next((subs for subs in ((1, 2, 5), (1, 3)) if len(subs) * decades <= room), (1,))
+    axis.set_major_locator(LogLocator(subs=subs, numticks=max(2, int(room))))
     axis.set_minor_locator(NullLocator())
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
@@ -139,5 +162,14 @@ def column(values: Any, name: str) -> np.ndarray:
     return numbers
 
 
-def _points(size: str) -> float:
-    return float(rcParams["font.size"]) * float(font_scalings[size])
+def _is_dark(ax: Axes) -> bool:
+    red, green, blue = to_rgb(ax.get_facecolor())
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue < 0.4
+
+
+def _size(ax: Axes) -> tuple[float, float]:
+    """Width and height in points, before a layout engine makes room for labels."""
+    figure = ax.get_figure(root=True)
+    assert figure is not None, "axes belong to a figure"
+    place, (width, height) = ax.get_position(), figure.get_size_inches()
+    return 72 * place.width * float(width), 72 * place.height * float(height)

@@ -12,7 +12,7 @@ from matplotlib.ticker import MaxNLocator
 
 from pyro_dvi.diagnostics.scale_course import scale_course
 from pyro_dvi.errors import ArgumentError, DataError
-from pyro_dvi.plots.style import BLUE, VERMILLION, quiet
+from pyro_dvi.plots.style import VERMILLION, blue, color, quiet
 
 __all__ = ["training_history"]
 
@@ -77,10 +77,12 @@ def training_history(history: Any, *, axes: Sequence[Axes] | None = None) -> np.
     for ax, (name, text) in zip(drawn, panels.items(), strict=True):
         values = np.asarray(columns[name], dtype=float)
         known = np.isfinite(values)  # a metric that is not measured every epoch is joined by lines
-        color = VERMILLION if name.startswith("validation_") else BLUE
-        ax.plot(epochs[known], values[known], color=color, marker="o" if known.sum() < 20 else None)
+        line = color(ax, 2) if name.startswith("validation_") else blue(ax)
+        ax.plot(epochs[known], values[known], color=line, marker="o" if known.sum() < 20 else None)
         ax.set(xlabel="epoch", ylabel=text)
         ax.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+        if known.sum() == 1:
+            ax.set_xlim(epochs[known][0] - 1, epochs[known][0] + 1)
         ax.yaxis.set_major_locator(MaxNLocator(5))
         if name == "posterior_scale":
             _judge(ax, epochs[known], values[known])

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Do data from the prior look like the data?"""
+
+from collections.abc import Sequence
+
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
+
+from pyro_dvi.diagnostics import PriorPredictiveCheck, StatisticCheck
+from pyro_dvi.errors import ArgumentError, DataError
+from pyro_dvi.plots.style import VERMILLION, blue, shortened
+
+__all__ = ["prior_predictive"]
+
+
+def prior_predictive(check: PriorPredictiveCheck, *, axes: Sequence[Axes] | None = None) -> np.ndarray:
+    """Draw each statistic of data sets from the prior, and where the data lie among them.
+
+    Histograms are draws of the prior, the vertical line is the data. Titles have the p-value, the share of draws above
+    the data, and are marked where it is unusual: less than one data set of the prior in a hundred is as far out.
+
+    Args:
+        check: what :func:`~pyro_dvi.diagnostics.prior_predictive_check` returned.
+        axes: one for each statistic.
+
+    Returns:
+        Array of the axes, one for each statistic.
+
+    Raises:
+        ArgumentError: another number of axes than of statistics.
+        DataError: draws that are infinite.
+
+    Source: Gabry et al. (2019), section 3.
+
+    Example:
+        >>> import pyro, pyro.distributions as dist
+        >>> from pyro_dvi.diagnostics import prior_predictive_check
+        >>> def model(x, y=None):
+        ...     with pyro.plate("data", len(x)):
+        ...         return pyro.sample("y", dist.Normal(x, 1.0), obs=y)
+        >>> x = torch.linspace(-1, 1, 20)
+        >>> [ax.get_xlabel() for ax in prior_predictive(prior_predictive_check(model, (x, x), seed=0))]
+        ['mean', 'sd', 'min', 'max']
+    """
+    drawn = _grid(len(check.rows)) if axes is None else np.atleast_1d(np.asarray(axes, dtype=object)).ravel()
+    if len(drawn) != len(check.rows):
+        raise ArgumentError(
+            f"the check has {len(check.rows)} statistics {[row.statistic for row in check.rows]}, but there are "
+            f"{len(drawn)} axes"
+        )
+    for ax, row in zip(drawn, check.rows, strict=True):
+        values = check.draws[row.statistic]
+        if not np.isfinite(values).all() or not np.isfinite(row.observed):
+            raise DataError(
+                f"statistic {row.statistic!r} has infinite draws, which have no histogram: the prior overflows"
+            )
+        _panel(ax, row, values)
+    return np.asarray(drawn)
+
+
+def _panel(ax: Axes, row: StatisticCheck, values: np.ndarray) -> None:
+    few = len(np.unique(values)) == 1
+    ax.hist(values, bins=10 if few else _edges(values).tolist(), color=blue(ax), alpha=0.5)
+    ax.axvline(row.observed, color=VERMILLION, linewidth=2)
+    mark = "unusual: " if row.is_unusual else ""
+    title = ax.set_title(f"{mark}p = {row.p_value:.3f} ± {row.error:.3f}", fontsize="small", loc="left")
+    if row.is_unusual:
+        title.set_color(VERMILLION)
+    ax.set_xlabel(shortened(row.statistic))
+    ax.set_yticks([])
+    ax.xaxis.set_major_locator(MaxNLocator(4))
+
+
+def _edges(values: np.ndarray) -> np.ndarray:
+    """Bins of whole width for counts, else at most 30."""
+    low, high = values.min(), values.max()
+    if (values == np.round(values)).all() and high - low < 30:
+        return np.arange(low - 0.5, high + 1)
+    edges: np.ndarray = np.linspace(low, high, 31)
+    return edges
+
+
+def _grid(panels: int) -> np.ndarray:
+    wide = min(panels, 4)
+    high = -(-panels // wide)
+    figure, grid = plt.subplots(
+        high, wide, figsize=(2.5 * wide, 2.0 * high), layout="constrained", squeeze=False
+    )
+    for unused in grid.ravel()[panels:]:
+        figure.delaxes(unused)
+    drawn: np.ndarray = grid.ravel()[:panels]
+    return drawn

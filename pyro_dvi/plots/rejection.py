@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Are the uncertain predictions the wrong ones?"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+from pyro_dvi import metrics
+from pyro_dvi.errors import DataError
+from pyro_dvi.plots.style import LINES, color, own_axes, quiet, shortened
+
+__all__ = ["rejection_curve"]
+
+
+def rejection_curve(
+    predictions: Any,
+    labels: Any = None,
+    *,
+    uncertainty: Any = None,
+    title: str | None = None,
+    ax: Axes | None = None,
+) -> Axes:
+    r"""Draw the error of what is left when the most uncertain predictions are rejected.
+
+    Below each curve, in its colour, lies the area that no ranking can undercut: that of an oracle, which rejects the
+    wrong ones first and has the error :math:`\max(0, (e - r)/(1 - r))`. A ranking that says nothing keeps the error e,
+    a dotted line. The legend has the areas under the curve: AUMRC by trapezoids (Schmitt & Roth), AURC by the mean over
+    coverages. Low is good.
+
+    Args:
+        predictions: class probabilities ``[N, C]`` (``[N]`` of label 1), a :class:`~pyro_dvi.Prediction`, or a mapping
+            from names of methods to either.
+        labels: observed classes ``[N]``; by default those of the predictions.
+        uncertainty: what to rank by, ``[N]``, high values first; a mapping by name where ``predictions`` is one. By
+            default the predictive entropy.
+        title: of the axes.
+        ax: axes to draw into.
+
+    Returns:
+        The axes.
+
+    Raises:
+        DataError: probabilities, labels or uncertainties that cannot be right, or a method without its own.
+
+    Source: Schmitt & Roth (2021), appendix D; Geifman, Uziel & El-Yaniv (2019) for AURC.
+
+    Example:
+        >>> ax = rejection_curve([[0.9, 0.1], [0.6, 0.4]], [0, 1])
+        >>> ax.get_legend_handles_labels()[1]
+        ['AUMRC 0.125, AURC 0.250']
+    """
+    methods = predictions if isinstance(predictions, Mapping) else {"": predictions}
+    if not methods:
+        raise DataError("there are no predictions to plot: the mapping is empty")
+    ax = own_axes(ax, figsize=(5.0, 3.8))
+    highest = 0.0
+    for k, (name, prediction) in enumerate(methods.items()):
+        p, y = _classes(prediction, labels, name)
+        u = uncertainty
+        if isinstance(uncertainty, Mapping):
+            if name not in uncertainty:
+                raise DataError(f"method {name!r} has no uncertainty; there are those of {list(uncertainty)}")
+            u = uncertainty[name]
+        curve = metrics.rejection_curve(p, y, u)
+        areas = f"AUMRC {metrics.aumrc(p, y, u):.3f}, AURC {metrics.aurc(p, y, u):.3f}"
+        error = float(curve.error[0])
+        rejected = curve.rejected.numpy()
+        ax.plot(
+            rejected,
+            curve.error.numpy(),
+            color=color(ax, k),
+            linestyle=LINES[k % len(LINES)],
+            label=f"{shortened(name, 24)}: {areas}" if name else areas,
+            zorder=3,
+        )
+        kept = np.maximum(1 - rejected, 1e-12)  # at the last point nothing is left that could be wrong
+        oracle = np.clip(error - rejected, 0, None) / kept
+        ax.fill_between(rejected, oracle, color=color(ax, k), alpha=0.12, linewidth=0)
+        ax.axhline(error, color=color(ax, k), linestyle=":", linewidth=1, zorder=1)
+        highest = max(highest, float(curve.error.max()))
+    ax.set(xlim=(0, 1), ylim=(0, 1.08 * highest or 0.1), xlabel="rejected", ylabel="error of the rest")
+    if title:
+        ax.set_title(title, loc="left", fontsize="medium", fontweight="bold")
+    ax.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    ax.yaxis.set_major_formatter(PercentFormatter(1.0))
+    ax.yaxis.set_major_locator(MaxNLocator(5))
+    legend = ax.legend(
+        fontsize="small",
+        frameon=False,
+        alignment="left",
+        loc="lower left",
+        bbox_to_anchor=(0, 1.08 if title else 1),
+        borderaxespad=0.2,
+    )
+    legend.set_title("dotted: random rejection; shaded: below an oracle")
+    legend.get_title().set(color=quiet(ax, 0.75), fontsize="x-small")
+    return ax
+
+
+def _classes(prediction: Any, labels: Any, name: str) -> tuple[Any, Any]:
+    """Probabilities and labels of a method."""
+    if not hasattr(prediction, "probabilities"):
+        if labels is None:
+            raise DataError("probabilities need labels to tell right from wrong: pass labels")
+        return prediction, labels
+    observed = prediction.observed if labels is None else labels
+    if observed is None:
+        what = f"the predictions of {name!r}" if name else "the predictions"
+        raise DataError(f"{what} came without labels: pass labels, or predict from data that hold them")
+    if torch.is_tensor(observed) and observed.dim() > 1 and observed.shape == prediction.probabilities.shape:
+        observed = observed.argmax(-1)  # one-hot
+    return prediction.probabilities, observed
