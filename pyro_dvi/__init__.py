@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pyro_dvi import (
     bayesian,
     curvature,
+    diagnostics,
     distributed,
     errors,
     expectations,
@@ -33,7 +34,13 @@ from pyro_dvi.bayesian import (
     to_bayesian_,
     to_deterministic,
 )
-from pyro_dvi.diagnostics import compare_with_sampling
+from pyro_dvi.diagnostics import (
+    compare_with_sampling,
+    prior_predictive_check,
+    scale_report,
+    scale_snapshot,
+    signal_to_noise,
+)
 from pyro_dvi.elbos import MomentPropagationELBO, NaturalGradientELBO, TaylorELBO, VarianceWeighted
 from pyro_dvi.guides import (
     LaplaceGuide,
@@ -105,6 +112,7 @@ __all__ = [
     # Predictions, scores, export and plots
     "metrics",
     "predictive",
+    "diagnostics",
     "predict",
     "AtMean",
     "Moments",
@@ -114,6 +122,10 @@ __all__ = [
     "Samples",
     "Prediction",
     "compare_with_sampling",
+    "scale_report",
+    "scale_snapshot",
+    "signal_to_noise",
+    "prior_predictive_check",
     "to_arviz",
     "plots",
 ]
