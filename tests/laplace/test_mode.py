@@ -17,6 +17,7 @@ from pyro_dvi.guides.laplace import (
     Accept,
     Dense,
     Hessian,
+    HessianFree,
     LaplaceGuide,
     Refuse,
     UseGGN,
@@ -269,6 +270,16 @@ def test_fit_falls_back_to_the_gauss_newton_matrix_when_told(saddle):
     guide.fit(batches, Dense(GGN()), unconverged=Accept())
     torch.testing.assert_close(guide.predictive(problem.x).variance, fallen)
     assert bool((fallen > 0).all())
+
+
+def test_hessian_free_fits_give_way_to_conjugate_gradients(saddle):
+    problem, guide, batches = at_saddle(saddle)
+    with pytest.warns(DviWarning, match=r"ConjugateGradient\(.*in the place of HessianFree"):
+        posterior = guide.fit(batches, HessianFree(), unconverged=UseGGN())
+    found = guide.predictive(problem.x[:3]).variance
+    assert type(posterior).__name__ == "ConjugateGradientPosterior"
+    guide.fit(batches, Dense(GGN()), unconverged=Accept())
+    torch.testing.assert_close(guide.predictive(problem.x[:3]).variance, found, rtol=1e-4, atol=0)
 
 
 def test_gauss_newton_matrix_warns_where_the_minimum_is_far():

@@ -11,9 +11,10 @@ from pyro_dvi.guides.laplace.evidence import Evidence
 from pyro_dvi.guides.laplace.gaussian_outputs import GaussianOutputs
 from pyro_dvi.guides.laplace.guide import LaplaceGuide
 from pyro_dvi.guides.laplace.hessian_free import (
-    LBFGS,
+    LBFGS as LBFGS,
+)
+from pyro_dvi.guides.laplace.hessian_free import (
     AbsoluteSum,
-    Adam,
     HessianFree,
     InSample,
     LabelShift,
@@ -21,6 +22,9 @@ from pyro_dvi.guides.laplace.hessian_free import (
     Pointwise,
     Sum,
     parameter_uncertainty,
+)
+from pyro_dvi.guides.laplace.hessian_free import (
+    Adam as Adam,
 )
 from pyro_dvi.guides.laplace.kronecker import KroneckerFactored
 from pyro_dvi.guides.laplace.polish import Polished
@@ -32,12 +36,11 @@ from pyro_dvi.guides.laplace.spectrum import ByLanczos, Determinant, Exactly
 from pyro_dvi.guides.laplace.top_eigen import TopEigen
 from pyro_dvi.guides.laplace.tuning import Criterion, TuningCurve
 
+# Without the solvers Adam and LBFGS: a star import would put them in the place of those of torch.optim.
 __all__ = [
     "GGN",
-    "LBFGS",
     "AbsoluteSum",
     "Accept",
-    "Adam",
     "ByEvidence",
     "ByLanczos",
     "ConjugateGradient",

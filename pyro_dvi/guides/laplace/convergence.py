@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from pyro_dvi.errors import ArgumentError, DataError, DviWarning, ModelError, UnconvergedError
+from pyro_dvi.guides.laplace.conjugate_gradient import ConjugateGradient
 from pyro_dvi.guides.laplace.diagnosis import Diagnosis, diagnose, glance
 from pyro_dvi.guides.laplace.energy import Energy
 from pyro_dvi.guides.laplace.posterior import Method
@@ -74,11 +75,7 @@ class Refuse(Unconverged):
         return wanted if found.converged else self._otherwise(wanted, found)
 
     def _otherwise(self, wanted: Method, found: Diagnosis) -> Method:
-        way = (
-            "fit(..., unconverged=UseGGN()) takes the Gauss-Newton matrix instead."
-            if _has_curvature(wanted)
-            else "Dense(), ConjugateGradient() and PosteriorSamples() have the Gauss-Newton matrix instead."
-        )
+        way = "fit(..., unconverged=UseGGN()) takes the Gauss-Newton matrix instead."
         error = UnconvergedError(
             f"{type(wanted).__name__}, whose precision is the Hessian, needs a mode that is a minimum. {found}\n{way}"
         )
@@ -90,21 +87,27 @@ class Refuse(Unconverged):
 class UseGGN(Refuse):
     """Take the Gauss-Newton matrix in place of the Hessian, with a warning.
 
+    Methods that know no other matrix than the Hessian, such as ``HessianFree()``, give way to ``ConjugateGradient()``.
+
     Args:
         tolerance: as for :class:`Refuse`.
         steps: likewise.
     """
 
     def _otherwise(self, wanted: Method, found: Diagnosis) -> Method:
-        if found.randomness or found.non_finite or not _has_curvature(wanted):
+        if found.randomness or found.non_finite:
             return super()._otherwise(wanted, found)
+        changed: Any = wanted
+        other = replace(changed, curvature=GGN()) if _has_curvature(wanted) else ConjugateGradient(GGN())
+        by = (
+            "" if type(other) is type(wanted) else f", with {other!r} in the place of {type(wanted).__name__}"
+        )
         warnings.warn(
-            f"the Gauss-Newton matrix takes the place of the Hessian in this fit. {found}",
+            f"the Gauss-Newton matrix takes the place of the Hessian in this fit{by}. {found}",
             DviWarning,
             stacklevel=4,
         )
-        changed: Any = wanted
-        return replace(changed, curvature=GGN())
+        return other
 
 
 def _has_curvature(method: Any) -> bool:

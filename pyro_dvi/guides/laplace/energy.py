@@ -56,6 +56,7 @@ class Energy:
     Attributes:
         layout: the sites in the flat vector.
         evaluations: work done so far in gradients of all data: 1 for a gradient, 2 for the product with a vector.
+        report: called with such work as it is done; None: nobody.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class Energy:
         self.memory, self.vectors_at_once = memory, vectors_at_once
         self.num_labels, self.seed = num_labels, seed
         self.evaluations = 0
+        self.report: Callable[[int], object] | None = None
         self._announced: set[str] = set()
         self._local: LocalEnergy | None = None
 
@@ -101,6 +103,12 @@ class Energy:
         other = copy(self)
         other.model, other.evaluations, other._local = model, 0, None
         return other
+
+    def count(self, work: int) -> None:
+        """Add to the work."""
+        self.evaluations += work
+        if self.report is not None:
+            self.report(work)
 
     def value(self, point: Tensor) -> Tensor:
         """Return U, a scalar, without graphs."""
@@ -198,7 +206,7 @@ class LocalEnergy:
         for graph in self._graphs():
             total += graph.energy.detach()
             gradient += graph.flat_gradient()
-        self.energy.evaluations += 1
+        self.energy.count(1)
         if not bool(torch.isfinite(total)):
             raise NonFiniteError(
                 f"the negative log joint density is {total.item()} at these values: train further, or lower the "
@@ -254,7 +262,7 @@ class LocalEnergy:
         total = self.point.new_zeros(count, len(self.point))
         for graph in self._graphs():
             total += self.energy.layout.flatten(graph.ggn_noise(count, generator))
-        self.energy.evaluations += count
+        self.energy.count(count)
         return total
 
     def examples(self) -> Iterator[tuple[ExampleGradients, Tensor]]:
@@ -275,7 +283,7 @@ class LocalEnergy:
                     parts = None if rows.batches == 1 else halves(len(outputs), outputs.device)
                     examples = ExampleGradients(recorders[-1], values, outputs, parts)
                     if rows.batches == 1:  # a backward pass for each output, through every batch
-                        self.energy.evaluations += outputs.shape[1]
+                        self.energy.count(outputs.shape[1])
                     yield examples, weights * self.energy.kl_weight**-0.5
                 recorders.clear()
             rows.check()
@@ -285,7 +293,7 @@ class LocalEnergy:
         total = torch.zeros_like(vectors)
         for graph in self._graphs():
             total += self.energy.layout.flatten(product(graph, split))
-        self.energy.evaluations += 2 * len(vectors)
+        self.energy.count(2 * len(vectors))
         return total
 
     def _graphs(self) -> Iterator["BatchGraph"]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_dvi.errors import DviWarning, GuideError, UnsupportedError
+from pyro_dvi.errors import CheckpointError, DviWarning, GuideError, UnsupportedError
 from pyro_dvi.guides.laplace.draws import draw
 from pyro_dvi.guides.laplace.energy import Energy
 from pyro_dvi.guides.laplace.gaussian_outputs import GaussianOutputs
@@ -20,6 +20,18 @@ from pyro_dvi.guides.laplace.query import Query
 from pyro_dvi.handlers.constants import Sums, constants_read, first_changed, sums_of
 
 __all__ = ["Fitted", "constants_of"]
+
+_ENTRIES = {
+    "posterior",
+    "kind",
+    "sites",
+    "mode",
+    "scale_factors",
+    "kl_weight",
+    "curvature",
+    "constants",
+    "data",
+}
 
 
 @dataclass(frozen=True)
@@ -109,6 +121,25 @@ class Fitted:
                 "belongs to another model: fit again"
             )
 
+    def checked(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``run``, a run of the model, which refuses constants that are not those of the fit at its first call.
+
+        Raises:
+            GuideError: in a run: as :meth:`check_constants`.
+        """
+        pending = [self.constants] if self.constants else []
+
+        def checked_run(*args: Any, **kwargs: Any) -> Any:
+            if not pending:
+                return run(*args, **kwargs)
+            with constants_read() as found:
+                result = run(*args, **kwargs)
+            self.check_constants(sums_of(found))
+            pending.clear()
+            return result
+
+        return checked_run
+
     def marginal_variances(self) -> dict[str, Tensor]:
         """Return the variances of the sites that vary."""
         return self.layout.named(self.posterior.marginal_variance().detach())
@@ -136,9 +167,19 @@ class Fitted:
 
     @staticmethod
     def from_state(state: dict[str, Any] | None) -> "Fitted | None":
-        """Make what :meth:`state` describes."""
+        """Make what :meth:`state` describes.
+
+        Raises:
+            CheckpointError: something is missing, as in files of another version.
+        """
         if state is None:
             return None
+        missing = sorted(_ENTRIES - state.keys())
+        if missing:
+            raise CheckpointError(
+                f"the Gaussian in this state has no {', '.join(missing)}: it was saved by another version. Load the "
+                "guide without it (state['_extra_state'] = None), fit again, and save"
+            )
         mode = state["mode"]
         layout = Layout({name: mode[name].shape for name in state["sites"]})
         posterior = LaplacePosterior.of_kind(state["kind"], state["posterior"])

@@ -1,44 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
 """The posterior as a Gaussian around its mode."""
 
-import warnings
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
 from typing import Any
 
-import pyro
-import pyro.distributions as dist
-import torch
 from torch import Tensor
 
 from pyro_dvi.bayesian import init_to_module
-from pyro_dvi.errors import DviWarning, GuideError
 from pyro_dvi.guides.laplace.by_evidence import ByEvidence
 from pyro_dvi.guides.laplace.choice import check_choice
 from pyro_dvi.guides.laplace.convergence import Refuse, Unconverged
 from pyro_dvi.guides.laplace.dense import Dense
-from pyro_dvi.guides.laplace.draws import Draws
 from pyro_dvi.guides.laplace.evidence import Evidence, log_evidence
 from pyro_dvi.guides.laplace.fitted import Fitted, constants_of
+from pyro_dvi.guides.laplace.gaussian_guide import DRAWN_WEIGHTS, GaussianGuide
 from pyro_dvi.guides.laplace.gaussian_outputs import GaussianOutputs
-from pyro_dvi.guides.laplace.point_mass import PointMassGuide
 from pyro_dvi.guides.laplace.posterior import LaplacePosterior, Method, check_method
 from pyro_dvi.guides.laplace.precision import GGN, PrecisionMatrix
 from pyro_dvi.guides.laplace.query import Query
 from pyro_dvi.guides.laplace.scales import PriorPrecision, Scale, rescaled_model
 from pyro_dvi.guides.laplace.spectrum import Determinant, default_determinant
 from pyro_dvi.guides.laplace.tuning import Criterion, Tuning, TuningCurve, tune
-from pyro_dvi.handlers.latents import unconstraining_transform
+from pyro_dvi.progress import progress_bar
 
 __all__ = ["DRAWN_WEIGHTS", "LaplaceGuide"]
 
-DRAWN_WEIGHTS = (
-    "weights are drawn from a Laplace posterior: a network run at them leaves the neighbourhood in which the Gaussian "
-    "was fitted, and predicts too widely. predict(model, guide, x, method=Linearised()) stays at the mode."
-)
 
-
-class LaplaceGuide(PointMassGuide):
+class LaplaceGuide(GaussianGuide):
     r"""Train a mode, then put a Gaussian around it.
 
     .. math:: q(u) = \mathcal N(\hat u, P^{-1}), \qquad \hat u = \arg\min_u U(u), \qquad
@@ -92,17 +80,6 @@ class LaplaceGuide(PointMassGuide):
         create_plates: Callable | None = None,
     ) -> None:
         super().__init__(model, kl_weight=kl_weight, init_loc_fn=init_loc_fn, create_plates=create_plates)
-        self._method: Method | None = None
-        self._fitted: Fitted | None = None
-
-    @property
-    def posterior(self) -> LaplacePosterior | None:
-        """The Gaussian of the last :meth:`fit`; None before.
-
-        Raises:
-            GuideError: the mode has moved since.
-        """
-        return None if self._fitted is None else self.fitted.posterior
 
     def fit(
         self,
@@ -126,7 +103,7 @@ class LaplaceGuide(PointMassGuide):
             unconverged: what to do about a mode that is no minimum: ``Refuse()``, the default, raises where the
                 precision is the Hessian and warns otherwise; ``UseGGN()``, ``Accept()``.
             seed: of random numbers.
-            progress: show a progress bar.
+            progress: count the work, in gradients of all data, where there is a terminal or notebook.
 
         Returns:
             the Gaussian; also ``guide.posterior``.
@@ -146,7 +123,10 @@ class LaplaceGuide(PointMassGuide):
             energies.insert(0, self._trained_energy(batches, subset))
         method = unconverged.method(method, energies)
         constants = constants_of(energy)
-        posterior = method.fit(energy.at(energy.start), seed=seed, progress=progress)
+        with progress_bar(progress, None, unit="gradient") as bar:
+            energy.report = bar.update
+            posterior = method.fit(energy.at(energy.start), seed=seed, progress=progress)
+            energy.report = None
         self._method = method
         self._fitted = Fitted(
             posterior,
@@ -292,106 +272,3 @@ class LaplaceGuide(PointMassGuide):
         fitted = self.fitted
         query = Query(self._current_model(), inputs, fitted.mode, fitted.layout, site=site)
         return fitted.gaussian_outputs(query, joint=joint)
-
-    @property
-    def fitted(self) -> Fitted:
-        """The Gaussian with its mode and the sites that it is over.
-
-        Raises:
-            GuideError: not fitted yet, or the mode has moved since.
-        """
-        if self._fitted is None:
-            raise GuideError(
-                "this LaplaceGuide is a point mass so far: call guide.fit(batches, method) after training. "
-                "predict(..., method=AtMean()) predicts at the mode"
-            )
-        stale = self._fitted.stale(self.unconstrained_mode(), self.scale_factors, self.kl_weight)
-        if stale is not None:
-            raise GuideError(f"{stale}: fit again")
-        return self._fitted
-
-    # As a Pyro guide: a point mass in training, the Gaussian of the last fit when draws are asked for ---------------
-
-    def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """Give every latent site a value; Pyro calls it with the arguments of the model.
-
-        With gradients enabled, as in training, this is the mode. Without (``Predictive``, ``Samples``) and after
-        :meth:`fit` it is a draw from the Gaussian, with a warning: a network run at such weights is no linearised
-        prediction.
-        """
-        self.initialize(*args, **kwargs)
-        if self._fitted is None or torch.is_grad_enabled():
-            return super().forward(*args, **kwargs)
-        stale = self._fitted.stale(self.unconstrained_mode(), self.scale_factors, self.kl_weight)
-        if stale is not None:
-            warnings.warn(f"{stale}: a point mass until it is fitted again", DviWarning, stacklevel=2)
-            return super().forward(*args, **kwargs)
-        warnings.warn(DRAWN_WEIGHTS, DviWarning, stacklevel=2)
-        vectors = pyro.sample(
-            f"_{self._pyro_name}_latent", Draws(self._fitted.posterior), infer={"is_auxiliary": True}
-        )
-        plates = self._create_plates(*args, **kwargs)
-        result = {}
-        for name, site in self._sites():
-            u = self._fitted.value_of(name, vectors, self._event_dims[name])
-            transform = unconstraining_transform(site["fn"].support)
-            value = u if transform is None else transform(u)
-            with ExitStack() as stack:
-                for frame in site["cond_indep_stack"]:
-                    stack.enter_context(plates[frame.name])
-                result[name] = pyro.sample(name, dist.Delta(value, event_dim=site["fn"].event_dim))
-        return result
-
-    @torch.no_grad()
-    def sample(self, sample_shape: Sequence[int] | int = ()) -> dict[str, Tensor]:
-        """Draw all sites at once: from the Gaussian after :meth:`fit`, the mode before.
-
-        Args:
-            sample_shape: leading dimensions of the draws; a number of draws, or a shape.
-
-        Returns:
-            draws of shape ``[*sample_shape, *site]`` by site name, in their own (constrained) space.
-
-        Raises:
-            GuideError: the mode has moved since the fit.
-            UnsupportedError: the method of the fit has no draws.
-        """
-        if self._fitted is None:
-            return super().sample(sample_shape)
-        shape = torch.Size([sample_shape] if isinstance(sample_shape, int) else sample_shape)
-        drawn = self.fitted.draw(shape.numel())
-        return self._constrained({name: u.reshape(shape + u.shape[1:]) for name, u in drawn.items()})
-
-    def _marginals(self) -> dict[str, Any]:
-        marginals = super()._marginals()
-        if self._fitted is not None:
-            for name, variance in self.fitted.marginal_variances().items():
-                normal = dist.Normal(marginals[name].mean.detach(), variance.sqrt(), validate_args=False)
-                marginals[name] = normal.to_event(self._event_dims[name])
-        return marginals
-
-    # Moving and saving ---------------------------------------------------------------------------------------------
-
-    def get_extra_state(self) -> dict[str, Any] | None:
-        """Return the Gaussian of the last fit, and tuned scales, for ``state_dict``, in tensors and plain values.
-
-        A method that needs the model and the data to predict (conjugate gradients, say) is left out, with a warning.
-        """
-        if self._fitted is None and not self.scale_factors:
-            return None
-        return {
-            "gaussian": None if self._fitted is None else self._fitted.state(),
-            "scale_factors": dict(self.scale_factors),
-        }
-
-    def set_extra_state(self, state: Any) -> None:
-        """Take over what :meth:`get_extra_state` returned."""
-        self.scale_factors = {} if state is None else dict(state["scale_factors"])
-        self._fitted = None if state is None else Fitted.from_state(state["gaussian"])
-        self._method = None
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        super()._apply(fn, recurse)
-        if self._fitted is not None:
-            self._fitted = self._fitted.moved(fn)
-        return self

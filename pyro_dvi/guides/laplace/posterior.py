@@ -43,7 +43,7 @@ class Method(ABC):
         Args:
             local: U around the mode.
             seed: of random numbers.
-            progress: show a progress bar.
+            progress: show a progress bar of its own, if it has one; the guide shows the work that U does.
         """
 
 
@@ -96,13 +96,18 @@ class LaplacePosterior(ABC):
         """Make a posterior again from its :meth:`state`.
 
         Raises:
-            CheckpointError: no such class.
+            CheckpointError: no such class, or one that is made of something else.
         """
         if kind not in LaplacePosterior._kinds:
             raise CheckpointError(
                 f"the state holds a {kind}, which is unknown here: import the module that defines it"
             )
-        return LaplacePosterior._kinds[kind](**state)
+        try:
+            return LaplacePosterior._kinds[kind](**state)
+        except TypeError as error:
+            raise CheckpointError(
+                f"the state of a {kind} holds {sorted(state)}, of which this version makes none: fit again, and save"
+            ) from error
 
     @abstractmethod
     def covariance(self, query: Query) -> Tensor:
