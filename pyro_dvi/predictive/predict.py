@@ -103,7 +103,9 @@ def predict(
                 batch = check_observation(model, batch, example_latents(guide, batch.inputs), site)
             torch.manual_seed(seed)
             mixture = Mixture(batch.observed, batch.num_rows)
-            run = at_tuned_scales(guide, partial(respond, model, batch, site=site))
+            run = at_constants_of_fit(
+                guide, at_tuned_scales(guide, partial(respond, model, batch, site=site))
+            )
             for response in rule.components(guide, batch.inputs, run):
                 mixture.add(response)
                 name = response.site
@@ -115,6 +117,11 @@ def predict(
 def at_tuned_scales(guide: Any, run: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``run`` with the scales that ``guide.tune`` has set, those of the noise among them."""
     return rescaled_model(run, guide.scale_factors) if isinstance(guide, LaplaceGuide) else run
+
+
+def at_constants_of_fit(guide: Any, run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``run``, which refuses a model whose constants are no longer those of the Gaussian of a LaplaceGuide."""
+    return guide.checked(run) if isinstance(guide, LaplaceGuide) else run
 
 
 def rule_of(method: Any, guide: Any) -> PredictionRule:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A Gaussian serves the model, the data and the options that it was fitted with."""
 
+import warnings
 from typing import Any
 
 import pyro
@@ -9,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pyro_dvi.errors import GuideError
+from pyro_dvi.errors import CheckpointError, DviWarning, GuideError
 from pyro_dvi.guides.laplace import Accept, Dense, Exactly, Hessian, LaplaceGuide, PosteriorSamples
-from pyro_dvi.predictive import predict
+from pyro_dvi.predictive import AtMean, Samples, predict
+from pyro_dvi.progress import progress_bar
 from tests.laplace.problems import guide_at
 
 X = torch.tensor([-1.0, 0.0, 0.5, 2.0], dtype=torch.float64)
@@ -40,7 +42,16 @@ def refused(model: Any, guide: LaplaceGuide, what: str) -> None:
         with pytest.raises(GuideError, match=what):
             use()
     guide.fit([(X, Y)], unconverged=Accept())
-    assert guide.predictive(X).variance.shape == (4,)
+    assert guide.predictive(X).variance.shape == predict(model, guide, X, AtMean()).mean.shape == (4,)
+
+
+def refused_by_every_rule(model: Any, guide: LaplaceGuide, what: str) -> None:
+    """Constants are looked at in a run of the model, whatever its latents are."""
+    for rule in (AtMean(), Samples(2)):
+        with pytest.raises(GuideError, match=what), warnings.catch_warnings():
+            warnings.simplefilter("ignore", DviWarning)  # of drawn weights
+            predict(model, guide, X, rule)
+    refused(model, guide, what)
 
 
 def test_a_learned_noise_that_changes():
@@ -53,7 +64,7 @@ def test_a_learned_noise_that_changes():
     guide = fitted(model)
     guide.predictive(X)
     pyro.get_param_store()["noise"] = torch.tensor(0.3, dtype=torch.float64)
-    refused(model, guide, "noise")
+    refused_by_every_rule(model, guide, "noise")
 
 
 @pytest.mark.parametrize("what", ["weight", "running_mean"])
@@ -71,7 +82,7 @@ def test_deterministic_weights_and_running_statistics_that_change(what):
     guide.log_evidence([(X, Y)])
     with torch.no_grad():
         getattr(body[what == "running_mean"], what).add_(0.01)
-    refused(model, guide, what)
+    refused_by_every_rule(model, guide, what)
 
 
 def test_evidence_of_other_data_has_a_determinant_of_its_own():
@@ -102,3 +113,33 @@ def test_a_loaded_gaussian_brings_its_curvature():
     hessian.load_state_dict(fitted(method=PosteriorSamples(4)).state_dict())
     assert hessian.log_evidence([(X, Y)]).value == pytest.approx(of_ggn)
     assert of_ggn != pytest.approx(expected.value)
+
+
+def test_files_of_other_versions_are_named():
+    guide = fitted()
+    state = guide.state_dict()
+    del state["_extra_state"]["gaussian"]["constants"]
+    with pytest.raises(CheckpointError, match="has no constants.*another version"):
+        guide.load_state_dict(state)
+    state = guide.state_dict()
+    state["_extra_state"]["gaussian"]["posterior"]["covariance"] = torch.ones(1, 1)
+    with pytest.raises(CheckpointError, match="DensePosterior.*fit again"):
+        guide.load_state_dict(state)
+    state["_extra_state"] = None
+    guide.load_state_dict(state)
+    assert guide.posterior is None
+
+
+def test_work_is_shown(monkeypatch):
+    seen = []
+
+    class Bar(progress_bar(False, None).__class__):
+        def update(self, n=1):
+            seen.append(n)
+
+    monkeypatch.setattr("pyro_dvi.guides.laplace.guide.progress_bar", lambda *_, **__: Bar(disable=True))
+    guide = guide_at(curve, (X, Y), LOCS)
+    for method in (Dense(), Dense(Hessian()), PosteriorSamples(4)):
+        seen.clear()
+        guide.fit([(X, Y)], method, unconverged=Accept(), progress=True)
+        assert sum(seen) > 0
