@@ -10,7 +10,7 @@ from torch import distributions as td
 from torch import nn
 
 from pyro_dvi.errors import UnsupportedError
-from pyro_dvi.handlers.wrapped import WRAPPERS, rewrapped
+from pyro_dvi.handlers.wrapped import rewrapped, untransformed
 
 __all__ = ["RescaledModel", "rescaled", "scale_names"]
 
@@ -69,10 +69,7 @@ class Rescaled(Messenger):
 
 def scale_names(fn: Any) -> tuple[type, str] | None:
     """Return the family of a distribution and the name of its scale, or None where it has none to multiply."""
-    while isinstance(fn, WRAPPERS):
-        if isinstance(fn, td.TransformedDistribution):
-            return None  # what a factor inside does to the value is another matter for every transform
-        fn = fn.base_dist
+    fn = untransformed(fn)  # what a factor inside does to the value is another matter for every transform
     for family, name in _SCALES.items():
         if isinstance(fn, family):
             return family, name

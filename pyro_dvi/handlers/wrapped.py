@@ -7,7 +7,7 @@ from typing import Any
 import pyro.distributions as dist
 from torch import distributions as td
 
-__all__ = ["WRAPPERS", "innermost", "rewrapped"]
+__all__ = ["WRAPPERS", "innermost", "rewrapped", "untransformed"]
 
 # Distributions around another one, which take it as it is.
 WRAPPERS = (td.Independent, dist.MaskedDistribution, dist.ExpandedDistribution, td.TransformedDistribution)
@@ -19,6 +19,13 @@ def innermost(fn: Any) -> Any:
     A distribution that is a transformed one by its nature (LogNormal, Gumbel) is not taken apart.
     """
     while isinstance(fn, WRAPPERS) and not _is_named(fn):
+        fn = fn.base_dist
+    return fn
+
+
+def untransformed(fn: Any) -> Any:
+    """Return a distribution without what leaves values as they are: independence, masks, expansion; not transforms."""
+    while isinstance(fn, WRAPPERS) and not isinstance(fn, td.TransformedDistribution):
         fn = fn.base_dist
     return fn
 

@@ -39,6 +39,7 @@ class ByValidation(Criterion):
         batches: held-out data, positional arguments of the model with the observations.
         link: from Gaussian logits to class probabilities.
         num_points: Sobol points where there is no closed form.
+        site: the observed site that is predicted; None for the one that the model has.
 
     Example:
         >>> import pyro, pyro.distributions as dist
@@ -60,6 +61,7 @@ class ByValidation(Criterion):
     batches: Iterable[Any] = field(repr=False)
     link: ClassLink = field(default_factory=Probit)
     num_points: int = 256
+    site: str | None = None
 
     def score(self, tuning: Tuning) -> Callable[[float], float]:
         """Return the mean log predictive density as a function of the value."""
@@ -88,7 +90,7 @@ class ByValidation(Criterion):
     @torch.no_grad()
     def _log_density(self, model: Callable, args: tuple, fitted: Fitted) -> torch.Tensor:
         """Log predictive density of every observation of a batch that is not masked."""
-        query = Query(model, args, fitted.mode, fitted.layout)
+        query = Query(model, args, fitted.mode, fitted.layout, site=self.site)
         gaussian = fitted.gaussian_outputs(query)
         distribution = integrated(gaussian.outputs, gaussian.full_covariance, self.link, self.num_points)
         with evaluating(model):

@@ -301,3 +301,29 @@ def test_methods_with_the_matrix_itself_have_its_evidence(network, method):
     guide.scale_factors = {}
     dense = guide.tune(batches, method=Dense(), values=[0.5, 1.0, 2.0], refinements=0, **QUIET).scores
     torch.testing.assert_close(found, dense)
+
+
+def test_one_of_several_observed_sites_is_validated():
+    problem = LinearRegression()
+    x, y = problem.x, problem.y
+
+    def model(x, y=None, z=None):
+        weight = pyro.sample("weight", dist.Normal(x.new_zeros(3), 0.7).to_event(1))
+        with pyro.plate("data", 13, subsample_size=len(x)):
+            pyro.sample("y", dist.Normal(x @ weight, 0.5), obs=y)
+            pyro.sample("z", dist.Normal(2 * (x @ weight), 0.5), obs=z)
+
+    guide = guide_at(model, (x, y, y), {"weight": problem.mode()})
+    batches, values = [(x, y, 2 * y)], [0.5, 1.0, 2.0]
+    options = {"values": values, "refinements": 0, "unconverged": Accept(), **QUIET}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DviWarning)  # at the edge of three values
+        found = guide.tune(batches, criterion=ByValidation(batches, site="z"), **options).scores
+    for value, score in zip(values, found.tolist(), strict=True):
+        precision = 5 * x.T @ x / 0.25 + value / 0.49 * torch.eye(3, dtype=torch.float64)
+        variance = 4 * torch.einsum("bi,ij,bj->b", x, torch.linalg.inv(precision), x)
+        density = dist.Normal(2 * x @ problem.mode(), (variance + 0.25).sqrt()).log_prob(2 * y).mean()
+        assert score == pytest.approx(float(density), abs=1e-9)
+    guide.scale_factors = {}
+    with pytest.raises(ModelError, match="'y'.*'z'|site"):
+        guide.tune(batches, criterion=ByValidation(batches), **options)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Go through the same data again and again, and notice when they are not the same."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 from pyro_dvi.batches import arguments, check_loader
 from pyro_dvi.errors import DataError
 
-__all__ = ["Passes", "same_data"]
+__all__ = ["Passes", "same_data", "tensors_in"]
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -51,7 +51,7 @@ class Passes:
         count, total = 0, 0.0
         for batch in self.batches:
             found = arguments(batch, self.device)
-            sums = [_checksums(tensor) for tensor in _tensors(found)]
+            sums = [_checksums(tensor) for tensor in tensors_in(found)]
             total += sum(anyhow for anyhow, _ in sums)
             self._compare_order(count, sum(ordered for _, ordered in sums))
             count += 1
@@ -79,15 +79,15 @@ def same_data(first: float | None, other: float | None) -> bool:
     return first is not None and other is not None and abs(other - first) <= 1e-6 * max(1.0, abs(first))
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Give the tensors in nested tuples, lists and mappings, in order."""
     if torch.is_tensor(value):
         yield value
-    elif isinstance(value, dict):
-        for part in value.values():
-            yield from _tensors(part)
+    elif isinstance(value, Mapping):
+        yield from tensors_in(tuple(value.values()))
     elif isinstance(value, (tuple, list)):
         for part in value:
-            yield from _tensors(part)
+            yield from tensors_in(part)
 
 
 def _checksums(tensor: Tensor) -> tuple[float, float]:

@@ -14,6 +14,7 @@ from pyro_dvi.curvature.squared_gradients import SquaredGradients
 from pyro_dvi.errors import DataError, PyroDviError
 from pyro_dvi.guides.laplace.inference_mode import refuse_inference_mode
 from pyro_dvi.guides.laplace.layout import Layout
+from pyro_dvi.guides.laplace.passes import tensors_in
 from pyro_dvi.handlers.explained import explained_errors
 from pyro_dvi.handlers.outputs import Outputs, run_outputs
 from pyro_dvi.signatures import with_missing
@@ -51,7 +52,7 @@ class Query:
         self.model, self.inputs, self.layout, self.site = model, inputs, layout, site
         self.vectors_at_once = vectors_at_once
         self._locs = {name: loc.detach() for name, loc in locs.items()}
-        tensors = [v for v in _tensors(inputs) if v.dim() > 0]
+        tensors = [v for v in tensors_in(inputs) if v.dim() > 0]
         if not tensors:
             raise DataError("a query needs an input tensor with a row for each example")
         self.num_rows = len(tensors[0])
@@ -148,7 +149,7 @@ class Query:
         except (RuntimeError, IndexError) as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
-            shapes = ", ".join(f"{tuple(t.shape)} {t.dtype}" for t in _tensors(self.inputs))
+            shapes = ", ".join(f"{tuple(t.shape)} {t.dtype}" for t in tensors_in(self.inputs))
             raise DataError(
                 f"the model fails on the query ({shapes}), with latents of {values[0].dtype}: {error}. A query has the "
                 "shape and dtype of the training inputs, but for the number of rows"
@@ -159,13 +160,3 @@ class Query:
         args = with_missing(self.model, self.inputs)
         with evaluating(self.model), constant_parameters(self.model):
             return run_outputs(self.model, args, named, self.num_rows, self.site)
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if torch.is_tensor(value):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from _tensors(tuple(value.values()))
-    elif isinstance(value, (tuple, list)):
-        for part in value:
-            yield from _tensors(part)

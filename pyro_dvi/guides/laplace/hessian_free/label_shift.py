@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import pyro.distributions as dist
 import torch
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
@@ -17,6 +16,7 @@ from pyro_dvi.guides.laplace.hessian_free.mode import PretrainedMode
 from pyro_dvi.guides.laplace.hessian_free.tilted_energy import Tilt
 from pyro_dvi.guides.laplace.query import Query
 from pyro_dvi.handlers.response import example_axis
+from pyro_dvi.handlers.wrapped import untransformed
 
 __all__ = ["LabelShift"]
 
@@ -117,8 +117,7 @@ def normal_of(fn: Any, name: str) -> Any:
     Raises:
         ModelError: it is another distribution, or its scale depends on the latents.
     """
-    while isinstance(fn, (td.Independent, dist.MaskedDistribution, dist.ExpandedDistribution)):
-        fn = fn.base_dist
+    fn = untransformed(fn)
     if not isinstance(fn, td.Normal):
         raise ModelError(
             f"LabelShift() needs Gaussian noise, where a shift of the labels is a tilt; observed site {name!r} is "

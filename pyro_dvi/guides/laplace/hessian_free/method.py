@@ -20,7 +20,7 @@ from pyro_dvi.guides.laplace.hessian_free.mode import Mode, PretrainedMode
 from pyro_dvi.guides.laplace.hessian_free.newton_cg import NewtonCG
 from pyro_dvi.guides.laplace.hessian_free.pointwise import Pointwise
 from pyro_dvi.guides.laplace.hessian_free.solver import Solver
-from pyro_dvi.guides.laplace.hessian_free.two_fits import Fits, TwoFits
+from pyro_dvi.guides.laplace.hessian_free.two_fits import Fits, TwoFits, check_step
 from pyro_dvi.guides.laplace.posterior import LaplacePosterior, Method
 from pyro_dvi.guides.laplace.precision import Hessian
 from pyro_dvi.guides.laplace.query import Query
@@ -95,11 +95,7 @@ class HessianFree(Method):
             raise ArgumentError(
                 f"solver is one of the objects NewtonCG(), LBFGS() and Adam(), not {self.solver!r}"
             )
-        if not 0 < self.step <= 1:
-            raise ArgumentError(
-                f"step is a distance from the mode in posterior standard deviations, between 0 and 1; got {self.step}. "
-                "The default 0.01 suits float32 and float64."
-            )
+        check_step(self.step)
 
     def fit(self, local: LocalEnergy, *, seed: int = 0, progress: bool = False) -> "HessianFreePosterior":
         """Return the posterior; its fits follow when queries come."""

@@ -14,7 +14,7 @@ from pyro_dvi.guides.laplace.energy import LocalEnergy
 from pyro_dvi.guides.laplace.hessian_free.solver import Solver, solve_at_mode
 from pyro_dvi.guides.laplace.hessian_free.tilted_energy import Tilt, TiltedEnergy
 
-__all__ = ["Fits", "TwoFits"]
+__all__ = ["Fits", "TwoFits", "check_step"]
 
 _SMALLER_STEPS = 3  # tries with a quarter of the step before
 
@@ -64,11 +64,7 @@ class TwoFits:
     at_once: int = 64
 
     def __post_init__(self) -> None:
-        if not 0 < self.step <= 1:
-            raise ArgumentError(
-                f"step is a distance from the mode in posterior standard deviations, between 0 and 1; got {self.step}. "
-                "0.01 suits float32 and float64."
-            )
+        check_step(self.step)
 
     def of(self, tilts: Iterable[Tilt]) -> Iterator[Fits | None]:
         """Give the fits of each tilt in order; None where r does not depend on the latents.
@@ -123,3 +119,16 @@ class TwoFits:
     def _minimum(self) -> Tensor:
         """The minimum of U; what training left to do would count as variance, divided by a small step."""
         return self.local.point - solve_at_mode(self.local, self.local.gradient.unsqueeze(0), 1e-3)[0]
+
+
+def check_step(step: float) -> None:
+    """Refuse a step that is no small distance from the mode.
+
+    Raises:
+        ArgumentError: it is out of range.
+    """
+    if not 0 < step <= 1:
+        raise ArgumentError(
+            f"step is a distance from the mode in posterior standard deviations, between 0 and 1; got {step}. "
+            "The default 0.01 suits float32 and float64."
+        )
