@@ -24,6 +24,7 @@ from pyro_dvi.signatures import with_missing
 __all__ = ["PriorPredictiveCheck", "StatisticCheck", "prior_predictive_check"]
 
 UNUSUAL = 0.01  # two-sided p-value below which a statistic of the data is called unusual
+SURE = 0.9  # mean confidence of networks from the prior, above which narrower priors are suggested
 VAGUE = 10.0  # times the spread of the data, from which a prior is called vague
 
 
@@ -39,6 +40,8 @@ class StatisticCheck:
         high: 95 % quantile.
         p_value: share of draws above the data, :math:`P(T_{\mathrm{rep}} > T) + \tfrac12 P(T_{\mathrm{rep}} = T)`.
         error: Monte-Carlo error of that share, the standard deviation of Beta(k + 1/2, S - k + 1/2) for k of S draws.
+        two_sided: probability, under the prior, of a value as far out as this one: twice the smaller tail, of the mean
+            of the same Beta distribution, which is never zero.
     """
 
     statistic: str
@@ -48,15 +51,11 @@ class StatisticCheck:
     high: float
     p_value: float
     error: float
-
-    @property
-    def two_sided(self) -> float:
-        """Probability, under the prior, of a value as far out as this one."""
-        return 2 * min(self.p_value, 1 - self.p_value)
+    two_sided: float
 
     @property
     def is_unusual(self) -> bool:
-        """Whether less than one in a hundred data sets of the prior is as far out."""
+        """Whether less than one in a hundred data sets of the prior is as far out; takes a hundred draws to tell."""
         return self.two_sided < UNUSUAL
 
 
@@ -96,7 +95,7 @@ class PriorPredictiveCheck:
                 for row in unusual
             )
             findings.append(
-                f"The prior hardly produces data like these: {what}. Widen or move the priors, rescale the data, or "
+                f"The prior hardly produces data like these: {what}. Move or rescale the priors or the data, or "
                 "look for outliers."
             )
         else:
@@ -112,6 +111,8 @@ class PriorPredictiveCheck:
                 f"Networks from the prior are {confidence:.0%} confident on average, where {self.chance:.0%} is no "
                 "preference."
             )
+            if confidence > SURE:
+                findings.append("Narrower priors of the weights, such as prior_scale=fan_in, make them less sure.")
         return " ".join(findings)
 
     def __str__(self) -> str:
@@ -136,8 +137,7 @@ class PriorPredictiveCheck:
         """Return the rows as a ``pandas.DataFrame``."""
         import pandas
 
-        records = [asdict(row) | {"two_sided": row.two_sided} for row in self.rows]
-        return pandas.DataFrame(records).set_index("statistic")
+        return pandas.DataFrame([asdict(row) for row in self.rows]).set_index("statistic")
 
 
 def prior_predictive_check(
@@ -173,7 +173,7 @@ def prior_predictive_check(
         statistics: functions from observations ``[N, ...]`` to a number, by name. By default mean, standard deviation,
             minimum and maximum; for classes the share of each (up to ten classes), the largest share and the number of
             classes that occur.
-        num_samples: data sets to draw.
+        num_samples: data sets to draw; of fewer than a hundred, none is far enough out to be called unusual.
         site: observed site, where the model has several.
         observed: the model's argument that holds the observation; by default the one whose default is None.
         batch_size: examples at a time; a loader has its own.
@@ -326,4 +326,4 @@ def _row(name: str, observed: float, values: np.ndarray) -> StatisticCheck:
     a, b = above + 0.5, total - above + 0.5
     error = math.sqrt(a * b / ((a + b) ** 2 * (a + b + 1)))
     low, median, high = np.quantile(values, (0.05, 0.5, 0.95), method="inverted_cdf").tolist()
-    return StatisticCheck(name, observed, low, median, high, above / total, error)
+    return StatisticCheck(name, observed, low, median, high, above / total, error, 2 * min(a, b) / (a + b))

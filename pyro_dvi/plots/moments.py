@@ -39,6 +39,12 @@ def moment_comparison(report: Any, *, ax: Axes | None = None) -> Axes:
 
     Raises:
         DataError: a report without layers.
+
+    Example:
+        >>> from pyro_dvi.diagnostics import Comparison, LayerComparison
+        >>> row = LayerComparison("net.0", "Linear", 0, 4, 0.01, 1.0, 1.0, 0.9)
+        >>> moment_comparison(Comparison((row,), 100, 7, "obs")).get_xscale()
+        'log'
     """
     rows = report.rows
     if not rows:

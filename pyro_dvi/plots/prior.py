@@ -61,8 +61,7 @@ def prior_predictive(check: PriorPredictiveCheck, *, axes: Sequence[Axes] | None
 
 
 def _panel(ax: Axes, row: StatisticCheck, values: np.ndarray) -> None:
-    few = len(np.unique(values)) == 1
-    ax.hist(values, bins=10 if few else _edges(values).tolist(), color=blue(ax), alpha=0.5)
+    ax.hist(values, bins=_edges(values, row.observed).tolist(), color=blue(ax), alpha=0.5)
     ax.axvline(row.observed, color=VERMILLION, linewidth=2)
     mark = "unusual: " if row.is_unusual else ""
     title = ax.set_title(f"{mark}p = {row.p_value:.3f} ± {row.error:.3f}", fontsize="small", loc="left")
@@ -73,9 +72,12 @@ def _panel(ax: Axes, row: StatisticCheck, values: np.ndarray) -> None:
     ax.xaxis.set_major_locator(MaxNLocator(4))
 
 
-def _edges(values: np.ndarray) -> np.ndarray:
-    """Bins of whole width for counts, else at most 30."""
+def _edges(values: np.ndarray, observed: float) -> np.ndarray:
+    """Bins of whole width for counts, else 30; one where all values are the same."""
     low, high = values.min(), values.max()
+    if low == high:
+        half = 0.02 * abs(observed - low) or 0.02 * abs(low) or 0.5
+        return np.array([low - half, low + half])
     if (values == np.round(values)).all() and high - low < 30:
         return np.arange(low - 0.5, high + 1)
     edges: np.ndarray = np.linspace(low, high, 31)

@@ -53,7 +53,9 @@ def posterior_scales(guide: Any, *, ax: Axes | None = None) -> Axes:
     main, size = blue(ax), row_size(ax, len(rows), 5)
     low, quarter, median, three, high = np.array([row.to_prior for row in rows]).T
     ax.hlines(places, low, high, color=main, linewidth=min(1, size / 3))
-    ax.hlines(places, quarter, three, color=main, linewidth=0.7 * size, alpha=0.6)
+    ax.hlines(
+        places, quarter, three, color=main, linewidth=0.7 * size, alpha=0.6, label="50 %, 90 % of weights"
+    )
     start = np.array([row.start_to_prior for row in rows])
     if np.isfinite(start).any():
         ax.plot(
@@ -68,8 +70,8 @@ def posterior_scales(guide: Any, *, ax: Axes | None = None) -> Axes:
         )
     open_dots = np.array([row.state in ("moves", "at its start") for row in rows])
     for chosen, face, label in (
-        (~open_dots, main, "median, 50 %, 90 % of weights"),
-        (open_dots, ax.get_facecolor(), "not converged"),
+        (~open_dots, main, "median"),
+        (open_dots, ax.get_facecolor(), "median, not converged"),
     ):
         if chosen.any():
             ax.plot(
@@ -98,7 +100,7 @@ def posterior_scales(guide: Any, *, ax: Axes | None = None) -> Axes:
         frameon=False,
         loc="lower left",
         bbox_to_anchor=(0, 1),
-        ncols=1 if is_narrow(ax) else 3,
+        ncols=1 if is_narrow(ax) else 2,
         borderaxespad=0.1,
     )
     return ax

@@ -20,14 +20,14 @@ def check(statistics=None, shift=0.0):
             return pyro.sample("y", dist.Normal(slope * x, 1.0), obs=y)
 
     x = torch.linspace(-1, 1, 20)
-    return prior_predictive_check(model, (x, x + shift), statistics=statistics, num_samples=50, seed=0)
+    return prior_predictive_check(model, (x, x + shift), statistics=statistics, num_samples=120, seed=0)
 
 
 def test_histograms_hold_the_draws_and_a_line_marks_the_data():
     found = check()
     axes = plots.prior_predictive(found)
     for ax, row in zip(axes, found.rows, strict=True):
-        assert sum(bar.get_height() for bar in ax.patches) == 50
+        assert sum(bar.get_height() for bar in ax.patches) == 120
         assert ax.lines[0].get_xdata()[0] == pytest.approx(row.observed)
         mark = "unusual: " if row.is_unusual else ""
         assert ax.get_title("left") == f"{mark}p = {row.p_value:.3f} ± {row.error:.3f}"
@@ -45,7 +45,7 @@ def test_counts_have_bins_of_whole_width():
 
 def test_a_statistic_that_never_changes():
     (ax,) = plots.prior_predictive(check({"size": len}))
-    assert sum(bar.get_height() for bar in ax.patches) == 50
+    assert sum(bar.get_height() for bar in ax.patches) == 120
 
 
 def test_mistakes():

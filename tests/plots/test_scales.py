@@ -50,7 +50,7 @@ def test_sites_that_have_not_converged_have_an_open_dot():
     earlier = scale_snapshot(guide)
     earlier["b"] = 2 * earlier["b"]
     ax = plots.posterior_scales(scale_report(guide, earlier=earlier))
-    open_dots = next(line for line in ax.lines if line.get_label() == "not converged")
+    open_dots = next(line for line in ax.lines if line.get_label() == "median, not converged")
     assert list(open_dots.get_ydata()) == [1]
 
 
