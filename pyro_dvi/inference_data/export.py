@@ -8,10 +8,11 @@ from itertools import chain
 from typing import Any
 
 import torch
+from pyro.infer.autoguide import AutoLaplaceApproximation
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from pyro_dvi.errors import ArgumentError, DviWarning
+from pyro_dvi.errors import ArgumentError, DviWarning, GuideError, UnsupportedError
 from pyro_dvi.guides.laplace.guide import DRAWN_WEIGHTS
 from pyro_dvi.inference_data.assemble import assemble
 from pyro_dvi.inference_data.attributes import attributes
@@ -123,9 +124,10 @@ def to_arviz(
         ArgumentError: an unknown site (similar names are suggested), no draws, two numbers of draws, draws of unequal
             lengths, names in ``coords`` or ``dims`` that fit nothing, or several arguments that may be the observation.
         DataError: data that cannot be right, as in :func:`~pyro_dvi.predict`; observations in some batches only.
-        GuideError: the guide was never run, or has no mean.
+        GuideError: the guide was never run, has no mean, or is an AutoLaplaceApproximation before its Gaussian.
         ModelError: no observed site, or several without an observation and no ``site``.
-        UnsupportedError: a mask that depends on the draw or cuts events, or a prior that cannot be drawn from.
+        UnsupportedError: a mask that depends on the draw or cuts events, a prior that cannot be drawn from, or a method
+            of a LaplaceGuide without draws.
 
     Example:
         >>> import pyro, pyro.distributions as dist
@@ -155,6 +157,7 @@ def to_arviz(
     count = _number_of_draws(num_samples, rule)
     _check_count("prior", prior)
     check_is_set_up(guide)
+    _refuse_unfinished(guide)
     groups: dict[str, Group] = {} if history is None else {"training": training_group(history)}
 
     def split(of: Any) -> Iterator[Batch]:
@@ -169,7 +172,7 @@ def to_arviz(
         latents = example_latents(guide, first.inputs)
         nodes = observed_run(model, first, latents)
         if given is not None:
-            given.check(nodes, is_complete=first.observed is not None)
+            given.fit_to(nodes, is_complete=first.observed is not None)
         posterior = Posterior(model, guide, rule, count, choose_responses(site, nodes, latents))
         selection = Selection.of(latents, sites, max_site_size, summarise, stacklevel=3)
         if not selection.is_empty:
@@ -230,6 +233,14 @@ def _number_of_draws(num_samples: int | None, rule: PredictionRule) -> int:
     return num_samples
 
 
+def _refuse_unfinished(guide: Any) -> None:
+    if isinstance(guide, AutoLaplaceApproximation):
+        raise GuideError(
+            "this AutoLaplaceApproximation is still a point mass: export guide.laplace_approximation(*args) with the "
+            "arguments of the training, or train an AutoDelta if a point mass is meant"
+        )
+
+
 def _check_count(name: str, count: Any) -> None:
     if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
         raise ArgumentError(f"{name} must be a positive whole number, not {count!r}")
@@ -241,7 +252,11 @@ def _draws(
     with warnings.catch_warnings():
         # Nothing is predicted with these draws, of which a LaplaceGuide warns.
         warnings.filterwarnings("ignore", message=re.escape(DRAWN_WEIGHTS), category=DviWarning)
-        yield from (given or Samples(count)).draws(guide, batch.inputs)
+        try:
+            yield from (given or Samples(count)).draws(guide, batch.inputs)
+        except UnsupportedError as error:  # of a LaplaceGuide
+            reason = str(error).splitlines()[0]  # Pyro adds the shapes of its trace
+            raise UnsupportedError(f"{reason}; sites=[] exports predictions alone") from error
 
 
 def _named(

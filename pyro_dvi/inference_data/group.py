@@ -52,10 +52,8 @@ class Group:
         for name in self.arrays:
             shape = self.shape(name)
             suggested = (*self.suggested[name], *(None,) * len(shape))[: len(shape)]
-            if any(dim in self.coords for dim in suggested):
-                mine: list[Any] = list(suggested)
-            else:
-                mine = [*given.get(name, ())][: len(shape)]
+            is_flat = any(dim in self.coords for dim in suggested)  # without the user's dimensions
+            mine: list[Any] = [] if is_flat else [*given.get(name, ())][: len(shape)]
             for i in range(len(mine), len(shape)):
                 dim = suggested[i]
                 fits = lengths.get(dim, shape[i]) == shape[i] and dim not in mine

@@ -63,8 +63,9 @@ class PriorSamples(PredictionRule):
                 with AllRows():
                     trace = poutine.trace(self.model).get_trace(*with_missing(self.model, self.inputs))
             except NotImplementedError as error:
+                reason = str(error).splitlines()[0]  # Pyro adds the shapes of its trace
                 raise UnsupportedError(
-                    f"a prior of the model cannot be drawn from ({error}): leave out prior="
+                    f"a prior of the model cannot be drawn from ({reason}): leave out prior="
                 ) from error
             nodes: Mapping[str, Any] = trace.nodes
             yield {name: nodes[name]["value"] for name in self.sites if name in nodes}

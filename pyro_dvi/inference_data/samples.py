@@ -63,8 +63,10 @@ class GivenSamples(PredictionRule):
         for name, values in self.samples.items():
             pyro.sample(name, dist.Delta(values[0], event_dim=values.dim() - 1))
 
-    def check(self, nodes: Mapping[str, Any], *, is_complete: bool) -> None:
-        """Compare with the sites of a run of the model.
+    def fit_to(self, nodes: Mapping[str, Any], *, is_complete: bool) -> None:
+        """Compare with the sites of a run of the model, and take off leading dimensions of length 1 that it has not.
+
+        ``Predictive`` leaves such dimensions where plates could have been.
 
         Args:
             nodes: the sites.
@@ -97,3 +99,8 @@ class GivenSamples(PredictionRule):
                     f"the samples have no draws of site {name!r}, which the model draws; they have "
                     f"{list(self.samples)}, close to it {close_names(name, self.samples)}"
                 )
+        for name, values in self.samples.items():
+            dims = len(nodes[name]["fn"].batch_shape) + len(nodes[name]["fn"].event_shape)
+            while values.dim() - 1 > dims and values.shape[1] == 1:
+                values = values.squeeze(1)
+            self.samples[name] = values

@@ -19,12 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from pyro_dvi import AtMean, LaplaceGuide, MeanFieldGuide, Samples, TaylorELBO, predict, to_arviz
 from pyro_dvi.errors import ArgumentError, DataError, DviWarning, GuideError, ModelError
 from pyro_dvi.guides.laplace import Accept
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore", FutureWarning)  # ArviZ 0.23 announces version 1
-    import arviz as az
-
-ARVIZ_1 = int(az.__version__.split(".")[0]) >= 1
+from tests.inference_data.reading import ARVIZ_1, az, groups, reopened, values
 
 
 def line(x, y=None):
@@ -60,20 +55,6 @@ class Net(PyroModule):
         logits = self.linear(self.norm(x))
         with pyro.plate("data", 30, subsample_size=len(x)):
             return pyro.sample("label", dist.Categorical(logits=logits), obs=y)
-
-
-def groups(posterior):
-    return {name.strip("/") for name in (posterior.groups if ARVIZ_1 else posterior.groups())} - {""}
-
-
-def values(posterior, group, name):
-    return posterior[group][name].values
-
-
-def reopened(posterior, tmp_path):
-    path = tmp_path / "posterior.nc"
-    posterior.to_netcdf(path)
-    return az.from_netcdf(path)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several observed sites, and observations that the model masks."""
+
+import numpy as np
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro import poutine
+from torch.utils.data import DataLoader, TensorDataset
+
+from pyro_dvi import AtMean, Samples, to_arviz
+from pyro_dvi.errors import ArgumentError, DataError, ModelError, UnsupportedError
+from tests.inference_data.reading import ARVIZ_1, az, groups, reopened, values
+
+X = torch.linspace(-1, 1, 20)
+KEPT = X > -0.5
+
+
+def slope(*_args, **_kwargs):
+    pyro.sample("w", dist.Normal(2.0, 0.1))
+
+
+def two(x, y=None, n=None):
+    w = pyro.sample("w", dist.Normal(0.0, 1.0))
+    with pyro.plate("data", len(x)):
+        pyro.sample("size", dist.Normal(w * x, 0.5), obs=y)
+        pyro.sample("number", dist.Poisson((w * x).exp()), obs=n)
+
+
+def two_by_name(x, *, y=None, n=None):
+    two(x, y, n)
+
+
+def two_in_one(x, both=None):
+    w = pyro.sample("w", dist.Normal(0.0, 1.0))
+    y, n = (None, None) if both is None else both.unbind(-1)
+    with pyro.plate("data", len(x)):
+        pyro.sample("size", dist.Normal(w * x, 0.5), obs=y)
+        pyro.sample("number", dist.Poisson((w * x).exp()), obs=n)
+
+
+Y, N = 2 * X, torch.arange(20.0) % 4
+WAYS = {
+    "arguments": lambda **options: to_arviz(two, slope, (X, Y, N), observed=["y", "n"], **options),
+    "mapping": lambda **options: to_arviz(
+        two, slope, {"x": X, "y": Y, "n": N}, observed=["n", "y"], **options
+    ),
+    "by name": lambda **options: to_arviz(
+        two_by_name, slope, {"x": X, "y": Y, "n": N}, observed=["y", "n"], **options
+    ),
+    "loader": lambda **options: to_arviz(
+        two, slope, DataLoader(TensorDataset(X, Y, N), batch_size=8), observed=["y", "n"], **options
+    ),
+    "one argument": lambda **options: to_arviz(two_in_one, slope, (X, torch.stack([Y, N], -1)), **options),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_observed_site_is_exported_with_the_same_draws(way, tmp_path):
+    exported = reopened(WAYS[way](method=Samples(30), seed=0), tmp_path)
+    w = torch.as_tensor(values(exported, "posterior", "w")[0])[:, None]
+    for name, observed, density in (
+        ("size", Y, dist.Normal(w * X, 0.5)),
+        ("number", N, dist.Poisson((w * X).exp())),
+    ):
+        np.testing.assert_array_equal(values(exported, "observed_data", name), observed)
+        expected = density.log_prob(observed)
+        np.testing.assert_allclose(
+            values(exported, "log_likelihood", name)[0], expected, rtol=1e-4, atol=1e-5
+        )
+        assert values(exported, "posterior_predictive", name).shape == (1, 30, 20)
+    noise = values(exported, "posterior_predictive", "size")[0] - (w * X).numpy()
+    counts = values(exported, "posterior_predictive", "number")[0] - (w * X).exp().numpy()
+    assert abs(np.corrcoef(noise.ravel(), counts.ravel())[0, 1]) < 0.16  # four standard errors: its own noise
+    assert set(exported["constant_data"].data_vars) == {"x"}  # no observation among the inputs
+
+
+def test_a_subset_of_the_sites():
+    assert set(WAYS["arguments"](site="size")["log_likelihood"].data_vars) == {"size"}
+    assert set(WAYS["arguments"](site=["number"])["posterior_predictive"].data_vars) == {"number"}
+    both = WAYS["one argument"](site=["number", "size"])
+    assert list(both["observed_data"].data_vars) == ["number", "size"]
+    alone = to_arviz(two, slope, X, site=["size", "number"], num_samples=5)  # inputs alone
+    assert groups(alone) == {"posterior", "posterior_predictive", "constant_data"}
+
+
+def test_leave_one_out_of_each_site():
+    exported = WAYS["arguments"](method=Samples(200), seed=0)
+    for name in ("size", "number"):
+        assert az.loo(exported, var_name=name).n_data_points == 20
+
+
+MISTAKES = {
+    "no such site": (lambda: WAYS["arguments"](site="sise"), ModelError, r"no observed site 'sise'; it has"),
+    "no site": (lambda: WAYS["arguments"](site=[]), ModelError, r"site=\[\] asks for no observed site"),
+    "inputs alone": (lambda: to_arviz(two, slope, X), ModelError, "several sites.*site="),
+    "one observation of two": (
+        lambda: to_arviz(two, slope, (X, Y), observed="y"),
+        ModelError,
+        "several sites.*site=",
+    ),
+    "one of two arguments": (
+        lambda: to_arviz(two, slope, (X, Y), observed=["y", "n"]),
+        DataError,
+        r"some of the observations.*not \['n'\]",
+    ),
+    "argument": (
+        lambda: to_arviz(two, slope, (X, Y, N), observed=["y", "m"]),
+        ArgumentError,
+        "no argument 'm' to observe",
+    ),
+    "unobserved": (
+        lambda: to_arviz(two, slope, {"x": X, "n": N}, observed="n", site=["number", "size"]),
+        DataError,
+        "site 'size' observes nothing",
+    ),
+    "some batches": (
+        lambda: to_arviz(two_in_one, slope, [(X, torch.stack([Y, N], -1)), (X,)], site="size"),
+        DataError,
+        "some batches hold observations of site 'size' and some do not",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_named_with_its_remedy(mistake):
+    run, error, message = MISTAKES[mistake]
+    with pytest.raises(error, match=message):
+        run()
+
+
+# Masks --------------------------------------------------------------------------------------------------------------
+
+
+def by_handler(x, y=None):
+    w = pyro.sample("w", dist.Normal(0.0, 1.0))
+    with pyro.plate("data", len(x)), poutine.mask(mask=x > -0.5):
+        pyro.sample("obs", dist.Normal(w * x, 1.0), obs=y)
+
+
+def by_distribution(x, y=None):
+    w = pyro.sample("w", dist.Normal(0.0, 1.0))
+    with pyro.plate("data", len(x)):
+        pyro.sample("obs", dist.Normal(w * x, 1.0).mask(x > -0.5), obs=y)
+
+
+def by_observation(x, y=None):
+    w = pyro.sample("w", dist.Normal(0.0, 1.0))
+    mask = True if y is None else y > -900
+    with pyro.plate("data", len(x)), poutine.mask(mask=mask):
+        pyro.sample("obs", dist.Normal(w * x, 1.0), obs=y)
+
+
+@pytest.mark.parametrize("model", [by_handler, by_distribution, by_observation])
+@pytest.mark.parametrize("method", [AtMean(), Samples(50)])
+@pytest.mark.parametrize("batch_size", [1000, 7])
+def test_masked_observations_are_left_out(model, method, batch_size, tmp_path):
+    y = torch.where(KEPT, Y, -999.0)
+    exported = to_arviz(model, slope, (X, y), 50, method=method, batch_size=batch_size, seed=0)
+    exported = reopened(exported, tmp_path)
+    places = np.flatnonzero(KEPT)
+    w = (
+        torch.as_tensor(values(exported, "posterior", "w")[0])[:, None]
+        if method != AtMean()
+        else torch.full((50, 1), 2.0)
+    )
+    expected = dist.Normal(w * X, 1.0).log_prob(Y)[:, KEPT]
+    np.testing.assert_allclose(values(exported, "log_likelihood", "obs")[0], expected, rtol=1e-4)
+    np.testing.assert_array_equal(values(exported, "observed_data", "obs"), Y[KEPT])
+    for group in ("log_likelihood", "observed_data"):
+        assert exported[group]["obs"].dims[-1] == "obs_observed"
+        np.testing.assert_array_equal(exported[group]["obs_observed"], places)
+    assert values(exported, "posterior_predictive", "obs").shape == (1, 50, 20)
+    if method != AtMean():
+        assert az.loo(exported).n_data_points == int(KEPT.sum())
+
+
+def test_masked_cells_of_a_table_are_found_by_their_places():
+    kept = torch.rand(6, 4) > 0.4
+
+    def table(x, y=None):
+        w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        with pyro.plate("column", 4, dim=-1), pyro.plate("row", len(x), dim=-2), poutine.mask(mask=kept):
+            pyro.sample("obs", dist.Normal(w * x[:, None].expand(-1, 4), 1.0), obs=y)
+
+    y = torch.randn(6, 4)
+    exported = to_arviz(table, slope, (X[:6], y), 3, dims={"obs": ["person", "item"]})
+    assert exported["posterior_predictive"]["obs"].dims[2:] == ("person", "item")
+    places = exported["log_likelihood"]["obs_observed"].values
+    np.testing.assert_array_equal(values(exported, "observed_data", "obs"), y.numpy().ravel()[places])
+    np.testing.assert_array_equal(
+        np.stack(np.unravel_index(places, (6, 4))), np.stack(np.nonzero(kept.numpy()))
+    )
+
+
+def test_masks_of_whole_events():
+    def events(x, y=None):
+        w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", len(x)):
+            mask = KEPT[:, None].expand(-1, 3)
+            pairs = dist.Normal((w * x)[:, None].expand(-1, 3), 1.0).mask(mask).to_event(1)
+            pyro.sample("obs", pairs, obs=y)
+
+    y = torch.randn(20, 3)
+    exported = to_arviz(events, slope, (X, y), 3)
+    np.testing.assert_array_equal(values(exported, "observed_data", "obs"), y[KEPT])
+    assert exported["observed_data"]["obs"].dims == ("obs_observed", "obs_dim_1")
+    expected = dist.Normal((2 * X)[:, None], 1.0).to_event(1).log_prob(y)[KEPT]
+    np.testing.assert_allclose(values(exported, "log_likelihood", "obs")[0, 0], expected, rtol=1e-5)
+
+
+def test_a_mask_that_cuts_events_is_refused():
+    def events(x, y=None):
+        w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", len(x)):
+            pairs = dist.Normal((w * x)[:, None].expand(-1, 2), 1.0)
+            pyro.sample("obs", pairs.mask(torch.tensor([True, False])).to_event(1), obs=y)
+
+    with pytest.raises(UnsupportedError, match="'obs' leaves out parts of single events.*plate"):
+        to_arviz(events, slope, (X, torch.zeros(20, 2)), 3)
+
+
+def test_a_mask_that_depends_on_the_draw_is_refused():
+    def model(x, y=None):
+        w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", len(x)), poutine.mask(mask=w * x > 0.1):
+            pyro.sample("obs", dist.Normal(w * x, 1.0), obs=y)
+
+    def wide(x, y=None):
+        pyro.sample("w", dist.Normal(0.0, 1.0))
+
+    with pytest.raises(UnsupportedError, match="mask of site 'obs' depends on the latent values"):
+        to_arviz(model, wide, (X, Y), method=Samples(9), seed=0)
+    assert to_arviz(model, wide, X, method=Samples(9)) is not None  # nothing is scored
+
+
+def test_a_mask_that_leaves_nothing_out_changes_nothing():
+    exported = to_arviz(by_handler, slope, (X + 2, Y), 3)
+    assert exported["log_likelihood"]["obs"].dims[-1] == "data"
+    assert not ARVIZ_1 or "obs_observed" not in exported["log_likelihood"].dims
