@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Methods on a network with convolutions, normalisation and dense layers."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pyro_dvi import to_bayesian_
+from pyro_dvi.guides.laplace import (
+    GGN,
+    Dense,
+    Diagonal,
+    LaplaceGuide,
+    Method,
+    PrecisionMatrix,
+)
+from pyro_dvi.guides.laplace.query import Query
+from tests.laplace.cases import CASES, fit, query_of
+
+
+@dataclass
+class Network:
+    """A classifier with convolutions, normalisation and dense layers, and some data for it."""
+
+    dtype: torch.dtype = torch.float64
+    device: str = "cpu"
+    num_data: int = 14
+
+    def __post_init__(self) -> None:
+        torch.manual_seed(6)
+        layers = [
+            nn.Conv2d(1, 3, 3),
+            nn.BatchNorm2d(3),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            nn.Linear(12, 4),
+        ]
+        self.net = nn.Sequential(*layers, nn.Tanh(), nn.Linear(4, 3)).to(self.device, self.dtype)
+        to_bayesian_(self.net)
+        self.x = torch.randn(self.num_data, 1, 6, 6).to(self.device, self.dtype)
+        self.y = torch.randint(3, (self.num_data,), device=self.device)
+
+    def model(self, x: Tensor, y: Tensor | None = None) -> Any:
+        logits = self.net(x)
+        with pyro.plate("data", self.num_data, subsample_size=len(x)):
+            return pyro.sample("y", dist.Categorical(logits=logits), obs=y)
+
+    @property
+    def batches(self) -> list:
+        return list(zip(self.x.split(5), self.y.split(5), strict=True))
+
+    def guide(self) -> LaplaceGuide:
+        guide = LaplaceGuide(self.model)
+        guide.initialize(self.x, self.y)
+        return guide
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("subset", [None, "net.7.*", "*.bias"])
+def test_matrix_and_rows_from_single_examples_are_those_of_products(
+    dtype: torch.dtype, subset: str | None
+) -> None:
+    network = Network(dtype)
+    guide = network.guide()
+    subset = None if subset is None else subset.removeprefix("net.")
+    energy = guide.energy(network.batches, subset=subset)
+    local = energy.at(energy.start)
+    expected = PrecisionMatrix.matrix(GGN(), local)
+    tolerance = {"rtol": 1e-3, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 1e-9, "atol": 1e-10}
+    torch.testing.assert_close(GGN().matrix(local), expected, **tolerance)
+    posterior = fit(guide, network.batches, Diagonal(), subset=subset)
+    torch.testing.assert_close(posterior.precision, expected.diagonal(), **tolerance)
+    query = Query(network.model, (network.x,), guide.unconstrained_mode(), energy.layout)
+    rows = torch.cat(list(query.rows(8)))
+    torch.testing.assert_close(rows, torch.cat(list(query._rows_by_products(8))), **tolerance)
+
+
+def test_examples_that_see_the_next_but_one_are_not_taken_apart() -> None:
+    """Pairs (0, 2), (1, 3), (4, 6), ...: neither halves of the rows nor every other row tell them apart."""
+    torch.manual_seed(4)
+    net = nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 1)).double()
+    to_bayesian_(net)
+    x, y = torch.randn(8, 2, dtype=torch.float64), torch.randn(8, dtype=torch.float64)
+
+    def model(x: Tensor, y: Tensor | None = None) -> Any:
+        h = net[0](x).tanh().reshape(-1, 2, 2, 4)
+        f = net[1]((h + 0.5 * h.flip(1)).reshape(-1, 4))[:, 0]
+        with pyro.plate("data", 8, subsample_size=len(x)):
+            return pyro.sample("y", dist.Normal(f, 0.5), obs=y)
+
+    guide = LaplaceGuide(model)
+    guide.initialize(x, y)
+    energy = guide.energy([(x, y)])
+    local = energy.at(energy.start)
+    torch.testing.assert_close(GGN().matrix(local), PrecisionMatrix.matrix(GGN(), local))
+    diagonal = fit(guide, [(x, y)], Diagonal()).precision
+    torch.testing.assert_close(diagonal, PrecisionMatrix.matrix(GGN(), local).diagonal())
+    query = query_of(guide, model, x)
+    torch.testing.assert_close(torch.cat(list(query.rows(8))), torch.cat(list(query._rows_by_products(8))))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_last_layer_of_a_classifier(name: str, dtype: torch.dtype, device: str) -> None:
+    network, case = Network(dtype, device), CASES[name]
+    guide = network.guide()
+    expected = guide_covariance(guide, network, Dense())
+    found = guide_covariance(guide, network, case.method)
+    assert found.dtype == dtype and found.shape == (network.num_data, 3, 3)
+    assert bool((torch.linalg.eigvalsh(found) > 0).all())
+    if case.exact:
+        bound = 5 * case.relative_error if case.relative_error else {torch.float32: 1e-3}.get(dtype, 1e-6)
+        spread = torch.diagonal(expected, dim1=1, dim2=2).sqrt()
+        error = (found - expected) / (spread.unsqueeze(-1) * spread.unsqueeze(-2))
+        assert float(error.abs().max()) < bound
+
+
+def guide_covariance(guide: LaplaceGuide, network: Network, method: Method) -> Tensor:
+    fit(guide, network.batches, method, subset="7.*", seed=5)
+    return guide.predictive(network.x).covariance
+
+
+def test_the_backward_pass_of_a_subset_stops_at_it() -> None:
+    network = Network()
+    energy = network.guide().energy(network.batches, subset="7.*")
+    _, run = next(iter(energy.runs(energy.start)))
+    names, stack = set(), [run.sites[0].fn.logits.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node is not None:
+            names.add(node.name())
+            stack.extend(parent for parent, _ in node.next_functions)
+    assert "AddmmBackward0" in names and "ConvolutionBackward0" not in names and "TanhBackward0" not in names
