@@ -112,7 +112,9 @@ class PriorPredictiveCheck:
                 "preference."
             )
             if confidence > SURE:
-                findings.append("Narrower priors of the weights, such as prior_scale=fan_in, make them less sure.")
+                findings.append(
+                    "Narrower priors of the weights, such as prior_scale=fan_in, make them less sure."
+                )
         return " ".join(findings)
 
     def __str__(self) -> str:
@@ -170,9 +172,9 @@ def prior_predictive_check(
         model: the Pyro model, a module or a function.
         data: as in :func:`~pyro_dvi.predict`, with observations: ``(x, y)`` or a loader. They are kept in memory, as is
             one drawn data set; a few hundred examples will do.
-        statistics: functions from observations ``[N, ...]`` to a number, by name. By default mean, standard deviation,
-            minimum and maximum; for classes the share of each (up to ten classes), the largest share and the number of
-            classes that occur.
+        statistics: functions from observations ``[N, ...]``, on the CPU, to a number, by name. By default mean,
+            standard deviation, minimum and maximum; for classes the share of each (up to ten classes), the largest
+            share and the number of classes that occur.
         num_samples: data sets to draw; of fewer than a hundred, none is far enough out to be called unusual.
         site: observed site, where the model has several.
         observed: the model's argument that holds the observation; by default the one whose default is None.
@@ -281,7 +283,7 @@ class _Prior:
             node = self._response(batch, latents)
             assert batch.observed is not None, "the caller has checked it"
             values.append(_examples_first(batch.observed, node, batch))
-        return torch.cat(values)
+        return torch.cat(values).cpu()
 
     def draw(self) -> tuple[Tensor, float | None]:
         """Draw a data set; with it the mean probability of the likeliest class."""
@@ -293,7 +295,7 @@ class _Prior:
             log_p = class_log_probabilities(node["fn"])
             if log_p is not None:
                 likeliest.append(log_p.amax(-1).exp().double().flatten())
-        return torch.cat(values), float(torch.cat(likeliest).mean()) if likeliest else None
+        return torch.cat(values).cpu(), float(torch.cat(likeliest).mean()) if likeliest else None
 
     def _latents(self) -> dict[str, Tensor]:
         first = self.split[0]

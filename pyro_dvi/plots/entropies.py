@@ -90,7 +90,9 @@ def entropy_histogram(
     if title:
         ax.set_title(title, loc="left", fontsize="medium", fontweight="bold")
     what = (
-        "predictive entropy (nats)" if num_classes is None else "predictive entropy (nats), dotted: no idea"
+        "predictive entropy (nats)"
+        if num_classes is None
+        else "predictive entropy (nats); dotted: all classes alike"
     )
     ax.set(xlabel=what, ylabel="share of the set", ylim=(0, None))
     several = len(foreign) > 1

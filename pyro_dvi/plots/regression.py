@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 
-from pyro_dvi.errors import ArgumentError, DataError
+from pyro_dvi.errors import ArgumentError, DataError, UnsupportedError
 from pyro_dvi.plots.style import VERMILLION, blue, column, own_axes, quiet
 
 __all__ = ["regression_band"]
@@ -107,7 +107,10 @@ def regression_band(
 
 def _of_output(prediction: Any, name: str, length: int, output: int | None) -> np.ndarray | None:
     """One number for each input, or None where the prediction does not know it."""
-    given = prediction.get(name) if isinstance(prediction, Mapping) else getattr(prediction, name, None)
+    try:
+        given = prediction.get(name) if isinstance(prediction, Mapping) else getattr(prediction, name, None)
+    except UnsupportedError:
+        given = None
     if given is None:
         return None
     values = (
