@@ -5,7 +5,7 @@ VOGN, OGN and IVON (NaturalGradientGuide + NaturalGradientELBO, optimizers witho
 VI by sampled weights (AutoNormal, "BBB") and by sampled pre-activations, and MC dropout train the same network from the
 same prior. The only thing tuned is the temperature: for VOGN, BBB and MAP from one list by NLL on validation data, and
 the others take that of their relative among these three. Step sizes fall to zero over the epochs and the last weights
-count; only "MAP, stopped early" goes back to its best epoch on validation data. At its temperature VOGN trains once
+count; only "MAP, stopped early" goes back to its best epoch on validation data. At each temperature VOGN trains once
 more for three times as long.
 
     python benchmarks/vogn_quality.py --data-dir DIR                        # everything, about an hour on one core
@@ -137,8 +137,8 @@ class Bench:
         for name in tuned:
             for temperature in self.task.temperatures:
                 self.runs(name, temperature, self.epochs)
-        if "VOGN" in tuned:
-            self.runs("VOGN", self.temperature_of("VOGN"), 3 * self.epochs)
+                if name == "VOGN":
+                    self.runs(name, temperature, 3 * self.epochs)
         for name in methods:
             relative = METHODS[name].relative
             if relative is not None:

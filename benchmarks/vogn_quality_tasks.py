@@ -138,7 +138,7 @@ TASKS = {
     "MNIST, 2,000": Task(
         lenet,
         partial(_images, "MNIST", 2000, ("FashionMNIST", "notMNIST")),
-        (0.03, 0.1),
+        (0.01, 0.03, 0.1),
         20,
         100,
         3e-3,
@@ -146,7 +146,7 @@ TASKS = {
     "CIFAR-10, 2,000": Task(
         lambda: lenet(channels=3, padding=0),
         partial(_images, "CIFAR10", 2000, ("noise",)),
-        (0.1, 0.3),
+        (0.03, 0.1),
         20,
         100,
         3e-3,

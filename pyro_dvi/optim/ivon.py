@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from pyro_dvi.natural_state import NaturalState, Statistics
-from pyro_dvi.optim.natural_gradient import NaturalGradientOptimizer, scaled_prior
+from pyro_dvi.optim.natural_gradient import NaturalGradientOptimizer, move_along, scaled_prior
 
 __all__ = ["IVONOptimizer"]
 
@@ -80,5 +80,5 @@ class IVONOptimizer(NaturalGradientOptimizer):
             curvature.lerp_(estimate, 1 - beta2).add_(correction)
         direction = (momentum / (1 - beta1**count)).add_(prior * (loc - measured.prior_loc))
         precision = curvature + prior
-        loc.addcdiv_(direction, precision + group["damping"], value=-factor * group["lr"])
+        move_along(loc, direction.div_(precision + group["damping"]), measured, group, factor)
         return precision.mul_(num_data / measured.temperature)

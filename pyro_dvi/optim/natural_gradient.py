@@ -48,9 +48,10 @@ class NaturalGradientOptimizer(Optimizer):
         self,
         params: Iterable[Any],
         *,
-        lr: float = 0.03,
+        lr: float = 0.1,
         betas: tuple[float, float] = (0.9, 0.999),
         damping: float = 0.0,
+        clip_radius: float | None = 0.3,
         data_augmentation: float = 1.0,
         initial_curvature: float | None = None,
         warmup_steps: int = 100,
@@ -63,6 +64,7 @@ class NaturalGradientOptimizer(Optimizer):
             lr=lr,
             betas=betas,
             damping=damping,
+            clip_radius=clip_radius,
             data_augmentation=data_augmentation,
             initial_curvature=initial_curvature,
             warmup_steps=warmup_steps,
@@ -147,8 +149,9 @@ class NaturalGradientOptimizer(Optimizer):
                         f"{type(self).__name__} got means with a gradient but no curvature: train with "
                         "NaturalGradientELBO, and take one step for each backward pass"
                     )
-                factor *= warm_up(memory["step"], group["warmup_steps"], total)
-                self._natural_step(parameter, measured, memory, group, factor)
+                rise = warm_up(memory["step"], group["warmup_steps"], total)
+                measured.temperature *= rise
+                self._natural_step(parameter, measured, memory, group, factor * rise)
                 measured.clear()
                 ask(parameter, self.wanted)
         return loss
@@ -263,6 +266,14 @@ def scaled_prior(measured: NaturalState, group: dict[str, Any]) -> tuple[float, 
     r"""Return the effective number of data :math:`\rho N` and :math:`\tilde\delta`."""
     num_data = group["data_augmentation"] * measured.num_data
     return num_data, measured.temperature * measured.prior_precision / num_data
+
+
+def move_along(loc: Tensor, direction: Tensor, measured: NaturalState, group: dict[str, Any], factor: float) -> None:
+    r"""Move means against a preconditioned direction, each weight's bounded by ``clip_radius`` prior scales."""
+    if group["clip_radius"] is not None:
+        bound = measured.prior_precision.rsqrt().mul_(group["clip_radius"])
+        direction = torch.maximum(torch.minimum(direction, bound), bound.neg_())
+    loc.add_(direction, alpha=-factor * group["lr"])
 
 
 def _adam(parameter: Tensor, memory: dict[str, Any], lr: float) -> None:

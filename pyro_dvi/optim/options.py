@@ -24,6 +24,7 @@ def check_options(
     lr: float,
     betas: Any,
     damping: float,
+    clip_radius: float | None,
     data_augmentation: float,
     initial_curvature: float | None,
     warmup_steps: int,
@@ -39,6 +40,7 @@ def check_options(
         ("lr", lr),
         ("data_augmentation", data_augmentation),
         ("deterministic_lr", deterministic_lr),
+        ("clip_radius", 1.0 if clip_radius is None else clip_radius),
         ("initial_curvature", 1.0 if initial_curvature is None else initial_curvature),
     ):
         if not (_is_finite(rate) and rate > 0):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pyro_dvi.errors import ArgumentError
 from pyro_dvi.natural_state import NaturalState, Statistics
-from pyro_dvi.optim.natural_gradient import NaturalGradientOptimizer, scaled_prior
+from pyro_dvi.optim.natural_gradient import NaturalGradientOptimizer, move_along, scaled_prior
 
 __all__ = ["AsPrinted", "Consistent", "Formulation", "OGNOptimizer", "VOGNOptimizer"]
 
@@ -209,7 +209,7 @@ class VOGNOptimizer(NaturalGradientOptimizer):
         )  # the curvature is that of this minibatch
         if measured.squares is not None and not is_start:  # a first step after IVON has none
             self.formulation.update_curvature(curvature, step)
-        loc.addcdiv_(direction, curvature + prior + step.damping, value=-factor * group["lr"])
+        move_along(loc, direction / (curvature + prior + step.damping), measured, group, factor)
         return self.formulation.precision(curvature, step)
 
 

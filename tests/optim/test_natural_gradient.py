@@ -64,7 +64,9 @@ class Reference:
         g = [self.gradients(x, y, self.loc + scale * noise) for noise in noises]
         return np.mean([k.mean(0) for k in g], 0), np.mean([(k**2).mean(0) for k in g], 0)
 
-    def vogn(self, x, y, noises, *, lr, betas, damping, rho, tau, printed=False, forgetting=2.0) -> None:
+    def vogn(
+        self, x, y, noises, *, lr, betas, damping, rho, tau, printed=False, forgetting=2.0, radius=np.inf
+    ) -> None:
         g, h = self.measure(x, y, noises)
         n = rho * N
         delta = tau * self.delta / n
@@ -85,10 +87,11 @@ class Reference:
             self.s = h
         else:
             self.s = (1 - tau * (1 - betas[1])) * self.s + (1 - betas[1]) * h
-        self.loc = self.loc - lr * direction / (self.s + delta + damping)
+        bound = radius * self.delta**-0.5
+        self.loc = self.loc - lr * np.clip(direction / (self.s + delta + damping), -bound, bound)
         self.precision = n * (self.s + delta + damping) if printed else n / tau * (self.s + delta)
 
-    def ivon(self, x, y, noise, *, lr, betas, rho, tau) -> None:
+    def ivon(self, x, y, noise, *, lr, betas, rho, tau, radius=np.inf) -> None:
         g, h = self.measure(x, y, [noise])
         n = rho * N
         delta = tau * self.delta / n
@@ -101,7 +104,8 @@ class Reference:
             self.s = betas[1] * self.s + (1 - betas[1]) * estimate + rest
         self.momentum = betas[0] * self.momentum + (1 - betas[0]) * g
         direction = self.momentum / (1 - betas[0] ** self.t) + delta * (self.loc - self.prior_loc)
-        self.loc = self.loc - lr * direction / (self.s + delta)
+        bound = radius * self.delta**-0.5
+        self.loc = self.loc - lr * np.clip(direction / (self.s + delta), -bound, bound)
         self.precision = n / tau * (self.s + delta)
 
 
@@ -138,7 +142,8 @@ def run(optimizer, step, *, tau: float, particles: int = 1, steps: int = 50) -> 
 
 
 SETTINGS = {"lr": 0.05, "betas": (0.8, 0.9), "damping": 1e-2, "rho": 3.0}
-OPTIONS = {k: v for k, v in SETTINGS.items() if k != "rho"} | {"data_augmentation": 3.0, "warmup_steps": 0}
+OPTIONS = {k: v for k, v in SETTINGS.items() if k != "rho"}
+OPTIONS |= {"data_augmentation": 3.0, "warmup_steps": 0, "clip_radius": None}
 
 
 @pytest.mark.parametrize("tau", [1.0, 0.1])
@@ -170,12 +175,35 @@ def test_a_given_curvature_is_forgotten_at_the_final_rate_only():
     run(VOGN({**OPTIONS, "initial_curvature": 0.2}), step, tau=0.5, steps=10)
 
 
-def test_the_learning_rate_rises_over_the_first_steps():
+def test_learning_rate_and_temperature_rise_over_the_first_steps():
     def step(reference, x, y, noises, t):
-        lr = SETTINGS["lr"] * min(1, (t + 1) / 8)
-        reference.vogn(x, y, noises, tau=0.5, **{**SETTINGS, "lr": lr})
+        rise = min(1, (t + 1) / 8)
+        reference.vogn(x, y, noises, tau=0.5 * rise, **{**SETTINGS, "lr": rise * SETTINGS["lr"]})
 
     run(VOGN({**OPTIONS, "warmup_steps": 8}), step, tau=0.5, steps=20)
+
+
+@pytest.mark.parametrize("radius", [0.3, 1.0])
+def test_a_step_is_bounded_in_units_of_the_prior_scale(radius):
+    bounded = []
+
+    def step(reference, x, y, noises, t):
+        before = reference.loc
+        reference.vogn(x, y, noises, tau=0.5, radius=radius, **SETTINGS)
+        length = np.abs(reference.loc - before) * reference.delta**0.5 / (radius * SETTINGS["lr"])
+        bounded.append(length > 1 - 1e-6)
+
+    run(VOGN({**OPTIONS, "clip_radius": radius}), step, tau=0.5, steps=20)
+    assert 0 < np.mean(bounded) < 1  # of some weights in some steps
+
+
+def test_so_are_those_of_ivon():
+    settings = {k: v for k, v in SETTINGS.items() if k != "damping"}
+
+    def step(reference, x, y, noises, t):
+        reference.ivon(x, y, noises[0], tau=0.5, radius=0.05, **settings)
+
+    run(IVON({k: v for k, v in OPTIONS.items() if k != "damping"} | {"clip_radius": 0.05}), step, tau=0.5)
 
 
 def test_ogn_measures_at_the_mean():
@@ -203,6 +231,7 @@ def test_both_formulations_agree_at_temperature_one_but_for_the_length_of_the_st
         guide = NaturalGradientGuide(model)
         # With a curvature to start from both forget at the same rate.
         options = {"lr": lr, "betas": (0.0, 0.9), "initial_curvature": 0.2, "formulation": formulation}
+        options["warmup_steps"] = 0
         svi = SVI(model, guide, VOGN(options), loss=NaturalGradientELBO())
         for _ in range(30):
             svi.step(x, y)
