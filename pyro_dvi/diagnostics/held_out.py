@@ -33,7 +33,8 @@ def compare_held_out(predictions: Mapping[str, Prediction], y: Any = None) -> An
 
     Args:
         predictions: by name, each of the same data: same site, same examples in the same order.
-        y: held-out observations, examples first; by default those that came with the predictions.
+        y: held-out observations, examples first; by default those that came with the predictions. What the model
+            masks is left out.
 
     Returns:
         ``pandas.DataFrame``, a row for each name from best to worst, with ``rank``, ``elpd`` and its standard error
@@ -42,7 +43,7 @@ def compare_held_out(predictions: Mapping[str, Prediction], y: Any = None) -> An
 
     Raises:
         ArgumentError: no predictions, or something else in their place.
-        DataError: predictions of other examples, sites or observations than the first.
+        DataError: predictions of other examples, sites, observations or masks than the first.
 
     Source: Vehtari, Gelman & Gabry (2017), "Practical Bayesian model evaluation using leave-one-out cross-validation
     and WAIC", Eq. 23-24, for held-out data.
@@ -91,7 +92,7 @@ def _scores(predictions: Mapping[str, Prediction], y: Any) -> dict[str, Tensor]:
         raise ArgumentError(
             "predictions must map names to what predict returned, as {'at the mean': prediction}"
         )
-    scores: dict[str, Tensor] = {}
+    found: dict[str, Tensor] = {}
     first_name, first = next(iter(predictions.items()))
     for name, prediction in predictions.items():
         if not isinstance(prediction, Prediction):
@@ -109,8 +110,14 @@ def _scores(predictions: Mapping[str, Prediction], y: Any) -> dict[str, Tensor]:
                 "(a loader without shuffle), with each"
             )
         score = prediction.log_likelihood(y).detach().double().cpu()
-        scores[name] = score.reshape(len(score), -1).sum(-1)  # the parts of an example are no examples
-    return scores
+        found[name] = score.reshape(len(score), -1)
+        if not torch.equal(found[name].isnan(), found[first_name].isnan()):
+            raise DataError(
+                f"{name!r} and {first_name!r} mask other observations: score the same ones with each"
+            )
+    counts = ~found[first_name].isnan()  # not a number: masked
+    # The parts of an example are no examples, and one that is masked as a whole is none.
+    return {name: score[counts.any(-1)].nansum(-1) for name, score in found.items()}
 
 
 def _differ(a: Tensor | None, b: Tensor | None) -> bool:

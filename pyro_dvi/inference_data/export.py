@@ -125,7 +125,8 @@ def to_arviz(
             lengths, names in ``coords`` or ``dims`` that fit nothing, or several arguments that may be the observation.
         DataError: data that cannot be right, as in :func:`~pyro_dvi.predict`; observations in some batches only.
         GuideError: the guide was never run, has no mean, or is an AutoLaplaceApproximation before its Gaussian.
-        ModelError: no observed site, or several without an observation and no ``site``.
+        ModelError: no observed site, several without an observation and no ``site``, or one that is called like a
+            dimension of ArviZ.
         UnsupportedError: a mask that depends on the draw or cuts events, a prior that cannot be drawn from, or a method
             of a LaplaceGuide without draws.
 

@@ -7,13 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from pyro_dvi.errors import ArgumentError
+from pyro_dvi.errors import ArgumentError, ModelError
 from pyro_dvi.inference_data.names import close_names, safe_name
 
 __all__ = ["Group", "check_names"]
 
 Dims = Mapping[Any, Sequence[Any]]
 Coords = Mapping[Any, Any]
+
+_SAMPLE_DIMS = ("chain", "draw")
 
 
 @dataclass
@@ -33,8 +35,16 @@ class Group:
     coords: dict[str, np.ndarray] = field(default_factory=dict)
 
     def add(self, name: str, array: np.ndarray, suggested: Sequence[str | None] = ()) -> None:
-        """Add a variable; draws come without their chain."""
+        """Add a variable; draws come without their chain.
+
+        Raises:
+            ModelError: its name is that of one of ArviZ's dimensions.
+        """
         name = safe_name(name)
+        if name in _SAMPLE_DIMS:
+            raise ModelError(
+                f"ArviZ calls a dimension {name!r}: rename the site or input of this name in the model"
+            )
         self.arrays[name] = array[None] if self.sampled else array
         self.suggested[name] = tuple(suggested)
 
@@ -57,7 +67,7 @@ class Group:
             for i in range(len(mine), len(shape)):
                 dim = suggested[i]
                 fits = lengths.get(dim, shape[i]) == shape[i] and dim not in mine
-                if dim is None or not fits or dim in self.arrays or dim in ("chain", "draw"):
+                if dim is None or not fits or dim in self.arrays or dim in _SAMPLE_DIMS:
                     dim = f"{name}_dim_{i}"
                 mine.append(dim)
             lengths.update(zip(mine, shape, strict=True))

@@ -15,7 +15,7 @@ from pyro_dvi.inference_data.predictive import SiteExport
 from pyro_dvi.inference_data.prior import PriorSamples
 from pyro_dvi.predictive import PredictionRule
 from pyro_dvi.predictive.batches import Batch
-from pyro_dvi.predictive.predict import at_tuned_scales
+from pyro_dvi.predictive.predict import at_constants_of_fit, at_tuned_scales
 from pyro_dvi.predictive.rules import example_latents
 from pyro_dvi.predictive.run import respond
 
@@ -82,16 +82,14 @@ def pass_over(
     for batch in batches:
         nodes = observed_run(model, batch, example_latents(guide, batch.inputs))
         observed = observations(batch, posterior.sites, nodes)
-        for r, (rule, _) in enumerate(rules):
-            for export in exports[r]:
+        for s, site in enumerate(posterior.sites):
+            run = at_tuned_scales(guide, partial(respond, model, batch, site=site))
+            torch.manual_seed(seed)
+            components = posterior.rule.components(guide, batch.inputs, at_constants_of_fit(guide, run))
+            exports[0][s].add(components, observed.get(site), nodes[site])
+            if prior is not None:
                 torch.manual_seed(seed)
-                run = at_tuned_scales(guide, partial(respond, model, batch, site=export.site))
-                components = rule.components(guide, batch.inputs, run)
-                export.add(
-                    components,
-                    observed.get(export.site) if rule is posterior.rule else None,
-                    nodes[export.site],
-                )
+                exports[1][s].add(prior.components(guide, batch.inputs, run), None, nodes[site])
         inputs.append(batch.inputs)
     found = Pass()
     rows = exports[0][0].rows()

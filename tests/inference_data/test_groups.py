@@ -11,7 +11,7 @@ from torch import nn
 
 import pyro_dvi as dvi
 from pyro_dvi import AtMean, MeanFieldGuide, Moments, Samples, TaylorELBO, to_arviz
-from pyro_dvi.errors import ArgumentError, DataError, DviWarning, UnsupportedError
+from pyro_dvi.errors import ArgumentError, DataError, DviWarning, ModelError, UnsupportedError
 from pyro_dvi.inference_data import from_prediction
 from pyro_dvi.training import History
 from tests.inference_data.reading import groups, reopened, values
@@ -212,11 +212,21 @@ def test_a_plate_that_is_called_like_a_variable_names_no_dimension():
     def confusing(x, y=None):
         slope = pyro.sample("slope", dist.Normal(0.0, 1.0))
         with pyro.plate("x", len(x)):
-            return pyro.sample("draw", dist.Normal(slope * x, 0.5), obs=y)
+            return pyro.sample("obs", dist.Normal(slope * x, 0.5), obs=y)
 
     exported = to_arviz(confusing, guide, (X, Y), 4)
     assert exported["constant_data"]["x"].dims == ("x_dim_0",)
-    assert exported["log_likelihood"]["draw"].dims == ("chain", "draw", "x")
+    assert exported["log_likelihood"]["obs"].dims == ("chain", "draw", "x")
+
+
+def test_a_site_that_is_called_like_a_dimension_of_arviz_is_refused():
+    def confusing(x, y=None):
+        slope = pyro.sample("slope", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", len(x)):
+            return pyro.sample("draw", dist.Normal(slope * x, 0.5), obs=y)
+
+    with pytest.raises(ModelError, match="ArviZ calls a dimension 'draw'"):
+        to_arviz(confusing, guide, (X, Y), 4)
 
 
 def test_nested_inputs_are_named_by_their_path():
