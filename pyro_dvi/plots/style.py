@@ -9,6 +9,7 @@ Source: Okabe & Ito (2008), "Color universal design".
 """
 
 import math
+from functools import partial
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -18,7 +19,7 @@ from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.font_manager import font_scalings
-from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+from matplotlib.ticker import FuncFormatter, Locator, LogLocator, NullLocator
 
 from pyro_dvi.errors import ArgumentError, DataError
 
@@ -120,12 +121,27 @@ def is_narrow(ax: Axes) -> bool:
 
 def name_rows(ax: Axes, names: list[str]) -> None:
     """Name the rows 0, 1, ... of ``ax``, the first at the top; every k-th where not all names have room."""
-    room = max(1, int(_size(ax)[1] / (1.15 * rcParams["font.size"] * font_scalings["small"])))
-    step = -(-len(names) // room)
-    places = list(range(0, len(names), step))
-    ax.set_yticks(places, [shortened(names[k]) for k in places], fontsize="small")
-    ax.tick_params(axis="y", length=0)
+    shown = [shortened(name) for name in names]
+    ax.yaxis.set_major_locator(_Rows(ax, len(names)))
+    ax.yaxis.set_major_formatter(FuncFormatter(partial(_row_name, shown)))
+    ax.tick_params(axis="y", length=0, labelsize="small")
     ax.set_ylim(len(names) - 0.5, -0.5)
+
+
+class _Rows(Locator):
+    """Every row, or every k-th, as the height that a layout engine leaves allows."""
+
+    def __init__(self, ax: Axes, count: int) -> None:
+        self.ax = ax
+        self.count = count
+
+    def __call__(self) -> list[int]:
+        room = _size(self.ax)[1] / (1.2 * rcParams["font.size"] * font_scalings["small"])
+        step = -(-self.count // max(1, int(room)))
+        return list(range(0, self.count, step))
+
+    def tick_values(self, vmin: float, vmax: float) -> list[int]:
+        return self()
 
 
 def log_ticks(axis: Axis) -> None:
@@ -136,7 +152,7 @@ def log_ticks(axis: Axis) -> None:
     subs = next((subs for subs in ((1, 2, 5), (1, 3)) if len(subs) * decades <= room), (1,))
     axis.set_major_locator(LogLocator(subs=subs, numticks=max(2, int(room))))
     axis.set_minor_locator(NullLocator())
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_major_formatter(FuncFormatter(_plain))
 
 
 def shortened(name: str, longest: int = LONGEST_NAME) -> str:
@@ -162,13 +178,21 @@ def column(values: Any, name: str) -> np.ndarray:
     return numbers
 
 
+def _row_name(names: list[str], place: float, _position: int | None) -> str:
+    return names[int(place)]
+
+
+def _plain(value: float, _position: int | None) -> str:
+    return f"{value:g}"
+
+
 def _is_dark(ax: Axes) -> bool:
     red, green, blue = to_rgb(ax.get_facecolor())
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue < 0.4
 
 
 def _size(ax: Axes) -> tuple[float, float]:
-    """Width and height in points, before a layout engine makes room for labels."""
+    """Width and height in points; before the figure is drawn, without what a layout engine takes for labels."""
     figure = ax.get_figure(root=True)
     assert figure is not None, "axes belong to a figure"
     place, (width, height) = ax.get_position(), figure.get_size_inches()

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What all plots promise: nothing is loaded or changed that was not asked for, and labels have room."""
 
+import pickle
 import subprocess
 import sys
 
@@ -33,6 +34,15 @@ def test_names_are_thinned_out_where_they_have_no_room():
     assert 5 < len(boxes) < 20
     assert not any(a.overlaps(b) for a, b in zip(boxes, boxes[1:], strict=False))
     assert ax.get_ylim() == (99.5, -0.5)
+
+
+def test_figures_can_be_pickled():
+    figure, ax = plt.subplots()
+    style.name_rows(ax, ["a", "b"])
+    ax.set_xscale("log")
+    style.log_ticks(ax.xaxis)
+    copy = pickle.loads(pickle.dumps(figure))
+    assert [label.get_text() for label in copy.axes[0].get_yticklabels()] == ["a", "b"]
 
 
 def test_long_names_keep_their_ends():
