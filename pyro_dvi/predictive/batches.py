@@ -25,6 +25,7 @@ class Batch:
         num_rows: number of examples.
         start: place of the first of them in the whole data.
         observed_as: the model's argument that takes the observation, by position or name; None without one.
+        mask: which observed values the model lets count, of the shape of one draw; None if all.
     """
 
     inputs: tuple[Any, ...]
@@ -32,6 +33,7 @@ class Batch:
     num_rows: int
     start: int
     observed_as: int | str | None = None
+    mask: Tensor | None = None
 
     def with_observation(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments of a call in which the model sees the observation."""

@@ -67,6 +67,7 @@ class Linearised(PredictionRule):
     num_points: int = 256
 
     num_components = 1
+    tells_noise_apart = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.link, ClassLink):

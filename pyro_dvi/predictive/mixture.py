@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Accumulate an equally weighted mixture of distributions, one component at a time.
+r"""Accumulate an equally weighted mixture of distributions, one component or many at a time.
 
-Nothing grows with the number of components: moments by Welford's updates and the law of total variance,
+Nothing grows with the number of components: moments by Welford's and Chan's updates and the law of total variance,
 
 .. math::
     \mathrm{E}[y] = \tfrac1K\textstyle\sum_k m_k, \qquad
-    \mathrm{Var}[y] = \tfrac1K\sum_k v_k + \tfrac1K\sum_k (m_k - \mathrm{E}[y])^2,
+    \mathrm{Var}[y] = \underbrace{\tfrac1K\textstyle\sum_k v_k}_{\text{aleatoric}}
+        + \underbrace{\tfrac1K\textstyle\sum_k (m_k - \mathrm{E}[y])^2}_{\text{epistemic}},
 
-class probabilities and densities of observed values by log-sum-exp.
+class probabilities and densities of observed values by log-sum-exp. The components themselves are kept only if that is
+asked for.
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import pyro.distributions as dist
@@ -19,62 +21,23 @@ import torch
 from torch import Tensor
 from torch import distributions as td
 
-from pyro_dvi.errors import DataError, UnsupportedError
+from pyro_dvi.links.mixture import weighted_mixture
+from pyro_dvi.predictive.component import (
+    base_of,
+    check_events,
+    checked_log_prob,
+    class_log_probabilities,
+    filled,
+    statistics,
+    with_any,
+)
+from pyro_dvi.predictive.part import Part
 from pyro_dvi.predictive.run import Response
 
 __all__ = ["Mixture", "Part", "checked_log_prob", "class_log_probabilities"]
 
-
-@dataclass(frozen=True)
-class Part:
-    """The predictive distribution of one batch; tensors have the examples in their first dimension.
-
-    Attributes:
-        kind: name of the components' distribution.
-        mean: predictive mean, one-hot for classes; None where the distribution has none.
-        variance: predictive variance; None where the distribution has none.
-        log_probabilities: of each class in the last dimension; None if the response is no class.
-        log_likelihood: of the observed values; None if there were none.
-        observed: the observed values; None if there were none.
-        distribution: the mixture as one distribution object; None where it has no such form.
-        is_masked: whether the model masks some of the values.
-        axis: the dimension of its batch shape that counts examples, negative.
-        num_rows: number of examples.
-    """
-
-    kind: str
-    mean: Tensor | None
-    variance: Tensor | None
-    log_probabilities: Tensor | None
-    log_likelihood: Tensor | None
-    observed: Tensor | None
-    distribution: Any
-    is_masked: bool
-    axis: int
-    num_rows: int
-
-    def log_prob(self, values: Tensor, site: str) -> Tensor:
-        """Log density of other values, examples first."""
-        if self.distribution is None:
-            raise UnsupportedError(
-                f"the prediction at site {site!r} averages several {self.kind} distributions and kept none of them: "
-                "give predict the observed values, predict(model, guide, (x, y), ...), and they are scored on the way"
-            )
-        native = values.movedim(0, self.axis - len(self.distribution.event_shape)) if values.dim() else values
-        return checked_log_prob(self.distribution, native, site).movedim(self.axis, 0)
-
-    def entropy(self, site: str) -> Tensor:
-        """Entropy of the predictive distribution in nats, examples first."""
-        try:
-            if self.distribution is None:
-                raise NotImplementedError
-            entropy: Tensor = self.distribution.entropy()
-        except NotImplementedError as error:
-            raise UnsupportedError(
-                f"the entropy of the predictive distribution at site {site!r} ({self.kind}) has no closed form; it "
-                "has for classes, and for one component (AtMean) of a distribution with an entropy() of its own"
-            ) from error
-        return entropy.movedim(self.axis, 0)
+_LOG = ("log_probabilities", "log_likelihood")  # averaged as probabilities
+_PLAIN = ("variance", "entropy")  # averaged as they are
 
 
 class Mixture:
@@ -83,157 +46,146 @@ class Mixture:
     Args:
         observed: values to score as they come, or None.
         num_rows: number of examples.
+        mask: which observed values count; None if all do, or if only the model's run without them says so.
+        keep: whether to keep the moments or probabilities of every component.
     """
 
-    def __init__(self, observed: Tensor | None, num_rows: int) -> None:
+    def __init__(
+        self, observed: Tensor | None, num_rows: int, mask: Tensor | None = None, *, keep: bool = False
+    ) -> None:
         self.observed = observed
         self.num_rows = num_rows
+        self.mask = mask
         self.count = 0
-        self.mean: Tensor | None = None
-        self.within: Tensor | None = None  # mean of the components' variances
-        self.between: Tensor | None = None  # sum of squared distances of their means from the mean
-        self.log_probabilities: Tensor | None = None  # log of the sum over components, as is the next
-        self.log_likelihood: Tensor | None = None
+        self.averages: dict[str, Tensor] = {}  # "log_..." of the sum over components, the others of the mean
+        self.between: Tensor | None = None  # sum of squared distances of the components' means from the mean
         self.last: Response | None = None
+        self._keep = keep
+        self._kept: list[dict[str, Tensor]] = []
+        self._scored: Tensor | None = (
+            None  # what is observed, with possible values in place of the masked ones
+        )
+
+    @property
+    def site(self) -> str:
+        """The observed site."""
+        assert self.last is not None, "a rule gave no component"
+        return self.last.site
 
     def add(self, response: Response) -> None:
-        """Add a component."""
-        self.count += 1
-        self.last = response
+        """Add a component, having checked what was observed.
+
+        Raises:
+            DataError: observed values of another shape, or impossible under this component.
+        UnsupportedError: a mask cuts observations that the distribution scores as a whole.
+        """
         fn = response.distribution
-        if self.observed is None and response.is_observed:
-            self.observed = response.value
-        if self.observed is not None:
-            self.log_likelihood = _log_add(
-                self.log_likelihood, checked_log_prob(fn, self.observed, response.site)
-            )
-        classes = class_log_probabilities(fn)
-        self.log_probabilities = None if classes is None else _log_add(self.log_probabilities, classes)
-        mean, variance = _moments(fn)
-        if mean is None or variance is None:
-            return
-        if self.mean is None or self.within is None or self.between is None:
-            self.mean, self.within, self.between = mean.clone(), variance.clone(), torch.zeros_like(mean)
-        else:
-            step = mean - self.mean
-            self.mean = self.mean + step / self.count
-            self.between = self.between + step * (mean - self.mean)
-            self.within = self.within + (variance - self.within) / self.count
+        if self.last is None:
+            if self.observed is None and response.is_observed:
+                self.observed = response.value
+            self.mask = _both(self.mask, response.mask)
+            if self.observed is not None:
+                self._scored = filled(self.observed, self.mask, fn)
+                check_events(fn, self.mask, response.site)
+        self.last = response
+        if self._scored is not None:
+            checked_log_prob(fn, self._scored, response.site)
+        self.add_statistics({name: value.unsqueeze(0) for name, value in self.statistics(fn).items()})
+
+    def statistics(self, fn: Any) -> dict[str, Tensor]:
+        """Return what is averaged over components, for one of them, without checks."""
+        return statistics(fn, self._scored)
+
+    def add_statistics(self, many: Mapping[str, Tensor]) -> None:
+        """Add several components by their statistics, stacked in the first dimension."""
+        count = len(next(iter(many.values())))
+        total = self.count + count
+        for name, values in many.items():
+            old = self.averages.get(name)
+            if name in _LOG:
+                new = values.logsumexp(0)
+                self.averages[name] = new if old is None else torch.logaddexp(old, new)
+            elif name in _PLAIN:
+                new = values.mean(0)
+                self.averages[name] = new if old is None else old + (new - old) * (count / total)
+        if "mean" in many:
+            mean = many["mean"].mean(0)
+            between = (many["mean"] - mean).square().sum(0)
+            if self.between is not None:
+                step = mean - self.averages["mean"]
+                between = self.between + between + step.square() * (self.count * count / total)
+                mean = self.averages["mean"] + step * (count / total)
+            self.averages["mean"], self.between = mean, between
+        self.count = total
+        if self._keep:
+            self._kept.append(dict(many))
 
     def finish(self) -> Part:
         """Return the summary of everything added."""
         assert self.last is not None, "a rule gave no component"
         fn, axis, log_count = self.last.distribution, self.last.axis, math.log(self.count)
         event_dim = len(fn.event_shape)
-        base = _base(fn)
-        extra = (
-            1 if isinstance(base, td.Categorical) else 0
-        )  # the moments of a class are those of its one-hot code
-        variance = None
-        if self.within is not None and self.between is not None:
-            variance = self.within + self.between / self.count
-        log_p = None if self.log_probabilities is None else self.log_probabilities - log_count
-        merged = fn if self.count == 1 else _as_one_distribution(fn, log_p)
-        if isinstance(base, td.Bernoulli):
-            class_dims = 1
-        else:
-            class_dims = 0 if isinstance(base, td.OneHotCategorical) else 1
+        base = base_of(fn)
+        # Dimensions on the right of the batch shape: the moments of a class are those of its one-hot code.
+        of_moments = event_dim + (1 if isinstance(base, td.Categorical) else 0)
+        of_classes = event_dim + (0 if isinstance(base, td.OneHotCategorical) else 1)
+        of_labels = of_classes - 1
+        found = {name: value - log_count if name in _LOG else value for name, value in self.averages.items()}
+        kept = {name: torch.cat([k[name] for k in self._kept]) for name in found} if self._keep else {}
+        right = {"log_probabilities": of_classes, "entropy": of_labels, "log_likelihood": 0}
 
-        def first(value: Tensor | None, more: int) -> Tensor | None:
-            return None if value is None else value.movedim(axis - more, 0)
+        def first(value: Tensor | None, more: int, to: int = 0) -> Tensor | None:
+            return None if value is None else value.movedim(axis - more, to)
 
+        log_likelihood = first(found.get("log_likelihood"), 0)
+        mask = first(self.mask, event_dim)
+        scored = None if mask is None else with_any(mask, event_dim)
+        if scored is not None and log_likelihood is not None:
+            log_likelihood = log_likelihood.masked_fill(~scored, math.nan)
+        between = None if self.between is None else self.between / self.count
         return Part(
             kind=type(base).__name__,
-            mean=first(self.mean, event_dim + extra),
-            variance=first(variance, event_dim + extra),
-            log_probabilities=first(log_p, event_dim + class_dims),
-            log_likelihood=first(None if self.log_likelihood is None else self.log_likelihood - log_count, 0),
+            mean=first(found.get("mean"), of_moments),
+            aleatoric=first(found.get("variance"), of_moments),
+            epistemic=first(between, of_moments),
+            log_probabilities=first(found.get("log_probabilities"), of_classes),
+            expected_entropy=first(found.get("entropy"), of_labels),
+            log_likelihood=log_likelihood,
             observed=first(self.observed, event_dim),
-            distribution=merged,
-            is_masked=self.last.is_masked,
+            mask=mask,
+            scored=scored,
+            distribution=self._distribution(fn, found.get("log_probabilities"), kept),
+            draws={
+                name: value.movedim(axis - right.get(name, of_moments), 1) for name, value in kept.items()
+            },
+            count=self.count,
             axis=axis,
             num_rows=self.num_rows,
         )
 
-
-def class_log_probabilities(fn: Any) -> Tensor | None:
-    """Log-probabilities of the classes in the last dimension, or None if ``fn`` is not over classes."""
-    base = _base(fn)
-    if isinstance(base, td.Bernoulli):
-        return torch.nn.functional.logsigmoid(torch.stack([-base.logits, base.logits], -1))
-    if isinstance(base, (td.Categorical, td.OneHotCategorical)):
-        return torch.log_softmax(base.logits, -1)
-    return None
-
-
-def checked_log_prob(fn: Any, values: Tensor, site: str) -> Tensor:
-    """Log density of ``values``, which must have the shape of one draw and lie in the support.
-
-    Raises:
-        DataError: another shape (broadcasting would score every value against every prediction), or impossible values.
-    """
-    expected = tuple(fn.batch_shape) + tuple(fn.event_shape)
-    kind = type(_base(fn)).__name__
-    if tuple(values.shape) != expected:
-        raise DataError(
-            f"site {site!r} ({kind}): observed values have shape {tuple(values.shape)}, the predictions {expected}"
-        )
-    reference = _parameter(fn)
-    if not values.is_floating_point() and not isinstance(_base(fn), td.Categorical):
-        values = values.to(reference.dtype)
-    inside = fn.support is None or bool(fn.support.check(values).all())
-    if isinstance(_base(fn), td.Categorical):
-        inside = inside and torch.equal(values, values.long().to(values.dtype))
-    if not inside:
-        raise DataError(
-            f"site {site!r}: observed values from {float(values.min()):.6g} to {float(values.max()):.6g} include "
-            f"some that {kind} cannot give (its support: {fn.support})"
-        )
-    log_prob: Tensor = fn.log_prob(values)
-    return log_prob
+    def _distribution(self, fn: Any, log_probabilities: Tensor | None, kept: Mapping[str, Tensor]) -> Any:
+        """Return the mixture as one distribution: classes mix into classes, kept Normals into a mixture of them."""
+        if self.count == 1:
+            return fn
+        base = base_of(fn)
+        if isinstance(base, td.Normal) and kept:
+            normals: Any = dist.Normal(
+                kept["mean"].movedim(0, len(fn.batch_shape)),
+                kept["variance"].sqrt().movedim(0, len(fn.batch_shape)),
+            ).to_event(len(fn.event_shape))
+            return weighted_mixture(kept["mean"].new_full((self.count,), 1 / self.count), normals)
+        if log_probabilities is None:
+            return None
+        if isinstance(base, td.OneHotCategorical):
+            return dist.OneHotCategorical(logits=log_probabilities)
+        if len(fn.event_shape):
+            return None  # labels of one example are dependent under the mixture
+        if isinstance(base, td.Bernoulli):
+            return dist.Bernoulli(logits=log_probabilities[..., 1] - log_probabilities[..., 0])
+        return dist.Categorical(logits=log_probabilities)
 
 
-def _parameter(fn: Any) -> Tensor:
-    """Any floating-point parameter of the distribution, for its dtype."""
-    base = _base(fn)
-    for name in base.arg_constraints:
-        value = base.__dict__.get(name)
-        if torch.is_tensor(value) and value.is_floating_point():
-            return value
-    return torch.empty(())
-
-
-def _moments(fn: Any) -> tuple[Tensor | None, Tensor | None]:
-    classes = class_log_probabilities(fn) if isinstance(_base(fn), td.Categorical) else None
-    if classes is not None:
-        p = classes.exp()
-        return p, p * (1 - p)
-    try:
-        mean, variance = fn.mean, fn.variance
-    except (NotImplementedError, AttributeError):
-        return None, None
-    return mean, variance
-
-
-def _as_one_distribution(fn: Any, log_probabilities: Tensor | None) -> Any:
-    """Return the mixture as a distribution: classes mix into classes, nothing else into its own kind."""
-    base = _base(fn)
-    if log_probabilities is None:
-        return None
-    if isinstance(base, td.OneHotCategorical):
-        return dist.OneHotCategorical(logits=log_probabilities)
-    if len(fn.event_shape):
-        return None  # labels of one example are dependent under the mixture
-    if isinstance(base, td.Bernoulli):
-        return dist.Bernoulli(logits=log_probabilities[..., 1] - log_probabilities[..., 0])
-    return dist.Categorical(logits=log_probabilities)
-
-
-def _log_add(total: Tensor | None, value: Tensor) -> Tensor:
-    return value if total is None else torch.logaddexp(total, value)
-
-
-def _base(fn: Any) -> Any:
-    while isinstance(fn, (td.Independent, dist.MaskedDistribution, dist.ExpandedDistribution)):
-        fn = fn.base_dist
-    return fn
+def _both(first: Tensor | None, second: Tensor | None) -> Tensor | None:
+    if first is None or second is None:
+        return second if first is None else first
+    return first & second

@@ -62,6 +62,8 @@ class Moments(PredictionRule):
     num_samples: int | None = None
     propagation: Propagation = field(default_factory=Independent)
 
+    tells_noise_apart = False
+
     def __post_init__(self) -> None:
         n = self.num_samples
         if n is not None and (isinstance(n, bool) or not isinstance(n, int) or n < 1):

@@ -12,12 +12,13 @@ from tqdm.auto import tqdm
 from pyro_dvi.errors import ArgumentError
 from pyro_dvi.guides import LaplaceGuide
 from pyro_dvi.guides.laplace.scales import rescaled_model
-from pyro_dvi.predictive.batches import batches, is_shuffled
+from pyro_dvi.predictive.batches import Batch, batches, is_shuffled
 from pyro_dvi.predictive.defaults import default_rule
 from pyro_dvi.predictive.mixture import Mixture
 from pyro_dvi.predictive.prediction import Prediction
-from pyro_dvi.predictive.rules import PredictionRule, check_is_set_up, example_latents
-from pyro_dvi.predictive.run import check_observation, evaluation_mode, respond, seeded
+from pyro_dvi.predictive.rules import PredictionRule, Samples, check_is_set_up, example_latents
+from pyro_dvi.predictive.run import check_observation, distribution_at, evaluation_mode, respond, seeded
+from pyro_dvi.predictive.vectorised import SampledComponents
 
 __all__ = ["at_tuned_scales", "device_of", "predict", "rule_of"]
 
@@ -32,6 +33,7 @@ def predict(
     observed: str | None = None,
     batch_size: int = 1000,
     seed: int | None = None,
+    keep_draws: bool = False,
     progress: bool = False,
 ) -> Prediction:
     r"""Predictive distribution of every example.
@@ -43,9 +45,9 @@ def predict(
     (:class:`Samples`). Everything is read from the distribution at the model's observed site, so any Pyro model will
     do. Modules run in evaluation mode and without gradients; their mode, the running statistics of normalisation
     layers and the global random state (but for the draw of a seed) are left as they were. Memory does not grow with
-    the number of draws. Plate scales weigh a training objective and are ignored here; values that the model masks are
-    predicted but not scored. A latent site with a value for each example belongs to the data of the training: such a
-    model predicts these, whole, in one batch and in their order.
+    the number of draws, unless they are to be kept. Plate scales weigh a training objective and are ignored here;
+    values that the model masks are predicted but not scored. A latent site with a value for each example belongs to
+    the data of the training: such a model predicts these, whole, in one batch and in their order.
 
     Args:
         model: the Pyro model; its observation may be None, as in ``forward(x, y=None)``.
@@ -62,11 +64,15 @@ def predict(
         observed: the model's argument that holds the observation; by default the one whose default is None.
         batch_size: examples at a time; a loader has its own.
         seed: of the draws; by default one from the global generator.
+        keep_draws: keep mean and variance, or class probabilities, of every component in :attr:`Prediction.draws`;
+            with them, mixtures of Normals have quantiles, an exact density of values that come later, and a CRPS.
+            Memory then grows with the number of draws.
         progress: show a progress bar over batches.
 
     Returns:
-        The predictions, with ``mean``, ``variance``, ``probabilities``, ``entropy``, ``log_likelihood(y)`` and
-        ``metrics(y)``.
+        The predictions, with ``mean``, ``variance`` and its parts ``aleatoric`` and ``epistemic``, ``probabilities``,
+        ``entropy``, ``mutual_information``, ``quantiles(q)``, ``log_likelihood(y)``, ``metrics(y)``, and tables for
+        pandas, xarray and ArviZ.
 
     Raises:
         ArgumentError: an option that cannot be right, or several arguments that may be the observation.
@@ -74,7 +80,7 @@ def predict(
             the site does not observe, a latent site with a value for each example of other data.
         GuideError: the guide was never run, or has no mean.
         ModelError: no observed site, or several and no ``site``.
-        UnsupportedError: the model masks some of the observed values.
+        UnsupportedError: a mask cuts single observations of a distribution that does not know of it.
 
     Example:
         >>> import pyro, pyro.distributions as dist
@@ -91,25 +97,36 @@ def predict(
         tensor([0.2500, 0.2500, 0.2500, 0.2500, 0.2500])
         >>> sorted(predict(model, guide, (x, x), Samples(20), seed=0).metrics())
         ['nll', 'nll_standard_error', 'rmse']
+        >>> low, high = predict(model, guide, x, Samples(20), seed=0, keep_draws=True).interval(0.9)
+        >>> bool((low < high).all())
+        True
     """
     rule = rule_of(method, guide)
     check_is_set_up(guide)
     device = device_of(model, guide)
     parts, name = [], site
+    sampled = SampledComponents(rule, guide) if isinstance(rule, Samples) else None
     split = batches(model, data, observed=observed, batch_size=batch_size, device=device)
     with evaluation_mode(model, guide), seeded(seed, device) as seed:
         for batch in tqdm(split, desc="predict", unit="batch", disable=not progress):
             if batch.observed is not None:
                 batch = check_observation(model, batch, example_latents(guide, batch.inputs), site)
             torch.manual_seed(seed)
-            mixture = Mixture(batch.observed, batch.num_rows)
+            mixture = Mixture(batch.observed, batch.num_rows, batch.mask, keep=keep_draws)
             run = at_constants_of_fit(
                 guide, at_tuned_scales(guide, partial(respond, model, batch, site=site))
             )
-            for response in rule.components(guide, batch.inputs, run):
-                mixture.add(response)
-                name = response.site
+            if sampled is None:
+                for response in rule.components(guide, batch.inputs, run):
+                    mixture.add(response)
+            else:
+
+                def distribution_of(name: str, batch: Batch = batch) -> Callable[..., Any]:
+                    return at_tuned_scales(guide, distribution_at(model, batch.inputs, name))
+
+                sampled.add_to(mixture, batch.inputs, run, distribution_of)
             parts.append(mixture.finish())
+            name = mixture.site
     assert name is not None, "there was a batch"
     return Prediction(name, rule, parts, shuffled=is_shuffled(data))
 

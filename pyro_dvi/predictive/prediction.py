@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_dvi import metrics
-from pyro_dvi.errors import DataError, UnsupportedError
-from pyro_dvi.predictive.mixture import Part
+from pyro_dvi.errors import ArgumentError, DataError, UnsupportedError
+from pyro_dvi.predictive.part import Part, of_distributions
+from pyro_dvi.predictive.quantiles import crps, quantile
 from pyro_dvi.predictive.rules import PredictionRule
-from pyro_dvi.predictive.run import refuse_mask
+from pyro_dvi.predictive.run import seeded
+from pyro_dvi.predictive.scores import scores
+from pyro_dvi.predictive.tables import arviz_of, dataframe, dataset
 
 __all__ = ["Prediction"]
 
@@ -54,12 +56,43 @@ class Prediction:
     def variance(self) -> Tensor:
         """Predictive variance, noise and posterior together, in squared units of the observation.
 
-        For classes it is that of the one-hot code, ``p (1 - p)``.
+        For classes it is that of the one-hot code, ``p (1 - p)``. It is the sum of :attr:`aleatoric` and
+        :attr:`epistemic`.
 
         Raises:
             UnsupportedError: the observed distribution has no variance.
         """
         return self._collect(lambda part: part.variance, "variance")
+
+    @property
+    def std(self) -> Tensor:
+        """Predictive standard deviation, the root of :attr:`variance`, in units of the observation."""
+        return self.variance.sqrt()
+
+    @cached_property
+    def aleatoric(self) -> Tensor:
+        r"""Variance that more data would not remove, :math:`\mathrm E_k[\mathrm{Var}[y \mid \theta_k]]`.
+
+        The mean over the draws of the variance of the noise, in squared units of the observation.
+
+        Raises:
+            UnsupportedError: the rule gives one distribution for noise and posterior together, as ``Moments()`` and
+                ``Linearised()`` do; the observed distribution has no variance.
+        """
+        self._check_is_split()
+        return self._collect(lambda part: part.aleatoric, "variance")
+
+    @cached_property
+    def epistemic(self) -> Tensor:
+        r"""Variance of the posterior's predictions, :math:`\mathrm{Var}_k[\mathrm E[y \mid \theta_k]]`.
+
+        Zero for ``AtMean()``, whose posterior is one point.
+
+        Raises:
+            UnsupportedError: as for :attr:`aleatoric`.
+        """
+        self._check_is_split()
+        return self._collect(lambda part: part.epistemic, "variance")
 
     @cached_property
     def probabilities(self) -> Tensor:
@@ -69,7 +102,7 @@ class Prediction:
             UnsupportedError: the observed distribution is not over classes.
         """
         log_p = self._collect(lambda part: part.log_probabilities, "class probabilities")
-        return log_p[..., 1].exp() if self._parts[0].kind.startswith("Bernoulli") else log_p.exp()
+        return log_p[..., 1].exp() if self.is_binary else log_p.exp()
 
     @cached_property
     def entropy(self) -> Tensor:
@@ -79,6 +112,160 @@ class Prediction:
             UnsupportedError: it has no closed form.
         """
         return torch.cat([part.entropy(self.site) for part in self._parts])
+
+    @cached_property
+    def expected_entropy(self) -> Tensor:
+        r"""Mean entropy of each label over the draws, :math:`\tfrac1K \sum_k H(p_k)`, in nats: the aleatoric part.
+
+        Raises:
+            UnsupportedError: the observed distribution is not over classes, or the rule gives one distribution for
+                noise and posterior together.
+        """
+        self._check_is_split()
+        return self._collect(lambda part: part.expected_entropy, "class probabilities")
+
+    @cached_property
+    def mutual_information(self) -> Tensor:
+        r"""Information that a label would give on the weights, :math:`H(\bar p) - \tfrac1K \sum_k H(p_k)`, in nats.
+
+        High where the draws are sure of different classes (BALD): the epistemic part of the entropy of each label. Zero
+        for ``AtMean()``.
+
+        Raises:
+            UnsupportedError: as for :attr:`expected_entropy`.
+
+        Source: Houlsby et al. (2011), Eq. 2.
+        """
+        log_p = self._collect(lambda part: part.log_probabilities, "class probabilities")
+        return (torch.special.entr(log_p.exp()).sum(-1) - self.expected_entropy).clamp_min(0)
+
+    @cached_property
+    def draws(self) -> dict[str, Tensor]:
+        """What each draw predicts, ``[K, N, ...]`` by name, if ``predict`` was given ``keep_draws=True``; else empty.
+
+        ``mean`` and ``variance`` of the observation (for classes of the one-hot code), ``log_likelihood`` of what came
+        with the data, and for classes ``probabilities`` (those of label 1 for Bernoulli) and ``entropy``.
+        """
+        joined = {
+            name: torch.cat([part.draws[name] for part in self._parts], 1) for name in self._parts[0].draws
+        }
+        if "log_probabilities" in joined:
+            p = joined.pop("log_probabilities").exp()
+            joined["probabilities"] = p[..., 1] if self.is_binary else p
+        return joined
+
+    def quantiles(self, q: float | Sequence[float]) -> Tensor:
+        """Quantiles of the predictive distribution, of each number by itself.
+
+        Status: exact for one component (``AtMean()``, ``Moments()``, ``Linearised()``), and for the mixture of Normals
+        of ``Samples(n)`` with ``keep_draws=True``, up to the rounding of the inverted distribution function. Never
+        those of a Gaussian with the same moments.
+
+        Args:
+            q: one probability or several, between 0 and 1.
+
+        Returns:
+            Shape ``[N, ...]``; for several probabilities ``[Q, N, ...]``.
+
+        Raises:
+            ArgumentError: probabilities that are not between 0 and 1.
+            UnsupportedError: classes, counts, a distribution without a distribution function, or a mixture whose
+                components were not kept.
+        """
+        levels = [float(level) for level in q] if isinstance(q, (Sequence, Tensor)) else [float(q)]
+        if not levels or not all(0 < level < 1 for level in levels):
+            raise ArgumentError(f"quantiles need probabilities between 0 and 1, not {q!r}")
+        stacked = torch.stack(
+            [
+                self._of_distributions(lambda fn, level=level: quantile(fn, level), "quantiles")
+                for level in levels
+            ]
+        )
+        return stacked if isinstance(q, (Sequence, Tensor)) else stacked[0]
+
+    def interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
+        """Lower and upper limit of the central interval that holds an observation with probability ``level``.
+
+        Raises:
+            ArgumentError: ``level`` is not between 0 and 1.
+            UnsupportedError: as for :meth:`quantiles`.
+        """
+        if not 0 < level < 1:
+            raise ArgumentError(f"level must lie between 0 and 1, not {level!r}")
+        low, high = self.quantiles([(1 - level) / 2, (1 + level) / 2])
+        return low, high
+
+    def crps(self, y: Any = None) -> Tensor:
+        """Continuous ranked probability score of each number, in its units.
+
+        Status: exact for a Normal and a kept mixture of K Normals, at a cost of K² for each number.
+
+        Args:
+            y: observed values, examples first; by default those that came with the data.
+
+        Raises:
+            DataError: no observed values, or of another shape.
+            UnsupportedError: another distribution, or a mixture whose components were not kept.
+        """
+        values = self._values(y)
+        chunks = values.split([part.num_rows for part in self._parts])
+        return self._of_distributions(lambda fn, own: crps(fn, own), "CRPS", chunks)
+
+    def sample(self, num_samples: int = 500, *, seed: int | None = None) -> Tensor:
+        """Draw observations from the predictive distributions, each example by itself.
+
+        Args:
+            num_samples: draws S.
+            seed: of the draws; by default one from the global generator.
+
+        Returns:
+            Shape ``[S, N, ...]``.
+
+        Raises:
+            ArgumentError: less than one draw.
+            UnsupportedError: a mixture whose components were not kept.
+        """
+        if isinstance(num_samples, bool) or not isinstance(num_samples, int) or num_samples < 1:
+            raise ArgumentError(f"num_samples must be a positive whole number, not {num_samples!r}")
+        with seeded(seed, self._device) as used:
+            torch.manual_seed(used)
+            return self._of_distributions(
+                lambda fn: fn.sample((num_samples,)), "draws of observations", dim=1
+            )
+
+    @property
+    def is_of_classes(self) -> bool:
+        """Whether labels are predicted: a Bernoulli, Categorical or OneHotCategorical site."""
+        return self._parts[0].log_probabilities is not None
+
+    @property
+    def is_one_hot(self) -> bool:
+        """Whether labels are observed in one-hot code."""
+        return self._parts[0].kind.startswith("OneHot")
+
+    @property
+    def is_binary(self) -> bool:
+        """Whether labels are 0 or 1, with a probability of label 1 alone."""
+        return self._parts[0].kind.startswith("Bernoulli")
+
+    @property
+    def has_moments(self) -> bool:
+        """Whether there are a mean and a variance."""
+        return self._parts[0].mean is not None
+
+    @cached_property
+    def mask(self) -> Tensor | None:
+        """Which values of an observation the model lets count, ``[N, ...]``; None if all do."""
+        if all(part.mask is None for part in self._parts):
+            return None
+        masks = [part.mask for part in self._parts]
+        like = next(mask for mask in masks if mask is not None)
+        return torch.cat(
+            [
+                like.new_ones(part.num_rows, *like.shape[1:]) if mask is None else mask
+                for part, mask in zip(self._parts, masks, strict=True)
+            ]
+        )
 
     @cached_property
     def observed(self) -> Tensor | None:
@@ -93,18 +280,14 @@ class Prediction:
             y: observed values, examples first; by default those that came with the data.
 
         Returns:
-            Shape ``[N, ...]``, one value for each observation, in nats.
+            Shape ``[N, ...]``, one value for each observation, in nats; NaN where the model masks it.
 
         Raises:
             DataError: no observed values, of another shape, or impossible ones.
-            UnsupportedError: ``y`` comes only now, and a mixture of such distributions was not kept; or the model
-                masks some of the values.
+            UnsupportedError: ``y`` comes only now, and a mixture of such distributions was not kept.
         """
-        if any(part.is_masked for part in self._parts):
-            raise refuse_mask(self.site)
         if y is None:
-            if self.observed is None:
-                raise DataError("no observed values: pass y, or predict from data that hold them: (x, y)")
+            self._values(None)
             return self._collect(lambda part: part.log_likelihood, "log-likelihood")
         values = self._aligned(y)
         chunks = values.split([part.num_rows for part in self._parts])
@@ -117,26 +300,85 @@ class Prediction:
             y: observed values, examples first; by default those that came with the data.
 
         Returns:
-            ``nll`` and ``nll_standard_error``; for classes also ``accuracy``, ``brier`` and ``ece`` (15 equally wide
-            bins); for numbers also ``rmse``. Definitions: :mod:`pyro_dvi.metrics`.
+            A flat mapping, defined in :mod:`pyro_dvi.metrics`. Always ``nll`` and ``nll_standard_error``.
+
+            For classes ``accuracy``, ``brier``, ``ece`` and ``adaptive_ece`` (15 bins), ``aurc`` and ``aumrc`` (ranked
+            by the predictive entropy), and the means of ``entropy`` and ``mutual_information``; the last only where the
+            rule tells noise and posterior apart.
+
+            For numbers ``rmse``; ``coverage_95`` and ``width_95`` of the central 95 % interval, where there are
+            :meth:`quantiles`; ``crps`` where the predictive is a Normal or a kept mixture of Normals.
+
+            Only observations that the model does not mask count.
 
         Raises:
-            DataError: no observed values, of another shape, or impossible ones.
+            DataError: no observed values, of another shape or dtype, impossible ones, or none that counts.
             UnsupportedError: as in :meth:`log_likelihood`.
         """
-        score = metrics.nll(self.log_likelihood(y))
-        scores = {"nll": score.value, "nll_standard_error": score.standard_error}
-        values = self.observed if y is None else self._aligned(y)
-        assert values is not None, "the log-likelihood has checked it"
-        if self._parts[0].log_probabilities is not None:
-            if self._parts[0].kind.startswith("OneHot"):
-                values = values.argmax(-1)
-            scores["accuracy"] = metrics.accuracy(self.probabilities, values)
-            scores["brier"] = metrics.brier(self.probabilities, values)
-            scores["ece"] = metrics.expected_calibration_error(self.probabilities, values)
-        elif self._parts[0].mean is not None:
-            scores["rmse"] = metrics.rmse(self.mean, values)
-        return scores
+        return scores(self, y, self._values(y))
+
+    def to_dataframe(self) -> Any:
+        """Return a ``pandas.DataFrame`` with a row for each example.
+
+        Columns: ``mean``, ``std``, ``aleatoric``, ``epistemic``, or for classes ``probabilities[0]``, ... , ``entropy``
+        and ``mutual_information``; ``observed`` and ``log_likelihood`` where observed values came with the data. What
+        has several values for each example has a column for each, as ``mean[0]``; what the rule does not give is left
+        out.
+
+        Raises:
+            ImportError: pandas is not installed.
+        """
+        return dataframe(self)
+
+    def to_xarray(self) -> Any:
+        """Return an ``xarray.Dataset`` with dimension ``example``; with ``draw``, if draws were kept.
+
+        Variables: as the columns of :meth:`to_dataframe`, classes in the dimension ``class``; draws as
+        ``draws_mean`` and so on.
+        """
+        return dataset(self)
+
+    def to_arviz(self, num_samples: int | None = None, *, seed: int | None = None) -> Any:
+        """Return the prediction as ``InferenceData`` (ArviZ 0.x) or ``DataTree`` (1.x), for predictive checks.
+
+        Groups: ``posterior_predictive``, draws of observations from the predictive distributions, each example by
+        itself; and, if observed values came with the data, ``observed_data`` and ``log_likelihood``, without those
+        that the model masks. The latter is that of the whole predictive, the same for every draw, unless draws were
+        kept and ``num_samples`` is their number. :func:`~pyro_dvi.to_arviz` exports the posterior as well.
+
+        Args:
+            num_samples: draws of observations; by default as many as draws were kept, or 500.
+            seed: of these draws.
+
+        Raises:
+            UnsupportedError: a mixture whose components were not kept.
+        """
+        kept = self._parts[0].count if self.draws else 500
+        return arviz_of(self, kept if num_samples is None else num_samples, seed)
+
+    def _values(self, y: Any) -> Tensor:
+        if y is not None:
+            return self._aligned(y)
+        if self.observed is None:
+            raise DataError("no observed values: pass y, or predict from data that hold them: (x, y)")
+        return self.observed
+
+    def _check_is_split(self) -> None:
+        if not self.method.tells_noise_apart:
+            raise UnsupportedError(
+                f"{type(self.method).__name__}() gives one distribution for noise and posterior together, whose "
+                f"variance or entropy at site {self.site!r} has no parts: predict with Samples(n)"
+            )
+
+    def _of_distributions(self, read: Callable[..., Tensor], what: str, *chunks: Any, dim: int = 0) -> Tensor:
+        own = chunks[0] if chunks else None
+        return of_distributions(self._parts, read, f"{what} at site {self.site!r}", own, dim)
+
+    @property
+    def _device(self) -> torch.device | None:
+        part = self._parts[0]
+        known = (part.mean, part.log_probabilities, part.log_likelihood, part.observed)
+        return next((value.device for value in known if value is not None), None)
 
     def _aligned(self, y: Any) -> Tensor:
         """Return ``y`` on the predictions' device; one row for each example."""
@@ -145,15 +387,15 @@ class Prediction:
                 "the loader shuffles, so these values do not belong to the predictions in order: use a loader with "
                 "shuffle=False, or the values that it returned itself (leave out y)"
             )
-        values = torch.as_tensor(y)
+        try:
+            values = torch.as_tensor(y)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise DataError(f"observed values of type {type(y).__name__} are no numbers: {error}") from error
         if values.dim() == 0 or len(values) != len(self):
             raise DataError(
                 f"{len(self)} predictions need as many observed values, not {tuple(values.shape)}"
             )
-        reference = next(
-            t for p in self._parts for t in (p.log_probabilities, p.mean, values) if t is not None
-        )
-        return values.to(reference.device)
+        return values if self._device is None else values.to(self._device)
 
     def _collect(self, read: Callable[[Part], Tensor | None], what: str) -> Tensor:
         values = [value for part in self._parts if (value := read(part)) is not None]

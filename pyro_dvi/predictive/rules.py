@@ -13,6 +13,7 @@ class with one method, :meth:`PredictionRule.components`.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from torch import distributions as td
 
 from pyro_dvi.errors import ArgumentError, GuideError
 from pyro_dvi.guides import LaplaceGuide
+from pyro_dvi.guides.base import FactorisedGuide
 from pyro_dvi.handlers.all_rows import AllRows
 from pyro_dvi.predictive.run import Response
 from pyro_dvi.signatures import with_missing
@@ -44,10 +46,12 @@ __all__ = [
 class PredictionRule(ABC):
     """How a posterior becomes a predictive distribution.
 
-    ``num_components`` says how many distributions :meth:`components` gives for a batch.
+    ``num_components`` says how many distributions :meth:`components` gives for a batch; ``tells_noise_apart`` whether
+    each is the noise around one value of the latents, so that the rest of the uncertainty is the posterior's.
     """
 
     num_components: int
+    tells_noise_apart: bool = True
 
     @abstractmethod
     def components(
@@ -132,10 +136,11 @@ class Samples(PredictionRule):
         """Give the latent values of one draw after the other."""
         # A seed for each draw: how many random numbers the model itself uses, which depends on the batch, then
         # does not matter to the next draw.
+        check_is_set_up(guide)
+        draw = _drawing(guide, inputs)
         for seed in torch.randint(2**31 - 1, (self.num_samples,)).tolist():
-            torch.manual_seed(seed)
-            check_is_set_up(guide)
-            yield one_draw(guide, inputs)
+            _seed(seed)
+            yield draw()
 
 
 def posterior_mean(guide: Callable[..., Any], inputs: tuple[Any, ...]) -> dict[str, Tensor]:
@@ -173,6 +178,30 @@ def check_is_set_up(guide: Any) -> None:
 def one_draw(guide: Callable[..., Any], inputs: tuple[Any, ...]) -> dict[str, Tensor]:
     """Return the latent values of one draw, with random numbers from the global generator."""
     return latents(_trace(guide, inputs))
+
+
+def _seed(seed: int) -> None:
+    """Seed the global generators, without the note that ``torch.manual_seed`` leaves for an absent accelerator.
+
+    That note, with a stack trace, takes longer than a small model.
+    """
+    if torch.accelerator.is_available():
+        torch.manual_seed(seed)
+    else:
+        torch.default_generator.manual_seed(seed)
+
+
+def _drawing(guide: Any, inputs: tuple[Any, ...]) -> Callable[[], dict[str, Tensor]]:
+    """Return a function that draws as :func:`one_draw` does, with the same random numbers."""
+    factorised = (
+        isinstance(guide, FactorisedGuide)
+        and type(guide).forward is FactorisedGuide.forward
+        and type(guide)._sample_site is FactorisedGuide._sample_site
+    )
+    if not factorised:
+        return partial(one_draw, guide, inputs)
+    posterior = guide.get_posterior()  # of sites that are drawn one after the other, whatever the inputs
+    return lambda: {name: fn().detach() for name, fn in posterior.items()}
 
 
 def example_latents(guide: Callable[..., Any], inputs: tuple[Any, ...]) -> dict[str, Tensor]:

@@ -11,14 +11,22 @@ from pyro import poutine
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
-from pyro_dvi.errors import DataError, UnsupportedError
+from pyro_dvi.errors import DataError, ModelError
 from pyro_dvi.handlers.all_rows import AllRows
 from pyro_dvi.handlers.response import choose_response, counted, example_axis, responses
 from pyro_dvi.predictive.batches import Batch
 from pyro_dvi.signatures import with_missing
 from pyro_dvi.undisturbed import evaluating
 
-__all__ = ["Response", "check_observation", "evaluation_mode", "refuse_mask", "respond", "run_at", "seeded"]
+__all__ = [
+    "Response",
+    "check_observation",
+    "distribution_at",
+    "evaluation_mode",
+    "respond",
+    "run_at",
+    "seeded",
+]
 
 Latents = Mapping[str, Tensor]
 
@@ -69,15 +77,40 @@ def respond(model: Callable[..., Any], batch: Batch, latents: Latents, site: str
     return Response(name, node["fn"], node["value"], node["is_observed"], axis, counted(node))
 
 
+def distribution_at(
+    model: Callable[..., Any], inputs: tuple[Any, ...], site: str
+) -> Callable[[Latents], Any]:
+    """Return a function of the latent values that gives the distribution at ``site``, as quickly as may be.
+
+    The model runs up to the site only, nothing is drawn there, nothing is recorded. Inputs, site and the model's
+    structure have been seen to be right by :func:`respond`.
+
+    Raises:
+        ModelError: in a run: the model does not come to the site.
+    """
+    args = with_missing(model, inputs)
+
+    def run(latents: Latents) -> Any:
+        stop = _StopAt(site)
+        try:
+            with stop, AllRows(), _AtValues(latents):
+                model(*args)
+        except _ReachedError:
+            return stop.fn
+        raise ModelError(f"the model did not come to its site {site!r} with other latent values")
+
+    return run
+
+
 def check_observation(model: Callable[..., Any], batch: Batch, latents: Latents, site: str | None) -> Batch:
     """Make sure that the site to predict observes what the batch holds as its observation.
 
     Returns:
-        The batch with its observation in the shape that the site gives it: ``[N]`` of ``[N, 1]``, say.
+        The batch with its observation in the shape that the site gives it: ``[N]`` of ``[N, 1]``, say; and with the
+        mask that the model puts on it.
 
     Raises:
         DataError: it observes nothing, or other values, when the model is given the observation.
-        UnsupportedError: the model masks some of the values then.
     """
     if batch.observed is None:
         return batch
@@ -94,17 +127,7 @@ def check_observation(model: Callable[..., Any], batch: Batch, latents: Latents,
             "observes by observed=..., or the site by site=...; an observation that the model transforms is scored by "
             "predicting from inputs alone and metrics(transformed)"
         )
-    if counted(node) is not None:
-        raise refuse_mask(name)
-    return replace(batch, observed=batch.observed.reshape(value.shape))
-
-
-def refuse_mask(site: str) -> UnsupportedError:
-    """Return the error for scores of values some of which are masked."""
-    return UnsupportedError(
-        f"site {site!r} has a mask, and masked values cannot be scored yet: predict the examples that count by "
-        "themselves, without a mask, or score Prediction.mean or .probabilities with pyro_dvi.metrics where it is True"
-    )
+    return replace(batch, observed=batch.observed.reshape(value.shape), mask=counted(node))
 
 
 def run_at(
@@ -173,6 +196,24 @@ class _AtValues(Messenger):
                     _check_rows(msg, value, frame)
             msg["value"] = value
             msg["done"] = True
+
+
+class _ReachedError(Exception):
+    """A run came to where it was to stop."""
+
+
+class _StopAt(Messenger):
+    """End the run of a model at a site, before anything is drawn there."""
+
+    def __init__(self, site: str) -> None:
+        super().__init__()
+        self.site = site
+        self.fn: Any = None
+
+    def _pyro_sample(self, msg: Any) -> None:
+        if msg["name"] == self.site:
+            self.fn = msg["fn"]
+            raise _ReachedError
 
 
 def _check_rows(msg: Any, value: Tensor, frame: Any) -> None:

@@ -145,18 +145,92 @@ def by_observation(x, y=None):
         pyro.sample("obs", dist.Normal(w * x, 1.0), obs=y)
 
 
-@pytest.mark.parametrize("model", [by_handler, by_distribution, by_observation])
+MASKED = {
+    by_handler: X > 0,
+    by_distribution: X > 0,
+    by_observation: 2 * X > -1,
+}
+
+
+@pytest.mark.parametrize("model", MASKED)
 @pytest.mark.parametrize("method", [AtMean(), Samples(3)])
-def test_masked_values_are_not_scored(model, method):
+def test_masked_values_are_predicted_but_not_scored(model, method):
+    counts = MASKED[model]
     y = 2 * X[:, None] if model is by_distribution else 2 * X
-    with pytest.raises(UnsupportedError, match="'obs' has a mask"):
-        predict(model, slope, (X, y), method=method)
-    prediction = predict(model, slope, X, method)
-    assert prediction.mean.shape == y.shape
-    if model is not by_observation:  # which hides its mask without the observation
-        for ask in (prediction.metrics, prediction.log_likelihood):
-            with pytest.raises(UnsupportedError, match="'obs' has a mask"):
-                ask(y)
+    wrong = torch.where(counts.reshape(y.shape), y, torch.tensor(100.0))
+    if model is by_observation:
+        wrong = y
+    everywhere = predict(slope_everywhere, slope, (X, 2 * X), method, seed=1)
+    prediction = predict(model, slope, (X, wrong), method, seed=1, batch_size=7)
+    torch.testing.assert_close(prediction.mean.flatten(), everywhere.mean)
+    log_likelihood = prediction.log_likelihood()
+    assert torch.equal(log_likelihood.isnan(), ~counts)
+    torch.testing.assert_close(log_likelihood[counts], everywhere.log_likelihood()[counts])
+    scores = prediction.metrics()
+    assert scores["nll"] == pytest.approx(-float(log_likelihood[counts].mean()))
+    assert scores["rmse"] == pytest.approx(
+        float((everywhere.mean - 2 * X)[counts].square().mean().sqrt()), abs=1e-6
+    )
+    assert torch.equal(prediction.mask.flatten(), counts)
+
+
+@pytest.mark.parametrize("model", [by_handler, by_distribution])
+def test_values_that_come_later_are_scored_under_the_same_mask(model):
+    y = 2 * X[:, None] if model is by_distribution else 2 * X
+    later, along = predict(model, slope, X), predict(model, slope, (X, y))
+    torch.testing.assert_close(later.log_likelihood(y), along.log_likelihood(), equal_nan=True)
+    assert later.metrics(y) == pytest.approx(along.metrics())
+
+
+def slope_everywhere(x, y=None):
+    w = pyro.sample("w", dist.Normal(0.0, 1.0))
+    with pyro.plate("data", len(x)):
+        pyro.sample("obs", dist.Normal(w * x, 1.0), obs=y)
+
+
+@pytest.mark.parametrize("method", [AtMean(), Samples(3)])
+def test_what_stands_where_labels_are_masked_need_not_be_a_label(method):
+    def model(x, y=None, seen=None):
+        w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", len(x)), poutine.mask(mask=x > 0):
+            pyro.sample("obs", dist.Categorical(logits=torch.stack([w * x, -w * x], -1)), obs=y)
+
+    y = torch.where(X > 0, torch.ones(20), torch.full((20,), -100.0)).long()
+    with pyro.validation_enabled(False):
+        prediction = predict(model, slope, {"x": X, "y": y}, method, seed=1, observed="y")
+    by_hand = predict(model, slope, {"x": X[X > 0], "y": y[X > 0]}, method, seed=1, observed="y")
+    assert prediction.metrics() == pytest.approx(by_hand.metrics())
+
+
+@pytest.mark.parametrize("method", [AtMean(), Samples(3)])
+def test_masked_parts_of_an_observation_are_left_out_of_its_density(method):
+    counts = torch.rand(20, 2) > 0.4
+
+    def model(x, y=None):
+        w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", len(x)):
+            pair = dist.Normal(torch.stack([w * x, -w * x], -1), 1.0).mask(counts)
+            pyro.sample("obs", pair.to_event(1), obs=y)
+
+    def single(x, y=None):
+        w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", len(x)):
+            pyro.sample("obs", dist.Normal(w * x, 1.0), obs=y)
+
+    y = torch.stack([X, X + 1], -1)
+    prediction = predict(model, slope, (X, y), method, seed=1)
+    if method == AtMean():
+        first = predict(single, slope, (X, X)).log_likelihood()
+        second = predict(single, slope, (-X, X + 1)).log_likelihood()
+        expected = torch.where(counts[:, 0], first, 0) + torch.where(counts[:, 1], second, 0)
+        torch.testing.assert_close(
+            prediction.log_likelihood(), expected.masked_fill(~counts.any(-1), math.nan), equal_nan=True
+        )
+    error = (prediction.mean - y)[counts].square().mean().sqrt()
+    assert prediction.metrics()["rmse"] == pytest.approx(float(error))
+    if method != AtMean():
+        with pytest.raises(UnsupportedError, match="leaves out parts of single observations"):
+            predict(model, slope, (X, y), method, keep_draws=True).log_likelihood(y)
 
 
 def test_a_mask_that_leaves_nothing_out_is_none():

@@ -20,7 +20,7 @@ from pyro.nn import PyroModule, PyroSample
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from pyro_dvi import AtMean, MeanFieldGuide, Samples, predict
+from pyro_dvi import AtMean, MeanFieldGuide, Samples, metrics, predict
 from pyro_dvi.errors import DataError, GuideError, UnsupportedError
 
 GUIDES = [AutoDelta, AutoNormal, AutoDiagonalNormal, AutoMultivariateNormal, MeanFieldGuide]
@@ -79,11 +79,16 @@ def test_at_mean_is_the_model_at_the_guides_median(guide_class):
     torch.testing.assert_close(predict(model, guide, (x, y)).log_likelihood(), expected)
     torch.testing.assert_close(prediction.entropy, dist.Normal(0.0, median["noise"]).entropy().expand(20))
     rmse = float((median["slope"] * x - y).square().mean().sqrt())
+    half_width = 1.959964 * median["noise"]
+    inside = (median["slope"] * x - y).abs() <= half_width
     assert prediction.metrics(y) == pytest.approx(
         {
             "nll": -float(expected.mean()),
             "nll_standard_error": float(expected.std() / math.sqrt(20)),
             "rmse": rmse,
+            "coverage_95": float(inside.float().mean()),
+            "width_95": float(2 * half_width),
+            "crps": metrics.crps_gaussian(median["slope"] * x, median["noise"].expand(20), y),
         },
         rel=1e-5,
     )
@@ -100,7 +105,17 @@ def test_class_probabilities_are_averages_over_the_rules_components(guide_class,
     torch.testing.assert_close(prediction.entropy, -(p * p.log()).sum(-1))
     torch.testing.assert_close(prediction.log_likelihood(), p.log()[torch.arange(20), y])
     torch.testing.assert_close(prediction.log_likelihood(y), prediction.log_likelihood())
-    assert set(prediction.metrics()) == {"nll", "nll_standard_error", "accuracy", "brier", "ece"}
+    of_classes = {
+        "accuracy",
+        "brier",
+        "ece",
+        "adaptive_ece",
+        "aurc",
+        "aumrc",
+        "entropy",
+        "mutual_information",
+    }
+    assert set(prediction.metrics()) == {"nll", "nll_standard_error"} | of_classes
 
 
 def test_samples_agree_with_a_loop_that_keeps_every_draw():
@@ -406,7 +421,7 @@ def test_memory_does_not_grow_with_the_number_of_draws():
     model, guide, x, y = regression()
     parts = predict(model, guide, (x, y), Samples(40))._parts
     kept = [value for value in vars(parts[0]).values() if torch.is_tensor(value)]
-    assert sum(value.numel() for value in kept) == 80  # mean, variance, log-likelihood, observed
+    assert sum(value.numel() for value in kept) == 100  # mean, two variances, log-likelihood, observed
     assert parts[0].distribution is None
 
 

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is read off one component of a predictive mixture: its moments, its class probabilities, its densities."""
+
+from typing import Any
+
+import pyro.distributions as dist
+import torch
+from torch import Tensor
+from torch import distributions as td
+
+from pyro_dvi.errors import DataError, UnsupportedError
+
+__all__ = [
+    "base_of",
+    "check_events",
+    "checked_log_prob",
+    "class_log_probabilities",
+    "filled",
+    "statistics",
+    "with_any",
+]
+
+Statistics = dict[str, Tensor]
+
+
+def statistics(fn: Any, observed: Tensor | None) -> Statistics:
+    """Return the numbers that a mixture averages, in the shapes that the distribution gives them.
+
+    A plain mapping of tensors without any check of values, so that it may be computed for many draws by ``vmap``.
+
+    Args:
+        fn: the predictive distribution of one draw.
+        observed: values to score, of the shape of one draw; None where there are none.
+
+    Returns:
+        ``mean`` and ``variance`` (of the one-hot code for classes), where the distribution has them;
+        ``log_probabilities``, and ``entropy`` of each label, for classes; ``log_likelihood`` of what was observed.
+    """
+    found: Statistics = {}
+    classes = class_log_probabilities(fn)
+    if classes is not None:
+        p = classes.exp()
+        found["log_probabilities"] = classes
+        found["entropy"] = torch.special.entr(p).sum(-1)
+        found["mean"] = p[..., 1] if isinstance(base_of(fn), td.Bernoulli) else p
+        found["variance"] = found["mean"] * (1 - found["mean"])
+    else:
+        try:
+            found["mean"], found["variance"] = fn.mean, fn.variance
+        except (NotImplementedError, AttributeError):
+            found.clear()
+    if observed is not None:
+        found["log_likelihood"] = fn.log_prob(_as_drawn(fn, observed))
+    return found
+
+
+def class_log_probabilities(fn: Any) -> Tensor | None:
+    """Log-probabilities of the classes in the last dimension, or None if ``fn`` is not over classes."""
+    base = base_of(fn)
+    if isinstance(base, td.Bernoulli):
+        return torch.nn.functional.logsigmoid(torch.stack([-base.logits, base.logits], -1))
+    if isinstance(base, (td.Categorical, td.OneHotCategorical)):
+        return torch.log_softmax(base.logits, -1)
+    return None
+
+
+def checked_log_prob(fn: Any, values: Tensor, site: str) -> Tensor:
+    """Log density of ``values``, which must have the shape of one draw and lie in the support.
+
+    Raises:
+        DataError: another shape (broadcasting would score every value against every prediction), values that are no
+            numbers, or impossible ones.
+    """
+    expected = tuple(fn.batch_shape) + tuple(fn.event_shape)
+    kind = type(base_of(fn)).__name__
+    if tuple(values.shape) != expected:
+        raise DataError(
+            f"site {site!r} ({kind}): observed values have shape {tuple(values.shape)}, the predictions {expected}"
+        )
+    if values.is_complex():
+        raise DataError(
+            f"site {site!r} ({kind}): observed values have the dtype {values.dtype}, not a real one"
+        )
+    values = _as_drawn(fn, values)
+    inside = fn.support is None or bool(fn.support.check(values).all())
+    if isinstance(base_of(fn), td.Categorical):
+        inside = inside and torch.equal(values, values.long().to(values.dtype))
+    if not inside:
+        raise DataError(
+            f"site {site!r}: observed values from {float(values.min()):.6g} to {float(values.max()):.6g} include "
+            f"some that {kind} cannot give (its support: {fn.support})"
+        )
+    log_prob: Tensor = fn.log_prob(values)
+    return log_prob
+
+
+def filled(values: Tensor, mask: Tensor | None, fn: Any) -> Tensor:
+    """Return ``values`` with a possible value wherever the mask leaves one out; what stands there need not be one.
+
+    Args:
+        values: of the shape of one draw.
+        mask: which of them count, of the same shape; None if all do.
+        fn: the distribution that is to score them.
+    """
+    if mask is None or mask.shape != values.shape:  # another shape is reported where they are scored
+        return values
+    with torch.random.fork_rng(devices=[values.device] if values.is_cuda else []):
+        return torch.where(mask, values, fn.sample().to(values))
+
+
+def with_any(mask: Tensor, event_dim: int) -> Tensor:
+    """Which observations have any value that counts."""
+    return mask.flatten(mask.dim() - event_dim).any(-1) if event_dim else mask
+
+
+def check_events(fn: Any, mask: Tensor | None, site: str) -> None:
+    """Refuse to score a part of an event with a distribution that knows nothing of the mask."""
+    event_dim = len(fn.event_shape)
+    if mask is None or not event_dim:
+        return
+    cut = with_any(mask, event_dim) & with_any(~mask, event_dim)
+    while isinstance(fn, (td.Independent, dist.MaskedDistribution, dist.ExpandedDistribution)):
+        if isinstance(fn, dist.MaskedDistribution):
+            return
+        fn = fn.base_dist
+    if cut.any():
+        raise UnsupportedError(
+            f"the mask of site {site!r} leaves out parts of single observations, which its distribution does not know "
+            "by this rule: mask the distribution before to_event, as dist.Normal(...).mask(mask).to_event(1), also "
+            "where the model is given no observation"
+        )
+
+
+def base_of(fn: Any) -> Any:
+    """Return the distribution inside ``to_event``, ``mask`` and ``expand``."""
+    while isinstance(fn, (td.Independent, dist.MaskedDistribution, dist.ExpandedDistribution)):
+        fn = fn.base_dist
+    return fn
+
+
+def _as_drawn(fn: Any, values: Tensor) -> Tensor:
+    """Return whole numbers and truth values in the dtype that the distribution draws."""
+    if values.is_floating_point() or isinstance(base_of(fn), td.Categorical):
+        return values
+    return values.to(_parameter(fn).dtype)
+
+
+def _parameter(fn: Any) -> Tensor:
+    """Any floating-point parameter of the distribution, for its dtype."""
+    base = base_of(fn)
+    for name in base.arg_constraints:
+        value = base.__dict__.get(name)
+        if torch.is_tensor(value) and value.is_floating_point():
+            return value
+    return torch.empty(())

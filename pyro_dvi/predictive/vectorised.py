@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Predict with many draws at a time: the same numbers as a loop over them, in less time.
+
+The first draw runs the model with every check. The others need only the numbers that the mixture averages, so that
+
+- a run ends at the observed site, and neither records nor draws anything there;
+- one run serves a chunk of draws by ``torch.vmap``, where the model lets itself be run so;
+- draws of an automatic guide, which does not look at the inputs, serve all batches.
+
+Kernels of convolutions are an exception: ``vmap`` makes them one convolution of many groups, which a CPU computes more
+slowly than one kernel after the other. They go one by one, laid out with their channels last.
+
+Whatever does not work this way is run again by the plain loop, whose errors say what is wrong: models that draw random
+numbers, whose control flow depends on values, whose results are not finite.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain, islice
+from typing import Any
+
+import pyro
+import torch
+from pyro.infer.autoguide import AutoCallable, AutoGuide
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from pyro_dvi.predictive.mixture import Mixture
+from pyro_dvi.predictive.rules import Samples
+from pyro_dvi.predictive.run import Response
+
+__all__ = ["SampledComponents"]
+
+Latents = Mapping[str, Tensor]
+Distributions = Callable[[Latents], Any]
+Way = Callable[[Mixture, Sequence[Latents], Distributions], dict[str, Tensor]]
+
+MAX_CHUNK = 64  # draws that share one run
+CHUNK_OUTPUT = (
+    2**22
+)  # numbers in the largest tensor of a vectorised run: 16 MiB of float32, so that caches help
+CHUNK_LATENTS = 2**24  # numbers in the draws of a chunk
+KEPT_LATENTS = 2**26  # numbers in all draws, if they are kept for later batches: 256 MiB of float32
+
+
+class SampledComponents:
+    """Adds the components of ``Samples`` to the mixtures of one batch after the other.
+
+    Args:
+        rule: how many draws.
+        guide: where they come from.
+    """
+
+    def __init__(self, rule: Samples, guide: Callable[..., Any]) -> None:
+        self._rule, self._guide = rule, guide
+        self._kept: list[Latents] = []
+        self._way: Way | None = None  # None: the plain loop
+        self._chunk = 0  # 0: nothing is known yet
+
+    def add_to(
+        self,
+        mixture: Mixture,
+        inputs: tuple[Any, ...],
+        respond: Callable[[Latents], Response],
+        distribution_of: Callable[[str], Distributions],
+    ) -> None:
+        """Add all components for a batch.
+
+        Args:
+            mixture: of the batch, empty.
+            inputs: positional arguments of the model for this batch.
+            respond: runs the model with the latent values that it is given, with every check.
+            distribution_of: returns a function that does the same for the distribution at a site, without checks.
+        """
+        draws = self._draws(inputs)
+        first = next(draws)
+        response = respond(first)
+        mixture.add(response)
+        run = distribution_of(response.site)
+        if self._chunk == 0:
+            self._choose(mixture, run, first)
+        if self._way is None:
+            for latents in draws:
+                mixture.add(respond(latents))
+            return
+        while chunk := list(islice(draws, self._chunk)):
+            found = self._statistics(mixture, chunk, run)
+            if found is not None:
+                mixture.add_statistics(found)
+                continue
+            for latents in chunk:
+                mixture.add(respond(latents))
+
+    # Draws ---------------------------------------------------------------------------------------------------------
+
+    def _draws(self, inputs: tuple[Any, ...]) -> Iterator[Latents]:
+        """Give the draws for a batch: those of the first batch again where they cannot be others."""
+        draws = self._rule.draws(self._guide, inputs)
+        if not self._kept:
+            return self._keeping(draws) if _ignores_inputs(self._guide) else draws
+        first = next(draws)
+        same = first.keys() == self._kept[0].keys() and all(
+            torch.equal(value, self._kept[0][name]) for name, value in first.items()
+        )
+        return iter(self._kept) if same else chain([first], draws)
+
+    def _keeping(self, draws: Iterator[Latents]) -> Iterator[Latents]:
+        kept: list[Latents] = []
+        for latents in draws:
+            if not kept or (
+                self._way is not None and self._rule.num_samples * _size(latents) <= KEPT_LATENTS
+            ):
+                kept.append(latents)
+            yield latents
+        if len(kept) == self._rule.num_samples:
+            self._kept = kept
+
+    # Ways to run ---------------------------------------------------------------------------------------------------
+
+    def _choose(self, mixture: Mixture, run: Distributions, first: Latents) -> None:
+        """Find out from one more run how this model is run best."""
+        self._chunk = 1
+        outputs = _LargestOutput()
+        device = next((value.device for value in first.values()), torch.device("cpu"))
+        before = _random_state(device)
+        try:
+            with outputs:
+                _one_by_one(mixture, [first], run)
+        except Exception:  # the model's own, whatever it is
+            return
+        if not torch.equal(before, _random_state(device)):
+            return  # numbers of its own, which belong to the draw
+        self._chunk = max(
+            1,
+            min(MAX_CHUNK, CHUNK_OUTPUT // max(1, outputs.size), CHUNK_LATENTS // max(1, _size(first))),
+        )
+        if any(value.dim() >= 3 for value in first.values()) and device.type == "cpu":
+            self._way = _one_by_one
+            if _works(lambda: _channels_last(mixture, [first], run)):
+                self._way = _channels_last
+        else:
+            self._way = _vmapped if self._chunk > 1 else _one_by_one
+
+    def _statistics(
+        self, mixture: Mixture, chunk: Sequence[Latents], run: Distributions
+    ) -> dict[str, Tensor] | None:
+        """Return the statistics of a chunk, or None where only the plain loop can tell."""
+        if self._way is _vmapped:
+            try:
+                found = _vmapped(mixture, chunk, run)
+            except Exception:  # whatever a foreign model raises when its tensors are batched
+                self._way = _one_by_one
+                return self._statistics(mixture, chunk, run)
+        else:
+            assert self._way is not None, "there is a way"
+            try:
+                found = self._way(mixture, chunk, run)
+            except Exception:  # the plain loop raises it again, in order, with its checks
+                return None
+        return found if all(bool(value.isfinite().all()) for value in found.values()) else None
+
+
+def _vmapped(mixture: Mixture, chunk: Sequence[Latents], run: Distributions) -> dict[str, Tensor]:
+    """One run for all draws of a chunk."""
+    stacked = {name: torch.stack([latents[name] for latents in chunk]) for name in chunk[0]}
+    with pyro.validation_enabled(False), warnings.catch_warnings():  # values cannot be looked at inside
+        warnings.filterwarnings("error", message="There is a performance drop")
+        return torch.vmap(lambda latents: mixture.statistics(run(latents)), randomness="error")(stacked)
+
+
+def _one_by_one(mixture: Mixture, chunk: Sequence[Latents], run: Distributions) -> dict[str, Tensor]:
+    """A run for each draw of a chunk."""
+    with pyro.validation_enabled(False):
+        found = [mixture.statistics(run(latents)) for latents in chunk]
+    return {name: torch.stack([one[name] for one in found]) for name in found[0]}
+
+
+def _channels_last(mixture: Mixture, chunk: Sequence[Latents], run: Distributions) -> dict[str, Tensor]:
+    """A run for each draw, with images and kernels in the layout that is the faster for poolings on a CPU."""
+
+    def laid_out(value: Tensor) -> Tensor:
+        if value.dim() != 4:
+            return value
+        # A copy: `contiguous` would leave kernels of one channel in a layout that counts as either.
+        return torch.empty_like(value, memory_format=torch.channels_last).copy_(value)
+
+    changed = [{name: laid_out(value) for name, value in latents.items()} for latents in chunk]
+    return _one_by_one(mixture, changed, run)
+
+
+class _LargestOutput(TorchDispatchMode):
+    """Notes the size of the largest tensor that is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.size = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self.size = max(self.size, leaf.numel())
+        return result
+
+
+def _ignores_inputs(guide: Any) -> bool:
+    """Whether a guide is automatic, with no function in it that may look at the inputs."""
+    return isinstance(guide, AutoGuide) and not any(isinstance(m, AutoCallable) for m in guide.modules())
+
+
+def _size(latents: Latents) -> int:
+    return sum(value.numel() for value in latents.values())
+
+
+def _random_state(device: torch.device) -> Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def _works(run: Callable[[], Any]) -> bool:
+    try:
+        run()
+    except Exception:  # `view` of a tensor whose channels come last, say
+        return False
+    return True
