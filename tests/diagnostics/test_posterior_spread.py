@@ -99,6 +99,15 @@ def test_a_joint_posterior_gives_its_marginals():
     assert_close(found, expected.detach())
 
 
+def test_a_low_rank_posterior_gives_its_marginals_but_no_start():
+    guide = autoguide.AutoLowRankMultivariateNormal(model, rank=2)
+    guide(X, X)
+    spreads = list(posterior_spread(guide))
+    found = torch.cat([spread.scale.flatten() for spread in spreads])
+    assert_close(found, guide.get_posterior().variance.sqrt().detach())
+    assert all(spread.initial_scale is None for spread in spreads)
+
+
 def test_multiplicative_noise_starts_relative_to_its_means():
     guide = MultiplicativeNoiseGuide(to_bayesian_(nn.Linear(3, 2, dtype=torch.float64)), initial_rho=-1.0)
     guide.initialize(torch.ones(1, 3, dtype=torch.float64))
@@ -232,11 +241,18 @@ def structured():
     return guide
 
 
+def before_its_fit():
+    guide = autoguide.AutoLaplaceApproximation(model)
+    guide(X, X)
+    return guide
+
+
 MISTAKES = {
     "a guide function": (lambda: model, "not from model"),
     "never run": (lambda: MeanFieldGuide(model), "has not seen its model"),
     "a flow": (flow, "AutoIAFNormal is not Gaussian"),
     "a point mass": (point_mass, "point mass at every site"),
+    "before its fit": (before_its_fit, r"laplace_approximation\(\*args\)"),
     "dependent": (structured, "AutoStructured is not known to be Gaussian"),
 }
 

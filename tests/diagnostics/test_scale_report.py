@@ -144,6 +144,29 @@ def test_a_network_of_modules():
     assert all(row.to_prior[2] == pytest.approx(math.exp(-3), rel=1e-5) for row in report.rows)
 
 
+@pytest.mark.cuda
+def test_a_guide_that_moved_to_another_device():
+    from pyro_dvi import prior_predictive_check, signal_to_noise, to_bayesian_
+
+    net = to_bayesian_(nn.Linear(3, 2))
+    guide = MeanFieldGuide(net)
+    guide.initialize(torch.ones(1, 3))
+    earlier = scale_snapshot(guide)
+    net.cuda(), guide.cuda()
+    report = scale_report(guide, earlier=earlier)
+    assert all(row.change == pytest.approx(0, abs=1e-6) for row in report.rows)
+    assert signal_to_noise(guide).num_weights == 8
+
+    def model(x, y=None):
+        mean = net(x)[:, 0]
+        with pyro.plate("data", len(x)):
+            return pyro.sample("y", dist.Normal(mean, 1.0), obs=y)
+
+    x = torch.ones(5, 3, device="cuda")
+    check = prior_predictive_check(model, (x, x[:, 0]), num_samples=3)
+    assert check.num_examples == 5
+
+
 def test_the_course_over_the_last_tenth():
     course = scale_course([math.nan, *(0.99**k for k in range(50))])
     assert course.epochs == 5 and course.change == pytest.approx(0.99**5 - 1)
