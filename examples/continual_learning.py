@@ -45,7 +45,13 @@ matplotlib.use("Agg")  # draws into files: no display is needed
 import matplotlib.pyplot as plt  # noqa: E402
 
 # Training is short, so the curvature is averaged over a hundred steps, and starts large: cautious first steps.
-VOGN_OPTIONS = {"betas": (0.9, 0.99), "initial_curvature": 0.1, "warmup_steps": 0}
+VOGN_OPTIONS = {
+    "lr": 0.03,
+    "betas": (0.9, 0.99),
+    "initial_curvature": 0.1,
+    "warmup_steps": 0,
+    "clip_radius": None,  # the prior, which is the posterior of the task before, is too narrow to be a bound
+}
 
 
 # Tasks ----------------------------------------------------------------------------------------------------------

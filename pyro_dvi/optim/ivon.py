@@ -40,7 +40,10 @@ class IVONOptimizer(NaturalGradientOptimizer):
         damping: added to the denominator of the step.
         data_augmentation: :math:`\rho`, by how much augmentation multiplies the effective number of data.
         initial_curvature: :math:`h_0`; None takes the squared gradients of the first minibatch.
-        warmup_steps: over which the learning rate rises from 0, but at most a quarter of training; 0 starts in full.
+        clip_radius: longest :math:`|\Delta\mu / \alpha|` of a weight, in standard deviations of its prior; None sets no
+            bound.
+        warmup_steps: over which the learning rate and the temperature rise from 0, but at most a quarter of training; 0
+            starts in full.
         total_steps: length of a cosine decay of the learning rate. None: the length that ``fit`` announces, unless the
             optimizer has a scheduler, which then says alone how the rate falls; constant without either. A number
             and a scheduler multiply.

@@ -22,7 +22,8 @@ def warm_up(step: int, warmup_steps: int, total_steps: int | None) -> float:
     """A straight line from 0 to 1, over at most a quarter of training.
 
     The curvature of the first steps says little: it is that of a network which has learned nothing, seen through a few
-    minibatches. Whole steps by it can carry the means far away for good.
+    minibatches. Whole steps by it can carry the means far away for good, and a posterior as wide as it allows drowns
+    the gradient in noise: a network that never gets away from its prior is an optimum too.
 
     Example:
         >>> [warm_up(step, 4, None) for step in (1, 2, 4, 5)]

@@ -119,8 +119,9 @@ class AsPrinted(Formulation):
     the precision is :math:`N\hat h/\tau + \tau\delta + N\gamma`: the prior is tempered too, and damping narrows the
     posterior. Both formulations agree at :math:`\tau = 1, \gamma = 0` up to the length of the step.
 
-    Two options are no part of the algorithm. It has no warm-up: give ``warmup_steps=0``. And it updates s in the first
-    step too, which is left out where s starts from that very minibatch: give ``initial_curvature``.
+    Three options are no part of the algorithm. It has no warm-up and no bound: give ``warmup_steps=0`` and
+    ``clip_radius=None``. And it updates s in the first step too, which is left out where s starts from that very
+    minibatch: give ``initial_curvature``.
     """
 
     def direction(self, momentum: Tensor, step: Step) -> Tensor:
@@ -149,13 +150,16 @@ class VOGNOptimizer(NaturalGradientOptimizer):
 
     Args:
         params: means, and any other parameters; see :class:`~pyro_dvi.optim.NaturalGradientOptimizer`.
-        lr: :math:`\alpha`. Many weights move one output, which a diagonal curvature does not see: in the first steps
-            of a regression 0.1 has overshot where 0.03 converged.
+        lr: :math:`\alpha`; 1 is a whole Newton step by the diagonal, which does not see that many weights move one
+            output.
         betas: decay rates of momentum and, in the long run, of curvature; see the formulation.
         damping: :math:`\gamma`, in units of the curvature of one example.
         data_augmentation: :math:`\rho`, by how much augmentation multiplies the effective number of data.
         initial_curvature: :math:`s_0`; None takes the squared gradients of the first minibatch.
-        warmup_steps: over which the learning rate rises from 0, but at most a quarter of training; 0 starts in full.
+        clip_radius: longest :math:`|\Delta\mu / \alpha|` of a weight, in standard deviations of its prior; None sets no
+            bound.
+        warmup_steps: over which the learning rate and the temperature rise from 0, but at most a quarter of training; 0
+            starts in full.
         total_steps: length of a cosine decay of the learning rate. None: the length that ``fit`` announces, unless the
             optimizer has a scheduler, which then says alone how the rate falls; constant without either. A number
             and a scheduler multiply. At a constant rate means go on to fluctuate, by more than the posterior's width
@@ -168,7 +172,8 @@ class VOGNOptimizer(NaturalGradientOptimizer):
         ArgumentError: an option out of range.
         GuideError: in a step, if the loss was no ``NaturalGradientELBO``.
 
-    Source: Osawa et al. (2019), "Practical deep learning with Bayesian principles", Algorithm 1 and section 3.
+    Source: Osawa et al. (2019), "Practical deep learning with Bayesian principles", Algorithm 1 and section 3. The bound:
+    Liu et al. (2024), "Sophia", section 2.2, there in units of the weights.
     """
 
     wanted = Statistics(noise_products=False)
