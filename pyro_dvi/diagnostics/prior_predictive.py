@@ -256,7 +256,7 @@ class _Prior:
         self.model = model
         first = split[0]
         args, kwargs = first.with_observation()
-        nodes = self._run(first, {}, args, kwargs)
+        nodes = self._run(first, {}, with_missing(model, args), kwargs)
         seen = [name for name in responses(nodes, ()) if nodes[name]["is_observed"]]
         self.site = choose_response(site, seen)
         node: Any = nodes[self.site]

@@ -81,7 +81,7 @@ class ScaleReport:
     @property
     def verdict(self) -> str:
         """The finding in words, with what to do about it."""
-        longer = "train longer, or raise scale_multiplier of learning_rates"
+        longer = "train longer or, where gradients train them, raise scale_multiplier of learning_rates"
         if all(row.state == "not trained" for row in self.rows):
             return "Scales are not trained but computed, or fixed: there is nothing to converge."
         findings = []

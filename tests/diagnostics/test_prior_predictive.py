@@ -210,6 +210,17 @@ def test_double_precision_and_several_outputs():
     assert set(shapes) == {((30, 3), torch.float64)} and check.num_examples == 30
 
 
+def test_an_observation_by_keyword_alone():
+    def keyword(x, *, y=None):
+        return line(x, y)
+
+    ours = prior_predictive_check(
+        keyword, {"x": X, "y": X}, observed="y", num_samples=5, batch_size=7, seed=0
+    )
+    theirs = prior_predictive_check(line, (X, X), num_samples=5, batch_size=7, seed=0)
+    np.testing.assert_array_equal(ours.draws["max"], theirs.draws["max"])
+
+
 def test_text_and_frame():
     check = prior_predictive_check(line, (X, X + 40), num_samples=150, seed=0)
     text = str(check)
