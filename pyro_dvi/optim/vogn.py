@@ -172,8 +172,8 @@ class VOGNOptimizer(NaturalGradientOptimizer):
         ArgumentError: an option out of range.
         GuideError: in a step, if the loss was no ``NaturalGradientELBO``.
 
-    Source: Osawa et al. (2019), "Practical deep learning with Bayesian principles", Algorithm 1 and section 3. The bound:
-    Liu et al. (2024), "Sophia", section 2.2, there in units of the weights.
+    Source: Osawa et al. (2019), "Practical deep learning with Bayesian principles", Algorithm 1 and section 3.
+    Bounds of steps, there in units of the weights: Liu et al. (2024), "Sophia", section 2.2.
     """
 
     wanted = Statistics(noise_products=False)
