@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Predictions as tables, labelled arrays and ArviZ objects."""
+
+import numpy as np
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+
+from pyro_dvi import AtMean, Samples, predict
+from pyro_dvi.errors import UnsupportedError
+
+X = torch.linspace(-1, 1, 8)
+
+
+def guide(x=None, y=None):
+    pyro.sample("w", dist.Normal(2.0, 0.3))
+
+
+def of_kind(likelihood):
+    def model(x, y=None):
+        w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", len(x)):
+            return pyro.sample("obs", likelihood(w * x), obs=y)
+
+    return model
+
+
+NUMBERS = of_kind(lambda f: dist.Normal(f, 0.5))
+PAIRS = of_kind(lambda f: dist.Normal(torch.stack([f, -f], -1), 0.5).to_event(1))
+CLASSES = of_kind(lambda f: dist.Categorical(logits=torch.stack([f, -f, 2 * f], -1)))
+MASKED = of_kind(lambda f: dist.Normal(f, 0.5).mask(torch.arange(len(f)) > 2))
+
+
+def test_a_table_has_a_row_for_each_example():
+    prediction = predict(NUMBERS, guide, (X, 2 * X), Samples(5), seed=0)
+    table = prediction.to_dataframe()
+    assert list(table.columns) == ["mean", "std", "aleatoric", "epistemic", "observed", "log_likelihood"]
+    assert table.index.name == "example"
+    np.testing.assert_array_equal(table["mean"], prediction.mean)
+    np.testing.assert_array_equal(table["log_likelihood"], prediction.log_likelihood())
+    pairs = predict(PAIRS, guide, X).to_dataframe()
+    assert list(pairs.columns)[:4] == ["mean[0]", "mean[1]", "std[0]", "std[1]"]
+    classes = predict(CLASSES, guide, (X, torch.zeros(8).long()), Samples(5)).to_dataframe()
+    assert list(classes.columns) == [
+        *("probabilities[0]", "probabilities[1]", "probabilities[2]"),
+        *("entropy", "mutual_information", "observed", "log_likelihood"),
+    ]
+
+
+def test_labelled_arrays_name_examples_classes_and_draws():
+    prediction = predict(CLASSES, guide, X, Samples(5), seed=0, keep_draws=True)
+    data = prediction.to_xarray()
+    assert data["probabilities"].dims == ("example", "class")
+    assert data["draws_probabilities"].dims == ("draw", "example", "class")
+    assert data["entropy"].dims == ("example",)
+    assert data.attrs == {"site": "obs", "method": "Samples(num_samples=5)"}
+    np.testing.assert_allclose(data["draws_probabilities"].mean("draw"), data["probabilities"], rtol=1e-5)
+    pairs = predict(PAIRS, guide, (X, torch.stack([X, X], -1))).to_xarray()
+    assert pairs["mean"].dims == pairs["observed"].dims == ("example", "dim_0")
+    assert pairs["log_likelihood"].dims == ("example",)
+
+
+def test_arviz_has_draws_observations_and_densities():
+    prediction = predict(NUMBERS, guide, (X, 2 * X), Samples(5), seed=0, keep_draws=True)
+    exported = prediction.to_arviz(seed=1)
+    assert exported["posterior_predictive"]["obs"].shape == (1, 5, 8)
+    np.testing.assert_array_equal(exported["log_likelihood"]["obs"][0], prediction.draws["log_likelihood"])
+    np.testing.assert_array_equal(exported["observed_data"]["obs"], 2 * X)
+    many = predict(NUMBERS, guide, (X, 2 * X), AtMean()).to_arviz(40, seed=1)
+    assert many["posterior_predictive"]["obs"].shape == many["log_likelihood"]["obs"].shape == (1, 40, 8)
+    assert predict(NUMBERS, guide, X).to_arviz()["posterior_predictive"]["obs"].shape == (1, 500, 8)
+    classes = predict(CLASSES, guide, X, Samples(5)).to_arviz(30)
+    assert set(np.unique(classes["posterior_predictive"]["obs"])) <= {0, 1, 2}
+
+
+def test_arviz_gets_only_the_observations_that_count():
+    exported = predict(MASKED, guide, (X, 2 * X), AtMean()).to_arviz(10)
+    assert exported["log_likelihood"]["obs"].shape == (1, 10, 5)
+    assert exported["observed_data"]["obs"].shape == (5,)
+    assert exported["posterior_predictive"]["obs"].shape == (1, 10, 8)
+
+
+def test_arviz_needs_the_components_of_a_mixture():
+    with pytest.raises(UnsupportedError, match="keep_draws=True"):
+        predict(NUMBERS, guide, X, Samples(5)).to_arviz()
