@@ -5,6 +5,5 @@ The only chapter that knows ArviZ; ``import pyro_dvi`` does not load it.
 """
 
 from pyro_dvi.inference_data.export import to_arviz
-from pyro_dvi.inference_data.prediction import from_prediction
 
-__all__ = ["from_prediction", "to_arviz"]
+__all__ = ["to_arviz"]

@@ -13,19 +13,7 @@ from pyro_dvi.inference_data.samples import GivenSamples
 from pyro_dvi.predictive import PredictionRule
 from pyro_dvi.training import History
 
-__all__ = ["attributes", "provenance"]
-
-
-def provenance(seed: int) -> dict[str, Any]:
-    """Return versions, seed and time."""
-    return {
-        "created_at": datetime.now(UTC).isoformat(),
-        "inference_library": "pyro_dvi",
-        "inference_library_version": version("pyro-dvi"),
-        "pyro_version": pyro.__version__,
-        "torch_version": str(torch.__version__),
-        "seed": seed,
-    }
+__all__ = ["attributes"]
 
 
 def attributes(
@@ -36,9 +24,16 @@ def attributes(
     The KL weight is that of the objective, else of the guide, else of the last epoch of the history.
     """
     is_given = isinstance(rule, GivenSamples)
-    found = provenance(seed)
-    found["guide"] = "samples" if is_given else getattr(guide, "__name__", type(guide).__name__)
-    found["method"] = repr(rule)
+    found: dict[str, Any] = {
+        "created_at": datetime.now(UTC).isoformat(),
+        "inference_library": "pyro_dvi",
+        "inference_library_version": version("pyro-dvi"),
+        "pyro_version": pyro.__version__,
+        "torch_version": str(torch.__version__),
+        "guide": "samples" if is_given else getattr(guide, "__name__", type(guide).__name__),
+        "method": repr(rule),
+        "seed": seed,
+    }
     if elbo is not None:
         found["elbo"] = type(elbo).__name__
     weight = _kl_weight(elbo, guide, history)

@@ -170,10 +170,10 @@ def to_arviz(
     with evaluation_mode(model, guide), seeded(seed, device) as used_seed:
         remaining = split(data)
         first = next(remaining)
+        if given is not None:
+            given.fit_to(_free_run(model, first, given), is_complete=first.observed is not None)
         latents = example_latents(guide, first.inputs)
         nodes = observed_run(model, first, latents)
-        if given is not None:
-            given.fit_to(nodes, is_complete=first.observed is not None)
         posterior = Posterior(model, guide, rule, count, choose_responses(site, nodes, latents))
         selection = Selection.of(latents, sites, max_site_size, summarise, stacklevel=3)
         if not selection.is_empty:
@@ -214,6 +214,14 @@ def _rule(given: GivenSamples | None, method: Any, guide: Any) -> PredictionRule
             f"draws that are given predict by themselves, each with its weights: leave out method={method!r}"
         )
     return given
+
+
+def _free_run(model: Callable[..., Any], batch: Batch, given: GivenSamples) -> Mapping[str, Any]:
+    """Return the sites of a run at values from the prior, of the right shapes, where it has any."""
+    try:
+        return observed_run(model, batch, {})
+    except NotImplementedError:  # an improper prior
+        return observed_run(model, batch, given.first())
 
 
 def _number_of_draws(num_samples: int | None, rule: PredictionRule) -> int:

@@ -67,7 +67,12 @@ def split_batches(
         by_name = {name: values[name] for name in observed if name not in names}
         complete = (tuple(values.get(name) for name in names if name in values), by_name)
         yield _Separated(
-            tuple(inputs), batch.observed, batch.num_rows, batch.start, batch.observed_as, complete
+            tuple(inputs),
+            batch.observed,
+            batch.num_rows,
+            batch.start,
+            batch.observed_as,
+            complete=complete,
         )
 
 

@@ -58,10 +58,14 @@ class GivenSamples(PredictionRule):
         for k in range(self.num_components):
             yield {name: values[k] for name, values in self.samples.items()}
 
+    def first(self) -> dict[str, Tensor]:
+        """Return the first draw."""
+        return {name: values[0] for name, values in self.samples.items()}
+
     def guide(self, *args: Any, **kwargs: Any) -> None:
         """Stand for the guide where one draw is enough: the first."""
-        for name, values in self.samples.items():
-            pyro.sample(name, dist.Delta(values[0], event_dim=values.dim() - 1))
+        for name, value in self.first().items():
+            pyro.sample(name, dist.Delta(value, event_dim=value.dim()))
 
     def fit_to(self, nodes: Mapping[str, Any], *, is_complete: bool) -> None:
         """Compare with the sites of a run of the model, and take off leading dimensions of length 1 that it has not.
@@ -73,7 +77,7 @@ class GivenSamples(PredictionRule):
             is_complete: whether the model saw its observation, so that all that it drew is latent.
 
         Raises:
-            ArgumentError: draws of what the model does not draw, or none of what it does.
+            ArgumentError: draws of what the model does not draw, none of what it does, or of another shape.
         """
         latent = [
             name
@@ -100,7 +104,22 @@ class GivenSamples(PredictionRule):
                     f"{list(self.samples)}, close to it {close_names(name, self.samples)}"
                 )
         for name, values in self.samples.items():
-            dims = len(nodes[name]["fn"].batch_shape) + len(nodes[name]["fn"].event_shape)
-            while values.dim() - 1 > dims and values.shape[1] == 1:
-                values = values.squeeze(1)
-            self.samples[name] = values
+            fn = nodes[name]["fn"]
+            self.samples[name] = _shaped(name, values, tuple(fn.batch_shape + fn.event_shape))
+
+
+def _shaped(name: str, values: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return draws of a site without leading dimensions of length 1 that one value does not have."""
+    while values.dim() - 1 > len(shape) and values.shape[1] == 1:
+        values = values.squeeze(1)
+    own = tuple(values.shape[1:])
+    fits = len(own) <= len(shape) and all(
+        n in (1, m) for n, m in zip(reversed(own), reversed(shape), strict=False)
+    )
+    if not fits:
+        raise ArgumentError(
+            f"a draw of site {name!r} has the shape {own}, its value in the model {shape}. Give [num_samples, ...]: "
+            "draws of several chains one after the other (MCMC.get_samples() without group_by_chain); and where a "
+            "site has a value for each example, the data of the training, in one batch"
+        )
+    return values

@@ -12,7 +12,6 @@ from torch import nn
 import pyro_dvi as dvi
 from pyro_dvi import AtMean, MeanFieldGuide, Moments, Samples, TaylorELBO, to_arviz
 from pyro_dvi.errors import ArgumentError, DataError, DviWarning, ModelError, UnsupportedError
-from pyro_dvi.inference_data import from_prediction
 from pyro_dvi.training import History
 from tests.inference_data.reading import groups, reopened, values
 
@@ -257,32 +256,6 @@ def test_precisions(dtype, tmp_path):
     for group, name in (("posterior", "slope"), ("log_likelihood", "obs"), ("observed_data", "obs")):
         assert values(exported, group, name).dtype == expected
         assert np.isfinite(values(exported, group, name)).all()
-
-
-# A prediction on its own --------------------------------------------------------------------------------------------
-
-
-def test_a_prediction_exports_its_draws(tmp_path):
-    prediction = dvi.predict(model, guide, (X, Y), batch_size=5)
-    exported = reopened(from_prediction(prediction, 2000, seed=0, dims={"obs": ["t"]}), tmp_path)
-    assert groups(exported) == {"posterior_predictive", "observed_data"}
-    draws = values(exported, "posterior_predictive", "obs")[0]
-    assert exported["posterior_predictive"]["obs"].dims == ("chain", "draw", "t")
-    error = (draws.mean(0) - prediction.mean.numpy()) / (prediction.variance.numpy() / 2000) ** 0.5
-    assert np.abs(error).max() < 4  # 12 z-scores: fails for one seed in 1,300; the seed is fixed
-    np.testing.assert_array_equal(values(exported, "observed_data", "obs"), Y)
-    assert exported.attrs["method"] == "AtMean()" and exported.attrs["seed"] == 0
-    assert groups(from_prediction(dvi.predict(model, guide, X), 3)) == {"predictions"}
-
-
-def test_predictions_that_cannot_be_drawn_from_say_so():
-    mixture = dvi.predict(model, guide, (X, Y), Samples(3))
-    with pytest.raises(UnsupportedError, match=r"'obs' averages several Normal.*to_arviz\(model"):
-        from_prediction(mixture)
-    with pytest.raises(ArgumentError, match="what predict returned, not a Tensor"):
-        from_prediction(X)
-    with pytest.raises(ArgumentError, match="num_samples.*not 0"):
-        from_prediction(dvi.predict(model, guide, X), 0)
 
 
 def export(**options):

@@ -212,6 +212,17 @@ def test_draws_of_predictive_lose_the_dimensions_of_absent_plates():
     assert values(to_arviz(model, samples, (X, Y)), "posterior", "weight").shape == (1, 7, 3)
 
 
+def test_draws_of_an_improper_prior():
+    def improper(x, y=None):
+        weight = pyro.sample("weight", dist.ImproperUniform(dist.constraints.real, (), (3,)))
+        with pyro.plate("data", len(x)):
+            return pyro.sample("obs", dist.Normal(weight.sum() * x, 0.5), obs=y)
+
+    exported = to_arviz(improper, {"weight": torch.ones(4, 3)}, (X, Y))
+    expected = dist.Normal(3 * X, 0.5).log_prob(Y).expand(4, 12)
+    np.testing.assert_allclose(values(exported, "log_likelihood", "obs")[0], expected, rtol=1e-5)
+
+
 def test_arrays_are_draws_as_well():
     assert values(to_arviz(model, {"weight": np.zeros((5, 3), "f4")}, X), "posterior", "weight").shape == (
         1,
@@ -241,6 +252,10 @@ MISTAKES = {
     "observed site": (
         lambda: to_arviz(model, {"weight": DRAWS, "obs": torch.zeros(5, 12)}, (X, Y)),
         "site 'obs' that the model observes: leave it out",
+    ),
+    "chains": (
+        lambda: to_arviz(model, {"weight": torch.zeros(2, 5, 3)}, (X, Y)),
+        r"draw of site 'weight' has the shape \(5, 3\), its value in the model \(3,\).*group_by_chain",
     ),
     "nothing": (lambda: to_arviz(model, {}, (X, Y)), "no draws: no sites"),
     "no draws": (lambda: to_arviz(model, {"weight": torch.zeros(0, 3)}, (X, Y)), "no draws"),
