@@ -75,7 +75,7 @@ class SampledComponents:
         """
         draws = self._draws(inputs)
         first = next(draws)
-        response = respond(first)
+        response = respond(_with_channels_last(first) if self._way is _channels_last else first)
         mixture.add(response)
         run = distribution_of(response.site)
         if self._chunk == 0:
@@ -179,14 +179,17 @@ def _one_by_one(mixture: Mixture, chunk: Sequence[Latents], run: Distributions) 
 def _channels_last(mixture: Mixture, chunk: Sequence[Latents], run: Distributions) -> dict[str, Tensor]:
     """A run for each draw, with images and kernels in the layout that is the faster for poolings on a CPU."""
 
+    return _one_by_one(mixture, [_with_channels_last(latents) for latents in chunk], run)
+
+
+def _with_channels_last(latents: Latents) -> Latents:
+    """Return the same kernels in another layout."""
+
     def laid_out(value: Tensor) -> Tensor:
-        if value.dim() != 4:
-            return value
         # A copy: `contiguous` would leave kernels of one channel in a layout that counts as either.
         return torch.empty_like(value, memory_format=torch.channels_last).copy_(value)
 
-    changed = [{name: laid_out(value) for name, value in latents.items()} for latents in chunk]
-    return _one_by_one(mixture, changed, run)
+    return {name: laid_out(value) if value.dim() == 4 else value for name, value in latents.items()}
 
 
 class _LargestOutput(TorchDispatchMode):
