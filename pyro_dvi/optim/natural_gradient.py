@@ -268,7 +268,9 @@ def scaled_prior(measured: NaturalState, group: dict[str, Any]) -> tuple[float, 
     return num_data, measured.temperature * measured.prior_precision / num_data
 
 
-def move_along(loc: Tensor, direction: Tensor, measured: NaturalState, group: dict[str, Any], factor: float) -> None:
+def move_along(
+    loc: Tensor, direction: Tensor, measured: NaturalState, group: dict[str, Any], factor: float
+) -> None:
     r"""Move means against a preconditioned direction, each weight's bounded by ``clip_radius`` prior scales."""
     if group["clip_radius"] is not None:
         bound = measured.prior_precision.rsqrt().mul_(group["clip_radius"])
