@@ -8,7 +8,7 @@ anew for each batch.
 
 Contestants take turns (A B C A B C ...), and medians of the paired ratios are taken over rounds, so that a drifting
 machine hits all alike. The largest difference between the averaged outputs is reported in Monte-Carlo standard errors.
-Peak memory is that of a process of its own for each, above a process that holds the model, the guide and the inputs.
+Peak memory is that of a process of its own for each, above what it holds with the model, the guide and the inputs (Linux).
 
     python benchmarks/predict_speed.py                  # MNIST from PYRO_DVI_DATA, --data-dir, or a download
     python benchmarks/predict_speed.py --device cuda
@@ -17,7 +17,6 @@ Peak memory is that of a process of its own for each, above a process that holds
 import argparse
 import json
 import platform
-import resource
 import statistics
 import subprocess
 import sys
@@ -153,24 +152,24 @@ def times(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     ]
 
 
-def peak() -> int:
-    """Return the largest memory that this process has held, in bytes."""
-    status = Path("/proc/self/status")
-    if status.exists():  # Linux, where getrusage counts what the parent held before the fork
-        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
-        return 1024 * int(line.split()[1])
-    scale = 1 if sys.platform == "darwin" else 1024
-    return scale * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+def held(field: str) -> int:
+    """Return the memory of this process in bytes: "VmRSS" now, "VmHWM" at most since the peak was last forgotten."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith(field)).split()[1])
 
 
 def memory_of(name: str, kind: str, num_samples: int, options: argparse.Namespace) -> float:
     """Return mebibytes above what is there before the prediction; run in a process of its own."""
     made = setting(name, options)
-    is_cuda = options.device == "cuda"
-    before = torch.cuda.memory_allocated() if is_cuda else peak()
+    if options.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        CONTESTANTS[kind](made, num_samples, 0)
+        return (torch.cuda.max_memory_allocated() - before) / 2**20
+    Path("/proc/self/clear_refs").write_text("5")  # forgets the peak of reading the data
+    before = held("VmRSS")
     CONTESTANTS[kind](made, num_samples, 0)
-    after = torch.cuda.max_memory_allocated() if is_cuda else peak()
-    return (after - before) / 2**20
+    return (held("VmHWM") - before) / 2**20
 
 
 def memory(name: str, kind: str, num_samples: int, options: argparse.Namespace) -> float | None:

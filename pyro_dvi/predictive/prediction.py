@@ -371,13 +371,12 @@ class Prediction:
             )
 
     def _of_distributions(self, read: Callable[..., Tensor], what: str, *chunks: Any, dim: int = 0) -> Tensor:
-        own = chunks[0] if chunks else None
-        return of_distributions(self._parts, read, f"{what} at site {self.site!r}", own, dim)
+        return of_distributions(self._parts, read, f"{what} at site {self.site!r}", *chunks, dim=dim)
 
     @property
     def _device(self) -> torch.device | None:
         part = self._parts[0]
-        known = (part.mean, part.log_probabilities, part.log_likelihood, part.observed)
+        known = (part.mean, part.log_likelihood, part.observed)
         return next((value.device for value in known if value is not None), None)
 
     def _aligned(self, y: Any) -> Tensor:
