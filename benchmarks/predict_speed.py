@@ -7,8 +7,8 @@ called in two ways: once with all inputs, and batch by batch with the batches of
 anew for each batch.
 
 Contestants take turns (A B C A B C ...), and medians of the paired ratios are taken over rounds, so that a drifting
-machine hits all alike. The largest difference between the averaged outputs is reported in Monte-Carlo standard errors.
-Peak memory is that of a process of its own for each, above what it holds with the model, the guide and the inputs (Linux).
+machine hits all alike. Differences between the averaged outputs are reported in Monte-Carlo standard errors. Peak
+memory is that of a process of its own for each, above what it holds with model, guide and inputs (Linux or CUDA).
 
     python benchmarks/predict_speed.py                  # MNIST from PYRO_DVI_DATA, --data-dir, or a download
     python benchmarks/predict_speed.py --device cuda

@@ -131,9 +131,6 @@ class Prediction:
         High where the draws are sure of different classes (BALD): the epistemic part of the entropy of each label. Zero
         for ``AtMean()``.
 
-        Raises:
-            UnsupportedError: as for :attr:`expected_entropy`.
-
         Source: Houlsby et al. (2011), Eq. 2.
         """
         log_p = self._collect(lambda part: part.log_probabilities, "class probabilities")

@@ -178,7 +178,6 @@ def _one_by_one(mixture: Mixture, chunk: Sequence[Latents], run: Distributions) 
 
 def _channels_last(mixture: Mixture, chunk: Sequence[Latents], run: Distributions) -> dict[str, Tensor]:
     """A run for each draw, with images and kernels in the layout that is the faster for poolings on a CPU."""
-
     return _one_by_one(mixture, [_with_channels_last(latents) for latents in chunk], run)
 
 
