@@ -367,8 +367,10 @@ class Prediction:
                 f"variance or entropy at site {self.site!r} has no parts: predict with Samples(n)"
             )
 
-    def _of_distributions(self, read: Callable[..., Tensor], what: str, *chunks: Any, dim: int = 0) -> Tensor:
-        return of_distributions(self._parts, read, f"{what} at site {self.site!r}", *chunks, dim=dim)
+    def _of_distributions(
+        self, read: Callable[..., Tensor], what: str, chunks: Any = None, dim: int = 0
+    ) -> Tensor:
+        return of_distributions(self._parts, read, f"{what} at site {self.site!r}", chunks, dim)
 
     @property
     def _device(self) -> torch.device | None:
