@@ -318,12 +318,8 @@ class Prediction:
         """Return a ``pandas.DataFrame`` with a row for each example.
 
         Columns: ``mean``, ``std``, ``aleatoric``, ``epistemic``, or for classes ``probabilities[0]``, ... , ``entropy``
-        and ``mutual_information``; ``observed`` and ``log_likelihood`` where observed values came with the data. What
-        has several values for each example has a column for each, as ``mean[0]``; what the rule does not give is left
-        out.
-
-        Raises:
-            ImportError: pandas is not installed.
+        and ``mutual_information``; ``observed`` and ``log_likelihood`` where observed values came with the data. Several
+        values for an example have a column each, as ``mean[0]``. What the rule does not give is left out.
         """
         return dataframe(self)
 
