@@ -318,8 +318,8 @@ class Prediction:
         """Return a ``pandas.DataFrame`` with a row for each example.
 
         Columns: ``mean``, ``std``, ``aleatoric``, ``epistemic``, or for classes ``probabilities[0]``, ... , ``entropy``
-        and ``mutual_information``; ``observed`` and ``log_likelihood`` where observed values came with the data. Several
-        values for an example have a column each, as ``mean[0]``. What the rule does not give is left out.
+        and ``mutual_information``; ``observed`` and ``log_likelihood`` where observed values came with the data.
+        Several values for an example have a column each, as ``mean[0]``. What the rule does not give is left out.
         """
         return dataframe(self)
 
