@@ -71,7 +71,8 @@ def batches(
         raise ArgumentError(f"batch_size must be a positive whole number, not {batch_size!r}")
     start = 0
     for args in _argument_tuples(model, data, batch_size):
-        position = _observed_position(model, len(args), observed)
+        name = observed or _observed_by_name_only(model, len(args))
+        position = _observed_position(model, len(args), name)
         if device is not None:
             args = _apply(lambda tensor: tensor.to(device), args)
         target = args[position] if position is not None and position < len(args) else None
@@ -79,9 +80,9 @@ def batches(
         while inputs and inputs[-1] is None:  # left out where the model has a default; see with_missing
             inputs = inputs[:-1]
         num_rows = _check(inputs, target)
-        by_name = observed in keyword_only(model)
+        by_name = name in keyword_only(model)
         yield Batch(
-            inputs, target, num_rows, start, None if target is None else observed if by_name else position
+            inputs, target, num_rows, start, None if target is None else name if by_name else position
         )
         start += num_rows
     if start == 0:
@@ -177,6 +178,19 @@ def _check(inputs: tuple[Any, ...], target: Any) -> int:
     if len(set(rows)) > 1:
         raise DataError(f"the tensors of a batch have {rows} rows: every tensor needs one row an example")
     return int(rows[0])
+
+
+def _observed_by_name_only(model: Callable[..., Any], num_args: int) -> str | None:
+    """Return the observation of a model such as ``f(x, *, y=None)``, if the data reach that far."""
+    if num_args <= len(positional(model)) or any(p.default is None for p in positional(model)):
+        return None
+    names = keyword_only(model)
+    if len(names) > 1:
+        raise ArgumentError(
+            f"arguments {names} of the model can be given by name only, so any may be the observation: name it, as in "
+            f"observed={names[-1]!r}"
+        )
+    return names[0] if names else None
 
 
 def _observed_position(model: Callable[..., Any], num_args: int, observed: str | None) -> int | None:

@@ -50,6 +50,16 @@ def test_the_named_observation_is_the_one_that_is_scored():
     assert predict(two_responses, slope, X, site="a").mean.shape == (20,)  # inputs alone are not ambiguous
 
 
+def test_an_observation_given_by_name_only_needs_no_naming():
+    def model(x, *, y=None):
+        two_responses(x, y)
+
+    for data in ({"x": X, "y": 2 * X}, (X, 2 * X)):
+        assert predict(model, slope, data, site="a").metrics()["rmse"] < 1e-6
+    with pytest.raises(ArgumentError, match=r"\['a', 'b'\].*by name only.*observed='b'"):
+        predict(keyword_responses, slope, {"x": X, "a": X, "b": X}, site="a")
+
+
 def test_an_observation_that_the_model_transforms_is_not_scored_as_it_is():
     def model(x, y=None):
         w = pyro.sample("w", dist.Normal(0.0, 1.0))
