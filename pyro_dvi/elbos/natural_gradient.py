@@ -361,7 +361,15 @@ def _fixed_prior(latent: Latent, draws: TrackedDraws) -> tuple[Tensor, Tensor]:
                     f"the prior of site {latent.name!r} depends on site {name!r}; natural-gradient updates need priors "
                     "with fixed parameters. Learn the scale instead (bayesian.LearnedScale), or use TaylorELBO."
                 )
-    return prior.loc.detach(), prior.scale.detach().pow(-2)
+    return _compact(prior.loc.detach()), _compact(prior.scale.detach()).pow(-2)
+
+
+def _compact(value: Tensor) -> Tensor:
+    """Leave out what ``expand`` repeats: a prior that all weights share then costs the optimizer nothing."""
+    for dim, (size, stride) in enumerate(zip(value.shape, value.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            value = value.narrow(dim, 0, 1)
+    return value
 
 
 def _note_factor(states: list[NaturalState], gradient: Tensor) -> None:

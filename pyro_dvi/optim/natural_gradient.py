@@ -271,10 +271,10 @@ def scaled_prior(measured: NaturalState, group: dict[str, Any]) -> tuple[float, 
 def move_along(
     loc: Tensor, direction: Tensor, measured: NaturalState, group: dict[str, Any], factor: float
 ) -> None:
-    r"""Move means against a preconditioned direction, each weight's bounded by ``clip_radius`` prior scales."""
+    """Move means against a preconditioned direction, that of each weight bounded by ``clip_radius`` prior scales."""
     if group["clip_radius"] is not None:
         bound = measured.prior_precision.rsqrt().mul_(group["clip_radius"])
-        direction = torch.maximum(torch.minimum(direction, bound), bound.neg_())
+        direction.clamp_(-bound, bound)
     loc.add_(direction, alpha=-factor * group["lr"])
 
 

@@ -198,7 +198,7 @@ class VOGNOptimizer(NaturalGradientOptimizer):
         curvature = memory["curvature"]
         num_data, prior = scaled_prior(measured, group)
         step = Step(
-            gradient=loc.grad / measured.num_data + prior * (loc - measured.prior_loc),
+            gradient=(loc - measured.prior_loc).mul_(prior).add_(loc.grad, alpha=1 / measured.num_data),
             squares=curvature if measured.squares is None else measured.squares / measured.num_data,
             temperature=measured.temperature,
             num_data=num_data,
@@ -214,7 +214,7 @@ class VOGNOptimizer(NaturalGradientOptimizer):
         )  # the curvature is that of this minibatch
         if measured.squares is not None and not is_start:  # a first step after IVON has none
             self.formulation.update_curvature(curvature, step)
-        move_along(loc, direction / (curvature + prior + step.damping), measured, group, factor)
+        move_along(loc, direction / (curvature + (prior + step.damping)), measured, group, factor)
         return self.formulation.precision(curvature, step)
 
 
