@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 
 from pyro_dvi.diagnostics.statistics import Statistic, applied, default_statistics
 from pyro_dvi.diagnostics.table import text_table
-from pyro_dvi.errors import ArgumentError, DataError, ModelError, NonFiniteError
+from pyro_dvi.errors import ArgumentError, DataError, ModelError, NonFiniteError, UnsupportedError
 from pyro_dvi.handlers.response import choose_response, example_axis, responses
 from pyro_dvi.predictive.batches import Batch, batches
 from pyro_dvi.predictive.mixture import class_log_probabilities
@@ -186,7 +186,7 @@ def prior_predictive_check(
         The check, to print.
 
     Raises:
-        ArgumentError: fewer than two draws, no statistics, or one that gives no number.
+        ArgumentError: fewer than two draws, no statistics, or one that fails or gives no number.
         DataError: data without observations, or that cannot be right.
         ModelError: no observed site, several and no ``site``, or a prior that cannot be drawn from.
         NonFiniteError: a statistic is NaN.
@@ -272,6 +272,11 @@ class _Prior:
         ]
         latents = {name: nodes[name]["value"] for name in self.shared}
         self.split = [check_observation(model, batch, latents, self.site) for batch in split]
+        if any(batch.mask is not None for batch in self.split):
+            raise UnsupportedError(
+                f"the model masks some of the observed values at site {self.site!r}, which statistics of whole data "
+                "sets would count: pass the examples that count alone"
+            )
         log_p = class_log_probabilities(self.likelihood)
         self.num_classes = None if log_p is None else log_p.shape[-1]
 

@@ -63,11 +63,17 @@ def applied(statistics: Mapping[str, Statistic], y: Tensor) -> dict[str, float]:
     """Return the value of every statistic.
 
     Raises:
-        ArgumentError: one that gives anything else than a number.
+        ArgumentError: one that fails, or gives anything else than a number.
     """
     values = {}
     for name, statistic in statistics.items():
-        value = statistic(y)
+        try:
+            value = statistic(y)
+        except Exception as error:
+            raise ArgumentError(
+                f"statistic {name!r} failed for observations of shape {tuple(y.shape)} and dtype {y.dtype}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
         try:
             values[name] = float(value)
         except (TypeError, ValueError, RuntimeError) as error:

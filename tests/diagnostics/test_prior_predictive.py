@@ -12,12 +12,13 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from pyro import poutine
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from pyro_dvi import classifier, to_bayesian_
 from pyro_dvi.diagnostics import prior_predictive_check
-from pyro_dvi.errors import ArgumentError, DataError, ModelError, NonFiniteError
+from pyro_dvi.errors import ArgumentError, DataError, ModelError, NonFiniteError, UnsupportedError
 
 X = torch.linspace(-1, 1, 30)
 
@@ -236,6 +237,11 @@ def improper(x, y=None):
         return pyro.sample("y", dist.Normal(w * x, 1.0), obs=y)
 
 
+def masked(x, y=None):
+    with poutine.mask(mask=True if y is None else y < 900):
+        return line(x, y)
+
+
 def check(model=line, data=(X, X), **options):
     return lambda: prior_predictive_check(model, data, **options)
 
@@ -249,6 +255,16 @@ MISTAKES = {
         check(statistics={"all": lambda y: y}),
         ArgumentError,
         r"'all' gave a Tensor of shape \(30,\)",
+    ),
+    "a quantile of whole numbers": (
+        check(statistics={"90 %": lambda y: y.long().quantile(0.9)}),
+        ArgumentError,
+        r"'90 %' failed for observations of shape \(30,\).*RuntimeError",
+    ),
+    "a mask": (
+        check(model=masked, data=(X, torch.where(X > 0, X, 999.0))),
+        UnsupportedError,
+        "masks some of the observed values at site 'y'.*examples that count alone",
     ),
     "NaN": (check(statistics={"log": lambda y: (-y.abs()).log().sum()}), NonFiniteError, "'log' is NaN"),
     "an improper prior": (check(model=improper), ModelError, "improper priors have no prior predictive"),
