@@ -160,7 +160,8 @@ def _best(found: Groups, tuning: str) -> list[str]:
     if not all(sides.values()):
         return []
     (a, ours), (b, peer) = min(sides[False]), min(sides[True])
-    word = "met" if a <= b else "missed" if a > b + 0.005 else "missed by less than 0.005"
+    printed = 5e-5  # what the digits below can tell apart
+    word = "met" if a <= b + printed else "missed" if a > b + 0.005 else "missed by less than 0.005"
     return [
         f"- Best NLL by {tuning}, {len(seeds)} seed(s) that all have: ours {a:.4f} ({ours}), laplace-torch {b:.4f} "
         f"({peer}); target at least as good: **{word}**."
