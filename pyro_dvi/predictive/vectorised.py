@@ -11,7 +11,8 @@ Kernels of convolutions are an exception: ``vmap`` makes them one convolution of
 slowly than one kernel after the other. They go one by one, laid out with their channels last.
 
 Whatever does not work this way is run again by the plain loop, whose errors say what is wrong: models that draw random
-numbers, whose control flow depends on values, whose results are not finite.
+numbers, that keep values in their modules, whose control flow depends on values, whose results are not finite or whose
+distributions are impossible. The first draw is run in the new way as well, and must give the same numbers.
 """
 
 import warnings
@@ -23,10 +24,9 @@ import pyro
 import torch
 from pyro.infer.autoguide import AutoCallable, AutoGuide
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from pyro_dvi.predictive.mixture import Mixture
+from pyro_dvi.predictive.probe import Probe, agrees, possible
 from pyro_dvi.predictive.rules import Samples
 from pyro_dvi.predictive.run import Response
 
@@ -41,6 +41,7 @@ CHUNK_OUTPUT = (
     2**22
 )  # numbers in the largest tensor of a vectorised run: 16 MiB of float32, so that caches help
 CHUNK_LATENTS = 2**24  # numbers in the draws of a chunk
+POSSIBLE = "possible"  # among the statistics: whether the parameters are in their domains
 KEPT_LATENTS = 2**26  # numbers in all draws, if they are kept for later batches: 256 MiB of float32
 
 
@@ -57,6 +58,9 @@ class SampledComponents:
         self._kept: list[Latents] = []
         self._way: Way | None = None  # None: the plain loop
         self._chunk = 0  # 0: nothing is known yet
+        self._untried: tuple[Latents, dict[str, Tensor]] | None = (
+            None  # the first draw and its statistics, which the first chunk must give again
+        )
 
     def add_to(
         self,
@@ -121,44 +125,55 @@ class SampledComponents:
     def _choose(self, mixture: Mixture, run: Distributions, first: Latents) -> None:
         """Find out from one more run how this model is run best."""
         self._chunk = 1
-        outputs = _LargestOutput()
         device = next((value.device for value in first.values()), torch.device("cpu"))
-        before = _random_state(device)
+        probe = Probe(device)
         try:
-            with outputs:
-                _one_by_one(mixture, [first], run)
+            with probe:
+                plain = _one_by_one(mixture, [first], run)
         except Exception:  # the model's own, whatever it is
             return
-        if not torch.equal(before, _random_state(device)):
-            return  # numbers of its own, which belong to the draw
+        if probe.drew or probe.kept:
+            return  # numbers of its own, which belong to the draw; values that must not be those of many draws
         self._chunk = max(
             1,
-            min(MAX_CHUNK, CHUNK_OUTPUT // max(1, outputs.size), CHUNK_LATENTS // max(1, _size(first))),
+            min(MAX_CHUNK, CHUNK_OUTPUT // max(1, probe.size), CHUNK_LATENTS // max(1, _size(first))),
         )
         if any(value.dim() >= 3 for value in first.values()) and device.type == "cpu":
-            self._way = _one_by_one
-            if _works(lambda: _channels_last(mixture, [first], run)):
-                self._way = _channels_last
+            works = _gives(plain, lambda: _channels_last(mixture, [first], run))
+            self._way = _channels_last if works else _one_by_one
+        elif self._chunk > 1:
+            self._way, self._untried = _vmapped, (first, plain)
         else:
-            self._way = _vmapped if self._chunk > 1 else _one_by_one
+            self._way = _one_by_one
 
     def _statistics(
         self, mixture: Mixture, chunk: Sequence[Latents], run: Distributions
     ) -> dict[str, Tensor] | None:
         """Return the statistics of a chunk, or None where only the plain loop can tell."""
-        if self._way is _vmapped:
-            try:
-                found = _vmapped(mixture, chunk, run)
-            except Exception:  # whatever a foreign model raises when its tensors are batched
-                self._way = _one_by_one
-                return self._statistics(mixture, chunk, run)
-        else:
-            assert self._way is not None, "there is a way"
-            try:
-                found = self._way(mixture, chunk, run)
-            except Exception:  # the plain loop raises it again, in order, with its checks
-                return None
-        return found if all(bool(value.isfinite().all()) for value in found.values()) else None
+        assert self._way is not None, "there is a way"
+        try:
+            found = self._tried(mixture, chunk, run) if self._untried else self._way(mixture, chunk, run)
+        except Exception:  # whatever a foreign model raises when its tensors are batched
+            if self._way is not _vmapped:
+                return None  # the plain loop raises it again, in order, with its checks
+            self._way, self._untried = _one_by_one, None
+            return self._statistics(mixture, chunk, run)
+        if not all(bool(value.isfinite().all()) for value in found.values()) or not found.pop(POSSIBLE).all():
+            return None
+        return found
+
+    def _tried(self, mixture: Mixture, chunk: Sequence[Latents], run: Distributions) -> dict[str, Tensor]:
+        """Run the first chunk with the first draw before it, which must come out as it did by itself.
+
+        Raises:
+            RuntimeError: it did not: draws of the chunk share what each has for itself, such as random numbers.
+        """
+        assert self._untried is not None, "there is something to try"
+        (first, plain), self._untried = self._untried, None
+        found = _vmapped(mixture, [first, *chunk], run)
+        if not agrees({name: value[:1] for name, value in found.items()}, plain):
+            raise RuntimeError
+        return {name: value[1:] for name, value in found.items()}
 
 
 def _vmapped(mixture: Mixture, chunk: Sequence[Latents], run: Distributions) -> dict[str, Tensor]:
@@ -166,14 +181,19 @@ def _vmapped(mixture: Mixture, chunk: Sequence[Latents], run: Distributions) -> 
     stacked = {name: torch.stack([latents[name] for latents in chunk]) for name in chunk[0]}
     with pyro.validation_enabled(False), warnings.catch_warnings():  # values cannot be looked at inside
         warnings.filterwarnings("error", message="There is a performance drop")
-        return torch.vmap(lambda latents: mixture.statistics(run(latents)), randomness="error")(stacked)
+        return torch.vmap(lambda latents: _read(mixture, run(latents)), randomness="error")(stacked)
 
 
 def _one_by_one(mixture: Mixture, chunk: Sequence[Latents], run: Distributions) -> dict[str, Tensor]:
     """A run for each draw of a chunk."""
     with pyro.validation_enabled(False):
-        found = [mixture.statistics(run(latents)) for latents in chunk]
+        found = [_read(mixture, run(latents)) for latents in chunk]
     return {name: torch.stack([one[name] for one in found]) for name in found[0]}
+
+
+def _read(mixture: Mixture, fn: Any) -> dict[str, Tensor]:
+    """Statistics of a distribution that was made without checks, and whether it would have passed them."""
+    return {**mixture.statistics(fn), POSSIBLE: possible(fn)}
 
 
 def _channels_last(mixture: Mixture, chunk: Sequence[Latents], run: Distributions) -> dict[str, Tensor]:
@@ -191,21 +211,6 @@ def _with_channels_last(latents: Latents) -> Latents:
     return {name: laid_out(value) if value.dim() == 4 else value for name, value in latents.items()}
 
 
-class _LargestOutput(TorchDispatchMode):
-    """Notes the size of the largest tensor that is computed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.size = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor):
-                self.size = max(self.size, leaf.numel())
-        return result
-
-
 def _ignores_inputs(guide: Any) -> bool:
     """Whether a guide is automatic, with no function in it that may look at the inputs."""
     return isinstance(guide, AutoGuide) and not any(isinstance(m, AutoCallable) for m in guide.modules())
@@ -215,13 +220,8 @@ def _size(latents: Latents) -> int:
     return sum(value.numel() for value in latents.values())
 
 
-def _random_state(device: torch.device) -> Tensor:
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-
-
-def _works(run: Callable[[], Any]) -> bool:
+def _gives(expected: Mapping[str, Tensor], run: Callable[[], Mapping[str, Tensor]]) -> bool:
     try:
-        run()
+        return agrees(run(), expected)
     except Exception:  # `view` of a tensor whose channels come last, say
         return False
-    return True
