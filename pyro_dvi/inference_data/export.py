@@ -21,7 +21,7 @@ from pyro_dvi.inference_data.loss_history import training_group
 from pyro_dvi.inference_data.observations import choose_responses, observed_run
 from pyro_dvi.inference_data.observed_arguments import split_batches, without_observation
 from pyro_dvi.inference_data.one_pass import Posterior, pass_over
-from pyro_dvi.inference_data.posterior import Selection, Summaries, drawn_group
+from pyro_dvi.inference_data.posterior import Selection, Summaries, drawn_group, of_one_posterior
 from pyro_dvi.inference_data.prior import PriorSamples
 from pyro_dvi.inference_data.samples import GivenSamples
 from pyro_dvi.predictive import PredictionRule, Samples
@@ -79,7 +79,8 @@ def to_arviz(
 
     Plates become dimensions of their name. Observations that the model masks are not in ``log_likelihood`` and
     ``observed_data``, whose values then lie along one dimension ``<site>_observed``, with their places in the flattened
-    predictions as coordinates. Several observed sites count as independent given the latent ones.
+    predictions as coordinates. With several observed sites, each is predicted and scored with the others at their
+    observed values, where the data hold these: :math:`p(b \mid a, x, \theta)` where a site b depends on a site a.
 
     With ``AtMean()``, the default, every draw of ``posterior_predictive`` comes from
     :math:`p(y \mid x, \mathrm{E}_q\theta)`: draws of the weights of a Variational Laplace posterior are no good
@@ -122,8 +123,10 @@ def to_arviz(
 
     Raises:
         ArgumentError: an unknown site (similar names are suggested), no draws, two numbers of draws, draws of unequal
-            lengths, names in ``coords`` or ``dims`` that fit nothing, or several arguments that may be the observation.
-        DataError: data that cannot be right, as in :func:`~pyro_dvi.predict`; observations in some batches only.
+            lengths, a summary that fails, names in ``coords`` or ``dims`` that fit nothing, or several arguments that
+            may be the observation.
+        DataError: data that cannot be right, as in :func:`~pyro_dvi.predict`; observations in some batches only;
+            several batches with a guide whose posterior depends on its inputs.
         GuideError: the guide was never run, has no mean, or is an AutoLaplaceApproximation before its Gaussian.
         ModelError: no observed site, several without an observation and no ``site``, or one that is called like a
             dimension of ArviZ.
@@ -176,7 +179,9 @@ def to_arviz(
         nodes = observed_run(model, first, latents)
         posterior = Posterior(model, guide, rule, count, choose_responses(site, nodes, latents))
         selection = Selection.of(latents, sites, max_site_size, summarise, stacklevel=3)
+        every = shown(chain([first], remaining))
         if not selection.is_empty:
+            every = of_one_posterior(every, guide, used_seed)
             torch.manual_seed(used_seed)
             draws = _draws(given, guide, first, count)
             groups["posterior"] = drawn_group(draws, count, selection, nodes)
@@ -186,7 +191,7 @@ def to_arviz(
             if not selection.is_empty:
                 torch.manual_seed(used_seed)
                 groups["prior"] = drawn_group(from_prior.draws(), prior, selection, nodes)
-        found = pass_over(shown(chain([first], remaining)), posterior, used_seed, used_seed, from_prior)
+        found = pass_over(every, posterior, used_seed, used_seed, from_prior)
         groups["posterior_predictive"] = found.predictive
         groups["prior_predictive"] = found.prior_predictive
         groups["log_likelihood"] = found.log_likelihood
@@ -277,6 +282,9 @@ def _named(
     pred_coords: Mapping[Any, Any],
 ) -> Any:
     """Give dimensions and coordinates the user's names, and build the object."""
+    for option, given in (("coords", coords), ("dims", dims), ("pred_coords", pred_coords)):
+        if not isinstance(given, Mapping):
+            raise ArgumentError(f"{option} is a mapping by name, as in ArviZ, not {given!r}")
     dims = {str(name).replace("/", "."): given for name, given in dims.items()}
     check_names(groups, dims, {**coords, **pred_coords}, left_out)
     ahead = ("predictions", "predictions_constant_data")

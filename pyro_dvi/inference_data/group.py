@@ -56,6 +56,9 @@ class Group:
         """Name every dimension: as the user says, else after plates, else ``<variable>_dim_<i>``.
 
         A plate gives no name where it would be that of a variable, or of another length in this group.
+
+        Raises:
+            ArgumentError: the user calls dimensions of unequal lengths alike.
         """
         lengths: dict[Any, int] = {}
         named: dict[str, list[Any]] = {}
@@ -63,14 +66,23 @@ class Group:
             shape = self.shape(name)
             suggested = (*self.suggested[name], *(None,) * len(shape))[: len(shape)]
             is_flat = any(dim in self.coords for dim in suggested)  # without the user's dimensions
-            mine: list[Any] = [] if is_flat else [*given.get(name, ())][: len(shape)]
-            for i in range(len(mine), len(shape)):
+            users = () if is_flat else given.get(name, ())
+            mine: list[Any] = []
+            for i in range(len(shape)):
+                if i < len(users) and users[i] is not None:
+                    mine.append(users[i])
+                    continue
                 dim = suggested[i]
                 fits = lengths.get(dim, shape[i]) == shape[i] and dim not in mine
                 if dim is None or not fits or dim in self.arrays or dim in _SAMPLE_DIMS:
                     dim = f"{name}_dim_{i}"
                 mine.append(dim)
-            lengths.update(zip(mine, shape, strict=True))
+            for dim, length in zip(mine, shape, strict=True):
+                if lengths.setdefault(dim, length) != length:
+                    raise ArgumentError(
+                        f"dims calls a dimension of {name!r} {dim!r}, which is {length} long, but that of another "
+                        f"variable is {lengths[dim]} long: give them different names"
+                    )
             named[name] = mine
         return named
 
@@ -97,8 +109,8 @@ def check_names(groups: Mapping[str, Group], dims: Dims, coords: Coords, left_ou
     """Refuse names that belong to nothing.
 
     Raises:
-        ArgumentError: dimensions of a variable that no group has, more of them than it has, or coordinates of no
-            dimension.
+        ArgumentError: dimensions of a variable that no group has, more of them than it has, names that are no text or
+            taken, or coordinates of no dimension.
     """
     variables = [name for group in groups.values() for name in group.arrays]
     for name, given in dims.items():
@@ -106,12 +118,22 @@ def check_names(groups: Mapping[str, Group], dims: Dims, coords: Coords, left_ou
             raise ArgumentError(
                 f"dims names no variable {name!r}; close names: {close_names(name, variables)}"
             )
+        if not isinstance(given, (list, tuple)):
+            raise ArgumentError(f"dims[{name!r}] = {given!r}, but it is a list of names, as in ArviZ")
         longest = max((len(g.shape(name)) for g in groups.values() if name in g.arrays), default=len(given))
-        if isinstance(given, str) or len(given) > longest:
+        if len(given) > longest:
             raise ArgumentError(f"dims[{name!r}] = {given!r}, but {name!r} has {longest} dimensions")
+        wrong = [dim for dim in given if dim in _SAMPLE_DIMS or not (dim is None or isinstance(dim, str))]
+        if wrong or len(set(given)) < sum(dim is not None for dim in given):
+            raise ArgumentError(
+                f"dims[{name!r}] = {given!r}: names of dimensions are different strings, not 'chain' or 'draw'; None "
+                "leaves one its usual name"
+            )
     existing = {dim for group in groups.values() for mine in group.dims(dims).values() for dim in mine}
     existing |= {dim for given in dims.values() for dim in given}
-    for dim in coords:
+    for dim, values in coords.items():
+        if not hasattr(values, "__len__"):
+            raise ArgumentError(f"coords[{dim!r}] = {values!r}: give a value for each place of the dimension")
         if dim not in existing:
             raise ArgumentError(
                 f"coords names no dimension {dim!r}; close names: {close_names(dim, map(str, existing))}"

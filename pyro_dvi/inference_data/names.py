@@ -5,7 +5,9 @@ import difflib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-__all__ = ["close_names", "plate_names", "safe_name"]
+from pyro_dvi.errors import ArgumentError
+
+__all__ = ["close_names", "listed", "plate_names", "safe_name"]
 
 
 def safe_name(name: str) -> str:
@@ -17,6 +19,18 @@ def close_names(name: object, names: Iterable[str]) -> list[str]:
     """Return the names most like ``name``; the first ten where none is."""
     known = list(names)
     return difflib.get_close_matches(str(name), known, n=3, cutoff=0.4) or known[:10]
+
+
+def listed(option: str, names: str | Sequence[str]) -> list[str]:
+    """Return one name or several as a list.
+
+    Raises:
+        ArgumentError: anything else.
+    """
+    found = [names] if isinstance(names, str) else names
+    if not isinstance(found, (list, tuple)) or not all(isinstance(name, str) for name in found):
+        raise ArgumentError(f"{option} is a name or a list of names, not {names!r}")
+    return list(found)
 
 
 def plate_names(node: Any, shape: Sequence[int]) -> list[str | None]:

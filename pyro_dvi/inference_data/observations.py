@@ -1,20 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the observed sites of a model observe, and which of it counts."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from pyro.poutine.condition_messenger import ConditionMessenger
 from torch import Tensor
 
 from pyro_dvi.errors import DataError, ModelError, UnsupportedError
 from pyro_dvi.handlers.response import choose_response, counted, responses
+from pyro_dvi.inference_data.names import listed
 from pyro_dvi.predictive.batches import Batch
-from pyro_dvi.predictive.run import run_at
+from pyro_dvi.predictive.run import Response, run_at
 from pyro_dvi.signatures import with_missing
 
-__all__ = ["Observation", "choose_responses", "observations", "observed_run", "whole_cells"]
+__all__ = [
+    "Observation",
+    "choose_responses",
+    "given_others",
+    "observations",
+    "observed_run",
+    "whole_cells",
+]
 
 
 @dataclass(frozen=True)
@@ -46,7 +55,7 @@ def choose_responses(
     """
     names = responses(nodes, latents)
     if site is not None:
-        asked = [site] if isinstance(site, str) else list(site)
+        asked = listed("site", site)
         if not asked:
             raise ModelError(f"site=[] asks for no observed site; the model has {names}")
         return [choose_response(name, names) for name in asked]
@@ -72,6 +81,38 @@ def observations(batch: Batch, sites: Sequence[str], nodes: Mapping[str, Any]) -
                 "argument that it observes by observed=..., or the site by site=..."
             )
     return found
+
+
+def given_others(
+    run: Callable[[Mapping[str, Tensor]], Response],
+    site: str,
+    nodes: Mapping[str, Any],
+    latents: Collection[str],
+) -> Callable[[Mapping[str, Tensor]], Response]:
+    r"""Return ``run`` with every observed site but ``site`` at its observed value.
+
+    Its distribution is then :math:`p(y_s \mid y_{\setminus s}, x, \theta)` in the order of the model, whose product
+    over sites is the likelihood, also where one site depends on another.
+
+    Args:
+        run: gives the response at ``site`` for latent values.
+        site: the site that stays free.
+        nodes: the sites of a run by :func:`observed_run`.
+        latents: names of the latent sites.
+    """
+    others = {
+        name: nodes[name]["value"]
+        for name in responses(nodes, latents)
+        if name != site and nodes[name]["is_observed"]
+    }
+    if not others:
+        return run
+
+    def conditioned(values: Mapping[str, Tensor]) -> Response:
+        with ConditionMessenger(others):
+            return run(values)
+
+    return conditioned
 
 
 def whole_cells(counts: Tensor, event_dim: int, site: str) -> Tensor:

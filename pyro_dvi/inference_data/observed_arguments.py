@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from pyro_dvi.errors import ArgumentError, DataError
+from pyro_dvi.inference_data.names import listed
 from pyro_dvi.predictive.batches import Batch, batches
 from pyro_dvi.signatures import keyword_only, positional
 
@@ -42,6 +43,7 @@ def split_batches(
     if observed is None or isinstance(observed, str):
         yield from batches(model, data, observed=observed, batch_size=batch_size, device=device)
         return
+    observed = listed("observed", observed)
     names = [p.name for p in positional(model)]
     every = [*names, *keyword_only(model)]
     for name in observed:

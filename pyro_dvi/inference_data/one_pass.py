@@ -10,7 +10,7 @@ import torch
 
 from pyro_dvi.inference_data.group import Group
 from pyro_dvi.inference_data.inputs import constant_data
-from pyro_dvi.inference_data.observations import observations, observed_run
+from pyro_dvi.inference_data.observations import given_others, observations, observed_run
 from pyro_dvi.inference_data.predictive import SiteExport
 from pyro_dvi.inference_data.prior import PriorSamples
 from pyro_dvi.predictive import PredictionRule
@@ -80,12 +80,14 @@ def pass_over(
     ]
     inputs: list[tuple[Any, ...]] = []
     for batch in batches:
-        nodes = observed_run(model, batch, example_latents(guide, batch.inputs))
+        latents = example_latents(guide, batch.inputs)
+        nodes = observed_run(model, batch, latents)
         observed = observations(batch, posterior.sites, nodes)
         for s, site in enumerate(posterior.sites):
             run = at_tuned_scales(guide, partial(respond, model, batch, site=site))
             torch.manual_seed(seed)
-            components = posterior.rule.components(guide, batch.inputs, at_constants_of_fit(guide, run))
+            scored = given_others(at_constants_of_fit(guide, run), site, nodes, latents)
+            components = posterior.rule.components(guide, batch.inputs, scored)
             exports[0][s].add(components, observed.get(site), nodes[site])
             if prior is not None:
                 torch.manual_seed(seed)

@@ -2,19 +2,22 @@
 """Draws of the latent sites: which sites, and what stands for those that are too big to keep."""
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from pyro_dvi.errors import ArgumentError, DviWarning
+from pyro_dvi.errors import ArgumentError, DataError, DviWarning
 from pyro_dvi.inference_data.arrays import as_array
 from pyro_dvi.inference_data.group import Group
-from pyro_dvi.inference_data.names import close_names, plate_names
+from pyro_dvi.inference_data.names import close_names, listed, plate_names
+from pyro_dvi.predictive.batches import Batch
+from pyro_dvi.predictive.rules import example_latents
 
-__all__ = ["Selection", "Summaries", "drawn_group"]
+__all__ = ["Selection", "Summaries", "drawn_group", "of_one_posterior"]
 
 Summaries = Mapping[str, Callable[[Tensor], Tensor]]
 
@@ -54,7 +57,7 @@ class Selection:
                 f"summarise must map names to functions of a draw, as {{'norm': torch.norm}}, not {summaries!r}"
             )
         if sites is not None:
-            kept = [sites] if isinstance(sites, str) else list(sites)
+            kept = listed("sites", sites)
             for name in kept:
                 if name not in latents:
                     raise ArgumentError(
@@ -83,8 +86,29 @@ class Selection:
         values = {name: latents[name] for name in self.kept}
         for name in self.left_out:
             for label, function in self.summaries.items():
-                values[f"{name}_{label}"] = function(latents[name])
+                values[f"{name}_{label}"] = _summary(label, function, name, latents[name])
         return values
+
+
+def of_one_posterior(batches: Iterable[Batch], guide: Callable[..., Any], seed: int) -> Iterator[Batch]:
+    """Pass batches on, and make sure that the guide draws the same for all of them.
+
+    Raises:
+        DataError: it looks at its inputs, so that each batch has a posterior of its own.
+    """
+    first: Mapping[str, Tensor] | None = None
+    for batch in batches:
+        yield batch  # before the comparison: latents of single examples are refused where the batch is predicted
+        torch.manual_seed(seed)
+        drawn = example_latents(guide, batch.inputs)
+        first = drawn if first is None else first
+        changed = [name for name in first if name not in drawn or not torch.equal(first[name], drawn[name])]
+        if changed:
+            raise DataError(
+                f"the guide draws sites {changed} according to its inputs, so that each batch has a posterior of its "
+                "own, of which the export would hold the first alone: give the data in one batch (a tuple with a "
+                "batch_size of at least their number), or export predictions alone by sites=[]"
+            )
 
 
 def drawn_group(
@@ -109,3 +133,14 @@ def drawn_group(
     for name, array in arrays.items():
         group.add(name, array, plate_names(nodes[name], array.shape[1:]) if name in nodes else ())
     return group
+
+
+def _summary(label: str, function: Callable[[Tensor], Any], site: str, value: Tensor) -> Tensor:
+    """Return what a summary gives for one draw of a site, as a tensor."""
+    try:
+        return torch.as_tensor(function(value))
+    except Exception as error:
+        raise ArgumentError(
+            f"summarise[{label!r}] failed for a draw of site {site!r}, of shape {tuple(value.shape)}: it has to give a "
+            f"tensor or a number, such as torch.norm ({type(error).__name__}: {error})"
+        ) from error

@@ -29,6 +29,22 @@ def guide(x, y=None):
     pyro.sample("slope", dist.Normal(2.0, 0.1))
 
 
+def test_a_summary_may_be_a_number():
+    exported = to_arviz(model, guide, (X, Y), 5, max_site_size=0, summarise={"twice": lambda v: 2 * float(v)})
+    assert values(exported, "posterior", "slope_twice").shape == (1, 5)
+
+
+def test_a_posterior_that_depends_on_the_inputs_needs_them_all():
+    def amortised(x, y=None):
+        pyro.sample("slope", dist.Normal(x.mean(), 0.1))
+
+    assert values(to_arviz(model, amortised, (X, Y), 5), "posterior", "slope").shape == (1, 5)
+    message = r"draws sites \['slope'\] according to its inputs.*batch_size.*sites=\[\]"
+    with pytest.raises(DataError, match=message):
+        to_arviz(model, amortised, (X, Y), 5, batch_size=6)
+    assert "posterior" not in groups(to_arviz(model, amortised, (X, Y), 5, batch_size=6, sites=[]))
+
+
 # Prior and predictions --------------------------------------------------------------------------------------------
 
 

@@ -91,7 +91,39 @@ def test_leave_one_out_of_each_site():
         assert az.loo(exported, var_name=name).n_data_points == 20
 
 
+def chained(x, a=None, b=None):
+    w = pyro.sample("w", dist.Normal(0.0, 1.0))
+    with pyro.plate("data", 20, subsample_size=len(x)):
+        a = pyro.sample("a", dist.Normal(w * x, 1.0), obs=a)
+        pyro.sample("b", dist.Normal(a, 0.1), obs=b)
+
+
+@pytest.mark.parametrize("method", [AtMean(), Samples(40)])
+@pytest.mark.parametrize("batch_size", [1000, 8])
+def test_a_site_is_scored_given_the_observed_values_of_those_before_it(method, batch_size):
+    """Otherwise it would be scored given values that were drawn once."""
+    b = Y + 0.1
+    exported = to_arviz(
+        chained, slope, (X, Y, b), 40, observed=["a", "b"], method=method, batch_size=batch_size, seed=0
+    )
+    expected = dist.Normal(Y, 0.1).log_prob(b).expand(40, -1)
+    np.testing.assert_allclose(values(exported, "log_likelihood", "b")[0], expected, rtol=1e-4)
+    noise = values(exported, "posterior_predictive", "b")[0] - Y.numpy()
+    assert abs(noise.std() / 0.1 - 1) < 4 / (2 * noise.size) ** 0.5  # four standard errors, fixed seed
+    assert values(exported, "posterior_predictive", "a").std() > 0.5
+
+
 MISTAKES = {
+    "no names": (
+        lambda: WAYS["arguments"](site=3),
+        ArgumentError,
+        "site is a name or a list of names, not 3",
+    ),
+    "no argument names": (
+        lambda: to_arviz(two, slope, (X, Y, N), observed=3),
+        ArgumentError,
+        "observed is a name or a list of names, not 3",
+    ),
     "no such site": (lambda: WAYS["arguments"](site="sise"), ModelError, r"no observed site 'sise'; it has"),
     "no site": (lambda: WAYS["arguments"](site=[]), ModelError, r"site=\[\] asks for no observed site"),
     "inputs alone": (lambda: to_arviz(two, slope, X), ModelError, "several sites.*site="),
