@@ -90,16 +90,16 @@ class Mixture:
         self.last = response
         if self._scored is not None:
             checked_log_prob(fn, self._scored, response.site)
-        self.add_statistics({name: value.unsqueeze(0) for name, value in self.statistics(fn).items()})
+        self.add_statistics({name: value.unsqueeze(0) for name, value in self.statistics(fn).items()}, 1)
 
     def statistics(self, fn: Any) -> dict[str, Tensor]:
         """Return what is averaged over components, for one of them, without checks."""
         return statistics(fn, self._scored)
 
-    def add_statistics(self, many: Mapping[str, Tensor]) -> None:
-        """Add several components by their statistics, stacked in the first dimension."""
-        count = len(next(iter(many.values())))
+    def add_statistics(self, many: Mapping[str, Tensor], count: int) -> None:
+        """Add ``count`` components by their statistics, stacked in the first dimension."""
         total = self.count + count
+        before, added = self.count / total, count / total
         for name, values in many.items():
             old = self.averages.get(name)
             if name in _LOG:
@@ -107,14 +107,15 @@ class Mixture:
                 self.averages[name] = new if old is None else torch.logaddexp(old, new)
             elif name in _PLAIN:
                 new = values.mean(0)
-                self.averages[name] = new if old is None else old + (new - old) * (count / total)
+                # In this form infinite variances stay infinite.
+                self.averages[name] = new if old is None else old * before + new * added
         if "mean" in many:
             mean = many["mean"].mean(0)
             between = (many["mean"] - mean).square().sum(0)
             if self.between is not None:
                 step = mean - self.averages["mean"]
-                between = self.between + between + step.square() * (self.count * count / total)
-                mean = self.averages["mean"] + step * (count / total)
+                between = self.between + between + step.square() * (self.count * added)
+                mean = self.averages["mean"] * before + mean * added
             self.averages["mean"], self.between = mean, between
         self.count = total
         if self._keep:
@@ -142,6 +143,9 @@ class Mixture:
         scored = None if mask is None else with_any(mask, event_dim)
         if scored is not None and log_likelihood is not None:
             log_likelihood = log_likelihood.masked_fill(~scored, math.nan)
+        draws = {name: value.movedim(axis - right.get(name, of_moments), 1) for name, value in kept.items()}
+        if scored is not None and "log_likelihood" in draws:
+            draws["log_likelihood"] = draws["log_likelihood"].masked_fill(~scored, math.nan)
         between = None if self.between is None else self.between / self.count
         return Part(
             kind=type(base).__name__,
@@ -155,9 +159,7 @@ class Mixture:
             mask=mask,
             scored=scored,
             distribution=self._distribution(fn, found.get("log_probabilities"), kept),
-            draws={
-                name: value.movedim(axis - right.get(name, of_moments), 1) for name, value in kept.items()
-            },
+            draws=draws,
             count=self.count,
             axis=axis,
             num_rows=self.num_rows,
@@ -176,10 +178,10 @@ class Mixture:
             return weighted_mixture(kept["mean"].new_full((self.count,), 1 / self.count), normals)
         if log_probabilities is None:
             return None
+        if len(fn.event_shape) > isinstance(base, td.OneHotCategorical):
+            return None  # labels of one example are dependent under the mixture
         if isinstance(base, td.OneHotCategorical):
             return dist.OneHotCategorical(logits=log_probabilities)
-        if len(fn.event_shape):
-            return None  # labels of one example are dependent under the mixture
         if isinstance(base, td.Bernoulli):
             return dist.Bernoulli(logits=log_probabilities[..., 1] - log_probabilities[..., 0])
         return dist.Categorical(logits=log_probabilities)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The result of a prediction."""
 
+import math
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
@@ -193,7 +194,7 @@ class Prediction:
         return low, high
 
     def crps(self, y: Any = None) -> Tensor:
-        """Continuous ranked probability score of each number, in its units.
+        """Continuous ranked probability score of each number, in its units; NaN where the model masks it.
 
         Status: exact for a Normal and a kept mixture of K Normals, at a cost of K² for each number.
 
@@ -206,7 +207,8 @@ class Prediction:
         """
         values = self._values(y)
         chunks = values.split([part.num_rows for part in self._parts])
-        return self._of_distributions(lambda fn, own: crps(fn, own), "CRPS", chunks)
+        score = self._of_distributions(crps, "CRPS", chunks)
+        return score if self.mask is None else score.masked_fill(~self.mask, math.nan)
 
     def sample(self, num_samples: int = 500, *, seed: int | None = None) -> Tensor:
         """Draw observations from the predictive distributions, each example by itself.
@@ -303,8 +305,8 @@ class Prediction:
             by the predictive entropy), and the means of ``entropy`` and ``mutual_information``; the last only where the
             rule tells noise and posterior apart.
 
-            For numbers ``rmse``; ``coverage_95`` and ``width_95`` of the central 95 % interval, where there are
-            :meth:`quantiles`; ``crps`` where the predictive is a Normal or a kept mixture of Normals.
+            For numbers ``rmse``, where there is a mean; ``coverage_95`` and ``width_95`` of the central 95 % interval,
+            where there are :meth:`quantiles`; ``crps`` where the predictive is a Normal or a kept mixture of Normals.
 
             Only observations that the model does not mask count.
 

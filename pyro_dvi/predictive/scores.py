@@ -69,7 +69,9 @@ def _of_numbers(prediction: "Prediction", y: Any, values: Tensor) -> dict[str, f
     def counted(tensor: Tensor) -> Tensor:
         return tensor if mask is None else tensor[mask]
 
-    found = {"rmse": metrics.rmse(counted(prediction.mean), counted(values))}
+    found, mean = {}, counted(prediction.mean)
+    if mean.isfinite().all():  # there is none of a Cauchy distribution
+        found["rmse"] = metrics.rmse(mean, counted(values))
     try:
         low, high = (counted(limit) for limit in prediction.interval(0.95))
         found["coverage_95"] = metrics.coverage(low, high, counted(values))

@@ -91,7 +91,7 @@ class SampledComponents:
         while chunk := list(islice(draws, self._chunk)):
             found = self._statistics(mixture, chunk, run)
             if found is not None:
-                mixture.add_statistics(found)
+                mixture.add_statistics(found, len(chunk))
                 continue
             for latents in chunk:
                 mixture.add(respond(latents))

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Distributions that lack something: a mean, a variance, a mixture of their own; and observations that do not count."""
+
+import math
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro import poutine
+
+from pyro_dvi import AtMean, Samples, predict
+from pyro_dvi.errors import UnsupportedError
+
+X = torch.linspace(-1, 1, 6)
+
+
+def of_kind(likelihood):
+    def model(x, y=None):
+        w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", len(x)):
+            return pyro.sample("obs", likelihood(w * x), obs=y)
+
+    return model
+
+
+def guide(x, *_args):
+    pyro.sample("w", dist.Normal(0.5, 0.3))
+
+
+def draws(count, seed):
+    torch.manual_seed(seed)
+    return [draw["w"] for draw in Samples(count).draws(guide, (X,))]
+
+
+def test_several_one_hot_labels_of_an_example_form_no_known_mixture():
+    def labels(f):
+        logits = torch.stack(
+            [torch.stack([f, -f], -1), torch.stack([2 * f, 0 * f], -1), f[:, None] + X[:2]], -2
+        )
+        return dist.OneHotCategorical(logits=logits).to_event(1)
+
+    prediction = predict(of_kind(labels), guide, X, Samples(5), seed=1)
+    expected = torch.stack([labels(w * X).base_dist.probs for w in draws(5, 1)]).mean(0)
+    torch.testing.assert_close(prediction.probabilities, expected)
+    for read in (lambda: prediction.sample(3), lambda: prediction.entropy):
+        with pytest.raises(UnsupportedError):
+            read()
+    assert predict(of_kind(labels), guide, X).sample(3).shape == (3, 6, 3, 2)
+
+
+@pytest.mark.parametrize("method", [AtMean(), Samples(3), Samples(70)])
+def test_an_infinite_variance_stays_infinite(method):
+    prediction = predict(of_kind(lambda f: dist.StudentT(1.5, f, 1.0)), guide, X, method, seed=0)
+    assert bool((prediction.variance == math.inf).all())
+    assert bool(prediction.mean.isfinite().all()) and bool(prediction.epistemic.isfinite().all())
+
+
+def test_a_variance_that_is_infinite_for_some_draws():
+    model = of_kind(lambda f: dist.StudentT(2.0 + f.mean() + 0.5 * (f[-1] - 0.5), f, 1.0))
+    assert bool((predict(model, guide, X, Samples(30), seed=0).variance == math.inf).all())
+
+
+def test_without_a_mean_there_is_no_rmse():
+    scores = predict(of_kind(lambda f: dist.Cauchy(f, 1.0)), guide, (X, X)).metrics()
+    assert set(scores) == {"nll", "nll_standard_error", "coverage_95", "width_95"}
+
+
+def flow(f):
+    return dist.TransformedDistribution(dist.Normal(f, 1.0), [dist.transforms.TanhTransform()])
+
+
+def test_a_distribution_without_moments_is_predicted_without_observations():
+    y = 0.5 * torch.tanh(X)
+    torch.testing.assert_close(predict(of_kind(flow), guide, X).log_likelihood(y), flow(0.5 * X).log_prob(y))
+    prediction = predict(of_kind(flow), guide, X, Samples(5), seed=0)
+    assert len(prediction) == 6
+    for read in (
+        lambda: prediction.mean,
+        lambda: prediction.log_likelihood(y),
+        lambda: prediction.quantiles(0.5),
+    ):
+        with pytest.raises(UnsupportedError):
+            read()
+    scored = predict(of_kind(flow), guide, (X, y), Samples(5), seed=0).log_likelihood()
+    each = torch.stack([flow(w * X).log_prob(y) for w in draws(5, 0)])
+    torch.testing.assert_close(scored, each.logsumexp(0) - math.log(5))
+
+
+def test_kept_draws_and_crps_leave_out_what_the_mask_does():
+    counts = torch.tensor([True, True, False, False, True, True])
+
+    def model(x, y=None, mask=True):
+        w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", len(x)), poutine.mask(mask=mask):
+            return pyro.sample("obs", dist.Normal(w * x, 1.0), obs=y)
+
+    y = torch.where(counts, X, 1e6)
+    for size in (6, 4):
+        data = (X, y, counts)
+        p = predict(model, guide, data, Samples(3), seed=0, observed="y", keep_draws=True, batch_size=size)
+        for value in (p.log_likelihood(), p.crps(), *p.draws["log_likelihood"]):
+            assert torch.equal(value.isnan(), ~counts)
+        assert float(p.metrics()["crps"]) == pytest.approx(float(p.crps()[counts].mean()))
