@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Configuration of the documentation; `make docs` builds it with warnings as errors."""
 
+import sys
 from importlib.metadata import version as _version
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))  # gallery_arguments
 
 project = "pyro-dvi"
 author = "The pyro-dvi developers"
@@ -15,6 +19,7 @@ extensions = [
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
+    "sphinx_gallery.gen_gallery",
 ]
 exclude_patterns = ["_build"]
 nitpicky = False  # torch, Pyro and ArviZ are not linked: a build must not need the network
@@ -29,6 +34,20 @@ napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 napoleon_use_rtype = False
+
+# Scripts of the gallery run at each build, if they have changed; an error in one is an error of the build.
+sphinx_gallery_conf = {
+    "examples_dirs": "../examples",
+    "gallery_dirs": "gallery",
+    "filename_pattern": "posterior_analysis",
+    "ignore_pattern": r"/(?!posterior_analysis)\w+\.py$",  # the others are scripts with functions, not pages
+    "within_subsection_order": "ExampleTitleSortKey",
+    "reset_argv": "gallery_arguments.scratch",
+    "capture_repr": (),
+    "abort_on_example_error": True,
+    "download_all_examples": False,
+    "show_signature": False,
+}
 
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
