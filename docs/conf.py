@@ -40,7 +40,7 @@ sphinx_gallery_conf = {
     "examples_dirs": "../examples",
     "gallery_dirs": "gallery",
     "filename_pattern": "posterior_analysis",
-    "ignore_pattern": r"/(?!posterior_analysis)\w+\.py$",  # the others are scripts with functions, not pages
+    "ignore_pattern": r"^(?!posterior_analysis)",  # the others are scripts with functions, not pages
     "within_subsection_order": "ExampleTitleSortKey",
     "reset_argv": "gallery_arguments.scratch",
     "capture_repr": (),
