@@ -46,8 +46,9 @@ def choose_response(site: str | None, names: list[str]) -> str:
             "be None, and a guide that was set up with the observed values given"
         )
     raise ModelError(
-        f"the model has several sites that the guide does not cover: {names}. Choose the one to predict by site=; "
-        "if one of them is a latent variable, the guide is not the one of this model."
+        f"the model has several sites that the guide does not cover: {names}. Choose the one to predict by site=. If "
+        "one of them is a latent variable, either the guide is not the one of this model, or it leaves this variable "
+        "to the model (summed out in training, say): then predict with Samples(n), which averages over its draws."
     )
 
 

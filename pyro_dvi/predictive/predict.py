@@ -15,9 +15,11 @@ from pyro_dvi.guides.laplace.scales import rescaled_model
 from pyro_dvi.predictive.batches import Batch, batches, is_shuffled
 from pyro_dvi.predictive.defaults import default_rule
 from pyro_dvi.predictive.mixture import Mixture
+from pyro_dvi.predictive.part import Part
 from pyro_dvi.predictive.prediction import Prediction
 from pyro_dvi.predictive.rules import PredictionRule, Samples, check_is_set_up, example_latents
 from pyro_dvi.predictive.run import check_observation, distribution_at, evaluation_mode, respond, seeded
+from pyro_dvi.predictive.unseen import refuse_unseen
 from pyro_dvi.predictive.vectorised import SampledComponents
 
 __all__ = ["at_tuned_scales", "device_of", "predict", "rule_of"]
@@ -80,7 +82,8 @@ def predict(
             the site does not observe, a latent site with a value for each example of other data.
         GuideError: the guide was never run, or has no mean.
         ModelError: no observed site, or several and no ``site``.
-        UnsupportedError: a mask cuts single observations of a distribution that does not know of it.
+        UnsupportedError: a mask cuts single observations of a distribution that does not know of it; the site depends
+            on others that are neither in the guide nor observed, and the rule does not average over their draws.
 
     Example:
         >>> import pyro, pyro.distributions as dist
@@ -104,7 +107,8 @@ def predict(
     rule = rule_of(method, guide)
     check_is_set_up(guide)
     device = device_of(model, guide)
-    parts, name = [], site
+    parts: list[Part] = []
+    name = site
     sampled = SampledComponents(rule, guide) if isinstance(rule, Samples) else None
     split = batches(model, data, observed=observed, batch_size=batch_size, device=device)
     with evaluation_mode(model, guide), seeded(seed, device) as seed:
@@ -118,6 +122,10 @@ def predict(
             )
             if sampled is None:
                 for response in rule.components(guide, batch.inputs, run):
+                    if response.drawn and not (rule.averages_draws or parts or mixture.count):
+                        again = distribution_at(model, batch.inputs, response.site)
+                        seen = example_latents(guide, batch.inputs)
+                        refuse_unseen(response, again, seen, type(rule).__name__)
                     mixture.add(response)
             else:
 

@@ -47,11 +47,14 @@ class PredictionRule(ABC):
     """How a posterior becomes a predictive distribution.
 
     ``num_components`` says how many distributions :meth:`components` gives for a batch; ``tells_noise_apart`` whether
-    each is the noise around one value of the latents, so that the rest of the uncertainty is the posterior's.
+    each is the noise around one value of the latents, so that the rest of the uncertainty is the posterior's;
+    ``averages_draws`` whether what the model draws itself, from sites that are neither in the guide nor observed, is
+    averaged over as well.
     """
 
     num_components: int
     tells_noise_apart: bool = True
+    averages_draws: bool = False
 
     @abstractmethod
     def components(
@@ -112,6 +115,8 @@ class Samples(PredictionRule):
     """
 
     num_samples: int
+
+    averages_draws = True
 
     def __post_init__(self) -> None:
         n = self.num_samples

@@ -42,6 +42,7 @@ class Response:
         is_observed: which of the two.
         axis: the dimension of ``distribution.batch_shape`` that counts examples, from the right (negative).
         mask: which values count, of the shape of one draw; None if all do.
+        drawn: further sites that the model drew before it, neither latent nor observed.
     """
 
     site: str
@@ -50,6 +51,7 @@ class Response:
     is_observed: bool
     axis: int
     mask: Tensor | None
+    drawn: tuple[str, ...] = ()
 
     @property
     def is_masked(self) -> bool:
@@ -66,7 +68,8 @@ def respond(model: Callable[..., Any], batch: Batch, latents: Latents, site: str
             other data than this batch.
     """
     nodes = run_at(model, with_missing(model, batch.inputs), {}, batch, latents)
-    name = choose_response(site, responses(nodes, latents))
+    names = responses(nodes, latents)
+    name = choose_response(site, names)
     node: Any = nodes[name]
     axis = example_axis(name, node, batch.num_rows)
     if batch.start > 0:
@@ -74,7 +77,8 @@ def respond(model: Callable[..., Any], batch: Batch, latents: Latents, site: str
         for latent in nodes.keys() & latents.keys():
             if plates & {f.name for f in nodes[latent]["cond_indep_stack"]}:
                 raise _local(latent, f"and these are examples {batch.start} and later")
-    return Response(name, node["fn"], node["value"], node["is_observed"], axis, counted(node))
+    drawn = tuple(other for other in names[: names.index(name)] if not nodes[other]["is_observed"])
+    return Response(name, node["fn"], node["value"], node["is_observed"], axis, counted(node), drawn)
 
 
 def distribution_at(

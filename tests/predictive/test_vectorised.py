@@ -22,6 +22,7 @@ class Loop(PredictionRule):
     """The draws of ``Samples``, one after the other, with every check."""
 
     num_samples: int
+    averages_draws = True
 
     @property
     def num_components(self):
