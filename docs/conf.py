@@ -41,12 +41,13 @@ sphinx_gallery_conf = {
     "gallery_dirs": "gallery",
     "filename_pattern": "posterior_analysis",
     "ignore_pattern": r"^(?!posterior_analysis)",  # the others are scripts with functions, not pages
-    "within_subsection_order": "ExampleTitleSortKey",
+    "within_subsection_order": "FileNameSortKey",
     "reset_argv": "gallery_arguments.scratch",
     "capture_repr": (),
     "abort_on_example_error": True,
     "download_all_examples": False,
     "show_signature": False,
+    "remove_config_comments": True,
 }
 
 copybutton_prompt_text = r">>> |\.\.\. |\$ "

@@ -9,8 +9,11 @@ posteriors of one small network are compared on one-dimensional data with a gap,
 As a script, ``python examples/posterior_analysis.py`` writes the figures and the posteriors into a folder.
 """
 
+# sphinx_gallery_thumbnail_number = 5
+
 import argparse
 import copy
+import textwrap
 import warnings
 from pathlib import Path
 
@@ -162,7 +165,7 @@ print(hasty_report)
 # quite at it.
 
 for name, (_, guide, _, earlier) in fitted.items():
-    print(f"{name}: {dvi.scale_report(guide, earlier=earlier).verdict}\n")
+    print(textwrap.fill(f"{name}: {dvi.scale_report(guide, earlier=earlier).verdict}"), end="\n\n")
 
 dvi.plots.training_history(fitted["Variational Laplace"][2])
 save("training_history")
@@ -231,10 +234,10 @@ figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper center
 save("bands")
 
 # %%
-# At the mean, Variational Laplace has no epistemic part: its gap looks like any other place. Propagated moments of the
-# same posterior have one, but weights that are independent can hardly be surer among the data than beside
-# them. Laplace's dense Gaussian knows that weights depend on each other, and is the one that opens in the gap and
-# outside.
+# At the mean, Variational Laplace has no epistemic part: its gap looks like any other place. MNVI and VOGN have one, of
+# about the same width everywhere: weights that are independent can hardly be surer among the data than beside them.
+# Laplace's dense Gaussian knows that weights depend on each other, and is the one that opens in the gap and outside.
+# Outside, none of them reaches the function, and none can know.
 
 # %%
 # Why not simply draw weights?
@@ -250,7 +253,7 @@ with warnings.catch_warnings(record=True) as caught:
         name: dvi.predict(model, guide, held_out, dvi.Samples(500), seed=0)
         for name, (model, guide, *_) in fitted.items()
     }
-print(*{str(warning.message) for warning in caught}, sep="\n")
+print(*(textwrap.fill(text) for text in {str(warning.message) for warning in caught}), sep="\n")
 
 # %%
 # Held-out log scores of both, pair by pair with the best; ``dse`` is the standard error of the difference:

@@ -12,9 +12,12 @@ As a script, ``python examples/posterior_analysis_classes.py`` writes the figure
 are shown to the networks, too.
 """
 
+# sphinx_gallery_thumbnail_number = 5
+
 import argparse
 import copy
 import os
+import textwrap
 import warnings
 from functools import partial
 from pathlib import Path
@@ -137,7 +140,8 @@ def fit(name):
 
 fitted = {name: fit(name) for name in METHODS}
 for name, (_, guide, history) in fitted.items():
-    print(f"{name}: {dvi.scale_report(guide, history=None if name == 'Laplace' else history).verdict}\n")
+    report = dvi.scale_report(guide, history=None if name == "Laplace" else history)
+    print(textwrap.fill(f"{name}: {report.verdict}"), end="\n\n")
 
 dvi.plots.training_history(fitted["MNVI"][2])
 save("training_history")
