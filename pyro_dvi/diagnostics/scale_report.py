@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from pyro_dvi.diagnostics.posterior_spread import Spread, posterior_spread
@@ -37,8 +38,8 @@ class SiteScales:
         like_prior: share of elements with a σ of at least 90 % of the prior's: they have learned next to nothing.
         change: typical relative change since the snapshot, the exponential of the mean
             :math:`|\log(\sigma/\sigma_{\mathrm{then}})|` minus one; NaN without a snapshot.
-        state: ``"moves"``, ``"settled"``, ``"at its start"``, ``"has moved"`` (without a snapshot), or
-            ``"not trained"``.
+        state: ``"moves"``, ``"settled"``, ``"at its start"``, or ``"not trained"``; without a snapshot ``"has moved"``,
+            or ``"unknown"`` where the start is not known either.
     """
 
     site: str
@@ -98,10 +99,11 @@ class ScaleReport:
             return f"Scales have not converged; {longer}. " + " ".join(findings)
         if self.converged:
             return "Scales have settled. " + " ".join(findings)
-        return (
-            "Scales have moved from their start; whether they still do is not known. Pass "
-            "earlier=scale_snapshot(guide) of some epochs ago, or history."
+        known = all(row.state != "unknown" for row in self.rows)
+        moved = (
+            "Scales have moved from their start; whether they still do" if known else "Whether scales move"
         )
+        return f"{moved} is not known. Pass earlier=scale_snapshot(guide) of some epochs ago, or history."
 
     def __str__(self) -> str:
         titles = (
@@ -175,7 +177,7 @@ def scale_report(
 
     Raises:
         ArgumentError: a tolerance that is not positive.
-        DataError: a snapshot of other sites or shapes, or a history without posterior scales.
+        DataError: no snapshot, one of other sites or shapes, or a history without posterior scales.
         GuideError: a guide without Gaussians, or one that has not seen its model.
         UnsupportedError: the method of a LaplaceGuide has no variances.
 
@@ -192,6 +194,8 @@ def scale_report(
     """
     if not (isinstance(tolerance, (int, float)) and tolerance > 0 and math.isfinite(tolerance)):
         raise ArgumentError(f"tolerance is a relative change such as 0.01, got {tolerance!r}")
+    if earlier is not None and not isinstance(earlier, Mapping):
+        raise DataError(f"earlier is what scale_snapshot(guide) returned, not {type(earlier).__name__}")
     course = None if history is None else _course(history)
     rows = tuple(_row(spread, earlier, tolerance) for spread in posterior_spread(guide))
     return ScaleReport(rows, course, type(guide).__name__)
@@ -220,8 +224,10 @@ def _row(spread: Spread, earlier: Mapping[str, Tensor] | None, tolerance: float)
         state = "moves"
     elif moved < AT_START:
         state = "at its start"
+    elif earlier is not None:
+        state = "settled"
     else:
-        state = "has moved" if earlier is None else "settled"
+        state = "unknown" if math.isnan(moved) else "has moved"
     return SiteScales(
         spread.site,
         scale.size,
@@ -241,6 +247,11 @@ def _then(spread: Spread, earlier: Mapping[str, Tensor]) -> Tensor:
             f"the snapshot has no site {spread.site!r}; it has {list(earlier)}. Make it by scale_snapshot(guide)."
         )
     then = earlier[spread.site]
+    if not torch.is_tensor(then):
+        raise DataError(
+            f"the snapshot of site {spread.site!r} is of type {type(then).__name__}, not a tensor: make it by "
+            "scale_snapshot(guide)"
+        )
     if then.shape != spread.scale.shape or not bool((then > 0).all()):
         raise DataError(
             f"the snapshot of site {spread.site!r} has the shape {tuple(then.shape)} and values from "
@@ -251,6 +262,10 @@ def _then(spread: Spread, earlier: Mapping[str, Tensor]) -> Tensor:
 
 def _course(history: Any) -> ScaleCourse | None:
     columns = getattr(history, "epochs", history)
+    if not isinstance(columns, Mapping):
+        raise DataError(
+            f"history is what fit returned, or a mapping of columns, not {type(history).__name__}"
+        )
     if "posterior_scale" not in columns:
         raise DataError(
             f"the history has no column 'posterior_scale', only {list(columns)}: fit records it where it recognises "

@@ -19,7 +19,21 @@ __all__ = ["compare"]
 ERROR = "_standard_error"
 
 # Metrics whose better direction is known, by how their name starts.
-_LOWER = ("nll", "rmse", "brier", "ece", "crps", "aumrc", "aurc", "fpr", "error", "loss", "width", "seconds")
+_LOWER = (
+    "nll",
+    "rmse",
+    "brier",
+    "ece",
+    "adaptive_ece",
+    "crps",
+    "aumrc",
+    "aurc",
+    "fpr",
+    "error",
+    "loss",
+    "width",
+    "seconds",
+)
 _HIGHER = ("accuracy", "auroc", "log_likelihood", "lppd", "elpd")
 
 

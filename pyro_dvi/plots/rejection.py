@@ -5,12 +5,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import torch
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from pyro_dvi import metrics
 from pyro_dvi.errors import DataError
+from pyro_dvi.plots.classes import of_classes
 from pyro_dvi.plots.style import LINES, color, own_axes, quiet, shortened
 
 __all__ = ["rejection_curve"]
@@ -59,7 +59,7 @@ def rejection_curve(
     ax = own_axes(ax, figsize=(5.0, 3.8))
     highest = 0.0
     for k, (name, prediction) in enumerate(methods.items()):
-        p, y = _classes(prediction, labels, name)
+        p, y = of_classes(prediction, labels, name)
         u = uncertainty
         if isinstance(uncertainty, Mapping):
             if name not in uncertainty:
@@ -99,18 +99,3 @@ def rejection_curve(
     legend.set_title("dotted: random rejection; shaded: below an oracle")
     legend.get_title().set(color=quiet(ax, 0.75), fontsize="x-small")
     return ax
-
-
-def _classes(prediction: Any, labels: Any, name: str) -> tuple[Any, Any]:
-    """Probabilities and labels of a method."""
-    if not hasattr(prediction, "probabilities"):
-        if labels is None:
-            raise DataError("probabilities need labels to tell right from wrong: pass labels")
-        return prediction, labels
-    observed = prediction.observed if labels is None else labels
-    if observed is None:
-        what = f"the predictions of {name!r}" if name else "the predictions"
-        raise DataError(f"{what} came without labels: pass labels, or predict from data that hold them")
-    if torch.is_tensor(observed) and observed.dim() > 1 and observed.shape == prediction.probabilities.shape:
-        observed = observed.argmax(-1)  # one-hot
-    return prediction.probabilities, observed

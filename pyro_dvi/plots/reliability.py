@@ -8,6 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from pyro_dvi import metrics
+from pyro_dvi.plots.classes import of_classes
 from pyro_dvi.plots.style import axes_below, blue, own_axes, quiet
 
 __all__ = ["reliability_diagram"]
@@ -17,7 +18,7 @@ FEW = 5  # examples in a bin below which its accuracy is drawn as an open circle
 
 def reliability_diagram(
     probabilities: Any,
-    labels: Any,
+    labels: Any = None,
     *,
     num_bins: int = 15,
     title: str | None = None,
@@ -31,8 +32,9 @@ def reliability_diagram(
     :func:`~pyro_dvi.metrics.reliability_table`.
 
     Args:
-        probabilities: class probabilities ``[..., C]``, or probabilities of label 1, ``[...]``.
-        labels: observed classes ``0..C-1``, shape ``[...]``.
+        probabilities: class probabilities ``[..., C]``, probabilities of label 1, ``[...]``, or a
+            :class:`~pyro_dvi.Prediction` of classes.
+        labels: observed classes ``0..C-1``, shape ``[...]``; by default those of the prediction.
         num_bins: equally wide bins between 0 and 1.
         title: of the axes.
         ax: axes to draw into, part of a grid as ``plt.subplots`` makes it; the counts take their lower part.
@@ -42,7 +44,8 @@ def reliability_diagram(
 
     Raises:
         ArgumentError: less than one bin.
-        DataError: probabilities or labels that cannot be right.
+        DataError: probabilities or labels that cannot be right, or no labels.
+        UnsupportedError: a prediction of numbers.
 
     Source: DeGroot & Fienberg (1983); Niculescu-Mizil & Caruana (2005).
 
@@ -51,6 +54,7 @@ def reliability_diagram(
         >>> ax.get_ylabel()
         'accuracy'
     """
+    probabilities, labels = of_classes(probabilities, labels)
     table = metrics.reliability_table(probabilities, labels, num_bins)
     error = metrics.expected_calibration_error(probabilities, labels, num_bins)
     edges, count = table.edges.numpy(), table.count.numpy()

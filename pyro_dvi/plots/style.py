@@ -52,8 +52,19 @@ LONGEST_NAME = 40  # characters of a row's name
 
 
 def own_axes(ax: Axes | None, figsize: tuple[float, float]) -> Axes:
-    """Return ``ax``, or the axes of a new figure."""
-    return plt.subplots(figsize=figsize, layout="constrained")[1] if ax is None else ax
+    """Return ``ax``, or the axes of a new figure.
+
+    Raises:
+        ArgumentError: something else than axes.
+    """
+    if ax is None:
+        return plt.subplots(figsize=figsize, layout="constrained")[1]
+    if not isinstance(ax, Axes):
+        raise ArgumentError(
+            f"ax is one matplotlib.axes.Axes to draw into, not {type(ax).__name__}: of an array that plt.subplots "
+            "returns, pass one element"
+        )
+    return ax
 
 
 def quiet(ax: Axes, strength: float = 0.6) -> str:
@@ -165,11 +176,14 @@ def column(values: Any, name: str) -> np.ndarray:
     """Return ``values`` as a flat array of doubles.
 
     Raises:
-        DataError: no values, or some that are not finite.
+        DataError: no values, no numbers, or some that are not finite.
     """
     if hasattr(values, "detach"):
         values = values.detach().cpu().double()
-    numbers = np.asarray(values, dtype=float).ravel()
+    try:
+        numbers = np.asarray(values, dtype=float).ravel()
+    except (TypeError, ValueError) as error:
+        raise DataError(f"{name} of type {type(values).__name__} holds no numbers: {error}") from error
     if not numbers.size:
         raise DataError(f"{name} is empty")
     if not np.isfinite(numbers).all():

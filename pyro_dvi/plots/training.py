@@ -44,7 +44,7 @@ def training_history(history: Any, *, axes: Sequence[Axes] | None = None) -> np.
 
     Raises:
         ArgumentError: another number of axes than of panels.
-        DataError: nothing recorded, or columns of unequal length.
+        DataError: no history, nothing recorded, or columns of unequal length.
 
     Source: the warning that variances converge more slowly than means is that of Unlu & Aitchison (2021), section 4.
 
@@ -54,6 +54,11 @@ def training_history(history: Any, *, axes: Sequence[Axes] | None = None) -> np.
         ['loss (objective)', 'KL (unweighted)']
     """
     columns: Mapping[str, Sequence[float]] = getattr(history, "epochs", history)
+    if not isinstance(columns, Mapping):
+        raise DataError(
+            f"history is what fit returned, or a mapping of columns such as {{'loss': [3.0, 2.0]}}, not "
+            f"{type(history).__name__}"
+        )
     panels = {
         name: text for name, text in _TERMS.items() if name in columns and np.isfinite(columns[name]).any()
     }

@@ -9,6 +9,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro.infer import SVI, TraceMeanField_ELBO
+from pyro.infer.autoguide import AutoLowRankMultivariateNormal
 from torch import nn
 
 from pyro_dvi import MeanFieldGuide, SGDStepSize, fit
@@ -51,6 +52,16 @@ def test_without_a_snapshot_nothing_is_known_of_scales_that_have_moved():
     assert states(report) == {"a": "has moved", "b": "has moved"}
     assert report.converged is None
     assert "earlier=scale_snapshot" in report.verdict
+
+
+def test_nothing_is_said_of_a_start_that_is_not_known():
+    guide = AutoLowRankMultivariateNormal(model)
+    guide()
+    report = scale_report(guide)
+    assert states(report) == {"a": "unknown", "b": "unknown"}
+    assert report.converged is None and "start" not in report.verdict
+    assert "earlier=scale_snapshot" in report.verdict
+    assert set(states(scale_report(guide, earlier=scale_snapshot(guide))).values()) == {"settled"}
 
 
 def test_a_snapshot_tells_moving_from_settled():
@@ -186,6 +197,13 @@ MISTAKES = {
         DataError,
         r"shape \(3,\)",
     ),
+    "a number": (
+        lambda: scale_report(guide_at()[0], earlier={"a": 1.0, "b": 1.0}),
+        DataError,
+        "site 'a' is of type float, not a tensor",
+    ),
+    "no mapping": (lambda: scale_report(guide_at()[0], earlier=[1.0]), DataError, "scale_snapshot.*not list"),
+    "no history": (lambda: scale_report(guide_at()[0], history=3), DataError, "history is .* not int"),
     "a history of losses": (
         lambda: scale_report(guide_at()[0], history={"loss": [1.0]}),
         DataError,

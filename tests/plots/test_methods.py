@@ -59,6 +59,11 @@ def test_predictions_are_scored():
     np.testing.assert_allclose(drawn(ax)[0], (1.0, 0.2))
 
 
+def test_low_calibration_errors_are_good():
+    (ax,) = plots.compare({"A": {"adaptive_ece": 0.1}, "B": {"adaptive_ece": 0.2}})
+    assert ax.get_title("left") == "adaptive ece (lower is better)" and best(ax) == [0]
+
+
 def test_of_a_metric_of_unknown_direction_none_is_best():
     (ax,) = plots.compare({"A": {"length": 1.0}, "B": {"length": 2.0}})
     assert ax.get_title("left") == "length" and best(ax) == []

@@ -58,6 +58,11 @@ MISTAKES = {
         DataError,
         "for each of the 3 values of x",
     ),
+    "text": (
+        lambda: plots.regression_band("abc", {"mean": MEAN}),
+        DataError,
+        "x of type str holds no numbers",
+    ),
     "no mean": (lambda: plots.regression_band(X, {"variance": TOTAL}), DataError, "has no mean"),
     "negative": (
         lambda: plots.regression_band(X, {"mean": MEAN, "variance": -TOTAL}),

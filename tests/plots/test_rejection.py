@@ -1,19 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """The curve is that of the metrics, between its references."""
 
-from types import SimpleNamespace
-
 import numpy as np
+import pyro
+import pyro.distributions as dist
 import pytest
 import torch
 
-from pyro_dvi import metrics, plots
+from pyro_dvi import metrics, plots, predict
 from pyro_dvi.errors import DataError
 
 
 def predictions(n=200):
     p = torch.softmax(2 * torch.randn(n, 4), -1)
     return p, torch.distributions.Categorical(p).sample()
+
+
+def predicted(likelihood, p, y=None):
+    def model(x, y=None):
+        with pyro.plate("data", len(x)):
+            return pyro.sample("label", likelihood(probs=x), obs=y)
+
+    return predict(model, lambda x: None, (p,) if y is None else (p, y))
 
 
 def shade(ax, k=0):
@@ -59,10 +67,10 @@ def test_several_methods_with_uncertainties_of_their_own():
 
 def test_a_prediction_brings_its_labels():
     p, y = predictions()
-    ax = plots.rejection_curve(SimpleNamespace(probabilities=p, observed=y))
+    ax = plots.rejection_curve(predicted(dist.Categorical, p, y))
     np.testing.assert_allclose(ax.lines[0].get_ydata(), metrics.rejection_curve(p, y).error)
-    one_hot = torch.nn.functional.one_hot(y, 4)
-    again = plots.rejection_curve(SimpleNamespace(probabilities=p, observed=one_hot))
+    one_hot = torch.nn.functional.one_hot(y, 4).float()
+    again = plots.rejection_curve(predicted(dist.OneHotCategorical, p, one_hot))
     np.testing.assert_allclose(again.lines[0].get_ydata(), ax.lines[0].get_ydata())
 
 
@@ -74,7 +82,7 @@ def test_nothing_wrong_and_everything_wrong():
 MISTAKES = {
     "no labels": (lambda: plots.rejection_curve([[0.9, 0.1]]), "need labels"),
     "a prediction without labels": (
-        lambda: plots.rejection_curve({"A": SimpleNamespace(probabilities=torch.ones(1, 1), observed=None)}),
+        lambda: plots.rejection_curve({"A": predicted(dist.Categorical, torch.ones(1, 1))}),
         "of 'A' came without labels",
     ),
     "no methods": (lambda: plots.rejection_curve({}, [0]), "mapping is empty"),

@@ -3,10 +3,13 @@
 
 import matplotlib.pyplot as plt
 import numpy as np
+import pyro
+import pyro.distributions as dist
 import pytest
 import torch
+from pyro import poutine
 
-from pyro_dvi import metrics, plots
+from pyro_dvi import metrics, plots, predict
 from pyro_dvi.errors import ArgumentError, DataError
 
 
@@ -43,7 +46,40 @@ def test_the_diagram_fits_into_a_grid_of_axes():
     assert all(figure.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1 + 1 for box in boxes)
 
 
+@pytest.mark.parametrize("one_hot", [False, True])
+def test_a_prediction_brings_its_labels_without_those_that_are_masked(one_hot):
+    p, y = predictions(40)
+    kept = torch.arange(40) % 4 > 0
+
+    def model(x, y=None):
+        fn = dist.OneHotCategorical(probs=x) if one_hot else dist.Categorical(probs=x)
+        with pyro.plate("data", len(x)), poutine.mask(mask=kept):
+            return pyro.sample("label", fn, obs=y)
+
+    prediction = predict(model, lambda x: None, (p, torch.eye(5)[y] if one_hot else y))
+    ours, theirs = (plots.reliability_diagram(*given) for given in ((prediction,), (p[kept], y[kept])))
+    assert ours.get_title("right") == theirs.get_title("right")
+    assert "30 examples" in ours.figure.axes[-1].get_xlabel()
+    given = plots.reliability_diagram(prediction, y)
+    assert given.get_title("right") == ours.get_title("right")
+
+
+def test_labels_of_several_questions_are_not_taken_for_classes():
+    """A table of labels 0 and 1 has the shape of one-hot code."""
+    p = torch.rand(30, 3)
+    y = (torch.rand(30, 3) < p).float()
+
+    def model(x, y=None):
+        with pyro.plate("question", 3, dim=-1), pyro.plate("data", 30, dim=-2):
+            return pyro.sample("label", dist.Bernoulli(probs=x), obs=y)
+
+    prediction = predict(model, lambda x: None, (p, y))
+    expected = metrics.rejection_curve(p, y).error[0]
+    assert plots.rejection_curve(prediction).lines[0].get_ydata()[0] == pytest.approx(float(expected))
+
+
 MISTAKES = {
+    "no labels": (lambda: plots.reliability_diagram([0.5]), DataError, "pass labels"),
     "axes outside a grid": (
         lambda: plots.reliability_diagram([0.5], [1], ax=plt.figure().add_axes((0, 0, 1, 1))),
         ArgumentError,

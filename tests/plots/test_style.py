@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from pyro_dvi.errors import DataError
+from pyro_dvi.errors import ArgumentError, DataError
 from pyro_dvi.plots import style
 
 
@@ -24,6 +24,11 @@ print(pyro_dvi.plots.__name__, before == dict(matplotlib.rcParams))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "pyro_dvi.plots", "True"]
+
+
+def test_an_array_of_axes_is_refused():
+    with pytest.raises(ArgumentError, match="not ndarray: of an array that plt.subplots returns"):
+        style.own_axes(plt.subplots(1, 2)[1], (1, 1))
 
 
 def test_names_are_thinned_out_where_they_have_no_room():

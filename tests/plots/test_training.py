@@ -69,6 +69,7 @@ def test_a_metric_of_some_epochs_is_joined():
 
 MISTAKES = {
     "nothing recorded": (lambda: plots.training_history(History()), DataError, "nothing to plot"),
+    "a list": (lambda: plots.training_history([1, 2, 3]), DataError, "what fit returned.*not list"),
     "foreign columns": (
         lambda: plots.training_history({"accuracy": [1.0]}),
         DataError,
