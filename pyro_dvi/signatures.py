@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["keyword_only", "parameter_names", "positional", "with_missing"]
+__all__ = ["keyword_only", "parameter_names", "positional", "takes_any_number", "with_missing"]
 
 
 def with_missing(fn: Callable[..., Any], inputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -39,3 +39,9 @@ def positional(fn: Callable[..., Any]) -> list[inspect.Parameter]:
 def keyword_only(fn: Callable[..., Any]) -> list[str]:
     """Return the names of the parameters that can be given by name only."""
     return [p.name for p in _signature(fn) if p.kind is inspect.Parameter.KEYWORD_ONLY]
+
+
+def takes_any_number(fn: Callable[..., Any]) -> bool:
+    """Whether ``fn`` takes any number of arguments by position, or does not tell."""
+    parameters = _signature(fn)
+    return not parameters or any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters)

@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Batches for prediction: which of the model's arguments are inputs and which is the observation."""
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, fields, is_dataclass, replace
+from numbers import Integral
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from pyro_dvi.errors import ArgumentError, DataError
-from pyro_dvi.signatures import keyword_only, positional
+from pyro_dvi.signatures import keyword_only, positional, takes_any_number
 
-__all__ = ["Batch", "batches", "is_shuffled"]
+__all__ = ["Batch", "batches", "keeps_order"]
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,7 @@ def batches(
         ArgumentError: ``batch_size`` or ``observed`` cannot be right, or several arguments may be the observation.
         DataError: no examples, unequal lengths, NaN, or something that is not a tensor, tuple or loader.
     """
-    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+    if isinstance(batch_size, bool) or not isinstance(batch_size, Integral) or batch_size < 1:
         raise ArgumentError(f"batch_size must be a positive whole number, not {batch_size!r}")
     start = 0
     for args in _argument_tuples(model, data, batch_size):
@@ -77,6 +80,7 @@ def batches(
             args = _apply(lambda tensor: tensor.to(device), args)
         target = args[position] if position is not None and position < len(args) else None
         inputs = tuple(None if i == position else a for i, a in enumerate(args))
+        _refuse_by_name_only(model, inputs)
         while inputs and inputs[-1] is None:  # left out where the model has a default; see with_missing
             inputs = inputs[:-1]
         num_rows = _check(inputs, target)
@@ -89,15 +93,20 @@ def batches(
         raise DataError("the data hold no examples to predict")
 
 
-def is_shuffled(data: Any) -> bool:
-    """Whether a loader returns the examples in another order each time."""
-    return isinstance(data, DataLoader) and isinstance(data.sampler, RandomSampler)
+def keeps_order(data: Any) -> bool:
+    """Whether the examples are known to come in the order of the data: no loader, or one that goes through them."""
+    if not isinstance(data, DataLoader):
+        return True
+    sampler = data.sampler if data.batch_sampler is None else data.batch_sampler
+    if type(sampler) is BatchSampler:
+        sampler = sampler.sampler
+    return type(sampler) is SequentialSampler
 
 
 def _argument_tuples(model: Callable[..., Any], data: Any, batch_size: int) -> Iterator[tuple[Any, ...]]:
     if torch.is_tensor(data):
         data = (data,)
-    if isinstance(data, (tuple, dict)):
+    if isinstance(data, (tuple, Mapping)):
         data = _positional_arguments(model, data)
         rows = [t.shape[0] for t in _tensors(data) if t.dim() > 0]
         if not rows:
@@ -127,14 +136,19 @@ def _holds_batches(data: Any) -> bool:
 
 
 def _positional_arguments(model: Callable[..., Any], batch: Any) -> tuple[Any, ...]:
+    names = [p.name for p in positional(model)] + keyword_only(model)
     if isinstance(batch, (tuple, list)):
+        if len(batch) > len(names) and not takes_any_number(model):
+            raise DataError(
+                f"the data have {len(batch)} entries, but the model has the arguments {names}: leave out the others, "
+                "in the collate_fn of a DataLoader, say, or name them in a mapping"
+            )
         return tuple(batch)
-    if not isinstance(batch, dict):
+    if not isinstance(batch, Mapping):
         raise DataError(
             f"the loader gives batches of type {type(batch).__name__}: let it give a tensor, or a tuple or mapping of "
             "the model's arguments (collate_fn of the DataLoader)"
         )
-    names = [p.name for p in positional(model)] + keyword_only(model)
     if unknown := [name for name in batch if name not in names]:
         raise DataError(
             f"a batch has entries {unknown} that are no arguments of the model, which has {names}"
@@ -144,28 +158,43 @@ def _positional_arguments(model: Callable[..., Any], batch: Any) -> tuple[Any, .
 
 
 def _apply(function: Callable[..., Any], value: Any) -> Any:
-    """Apply ``function`` to every tensor in nested tuples, lists and mappings, as a network may take them."""
+    """Apply ``function`` to every tensor in nested containers, as a network may take them; they keep their types."""
     if torch.is_tensor(value):
         return function(value)
     if isinstance(value, (tuple, list)):
         values = [_apply(function, v) for v in value]
+        if hasattr(value, "_fields"):  # a named tuple
+            return type(value)(*values)
         return tuple(values) if isinstance(value, tuple) else values
-    if isinstance(value, dict):
-        return {k: _apply(function, v) for k, v in value.items()}
+    if isinstance(value, MutableMapping):
+        applied = copy.copy(value)
+        applied.update((k, _apply(function, v)) for k, v in value.items())
+        return applied
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(
+            value, **{f.name: _apply(function, getattr(value, f.name)) for f in fields(value) if f.init}
+        )
     return value
 
 
 def _tensors(value: Any) -> list[Tensor]:
     found: list[Tensor] = []
-    _apply(found.append, value)
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    _apply(note, value)
     return found
 
 
 def _check(inputs: tuple[Any, ...], target: Any) -> int:
     for i, value in enumerate((*inputs, target)):
+        what = f"input {i}" if i < len(inputs) else "the observation"
+        if isinstance(value, np.ndarray) or (i == len(inputs) and not isinstance(value, Tensor | None)):
+            raise DataError(f"{what} is of type {type(value).__name__}: torch.as_tensor makes it a tensor")
         for tensor in _tensors(value):
             if tensor.is_floating_point() and tensor.isnan().any():
-                what = f"input {i}" if i < len(inputs) else "the observation"
                 raise DataError(
                     f"{what} (shape {tuple(tensor.shape)}) holds {int(tensor.isnan().sum())} NaN: drop or fill those "
                     "rows before predicting"
@@ -187,10 +216,25 @@ def _observed_by_name_only(model: Callable[..., Any], num_args: int) -> str | No
     names = keyword_only(model)
     if len(names) > 1:
         raise ArgumentError(
-            f"arguments {names} of the model can be given by name only, so any may be the observation: name it, as in "
-            f"observed={names[-1]!r}"
+            f"arguments {names} of the model can be given by name only, so any may be the observation: name it, "
+            + _choices(names)
         )
     return names[0] if names else None
+
+
+def _choices(names: list[str]) -> str:
+    return " or ".join(f"observed={name!r}" for name in names)
+
+
+def _refuse_by_name_only(model: Callable[..., Any], inputs: tuple[Any, ...]) -> None:
+    named = dict(zip(keyword_only(model), inputs[len(positional(model)) :], strict=False))
+    given = [name for name, value in named.items() if value is not None]
+    if given:
+        raise DataError(
+            f"the model takes {given} by name only, but predictions pass inputs to model and guide by position: move "
+            "the * of the signature behind them, or wrap the model in a function of positional arguments; if one of "
+            f"them is the observation, {_choices(given)}"
+        )
 
 
 def _observed_position(model: Callable[..., Any], num_args: int, observed: str | None) -> int | None:
@@ -206,8 +250,8 @@ def _observed_position(model: Callable[..., Any], num_args: int, observed: str |
     if len(optional) > 1 and num_args > optional[0]:  # with fewer, the data hold inputs alone
         candidates = [names[i] for i in optional]
         raise ArgumentError(
-            f"arguments {candidates} of the model all default to None, so any may be the observation: name it, as in "
-            f"observed={candidates[-1]!r}"
+            f"arguments {candidates} of the model all default to None, so any may be the observation: name it, "
+            + _choices(candidates)
         )
     if optional:
         return optional[-1]

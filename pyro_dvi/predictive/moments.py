@@ -4,6 +4,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from pyro_dvi.handlers.structure import refuse_dependent
 from pyro_dvi.handlers.uncertain import predictive_of, uncertain_likelihoods
 from pyro_dvi.links import ClassLink, MomentMatched, NoiseLink, SobolSoftmax, predictive_distribution
 from pyro_dvi.predictive.propagation import Independent, Propagation
-from pyro_dvi.predictive.rules import PredictionRule, arguments, check_is_set_up, latents
+from pyro_dvi.predictive.rules import PredictionRule, arguments, check_is_set_up, latents, seed_all
 from pyro_dvi.predictive.run import Response
 
 __all__ = ["Moments", "posterior_gaussians"]
@@ -66,8 +67,9 @@ class Moments(PredictionRule):
 
     def __post_init__(self) -> None:
         n = self.num_samples
-        if n is not None and (isinstance(n, bool) or not isinstance(n, int) or n < 1):
+        if n is not None and (isinstance(n, bool) or not isinstance(n, Integral) or n < 1):
             raise ArgumentError(f"num_samples must be a positive whole number or None, not {n!r}")
+        object.__setattr__(self, "num_samples", None if n is None else int(n))
         if not isinstance(self.classes, ClassLink):
             raise ArgumentError(
                 f"classes must be an object such as SobolSoftmax() or Probit(), not {self.classes!r}"
@@ -94,7 +96,9 @@ class Moments(PredictionRule):
         centre, gaussians = posterior_gaussians(guide, inputs)
         predictive = partial(predictive_distribution, classes=self.classes, noise=self.noise)
         stand_in = propagated if self.num_samples is None else reparameterised
-        for _ in range(self.num_components):
+        # A seed for each draw, as in Samples: how many numbers the model draws at its observed site is then no matter.
+        for seed in torch.randint(2**31 - 1, (self.num_components,)).tolist():
+            seed_all(seed)
             weights = PosteriorMoments(gaussians, guide, {}, stand_in)
             with uncertain_likelihoods(), weights:
                 response = self.propagation.respond(weights.given, partial(respond, centre))

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
-from pyro_dvi.errors import ArgumentError
+from pyro_dvi.errors import ArgumentError, GuideError
 from pyro_dvi.guides import LaplaceGuide
 from pyro_dvi.guides.laplace.scales import rescaled_model
-from pyro_dvi.predictive.batches import Batch, batches, is_shuffled
+from pyro_dvi.predictive.batches import Batch, batches, keeps_order
 from pyro_dvi.predictive.defaults import default_rule
 from pyro_dvi.predictive.mixture import Mixture
 from pyro_dvi.predictive.part import Part
@@ -80,7 +80,7 @@ def predict(
         ArgumentError: an option that cannot be right, or several arguments that may be the observation.
         DataError: no examples, NaN, unequal lengths, a response without a row for each example, an observation that
             the site does not observe, a latent site with a value for each example of other data.
-        GuideError: the guide was never run, or has no mean.
+        GuideError: the guide was never run, has no mean, or is no function.
         ModelError: no observed site, or several and no ``site``.
         UnsupportedError: a mask cuts single observations of a distribution that does not know of it; the site depends
             on others that are neither in the guide nor observed, and the rule does not average over their draws.
@@ -104,6 +104,11 @@ def predict(
         >>> bool((low < high).all())
         True
     """
+    if not callable(guide):
+        raise GuideError(
+            f"the guide is of type {type(guide).__name__}: give a guide of Pyro or of this library, or a function that "
+            "samples the latent sites; pyro.infer.Predictive(model, posterior_samples) predicts from a mapping of draws"
+        )
     rule = rule_of(method, guide)
     check_is_set_up(guide)
     device = device_of(model, guide)
@@ -136,7 +141,7 @@ def predict(
             parts.append(mixture.finish())
             name = mixture.site
     assert name is not None, "there was a batch"
-    return Prediction(name, rule, parts, shuffled=is_shuffled(data))
+    return Prediction(name, rule, parts, ordered=keeps_order(data))
 
 
 def at_tuned_scales(guide: Any, run: Callable[..., Any]) -> Callable[..., Any]:

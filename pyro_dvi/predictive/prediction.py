@@ -4,6 +4,7 @@
 import math
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from pyro_dvi.errors import ArgumentError, DataError, UnsupportedError
 from pyro_dvi.predictive.part import Part, of_distributions
-from pyro_dvi.predictive.quantiles import crps, quantile
+from pyro_dvi.predictive.quantiles import crps, probabilities, quantile
 from pyro_dvi.predictive.rules import PredictionRule
 from pyro_dvi.predictive.run import seeded
 from pyro_dvi.predictive.scores import scores
@@ -31,11 +32,11 @@ class Prediction:
         method: the rule of prediction.
     """
 
-    def __init__(self, site: str, method: PredictionRule, parts: Sequence[Part], *, shuffled: bool) -> None:
+    def __init__(self, site: str, method: PredictionRule, parts: Sequence[Part], *, ordered: bool) -> None:
         self.site = site
         self.method = method
         self._parts = tuple(parts)
-        self._shuffled = shuffled
+        self._ordered = ordered
 
     def __len__(self) -> int:
         return sum(part.num_rows for part in self._parts)
@@ -170,16 +171,12 @@ class Prediction:
             UnsupportedError: classes, counts, a distribution without a distribution function, or a mixture whose
                 components were not kept.
         """
-        levels = [float(level) for level in q] if isinstance(q, (Sequence, Tensor)) else [float(q)]
-        if not levels or not all(0 < level < 1 for level in levels):
-            raise ArgumentError(f"quantiles need probabilities between 0 and 1, not {q!r}")
-        stacked = torch.stack(
-            [
-                self._of_distributions(lambda fn, level=level: quantile(fn, level), "quantiles")
-                for level in levels
-            ]
-        )
-        return stacked if isinstance(q, (Sequence, Tensor)) else stacked[0]
+        levels = probabilities("q", q)
+        found = [
+            self._of_distributions(lambda fn, level=level: quantile(fn, level), "quantiles")
+            for level in levels.reshape(-1).tolist()
+        ]
+        return torch.stack(found) if levels.dim() else found[0]
 
     def interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
         """Lower and upper limit of the central interval that holds an observation with probability ``level``.
@@ -188,8 +185,7 @@ class Prediction:
             ArgumentError: ``level`` is not between 0 and 1.
             UnsupportedError: as for :meth:`quantiles`.
         """
-        if not 0 < level < 1:
-            raise ArgumentError(f"level must lie between 0 and 1, not {level!r}")
+        (level,) = probabilities("level", [level]).tolist()
         low, high = self.quantiles([(1 - level) / 2, (1 + level) / 2])
         return low, high
 
@@ -224,12 +220,12 @@ class Prediction:
             ArgumentError: less than one draw.
             UnsupportedError: a mixture whose components were not kept.
         """
-        if isinstance(num_samples, bool) or not isinstance(num_samples, int) or num_samples < 1:
+        if isinstance(num_samples, bool) or not isinstance(num_samples, Integral) or num_samples < 1:
             raise ArgumentError(f"num_samples must be a positive whole number, not {num_samples!r}")
         with seeded(seed, self._device) as used:
             torch.manual_seed(used)
             return self._of_distributions(
-                lambda fn: fn.sample((num_samples,)), "draws of observations", dim=1
+                lambda fn: fn.sample((int(num_samples),)), "draws of observations", dim=1
             )
 
     @property
@@ -378,10 +374,10 @@ class Prediction:
 
     def _aligned(self, y: Any) -> Tensor:
         """Return ``y`` on the predictions' device; one row for each example."""
-        if self._shuffled:
+        if not self._ordered:
             raise DataError(
-                "the loader shuffles, so these values do not belong to the predictions in order: use a loader with "
-                "shuffle=False, or the values that it returned itself (leave out y)"
+                "the loader shuffles, or has a sampler of its own, so these values need not be in the order of the "
+                "predictions: use a loader with shuffle=False, or the values that it returned itself (leave out y)"
             )
         try:
             values = torch.as_tensor(y)

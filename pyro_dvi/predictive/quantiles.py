@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 from torch import distributions as td
 
+from pyro_dvi.errors import ArgumentError
 from pyro_dvi.predictive.component import base_of
 from pyro_dvi.predictive.gaussian_noise import ShapedNormal
 
-__all__ = ["crps", "marginal", "quantile"]
+__all__ = ["crps", "marginal", "probabilities", "quantile"]
 
 _HALVINGS = 60  # of the bracket, in double precision
 
@@ -62,6 +63,23 @@ def _moved(components: Any, position: int, events: int) -> Any:
         raise NotImplementedError
     loc, scale = (p.movedim(position, position + events) for p in (components.loc, components.scale))
     return td.Normal(loc, scale, validate_args=False)
+
+
+def probabilities(name: str, given: Any) -> Tensor:
+    """Return one probability or several as a tensor ``[]`` or ``[Q]`` of double precision.
+
+    Raises:
+        ArgumentError: something else, or not between 0 and 1.
+    """
+    try:
+        found = torch.as_tensor(given, dtype=torch.float64)
+    except (TypeError, ValueError, RuntimeError):
+        found = torch.empty(0)
+    if found.dim() > 1 or not found.numel() or not bool(((found > 0) & (found < 1)).all()):
+        raise ArgumentError(
+            f"{name} must lie between 0 and 1, a number or a sequence of numbers, not {given!r}"
+        )
+    return found
 
 
 @torch.no_grad()

@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ __all__ = [
     "latents",
     "one_draw",
     "posterior_mean",
+    "seed_all",
 ]
 
 
@@ -120,8 +122,9 @@ class Samples(PredictionRule):
 
     def __post_init__(self) -> None:
         n = self.num_samples
-        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+        if isinstance(n, bool) or not isinstance(n, Integral) or n < 1:
             raise ArgumentError(f"Samples needs a positive whole number of draws, not {n!r}")
+        object.__setattr__(self, "num_samples", int(n))  # of NumPy, say
 
     @property
     def num_components(self) -> int:  # type: ignore[override]
@@ -144,7 +147,7 @@ class Samples(PredictionRule):
         check_is_set_up(guide)
         draw = _drawing(guide, inputs)
         for seed in torch.randint(2**31 - 1, (self.num_samples,)).tolist():
-            _seed(seed)
+            seed_all(seed)
             yield draw()
 
 
@@ -185,7 +188,7 @@ def one_draw(guide: Callable[..., Any], inputs: tuple[Any, ...]) -> dict[str, Te
     return latents(_trace(guide, inputs))
 
 
-def _seed(seed: int) -> None:
+def seed_all(seed: int) -> None:
     """Seed the global generators, without the note that ``torch.manual_seed`` leaves for an absent accelerator.
 
     That note, with a stack trace, takes longer than a small model.

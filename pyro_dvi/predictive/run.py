@@ -159,8 +159,10 @@ def run_at(
 
 def _local(site: str, which: str) -> DataError:
     return DataError(
-        f"sites ['{site}'] have a value for each example of the data that the guide was trained on, {which}: "
-        "give these data, all in one batch and in their order (a tuple with a batch_size of at least their number)"
+        f"sites ['{site}'] have a value for each example, {which}, and it cannot be known to which examples they "
+        "belong. If the guide has learnt them for the data of its training: give these data, all in one batch and in "
+        "their order (a tuple with a batch_size of at least their number). If it computes them from its inputs: "
+        "predict one batch at a time, with a plate of its size in model and guide, pyro.plate(name, len(x))"
     )
 
 

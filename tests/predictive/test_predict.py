@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from pyro_dvi import AtMean, MeanFieldGuide, Samples, metrics, predict
-from pyro_dvi.errors import DataError, GuideError, UnsupportedError
+from pyro_dvi.errors import DataError, GuideError
 
 GUIDES = [AutoDelta, AutoNormal, AutoDiagonalNormal, AutoMultivariateNormal, MeanFieldGuide]
 
@@ -302,68 +302,6 @@ def test_a_model_without_latent_sites():
 
     x = torch.randn(5, 3)
     torch.testing.assert_close(predict(model, lambda x: None, x).probabilities, net(x).softmax(-1).detach())
-
-
-def likelihood_model(likelihood):
-    def model(x, y=None):
-        w = pyro.sample("w", dist.Normal(0.0, 1.0))
-        with pyro.plate("data", len(x)):
-            return pyro.sample("obs", likelihood(w * x), obs=y)
-
-    return model
-
-
-LIKELIHOODS = {
-    "Normal": lambda f: dist.Normal(f, 0.5),
-    "StudentT": lambda f: dist.StudentT(4.0, f, 0.5),
-    "Bernoulli": lambda f: dist.Bernoulli(logits=f),
-    "Poisson": lambda f: dist.Poisson(f.exp()),
-    "LogNormal": lambda f: dist.LogNormal(f, 0.5),
-    "Gamma": lambda f: dist.Gamma(2.0, f.exp()),
-    "events": lambda f: dist.Normal(torch.stack([f, -f], -1), 0.5).to_event(1),
-    "labels": lambda f: dist.Bernoulli(logits=torch.stack([f, -f, f], -1)).to_event(1),
-    "multivariate": lambda f: dist.MultivariateNormal(torch.stack([f, -f], -1), torch.eye(2)),
-    "one-hot": lambda f: dist.OneHotCategorical(logits=torch.stack([f, -f], -1)),
-    "masked": lambda f: dist.Normal(f, 0.5).mask(f > -100),
-}
-
-
-@pytest.mark.parametrize("name", LIKELIHOODS)
-@pytest.mark.parametrize("method", [AtMean(), Samples(4)])
-def test_every_likelihood(name, method):
-    model, x = likelihood_model(LIKELIHOODS[name]), torch.linspace(-1, 1, 6)
-    y = LIKELIHOODS[name](x).sample()
-    guide = AutoNormal(model)
-    guide(x, y)
-    prediction = predict(model, guide, (x, y), method, seed=0, batch_size=4)
-    assert prediction.mean.shape == prediction.variance.shape == y.shape
-    assert prediction.log_likelihood().shape == (6,)
-    torch.manual_seed(0)
-    components = (
-        [draw["w"] for draw in Samples(4).draws(guide, (x,))] if method != AtMean() else [guide.median()["w"]]
-    )
-    densities = torch.stack([LIKELIHOODS[name](w.detach() * x).log_prob(y) for w in components])
-    torch.testing.assert_close(
-        prediction.log_likelihood(), densities.logsumexp(0) - math.log(len(components))
-    )
-    means = torch.stack([LIKELIHOODS[name](w.detach() * x).mean for w in components])
-    torch.testing.assert_close(prediction.mean, means.mean(0))
-    if name in ("Bernoulli", "labels", "one-hot"):
-        torch.testing.assert_close(prediction.probabilities, means.mean(0))
-        assert 0 <= prediction.metrics()["accuracy"] <= 1
-    else:
-        assert prediction.metrics()["rmse"] >= 0
-        with pytest.raises(UnsupportedError, match="no class probabilities"):
-            _ = prediction.probabilities
-
-
-def test_distributions_without_moments_still_have_a_likelihood():
-    model, x = likelihood_model(lambda f: dist.VonMises(f, 2.0)), torch.linspace(-1, 1, 6)
-    guide = AutoNormal(model)
-    guide(x, x)
-    assert predict(model, guide, (x, x)).log_likelihood().shape == (6,)
-    stable, x = likelihood_model(lambda f: dist.Cauchy(f, 1.0)), torch.linspace(-1, 1, 6)
-    assert predict(stable, guide, (x, x)).mean.isnan().all()
 
 
 def test_the_example_dimension_comes_first_wherever_the_plate_is():
