@@ -17,6 +17,9 @@ METHODS = {"Variational Laplace", "MNVI", "VOGN", "Laplace"}
 pytestmark = [
     pytest.mark.slow,  # imports of ArviZ and many figures
     pytest.mark.filterwarnings(r"ignore:\s*ArviZ is undergoing a major refactor:FutureWarning"),
+    # ArviZ 0.x calls matplotlib and numpy in ways of their past.
+    pytest.mark.filterwarnings("ignore:Passing a dict or None as alias_mapping"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:arviz"),
     # Of predictive checks in ArviZ 0.x, whose densities of few draws are rough.
     pytest.mark.filterwarnings("ignore::UserWarning:arviz"),
     # The few epochs of a test leave the best prior at an end of the values that are tried.
