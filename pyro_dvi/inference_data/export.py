@@ -130,8 +130,9 @@ def to_arviz(
         GuideError: the guide was never run, has no mean, or is an AutoLaplaceApproximation before its Gaussian.
         ModelError: no observed site, several without an observation and no ``site``, or one that is called like a
             dimension of ArviZ.
-        UnsupportedError: a mask that depends on the draw or cuts events, a prior that cannot be drawn from, or a method
-            of a LaplaceGuide without draws.
+        UnsupportedError: a mask that depends on the draw or cuts events, a prior that cannot be drawn from, a method of
+            a LaplaceGuide without draws, or an observed site that depends on others that are neither in the guide nor
+            observed, with a rule that does not average over their draws.
 
     Example:
         >>> import pyro, pyro.distributions as dist

@@ -3,7 +3,7 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from pyro.poutine.condition_messenger import ConditionMessenger
@@ -13,7 +13,7 @@ from pyro_dvi.errors import DataError, ModelError, UnsupportedError
 from pyro_dvi.handlers.response import choose_response, counted, responses
 from pyro_dvi.inference_data.names import listed
 from pyro_dvi.predictive.batches import Batch
-from pyro_dvi.predictive.run import Response, run_at
+from pyro_dvi.predictive.run import run_at
 from pyro_dvi.signatures import with_missing
 
 __all__ = [
@@ -24,6 +24,8 @@ __all__ = [
     "observed_run",
     "whole_cells",
 ]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -84,18 +86,18 @@ def observations(batch: Batch, sites: Sequence[str], nodes: Mapping[str, Any]) -
 
 
 def given_others(
-    run: Callable[[Mapping[str, Tensor]], Response],
+    run: Callable[[Mapping[str, Tensor]], T],
     site: str,
     nodes: Mapping[str, Any],
     latents: Collection[str],
-) -> Callable[[Mapping[str, Tensor]], Response]:
+) -> Callable[[Mapping[str, Tensor]], T]:
     r"""Return ``run`` with every observed site but ``site`` at its observed value.
 
     Its distribution is then :math:`p(y_s \mid y_{\setminus s}, x, \theta)` in the order of the model, whose product
     over sites is the likelihood, also where one site depends on another.
 
     Args:
-        run: gives the response at ``site`` for latent values.
+        run: gives the response or distribution at ``site`` for latent values.
         site: the site that stays free.
         nodes: the sites of a run by :func:`observed_run`.
         latents: names of the latent sites.
@@ -108,7 +110,7 @@ def given_others(
     if not others:
         return run
 
-    def conditioned(values: Mapping[str, Tensor]) -> Response:
+    def conditioned(values: Mapping[str, Tensor]) -> T:
         with ConditionMessenger(others):
             return run(values)
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Batches of models that take their observations in one argument or in several."""
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -51,8 +52,14 @@ def split_batches(
             raise ArgumentError(f"the model has no argument {name!r} to observe; it has {every}")
     if not observed:
         raise ArgumentError("observed=[] names no argument: leave it out where the data hold no observation")
-    for batch in batches(model, data, observed=observed[0], batch_size=batch_size, device=device):
+    stand_in = _all_by_position(model)
+    for batch in batches(stand_in, data, observed=observed[0], batch_size=batch_size, device=device):
         values = dict(zip(every, batch.inputs, strict=False))
+        if by_name_only := [n for n in values if n not in (*names, *observed) and values[n] is not None]:
+            raise DataError(
+                f"the model takes {by_name_only} by name only, but inputs are passed by position: move the * of its "
+                "signature behind them"
+            )
         if batch.observed is not None:
             values[observed[0]] = batch.observed
         missing = [name for name in observed if values.get(name) is None]
@@ -76,6 +83,19 @@ def split_batches(
             batch.observed_as,
             complete=complete,
         )
+
+
+def _all_by_position(model: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what stands for a model's signature, with arguments by position that the model takes by name only."""
+
+    def stand_in(*args: Any) -> None: ...
+
+    by_name = [
+        inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None)
+        for name in keyword_only(model)
+    ]
+    stand_in.__signature__ = inspect.Signature([*positional(model), *by_name])  # type: ignore[attr-defined]
+    return stand_in
 
 
 def without_observation(batch: Batch) -> Batch:

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """One pass over data: predictions of every observed site, by the posterior and by the prior."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from pyro_dvi.inference_data.group import Group
 from pyro_dvi.inference_data.inputs import constant_data
@@ -17,7 +18,8 @@ from pyro_dvi.predictive import PredictionRule
 from pyro_dvi.predictive.batches import Batch
 from pyro_dvi.predictive.predict import at_constants_of_fit, at_tuned_scales
 from pyro_dvi.predictive.rules import example_latents
-from pyro_dvi.predictive.run import respond
+from pyro_dvi.predictive.run import Response, distribution_at, respond
+from pyro_dvi.predictive.unseen import refuse_unseen
 
 __all__ = ["Pass", "Posterior", "pass_over"]
 
@@ -88,6 +90,8 @@ def pass_over(
             torch.manual_seed(seed)
             scored = given_others(at_constants_of_fit(guide, run), site, nodes, latents)
             components = posterior.rule.components(guide, batch.inputs, scored)
+            again = given_others(distribution_at(model, batch.inputs, site), site, nodes, latents)
+            components = _without_unseen(components, posterior.rule, again, latents)
             exports[0][s].add(components, observed.get(site), nodes[site])
             if prior is not None:
                 torch.manual_seed(seed)
@@ -102,3 +106,16 @@ def pass_over(
     for export in exports[1] if prior is not None else ():
         export.predictive(found.prior_predictive)
     return found
+
+
+def _without_unseen(
+    components: Iterable[Response],
+    rule: PredictionRule,
+    again: Callable[[Mapping[str, Tensor]], Any],
+    latents: Mapping[str, Tensor],
+) -> Iterator[Response]:
+    """Pass components on, unless one draw of a site that is neither latent nor observed decides them."""
+    for k, response in enumerate(components):
+        if k == 0 and response.drawn and not rule.averages_draws:
+            refuse_unseen(response, again, latents, type(rule).__name__)
+        yield response

@@ -37,6 +37,8 @@ class PriorSamples(PredictionRule):
     inputs: tuple[Any, ...] = field(repr=False)
     sites: Collection[str] = field(repr=False)
 
+    averages_draws = True
+
     @property
     def num_components(self) -> int:  # type: ignore[override]
         """As many as draws."""

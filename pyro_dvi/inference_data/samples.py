@@ -28,6 +28,8 @@ class GivenSamples(PredictionRule):
         ArgumentError: no sites, no draws, or unequal numbers of them.
     """
 
+    averages_draws = True
+
     def __init__(self, samples: Mapping[str, Any], device: torch.device | None = None) -> None:
         self.samples = {name: torch.as_tensor(values, device=device) for name, values in samples.items()}
         lengths = {name: len(v) if v.dim() else 0 for name, v in self.samples.items()}

@@ -32,6 +32,10 @@ def two_by_name(x, *, y=None, n=None):
     two(x, y, n)
 
 
+def scaled(x, *, s, y=None, n=None):
+    two(s * x, y, n)
+
+
 def two_in_one(x, both=None):
     w = pyro.sample("w", dist.Normal(0.0, 1.0))
     y, n = (None, None) if both is None else both.unbind(-1)
@@ -113,6 +117,19 @@ def test_a_site_is_scored_given_the_observed_values_of_those_before_it(method, b
     assert values(exported, "posterior_predictive", "a").std() > 0.5
 
 
+def test_a_site_that_depends_on_what_was_not_observed_takes_draws():
+    inputs = {"x": X, "b": Y}
+    for data, options in ((X, {}), (inputs, {"observed": "b"})):
+        with pytest.raises(UnsupportedError, match=r"'b' depends on sites \['a'\].*AtMean.*Samples\(n\)"):
+            to_arviz(chained, slope, data, 5, site="b", **options)
+    complete = {"observed": ["a", "b"], "site": "b"}
+    with pytest.raises(UnsupportedError, match=r"'b' depends on sites \['a'\]"):
+        to_arviz(chained, slope, (X, Y, Y), 5, predictions=X, **complete)
+    draws = to_arviz(chained, slope, X, method=Samples(500), site="b", seed=0)
+    residuals = values(draws, "posterior_predictive", "b")[0] - Y.numpy()
+    assert abs(residuals.mean(1).std() * 20**0.5 - 1) < 0.2  # noise of both sites, six errors
+
+
 MISTAKES = {
     "no names": (
         lambda: WAYS["arguments"](site=3),
@@ -123,6 +140,11 @@ MISTAKES = {
         lambda: to_arviz(two, slope, (X, Y, N), observed=3),
         ArgumentError,
         "observed is a name or a list of names, not 3",
+    ),
+    "an input by name": (
+        lambda: to_arviz(scaled, slope, {"x": X, "s": X, "y": Y, "n": N}, observed=["y", "n"]),
+        DataError,
+        r"takes \['s'\] by name only",
     ),
     "no such site": (lambda: WAYS["arguments"](site="sise"), ModelError, r"no observed site 'sise'; it has"),
     "no site": (lambda: WAYS["arguments"](site=[]), ModelError, r"site=\[\] asks for no observed site"),
