@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pyro_dvi.inference_data.group import Coords, Dims, Group
+from pyro_dvi.inference_data.provenance import provenance
 
 __all__ = ["assemble"]
 
@@ -17,7 +18,7 @@ def assemble(
 
     Args:
         groups: groups by name; empty ones are left out.
-        attributes: of the whole object.
+        attributes: of the whole object; the time and the versions of the libraries are added.
         coords: the user's coordinates by group.
         dims: the user's names of dimensions by variable.
     """
@@ -28,6 +29,7 @@ def assemble(
         )
         import arviz
 
+    attributes = {**provenance(), **attributes}
     is_tree = int(arviz.__version__.split(".")[0]) >= 1
     leading = "sample_dims" if is_tree else "default_dims"
     datasets = {}

@@ -1,13 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where an export comes from, in values that a netCDF file can hold."""
+"""What was exported and how, in values that a netCDF file can hold."""
 
 from collections.abc import Callable
-from datetime import UTC, datetime
-from importlib.metadata import version
 from typing import Any
-
-import pyro
-import torch
 
 from pyro_dvi.inference_data.samples import GivenSamples
 from pyro_dvi.predictive import PredictionRule
@@ -19,17 +14,12 @@ __all__ = ["attributes"]
 def attributes(
     guide: Callable[..., Any], rule: PredictionRule, elbo: Any, history: History | None, seed: int
 ) -> dict[str, Any]:
-    """Return versions, guide, method, objective, KL weight, seed and time.
+    """Return guide, method, objective, KL weight and seed.
 
     The KL weight is that of the objective, else of the guide, else of the last epoch of the history.
     """
     is_given = isinstance(rule, GivenSamples)
     found: dict[str, Any] = {
-        "created_at": datetime.now(UTC).isoformat(),
-        "inference_library": "pyro_dvi",
-        "inference_library_version": version("pyro-dvi"),
-        "pyro_version": pyro.__version__,
-        "torch_version": str(torch.__version__),
         "guide": "samples" if is_given else getattr(guide, "__name__", type(guide).__name__),
         "method": repr(rule),
         "seed": seed,

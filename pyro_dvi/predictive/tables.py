@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pyro_dvi.errors import UnsupportedError
+from pyro_dvi.predictive.component import with_any
 
 if TYPE_CHECKING:
     from pyro_dvi.predictive.prediction import Prediction
@@ -88,11 +89,12 @@ def arviz_of(prediction: "Prediction", num_samples: int, seed: int | None) -> An
             density = prediction.log_likelihood().expand(num_samples, *density.shape[1:])
         dims: list[str | None] = []
         if prediction.mask is not None:
-            counts = ~prediction.log_likelihood().isnan()
+            counts = _whole_events(prediction.mask, values.dim() - (density.dim() - 1), site)
             density, values = density[:, counts], values[counts]
-            dims = [f"{site}_observed"]
+            name = f"{site.replace('/', '.')}_observed"
+            dims = [name]
             for group in (observed, log_likelihood):
-                group.coords[f"{site}_observed"] = np.flatnonzero(_array(counts))
+                group.coords[name] = np.flatnonzero(_array(counts))
         observed.add(site, _array(values), dims)
         log_likelihood.add(site, _array(density), dims)
     groups = {
@@ -100,10 +102,21 @@ def arviz_of(prediction: "Prediction", num_samples: int, seed: int | None) -> An
         "log_likelihood": log_likelihood,
         "observed_data": observed,
     }
-    attributes = {"method": repr(prediction.method), "site": site}
+    attributes: dict[str, Any] = {"method": repr(prediction.method), "site": site}
     if seed is not None:
-        attributes["seed"] = str(seed)
+        attributes["seed"] = seed
     return assemble(groups, attributes, {}, {})
+
+
+def _whole_events(mask: Tensor, event_dim: int, site: str) -> Tensor:
+    """Return which observations count, of which a mask must not leave out parts: each has one density."""
+    counts = with_any(mask, event_dim)
+    if bool((counts & with_any(~mask, event_dim)).any()):
+        raise UnsupportedError(
+            f"the mask of site {site!r} leaves out parts of single events: an event has one log density and is "
+            "exported whole or not at all. Give these values a plate in place of to_event, or predict from inputs alone"
+        )
+    return counts
 
 
 def _array(value: Tensor) -> np.ndarray:

@@ -81,6 +81,31 @@ def test_arviz_gets_only_the_observations_that_count():
     assert exported["posterior_predictive"]["obs"].shape == (1, 10, 8)
 
 
+def test_a_mask_that_cuts_events_cannot_be_exported_with_its_observations():
+    """Its masked values would be among the observed ones."""
+    mask = torch.arange(16).reshape(8, 2) % 3 > 0
+    cut = of_kind(lambda f: dist.Normal(torch.stack([f, -f], -1), 0.5).mask(mask).to_event(1))
+    observed = torch.stack([X, X], -1)
+    prediction = predict(cut, guide, (X, observed), AtMean())
+    with pytest.raises(UnsupportedError, match="'obs' leaves out parts of single events.*plate"):
+        prediction.to_arviz(4)
+    assert predict(cut, guide, X, AtMean()).to_arviz(4)["posterior_predictive"]["obs"].shape == (1, 4, 8, 2)
+    whole = mask.any(-1) & (torch.arange(8) % 2 > 0)
+    kept = of_kind(
+        lambda f: dist.Normal(torch.stack([f, -f], -1), 0.5).mask(whole[:, None].expand(8, 2)).to_event(1)
+    )
+    exported = predict(kept, guide, (X, observed), AtMean()).to_arviz(4)
+    np.testing.assert_array_equal(exported["observed_data"]["obs"], observed[whole])
+    np.testing.assert_array_equal(exported["log_likelihood"]["obs_observed"], np.flatnonzero(whole))
+
+
+def test_arviz_says_where_it_comes_from():
+    attributes = predict(NUMBERS, guide, X).to_arviz(4, seed=3).attrs
+    assert attributes["inference_library"] == "pyro_dvi" and attributes["pyro_version"] == pyro.__version__
+    assert attributes["torch_version"] == str(torch.__version__) and "created_at" in attributes
+    assert attributes["site"] == "obs" and attributes["method"] == "AtMean()" and attributes["seed"] == 3
+
+
 def test_arviz_needs_the_components_of_a_mixture():
     with pytest.raises(UnsupportedError, match="keep_draws=True"):
         predict(NUMBERS, guide, X, Samples(5)).to_arviz()
