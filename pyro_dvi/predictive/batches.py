@@ -141,7 +141,7 @@ def _positional_arguments(model: Callable[..., Any], batch: Any) -> tuple[Any, .
         if len(batch) > len(names) and not takes_any_number(model):
             raise DataError(
                 f"the data have {len(batch)} entries, but the model has the arguments {names}: leave out the others, "
-                "in the collate_fn of a DataLoader, say, or name them in a mapping"
+                "in the collate_fn of a DataLoader, say"
             )
         return tuple(batch)
     if not isinstance(batch, Mapping):

@@ -8,7 +8,7 @@ import torch
 from pyro.infer.autoguide import AutoNormal
 
 from pyro_dvi import AtMean, MeanFieldGuide, Moments, Samples, predict
-from pyro_dvi.errors import UnsupportedError
+from pyro_dvi.errors import ModelError, UnsupportedError
 
 X = torch.randn(6, 2, generator=torch.Generator().manual_seed(0))
 Y = torch.randn(6, generator=torch.Generator().manual_seed(1))
@@ -95,3 +95,8 @@ def test_the_random_numbers_of_the_prediction_are_the_same_with_the_check():
     state = torch.get_rng_state()
     predict(two, automatic, X, site="b", seed=0)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_without_a_choice_the_error_knows_of_sites_that_are_left_to_the_model():
+    with pytest.raises(ModelError, match=r"\['z', 'obs'\].*leaves this variable to the model.*Samples\(n\)"):
+        predict(clusters, guide, X)
