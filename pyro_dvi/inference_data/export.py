@@ -30,6 +30,7 @@ from pyro_dvi.predictive.predict import at_tuned_scales, device_of, rule_of
 from pyro_dvi.predictive.rules import check_is_set_up, example_latents
 from pyro_dvi.predictive.run import evaluation_mode, seeded
 from pyro_dvi.training import History
+from pyro_dvi.training.ownership import check_still_own
 
 __all__ = ["to_arviz"]
 
@@ -162,6 +163,7 @@ def to_arviz(
     count = _number_of_draws(num_samples, rule)
     _check_count("prior", prior)
     check_is_set_up(guide)
+    check_still_own(model, guide)
     _refuse_unfinished(guide)
     groups: dict[str, Group] = {} if history is None else {"training": training_group(history)}
 

@@ -21,6 +21,7 @@ from pyro_dvi.predictive.rules import PredictionRule, Samples, check_is_set_up, 
 from pyro_dvi.predictive.run import check_observation, distribution_at, evaluation_mode, respond, seeded
 from pyro_dvi.predictive.unseen import refuse_unseen
 from pyro_dvi.predictive.vectorised import SampledComponents
+from pyro_dvi.training.ownership import check_still_own
 
 __all__ = ["at_tuned_scales", "device_of", "predict", "rule_of"]
 
@@ -111,6 +112,7 @@ def predict(
         )
     rule = rule_of(method, guide)
     check_is_set_up(guide)
+    check_still_own(model, guide)
     device = device_of(model, guide)
     parts: list[Part] = []
     name = site

@@ -19,7 +19,7 @@ from pyro_dvi.handlers.posterior_prior import without_posterior_prior
 from pyro_dvi.optim import parameter_names
 from pyro_dvi.training.routes import Route
 
-__all__ = ["claim_parameters", "check_parameters"]
+__all__ = ["claim_parameters", "check_parameters", "check_still_own"]
 
 # Parameter -> the model or guide that was trained with it. Weak on both sides: what is garbage has no claim.
 _owners: Any = WeakIdKeyDictionary()
@@ -90,6 +90,34 @@ def claim_parameters(route: Route) -> None:
             _claim(parameter, route.guide)
         else:
             _claim(parameter, without_posterior_prior(route.model))
+
+
+def check_still_own(model: Any, guide: Any) -> None:
+    """Refuse a trained model or guide whose names in the store another one has been trained under since.
+
+    Pyro would give it the values of the other. Values that were loaded into the store belong to nobody, and are taken.
+
+    Raises:
+        GuideError: naming the parameter.
+    """
+    if pyro.settings.get("module_local_params"):
+        return
+    store = {name.replace("$$$", "."): value for name, value in pyro.get_param_store().named_parameters()}
+    own = (model, without_posterior_prior(model), guide)
+    for role, part in (("model", model), ("guide", guide)):
+        if not isinstance(part, nn.Module):
+            continue
+        for name, parameter in parameter_names(part):
+            stored = store.get(name)
+            if stored is None or stored is parameter or stored not in _owners:
+                continue
+            if not any(_owners[stored]() is one for one in own):
+                raise GuideError(
+                    f"Pyro's parameter store holds another parameter under the name {name!r} of this {role}: another "
+                    "model or guide of the same names was trained since, and its values would be taken for these. "
+                    "Predict and export before the next is trained, keep them apart with "
+                    "pyro.get_param_store().scope(), or reload this one with pyro_dvi.load."
+                )
 
 
 def _claim(parameter: Tensor, owner: Any) -> None:
