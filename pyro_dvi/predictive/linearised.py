@@ -53,7 +53,7 @@ class Linearised(PredictionRule):
     Source: Immer, Korzepa & Bauer (2021), "Improving predictions of Bayesian neural nets via local linearization".
 
     Example:
-        >>> import pyro_dvi as dvi
+        >>> import torch, pyro_dvi as dvi
         >>> net = dvi.to_bayesian_(torch.nn.Linear(1, 1, bias=False))
         >>> guide = dvi.LaplaceGuide(dvi.regressor(net, num_data=3, noise_scale=1.0))
         >>> batches = [(torch.ones(3, 1), torch.zeros(3, 1))]
