@@ -31,6 +31,8 @@ def around(net):
 
 
 class WithBuffer(nn.Module):
+    run: torch.Tensor
+
     def __init__(self):
         super().__init__()
         self.register_buffer("run", torch.zeros(2))
@@ -55,26 +57,36 @@ class WithAttribute(nn.Module):
 class WithList(nn.Module):
     def __init__(self):
         super().__init__()
-        self.seen = {"outputs": []}
+        self.seen: dict[str, list[torch.Tensor]] = {"outputs": []}
 
     def forward(self, x, w):
         self.seen["outputs"] = [x @ w]
         return x @ w
 
 
+class Parent(nn.Module):
+    """Looked into as well where it alone is called."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x, w):
+        return self.inner.forward(x, w)
+
+
 @pytest.mark.parametrize("make", [WithBuffer, InPlace, WithAttribute, WithList])
 def test_no_tensor_of_many_draws_stays_in_a_module(make):
-    net = nn.Sequential()
-    net.inner = make()
-    net.forward = net.inner.forward  # a module whose parent alone is called is looked into as well
+    net = Parent(make())
     prediction = predict(around(net), guide, X, Samples(5), seed=0, batch_size=3)
     assert prediction.mean.shape == (6,)
-    held = [net.inner.run] if hasattr(net.inner, "run") else [getattr(net.inner, "last", None)]
-    held += getattr(net.inner, "seen", {"outputs": []})["outputs"]
+    inner = net.inner
+    held = [getattr(inner, name) for name in ("run", "last") if hasattr(inner, name)]
+    held += getattr(inner, "seen", {}).get("outputs", [])
+    assert held
     for value in held:
-        if value is not None:
-            assert not torch._C._functorch.is_functorch_wrapped_tensor(value)
-            assert value.isfinite().all()
+        assert not torch._C._functorch.is_functorch_wrapped_tensor(value)
+        assert value.isfinite().all()
     assert net(X, torch.ones(2)).shape == (6,)
 
 
