@@ -124,7 +124,7 @@ REFUSED = {
     "quantiles of text": (lambda: predict(model, guide, X).quantiles("a"), ArgumentError, "not 'a'"),
     "no quantiles": (lambda: predict(model, guide, X).quantiles(None), ArgumentError, "not None"),
     "nested quantiles": (
-        lambda: predict(model, guide, X).quantiles([[0.1]]),
+        lambda: predict(model, guide, X).quantiles(torch.ones(1, 1) / 2),
         ArgumentError,
         "between 0 and 1",
     ),
