@@ -97,7 +97,7 @@ def to_arviz(
         guide: its trained guide, of this library, of Pyro, or a function; or draws in its place, ``[num_samples, ...]``
             by site name, as ``MCMC.get_samples()`` gives them.
         data: as in :func:`~pyro_dvi.predict`: ``(x, y)``, inputs alone, or a loader of either.
-        num_samples: draws; by default 500, or as many as ``method`` has.
+        num_samples: draws; by default 500, or as many as the rule of prediction has.
         sites: latent sites to export. By default all with at most ``max_site_size`` values; a warning names the rest.
             An empty list exports predictions alone: for methods of a LaplaceGuide that have no draws.
         max_site_size: values of one site above which it is left out by default.
@@ -159,7 +159,7 @@ def to_arviz(
     if isinstance(guide, Mapping):
         given = GivenSamples(guide, device)
         guide = given.guide
-    rule = _rule(given, method, guide)
+    rule = _rule(given, method, guide, num_samples)
     count = _number_of_draws(num_samples, rule)
     _check_count("prior", prior)
     check_is_set_up(guide)
@@ -214,9 +214,13 @@ def to_arviz(
     return _named(groups, recorded, selection.left_out, coords or {}, dims or {}, pred_coords or {})
 
 
-def _rule(given: GivenSamples | None, method: Any, guide: Any) -> PredictionRule:
+def _rule(given: GivenSamples | None, method: Any, guide: Any, num_samples: int | None) -> PredictionRule:
     if given is None:
-        return rule_of(method, guide)
+        rule = rule_of(method, guide)
+        if method is None and num_samples is not None and isinstance(rule, Samples):
+            _check_count("num_samples", num_samples)
+            return Samples(num_samples)  # the guide's rule, with as many draws as were asked for
+        return rule
     if method is not None:
         raise ArgumentError(
             f"draws that are given predict by themselves, each with its weights: leave out method={method!r}"

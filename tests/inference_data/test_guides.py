@@ -275,3 +275,8 @@ def test_a_mistake_in_given_draws_is_named_with_its_remedy(mistake):
     run, message = MISTAKES[mistake]
     with pytest.raises(ArgumentError, match=message):
         run()
+
+
+def test_a_guide_predicted_by_draws_exports_as_many_as_are_asked_for():
+    exported = to_arviz(model, ready(NaturalGradientGuide(model)), (X, Y), 7)
+    assert values(exported, "posterior", "weight").shape == (1, 7, 3)
