@@ -237,16 +237,19 @@ def main() -> None:
         f"{options.rounds} rounds; memory of {options.big:,} draws (of {options.num_samples:,} for `Predictive`, which "
         f"keeps them all). {machine}."
     )
-    rows = []
-    for name in CASES:
-        if options.cases is None or any(part.lower() in name.lower() for part in options.cases):
-            for row in times(name, options):
-                if options.big:
-                    draws = options.big if row["kind"] == OURS else options.num_samples
-                    row["draws_of_memory"] = draws
-                    row["mebibytes"] = memory(name, row["kind"], draws, options)
-                rows.append(row)
-            print(table([row for row in rows if row["case"] == name], header), flush=True)
+    cases = [
+        name
+        for name in CASES
+        if options.cases is None or any(part.lower() in name.lower() for part in options.cases)
+    ]
+    rows = [row for name in cases for row in times(name, options)]
+    print(table(rows, header), flush=True)  # before memory, which takes longer
+    if options.big:
+        for row in rows:
+            draws = options.big if row["kind"] == OURS else options.num_samples
+            row["draws_of_memory"] = draws
+            row["mebibytes"] = memory(row["case"], row["kind"], draws, options)
+        print(table(rows, header), flush=True)
     if not options.dry_run:
         stem = "predict_speed_cuda" if options.device == "cuda" else "predict_speed"
         RESULTS.mkdir(exist_ok=True)

@@ -80,31 +80,36 @@ def plain(case: Case, device: str, *, fused: bool) -> Step:
     return step
 
 
-def svi(case: Case, device: str, name: str, guide_of: Callable, optimizer: Any, loss: Any) -> Step:
-    """A step of SVI. Model and guide have names of their own, so that parameters stay apart."""
+def svi(case: Case, device: str, guide_of: Callable, optimizer: Any, loss: Any) -> Step:
+    """A step of SVI, with a parameter store of its own: all networks have the same names."""
     model = classifier(to_bayesian_(case.make().to(device), prior_scale=1.0), num_data=NUM_DATA)
-    model._pyro_name = f"model {name}"
     guide = guide_of(model)
-    guide._pyro_set_supermodule(f"guide {name}", guide._pyro_context)
     x, y = case.data(device)
     step = SVI(model, guide, optimizer, loss).step
-    return lambda: step(x, y)
+    with pyro.get_param_store().scope() as parameters:
+        step(x, y)
+
+    def scoped() -> object:
+        with pyro.get_param_store().scope(parameters):
+            return step(x, y)
+
+    return scoped
 
 
 def _natural(optimizer: Callable) -> Callable[[Case, str], Step]:
     def make(case: Case, device: str) -> Step:
         loss = NaturalGradientELBO(kl_weight=0.1)
-        return svi(case, device, optimizer.__name__, NaturalGradientGuide, optimizer({"lr": LR}), loss)
+        return svi(case, device, NaturalGradientGuide, optimizer({"lr": LR}), loss)
 
     return make
 
 
-def _pyro(name: str, guide: Callable, **options: Any) -> Callable[[Case, str], Step]:
+def _pyro(guide: Callable, **options: Any) -> Callable[[Case, str], Step]:
     def make(case: Case, device: str) -> Step:
         def guide_of(model: Any) -> Any:
             return guide(model, init_loc_fn=init_to_module, **options)
 
-        return svi(case, device, name, guide_of, pyro.optim.Adam({"lr": LR}), Trace_ELBO())
+        return svi(case, device, guide_of, pyro.optim.Adam({"lr": LR}), Trace_ELBO())
 
     return make
 
@@ -113,8 +118,8 @@ ADAM, FUSED, MAP = "Adam", "Adam, fused", "MAP (AutoDelta, Trace_ELBO)"
 CONTESTANTS: dict[str, Callable[[Case, str], Step]] = {
     ADAM: lambda case, device: plain(case, device, fused=False),
     FUSED: lambda case, device: plain(case, device, fused=True),
-    MAP: _pyro("map", AutoDelta),
-    "VI (AutoNormal, Trace_ELBO)": _pyro("vi", AutoNormal, init_scale=0.01),
+    MAP: _pyro(AutoDelta),
+    "VI (AutoNormal, Trace_ELBO)": _pyro(AutoNormal, init_scale=0.01),
     "VOGN": _natural(VOGN),
     "OGN": _natural(OGN),
     "IVON": _natural(IVON),

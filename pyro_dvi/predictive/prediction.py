@@ -342,7 +342,7 @@ class Prediction:
             seed: of these draws.
 
         Raises:
-            UnsupportedError: a mixture whose components were not kept.
+            UnsupportedError: a mixture whose components were not kept, or a mask that cuts single events.
         """
         kept = self._parts[0].count if self.draws else 500
         return arviz_of(self, kept if num_samples is None else num_samples, seed)
