@@ -137,7 +137,8 @@ def predict(
             else:
 
                 def distribution_of(name: str, batch: Batch = batch) -> Callable[..., Any]:
-                    return at_tuned_scales(guide, distribution_at(model, batch.inputs, name))
+                    # Inside of the run, which ends at the site before handlers around it have their turn.
+                    return distribution_at(at_tuned_scales(guide, model), batch.inputs, name)
 
                 sampled.add_to(mixture, batch.inputs, run, distribution_of)
             parts.append(mixture.finish())
