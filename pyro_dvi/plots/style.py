@@ -90,16 +90,8 @@ def axes_below(ax: Axes, what: str) -> Axes:
     Raises:
         ArgumentError: ``ax`` is not part of a grid.
     """
-    place = ax.get_subplotspec()
-    if place is None:
-        raise ArgumentError(
-            f"ax must be part of a grid, as plt.subplots makes it: {what} take its lower part"
-        )
-    grid = place.subgridspec(2, 1, height_ratios=[3.2, 1], hspace=0.06)
-    ax.set_subplotspec(grid[0])
-    figure = ax.get_figure(root=False)
-    assert figure is not None, "axes with a place in a grid belong to a figure"
-    return figure.add_subplot(grid[1], sharex=ax)
+    figure, place = _split(ax, f"{what} take its lower part", 2, 1, height_ratios=[3.2, 1], hspace=0.06)
+    return figure.add_subplot(place, sharex=ax)
 
 
 def axes_beside(ax: Axes, what: str) -> Axes:
@@ -108,16 +100,20 @@ def axes_beside(ax: Axes, what: str) -> Axes:
     Raises:
         ArgumentError: ``ax`` is not part of a grid.
     """
+    figure, place = _split(ax, f"{what} take its right part", 1, 2, width_ratios=[1.3, 1], wspace=0.06)
+    return figure.add_subplot(place, sharey=ax)
+
+
+def _split(ax: Axes, why: str, rows: int, columns: int, **grid: Any) -> tuple[Any, Any]:
+    """Keep ``ax`` in the first cell of its place; return its figure and the second cell."""
     place = ax.get_subplotspec()
     if place is None:
-        raise ArgumentError(
-            f"ax must be part of a grid, as plt.subplots makes it: {what} take its right part"
-        )
-    grid = place.subgridspec(1, 2, width_ratios=[1.3, 1], wspace=0.06)
-    ax.set_subplotspec(grid[0])
+        raise ArgumentError(f"ax must be part of a grid, as plt.subplots makes it: {why}")
+    cells = place.subgridspec(rows, columns, **grid)
+    ax.set_subplotspec(cells[0])
     figure = ax.get_figure(root=False)
     assert figure is not None, "axes with a place in a grid belong to a figure"
-    return figure.add_subplot(grid[1], sharey=ax)
+    return figure, cells[1]
 
 
 def row_size(ax: Axes, rows: int, largest: float) -> float:
