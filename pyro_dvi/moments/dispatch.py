@@ -67,7 +67,7 @@ def dispatch(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         before = target.snapshot()
         args = tuple(before if a is target else a for a in args)
     result = entry.rule(*args, **kwargs)
-    if not entry.rule.__module__.startswith("pyro_dvi."):
+    if entry.from_user:
         _check(func, entry.rule, result)
     if entry.kind is not Kind.OTHER:
         result = _with_link(entry, func, args, kwargs, result)
@@ -123,9 +123,8 @@ def _with_link(entry: Entry, func: Callable, args: tuple, kwargs: dict[str, Any]
     if link is None:
         if entry.kind is Kind.AFFINE:
             return result
-        name = getattr(func, "__name__", "").removesuffix("_")
         inner = broadcast(x.snapshot(), result)  # a copy of x, which may be changed in place later
-        return result.linked(Link(inner, call, name, uniform=call.uniform))
+        return result.linked(Link(inner, call, entry.name, uniform=call.uniform))
     # A link of elements that moved is not broadcast: what it gives has the shape of x.
     inner = broadcast(link.inner, result) if link.elementwise else link.inner
     function = Composed(link.function, call)

@@ -7,7 +7,7 @@ A rule is a function with the signature of the torch function it stands for, tha
 forms that work in place (``x.relu_()``, ``F.relu(x, inplace=True)``, ``x += y``) are found from there.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from enum import Enum
 from typing import Any, NamedTuple, TypeVar
 
@@ -31,16 +31,28 @@ class Kind(Enum):
 
 
 class Entry(NamedTuple):
-    """A rule as it applies to one spelling of its function."""
+    """A rule as it applies to one spelling of its function.
+
+    What a call needs to know is decided here, when rules are registered: looking at names at each call is slow, and
+    ``torch.compile`` cannot trace it.
+    """
 
     rule: Callable[..., Any]
     kind: Kind
     in_place: bool
+    name: str  # of the function, without the underscore of forms in place
+    from_user: bool
 
 
 _RULES: dict[Callable, Callable] = {}
 _KINDS: dict[Callable, Kind] = {}
-_FOUND: dict[Callable, Entry | None] = {}  # by the function as it was called
+_ENTRIES: dict[Callable, Entry] = {}  # by the function as it is called
+_OWNERS = (torch.Tensor, torch, torch.nn.functional)
+_INTERNAL = (
+    torch._C._nn,
+    torch._C.TensorBase,
+    torch._C._VariableFunctions,
+)  # what some of their functions call
 _OPERATORS = frozenset("add sub mul truediv div matmul pow".split())
 
 
@@ -67,7 +79,6 @@ def moment_rule(*functions: Callable, kind: Kind = Kind.OTHER) -> Callable[[Rule
         >>> torch.rad2deg(Moments(torch.zeros(1), torch.ones(1))).variance
         tensor([3282.8064])
     """
-    _FOUND.clear()
     for function in functions:
         if not callable(function):
             raise TypeError(f"moment_rule takes functions, as in @moment_rule(torch.relu), got {function!r}")
@@ -75,6 +86,10 @@ def moment_rule(*functions: Callable, kind: Kind = Kind.OTHER) -> Callable[[Rule
     def register(rule: Rule) -> Rule:
         registering(_RULES, functions)(rule)
         _KINDS.update(dict.fromkeys(functions, kind))
+        for spelling in {s for function in functions for s in _spellings(function)}:
+            entry = _entry(spelling)
+            if entry is not None:
+                _ENTRIES[spelling] = entry
         return rule
 
     return register
@@ -93,24 +108,32 @@ def rule_for(func: Callable) -> Callable | None:
 
 def find(func: Callable) -> Entry | None:
     """Return the rule that a call of ``func`` uses; None if there is none."""
-    try:
-        return _FOUND[func]
-    except KeyError:
-        found = _FOUND[func] = _search(func)
-        return found
+    return _ENTRIES.get(func)
 
 
-def _search(func: Callable) -> Entry | None:
+def _spellings(function: Callable) -> Iterator[Callable]:
+    """Yield the functions that a rule for this one serves, or may serve."""
+    yield function
+    name = getattr(function, "__name__", "")
+    operators = {"div": ("div", "truediv")}.get(name, (name,))
+    dunders = [f"__{prefix}{operator}__" for prefix in ("", "r", "i") for operator in operators]
+    for owner in (*_OWNERS, *_INTERNAL):
+        for spelling in (name, f"{name}_", *dunders):
+            found = getattr(owner, spelling, None)
+            if found is not None:
+                yield found
+
+
+def _entry(func: Callable) -> Entry | None:
     name = getattr(func, "__name__", "")
     if func not in _RULES and name.startswith("__") and name.endswith("__"):
         return _operator(name[2:-2])
-    in_place = func not in _RULES and name.endswith("_")
-    spellings = [
-        getattr(owner, name.removesuffix("_"), None) for owner in (torch.Tensor, torch, torch.nn.functional)
-    ]
-    for spelling in (func, *spellings):
+    plain = name.removesuffix("_")
+    for spelling in (func, *[getattr(owner, plain, None) for owner in _OWNERS]):
         if spelling in _RULES:
-            return Entry(_RULES[spelling], _KINDS[spelling], in_place)
+            rule = _RULES[spelling]
+            in_place = spelling is not func and name.endswith("_")
+            return Entry(rule, _KINDS[spelling], in_place, plain, not rule.__module__.startswith("pyro_dvi."))
     return None
 
 
@@ -123,7 +146,8 @@ def _operator(name: str) -> Entry | None:
             if function not in _RULES:
                 return None
             rule = _swapped(_RULES[function]) if prefix == "r" else _RULES[function]
-            return Entry(rule, _KINDS[function], in_place=False)  # Python rebinds x in x += y
+            from_user = not rule.__module__.startswith("pyro_dvi.")
+            return Entry(rule, _KINDS[function], False, name, from_user)  # Python rebinds x in x += y
     return None
 
 

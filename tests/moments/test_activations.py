@@ -229,11 +229,12 @@ def test_without_a_look_at_the_values(function: Callable, monkeypatch: pytest.Mo
     torch.testing.assert_close(y.variance, expected.variance, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo of torch 2.8
 @pytest.mark.parametrize(
     "function", [F.silu, F.gelu, torch.tanh, F.softplus, F.mish], ids=lambda f: f.__name__
 )
 def test_compiled_code_has_no_breaks(function: Callable) -> None:
-    x = x_of(40)
+    x = x_of(40).float()  # fewer nodes than float64, and compiling takes time for each
 
     def model(loc: torch.Tensor, variance: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         y = function(Moments(loc, variance))
@@ -244,6 +245,6 @@ def test_compiled_code_has_no_breaks(function: Callable) -> None:
     inputs = [x.loc.requires_grad_(), (4 * x.variance).requires_grad_()]  # narrow and wide
     expected, found = model(*inputs), compiled(*inputs)
     for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-9)
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
         slopes = [torch.autograd.grad(t.sum(), inputs, retain_graph=True) for t in (a, b)]
-        torch.testing.assert_close(*slopes, rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(*slopes, rtol=1e-4, atol=1e-5)
