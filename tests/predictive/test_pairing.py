@@ -209,7 +209,8 @@ def test_what_stands_where_labels_are_masked_need_not_be_a_label(method):
     with pyro.validation_enabled(False):
         prediction = predict(model, slope, {"x": X, "y": y}, method, seed=1, observed="y")
     by_hand = predict(model, slope, {"x": X[X > 0], "y": y[X > 0]}, method, seed=1, observed="y")
-    assert prediction.metrics() == pytest.approx(by_hand.metrics())
+    # A difference of entropies, of which each is rounded in float32, has the error of an entropy.
+    assert prediction.metrics() == pytest.approx(by_hand.metrics(), abs=1e-6)
 
 
 @pytest.mark.parametrize("method", [AtMean(), Samples(3)])
