@@ -16,7 +16,8 @@ __all__ = ["floored", "raised", "tiny_variance", "variance_floor"]
 class _Local(threading.local):
     """The floor of the thread that asked for it, None by default."""
 
-    floor: float | None = None
+    def __init__(self) -> None:
+        self.floor: float | None = None
 
 
 _LOCAL = _Local()

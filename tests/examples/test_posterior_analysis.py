@@ -16,7 +16,6 @@ METHODS = {"Variational Laplace", "MNVI", "VOGN", "Laplace"}
 
 pytestmark = [
     pytest.mark.slow,  # imports of ArviZ and many figures
-    pytest.mark.filterwarnings(r"ignore:\s*ArviZ is undergoing a major refactor:FutureWarning"),
     # ArviZ 0.x calls matplotlib and numpy in ways of their past.
     pytest.mark.filterwarnings("ignore:Passing a dict or None as alias_mapping"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning:arviz"),

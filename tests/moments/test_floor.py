@@ -88,6 +88,7 @@ def test_another_thread_has_observers_of_its_own() -> None:
     assert seen == [torch.mul]
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo of torch 2.8
 def test_a_floor_is_compiled_without_breaks() -> None:
     def network(loc: torch.Tensor, variance: torch.Tensor) -> torch.Tensor:
         return floored(Moments(loc, variance).variance)
