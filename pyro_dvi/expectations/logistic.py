@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from pyro_dvi.moments import Moments
 from pyro_dvi.moments.floor import floored
 
-__all__ = ["expected_sigmoid", "expected_softplus"]
+__all__ = ["expected_sigmoid", "expected_softplus", "logit_of_expected_sigmoid"]
 
 _S = 1.7  # the logistic density is about as wide as a Gaussian of this deviation
 _NODES = 61
@@ -43,6 +43,29 @@ def expected_softplus(h: Moments) -> Tensor:
 def expected_sigmoid(h: Moments) -> Tensor:
     """Mean of ``sigmoid(h)`` for Gaussian h, without history; the same status."""
     return _averages(h.loc.detach(), h.variance.detach())[1]
+
+
+def logit_of_expected_sigmoid(h: Moments) -> Tensor:
+    r"""Logit of the mean of ``sigmoid(h)`` for Gaussian h, without history; both tails keep their digits.
+
+    Where the mean :math:`\mu` lies below :math:`-v/2`, :math:`\sigma(h) = e^h\sigma(-h)` moves the average to where it
+    is not small:
+
+    .. math:: \mathrm E_{\mathcal N(\mu, v)}[\sigma(h)] = e^{\mu + v/2}\,\mathrm E_{\mathcal N(\mu + v, v)}[\sigma(-h)].
+
+    Status: the logarithms of both probabilities are exact to 1e-6 (float64), up to variances of several hundred.
+
+    Example:
+        >>> logit_of_expected_sigmoid(Moments(torch.tensor([-40.0]), torch.ones(1)))
+        tensor([-39.5000])
+    """
+    return _log_expected_sigmoid(h.loc, h.variance) - _log_expected_sigmoid(-h.loc, h.variance)
+
+
+def _log_expected_sigmoid(mu: Tensor, variance: Tensor) -> Tensor:
+    exponent = (mu + variance / 2).clamp_max(0)
+    average = expected_sigmoid(Moments(torch.where(exponent < 0, -(mu + variance), mu), variance))
+    return exponent + average.clamp_min(torch.finfo(mu.dtype).tiny).log()
 
 
 class _ExpectedSoftplus(Function):

@@ -1,19 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""From Gaussian logits to class probabilities, :math:`\mathrm E[\mathrm{softmax}(f)]`."""
+r"""From Gaussian logits to class probabilities, :math:`\mathrm E[\mathrm{softmax}(f)]`.
+
+Averages are taken of logarithms, by log-sum-exp: a probability of :math:`e^{-40}` is as exact as one of a half.
+"""
 
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch import distributions as td
+from torch.nn.functional import logsigmoid
 
 from pyro_dvi.errors import ArgumentError
-from pyro_dvi.expectations.logistic import expected_sigmoid
+from pyro_dvi.expectations.logistic import logit_of_expected_sigmoid
 from pyro_dvi.expectations.points import sobol_points
 from pyro_dvi.moments import Moments
 
-__all__ = ["ClassLink", "LaplaceBridge", "Probit", "SobolSoftmax"]
+__all__ = ["ClassLink", "LaplaceBridge", "Probit", "SobolSoftmax", "average_logits"]
 
 _CHUNK = 2**22  # numbers held at once: points x logits
 
@@ -22,7 +28,11 @@ class ClassLink(ABC):
     """How a Gaussian over the logits of C classes becomes probabilities."""
 
     def probabilities(self, loc: Tensor, spread: Tensor) -> Tensor:
-        """Return the probability of each class, ``[*batch, C]``.
+        """Return the probability of each class, ``[*batch, C]``; arguments as :meth:`log_probabilities`."""
+        return self.log_probabilities(loc, spread).exp()
+
+    def log_probabilities(self, loc: Tensor, spread: Tensor) -> Tensor:
+        """Return the logarithm of the probability of each class, ``[*batch, C]``.
 
         Args:
             loc: mean logits, ``[*batch, C]``.
@@ -39,10 +49,10 @@ class ClassLink(ABC):
                 f"logits of shape {tuple(loc.shape)} need variances of that shape, or covariances with one more "
                 f"dimension of {num_classes}; got shape {tuple(spread.shape)}"
             )
-        return self._averaged(loc, spread, is_covariance)
+        return self._log_averaged(loc, spread, is_covariance)
 
     @abstractmethod
-    def _averaged(self, loc: Tensor, spread: Tensor, is_covariance: bool) -> Tensor: ...
+    def _log_averaged(self, loc: Tensor, spread: Tensor, is_covariance: bool) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -64,19 +74,19 @@ class SobolSoftmax(ClassLink):
         if self.num_points < 1:
             raise ArgumentError(f"num_points must be at least 1, got {self.num_points}")
 
-    def _averaged(self, loc: Tensor, spread: Tensor, is_covariance: bool) -> Tensor:
+    def _log_averaged(self, loc: Tensor, spread: Tensor, is_covariance: bool) -> Tensor:
         points = sobol_points(self.num_points, loc.shape[-1], loc)
         # Classes first, then points: a softmax over a short last dimension is many times slower.
         mean = loc.movedim(-1, 0).unsqueeze(1)
         root = _root(spread) if is_covariance else spread.clamp_min(0).sqrt().movedim(-1, 0).unsqueeze(1)
-        total = torch.zeros_like(mean.squeeze(1))
+        parts = []
         for chunk in points.split(max(1, _CHUNK // max(loc.numel(), 1))):
             if is_covariance:
                 noise = torch.einsum("...ij,sj->is...", root, chunk)
             else:
                 noise = root * chunk.mT.reshape(*chunk.mT.shape, *(1,) * (loc.dim() - 1))
-            total += torch.softmax(noise.add_(mean), 0).sum(1)
-        return total.movedim(0, -1) / self.num_points
+            parts.append(torch.log_softmax(noise.add_(mean), 0).logsumexp(1))
+        return torch.stack(parts).logsumexp(0).movedim(0, -1) - math.log(self.num_points)
 
 
 @dataclass(frozen=True)
@@ -89,13 +99,13 @@ class Probit(ClassLink):
     Source: MacKay (1992), "The evidence framework applied to classification networks".
     """
 
-    def _averaged(self, loc: Tensor, spread: Tensor, is_covariance: bool) -> Tensor:
+    def _log_averaged(self, loc: Tensor, spread: Tensor, is_covariance: bool) -> Tensor:
         variance = torch.diagonal(spread, dim1=-2, dim2=-1) if is_covariance else spread
         if loc.shape[-1] == 2:
             both = variance.sum(-1) - (2 * spread[..., 0, 1] if is_covariance else 0)
-            second = expected_sigmoid(Moments(loc[..., 1] - loc[..., 0], both.clamp_min(0)))
-            return torch.stack([1 - second, second], -1)
-        return torch.softmax(loc / (1 + math.pi / 8 * variance).sqrt(), -1)
+            logit = logit_of_expected_sigmoid(Moments(loc[..., 1] - loc[..., 0], both.clamp_min(0)))
+            return logsigmoid(torch.stack([-logit, logit], -1))
+        return torch.log_softmax(loc / (1 + math.pi / 8 * variance).sqrt(), -1)
 
 
 @dataclass(frozen=True)
@@ -114,15 +124,14 @@ class LaplaceBridge(ClassLink):
     Source: MacKay (1998), "Choice of basis for Laplace approximation"; Hobbhahn, Kristiadi & Hennig (2022), Eq. 9.
     """
 
-    def _averaged(self, loc: Tensor, spread: Tensor, is_covariance: bool) -> Tensor:
-        alpha = self._concentration(loc, spread, is_covariance)
-        return alpha / alpha.sum(-1, keepdim=True)
+    def _log_averaged(self, loc: Tensor, spread: Tensor, is_covariance: bool) -> Tensor:
+        return torch.log_softmax(self._log_concentration(loc, spread, is_covariance), -1)
 
     def concentration(self, loc: Tensor, spread: Tensor) -> Tensor:
         """Return the concentration of the Dirichlet, ``[*batch, C]``; arguments as :meth:`probabilities`."""
-        return self._concentration(loc, spread, spread.dim() == loc.dim() + 1)
+        return self._log_concentration(loc, spread, spread.dim() == loc.dim() + 1).exp()
 
-    def _concentration(self, loc: Tensor, spread: Tensor, is_covariance: bool) -> Tensor:
+    def _log_concentration(self, loc: Tensor, spread: Tensor, is_covariance: bool) -> Tensor:
         own = torch.diagonal(spread, dim1=-2, dim2=-1) if is_covariance else spread
         rows = spread.sum(-1) if is_covariance else spread  # covariance of each logit with the sum of all
         num_classes = loc.shape[-1]
@@ -130,8 +139,22 @@ class LaplaceBridge(ClassLink):
         # The diagonal of C S C, with C = I - 11'/K.
         variance = own - 2 * rows / num_classes + rows.sum(-1, keepdim=True) / num_classes**2
         variance = variance.clamp_min(torch.finfo(loc.dtype).eps)
-        ratio = torch.exp(mu + torch.logsumexp(-mu, -1, keepdim=True)) / num_classes**2
-        return (1 - 2 / num_classes + ratio) / variance
+        log_ratio = mu + torch.logsumexp(-mu, -1, keepdim=True) - 2 * math.log(num_classes)
+        return torch.logaddexp(log_ratio, loc.new_tensor(1 - 2 / num_classes).log()) - variance.log()
+
+
+def average_logits(fn: Any, weights: Tensor) -> Tensor:
+    """Return the logits of average probabilities.
+
+    Args:
+        fn: a Bernoulli, Categorical or OneHotCategorical distribution of batch shape ``[S, *batch]``.
+        weights: of the first dimension, ``[S]``.
+    """
+    log_weights = weights.log().reshape(-1, *(1,) * (fn.logits.dim() - 1))
+    if isinstance(fn, td.Bernoulli):
+        yes, no = (torch.logsumexp(logsigmoid(f) + log_weights, 0) for f in (fn.logits, -fn.logits))
+        return yes - no
+    return torch.logsumexp(torch.log_softmax(fn.logits, -1) + log_weights, 0)
 
 
 def _root(covariance: Tensor) -> Tensor:

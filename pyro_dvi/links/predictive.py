@@ -13,9 +13,9 @@ from pyro_dvi.expectations.bernoulli import is_gaussian_logit
 from pyro_dvi.expectations.categorical import gaussian_logits
 from pyro_dvi.expectations.families import find_rule
 from pyro_dvi.expectations.gaussian import are_distinct, gaussian_of
-from pyro_dvi.expectations.logistic import expected_sigmoid
+from pyro_dvi.expectations.logistic import logit_of_expected_sigmoid
 from pyro_dvi.expectations.numerical import evaluation
-from pyro_dvi.links.classes import ClassLink, SobolSoftmax
+from pyro_dvi.links.classes import ClassLink, SobolSoftmax, average_logits
 from pyro_dvi.links.mixture import mixture_over_points
 from pyro_dvi.links.noise import MomentMatched, NoiseLink
 from pyro_dvi.moments import Moments
@@ -130,13 +130,13 @@ def multivariate_normal(
 @predictive_rule(td.Categorical)
 def categorical(classes: ClassLink, probs: Any = None, logits: Any = None) -> td.Distribution:
     """Predictive of a class: the average probabilities."""
-    return td.Categorical(probs=_average_probabilities(td.Categorical, classes, probs, logits))
+    return _of_classes(td.Categorical, classes, probs, logits)
 
 
 @predictive_rule(td.OneHotCategorical)
 def one_hot_categorical(classes: ClassLink, probs: Any = None, logits: Any = None) -> td.Distribution:
     """Predictive of a one-hot class: the average probabilities."""
-    return td.OneHotCategorical(probs=_average_probabilities(td.OneHotCategorical, classes, probs, logits))
+    return _of_classes(td.OneHotCategorical, classes, probs, logits)
 
 
 @predictive_rule(td.Bernoulli)
@@ -144,21 +144,21 @@ def bernoulli(probs: Any = None, logits: Any = None) -> td.Distribution:
     """Predictive of a yes or no: the average probability, exact to 1e-9 for a Gaussian logit."""
     if is_gaussian_logit(logits, probs):
         given = probs if logits is None else logits
-        return td.Bernoulli(probs=expected_sigmoid(gaussian_of(given)).clamp(0, 1))
+        return td.Bernoulli(logits=logit_of_expected_sigmoid(gaussian_of(given)))
     if isinstance(probs, Moments):
         return td.Bernoulli(probs=probs.loc.clamp(0, 1))
-    return td.Bernoulli(probs=_average(td.Bernoulli, {"logits": logits}))
+    return td.Bernoulli(logits=_average(td.Bernoulli, {"logits": logits}))
 
 
-def _average_probabilities(family: type, classes: ClassLink, probs: Any, logits: Any) -> Tensor:
+def _of_classes(family: Any, classes: ClassLink, probs: Any, logits: Any) -> td.Distribution:
     f = gaussian_logits(logits, probs)
     if f is not None:
-        return classes.probabilities(f.loc, f.variance)
+        return family(logits=classes.log_probabilities(f.loc, f.variance))
     if isinstance(probs, Moments) and probs.link is None:
-        return probs.loc.clamp_min(0)  # the average is what the mean is
-    return _average(family, {"logits": logits} if probs is None else {"probs": probs})
+        return family(probs=probs.loc.clamp_min(0))  # the average is what the mean is
+    return family(logits=_average(family, {"logits": logits} if probs is None else {"probs": probs}))
 
 
 def _average(family: type, parameters: Mapping[str, Any]) -> Tensor:
     plan = evaluation(family, parameters, num_points=512)
-    return torch.tensordot(plan.weights, plan.at(plan.points).probs, 1)
+    return average_logits(plan.at(plan.points), plan.weights)

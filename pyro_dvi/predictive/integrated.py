@@ -8,14 +8,14 @@ covariance is used: between classes, between elements of a vector, between a mea
 from typing import Any
 
 import pyro.distributions as dist
-import torch
 from torch import Tensor
 from torch import distributions as td
 
-from pyro_dvi.expectations.logistic import expected_sigmoid
+from pyro_dvi.expectations.logistic import logit_of_expected_sigmoid
 from pyro_dvi.handlers.outputs import Outputs
 from pyro_dvi.handlers.wrapped import innermost
 from pyro_dvi.links import ClassLink
+from pyro_dvi.links.classes import average_logits
 from pyro_dvi.moments import Moments
 from pyro_dvi.predictive.cells import Cells
 from pyro_dvi.predictive.gaussian_noise import normal, normal_vectors
@@ -59,19 +59,15 @@ def integrated(outputs: Outputs, covariance: Tensor, link: ClassLink, num_points
         return dist.MultivariateNormal(base.loc, covariance_matrix=total)
     values, weights = cells.points()
     if isinstance(base, (*_CLASSES, td.Bernoulli)):
-        at_points = innermost(cells.outputs.with_values(values))
-        return _with_probabilities(cells, torch.tensordot(weights, at_points.probs, 1))
+        return _with_logits(cells, average_logits(innermost(cells.outputs.with_values(values)), weights))
     return PointMixture(cells.outputs, values, weights)
 
 
 def _bernoulli(cells: Cells) -> Any:
-    """The average probability of either answer; two averages, since 1 - p loses the digits of the smaller one."""
+    """The average probability of either answer."""
     (name,) = cells.uncertain
     f, variance = (cells.part(name, v) for v in (cells.outputs.values, cells.variances))
-    yes, no = (expected_sigmoid(Moments(sign * f, variance)) for sign in (1, -1))
-    tiny = torch.finfo(f.dtype).tiny
-    logits = yes.clamp_min(tiny).log() - no.clamp_min(tiny).log()
-    return cells.outputs.rebuilt({"logits": logits.movedim(0, cells.position)}, cls=dist.Bernoulli)
+    return _with_logits(cells, logit_of_expected_sigmoid(Moments(f, variance)).movedim(0, cells.position))
 
 
 def _classes(cells: Cells, link: ClassLink) -> Any:
@@ -80,12 +76,10 @@ def _classes(cells: Cells, link: ClassLink) -> Any:
     f = cells.part(name, cells.outputs.values)
     places = cells.places(name).reshape(-1, f.shape[-1])
     covariance = cells.between(places, places).reshape(*f.shape, f.shape[-1])
-    return _with_probabilities(cells, link.probabilities(f, covariance).movedim(0, cells.position))
+    return _with_logits(cells, link.log_probabilities(f, covariance).movedim(0, cells.position))
 
 
-def _with_probabilities(cells: Cells, probs: Tensor) -> Any:
-    if isinstance(cells.base, td.Bernoulli):
-        return cells.outputs.rebuilt({"probs": probs}, cls=dist.Bernoulli)
-    cls = dist.Categorical if isinstance(cells.base, td.Categorical) else dist.OneHotCategorical
-    # By logits: probs would be raised to the rounding error of the dtype.
-    return cells.outputs.rebuilt({"logits": probs.clamp_min(torch.finfo(probs.dtype).tiny).log()}, cls=cls)
+def _with_logits(cells: Cells, logits: Tensor) -> Any:
+    kinds = {td.Bernoulli: dist.Bernoulli, td.Categorical: dist.Categorical}
+    cls = next((ours for kind, ours in kinds.items() if isinstance(cells.base, kind)), dist.OneHotCategorical)
+    return cells.outputs.rebuilt({"logits": logits}, cls=cls)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from pyro_dvi.expectations.logistic import expected_sigmoid, expected_softplus
+from pyro_dvi.expectations.logistic import expected_sigmoid, expected_softplus, logit_of_expected_sigmoid
 from pyro_dvi.moments import Moments
 
 SIGMAS = (0.0, 1e-3, 0.3, 1.0, 2.2, 2.3, 6.0, 20.0, 100.0)
@@ -25,6 +25,19 @@ def test_against_fine_quadrature(sigma, mean):
         x = Moments(torch.tensor(mean, dtype=dtype), torch.tensor(sigma, dtype=dtype) ** 2)
         assert abs(expected_softplus(x).item() - exact[0]) < tolerance
         assert abs(expected_sigmoid(x).item() - exact[1]) < tolerance
+
+
+@pytest.mark.parametrize("sigma", SIGMAS[:-1])
+@pytest.mark.parametrize("mean", (*MEANS[:-1], 60.0))
+def test_both_tails_of_the_average_sigmoid_keep_their_digits(sigma, mean):
+    z = torch.linspace(-45, 45, 200_001, dtype=torch.float64)
+    h = mean + sigma * z
+    log_weights = torch.log_softmax(-0.5 * z**2, 0)
+    yes, no = (torch.logsumexp(log_weights + F.logsigmoid(f), 0) for f in (h, -h))
+    for dtype, tolerance in ((torch.float64, 1e-6), (torch.float32, 1e-5)):
+        x = Moments(torch.tensor(mean, dtype=dtype), torch.tensor(sigma, dtype=dtype) ** 2)
+        found = logit_of_expected_sigmoid(x).double()
+        torch.testing.assert_close(found, yes - no, rtol=tolerance, atol=tolerance)
 
 
 def test_gradients():

@@ -101,6 +101,19 @@ def test_certain_logits_give_their_softmax(link):
         torch.testing.assert_close(link.probabilities(loc, spread), torch.softmax(loc, -1))
 
 
+@every_link
+@pytest.mark.parametrize("num_classes", [2, 5])
+def test_log_probabilities_of_rare_classes_keep_their_digits(link, num_classes):
+    loc = torch.zeros(num_classes)
+    loc[0] = 120.0
+    found = link.log_probabilities(loc, torch.full_like(loc, 1e-3))
+    assert found.dtype is torch.float32
+    exact = link.log_probabilities(loc.double(), torch.full_like(loc, 1e-3).double())
+    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5)
+    if not isinstance(link, LaplaceBridge):  # which has other means
+        torch.testing.assert_close(exact, torch.log_softmax(loc.double(), -1), rtol=1e-3, atol=1e-3)
+
+
 def test_the_bridge_inverts_the_laplace_approximation_of_a_dirichlet():
     alpha = torch.tensor([2.0, 5.0, 0.7, 9.0], dtype=torch.float64)
     loc = alpha.log() - alpha.log().mean()

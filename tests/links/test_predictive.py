@@ -109,6 +109,20 @@ def test_probabilities_without_a_link_are_their_mean():
         torch.testing.assert_close(predictive_distribution(family, {"probs": probs}).probs, loc)
 
 
+@pytest.mark.parametrize("linked", [False, True], ids=["Gaussian logits", "a function of Gaussian logits"])
+@pytest.mark.parametrize("family", [td.Bernoulli, td.Categorical, td.OneHotCategorical])
+def test_float32_keeps_the_tails_of_probabilities(family, linked):
+    """Of the answer that is not expected: -40, where the rounding of one minus a probability ends at -16."""
+    loc = torch.tensor([40.0]) if family is td.Bernoulli else torch.tensor([40.0, 0.0, 0.0])
+    logits = Moments(loc, torch.full_like(loc, 1e-4))
+    if linked:
+        logits = logits.linked(Link(logits, lambda f: f + 0.0, "shifted"))
+    rare = {td.Bernoulli: torch.zeros(1), td.Categorical: torch.tensor(1)}
+    y = rare.get(family, torch.tensor([0.0, 1.0, 0.0]))
+    found = predictive_distribution(family, {"logits": logits}).log_prob(y)
+    torch.testing.assert_close(found, family(logits=loc).log_prob(y), rtol=1e-4, atol=0)
+
+
 def test_logits_that_are_a_function_of_gaussians():
     inner = Moments(torch.tensor([[0.2, -1.0]]).double(), torch.tensor([[0.5, 2.0]]).double())
     bent = Moments(inner.loc.tanh(), inner.variance, Link(inner, torch.tanh, "tanh"))

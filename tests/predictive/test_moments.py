@@ -64,6 +64,27 @@ def test_class_probabilities_agree_with_many_samples(x, classes):
     torch.testing.assert_close(moments.probabilities, sampled.probabilities, atol=tolerance, rtol=0)
 
 
+@pytest.mark.parametrize("family", [dist.Bernoulli, dist.Categorical])
+def test_sure_and_wrong_costs_what_it_costs_by_samples(family):
+    def model(x, y=None):
+        w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        logits = torch.stack([0 * x, w * x], -1) if family is dist.Categorical else w * x
+        with pyro.plate("data", len(x)):
+            return pyro.sample("obs", family(logits=logits), obs=y)
+
+    data = torch.full((4,), 40.0), torch.zeros(4)
+    guide = dvi.MeanFieldGuide(model)
+    guide.initialize(*data)
+    with torch.no_grad():
+        for name, parameter in guide.named_parameters():
+            parameter.fill_(1.0 if name.startswith("locs") else -9.0)
+    moments, sampled = (
+        dvi.predict(model, guide, data, method=m, seed=0).metrics()["nll"]
+        for m in (dvi.Moments(), dvi.Samples(50))
+    )
+    assert moments == pytest.approx(40.0, abs=0.05) and sampled == pytest.approx(moments, abs=0.05)
+
+
 def test_it_is_the_rule_of_multiplicative_noise(x):
     model = dvi.regressor(network(1), num_data=12)
     guide = dvi.MultiplicativeNoiseGuide(model)
