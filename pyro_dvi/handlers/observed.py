@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Read the observed sites of a model's run, and check what they say about the data."""
 
+import math
+from itertools import zip_longest
 from typing import Any
 
 import torch
-from pyro.infer.util import is_validation_enabled
 from torch import Tensor
 
 from pyro_dvi.curvature import ObservedSite
 from pyro_dvi.errors import DataError, ModelError, PyroDviError
+from pyro_dvi.handlers.wrapped import untransformed
 
 __all__ = ["check_num_data", "observed_sites"]
 
@@ -18,6 +20,7 @@ def observed_sites(trace: Any) -> tuple[list[ObservedSite], list[ObservedSite]]:
 
     Raises:
         ModelError: the model observes nothing.
+        DataError: values do not have the shape of a draw.
     """
     sites: list[ObservedSite] = []
     factors: list[ObservedSite] = []
@@ -25,7 +28,11 @@ def observed_sites(trace: Any) -> tuple[list[ObservedSite], list[ObservedSite]]:
         if site["type"] != "sample" or not site["is_observed"] or site["infer"].get("_deterministic"):
             continue
         entry = ObservedSite(name, site["fn"], site["value"], site["scale"], site["mask"])
-        (factors if type(site["fn"]).__name__ == "Unit" else sites).append(entry)
+        if type(site["fn"]).__name__ == "Unit":
+            factors.append(entry)
+        else:
+            _check_shape(site)
+            sites.append(entry)
     if not sites and not factors:
         raise ModelError(
             "the model has no observed site: pass the observed values and give them to "
@@ -63,19 +70,32 @@ def checked_log_likelihood(site: ObservedSite) -> Tensor:
             f"{type(site.fn).__name__} with batch shape {tuple(site.fn.batch_shape)} and event shape "
             f"{tuple(site.fn.event_shape)} ({error})"
         ) from error
-    _check_shape(site, log_prob)
     return (log_prob * site.scale).sum()
 
 
-def _check_shape(site: ObservedSite, log_prob: Tensor) -> None:
-    """Refuse values that are broadcast against the distribution: [N, 1] against [N] would score N² pairs."""
-    if log_prob.shape != site.fn.batch_shape and is_validation_enabled():
-        raise DataError(
-            f"observed site {site.name!r}: values of shape {tuple(site.value.shape)} are broadcast against "
-            f"{type(site.fn).__name__} with batch shape {tuple(site.fn.batch_shape)} and event shape "
-            f"{tuple(site.fn.event_shape)}, to {tuple(log_prob.shape)} log-probabilities. Give values of the shape of "
-            "a draw, or put dimensions of the values into a plate or to_event"
-        )
+def _check_shape(node: Any) -> None:
+    """Refuse values that are broadcast against the distribution: [N] against [N, 1] would score N² pairs.
+
+    A single value may stand for all, and a plate may repeat values, as one data set for several models. Dimensions of
+    an event are compared where ``to_event`` has made them; a distribution's own are its own business.
+    """
+    fn, value = node["fn"], node["value"]
+    own = len(untransformed(fn).event_shape)
+    shape = tuple(fn.batch_shape) + tuple(fn.event_shape)[: len(fn.event_shape) - own]
+    given = tuple(value.shape)[: value.dim() - own] if torch.is_tensor(value) else ()
+    if math.prod(given) == 1:
+        return
+    shift = own - len(fn.event_shape)
+    plates = {frame.dim + shift for frame in node["cond_indep_stack"] if frame.vectorized}
+    sizes = zip_longest(reversed(given), reversed(shape), fillvalue=1)
+    for place, (size, expected) in enumerate(sizes, start=1):
+        if size != expected and not (size == 1 and -place in plates):
+            raise DataError(
+                f"observed site {node['name']!r}: values of shape {tuple(value.shape)} would be broadcast against "
+                f"{type(fn).__name__} with batch shape {tuple(fn.batch_shape)} and event shape "
+                f"{tuple(fn.event_shape)}. Give values of the shape of a draw, as f.squeeze(-1) and y of one column; "
+                "or put dimensions into a plate or to_event"
+            )
 
 
 def check_num_data(sites: list[ObservedSite], num_data: int) -> None:

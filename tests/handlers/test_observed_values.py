@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Observed values need the shape of a draw, whatever the objective and whether or not Pyro validates."""
+
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer import SVI
+from torch import Tensor
+
+import pyro_dvi as dvi
+from pyro_dvi.errors import DataError
+from pyro_dvi.guides.laplace import Dense
+from pyro_dvi.optim import IVON, OGN, VOGN
+
+N = 12
+X = torch.linspace(-1, 1, N)
+Y = 2 * X
+
+
+def model(x: Tensor, y: Tensor, event: int = 0) -> None:
+    """A column of means, as nn.Linear(1, 1) returns it."""
+    slope = pyro.sample("slope", dist.Normal(0.0, 1.0))
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Normal(slope * x[:, None], 0.5).to_event(event), obs=y)
+
+
+def step(method: Any, event: int = 0, y: Tensor = Y) -> Any:
+    if method is dvi.LaplaceGuide:
+        guide = dvi.LaplaceGuide(model)
+        guide(X, y, event)
+        return guide.fit([(X, y, event)], Dense())
+    natural = method in (VOGN, OGN, IVON)
+    guide = (dvi.NaturalGradientGuide if natural else dvi.MeanFieldGuide)(model)
+    optimizer, elbo = (method({}), dvi.NaturalGradientELBO()) if natural else (pyro.optim.Adam({}), method())
+    return SVI(model, guide, optimizer, loss=elbo).step(X, y, event)
+
+
+METHODS = [VOGN, OGN, IVON, dvi.TaylorELBO, dvi.MomentPropagationELBO, dvi.LaplaceGuide]
+
+
+@pytest.mark.parametrize("validate", [True, False], ids=["validated", "not validated"])
+@pytest.mark.parametrize("event", [0, 1])
+@pytest.mark.parametrize("method", METHODS, ids=lambda m: m.__name__)
+def test_values_are_not_broadcast_against_a_column(method, event, validate):
+    with pyro.validation_enabled(validate):
+        with pytest.raises(
+            DataError, match=r"'y': values of shape \(12,\) would be broadcast.*squeeze\(-1\)"
+        ):
+            step(method, event)
+
+
+@pytest.mark.parametrize("validate", [True, False], ids=["validated", "not validated"])
+@pytest.mark.parametrize("method", [VOGN, dvi.TaylorELBO, dvi.MomentPropagationELBO])
+def test_a_column_of_values_fits_a_column(method, validate):
+    with pyro.validation_enabled(validate):
+        assert step(method, 1, Y[:, None]) > 0
+
+
+@pytest.mark.parametrize("method", [VOGN, dvi.TaylorELBO, dvi.MomentPropagationELBO])
+def test_a_plate_may_repeat_values_and_one_value_may_stand_for_all(method):
+    def several(x: Tensor, y: Tensor, _event: int) -> None:
+        with pyro.plate("models", 3, dim=-2):
+            slope = pyro.sample("slope", dist.Normal(0.0, 1.0))
+            with pyro.plate("data", len(x), dim=-1):
+                pyro.sample("y", dist.Normal(slope * x, 0.5), obs=y)
+                pyro.sample("constraint", dist.Normal(slope * x, 5.0), obs=torch.tensor(0.0))
+
+    natural = method is VOGN
+    guide = (dvi.NaturalGradientGuide if natural else dvi.MeanFieldGuide)(several)
+    optimizer, elbo = (VOGN({}), dvi.NaturalGradientELBO()) if natural else (pyro.optim.Adam({}), method())
+    assert SVI(several, guide, optimizer, loss=elbo).step(X, Y, 0) > 0
+
+
+def test_a_distribution_may_repeat_its_own_event():
+    """A time-homogeneous hidden Markov model has one step in its event shape, and data have many."""
+    one = torch.ones(1, 1)
+
+    def series(y: Tensor) -> None:
+        start = pyro.sample("start", dist.Normal(torch.zeros(1), 1.0).to_event(1))
+        noise = dist.MultivariateNormal(torch.zeros(1), one)
+        hmm = dist.GaussianHMM(dist.MultivariateNormal(start, one), one, noise, one, noise)
+        pyro.sample("y", hmm, obs=y)
+
+    guide = dvi.MeanFieldGuide(series)
+    elbo = dvi.TaylorELBO(curvature=dvi.curvature.EmpiricalFisher())
+    assert SVI(series, guide, pyro.optim.Adam({}), loss=elbo).step(Y[:, None]) > 0
