@@ -12,7 +12,7 @@ from pyro_dvi.expectations.gaussian import event_dim_of
 from pyro_dvi.expectations.numerical import evaluation
 from pyro_dvi.moments import Moments
 
-__all__ = ["mixture_over_points", "weighted_mixture"]
+__all__ = ["distribution_function", "mixture_over_points", "weighted_mixture"]
 
 
 def weighted_mixture(weights: Tensor, components: Any) -> td.MixtureSameFamily:
@@ -44,3 +44,18 @@ def mixture_over_points(family: type, parameters: Mapping[str, Any]) -> td.Mixtu
     for name, p in plan.parameters_at(plan.points).items():
         values[name] = torch.movedim(p, 0, plan.rank)
     return weighted_mixture(plan.weights, family(**values))
+
+
+def distribution_function(fn: Any, value: Tensor) -> Tensor:
+    """Return the probability of less than ``value``, also where that lies outside the support of some components.
+
+    Raises:
+        NotImplementedError: the distribution has none in closed form.
+    """
+    if isinstance(fn, td.MixtureSameFamily):
+        parts = distribution_function(fn.component_distribution, value.unsqueeze(-1))
+        return (parts * fn.mixture_distribution.probs).sum(-1)
+    lowest, highest = (getattr(fn.support, name, None) for name in ("lower_bound", "upper_bound"))
+    value = value if lowest is None else value.clamp_min(lowest)
+    found: Tensor = fn.cdf(value if highest is None else value.clamp_max(highest))
+    return found

@@ -81,6 +81,9 @@ def predictive_distribution(
         result: td.Distribution = found.rule(**given, **options)
         if result is not NotImplemented:
             return result
+    for plain in (td.Bernoulli, td.Categorical, td.OneHotCategorical):  # OrderedLogistic is a Categorical
+        if issubclass(family, plain):
+            return plain(logits=_average(family, given))
     return mixture_over_points(family, given)
 
 

@@ -5,6 +5,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from pyro_dvi.errors import DataError
 from pyro_dvi.metrics.checks import numbers
 
 __all__ = ["Estimate", "nll"]
@@ -45,7 +46,7 @@ def nll(log_likelihood: Any) -> Estimate:
         The mean and its standard error.
 
     Raises:
-        DataError: no values, or NaN among them.
+        DataError: no values, or NaN or plus infinity among them.
 
     Source: the logarithmic score of Good (1952); Gneiting & Raftery (2007), section 4.
 
@@ -54,5 +55,10 @@ def nll(log_likelihood: Any) -> Estimate:
         2.0000 ± 0.5774
     """
     values = numbers(log_likelihood, "log_likelihood").flatten()
+    if (values == math.inf).any():
+        raise DataError(
+            "log_likelihood is plus infinity for some examples, which no score can rank: their density is infinite, as "
+            "at the edge of a Beta's or Gamma's support or for a noise scale of zero"
+        )
     error = float(values.std() / math.sqrt(len(values))) if len(values) > 1 else math.nan
     return Estimate(float(-values.mean()), error)

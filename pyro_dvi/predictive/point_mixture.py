@@ -9,6 +9,7 @@ from torch import Tensor
 from torch import distributions as td
 
 from pyro_dvi.handlers.outputs import Outputs
+from pyro_dvi.links.mixture import distribution_function
 
 __all__ = ["PointMixture"]
 
@@ -60,7 +61,7 @@ class PointMixture(td.Distribution):
 
     def cdf(self, value: Tensor) -> Tensor:
         """Return the distribution function."""
-        return torch.tensordot(self._weights, self.components.cdf(value), 1)
+        return torch.tensordot(self._weights, distribution_function(self.components, value), 1)
 
     @torch.no_grad()
     def sample(self, sample_shape: Any = ()) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch import distributions as td
 
 from pyro_dvi.errors import ArgumentError
+from pyro_dvi.links.mixture import distribution_function
 from pyro_dvi.predictive.component import base_of
 from pyro_dvi.predictive.gaussian_noise import ShapedNormal
 
@@ -101,13 +102,11 @@ def quantile(fn: Any, level: float) -> Tensor:
         raise NotImplementedError
     low = mean - spread * math.sqrt((1 - level) / level)
     high = mean + spread * math.sqrt(level / (1 - level))
-    low = low.clamp_min(float(getattr(single.support, "lower_bound", -math.inf)))
-    high = high.clamp_max(float(getattr(single.support, "upper_bound", math.inf)))
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
-        below = single.cdf(middle) < level
+        below = distribution_function(single, middle) < level
         low, high = torch.where(below, middle, low), torch.where(below, high, middle)
-    return ((low + high) / 2).to(single.mean.dtype)
+    return high.to(single.mean.dtype)  # whose probability is not zero: it lies in the support
 
 
 @torch.no_grad()

@@ -123,6 +123,18 @@ def test_float32_keeps_the_tails_of_probabilities(family, linked):
     torch.testing.assert_close(found, family(logits=loc).log_prob(y), rtol=1e-4, atol=0)
 
 
+def test_ordered_classes_have_average_probabilities():
+    f, cutpoints = (
+        Moments(torch.tensor([0.3, -2.0]), torch.tensor([1.0, 0.2])),
+        torch.tensor([-1.0, 0.0, 1.0]),
+    )
+    found = predictive_distribution(dist.OrderedLogistic, {"predictor": f, "cutpoints": cutpoints})
+    z = torch.linspace(-8, 8, 2001)
+    at_nodes = dist.OrderedLogistic(f.loc + f.variance.sqrt() * z[:, None], cutpoints).probs
+    average = torch.tensordot(torch.softmax(-0.5 * z**2, 0), at_nodes, 1)
+    torch.testing.assert_close(found.probs, average, atol=1e-5, rtol=0)
+
+
 def test_logits_that_are_a_function_of_gaussians():
     inner = Moments(torch.tensor([[0.2, -1.0]]).double(), torch.tensor([[0.5, 2.0]]).double())
     bent = Moments(inner.loc.tanh(), inner.variance, Link(inner, torch.tanh, "tanh"))

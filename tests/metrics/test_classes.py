@@ -247,6 +247,11 @@ MISTAKES = [
     (lambda: metrics.mutual_information([0.5, 0.5]), DataError, "no dimension of draws"),
     (lambda: metrics.predictive_entropy(0.5), DataError, "single number"),
     (lambda: metrics.nll([]), DataError, "log_likelihood is empty"),
+    (
+        lambda: metrics.nll([math.inf, -1.0]),
+        DataError,
+        "log_likelihood is plus infinity.*density is infinite",
+    ),
     (lambda: metrics.nll([math.nan]), DataError, "log_likelihood holds 1 NaN"),
 ]
 
