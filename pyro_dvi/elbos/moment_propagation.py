@@ -21,6 +21,7 @@ from pyro_dvi.handlers.observed import check_num_data, checked_log_likelihood, o
 from pyro_dvi.handlers.structure import reached_by, structure_of
 from pyro_dvi.handlers.uncertain import at_mean, refuse_moments
 from pyro_dvi.moments import variance_floor
+from pyro_dvi.moments.repeated_uses import warned_of_repeated_uses
 
 __all__ = ["MomentPropagationELBO"]
 
@@ -115,7 +116,8 @@ class MomentPropagationELBO(DeterministicELBO):
         structure, first = structure_of(model, guide, args, kwargs)
         floor = nullcontext() if self.variance_floor is None else variance_floor(self.variance_floor)
         with floor:
-            run = run_with_moments(model, guide, args, kwargs, structure.sampled, self.estimator)
+            recorder = warned_of_repeated_uses if first else nullcontext
+            run = run_with_moments(model, guide, args, kwargs, structure.sampled, self.estimator, recorder)
         sites, factors = observed_sites(run.model_trace)
         for site in sites:
             refuse_moments(site.fn, site.name)

@@ -2,6 +2,7 @@
 """One run of guide and model in which every Gaussian latent is its mean and variance."""
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,8 @@ from pyro_dvi.multiplicative_normal import MultiplicativeNormal
 
 __all__ = ["MomentRun", "PosteriorMoments", "median", "propagated", "reparameterised", "run_with_moments"]
 
+Recorder = Callable[[Mapping[str, Moments]], AbstractContextManager[Any]]
+
 
 @dataclass
 class MomentRun:
@@ -45,6 +48,7 @@ def run_with_moments(
     kwargs: dict,
     sampled: Mapping[str, Tensor | bool] | None = None,
     estimator: LogitEstimator | None = None,
+    recorder: Recorder = nullcontext,
 ) -> MomentRun:
     """Run the guide, then the model with the moments of the guide's Gaussians in place of values.
 
@@ -55,6 +59,8 @@ def run_with_moments(
         kwargs: keyword arguments of both.
         sampled: guide sites to sample, see :class:`~pyro_dvi.handlers.structure.Structure`.
         estimator: for likelihoods by logits.
+        recorder: given the moments that the model will use, by name and filled while it runs, returns the context in
+            which it runs.
 
     Raises:
         GuideError: the guide is not a factorised Gaussian.
@@ -63,33 +69,17 @@ def run_with_moments(
         DeviceError, DataError: as :func:`~pyro_dvi.handlers.mean_run.run_at_means`.
     """
     guide_trace, gaussians = run_guide(model, guide, args, kwargs)
-    with explained_errors(model, [g.loc for g in gaussians.values()], args, kwargs):
-        model_trace = trace_with_moments(
-            model, guide, guide_trace, gaussians, args, kwargs, sampled, estimator
-        )
-    return MomentRun(model_trace, match_latents(model_trace, guide_trace, gaussians, guide))
-
-
-def trace_with_moments(
-    model: Callable,
-    guide: Callable,
-    guide_trace: Any,
-    gaussians: dict[str, GaussianSite],
-    args: tuple,
-    kwargs: dict,
-    sampled: Mapping[str, Tensor | bool] | None = None,
-    estimator: LogitEstimator | None = None,
-) -> Any:
-    """Trace the model with the moments of ``gaussians``."""
     moments = PosteriorMoments(gaussians, guide, sampled or {})
     with (
+        explained_errors(model, [g.loc for g in gaussians.values()], args, kwargs),
         poutine.trace() as trace,
         uncertain_likelihoods(estimator),
         moments,
+        recorder(moments.given),
         poutine.replay(trace=guide_trace),
     ):
         model(*args, **kwargs)
-    return trace.trace
+    return MomentRun(trace.trace, match_latents(trace.trace, guide_trace, gaussians, guide))
 
 
 StandIn = Callable[[Tensor, Tensor, tuple[Any, ...]], Any]

@@ -13,6 +13,7 @@ from typing import Any
 import pyro.distributions as dist
 import torch
 from pyro.distributions import distribution as pyro_distribution
+from pyro.poutine.messenger import Messenger
 from torch import Tensor
 from torch import distributions as td
 
@@ -134,9 +135,20 @@ def uncertain_likelihoods(estimator: LogitEstimator | None = None) -> Iterator[N
     coercions: list[Any] = pyro_distribution.COERCIONS
     coercions.insert(0, coerce)  # before that of an outer context
     try:
-        yield
+        with _Repeated():
+            yield
     finally:
         coercions.remove(coerce)
+
+
+class _Repeated(Messenger):
+    """Record a latent that a tied layer repeats as deterministic; Pyro takes what is no tensor for a prior."""
+
+    def _pyro_sample(self, msg: Any) -> None:
+        value = msg["fn"]
+        if isinstance(value, Moments):
+            msg["fn"] = dist.Delta(value.loc, event_dim=value.dim()).mask(False)
+            msg["value"], msg["is_observed"], msg["infer"]["_deterministic"] = value, True, True
 
 
 # Building one --------------------------------------------------------------------------------------------------

@@ -21,7 +21,13 @@ __all__ = ["Composed", "Observer", "broadcast", "dispatch", "observed_by"]
 
 
 class Observer(Protocol):
-    """Sees every function of moments with its result, and returns what shall be the result."""
+    """Sees every function of moments with its result, and returns what shall be the result.
+
+    Attributes:
+        outermost: do not show functions that the rule of another one calls.
+    """
+
+    outermost: bool
 
     def __call__(self, func: Callable, args: tuple, kwargs: dict[str, Any], result: Any) -> Any:
         """Return the result to go on with."""
@@ -40,8 +46,14 @@ _LOCAL = _Local()
 @contextmanager
 def observed_by(observer: Observer) -> Iterator[None]:
     """Show every function of moments to ``observer`` inside the context."""
+    with _observers((*_LOCAL.observers, observer)):
+        yield
+
+
+@contextmanager
+def _observers(observers: tuple[Observer, ...]) -> Iterator[None]:
     before = _LOCAL.observers
-    _LOCAL.observers = (*before, observer)
+    _LOCAL.observers = observers
     try:
         yield
     finally:
@@ -66,7 +78,7 @@ def dispatch(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     if in_place and isinstance(target, Moments):
         before = target.snapshot()
         args = tuple(before if a is target else a for a in args)
-    result = entry.rule(*args, **kwargs)
+    result = _observed(entry.rule, args, kwargs) if _LOCAL.observers else entry.rule(*args, **kwargs)
     if entry.from_user:
         _check(func, entry.rule, result)
     if entry.kind is not Kind.OTHER:
@@ -74,6 +86,12 @@ def dispatch(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     for observer in _LOCAL.observers:
         result = observer(func, args, kwargs, result)
     return _written(func, target, result) if in_place else result
+
+
+def _observed(rule: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    inner = tuple(o for o in _LOCAL.observers if not getattr(o, "outermost", False))
+    with _observers(inner):
+        return rule(*args, **kwargs)
 
 
 def _no_rule(func: Callable) -> str:

@@ -2,10 +2,12 @@
 """Prediction by moment propagation: one pass, no draws."""
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from numbers import Integral
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -19,11 +21,14 @@ from pyro_dvi.handlers.moment_run import PosteriorMoments, propagated, reparamet
 from pyro_dvi.handlers.structure import refuse_dependent
 from pyro_dvi.handlers.uncertain import predictive_of, uncertain_likelihoods
 from pyro_dvi.links import ClassLink, MomentMatched, NoiseLink, SobolSoftmax, predictive_distribution
+from pyro_dvi.moments.repeated_uses import warned_of_repeated_uses
 from pyro_dvi.predictive.propagation import Independent, Propagation
 from pyro_dvi.predictive.rules import PredictionRule, arguments, check_is_set_up, latents, seed_all
 from pyro_dvi.predictive.run import Response
 
 __all__ = ["Moments", "posterior_gaussians"]
+
+_LOOKED_AT: WeakValueDictionary[int, Any] = WeakValueDictionary()  # guides that were predicted with
 
 
 @dataclass(frozen=True)
@@ -100,7 +105,9 @@ class Moments(PredictionRule):
         for seed in torch.randint(2**31 - 1, (self.num_components,)).tolist():
             seed_all(seed)
             weights = PosteriorMoments(gaussians, guide, {}, stand_in)
-            with uncertain_likelihoods(), weights:
+            recorder = nullcontext if _LOOKED_AT.get(id(guide)) is guide else warned_of_repeated_uses
+            _LOOKED_AT[id(guide)] = guide
+            with uncertain_likelihoods(), weights, recorder(weights.given):
                 response = self.propagation.respond(weights.given, partial(respond, centre))
             yield replace(response, distribution=predictive_of(response.distribution, predictive))
 
