@@ -17,7 +17,7 @@ from pyro_dvi.inference_data.prior import PriorSamples
 from pyro_dvi.predictive import PredictionRule
 from pyro_dvi.predictive.batches import Batch
 from pyro_dvi.predictive.predict import at_constants_of_fit, at_tuned_scales
-from pyro_dvi.predictive.rules import example_latents
+from pyro_dvi.predictive.rules import example_latents, first_arguments
 from pyro_dvi.predictive.run import Response, distribution_at, respond
 from pyro_dvi.predictive.unseen import refuse_unseen
 
@@ -81,12 +81,13 @@ def pass_over(
         for r, (rule, count) in enumerate(rules)
     ]
     inputs: list[tuple[Any, ...]] = []
+    learnt_for = first_arguments(guide)
     for batch in batches:
         latents = example_latents(guide, batch.inputs)
         nodes = observed_run(model, batch, latents)
         observed = observations(batch, posterior.sites, nodes)
         for s, site in enumerate(posterior.sites):
-            run = at_tuned_scales(guide, partial(respond, model, batch, site=site))
+            run = at_tuned_scales(guide, partial(respond, model, batch, site=site, learnt_for=learnt_for))
             torch.manual_seed(seed)
             scored = given_others(at_constants_of_fit(guide, run), site, nodes, latents)
             components = posterior.rule.components(guide, batch.inputs, scored)

@@ -2,7 +2,7 @@
 """Batches for prediction: which of the model's arguments are inputs and which is the observation."""
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from numbers import Integral
 from typing import Any
@@ -46,6 +46,20 @@ class Batch:
         args = [*self.inputs, *[None] * (self.observed_as + 1 - len(self.inputs))]
         args[self.observed_as] = self.observed
         return tuple(args), {}
+
+    def agrees_with(self, first: Mapping[int | str, Any], names: Sequence[str]) -> bool:
+        """Whether inputs are the same as in another call, as far as both have rows and arguments.
+
+        Args:
+            first: arguments of that call, by place or name.
+            names: of the model's arguments.
+        """
+        return all(
+            torch.equal(mine[: len(other)], other[: len(mine)].to(mine))
+            for i, value in enumerate(self.inputs)
+            for mine, other in zip(_tensors(value), _tensors(first.get(i, first.get(names[i]))), strict=False)
+            if mine.dim() and other.dim()
+        )
 
 
 def batches(

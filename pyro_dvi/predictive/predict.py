@@ -17,7 +17,13 @@ from pyro_dvi.predictive.defaults import default_rule
 from pyro_dvi.predictive.mixture import Mixture
 from pyro_dvi.predictive.part import Part
 from pyro_dvi.predictive.prediction import Prediction
-from pyro_dvi.predictive.rules import PredictionRule, Samples, check_is_set_up, example_latents
+from pyro_dvi.predictive.rules import (
+    PredictionRule,
+    Samples,
+    check_is_set_up,
+    example_latents,
+    first_arguments,
+)
 from pyro_dvi.predictive.run import check_observation, distribution_at, evaluation_mode, respond, seeded
 from pyro_dvi.predictive.unseen import refuse_unseen
 from pyro_dvi.predictive.vectorised import SampledComponents
@@ -50,7 +56,8 @@ def predict(
     layers and the global random state (but for the draw of a seed) are left as they were. Memory does not grow with
     the number of draws, unless they are to be kept. Plate scales weigh a training objective and are ignored here;
     values that the model masks are predicted but not scored. A latent site with a value for each example belongs to
-    the data of the training: such a model predicts these, whole, in one batch and in their order.
+    the data of the training: such a model predicts these, whole, in one batch and in their order. An automatic guide
+    knows them by the arguments of its first run; a guide that is a function has to be trusted.
 
     Args:
         model: the Pyro model; its observation may be None, as in ``forward(x, y=None)``.
@@ -117,6 +124,7 @@ def predict(
     parts: list[Part] = []
     name = site
     sampled = SampledComponents(rule, guide) if isinstance(rule, Samples) else None
+    learnt_for = first_arguments(guide)
     split = batches(model, data, observed=observed, batch_size=batch_size, device=device)
     with evaluation_mode(model, guide), seeded(seed, device) as seed:
         for batch in tqdm(split, desc="predict", unit="batch", disable=not progress):
@@ -125,7 +133,8 @@ def predict(
             torch.manual_seed(seed)
             mixture = Mixture(batch.observed, batch.num_rows, batch.mask, keep=keep_draws)
             run = at_constants_of_fit(
-                guide, at_tuned_scales(guide, partial(respond, model, batch, site=site))
+                guide,
+                at_tuned_scales(guide, partial(respond, model, batch, site=site, learnt_for=learnt_for)),
             )
             if sampled is None:
                 for response in rule.components(guide, batch.inputs, run):

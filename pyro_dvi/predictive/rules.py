@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from pyro import poutine
-from pyro.infer.autoguide import AutoGuide
+from pyro.infer.autoguide import AutoCallable, AutoGuide
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
 from torch import distributions as td
@@ -38,6 +38,8 @@ __all__ = [
     "arguments",
     "check_is_set_up",
     "example_latents",
+    "first_arguments",
+    "ignores_inputs",
     "latents",
     "one_draw",
     "posterior_mean",
@@ -181,6 +183,20 @@ def check_is_set_up(guide: Any) -> None:
             "as guide(x, y), also after loading its state. Before loading a checkpoint into a fresh guide, call "
             "guide.initialize(*args) where it has that, or give a batch of the training: load(..., example=batch)."
         )
+
+
+def ignores_inputs(guide: Any) -> bool:
+    """Whether a guide is automatic, with no function in it that may look at the inputs."""
+    return isinstance(guide, AutoGuide) and not any(isinstance(m, AutoCallable) for m in guide.modules())
+
+
+def first_arguments(guide: Any) -> Mapping[int | str, Any]:
+    """Return the arguments, by place or name, for which a guide has learnt the latents of single examples.
+
+    They are those of its first look at the model. Empty for guides that may compute such latents from their inputs.
+    """
+    seen: Any = guide.prototype_trace.nodes["_INPUT"] if ignores_inputs(guide) else {}
+    return {**dict(enumerate(seen.get("args", ()))), **seen.get("kwargs", {})}
 
 
 def one_draw(guide: Callable[..., Any], inputs: tuple[Any, ...]) -> dict[str, Tensor]:

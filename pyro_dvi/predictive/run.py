@@ -4,6 +4,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from pyro_dvi.errors import DataError, ModelError
 from pyro_dvi.handlers.all_rows import AllRows
 from pyro_dvi.handlers.response import choose_response, counted, example_axis, responses
 from pyro_dvi.predictive.batches import Batch
-from pyro_dvi.signatures import with_missing
+from pyro_dvi.signatures import parameter_names, with_missing
 from pyro_dvi.undisturbed import evaluating
 
 __all__ = [
@@ -59,8 +60,21 @@ class Response:
         return self.mask is not None
 
 
-def respond(model: Callable[..., Any], batch: Batch, latents: Latents, site: str | None = None) -> Response:
+def respond(
+    model: Callable[..., Any],
+    batch: Batch,
+    latents: Latents,
+    site: str | None = None,
+    learnt_for: Mapping[int | str, Any] = MappingProxyType({}),
+) -> Response:
     """Run ``model`` on a batch with its latent sites at ``latents`` and return its response.
+
+    Args:
+        model: a Pyro model.
+        batch: its arguments.
+        latents: values by site.
+        site: observed site, where there are several.
+        learnt_for: arguments, by place or name, of the examples that local latents belong to; empty if unknown.
 
     Raises:
         ModelError: the model has no response, several, or none of the name ``site``.
@@ -72,11 +86,13 @@ def respond(model: Callable[..., Any], batch: Batch, latents: Latents, site: str
     name = choose_response(site, names)
     node: Any = nodes[name]
     axis = example_axis(name, node, batch.num_rows)
-    if batch.start > 0:
-        plates = {f.name for f in node["cond_indep_stack"] if f.vectorized and f.dim == axis}
-        for latent in nodes.keys() & latents.keys():
-            if plates & {f.name for f in nodes[latent]["cond_indep_stack"]}:
+    plates = {f.name for f in node["cond_indep_stack"] if f.vectorized and f.dim == axis}
+    for latent in nodes.keys() & latents.keys():
+        if plates & {f.name for f in nodes[latent]["cond_indep_stack"]}:
+            if batch.start > 0:
                 raise _local(latent, f"and these are examples {batch.start} and later")
+            if not batch.agrees_with(learnt_for, parameter_names(model, len(batch.inputs))):
+                raise _local(latent, "learnt for others than these, which the guide has not seen")
     drawn = tuple(other for other in names[: names.index(name)] if not nodes[other]["is_observed"])
     return Response(name, node["fn"], node["value"], node["is_observed"], axis, counted(node), drawn)
 
@@ -160,9 +176,11 @@ def run_at(
 def _local(site: str, which: str) -> DataError:
     return DataError(
         f"sites ['{site}'] have a value for each example, {which}, and it cannot be known to which examples they "
-        "belong. If the guide has learnt them for the data of its training: give these data, all in one batch and in "
-        "their order (a tuple with a batch_size of at least their number). If it computes them from its inputs: "
-        "predict one batch at a time, with a plate of its size in model and guide, pyro.plate(name, len(x))"
+        "belong. If the guide has learnt them for the data of its training, with which it was also initialized: give "
+        "these data, all in one batch and in their order (a tuple with a batch_size of at least their number); for "
+        "other data of the same groups, let the model take the number of each row's group as an input. If it computes "
+        "them from its inputs: predict one batch at a time, with a plate of its size in model and guide, "
+        "pyro.plate(name, len(x))"
     )
 
 

@@ -22,12 +22,11 @@ from typing import Any
 
 import pyro
 import torch
-from pyro.infer.autoguide import AutoCallable, AutoGuide
 from torch import Tensor
 
 from pyro_dvi.predictive.mixture import Mixture
 from pyro_dvi.predictive.probe import Probe, agrees, possible
-from pyro_dvi.predictive.rules import Samples
+from pyro_dvi.predictive.rules import Samples, ignores_inputs
 from pyro_dvi.predictive.run import Response
 
 __all__ = ["SampledComponents"]
@@ -102,7 +101,7 @@ class SampledComponents:
         """Give the draws for a batch: those of the first batch again where they cannot be others."""
         draws = self._rule.draws(self._guide, inputs)
         if not self._kept:
-            return self._keeping(draws) if _ignores_inputs(self._guide) else draws
+            return self._keeping(draws) if ignores_inputs(self._guide) else draws
         first = next(draws)
         same = first.keys() == self._kept[0].keys() and all(
             torch.equal(value, self._kept[0][name]) for name, value in first.items()
@@ -209,11 +208,6 @@ def _with_channels_last(latents: Latents) -> Latents:
         return torch.empty_like(value, memory_format=torch.channels_last).copy_(value)
 
     return {name: laid_out(value) if value.dim() == 4 else value for name, value in latents.items()}
-
-
-def _ignores_inputs(guide: Any) -> bool:
-    """Whether a guide is automatic, with no function in it that may look at the inputs."""
-    return isinstance(guide, AutoGuide) and not any(isinstance(m, AutoCallable) for m in guide.modules())
 
 
 def _size(latents: Latents) -> int:

@@ -8,9 +8,9 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro import poutine
-from pyro.infer.autoguide import AutoNormal
+from pyro.infer.autoguide import AutoGuideList, AutoNormal
 
-from pyro_dvi import AtMean, MeanFieldGuide, Samples, predict, to_arviz
+from pyro_dvi import AtMean, LaplaceGuide, MeanFieldGuide, Samples, predict, to_arviz
 from pyro_dvi.errors import ArgumentError, DataError, GuideError, UnsupportedError
 
 X = torch.linspace(-1, 1, 20)
@@ -111,6 +111,41 @@ def test_examples_of_a_second_batch_do_not_get_the_latents_of_the_first():
     guide(X[:10], X[:10])
     with pytest.raises(DataError, match=r"\['z'\].*examples 10 and later"):
         predict(local_without_size, guide, (X, X), batch_size=10)
+
+
+@pytest.mark.parametrize("method", [AtMean(), Samples(3)])
+@pytest.mark.parametrize("score", [predict, to_arviz])
+@pytest.mark.parametrize("make", [AutoNormal, MeanFieldGuide, LaplaceGuide])
+@pytest.mark.parametrize("model", [local, local_without_size])
+def test_latents_of_single_examples_are_not_those_of_other_data_of_equal_length(model, make, score, method):
+    if make is LaplaceGuide and method != AtMean():
+        pytest.skip("a LaplaceGuide without a Gaussian has no draws")
+    guide = make(model)
+    guide(X, X)
+    for other in (X + 0.5, (X + 0.5, X), X.flip(0)):
+        with pytest.raises(DataError, match=r"\['z'\] have a value for each example.*has not seen"):
+            score(model, guide, other, method=method)
+    for same in (X.clone(), (X.double().float(), X + 1), [(X, X)]):
+        assert score(model, guide, same, method=method) is not None
+    with pytest.raises(DataError, match=r"\['z'\] have a value for each example.*has not seen"):
+        to_arviz(model, guide, (X, X), method=method, predictions=X + 0.5)
+
+
+def test_latents_of_a_guide_that_was_set_up_on_the_first_examples_are_those_of_all():
+    guide = AutoNormal(local, create_plates=lambda x, y=None: pyro.plate("data", 20, subsample_size=len(x)))
+    guide(X[:5], X[:5])
+    assert len(predict(local, guide, (X, X))) == 20
+
+
+def test_a_function_among_automatic_guides_computes_latents_of_single_examples_for_other_data():
+    def amortised(x, y=None):
+        pyro.sample("z", dist.Normal(x, 0.1))
+
+    guide = AutoGuideList(local_without_size)
+    guide.append(amortised)
+    guide(X, X)
+    mean = predict(local_without_size, guide, X + 0.5, Samples(400), seed=0).mean
+    torch.testing.assert_close(mean, 2 * X + 1, atol=0.03, rtol=0)  # errors of 0.005
 
 
 def test_amortised_latents_in_a_subsampled_plate():
