@@ -177,6 +177,10 @@ class DataParallel(ELBO):
                 "lets those that have none left stand by, or give all as many, as torch's DistributedSampler does."
             )
 
+    def agreed(self, value: Any) -> Any:
+        """Return the value of process 0, in all processes: each may measure its own, but they have to act as one."""
+        return exchange(value, self.group)[0] if several(self.group) else value
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the objective, with the seed of the draws."""
         return {**self.elbo.state_dict(), "draws_seed": self._seed}

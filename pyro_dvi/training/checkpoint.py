@@ -4,6 +4,7 @@
 import os
 import pickle
 import re
+import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +27,15 @@ from pyro_dvi.training.snapshot import restore_weights
 
 __all__ = ["Checkpoint", "load", "save", "write"]
 
-_FORMAT, _VERSION = "pyro_dvi checkpoint", 1
+_FORMAT, _VERSION = "pyro_dvi checkpoint", 2
+_ENTRIES = {
+    "": "version route guide states store elbo optimizer lr_schedule random history best_weights",
+    "store": "params constraints aliases",
+    "elbo": "type state",
+    "optimizer": "type state",
+    "random": "torch cuda numpy python loaders",
+    "history": "epochs steps stopped best_epoch",
+}
 
 
 @dataclass(frozen=True)
@@ -118,15 +127,19 @@ def write(
         "random": random_state(loader),
         "history": None if history is None else history.to_dict(),
         "best_weights": None if history is None else history.best_weights,
+        "unfinished": None if history is None else history.unfinished,
     }
     target = Path(path)
     unfinished = target.with_name(target.name + ".unfinished")
+    checksums = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(True)  # which load compares
     try:
         torch.save(content, unfinished)
         os.replace(unfinished, target)
     except (OSError, RuntimeError, pickle.PicklingError, AttributeError) as error:
         raise CheckpointError(f"Could not write the checkpoint {str(target)!r}: {error}") from error
     finally:
+        torch.serialization.set_crc32_options(checksums)
         unfinished.unlink(missing_ok=True)
 
 
@@ -224,6 +237,7 @@ def load(
         lr_schedule.load_state_dict(content["lr_schedule"])
     history = History() if content["history"] is None else History.from_dict(content["history"])
     history.best_weights = content["best_weights"]
+    history.unfinished = content.get("unfinished")  # which version 1 of the format does not have
     if best:
         restore_weights(route, content["best_weights"])
     if restore_random:
@@ -244,8 +258,18 @@ def _read(path: Path, map_location: Any, weights_only: bool) -> dict[str, Any]:
             f"{str(path)!r} is not a checkpoint: it is not in the file format of torch.save."
         )
     try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = (
+                archive.testzip()
+            )  # by the checksum that torch.save keeps of every tensor, but does not compare
+        if damaged is not None:
+            raise CheckpointError(
+                f"{str(path)!r} is damaged: {damaged!r} is not what was written. Take another copy."
+            )
         with torch.serialization.safe_globals(_constraint_classes()):
             content = torch.load(path, map_location=map_location, weights_only=weights_only)
+    except CheckpointError:
+        raise
     except pickle.UnpicklingError as error:
         found = re.search(r"Unsupported [^.]*?GLOBAL (\S+)", str(error))
         raise CheckpointError(
@@ -254,6 +278,7 @@ def _read(path: Path, map_location: Any, weights_only: bool) -> dict[str, Any]:
             "torch.serialization.add_safe_globals."
         ) from error
     except (
+        zipfile.BadZipFile,
         RuntimeError,
         EOFError,
         OSError,
@@ -272,11 +297,19 @@ def _read(path: Path, map_location: Any, weights_only: bool) -> dict[str, Any]:
             f"{str(path)!r} was not written by pyro_dvi.save: it holds a {type(content).__name__}{keys}. Load a "
             "plain state_dict with load_state_dict, Pyro's store with pyro.get_param_store().load."
         )
-    if content["version"] > _VERSION:
+    if content.get("version", 0) > _VERSION:
         raise CheckpointError(
             f"{str(path)!r} has version {content['version']} of the format, this library reads up to {_VERSION}. "
             "Install a newer pyro-dvi."
         )
+    for part, entries in _ENTRIES.items():
+        held = content[part] if part else content
+        missing = set() if held is None else set(entries.split()).difference(held)
+        if missing:
+            raise CheckpointError(
+                f"{str(path)!r} has no {sorted(missing)} in its {part or 'contents'}: it was changed after it was "
+                "saved, or by another program. Take another copy."
+            )
     return content
 
 

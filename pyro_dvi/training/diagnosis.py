@@ -42,9 +42,18 @@ def diagnose(route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str
         ("gradients", [] if inputs or parameters or terms else gradients),
     ]
     text = "; ".join(f"{what}: {_shortened(names)}" for what, names in findings if names)
-    found = (
-        f"Not finite: {text}." if text else "Inputs, parameters and the known terms of the loss are finite."
-    )
+    found = f"Not finite: {text}."
+    if not text:
+        sizes = {
+            name: float(value.detach().abs().max())
+            for name, value in route.parameters().items()
+            if value.numel()
+        }
+        largest = max(sizes, key=sizes.__getitem__, default="none")
+        found = (
+            "Inputs, parameters and the known terms of the loss are finite; the largest parameter is "
+            f"{largest} (up to {sizes.get(largest, 0.0):.3g})."
+        )
     if inputs:
         return f"{found} Drop or mask those values."
     return (

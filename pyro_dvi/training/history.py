@@ -82,6 +82,9 @@ class History:
         self.best_epoch: int | None = None
         # The weights of the best epoch, by name; kept for a resumed run and for load(..., best=True).
         self.best_weights: dict[str, Any] | None = None
+        # Within an epoch: how many of its batches were used, whether the loader has ended, and the state of the
+        # generators when the epoch began.
+        self.unfinished: dict[str, Any] | None = None
 
     @property
     def epoch(self) -> int:

@@ -4,9 +4,9 @@
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,13 +14,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from pyro_dvi.batches import (
-    batches,
+    arguments,
     check_loader,
     dataset_size,
-    non_finite_inputs,
     number_of_batches,
 )
-from pyro_dvi.errors import ArgumentError, DataError, ModelError, NonFiniteError, PyroDviError
+from pyro_dvi.errors import ArgumentError, DataError, ModelError
 from pyro_dvi.progress import progress_bar
 from pyro_dvi.training.batch_norm import BatchNormStatistics, recompute_batch_norm
 from pyro_dvi.training.checkpoint import Checkpoint, write
@@ -28,12 +27,14 @@ from pyro_dvi.training.data_size import PlateCheck, known_data_size
 from pyro_dvi.training.diagnosis import diagnose, non_finite_tensors
 from pyro_dvi.training.early_stopping import EarlyStopping
 from pyro_dvi.training.history import History
-from pyro_dvi.training.interrupts import interrupt_deferred
+from pyro_dvi.training.interrupts import Interrupts
 from pyro_dvi.training.lr_schedule import EveryStep, Schedule
 from pyro_dvi.training.ownership import check_parameters, claim_parameters
 from pyro_dvi.training.random_state import preserve_random_state
+from pyro_dvi.training.replay import Replay
+from pyro_dvi.training.rollback import Rollback
 from pyro_dvi.training.routes import ModuleRoute, Route, route_of
-from pyro_dvi.training.snapshot import Snapshot, copy_weights, restore_weights
+from pyro_dvi.training.snapshot import copy_weights, restore_weights
 from pyro_dvi.training.validation import training_mode, validation_metrics
 
 __all__ = ["TrainingState", "fit"]
@@ -96,17 +97,21 @@ def fit(
     *Modes*: a model in evaluation mode is put into training mode and back afterwards. A module that is in evaluation
     mode within a training model (frozen BatchNorm) stays so.
 
-    *NaN*: a loss that is not finite is noticed before the optimizer acts. Parameters, buffers, optimizer and ELBO go
-    back to the end of the last good epoch, and the error carries the history.
+    *Divergence*: a loss that is not finite, or a distribution that refuses parameters which training has made far too
+    large, is noticed before the optimizer acts. Parameters, buffers, optimizer and ELBO go back to the end of the last
+    good epoch, and the error carries the history.
 
-    *Ctrl-C* ends training, not the program: the state after the last finished step is kept and saved, and the history
-    is returned with ``stopped == "interrupted"``. A second Ctrl-C within the step, or after the loop, is not caught.
+    *Ctrl-C*, and a SIGTERM as schedulers send it, end training, not the program: the state after the last finished step
+    is kept and saved, and the history is returned with ``stopped == "interrupted"``. Given that history, the next call
+    goes on within the epoch: it reads the batches that were used once more, without training, in the order that the
+    generators of torch, NumPy, Python and the loader had given them. A second signal within the step, or after the
+    loop, is not caught.
 
     Args:
         svi: a :class:`pyro.infer.SVI` with any Pyro optimizer or scheduler; or ``elbo(model, guide)`` with
             ``optimizer``, which is the way under ``pyro.settings.set(module_local_params=True)``.
         loader: a DataLoader, a list of batches, or any iterable that can be read again and again.
-        epochs: how many more epochs to train.
+        epochs: how many more epochs to train. With ``history`` it may be 0: only what comes after the last is done.
         optimizer: torch optimizer of an ``ELBOModule``; see :func:`~pyro_dvi.parameter_groups`.
         validate: a loader, whose mean loss is recorded as ``validation_loss``, or a callable without arguments that
             returns a number or a mapping of metrics. Runs after every epoch in evaluation mode and changes neither
@@ -116,9 +121,11 @@ def fit(
         lr_schedule: a torch scheduler of ``optimizer``, stepped after every epoch; wrap it in :class:`EveryStep` for
             every step. A ``PyroLRScheduler`` in the SVI is stepped after every epoch of its own accord.
             ``ReduceLROnPlateau`` follows ``validation_loss``, or the training loss where there is none.
-        early_stopping: when to stop, and whether to restore the best epoch. Needs ``validate``.
+        early_stopping: when to stop, and whether to restore the best epoch. Needs ``validate``. A history in which the
+            patience is used up already is not continued.
         recompute_batch_norm: recompute the statistics of batch normalisation at the posterior mean in the end.
-        checkpoint: where to save; a path saves every epoch. See :func:`load` for going on.
+        checkpoint: where to save; a path saves every epoch. The last file holds what this call leaves behind, the
+            recomputed statistics of batch normalisation included. See :func:`load` for going on.
         device: move model and guide there first.
         history: of an earlier call, to be continued. One of your own, ``History()``, stays in your hands if the model,
             a callback or the loader raises.
@@ -150,9 +157,9 @@ def fit(
         >>> history["loss"][-1] < history["loss"][0], history.stopped
         (True, 'epochs')
     """
-    if not isinstance(epochs, int) or isinstance(epochs, bool) or epochs < 1:
+    if not isinstance(epochs, int) or isinstance(epochs, bool) or epochs < (1 if history is None else 0):
         raise ArgumentError(f"epochs must be a positive integer, got {epochs!r}.")
-    check_loader(loader, epochs)
+    check_loader(loader, max(epochs, 1))
     if validate is not None and not callable(validate):
         check_loader(validate, epochs, role="validate")
     if early_stopping is not None and validate is None:
@@ -170,6 +177,7 @@ def fit(
     if isinstance(route, ModuleRoute):
         route.check_optimizer()
     check_parameters(route)
+    history = History() if history is None else history
     run = _Run(
         route=route,
         loader=loader,
@@ -180,7 +188,8 @@ def fit(
         statistics=statistics,
         checkpoint=checkpoint,
         device=None if device is None else torch.device(device),
-        history=History() if history is None else history,
+        history=history,
+        rollback=Rollback(route, history),
     )
     steps = number_of_batches(loader)
     if steps is not None and hasattr(route.elbo, "check_number_of_batches"):  # of several processes
@@ -209,58 +218,77 @@ class _Run:
     checkpoint: Checkpoint | None
     device: torch.device | None
     history: History
+    rollback: Rollback
     bar: Any = None
-    last_good: Snapshot | None = None
     watch: PlateCheck | None = None
+    interrupts: Interrupts = field(default_factory=Interrupts)
 
     def train(self, epochs: int) -> History:
         history = self.history
-        history.stopped = None
-        first = history.epoch
+        last = history.epoch + epochs
+        history.stopped = self._stopped_before()
         try:
-            for epoch in range(first + 1, first + epochs + 1):
-                history.stopped = self._epoch(epoch)
-                if history.stopped is not None:
-                    break
-            else:
-                history.stopped = "epochs"
+            with self.interrupts.caught():
+                while history.stopped is None and history.epoch < last:
+                    history.stopped = self._epoch(history.epoch + 1)
+                    unfinished = history.stopped is None and history.epoch < last
+                    if (
+                        unfinished
+                        and self.checkpoint is not None
+                        and history.epoch % self.checkpoint.every == 0
+                    ):
+                        self._save(self.checkpoint)
         except KeyboardInterrupt:
             history.stopped = "interrupted"
-        interrupted = history.stopped == "interrupted"
-        if self.checkpoint is not None and (interrupted or history.epoch % self.checkpoint.every):
-            self._save(self.checkpoint)
-        if (
-            self.early_stopping is not None
-            and self.early_stopping.restore_best
-            and history.best_weights is not None
-        ):
-            restore_weights(self.route, history.best_weights)
-        if self.statistics is not None and not interrupted:
-            self._recompute_batch_norm(self.statistics)
+        history.stopped = history.stopped or "epochs"
+        self._finish()
         return history
+
+    def _stopped_before(self) -> str | None:
+        """The reason why a history that is continued has ended already, if there is one."""
+        stopping = self.early_stopping
+        if stopping is None or f"validation_{stopping.monitor}" not in self.history.epochs:
+            return None
+        return "early stopping" if stopping.exhausted(stopping.monitored(self.history)) else None
+
+    def _finish(self) -> None:
+        """Leave the weights of the best epoch and statistics of theirs, and save: the best beside the last ones."""
+        history, last = self.history, None
+        if self.early_stopping is not None and self.early_stopping.restore_best and history.best_weights:
+            last = copy_weights(self.route)
+            restore_weights(self.route, history.best_weights)
+        try:
+            if self.statistics is not None and history.stopped != "interrupted":
+                self._recompute_batch_norm(self.statistics)
+                if last is not None:
+                    history.best_weights = copy_weights(self.route)
+        finally:
+            if self.checkpoint is not None:
+                restore_weights(self.route, last or {})
+                self._save(self.checkpoint)
+                restore_weights(self.route, history.best_weights if last and history.best_weights else {})
 
     def _epoch(self, epoch: int) -> str | None:
         """Train an epoch; return the reason to stop, if there is one."""
-        started, steps = time.perf_counter(), 0
-        rows: list[dict[str, float]] = []
-        for args, kwargs in batches(self.loader, self._target_device()):
-            if self.last_good is None:
-                self._prepare(args, kwargs)
-            with interrupt_deferred():
-                rows.append(self._step(epoch, args, kwargs))
-            steps += 1
+        started = time.perf_counter()
+        for args, kwargs in self._batches():
+            with self.interrupts.deferred():
+                self._step(epoch, args, kwargs)
+        assert self.history.unfinished is not None
+        self.history.unfinished["read"] = True
+        steps = self.history.unfinished["batches"]
         if not steps:
             raise DataError(f"The loader yielded no batch in epoch {epoch}. Can it be read more than once?")
         if non_finite_tensors(self.route):
-            raise self._diverged(
-                epoch, f"The loss was finite until the last step. {diagnose(self.route, (), {})}"
-            )
+            finding = diagnose(self.route, (), {})
+            raise self.rollback.report(epoch, f"The loss was finite until the last step. {finding}")
         seconds = time.perf_counter() - started
         record = {"epoch": float(epoch), "step": float(self.history.step)}
+        columns = {name: column[-steps:] for name, column in self.history.steps.items() if name not in record}
         record |= {
-            name: _mean([row[name] for row in rows]) for name in rows[0] if name not in ("epoch", "step")
+            name: column[-1] if name in ("kl_weight", "lr") else math.fsum(column) / steps
+            for name, column in columns.items()
         }
-        record |= {name: rows[-1][name] for name in ("kl_weight", "lr") if name in rows[-1]}
         record["seconds"] = seconds
         scale = self.route.posterior_scale()
         if scale is not None:
@@ -268,12 +296,22 @@ class _Run:
         if self.validate is not None:
             if self.statistics is not None and self.statistics.each_epoch:
                 self._recompute_batch_norm(self.statistics)
-            metrics = validation_metrics(self.route, self.validate, self._target_device())
+            metrics = self.route.agreed(validation_metrics(self.route, self.validate, self._target_device()))
             record |= {f"validation_{name}": value for name, value in metrics.items()}
-        self.history.epochs.append(**record)
-        self.learning_rate.after_epoch(record.get("validation_loss", record["loss"]))
-        self.last_good = Snapshot(self.route, epoch)
+        with self.interrupts.deferred():
+            self.history.epochs.append(**record)
+            self.history.unfinished = None
+            self.learning_rate.after_epoch(record.get("validation_loss", record["loss"]))
+            self.rollback.remember()
         return self._after_epoch(epoch)
+
+    def _batches(self) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+        """Yield the arguments of every batch of an epoch, but for those that an interrupted epoch has used."""
+        replay = Replay(self.loader, self.history)
+        if replay.last_used and not self.rollback.snapshots:
+            self._prepare(*arguments(replay.last_used[0], self._target_device()))
+        for batch in replay:
+            yield arguments(batch, self._target_device())
 
     def _after_epoch(self, epoch: int) -> str | None:
         exhausted = False
@@ -285,9 +323,7 @@ class _Run:
         state = TrainingState(epoch, self.history, self.route.model, self.route.guide, self.route.elbo)
         for callback in self.callbacks:
             callback(state)
-        if self.checkpoint is not None and epoch % self.checkpoint.every == 0:
-            self._save(self.checkpoint)
-        return "early stopping" if exhausted else "callback" if state.stop else None
+        return self.route.agreed("early stopping" if exhausted else "callback" if state.stop else None)
 
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before the first step: make parameters exist, and remember where they start."""
@@ -298,51 +334,35 @@ class _Run:
             self._check_buffers(self.checkpoint)
         check_parameters(self.route)
         claim_parameters(self.route)
-        self.last_good = Snapshot(self.route, self.history.epoch)
+        self.rollback.remember()
         size = dataset_size(self.loader)
         self.watch = None if size is None or hasattr(self.route.elbo, "num_data") else PlateCheck(size)
 
-    def _step(self, epoch: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, float]:
+    def _step(self, epoch: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         try:
+            if not self.rollback.snapshots:
+                self._prepare(args, kwargs)
             with ExitStack() as stack:
                 if self.watch is not None:
                     stack.enter_context(self.watch)
                 loss = self.route.step(args, kwargs)
             self.watch = None
-        except NonFiniteError as error:
-            raise self._diverged(epoch, f"{_sentence(error)} {diagnose(self.route, args, kwargs)}") from error
+            self.rollback.trust()
         except Exception as error:
-            # Pyro's validation, or a factorisation, meets a NaN before the loss does. An error of our own says what is
-            # wrong with the data by itself, as long as nothing has spread.
-            inputs = [] if isinstance(error, PyroDviError) else non_finite_inputs(args, kwargs)
-            if not inputs and not non_finite_tensors(self.route):
+            diverged = self.rollback.after(error, epoch, args, kwargs)
+            if diverged is None:
                 raise
-            raise self._diverged(epoch, f"{_sentence(error)} {diagnose(self.route, args, kwargs)}") from error
+            raise diverged from error
         row = {"epoch": float(epoch), "step": float(self.history.step + 1), "loss": loss}
         terms = getattr(self.route.elbo, "terms", {})
         row |= {name: float(terms[name]) for name in _TERMS if name in terms}
         row["lr"] = self.route.learning_rate()
         self.history.steps.append(**row)
+        assert self.history.unfinished is not None
+        self.history.unfinished["batches"] += 1
         self.learning_rate.after_step()
         self.bar.update()
         self.bar.set_postfix(epoch=epoch, loss=f"{loss:.5g}", refresh=False)
-        return row
-
-    def _diverged(self, epoch: int, finding: str) -> NonFiniteError:
-        """Go back to the last good epoch and describe what happened."""
-        step = self.history.step + 1
-        kept = "as they were before training"
-        if self.last_good is not None:
-            self.last_good.restore(self.route)
-            if self.last_good.epoch:
-                kept = f"as they were after epoch {self.last_good.epoch}"
-        self.history.stopped = "non-finite"
-        error = NonFiniteError(
-            f"Training diverged in epoch {epoch}, step {step}. {finding} Parameters, buffers and optimizer are "
-            f"{kept}; the record until then is this error's .history."
-        )
-        error.history, error.epoch, error.step = self.history, epoch, step
-        return error
 
     def _recompute_batch_norm(self, statistics: BatchNormStatistics) -> None:
         with preserve_random_state(self.loader):
@@ -377,12 +397,3 @@ class _Run:
 
     def _target_device(self) -> torch.device | None:
         return self.device or self.route.device()
-
-
-def _mean(values: list[float]) -> float:
-    return math.fsum(values) / len(values)
-
-
-def _sentence(error: BaseException) -> str:
-    text = (str(error) or type(error).__name__).strip().splitlines()[0]
-    return text[:1].upper() + text[1:] + ("" if text.endswith(".") else ".")

@@ -42,9 +42,13 @@ class Snapshot:
         if hasattr(route.elbo, "state_dict"):
             self._elbo = copy.deepcopy(route.elbo.state_dict())
 
+    def restore_weights(self, route: Route) -> None:
+        """Put parameters and buffers back."""
+        restore_weights(route, self._weights)
+
     def restore(self, route: Route) -> None:
         """Put everything back, and drop the gradients of the step that failed."""
-        restore_weights(route, self._weights)
+        self.restore_weights(route)
         route.load_optimizer_state(self._optimizer)
         if self._elbo is not None:
             route.elbo.load_state_dict(copy.deepcopy(self._elbo))

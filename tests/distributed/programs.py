@@ -249,6 +249,28 @@ def fit_and_save(rank: int, world: int, path: str) -> dict[str, Any]:
     return {"losses": history.steps["loss"], "parameters": parameters(guide), "buffers": buffers}
 
 
+def stop_early(rank: int) -> dict[str, Any]:
+    """``fit`` where each process has metrics of its own, by which process 1 would go on."""
+    pyro.clear_param_store()
+    torch.manual_seed(0)
+    model = Net()
+    guide = NaturalGradientGuide(model)
+    svi = SVI(model, guide, VOGN({"lr": 0.05}), loss=DataParallel(dvi.NaturalGradientELBO()))
+    x, y = data()
+    rows = (torch.arange(24), torch.arange(24, N))[rank]
+    metrics = iter(([3.0, 1.0, 2.0, 2.0, 2.0], [5.0, 4.0, 3.0, 2.0, 1.0])[rank])
+    history = dvi.fit(
+        svi,
+        [(x[rows], y[rows])],
+        5,
+        validate=lambda: next(metrics),
+        early_stopping=dvi.training.EarlyStopping(patience=2),
+        progress=False,
+    )
+    outcome = (history.stopped, history.epoch, history.best_epoch)
+    return {"losses": [], "parameters": parameters(guide), "outcome": outcome}
+
+
 def failures(rank: int) -> dict[str, str]:
     """Errors that every process has to see, so that none waits for the others for ever."""
     found = {}
@@ -303,6 +325,7 @@ def everything(rank: int, world: int, path: str) -> dict[str, Any]:
     if world > 1:
         results["fit"] = fit_and_save(rank, world, path)
         results["uneven fit"] = fit_unevenly(rank)
+        results["early stopping"] = stop_early(rank)
         results["failures"] = {**failures(rank), **loaders_that_end(rank)}
     return results
 

@@ -51,7 +51,7 @@ def test_two_processes_equal_one_with_the_joint_minibatch(results, case):
             assert ours["step"] == programs.STEPS
 
 
-@pytest.mark.parametrize("case", ["VOGN", "own draws", "fit", "uneven", "uneven fit"])
+@pytest.mark.parametrize("case", ["VOGN", "own draws", "fit", "uneven", "uneven fit", "early stopping"])
 def test_processes_agree_to_the_last_bit(results, case):
     first, second = results[2, 0][case], results[2, 1][case]
     assert first["losses"] == second["losses"]
@@ -112,6 +112,11 @@ def test_a_process_that_waits_in_vain_says_why(results):
         r"process 0 waited for the others.*no batch left.*JointBatches",
         results[2, 0]["failures"]["longer loop"],
     )
+
+
+def test_all_processes_stop_by_the_validation_of_the_first(results):
+    for rank in (0, 1):
+        assert results[2, rank]["early stopping"]["outcome"] == ("early stopping", 4, 2)
 
 
 def test_fit_compares_the_numbers_of_batches(results):

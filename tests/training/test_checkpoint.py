@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 import pickle
 import random
+import struct
+import zipfile
 
 import numpy as np
 import pyro
@@ -15,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from pyro_dvi.bayesian import classifier, to_bayesian_
 from pyro_dvi.elbos.taylor import TaylorELBO
-from pyro_dvi.errors import ArgumentError, CheckpointError, GuideError, ModelError
+from pyro_dvi.errors import ArgumentError, CheckpointError, DviWarning, GuideError, ModelError
 from pyro_dvi.guides import MeanFieldGuide
 from pyro_dvi.optim import learning_rates
 from pyro_dvi.schedules import LinearWarmup
@@ -204,6 +206,138 @@ def test_early_stopping_resumes_with_its_best_epoch(tmp_path):
     best = svi_of("AutoNormal + Trace_ELBO", seed=4)
     load(path, best, example=sequence()[0], best=True)
     assert same(weights_of(best), expected)
+
+
+def test_a_run_that_was_stopped_early_stays_stopped(tmp_path):
+    """Also one that was killed between its last epoch and the end of fit, whose file does not say so."""
+    path = tmp_path / "run.pt"
+    options = {"early_stopping": EarlyStopping(patience=2), "progress": False}
+    metrics = [3.0, 1.0, 2.0, 2.0]
+    svi, loader = svi_of("AutoNormal + Trace_ELBO"), shuffled()
+    fit(svi, loader, 6, validate=lambda: metrics.pop(0), checkpoint=path, **options)
+    assert metrics == []
+    expected = weights_of(svi)
+    for stopped in ("early stopping", None):
+        fresh_start()
+        again, loader = svi_of("AutoNormal + Trace_ELBO", seed=3), shuffled(seed=9)
+        history = load(path, again, loader=loader, example=sequence()[0])
+        assert history.stopped == "early stopping"
+        history.stopped = stopped
+        fit(again, loader, 2, history=history, validate=lambda: 0.0, checkpoint=path, **options)
+        assert (history.stopped, history.best_epoch, history.epoch) == ("early stopping", 2, 4)
+        assert same(weights_of(again), expected)
+
+
+@BOTH
+@pytest.mark.parametrize("stops", [False, True], ids=["the last epoch", "the best epoch"])
+def test_the_last_file_holds_the_recomputed_statistics(method, stops, tmp_path):
+    metrics = [3.0, 1.0, 2.0, 2.0]
+    stopping = (
+        {"validate": lambda: metrics.pop(0), "early_stopping": EarlyStopping(patience=2)} if stops else {}
+    )
+    svi = svi_of(method)
+    fit(
+        svi,
+        shuffled(),
+        4,
+        recompute_batch_norm=True,
+        checkpoint=tmp_path / "x.pt",
+        progress=False,
+        **stopping,
+    )
+    expected = weights_of(svi)
+    fresh_start()
+    again = svi_of(method, seed=3)
+    load(tmp_path / "x.pt", again, example=sequence()[0], best=stops)
+    assert same(weights_of(again), expected)
+
+
+def test_a_run_that_was_killed_after_its_last_epoch_is_finished_by_no_further_epochs(tmp_path):
+    def run():
+        svi, loader = svi_of("MeanFieldGuide + TaylorELBO"), shuffled()
+        fit(svi, loader, 2, recompute_batch_norm=True, checkpoint=tmp_path / "x.pt", progress=False)
+        return svi, loader
+
+    expected = weights_of(run()[0])
+    fresh_start()
+    svi, loader = svi_of("MeanFieldGuide + TaylorELBO"), shuffled()
+    history = fit(svi, loader, 2, progress=False)
+    save(tmp_path / "killed.pt", svi, history=history, loader=loader)
+    fresh_start()
+    svi, loader = svi_of("MeanFieldGuide + TaylorELBO", seed=3), shuffled(seed=9)
+    history = load(tmp_path / "killed.pt", svi, loader=loader)
+    fit(svi, loader, 0, history=history, recompute_batch_norm=True, progress=False)
+    assert (history.epoch, history.stopped) == (2, "epochs")
+    assert same(weights_of(svi), expected)
+
+
+class Interrupting:
+    """Validation, or a loader, that is interrupted once."""
+
+    def __init__(self, inner, at):
+        self.inner, self.at, self.count = inner, at, 0
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    def __iter__(self):
+        for batch in self.inner:
+            self.count += 1
+            if self.count == self.at:
+                raise KeyboardInterrupt
+            yield batch
+
+
+UNSEEDED = {"shuffle": True, "batch_size": 8}  # a loader that draws from the global generator
+
+
+@pytest.mark.parametrize("at", [2, 4, 6])
+@pytest.mark.parametrize("seeded", [True, False], ids=["own generator", "global generator"])
+@pytest.mark.parametrize("in_validation", [False, True], ids=["in a step", "in validation"])
+def test_an_interrupted_epoch_goes_on_where_it_stopped(at, seeded, in_validation, tmp_path):
+    def loader_of(seed=7):
+        return shuffled(seed=seed) if seeded else DataLoader(TensorDataset(*data()), **UNSEEDED)
+
+    method = "AutoNormal + Trace_ELBO"  # whose steps draw random numbers
+    pyro.set_rng_seed(1)
+    whole = svi_of(method)
+    reference = fit(whole, loader_of(), 3, validate=sequence(), progress=False)
+    expected = weights_of(whole)
+
+    fresh_start()
+    pyro.set_rng_seed(1)
+    half, loader, validate = svi_of(method), loader_of(), sequence()
+    if in_validation:
+        validate = Interrupting(validate, at)
+    else:
+        loader = Interrupting(loader, at)
+    history = fit(half, loader, 3, validate=validate, checkpoint=tmp_path / "x.pt", progress=False)
+    assert history.stopped == "interrupted"
+    steps = history.step
+    assert steps == (at - 1 if not in_validation else 3 * (1 + (at - 1) // 3))
+
+    fresh_start()
+    again, loader = svi_of(method, seed=5), loader_of(123)
+    history = load(tmp_path / "x.pt", again, loader=loader, example=sequence()[0])
+    assert history.step == steps
+    fit(again, loader, 3 - history.epoch, history=history, validate=sequence(), progress=False)
+    assert history.steps["loss"] == reference.steps["loss"]
+    assert {**history.epochs, "seconds": 0} == {**reference.epochs, "seconds": 0}
+    assert same(weights_of(again), expected)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [lambda: sequence()[:1], lambda: iter(sequence()), lambda: shuffled()],
+    ids=["shorter", "iterator", "generator"],
+)
+def test_an_epoch_whose_batches_cannot_be_replayed_starts_anew_and_says_so(other):
+    svi = svi_of("AutoNormal + Trace_ELBO")
+    history = fit(svi, Interrupting(sequence(), 3), 2, progress=False)
+    assert (history.stopped, history.step) == ("interrupted", 2)
+    with pytest.warns(DviWarning, match="after 2 batches.*count twice"):
+        fit(svi, other(), 1, history=history, progress=False)
+    assert history.epoch == 1
 
 
 def test_checkpoint_is_written_when_it_should(tmp_path):
@@ -440,6 +574,18 @@ def newer(path):
     torch.save({**content, "version": 99}, path)
 
 
+def without_an_optimizer(path):
+    content = torch.load(path, weights_only=True)
+    del content["optimizer"]
+    torch.save(content, path)
+
+
+def without_constraints(path):
+    content = torch.load(path, weights_only=True)
+    del content["store"]["constraints"]
+    torch.save(content, path)
+
+
 FILES = [
     (truncated, "cut off"),
     (text, "not a checkpoint"),
@@ -449,6 +595,8 @@ FILES = [
     (store, r"not written by|not a checkpoint|safe load"),
     (module, "safe load"),
     (newer, "version 99"),
+    (without_an_optimizer, r"run.pt' has no \['optimizer'\] in its contents"),
+    (without_constraints, r"run.pt' has no \['constraints'\] in its store"),
     (lambda path: path.unlink(), "There is no checkpoint"),
 ]
 
@@ -458,6 +606,38 @@ def test_files_that_are_no_checkpoints(saved, damage, message):
     damage(saved)
     with pytest.raises(CheckpointError, match=message):
         load(saved, svi_of("AutoNormal + Trace_ELBO"), example=sequence()[0])
+
+
+@pytest.mark.parametrize("checksums", [True, False], ids=["", "torch.save without checksums"])
+def test_a_bit_that_flips_anywhere_in_a_tensor_is_found(tmp_path, checksums):
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(checksums)
+    try:
+        svi = svi_of("MeanFieldGuide + TaylorELBO")
+        fit(svi, shuffled(), 1, checkpoint=tmp_path / "run.pt", progress=False)
+    finally:
+        torch.serialization.set_crc32_options(before)
+    sound = (tmp_path / "run.pt").read_bytes()
+    with zipfile.ZipFile(tmp_path / "run.pt") as archive:
+        tensors = [entry for entry in archive.infolist() if "/data/" in entry.filename and entry.file_size]
+    draw = random.Random(0)
+    for _ in range(40):
+        entry = draw.choice(tensors)
+        header = sound[entry.header_offset :][:30]
+        start = entry.header_offset + 30 + sum(struct.unpack("<HH", header[26:]))  # after name and padding
+        flipped = bytearray(sound)
+        flipped[start + draw.randrange(entry.file_size)] ^= 1 << draw.randrange(8)
+        (tmp_path / "run.pt").write_bytes(flipped)
+        with pytest.raises(CheckpointError, match="is damaged"):
+            load(tmp_path / "run.pt", svi, example=sequence()[0])
+    (tmp_path / "run.pt").write_bytes(sound)
+    load(tmp_path / "run.pt", svi)
+
+
+def test_files_of_the_first_version_are_read(saved):
+    content = torch.load(saved, weights_only=True)
+    torch.save({**{k: v for k, v in content.items() if k != "unfinished"}, "version": 1}, saved)
+    assert load(saved, svi_of("AutoNormal + Trace_ELBO"), example=sequence()[0]).epoch == 1
 
 
 def test_saving_where_there_is_no_folder(tmp_path):

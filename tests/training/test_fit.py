@@ -381,6 +381,85 @@ def test_an_update_that_overflows_is_found_at_the_end_of_the_epoch():
         fit(svi, sequence()[:1], 1, progress=False)
 
 
+class Explodes(PyroOptim):
+    """Makes every parameter huge, but finite, at one step."""
+
+    calls = 0
+
+    def __call__(self, params, *args, **kwargs):
+        super().__call__(params, *args, **kwargs)
+        type(self).calls += 1
+        if type(self).calls == type(self).at:
+            with torch.no_grad():
+                for p in params:
+                    p.mul_(type(self).factor)
+
+
+@NAN_WARNING
+@BOTH
+@pytest.mark.parametrize("factor", [1e31, -1e31])
+@pytest.mark.parametrize("family", ["logits", "scale"])
+@pytest.mark.parametrize(
+    "at_step", [2, 3, 5], ids=["within an epoch", "in its last step", "in the next epoch"]
+)
+def test_parameters_that_are_finite_but_far_too_large_are_a_divergence(method, factor, family, at_step):
+    class Extreme(Net):
+        def forward(self, x, y=None):
+            f = self.last(nn.functional.softplus(self.norm(self.first(x)))).squeeze(-1)
+            with pyro.plate("data", len(x)):
+                fn = (
+                    dist.Normal(f - f, f.exp())
+                    if family == "scale"
+                    else dist.Bernoulli(logits=(f * f - f * f))
+                )
+                return pyro.sample("obs", fn, obs=None if y is None else (y > 0).to(f))
+
+    class Once(Explodes):
+        at = at_step
+
+    Once.factor = factor
+    torch.manual_seed(0)
+    guide_class, elbo_class = METHODS[method]
+    model = Extreme()
+    svi = SVI(model, guide_class(model), Adam({"lr": 1e-4}), elbo_class())
+    svi.guide(*sequence()[0])
+    start = weights_of(svi)
+    svi.optim.__class__ = Once
+    kept = [start]
+    with pytest.raises(NonFiniteError, match="the largest parameter is|Not finite") as caught:
+        fit(svi, sequence(), 3, progress=False, callbacks=[lambda state: kept.append(weights_of(svi))])
+    assert caught.value.step == at_step + 1
+    assert same(weights_of(svi), kept[at_step // 4])
+    assert caught.value.history.stopped == "non-finite"
+
+
+@NAN_WARNING
+@BOTH
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("at", [1, 2])
+def test_bad_numbers_in_the_first_batch_are_reported_as_in_later_ones(method, bad, at):
+    def spoil(x):
+        x = x.clone()
+        x[0, 0] = bad
+        return x
+
+    svi = svi_of(method)
+    with pytest.raises(NonFiniteError, match=r"argument 0 \(1 of 16 elements\).*Drop or mask") as caught:
+        fit(svi, Poison(at, spoil), 1, progress=False)
+    assert (caught.value.epoch, caught.value.step) == (1, at)
+    assert fit(svi, sequence(), 1, history=caught.value.history, progress=False).epoch == 1
+
+
+def test_an_error_of_a_batch_that_would_fail_before_too_passes_and_changes_nothing():
+    svi = svi_of("AutoNormal + Trace_ELBO")
+    fit(svi, sequence(), 1, progress=False)
+    kept = svi.guide.median()
+    x, y = sequence()[0]
+    with pytest.raises(ValueError, match="not broadcastable"):
+        fit(svi, [(x, y[:-1])], 1, progress=False)
+    assert same(svi.guide.median(), kept)
+
+
 def test_other_errors_pass():
     svi = svi_of("AutoNormal + Trace_ELBO")
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
@@ -397,7 +476,8 @@ def _interruptible():
 
 @pytest.mark.skipif(os.name == "nt", reason="signals")
 @pytest.mark.usefixtures("_interruptible")
-def test_interrupt_keeps_what_was_trained():
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupt_keeps_what_was_trained(number):
     svi = svi_of("AutoNormal + Trace_ELBO")
 
     class Interrupted(PyroOptim):
@@ -406,7 +486,7 @@ def test_interrupt_keeps_what_was_trained():
         def __call__(self, params, *args, **kwargs):
             self.calls += 1
             if self.calls == 5:  # in the middle of a step
-                os.kill(os.getpid(), signal.SIGINT)
+                os.kill(os.getpid(), number)
             super().__call__(params, *args, **kwargs)
 
     svi.optim.__class__ = Interrupted
@@ -414,6 +494,7 @@ def test_interrupt_keeps_what_was_trained():
     assert (history.stopped, history.epoch, history.step) == ("interrupted", 1, 5)
     interrupted = weights_of(svi)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     pyro.clear_param_store()
     batches = sequence()
     other = svi_of("AutoNormal + Trace_ELBO")

@@ -78,6 +78,11 @@ class Route(ABC):
     def steered(self) -> Any:
         """The optimizer object that the user gave."""
 
+    def agreed(self, value: Any) -> Any:
+        """Return a value that all processes have to share, where several train: that of the first."""
+        agreed = getattr(self.elbo, "agreed", None)
+        return value if agreed is None else agreed(value)
+
     def announce_length(self, total_steps: int) -> None:
         """Tell an optimizer with a schedule of its own how long training will be."""
         tell = getattr(self.steered, "set_total_steps", None)
