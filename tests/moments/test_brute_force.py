@@ -18,6 +18,7 @@ from pyro_dvi.moments import Moments, MultiplicativeMoments
 from tests.moments.battery import quadrature
 
 INPUTS, HIDDEN, OUTPUTS, EXAMPLES = 3, 24, 2, 5
+DRAWS = 50_000
 ACTIVATIONS: list[tuple[Callable, tuple[float, ...]]] = [
     (F.relu, (0.0,)),
     (F.leaky_relu, (0.0,)),
@@ -95,13 +96,13 @@ def test_quadrature(activation: Callable, kinks: tuple[float, ...], kind: str) -
 
 @pytest.mark.parametrize("kind", ["mean-field", "multiplicative"])
 def test_sampled_weights(kind: str) -> None:
-    """Means and deviations over 100,000 draws of the weights, the same draws for every activation.
+    """Means and deviations over 50,000 draws of the weights, the same draws for every activation.
 
     Of 26 activations, 5 examples, 2 outputs, two statistics and two families of weights, none is further than 4.5
     standard errors: by chance alone, one is in 0.7 % of all seeds (960 times 6.8e-6, were they independent).
     """
     x, parameters = inputs(), weights(kind)
-    total, chunk = 100_000, 10_000
+    total, chunk = DRAWS, 10_000
     generator = torch.Generator().manual_seed(11)
     sums = {
         activation: torch.zeros(4, EXAMPLES, OUTPUTS, dtype=torch.float64) for activation, _ in ACTIVATIONS
@@ -132,5 +133,5 @@ def test_a_wrong_variance_is_found() -> None:
     """The check by sampling sees an error of two percent in the deviation."""
     y = network(F.relu, inputs(), *weights("mean-field"))
     error = y.variance * (1.02**2 - 1)
-    standard_error = y.variance * math.sqrt(2 / 100_000)  # of a Gaussian
+    standard_error = y.variance * math.sqrt(2 / DRAWS)  # of a Gaussian
     assert (error / standard_error).min() > 4.5

@@ -70,14 +70,13 @@ def test_softmax_is_as_good_as_claimed(classes: int, level: float) -> None:
 @pytest.mark.parametrize("classes", [2, 3, 10])
 def test_logsumexp_and_log_softmax_are_as_good_as_claimed(classes: int, level: float) -> None:
     x = logits(classes, level)
-    mean, variance = sampled(lambda v: torch.logsumexp(v, -1), x)
+    mean, variance = sampled(lambda v: torch.cat([total := v.logsumexp(-1, keepdim=True), v - total], -1), x)
     y = torch.logsumexp(x, -1)
-    assert (y.loc - mean).abs().mean() < CLAIMS[level][1] + 0.003
-    assert abs((y.variance / variance).sqrt().median() - 1) < 0.06
-    mean, variance = sampled(lambda v: torch.log_softmax(v, -1), x)
+    assert (y.loc - mean[:, 0]).abs().mean() < CLAIMS[level][1] + 0.003
+    assert abs((y.variance / variance[:, 0]).sqrt().median() - 1) < 0.06
     z = torch.log_softmax(x, -1)
     torch.testing.assert_close(z.loc, x.loc - y.loc[:, None])
-    assert abs((z.variance / variance).sqrt().median() - 1) < 0.06
+    assert abs((z.variance / variance[:, 1:]).sqrt().median() - 1) < 0.06
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -24,7 +24,9 @@ LARGE = {
     "efficientnet_b0": 32,
     "convnext_tiny": 32,
 }
-NETWORKS = [*SMALL, *(pytest.param(name, marks=pytest.mark.slow) for name in LARGE)]
+# Of its 10^8 weights all but a few are in linear layers, whose kind every network has.
+MARKS = {"vgg11_bn": pytest.mark.soak}
+NETWORKS = [*SMALL, *(pytest.param(name, marks=MARKS.get(name, pytest.mark.slow)) for name in LARGE)]
 
 
 def multiplicative(weight: Tensor) -> Moments:
@@ -43,9 +45,10 @@ def certain(weight: Tensor) -> Moments:
 def with_moments(net: nn.Module, moments: Callable[[Tensor], Moments]) -> nn.Module:
     """Replace the weights of linear and convolutional layers of a copy by moments.
 
-    A module takes no attribute in place of a parameter, but a plain one after the parameter is gone.
+    A module takes no attribute in place of a parameter, but a plain one after the parameter is gone. The copy has
+    buffers of its own; parameters are shared, since nothing here changes their values.
     """
-    net = copy.deepcopy(net)
+    net = copy.deepcopy(net, {id(parameter): parameter for parameter in net.parameters()})
     for module in net.modules():
         if isinstance(module, nn.Linear | nn.Conv2d):
             weight = module.weight.detach()
@@ -58,7 +61,10 @@ def images(size: int) -> Tensor:
     return torch.randn(4, 3, size, size, generator=torch.Generator().manual_seed(0))
 
 
-def network(name: str) -> tuple[nn.Module, Tensor]:
+@pytest.fixture(scope="module", params=NETWORKS)
+def network(request: pytest.FixtureRequest) -> tuple[nn.Module, Tensor]:
+    """A network that its tests copy, and images."""
+    name = request.param
     torch.manual_seed(0)
     make = getattr(torchvision.models, name)
     options = {"aux_logits": False, "init_weights": False} if name == "googlenet" else {}
@@ -70,13 +76,11 @@ def network(name: str) -> tuple[nn.Module, Tensor]:
 
 
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
-@pytest.mark.parametrize("name", NETWORKS)
-def test_moments_pass_through(name: str, training: bool) -> None:
-    net, x = network(name)
-    net.train(training)
+def test_moments_pass_through(network: tuple[nn.Module, Tensor], training: bool) -> None:
+    net, x = network
     for moments in (multiplicative, mean_field):
         with torch.no_grad():
-            y = with_moments(net, moments)(x)
+            y = with_moments(net, moments).train(training)(x)
         assert isinstance(y, Moments)
         assert y.shape == (4, 10)
         assert y.loc.isfinite().all()
@@ -86,14 +90,12 @@ def test_moments_pass_through(name: str, training: bool) -> None:
 
 
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
-@pytest.mark.parametrize("name", NETWORKS)
-def test_certain_weights_give_the_plain_network(name: str, training: bool) -> None:
-    net, x = network(name)
-    dtype = torch.float32 if name == "vgg11_bn" else torch.float64  # 10^8 weights are slow to convert
-    net, x = net.to(dtype).train(training), x.to(dtype)
+def test_certain_weights_give_the_plain_network(network: tuple[nn.Module, Tensor], training: bool) -> None:
+    net, x = network
+    net, x = copy.deepcopy(net).double().train(training), x.double()
     with torch.no_grad():
         y = with_moments(net, certain)(x)
-        plain = copy.deepcopy(net)(x)
-    error = torch.finfo(dtype).eps ** 0.5  # rectifiers see a variance of at least the squared rounding error
+        plain = net(x)
+    error = torch.finfo(x.dtype).eps ** 0.5  # rectifiers see a variance of at least the squared rounding error
     torch.testing.assert_close(y.loc, plain, rtol=error, atol=error)
     assert y.variance.max() <= error * (1 + plain.square().max())
