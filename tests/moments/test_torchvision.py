@@ -96,6 +96,8 @@ def test_certain_weights_give_the_plain_network(network: tuple[nn.Module, Tensor
     with torch.no_grad():
         y = with_moments(net, certain)(x)
         plain = net(x)
-    error = torch.finfo(x.dtype).eps ** 0.5  # rectifiers see a variance of at least the squared rounding error
+    error = (
+        torch.finfo(x.dtype).eps ** 0.5
+    )  # rectifiers see a variance of at least the squared rounding error
     torch.testing.assert_close(y.loc, plain, rtol=error, atol=error)
     assert y.variance.max() <= error * (1 + plain.square().max())
