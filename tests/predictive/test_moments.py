@@ -103,16 +103,33 @@ def test_a_point_mass_predicts_as_at_its_mean(x):
     torch.testing.assert_close(moments.variance, mean.variance)
 
 
-@pytest.mark.parametrize("guide_class", [dvi.MeanFieldGuide, AutoNormal])
-@pytest.mark.parametrize("prior", [dist.LogNormal(-1.0, 0.5), dist.Gamma(4.0, 4.0), dist.Uniform(0.1, 2.0)])
-def test_a_transformed_latent_is_integrated_over_its_gaussian(x, guide_class, prior):
+def uncertain_noise(x, guide_class, prior):
+    """A regression, its guide, and the parameter that sets how uncertain the latent noise scale is."""
     model = dvi.regressor(network(1), num_data=12, noise_scale=prior)
     guide = guide_class(model)
     guide(x, x[:, 0])
-    with torch.no_grad():
-        next(p for n, p in guide.named_parameters() if "scales" in n and "noise_scale" in n).fill_(-0.7)
+    spread = next(p for n, p in guide.named_parameters() if "scales" in n and "noise_scale" in n)
+    return model, guide, spread.data.fill_(-0.7)
+
+
+@pytest.mark.parametrize("guide_class", [dvi.MeanFieldGuide, AutoNormal])
+@pytest.mark.parametrize("prior", [dist.LogNormal(-1.0, 0.5), dist.Gamma(4.0, 4.0), dist.Uniform(0.1, 2.0)])
+def test_a_transformed_latent_is_integrated_over_its_gaussian(x, guide_class, prior):
+    model, guide, spread = uncertain_noise(x, guide_class, prior)
     first, again = (dvi.predict(model, guide, x, method=dvi.Moments(), seed=k) for k in (0, 1))
     assert torch.equal(first.variance, again.variance)
+    middle = ((torch.arange(2000) + 0.5) / 2000).tolist()
+    noise = torch.as_tensor(guide.quantiles(middle)["noise_scale"]).square().mean()  # integral over quantiles
+    spread.fill_(-20.0)
+    median = guide.median()["noise_scale"]
+    certain = dvi.predict(model, guide, x, method=dvi.Moments())
+    torch.testing.assert_close(certain.mean, first.mean)
+    torch.testing.assert_close(first.variance, certain.variance - median**2 + noise, rtol=1e-3, atol=0)
+
+
+def test_a_transformed_latent_that_is_drawn_has_the_same_moments(x):
+    model, guide, _ = uncertain_noise(x, AutoNormal, dist.LogNormal(-1.0, 0.5))
+    first = dvi.predict(model, guide, x, method=dvi.Moments())
     drawn = dvi.predict(model, guide, x, method=dvi.Moments(num_samples=2000), seed=0)
     assert not torch.equal(drawn.variance, first.variance)
     torch.testing.assert_close(drawn.mean, first.mean)

@@ -64,7 +64,7 @@ def test_predictive_agrees_with_predict(guide_class):
     torch.set_default_dtype(torch.float64)
     guide = GUIDES[guide_class]()
     guide(X, Y)
-    num_samples = 1500
+    num_samples = 400
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DviWarning)  # draws of a Laplace approximation are no good predictor
         prediction = predict(model, guide, X, Samples(num_samples), seed=0)
