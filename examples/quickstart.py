@@ -128,7 +128,8 @@ def train(
     optimizer = ClippedAdam(dvi.learning_rates(options.lr, lrd=decay))
     svi = SVI(temper(model), temper(guide), optimizer, loss=elbo)
     print(f"\n{name}: {type(guide).__name__}, {type(elbo).__name__}, predicted {describe(rule)}")
-    history = dvi.fit(svi, loader, epochs=options.epochs, recompute_batch_norm=True)
+    # A tempered model is a function, which does not say where it lives.
+    history = dvi.fit(svi, loader, options.epochs, device=options.device, recompute_batch_norm=True)
     prediction = dvi.predict(model, guide, (data.test_x, data.test_y), rule, seed=options.seed)
     seconds = statistics.median(history["seconds"])
     return Result(name, rule, model, guide, elbo, prediction, prediction.metrics(), seconds)

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from pyro_dvi.random_numbers import accelerators, forked
+
 __all__ = ["constant_parameters", "evaluating", "preserve_buffers", "undisturbed"]
 
 
@@ -21,8 +23,7 @@ def undisturbed() -> Iterator[None]:
         >>> bool(first == torch.rand(()))
         True
     """
-    cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
-    with torch.random.fork_rng(devices=[torch.cuda.current_device()] if cuda else []), preserve_buffers():
+    with forked(*accelerators()), preserve_buffers():
         yield
 
 

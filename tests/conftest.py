@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every test starts from: a seeded generator, an empty parameter store, float32, and no display."""
 
+import contextlib
 import os
 import sys
 from collections.abc import Iterator
@@ -9,12 +10,26 @@ import pyro
 import pytest
 import torch
 
+from tests import emulated
+
 # Plots are drawn into memory: a test machine has no display. Set before anything imports matplotlib.
 os.environ.setdefault("MPLBACKEND", "Agg")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--device",
+        choices=["emulated", "cuda", "cpu"],
+        default="emulated",
+        help="where the tests with the fixture `device` run (default: a device that tests/emulated pretends; "
+        "the CPU where torch is too old for that)",
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    """Share the cores between the workers of ``pytest -n``: each would otherwise take all of them."""
+    """Make the emulated device known, and share the cores between the workers of ``pytest -n``."""
+    if config.getoption("--device") == "emulated":
+        emulated.register()
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     if workers > 1:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
@@ -23,13 +38,27 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what this machine cannot run."""
     missing = {
-        "cuda": None if torch.cuda.is_available() else "needs a CUDA device",
+        "cuda": None
+        if items and items[0].config.getoption("--device") == "cuda"
+        else "long; runs with --device cuda",
         "distributed": None if torch.distributed.is_available() else "torch was built without distributed",
     }
     for item in items:
         for marker, reason in missing.items():
             if reason is not None and item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture
+def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
+    """Give the device that ``--device`` names: a GPU, or the one that stands for it on any machine."""
+    name = request.config.getoption("--device")
+    if name == "emulated" and not emulated.AVAILABLE:
+        name = "cpu"  # an older torch
+    if name == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    with emulated.in_use() if name == "emulated" else contextlib.nullcontext():
+        yield torch.empty(0, device=name).device
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,6 @@ The ELBO builds a :class:`Linearisation` from one run of guide and model. A curv
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor
 from torch.distributions import Distribution
 
 from pyro_dvi.errors import ArgumentError, ModelError, UnsupportedError
+from pyro_dvi.random_numbers import state_of
 
 SliceArguments = Callable[[tuple, dict, Tensor], tuple[tuple, dict]]
 
@@ -35,11 +35,7 @@ def private_random_state(generator: torch.Generator | None, device: torch.device
             f"the label generator lives on {generator.device} but the model on {device}: "
             f"create it with torch.Generator(device={device.type!r})"
         )
-    get: Callable[[], Tensor] = torch.get_rng_state
-    put: Callable[[Tensor], Any] = torch.set_rng_state
-    if device.type != "cpu":
-        module = torch.get_device_module(device)
-        get, put = partial(module.get_rng_state, device), partial(module.set_rng_state, device=device)
+    get, put = state_of(device)
     outer = get()
     put(generator.get_state())
     try:

@@ -12,6 +12,8 @@ import torch
 from pyro.poutine.messenger import Messenger
 from torch import nn
 
+from pyro_dvi.random_numbers import accelerators, forked
+
 __all__ = ["AnnouncedFunction", "Draws", "OwnDraws", "SharedDraws", "seeded"]
 
 
@@ -120,7 +122,6 @@ class _AtObservation(Messenger):
 
 @contextmanager
 def _forked(seed: int) -> Iterator[None]:
-    cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
-    with torch.random.fork_rng(devices=[torch.cuda.current_device()] if cuda else []):
+    with forked(*accelerators()):
         torch.manual_seed(seed)
         yield

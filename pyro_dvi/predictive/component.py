@@ -9,6 +9,7 @@ from torch import Tensor
 from torch import distributions as td
 
 from pyro_dvi.errors import DataError, UnsupportedError
+from pyro_dvi.random_numbers import forked
 
 __all__ = [
     "base_of",
@@ -104,7 +105,7 @@ def filled(values: Tensor, mask: Tensor | None, fn: Any) -> Tensor:
     """
     if mask is None or mask.shape != values.shape:  # another shape is reported where they are scored
         return values
-    with torch.random.fork_rng(devices=[values.device] if values.is_cuda else []):
+    with forked(values.device):
         return torch.where(mask, values, fn.sample().to(values))
 
 

@@ -15,6 +15,8 @@ from torch.distributions import constraints
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from pyro_dvi.random_numbers import state_of
+
 __all__ = ["Probe", "agrees", "possible"]
 
 LARGE = 1000  # entries of a container of which only the number is compared
@@ -126,8 +128,7 @@ def _same(first: list[Any], second: list[Any]) -> bool:
 
 
 def _generators(device: torch.device) -> tuple[Any, ...]:
-    own = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-    return own.numpy().tobytes(), pickle.dumps(np.random.get_state()), random.getstate()
+    return state_of(device)[0]().numpy().tobytes(), pickle.dumps(np.random.get_state()), random.getstate()
 
 
 class _LargestOutput(TorchDispatchMode):

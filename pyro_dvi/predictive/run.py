@@ -16,6 +16,7 @@ from pyro_dvi.errors import DataError, ModelError
 from pyro_dvi.handlers.all_rows import AllRows
 from pyro_dvi.handlers.response import choose_response, counted, example_axis, responses
 from pyro_dvi.predictive.batches import Batch
+from pyro_dvi.random_numbers import forked
 from pyro_dvi.signatures import parameter_names, with_missing
 from pyro_dvi.undisturbed import evaluating
 
@@ -200,8 +201,7 @@ def seeded(seed: int | None, device: torch.device | None) -> Iterator[int]:
     """
     if seed is None:
         seed = int(torch.randint(2**31 - 1, ()))
-    devices = [device] if device is not None and device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
+    with forked(device):
         yield seed
 
 

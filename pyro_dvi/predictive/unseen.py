@@ -11,6 +11,7 @@ from torch import distributions as td
 
 from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.predictive.run import Response
+from pyro_dvi.random_numbers import forked
 
 __all__ = ["refuse_unseen"]
 
@@ -31,7 +32,7 @@ def refuse_unseen(response: Response, run: Callable[[Latents], Any], latents: La
     """
     found = []
     for last in (False, True):
-        with torch.random.fork_rng(devices=_accelerators(latents)), _Elsewhere(response.drawn, last):
+        with forked(*(value.device for value in latents.values())), _Elsewhere(response.drawn, last):
             torch.manual_seed(1 + last)
             found.append(_tensors(run(latents)))
     first, second = found
@@ -68,7 +69,3 @@ def _tensors(fn: Any) -> list[Tensor]:
     if isinstance(fn, (td.Distribution, td.Transform)):
         fn = list(vars(fn).values())
     return [tensor for part in fn for tensor in _tensors(part)] if isinstance(fn, (list, tuple)) else []
-
-
-def _accelerators(latents: Latents) -> list[torch.device]:
-    return list({value.device for value in latents.values() if value.is_cuda})

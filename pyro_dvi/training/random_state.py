@@ -10,12 +10,13 @@ import numpy as np
 import torch
 
 from pyro_dvi.errors import CheckpointError
+from pyro_dvi.random_numbers import accelerators, state_of
 
 __all__ = ["check_generators", "preserve_random_state", "random_state", "restore_random_state"]
 
 
 def random_state(*loaders: Any) -> dict[str, Any]:
-    """Collect the states of torch (CPU and CUDA), NumPy, Python and of the loaders' own generators.
+    """Collect the states of torch (CPU and accelerators), NumPy, Python and of the loaders' own generators.
 
     Pyro has no generator of its own: it draws from these three. The result holds tensors, numbers and tuples
     only, so that ``torch.load(weights_only=True)`` can read it.
@@ -23,7 +24,7 @@ def random_state(*loaders: Any) -> dict[str, Any]:
     kind, keys, *rest = np.random.get_state()
     return {
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
+        **{str(device): state_of(device)[0]() for device in accelerators()},
         "numpy": (
             str(kind),
             torch.from_numpy(np.asarray(keys, dtype=np.int64)),
@@ -57,8 +58,9 @@ def restore_random_state(state: dict[str, Any], *loaders: Any) -> None:
     """
     check_generators(state, *loaders)
     torch.set_rng_state(state["torch"].cpu())
-    if state["cuda"] and torch.cuda.is_available() and torch.cuda.device_count() == len(state["cuda"]):
-        torch.cuda.set_rng_state_all([entry.cpu() for entry in state["cuda"]])
+    for device in accelerators():
+        if str(device) in state:
+            state_of(device)[1](state[str(device)].cpu())
     kind, keys, *rest = state["numpy"]
     np.random.set_state((kind, keys.cpu().numpy().astype(np.uint32), *rest))
     version, internal, gauss = state["python"]

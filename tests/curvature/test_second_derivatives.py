@@ -230,12 +230,11 @@ def test_convolutions_inside_vmap_run():
     torch.testing.assert_close(y, torch.stack([F.conv2d(a, w) for a in x]))
 
 
-@pytest.mark.cuda
 @every_case
-def test_on_a_gpu(case):
+def test_on_a_device(case, device):
     inputs = case.inputs()
-    on_gpu = [t.detach().cuda().requires_grad_() for t in inputs]
-    for a, b in zip(derivatives_on(case, on_gpu)[2], derivatives_on(case, inputs)[2], strict=True):
+    there = [t.detach().to(device).requires_grad_() for t in inputs]
+    for a, b in zip(derivatives_on(case, there)[2], derivatives_on(case, inputs)[2], strict=True):
         torch.testing.assert_close(a.cpu(), b, atol=1e-8, rtol=1e-8)
 
 

@@ -155,15 +155,14 @@ def test_a_network_of_modules():
     assert all(row.to_prior[2] == pytest.approx(math.exp(-3), rel=1e-5) for row in report.rows)
 
 
-@pytest.mark.cuda
-def test_a_guide_that_moved_to_another_device():
+def test_a_guide_that_moved_to_another_device(device):
     from pyro_dvi import prior_predictive_check, signal_to_noise, to_bayesian_
 
     net = to_bayesian_(nn.Linear(3, 2))
     guide = MeanFieldGuide(net)
     guide.initialize(torch.ones(1, 3))
     earlier = scale_snapshot(guide)
-    net.cuda(), guide.cuda()
+    net.to(device), guide.to(device)
     report = scale_report(guide, earlier=earlier)
     assert all(row.change == pytest.approx(0, abs=1e-6) for row in report.rows)
     assert signal_to_noise(guide).num_weights == 8
@@ -173,7 +172,7 @@ def test_a_guide_that_moved_to_another_device():
         with pyro.plate("data", len(x)):
             return pyro.sample("y", dist.Normal(mean, 1.0), obs=y)
 
-    x = torch.ones(5, 3, device="cuda")
+    x = torch.ones(5, 3, device=device)
     check = prior_predictive_check(model, (x, x[:, 0]), num_samples=3)
     assert check.num_examples == 5
 

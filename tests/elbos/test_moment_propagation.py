@@ -286,12 +286,11 @@ def test_the_variance_floor_reaches_the_network(data):
     assert floored.loss(model, guide, *data) > plain.loss(model, guide, *data)
 
 
-@pytest.mark.cuda
 @every_guide
-def test_it_trains_on_a_gpu(data, guide_class):
-    x, y = (t.float().cuda() for t in data)
-    model = dvi.regressor(network().float().cuda(), num_data=12, noise_scale=0.3)
+def test_it_trains_on_a_device(data, guide_class, device):
+    x, y = (t.float().to(device) for t in data)
+    model = dvi.regressor(network().float().to(device), num_data=12, noise_scale=0.3)
     guide = guide_class(model)
     svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), loss=MomentPropagationELBO())
     assert svi.step(x, y) > svi.step(x, y) > 0
-    assert dvi.predict(model, guide, (x, y), method=dvi.Moments()).mean.is_cuda
+    assert dvi.predict(model, guide, (x, y), method=dvi.Moments()).mean.device == device

@@ -31,13 +31,15 @@ class Classifier(pyro.nn.PyroModule):
             return pyro.sample("y", dist.Categorical(logits=logits), obs=y)
 
 
-def images(size: int = 4, pixels: int = 32, dtype: torch.dtype = torch.float32, device: str = "cpu") -> tuple:
+def images(
+    size: int = 4, pixels: int = 32, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+) -> tuple:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(size, 3, pixels, pixels, generator=generator)
     return x.to(device, dtype), torch.arange(size, device=device) % 10
 
 
-def resnet(dtype: torch.dtype, device: str = "cpu") -> Classifier:
+def resnet(dtype: torch.dtype, device: torch.device | str = "cpu") -> Classifier:
     torchvision = pytest.importorskip("torchvision")
     torch.manual_seed(0)
     net = torchvision.models.resnet18(num_classes=10)
@@ -46,7 +48,7 @@ def resnet(dtype: torch.dtype, device: str = "cpu") -> Classifier:
     return Classifier(net, num_data=40).to(device, dtype)
 
 
-def train_resnet(dtype: torch.dtype, device: str = "cpu", steps: int = 2) -> None:
+def train_resnet(dtype: torch.dtype, device: torch.device | str = "cpu", steps: int = 2) -> None:
     model = resnet(dtype, device)
     x, y = images(size=2, dtype=dtype, device=device)
     guide = MeanFieldGuide(model)
@@ -62,7 +64,7 @@ def train_resnet(dtype: torch.dtype, device: str = "cpu", steps: int = 2) -> Non
         not torch.equal(p, affine[k]) for k, p in bn.named_parameters()
     )
     posterior = guide.get_posterior()["net.conv1.weight"]
-    assert posterior.mean.dtype == dtype and posterior.mean.device.type == device
+    assert posterior.mean.dtype == dtype and posterior.mean.device == torch.device(device)
     tracked = bn.running_mean.clone()
     model.eval()
     assert svi.evaluate_loss(x, y) > 0
@@ -76,8 +78,8 @@ def test_torchvision_resnet(dtype, steps):
 
 
 @pytest.mark.cuda
-def test_torchvision_resnet_on_a_gpu():
-    train_resnet(torch.float32, "cuda")
+def test_torchvision_resnet_on_a_device(device):
+    train_resnet(torch.float32, device)
 
 
 def test_batch_norm_forward_runs_once_and_moves_like_one_plain_pass():

@@ -102,6 +102,6 @@ def test_a_mistake_on_the_command_line_is_named(example, arguments, message, cap
 
 
 @pytest.mark.cuda
-def test_it_runs_on_a_gpu(example, tmp_path):
-    options = ["--tasks", "2", "--epochs", "4", "--device", "cuda", "--output-dir", str(tmp_path)]
+def test_it_runs_on_a_device(example, tmp_path, device):
+    options = ["--tasks", "2", "--epochs", "4", "--device", str(device), "--output-dir", str(tmp_path)]
     assert all(accuracies[1, 1] > 0.5 for accuracies in example.main(options).values())

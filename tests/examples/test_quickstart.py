@@ -77,6 +77,6 @@ def test_a_mistake_on_the_command_line_is_named(quickstart, arguments, message, 
 
 
 @pytest.mark.cuda
-def test_it_runs_on_a_gpu(quickstart, tmp_path):
-    results = quickstart.main(["--epochs", "2", "--device", "cuda", "--output-dir", str(tmp_path)])
-    assert all(result.prediction.probabilities.is_cuda for result in results)
+def test_it_runs_on_a_device(quickstart, tmp_path, device):
+    results = quickstart.main(["--epochs", "2", "--device", str(device), "--output-dir", str(tmp_path)])
+    assert all(result.prediction.probabilities.device == device for result in results)

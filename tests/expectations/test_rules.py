@@ -321,11 +321,10 @@ def test_logits_are_those_of_the_softmax():
     assert torch.equal(by_probs, expected_log_prob(td.Categorical, {"logits": inner}, y, bound))
 
 
-@pytest.mark.cuda
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_on_the_device_of_the_moments(case):
-    gaussians = [g.cuda() for g in case.gaussians()]
-    ours = expected_log_prob(case.family, case.build(*gaussians), case.observed().cuda(), TiltedBound())
-    assert ours.device.type == "cuda"
+def test_on_the_device_of_the_moments(case, device):
+    gaussians = [g.to(device) for g in case.gaussians()]
+    ours = expected_log_prob(case.family, case.build(*gaussians), case.observed().to(device), TiltedBound())
+    assert ours.device == device
     here = expected_log_prob(case.family, case.build(*case.gaussians()), case.observed(), TiltedBound())
     torch.testing.assert_close(ours.cpu(), here)

@@ -16,7 +16,16 @@ from pyro.nn import PyroModule, PyroSample
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from pyro_dvi import AtMean, LaplaceGuide, MeanFieldGuide, Samples, TaylorELBO, predict, to_arviz
+from pyro_dvi import (
+    AtMean,
+    LaplaceGuide,
+    MeanFieldGuide,
+    Samples,
+    TaylorELBO,
+    predict,
+    to_arviz,
+    to_bayesian_,
+)
 from pyro_dvi.errors import ArgumentError, DataError, DviWarning, GuideError, ModelError
 from pyro_dvi.guides.laplace import Accept
 from tests.inference_data.reading import ARVIZ_1, az, groups, reopened, values
@@ -315,12 +324,13 @@ def test_the_package_loads_arviz_only_when_asked():
     assert done.stdout.strip() == "False"
 
 
-@pytest.mark.cuda
-def test_a_guide_on_a_gpu_exports():
+def test_a_guide_on_a_device_exports(device):
     x, y = torch.randn(30, 3), torch.randint(400, (30,))
-    model = Net().cuda()
+    model = Net()
+    model.linear = to_bayesian_(nn.Linear(3, 400))  # type: ignore[assignment]  # priors that move along
+    model.to(device)
     guide = AutoNormal(model)
-    guide(x.cuda(), y.cuda())
+    guide(x.to(device), y.to(device))
     posterior = to_arviz(model, guide, (x, y), method=Samples(5), sites="linear.bias")
     assert np.isfinite(values(posterior, "log_likelihood", "label")).all()
 

@@ -197,14 +197,13 @@ def test_observation_that_the_model_insists_on():
     assert "nll" in predict(model, guide, (x, x)).metrics()
 
 
-@pytest.mark.cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_on_a_gpu(dtype):
+def test_on_a_device(dtype, device):
     net = nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 2))
     to_bayesian_(net)
-    model = classifier(net, num_data=ROWS).to("cuda", dtype)
+    model = classifier(net, num_data=ROWS).to(device, dtype)
     x, y = torch.randn(ROWS, 2, dtype=dtype), torch.arange(ROWS) % 2
-    guide = _fitted(model, [(x.cuda(), y.cuda())], steps=3)
+    guide = _fitted(model, [(x.to(device), y.to(device))], steps=3)
     prediction = predict(model, guide, (x, y))  # moves the data itself
-    assert prediction.probabilities.is_cuda
+    assert prediction.probabilities.device == device
     assert prediction.probabilities.dtype == dtype

@@ -28,7 +28,7 @@ class Network:
     """A classifier with convolutions, normalisation and dense layers, and some data for it."""
 
     dtype: torch.dtype = torch.float64
-    device: str = "cpu"
+    device: torch.device | str = "cpu"
     num_data: int = 14
 
     def __post_init__(self) -> None:
@@ -105,10 +105,9 @@ def test_examples_that_see_the_next_but_one_are_not_taken_apart() -> None:
     torch.testing.assert_close(torch.cat(list(query.rows(8))), torch.cat(list(query._rows_by_products(8))))
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("name", CASES)
-def test_last_layer_of_a_classifier(name: str, dtype: torch.dtype, device: str) -> None:
+def test_last_layer_of_a_classifier(name: str, dtype: torch.dtype, device: torch.device) -> None:
     network, case = Network(dtype, device), CASES[name]
     guide = network.guide()
     expected = guide_covariance(guide, network, Dense())

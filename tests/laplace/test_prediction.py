@@ -179,14 +179,13 @@ def test_several_labels_of_one_example():
     torch.testing.assert_close(prediction.probabilities, logits.softmax(-1).mean(0), rtol=0, atol=0.01)
 
 
-@pytest.mark.cuda
 @pytest.mark.parametrize("name", ["normal", "normal, two heads", "categorical", "poisson"])
-def test_on_a_gpu(name):
+def test_on_a_device(name, device):
     head = HEADS[name]
     guide = head.guide()
     x, y = head.data(5, seed=4)
     expected = predict(head.model, guide, (x, y))
-    guide.to("cuda")
-    found = predict(head.model, guide, (x.cuda(), y.cuda()))
-    assert found.log_likelihood().is_cuda
+    guide.to(device)
+    found = predict(head.model, guide, (x.to(device), y.to(device)))
+    assert found.log_likelihood().device == device
     torch.testing.assert_close(found.log_likelihood().cpu(), expected.log_likelihood())

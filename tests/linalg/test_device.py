@@ -16,7 +16,6 @@ from tests.linalg.matrices import rows, with_eigenvalues
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 def test_results_follow_device_and_dtype(device, dtype):
     spectrum = torch.linspace(1, 30, 40, dtype=torch.float64)
     exact, _ = with_eigenvalues(spectrum)

@@ -280,10 +280,9 @@ def test_conversion_to_what_it_is_already_gives_the_same_object() -> None:
     assert x.double() is x and x.contiguous() is x and x.to(torch.float64) is x
 
 
-@pytest.mark.cuda
-def test_cuda_moves_both() -> None:
-    x = gaussian(2).cuda()
-    assert x.loc.is_cuda and x.variance.is_cuda
+def test_a_move_moves_both(device) -> None:
+    x = gaussian(2).to(device)
+    assert x.loc.device == x.variance.device == device
 
 
 def test_dtypes_are_promoted() -> None:

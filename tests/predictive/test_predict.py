@@ -368,11 +368,10 @@ def test_repr_says_what_was_predicted():
     assert repr(predict(model, guide, x)) == "Prediction(Normal site 'obs', 20 examples, method=AtMean())"
 
 
-@pytest.mark.cuda
-def test_predictions_move_inputs_to_the_models_device():
+def test_predictions_move_inputs_to_the_models_device(device):
     model, guide, x, y = classification()
-    model, guide = model.cuda(), guide.cuda()
+    model, guide = model.to(device), guide.to(device)
     pyro.clear_param_store()
     prediction = predict(model, guide, (x, y), Samples(3))
-    assert prediction.probabilities.is_cuda
+    assert prediction.probabilities.device == device
     assert prediction.metrics(y)["nll"] > 0

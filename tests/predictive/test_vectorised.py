@@ -341,11 +341,10 @@ def test_validation_and_the_random_state_are_left_as_they_were():
         dist.Normal(0.0, -1.0)
 
 
-@pytest.mark.cuda
 @pytest.mark.parametrize("name", ["classifier", "conv net", "own noise", "noisy input"])
-def test_same_numbers_on_an_accelerator(name):
+def test_same_numbers_on_an_accelerator(name, device):
     model, guide, x, y = made(name, torch.float64, MeanFieldGuide)
     if isinstance(model, nn.Module):
-        model.cuda()
-    guide.cuda()
+        model.to(device)
+    guide.to(device)
     check_equal(*[predict(model, guide, (x, y), rule, seed=5) for rule in (Samples(11), Loop(11))], 1e-10)

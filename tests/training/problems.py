@@ -27,9 +27,13 @@ class Net(PyroModule):
         self.first = nn.Linear(2, 4).to(dtype)
         self.norm = nn.BatchNorm1d(4).to(dtype)
         self.last = PyroModule[nn.Linear](4, 1)
-        one, zero = torch.ones((), dtype=dtype), torch.zeros((), dtype=dtype)
-        self.last.weight = PyroSample(dist.Normal(zero, one).expand([1, 4]).to_event(2))
-        self.last.bias = PyroSample(dist.Normal(zero, one).expand([1]).to_event(1))
+        # Buffers, so that the priors move with the module.
+        self.last.register_buffer("zero", torch.zeros((), dtype=dtype), persistent=False)
+        self.last.register_buffer("one", torch.ones((), dtype=dtype), persistent=False)
+        self.last.weight = PyroSample(
+            lambda layer: dist.Normal(layer.zero, layer.one).expand([1, 4]).to_event(2)
+        )
+        self.last.bias = PyroSample(lambda layer: dist.Normal(layer.zero, layer.one).expand([1]).to_event(1))
 
     def forward(self, x, y=None):
         mean = self.last(nn.functional.softplus(self.norm(self.first(x)))).squeeze(-1)

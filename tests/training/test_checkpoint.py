@@ -700,15 +700,14 @@ def test_a_converted_network_resumes(tmp_path):
     assert same(weights_of(again), weights_of(whole))
 
 
-@pytest.mark.cuda
 @pytest.mark.parametrize("method", METHODS)
-def test_from_gpu_to_cpu(method, tmp_path):
+def test_from_a_device_to_the_cpu(method, tmp_path, device):
     svi = svi_of(method)
     loader = shuffled()
     history = fit(
-        svi, loader, 2, device="cuda", validate=sequence(), recompute_batch_norm=True, progress=False
+        svi, loader, 2, device=device, validate=sequence(), recompute_batch_norm=True, progress=False
     )
-    assert next(svi.guide.parameters()).is_cuda
+    assert next(svi.guide.parameters()).device == device
     save(tmp_path / "x.pt", svi, history=history, loader=loader)
     expected = {name: value.cpu() for name, value in weights_of(svi).items()}
     fresh_start()

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The global random generators of the CPU and of accelerators of any kind."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["accelerators", "forked", "state_of"]
+
+
+def accelerators() -> list[torch.device]:
+    """Return the devices beside the CPU whose generators this process may have drawn from."""
+    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if kind is None:
+        return []
+    module = torch.get_device_module(kind)
+    if not getattr(module, "is_initialized", lambda: True)():  # to look would be to initialise it
+        return []
+    return [torch.device(kind.type, k) for k in range(module.device_count())]
+
+
+def state_of(device: torch.device) -> tuple[Callable[[], Tensor], Callable[[Tensor], Any]]:
+    """Return what reads and what sets the state of the device's global generator."""
+    if device.type == "cpu":
+        return torch.get_rng_state, torch.set_rng_state
+    module = torch.get_device_module(device)
+    if device.type == "mps":  # there is one, and it does not ask which
+        return module.get_rng_state, module.set_rng_state
+    return partial(module.get_rng_state, device), partial(module.set_rng_state, device=device)
+
+
+@contextmanager
+def forked(*devices: torch.device | None) -> Iterator[None]:
+    """Put the generators of the CPU and of these devices back when the block ends.
+
+    Example:
+        >>> with forked():
+        ...     first = torch.rand(())
+        >>> bool(first == torch.rand(()))
+        True
+    """
+    used = {torch.device("cpu"), *(device for device in devices if device is not None)}
+    generators = [state_of(device) for device in used]
+    before = [get() for get, _ in generators]
+    try:
+        yield
+    finally:
+        for (_, put), state in zip(generators, before, strict=True):
+            put(state)
