@@ -33,7 +33,7 @@ _ENTRIES = {
     "store": "params constraints aliases",
     "elbo": "type state",
     "optimizer": "type state",
-    "random": "torch cuda numpy python loaders",
+    "random": "torch numpy python loaders",
     "history": "epochs steps stopped best_epoch",
 }
 

@@ -24,7 +24,7 @@ def random_state(*loaders: Any) -> dict[str, Any]:
     kind, keys, *rest = np.random.get_state()
     return {
         "torch": torch.get_rng_state(),
-        **{str(device): state_of(device)[0]() for device in accelerators()},
+        "accelerators": {str(device): state_of(device)[0]() for device in accelerators()},
         "numpy": (
             str(kind),
             torch.from_numpy(np.asarray(keys, dtype=np.int64)),
@@ -58,9 +58,11 @@ def restore_random_state(state: dict[str, Any], *loaders: Any) -> None:
     """
     check_generators(state, *loaders)
     torch.set_rng_state(state["torch"].cpu())
+    older = {f"cuda:{k}": entry for k, entry in enumerate(state.get("cuda", []))}  # files of version 1
+    states = state.get("accelerators", older)
     for device in accelerators():
-        if str(device) in state:
-            state_of(device)[1](state[str(device)].cpu())
+        if str(device) in states:
+            state_of(device)[1](states[str(device)].cpu())
     kind, keys, *rest = state["numpy"]
     np.random.set_state((kind, keys.cpu().numpy().astype(np.uint32), *rest))
     version, internal, gauss = state["python"]
