@@ -119,12 +119,12 @@ def test_a_transformed_latent_is_integrated_over_its_gaussian(x, guide_class, pr
     first, again = (dvi.predict(model, guide, x, method=dvi.Moments(), seed=k) for k in (0, 1))
     assert torch.equal(first.variance, again.variance)
     middle = ((torch.arange(2000) + 0.5) / 2000).tolist()
-    noise = torch.as_tensor(guide.quantiles(middle)["noise_scale"]).square().mean()  # integral over quantiles
+    noise = torch.as_tensor(guide.quantiles(middle)["noise_scale"]).square().mean()  # to 0.2 %
     spread.fill_(-20.0)
     median = guide.median()["noise_scale"]
     certain = dvi.predict(model, guide, x, method=dvi.Moments())
     torch.testing.assert_close(certain.mean, first.mean)
-    torch.testing.assert_close(first.variance, certain.variance - median**2 + noise, rtol=1e-3, atol=0)
+    torch.testing.assert_close(first.variance, certain.variance - median**2 + noise, rtol=5e-3, atol=0)
 
 
 def test_a_transformed_latent_that_is_drawn_has_the_same_moments(x):
