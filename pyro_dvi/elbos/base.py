@@ -18,6 +18,7 @@ from pyro_dvi.errors import (
     PyroDviError,
     UnsupportedError,
 )
+from pyro_dvi.handlers.trained_for import note_trained_for
 
 __all__ = ["DeterministicELBO"]
 
@@ -59,6 +60,7 @@ class DeterministicELBO(ELBO):
         self.terms: dict[str, Tensor] = {}
 
     _moves_precisions = False  # of a NaturalGradientGuide
+    trains_for = "Samples"  # the rule of prediction
 
     @abstractmethod
     def _evaluate(
@@ -87,6 +89,7 @@ class DeterministicELBO(ELBO):
         loss = self._total(model, guide, args, kwargs, training)
         if not training:
             return loss.detach()
+        note_trained_for(guide, self.trains_for)
         self.step += 1
         return loss
 

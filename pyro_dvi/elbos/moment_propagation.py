@@ -87,6 +87,8 @@ class MomentPropagationELBO(DeterministicELBO):
         True
     """
 
+    trains_for = "Moments"
+
     def __init__(
         self,
         *,

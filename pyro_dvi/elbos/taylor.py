@@ -92,6 +92,8 @@ class TaylorELBO(DeterministicELBO):
         True
     """
 
+    trains_for = "AtMean"
+
     def __init__(
         self,
         *,

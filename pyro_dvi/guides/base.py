@@ -26,6 +26,7 @@ from pyro_dvi.guides.transformed_value import TransformedValue
 from pyro_dvi.handlers.latents import unconstraining_transform
 from pyro_dvi.handlers.means import strip_event_dims
 from pyro_dvi.handlers.posterior_prior import PosteriorPrior, posterior_prior
+from pyro_dvi.handlers.trained_for import RULES, note_trained_for, trained_for
 from pyro_dvi.undisturbed import preserve_buffers
 
 __all__ = ["FactorisedGuide"]
@@ -312,9 +313,20 @@ class FactorisedGuide(AutoGuide):
         finally:
             self._model, self.master = model, master
 
+    # The rule of prediction goes along in a state_dict
+
+    def get_extra_state(self) -> Tensor:
+        """Return which rule of prediction the posterior was trained for."""
+        return torch.tensor(RULES.index(trained_for(self)), dtype=torch.int8)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Remember what :meth:`get_extra_state` returned."""
+        note_trained_for(self, RULES[int(state)])
+
     # Loading a state_dict before the first look at the model -----------------------------------------------------
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        state_dict.setdefault(f"{prefix}_extra_state", self.get_extra_state())  # older states have none
         if self.prototype_trace is None:
             for key, stored in state_dict.items():
                 for store, constraint in {"locs": constraints.real, **self._constraints}.items():

@@ -83,7 +83,7 @@ def to_arviz(
     predictions as coordinates. With several observed sites, each is predicted and scored with the others at their
     observed values, where the data hold these: :math:`p(b \mid a, x, \theta)` where a site b depends on a site a.
 
-    With ``AtMean()``, the default, every draw of ``posterior_predictive`` comes from
+    With ``AtMean()``, the default after ``TaylorELBO``, every draw of ``posterior_predictive`` comes from
     :math:`p(y \mid x, \mathrm{E}_q\theta)`: draws of the weights of a Variational Laplace posterior are no good
     predictor. ``log_likelihood`` is then the same for every draw. Its sum over *held-out* data is their
     log score. It is no input for leave-one-out cross-validation by importance sampling, which reweights draws that
@@ -97,13 +97,13 @@ def to_arviz(
         guide: its trained guide, of this library, of Pyro, or a function; or draws in its place, ``[num_samples, ...]``
             by site name, as ``MCMC.get_samples()`` gives them.
         data: as in :func:`~pyro_dvi.predict`: ``(x, y)``, inputs alone, or a loader of either.
-        num_samples: draws; by default 500, or as many as the rule of prediction has.
+        num_samples: draws; by default 500, or as many as the given rule of prediction has.
         sites: latent sites to export. By default all with at most ``max_site_size`` values; a warning names the rest.
             An empty list exports predictions alone: for methods of a LaplaceGuide that have no draws.
         max_site_size: values of one site above which it is left out by default.
         summarise: functions of one draw of a site that stand for the sites left out, by name:
             ``{"norm": torch.norm}`` gives a variable ``<site>_norm`` for each.
-        method: rule of prediction, by default the guide's own or ``AtMean()``.
+        method: rule of prediction, by default that of the guide, as in :func:`~pyro_dvi.predict`.
         site: observed site or sites; by default all, if the data hold an observation of each.
         observed: the model's argument that holds the observation, or several; by default the one whose default is None.
         prior: draws from the prior.
@@ -217,7 +217,12 @@ def to_arviz(
 def _rule(given: GivenSamples | None, method: Any, guide: Any, num_samples: int | None) -> PredictionRule:
     if given is None:
         rule = rule_of(method, guide)
-        if method is None and num_samples is not None and isinstance(rule, Samples):
+        if (
+            method is None
+            and isinstance(rule, Samples)
+            and not (num_samples is None and hasattr(guide, "prediction_rule"))
+        ):
+            num_samples = 500 if num_samples is None else num_samples
             _check_count("num_samples", num_samples)
             return Samples(num_samples)  # the guide's rule, with as many draws as were asked for
         return rule

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Predict with a model and the posterior of its weights."""
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -9,12 +10,14 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
-from pyro_dvi.errors import ArgumentError, GuideError
+from pyro_dvi.errors import ArgumentError, DviWarning, GuideError
 from pyro_dvi.guides import LaplaceGuide
 from pyro_dvi.guides.laplace.scales import rescaled_model
+from pyro_dvi.handlers.trained_for import trained_for
 from pyro_dvi.predictive.batches import Batch, batches, keeps_order
 from pyro_dvi.predictive.defaults import default_rule
 from pyro_dvi.predictive.mixture import Mixture
+from pyro_dvi.predictive.moments import Moments
 from pyro_dvi.predictive.part import Part
 from pyro_dvi.predictive.prediction import Prediction
 from pyro_dvi.predictive.rules import (
@@ -65,11 +68,13 @@ def predict(
         data: inputs ``[N, ...]``; a tuple of the model's arguments, ``(x,)`` or ``(x, y)``, or a mapping by
             their names; or a loader of any of these. An
             observation that comes along is not shown to the model; it is kept for :meth:`Prediction.metrics`.
-        method: rule of prediction; by default ``Moments()`` for a ``MultiplicativeNoiseGuide``, ``Samples(30)`` for a
-            ``NaturalGradientGuide``, ``Linearised()`` for a ``LaplaceGuide`` and ``AtMean()`` for any other guide,
-            unless it names a rule in an attribute ``prediction_rule``. Predict with ``Moments()`` from every
-            posterior trained by ``MomentPropagationELBO``, and with ``Samples(30)`` or more from posteriors trained
-            by sampling, as by ``Trace_ELBO``.
+        method: rule of prediction; by default that of the objective that trained the guide: ``AtMean()`` after
+            ``TaylorELBO``, ``Moments()`` after ``MomentPropagationELBO``, ``Samples(30)`` after
+            ``NaturalGradientELBO`` and objectives of Pyro; ``Linearised()`` for a ``LaplaceGuide``, ``AtMean()`` for
+            an ``AutoDelta``; and a rule in an attribute ``prediction_rule`` of the guide before all. Guides of this
+            library keep it in their ``state_dict``, :func:`~pyro_dvi.load` restores it for all. A guide that no
+            objective of this library has trained counts as trained by samples; a ``MultiplicativeNoiseGuide`` by
+            moments.
         site: observed site to predict, where the model has several.
         observed: the model's argument that holds the observation; by default the one whose default is None.
         batch_size: examples at a time; a loader has its own.
@@ -96,7 +101,7 @@ def predict(
     Example:
         >>> import pyro, pyro.distributions as dist
         >>> from pyro.infer.autoguide import AutoNormal
-        >>> from pyro_dvi import Samples
+        >>> from pyro_dvi import AtMean, Samples
         >>> def model(x, y=None):
         ...     slope = pyro.sample("slope", dist.Normal(0.0, 1.0))
         ...     with pyro.plate("data", len(x)):
@@ -104,7 +109,7 @@ def predict(
         >>> guide = AutoNormal(model)
         >>> x = torch.linspace(-1, 1, 5)
         >>> _ = guide(x, x)
-        >>> predict(model, guide, x).variance
+        >>> predict(model, guide, x, AtMean()).variance
         tensor([0.2500, 0.2500, 0.2500, 0.2500, 0.2500])
         >>> sorted(predict(model, guide, (x, x), Samples(20), seed=0).metrics())
         ['nll', 'nll_standard_error', 'rmse']
@@ -171,11 +176,20 @@ def rule_of(method: Any, guide: Any) -> PredictionRule:
 
     Raises:
         ArgumentError: a class or string instead of a rule.
+        DviWarning: the width of a posterior that was trained to be predicted at its mean.
     """
     if method is None:
         return default_rule(guide)
     if not isinstance(method, PredictionRule):
         raise ArgumentError(f"method must be a rule such as AtMean() or Samples(30), not {method!r}")
+    if trained_for(guide) == "AtMean" and isinstance(method, (Moments, Samples)):
+        warnings.warn(
+            f"{method} predicts with the width of a posterior that TaylorELBO trained for predictions at its mean. "
+            "Draws of a network's weights leave the neighbourhood where its expansion holds, and predict worse: use "
+            "AtMean(), the default, unless the model is nearly linear in its weights.",
+            DviWarning,
+            stacklevel=3,
+        )
     return method
 
 

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from pyro_dvi.batches import arguments
 from pyro_dvi.errors import ArgumentError, CheckpointError
+from pyro_dvi.handlers.trained_for import note_trained_for
 from pyro_dvi.training.history import History
 from pyro_dvi.training.ownership import check_parameters
 from pyro_dvi.training.random_state import check_generators, random_state, restore_random_state
@@ -221,6 +222,7 @@ def load(
     with torch.no_grad():
         for name, value in existing.items():
             value.copy_(saved["params"][name])
+    note_trained_for(route.guide, getattr(route.elbo, "trains_for", "Samples"))
     store.set_state({"params": new, "constraints": {name: saved["constraints"][name] for name in new}})
     if content["elbo"]["state"] is not None:
         route.elbo.load_state_dict(content["elbo"]["state"])

@@ -69,7 +69,7 @@ def test_parts_of_an_example_are_one_example():
     def guide(x, y=None):
         pyro.sample("slope", dist.Delta(torch.tensor(2.0)))
 
-    prediction = predict(pairs, guide, X)
+    prediction = predict(pairs, guide, X, AtMean())
     twice = torch.stack([Y, Y], 1)  # examples first
     once = predict(model, guide, (X, Y))
     np.testing.assert_allclose(

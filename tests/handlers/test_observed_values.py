@@ -28,6 +28,7 @@ def model(x: Tensor, y: Tensor, event: int = 0) -> None:
 
 
 def step(method: Any, event: int = 0, y: Tensor = Y) -> Any:
+    guide: Any
     if method is dvi.LaplaceGuide:
         guide = dvi.LaplaceGuide(model)
         guide(X, y, event)

@@ -121,8 +121,8 @@ def test_a_site_that_depends_on_what_was_not_observed_takes_draws():
     inputs = {"x": X, "b": Y}
     for data, options in ((X, {}), (inputs, {"observed": "b"})):
         with pytest.raises(UnsupportedError, match=r"'b' depends on sites \['a'\].*AtMean.*Samples\(n\)"):
-            to_arviz(chained, slope, data, 5, site="b", **options)
-    complete = {"observed": ["a", "b"], "site": "b"}
+            to_arviz(chained, slope, data, 5, site="b", method=AtMean(), **options)
+    complete = {"observed": ["a", "b"], "site": "b", "method": AtMean()}
     with pytest.raises(UnsupportedError, match=r"'b' depends on sites \['a'\]"):
         to_arviz(chained, slope, (X, Y, Y), 5, predictions=X, **complete)
     draws = to_arviz(chained, slope, X, method=Samples(500), site="b", seed=0)
@@ -257,7 +257,7 @@ def test_masks_of_whole_events():
             pyro.sample("obs", pairs, obs=y)
 
     y = torch.randn(20, 3)
-    exported = to_arviz(events, slope, (X, y), 3)
+    exported = to_arviz(events, slope, (X, y), 3, method=AtMean())
     np.testing.assert_array_equal(values(exported, "observed_data", "obs"), y[KEPT])
     assert exported["observed_data"]["obs"].dims == ("obs_observed", "obs_dim_1")
     expected = dist.Normal((2 * X)[:, None], 1.0).to_event(1).log_prob(y)[KEPT]

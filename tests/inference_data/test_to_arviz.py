@@ -102,8 +102,8 @@ def test_posterior_draws_have_the_guides_moments():
 
 def test_log_likelihood_is_that_of_the_prediction():
     guide, x, y = fitted(steps=50)
-    at_mean = to_arviz(line, guide, (x, y), num_samples=10, seed=0)
-    expected = predict(line, guide, (x, y)).log_likelihood()
+    at_mean = to_arviz(line, guide, (x, y), num_samples=10, method=AtMean(), seed=0)
+    expected = predict(line, guide, (x, y), AtMean()).log_likelihood()
     np.testing.assert_allclose(
         values(at_mean, "log_likelihood", "obs")[0], expected.expand(10, 30), rtol=1e-6
     )
@@ -142,7 +142,7 @@ def test_batches_share_the_weights_and_not_the_noise():
 @pytest.mark.parametrize("engine", ["h5netcdf", None])
 def test_netcdf_round_trip(tmp_path, engine):
     guide, x, y = fitted()
-    posterior = to_arviz(line, guide, (x, y), 20, seed=0, elbo=TaylorELBO(kl_weight=0.03))
+    posterior = to_arviz(line, guide, (x, y), 20, method=AtMean(), seed=0, elbo=TaylorELBO(kl_weight=0.03))
     path = tmp_path / "posterior.nc"
     if engine is None:
         posterior.to_netcdf(path)
@@ -185,7 +185,7 @@ def test_leave_one_out_needs_draws_that_differ():
         loo = az.loo(sampled, pointwise=True)
     total = loo.elpd if ARVIZ_1 else loo.elpd_loo
     assert total < float(predict(line, guide, (x, y), Samples(200), seed=0).log_likelihood().sum())
-    at_mean = to_arviz(line, guide, (x, y), 200, seed=0)
+    at_mean = to_arviz(line, guide, (x, y), 200, method=AtMean(), seed=0)
     # The docstring of to_arviz says what happens here, so that nobody takes it for a cross-validation.
     if ARVIZ_1:
         with pytest.raises(ValueError, match="tail values are the same"):

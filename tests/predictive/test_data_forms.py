@@ -20,7 +20,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from pyro_dvi import MeanFieldGuide, Moments, Samples, predict
+from pyro_dvi import AtMean, MeanFieldGuide, Moments, Samples, predict
 from pyro_dvi.errors import ArgumentError, DataError, GuideError
 
 X = torch.linspace(-1, 1, 10)
@@ -64,7 +64,7 @@ UNORDERED = {
 
 @pytest.mark.parametrize("name", UNORDERED)
 def test_values_in_an_order_that_is_not_known_are_refused(name):
-    prediction = predict(model, guide, UNORDERED[name]())
+    prediction = predict(model, guide, UNORDERED[name](), AtMean())
     assert prediction.metrics()["rmse"] < 1e-6  # its own values came along
     with pytest.raises(DataError, match="shuffle=False"):
         prediction.metrics(2 * X)
@@ -80,7 +80,7 @@ def test_values_in_an_order_that_is_not_known_are_refused(name):
     ],
 )
 def test_values_in_the_order_of_the_data_are_taken(loader):
-    assert predict(model, guide, loader).metrics(2 * X)["rmse"] < 1e-6
+    assert predict(model, guide, loader, AtMean()).metrics(2 * X)["rmse"] < 1e-6
 
 
 REFUSED = {
@@ -121,17 +121,37 @@ REFUSED = {
     ),
     "guide of draws": (lambda: predict(model, {"w": torch.zeros(3)}, X), GuideError, "type dict.*Predictive"),
     "no guide": (lambda: predict(model, None, X), GuideError, "type NoneType"),
-    "quantiles of text": (lambda: predict(model, guide, X).quantiles("a"), ArgumentError, "not 'a'"),
-    "no quantiles": (lambda: predict(model, guide, X).quantiles(None), ArgumentError, "not None"),
+    "quantiles of text": (
+        lambda: predict(model, guide, X, AtMean()).quantiles("a"),
+        ArgumentError,
+        "not 'a'",
+    ),
+    "no quantiles": (lambda: predict(model, guide, X, AtMean()).quantiles(None), ArgumentError, "not None"),
     "nested quantiles": (
-        lambda: predict(model, guide, X).quantiles(torch.ones(1, 1) / 2),
+        lambda: predict(model, guide, X, AtMean()).quantiles(torch.ones(1, 1) / 2),
         ArgumentError,
         "between 0 and 1",
     ),
-    "empty quantiles": (lambda: predict(model, guide, X).quantiles([]), ArgumentError, "between 0 and 1"),
-    "quantile 1": (lambda: predict(model, guide, X).quantiles([0.5, 1.0]), ArgumentError, "between 0 and 1"),
-    "level as text": (lambda: predict(model, guide, X).interval("a"), ArgumentError, "level must lie.*'a'"),
-    "level 95": (lambda: predict(model, guide, X).interval(95), ArgumentError, "level must lie.*95"),
+    "empty quantiles": (
+        lambda: predict(model, guide, X, AtMean()).quantiles([]),
+        ArgumentError,
+        "between 0 and 1",
+    ),
+    "quantile 1": (
+        lambda: predict(model, guide, X, AtMean()).quantiles([0.5, 1.0]),
+        ArgumentError,
+        "between 0 and 1",
+    ),
+    "level as text": (
+        lambda: predict(model, guide, X, AtMean()).interval("a"),
+        ArgumentError,
+        "level must lie.*'a'",
+    ),
+    "level 95": (
+        lambda: predict(model, guide, X, AtMean()).interval(95),
+        ArgumentError,
+        "level must lie.*95",
+    ),
 }
 
 
@@ -144,7 +164,7 @@ def test_what_cannot_be_meant_is_refused(name):
 
 @pytest.mark.parametrize("q", [np.array([0.1, 0.9]), torch.tensor([0.1, 0.9]), (0.1, np.float64(0.9))])
 def test_quantiles_of_any_sequence(q):
-    prediction = predict(model, guide, X)
+    prediction = predict(model, guide, X, AtMean())
     torch.testing.assert_close(prediction.quantiles(q), prediction.quantiles([0.1, 0.9]))
     for single in (0.5, np.float32(0.5), torch.tensor(0.5)):
         torch.testing.assert_close(prediction.quantiles(single), 2 * X)
@@ -155,7 +175,7 @@ def test_whole_numbers_of_numpy():
     assert type(Samples(np.int64(3)).num_samples) is int
     prediction = predict(model, guide, X, Samples(np.int64(3)), batch_size=np.int64(4))
     assert prediction.method.num_components == 3
-    assert predict(model, guide, X).sample(np.int32(2)).shape == (2, 10)
+    assert predict(model, guide, X, AtMean()).sample(np.int32(2)).shape == (2, 10)
     assert Moments(num_samples=np.int64(3)) == Moments(num_samples=3)
 
 
@@ -186,14 +206,14 @@ def test_containers_of_inputs_keep_their_type_in_batches(name):
     def of_container(pair, y=None):
         return model(read(pair), y)
 
-    prediction = predict(of_container, guide, (value, X), batch_size=4)
+    prediction = predict(of_container, guide, (value, X), AtMean(), batch_size=4)
     torch.testing.assert_close(prediction.mean, 6 * X)
 
 
 def test_a_mapping_of_arguments_need_not_be_a_dict():
-    assert predict(model, guide, UserDict(x=X, y=2 * X)).metrics()["rmse"] < 1e-6
+    assert predict(model, guide, UserDict(x=X, y=2 * X), AtMean()).metrics()["rmse"] < 1e-6
     loader = [UserDict(x=X[:5], y=2 * X[:5]), UserDict(x=X[5:], y=2 * X[5:])]
-    assert predict(model, guide, loader).metrics()["rmse"] < 1e-6
+    assert predict(model, guide, loader, AtMean()).metrics()["rmse"] < 1e-6
 
 
 def test_latents_that_are_computed_from_the_inputs_are_predicted_batch_by_batch():
@@ -207,9 +227,9 @@ def test_latents_that_are_computed_from_the_inputs_are_predicted_batch_by_batch(
             pyro.sample("z", dist.Normal(x, 0.1))
 
     with pytest.raises(DataError, match=r"computes them from its inputs.*pyro.plate\(name, len\(x\)\)"):
-        predict(local, amortised, X, batch_size=5)
+        predict(local, amortised, X, AtMean(), batch_size=5)
     for part in (X[:5], X[5:]):
-        torch.testing.assert_close(predict(local, amortised, part).mean, 2 * part)
+        torch.testing.assert_close(predict(local, amortised, part, AtMean()).mean, 2 * part)
 
 
 def test_draws_of_moments_do_not_depend_on_the_batch_size():

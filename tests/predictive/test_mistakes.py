@@ -134,7 +134,7 @@ MISTAKES = {
         "Categorical cannot give",
     ),
     "late labels of another length": (
-        lambda: predict(model, guide, X).metrics(X[:5]),
+        lambda: predict(model, guide, X, AtMean()).metrics(X[:5]),
         DataError,
         r"10 predictions need as many observed values, not \(5,\)",
     ),
@@ -185,16 +185,16 @@ def test_a_mistake_is_named_with_its_remedy(mistake):
 
 def test_values_in_another_order_than_a_shuffled_loader_are_refused():
     shuffled = DataLoader(TensorDataset(X, 2 * X), batch_size=3, shuffle=True)
-    prediction = predict(model, guide, shuffled)
+    prediction = predict(model, guide, shuffled, AtMean())
     assert prediction.metrics()["rmse"] < 1e-6  # its own values came along
     with pytest.raises(DataError, match="shuffle=False"):
         prediction.metrics(2 * X)
 
 
 def test_one_of_several_sites_can_be_chosen():
-    prediction = predict(two_sites, guide, {"x": X, "z": X}, site="weight", observed="z")
+    prediction = predict(two_sites, guide, {"x": X, "z": X}, AtMean(), site="weight", observed="z")
     torch.testing.assert_close(prediction.mean, -2 * X)
-    assert predict(two_sites, guide, X, site="height").site == "height"
+    assert predict(two_sites, guide, X, AtMean(), site="height").site == "height"
 
 
 def test_a_guide_set_up_without_observations_is_recognised():

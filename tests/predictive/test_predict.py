@@ -71,12 +71,12 @@ def classification(guide_class=AutoNormal):
 def test_at_mean_is_the_model_at_the_guides_median(guide_class):
     model, guide, x, y = regression(guide_class)
     median = {name: value.detach() for name, value in guide.median().items()}
-    prediction = predict(model, guide, x)
+    prediction = predict(model, guide, x, AtMean())
     torch.testing.assert_close(prediction.mean, median["slope"] * x)
     torch.testing.assert_close(prediction.variance, (median["noise"] ** 2).expand(20))
     expected = dist.Normal(median["slope"] * x, median["noise"]).log_prob(y)
     torch.testing.assert_close(prediction.log_likelihood(y), expected)
-    torch.testing.assert_close(predict(model, guide, (x, y)).log_likelihood(), expected)
+    torch.testing.assert_close(predict(model, guide, (x, y), AtMean()).log_likelihood(), expected)
     torch.testing.assert_close(prediction.entropy, dist.Normal(0.0, median["noise"]).entropy().expand(20))
     rmse = float((median["slope"] * x - y).square().mean().sqrt())
     half_width = 1.959964 * median["noise"]
@@ -215,7 +215,7 @@ def test_batch_norm_inside_a_function_is_evaluated_too():
     x = torch.randn(10, 3)
     guide(x, torch.zeros(10))
     batches = int(net[0].num_batches_tracked)
-    first, second = predict(model, guide, x).mean, predict(model, guide, x).mean
+    first, second = predict(model, guide, x, AtMean()).mean, predict(model, guide, x, AtMean()).mean
     assert torch.equal(first, second)
     assert int(net[0].num_batches_tracked) == batches
     assert net[0].training
@@ -238,7 +238,6 @@ def test_seeds_make_draws_repeatable():
 
 def test_a_guides_own_rule_is_the_default():
     model, guide, x, _ = regression()
-    assert predict(model, guide, x).method == AtMean()
     guide.prediction_rule = Samples(3)
     assert predict(model, guide, x).method == Samples(3)
     assert predict(model, guide, x, AtMean()).method == AtMean()
@@ -262,16 +261,20 @@ def test_hand_written_guides():
         slope = pyro.sample("slope", dist.MultivariateNormal(torch.full((1,), 2.0), torch.eye(1)).to_event(0))
         pyro.sample("noise", dist.Delta(slope[0].exp()))
 
-    torch.testing.assert_close(predict(line, independent, x).mean, 2 * x)
-    torch.testing.assert_close(predict(line, independent, x).variance, torch.full((20,), math.exp(-2.0)))
-    torch.testing.assert_close(predict(line, dependent, x).variance, torch.full((20,), math.exp(4.0)))
+    torch.testing.assert_close(predict(line, independent, x, AtMean()).mean, 2 * x)
+    torch.testing.assert_close(
+        predict(line, independent, x, AtMean()).variance, torch.full((20,), math.exp(-2.0))
+    )
+    torch.testing.assert_close(
+        predict(line, dependent, x, AtMean()).variance, torch.full((20,), math.exp(4.0))
+    )
 
     def infinite(x, y=None):
         pyro.sample("slope", dist.HalfCauchy(1.0))
         pyro.sample("noise", dist.Delta(torch.tensor(1.0)))
 
     with pytest.raises(GuideError, match=r"'slope' \(HalfCauchy\) has no mean.*Samples"):
-        predict(line, infinite, x)
+        predict(line, infinite, x, AtMean())
     assert predict(line, infinite, x, Samples(3)).mean.shape == (20,)
 
 
@@ -280,7 +283,7 @@ def test_a_guide_without_a_median_says_what_to_do():
     guide = AutoIAFNormal(line)
     guide(x, x)
     with pytest.raises(GuideError, match="AutoIAFNormal has no median.*Samples"):
-        predict(line, guide, x)
+        predict(line, guide, x, AtMean())
     assert predict(line, guide, x, Samples(3)).mean.shape == (20,)
 
 
@@ -313,7 +316,7 @@ def test_the_example_dimension_comes_first_wherever_the_plate_is():
     x = torch.randn(5, 3)
     guide = AutoNormal(model)
     guide(x, x.T)
-    prediction = predict(model, guide, x, batch_size=2)
+    prediction = predict(model, guide, x, AtMean(), batch_size=2)
     torch.testing.assert_close(prediction.mean, guide.median()["w"].detach() * x)
     assert prediction.log_likelihood(x).shape == (5, 3)
     assert prediction.metrics(x)["rmse"] >= 0
@@ -329,7 +332,7 @@ def test_a_plate_as_large_as_the_batch_is_not_taken_for_the_examples(num_rows):
     x = torch.randn(5, 2)
     guide = AutoNormal(model)
     guide(x, torch.zeros(3, 5))
-    prediction = predict(model, guide, x, batch_size=num_rows)
+    prediction = predict(model, guide, x, AtMean(), batch_size=num_rows)
     torch.testing.assert_close(prediction.mean, x @ guide.median()["w"].detach())
 
 
@@ -365,7 +368,10 @@ def test_memory_does_not_grow_with_the_number_of_draws():
 
 def test_repr_says_what_was_predicted():
     model, guide, x, _ = regression()
-    assert repr(predict(model, guide, x)) == "Prediction(Normal site 'obs', 20 examples, method=AtMean())"
+    assert (
+        repr(predict(model, guide, x, AtMean()))
+        == "Prediction(Normal site 'obs', 20 examples, method=AtMean())"
+    )
 
 
 def test_predictions_move_inputs_to_the_models_device(device):

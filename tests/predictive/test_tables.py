@@ -69,7 +69,7 @@ def test_arviz_has_draws_observations_and_densities():
     np.testing.assert_array_equal(exported["observed_data"]["obs"], 2 * X)
     many = predict(NUMBERS, guide, (X, 2 * X), AtMean()).to_arviz(40, seed=1)
     assert many["posterior_predictive"]["obs"].shape == many["log_likelihood"]["obs"].shape == (1, 40, 8)
-    assert predict(NUMBERS, guide, X).to_arviz()["posterior_predictive"]["obs"].shape == (1, 500, 8)
+    assert predict(NUMBERS, guide, X, AtMean()).to_arviz()["posterior_predictive"]["obs"].shape == (1, 500, 8)
     classes = predict(CLASSES, guide, X, Samples(5)).to_arviz(30)
     assert set(np.unique(classes["posterior_predictive"]["obs"])) <= {0, 1, 2}
 
@@ -100,7 +100,7 @@ def test_a_mask_that_cuts_events_cannot_be_exported_with_its_observations():
 
 
 def test_arviz_says_where_it_comes_from():
-    attributes = predict(NUMBERS, guide, X).to_arviz(4, seed=3).attrs
+    attributes = predict(NUMBERS, guide, X, AtMean()).to_arviz(4, seed=3).attrs
     assert attributes["inference_library"] == "pyro_dvi" and attributes["pyro_version"] == pyro.__version__
     assert attributes["torch_version"] == str(torch.__version__) and "created_at" in attributes
     assert attributes["site"] == "obs" and attributes["method"] == "AtMean()" and attributes["seed"] == 3

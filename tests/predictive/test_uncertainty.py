@@ -220,28 +220,32 @@ REFUSED = {
         r"\(Gamma\).*to_arviz",
     ),
     "quantiles of classes": (
-        lambda: predict(of_kind(KINDS["classes"]), guide, X).quantiles(0.5),
+        lambda: predict(of_kind(KINDS["classes"]), guide, X, AtMean()).quantiles(0.5),
         UnsupportedError,
         r"none for this distribution \(Categorical\)",
     ),
     "quantiles without a distribution function": (
-        lambda: predict(of_kind(lambda f, w: dist.StudentT(4.0, f, 1.0)), guide, X).quantiles(0.5),
+        lambda: predict(of_kind(lambda f, w: dist.StudentT(4.0, f, 1.0)), guide, X, AtMean()).quantiles(0.5),
         UnsupportedError,
         r"\(StudentT\)",
     ),
     "level": (
-        lambda: predict(of_kind(KINDS["Normal"]), guide, X).quantiles(95),
+        lambda: predict(of_kind(KINDS["Normal"]), guide, X, AtMean()).quantiles(95),
         ArgumentError,
         "between 0 and 1",
     ),
     "no level": (
-        lambda: predict(of_kind(KINDS["Normal"]), guide, X).quantiles([]),
+        lambda: predict(of_kind(KINDS["Normal"]), guide, X, AtMean()).quantiles([]),
         ArgumentError,
         "between 0 and 1",
     ),
-    "interval": (lambda: predict(of_kind(KINDS["Normal"]), guide, X).interval(1.0), ArgumentError, "level"),
+    "interval": (
+        lambda: predict(of_kind(KINDS["Normal"]), guide, X, AtMean()).interval(1.0),
+        ArgumentError,
+        "level",
+    ),
     "information of numbers": (
-        lambda: predict(of_kind(KINDS["Normal"]), guide, X).mutual_information,
+        lambda: predict(of_kind(KINDS["Normal"]), guide, X, AtMean()).mutual_information,
         UnsupportedError,
         "'obs' is Normal, which has no class probabilities",
     ),
@@ -251,17 +255,17 @@ REFUSED = {
         r"Moments\(\) gives one distribution for noise and posterior together.*Samples\(n\)",
     ),
     "CRPS of a Gamma": (
-        lambda: predict(of_kind(KINDS["Gamma"]), guide, X).crps(X.abs()),
+        lambda: predict(of_kind(KINDS["Gamma"]), guide, X, AtMean()).crps(X.abs()),
         UnsupportedError,
         r"CRPS at site 'obs'.*\(Gamma\)",
     ),
     "observed text": (
-        lambda: predict(of_kind(KINDS["Normal"]), guide, X).metrics(["a"] * N),
+        lambda: predict(of_kind(KINDS["Normal"]), guide, X, AtMean()).metrics(["a"] * N),
         DataError,
         "type list are no numbers",
     ),
     "observed complex": (
-        lambda: predict(of_kind(KINDS["Normal"]), guide, X).metrics(X.to(torch.complex128)),
+        lambda: predict(of_kind(KINDS["Normal"]), guide, X, AtMean()).metrics(X.to(torch.complex128)),
         DataError,
         "complex128",
     ),
@@ -270,7 +274,11 @@ REFUSED = {
         UnsupportedError,
         "draws of observations at site 'obs'.*to_arviz",
     ),
-    "no draws": (lambda: predict(of_kind(KINDS["Normal"]), guide, X).sample(0), ArgumentError, "not 0"),
+    "no draws": (
+        lambda: predict(of_kind(KINDS["Normal"]), guide, X, AtMean()).sample(0),
+        ArgumentError,
+        "not 0",
+    ),
     "all masked": (
         lambda: predict(of_kind(lambda f, w: dist.Normal(f, 1.0).mask(f > 99)), guide, (X, X)).metrics(),
         DataError,
