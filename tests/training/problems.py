@@ -92,7 +92,7 @@ def weights_of(target):
         f"{role}.{name}": value.detach().clone()
         for role in ("model", "guide")
         for name, value in getattr(target, role).state_dict().items()
-        if torch.is_tensor(value)
+        if torch.is_tensor(value) and not name.endswith("_extra_state")
     }
 
 
