@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``to_bayesian_``: parameters of a torch module become latent variables, in place."""
 
+import warnings
 from collections.abc import Sequence
 from typing import TypeVar, cast
 
@@ -21,7 +22,7 @@ from pyro_dvi.bayesian.selection import (
     suggestion,
 )
 from pyro_dvi.bayesian.site_prior import TiedPrior, buffer_name
-from pyro_dvi.errors import ModelError, UnsupportedError
+from pyro_dvi.errors import DviWarning, ModelError, UnsupportedError
 
 __all__ = ["to_bayesian_"]
 
@@ -92,6 +93,7 @@ def to_bayesian_(
     prior = as_prior(prior_scale)
     groups = _chosen(module, normalised(include, "include"), normalised(exclude, "exclude"), include)
     priors = _checked(prior, groups)
+    _warn_of_padding(groups)
 
     to_pyro_module_(module)
     keep_frozen(module)
@@ -109,6 +111,19 @@ def to_bayesian_(
             )
             _make_site(other, PyroSample(tied))
     return module
+
+
+def _warn_of_padding(groups: Sequence[Sequence[Candidate]]) -> None:
+    for owner in (candidate for group in groups for candidate in group):
+        if isinstance(owner.module, nn.Embedding) and owner.module.padding_idx is not None:
+            warnings.warn(
+                f"{owner.name!r} has a padding row (padding_idx={owner.module.padding_idx}), which is a latent like "
+                "the others here, but gets no gradient from torch: it keeps its prior, and draws of it enter the "
+                "network. Mask what is padded, as by layer(tokens) * (tokens != padding_idx).unsqueeze(-1), or set "
+                "padding_idx to None before the conversion, so that the row is learned.",
+                DviWarning,
+                stacklevel=3,
+            )
 
 
 def _make_site(target: Candidate, sample: PyroSample) -> None:

@@ -2,8 +2,8 @@
 """The contract of a curvature: a penalty for the spread of the posterior around its mean."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -12,9 +12,24 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from pyro_dvi.curvature.likelihood import Linearisation
-from pyro_dvi.errors import CheckpointError
+from pyro_dvi.errors import CheckpointError, UnsupportedError
 
-__all__ = ["Curvature", "half_sum", "half_weighted_squares"]
+__all__ = ["Curvature", "half_sum", "half_weighted_squares", "twice_differentiated"]
+
+
+@contextmanager
+def twice_differentiated() -> Iterator[None]:
+    """Refuse functions of torch without a second (third) derivative, as ``embedding_bag``, with a way out."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "derivative" not in str(error):
+            raise
+        raise UnsupportedError(
+            f"{error} Variational Laplace and products with curvatures differentiate the model more than once. Write "
+            "the model without this function (nn.Embedding with a sum or mean in place of nn.EmbeddingBag), take "
+            "another curvature than HessianDiagonal, or train with MomentPropagationELBO or NaturalGradientELBO."
+        ) from error
 
 
 class Curvature(ABC):

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from pyro_dvi.curvature.base import twice_differentiated
 from pyro_dvi.curvature.information import expected_information
 from pyro_dvi.curvature.likelihood import ObservedSite
 from pyro_dvi.errors import UnsupportedError
@@ -197,9 +198,10 @@ def _vector_jacobian(
 def _gradients(
     outputs: list[Tensor], values: Sequence[Tensor], cotangents: list[Tensor], *, batched: bool
 ) -> list[Tensor]:
-    found = torch.autograd.grad(
-        outputs, values, cotangents, retain_graph=True, allow_unused=True, is_grads_batched=batched
-    )
+    with twice_differentiated():
+        found = torch.autograd.grad(
+            outputs, values, cotangents, retain_graph=True, allow_unused=True, is_grads_batched=batched
+        )
     lead = cotangents[0].shape[:1] if batched else ()
     return [
         v.new_zeros((*lead, *v.shape)) if g is None else g.detach()

@@ -10,6 +10,7 @@ import torch
 from pyro.infer.elbo import ELBO
 from torch import Tensor
 
+from pyro_dvi.curvature.base import twice_differentiated
 from pyro_dvi.errors import (
     ArgumentError,
     CheckpointError,
@@ -99,9 +100,10 @@ class DeterministicELBO(ELBO):
         Raises:
             NonFiniteError: the loss is NaN or infinite. Parameters are untouched and gradients cleared.
         """
-        loss = self.differentiable_loss(model, guide, *args, **kwargs)
-        if loss.requires_grad:
-            loss.backward(retain_graph=self.retain_graph)
+        with twice_differentiated():
+            loss = self.differentiable_loss(model, guide, *args, **kwargs)
+            if loss.requires_grad:
+                loss.backward(retain_graph=self.retain_graph)
         value = loss.item()
         if not math.isfinite(value):
             _clear_gradients(loss)

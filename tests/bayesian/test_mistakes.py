@@ -232,6 +232,12 @@ def test_to_bayesian(make, options, exception, message):
         assert list(module.state_dict()) == before
 
 
+def test_a_row_of_padding_that_would_be_drawn_is_named():
+    """Torch keeps it from learning, so draws of its prior would enter the network wherever a token is missing."""
+    with pytest.warns(errors.DviWarning, match=r"'0\.weight' has a padding row \(padding_idx=0\).*Mask"):
+        to_bayesian_(nn.Sequential(nn.Embedding(3, 4, padding_idx=0), nn.Linear(4, 3)))
+
+
 CONSTRUCTORS = [
     (lambda: FanIn(gain=0.0), "FanIn: gain is 0.0"),
     (lambda: FanIn(bias=-1.0), "FanIn: bias is -1.0"),

@@ -22,6 +22,7 @@ from pyro.infer.autoguide import (
 from torch import Tensor
 from torch.distributions import constraints
 
+from pyro_dvi.bayesian import classifier, to_bayesian_
 from pyro_dvi.curvature import GGN, Curvature, EmpiricalFisher, Fisher, HessianDiagonal, MinibatchGradient
 from pyro_dvi.elbos import TaylorELBO
 from pyro_dvi.errors import (
@@ -35,7 +36,7 @@ from pyro_dvi.errors import (
     PyroDviError,
     UnsupportedError,
 )
-from pyro_dvi.guides import MeanFieldGuide, PerSite, PerWeight, SGDStepSize
+from pyro_dvi.guides import LaplaceGuide, MeanFieldGuide, PerSite, PerWeight, SGDStepSize
 
 X = torch.linspace(-1, 1, 6)[:, None] * torch.tensor([1.0, -0.5])
 Y = X.sum(1)
@@ -617,3 +618,19 @@ def test_a_users_own_curvature():
     assert Halved().state_dict() == {}
     with pytest.raises(CheckpointError, match=r"Halved has no state.*\['a'\]"):
         Halved().load_state_dict({"a": 1})
+
+
+def test_a_function_without_second_derivative_is_refused_with_another():
+    net = to_bayesian_(torch.nn.Sequential(torch.nn.EmbeddingBag(3, 2), torch.nn.Linear(2, 2)))
+    model = classifier(net, num_data=2)
+    tokens, labels = torch.tensor([[0, 1], [1, 2]]), torch.tensor([0, 1])
+    guide = MeanFieldGuide(model)
+    guide.initialize(tokens, labels)
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), loss=TaylorELBO())
+    with pytest.raises(UnsupportedError, match=r"_embedding_bag_backward.*nn\.Embedding with a sum"):
+        svi.step(tokens, labels)
+    laplace = LaplaceGuide(model)
+    laplace.initialize(tokens, labels)
+    energy = laplace.energy([(tokens, labels)])
+    with pytest.raises(UnsupportedError, match=r"_embedding_bag_backward.*nn\.Embedding with a sum"):
+        energy.at(energy.start).hessian(torch.ones(1, len(energy.start)))

@@ -112,6 +112,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*padding row:pyro_dvi.errors.DviWarning")
 @pytest.mark.parametrize("name", CASES)
 def test_squares_of_a_module_are_those_of_a_loop(name):
     make, x = CASES[name]
