@@ -7,14 +7,21 @@ from typing import Any
 
 import pyro
 import pyro.distributions as dist
+import pytest
 import torch
 from pyro.infer.autoguide import AutoDelta, AutoDiagonalNormal, AutoNormal
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributions import constraints
 
 from pyro_dvi.guides import MeanFieldGuide, PerSite, SGDStepSize
 
 Moments = dict[str, tuple[Tensor, Tensor]]
+
+
+def residual_network(num_classes: int) -> nn.Module:
+    """Torchvision's residual network of the widths of ResNet-18, with one block each where that has two."""
+    resnet = pytest.importorskip("torchvision.models.resnet")
+    return resnet.ResNet(resnet.BasicBlock, [1, 1, 1, 1], num_classes=num_classes)
 
 
 @dataclass

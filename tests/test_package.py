@@ -14,17 +14,22 @@ import yaml
 ROOT = Path(__file__).parents[1]
 
 
-def imported_by(statement: str) -> set[str]:
-    """Top-level packages that are loaded after ``statement`` in a fresh interpreter."""
-    code = f"import sys; {statement}; print(*{{name.partition('.')[0] for name in sys.modules}})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return set(done.stdout.split())
+FRESH = """
+import sys, pyro_dvi
+pyro_dvi.to_arviz
+print(*{name.partition(".")[0] for name in sys.modules})
+import matplotlib
+before = dict(matplotlib.rcParams)
+print(pyro_dvi.plots.__name__, before == dict(matplotlib.rcParams))
+"""
 
 
-def test_importing_the_package_loads_no_optional_library():
-    assert imported_by("import pyro_dvi").isdisjoint(
-        {"arviz", "matplotlib", "torchvision", "sklearn", "xarray"}
-    )
+def test_optional_libraries_are_loaded_only_when_asked_and_matplotlib_is_left_as_it_was():
+    """In a fresh interpreter."""
+    done = subprocess.run([sys.executable, "-c", FRESH], capture_output=True, text=True, check=True)
+    loaded, plots = done.stdout.splitlines()
+    assert {"arviz", "matplotlib", "torchvision", "sklearn", "xarray"}.isdisjoint(loaded.split())
+    assert plots.split() == ["pyro_dvi.plots", "True"]
 
 
 def test_package_is_typed():

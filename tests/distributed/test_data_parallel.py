@@ -27,12 +27,14 @@ UNEVEN = {"uneven": 8, "uneven and multiplied": 8}  # number of steps
 def results(tmp_path_factory):
     """Results by number of processes and rank."""
     path = str(tmp_path_factory.mktemp("distributed"))
-    others = mp.spawn(programs.start, args=(2, path), nprocs=2, join=False)
+    other = mp.get_context("spawn").Process(target=programs.start, args=(1, 2, path), daemon=True)
+    other.start()
     threads = torch.get_num_threads()
     programs.start(0, 1, path)  # meanwhile, in this process
+    programs.start(0, 2, path)  # which is also the first of the two
     torch.set_num_threads(threads)
-    while not others.join():
-        pass
+    other.join()
+    assert other.exitcode == 0
     runs = [(1, 0), (2, 0), (2, 1)]
     found = {run: torch.load(f"{path}/results_{run[0]}_{run[1]}.pt", weights_only=False) for run in runs}
     return {**found, "path": path}

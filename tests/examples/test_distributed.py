@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The example of training by several processes runs in one; tests/distributed has several."""
 
-import subprocess
-import sys
+import runpy
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,8 @@ SCRIPT = Path(__file__).parents[2] / "examples" / "distributed.py"
 
 
 @pytest.mark.distributed
-def test_trains_in_one_process():
-    options = ["--epochs", "1", "--num-data", "300"]
-    done = subprocess.run([sys.executable, str(SCRIPT), *options], capture_output=True, text=True, check=True)
-    assert "1 process(es): loss" in done.stdout and "accuracy" in done.stdout
+def test_trains_in_one_process(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", [SCRIPT.name, "--epochs", "1", "--num-data", "300"])
+    runpy.run_path(str(SCRIPT), run_name="__main__")
+    shown = capsys.readouterr().out
+    assert "1 process(es): loss" in shown and "accuracy" in shown

@@ -28,19 +28,21 @@ def guide(x, y=None):
     pyro.sample("noise", dist.LogNormal(-1.2, 0.1))
 
 
-@pytest.fixture
-def exported(tmp_path):
-    generator = torch.Generator().manual_seed(1)
-    y = 2 * X + 0.3 * torch.randn(40, generator=generator)
-    options = {"prior": 50, "predictions": X[:7] + 2, "seed": 0}
-    return reopened(to_arviz(model, guide, (X, y), method=Samples(200), **options), tmp_path)
-
-
 @pytest.fixture(autouse=True)
 def _arviz_remarks():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # one chain has no r-hat, and matplotlib's deprecations: not ours
         yield
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """An export that the functions of ArviZ only read."""
+    generator = torch.Generator().manual_seed(1)
+    y = 2 * X + 0.3 * torch.randn(40, generator=generator)
+    options = {"prior": 50, "predictions": X[:7] + 2, "seed": 0}
+    posterior = to_arviz(model, guide, (X, y), method=Samples(200), **options)
+    return reopened(posterior, tmp_path_factory.mktemp("exported"))
 
 
 def test_summary(exported):

@@ -50,14 +50,14 @@ def test_a_posterior_that_depends_on_the_inputs_needs_them_all():
 
 @pytest.mark.parametrize("batch_size", [100, 5])
 def test_prior_draws_and_what_they_predict(batch_size):
-    exported = to_arviz(model, guide, (X, Y), 10, prior=400, batch_size=batch_size, seed=0)
+    exported = to_arviz(model, guide, (X, Y), 10, prior=150, batch_size=batch_size, seed=0)
     slope, obs = values(exported, "prior", "slope")[0], values(exported, "prior_predictive", "obs")[0]
-    assert slope.shape == (400,) and obs.shape == (400, 12)
+    assert slope.shape == (150,) and obs.shape == (150, 12)
     # Four standard errors each, fixed seed: mean 1, sd 3; given the slope, noise of sd 0.5.
-    assert abs(slope.mean() - 1) < 4 * 3 / 400**0.5
-    assert abs(slope.std() / 3 - 1) < 4 / 800**0.5
+    assert abs(slope.mean() - 1) < 4 * 3 / 150**0.5
+    assert abs(slope.std() / 3 - 1) < 4 / 300**0.5
     noise = obs - slope[:, None] * X.numpy()
-    assert abs(noise.std() / 0.5 - 1) < 4 / (2 * 4800) ** 0.5
+    assert abs(noise.std() / 0.5 - 1) < 4 / (2 * 1800) ** 0.5
     assert values(exported, "posterior", "slope").shape == (1, 10)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from pyro_dvi import LaplaceGuide, classifier, predict, to_bayesian_
 from pyro_dvi.guides.laplace import Accept, Dense, PosteriorSamples
+from tests.models import residual_network
 
 ROWS = 12
 
@@ -158,8 +159,7 @@ def test_hierarchical_scale():
 
 @pytest.mark.parametrize("method", [Dense(), PosteriorSamples(32)], ids=["Dense", "PosteriorSamples"])
 def test_last_layer_of_a_resnet(method):
-    torchvision = pytest.importorskip("torchvision")
-    net = torchvision.models.resnet18(num_classes=3)
+    net = residual_network(num_classes=3)
     to_bayesian_(net, include="fc.*")
     model = classifier(net, num_data=6)
     x, y = torch.randn(6, 3, 32, 32), torch.tensor([0, 1, 2, 0, 1, 2])
