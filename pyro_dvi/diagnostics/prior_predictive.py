@@ -255,7 +255,7 @@ class _Prior:
     def __init__(self, model: Callable[..., Any], split: list[Batch], site: str | None) -> None:
         self.model = model
         first = split[0]
-        args, kwargs = first.with_observation()
+        args, kwargs = first.complete
         nodes = self._run(first, {}, with_missing(model, args), kwargs)
         seen = [name for name in responses(nodes, ()) if nodes[name]["is_observed"]]
         self.site = choose_response(site, seen)

@@ -4,6 +4,7 @@
 import re
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -18,17 +19,17 @@ from pyro_dvi.inference_data.assemble import assemble
 from pyro_dvi.inference_data.attributes import attributes
 from pyro_dvi.inference_data.group import Group, check_names
 from pyro_dvi.inference_data.loss_history import training_group
-from pyro_dvi.inference_data.observations import choose_responses, observed_run
-from pyro_dvi.inference_data.observed_arguments import split_batches, without_observation
+from pyro_dvi.inference_data.names import listed
+from pyro_dvi.inference_data.observations import choose_responses
 from pyro_dvi.inference_data.one_pass import Posterior, pass_over
 from pyro_dvi.inference_data.posterior import Selection, Summaries, drawn_group, of_one_posterior
 from pyro_dvi.inference_data.prior import PriorSamples
 from pyro_dvi.inference_data.samples import GivenSamples
 from pyro_dvi.predictive import PredictionRule, Samples
-from pyro_dvi.predictive.batches import Batch
-from pyro_dvi.predictive.predict import at_tuned_scales, device_of, rule_of
+from pyro_dvi.predictive.batches import Batch, batches
+from pyro_dvi.predictive.predict import at_tuned_scales, device_of, names_of_sites, rule_of
 from pyro_dvi.predictive.rules import check_is_set_up, example_latents
-from pyro_dvi.predictive.run import evaluation_mode, seeded
+from pyro_dvi.predictive.run import evaluation_mode, observed_run, seeded
 from pyro_dvi.training import History
 from pyro_dvi.training.ownership import check_still_own
 
@@ -105,7 +106,8 @@ def to_arviz(
             ``{"norm": torch.norm}`` gives a variable ``<site>_norm`` for each.
         method: rule of prediction, by default that of the guide, as in :func:`~pyro_dvi.predict`.
         site: observed site or sites; by default all, if the data hold an observation of each.
-        observed: the model's argument that holds the observation, or several; by default the one whose default is None.
+        observed: the model's argument that holds the observation, or several; by default the one whose default is None,
+            of several those that are called like observed sites.
         prior: draws from the prior.
         predictions: other inputs, in any form of ``data``; observations that come along are not used.
         history: what :func:`~pyro_dvi.fit` returned.
@@ -167,8 +169,12 @@ def to_arviz(
     _refuse_unfinished(guide)
     groups: dict[str, Group] = {} if history is None else {"training": training_group(history)}
 
+    if observed is not None and not listed("observed", observed):
+        raise ArgumentError("observed=[] names no argument: leave it out where the data hold no observation")
+    options: Any = {"observed": observed, "batch_size": batch_size, "device": device}
+
     def split(of: Any) -> Iterator[Batch]:
-        return split_batches(model, of, observed, batch_size=batch_size, device=device)
+        return batches(model, of, sites=names_of_sites(model, guide), **options)
 
     def shown(of: Iterable[Batch]) -> Iterable[Batch]:
         return tqdm(of, desc="export", unit="batch", disable=not progress)
@@ -202,7 +208,7 @@ def to_arviz(
         groups["constant_data"] = found.inputs
         inputs_left_out = list(found.inputs_left_out)
         if predictions is not None:
-            unobserved = (without_observation(batch) for batch in shown(split(predictions)))
+            unobserved = (replace(batch, observed=None) for batch in shown(split(predictions)))
             ahead = pass_over(unobserved, posterior, used_seed, used_seed + 2 * len(posterior.sites))
             groups["predictions"] = ahead.predictive
             groups["predictions_constant_data"] = ahead.inputs

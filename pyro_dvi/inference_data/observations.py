@@ -13,15 +13,12 @@ from pyro_dvi.errors import DataError, ModelError, UnsupportedError
 from pyro_dvi.handlers.response import choose_response, counted, responses
 from pyro_dvi.inference_data.names import listed
 from pyro_dvi.predictive.batches import Batch
-from pyro_dvi.predictive.run import run_at
-from pyro_dvi.signatures import with_missing
 
 __all__ = [
     "Observation",
     "choose_responses",
     "given_others",
     "observations",
-    "observed_run",
     "whole_cells",
 ]
 
@@ -39,12 +36,6 @@ class Observation:
 
     value: Tensor
     counts: Tensor | None
-
-
-def observed_run(model: Callable[..., Any], batch: Batch, latents: Mapping[str, Tensor]) -> Mapping[str, Any]:
-    """Return the sites of a run in which the model sees the observation, if there is one."""
-    args, kwargs = (batch.inputs, {}) if batch.observed is None else batch.with_observation()
-    return run_at(model, with_missing(model, args), kwargs, batch, latents)
 
 
 def choose_responses(
@@ -67,7 +58,7 @@ def choose_responses(
 
 
 def observations(batch: Batch, sites: Sequence[str], nodes: Mapping[str, Any]) -> dict[str, Observation]:
-    """Return what each site observes in a run by :func:`observed_run`.
+    """Return what each site observes in a run by :func:`~pyro_dvi.predictive.run.observed_run`.
 
     Raises:
         DataError: the data hold an observation, and a site observes nothing.
@@ -99,7 +90,7 @@ def given_others(
     Args:
         run: gives the response or distribution at ``site`` for latent values.
         site: the site that stays free.
-        nodes: the sites of a run by :func:`observed_run`.
+        nodes: the sites of a run by :func:`~pyro_dvi.predictive.run.observed_run`.
         latents: names of the latent sites.
     """
     others = {

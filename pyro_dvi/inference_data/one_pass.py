@@ -11,14 +11,14 @@ from torch import Tensor
 
 from pyro_dvi.inference_data.group import Group
 from pyro_dvi.inference_data.inputs import constant_data
-from pyro_dvi.inference_data.observations import given_others, observations, observed_run
+from pyro_dvi.inference_data.observations import given_others, observations
 from pyro_dvi.inference_data.predictive import SiteExport
 from pyro_dvi.inference_data.prior import PriorSamples
 from pyro_dvi.predictive import PredictionRule
 from pyro_dvi.predictive.batches import Batch
 from pyro_dvi.predictive.predict import at_constants_of_fit, at_tuned_scales
 from pyro_dvi.predictive.rules import example_latents, first_arguments
-from pyro_dvi.predictive.run import Response, distribution_at, respond
+from pyro_dvi.predictive.run import Response, distribution_at, observed_run, respond
 from pyro_dvi.predictive.unseen import refuse_unseen
 
 __all__ = ["Pass", "Posterior", "pass_over"]

@@ -2,7 +2,7 @@
 """Batches for prediction: which of the model's arguments are inputs and which is the observation."""
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from numbers import Integral
 from typing import Any
@@ -24,10 +24,10 @@ class Batch:
 
     Attributes:
         inputs: positional arguments without the observation, which is None in its place.
-        observed: the observation, where the data contain it.
+        observed: the observation, the first of several, where the data contain it.
         num_rows: number of examples.
         start: place of the first of them in the whole data.
-        observed_as: the model's argument that takes the observation, by position or name; None without one.
+        complete: positional and named arguments of a call in which the model sees the observations.
         mask: which observed values the model lets count, of the shape of one draw; None if all.
     """
 
@@ -35,17 +35,8 @@ class Batch:
     observed: Tensor | None
     num_rows: int
     start: int
-    observed_as: int | str | None = None
+    complete: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
     mask: Tensor | None = None
-
-    def with_observation(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments of a call in which the model sees the observation."""
-        if isinstance(self.observed_as, str):
-            return self.inputs, {self.observed_as: self.observed}
-        assert self.observed_as is not None, "the batch has an observation"
-        args = [*self.inputs, *[None] * (self.observed_as + 1 - len(self.inputs))]
-        args[self.observed_as] = self.observed
-        return tuple(args), {}
 
     def agrees_with(self, first: Mapping[int | str, Any], names: Sequence[str]) -> bool:
         """Whether inputs are the same as in another call, as far as both have rows and arguments.
@@ -66,45 +57,69 @@ def batches(
     model: Callable[..., Any],
     data: Any,
     *,
-    observed: str | None = None,
+    observed: str | Sequence[str] | None = None,
     batch_size: int = 1000,
     device: torch.device | None = None,
+    sites: Callable[[Batch], Collection[str]] = lambda batch: (),
 ) -> Iterator[Batch]:
-    """Split ``data`` into batches and set the observation apart.
+    """Split ``data`` into batches and set the observations apart.
 
     Args:
         model: the Pyro model whose signature tells which argument is observed.
         data: a tensor; a tuple or mapping of the model's arguments; or a loader of any of these.
-        observed: name of the observed argument. By default the one whose default is None, as in
-            ``forward(x, y=None)``, else the last one if the data fill all of them.
+        observed: name of the observed argument, or of several. By default the one whose default is None, as in
+            ``forward(x, y=None)``, those of several that are called like ``sites``, else the last one if the data fill
+            all of them.
         batch_size: examples at a time, for tensors; a loader has its own.
         device: where to bring the tensors.
+        sites: gives the observed sites in question for a batch that takes all such arguments for observations.
 
     Raises:
         ArgumentError: ``batch_size`` or ``observed`` cannot be right, or several arguments may be the observation.
-        DataError: no examples, unequal lengths, NaN, or something that is not a tensor, tuple or loader.
+        DataError: no examples, unequal lengths, NaN, only some of the observations, or something that is not a tensor,
+            tuple or loader.
     """
     if isinstance(batch_size, bool) or not isinstance(batch_size, Integral) or batch_size < 1:
         raise ArgumentError(f"batch_size must be a positive whole number, not {batch_size!r}")
+    names = [p.name for p in positional(model)] + keyword_only(model)
     start = 0
     for args in _argument_tuples(model, data, batch_size):
-        name = observed or _observed_by_name_only(model, len(args))
-        position = _observed_position(model, len(args), name)
         if device is not None:
             args = _apply(lambda tensor: tensor.to(device), args)
-        target = args[position] if position is not None and position < len(args) else None
-        inputs = tuple(None if i == position else a for i, a in enumerate(args))
-        _refuse_by_name_only(model, inputs)
-        while inputs and inputs[-1] is None:  # left out where the model has a default; see with_missing
-            inputs = inputs[:-1]
-        num_rows = _check(inputs, target)
-        by_name = name in keyword_only(model)
-        yield Batch(
-            inputs, target, num_rows, start, None if target is None else name if by_name else position
-        )
-        start += num_rows
+        places = _observed_places(model, len(args), observed)
+        held = [i for i in places if i < len(args) and args[i] is not None]
+        if observed is None and held and len(places) > 1:
+            called = sites(_batch(model, args, held, start))
+            held = [i for i in held if names[i] in called]
+            if not held:
+                raise ArgumentError(
+                    f"arguments {[names[i] for i in places]} of the model default to None or can be given by name "
+                    "only, so that any may be the observation, and none that is given is called like an observed "
+                    f"site: name it, {' or '.join(f'observed={names[i]!r}' for i in places)}"
+                )
+        elif 0 < len(held) < len(places):
+            missing = [names[i] for i in places if i not in held]
+            raise DataError(
+                f"the data hold some of the observations {[names[i] for i in places]} but not {missing}: give all, or "
+                "inputs alone"
+            )
+        batch = _batch(model, args, held, start)
+        yield batch
+        start += batch.num_rows
     if start == 0:
         raise DataError("the data hold no examples to predict")
+
+
+def _batch(model: Callable[..., Any], args: tuple[Any, ...], held: Sequence[int], start: int) -> Batch:
+    """Set the observations at the places ``held`` of the arguments apart."""
+    inputs = tuple(None if i in held else a for i, a in enumerate(args))
+    _refuse_by_name_only(model, inputs)
+    while inputs and inputs[-1] is None:  # left out where the model has a default; see with_missing
+        inputs = inputs[:-1]
+    targets = [args[i] for i in held]
+    named = dict(zip(keyword_only(model), args[len(positional(model)) :], strict=False))
+    complete = args[: len(args) - len(named)], {k: v for k, v in named.items() if v is not None}
+    return Batch(inputs, targets[0] if targets else None, _check(inputs, targets), start, complete)
 
 
 def keeps_order(data: Any) -> bool:
@@ -202,10 +217,10 @@ def _tensors(value: Any) -> list[Tensor]:
     return found
 
 
-def _check(inputs: tuple[Any, ...], target: Any) -> int:
-    for i, value in enumerate((*inputs, target)):
+def _check(inputs: tuple[Any, ...], targets: Sequence[Any]) -> int:
+    for i, value in enumerate((*inputs, *targets)):
         what = f"input {i}" if i < len(inputs) else "the observation"
-        if isinstance(value, np.ndarray) or (i == len(inputs) and not isinstance(value, Tensor | None)):
+        if isinstance(value, np.ndarray) or (i >= len(inputs) and not isinstance(value, Tensor)):
             raise DataError(f"{what} is of type {type(value).__name__}: torch.as_tensor makes it a tensor")
         for tensor in _tensors(value):
             if tensor.is_floating_point() and tensor.isnan().any():
@@ -216,28 +231,10 @@ def _check(inputs: tuple[Any, ...], target: Any) -> int:
     rows = [t.shape[0] for t in _tensors(inputs) if t.dim() > 0]
     if not rows:
         raise DataError("a batch holds no input tensor with a row for each example")
-    if torch.is_tensor(target) and target.dim() > 0:
-        rows.append(target.shape[0])
+    rows += [target.shape[0] for target in targets if target.dim() > 0]
     if len(set(rows)) > 1:
         raise DataError(f"the tensors of a batch have {rows} rows: every tensor needs one row an example")
     return int(rows[0])
-
-
-def _observed_by_name_only(model: Callable[..., Any], num_args: int) -> str | None:
-    """Return the observation of a model such as ``f(x, *, y=None)``, if the data reach that far."""
-    if num_args <= len(positional(model)) or any(p.default is None for p in positional(model)):
-        return None
-    names = keyword_only(model)
-    if len(names) > 1:
-        raise ArgumentError(
-            f"arguments {names} of the model can be given by name only, so any may be the observation: name it, "
-            + _choices(names)
-        )
-    return names[0] if names else None
-
-
-def _choices(names: list[str]) -> str:
-    return " or ".join(f"observed={name!r}" for name in names)
 
 
 def _refuse_by_name_only(model: Callable[..., Any], inputs: tuple[Any, ...]) -> None:
@@ -247,28 +244,24 @@ def _refuse_by_name_only(model: Callable[..., Any], inputs: tuple[Any, ...]) -> 
         raise DataError(
             f"the model takes {given} by name only, but predictions pass inputs to model and guide by position: move "
             "the * of the signature behind them, or wrap the model in a function of positional arguments; if one of "
-            f"them is the observation, {_choices(given)}"
+            f"them is the observation, name it: observed={given[0]!r}"
         )
 
 
-def _observed_position(model: Callable[..., Any], num_args: int, observed: str | None) -> int | None:
+def _observed_places(
+    model: Callable[..., Any], num_args: int, observed: str | Sequence[str] | None
+) -> list[int]:
+    """Return which arguments are or may be observations; those by name only come after the positional ones."""
     parameters = positional(model)
-    names = [p.name for p in parameters]
+    names = [p.name for p in parameters] + keyword_only(model)
     if observed is not None:
-        if observed in names:
-            return names.index(observed)
-        if observed in keyword_only(model):
-            return len(names) + keyword_only(model).index(observed)  # they come after the positional ones
-        raise ArgumentError(f"the model has no argument {observed!r} to observe; it has {names}")
+        asked = [observed] if isinstance(observed, str) else list(observed)
+        for name in asked:
+            if name not in names:
+                raise ArgumentError(f"the model has no argument {name!r} to observe; it has {names}")
+        return [names.index(name) for name in asked]
     optional = [i for i, p in enumerate(parameters) if p.default is None]
-    if len(optional) > 1 and num_args > optional[0]:  # with fewer, the data hold inputs alone
-        candidates = [names[i] for i in optional]
-        raise ArgumentError(
-            f"arguments {candidates} of the model all default to None, so any may be the observation: name it, "
-            + _choices(candidates)
-        )
-    if optional:
-        return optional[-1]
-    if num_args >= 2 and num_args >= len(parameters):
-        return num_args - 1
-    return None
+    if num_args > len(parameters):  # the data reach that far
+        optional += range(len(parameters), len(names))
+    last = num_args >= 2 and num_args >= len(parameters)
+    return optional or ([num_args - 1] if last else [])

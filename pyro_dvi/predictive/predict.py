@@ -13,6 +13,7 @@ from tqdm.auto import tqdm
 from pyro_dvi.errors import ArgumentError, DviWarning, GuideError
 from pyro_dvi.guides import LaplaceGuide
 from pyro_dvi.guides.laplace.scales import rescaled_model
+from pyro_dvi.handlers.response import responses
 from pyro_dvi.handlers.trained_for import trained_for
 from pyro_dvi.predictive.batches import Batch, batches, keeps_order
 from pyro_dvi.predictive.defaults import default_rule
@@ -27,12 +28,19 @@ from pyro_dvi.predictive.rules import (
     example_latents,
     first_arguments,
 )
-from pyro_dvi.predictive.run import check_observation, distribution_at, evaluation_mode, respond, seeded
+from pyro_dvi.predictive.run import (
+    check_observation,
+    distribution_at,
+    evaluation_mode,
+    observed_run,
+    respond,
+    seeded,
+)
 from pyro_dvi.predictive.unseen import refuse_unseen
 from pyro_dvi.predictive.vectorised import SampledComponents
 from pyro_dvi.training.ownership import check_still_own
 
-__all__ = ["at_tuned_scales", "device_of", "predict", "rule_of"]
+__all__ = ["at_tuned_scales", "device_of", "names_of_sites", "predict", "rule_of"]
 
 
 def predict(
@@ -76,7 +84,8 @@ def predict(
             objective of this library has trained counts as trained by samples; a ``MultiplicativeNoiseGuide`` by
             moments.
         site: observed site to predict, where the model has several.
-        observed: the model's argument that holds the observation; by default the one whose default is None.
+        observed: the model's argument that holds the observation; by default the one whose default is None, of several
+            the one that is called like the site.
         batch_size: examples at a time; a loader has its own.
         seed: of the draws; by default one from the global generator.
         keep_draws: keep mean and variance, or class probabilities, of every component in :attr:`Prediction.draws`;
@@ -130,7 +139,8 @@ def predict(
     name = site
     sampled = SampledComponents(rule, guide) if isinstance(rule, Samples) else None
     learnt_for = first_arguments(guide)
-    split = batches(model, data, observed=observed, batch_size=batch_size, device=device)
+    sites = names_of_sites(model, guide) if site is None else lambda _: [site]
+    split = batches(model, data, observed=observed, batch_size=batch_size, device=device, sites=sites)
     with evaluation_mode(model, guide), seeded(seed, device) as seed:
         for batch in tqdm(split, desc="predict", unit="batch", disable=not progress):
             if batch.observed is not None:
@@ -159,6 +169,16 @@ def predict(
             name = mixture.site
     assert name is not None, "there was a batch"
     return Prediction(name, rule, parts, ordered=keeps_order(data))
+
+
+def names_of_sites(model: Callable[..., Any], guide: Callable[..., Any]) -> Callable[[Batch], list[str]]:
+    """Return a function that gives the observed sites of the model for a batch."""
+
+    def names(batch: Batch) -> list[str]:
+        latents = example_latents(guide, batch.inputs)
+        return responses(observed_run(model, batch, latents), latents)
+
+    return names
 
 
 def at_tuned_scales(guide: Any, run: Callable[..., Any]) -> Callable[..., Any]:

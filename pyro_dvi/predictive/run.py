@@ -25,6 +25,7 @@ __all__ = [
     "check_observation",
     "distribution_at",
     "evaluation_mode",
+    "observed_run",
     "respond",
     "run_at",
     "seeded",
@@ -135,8 +136,7 @@ def check_observation(model: Callable[..., Any], batch: Batch, latents: Latents,
     """
     if batch.observed is None:
         return batch
-    args, kwargs = batch.with_observation()
-    nodes = run_at(model, with_missing(model, args), kwargs, batch, latents)
+    nodes = observed_run(model, batch, latents)
     name = choose_response(site, responses(nodes, latents))
     node: Any = nodes[name]
     value = node["value"]
@@ -149,6 +149,12 @@ def check_observation(model: Callable[..., Any], batch: Batch, latents: Latents,
             "predicting from inputs alone and metrics(transformed)"
         )
     return replace(batch, observed=batch.observed.reshape(value.shape), mask=counted(node))
+
+
+def observed_run(model: Callable[..., Any], batch: Batch, latents: Latents) -> Mapping[str, Any]:
+    """Return the sites of a run in which the model sees the observations, if there are any."""
+    args, kwargs = (batch.inputs, {}) if batch.observed is None else batch.complete
+    return run_at(model, with_missing(model, args), kwargs, batch, latents)
 
 
 def run_at(

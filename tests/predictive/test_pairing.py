@@ -3,6 +3,7 @@
 
 import math
 
+import numpy as np
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -12,6 +13,7 @@ from pyro.infer.autoguide import AutoGuideList, AutoNormal
 
 from pyro_dvi import AtMean, LaplaceGuide, MeanFieldGuide, Samples, predict, to_arviz
 from pyro_dvi.errors import ArgumentError, DataError, GuideError, UnsupportedError
+from tests.inference_data.reading import values
 
 X = torch.linspace(-1, 1, 20)
 
@@ -31,10 +33,39 @@ def keyword_responses(x, *, a=None, b=None):
     two_responses(x, a, b)
 
 
+def test_arguments_that_are_called_like_sites_are_their_observations():
+    for model in (two_responses, keyword_responses):
+        for data in ((X, 2 * X, -2 * X), {"x": X, "a": 2 * X, "b": -2 * X}):
+            exported = to_arviz(model, slope, data, 5)
+            np.testing.assert_array_equal(values(exported, "observed_data", "a"), 2 * X)
+            np.testing.assert_array_equal(values(exported, "observed_data", "b"), -2 * X)
+            assert set(exported["constant_data"].data_vars) == {"x"}
+        for name, observation in (("a", 2 * X), ("b", -2 * X)):
+            alone = {"x": X, name: observation}
+            assert predict(model, slope, alone, site=name).metrics()["rmse"] < 1e-6
+            assert set(to_arviz(model, slope, alone, 5, site=name)["observed_data"].data_vars) == {name}
+    assert predict(two_responses, slope, (X, 2 * X, -2 * X), site="a").metrics()["rmse"] < 1e-6
+
+
+def test_other_arguments_that_may_be_left_out_are_inputs_beside_an_observation_called_like_its_site():
+    def model(x, shift=None, obs=None):
+        w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", len(x)):
+            pyro.sample("obs", dist.Normal(w * x + (0.0 if shift is None else shift), 1.0), obs=obs)
+
+    data = (X, X**2, 2 * X + X**2)
+    assert predict(model, slope, data).metrics()["rmse"] < 1e-6
+    np.testing.assert_array_equal(values(to_arviz(model, slope, data, 5), "constant_data", "shift"), X**2)
+
+
+def by_other_names(x, first=None, second=None):
+    two_responses(x, first, second)
+
+
 @pytest.mark.parametrize("score", [predict, to_arviz])
 def test_one_of_several_observations_is_named_and_checked(score):
-    with pytest.raises(ArgumentError, match=r"\['a', 'b'\].*default to None.*observed='b'"):
-        score(two_responses, slope, (X, X, -X), site="a")
+    with pytest.raises(ArgumentError, match=r"\['first', 'second'\].*default to None.*observed='second'"):
+        score(by_other_names, slope, (X, X, -X), site="a")
     with pytest.raises(DataError, match="site 'a' observes nothing.*observed="):
         score(two_responses, slope, {"x": X, "b": -X}, site="a", observed="b")
     with pytest.raises(DataError, match="site 'b' observes nothing.*site="):
@@ -44,8 +75,8 @@ def test_one_of_several_observations_is_named_and_checked(score):
 
 def test_the_named_observation_is_the_one_that_is_scored():
     for model in (two_responses, keyword_responses):
-        for name, values in (("a", 2 * X), ("b", -2 * X)):
-            prediction = predict(model, slope, {"x": X, name: values}, site=name, observed=name)
+        for name, observation in (("a", 2 * X), ("b", -2 * X)):
+            prediction = predict(model, slope, {"x": X, name: observation}, site=name, observed=name)
             assert prediction.metrics()["rmse"] < 1e-6
     assert predict(two_responses, slope, X, site="a").mean.shape == (20,)  # inputs alone are not ambiguous
 
@@ -56,7 +87,7 @@ def test_an_observation_given_by_name_only_needs_no_naming():
 
     for data in ({"x": X, "y": 2 * X}, (X, 2 * X)):
         assert predict(model, slope, data, site="a").metrics()["rmse"] < 1e-6
-    with pytest.raises(ArgumentError, match=r"\['a', 'b'\].*by name only.*observed='b'"):
+    with pytest.raises(DataError, match=r"takes \['b'\] by name only"):
         predict(keyword_responses, slope, {"x": X, "a": X, "b": X}, site="a")
 
 
