@@ -15,6 +15,7 @@ from pyro_dvi.elbos.base import DeterministicELBO
 from pyro_dvi.elbos.weighting import ExampleWeighting
 from pyro_dvi.errors import ArgumentError, ModelError
 from pyro_dvi.expectations import LogitEstimator
+from pyro_dvi.handlers.equal_units import start_apart
 from pyro_dvi.handlers.latents import Latent
 from pyro_dvi.handlers.moment_run import run_with_moments
 from pyro_dvi.handlers.observed import check_num_data, checked_log_likelihood, observed_sites
@@ -116,6 +117,8 @@ class MomentPropagationELBO(DeterministicELBO):
         self, model: Callable, guide: Callable, args: tuple, kwargs: dict, kl_weight: float, training: bool
     ) -> dict[str, Tensor]:
         structure, first = structure_of(model, guide, args, kwargs)
+        if training:
+            start_apart(structure.starts)
         floor = nullcontext() if self.variance_floor is None else variance_floor(self.variance_floor)
         with floor:
             recorder = warned_of_repeated_uses if first else nullcontext

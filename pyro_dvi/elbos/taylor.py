@@ -14,6 +14,7 @@ from pyro_dvi.curvature.likelihood import SliceArguments
 from pyro_dvi.divergences import kl_to_prior, prior_precision
 from pyro_dvi.elbos.base import DeterministicELBO
 from pyro_dvi.errors import CheckpointError, DviWarning
+from pyro_dvi.handlers.equal_units import start_apart
 from pyro_dvi.handlers.mean_run import MeanRun, run_at_means
 from pyro_dvi.handlers.minibatch import run_on_part
 from pyro_dvi.handlers.observed import check_num_data, checked_log_likelihood, observed_sites
@@ -111,6 +112,8 @@ class TaylorELBO(DeterministicELBO):
         self, model: Callable, guide: Callable, args: tuple, kwargs: dict, kl_weight: float, training: bool
     ) -> dict[str, Tensor]:
         structure, first = structure_of(model, guide, args, kwargs)
+        if training:
+            start_apart(structure.starts)
         penalty_weight = self.curvature.weight(self.step) if training else 1.0
         recorder = self.curvature.recorder if penalty_weight else None
         run = run_at_means(model, guide, args, kwargs, structure.sampled, recorder)

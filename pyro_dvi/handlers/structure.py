@@ -16,6 +16,7 @@ from torch import Tensor
 from pyro_dvi.bayesian.placement import tensors_of
 from pyro_dvi.curvature.base import sum_of
 from pyro_dvi.errors import GuideError, ModelError
+from pyro_dvi.handlers.equal_units import Starts, equal_units
 from pyro_dvi.handlers.latents import Latent, unconstraining_transform, vector_elements
 from pyro_dvi.handlers.mean_run import MeanRun, run_at_means
 from pyro_dvi.handlers.means import GaussianSite, strip_event_dims
@@ -37,12 +38,14 @@ class Structure:
         function_names: names of the autograd nodes that lead from the latents to the observed distributions.
         shapes: shape of a draw at each observed site, for the arguments of the first run.
         reached: guide sites that the observed sites depend on.
+        starts: means to be moved before training, see :mod:`~pyro_dvi.handlers.equal_units`.
     """
 
     sampled: dict[str, Tensor | bool] = field(default_factory=dict)
     function_names: frozenset[str] = frozenset()
     shapes: dict[str, torch.Size] = field(default_factory=dict)
     reached: frozenset[str] = frozenset()
+    starts: Starts = field(default_factory=list)
 
 
 # Weak references to the guide and the model, the functions that they call (for bound methods), what was seen.
@@ -111,9 +114,8 @@ def _look(run: MeanRun, guide: Callable) -> Structure:
     ]
     names = frozenset(_function_names([t for fn in roots for t in _tensors(fn)]))
     shapes = {site.name: site.fn.batch_shape + site.fn.event_shape for site in sites}
-    return Structure(
-        sampled, names, shapes, reached_by(log_likelihood, {g.name: g.value for g in run.gaussians})
-    )
+    reached = reached_by(log_likelihood, {g.name: g.value for g in run.gaussians})
+    return Structure(sampled, names, shapes, reached, equal_units(run.latents, log_likelihood))
 
 
 def reached_by(log_likelihood: Tensor, values: dict[str, Tensor]) -> frozenset[str]:

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Leave a start at which the hidden units of a network are all alike."""
+
+import warnings
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from pyro_dvi.errors import DviWarning
+from pyro_dvi.handlers.latents import Latent
+
+__all__ = ["Starts", "equal_units", "start_apart"]
+
+Starts = list[
+    tuple[str, Tensor, Tensor]
+]  # site, its means in the storage of their parameter, weights of the network
+
+
+def equal_units(latents: Iterable[Latent], log_likelihood: Tensor) -> Starts:
+    """Find means at zero where they leave hidden units alike, though the network has weights to start from.
+
+    Where all weights are zero, the likelihood has no gradient in those of hidden layers, and one and the same in all
+    that leave a hidden layer: no step of training tells the units apart. Linear models have nothing hidden.
+    """
+    starts = []
+    for latent in latents:
+        initial = getattr(latent.prior, "initial_value", None)
+        if (
+            initial is not None
+            and latent.loc is not None
+            and latent.transform is None
+            and not latent.loc.any()
+        ):
+            if latent.loc.requires_grad and latent.value.requires_grad:
+                starts.append((latent.value, (latent.name, latent.loc.detach(), initial)))
+    if not starts or not log_likelihood.requires_grad:
+        return []
+    values = [value for value, _ in starts]
+    grads = torch.autograd.grad(log_likelihood, values, allow_unused=True, retain_graph=True)
+    hidden = any(grad is not None and not grad.any() for grad in grads)
+    return [start for _, start in starts] if hidden else []
+
+
+def start_apart(starts: Starts) -> None:
+    """Start from the weights of the network, unless the means have been moved since; says so, once."""
+    if starts and not any(mean.any() for _, mean, _ in starts):
+        for _, mean, initial in starts:
+            mean.copy_(initial)
+        warnings.warn(
+            f"the guide starts with all means at zero (site {starts[0][0]!r} and {len(starts) - 1} more), where hidden "
+            "units are alike and training hardly tells them apart. They now start from the weights that the network "
+            "had: as AutoNormal(model, init_loc_fn=pyro_dvi.init_to_module) says beforehand.",
+            DviWarning,
+            stacklevel=2,
+        )
+    starts.clear()
