@@ -42,9 +42,9 @@ def test_arguments_that_are_called_like_sites_are_their_observations():
             assert set(exported["constant_data"].data_vars) == {"x"}
         for name, observation in (("a", 2 * X), ("b", -2 * X)):
             alone = {"x": X, name: observation}
-            assert predict(model, slope, alone, site=name).metrics()["rmse"] < 1e-6
+            assert predict(model, slope, alone, AtMean(), site=name).metrics()["rmse"] < 1e-6
             assert set(to_arviz(model, slope, alone, 5, site=name)["observed_data"].data_vars) == {name}
-    assert predict(two_responses, slope, (X, 2 * X, -2 * X), site="a").metrics()["rmse"] < 1e-6
+    assert predict(two_responses, slope, (X, 2 * X, -2 * X), AtMean(), site="a").metrics()["rmse"] < 1e-6
 
 
 def test_other_arguments_that_may_be_left_out_are_inputs_beside_an_observation_called_like_its_site():
@@ -54,7 +54,7 @@ def test_other_arguments_that_may_be_left_out_are_inputs_beside_an_observation_c
             pyro.sample("obs", dist.Normal(w * x + (0.0 if shift is None else shift), 1.0), obs=obs)
 
     data = (X, X**2, 2 * X + X**2)
-    assert predict(model, slope, data).metrics()["rmse"] < 1e-6
+    assert predict(model, slope, data, AtMean()).metrics()["rmse"] < 1e-6
     np.testing.assert_array_equal(values(to_arviz(model, slope, data, 5), "constant_data", "shift"), X**2)
 
 
