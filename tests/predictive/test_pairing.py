@@ -22,6 +22,9 @@ def slope(x, *_args, **_kwargs):
     pyro.sample("w", dist.Normal(2.0, 0.1))
 
 
+slope.prediction_rule = AtMean()
+
+
 def two_responses(x, a=None, b=None):
     w = pyro.sample("w", dist.Normal(0.0, 1.0))
     with pyro.plate("data", len(x)):
@@ -184,7 +187,7 @@ def test_amortised_latents_in_a_subsampled_plate():
         with pyro.plate("data", 20, subsample_size=len(x)):
             pyro.sample("z", dist.Normal(x, 0.1))
 
-    torch.testing.assert_close(predict(local, guide, X).mean, 2 * X)
+    torch.testing.assert_close(predict(local, guide, X, AtMean()).mean, 2 * X)
     with pytest.raises(DataError, match="20 of them, but this batch has 10"):
         predict(local, guide, X[10:])
 
