@@ -137,6 +137,9 @@ class NaturalGradientOptimizer(Optimizer):
                 if torch.is_tensor(loss_factor):
                     parameter.grad.div_(loss_factor)
                 memory = self.state[parameter]
+                for name, value in memory.items():  # a model that was moved or converted since the last step
+                    if torch.is_tensor(value):
+                        memory[name] = value.to(parameter)
                 memory["step"] = memory.get("step", 0) + 1
                 total = group["total_steps"] or self._told_steps
                 factor = cosine(memory["step"], total)

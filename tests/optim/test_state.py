@@ -139,10 +139,12 @@ def test_states_go_on_bit_by_bit_on_a_device(constructor, device):
     assert all(torch.isfinite(value).all() for value in expected.values())
 
 
-def test_steps_at_the_mean_are_those_of_the_processor(device):
+@pytest.mark.parametrize("moved", [0, 2], ids=["from the start", "moved in training"])
+def test_steps_at_the_mean_are_those_of_the_processor(device, moved):
     """OGN draws nothing."""
 
-    def last(device: torch.device) -> dict[str, Tensor]:
+    def last(target: torch.device) -> dict[str, Tensor]:
+        device = torch.device("cpu") if moved else target
         with pyro.settings.context(module_local_params=True):
             model = Net(torch.float64).to(device)
             guide = dvi.NaturalGradientGuide(model)
@@ -150,9 +152,12 @@ def test_steps_at_the_mean_are_those_of_the_processor(device):
             objective = elbo()
             module = objective(model, guide)
             optimizer = OGNOptimizer(module.parameters(), lr=0.05)
-            for x, y in batches(5, torch.float64, device):
+            for t, (x, y) in enumerate(batches(5, torch.float64, target)):
+                if t == moved:
+                    module.to(target)
+                device = target if t >= moved else device
                 optimizer.zero_grad()
-                module(x, y).backward()
+                module(x.to(device), y.to(device)).backward()
                 optimizer.step()
             return {name: value.detach().cpu() for name, value in module.named_parameters()}
 
@@ -180,3 +185,44 @@ def test_clipping_is_that_of_pyro(optimizer):
     assert moved({"clip_norm": 1e9}) == pytest.approx(plain)
     assert moved({"clip_norm": 1e-6}) < 0.5 * plain
     assert moved({"clip_value": 1e-6}) < 0.5 * plain
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_model_that_is_converted_in_training_takes_its_optimizer_along(optimizer):
+    """As if its state had been loaded into an optimizer of the other type."""
+
+    def started(dtype: torch.dtype) -> SVI:
+        pyro.clear_param_store()
+        model = Net(dtype)
+        svi = SVI(model, dvi.NaturalGradientGuide(model), optimizer({"lr": 0.05}), loss=elbo())
+        svi.loss.__self__.serve(svi.optim)
+        return svi
+
+    def go_on(svi: SVI) -> dict[str, Tensor]:
+        torch.manual_seed(1)
+        for x, y in batches(3, torch.float64):
+            svi.step(x, y)
+        return {name: value.clone() for name, value in svi.guide.state_dict().items()}
+
+    svi = started(torch.float32)
+    for x, y in batches(4):
+        svi.step(x, y)
+    saved = copy.deepcopy(
+        (
+            svi.model.state_dict(),
+            svi.guide.state_dict(),
+            svi.optim.get_state(),
+            svi.loss.__self__.state_dict(),
+        )
+    )
+    svi.model.double()
+    svi.guide.double()
+    expected = go_on(svi)
+
+    again = started(torch.float64)
+    again.guide(*next(batches(1, torch.float64)))
+    again.model.load_state_dict(saved[0])
+    again.guide.load_state_dict(saved[1])
+    again.optim.set_state(saved[2])
+    again.loss.__self__.load_state_dict(saved[3])
+    torch.testing.assert_close(go_on(again), expected, rtol=1e-12, atol=1e-12)
