@@ -100,7 +100,7 @@ class Fisher(Curvature):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self.generator is not None and "generator" in state:
-            self.generator.set_state(state["generator"])
+            self.generator.set_state(state["generator"].cpu())
 
     def __repr__(self) -> str:
         defaults = {"num_label_samples": 1, "every": 1, "fraction": 1.0}

@@ -105,7 +105,7 @@ class HessianDiagonal(Curvature):
             if name in likelihood.local:
                 continue
             old = self._averages.get(name)
-            new = c.detach() if old is None else torch.lerp(old, c.detach(), 1 - self._DECAY)
+            new = c.detach() if old is None else torch.lerp(old.to(c), c.detach(), 1 - self._DECAY)
             self._averages[name] = new
             if limit is not None and due:
                 bad = int((new < -limit).sum())
@@ -127,7 +127,7 @@ class HessianDiagonal(Curvature):
             raise CheckpointError("not the state of a HessianDiagonal: the entry 'evaluations' is missing")
         self._evaluations, self._averages = state["evaluations"], dict(state["averages"])
         if self.generator is not None and "generator" in state:
-            self.generator.set_state(state["generator"])
+            self.generator.set_state(state["generator"].cpu())
 
     def __repr__(self) -> str:
         return (

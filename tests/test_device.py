@@ -1,0 +1,298 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every way of working, on the device of the data: nothing of the CPU takes part, and the numbers are the same.
+
+The emulated device draws the numbers of the CPU, so that sampled methods compare as well.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pyro
+import pytest
+import torch
+from pyro.infer import SVI
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+import pyro_dvi as dvi
+from pyro_dvi import curvature, metrics
+from pyro_dvi.bayesian import HierarchicalScale, LearnedScale
+from pyro_dvi.guides.laplace import (
+    Accept,
+    ByEvidence,
+    ByLanczos,
+    Dense,
+    HessianFree,
+    InSample,
+    LabelShift,
+    LaplaceGuide,
+    Pointwise,
+    PriorPrecision,
+    Sum,
+)
+from pyro_dvi.optim import IVON, OGN, VOGN
+from tests.laplace.cases import CASES as LAPLACE
+
+NUM_DATA = 12
+
+
+def small_net(norm: type = nn.BatchNorm2d) -> nn.Module:
+    return nn.Sequential(nn.Conv2d(1, 3, 3), norm(3), nn.Softplus(), nn.Flatten(), nn.Linear(12, 3))
+
+
+def images(where: torch.device | str) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(NUM_DATA, 1, 4, 4, generator=generator).to(where), torch.arange(
+        NUM_DATA, device=where
+    ) % 3
+
+
+def classifier(where: torch.device | str, prior: Any = 1.0, norm: type = nn.BatchNorm2d) -> nn.Module:
+    torch.manual_seed(1)
+    return dvi.classifier(dvi.to_bayesian_(small_net(norm), prior), num_data=NUM_DATA).to(where)
+
+
+def taylor(curvature: Any) -> Callable[[Any], SVI]:
+    def make(model: Any) -> SVI:
+        optimizer = pyro.optim.Adam(dvi.learning_rates(0.01))
+        return SVI(model, dvi.MeanFieldGuide(model), optimizer, dvi.TaylorELBO(curvature=curvature))
+
+    return make
+
+
+def moments(guide: Any) -> Callable[[Any], SVI]:
+    return lambda model: SVI(model, guide(model), pyro.optim.Adam({"lr": 0.01}), dvi.MomentPropagationELBO())
+
+
+def natural(optimizer: Any) -> Callable[[Any], SVI]:
+    return lambda model: SVI(
+        model, dvi.NaturalGradientGuide(model), optimizer({"lr": 0.05}), dvi.NaturalGradientELBO()
+    )
+
+
+METHODS: dict[str, Callable[[Any], SVI]] = {
+    "Taylor, empirical Fisher": taylor(curvature.EmpiricalFisher()),
+    "Taylor, Fisher": taylor(curvature.Fisher()),
+    "Taylor, Fisher of a fraction": taylor(curvature.Fisher(fraction=0.5)),
+    "Taylor, Gauss-Newton": taylor(curvature.GGN()),
+    "Taylor, Hessian": taylor(curvature.HessianDiagonal()),
+    "Taylor, minibatch gradient": taylor(curvature.MinibatchGradient()),
+    "multiplicative noise": moments(dvi.MultiplicativeNoiseGuide),
+    "mean-field moments": moments(dvi.MeanFieldGuide),
+    "VOGN": natural(VOGN),
+    "OGN": natural(OGN),
+    "IVON": natural(IVON),
+}
+
+
+def trained(method: str, where: torch.device | str, prior: Any = 1.0) -> SVI:
+    pyro.clear_param_store()
+    norm = (
+        nn.Identity if method == "Taylor, Hessian" else nn.BatchNorm2d
+    )  # which torch does not derive thrice
+    svi = METHODS[method](classifier(where, prior, norm))
+    torch.manual_seed(2)
+    dvi.fit(svi, [images(where)], 2, progress=False)
+    return svi
+
+
+def everything(prediction: Any, labels: Tensor) -> dict[str, Any]:
+    """All that a prediction of classes can say."""
+    found = {name: getattr(prediction, name) for name in ("probabilities", "entropy", "mean", "variance")}
+    if isinstance(prediction.method, dvi.Samples):
+        found["mutual_information"] = prediction.mutual_information
+    found["log_likelihood"] = prediction.log_likelihood(labels)
+    found["sample"] = prediction.sample(2, seed=0)
+    return found
+
+
+def check_device(
+    found: dict[str, Any], expected: dict[str, Any], device: torch.device, **tolerance: float
+) -> None:
+    for name, value in expected.items():
+        assert found[name].device == device, name
+        if device.type != "cuda":  # whose random numbers are others
+            torch.testing.assert_close(
+                found[name].detach().cpu(), value.detach(), msg=lambda m, n=name: f"{n}: {m}", **tolerance
+            )
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_training_and_prediction(method, device):
+    def results(where: torch.device | str) -> dict[str, Any]:
+        svi = trained(method, where)
+        x, y = images(where)
+        found = {f"parameter {k}": v for k, v in svi.guide.named_parameters()}
+        for rule in (dvi.AtMean(), dvi.Samples(3)):
+            prediction = dvi.predict(svi.model, svi.guide, (x, y), rule, seed=4)
+            found |= {f"{rule}, {k}": v for k, v in everything(prediction, y).items()}
+            assert set(prediction.metrics()) >= {"nll", "accuracy"}
+        return found
+
+    expected = results("cpu")
+    check_device(results(device), expected, device, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "make", [curvature.HessianDiagonal, lambda: curvature.Fisher(generator=torch.Generator())]
+)
+def test_what_a_curvature_remembers_follows_the_model(make, device):
+    """A checkpoint may be loaded to the device and trained on the CPU, and the other way round."""
+    old = make()
+    model = classifier("cpu", norm=nn.Identity)
+    taylor(old)(model).step(*images("cpu"))
+    new = make()
+    new.load_state_dict(tree_map(lambda t: t.to(device) if isinstance(t, Tensor) else t, old.state_dict()))
+    assert taylor(new)(model).step(*images("cpu")) > 0
+
+
+@pytest.mark.parametrize("prior", [LearnedScale(), HierarchicalScale(shared=True)], ids=repr)
+@pytest.mark.parametrize("method", ["Taylor, Gauss-Newton", "multiplicative noise"])
+def test_priors(method, prior, device):
+    def results(where: torch.device | str) -> dict[str, Any]:
+        svi = trained(method, where, prior)
+        return {**dict(svi.guide.named_parameters()), **dict(svi.model.named_parameters())}
+
+    expected = results("cpu")
+    check_device(results(device), expected, device, rtol=1e-4, atol=1e-5)
+
+
+def test_moments_are_predicted_by_every_rule(device):
+    def results(where: torch.device | str) -> dict[str, Any]:
+        svi, data = trained("mean-field moments", where), images(where)
+        fitted = dvi.calibrate(svi.model, svi.guide, data, seed=0)
+        found: dict[str, Any] = {}
+        for propagation in (dvi.Moments().propagation, dvi.ReverseDelta(), fitted):
+            rule = dvi.Moments(propagation=propagation)
+            prediction = dvi.predict(svi.model, svi.guide, data, rule, seed=4)
+            name = type(propagation).__name__
+            found |= {f"{name}, {k}": v for k, v in everything(prediction, data[1]).items()}
+        return found
+
+    expected = results("cpu")
+    check_device(results(device), expected, device, rtol=1e-3, atol=1e-4)
+
+
+def regression(where: torch.device | str, net: Any = None) -> tuple[Any, Any, tuple[Tensor, Tensor]]:
+    pyro.clear_param_store()
+    torch.manual_seed(0)
+    if net is None:
+        net = dvi.to_bayesian_(nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1), nn.Flatten(0)))
+    model = dvi.regressor(net, num_data=NUM_DATA, noise_scale=0.3).to(where)
+    x = torch.randn(NUM_DATA, 2, generator=torch.Generator().manual_seed(0))
+    return model, dvi.MultiplicativeNoiseGuide(model), (x.to(where), x.sum(1).to(where))
+
+
+def test_predictions_of_numbers(device):
+    def results(where: torch.device | str) -> dict[str, Any]:
+        model, guide, data = regression(where)
+        svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), dvi.MomentPropagationELBO())
+        svi.step(*data)
+        found: dict[str, Any] = {}
+        for method in (dvi.Moments(), dvi.Samples(4)):
+            prediction = dvi.predict(
+                model, guide, data, method, seed=1, keep_draws=isinstance(method, dvi.Samples)
+            )
+            low, high = prediction.interval(0.9)
+            found |= {
+                f"{method} mean": prediction.mean,
+                f"{method} variance": prediction.variance,
+                f"{method} quantiles": prediction.quantiles([0.1, 0.5]),
+                f"{method} low": low,
+                f"{method} high": high,
+                f"{method} crps": prediction.crps(),
+            }
+            assert set(prediction.metrics()) >= {"nll", "crps", "coverage_95"}
+            assert (
+                len(prediction.to_dataframe()) == NUM_DATA and len(prediction.to_xarray()["mean"]) == NUM_DATA
+            )
+        return found
+
+    expected = results("cpu")
+    check_device(results(device), expected, device, rtol=1e-4, atol=1e-5)
+
+
+def test_diagnostics_and_export(device):
+    svi, (x, y) = trained("mean-field moments", device), images(device)
+    assert dvi.scale_report(svi.guide, earlier=dvi.scale_snapshot(svi.guide)).rows
+    assert dvi.signal_to_noise(svi.guide).num_weights > 0
+    assert dvi.prior_predictive_check(svi.model, (x, y), num_samples=3).num_examples == NUM_DATA
+    assert str(dvi.compare_with_sampling(svi.model, svi.guide, (x, y), num_samples=5))
+    assert str(dvi.summary(svi.model))
+    posterior = dvi.to_arviz(svi.model, svi.guide, (x, y), num_samples=3, prior=2, predictions=(x[:2],))
+    assert posterior["log_likelihood"]["obs"].shape == (1, 3, NUM_DATA)
+    assert set(dict(dvi.to_deterministic(svi.model, svi.guide).named_parameters()))
+
+
+METRICS = [
+    metrics.accuracy,
+    metrics.adaptive_calibration_error,
+    metrics.aurc,
+    metrics.brier,
+    metrics.expected_calibration_error,
+]
+
+
+@pytest.mark.parametrize("metric", METRICS)
+def test_metrics_of_tensors_on_the_device(metric, device):
+    p, y = torch.softmax(torch.randn(20, 3), -1), torch.arange(20) % 3
+    assert metric(p.to(device), y.to(device)) == pytest.approx(metric(p, y))
+
+
+def laplace_guide(where: torch.device | str) -> tuple[LaplaceGuide, list[tuple[Tensor, Tensor]], Any]:
+    """At the mode of a linear regression, which a few steps of Newton's method find exactly."""
+    model, _, (x, y) = regression(where, dvi.to_bayesian_(nn.Sequential(nn.Linear(2, 1), nn.Flatten(0))))
+    guide = LaplaceGuide(model)
+    guide.initialize(x, y)
+    batches = list(zip(x.split(5), y.split(5), strict=True))
+    guide.polish(batches, progress=False)
+    return guide, batches, model
+
+
+@pytest.mark.filterwarnings("ignore:weights are drawn from a Laplace posterior")
+@pytest.mark.parametrize("name", LAPLACE)
+def test_laplace(name, device):
+    case = LAPLACE[name]
+
+    def results(where: torch.device | str) -> dict[str, Any]:
+        guide, batches, model = laplace_guide(where)
+        guide.fit(batches, case.method, seed=3)
+        x, y = batches[0]
+        found = {"covariance": guide.predictive(x).covariance}
+        if "draw" not in case.unsupported:
+            torch.manual_seed(0)
+            found |= guide.sample(2)
+            found["mean"] = dvi.predict(model, guide, (x, y), dvi.Samples(2), seed=0).mean
+        found["score"] = dvi.predict(model, guide, (x, y)).log_likelihood(y)
+        return found
+
+    expected = results("cpu")
+    check_device(results(device), expected, device, rtol=1e-3, atol=1e-4)
+
+
+def test_evidence_and_tuning_of_laplace(device):
+    guide, batches, _ = laplace_guide(device)
+    assert str(guide.diagnose(batches))
+    guide.fit(batches, Dense())
+    exact = guide.log_evidence(batches).value
+    assert guide.log_evidence(batches, determinant=ByLanczos(probes=20)).value == pytest.approx(
+        exact, rel=0.2
+    )
+    guide.tune(batches, PriorPrecision(), ByEvidence(), progress=False)
+    guide.fit(batches, Dense(), unconverged=Accept())
+    assert guide.predictive(batches[0][0]).variance.device == device
+
+
+@pytest.mark.filterwarnings("ignore:.*gives means of rows of the covariance matrix")
+@pytest.mark.parametrize(
+    "mode",
+    [Pointwise(), Sum(), InSample(), LabelShift()],
+    ids=lambda mode: type(mode).__name__,
+)
+def test_variances_from_second_fits(mode, device):
+    def variance(where: torch.device | str) -> dict[str, Tensor]:
+        guide, batches, _ = laplace_guide(where)
+        guide.fit(batches, HessianFree(mode))
+        return {"variance": guide.predictive(batches[0][0]).variance}
+
+    check_device(variance(device), variance("cpu"), device, rtol=1e-2, atol=1e-4)
