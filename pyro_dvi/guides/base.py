@@ -267,7 +267,14 @@ class FactorisedGuide(AutoGuide):
                 "approximate: sum it out, replace it by a continuous relaxation, or hide it from this guide with "
                 "pyro.poutine.block. If it is data, pass the observed values."
             )
-        transform = unconstraining_transform(fn.support)
+        try:
+            transform = unconstraining_transform(fn.support)
+        except NotImplementedError as error:  # a sphere, say
+            raise ModelError(
+                f"latent site {name!r} ({type(strip_event_dims(fn)).__name__}) has a support to which there is no map "
+                f"from the real numbers: reparameterise it, a ProjectedNormal by pyro.poutine.reparam(model, "
+                f"config={{{name!r}: ProjectedNormalReparam()}}) of pyro.infer.reparam"
+            ) from error
         value = site["value"].detach()
         loc = value if transform is None else transform.inv(value)
         event_dim = self._event_dims[name] = fn.event_dim + loc.dim() - value.dim()

@@ -3,6 +3,7 @@
 
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +23,7 @@ from pyro.infer.autoguide import (
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_dvi.bayesian import classifier, to_bayesian_
+from pyro_dvi.bayesian import classifier, smooth_activations_, to_bayesian_
 from pyro_dvi.curvature import GGN, Curvature, EmpiricalFisher, Fisher, HessianDiagonal, MinibatchGradient
 from pyro_dvi.elbos import TaylorELBO
 from pyro_dvi.errors import (
@@ -37,6 +38,7 @@ from pyro_dvi.errors import (
     UnsupportedError,
 )
 from pyro_dvi.guides import LaplaceGuide, MeanFieldGuide, PerSite, PerWeight, SGDStepSize
+from pyro_dvi.guides.laplace import Accept, PosteriorSamples
 
 X = torch.linspace(-1, 1, 6)[:, None] * torch.tensor([1.0, -0.5])
 Y = X.sum(1)
@@ -634,3 +636,21 @@ def test_a_function_without_second_derivative_is_refused_with_another():
     energy = laplace.energy([(tokens, labels)])
     with pytest.raises(UnsupportedError, match=r"_embedding_bag_backward.*nn\.Embedding with a sum"):
         energy.at(energy.start).hessian(torch.ones(1, len(energy.start)))
+
+
+@pytest.mark.filterwarnings("ignore:the model uses Hardsigmoid")
+@pytest.mark.parametrize("smooth", [False, True])
+def test_activations_without_second_derivative_are_smoothed_by_the_function_that_the_error_names(smooth):
+    net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Hardsigmoid(), torch.nn.Hardswish())
+    model = classifier(to_bayesian_(smooth_activations_(net) if smooth else net), num_data=2)
+    x, labels = torch.eye(2), torch.tensor([0, 1])
+    svi = SVI(model, MeanFieldGuide(model), pyro.optim.Adam({"lr": 0.01}), loss=TaylorELBO())
+    laplace = LaplaceGuide(model)
+    laplace.initialize(x, labels)
+    for run in (
+        lambda: svi.step(x, labels),
+        lambda: laplace.fit([(x, labels)], PosteriorSamples(2), unconverged=Accept()),
+    ):
+        refused = pytest.raises(UnsupportedError, match="hardsi.*smooth_activations_ replaces nn.Hardsigmoid")
+        with nullcontext() if smooth else refused:
+            run()

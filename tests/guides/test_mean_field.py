@@ -11,11 +11,13 @@ import pytest
 import torch
 from pyro.infer import SVI, Predictive, Trace_ELBO, TraceMeanField_ELBO
 from pyro.infer.autoguide import AutoNormal, init_to_value
+from pyro.infer.reparam import ProjectedNormalReparam
 from torch import Tensor, nn
 
 import pyro_dvi as dvi
 from pyro_dvi.curvature import GGN
 from pyro_dvi.elbos import TaylorELBO
+from pyro_dvi.errors import ModelError
 from pyro_dvi.guides import MeanFieldGuide, PerSite, PerWeight, SGDStepSize
 from tests.models import LinearRegression
 
@@ -358,3 +360,19 @@ def test_agrees_with_pyros_auto_normal():
             getattr(theirs.scales, f"{name}_unconstrained").copy_(softplus_inverse)
     elbo = TaylorELBO(curvature=GGN())
     assert elbo.loss(model, ours, X) == pytest.approx(elbo.loss(model, theirs, X), rel=1e-5)
+
+
+@pytest.mark.parametrize("guide", [MeanFieldGuide, dvi.MultiplicativeNoiseGuide, dvi.LaplaceGuide])
+def test_a_latent_on_a_sphere_is_named_with_the_way_out(guide):
+    def model(x, y):
+        direction = pyro.sample("direction", dist.ProjectedNormal(torch.zeros(3)))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(x @ direction, 0.5), obs=y)
+
+    x, y = torch.randn(5, 3), torch.zeros(5)
+    with pytest.raises(
+        ModelError, match=r"'direction' \(ProjectedNormal\).*'direction': .*ProjectedNormalReparam"
+    ):
+        guide(model)(x, y)
+    reparam = {"direction": ProjectedNormalReparam()}
+    guide(pyro.poutine.reparam(model, config=reparam))(x, y)
