@@ -334,7 +334,13 @@ def start(rank: int, world: int, path: str) -> None:
     """Run everything as one of several processes, and leave the results in files."""
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
-    td.init_process_group("gloo", init_method=f"file://{path}/meeting_{world}", rank=rank, world_size=world)
+    td.init_process_group(
+        "gloo",
+        init_method=f"file://{path}/meeting_{world}",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(minutes=3),  # if the other process has died
+    )
     try:
         torch.save(everything(rank, world, path), f"{path}/results_{world}_{rank}.pt")
     finally:

@@ -18,6 +18,8 @@ MODULES = ["pyro_dvi", *(m.name for m in pkgutil.walk_packages(pyro_dvi.__path__
 
 # A block that is not meant to run (another library's code, a fragment) says so on the line before its fence.
 NOT_RUN = "<!-- not run"
+# One that trains for long says there what the test writes in place of its number: "<!-- tested with epochs=2 -->".
+TESTED_WITH = re.compile(r"<!-- tested with (\w+)=(\d+) -->")
 
 
 def python_blocks(page: Path) -> str:
@@ -30,7 +32,10 @@ def python_blocks(page: Path) -> str:
             continue
         first_line = text[: block.start(1)].count("\n")
         program += [""] * (first_line - len(program))
-        program += block[1].splitlines()
+        code = block[1]
+        if shorter := TESTED_WITH.fullmatch(line_before):
+            code = re.sub(rf"\b{shorter[1]}=\d+", f"{shorter[1]}={shorter[2]}", code)
+        program += code.splitlines()
     return "\n".join(program)
 
 

@@ -37,7 +37,7 @@ def run(script: str, folder: Path, monkeypatch: pytest.MonkeyPatch, *arguments: 
 
 
 def test_regression(tmp_path, monkeypatch, capsys):
-    shown = run(REGRESSION, tmp_path, monkeypatch, "--epochs", "20")
+    shown = run(REGRESSION, tmp_path, monkeypatch, "--epochs", "10")
     assert set(shown["fitted"]) == METHODS
     answers = shown["answers"]
     assert set(answers.index) == METHODS

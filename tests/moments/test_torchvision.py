@@ -24,9 +24,11 @@ LARGE = {
     "efficientnet_b0": 32,
     "convnext_tiny": 32,
 }
-# Of its 10^8 weights all but a few are in linear layers, whose kind every network has.
-MARKS = {"vgg11_bn": pytest.mark.soak}
-NETWORKS = [*SMALL, *(pytest.param(name, marks=MARKS.get(name, pytest.mark.slow)) for name in LARGE)]
+SOAK = {"resnet50", "vgg11_bn", "mobilenet_v2"}  # made of what the others are made of
+NETWORKS = [
+    *SMALL,
+    *(pytest.param(name, marks=pytest.mark.soak if name in SOAK else pytest.mark.slow) for name in LARGE),
+]
 
 
 def multiplicative(weight: Tensor) -> Moments:
