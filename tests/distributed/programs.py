@@ -2,6 +2,7 @@
 """What the processes of the tests run: they import it by name, so it stands in a module of its own."""
 
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pyro
@@ -78,7 +79,11 @@ CASES = {
         dvi.MomentPropagationELBO,
         lambda: pyro.optim.ClippedAdam(dvi.learning_rates(0.01)),
     ),
-    "AutoNormal": (AutoNormal, dvi.MomentPropagationELBO, lambda: pyro.optim.Adam({"lr": 0.01})),
+    "AutoNormal": (
+        partial(AutoNormal, init_loc_fn=dvi.init_to_module),
+        dvi.MomentPropagationELBO,
+        lambda: pyro.optim.Adam({"lr": 0.01}),
+    ),
 }
 
 
