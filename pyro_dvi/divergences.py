@@ -8,6 +8,7 @@ own parents. Point masses contribute minus their log prior.
 """
 
 import math
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NoReturn
 
@@ -38,6 +39,9 @@ _NODES = 32
 def kl_to_prior(latent: Latent) -> Tensor:
     r"""KL(q || p) of one latent site, scaled and masked as the model's site is: a scalar.
 
+    Where the guide's site has a scale :math:`c_q` of its own, as with ``poutine.scale`` in the model only, each density
+    has that of its site, as in Pyro's ``Trace_ELBO``: :math:`\mathrm E_q[c_q \log q - c_p \log p]`.
+
     For a Normal prior :math:`\mathcal N(m, s^2)`,
 
     .. math:: \sum \tfrac12\Bigl(\frac{\sigma^2 + (\mu - m)^2}{s^2} - 1\Bigr) - \log\frac{\sigma}{s},
@@ -50,6 +54,13 @@ def kl_to_prior(latent: Latent) -> Tensor:
     Args:
         latent: posterior marginal and prior of the site.
     """
+    divergence, c_p, c_q = _divergence_to_prior(latent), latent.plate_scale, latent.guide_scale
+    if c_q is c_p or not (torch.is_tensor(c_q) or torch.is_tensor(c_p) or c_q != c_p):
+        return divergence
+    return divergence + scale_and_mask(_expected_log_density(latent), c_q - c_p, latent.mask).sum()
+
+
+def _divergence_to_prior(latent: Latent) -> Tensor:
     if latent.loc is None or latent.scale is None:
         return _scaled(latent, latent.log_density - _log_prior(latent, latent.value))
     normal = normal_prior(latent)
@@ -63,10 +74,22 @@ def kl_to_prior(latent: Latent) -> Tensor:
             0.5 * (ratio.square() + ((latent.loc - normal.loc) / normal.scale).square() - 1) - ratio.log()
         )
         return _scaled(latent, _per_batch_element(latent, divergence))
+    return _scaled(latent, -_entropy(latent) - _expectation(latent, _log_density))
+
+
+def _expected_log_density(latent: Latent) -> Tensor:
+    """E_q[log q] over constrained values, per batch element."""
+    if latent.loc is None:
+        return torch.as_tensor(latent.log_density)
+    jacobian = 0.0 if latent.transform is None else _expectation(latent, _log_jacobian)
+    return -_entropy(latent) - jacobian
+
+
+def _entropy(latent: Latent) -> Tensor:
+    """Entropy of the unconstrained Gaussian, per batch element."""
+    assert latent.loc is not None and latent.scale is not None
     entropy = latent.scale.log() + 0.5 * math.log(2 * math.pi * math.e)
-    entropy = _per_batch_element(latent, entropy.expand_as(latent.loc))
-    cross = _quadrature(latent) if _factorises(latent) else _sample(latent)
-    return _scaled(latent, -entropy - cross)
+    return _per_batch_element(latent, entropy.expand_as(latent.loc))
 
 
 def prior_precision(latent: Latent) -> Tensor | None:
@@ -158,27 +181,26 @@ def _factorises(latent: Latent) -> bool:
     return isinstance(prior, td.Distribution) and not prior.event_shape and _elementwise(latent.transform)
 
 
-def _quadrature(latent: Latent) -> Tensor:
-    """E_q[log p(T(u)) + log|T'(u)|], node by node so that memory stays that of one weight tensor."""
+def _expectation(latent: Latent, function: Callable[[Latent, Tensor], Tensor]) -> Tensor:
+    """E_q of a function of u, node by node so that memory stays that of one weight tensor; or of one sample."""
     assert latent.loc is not None and latent.scale is not None
+    if not _factorises(latent):
+        return function(latent, latent.loc + latent.scale * torch.randn_like(latent.loc))
     total: Tensor | float = 0.0
     for node, weight in _hermite_nodes():
-        total = total + weight * _log_density(latent, latent.loc + node * latent.scale)
+        total = total + weight * function(latent, latent.loc + node * latent.scale)
     return torch.as_tensor(total)
-
-
-def _sample(latent: Latent) -> Tensor:
-    assert latent.loc is not None and latent.scale is not None
-    return _log_density(latent, latent.loc + latent.scale * torch.randn_like(latent.loc))
 
 
 def _log_density(latent: Latent, u: Tensor) -> Tensor:
     """Log prior density of the unconstrained value u, per batch element."""
     if latent.transform is None:
         return _log_prior(latent, u)
-    value = latent.transform(u)
-    jacobian = latent.transform.log_abs_det_jacobian(u, value)
-    return _log_prior(latent, value) + _per_batch_element(latent, jacobian)
+    return _log_prior(latent, latent.transform(u)) + _log_jacobian(latent, u)
+
+
+def _log_jacobian(latent: Latent, u: Tensor) -> Tensor:
+    return _per_batch_element(latent, latent.transform.log_abs_det_jacobian(u, latent.transform(u)))
 
 
 @lru_cache

@@ -27,7 +27,8 @@ def latent(prior: Any, loc: Tensor | None = LOC, scale: Tensor | None = SCALE, *
     transform = options.pop("transform", unconstraining_transform(prior.support))
     value = loc if transform is None or loc is None else transform(loc)
     source = None if loc is None or scale is None else GaussianSite("z", loc, td.Normal(loc, scale))
-    defaults = {"log_density": 0.0, "plate_scale": 1.0, "mask": None}
+    scale_of_both = options.get("plate_scale", 1.0)
+    defaults = {"log_density": 0.0, "plate_scale": 1.0, "mask": None, "guide_scale": scale_of_both}
     return Latent(
         "z",
         prior,
@@ -156,7 +157,7 @@ def test_learned_prior_parameters_have_gradients():
 
 
 def test_transformed_normal_priors_are_closed_form(monkeypatch):
-    monkeypatch.setattr(divergences, "_quadrature", lambda latent: pytest.fail("quadrature"))
+    monkeypatch.setattr(divergences, "_expectation", lambda *_: pytest.fail("quadrature"))
     base = dist.Normal(full(0.3), full(0.8))
     for prior in (
         dist.LogNormal(full(0.3), full(0.8)),
@@ -251,3 +252,37 @@ def test_single_precision():
         single = kl_to_prior(latent(type(prior)(**parameters), LOC.float(), SCALE.float()))
         assert single.dtype == torch.float32
         assert single.item() == pytest.approx(exact.item(), rel=1e-4), case.name
+
+
+# A scale in the model only --------------------------------------------------------------------------------------
+
+
+PRIORS = {
+    "normal": dist.Normal(0.3, 2.0),
+    "lognormal": dist.LogNormal(0.3, 2.0),
+    "gamma": dist.Gamma(torch.tensor(2.0, dtype=torch.float64), 1.5),
+}
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+@pytest.mark.parametrize("prior", PRIORS.values(), ids=PRIORS)
+def test_each_density_has_the_scale_of_its_own_site(prior, as_tensor):
+    """As in Pyro's Trace_ELBO: E_q[c_q log q - c_p log p], on a dense grid."""
+    transform = biject_to(prior.support)
+    t = torch.linspace(-12, 12, 24001, dtype=torch.float64)[:, None]
+    weight = torch.exp(-0.5 * t**2) / torch.exp(-0.5 * t**2).sum()
+    u = LOC + SCALE * t
+    value = transform(u)
+    log_q = dist.Normal(LOC, SCALE).log_prob(u) - transform.log_abs_det_jacobian(u, value)
+    expected = (weight * (0.5 * log_q - 3.0 * prior.log_prob(value))).sum()
+    scales = [torch.tensor(c, dtype=torch.float64) if as_tensor else c for c in (3.0, 0.5)]
+    site = latent(prior.expand([D]), plate_scale=scales[0], guide_scale=scales[1])
+    torch.testing.assert_close(kl_to_prior(site), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_a_point_mass_has_its_jacobian_at_the_scale_of_the_guide():
+    value, log_density = LOC.exp(), -LOC
+    prior = dist.LogNormal(0.3, 2.0).expand([D])
+    site = latent(prior, None, None, value=value, log_density=log_density, plate_scale=3.0, guide_scale=0.5)
+    expected = (0.5 * log_density - 3.0 * prior.log_prob(value)).sum()
+    torch.testing.assert_close(kl_to_prior(site), expected)

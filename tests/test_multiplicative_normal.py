@@ -185,6 +185,7 @@ def test_single_precision(scale):
 def latent(q: MultiplicativeNormal, prior: dist.Normal, noise: bool, **options: object) -> Latent:
     source = GaussianSite("w", q.loc, q if noise else plain(q))
     settings: dict = {"plate_scale": 1.0, "mask": None, **options}
+    settings["guide_scale"] = settings["plate_scale"]
     return Latent("w", prior, q.loc, q.loc, q.scale, None, 0.0, source=source, **settings)
 
 

@@ -39,6 +39,7 @@ class Latent:
         plate_scale: the site's own scale, as for local latents of a subsampled plate.
         mask: the site's own mask.
         source: the guide's Gaussian that it comes from; None for a point mass.
+        guide_scale: the scale of the guide's site, which weighs its density.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Latent:
     plate_scale: float | Tensor
     mask: Tensor | bool | None
     source: GaussianSite | None
+    guide_scale: float | Tensor = 1.0
 
 
 def unconstraining_transform(support: Any) -> Any:
@@ -129,6 +131,7 @@ def match_latents(
                 site["scale"],
                 site["mask"],
                 source,
+                guide_trace.nodes[name if source is None else source.name]["scale"],
             )
         )
     left = sorted(set(gaussians) - used)
