@@ -267,8 +267,8 @@ print(ranking.round(1).to_string())
 # ArviZ
 # -----
 #
-# ``to_arviz`` returns ``InferenceData`` (ArviZ 0.x) or a ``DataTree`` (1.x) with the posterior, predictive draws,
-# log-likelihood and data. Predictions are those of the rule: here each guide's own.
+# ``to_arviz`` returns ``InferenceData`` (ArviZ 0.x) or a ``DataTree`` (1.x) with the posterior, predictive draws and
+# data. Predictions are those of the rule: here each guide's own.
 
 dims = {"net.2.weight": ["output", "hidden"]}
 posteriors = {
@@ -281,7 +281,6 @@ for group in (
     "posterior",
     "prior",
     "posterior_predictive",
-    "log_likelihood",
     "observed_data",
     "constant_data",
 ):

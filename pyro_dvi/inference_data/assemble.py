@@ -30,6 +30,11 @@ def assemble(
         import arviz
 
     attributes = {**provenance(), **attributes}
+    if groups["observed_data"].arrays and not groups["log_likelihood"].arrays:
+        attributes["log_likelihood_left_out"] = (
+            "the predictive distribution is the same for every draw, so that az.loo has nothing to reweight: export "
+            "with method=Samples(500), or compare predictions of held-out data by diagnostics.compare_held_out"
+        )
     is_tree = int(arviz.__version__.split(".")[0]) >= 1
     leading = "sample_dims" if is_tree else "default_dims"
     datasets = {}

@@ -5,6 +5,7 @@ import re
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -68,14 +69,15 @@ def to_arviz(
     ``posterior_predictive``
         draws of every observed site from the predictive distribution of ``method``.
     ``log_likelihood``
-        log density of each observation, :math:`\log p(y_i \mid x_i, \theta_k)`; if the data hold observations.
+        log density of each observation, :math:`\log p(y_i \mid x_i, \theta_k)`; if the data hold observations, and
+        ``method`` predicts by several distributions.
     ``observed_data``, ``constant_data``
         the observations, and the inputs by the names that the model gives them.
     ``prior``, ``prior_predictive``
         with ``prior=n``: the same from the model's prior.
     ``predictions``, ``predictions_constant_data``
         with ``predictions=``: draws of the observed sites for other inputs, and these inputs.
-    ``training``
+    ``training_metadata``
         with ``history=``: loss, KL divergence, learning rate and the rest by ``epoch``. ArviZ has no such group and
         leaves it alone; ``sample_stats`` is for quantities of single draws.
 
@@ -86,10 +88,10 @@ def to_arviz(
 
     With ``AtMean()``, the default after ``TaylorELBO``, every draw of ``posterior_predictive`` comes from
     :math:`p(y \mid x, \mathrm{E}_q\theta)`: draws of the weights of a Variational Laplace posterior are no good
-    predictor. ``log_likelihood`` is then the same for every draw. Its sum over *held-out* data is their
-    log score. It is no input for leave-one-out cross-validation by importance sampling, which reweights draws that
-    differ: ``az.loo`` reports infinite Pareto k (ArviZ 0.x) or refuses (1.x). For that, export with
-    ``method=Samples(500)``, where the draws are those of ``posterior``, and judge the posterior that it then scores.
+    predictor. There is then no ``log_likelihood``, as with ``Moments()`` and ``Linearised()``: it would be the same for
+    every draw, and leave-one-out cross-validation by importance sampling (``az.loo``) reweights draws that differ. For
+    that, export with ``method=Samples(500)``, where the draws are those of ``posterior``, and judge the posterior that
+    it then scores.
     Methods that predict by other rules are compared on held-out data, by
     :func:`~pyro_dvi.diagnostics.compare_held_out`.
 
@@ -99,7 +101,8 @@ def to_arviz(
             by site name, as ``MCMC.get_samples()`` gives them.
         data: as in :func:`~pyro_dvi.predict`: ``(x, y)``, inputs alone, or a loader of either.
         num_samples: draws; by default 500, or as many as the given rule of prediction has.
-        sites: latent sites to export. By default all with at most ``max_site_size`` values; a warning names the rest.
+        sites: latent sites to export, and sites of ``pyro.deterministic``, which the model computes for each draw. By
+            default all latent ones with at most ``max_site_size`` values; a warning names the rest.
             An empty list exports predictions alone: for methods of a LaplaceGuide that have no draws.
         max_site_size: values of one site above which it is left out by default.
         summarise: functions of one draw of a site that stand for the sites left out, by name:
@@ -167,7 +170,7 @@ def to_arviz(
     check_is_set_up(guide)
     check_still_own(model, guide)
     _refuse_unfinished(guide)
-    groups: dict[str, Group] = {} if history is None else {"training": training_group(history)}
+    groups: dict[str, Group] = {} if history is None else {"training_metadata": training_group(history)}
 
     if observed is not None and not listed("observed", observed):
         raise ArgumentError("observed=[] names no argument: leave it out where the data hold no observation")
@@ -187,19 +190,31 @@ def to_arviz(
         latents = example_latents(guide, first.inputs)
         nodes = observed_run(model, first, latents)
         posterior = Posterior(model, guide, rule, count, choose_responses(site, nodes, latents))
-        selection = Selection.of(latents, sites, max_site_size, summarise, stacklevel=3)
+        selection = Selection.of(latents, nodes, sites, max_site_size, summarise, stacklevel=3)
+
+        def derived(batch: Batch, draw: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+            names = [name for name in selection.kept if name not in draw]
+            if not names:
+                return draw
+            sites_at_draw = at_tuned_scales(guide, partial(observed_run, model, batch))(draw)
+            return {**draw, **{name: sites_at_draw[name]["value"] for name in names}}
+
         every = shown(chain([first], remaining))
         if not selection.is_empty:
-            every = of_one_posterior(every, guide, used_seed)
+            every = of_one_posterior(
+                every, lambda batch: derived(batch, example_latents(guide, batch.inputs)), used_seed
+            )
             torch.manual_seed(used_seed)
-            draws = _draws(given, guide, first, count)
+            draws = map(partial(derived, first), _draws(given, guide, first, count))
             groups["posterior"] = drawn_group(draws, count, selection, nodes)
         from_prior = None
         if prior is not None:
             from_prior = PriorSamples(prior, at_tuned_scales(guide, model), first.inputs, tuple(latents))
             if not selection.is_empty:
                 torch.manual_seed(used_seed)
-                groups["prior"] = drawn_group(from_prior.draws(), prior, selection, nodes)
+                groups["prior"] = drawn_group(
+                    map(partial(derived, first), from_prior.draws()), prior, selection, nodes
+                )
         found = pass_over(every, posterior, used_seed, used_seed, from_prior)
         groups["posterior_predictive"] = found.predictive
         groups["prior_predictive"] = found.prior_predictive

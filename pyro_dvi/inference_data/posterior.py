@@ -15,7 +15,6 @@ from pyro_dvi.inference_data.arrays import as_array
 from pyro_dvi.inference_data.group import Group
 from pyro_dvi.inference_data.names import close_names, listed, plate_names
 from pyro_dvi.predictive.batches import Batch
-from pyro_dvi.predictive.rules import example_latents
 
 __all__ = ["Selection", "Summaries", "drawn_group", "of_one_posterior"]
 
@@ -40,13 +39,14 @@ class Selection:
     def of(
         cls,
         latents: Mapping[str, Tensor],
+        nodes: Mapping[str, Any],
         sites: str | Sequence[str] | None,
         max_size: int,
         summaries: Summaries | None,
         *,
         stacklevel: int,
     ) -> "Selection":
-        """Choose by name, else by size.
+        """Choose by name, of latent sites and those of ``pyro.deterministic`` in a run of the model, else by size.
 
         Raises:
             ArgumentError: a name that the guide does not have, or summaries that are no functions.
@@ -58,10 +58,14 @@ class Selection:
             )
         if sites is not None:
             kept = listed("sites", sites)
+            known = [
+                *latents,
+                *(n for n, node in nodes.items() if node.get("infer", {}).get("_deterministic")),
+            ]
             for name in kept:
-                if name not in latents:
+                if name not in known:
                     raise ArgumentError(
-                        f"the guide has no site {name!r}; close names: {close_names(name, latents)}"
+                        f"the guide has no site {name!r}; close names: {close_names(name, known)}"
                     )
             return cls(kept, [name for name in latents if name not in kept], functions)
         left_out = [name for name, value in latents.items() if value.numel() > max_size]
@@ -90,23 +94,25 @@ class Selection:
         return values
 
 
-def of_one_posterior(batches: Iterable[Batch], guide: Callable[..., Any], seed: int) -> Iterator[Batch]:
-    """Pass batches on, and make sure that the guide draws the same for all of them.
+def of_one_posterior(
+    batches: Iterable[Batch], draw: Callable[[Batch], Mapping[str, Tensor]], seed: int
+) -> Iterator[Batch]:
+    """Pass batches on, and make sure that the sites have the same draws for all of them.
 
     Raises:
-        DataError: it looks at its inputs, so that each batch has a posterior of its own.
+        DataError: some depend on the inputs, so that each batch has a posterior of its own.
     """
     first: Mapping[str, Tensor] | None = None
     for batch in batches:
         yield batch  # before the comparison: latents of single examples are refused where the batch is predicted
         torch.manual_seed(seed)
-        drawn = example_latents(guide, batch.inputs)
+        drawn = draw(batch)
         first = drawn if first is None else first
         changed = [name for name in first if name not in drawn or not torch.equal(first[name], drawn[name])]
         if changed:
             raise DataError(
-                f"the guide draws sites {changed} according to its inputs, so that each batch has a posterior of its "
-                "own, of which the export would hold the first alone: give the data in one batch (a tuple with a "
+                f"the posterior draws sites {changed} according to its inputs, so that each batch has one of its own, "
+                "of which the export would hold the first alone: give the data in one batch (a tuple with a "
                 "batch_size of at least their number), or export predictions alone by sites=[]"
             )
 

@@ -110,7 +110,8 @@ class SiteExport:
             dims = [f"{self.site.replace('/', '.')}_observed", *self._dims[self._batch_dims :]]
             for group in (densities, observed):
                 group.coords[str(dims[0])] = places
-        densities.add(self.site, log_probs, dims)
+        if self._share < self._count:  # else the same for every draw, of which ArviZ can make nothing
+            densities.add(self.site, log_probs, dims)
         observed.add(self.site, values, dims)
 
     def rows(self) -> str | None:

@@ -333,9 +333,9 @@ class Prediction:
         """Return the prediction as ``InferenceData`` (ArviZ 0.x) or ``DataTree`` (1.x), for predictive checks.
 
         Groups: ``posterior_predictive``, draws of observations from the predictive distributions, each example by
-        itself; and, if observed values came with the data, ``observed_data`` and ``log_likelihood``, without those
-        that the model masks. The latter is that of the whole predictive, the same for every draw, unless draws were
-        kept and ``num_samples`` is their number. :func:`~pyro_dvi.to_arviz` exports the posterior as well.
+        itself; if observed values came with the data, ``observed_data``, without those that the model masks; and
+        their ``log_likelihood``, if draws were kept and ``num_samples`` is their number: that of the whole predictive
+        would be the same for every draw. :func:`~pyro_dvi.to_arviz` exports the posterior as well.
 
         Args:
             num_samples: draws of observations; by default as many as draws were kept, or 500.

@@ -83,20 +83,19 @@ def arviz_of(prediction: "Prediction", num_samples: int, seed: int | None) -> An
     predictive.add(site, _array(prediction.sample(num_samples, seed=seed)))
     values = prediction.observed
     if values is not None:
-        # One density for all draws, unless each draw has its own.
-        density = prediction.draws.get("log_likelihood", prediction.log_likelihood().unsqueeze(0))
-        if len(density) != num_samples:
-            density = prediction.log_likelihood().expand(num_samples, *density.shape[1:])
+        density = prediction.log_likelihood()
+        own = prediction.draws.get("log_likelihood")
         dims: list[str | None] = []
         if prediction.mask is not None:
-            counts = _whole_events(prediction.mask, values.dim() - (density.dim() - 1), site)
-            density, values = density[:, counts], values[counts]
+            counts = _whole_events(prediction.mask, values.dim() - density.dim(), site)
+            values, own = values[counts], None if own is None else own[:, counts]
             name = f"{site.replace('/', '.')}_observed"
             dims = [name]
             for group in (observed, log_likelihood):
                 group.coords[name] = np.flatnonzero(_array(counts))
         observed.add(site, _array(values), dims)
-        log_likelihood.add(site, _array(density), dims)
+        if own is not None and len(own) == num_samples:
+            log_likelihood.add(site, _array(own), dims)
     groups = {
         "posterior_predictive": predictive,
         "log_likelihood": log_likelihood,

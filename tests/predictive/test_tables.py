@@ -9,6 +9,7 @@ import torch
 
 from pyro_dvi import AtMean, Samples, predict
 from pyro_dvi.errors import UnsupportedError
+from tests.inference_data.reading import groups
 
 X = torch.linspace(-1, 1, 8)
 
@@ -68,14 +69,17 @@ def test_arviz_has_draws_observations_and_densities():
     np.testing.assert_array_equal(exported["log_likelihood"]["obs"][0], prediction.draws["log_likelihood"])
     np.testing.assert_array_equal(exported["observed_data"]["obs"], 2 * X)
     many = predict(NUMBERS, guide, (X, 2 * X), AtMean()).to_arviz(40, seed=1)
-    assert many["posterior_predictive"]["obs"].shape == many["log_likelihood"]["obs"].shape == (1, 40, 8)
+    assert many["posterior_predictive"]["obs"].shape == (1, 40, 8)
+    assert (
+        "log_likelihood" not in groups(many) and "compare_held_out" in many.attrs["log_likelihood_left_out"]
+    )
     assert predict(NUMBERS, guide, X, AtMean()).to_arviz()["posterior_predictive"]["obs"].shape == (1, 500, 8)
     classes = predict(CLASSES, guide, X, Samples(5)).to_arviz(30)
     assert set(np.unique(classes["posterior_predictive"]["obs"])) <= {0, 1, 2}
 
 
 def test_arviz_gets_only_the_observations_that_count():
-    exported = predict(MASKED, guide, (X, 2 * X), AtMean()).to_arviz(10)
+    exported = predict(MASKED, guide, (X, 2 * X), Samples(10), keep_draws=True).to_arviz()
     assert exported["log_likelihood"]["obs"].shape == (1, 10, 5)
     assert exported["observed_data"]["obs"].shape == (5,)
     assert exported["posterior_predictive"]["obs"].shape == (1, 10, 8)
@@ -94,7 +98,7 @@ def test_a_mask_that_cuts_events_cannot_be_exported_with_its_observations():
     kept = of_kind(
         lambda f: dist.Normal(torch.stack([f, -f], -1), 0.5).mask(whole[:, None].expand(8, 2)).to_event(1)
     )
-    exported = predict(kept, guide, (X, observed), AtMean()).to_arviz(4)
+    exported = predict(kept, guide, (X, observed), Samples(4), keep_draws=True).to_arviz()
     np.testing.assert_array_equal(exported["observed_data"]["obs"], observed[whole])
     np.testing.assert_array_equal(exported["log_likelihood"]["obs_observed"], np.flatnonzero(whole))
 
