@@ -153,12 +153,13 @@ class FactorisedGuide(AutoGuide):
             kwargs: ignored likewise.
         """
         results, marginals = {}, self._marginals()
+        asked = torch.as_tensor(quantiles)
+        if bool(((asked < 0) | (asked > 1)).any()):
+            raise ArgumentError(f"quantiles must lie between 0 and 1, got {quantiles}")
         for name, site in self._sites():
             posterior = strip_event_dims(marginals[name])
             centre = posterior.mean
             levels = torch.as_tensor(quantiles, dtype=centre.dtype, device=centre.device)
-            if bool(((levels < 0) | (levels > 1)).any()):
-                raise ArgumentError(f"quantiles must lie between 0 and 1, got {quantiles}")
             levels = levels.reshape(-1, *[1] * centre.dim())
             if isinstance(posterior, dist.Delta):
                 u = centre.expand(len(levels), *centre.shape).clone()

@@ -83,13 +83,16 @@ def batches(
         raise ArgumentError(f"batch_size must be a positive whole number, not {batch_size!r}")
     names = [p.name for p in positional(model)] + keyword_only(model)
     start = 0
+
+    def moved(batch: Batch) -> Batch:  # once it has been looked at, which does not wait for the device then
+        there: dict[int, Tensor] = {}  # the same tensor in two places stays the same
+        return _apply(lambda tensor: there.setdefault(id(tensor), tensor.to(device)), batch)
+
     for args in _argument_tuples(model, data, batch_size):
-        if device is not None:
-            args = _apply(lambda tensor: tensor.to(device), args)
         places = _observed_places(model, len(args), observed)
         held = [i for i in places if i < len(args) and args[i] is not None]
         if observed is None and held and len(places) > 1:
-            called = sites(_batch(model, args, held, start))
+            called = sites(moved(_batch(model, args, held, start)))
             held = [i for i in held if names[i] in called]
             if not held:
                 raise ArgumentError(
@@ -104,7 +107,7 @@ def batches(
                 "inputs alone"
             )
         batch = _batch(model, args, held, start)
-        yield batch
+        yield moved(batch)
         start += batch.num_rows
     if start == 0:
         raise DataError("the data hold no examples to predict")

@@ -84,8 +84,6 @@ def checked_log_prob(fn: Any, values: Tensor, site: str) -> Tensor:
         )
     values = _as_drawn(fn, values)
     inside = fn.support is None or bool(fn.support.check(values).all())
-    if isinstance(base_of(fn), td.Categorical):
-        inside = inside and torch.equal(values, values.long().to(values.dtype))
     if not inside:
         raise DataError(
             f"site {site!r}: observed values from {float(values.min()):.6g} to {float(values.max()):.6g} include "

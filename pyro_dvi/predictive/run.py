@@ -140,7 +140,7 @@ def check_observation(model: Callable[..., Any], batch: Batch, latents: Latents,
     name = choose_response(site, responses(nodes, latents))
     node: Any = nodes[name]
     value = node["value"]
-    same = torch.equal(value.squeeze(), batch.observed.squeeze().to(value.dtype))
+    same = value is batch.observed or torch.equal(value.squeeze(), batch.observed.squeeze().to(value.dtype))
     if not (node["is_observed"] and same):
         what = "observes other values" if node["is_observed"] else "observes nothing"
         raise DataError(

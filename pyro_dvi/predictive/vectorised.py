@@ -103,8 +103,8 @@ class SampledComponents:
         if not self._kept:
             return self._keeping(draws) if ignores_inputs(self._guide) else draws
         first = next(draws)
-        same = first.keys() == self._kept[0].keys() and all(
-            torch.equal(value, self._kept[0][name]) for name, value in first.items()
+        same = first.keys() == self._kept[0].keys() != set() and torch.equal(
+            _flat(first), _flat(self._kept[0])
         )
         return iter(self._kept) if same else chain([first], draws)
 
@@ -157,9 +157,10 @@ class SampledComponents:
                 return None  # the plain loop raises it again, in order, with its checks
             self._way, self._untried = _one_by_one, None
             return self._statistics(mixture, chunk, run)
-        if not all(bool(value.isfinite().all()) for value in found.values()) or not found.pop(POSSIBLE).all():
-            return None
-        return found
+        fine = found.pop(POSSIBLE).all()
+        for value in found.values():
+            fine = fine & value.isfinite().all()
+        return found if fine else None
 
     def _tried(self, mixture: Mixture, chunk: Sequence[Latents], run: Distributions) -> dict[str, Tensor]:
         """Run the first chunk with the first draw before it, which must come out as it did by itself.
@@ -208,6 +209,10 @@ def _with_channels_last(latents: Latents) -> Latents:
         return torch.empty_like(value, memory_format=torch.channels_last).copy_(value)
 
     return {name: laid_out(value) if value.dim() == 4 else value for name, value in latents.items()}
+
+
+def _flat(latents: Latents) -> Tensor:
+    return torch.cat([latents[name].flatten() for name in sorted(latents)])
 
 
 def _size(latents: Latents) -> int:
