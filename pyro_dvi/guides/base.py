@@ -23,6 +23,7 @@ from torch.distributions import constraints
 from pyro_dvi.errors import ArgumentError, DviWarning, GuideError, ModelError
 from pyro_dvi.guides.factors import Factor
 from pyro_dvi.guides.transformed_value import TransformedValue
+from pyro_dvi.handlers.explained import explained_errors
 from pyro_dvi.handlers.latents import unconstraining_transform
 from pyro_dvi.handlers.means import strip_event_dims
 from pyro_dvi.handlers.posterior_prior import PosteriorPrior, posterior_prior
@@ -72,7 +73,8 @@ class FactorisedGuide(AutoGuide):
     def initialize(self, *args: Any, **kwargs: Any) -> None:
         """Create the parameters from one look at the model with these arguments, if they do not exist yet."""
         if self.prototype_trace is None:
-            self._setup_prototype(*args, **kwargs)
+            with explained_errors(self.model, [], args, kwargs):
+                self._setup_prototype(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Draw every latent site once; Pyro calls it with the arguments of the model.

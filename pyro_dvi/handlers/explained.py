@@ -27,17 +27,19 @@ def explained_errors(
     Raises:
         DeviceError: data and parameters live on different devices.
         DataError: the model fails on data that hold NaN, or are of another type than its weights; or a minibatch has
-            more rows than its plate.
-        ModelError: a site does not fit its plate.
+            no rows, or more than its plate.
+        ModelError: the model fails on weights that are NaN, a site does not fit its plate, or a prior is improper.
     """
     try:
         yield
     except PyroDviError:
         raise
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError, ZeroDivisionError) as error:
         named = [(f"argument {k + 1}", v) for k, v in enumerate(args)] + list(kwargs.items())
         tensors = [(name, v) for name, v in named if torch.is_tensor(v)]
-        owned = [*model.parameters(), *model.buffers()] if isinstance(model, nn.Module) else []
+        module = model if isinstance(model, nn.Module) else nn.Module()
+        weights_by_name = dict((*module.named_parameters(), *module.named_buffers()))
+        owned = list(weights_by_name.values())
         parameters = {t.device.type for t in (*owned, *posterior)}
         data = {v.device.type for _, v in tensors}
         if len(data | parameters) > 1:
@@ -52,7 +54,16 @@ def explained_errors(
                     f"{name} of the model holds NaN or infinite values, on which the model fails: drop those rows, or "
                     "replace the values"
                 ) from error
-        types = {v.dtype for _, v in tensors if v.is_floating_point()}
+            if v.dim() and not len(v):
+                raise DataError(
+                    f"{name} of the model has no rows: leave out batches without examples"
+                ) from error
+        for name, v in weights_by_name.items():
+            if v.is_floating_point() and not bool(torch.isfinite(v).all()):
+                raise ModelError(
+                    f"{name!r} of the model holds NaN or infinite values, on which it fails: start from finite weights"
+                ) from error
+        types = {v.dtype for _, v in tensors}
         weights = {t.dtype for t in (*owned, *posterior) if t.is_floating_point()} or {
             torch.get_default_dtype()
         }
@@ -69,5 +80,10 @@ def explained_errors(
         if "Shape mismatch inside plate" in str(error):
             raise ModelError(
                 f"{str(error).splitlines()[0]}: dimensions of a site that do not belong to a plate need .to_event(n)"
+            ) from error
+        if "does not support sampling" in str(error):
+            raise ModelError(
+                f"{str(error).splitlines()[0]}: a latent site needs a proper prior, for its start and for the KL "
+                "divergence. Take a wide one, as Normal(0, 100)"
             ) from error
         raise

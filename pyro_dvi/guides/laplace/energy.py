@@ -23,7 +23,7 @@ from pyro_dvi.curvature.example_gradients import ExampleGradients, by_examples
 from pyro_dvi.curvature.likelihood import ObservedSite, private_random_state
 from pyro_dvi.curvature.products import SavedBytes, information_pairs, vectors_together
 from pyro_dvi.curvature.squared_gradients import SquaredGradients, halves
-from pyro_dvi.errors import DataError, DviWarning, NonFiniteError
+from pyro_dvi.errors import DataError, DviWarning, NonFiniteError, UnsupportedError
 from pyro_dvi.guides.laplace.batch_graph import BatchGraph, sites_only
 from pyro_dvi.guides.laplace.layout import Layout
 from pyro_dvi.guides.laplace.passes import Passes
@@ -53,6 +53,9 @@ class Energy:
         num_labels: labels drawn for each observation of a distribution without a closed-form Fisher information.
         seed: of these labels.
 
+    Raises:
+        UnsupportedError: latents in half precision.
+
     Attributes:
         layout: the sites in the flat vector.
         evaluations: work done so far in gradients of all data: 1 for a gradient, 2 for the product with a vector.
@@ -77,6 +80,11 @@ class Energy:
         names = list(locs) if subset is None else list(subset)
         self.layout = Layout({name: self.locs[name].shape for name in names})
         reference = self.locs[names[0]]
+        if reference.dtype.itemsize < 4:
+            raise UnsupportedError(
+                f"latent site {names[0]!r} is {reference.dtype}, in which the curvature around a mode is lost to "
+                "rounding: convert model and data by .float(), and make a LaplaceGuide for them"
+            )
         self.passes = Passes(batches, reference.device)
         self.kl_weight = kl_weight
         self.memory, self.vectors_at_once = memory, vectors_at_once
