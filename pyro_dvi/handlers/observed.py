@@ -127,9 +127,10 @@ def check_num_data(sites: list[ObservedSite], num_data: int) -> None:
             raise DataError(
                 f"observed site {site.name!r} sees {nearest} of {num_data} examples but its likelihood is not scaled "
                 f"up: put it in pyro.plate('data', size={num_data}, subsample_size=len(x)), or pass "
-                f"num_data={nearest} if these are all."
+                f"num_data={nearest} if these are all. It is the number of examples in the data set, not of batches."
             )
         raise DataError(
             f"observed site {site.name!r}: plate scale {scale:.6g} times {nearest} examples gives "
-            f"{scale * nearest:.6g}, not num_data={num_data}. Set the plate's size to {num_data}."
+            f"{scale * nearest:.6g}, not num_data={num_data}. Both are the number of examples in the whole "
+            "data set, not of batches: correct the size of the plate, or num_data, which fit takes from loader.dataset."
         )

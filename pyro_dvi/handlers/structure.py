@@ -25,6 +25,7 @@ from pyro_dvi.undisturbed import undisturbed
 
 __all__ = ["Structure", "reached_by", "refuse_dependent", "structure_of"]
 
+_ROUNDINGS = {torch.finfo(t).eps for t in (torch.float16, torch.bfloat16, torch.float32, torch.float64)}
 _UNLIMITED: Any = float("inf")  # Pyro's way to say so, though it annotates an int
 
 
@@ -187,6 +188,12 @@ def _tensors(distribution: Any) -> list[Tensor]:
     return [t for t in tensors_of(distribution) if t.is_floating_point()]
 
 
+def _keeps_probabilities(node: Any) -> bool:
+    """Whether a node is the clamp by which distributions of torch keep probabilities off zero and one by a rounding."""
+    low, high = getattr(node, "_saved_min", None), getattr(node, "_saved_max", None)
+    return isinstance(low, float) and low in _ROUNDINGS and high == 1 - low
+
+
 def _function_names(roots: list[Tensor]) -> Iterator[str]:
     stack = [t.grad_fn for t in roots if t.grad_fn is not None]
     seen = set()
@@ -195,5 +202,6 @@ def _function_names(roots: list[Tensor]) -> Iterator[str]:
         if node in seen:
             continue
         seen.add(node)
-        yield type(node).__name__
+        if not _keeps_probabilities(node):
+            yield type(node).__name__
         stack.extend(parent for parent, _ in node.next_functions if parent is not None)

@@ -370,7 +370,7 @@ MISTAKES = [
         "plate of the wrong size",
         lambda: evaluate(args=(X, Y, 300), num_data=600),
         DataError,
-        r"site 'y': plate scale 50.*300, not num_data=600.*plate's size to 600",
+        r"site 'y': plate scale 50.*300, not num_data=600.*not of batches: correct the size of the plate, or num_data",
     ),
     Mistake(
         "meta device",
@@ -590,6 +590,25 @@ def test_piecewise_linear_activations_are_announced_once(function, request):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         elbo.loss(model, guide, X, Y)
+
+
+PROBABILITIES: dict[str, Callable[[Tensor], Any]] = {
+    "Bernoulli": lambda f: dist.Bernoulli(probs=torch.sigmoid(f)),
+    "Categorical": lambda f: dist.Categorical(probs=F.softmax(torch.stack([f, -f], -1), -1)),
+    "OrderedLogistic": lambda f: dist.OrderedLogistic(f, torch.tensor([-1.0, 1.0])),
+    "Geometric": lambda f: dist.Geometric(probs=torch.sigmoid(f)),
+}
+
+
+@pytest.mark.parametrize("likely", PROBABILITIES.values(), ids=PROBABILITIES)
+def test_a_clamp_of_the_distribution_itself_is_not_announced(likely):
+    """It keeps probabilities a rounding away from zero and one."""
+    model = likelihood(likely)
+    TaylorELBO(curvature=EmpiricalFisher()).loss(model, MeanFieldGuide(model), X, (Y > 0).float())
+    pyro.clear_param_store()
+    model = likelihood(lambda f: dist.Bernoulli(probs=torch.sigmoid(f).clamp(0.01, 0.99)))
+    with pytest.warns(DviWarning, match="the model uses clamp"):
+        TaylorELBO().loss(model, MeanFieldGuide(model), X, (Y > 0).float())
 
 
 def test_smooth_activations_are_not_announced():
