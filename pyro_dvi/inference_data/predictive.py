@@ -14,6 +14,7 @@ from pyro_dvi.inference_data.group import Group
 from pyro_dvi.inference_data.names import plate_names
 from pyro_dvi.inference_data.observations import Observation, whole_cells
 from pyro_dvi.predictive.mixture import checked_log_prob
+from pyro_dvi.predictive.rules import seed_all
 from pyro_dvi.predictive.run import Response
 
 __all__ = ["SiteExport"]
@@ -62,7 +63,7 @@ class SiteExport:
         for k, response in enumerate(components):
             fn, axis = response.distribution, response.axis
             value_axis = axis - len(fn.event_shape)
-            torch.manual_seed(int(torch.randint(2**31 - 1, (), generator=self._seeds)))
+            seed_all(int(torch.randint(2**31 - 1, (), generator=self._seeds)))
             values = fn.sample((self._share,))
             place = slice(k * self._share, (k + 1) * self._share)
             rows = as_array(values.movedim(value_axis, 1))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.handlers.all_rows import AllRows
-from pyro_dvi.predictive import PredictionRule
+from pyro_dvi.predictive.rules import PredictionRule, seed_all
 from pyro_dvi.predictive.run import Response
 from pyro_dvi.signatures import with_missing
 
@@ -60,7 +60,7 @@ class PriorSamples(PredictionRule):
             UnsupportedError: a prior that has no draws.
         """
         for seed in torch.randint(2**31 - 1, (self.num_samples,)).tolist():
-            torch.manual_seed(seed)
+            seed_all(seed)
             try:
                 with AllRows():
                     trace = poutine.trace(self.model).get_trace(*with_missing(self.model, self.inputs))

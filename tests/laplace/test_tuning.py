@@ -51,7 +51,7 @@ def evidence_at_fixed_mode(problem, prior=1.0, noise=1.0):
     return float(fit + log_prior + len(mode) / 2 * math.log(2 * math.pi) - 0.5 * torch.logdet(precision))
 
 
-def maximum(function, low=-7.0, high=7.0, count=4001):
+def maximum(function, low=-7.0, high=7.0, count=801):
     """Where a function of the logarithm is largest, by brute force and a parabola."""
     grid = torch.linspace(low, high, count, dtype=torch.float64)
     values = torch.tensor([function(math.exp(float(t))) for t in grid], dtype=torch.float64)
