@@ -16,6 +16,9 @@ with :math:`h_i = (m_i - \bar m)/s` and n elements,
 Without the average variance in s, noise as large as the signal would leave means too large by the factor √2. For 64
 independent Gaussian elements with noise up to that size, means are within 0.02 of sampling and deviations within 5 %.
 
+Noise that the elements share, as positions that a kernel makes do, is divided out by the norm, which independent
+elements cannot know. Where it is most of the noise, variances come out too large: see the page on moment propagation.
+
 Status: batch norm with running statistics is exact. With statistics of the batch it drops how they depend on the
 noise. The others are first order in the noise, with the expected statistic.
 """

@@ -39,7 +39,8 @@ class Independent(Propagation):
     """Take the elements of every layer as independent, as training does. One pass.
 
     Status: exact variances for one hidden layer. Skip connections and positions that share a kernel make elements
-    dependent, and deep residual nets come out too narrow (:func:`~pyro_dvi.compare_with_sampling` says how much).
+    dependent: deep residual nets come out too narrow; what layer, group or instance norm makes of nearly equal values
+    with common noise comes out too wide (:func:`~pyro_dvi.compare_with_sampling` says how much).
     """
 
     def respond(self, weights: Mapping[str, Moments], run: Callable[[], Response]) -> Response:

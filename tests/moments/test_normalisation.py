@@ -200,6 +200,21 @@ def test_against_sampling(name: str, function: Callable, noise: float) -> None:
     assert ratio < 0.05
 
 
+@pytest.mark.parametrize(("pixels", "low", "high"), [(1.0, 3.0, 4.5), (0.0, 0.95, 1.2)])
+def test_noise_that_elements_share_is_divided_out_which_independent_elements_cannot_know(pixels, low, high):
+    """A kernel with noise of 0.05 over 6 x 6 pixels, of 1 +- 0.1 or +- 0.1: 16 positions; 2,000 kernels."""
+    ratios = []
+    for seed in range(4):
+        generator = torch.Generator().manual_seed(seed)
+        x = pixels + 0.1 * torch.randn(1, 1, 6, 6, generator=generator, dtype=FLOAT64)
+        kernel = (2 * torch.rand(1, 1, 3, 3, generator=generator, dtype=FLOAT64) - 1) / 3
+        noise = 0.05 * torch.randn(2000, 1, 3, 3, generator=generator, dtype=FLOAT64)
+        ours = F.instance_norm(F.conv2d(x, Moments(kernel, torch.full_like(kernel, 0.05**2))))
+        sampled = F.instance_norm(F.conv2d(x, kernel + noise))
+        ratios.append(ours.variance.sqrt().flatten() / sampled.std(1).flatten())
+    assert low < torch.cat(ratios).median() < high
+
+
 @pytest.mark.parametrize(
     "module",
     [nn.BatchNorm1d(C), nn.GroupNorm(2, C), nn.InstanceNorm1d(C, affine=True, track_running_stats=True)],
