@@ -67,7 +67,7 @@ def explained_errors(
         weights = {t.dtype for t in (*owned, *posterior) if t.is_floating_point()} or {
             torch.get_default_dtype()
         }
-        if "dtype" in str(error) and len(types | weights) > 1:
+        if any(word in str(error) for word in ("dtype", "scalar type")) and len(types | weights) > 1:
             raise DataError(
                 f"the data are {sorted(map(str, types))} but the weights {sorted(map(str, weights))}: convert the "
                 "data, as by x.float(), or build model and guide in the data's type, as by model.double()"
