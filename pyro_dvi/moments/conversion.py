@@ -8,44 +8,25 @@ import torch
 from torch import Tensor
 
 from pyro_dvi.errors import UnsupportedError
-from pyro_dvi.moments.rules import Kind, moment_rule
+from pyro_dvi.moments.rules import Kind, functions_of, moment_rule
 from pyro_dvi.moments.value import Moments, loc_of
 
 __all__ = ["is_finite", "requires_grad_"]
 
 # Functions that give the same values in another guise: what applies to the mean applies to the variance.
-_CONVERSIONS: tuple[Callable, ...] = (
-    torch.clone,
-    torch.detach,
-    torch.Tensor.to,
-    torch.Tensor.type,
-    torch.Tensor.type_as,
-    torch.Tensor.float,
-    torch.Tensor.double,
-    torch.Tensor.half,
-    torch.Tensor.bfloat16,
-    torch.Tensor.cpu,
-    torch.Tensor.cuda,
-    torch.Tensor.contiguous,
-)
+_CONVERSIONS = [
+    *functions_of(torch, "clone detach"),
+    *functions_of(torch.Tensor, "to type type_as float double half bfloat16 cpu cuda contiguous"),
+]
 
 # Functions that ask for shape, dtype and device only, and return a tensor that is certain.
-_LIKE: tuple[Callable, ...] = (
-    torch.zeros_like,
-    torch.ones_like,
-    torch.empty_like,
-    torch.full_like,
-    torch.rand_like,
-    torch.randn_like,
-    torch.Tensor.new_zeros,
-    torch.Tensor.new_ones,
-    torch.Tensor.new_empty,
-    torch.Tensor.new_full,
-    torch.Tensor.new_tensor,
-    torch.is_floating_point,
-    torch.is_complex,
-    torch.numel,
-)
+_LIKE = [
+    *functions_of(
+        torch,
+        "zeros_like ones_like empty_like full_like rand_like randn_like is_floating_point is_complex numel",
+    ),
+    *functions_of(torch.Tensor, "new_zeros new_ones new_empty new_full new_tensor"),
+]
 
 
 def _converting(function: Callable) -> Callable:

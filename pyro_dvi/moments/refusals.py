@@ -8,24 +8,24 @@ import torch
 import torch.nn.functional as F
 
 from pyro_dvi.errors import UnsupportedError
-from pyro_dvi.moments.rules import moment_rule, name_of
+from pyro_dvi.moments.rules import functions_of, moment_rule, name_of
 
 __all__ = ["refused"]
 
 _COMPARISONS = (
-    "gt lt ge le eq ne greater less greater_equal less_equal not_equal isclose allclose equal bitwise_not logical_not"
-).split()
+    "gt lt ge le eq ne greater less greater_equal less_equal not_equal isclose allclose equal "
+    "bitwise_not logical_not"
+)
 _CHOICES = (
     "max min amax amin aminmax argmax argmin maximum minimum fmax fmin cummax cummin topk sort argsort kthvalue "
     "median quantile mode nonzero unique bernoulli multinomial"
-).split()
-_SPREADS = "var std var_mean std_mean".split()
-_ROUNDINGS = "sign sgn round floor ceil trunc frac fmod remainder floor_divide heaviside".split()
-
+)
+_SPREADS = "var std var_mean std_mean"
+_ROUNDINGS = "sign sgn round floor ceil trunc frac fmod remainder floor_divide heaviside"
 _LOSSES = (
     "cross_entropy nll_loss binary_cross_entropy binary_cross_entropy_with_logits mse_loss l1_loss smooth_l1_loss "
     "huber_loss gaussian_nll_loss poisson_nll_loss kl_div"
-).split()
+)
 
 _INSTEAD = {
     "comparison": "A comparison of something uncertain has no answer, only a probability. Compare x.loc if the mean "
@@ -51,20 +51,18 @@ def refused(function: Callable, instead: str) -> Callable[..., NoReturn]:
     return refuse
 
 
-def _named(names: list[str]) -> list[Callable]:
-    return [getattr(torch, name) for name in names]
-
-
-def _operators(names: str) -> list[Callable]:
-    return [getattr(torch.Tensor, f"__{name}__") for name in names.split()]
-
-
 for _reason, _functions in {
-    "comparison": [*_named(_COMPARISONS), *_operators("gt lt ge le eq ne")],
-    "choice": _named(_CHOICES),
-    "spread": _named(_SPREADS),
-    "loss": [*(getattr(F, name) for name in _LOSSES), torch.Tensor.backward],
-    "rounding": [*_named(_ROUNDINGS), *_operators("mod rmod floordiv rfloordiv")],
+    "comparison": [
+        *functions_of(torch, _COMPARISONS),
+        *functions_of(torch.Tensor, "__gt__ __lt__ __ge__ __le__ __eq__ __ne__"),
+    ],
+    "choice": functions_of(torch, _CHOICES),
+    "spread": functions_of(torch, _SPREADS),
+    "loss": [*functions_of(F, _LOSSES), torch.Tensor.backward],
+    "rounding": [
+        *functions_of(torch, _ROUNDINGS),
+        *functions_of(torch.Tensor, "__mod__ __rmod__ __floordiv__ __rfloordiv__"),
+    ],
 }.items():
     for _function in dict.fromkeys(_functions):
         moment_rule(_function)(refused(_function, _INSTEAD[_reason]))

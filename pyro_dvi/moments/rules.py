@@ -15,7 +15,7 @@ import torch
 
 from pyro_dvi.registry import registering
 
-__all__ = ["Entry", "Kind", "find", "moment_rule", "name_of", "rule_for", "rules"]
+__all__ = ["Entry", "Kind", "find", "functions_of", "moment_rule", "name_of", "rule_for", "rules"]
 
 Rule = TypeVar("Rule", bound=Callable[..., Any])
 
@@ -93,6 +93,11 @@ def moment_rule(*functions: Callable, kind: Kind = Kind.OTHER) -> Callable[[Rule
         return rule
 
     return register
+
+
+def functions_of(owner: Any, names: str) -> list[Callable]:
+    """Return functions of a module, or methods of a class, by their names."""
+    return [getattr(owner, name) for name in names.split()]
 
 
 def rules() -> dict[Callable, Callable]:

@@ -15,73 +15,34 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyro_dvi.errors import UnsupportedError
-from pyro_dvi.moments.rules import Kind, moment_rule
+from pyro_dvi.moments.rules import Kind, functions_of, moment_rule
 from pyro_dvi.moments.value import Moments, loc_of
 
 __all__ = ["fold", "masked_fill", "view"]
 
-_VIEWS: tuple[Callable, ...] = (
-    torch.reshape,
-    torch.Tensor.reshape,
-    torch.flatten,
-    torch.ravel,
-    torch.unflatten,
-    torch.Tensor.unflatten,
-    torch.permute,
-    torch.Tensor.permute,
-    torch.transpose,
-    torch.swapaxes,
-    torch.swapdims,
-    torch.movedim,
-    torch.moveaxis,
-    torch.t,
-    torch.adjoint,
-    torch.squeeze,
-    torch.Tensor.squeeze,
-    torch.unsqueeze,
-    torch.Tensor.expand,
-    torch.broadcast_to,
-    torch.narrow,
-    torch.select,
-    torch.diagonal,
-    torch.Tensor.unfold,
-    torch.atleast_1d,
-    torch.atleast_2d,
-    torch.atleast_3d,
-)
+_VIEWS = [
+    *functions_of(
+        torch,
+        "reshape flatten ravel unflatten permute transpose swapaxes swapdims movedim moveaxis t adjoint "
+        "squeeze unsqueeze broadcast_to narrow select diagonal atleast_1d atleast_2d atleast_3d",
+    ),
+    *functions_of(torch.Tensor, "reshape unflatten permute squeeze expand unfold"),
+]
 
-_PARTS: tuple[Callable, ...] = (  # views too, as tuples
-    torch.split,
-    torch.Tensor.split,
-    torch.split_with_sizes,
-    torch.chunk,
-    torch.tensor_split,
-    torch.hsplit,
-    torch.vsplit,
-    torch.dsplit,
-    torch.unbind,
-)
+# Views too, as tuples.
+_PARTS = [
+    *functions_of(torch, "split split_with_sizes chunk tensor_split hsplit vsplit dsplit unbind"),
+    *functions_of(torch.Tensor, "split"),
+]
 
-_COPIES: tuple[Callable, ...] = (
-    torch.index_select,
-    torch.gather,
-    torch.take,
-    torch.take_along_dim,
-    torch.masked_select,
-    torch.Tensor.repeat,
-    torch.tile,
-    torch.Tensor.tile,
-    torch.repeat_interleave,
-    torch.roll,
-    torch.flip,
-    torch.Tensor.flip,
-    torch.fliplr,
-    torch.flipud,
-    torch.rot90,
-    torch.pixel_shuffle,
-    torch.pixel_unshuffle,
-    torch.channel_shuffle,
-)
+_COPIES = [
+    *functions_of(
+        torch,
+        "index_select gather take take_along_dim masked_select tile repeat_interleave roll flip fliplr "
+        "flipud rot90 pixel_shuffle pixel_unshuffle channel_shuffle",
+    ),
+    *functions_of(torch.Tensor, "repeat tile flip"),
+]
 
 # Elements besides those that move are zero, so a link to the Gaussian behind them is lost.
 _ZEROING: tuple[Callable, ...] = (torch.tril, torch.triu, torch.diag, torch.diag_embed, F.unfold)

@@ -27,6 +27,20 @@ _DESCRIPTIVE = frozenset(
 )
 
 
+def _operator(function: Callable) -> Callable[..., Any]:
+    def operator(self: Moments, *other: Any) -> Any:
+        return _dispatch(function, (self, *other), {})
+
+    return operator
+
+
+def _reflected(function: Callable) -> Callable[..., Any]:
+    def operator(self: Moments, other: Any) -> Any:
+        return _dispatch(function, (other, self), {})
+
+    return operator
+
+
 class Moments:
     r"""Mean and variance of a tensor of independent Gaussians, usable in place of a tensor.
 
@@ -192,74 +206,17 @@ class Moments:
     def __setitem__(self, index: Any, value: Any) -> None:
         _dispatch(torch.Tensor.__setitem__, (self, index, value), {})
 
-    def __add__(self, other: Any) -> Any:
-        return _dispatch(torch.add, (self, other), {})
-
-    def __radd__(self, other: Any) -> Any:
-        return _dispatch(torch.add, (other, self), {})
-
-    def __iadd__(self, other: Any) -> Any:
-        return _dispatch(torch.Tensor.add_, (self, other), {})
-
-    def __sub__(self, other: Any) -> Any:
-        return _dispatch(torch.sub, (self, other), {})
-
-    def __rsub__(self, other: Any) -> Any:
-        return _dispatch(torch.sub, (other, self), {})
-
-    def __isub__(self, other: Any) -> Any:
-        return _dispatch(torch.Tensor.sub_, (self, other), {})
-
-    def __mul__(self, other: Any) -> Any:
-        return _dispatch(torch.mul, (self, other), {})
-
-    def __rmul__(self, other: Any) -> Any:
-        return _dispatch(torch.mul, (other, self), {})
-
-    def __imul__(self, other: Any) -> Any:
-        return _dispatch(torch.Tensor.mul_, (self, other), {})
-
-    def __truediv__(self, other: Any) -> Any:
-        return _dispatch(torch.div, (self, other), {})
-
-    def __rtruediv__(self, other: Any) -> Any:
-        return _dispatch(torch.div, (other, self), {})
-
-    def __itruediv__(self, other: Any) -> Any:
-        return _dispatch(torch.Tensor.div_, (self, other), {})
-
-    def __matmul__(self, other: Any) -> Any:
-        return _dispatch(torch.matmul, (self, other), {})
-
-    def __rmatmul__(self, other: Any) -> Any:
-        return _dispatch(torch.matmul, (other, self), {})
-
-    def __pow__(self, exponent: Any) -> Any:
-        return _dispatch(torch.pow, (self, exponent), {})
-
-    def __rpow__(self, base: Any) -> Any:
-        return _dispatch(torch.pow, (base, self), {})
-
-    def __mod__(self, other: Any) -> Any:
-        return _dispatch(torch.remainder, (self, other), {})
-
-    def __rmod__(self, other: Any) -> Any:
-        return _dispatch(torch.remainder, (other, self), {})
-
-    def __floordiv__(self, other: Any) -> Any:
-        return _dispatch(torch.floor_divide, (self, other), {})
-
-    def __rfloordiv__(self, other: Any) -> Any:
-        return _dispatch(torch.floor_divide, (other, self), {})
-
-    def __invert__(self) -> Any:
-        return _dispatch(torch.bitwise_not, (self,), {})
-
-    def __neg__(self) -> Any:
-        return _dispatch(torch.neg, (self,), {})
-
-    def __abs__(self) -> Any:
-        return _dispatch(torch.abs, (self,), {})
+    # Operators: forwards, with the other on the left, and in place.
+    __add__, __radd__, __iadd__ = _operator(torch.add), _reflected(torch.add), _operator(torch.Tensor.add_)
+    __sub__, __rsub__, __isub__ = _operator(torch.sub), _reflected(torch.sub), _operator(torch.Tensor.sub_)
+    __mul__, __rmul__, __imul__ = _operator(torch.mul), _reflected(torch.mul), _operator(torch.Tensor.mul_)
+    __truediv__, __rtruediv__ = _operator(torch.div), _reflected(torch.div)
+    __itruediv__ = _operator(torch.Tensor.div_)
+    __matmul__, __rmatmul__ = _operator(torch.matmul), _reflected(torch.matmul)
+    __pow__, __rpow__ = _operator(torch.pow), _reflected(torch.pow)
+    __mod__, __rmod__ = _operator(torch.remainder), _reflected(torch.remainder)
+    __floordiv__, __rfloordiv__ = _operator(torch.floor_divide), _reflected(torch.floor_divide)
+    __neg__, __abs__, __invert__ = _operator(torch.neg), _operator(torch.abs), _operator(torch.bitwise_not)
 
     # What has no distribution -------------------------------------------------------------------------------
 
