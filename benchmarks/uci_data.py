@@ -65,9 +65,9 @@ class TrainingSets:
         self._x, self._y = x, y
         index = [torch.from_numpy(part) for part in rows]
         self.sizes = torch.tensor([len(part) for part in index])
-        self.x_mean, self.x_scale = _standards([x[part] for part in index])
+        self.x_mean, self.x_scale = standards([x[part] for part in index])
         if standardise_targets:
-            self.y_mean, self.y_scale = _standards([y[part] for part in index])
+            self.y_mean, self.y_scale = standards([y[part] for part in index])
         else:
             self.y_mean, self.y_scale = torch.zeros(len(rows)).double(), torch.ones(len(rows)).double()
         self.x, self.y, self._valid = self._standardised(rows)
@@ -108,10 +108,13 @@ class TrainingSets:
         return -(-int(self.sizes.max()) // size)
 
 
-def _standards(parts: list[Tensor]) -> tuple[Tensor, Tensor]:
+def standards(parts: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return means and deviations ``[K, d]`` of K parts ``[n, d]``; 1 for columns that are constant up to rounding."""
     means = torch.stack([part.mean(0) for part in parts])
     scales = torch.stack([part.std(0, unbiased=False) for part in parts])
-    return means, torch.where(scales > 0, scales, torch.ones_like(scales))
+    # Roundings of a constant would become noise of deviation 1.
+    rounding = 32 * torch.finfo(scales.dtype).eps * torch.stack([part.abs().amax(0) for part in parts])
+    return means, torch.where(scales > rounding, scales, torch.ones_like(scales))
 
 
 def _padded(rows: list[Rows]) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ import torch
 from image_data import ImageSplit, digits_split, load_split, outside_images
 from networks import conv_net, lenet, mlp
 from torch import Tensor, nn
-from uci_data import folds, hold_out, load
+from uci_data import folds, hold_out, load, standards
 
 from pyro_dvi.bayesian import LearnedScale, classifier, fan_in, regressor, to_bayesian_
 
@@ -91,7 +91,8 @@ def _regression(name: str, seed: int, data_dir: str | None) -> Data:
     rest, test = folds(len(x), 5)[0]
     train, validation = hold_out(rest, 5, seed)
     centre, unit = y[train].mean(), y[train].std(correction=0)
-    inputs = (x - x[train].mean(0)) / x[train].std(0, correction=0)
+    middles, scales = standards([x[train]])
+    inputs = (x - middles[0]) / scales[0]
 
     def part(rows: np.ndarray) -> Pair:
         return inputs[rows].float(), ((y[rows] - centre) / unit).float()
