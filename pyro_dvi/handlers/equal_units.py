@@ -3,12 +3,12 @@
 
 import warnings
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pyro_dvi.errors import DviWarning
-from pyro_dvi.handlers.latents import Latent
 
 __all__ = ["Starts", "equal_units", "start_apart"]
 
@@ -17,29 +17,26 @@ Starts = list[
 ]  # site, its means in the storage of their parameter, weights of the network
 
 
-def equal_units(latents: Iterable[Latent], log_likelihood: Tensor) -> Starts:
+def equal_units(latents: Iterable[Any], log_likelihood: Tensor) -> Starts:
     """Find means at zero where they leave hidden units alike, though the network has weights to start from.
 
     Where all weights are zero, the likelihood has no gradient in those of hidden layers, and one and the same in all
     that leave a hidden layer: no step of training tells the units apart. Linear models have nothing hidden.
     """
-    starts = []
-    for latent in latents:
-        initial = getattr(latent.prior, "initial_value", None)
-        if (
-            initial is not None
-            and latent.loc is not None
-            and latent.transform is None
-            and not latent.loc.any()
-        ):
-            if latent.loc.requires_grad and latent.value.requires_grad:
-                starts.append((latent.value, (latent.name, latent.loc.detach(), initial)))
-    if not starts or not log_likelihood.requires_grad:
-        return []
-    values = [value for value, _ in starts]
-    grads = torch.autograd.grad(log_likelihood, values, allow_unused=True, retain_graph=True)
-    hidden = any(grad is not None and not grad.any() for grad in grads)
-    return [start for _, start in starts] if hidden else []
+    zero = [latent for latent in latents if _stands_at_zero(latent)]
+    if zero and log_likelihood.requires_grad:
+        values = [latent.value for latent in zero]
+        grads = torch.autograd.grad(log_likelihood, values, allow_unused=True, retain_graph=True)
+        if any(grad is not None and not grad.any() for grad in grads):
+            return [(latent.name, latent.loc.detach(), latent.prior.initial_value) for latent in zero]
+    return []
+
+
+def _stands_at_zero(latent: Any) -> bool:
+    """Whether a latent could start from a weight of its network, and starts at zero."""
+    known = getattr(latent.prior, "initial_value", None) is not None and latent.transform is None
+    trained = latent.source is not None and latent.loc.requires_grad and latent.value.requires_grad
+    return known and trained and not latent.loc.any()
 
 
 def start_apart(starts: Starts) -> None:

@@ -238,14 +238,9 @@ def to_arviz(
 def _rule(given: GivenSamples | None, method: Any, guide: Any, num_samples: int | None) -> PredictionRule:
     if given is None:
         rule = rule_of(method, guide)
-        if (
-            method is None
-            and isinstance(rule, Samples)
-            and not (num_samples is None and hasattr(guide, "prediction_rule"))
-        ):
-            num_samples = 500 if num_samples is None else num_samples
-            _check_count("num_samples", num_samples)
-            return Samples(num_samples)  # the guide's rule, with as many draws as were asked for
+        if method is None and isinstance(rule, Samples):  # with as many draws as were asked for
+            _check_count("num_samples", draws := 500 if num_samples is None else num_samples)
+            return Samples(draws)
         return rule
     if method is not None:
         raise ArgumentError(
