@@ -13,6 +13,7 @@ from operator import attrgetter
 import pyro
 import pytest
 import torch
+from pyro.infer import SVI
 from torch import Tensor, nn
 
 import pyro_dvi as dvi
@@ -20,7 +21,8 @@ from pyro_dvi.curvature import GGN, EmpiricalFisher, HessianDiagonal, MinibatchG
 from pyro_dvi.errors import DviWarning, UnsupportedError
 from pyro_dvi.natural_state import natural_state_of
 from pyro_dvi.optim import OGN
-from tests.fuzz.networks import EXAMPLES, KINKED, SMOOTH, Case, flat, gradient_of, rows_of
+from tests.fuzz.layers import EXAMPLES, KINKED, SMOOTH
+from tests.fuzz.networks import Case, flat, gradient_of, rows_of
 
 TINY = 1e-7  # a standard deviation without which no moment would differ
 
@@ -148,20 +150,24 @@ def hessian_diagonal(seed: int) -> None:
 
 
 def natural_squares(seed: int) -> None:
-    """Squares for natural gradients are those of a loop over examples, and gradients those of the network."""
+    """Gradients, squares and the precision after a step of OGN are those of a loop over examples."""
     case = Case(seed)
     guide = dvi.NaturalGradientGuide(case)
     guide.initialize(*case.data)
-    elbo = dvi.NaturalGradientELBO()
-    elbo.serve(OGN({}))
+    elbo, optimizer = dvi.NaturalGradientELBO(), OGN({"warmup_steps": 0})
+    elbo.serve(optimizer)
     elbo.loss_and_grads(case, guide, *case.data)
     values, scale = case.leaves(), case.num_data / EXAMPLES
     rows = rows_of(case.log_prob(values), values)
     locs = locs_of(guide, case)
     assert_close(case, "gradients", flat([v.grad for v in locs.values()], values), -scale * rows.sum(0))
-    states = [natural_state_of(v) for v in locs.values()]
-    squares = flat([state.squares for state in states], values)
-    assert_close(case, "squares", squares, scale * rows.square().sum(0))
+    found = flat([natural_state_of(v).squares for v in locs.values()], values)
+    squares = scale * rows.square().sum(0)
+    assert_close(case, "squares", found, squares)
+    elbo.serve(optimizer)
+    SVI(case, guide, optimizer, loss=elbo).step(*case.data)
+    precision = flat([guide.precision_parameter(name).detach() for name in case.locs], values)
+    assert_close(case, "precisions", precision, squares + 1)
 
 
 def laplace_products(seed: int) -> None:
@@ -193,7 +199,7 @@ CHECKS: dict[str, tuple[Callable[[int], None], int]] = {
     "one hidden layer": (one_hidden_layer, 30),
     "Taylor penalty": (taylor_penalty, 50),
     "Hessian diagonal": (hessian_diagonal, 15),
-    "natural squares": (natural_squares, 50),
+    "natural squares": (natural_squares, 40),
     "Laplace products": (laplace_products, 50),
 }
 
