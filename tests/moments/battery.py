@@ -22,8 +22,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 from torch.autograd import gradcheck
 
@@ -242,28 +240,29 @@ def check_gradients(case: Case) -> None:
 
 
 def check_variance(case: Case) -> None:
-    """No variance is negative, nothing overflows, wherever the Gaussian lies."""
+    """No variance is negative, nothing overflows, wherever the Gaussian lies: from far below 0 to far above."""
     low, high = case.domain
-
-    @settings(max_examples=25, deadline=None, database=None, derandomize=True)
-    @given(seed=st.integers(0, 2**31 - 1), exponent=st.floats(-6, 1), offset=st.floats(-1, 1))
-    def holds(seed: int, exponent: float, offset: float) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        size = 64 if case.oracle is None else case.shape
+    generator = torch.Generator().manual_seed(0)
+    places = torch.cartesian_prod(
+        torch.linspace(-6, 1, 8), torch.tensor([-1.0, -0.3, 0.0, 0.3, 1.0])
+    ).double()
+    if case.oracle is None:  # of each element: all places at once
+        parts = [(*places[:, :, None].unbind(1), (len(places), 64))]
+    else:
+        parts = [(exponent, offset, case.shape) for exponent, offset in places]
+    for exponent, offset, size in parts:
         noise = torch.randn(size, generator=generator, dtype=torch.float64)
-        sigma = min(10**exponent, max(case.scales))
+        sigma = (10**exponent).clamp_max(max(case.scales))
         mu = (case.reach * sigma * (offset + 0.1 * noise)).clamp(low, high)
         for dtype in (torch.float32, torch.float64):
             loc = mu.to(dtype).requires_grad_()
-            variance = torch.full_like(loc, sigma**2).requires_grad_()
+            variance = sigma.square().to(dtype).expand(size).clone().requires_grad_()
             y = case(Moments(loc, variance))
             assert y.loc.isfinite().all()
             assert y.variance.isfinite().all()
             assert (y.variance >= 0).all()
             for slope in torch.autograd.grad(y.loc.sum() + y.variance.sum(), (loc, variance)):
                 assert slope.isfinite().all()
-
-    holds()
 
 
 def check_spellings(case: Case) -> None:

@@ -122,7 +122,7 @@ def drawn(count: int, seed: int) -> list[np.ndarray]:
     return [torch.cat([torch.randn(2), torch.randn(())[None]]).numpy() for _ in range(count)]
 
 
-def run(optimizer, step, *, tau: float, particles: int = 1, steps: int = 50) -> None:
+def run(optimizer, step, *, tau: float, particles: int = 1, steps: int = 25) -> None:
     x, y = data()
     guide = NaturalGradientGuide(model)
     guide.initialize(x[:M], y[:M])
