@@ -177,7 +177,8 @@ def prior_predictive_check(
             share and the number of classes that occur.
         num_samples: data sets to draw; of fewer than a hundred, none is far enough out to be called unusual.
         site: observed site, where the model has several.
-        observed: the model's argument that holds the observation; by default the one whose default is None.
+        observed: the model's argument that holds the observation; by default the one whose default is None, of several
+            the one that is called like ``site``.
         batch_size: examples at a time; a loader has its own.
         seed: of the draws. The global random state is left as it was.
         progress: show a progress bar over draws.
@@ -214,7 +215,8 @@ def prior_predictive_check(
             f"not {type(statistics).__name__}"
         )
     device = device_of(model)
-    split = list(batches(model, data, observed=observed, batch_size=batch_size, device=device))
+    options: Any = {"observed": observed, "batch_size": batch_size, "device": device}
+    split = list(batches(model, data, sites=lambda _: [site] if site else [], **options))
     if any(batch.observed is None for batch in split):
         raise DataError("the check compares with observations: pass them with the inputs, as (x, y)")
     with evaluation_mode(model), seeded(seed, device) as used_seed:

@@ -97,8 +97,8 @@ def batches(
             if not held:
                 raise ArgumentError(
                     f"arguments {[names[i] for i in places]} of the model default to None or can be given by name "
-                    "only, so that any may be the observation, and none that is given is called like an observed "
-                    f"site: name it, {' or '.join(f'observed={names[i]!r}' for i in places)}"
+                    "only, so that any may be the observation: name it, "
+                    + " or ".join(f"observed={names[i]!r}" for i in places)
                 )
         elif 0 < len(held) < len(places):
             missing = [names[i] for i in places if i not in held]

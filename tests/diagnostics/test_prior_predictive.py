@@ -29,6 +29,19 @@ def line(x, y=None):
         return pyro.sample("y", dist.Normal(1.0 + slope * x, 0.5), obs=y)
 
 
+def test_of_several_observations_the_one_that_is_called_like_the_site_is_checked():
+    def two(x, z=None, y=None):
+        with pyro.plate("others", len(x)):
+            pyro.sample("z", dist.Normal(0.0, 1.0), obs=z)
+        return line(x, y)
+
+    data, options = {"x": X, "z": X, "y": 1 + X}, {"num_samples": 20, "seed": 0}
+    by_site = prior_predictive_check(two, data, site="y", **options)
+    assert by_site.rows == prior_predictive_check(two, data, site="y", observed="y", **options).rows
+    with pytest.raises(ArgumentError, match=r"\['z', 'y'\].*observed='z' or observed='y'"):
+        prior_predictive_check(two, data, **options)
+
+
 def rows(check):
     return {row.statistic: row for row in check.rows}
 
