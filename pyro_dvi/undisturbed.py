@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pyro_dvi.random_numbers import accelerators, forked
+from pyro_dvi.devices import accelerators, forked
 
 __all__ = ["constant_parameters", "evaluating", "preserve_buffers", "undisturbed"]
 

@@ -213,7 +213,7 @@ def _with_posterior(rows: list[SiteSummary], guide: Any) -> list[SiteSummary]:
 
 
 def _rms(value: Tensor) -> float:
-    return float(value.detach().double().square().mean().sqrt()) if value.numel() else 0.0
+    return float(value.detach().cpu().double().square().mean().sqrt()) if value.numel() else 0.0
 
 
 def _number(value: float | None) -> str:

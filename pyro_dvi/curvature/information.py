@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch import distributions as td
 
+from pyro_dvi.devices import widest
 from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.registry import registering
 
@@ -170,7 +171,8 @@ def _geometric(fn: td.Geometric) -> Pairs:
 def _gamma(fn: td.Gamma) -> Pairs:
     # The mean is orthogonal to the shape a, which is left with trigamma(a) - 1/a: a difference, hence in float64.
     a = fn.concentration
-    shape = (torch.polygamma(1, a.double()) - 1 / a.double()).sqrt().to(a.dtype)
+    wide = a.to(widest(a.device))
+    shape = (torch.polygamma(1, wide) - 1 / wide).sqrt().to(a.dtype)
     return [(a.log() - fn.rate.log(), a.sqrt()), (a, shape)]
 
 
@@ -178,8 +180,9 @@ def _gamma(fn: td.Gamma) -> Pairs:
 def _beta(fn: td.Beta) -> Pairs:
     # E log(1 - y) = digamma(b) - digamma(a + b) is orthogonal to a; the differences are taken in float64.
     a, b = fn.concentration1, fn.concentration0
-    of_a, of_b, of_sum = (torch.polygamma(1, value.double()) for value in (a, b, a + b))
+    wide = widest(a.device)
+    of_a, of_b, of_sum = (torch.polygamma(1, value.to(wide)) for value in (a, b, a + b))
     spread = of_b - of_sum  # the variance of log(1 - y)
     rest = of_a - of_sum - of_sum.square() / spread
-    expected = (torch.digamma(b.double()) - torch.digamma((a + b).double())).to(a.dtype)
+    expected = (torch.digamma(b.to(wide)) - torch.digamma((a + b).to(wide))).to(a.dtype)
     return [(expected, spread.rsqrt().to(a.dtype)), (a, rest.sqrt().to(a.dtype))]

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution
 
+from pyro_dvi.devices import state_of
 from pyro_dvi.errors import ArgumentError, ModelError, UnsupportedError
-from pyro_dvi.random_numbers import state_of
 
 SliceArguments = Callable[[tuple, dict, Tensor], tuple[tuple, dict]]
 

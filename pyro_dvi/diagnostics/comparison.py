@@ -109,9 +109,10 @@ def compared(
         raise DataError(
             f"{layer} ({kind}) has moments or draws that are NaN or infinite: look at its input first"
         )
-    sd, truth = variance.double().sqrt().flatten(), sampled.double().sqrt().flatten()
+    loc, variance, mean, sampled = (t.cpu().double() for t in (loc, variance, mean, sampled))
+    sd, truth = variance.sqrt().flatten(), sampled.sqrt().flatten()
     varying = truth > 0
-    error = ((loc - mean).double().abs().flatten()[varying] / truth[varying]).mean()
+    error = ((loc - mean).abs().flatten()[varying] / truth[varying]).mean()
     return LayerComparison(
         layer,
         kind,
@@ -119,7 +120,7 @@ def compared(
         loc.numel(),
         error.item() if bool(varying.any()) else 0.0,
         _ratio(sd.mean(), truth.mean()),
-        _ratio(variance.double().mean().sqrt(), sampled.double().mean().sqrt()),
+        _ratio(variance.mean().sqrt(), sampled.mean().sqrt()),
         _rank_correlation(sd, truth),
     )
 

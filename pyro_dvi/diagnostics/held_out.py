@@ -109,7 +109,7 @@ def _scores(predictions: Mapping[str, Prediction], y: Any) -> dict[str, Tensor]:
                 f"{name!r} and {first_name!r} have other observations: predict the same data, in the same order "
                 "(a loader without shuffle), with each"
             )
-        score = prediction.log_likelihood(y).detach().double().cpu()
+        score = prediction.log_likelihood(y).detach().cpu().double()
         found[name] = score.reshape(len(score), -1)
         if not torch.equal(found[name].isnan(), found[first_name].isnan()):
             raise DataError(

@@ -301,7 +301,7 @@ class _Prior:
             values.append(_examples_first(node["fn"].sample(), node, batch))
             log_p = class_log_probabilities(node["fn"])
             if log_p is not None:
-                likeliest.append(log_p.amax(-1).exp().double().flatten())
+                likeliest.append(log_p.amax(-1).exp().cpu().double().flatten())
         return torch.cat(values).cpu(), float(torch.cat(likeliest).mean()) if likeliest else None
 
     def _latents(self) -> dict[str, Tensor]:

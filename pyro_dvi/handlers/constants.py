@@ -10,6 +10,8 @@ import torch
 from pyro.poutine.messenger import Messenger
 from torch import Tensor, nn
 
+from pyro_dvi.devices import widest
+
 __all__ = ["Sums", "constants_read", "first_changed", "sums_of"]
 
 Sums = dict[str, list[tuple[float, float]]]  # sum and norm of the tensors of each name, in the order of a run
@@ -68,13 +70,13 @@ def sums_of(found: Mapping[str, list[Tensor]]) -> Sums:
     if not tensors:
         return {}
     device = tensors[0].device
-    sums = [torch.stack([t.sum(dtype=torch.float64), _norm(t)]).to(device) for t in tensors]
+    sums = [torch.stack([t.sum(dtype=widest(t.device)), _norm(t)]).to(device) for t in tensors]
     numbers = iter(torch.stack(sums).tolist())
     return {name: [tuple(next(numbers)) for _ in group] for name, group in found.items()}
 
 
 def _norm(tensor: Tensor) -> Tensor:
-    norm: Tensor = torch.linalg.vector_norm(tensor, dtype=torch.float64)
+    norm: Tensor = torch.linalg.vector_norm(tensor, dtype=widest(tensor.device))
     return norm
 
 

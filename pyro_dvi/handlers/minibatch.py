@@ -79,7 +79,7 @@ class _Pair:
 
 def _weight(scale: float | Tensor, fn: Any) -> float:
     elements = torch.Size(fn.batch_shape).numel()
-    return float(torch.as_tensor(scale, dtype=torch.float64).mean()) * elements
+    return (float(scale.cpu().double().mean()) if torch.is_tensor(scale) else scale) * elements
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch import distributions as td
 
+from pyro_dvi.devices import forked
 from pyro_dvi.errors import DataError, UnsupportedError
-from pyro_dvi.random_numbers import forked
 
 __all__ = [
     "base_of",

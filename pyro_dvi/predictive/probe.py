@@ -15,7 +15,7 @@ from torch.distributions import constraints
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pyro_dvi.random_numbers import state_of
+from pyro_dvi.devices import state_of
 
 __all__ = ["Probe", "agrees", "possible"]
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch import distributions as td
 
+from pyro_dvi.devices import widest
 from pyro_dvi.errors import ArgumentError
 from pyro_dvi.links.mixture import distribution_function
 from pyro_dvi.predictive.component import base_of
@@ -97,7 +98,8 @@ def quantile(fn: Any, level: float) -> Tensor:
         return found.expand(single.batch_shape)
     except NotImplementedError:
         pass
-    mean, spread = single.mean.double(), single.variance.double().sqrt()
+    wide = widest(single.mean.device)
+    mean, spread = single.mean.to(wide), single.variance.to(wide).sqrt()
     if not bool((mean.isfinite() & spread.isfinite()).all()):
         raise NotImplementedError
     low = mean - spread * math.sqrt((1 - level) / level)
@@ -133,8 +135,9 @@ def crps(fn: Any, values: Tensor) -> Tensor:
         weights = single.mixture_distribution.probs
     else:
         raise NotImplementedError
-    loc, variance, weights = loc.double(), scale.double().square(), weights.double()
-    score = (weights * _absolute(values.double().unsqueeze(-1) - loc, variance)).sum(-1)
+    wide = widest(loc.device)
+    loc, variance, weights = loc.to(wide), scale.to(wide).square(), weights.to(wide)
+    score = (weights * _absolute(values.to(wide).unsqueeze(-1) - loc, variance)).sum(-1)
     for i in range(loc.shape[-1]):
         one = slice(i, i + 1)
         apart = _absolute(loc[..., one] - loc, variance[..., one] + variance)

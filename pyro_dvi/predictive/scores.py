@@ -59,7 +59,7 @@ def _of_classes(prediction: "Prediction", labels: Tensor) -> dict[str, float]:
     if prediction.method.tells_noise_apart:
         information = prediction.mutual_information
         information = information if mask is None else information[mask]
-        found["mutual_information"] = float(information.double().mean())
+        found["mutual_information"] = float(information.cpu().double().mean())
     return found
 
 

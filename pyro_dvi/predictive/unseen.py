@@ -9,9 +9,9 @@ from pyro.poutine.messenger import Messenger
 from torch import Tensor
 from torch import distributions as td
 
+from pyro_dvi.devices import forked
 from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.predictive.run import Response
-from pyro_dvi.random_numbers import forked
 
 __all__ = ["refuse_unseen"]
 

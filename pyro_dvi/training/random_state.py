@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from pyro_dvi.devices import accelerators, state_of
 from pyro_dvi.errors import CheckpointError
-from pyro_dvi.random_numbers import accelerators, state_of
 
 __all__ = ["check_generators", "preserve_random_state", "random_state", "restore_random_state"]
 

@@ -261,8 +261,8 @@ def _fitting_kl_weight(local: LocalEnergy) -> float | None:
     With :math:`g = g_L/\kappa + g_P`, a minimum for :math:`\kappa'` has :math:`g_L = -\kappa' g_P`.
     """
     weight = local.energy.kl_weight
-    prior = local.prior_gradient.double()
-    likelihood = weight * (local.gradient.double() - prior)
+    prior = local.prior_gradient.cpu().double()
+    likelihood = weight * (local.gradient.cpu().double() - prior)
     product, sizes = float(likelihood @ prior), float(likelihood.norm() * prior.norm())
     if not sizes or -product < _COLLINEAR * sizes:
         return None

@@ -23,6 +23,7 @@ from pyro_dvi.curvature.example_gradients import ExampleGradients, by_examples
 from pyro_dvi.curvature.likelihood import ObservedSite, private_random_state
 from pyro_dvi.curvature.products import SavedBytes, information_pairs, vectors_together
 from pyro_dvi.curvature.squared_gradients import SquaredGradients, halves
+from pyro_dvi.devices import widest
 from pyro_dvi.errors import DataError, DviWarning, NonFiniteError, UnsupportedError
 from pyro_dvi.guides.laplace.batch_graph import BatchGraph, sites_only
 from pyro_dvi.guides.laplace.layout import Layout
@@ -124,8 +125,8 @@ class Energy:
         return (-log_likelihood / self.kl_weight - log_prior).to(point.dtype)
 
     def log_joint(self, point: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the log-likelihood of all data and the log prior, scalars in float64, without graphs."""
-        log_likelihood = torch.zeros((), dtype=torch.float64, device=point.device)
+        """Return the log-likelihood of all data and the log prior, scalars in the widest type, without graphs."""
+        log_likelihood = torch.zeros((), dtype=widest(point.device), device=point.device)
         log_prior = torch.zeros_like(log_likelihood)
         rows = Rows()
         with torch.no_grad():
@@ -209,7 +210,7 @@ class LocalEnergy:
         Raises:
             NonFiniteError: U is NaN or infinite.
         """
-        total = torch.zeros((), dtype=torch.float64, device=self.point.device)
+        total = torch.zeros((), dtype=widest(self.point.device), device=self.point.device)
         gradient = torch.zeros_like(self.point)
         for graph in self._graphs():
             total += graph.energy.detach()

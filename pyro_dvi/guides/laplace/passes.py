@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pyro_dvi.batches import arguments, check_loader
+from pyro_dvi.devices import widest
 from pyro_dvi.errors import DataError
 
 __all__ = ["Passes", "same_data", "tensors_in"]
@@ -98,5 +99,5 @@ def _checksums(tensor: Tensor) -> tuple[float, float]:
     directions = torch.arange(rows.shape[1], device=rows.device, dtype=torch.float32).mul_(0.618).cos_()
     marks = (rows.to(torch.float32) @ directions).cos()
     places = torch.arange(len(rows), device=rows.device, dtype=torch.float32).mul_(0.618).sin_()
-    anyhow, ordered = torch.stack([marks, marks * places]).sum(1, dtype=torch.float64).tolist()
+    anyhow, ordered = torch.stack([marks, marks * places]).sum(1, dtype=widest(rows.device)).tolist()
     return anyhow, anyhow + ordered

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from pyro_dvi.devices import widest
 from pyro_dvi.errors import ArgumentError, NotPositiveDefiniteError
 from pyro_dvi.guides.laplace.energy import LocalEnergy
 from pyro_dvi.guides.laplace.precision import PrecisionMatrix
@@ -97,8 +98,8 @@ class Exactly(Determinant):
             )
         matrix = self._relative(local, curvature)
         rows = torch.eye(size, dtype=local.point.dtype, device=local.point.device).split(256)
-        dense = torch.cat([matrix.product(part) for part in rows]).double()
-        values = torch.linalg.eigvalsh(0.5 * (dense + dense.mT)).cpu()
+        dense = torch.cat([matrix.product(part) for part in rows]).to(widest(local.point.device))
+        values = torch.linalg.eigvalsh(0.5 * (dense + dense.mT)).cpu().double()
         quadrature = SpectralQuadrature(values[None], torch.full_like(values[None], 1 / size), size, size)
         return matrix.spectrum(quadrature, exact=True)
 
@@ -164,7 +165,7 @@ class _Relative:
     def __init__(self, local: LocalEnergy, curvature: PrecisionMatrix, diagonal: Tensor | None) -> None:
         self.local, self.curvature = local, curvature
         self.scale = None if diagonal is None else diagonal.rsqrt()
-        self.log_prior_determinant = None if diagonal is None else float(diagonal.double().log().sum())
+        self.log_prior_determinant = None if diagonal is None else float(diagonal.cpu().double().log().sum())
 
     def spectrum(self, quadrature: SpectralQuadrature, *, exact: bool) -> Spectrum:
         """Eigenvalues of A that rounding made negative are zero."""

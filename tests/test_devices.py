@@ -8,7 +8,7 @@ import torch
 from pyro.infer.autoguide import AutoNormal
 
 from pyro_dvi import Samples, predict
-from pyro_dvi.random_numbers import forked
+from pyro_dvi.devices import forked
 from pyro_dvi.training.random_state import random_state, restore_random_state
 from pyro_dvi.undisturbed import undisturbed
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The global random generators of the CPU and of accelerators of any kind."""
+"""What accelerators of different kinds differ in: their random generators, and whether they have float64."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["accelerators", "forked", "state_of"]
+__all__ = ["accelerators", "forked", "state_of", "widest"]
 
 
 def accelerators() -> list[torch.device]:
@@ -51,3 +51,16 @@ def forked(*devices: torch.device | None) -> Iterator[None]:
     finally:
         for (_, put), state in zip(generators, before, strict=True):
             put(state)
+
+
+def widest(device: torch.device) -> torch.dtype:
+    """Return float64, or float32 on a device that has no other, as Apple's.
+
+    Example:
+        >>> widest(torch.device("cpu"))
+        torch.float64
+    """
+    try:
+        return torch.empty(0, dtype=torch.float64, device=device).dtype
+    except TypeError:
+        return torch.float32
