@@ -25,7 +25,8 @@ from pyro_dvi.undisturbed import undisturbed
 
 __all__ = ["Structure", "reached_by", "refuse_dependent", "structure_of"]
 
-_ROUNDINGS = {torch.finfo(t).eps for t in (torch.float16, torch.bfloat16, torch.float32, torch.float64)}
+_TYPES = map(torch.finfo, (torch.float16, torch.bfloat16, torch.float32, torch.float64))
+_OPEN_INTERVALS = {(low, 1 - t.eps) for t in _TYPES for low in (t.eps, t.tiny)}
 _UNLIMITED: Any = float("inf")  # Pyro's way to say so, though it annotates an int
 
 
@@ -189,9 +190,8 @@ def _tensors(distribution: Any) -> list[Tensor]:
 
 
 def _keeps_probabilities(node: Any) -> bool:
-    """Whether a node is the clamp by which distributions of torch keep probabilities off zero and one by a rounding."""
-    low, high = getattr(node, "_saved_min", None), getattr(node, "_saved_max", None)
-    return isinstance(low, float) and low in _ROUNDINGS and high == 1 - low
+    """Whether a node is the clamp by which torch keeps probabilities off zero and one by a rounding."""
+    return (getattr(node, "_saved_min", None), getattr(node, "_saved_max", None)) in _OPEN_INTERVALS
 
 
 def _function_names(roots: list[Tensor]) -> Iterator[str]:
