@@ -2,7 +2,7 @@
 # Run inside an environment made by `python -m pip install -e ".[dev]"`.
 
 .DEFAULT_GOAL := help
-.PHONY: help format lint types imports test matrix doctest docs bench quickstart
+.PHONY: help format lint types imports test soak matrix doctest docs bench quickstart
 
 help:  ## list these targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -23,6 +23,9 @@ imports:  ## check that chapters import only from earlier chapters
 
 test:  ## run the tests
 	python -m pytest -n 2
+
+soak:  ## run the long checks that `make test` leaves out
+	python -m pytest -n 2 -m soak
 
 matrix:  ## run the tests in every supported environment, the installed wheel included
 	tox run
