@@ -59,6 +59,9 @@ class FactorisedGuide(AutoGuide):
             setattr(self, store, PyroModule())
         self._event_dims: dict[str, int] = {}
         self._factors: dict[str, Factor] = {}
+        self._only_loaded = (
+            False  # whether sites without loaded parameters are responses that lack an observation
+        )
 
     @abstractmethod
     def _factor_of(self, name: str, site: Any, loc: Tensor) -> Factor:
@@ -75,6 +78,23 @@ class FactorisedGuide(AutoGuide):
         if self.prototype_trace is None:
             with explained_errors(self.model, [], args, kwargs):
                 self._setup_prototype(*args, **kwargs)
+
+    def initialize_loaded(self, *args: Any) -> bool:
+        """Look at the model with arguments that may lack observations, after loading a state.
+
+        Returns:
+            whether that was possible: there are loaded parameters, and no latents of single examples, of which nobody
+            knows whether they are those of the arguments.
+        """
+        if self.prototype_trace is None and next(self.parameters(), None) is not None:
+            self._only_loaded = True
+            try:
+                self.initialize(*args)
+            finally:
+                self._only_loaded = False
+            if any(site["cond_indep_stack"] for _, site in self._sites()):
+                self.prototype_trace = None
+        return self.prototype_trace is not None
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Draw every latent site once; Pyro calls it with the arguments of the model.
@@ -244,11 +264,20 @@ class FactorisedGuide(AutoGuide):
         with preserve_buffers(), torch.no_grad():
             super()._setup_prototype(*args, **kwargs)
         try:
+            owners = {name: self._owner_of_loaded("locs", name) for name, _ in self._sites()}
+            for name, site in self._sites() if self._only_loaded else ():
+                site["is_observed"] = owners[name] is None
             sites = dict(self._sites())
             if not sites:
                 raise ModelError(
                     f"{type(self).__name__} found no latent site in the model: convert a network with to_bayesian_, "
                     "or use pyro.sample without obs="
+                )
+            fresh = [name for name in sites if owners[name] is None]
+            if 0 < len(fresh) < len(sites):
+                raise GuideError(
+                    f"the loaded state has no site {fresh[0]!r}, which is latent in this run of the model: call "
+                    "guide.initialize(*args) with observations as in training, or load a state of this model"
                 )
             self._check_sites(sites)
             self._warn_of_shared_parameters(sites)

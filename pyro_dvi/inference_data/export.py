@@ -28,11 +28,11 @@ from pyro_dvi.inference_data.prior import PriorSamples
 from pyro_dvi.inference_data.samples import GivenSamples
 from pyro_dvi.predictive import PredictionRule, Samples
 from pyro_dvi.predictive.batches import Batch, batches
+from pyro_dvi.predictive.posterior_check import check_posterior
 from pyro_dvi.predictive.predict import at_tuned_scales, device_of, names_of_sites, rule_of
-from pyro_dvi.predictive.rules import check_is_set_up, example_latents
+from pyro_dvi.predictive.rules import example_latents
 from pyro_dvi.predictive.run import evaluation_mode, observed_run, seeded
 from pyro_dvi.training import History
-from pyro_dvi.training.ownership import check_still_own
 
 __all__ = ["to_arviz"]
 
@@ -167,8 +167,6 @@ def to_arviz(
     rule = _rule(given, method, guide, num_samples)
     count = _number_of_draws(num_samples, rule)
     _check_count("prior", prior)
-    check_is_set_up(guide)
-    check_still_own(model, guide)
     _refuse_unfinished(guide)
     groups: dict[str, Group] = {} if history is None else {"training_metadata": training_group(history)}
 
@@ -185,6 +183,7 @@ def to_arviz(
     with evaluation_mode(model, guide), seeded(seed, device) as used_seed:
         remaining = split(data)
         first = next(remaining)
+        check_posterior(model, guide, first.inputs)
         if given is not None:
             given.fit_to(_free_run(model, first, given), is_complete=first.observed is not None)
         latents = example_latents(guide, first.inputs)

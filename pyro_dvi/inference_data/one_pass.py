@@ -16,7 +16,7 @@ from pyro_dvi.inference_data.predictive import SiteExport
 from pyro_dvi.inference_data.prior import PriorSamples
 from pyro_dvi.predictive import PredictionRule
 from pyro_dvi.predictive.batches import Batch
-from pyro_dvi.predictive.predict import at_constants_of_fit, at_tuned_scales
+from pyro_dvi.predictive.predict import at_tuned_scales
 from pyro_dvi.predictive.rules import example_latents, first_arguments
 from pyro_dvi.predictive.run import Response, distribution_at, observed_run, respond
 from pyro_dvi.predictive.unseen import refuse_unseen
@@ -89,7 +89,7 @@ def pass_over(
         for s, site in enumerate(posterior.sites):
             run = at_tuned_scales(guide, partial(respond, model, batch, site=site, learnt_for=learnt_for))
             torch.manual_seed(seed)
-            scored = given_others(at_constants_of_fit(guide, run), site, nodes, latents)
+            scored = given_others(run, site, nodes, latents)
             components = posterior.rule.components(guide, batch.inputs, scored)
             again = given_others(distribution_at(model, batch.inputs, site), site, nodes, latents)
             components = _without_unseen(components, posterior.rule, again, latents)

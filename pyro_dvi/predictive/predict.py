@@ -4,6 +4,7 @@
 import warnings
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -20,11 +21,11 @@ from pyro_dvi.predictive.defaults import default_rule
 from pyro_dvi.predictive.mixture import Mixture
 from pyro_dvi.predictive.moments import Moments
 from pyro_dvi.predictive.part import Part
+from pyro_dvi.predictive.posterior_check import check_posterior
 from pyro_dvi.predictive.prediction import Prediction
 from pyro_dvi.predictive.rules import (
     PredictionRule,
     Samples,
-    check_is_set_up,
     example_latents,
     first_arguments,
 )
@@ -38,7 +39,6 @@ from pyro_dvi.predictive.run import (
 )
 from pyro_dvi.predictive.unseen import refuse_unseen
 from pyro_dvi.predictive.vectorised import SampledComponents
-from pyro_dvi.training.ownership import check_still_own
 
 __all__ = ["at_tuned_scales", "device_of", "names_of_sites", "predict", "rule_of"]
 
@@ -132,25 +132,22 @@ def predict(
             "samples the latent sites; pyro.infer.Predictive(model, posterior_samples) predicts from a mapping of draws"
         )
     rule = rule_of(method, guide)
-    check_is_set_up(guide)
-    check_still_own(model, guide)
     device = device_of(model, guide)
     parts: list[Part] = []
     name = site
-    sampled = SampledComponents(rule, guide) if isinstance(rule, Samples) else None
-    learnt_for = first_arguments(guide)
     sites = names_of_sites(model, guide) if site is None else lambda _: [site]
     split = batches(model, data, observed=observed, batch_size=batch_size, device=device, sites=sites)
     with evaluation_mode(model, guide), seeded(seed, device) as seed:
-        for batch in tqdm(split, desc="predict", unit="batch", disable=not progress):
+        first = next(split)
+        check_posterior(model, guide, first.inputs)
+        sampled = SampledComponents(rule, guide) if isinstance(rule, Samples) else None
+        learnt_for = first_arguments(guide)
+        for batch in tqdm(chain([first], split), desc="predict", unit="batch", disable=not progress):
             if batch.observed is not None:
                 batch = check_observation(model, batch, example_latents(guide, batch.inputs), site)
             torch.manual_seed(seed)
             mixture = Mixture(batch.observed, batch.num_rows, batch.mask, keep=keep_draws)
-            run = at_constants_of_fit(
-                guide,
-                at_tuned_scales(guide, partial(respond, model, batch, site=site, learnt_for=learnt_for)),
-            )
+            run = at_tuned_scales(guide, partial(respond, model, batch, site=site, learnt_for=learnt_for))
             if sampled is None:
                 for response in rule.components(guide, batch.inputs, run):
                     if response.drawn and not (rule.averages_draws or parts or mixture.count):
@@ -184,11 +181,6 @@ def names_of_sites(model: Callable[..., Any], guide: Callable[..., Any]) -> Call
 def at_tuned_scales(guide: Any, run: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``run`` with the scales that ``guide.tune`` has set, those of the noise among them."""
     return rescaled_model(run, guide.scale_factors) if isinstance(guide, LaplaceGuide) else run
-
-
-def at_constants_of_fit(guide: Any, run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``run``, which refuses a model whose constants are no longer those of the Gaussian of a LaplaceGuide."""
-    return guide.checked(run) if isinstance(guide, LaplaceGuide) else run
 
 
 def rule_of(method: Any, guide: Any) -> PredictionRule:

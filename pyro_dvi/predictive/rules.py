@@ -171,13 +171,20 @@ def posterior_mean(guide: Callable[..., Any], inputs: tuple[Any, ...]) -> dict[s
         return latents(_trace(guide, inputs))
 
 
-def check_is_set_up(guide: Any) -> None:
-    """Refuse an automatic guide that has not seen its model yet.
+def check_is_set_up(guide: Any, inputs: tuple[Any, ...] = ()) -> None:
+    """Refuse an automatic guide that has not seen its model yet; one of ours that was loaded sees it now.
 
     Raises:
-        GuideError: setting it up now, without observations, would make the response one of its latent sites.
+        GuideError: setting it up without observations would make the response one of its latent sites, and latents of
+            single examples may have been learnt for others than these.
     """
     if isinstance(guide, AutoGuide) and guide.prototype_trace is None:
+        if (
+            isinstance(guide, FactorisedGuide)
+            and inputs
+            and guide.initialize_loaded(*arguments(guide, inputs))
+        ):
+            return
         raise GuideError(
             f"{type(guide).__name__} has not seen its model: train it, or run it once with the training arguments "
             "as guide(x, y), also after loading its state. Before loading a checkpoint into a fresh guide, call "
@@ -230,6 +237,7 @@ def _drawing(guide: Any, inputs: tuple[Any, ...]) -> Callable[[], dict[str, Tens
 
 def example_latents(guide: Callable[..., Any], inputs: tuple[Any, ...]) -> dict[str, Tensor]:
     """Return values to look at the model with: a draw, or the mode of a LaplaceGuide, which may have no draws."""
+    check_is_set_up(guide, inputs)
     return posterior_mean(guide, inputs) if isinstance(guide, LaplaceGuide) else one_draw(guide, inputs)
 
 

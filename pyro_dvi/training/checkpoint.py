@@ -6,7 +6,7 @@ import pickle
 import re
 import zipfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,18 @@ from torch.optim import Optimizer
 
 from pyro_dvi.batches import arguments
 from pyro_dvi.errors import ArgumentError, CheckpointError
+from pyro_dvi.handlers.fingerprint import Fingerprint, central_values
 from pyro_dvi.handlers.trained_for import note_trained_for
 from pyro_dvi.training.history import History
 from pyro_dvi.training.ownership import check_parameters
-from pyro_dvi.training.random_state import check_generators, random_state, restore_random_state
+from pyro_dvi.training.random_state import (
+    check_generators,
+    preserve_random_state,
+    random_state,
+    restore_random_state,
+)
 from pyro_dvi.training.routes import Route, route_of
-from pyro_dvi.training.snapshot import restore_weights
+from pyro_dvi.training.snapshot import copy_weights, restore_weights
 
 __all__ = ["Checkpoint", "load", "save", "write"]
 
@@ -73,7 +79,9 @@ def save(
 ) -> None:
     """Save model, guide, ELBO, optimizer, parameter store, random state and history in one file.
 
-    The file holds tensors, numbers and Pyro's constraints only: :func:`load` runs no code from it.
+    The file holds tensors, numbers and Pyro's constraints only: :func:`load` runs no code from it. With a history of
+    :func:`~pyro_dvi.training.fit` it also holds four rows of the training data and what the model says about them, by
+    which :func:`load` recognises the model.
 
     Args:
         path: file to write.
@@ -122,13 +130,14 @@ def write(
             # pyro.module puts a network's own parameters into the store, and there they must be the same tensors.
             "aliases": {name: held[id(value)] for name, value in own.items() if id(value) in held},
         },
-        "elbo": {"type": _elbo_name(route.elbo), "state": elbo_state},
+        "elbo": {"type": _elbo_name(route.elbo), "state": elbo_state, "kl_weight": _kl_weight(route.elbo)},
         "optimizer": {"type": route.optimizer_name, "state": route.optimizer_state()},
         "lr_schedule": None if lr_schedule is None else lr_schedule.state_dict(),
         "random": random_state(loader),
         "history": None if history is None else history.to_dict(),
         "best_weights": None if history is None else history.best_weights,
         "unfinished": None if history is None else history.unfinished,
+        "fingerprint": None if history is None else _fingerprint(route, history.example),
     }
     target = Path(path)
     unfinished = target.with_name(target.name + ".unfinished")
@@ -160,9 +169,10 @@ def load(
 ) -> History:
     """Load what :func:`save` wrote into freshly built objects, and return the history.
 
-    Nothing is changed unless model, guide, ELBO and optimizer are seen to fit; only then is the state written. To go
-    on, pass the result: ``fit(svi, loader, epochs, history=load(path, svi, loader=loader))``. On the CPU this gives
-    the very numbers of a run that was never stopped.
+    Nothing is changed unless model, guide, ELBO and optimizer are seen to fit: their types, parameters and KL weight,
+    and on the rows in the file the priors, plates, noise and outputs of the model. To go on, pass the result:
+    ``fit(svi, loader, epochs, history=load(path, svi, loader=loader))``. On the CPU this gives the very numbers of a
+    run that was never stopped.
 
     Args:
         path: file to read.
@@ -172,7 +182,7 @@ def load(
         loader: the training loader, to restore its generator. None leaves that out.
         modules: as for :func:`save`.
         example: one batch. Pyro's own automatic guides have no parameters before they have seen one, and a function
-            has not put its networks into Pyro's store.
+            has not put its networks into Pyro's store. Not needed where the file holds rows of the data.
         best: load the weights of the best epoch (see ``EarlyStopping``) instead of the last.
         restore_random: whether to restore the random generators.
         weights_only: read tensors and plain values only. False also reads a state with objects of your own (a learning
@@ -200,9 +210,13 @@ def load(
     for role in modules:
         if role != "guide":
             _check_state(role, modules[role].state_dict(), states[role])
+    stored = content.get("fingerprint")  # as "unfinished", not in version 1 of the format
+    fingerprint = None if stored is None else Fingerprint(**stored)
     if example is not None:
-        args, kwargs = arguments(example, route.device())
-        route.initialise(args, kwargs)
+        route.initialise(*arguments(example, route.device()))
+    elif fingerprint is not None:
+        with preserve_random_state():
+            route.initialise(*fingerprint.placed(route.device()))
     if "guide" in modules and next(modules["guide"].parameters(), None) is not None:
         _check_state("guide", modules["guide"].state_dict(), states["guide"])
     store = pyro.get_param_store()
@@ -216,6 +230,7 @@ def load(
         if name not in existing
     }
 
+    before = copy_weights(route)
     # Of all that is written now, a fresh guide is the likeliest to refuse: it goes first.
     for role in sorted(modules, key=lambda role: role != "guide"):
         _load_state(role, modules[role], states[role])
@@ -224,6 +239,15 @@ def load(
             value.copy_(saved["params"][name])
     note_trained_for(route.guide, getattr(route.elbo, "trains_for", "Samples"))
     store.set_state({"params": new, "constraints": {name: saved["constraints"][name] for name in new}})
+    if fingerprint is not None:
+        inputs = fingerprint.placed(route.device())
+        differences = fingerprint.differences(route.model, central_values(route.guide, *inputs))
+        if differences:
+            restore_weights(route, before)
+            raise CheckpointError(
+                f"The checkpoint belongs to another model: {differences} (saved → now, in evaluation mode, at the "
+                "centre of the posterior). Build the model as it was."
+            )
     if content["elbo"]["state"] is not None:
         route.elbo.load_state_dict(content["elbo"]["state"])
     if optimizer is not None or route.kind == "SVI":
@@ -239,7 +263,8 @@ def load(
         lr_schedule.load_state_dict(content["lr_schedule"])
     history = History() if content["history"] is None else History.from_dict(content["history"])
     history.best_weights = content["best_weights"]
-    history.unfinished = content.get("unfinished")  # which version 1 of the format does not have
+    history.unfinished = content.get("unfinished")
+    history.example = None if fingerprint is None else (fingerprint.args, fingerprint.kwargs)
     if best:
         restore_weights(route, content["best_weights"])
     if restore_random:
@@ -252,26 +277,38 @@ def _elbo_name(elbo: Any) -> str:
     return type(getattr(elbo, "elbo", elbo)).__name__
 
 
+def _kl_weight(elbo: Any) -> float | str | None:
+    """The weight of the KL in plain values; None for a function, which cannot be compared."""
+    weight = getattr(elbo, "kl_weight", None)
+    return (
+        repr(weight)
+        if is_dataclass(weight)
+        else None
+        if weight is None or callable(weight)
+        else float(weight)
+    )
+
+
+def _fingerprint(route: Route, example: Any) -> dict[str, Any] | None:
+    if example is None:
+        return None
+    args, kwargs = example
+    found = Fingerprint.of(route.model, args, kwargs, central_values(route.guide, args, kwargs))
+    return None if found is None else dict(vars(found))
+
+
 def _read(path: Path, map_location: Any, weights_only: bool) -> dict[str, Any]:
     if not path.is_file():
         raise CheckpointError(f"There is no checkpoint {str(path)!r}.")
-    if not _is_zip(path):
-        raise CheckpointError(
-            f"{str(path)!r} is not a checkpoint: it is not in the file format of torch.save."
-        )
     try:
         with zipfile.ZipFile(path) as archive:
             damaged = (
                 archive.testzip()
             )  # by the checksum that torch.save keeps of every tensor, but does not compare
         if damaged is not None:
-            raise CheckpointError(
-                f"{str(path)!r} is damaged: {damaged!r} is not what was written. Take another copy."
-            )
+            raise zipfile.BadZipFile(f"{damaged!r} is damaged")
         with torch.serialization.safe_globals(_constraint_classes()):
             content = torch.load(path, map_location=map_location, weights_only=weights_only)
-    except CheckpointError:
-        raise
     except pickle.UnpicklingError as error:
         found = re.search(r"Unsupported [^.]*?GLOBAL (\S+)", str(error))
         raise CheckpointError(
@@ -279,19 +316,9 @@ def _read(path: Path, map_location: Any, weights_only: bool) -> dict[str, Any]:
             "trust the file, pass weights_only=False, or tell torch of the class with "
             "torch.serialization.add_safe_globals."
         ) from error
-    except (
-        zipfile.BadZipFile,
-        RuntimeError,
-        EOFError,
-        OSError,
-        ValueError,
-        KeyError,
-        AttributeError,
-        IndexError,
-        TypeError,
-    ) as error:
+    except Exception as error:
         raise CheckpointError(
-            f"{str(path)!r} is not a checkpoint, or was cut off: {_first_line(error)}"
+            f"{str(path)!r} is not a checkpoint, or is damaged or cut off: {_first_line(error)}"
         ) from error
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
         keys = f" with the keys {list(content)[:5]}" if isinstance(content, dict) else ""
@@ -337,6 +364,12 @@ def _check_kind(content: dict[str, Any], route: Route, roles: set[str], with_opt
     if elbo != _elbo_name(route.elbo):
         raise CheckpointError(
             f"The checkpoint was trained with {elbo}, the target has {_elbo_name(route.elbo)}."
+        )
+    weights = content["elbo"].get("kl_weight"), _kl_weight(route.elbo)
+    if None not in weights and weights[0] != weights[1]:
+        raise CheckpointError(
+            f"The checkpoint was trained with kl_weight={weights[0]}, the target has {weights[1]}. Build it as it "
+            "was; to go on with another weight, set elbo.kl_weight after load."
         )
     if with_optimizer and optimizer != route.optimizer_name:
         raise CheckpointError(
@@ -400,11 +433,6 @@ def _constraint_classes() -> list[Any]:
             if isinstance(value, type) and issubclass(value, torch_constraints.Constraint):
                 found[id(value)] = value
     return list(found.values())
-
-
-def _is_zip(path: Path) -> bool:
-    with path.open("rb") as file:
-        return file.read(2) == b"PK"
 
 
 def _first_line(error: BaseException) -> str:

@@ -85,6 +85,8 @@ class History:
         # Within an epoch: how many of its batches were used, whether the loader has ended, and the state of the
         # generators when the epoch began.
         self.unfinished: dict[str, Any] | None = None
+        # Arguments of the model, by which a checkpoint recognises it: a few rows of the first batch.
+        self.example: tuple[tuple[Any, ...], dict[str, Any]] | None = None
 
     @property
     def epoch(self) -> int:

@@ -20,6 +20,7 @@ from pyro_dvi.batches import (
     number_of_batches,
 )
 from pyro_dvi.errors import ArgumentError, DataError, ModelError
+from pyro_dvi.handlers.fingerprint import Fingerprint, central_values
 from pyro_dvi.handlers.trained_for import note_trained_for
 from pyro_dvi.progress import progress_bar
 from pyro_dvi.training.batch_norm import BatchNormStatistics, recompute_batch_norm
@@ -336,6 +337,10 @@ class _Run:
         check_parameters(self.route)
         claim_parameters(self.route)
         note_trained_for(self.route.guide, getattr(self.route.elbo, "trains_for", "Samples"))
+        if self.history.example is None:
+            latents = central_values(self.route.guide, args, kwargs)
+            found = Fingerprint.of(self.route.model, args, kwargs, latents)
+            self.history.example = None if found is None else (found.args, found.kwargs)
         self.rollback.remember()
         size = dataset_size(self.loader)
         self.watch = None if size is None or hasattr(self.route.elbo, "num_data") else PlateCheck(size)

@@ -27,6 +27,7 @@ from pyro_dvi.guides.laplace import (
     PosteriorSamples,
     TopEigen,
 )
+from pyro_dvi.handlers.fingerprint import Fingerprint
 from tests.laplace.problems import guide_at
 from tests.laplace.slope import LOCS, PointSolver, X, Y, fitted, model
 
@@ -53,6 +54,119 @@ def test_state_dict_holds_the_gaussian(initialised):
         other.locs.slope.add_(0.1)
     with pytest.raises(GuideError, match="moved"):
         other.predictive(X)
+
+
+def network(seed=0, prior_scale=1.0, noise=0.1, activation=torch.nn.Tanh, num_data=10):
+    """Deterministic first layer, batch normalisation, Bayesian last layer."""
+    torch.manual_seed(seed)
+    net = torch.nn.Sequential(
+        torch.nn.Linear(1, 3), torch.nn.BatchNorm1d(3), activation(), torch.nn.Linear(3, 1)
+    ).double()
+    dvi.to_bayesian_(net, prior_scale=prior_scale, exclude="0.*")
+    return dvi.regressor(net, num_data=num_data, noise_scale=noise)
+
+
+OTHERS = [
+    ({"prior_scale": 3.0}, "prior of site 'net.3.weight': scale 1 → 3"),
+    ({"noise": 0.9}, "site 'obs': scale 0.1 → 0.9"),
+    ({"activation": torch.nn.ReLU}, "site 'obs': loc"),
+    ({"num_data": 20}, r"plates \{'data': 10\} → \{'data': 20\}"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), OTHERS, ids=[next(iter(o)) for o, _ in OTHERS])
+def test_a_gaussian_is_refused_by_another_model_and_taken_by_the_same_one_built_again(options, message):
+    x, y = X[:, None], Y[:, None]
+    first = network()
+    guide = LaplaceGuide(first)
+    guide.initialize(x, y)
+    guide.fit([(x, y)], unconverged=Accept())
+    expected = predict(first, guide, x).variance
+    state, weights = _through_a_file(guide.state_dict()), _through_a_file(first.state_dict())
+    weights = {name: value for name, value in weights.items() if "_initial" not in name}  # start values only
+
+    def loaded(model, full=True):
+        pyro.clear_param_store()
+        if full:
+            model.load_state_dict(weights, strict=False)
+        other = LaplaceGuide(model)
+        other.load_state_dict(state)
+        return other
+
+    again = network(seed=5)
+    torch.testing.assert_close(predict(again, loaded(again), x).variance, expected)
+    torch.testing.assert_close(loaded(again).predictive(x).variance, expected - 0.1**2)
+    unlike = network(seed=5, **options)
+    guides = loaded(unlike)
+    for use in (
+        lambda: predict(unlike, guides, x),
+        lambda: guides.predictive(x),
+        lambda: dvi.to_arviz(unlike, guides, x),
+    ):
+        with pytest.raises(GuideError, match=message):
+            use()
+    without_its_weights = network(seed=5)
+    with pytest.raises(GuideError, match="site 'obs': loc.*with its state"):
+        predict(without_its_weights, loaded(without_its_weights, full=False), x)
+
+
+def test_batches_that_cannot_be_cut_are_kept_whole():
+    def whole(x, y=None, scale=1.0):
+        w = pyro.sample("w", pyro.distributions.Normal(x.new_zeros(()), scale))
+        with pyro.plate("data", 10):
+            return pyro.sample("y", pyro.distributions.Normal(w * x, 1.0), obs=y)
+
+    guide = guide_at(whole, (X, Y), {"w": torch.tensor(0.7).double()})
+    guide.fit([(X, Y)], unconverged=Accept())
+    predict(whole, guide, X)
+    with pytest.raises(GuideError, match="prior of site 'w': scale 1 → 2"):
+        predict(lambda x, y=None: whole(x, y, scale=2.0), guide, X)
+
+
+def test_outputs_that_a_model_draws_itself_tell_nothing():
+    def noisy(x, y=None):
+        w = pyro.sample("w", pyro.distributions.Normal(x.new_zeros(()), 1.0))
+        with pyro.plate("data", 10, subsample_size=len(x)):
+            return pyro.sample("y", pyro.distributions.Normal(w * x + torch.randn(()), 1.0), obs=y)
+
+    found = Fingerprint.of(noisy, (X, Y), {}, {"w": torch.tensor(0.7)})
+    assert list(found.sites["y"]["parameters"]) == ["scale"]
+    assert found.differences(noisy, {"w": torch.tensor(0.7)}) == ""
+    assert len(found.args[0]) == 4
+
+
+def test_a_deterministic_site_more_is_no_other_model():
+    def shown(x, y=None):
+        w = pyro.sample("w", pyro.distributions.Normal(x.new_zeros(()), 1.0))
+        pyro.deterministic("f", w * x)
+        with pyro.plate("data", 10, subsample_size=len(x)):
+            return pyro.sample("y", pyro.distributions.Normal(w * x, 1.0), obs=y)
+
+    def further(x, y=None):
+        pyro.sample("v", pyro.distributions.Normal(x.new_zeros(()), 1.0))
+        return shown(x, y)
+
+    hidden = pyro.poutine.block(shown, hide=["f"])
+    latents = {"w": torch.tensor(0.7)}
+    for first, second in ((shown, hidden), (hidden, shown)):
+        assert Fingerprint.of(first, (X, Y), {}, latents).differences(second, latents) == ""
+    assert Fingerprint.of(shown, (X, Y), {}, latents).differences(further, latents) == "site 'v' is new"
+    assert Fingerprint.of(further, (X, Y), {}, latents).differences(shown, latents) == "site 'v' is missing"
+
+
+def test_rounding_of_another_dtype_is_no_difference():
+    x = X[:, None]
+    first = network()
+    latents = {"net.3.weight": torch.ones(1, 3).double(), "net.3.bias": torch.ones(1).double()}
+    found = Fingerprint.of(first, (x, Y[:, None]), {}, latents)
+    state = {n: v.float() for n, v in first.state_dict().items()}
+    short = network().float()
+    short.load_state_dict(state)
+    rounded = Fingerprint(tuple(v.float() for v in found.args), {}, found.sites)
+    assert rounded.differences(short, {n: v.float() for n, v in latents.items()}) == ""
+    with torch.no_grad():
+        short.net[0].weight.mul_(1.1)
+    assert "loc" in rounded.differences(short, {n: v.float() for n, v in latents.items()})
 
 
 def test_state_dict_of_a_mode_alone():

@@ -10,8 +10,18 @@ import torch
 from pyro.infer.autoguide import AutoNormal
 from torch.utils.data import DataLoader, TensorDataset
 
-from pyro_dvi import AtMean, MeanFieldGuide, Samples, predict
-from pyro_dvi.errors import ArgumentError, DataError, GuideError, ModelError, UnsupportedError
+import pyro_dvi as dvi
+from pyro_dvi import (
+    AtMean,
+    LaplaceGuide,
+    MeanFieldGuide,
+    MultiplicativeNoiseGuide,
+    NaturalGradientGuide,
+    Samples,
+    predict,
+    to_arviz,
+)
+from pyro_dvi.errors import ArgumentError, DataError, GuideError, ModelError, NonFiniteError, UnsupportedError
 
 X = torch.linspace(-1, 1, 10)
 
@@ -202,3 +212,79 @@ def test_a_guide_set_up_without_observations_is_recognised():
     automatic(X)  # obs has become a latent site
     with pytest.raises(ModelError, match="set up with the observed values"):
         predict(model, automatic, X)
+
+
+@pytest.mark.parametrize(
+    "guide_class", [MeanFieldGuide, MultiplicativeNoiseGuide, NaturalGradientGuide, LaplaceGuide]
+)
+def test_a_guide_that_was_loaded_sees_its_model_with_the_first_data(guide_class):
+    first = guide_class(model)
+    first.initialize(X, X)
+    method = AtMean() if guide_class is LaplaceGuide else None
+    expected = predict(model, first, X, method, seed=0).mean
+    state = first.state_dict()
+    for use in (
+        lambda g: predict(model, g, X, method, seed=0).mean,
+        lambda g: predict(model, g, (X, X), method, seed=0).mean,
+        lambda g: to_arviz(model, g, X, method=method, seed=0) and predict(model, g, X, method, seed=0).mean,
+    ):
+        pyro.clear_param_store()
+        again = guide_class(model)
+        again.load_state_dict(state)
+        assert torch.equal(use(again), expected)
+        assert [name for name, _ in again.prototype_trace.iter_stochastic_nodes()] == ["w"]
+
+
+def test_a_response_is_not_taken_for_a_latent_of_a_loaded_guide():
+    first = MeanFieldGuide(model)
+    first.initialize(X, X)
+    state = first.state_dict()
+    pyro.clear_param_store()
+    again = MeanFieldGuide(model)
+    again.load_state_dict(state)
+    with pytest.raises(GuideError, match="has no site 'obs'.*with observations"):
+        again(X)
+    again.initialize(X, X)
+    assert set(again.median()) == {"w"}
+
+
+def test_latents_of_single_examples_are_not_taken_for_those_of_the_first_data_after_loading():
+    def local(x, y=None):
+        with pyro.plate("data", len(x)):
+            z = pyro.sample("z", dist.Normal(0.0, 1.0))
+            return pyro.sample("obs", dist.Normal(z, 1.0), obs=y)
+
+    first = MeanFieldGuide(local)
+    first.initialize(X, X)
+    state = first.state_dict()
+    pyro.clear_param_store()
+    again = MeanFieldGuide(local)
+    again.load_state_dict(state)
+    with pytest.raises(GuideError, match="has not seen its model"):
+        predict(local, again, X)
+
+
+@pytest.mark.parametrize("store", ["locs", "scales"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_weights_that_are_not_finite_are_named(store, bad):
+    guide = MeanFieldGuide(model)
+    guide.initialize(X, X)
+    with torch.no_grad():
+        getattr(guide, store).w_unconstrained.fill_(bad)
+    for method in (AtMean(), Samples(2)):
+        with pytest.raises(NonFiniteError, match=rf"'{store}\.w\w*' of MeanFieldGuide is not finite"):
+            predict(model, guide, X, method)
+    with pytest.raises(NonFiniteError, match=rf"'{store}\.w\w*' of MeanFieldGuide"):
+        to_arviz(model, guide, X)
+
+
+def test_running_statistics_that_are_not_finite_are_named():
+    net = dvi.to_bayesian_(
+        torch.nn.Sequential(torch.nn.Linear(1, 2), torch.nn.BatchNorm1d(2), torch.nn.Linear(2, 1))
+    )
+    network = dvi.regressor(net, num_data=10)
+    guide = MeanFieldGuide(network)
+    guide.initialize(X[:, None], X[:, None])
+    net[1].running_var[0] = math.nan
+    with pytest.raises(NonFiniteError, match=r"'net\.1\.running_var' of Regressor is not finite"):
+        predict(network, guide, X[:, None])

@@ -15,6 +15,7 @@ from pyro.optim import SGD, Adam, ClippedAdam, ExponentialLR
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import pyro_dvi as dvi
 from pyro_dvi.bayesian import classifier, to_bayesian_
 from pyro_dvi.elbos.taylor import TaylorELBO
 from pyro_dvi.errors import ArgumentError, CheckpointError, DviWarning, GuideError, ModelError
@@ -466,12 +467,6 @@ MISFITS = [
         "float32 in the file and .*float64",
     ),
     (
-        "no example",
-        lambda: svi_of("AutoNormal + Trace_ELBO"),
-        {"example": None},
-        "AutoNormal has no parameters before",
-    ),
-    (
         "other guide",
         lambda: svi_of("MeanFieldGuide + TaylorELBO", elbo=Trace_ELBO()),
         {},
@@ -518,6 +513,87 @@ MISFITS = [
 def test_objects_that_do_not_fit(saved, build, options, message):
     with pytest.raises(CheckpointError, match=message):
         load(saved, build(), **{"example": sequence()[0], **options})
+
+
+def test_a_file_without_rows_of_data_needs_an_example_for_guides_of_pyro(tmp_path):
+    svi = svi_of("AutoNormal + Trace_ELBO")
+    fit(svi, sequence(), 1, progress=False)
+    save(tmp_path / "x.pt", svi)
+    fresh_start()
+    with pytest.raises(CheckpointError, match="AutoNormal has no parameters before"):
+        load(tmp_path / "x.pt", svi_of("AutoNormal + Trace_ELBO"))
+
+
+def converted(seed=0, width=4, prior_scale=1.0, num_data=24, activation=nn.Softplus, noise=0.3, **elbo):
+    """Batch normalisation and a deterministic first layer among converted ones."""
+    torch.manual_seed(seed)
+    net = nn.Sequential(nn.Linear(2, width), nn.BatchNorm1d(width), activation(), nn.Linear(width, 1))
+    dvi.to_bayesian_(net, prior_scale=prior_scale, exclude="0.*")
+    model = dvi.regressor(net, num_data=num_data, noise_scale=noise)
+    return SVI(model, MeanFieldGuide(model), Adam(learning_rates(0.01)), TaylorELBO(**elbo))
+
+
+OTHERS = [
+    ({"prior_scale": 3.0}, "prior of site 'net.3.weight': scale 1 → 3"),
+    ({"num_data": 48}, r"plates \{'data': 24\} → \{'data': 48\}"),
+    ({"activation": nn.Tanh}, r"distribution of site '\w+': loc"),
+    ({"noise": 0.9}, r"distribution of site '\w+': scale 0.3 → 0.9"),
+    ({"kl_weight": 0.1}, "trained with kl_weight=1.0, the target has 0.1"),
+    ({"kl_weight": LinearWarmup(3)}, r"kl_weight=1.0, the target has LinearWarmup\(steps=3"),
+]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    OTHERS,
+    ids=[next(iter(o)) + type(next(iter(o.values()))).__name__ for o, _ in OTHERS],
+)
+def test_a_checkpoint_of_another_model_is_refused_and_changes_nothing(options, message, tmp_path):
+    x, y = data()
+    loader = [(x[:8], y[:8, None]), (x[8:], y[8:, None])]
+    svi = converted()
+    fit(svi, loader, 2, checkpoint=tmp_path / "x.pt", progress=False)
+    expected = weights_of(svi)
+    fresh_start()
+    again = converted(seed=3)
+    load(tmp_path / "x.pt", again)
+    assert same(weights_of(again), expected)
+
+    fresh_start()
+    other = converted(seed=3, **options)
+    before = {name: value.clone() for name, value in other.model.state_dict().items()}
+    with pytest.raises(CheckpointError, match=message):
+        load(tmp_path / "x.pt", other)
+    assert same(other.model.state_dict(), before)
+
+
+def test_other_data_and_statistics_that_training_moves_do_not_make_another_model(tmp_path):
+    x, y = data()
+    svi = converted()
+    history = fit(svi, [(x[:8], y[:8, None])], 1, progress=False)
+    history = fit(
+        svi, [(10 * x[8:], y[8:, None])], 2, history=history, checkpoint=tmp_path / "x.pt", progress=False
+    )
+    fresh_start()
+    again = converted(seed=3)
+    history = load(tmp_path / "x.pt", again)
+    fit(again, [(x[3:5], y[3:5, None])], 1, history=history, checkpoint=tmp_path / "x.pt", progress=False)
+    fresh_start()
+    assert load(tmp_path / "x.pt", converted(seed=4)).epoch == 4
+
+
+def test_loading_is_enough_to_predict(tmp_path):
+    x, y = data()
+    svi = converted()
+    fit(svi, [(x, y[:, None])], 1, checkpoint=tmp_path / "x.pt", progress=False)
+    expected = dvi.predict(svi.model, svi.guide, x).mean
+    for without_rows in (False, True):
+        if without_rows:
+            save(tmp_path / "x.pt", svi)
+        fresh_start()
+        svi = converted(seed=3)
+        load(tmp_path / "x.pt", svi)
+        assert torch.equal(dvi.predict(svi.model, svi.guide, x).mean, expected)
 
 
 def test_a_misfit_changes_nothing(saved):
@@ -628,7 +704,7 @@ def test_a_bit_that_flips_anywhere_in_a_tensor_is_found(tmp_path, checksums):
         flipped = bytearray(sound)
         flipped[start + draw.randrange(entry.file_size)] ^= 1 << draw.randrange(8)
         (tmp_path / "run.pt").write_bytes(flipped)
-        with pytest.raises(CheckpointError, match="is damaged"):
+        with pytest.raises(CheckpointError, match="run.pt.*/data/.*is damaged"):
             load(tmp_path / "run.pt", svi, example=sequence()[0])
     (tmp_path / "run.pt").write_bytes(sound)
     load(tmp_path / "run.pt", svi)

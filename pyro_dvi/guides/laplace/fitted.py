@@ -11,15 +11,14 @@ from torch import Tensor
 
 from pyro_dvi.errors import CheckpointError, DviWarning, GuideError, UnsupportedError
 from pyro_dvi.guides.laplace.draws import draw
-from pyro_dvi.guides.laplace.energy import Energy
 from pyro_dvi.guides.laplace.gaussian_outputs import GaussianOutputs
 from pyro_dvi.guides.laplace.layout import Layout
 from pyro_dvi.guides.laplace.posterior import LaplacePosterior
 from pyro_dvi.guides.laplace.precision import GGN, PrecisionMatrix
 from pyro_dvi.guides.laplace.query import Query
-from pyro_dvi.handlers.constants import Sums, constants_read, first_changed, sums_of
+from pyro_dvi.handlers.fingerprint import Fingerprint
 
-__all__ = ["Fitted", "constants_of"]
+__all__ = ["Fitted"]
 
 _ENTRIES = {
     "posterior",
@@ -29,7 +28,7 @@ _ENTRIES = {
     "scale_factors",
     "kl_weight",
     "curvature",
-    "constants",
+    "model",
     "data",
 }
 
@@ -45,7 +44,7 @@ class Fitted:
         scale_factors: what multiplied the scales of sites in the fit.
         kl_weight: that of the fit.
         curvature: which matrix its precision is.
-        constants: sums of what else the model used: deterministic weights, running statistics, ``pyro.param``.
+        model: what the model said at the mode; None where it could not be asked.
         data: checksum of the batches, if a whole pass was made.
     """
 
@@ -55,20 +54,13 @@ class Fitted:
     scale_factors: dict[str, float] = field(default_factory=dict)
     kl_weight: float = 1.0
     curvature: PrecisionMatrix = field(default_factory=GGN)
-    constants: Sums = field(default_factory=dict)
+    model: Fingerprint | None = None
     data: float | None = None
 
     @torch.enable_grad()  # Jacobians need it, whoever asks
     def gaussian_outputs(self, query: Query, *, joint: bool = False) -> GaussianOutputs:
-        """Return the Gaussian over the outputs of a query; with ``joint`` also over all its examples.
-
-        Raises:
-            GuideError: a constant of the model has changed since the fit.
-        """
-        with constants_read() as found:
-            outputs = query.outputs.detached()
-        if self.constants:
-            self.check_constants(sums_of(found))
+        """Return the Gaussian over the outputs of a query; with ``joint`` also over all its examples."""
+        outputs = query.outputs.detached()
         if not joint:
             return GaussianOutputs(outputs, self.posterior.covariance(query).detach())
         count, size = query.num_rows, query.size
@@ -108,37 +100,23 @@ class Fitted:
             return f"the Gaussian was fitted with kl_weight={self.kl_weight:g}, and guide.kl_weight is {kl_weight:g}"
         return None
 
-    def check_constants(self, found: Sums) -> None:
-        """Refuse a model that is no longer the one of the fit.
+    def check(self, model: Callable[..., Any], latents: dict[str, Tensor]) -> None:
+        """Refuse a model that is not the one of the fit.
+
+        Args:
+            model: the model, with every scale as it is written.
+            latents: the mode, constrained.
 
         Raises:
-            GuideError: a deterministic weight, a running statistic or a ``pyro.param`` has changed.
+            GuideError: a prior, the likelihood or a deterministic part of the model is another one.
         """
-        changed = first_changed(self.constants, found)
-        if changed is not None:
+        differences = "" if self.model is None else self.model.differences(model, latents)
+        if differences:
             raise GuideError(
-                f"{changed} of the model, which is no latent, has changed since guide.fit, so that its Gaussian "
-                "belongs to another model: fit again"
+                f"the model has changed since guide.fit, or is another one, so that the Gaussian does not belong to it "
+                f"({differences}; in evaluation mode, at the mode, on the first rows of the fit). Give it the model of "
+                "the fit, with its state, or fit again"
             )
-
-    def checked(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``run``, a run of the model, which refuses constants that are not those of the fit at its first call.
-
-        Raises:
-            GuideError: in a run: as :meth:`check_constants`.
-        """
-        pending = [self.constants] if self.constants else []
-
-        def checked_run(*args: Any, **kwargs: Any) -> Any:
-            if not pending:
-                return run(*args, **kwargs)
-            with constants_read() as found:
-                result = run(*args, **kwargs)
-            self.check_constants(sums_of(found))
-            pending.clear()
-            return result
-
-        return checked_run
 
     def marginal_variances(self) -> dict[str, Tensor]:
         """Return the variances of the sites that vary."""
@@ -161,7 +139,7 @@ class Fitted:
             "scale_factors": dict(self.scale_factors),
             "kl_weight": self.kl_weight,
             "curvature": type(self.curvature).__name__,
-            "constants": dict(self.constants),
+            "model": None if self.model is None else dict(vars(self.model)),
             "data": self.data,
         }
 
@@ -190,7 +168,7 @@ class Fitted:
             dict(state["scale_factors"]),
             state["kl_weight"],
             PrecisionMatrix.of_kind(state["curvature"]),
-            dict(state["constants"]),
+            None if state["model"] is None else Fingerprint(**state["model"]),
             state["data"],
         )
 
@@ -204,13 +182,6 @@ class Fitted:
 
     def __reduce__(self) -> Any:
         return Fitted.from_state, (self.state(),)
-
-
-def constants_of(energy: Energy) -> Sums:
-    """Return the constants that the model uses on the first batch."""
-    with constants_read() as found, torch.no_grad():
-        energy.first_run(energy.start)
-    return sums_of(found)
 
 
 def _apply(function: Callable[[Tensor], Tensor], value: Any) -> Any:

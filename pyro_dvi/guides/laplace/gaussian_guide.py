@@ -76,15 +76,14 @@ class GaussianGuide(PointMassGuide):
             raise GuideError(f"{stale}: fit again")
         return self._fitted
 
-    def checked(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``run``, a run of the model to predict with, which raises if a constant has changed since the fit.
+    def check_model(self, model: Callable[..., Any]) -> None:
+        """Refuse a model that is not the one of the fit; where there is no fit, or the mode has moved, there is none.
 
         Raises:
-            GuideError: in a run: a deterministic weight, a running statistic or a ``pyro.param`` has changed.
+            GuideError: naming what differs.
         """
-        if self._fitted is None or self._stale() is not None:
-            return run
-        return self._fitted.checked(run)
+        if self._fitted is not None and self._stale() is None:
+            self._fitted.check(model, self.median())
 
     def _stale(self) -> str | None:
         """What is no longer as it was in the fit."""

@@ -12,7 +12,7 @@ from pyro_dvi.guides.laplace.choice import check_choice
 from pyro_dvi.guides.laplace.convergence import Refuse, Unconverged
 from pyro_dvi.guides.laplace.dense import Dense
 from pyro_dvi.guides.laplace.evidence import Evidence, log_evidence
-from pyro_dvi.guides.laplace.fitted import Fitted, constants_of
+from pyro_dvi.guides.laplace.fitted import Fitted
 from pyro_dvi.guides.laplace.gaussian_guide import DRAWN_WEIGHTS, GaussianGuide
 from pyro_dvi.guides.laplace.gaussian_outputs import GaussianOutputs
 from pyro_dvi.guides.laplace.posterior import LaplacePosterior, Method, check_method
@@ -21,7 +21,9 @@ from pyro_dvi.guides.laplace.query import Query
 from pyro_dvi.guides.laplace.scales import PriorPrecision, Scale, rescaled_model
 from pyro_dvi.guides.laplace.spectrum import Determinant, default_determinant
 from pyro_dvi.guides.laplace.tuning import Criterion, Tuning, TuningCurve, tune
+from pyro_dvi.handlers.fingerprint import Fingerprint
 from pyro_dvi.progress import progress_bar
+from pyro_dvi.signatures import with_missing
 
 __all__ = ["DRAWN_WEIGHTS", "LaplaceGuide"]
 
@@ -122,7 +124,6 @@ class LaplaceGuide(GaussianGuide):
         if self.scale_factors:  # a mode of before :meth:`tune`, or polished since
             energies.insert(0, self._trained_energy(batches, subset))
         method = unconverged.method(method, energies)
-        constants = constants_of(energy)
         with progress_bar(progress, None, unit="gradient") as bar:
             energy.report = bar.update
             posterior = method.fit(energy.at(energy.start), seed=seed, progress=progress)
@@ -135,7 +136,7 @@ class LaplaceGuide(GaussianGuide):
             dict(self.scale_factors),
             self.kl_weight,
             method.curvature,
-            constants,
+            Fingerprint.of(self._plain_model.get(), *next(iter(energy.passes)), self.median()),
             energy.passes.checksum,
         )
         return posterior
@@ -167,13 +168,13 @@ class LaplaceGuide(GaussianGuide):
 
         Raises:
             ArgumentError: ``kl_weight`` is not 1: a tempered posterior has no evidence.
-            GuideError: the mode, or a constant of the model, has changed since the fit.
+            GuideError: the mode, or the model, has changed since the fit.
             NotPositiveDefiniteError: the precision is not positive definite.
         """
         fitted = None if self._fitted is None or subset is not None else self.fitted
         energy = self.energy(batches, subset=subset if fitted is None else fitted.layout.names)
         if fitted is not None:
-            fitted.check_constants(constants_of(energy))
+            self.check_model(self._plain_model.get())
         chosen = default_determinant(energy.layout.size) if determinant is None else determinant
         known = () if fitted is None or determinant is not None else (fitted.posterior, fitted.data)
         return log_evidence(energy, self._curvature, chosen, *known)
@@ -264,11 +265,14 @@ class LaplaceGuide(GaussianGuide):
             ``mean`` and ``variance`` of the prediction ``[B, ...]``, ``covariance`` ``[B, k, k]``.
 
         Raises:
-            GuideError: not fitted yet, or the mode or a constant of the model has changed since.
+            GuideError: not fitted yet, or the mode or the model has changed since.
             DataError: no rows, NaN, or inputs that the model cannot take.
             ModelError: no such site, or several to choose from.
             UnsupportedError: a distribution that cannot be linearised, or a method without what is asked for.
         """
+        if self._fitted is not None:
+            self.initialize_loaded(*with_missing(self._plain_model.get(), inputs))
         fitted = self.fitted
+        self.check_model(self._plain_model.get())
         query = Query(self._current_model(), inputs, fitted.mode, fitted.layout, site=site)
         return fitted.gaussian_outputs(query, joint=joint)
