@@ -50,7 +50,10 @@ class Rollback:
         too large make distributions impossible. An error of our own says by itself what is wrong with the data.
         """
         diverged = isinstance(error, NonFiniteError)
-        inputs = non_finite_inputs(args, kwargs) if diverged or not isinstance(error, PyroDviError) else []
+        ours = isinstance(error, PyroDviError) and bool(
+            self.snapshots
+        )  # not in the guide's first look at the model
+        inputs = non_finite_inputs(args, kwargs) if diverged or not ours else []
         certain = bool(diverged or inputs or non_finite_tensors(self.route))
         if not certain and (isinstance(error, PyroDviError) or not isinstance(error, _NUMERICAL)):
             return None
