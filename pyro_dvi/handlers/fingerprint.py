@@ -163,7 +163,7 @@ def _compared(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
                 yield f"{what}: {key} has other dimensions"
                 continue
             tolerance = max(_TOLERANCES.get(v.dtype, _SHORT) for v in (a, b))
-            a, b = torch.broadcast_tensors(a.double(), b.double())
+            a, b = torch.broadcast_tensors(a.cpu().double(), b.cpu().double())
             largest = max(1e-4, *(float(v.abs().max()) for v in (a, b))) if a.numel() else 1.0
             gap = (a - b).abs()
             if bool((gap > tolerance * largest).any()):
