@@ -117,7 +117,7 @@ class MomentPropagationELBO(DeterministicELBO):
         self, model: Callable, guide: Callable, args: tuple, kwargs: dict, kl_weight: float, training: bool
     ) -> dict[str, Tensor]:
         structure, first = structure_of(model, guide, args, kwargs)
-        if training:
+        if training and self.step == 0:
             start_apart(structure.starts)
         floor = nullcontext() if self.variance_floor is None else variance_floor(self.variance_floor)
         with floor:

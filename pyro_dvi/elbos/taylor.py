@@ -112,7 +112,7 @@ class TaylorELBO(DeterministicELBO):
         self, model: Callable, guide: Callable, args: tuple, kwargs: dict, kl_weight: float, training: bool
     ) -> dict[str, Tensor]:
         structure, first = structure_of(model, guide, args, kwargs)
-        if training:
+        if training and self.step == 0:
             start_apart(structure.starts)
         penalty_weight = self.curvature.weight(self.step) if training else 1.0
         recorder = self.curvature.recorder if penalty_weight else None

@@ -40,7 +40,7 @@ def _stands_at_zero(latent: Any) -> bool:
 
 
 def start_apart(starts: Starts) -> None:
-    """Start from the weights of the network, unless the means have been moved since; says so, once."""
+    """Start from the weights of the network, unless the means have been moved since; says so."""
     if starts and not any(mean.any() for _, mean, _ in starts):
         for _, mean, initial in starts:
             mean.copy_(initial)
@@ -51,4 +51,3 @@ def start_apart(starts: Starts) -> None:
             DviWarning,
             stacklevel=2,
         )
-    starts.clear()

@@ -14,7 +14,7 @@ from pyro.infer.autoguide.initialization import init_to_feasible, init_to_value
 from torch import Tensor, nn
 
 import pyro_dvi as dvi
-from pyro_dvi.errors import DviWarning
+from pyro_dvi.errors import DviWarning, NonFiniteError
 
 X = torch.randn(30, 4, generator=torch.Generator().manual_seed(0))
 Y = (X[:, 0] * X[:, 1] > 0).long()
@@ -80,6 +80,18 @@ def test_means_that_were_loaded_after_a_look_stay():
     guide.load_state_dict({name: value + 1 for name, value in guide.state_dict().items()})
     svi.step(X, Y)
     assert all((value == 1).all() for value in guide.median().values())
+
+
+def test_training_that_diverged_and_went_back_to_the_start_starts_apart_again():
+    model, weights = network()
+    guide, elbo = AutoNormal(model), dvi.TaylorELBO()
+    far = SVI(model, guide, pyro.optim.SGD({"lr": 1e30}), loss=elbo)
+    with pytest.warns(DviWarning, match="means at zero"), pytest.raises(NonFiniteError):
+        dvi.fit(far, [(X, Y)], 5, progress=False)
+    assert not any(value.any() for value in guide.median().values())
+    with pytest.warns(DviWarning, match="means at zero"):
+        dvi.fit(still(model, guide, elbo), [(X, Y)], 2, progress=False)
+    torch.testing.assert_close({**guide.median()}, weights)
 
 
 def test_a_guide_of_pyro_learns_what_its_hidden_units_are_for():
