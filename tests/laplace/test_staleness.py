@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import pyro_dvi as dvi
 from pyro_dvi.errors import CheckpointError, DviWarning, GuideError
 from pyro_dvi.guides.laplace import Accept, Dense, Exactly, Hessian, LaplaceGuide, PosteriorSamples
 from pyro_dvi.predictive import AtMean, Samples, predict
@@ -143,3 +144,31 @@ def test_work_is_shown(monkeypatch):
         seen.clear()
         guide.fit([(X, Y)], method, unconverged=Accept(), progress=True)
         assert sum(seen) > 0
+
+
+class Encoded(nn.Module):
+    """A linear layer, and an encoder layer of which torch calls no parts where it need not differentiate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.head = nn.Linear(3, 8), nn.Linear(8, 2)
+        self.encoder = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.encoder(self.first(x)).mean(1))
+
+
+def test_a_fused_encoder_layer_is_the_same_model_with_and_without_gradients():
+    net = Encoded()
+    model = dvi.classifier(dvi.to_bayesian_(net, exclude=["first*", "encoder*"]), num_data=5)
+    x, labels = torch.randn(5, 4, 3), torch.arange(5) % 2
+    guide = LaplaceGuide(model)
+    guide.initialize(x, labels)
+    guide.fit([(x, labels)], Dense(), unconverged=Accept())
+    assert predict(model, guide, x).probabilities.shape == (5, 2)
+    assert guide.predictive(x).variance.isfinite().all()
+    with torch.no_grad():
+        net.encoder.linear1.weight.mul_(3.0)
+    with pytest.raises(GuideError, match="fit again"):
+        predict(model, guide, x)
