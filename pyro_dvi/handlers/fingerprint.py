@@ -11,16 +11,13 @@ from torch import Tensor
 from torch.distributions import Distribution, Transform
 
 from pyro_dvi.batches import arguments
-from pyro_dvi.errors import GuideError
 from pyro_dvi.handlers.means import PosteriorMeans
 from pyro_dvi.undisturbed import evaluating, undisturbed
 
 __all__ = ["Fingerprint", "central_values"]
 
-_ROWS, _NUMBERS = (
-    4,
-    64,
-)  # of the data, and of each parameter of a distribution: spread evenly over its elements
+_ROWS = 4  # of the data
+_NUMBERS = 64  # of each parameter of a distribution, spread evenly over its elements
 # Relative to the largest number. More than rounding on another device adds up to in a deep network, less than another
 # activation, prior or noise makes.
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 3e-3}
@@ -58,8 +55,10 @@ class Fingerprint:
             except Exception:  # the model takes whole batches only, or these latents belong to other rows
                 continue
             for name, site in sites.items():
-                twin = again[name]["parameters"]
-                site["parameters"] = {k: v for k, v in site["parameters"].items() if torch.equal(v, twin[k])}
+                twin = again[name]["parameters"] if name in again else {}
+                site["parameters"] = {
+                    k: v for k, v in site["parameters"].items() if k in twin and torch.equal(v, twin[k])
+                }
             return cls(*some, sites)
         return None
 
@@ -82,7 +81,9 @@ def central_values(guide: Callable[..., Any], args: Any, kwargs: Any) -> dict[st
                 return dict(guide.median(*args, **kwargs))
             with PosteriorMeans():
                 nodes = poutine.trace(guide).get_trace(*args, **kwargs).nodes
-        except (GuideError, NotImplementedError):
+        except (
+            Exception
+        ):  # a guide without a median, or with sites that have no mean; both may be of the user's own
             return {}
     return {name: node["value"].detach() for name, node in _sites(nodes)}
 

@@ -32,7 +32,7 @@ from pyro_dvi.training.random_state import (
 from pyro_dvi.training.routes import Route, route_of
 from pyro_dvi.training.snapshot import copy_weights, restore_weights
 
-__all__ = ["Checkpoint", "load", "save", "write"]
+__all__ = ["Checkpoint", "fingerprint_of", "load", "save", "write"]
 
 _FORMAT, _VERSION = "pyro_dvi checkpoint", 2
 _ENTRIES = {
@@ -43,6 +43,12 @@ _ENTRIES = {
     "random": "torch numpy python loaders",
     "history": "epochs steps stopped best_epoch",
 }
+
+
+def fingerprint_of(route: Route, args: Any, kwargs: Any) -> Fingerprint | None:
+    """Take the fingerprint of a model at the centre of its guide; no random numbers are used up."""
+    with preserve_random_state():
+        return Fingerprint.of(route.model, args, kwargs, central_values(route.guide, args, kwargs))
 
 
 @dataclass(frozen=True)
@@ -113,6 +119,8 @@ def write(
     """Write the checkpoint of a route; see :func:`save`."""
     store = pyro.get_param_store()
     own = route.store_parameters()
+    example = None if history is None else history.example
+    fingerprint = None if example is None else fingerprint_of(route, *example)
     held = {
         id(value): [role, name] for role, part in modules.items() for name, value in part.named_parameters()
     }
@@ -137,7 +145,7 @@ def write(
         "history": None if history is None else history.to_dict(),
         "best_weights": None if history is None else history.best_weights,
         "unfinished": None if history is None else history.unfinished,
-        "fingerprint": None if history is None else _fingerprint(route, history.example),
+        "fingerprint": None if fingerprint is None else dict(vars(fingerprint)),
     }
     target = Path(path)
     unfinished = target.with_name(target.name + ".unfinished")
@@ -287,14 +295,6 @@ def _kl_weight(elbo: Any) -> float | str | None:
         if weight is None or callable(weight)
         else float(weight)
     )
-
-
-def _fingerprint(route: Route, example: Any) -> dict[str, Any] | None:
-    if example is None:
-        return None
-    args, kwargs = example
-    found = Fingerprint.of(route.model, args, kwargs, central_values(route.guide, args, kwargs))
-    return None if found is None else dict(vars(found))
 
 
 def _read(path: Path, map_location: Any, weights_only: bool) -> dict[str, Any]:

@@ -20,11 +20,10 @@ from pyro_dvi.batches import (
     number_of_batches,
 )
 from pyro_dvi.errors import ArgumentError, DataError, ModelError
-from pyro_dvi.handlers.fingerprint import Fingerprint, central_values
 from pyro_dvi.handlers.trained_for import note_trained_for
 from pyro_dvi.progress import progress_bar
 from pyro_dvi.training.batch_norm import BatchNormStatistics, recompute_batch_norm
-from pyro_dvi.training.checkpoint import Checkpoint, write
+from pyro_dvi.training.checkpoint import Checkpoint, fingerprint_of, write
 from pyro_dvi.training.data_size import PlateCheck, known_data_size
 from pyro_dvi.training.diagnosis import diagnose, non_finite_tensors
 from pyro_dvi.training.early_stopping import EarlyStopping
@@ -338,8 +337,7 @@ class _Run:
         claim_parameters(self.route)
         note_trained_for(self.route.guide, getattr(self.route.elbo, "trains_for", "Samples"))
         if self.history.example is None:
-            latents = central_values(self.route.guide, args, kwargs)
-            found = Fingerprint.of(self.route.model, args, kwargs, latents)
+            found = fingerprint_of(self.route, args, kwargs)
             self.history.example = None if found is None else (found.args, found.kwargs)
         self.rollback.remember()
         size = dataset_size(self.loader)

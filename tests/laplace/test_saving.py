@@ -135,6 +135,17 @@ def test_outputs_that_a_model_draws_itself_tell_nothing():
     assert len(found.args[0]) == 4
 
 
+def test_sites_that_come_and_go_by_chance_tell_nothing():
+    def fickle(x, y=None):
+        w = pyro.sample("w", pyro.distributions.Normal(x.new_zeros(()), 1.0))
+        for k in range(int(torch.randint(5, ()))):
+            pyro.sample(f"further {k}", pyro.distributions.Normal(w, 1.0), obs=x.new_zeros(()))
+        with pyro.plate("data", 10, subsample_size=len(x)):
+            return pyro.sample("y", pyro.distributions.Normal(w * x, 1.0), obs=y)
+
+    assert Fingerprint.of(fickle, (X, Y), {}, {"w": torch.tensor(0.7)}).sites["y"]["parameters"]
+
+
 def test_a_deterministic_site_more_is_no_other_model():
     def shown(x, y=None):
         w = pyro.sample("w", pyro.distributions.Normal(x.new_zeros(()), 1.0))

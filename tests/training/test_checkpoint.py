@@ -341,6 +341,20 @@ def test_an_epoch_whose_batches_cannot_be_replayed_starts_anew_and_says_so(other
     assert history.epoch == 1
 
 
+def test_checkpoints_use_up_no_random_numbers_of_any_kind(tmp_path):
+    class Noisy(Net):
+        def forward(self, x, y=None):
+            return super().forward(x + 0.1 * random.random() + 0.1 * float(np.random.rand()), y)
+
+    losses = []
+    for checkpoint in (None, tmp_path / "x.pt"):
+        fresh_start()
+        model = Noisy()
+        svi = SVI(model, MeanFieldGuide(model), Adam({"lr": 0.01}), Trace_ELBO())
+        losses.append(fit(svi, shuffled(), 2, checkpoint=checkpoint, progress=False).steps["loss"])
+    assert losses[0] == losses[1]
+
+
 def test_checkpoint_is_written_when_it_should(tmp_path):
     path = tmp_path / "run.pt"
     seen = []
