@@ -37,12 +37,17 @@ class LikelihoodModule(PyroModule):
         self.num_data = num_data
 
     def outputs(self, x: Any) -> Any:
-        """Call the network: tuples and mappings of inputs are unpacked."""
+        """Call the network: tuples and mappings of inputs are unpacked, outputs in half precision are widened.
+
+        A log-likelihood is a sum over many examples, for which three digits are too few.
+        """
         if isinstance(x, tuple | list):
-            return self.net(*x)
-        if isinstance(x, dict):
-            return self.net(**x)
-        return self.net(x)
+            outputs = self.net(*x)
+        else:
+            outputs = self.net(**x) if isinstance(x, dict) else self.net(x)
+        return (
+            outputs.float() if getattr(outputs, "dtype", None) in (torch.bfloat16, torch.float16) else outputs
+        )
 
     def data_plate(self, size: int, observed: bool) -> Any:
         """Return the plate over a minibatch, which scales its likelihood to the whole data set.

@@ -46,7 +46,8 @@ def _of_module(
 ) -> Tensor:
     if training:
         dims = [k for k in range(input.dim()) if k != 1]
-        running_var, running_mean = torch.var_mean(input.detach(), dims, correction=0)
+        like = input if weight is None else weight  # which is wider than the input under autocast
+        running_var, running_mean = torch.var_mean(input.detach().to(like.dtype), dims, correction=0)
     return F.batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
 
 

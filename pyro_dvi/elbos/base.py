@@ -134,6 +134,12 @@ class DeterministicELBO(ELBO):
                 terms = {k: terms[k] + more[k] for k in terms}
             if self.num_particles > 1:
                 terms = {k: v / self.num_particles for k, v in terms.items()}
+        kind = terms["loss"].device.type
+        if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is torch.float16:
+            raise UnsupportedError(
+                f"{type(self).__name__} squares gradients and variances, which float16 cannot hold, scaled or not: use "
+                f"torch.autocast({kind!r}, torch.bfloat16), which needs no GradScaler"
+            )
         self.terms = {k: v.detach() for k, v in terms.items()}
         self.terms["kl_weight"] = torch.tensor(weight)
         return terms["loss"]

@@ -15,13 +15,13 @@ from pyro_dvi.guides.base import FactorisedGuide
 from pyro_dvi.guides.factors import Deterministic, Factor
 from pyro_dvi.guides.laplace.diagnosis import Diagnosis, diagnose
 from pyro_dvi.guides.laplace.energy import Energy
-from pyro_dvi.guides.laplace.inference_mode import refuse_inference_mode
 from pyro_dvi.guides.laplace.layout import Layout
 from pyro_dvi.guides.laplace.model_reference import ModelReference
 from pyro_dvi.guides.laplace.passes import Passes
 from pyro_dvi.guides.laplace.polish import Polished, polish
 from pyro_dvi.guides.laplace.query import Query
 from pyro_dvi.guides.laplace.scales import rescaled_model
+from pyro_dvi.guides.laplace.torch_modes import refuse_torch_modes
 from pyro_dvi.handlers.latents import unconstraining_transform
 
 __all__ = ["PointMassGuide"]
@@ -111,8 +111,8 @@ class PointMassGuide(FactorisedGuide):
 
     def _trained_energy(self, batches: Iterable[Any], subset: str | Iterable[str] | None) -> Energy:
         """U as it was trained, with every scale as the model has it."""
-        refuse_inference_mode()
         model = self._plain_model.get()
+        refuse_torch_modes(_device_of(model))
         if self.prototype_trace is None:
             args, kwargs = next(iter(Passes(batches, _device_of(model))))
             self.initialize(*args, **kwargs)

@@ -12,9 +12,9 @@ from pyro_dvi.curvature.example_gradients import ExampleGradients
 from pyro_dvi.curvature.products import LinearMap, SavedBytes, vectors_together
 from pyro_dvi.curvature.squared_gradients import SquaredGradients
 from pyro_dvi.errors import DataError, PyroDviError
-from pyro_dvi.guides.laplace.inference_mode import refuse_inference_mode
 from pyro_dvi.guides.laplace.layout import Layout
 from pyro_dvi.guides.laplace.passes import tensors_in
+from pyro_dvi.guides.laplace.torch_modes import refuse_torch_modes
 from pyro_dvi.handlers.explained import explained_errors
 from pyro_dvi.handlers.outputs import Outputs, run_outputs
 from pyro_dvi.signatures import with_missing
@@ -48,7 +48,7 @@ class Query:
         site: str | None = None,
         vectors_at_once: int | None = None,
     ) -> None:
-        refuse_inference_mode()
+        refuse_torch_modes(next((loc.device for loc in locs.values()), None))
         self.model, self.inputs, self.layout, self.site = model, inputs, layout, site
         self.vectors_at_once = vectors_at_once
         self._locs = {name: loc.detach() for name, loc in locs.items()}
