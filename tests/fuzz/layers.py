@@ -105,6 +105,23 @@ def twice(g: Grower) -> None:
     g.add(Apply("act(layer(act(layer(x))))", lambda x, f, a: a(f(a(f(x)))), g.inner(), nn.Tanh()))
 
 
+def again(g: Grower) -> None:
+    """The same layer twice."""
+    g.add(Apply("layer(act(layer(x)))", lambda x, f, a: f(a(f(x))), g.inner(), g.activation()))
+
+
+def centred(g: Grower) -> None:
+    g.add(Apply("x - x.mean(-1)", lambda x: x - x.mean(-1, keepdim=True)))
+
+
+def softmax(g: Grower) -> None:
+    g.add(nn.Softmax(-1) if g.rng.random() < 0.5 else nn.LogSoftmax(-1))
+
+
+def multiplied(g: Grower) -> None:
+    g.add(Apply("layer(x) * tanh(layer(x))", lambda x, f, h: f(x) * h(x).tanh(), g.inner(), g.inner()))
+
+
 # Vectors ---------------------------------------------------------------------------------------------------------
 
 
@@ -182,7 +199,8 @@ def recurrent(g: Grower) -> None:
     d, hidden = g.shape[-1], g.rng.randint(1, 3)
     kind = g.rng.choice([nn.LSTM, nn.GRU, nn.RNN])
     both = g.rng.random() < 0.3
-    layer = kind(d, hidden, batch_first=True, bidirectional=both, bias=g.rng.random() < 0.8)
+    depth, bias = g.rng.choice([1, 1, 2]), g.rng.random() < 0.8
+    layer = kind(d, hidden, depth, batch_first=True, bidirectional=both, bias=bias)
     g.add(Apply("recurrent(x)[0]", lambda x, f: f(x)[0], layer), (g.shape[0], hidden * (1 + both)))
 
 
@@ -208,6 +226,9 @@ def convolution(g: Grower) -> None:
     stride, groups = g.rng.choice([1, 1, 2]), 1
     if c > 1 and g.rng.random() < 0.3:
         out = groups = c
+    if g.rng.random() < 0.2:
+        g.add(CONV[len(sizes)](c, out, 3, padding=2, dilation=2, groups=groups), (out, *sizes))
+        return
     mode = g.rng.choice(["zeros", "zeros", "circular", "replicate"])
     layer = CONV[len(sizes)](c, out, 3, stride, 1, groups=groups, padding_mode=mode)
     g.add(layer, (out, *[(s - 1) // stride + 1 for s in sizes]))
@@ -225,6 +246,9 @@ def pooling(g: Grower) -> None:
     c, *sizes = g.shape
     if min(sizes) < 2:
         return activation(g)
+    if g.rng.random() < 0.3:  # windows that overlap
+        g.add(g.rng.choice([MAX_POOL, AVG_POOL])[len(sizes)](2, 1), (c, *[s - 1 for s in sizes]))
+        return
     kind = g.rng.choice([MAX_POOL, AVG_POOL])
     g.add(kind[len(sizes)](2), (c, *[s // 2 for s in sizes]))
 
@@ -265,7 +289,9 @@ def flattened(g: Grower) -> None:
     g.add(nn.Flatten(), (size,), "vector")
 
 
-COMMON = [activation, activation, activation, residual, gate, scaled, dropout, twice]
+COMMON = [
+    activation, activation, activation, residual, gate, scaled, dropout, twice, again, centred, softmax, multiplied,
+]  # fmt: skip
 VECTOR = [
     *COMMON,
     linear,

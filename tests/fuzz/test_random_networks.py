@@ -194,13 +194,13 @@ def laplace_products(seed: int) -> None:
 
 
 CHECKS: dict[str, tuple[Callable[[int], None], int]] = {
-    "moments without noise": (moments_without_noise, 50),
+    "moments without noise": (moments_without_noise, 40),
     "reverse delta": (reverse_delta, 30),
     "one hidden layer": (one_hidden_layer, 30),
-    "Taylor penalty": (taylor_penalty, 50),
+    "Taylor penalty": (taylor_penalty, 40),
     "Hessian diagonal": (hessian_diagonal, 15),
     "natural squares": (natural_squares, 40),
-    "Laplace products": (laplace_products, 50),
+    "Laplace products": (laplace_products, 40),
 }
 
 
