@@ -354,7 +354,7 @@ class FactorisedGuide(AutoGuide):
 
     # The rule of prediction goes along in a state_dict
 
-    def get_extra_state(self) -> Tensor:
+    def get_extra_state(self) -> Any:
         """Return which rule of prediction the posterior was trained for."""
         return torch.tensor(RULES.index(trained_for(self)), dtype=torch.int8)
 
