@@ -18,9 +18,9 @@ __all__ = ["Fingerprint", "central_values"]
 
 _ROWS = 4  # of the data
 _NUMBERS = 64  # of each parameter of a distribution, spread evenly over its elements
-# Relative to the largest number. More than rounding on another device adds up to in a deep network, less than another
-# activation, prior or noise makes.
-_TOLERANCES = {torch.float64: 1e-6, torch.float32: 3e-3}
+# Relative to the largest number. More than rounding on another device adds up to in a deep network (0.003 with
+# TensorFloat-32 in ResNet-50), less than another activation, prior or noise makes.
+_TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-2}
 _SHORT = 5e-2  # of other types
 
 
