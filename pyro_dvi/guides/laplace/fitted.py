@@ -16,6 +16,7 @@ from pyro_dvi.guides.laplace.layout import Layout
 from pyro_dvi.guides.laplace.posterior import LaplacePosterior
 from pyro_dvi.guides.laplace.precision import GGN, PrecisionMatrix
 from pyro_dvi.guides.laplace.query import Query
+from pyro_dvi.guides.laplace.torch_modes import refuse_torch_modes
 from pyro_dvi.handlers.fingerprint import Fingerprint
 
 __all__ = ["Fitted"]
@@ -109,7 +110,9 @@ class Fitted:
 
         Raises:
             GuideError: a prior, the likelihood or a deterministic part of the model is another one.
+            UnsupportedError: in half precision, which would look like another model.
         """
+        refuse_torch_modes(next(iter(self.mode.values())).device)
         differences = "" if self.model is None else self.model.differences(model, latents)
         if differences:
             raise GuideError(
