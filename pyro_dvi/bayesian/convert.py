@@ -56,6 +56,9 @@ def to_bayesian_(
     one draw serves a whole call of the network. Outside, *each access redraws from the prior*: ``net.fc.weight`` twice
     gives two values, and ``net(x)`` is a network drawn from the prior. Predict with a guide.
 
+    The padding row of an ``nn.Embedding`` becomes a latent like the others, though torch gives it no gradient: a
+    warning says how to mask it.
+
     Status: exact; the model is the network with the stated prior.
 
     Args:
