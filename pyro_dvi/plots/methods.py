@@ -5,14 +5,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from pyro_dvi.errors import ArgumentError, DataError
+from pyro_dvi.errors import DataError
 from pyro_dvi.metrics import Estimate
-from pyro_dvi.plots.style import blue, name_rows, quiet
+from pyro_dvi.plots.style import blue, name_rows, own_panels, quiet
 
 __all__ = ["compare"]
 
@@ -78,14 +77,18 @@ def compare(
             raise DataError(
                 f"the methods have no metric in common: { {n: list(r[0]) for n, r in runs.items()} }"
             )
-    drawn = (
-        _axes(len(metrics), len(runs)) if axes is None else np.atleast_1d(np.asarray(axes, object)).ravel()
+    drawn = own_panels(
+        axes,
+        metrics,
+        f"there are {len(metrics)} metrics",
+        columns=2 if len(metrics) == 4 else 3,
+        size=(2.6, 0.9 + 0.3 * len(runs)),
+        margin=1.6,
+        sharey=True,
     )
-    if len(drawn) != len(metrics):
-        raise ArgumentError(f"there are {len(metrics)} metrics {list(metrics)}, but {len(drawn)} axes")
     for ax, metric in zip(drawn, metrics, strict=True):
         _panel(ax, metric, {name: _score(name, rows, metric) for name, rows in runs.items()})
-    return np.asarray(drawn)
+    return drawn
 
 
 @dataclass(frozen=True)
@@ -171,20 +174,3 @@ def _score(name: str, rows: list[dict[str, Any]], metric: str) -> _Score:
     value = rows[0][metric]
     error = value.standard_error if isinstance(value, Estimate) else rows[0].get(metric + ERROR, np.nan)
     return _Score(values[0], float(error), ())
-
-
-def _axes(panels: int, rows: int) -> np.ndarray:
-    wide = 2 if panels == 4 else min(panels, 3)
-    high = -(-panels // wide)
-    _, grid = plt.subplots(
-        high,
-        wide,
-        figsize=(1.6 + 2.6 * wide, high * (0.9 + 0.3 * rows)),
-        layout="constrained",
-        squeeze=False,
-        sharey=True,
-    )
-    for unused in grid.ravel()[panels:]:
-        unused.figure.delaxes(unused)
-    drawn: np.ndarray = grid.ravel()[:panels]
-    return drawn

@@ -3,14 +3,13 @@
 
 from collections.abc import Sequence
 
-import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from pyro_dvi.diagnostics import PriorPredictiveCheck, StatisticCheck
-from pyro_dvi.errors import ArgumentError, DataError
-from pyro_dvi.plots.style import VERMILLION, blue, shortened
+from pyro_dvi.errors import DataError
+from pyro_dvi.plots.style import VERMILLION, blue, own_panels, shortened
 
 __all__ = ["prior_predictive"]
 
@@ -44,12 +43,8 @@ def prior_predictive(check: PriorPredictiveCheck, *, axes: Sequence[Axes] | None
         >>> [ax.get_xlabel() for ax in prior_predictive(prior_predictive_check(model, (x, x), seed=0))]
         ['mean', 'sd', 'min', 'max']
     """
-    drawn = _grid(len(check.rows)) if axes is None else np.atleast_1d(np.asarray(axes, dtype=object)).ravel()
-    if len(drawn) != len(check.rows):
-        raise ArgumentError(
-            f"the check has {len(check.rows)} statistics {[row.statistic for row in check.rows]}, but there are "
-            f"{len(drawn)} axes"
-        )
+    names = [row.statistic for row in check.rows]
+    drawn = own_panels(axes, names, f"the check has {len(names)} statistics", columns=4, size=(2.5, 2.0))
     for ax, row in zip(drawn, check.rows, strict=True):
         values = check.draws[row.statistic]
         if not np.isfinite(values).all() or not np.isfinite(row.observed):
@@ -57,7 +52,7 @@ def prior_predictive(check: PriorPredictiveCheck, *, axes: Sequence[Axes] | None
                 f"statistic {row.statistic!r} has infinite draws, which have no histogram: the prior overflows"
             )
         _panel(ax, row, values)
-    return np.asarray(drawn)
+    return drawn
 
 
 def _panel(ax: Axes, row: StatisticCheck, values: np.ndarray) -> None:
@@ -82,15 +77,3 @@ def _edges(values: np.ndarray, observed: float) -> np.ndarray:
         return np.arange(low - 0.5, high + 1)
     edges: np.ndarray = np.linspace(low, high, 31)
     return edges
-
-
-def _grid(panels: int) -> np.ndarray:
-    wide = min(panels, 4)
-    high = -(-panels // wide)
-    figure, grid = plt.subplots(
-        high, wide, figsize=(2.5 * wide, 2.0 * high), layout="constrained", squeeze=False
-    )
-    for unused in grid.ravel()[panels:]:
-        figure.delaxes(unused)
-    drawn: np.ndarray = grid.ravel()[:panels]
-    return drawn

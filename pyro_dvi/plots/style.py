@@ -9,6 +9,7 @@ Source: Okabe & Ito (2008), "Color universal design".
 """
 
 import math
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -36,6 +37,7 @@ __all__ = [
     "log_ticks",
     "name_rows",
     "own_axes",
+    "own_panels",
     "quiet",
     "row_size",
     "shortened",
@@ -65,6 +67,48 @@ def own_axes(ax: Axes | None, figsize: tuple[float, float]) -> Axes:
             "returns, pass one element"
         )
     return ax
+
+
+def own_panels(
+    axes: Sequence[Axes] | None,
+    names: Sequence[str],
+    what: str,
+    *,
+    columns: int,
+    size: tuple[float, float],
+    margin: float = 0.0,
+    sharey: bool = False,
+) -> np.ndarray:
+    """Return ``axes``, or those of a new figure, one for each name.
+
+    Args:
+        axes: axes to draw into; by default a new figure.
+        names: what the panels show.
+        what: how an error introduces the names.
+        columns: panels side by side, at most.
+        size: of a new panel, in inches.
+        margin: inches on the left of a new figure, for names of rows.
+        sharey: whether new panels have the same rows.
+
+    Raises:
+        ArgumentError: another number of axes.
+    """
+    drawn: np.ndarray
+    if axes is None:
+        wide = min(len(names), columns)
+        high = -(-len(names) // wide)
+        figsize = (margin + size[0] * wide, size[1] * high)
+        figure, grid = plt.subplots(
+            high, wide, figsize=figsize, layout="constrained", squeeze=False, sharey=sharey
+        )
+        for unused in grid.ravel()[len(names) :]:
+            figure.delaxes(unused)
+        drawn = grid.ravel()[: len(names)]
+    else:
+        drawn = np.atleast_1d(np.asarray(axes, dtype=object)).ravel()
+    if len(drawn) != len(names):
+        raise ArgumentError(f"{what} {list(names)}, but there are {len(drawn)} axes")
+    return drawn
 
 
 def quiet(ax: Axes, strength: float = 0.6) -> str:

@@ -1,18 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """How did training go, and had it ended when it ended?"""
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from pyro_dvi.diagnostics.scale_course import scale_course
-from pyro_dvi.errors import ArgumentError, DataError
-from pyro_dvi.plots.style import VERMILLION, blue, color, quiet
+from pyro_dvi.errors import DataError
+from pyro_dvi.plots.style import VERMILLION, blue, color, own_panels, quiet
 
 __all__ = ["training_history"]
 
@@ -74,11 +72,8 @@ def training_history(history: Any, *, axes: Sequence[Axes] | None = None) -> np.
     epochs = np.asarray(columns["epoch"]) if "epoch" in columns else np.arange(1, length + 1)
     if any(len(columns[name]) != len(epochs) for name in panels):
         raise DataError(f"the columns differ in length: { {name: len(columns[name]) for name in columns} }")
-    drawn = _grid(len(panels)) if axes is None else np.atleast_1d(np.asarray(axes, dtype=object)).ravel()
-    if len(drawn) != len(panels):
-        raise ArgumentError(
-            f"the history has {len(panels)} panels {list(panels)}, but there are {len(drawn)} axes"
-        )
+    what = f"the history has {len(panels)} panels"
+    drawn = own_panels(axes, list(panels), what, columns=3, size=(3.6, 2.7))
     for ax, (name, text) in zip(drawn, panels.items(), strict=True):
         values = np.asarray(columns[name], dtype=float)
         known = np.isfinite(values)  # a metric that is not measured every epoch is joined by lines
@@ -91,7 +86,7 @@ def training_history(history: Any, *, axes: Sequence[Axes] | None = None) -> np.
         ax.yaxis.set_major_locator(MaxNLocator(5))
         if name == "posterior_scale":
             _judge(ax, epochs[known], values[known])
-    return np.asarray(drawn)
+    return drawn
 
 
 def _judge(ax: Axes, epochs: np.ndarray, scales: np.ndarray) -> None:
@@ -104,15 +99,3 @@ def _judge(ax: Axes, epochs: np.ndarray, scales: np.ndarray) -> None:
     )
     if course.moves:
         ax.axvspan(epochs[-1 - course.epochs], epochs[-1], color=VERMILLION, alpha=0.15, linewidth=0)
-
-
-def _grid(panels: int) -> np.ndarray:
-    wide = min(panels, 3)
-    high = math.ceil(panels / wide)
-    figure, grid = plt.subplots(
-        high, wide, figsize=(3.6 * wide, 2.7 * high), layout="constrained", squeeze=False
-    )
-    for unused in grid.ravel()[panels:]:
-        figure.delaxes(unused)
-    drawn: np.ndarray = grid.ravel()[:panels]
-    return drawn
