@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 
 from pyro_dvi import metrics
 from pyro_dvi.errors import ArgumentError, DataError
-from pyro_dvi.plots.style import LINES, color, column, own_axes, quiet, shortened
+from pyro_dvi.plots.style import LINES, color, column, legend_above, own_axes, quiet, shortened
 
 __all__ = ["entropy_histogram"]
 
@@ -95,13 +95,10 @@ def entropy_histogram(
         else "predictive entropy (nats); dotted: all classes alike"
     )
     ax.set(xlabel=what, ylabel="share of the set", ylim=(0, None))
-    several = len(foreign) > 1
-    place: dict[str, Any] = (
-        {"loc": "lower left", "bbox_to_anchor": (0, 1.1 if title else 1), "borderaxespad": 0.2}
-        if several
-        else {}
-    )
-    ax.legend(fontsize="small", frameon=False, **place)
+    if len(foreign) > 1:
+        legend_above(ax, 1.1 if title else 1)
+    else:
+        ax.legend(fontsize="small", frameon=False)
     return ax
 
 

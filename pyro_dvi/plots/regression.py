@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from pyro_dvi.errors import ArgumentError, DataError, UnsupportedError
-from pyro_dvi.plots.style import VERMILLION, blue, column, own_axes, quiet
+from pyro_dvi.plots.style import VERMILLION, blue, column, legend_above, own_axes, quiet
 
 __all__ = ["regression_band"]
 
@@ -99,9 +99,7 @@ def regression_band(
         )
     ax.set(xlabel="x", ylabel="y")
     ax.margins(x=0.02)
-    ax.legend(
-        fontsize="small", frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=2, borderaxespad=0.2
-    )
+    legend_above(ax, ncols=2)
     return ax
 
 

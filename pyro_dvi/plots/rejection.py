@@ -11,7 +11,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from pyro_dvi import metrics
 from pyro_dvi.errors import DataError
 from pyro_dvi.plots.classes import of_classes
-from pyro_dvi.plots.style import LINES, color, own_axes, quiet, shortened
+from pyro_dvi.plots.style import LINES, color, legend_above, own_axes, quiet, shortened
 
 __all__ = ["rejection_curve"]
 
@@ -88,14 +88,7 @@ def rejection_curve(
     ax.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     ax.yaxis.set_major_formatter(PercentFormatter(1.0))
     ax.yaxis.set_major_locator(MaxNLocator(5))
-    legend = ax.legend(
-        fontsize="small",
-        frameon=False,
-        alignment="left",
-        loc="lower left",
-        bbox_to_anchor=(0, 1.08 if title else 1),
-        borderaxespad=0.2,
-    )
+    legend = legend_above(ax, 1.08 if title else 1, alignment="left")
     legend.set_title("dotted: random rejection; shaded: below an oracle")
     legend.get_title().set(color=quiet(ax, 0.75), fontsize="x-small")
     return ax

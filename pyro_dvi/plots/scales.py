@@ -9,7 +9,17 @@ from matplotlib.axes import Axes
 
 from pyro_dvi.diagnostics import ScaleReport, scale_report
 from pyro_dvi.errors import DataError
-from pyro_dvi.plots.style import VERMILLION, blue, is_narrow, log_ticks, name_rows, own_axes, quiet, row_size
+from pyro_dvi.plots.style import (
+    VERMILLION,
+    blue,
+    is_narrow,
+    legend_above,
+    log_ticks,
+    name_rows,
+    own_axes,
+    quiet,
+    row_size,
+)
 
 __all__ = ["posterior_scales"]
 
@@ -95,12 +105,5 @@ def posterior_scales(guide: Any, *, ax: Axes | None = None) -> Axes:
     ax.set_xlabel(f"posterior σ / prior σ{note}")
     ax.grid(axis="y", color=quiet(ax), alpha=0.15)
     name_rows(ax, [row.site for row in rows])
-    ax.legend(
-        fontsize="small",
-        frameon=False,
-        loc="lower left",
-        bbox_to_anchor=(0, 1),
-        ncols=1 if is_narrow(ax) else 2,
-        borderaxespad=0.1,
-    )
+    legend_above(ax, pad=0.1, ncols=1 if is_narrow(ax) else 2)
     return ax

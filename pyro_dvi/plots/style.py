@@ -20,6 +20,7 @@ from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.font_manager import font_scalings
+from matplotlib.legend import Legend
 from matplotlib.ticker import FuncFormatter, Locator, LogLocator, NullLocator
 
 from pyro_dvi.errors import ArgumentError, DataError
@@ -34,6 +35,7 @@ __all__ = [
     "color",
     "column",
     "is_narrow",
+    "legend_above",
     "log_ticks",
     "name_rows",
     "own_axes",
@@ -168,6 +170,12 @@ def row_size(ax: Axes, rows: int, largest: float) -> float:
 def is_narrow(ax: Axes) -> bool:
     """Whether a legend has no room for several columns."""
     return _size(ax)[0] < 30 * rcParams["font.size"]
+
+
+def legend_above(ax: Axes, height: float = 1.0, pad: float = 0.2, **options: Any) -> Legend:
+    """Put a legend without a frame on top of ``ax``, from the left; ``height`` counts in heights of ``ax``."""
+    place: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0, height), "borderaxespad": pad}
+    return ax.legend(fontsize="small", frameon=False, **place, **options)
 
 
 def name_rows(ax: Axes, names: list[str]) -> None:
