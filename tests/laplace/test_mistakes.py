@@ -82,7 +82,7 @@ class TestMistakes:
 
     def test_query_on_another_device(self, device):
         if device.type == "cpu":
-            pytest.skip("this torch cannot emulate a device")
+            pytest.skip("needs two devices")
         with pytest.raises(Exception, match="device"):
             fitted().predictive(X.to(device))
 

@@ -12,6 +12,7 @@ from pyro_dvi.linalg import (
     smallest_eigenpair,
     top_eigenpairs,
 )
+from pyro_dvi.linalg.operator import gaussian_rows
 from tests.linalg.matrices import rows, with_eigenvalues
 
 
@@ -53,3 +54,13 @@ def test_results_follow_device_and_dtype(device, dtype):
     found = minimise_newton(Quadratic(), torch.zeros_like(b[0]), tolerance=1e-8)
     torch.testing.assert_close(found.x @ matrix, b[0], rtol=1e-3, atol=1e-3)
     assert found.converged and found.x.device == matrix.device and found.x.dtype == dtype
+
+
+def test_random_rows_of_a_seed_are_the_same_on_every_device(device):
+    here, there = torch.empty(0), torch.empty(0, device=device)
+    for make in (lambda: None, lambda: torch.Generator().manual_seed(3)):
+        rows = gaussian_rows(3, 4, there, make())
+        assert rows.device == device
+        torch.testing.assert_close(rows.cpu(), gaussian_rows(3, 4, here, make()), rtol=0, atol=0)
+    own = gaussian_rows(3, 4, there, torch.Generator(device).manual_seed(3))
+    assert own.device == device and own.shape == (3, 4)
