@@ -3,9 +3,10 @@
 
 from typing import Any
 
-import torch
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
+
+from pyro_dvi.autograd_graph import enters
 
 __all__ = ["PriorParents"]
 
@@ -38,11 +39,5 @@ class PriorParents(Messenger):
 
     def of(self, value: Tensor) -> tuple[str, ...]:
         """Return the sites that ``value`` was computed from, in the order of the run."""
-        if not value.requires_grad or not self._values:
-            return ()
-        gradients = torch.autograd.grad(
-            value.sum(), list(self._values.values()), retain_graph=True, allow_unused=True
-        )
-        return tuple(
-            name for name, gradient in zip(self._values, gradients, strict=True) if gradient is not None
-        )
+        parents = enters(list(self._values.values()), [value])
+        return tuple(name for name, is_parent in zip(self._values, parents, strict=True) if is_parent)

@@ -28,7 +28,6 @@ from pyro_dvi.curvature.per_example.uses import Use, WeightUses, at_least_single
 __all__ = [
     "SquaredGradients",
     "bits_of_rows",
-    "graph_of",
     "mixed_rows",
     "passes_of",
     "squares_rule",
@@ -177,18 +176,6 @@ class _Gathered:
 def _deliver(k: int, gathered: _Gathered, deliver: Deliver, gradient: Tensor) -> None:
     squares = gathered.squares()
     deliver(k, torch.zeros_like(gradient) if squares is None else squares.to(gradient.dtype))
-
-
-def graph_of(outputs: Sequence[Tensor]) -> set[Any]:
-    """Nodes of the autograd graph that ``outputs`` depend on."""
-    seen: set[Any] = set()
-    stack = [output.grad_fn for output in outputs]
-    while stack:
-        node = stack.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            stack.extend(parent for parent, _ in node.next_functions)
-    return seen
 
 
 def passes_of(outputs: Tensor, values: Sequence[Tensor]) -> int:

@@ -11,6 +11,7 @@ import torch.distributed as td
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from pyro_dvi.autograd_graph import leaves_of
 from pyro_dvi.errors import GuideError, UnsupportedError
 from pyro_dvi.undisturbed import undisturbed
 
@@ -73,22 +74,14 @@ def named_leaves(loss: Tensor, model: Any, guide: Any) -> dict[str, Tensor]:
     """The parameters that the loss depends on, by name."""
     names = {id(parameter): name for name, parameter in named_parameters(model, guide).items()}
     leaves: dict[str, Tensor] = {}
-    stack, seen = [loss.grad_fn], set()
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        leaf = getattr(node, "variable", None)
-        if leaf is not None:
-            if id(leaf) not in names:
-                raise GuideError(
-                    f"the loss depends on a tensor of shape {tuple(leaf.shape)} with gradients that is no parameter of "
-                    "the model, the guide or Pyro's store, so processes cannot tell which of theirs it is: make it an "
-                    "nn.Parameter or pyro.param"
-                )
-            leaves[names[id(leaf)]] = leaf
-        stack.extend(parent for parent, _ in node.next_functions)
+    for leaf in leaves_of([loss]):
+        if id(leaf) not in names:
+            raise GuideError(
+                f"the loss depends on a tensor of shape {tuple(leaf.shape)} with gradients that is no parameter of "
+                "the model, the guide or Pyro's store, so processes cannot tell which of theirs it is: make it an "
+                "nn.Parameter or pyro.param"
+            )
+        leaves[names[id(leaf)]] = leaf
     return leaves
 
 

@@ -10,6 +10,7 @@ import torch
 from pyro.infer.elbo import ELBO
 from torch import Tensor
 
+from pyro_dvi.autograd_graph import leaves_of
 from pyro_dvi.curvature.base import twice_differentiated
 from pyro_dvi.errors import (
     ArgumentError,
@@ -106,7 +107,8 @@ class DeterministicELBO(ELBO):
                 loss.backward(retain_graph=self.retain_graph)
         value = loss.item()
         if not math.isfinite(value):
-            _clear_gradients(loss)
+            for leaf in leaves_of([loss]):  # so that what failed does not reach the next step
+                leaf.grad = None
             raise NonFiniteError(self._diagnosis(value))
         return value
 
@@ -164,17 +166,3 @@ def _check_weight(weight: Any) -> None:
             f"kl_weight must be a finite number >= 0 (or a schedule that returns one), got {weight!r}. 1 is the "
             "Bayesian posterior, smaller values temper it, 0 switches the prior off."
         )
-
-
-def _clear_gradients(loss: Tensor) -> None:
-    """Drop the gradients that a failed loss left behind, so that they do not reach the next step."""
-    stack, seen = [loss.grad_fn], set()
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        leaf = getattr(node, "variable", None)
-        if leaf is not None:
-            leaf.grad = None
-        stack.extend(parent for parent, _ in node.next_functions)

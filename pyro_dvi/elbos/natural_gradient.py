@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from pyro_dvi.autograd_graph import enters, graph_of, leaves_of
 from pyro_dvi.curvature import ObservedSite
 from pyro_dvi.curvature.base import sum_of
-from pyro_dvi.curvature.squared_gradients import SquaredGradients, graph_of
+from pyro_dvi.curvature.squared_gradients import SquaredGradients
 from pyro_dvi.curvature.uncoupled import ConstantStatistics
 from pyro_dvi.divergences import kl_to_prior, normal_prior, refuse_not_normal
 from pyro_dvi.elbos.base import DeterministicELBO
@@ -155,7 +156,7 @@ class NaturalGradientELBO(DeterministicELBO):
                 draws, states, Run(model, recorder, terms, again), _local_latents(model_trace, latents)
             )
             self._watch_products(draws, states)
-            note_trained(_leaves([log_likelihood, kl]))
+            note_trained(leaves_of([log_likelihood, kl]))
         return {"loss": kl_weight * kl - log_likelihood, "log_likelihood": log_likelihood, "kl": kl}
 
     def loss_and_grads(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> float:
@@ -310,11 +311,6 @@ def _with_idle_draws(log_likelihood: Tensor, draws: TrackedDraws) -> Tensor:
     return log_likelihood + sum_of(idle) if idle else log_likelihood
 
 
-def _leaves(outputs: list[Tensor]) -> list[Tensor]:
-    """Parameters that ``outputs`` depend on."""
-    return [node.variable for node in graph_of(outputs) if hasattr(node, "variable")]
-
-
 def _recorder(draws: TrackedDraws, guide_trace: Any) -> SquaredGradients:
     return SquaredGradients([_used_value(name, draws, guide_trace) for name in draws.gaussians])
 
@@ -349,18 +345,13 @@ def _fixed_prior(latent: Latent, draws: TrackedDraws) -> tuple[Tensor, Tensor]:
     prior = normal_prior(latent)
     if prior is None:
         refuse_not_normal(latent.name, latent.prior)
-    parameters = [p for p in (prior.loc, prior.scale) if p.grad_fn is not None]
     values = [g.value for g in draws.gaussians.values()]
-    if parameters:
-        grads = torch.autograd.grad(
-            [p.sum() for p in parameters], values, allow_unused=True, retain_graph=True
-        )
-        for name, grad in zip(draws.gaussians, grads, strict=True):
-            if grad is not None:
-                raise ModelError(
-                    f"the prior of site {latent.name!r} depends on site {name!r}; natural-gradient updates need priors "
-                    "with fixed parameters. Learn the scale instead (bayesian.LearnedScale), or use TaylorELBO."
-                )
+    for name, is_parent in zip(draws.gaussians, enters(values, [prior.loc, prior.scale]), strict=True):
+        if is_parent:
+            raise ModelError(
+                f"the prior of site {latent.name!r} depends on site {name!r}; natural-gradient updates need priors "
+                "with fixed parameters. Learn the scale instead (bayesian.LearnedScale), or use TaylorELBO."
+            )
     return _compact(prior.loc.detach()), _compact(prior.scale.detach()).pow(-2)
 
 

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyro_dvi.autograd_graph import graph_of
 from pyro_dvi.curvature import ObservedSite
-from pyro_dvi.curvature.squared_gradients import SquaredGradients, graph_of, passes_of, squares_without_rules
+from pyro_dvi.curvature.squared_gradients import SquaredGradients, passes_of, squares_without_rules
 from pyro_dvi.elbos.rows import RowCheck, Run, Served, View
 from pyro_dvi.errors import DviWarning, UnsupportedError
 

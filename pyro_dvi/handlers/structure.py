@@ -13,6 +13,7 @@ from pyro.poutine.util import prune_subsample_sites
 from pyro.util import check_site_shape
 from torch import Tensor
 
+from pyro_dvi.autograd_graph import enters, graph_of
 from pyro_dvi.bayesian.placement import tensors_of
 from pyro_dvi.curvature.base import sum_of
 from pyro_dvi.errors import GuideError, ModelError
@@ -114,7 +115,8 @@ def _look(run: MeanRun, guide: Callable) -> Structure:
         for node in run.model_trace.nodes.values()
         if node["type"] == "sample" and node["is_observed"]
     ]
-    names = frozenset(_function_names([t for fn in roots for t in _tensors(fn)]))
+    graph = graph_of(t for fn in roots for t in _tensors(fn))
+    names = frozenset(type(node).__name__ for node in graph if not _keeps_probabilities(node))
     shapes = {site.name: site.fn.batch_shape + site.fn.event_shape for site in sites}
     reached = reached_by(log_likelihood, {g.name: g.value for g in run.gaussians})
     return Structure(sampled, names, shapes, reached, equal_units(run.latents, log_likelihood))
@@ -122,11 +124,8 @@ def _look(run: MeanRun, guide: Callable) -> Structure:
 
 def reached_by(log_likelihood: Tensor, values: dict[str, Tensor]) -> frozenset[str]:
     """Return the names of the values that a log-likelihood depends on, as its autograd graph knows."""
-    values = {name: value for name, value in values.items() if value.requires_grad}
-    if not values or not log_likelihood.requires_grad:
-        return frozenset()
-    grads = torch.autograd.grad(log_likelihood, list(values.values()), allow_unused=True, retain_graph=True)
-    return frozenset(name for name, grad in zip(values, grads, strict=True) if grad is not None)
+    reached = enters(list(values.values()), [log_likelihood])
+    return frozenset(name for name, is_reached in zip(values, reached, strict=True) if is_reached)
 
 
 def _check_shapes(trace: Any) -> None:
@@ -148,14 +147,9 @@ def refuse_dependent(gaussians: Sequence[GaussianSite]) -> None:
     """
     for site in gaussians:
         others = [other for other in gaussians if other is not site]
-        moments = [t for t in (site.loc, site.scale) if t.grad_fn is not None]
-        if not others or not moments:
-            continue
-        grads = torch.autograd.grad(
-            [m.sum() for m in moments], [o.value for o in others], allow_unused=True, retain_graph=True
-        )
-        for other, grad in zip(others, grads, strict=True):
-            if grad is not None:
+        parents = enters([other.value for other in others], [site.loc, site.scale])
+        for other, is_parent in zip(others, parents, strict=True):
+            if is_parent:
                 raise GuideError(
                     f"guide site {site.name!r} depends on the value of {other.name!r}, so the posterior does not "
                     "factorise. Let its loc and scale depend on parameters only, or use Pyro's Trace_ELBO."
@@ -164,14 +158,9 @@ def refuse_dependent(gaussians: Sequence[GaussianSite]) -> None:
 
 def _parents(child: Latent, parameters: Iterable[Tensor], latents: list[Latent]) -> list[Latent]:
     """Latents whose value enters ``parameters`` of the prior of ``child``, seen in their autograd graph."""
-    parameters = [t for t in parameters if t.requires_grad]
-    others = [latent for latent in latents if latent is not child and latent.value.requires_grad]
-    if not parameters or not others:
-        return []
-    grads = torch.autograd.grad(
-        [p.sum() for p in parameters], [o.value for o in others], allow_unused=True, retain_graph=True
-    )
-    return [other for other, grad in zip(others, grads, strict=True) if grad is not None]
+    others = [latent for latent in latents if latent is not child]
+    parents = enters([other.value for other in others], parameters)
+    return [other for other, is_parent in zip(others, parents, strict=True) if is_parent]
 
 
 def _shape_of(prior: Any) -> Iterator[Tensor]:
@@ -192,16 +181,3 @@ def _tensors(distribution: Any) -> list[Tensor]:
 def _keeps_probabilities(node: Any) -> bool:
     """Whether a node is the clamp by which torch keeps probabilities off zero and one by a rounding."""
     return (getattr(node, "_saved_min", None), getattr(node, "_saved_max", None)) in _OPEN_INTERVALS
-
-
-def _function_names(roots: list[Tensor]) -> Iterator[str]:
-    stack = [t.grad_fn for t in roots if t.grad_fn is not None]
-    seen = set()
-    while stack:
-        node = stack.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if not _keeps_probabilities(node):
-            yield type(node).__name__
-        stack.extend(parent for parent, _ in node.next_functions if parent is not None)

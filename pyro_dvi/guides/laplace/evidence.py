@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pyro_dvi.autograd_graph import enters
 from pyro_dvi.errors import ArgumentError, UnsupportedError
 from pyro_dvi.guides.laplace.choice import check_choice
 from pyro_dvi.guides.laplace.energy import Energy
@@ -144,12 +145,5 @@ def free_terms(values: list[Tensor], run: JointRun, layout: Layout) -> float:
     return math.fsum(
         float(term.detach())
         for name, term in run.log_priors.items()
-        if name in layout.shapes or _depends(term, values)
+        if name in layout.shapes or any(enters(values, [term]))
     )
-
-
-def _depends(term: Tensor, values: list[Tensor]) -> bool:
-    if not term.requires_grad:
-        return False
-    found = torch.autograd.grad(term, values, retain_graph=True, allow_unused=True)
-    return any(g is not None for g in found)

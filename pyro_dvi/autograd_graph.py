@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What tensors were computed from, as their autograd graph knows."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["enters", "graph_of", "leaves_of"]
+
+
+def graph_of(outputs: Iterable[Tensor]) -> set[Any]:
+    """Nodes of the autograd graph that ``outputs`` depend on."""
+    seen: set[Any] = set()
+    stack = [output.grad_fn for output in outputs]
+    while stack:
+        node = stack.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            stack.extend(parent for parent, _ in node.next_functions)
+    return seen
+
+
+def leaves_of(outputs: Iterable[Tensor]) -> list[Tensor]:
+    """Parameters that ``outputs`` depend on."""
+    return [node.variable for node in graph_of(outputs) if hasattr(node, "variable")]
+
+
+def enters(values: Sequence[Tensor], outputs: Iterable[Tensor]) -> list[bool]:
+    """Tell of each value whether gradients of some output reach it.
+
+    Example:
+        >>> a, b = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+        >>> enters([a, b], [2 * a, torch.zeros(())])
+        [True, False]
+    """
+    sums = [output.sum() for output in outputs if output.requires_grad]
+    tracked = [value for value in values if value.requires_grad]
+    if not sums or not tracked:
+        return [False] * len(values)
+    grads = iter(torch.autograd.grad(sums, tracked, allow_unused=True, retain_graph=True))
+    return [value.requires_grad and next(grads) is not None for value in values]
