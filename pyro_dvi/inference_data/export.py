@@ -212,7 +212,10 @@ def to_arviz(
             if not selection.is_empty:
                 torch.manual_seed(used_seed)
                 groups["prior"] = drawn_group(
-                    map(partial(derived, first), from_prior.draws()), prior, selection, nodes
+                    map(partial(derived, first), from_prior.draws(guide, first.inputs)),
+                    prior,
+                    selection,
+                    nodes,
                 )
         found = pass_over(every, posterior, used_seed, used_seed, from_prior)
         groups["posterior_predictive"] = found.predictive

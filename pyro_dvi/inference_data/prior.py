@@ -11,15 +11,14 @@ from torch import Tensor
 
 from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.handlers.all_rows import AllRows
-from pyro_dvi.predictive.rules import PredictionRule, seed_all
-from pyro_dvi.predictive.run import Response
+from pyro_dvi.predictive.rules import FromDraws, seed_all
 from pyro_dvi.signatures import with_missing
 
 __all__ = ["PriorSamples"]
 
 
 @dataclass(frozen=True)
-class PriorSamples(PredictionRule):
+class PriorSamples(FromDraws):
     """Average the predictions of draws from the model's prior.
 
     Every draw has a seed of its own and is made with the same inputs, so that each is one function over all batches
@@ -37,24 +36,8 @@ class PriorSamples(PredictionRule):
     inputs: tuple[Any, ...] = field(repr=False)
     sites: Collection[str] = field(repr=False)
 
-    averages_draws = True
-
-    @property
-    def num_components(self) -> int:  # type: ignore[override]
-        """As many as draws."""
-        return self.num_samples
-
-    def components(
-        self,
-        guide: Callable[..., Any],
-        inputs: tuple[Any, ...],
-        respond: Callable[[Mapping[str, Tensor]], Response],
-    ) -> Iterator[Response]:
-        """Give one component for each draw."""
-        return map(respond, self.draws())
-
-    def draws(self) -> Iterator[dict[str, Tensor]]:
-        """Give the latent values of one draw after the other.
+    def draws(self, guide: Callable[..., Any], inputs: tuple[Any, ...]) -> Iterator[dict[str, Tensor]]:
+        """Give the latent values of one draw after the other, whatever the posterior and the inputs of this batch.
 
         Raises:
             UnsupportedError: a prior that has no draws.

@@ -11,13 +11,12 @@ from torch import Tensor
 
 from pyro_dvi.errors import ArgumentError
 from pyro_dvi.inference_data.names import close_names
-from pyro_dvi.predictive import PredictionRule
-from pyro_dvi.predictive.run import Response
+from pyro_dvi.predictive.rules import FromDraws
 
 __all__ = ["GivenSamples"]
 
 
-class GivenSamples(PredictionRule):
+class GivenSamples(FromDraws):
     """Average the predictions of draws that are given.
 
     Args:
@@ -27,8 +26,6 @@ class GivenSamples(PredictionRule):
     Raises:
         ArgumentError: no sites, no draws, or unequal numbers of them.
     """
-
-    averages_draws = True
 
     def __init__(self, samples: Mapping[str, Any], device: torch.device | None = None) -> None:
         self.samples = {name: torch.as_tensor(values, device=device) for name, values in samples.items()}
@@ -41,23 +38,14 @@ class GivenSamples(PredictionRule):
             raise ArgumentError(
                 f"the sites have unequal numbers of draws, {lengths}: the draws of one index belong together"
             )
-        self.num_components = next(iter(lengths.values()))
+        self.num_samples = next(iter(lengths.values()))
 
     def __repr__(self) -> str:
-        return f"GivenSamples({self.num_components})"
-
-    def components(
-        self,
-        guide: Callable[..., Any],
-        inputs: tuple[Any, ...],
-        respond: Callable[[Mapping[str, Tensor]], Response],
-    ) -> Iterator[Response]:
-        """Give one component for each draw."""
-        return map(respond, self.draws(guide, inputs))
+        return f"GivenSamples({self.num_samples})"
 
     def draws(self, guide: Callable[..., Any], inputs: tuple[Any, ...]) -> Iterator[dict[str, Tensor]]:
         """Give the latent values of one draw after the other."""
-        for k in range(self.num_components):
+        for k in range(self.num_samples):
             yield {name: values[k] for name, values in self.samples.items()}
 
     def first(self) -> dict[str, Tensor]:

@@ -33,6 +33,7 @@ from pyro_dvi.signatures import with_missing
 
 __all__ = [
     "AtMean",
+    "FromDraws",
     "PredictionRule",
     "Samples",
     "arguments",
@@ -101,8 +102,34 @@ class AtMean(PredictionRule):
         yield respond(posterior_mean(guide, inputs))
 
 
+class FromDraws(PredictionRule):
+    """A rule with one component for each of ``num_samples`` draws of the latents."""
+
+    num_samples: int
+
+    averages_draws = True
+
+    @property
+    def num_components(self) -> int:  # type: ignore[override]
+        """As many as draws."""
+        return self.num_samples
+
+    def components(
+        self,
+        guide: Callable[..., Any],
+        inputs: tuple[Any, ...],
+        respond: Callable[[Mapping[str, Tensor]], Response],
+    ) -> Iterator[Response]:
+        """Give one component for each draw."""
+        return map(respond, self.draws(guide, inputs))
+
+    @abstractmethod
+    def draws(self, guide: Callable[..., Any], inputs: tuple[Any, ...]) -> Iterator[dict[str, Tensor]]:
+        """Give the latent values of one draw after the other."""
+
+
 @dataclass(frozen=True)
-class Samples(PredictionRule):
+class Samples(FromDraws):
     r"""Average the predictions of ``num_samples`` draws from the posterior.
 
     The rule for posteriors trained by sampling (Pyro's ``Trace_ELBO``). The same draws serve every batch, so that
@@ -120,27 +147,11 @@ class Samples(PredictionRule):
 
     num_samples: int
 
-    averages_draws = True
-
     def __post_init__(self) -> None:
         n = self.num_samples
         if isinstance(n, bool) or not isinstance(n, Integral) or n < 1:
             raise ArgumentError(f"Samples needs a positive whole number of draws, not {n!r}")
         object.__setattr__(self, "num_samples", int(n))  # of NumPy, say
-
-    @property
-    def num_components(self) -> int:  # type: ignore[override]
-        """As many as draws."""
-        return self.num_samples
-
-    def components(
-        self,
-        guide: Callable[..., Any],
-        inputs: tuple[Any, ...],
-        respond: Callable[[Mapping[str, Tensor]], Response],
-    ) -> Iterator[Response]:
-        """Give one component for each draw."""
-        return map(respond, self.draws(guide, inputs))
 
     def draws(self, guide: Callable[..., Any], inputs: tuple[Any, ...]) -> Iterator[dict[str, Tensor]]:
         """Give the latent values of one draw after the other."""
