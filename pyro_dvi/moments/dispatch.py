@@ -23,11 +23,8 @@ __all__ = ["Composed", "Observer", "broadcast", "dispatch", "observed_by"]
 class Observer(Protocol):
     """Sees every function of moments with its result, and returns what shall be the result.
 
-    Attributes:
-        outermost: do not show functions that the rule of another one calls.
+    One with an attribute ``outermost`` that is true does not see functions that the rule of another one calls.
     """
-
-    outermost: bool
 
     def __call__(self, func: Callable, args: tuple, kwargs: dict[str, Any], result: Any) -> Any:
         """Return the result to go on with."""
