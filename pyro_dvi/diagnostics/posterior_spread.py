@@ -18,10 +18,10 @@ from pyro.infer.autoguide import (
     AutoNormal,
 )
 from pyro.infer.autoguide.guides import AutoContinuous
-from pyro.poutine.messenger import Messenger
 from torch import Tensor
 from torch import distributions as td
 
+from pyro_dvi.batches import arguments
 from pyro_dvi.divergences import normal_in_unconstrained_space
 from pyro_dvi.errors import GuideError
 from pyro_dvi.guides import LaplaceGuide
@@ -30,7 +30,7 @@ from pyro_dvi.handlers.latents import unconstraining_transform
 from pyro_dvi.handlers.means import strip_event_dims
 from pyro_dvi.predictive.predict import at_tuned_scales, device_of
 from pyro_dvi.predictive.rules import check_is_set_up
-from pyro_dvi.predictive.run import evaluation_mode
+from pyro_dvi.predictive.run import AtValues, evaluation_mode
 from pyro_dvi.undisturbed import undisturbed
 
 __all__ = ["Spread", "posterior_spread", "scale_snapshot"]
@@ -183,31 +183,18 @@ def _priors(guide: Any) -> Mapping[str, Any]:
     first = {name: node["fn"] for name, node in prototype.iter_stochastic_nodes()}
     if guide._model is None or "_INPUT" not in prototype.nodes:
         return first
-    given = prototype.nodes["_INPUT"]
-    device = device_of(guide)
-    args, kwargs = (_moved(given[key], device) for key in ("args", "kwargs"))
+    given, device = prototype.nodes["_INPUT"], device_of(guide)
+    args, kwargs = arguments(given["args"], device)[0], arguments(given["kwargs"], device)[1]
     whole = {
         name: value
         for name, value in guide.median(*args, **kwargs).items()
         if not any(frame.vectorized for frame in prototype.nodes[name]["cond_indep_stack"])
     }
     model = at_tuned_scales(guide, guide.model)
-    with undisturbed(), evaluation_mode(model), poutine.trace() as recorder, _At(whole):
+    with undisturbed(), evaluation_mode(model), poutine.trace() as recorder, AtValues(whole):
         model(*args, **kwargs)
     nodes = recorder.trace.nodes
     return {name: nodes[name]["fn"] if name in nodes else fn for name, fn in first.items()}
-
-
-class _At(Messenger):
-    """Set latent sites to given values."""
-
-    def __init__(self, values: Mapping[str, Tensor]) -> None:
-        super().__init__()
-        self.values = values
-
-    def _pyro_sample(self, msg: Any) -> None:
-        if msg["name"] in self.values and not msg["is_observed"]:
-            msg["value"], msg["done"] = self.values[msg["name"]], True
 
 
 def _prior_scale(prior: Any, transform: Any, loc: Tensor) -> Tensor | None:
@@ -231,14 +218,6 @@ def _prior_scale(prior: Any, transform: Any, loc: Tensor) -> Tensor | None:
     except RuntimeError:  # of a batch of a plate: its priors are alike, or nearly so
         return scale.nanmedian()
     return scale
-
-
-def _moved(value: Any, device: torch.device | None) -> Any:
-    if torch.is_tensor(value):
-        return value.to(device) if device is not None else value
-    if isinstance(value, (tuple, list)):
-        return type(value)(_moved(v, device) for v in value)
-    return {k: _moved(v, device) for k, v in value.items()} if isinstance(value, dict) else value
 
 
 def _name(guide: Callable[..., Any]) -> str:

@@ -5,11 +5,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import torch
 from pyro.poutine.condition_messenger import ConditionMessenger
 from torch import Tensor
 
-from pyro_dvi.errors import DataError, ModelError, UnsupportedError
+from pyro_dvi.errors import DataError, ModelError
 from pyro_dvi.handlers.response import choose_response, counted, responses
 from pyro_dvi.inference_data.names import listed
 from pyro_dvi.predictive.batches import Batch
@@ -19,7 +18,6 @@ __all__ = [
     "choose_responses",
     "given_others",
     "observations",
-    "whole_cells",
 ]
 
 T = TypeVar("T")
@@ -106,25 +104,3 @@ def given_others(
             return run(values)
 
     return conditioned
-
-
-def whole_cells(counts: Tensor, event_dim: int, site: str) -> Tensor:
-    """Return which densities count, of the batch shape.
-
-    Args:
-        counts: which values count, of the shape of one draw.
-        event_dim: dimensions of one event.
-        site: its name.
-
-    Raises:
-        UnsupportedError: a mask leaves out a part of an event, whose density is one number.
-    """
-    if event_dim == 0:
-        return counts
-    events = counts.flatten(-event_dim)
-    if not torch.equal(events.any(-1), events.all(-1)):
-        raise UnsupportedError(
-            f"the mask of site {site!r} leaves out parts of single events: an event has one log density and is "
-            "exported whole or not at all. Give these values a plate in place of to_event"
-        )
-    return events.all(-1)

@@ -12,8 +12,8 @@ from pyro_dvi.errors import DataError, UnsupportedError
 from pyro_dvi.inference_data.arrays import as_array, joined
 from pyro_dvi.inference_data.group import Group
 from pyro_dvi.inference_data.names import plate_names
-from pyro_dvi.inference_data.observations import Observation, whole_cells
-from pyro_dvi.predictive.mixture import checked_log_prob
+from pyro_dvi.inference_data.observations import Observation
+from pyro_dvi.predictive.component import both_masks, checked_log_prob, whole_events
 from pyro_dvi.predictive.rules import seed_all
 from pyro_dvi.predictive.run import Response
 
@@ -72,7 +72,7 @@ class SiteExport:
                 self._drawn.append(np.empty((self._count, *rows.shape[1:]), rows.dtype))
                 self._name_dims(node, response)
                 if observation is not None:
-                    counts = _both(observation.counts, response.mask)
+                    counts = both_masks(observation.counts, response.mask)
             elif observation is not None and not _same(first.mask, response.mask):
                 raise UnsupportedError(
                     f"the mask of site {self.site!r} depends on the latent values: which observations count then "
@@ -133,14 +133,8 @@ class SiteExport:
         if counts is None:
             cells = torch.ones(fn.batch_shape, dtype=torch.bool)
         else:
-            cells = whole_cells(counts, event_dim, self.site)
+            cells = whole_events(counts, event_dim, self.site)
         self._cells.append(cells.movedim(axis, 0).cpu().numpy())
-
-
-def _both(first: Tensor | None, second: Tensor | None) -> Tensor | None:
-    if first is None or second is None:
-        return second if first is None else first
-    return first & second
 
 
 def _same(first: Tensor | None, second: Tensor | None) -> bool:

@@ -10,14 +10,16 @@ from torch import distributions as td
 
 from pyro_dvi.devices import forked
 from pyro_dvi.errors import DataError, UnsupportedError
+from pyro_dvi.handlers.wrapped import untransformed
 
 __all__ = [
-    "base_of",
+    "both_masks",
     "check_events",
     "checked_log_prob",
     "class_log_probabilities",
     "filled",
     "statistics",
+    "whole_events",
     "with_any",
 ]
 
@@ -43,7 +45,7 @@ def statistics(fn: Any, observed: Tensor | None) -> Statistics:
         p = classes.exp()
         found["log_probabilities"] = classes
         found["entropy"] = torch.special.entr(p).sum(-1)
-        found["mean"] = p[..., 1] if isinstance(base_of(fn), td.Bernoulli) else p
+        found["mean"] = p[..., 1] if isinstance(untransformed(fn), td.Bernoulli) else p
         found["variance"] = found["mean"] * (1 - found["mean"])
     else:
         try:
@@ -57,7 +59,7 @@ def statistics(fn: Any, observed: Tensor | None) -> Statistics:
 
 def class_log_probabilities(fn: Any) -> Tensor | None:
     """Log-probabilities of the classes in the last dimension, or None if ``fn`` is not over classes."""
-    base = base_of(fn)
+    base = untransformed(fn)
     if isinstance(base, td.Bernoulli):
         return torch.nn.functional.logsigmoid(torch.stack([-base.logits, base.logits], -1))
     if isinstance(base, (td.Categorical, td.OneHotCategorical)):
@@ -73,7 +75,7 @@ def checked_log_prob(fn: Any, values: Tensor, site: str) -> Tensor:
             numbers, or impossible ones.
     """
     expected = tuple(fn.batch_shape) + tuple(fn.event_shape)
-    kind = type(base_of(fn)).__name__
+    kind = type(untransformed(fn)).__name__
     if tuple(values.shape) != expected:
         raise DataError(
             f"site {site!r} ({kind}): observed values have shape {tuple(values.shape)}, the predictions {expected}"
@@ -112,6 +114,33 @@ def with_any(mask: Tensor, event_dim: int) -> Tensor:
     return mask.flatten(mask.dim() - event_dim).any(-1) if event_dim else mask
 
 
+def whole_events(counts: Tensor, event_dim: int, site: str) -> Tensor:
+    """Return which events count.
+
+    Args:
+        counts: which values count.
+        event_dim: dimensions of one event, the last ones.
+        site: its name.
+
+    Raises:
+        UnsupportedError: a mask leaves out a part of an event, whose density is one number.
+    """
+    whole = with_any(counts, event_dim)
+    if bool((whole & with_any(~counts, event_dim)).any()):
+        raise UnsupportedError(
+            f"the mask of site {site!r} leaves out parts of single events: an event has one log density and is "
+            "exported whole or not at all. Give these values a plate in place of to_event, or predict from inputs alone"
+        )
+    return whole
+
+
+def both_masks(first: Tensor | None, second: Tensor | None) -> Tensor | None:
+    """Return which values both masks let count; without a mask all do."""
+    if first is None or second is None:
+        return second if first is None else first
+    return first & second
+
+
 def check_events(fn: Any, mask: Tensor | None, site: str) -> None:
     """Refuse to score a part of an event with a distribution that knows nothing of the mask."""
     event_dim = len(fn.event_shape)
@@ -130,23 +159,16 @@ def check_events(fn: Any, mask: Tensor | None, site: str) -> None:
         )
 
 
-def base_of(fn: Any) -> Any:
-    """Return the distribution inside ``to_event``, ``mask`` and ``expand``."""
-    while isinstance(fn, (td.Independent, dist.MaskedDistribution, dist.ExpandedDistribution)):
-        fn = fn.base_dist
-    return fn
-
-
 def _as_drawn(fn: Any, values: Tensor) -> Tensor:
     """Return whole numbers and truth values in the dtype that the distribution draws."""
-    if values.is_floating_point() or isinstance(base_of(fn), td.Categorical):
+    if values.is_floating_point() or isinstance(untransformed(fn), td.Categorical):
         return values
     return values.to(_parameter(fn).dtype)
 
 
 def _parameter(fn: Any) -> Tensor:
     """Any floating-point parameter of the distribution, for its dtype."""
-    base = base_of(fn)
+    base = untransformed(fn)
     for name in base.arg_constraints:
         value = base.__dict__.get(name)
         if torch.is_tensor(value) and value.is_floating_point():

@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 from torch import distributions as td
 
+from pyro_dvi.handlers.wrapped import untransformed
 from pyro_dvi.links.mixture import weighted_mixture
 from pyro_dvi.predictive.component import (
-    base_of,
+    both_masks,
     check_events,
     checked_log_prob,
     class_log_probabilities,
@@ -83,7 +84,7 @@ class Mixture:
         if self.last is None:
             if self.observed is None and response.is_observed:
                 self.observed = response.value
-            self.mask = _both(self.mask, response.mask)
+            self.mask = both_masks(self.mask, response.mask)
             if self.observed is not None:
                 self._scored = filled(self.observed, self.mask, fn)
                 check_events(fn, self.mask, response.site)
@@ -126,7 +127,7 @@ class Mixture:
         assert self.last is not None, "a rule gave no component"
         fn, axis, log_count = self.last.distribution, self.last.axis, math.log(self.count)
         event_dim = len(fn.event_shape)
-        base = base_of(fn)
+        base = untransformed(fn)
         # Dimensions on the right of the batch shape: the moments of a class are those of its one-hot code.
         of_moments = event_dim + (1 if isinstance(base, td.Categorical) else 0)
         of_classes = event_dim + (0 if isinstance(base, td.OneHotCategorical) else 1)
@@ -169,7 +170,7 @@ class Mixture:
         """Return the mixture as one distribution: classes mix into classes, kept Normals into a mixture of them."""
         if self.count == 1:
             return fn
-        base = base_of(fn)
+        base = untransformed(fn)
         if isinstance(base, td.Normal) and kept:
             normals: Any = dist.Normal(
                 kept["mean"].movedim(0, len(fn.batch_shape)),
@@ -185,9 +186,3 @@ class Mixture:
         if isinstance(base, td.Bernoulli):
             return dist.Bernoulli(logits=log_probabilities[..., 1] - log_probabilities[..., 0])
         return dist.Categorical(logits=log_probabilities)
-
-
-def _both(first: Tensor | None, second: Tensor | None) -> Tensor | None:
-    if first is None or second is None:
-        return second if first is None else first
-    return first & second

@@ -17,8 +17,8 @@ from torch import distributions as td
 
 from pyro_dvi.devices import widest
 from pyro_dvi.errors import ArgumentError
+from pyro_dvi.handlers.wrapped import untransformed
 from pyro_dvi.links.mixture import distribution_function
-from pyro_dvi.predictive.component import base_of
 from pyro_dvi.predictive.gaussian_noise import ShapedNormal
 
 __all__ = ["crps", "marginal", "probabilities", "quantile"]
@@ -127,7 +127,7 @@ def crps(fn: Any, values: Tensor) -> Tensor:
     Source: Grimit et al. (2006), Eq. 5.
     """
     single = marginal(fn)
-    if isinstance(base_of(single), td.Normal):
+    if isinstance(untransformed(single), td.Normal):
         loc, scale = single.mean.unsqueeze(-1), single.stddev.unsqueeze(-1)
         weights = torch.ones_like(loc)
     elif isinstance(single, td.MixtureSameFamily) and isinstance(single.component_distribution, td.Normal):

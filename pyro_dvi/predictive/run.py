@@ -21,6 +21,7 @@ from pyro_dvi.signatures import parameter_names, with_missing
 from pyro_dvi.undisturbed import evaluating
 
 __all__ = [
+    "AtValues",
     "Response",
     "check_observation",
     "distribution_at",
@@ -115,7 +116,7 @@ def distribution_at(
     def run(latents: Latents) -> Any:
         stop = _StopAt(site)
         try:
-            with stop, AllRows(), _AtValues(latents):
+            with stop, AllRows(), AtValues(latents):
                 model(*args)
         except _ReachedError:
             return stop.fn
@@ -167,7 +168,7 @@ def run_at(
     """
     recorder = poutine.trace()
     try:
-        with recorder, AllRows(), _AtValues(latents):
+        with recorder, AllRows(), AtValues(latents):
             model(*args, **kwargs)
     except ValueError as error:
         if "Shape mismatch inside plate" not in str(error):
@@ -211,7 +212,7 @@ def seeded(seed: int | None, device: torch.device | None) -> Iterator[int]:
         yield seed
 
 
-class _AtValues(Messenger):
+class AtValues(Messenger):
     """Set latent sites to given values, without turning them into observations."""
 
     def __init__(self, values: Latents) -> None:

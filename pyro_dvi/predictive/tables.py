@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pyro_dvi.errors import UnsupportedError
-from pyro_dvi.predictive.component import with_any
+from pyro_dvi.predictive.component import whole_events
 
 if TYPE_CHECKING:
     from pyro_dvi.predictive.prediction import Prediction
@@ -87,7 +87,7 @@ def arviz_of(prediction: "Prediction", num_samples: int, seed: int | None) -> An
         own = prediction.draws.get("log_likelihood")
         dims: list[str | None] = []
         if prediction.mask is not None:
-            counts = _whole_events(prediction.mask, values.dim() - density.dim(), site)
+            counts = whole_events(prediction.mask, values.dim() - density.dim(), site)
             values, own = values[counts], None if own is None else own[:, counts]
             name = f"{site.replace('/', '.')}_observed"
             dims = [name]
@@ -105,17 +105,6 @@ def arviz_of(prediction: "Prediction", num_samples: int, seed: int | None) -> An
     if seed is not None:
         attributes["seed"] = seed
     return assemble(groups, attributes, {}, {})
-
-
-def _whole_events(mask: Tensor, event_dim: int, site: str) -> Tensor:
-    """Return which observations count, of which a mask must not leave out parts: each has one density."""
-    counts = with_any(mask, event_dim)
-    if bool((counts & with_any(~mask, event_dim)).any()):
-        raise UnsupportedError(
-            f"the mask of site {site!r} leaves out parts of single events: an event has one log density and is "
-            "exported whole or not at all. Give these values a plate in place of to_event, or predict from inputs alone"
-        )
-    return counts
 
 
 def _array(value: Tensor) -> np.ndarray:
