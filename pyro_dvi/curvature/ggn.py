@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from pyro_dvi.curvature.base import Curvature, half_sum
-from pyro_dvi.curvature.information import expected_information
+from pyro_dvi.curvature.information import expected_information, of_site
 from pyro_dvi.curvature.likelihood import Linearisation
 from pyro_dvi.curvature.per_example import PerExampleRecorder, summed_squared_gradients
 
@@ -41,13 +41,8 @@ class GGN(Curvature):
         likelihood.require_labels("GGN")
         total = [torch.zeros_like(u) for u in likelihood.values]
         for site in likelihood.sites:
-            for f, w in expected_information(site.fn, site.name):
-                if not f.requires_grad:  # a fixed noise scale, say
-                    continue
-                w = w * torch.as_tensor(site.scale, dtype=w.dtype, device=w.device).sqrt().unsqueeze(-1)
-                if site.mask is not None and site.mask is not True:
-                    w = w * torch.as_tensor(site.mask, device=w.device).unsqueeze(-1)
-                for output, weight in zip(f.unbind(-1), w.expand_as(f).unbind(-1), strict=True):
+            for f, w in of_site(expected_information(site.fn, site.name), site):
+                for output, weight in zip(f.unbind(-1), w.unbind(-1), strict=True):
                     squares = summed_squared_gradients(likelihood, output, weight)
                     total = [a + b for a, b in zip(total, squares, strict=True)]
         return half_sum(likelihood.scales, total)

@@ -18,11 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch import distributions as td
 
+from pyro_dvi.curvature.likelihood import ObservedSite
 from pyro_dvi.devices import widest
 from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.registry import registering
 
-__all__ = ["expected_information", "information_rule"]
+__all__ = ["expected_information", "information_rule", "of_site"]
 
 Pairs = list[tuple[Tensor, Tensor]]
 _RULES: dict[type, Callable[..., Pairs]] = {}
@@ -75,6 +76,19 @@ def expected_information(fn: td.Distribution, site: str) -> Pairs:
         pairs = [(f, w * keep[(...,) + (None,) * (f.dim() - keep.dim())].to(w.device)) for f, w in pairs]
     pairs = [(f.reshape(*shape, -1), w.expand_as(f).reshape(*shape, -1)) for f, w in pairs]
     return pairs
+
+
+def of_site(pairs: Pairs, site: ObservedSite) -> Pairs:
+    """Return the pairs through which gradients flow, with the scale and the mask of their site in the weights."""
+    found = []
+    for f, w in pairs:
+        if not f.requires_grad:  # a fixed noise scale, say
+            continue
+        w = w * torch.as_tensor(site.scale, dtype=w.dtype, device=w.device).sqrt().unsqueeze(-1)
+        if site.mask is not None and site.mask is not True:
+            w = w * torch.as_tensor(site.mask, device=w.device).unsqueeze(-1)
+        found.append((f, w.expand_as(f)))
+    return found
 
 
 def _finite_support(fn: td.Distribution, site: str) -> Pairs:

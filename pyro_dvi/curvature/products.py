@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from pyro_dvi.curvature.base import twice_differentiated
-from pyro_dvi.curvature.information import expected_information
+from pyro_dvi.curvature.information import expected_information, of_site
 from pyro_dvi.curvature.likelihood import ObservedSite
 from pyro_dvi.errors import UnsupportedError
 
@@ -145,14 +145,7 @@ def information_pairs(
             labels = draw_labels(site)
             terms = torch.stack([site.fn.log_prob(label) for label in labels], -1)
             pairs = [(terms, torch.full_like(terms.detach(), len(labels) ** -0.5))]
-        for f, w in pairs:
-            if not f.requires_grad:  # a fixed noise scale, say
-                continue
-            scale = torch.as_tensor(site.scale, dtype=w.dtype, device=w.device)
-            w = w.detach() * scale.sqrt().unsqueeze(-1)
-            if site.mask is not None and site.mask is not True:
-                w = w * torch.as_tensor(site.mask, device=w.device).unsqueeze(-1)
-            found.append((f, w.expand_as(f)))
+        found += [(f, w.detach()) for f, w in of_site(pairs, site)]
     return found
 
 

@@ -7,6 +7,7 @@ The transposed convolution exchanges the roles of x and :math:`\delta`, and is s
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -88,9 +89,15 @@ Served = tuple[_Layer, Callable[[Tensor], tuple[Tensor, Tensor]]]
 
 
 def _layer(
-    input: Tensor, weight: Tensor, stride: Size, padding: Size | str, dilation: Size, groups: int
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Size = 1,
+    padding: Size | str = 0,
+    dilation: Size = 1,
+    groups: int = 1,
 ) -> Served | None:
-    """The layer, and what gives its (x, delta) for the gradient of the output."""
+    """The layer of a call, and what gives its (x, delta) for the gradient of the output."""
     n = weight.dim() - 2
     if input.dim() != weight.dim():  # a single picture
         return None
@@ -108,11 +115,12 @@ def _layer(
 def _transposed_layer(
     input: Tensor,
     weight: Tensor,
-    stride: Size,
-    padding: Size,
-    output_padding: Size,
-    groups: int,
-    dilation: Size,
+    bias: Tensor | None = None,
+    stride: Size = 1,
+    padding: Size = 0,
+    output_padding: Size = 0,
+    groups: int = 1,
+    dilation: Size = 1,
 ) -> Served | None:
     n = weight.dim() - 2
     if input.dim() != weight.dim():
@@ -143,37 +151,18 @@ def _convolution(
     dilation: Size = 1,
     groups: int = 1,
 ) -> OfDelta | None:
-    served = _layer(input, weight, stride, padding, dilation, groups)
-    return _gradients(wanted, served)
+    return _gradients(wanted, _layer(input, weight, bias, stride, padding, dilation, groups))
 
 
 @squares_rule(F.conv1d, F.conv2d, F.conv3d)
-def _convolution_squares(
-    wanted: str,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Size = 1,
-    padding: Size | str = 0,
-    dilation: Size = 1,
-    groups: int = 1,
-) -> OfDelta | None:
-    return _squares(wanted, _layer(input, weight, stride, padding, dilation, groups))
+def _convolution_squares(wanted: str, *args: Any, **kwargs: Any) -> OfDelta | None:
+    return _squares(wanted, _layer(*args, **kwargs))
 
 
 @outer_rule(F.conv1d, F.conv2d, F.conv3d)
-def _convolution_outer(
-    wanted: str,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Size = 1,
-    padding: Size | str = 0,
-    dilation: Size = 1,
-    groups: int = 1,
-) -> Outer | None:
-    served = _layer(input, weight, stride, padding, dilation, groups)
-    if served is None or groups != 1:
+def _convolution_outer(wanted: str, input: Tensor, *args: Any, **kwargs: Any) -> Outer | None:
+    served = _layer(input, *args, **kwargs)
+    if served is None or served[0].groups != 1:
         return None
     if wanted == "bias":
         return Outer(
@@ -199,25 +188,13 @@ def _transposed(
     groups: int = 1,
     dilation: Size = 1,
 ) -> OfDelta | None:
-    served = _transposed_layer(input, weight, stride, padding, output_padding, groups, dilation)
+    served = _transposed_layer(input, weight, bias, stride, padding, output_padding, groups, dilation)
     return _gradients(wanted, served)
 
 
 @squares_rule(F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
-def _transposed_squares(
-    wanted: str,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Size = 1,
-    padding: Size = 0,
-    output_padding: Size = 0,
-    groups: int = 1,
-    dilation: Size = 1,
-) -> OfDelta | None:
-    return _squares(
-        wanted, _transposed_layer(input, weight, stride, padding, output_padding, groups, dilation)
-    )
+def _transposed_squares(wanted: str, *args: Any, **kwargs: Any) -> OfDelta | None:
+    return _squares(wanted, _transposed_layer(*args, **kwargs))
 
 
 def _gradients(wanted: str, served: Served | None) -> OfDelta | None:

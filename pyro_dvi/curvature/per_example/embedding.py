@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Per-example gradients of a table of embeddings; tokens that repeat within an example add up before squaring."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -57,10 +59,8 @@ def _embedding_squares(
     input: Tensor,
     weight: Tensor,
     padding_idx: int | None = None,
-    max_norm: float | None = None,
-    norm_type: float = 2.0,
-    scale_grad_by_freq: bool = False,
-    sparse: bool = False,
+    *_options: Any,  # which the rule above has looked at
+    **_named: Any,
 ) -> OfDelta | None:
     tokens, shape = input.reshape(len(input), -1), weight.shape
 
