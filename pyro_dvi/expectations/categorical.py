@@ -35,13 +35,14 @@ def _normalises_last_dimension(parameter: Moments, logarithm: bool) -> bool:
     return bool(trial.flatten()[0] < (-0.5 if logarithm else 0.75))
 
 
-def _refuse_unlinked(family: str, logits: Any, probs: Any) -> None:
+def _logits_of(family: str, logits: Any, probs: Any) -> Moments | None:
     if logits is None and isinstance(probs, Moments) and probs.link is None:
         raise UnsupportedError(
             f"{family}(probs=...) is given uncertain probabilities that do not come straight from a softmax, so that "
             f"no Gaussian behind them is known: pass logits, {family}(logits=f), or probs=softmax(f, -1) without "
             "further functions"
         )
+    return gaussian_logits(logits, probs)
 
 
 @expectation_rule(td.Categorical)
@@ -53,8 +54,7 @@ def categorical(value: Tensor, estimator: LogitEstimator, probs: Any = None, log
 
     Source: Schmitt & Roth (2021), Section 3.3.
     """
-    _refuse_unlinked("Categorical", logits, probs)
-    f = gaussian_logits(logits, probs)
+    f = _logits_of("Categorical", logits, probs)
     if f is None:
         return NotImplemented
     return _at_class(f.loc, value) - estimator.expected_logsumexp(f)
@@ -71,8 +71,7 @@ def one_hot_categorical(
     value: Tensor, estimator: LogitEstimator, probs: Any = None, logits: Any = None
 ) -> Tensor:
     """Expected log probability of a one-hot vector; the status is that of :func:`categorical`."""
-    _refuse_unlinked("OneHotCategorical", logits, probs)
-    f = gaussian_logits(logits, probs)
+    f = _logits_of("OneHotCategorical", logits, probs)
     if f is None:
         return NotImplemented
     return (value * f.loc).sum(-1) - estimator.expected_logsumexp(f)
@@ -92,8 +91,7 @@ def multinomial(
 
     Status: that of :func:`categorical`.
     """
-    _refuse_unlinked("Multinomial", logits, probs)
-    f = gaussian_logits(logits, probs)
+    f = _logits_of("Multinomial", logits, probs)
     if f is None:
         return NotImplemented
     count = value.sum(-1)

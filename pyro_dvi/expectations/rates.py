@@ -7,26 +7,11 @@ import torch
 from torch import Tensor
 from torch import distributions as td
 
-from pyro_dvi.expectations.gaussian import check_domain, gaussian_of, mean_at_nodes, nodes_of
 from pyro_dvi.expectations.rules import expectation_rule
+from pyro_dvi.expectations.scales import log_and_inverse_power
 from pyro_dvi.moments import Moments
 
 __all__ = ["exponential", "gamma", "poisson"]
-
-
-def _log_and_mean(family: type, rate: Any) -> tuple[Tensor, Tensor]:
-    r"""Return :math:`\mathrm E[\log r]` and :math:`\mathrm E[r]`.
-
-    For :math:`r = e^h` the latter is :math:`e^{\bar h + v_h/2}`; other functions at 32 Gauss-Hermite nodes.
-    """
-    if not isinstance(rate, Moments):
-        return rate.log(), rate
-    if rate.link is not None and rate.link.name == "exp":
-        h = gaussian_of(rate)
-        return h.loc, torch.exp(h.loc + 0.5 * h.variance)
-    values, weights = nodes_of(rate)
-    check_domain(family, "rate", rate, values)
-    return mean_at_nodes(values.log(), weights), mean_at_nodes(values, weights)
 
 
 @expectation_rule(td.Poisson)
@@ -42,14 +27,14 @@ def poisson(value: Tensor, rate: Any) -> Tensor:
         >>> poisson(torch.zeros(1), rate)
         tensor([-1.6487])
     """
-    logarithm, mean = _log_and_mean(td.Poisson, rate)
+    logarithm, mean = log_and_inverse_power(td.Poisson, "rate", rate, -1)
     return value * logarithm - mean - torch.lgamma(value + 1)
 
 
 @expectation_rule(td.Exponential)
 def exponential(value: Tensor, rate: Any) -> Tensor:
     r"""Expected log density, :math:`\mathrm E[\log r] - y\,\mathrm E[r]`; the status is that of :func:`poisson`."""
-    logarithm, mean = _log_and_mean(td.Exponential, rate)
+    logarithm, mean = log_and_inverse_power(td.Exponential, "rate", rate, -1)
     return logarithm - value * mean
 
 
@@ -61,6 +46,6 @@ def gamma(value: Tensor, concentration: Any, rate: Any) -> Tensor:
     """
     if isinstance(concentration, Moments):
         return NotImplemented
-    logarithm, mean = _log_and_mean(td.Gamma, rate)
+    logarithm, mean = log_and_inverse_power(td.Gamma, "rate", rate, -1)
     a = concentration
     return a * logarithm - torch.lgamma(a) + (a - 1) * value.log() - value * mean

@@ -9,9 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyro_dvi.errors import UnsupportedError
+from pyro_dvi.moments.arithmetic import plus, times
 from pyro_dvi.moments.bilinear import bilinear_moments, with_bias
 from pyro_dvi.moments.rules import moment_rule
-from pyro_dvi.moments.value import Moments, MultiplicativeMoments, loc_of, second_moment_of, variance_of
+from pyro_dvi.moments.value import Moments, MultiplicativeMoments, loc_of, second_moment_of
 
 __all__ = ["add_product", "bilinear_form", "dot", "linear", "matmul", "outer", "tensordot"]
 
@@ -115,15 +116,9 @@ def tensordot(a: Any, b: Any, dims: Any = 2, out: None = None) -> Moments:
 @moment_rule(torch.addmm, torch.baddbmm, torch.addmv)
 def add_product(input: Any, first: Any, second: Any, *, beta: Any = 1, alpha: Any = 1) -> Moments:
     r"""Moments of :math:`\beta\,\mathrm{input} + \alpha\,AB`. Status: exact for independent arguments."""
-    if isinstance(first, Moments) or isinstance(second, Moments):
-        y = matmul(first, second)
-        product = Moments(alpha * y.loc, alpha**2 * y.variance)
-    else:
-        loc = alpha * torch.matmul(first, second)
-        product = Moments(loc, torch.zeros_like(loc))
-    spread = variance_of(input)
-    shift = beta * loc_of(input)
-    return with_bias(product, shift if spread is None else Moments(shift, beta**2 * spread))
+    is_uncertain = isinstance(first, Moments) or isinstance(second, Moments)
+    product = matmul(first, second) if is_uncertain else torch.matmul(first, second)
+    return plus(times(input, beta), times(product, alpha))
 
 
 @moment_rule(F.bilinear)

@@ -31,11 +31,13 @@ __all__ = [
     "lerp",
     "mul",
     "neg",
+    "plus",
     "pow",
     "reciprocal",
     "rsub",
     "square",
     "sub",
+    "times",
 ]
 
 _LARGEST_VARIATION = 0.2
@@ -237,8 +239,8 @@ def addcmul(input: Any, tensor1: Any, tensor2: Any, *, value: float = 1) -> Mome
     Status: exact for independent factors, and where x is y.
     """
     if input is tensor1 and isinstance(input, Moments):
-        return _times(input, _plus(1, _times(tensor2, value)))
-    return _plus(input, _times(_times(tensor1, tensor2), value))
+        return times(input, plus(1, times(tensor2, value)))
+    return plus(input, times(times(tensor1, tensor2), value))
 
 
 @moment_rule(torch.addcdiv)
@@ -248,8 +250,8 @@ def addcdiv(input: Any, tensor1: Any, tensor2: Any, *, value: float = 1) -> Mome
     Status: that of :func:`div`.
     """
     if input is tensor1 and isinstance(input, Moments):
-        return _times(input, _plus(1, torch.div(value, tensor2)))
-    return _plus(input, _times(torch.div(tensor1, tensor2), value))
+        return times(input, plus(1, torch.div(value, tensor2)))
+    return plus(input, times(torch.div(tensor1, tensor2), value))
 
 
 @moment_rule(torch.lerp)
@@ -264,12 +266,14 @@ def lerp(input: Any, end: Any, weight: Any) -> Moments:
         )
     if input is end:
         return input.snapshot()
-    return _plus(_times(input, 1 - weight), _times(end, weight))
+    return plus(times(input, 1 - weight), times(end, weight))
 
 
-def _plus(x: Any, y: Any) -> Any:
+def plus(x: Any, y: Any) -> Any:
+    """Return the sum of two things, of which any may be uncertain."""
     return add(x, y) if isinstance(x, Moments) or isinstance(y, Moments) else x + y
 
 
-def _times(x: Any, y: Any) -> Any:
+def times(x: Any, y: Any) -> Any:
+    """Return the product of two things, of which any may be uncertain."""
     return mul(x, y) if isinstance(x, Moments) or isinstance(y, Moments) else x * y

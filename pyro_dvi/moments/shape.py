@@ -59,10 +59,6 @@ def _moving(function: Callable, view: bool) -> Callable:
     name = function.__name__
 
     def move(input: Any, *args: Any, **kwargs: Any) -> Moments:
-        if not isinstance(input, Moments):
-            raise UnsupportedError(
-                f"{name} takes indices, sizes and masks that are certain: pass a tensor, such as x.loc"
-            )
         _certain(name, args, kwargs)
         result = Moments(function(input.loc, *args, **kwargs), function(input.variance, *args, **kwargs))
         return result.alias(input) if view else result

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyro_dvi.moments.rules import rule_for
-from pyro_dvi.moments.value import loc_of, variance_of
+from pyro_dvi.moments.value import loc_of, second_moment_of, variance_of
 from pyro_dvi.registry import registering
 
 __all__ = ["Spread", "Weight", "spread_rule", "spread_rule_for"]
@@ -73,7 +73,7 @@ def linear(input: Any, weight: Any, bias: Any = None, *, examples: int) -> Sprea
     if input.dim() == 2:
         terms = []
         if isinstance(weight, Weight):
-            terms.append(F.linear(_second_moment(input), weight.variance))
+            terms.append(F.linear(second_moment_of(input), weight.variance))
         if isinstance(bias, Weight):
             terms.append(bias.variance)
         return lambda delta: (delta.square() * sum(terms)).sum(1)
@@ -378,8 +378,3 @@ def embedding(input: Tensor, weight: Any, *options: Any, examples: int, **more: 
         return (delta * torch.bmm(same, delta) * variance).flatten(1).sum(1)
 
     return spread
-
-
-def _second_moment(x: Any) -> Tensor:
-    loc, variance = loc_of(x), variance_of(x)
-    return loc.square() if variance is None else torch.addcmul(variance, loc, loc)

@@ -32,20 +32,18 @@ def log(input: Moments) -> Moments:
         tensor([0.0100])
     """
     linked = through_link(input, torch.log)
-    return (
-        linked if linked is not None else Moments(torch.log(input.loc), input.variance / input.loc.square())
-    )
+    if linked is not None:
+        return linked
+    return Moments(torch.log(input.loc), input.variance / input.loc.square())
 
 
 @moment_rule(torch.log1p, torch.special.log1p, kind=Kind.ELEMENTWISE)
 def log1p(input: Moments) -> Moments:
     """Moments of the tangent of log(1 + x). Status: approximate, as :func:`log`."""
     linked = through_link(input, torch.log1p)
-    return (
-        linked
-        if linked is not None
-        else Moments(torch.log1p(input.loc), input.variance / (1 + input.loc).square())
-    )
+    if linked is not None:
+        return linked
+    return Moments(torch.log1p(input.loc), input.variance / (1 + input.loc).square())
 
 
 @moment_rule(torch.sqrt, kind=Kind.ELEMENTWISE)
