@@ -219,7 +219,7 @@ def test_steps_out_of_range(step: float) -> None:
 def test_names_instead_of_objects() -> None:
     with pytest.raises(ArgumentError, match=r"Pointwise\(\), Sum\(inputs\)"):
         HessianFree("pointwise")  # type: ignore[arg-type]
-    with pytest.raises(ArgumentError, match=r"NewtonCG\(\), LBFGS\(\) and Adam\(\)"):
+    with pytest.raises(ArgumentError, match=r"NewtonCG\(\), LBFGS\(\) or Adam\(\)"):
         HessianFree(solver="adam")  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="tolerances"):
         NewtonCG(tolerance=0.0)

@@ -3,15 +3,11 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyro_dvi.guides.laplace.energy import LocalEnergy
-from pyro_dvi.guides.laplace.hessian_free.evaluation_sum import columns, evaluation_query
-from pyro_dvi.guides.laplace.hessian_free.mode import PretrainedMode
-from pyro_dvi.guides.laplace.hessian_free.tilted_energy import OutputTilt, Tilt
+from pyro_dvi.guides.laplace.hessian_free.evaluation_sum import Sum
 from pyro_dvi.guides.laplace.hessian_free.two_fits import Fits
 from pyro_dvi.guides.laplace.query import Query
 
@@ -19,7 +15,7 @@ __all__ = ["AbsoluteSum"]
 
 
 @dataclass(frozen=True, eq=False)
-class AbsoluteSum(PretrainedMode):
+class AbsoluteSum(Sum):
     r"""Tilt by the sum of absolute outputs over an evaluation set, divided by its size M, and read absolute outputs.
 
     .. math:: r_k(u) = \frac1M \sum_j |f_k(x_j; u)|, \qquad
@@ -37,24 +33,10 @@ class AbsoluteSum(PretrainedMode):
     Source: McInerney & Kallus (2024), the pre-trained variant with absolute values.
     """
 
-    inputs: Any = None
-
-    @property
-    def reusable(self) -> bool:  # type: ignore[override]
-        """The fits belong to the evaluation set."""
-        return self.inputs is not None
-
-    def tilts(self, local: LocalEnergy, query: Query) -> list[Tilt]:
-        """Return one tilt for each output."""
-        evaluation = evaluation_query(self.inputs, local, query)
-        return [OutputTilt(evaluation, weights) for weights in columns(_signs(evaluation))]
+    def weights(self, evaluation: Query) -> Tensor:
+        """Return the signs of the outputs at the mode."""
+        return torch.where(evaluation.mean < 0, -1.0, 1.0).to(evaluation.mean)
 
     def responses(self, fits: Iterable[Fits | None], query: Query) -> Tensor:
         """Return the signed row means."""
-        signs = _signs(query)
-        found = super().responses(fits, query)
-        return signs.unsqueeze(-1) * found
-
-
-def _signs(query: Query) -> Tensor:
-    return torch.where(query.mean < 0, -1.0, 1.0).to(query.mean)
+        return self.weights(query).unsqueeze(-1) * super().responses(fits, query)

@@ -12,7 +12,7 @@ from pyro_dvi.guides.laplace.hessian_free.mode import PretrainedMode
 from pyro_dvi.guides.laplace.hessian_free.tilted_energy import OutputTilt, Tilt
 from pyro_dvi.guides.laplace.query import Query
 
-__all__ = ["Sum", "columns", "evaluation_query"]
+__all__ = ["Sum"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,11 +41,15 @@ class Sum(PretrainedMode):
 
     def tilts(self, local: LocalEnergy, query: Query) -> list[Tilt]:
         """Return one tilt for each output."""
-        evaluation = evaluation_query(self.inputs, local, query)
-        return [OutputTilt(evaluation, weights) for weights in columns(torch.ones_like(evaluation.mean))]
+        evaluation = _evaluation_query(self.inputs, local, query)
+        return [OutputTilt(evaluation, weights) for weights in _columns(self.weights(evaluation))]
+
+    def weights(self, evaluation: Query) -> Tensor:
+        """Return what multiplies the outputs of the evaluation set in the sum."""
+        return torch.ones_like(evaluation.mean)
 
 
-def evaluation_query(inputs: Any, local: LocalEnergy, query: Query) -> Query:
+def _evaluation_query(inputs: Any, local: LocalEnergy, query: Query) -> Query:
     """Return the outputs of an evaluation set, or the query itself for None."""
     if inputs is None:
         return query
@@ -54,7 +58,7 @@ def evaluation_query(inputs: Any, local: LocalEnergy, query: Query) -> Query:
     return Query(energy.model, given, energy.locs, energy.layout, site=query.site)
 
 
-def columns(weights: Tensor) -> list[Tensor]:
+def _columns(weights: Tensor) -> list[Tensor]:
     """Split weights ``[M, K]`` by output, each divided by M."""
     size = weights.shape[1]
     only = torch.eye(size, dtype=weights.dtype, device=weights.device)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One pair of fits by ordinary training on shifted labels."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +10,7 @@ from torch import Tensor
 from torch import distributions as td
 
 from pyro_dvi.errors import ModelError, UnsupportedError
-from pyro_dvi.guides.laplace.energy import Energy, LocalEnergy
+from pyro_dvi.guides.laplace.energy import Energy, LocalEnergy, within
 from pyro_dvi.guides.laplace.hessian_free.mode import PretrainedMode
 from pyro_dvi.guides.laplace.hessian_free.tilted_energy import Tilt
 from pyro_dvi.guides.laplace.query import Query
@@ -74,7 +73,7 @@ class _LabelTilt(Tilt):
     def tilted(self, local: LocalEnergy, point: Tensor, strength: float) -> tuple[Tensor, Tensor]:
         """Return U on shifted labels and its gradient."""
         shift = _Shift(self.site, self.output, self.size, strength * self.energy.kl_weight / self.rows)
-        energy = self.energy.with_model(_under(shift, self.energy.model))
+        energy = self.energy.with_model(within(shift, self.energy.model))
         found = energy.at(point).value_and_gradient
         self.energy.evaluations += energy.evaluations
         return found
@@ -129,14 +128,6 @@ def normal_of(fn: Any, name: str) -> Any:
             "shift is a multiple of its square. Use InSample(), Sum(inputs) or Pointwise()."
         )
     return fn
-
-
-def _under(shift: _Shift, model: Callable) -> Callable:
-    def shifted(*args: Any, **kwargs: Any) -> Any:
-        with shift:
-            return model(*args, **kwargs)
-
-    return shifted
 
 
 def _without_gradients(local: LocalEnergy) -> Any:

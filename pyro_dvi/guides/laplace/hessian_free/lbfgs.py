@@ -1,20 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """L-BFGS from the mode, for comparison."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from pyro_dvi.guides.laplace.hessian_free.solver import Solver
+from pyro_dvi.guides.laplace.hessian_free.solver import FineTuning
 from pyro_dvi.guides.laplace.hessian_free.tilted_energy import TiltedEnergy
 
 __all__ = ["LBFGS"]
 
 
 @dataclass(frozen=True)
-class LBFGS(Solver):
+class LBFGS(FineTuning):
     """Fine-tune each tilted energy from the mode by limited-memory BFGS with a strong Wolfe line search.
 
     Status: the minimum of small problems in float64, for several times the work of :class:`NewtonCG`. Nothing checks
@@ -30,14 +29,8 @@ class LBFGS(Solver):
     max_iterations: int = 200
     history: int = 20
 
-    def minimise(
-        self, problems: Sequence[TiltedEnergy], directions: Tensor, length: float
-    ) -> tuple[Tensor, Tensor]:
-        """Return where the search ends, and call all of it found; see :meth:`Solver.minimise`."""
-        found = torch.stack([self._minimise(problem) for problem in problems])
-        return found, torch.ones(len(problems), dtype=torch.bool)
-
-    def _minimise(self, problem: TiltedEnergy) -> Tensor:
+    def fine_tuned(self, problem: TiltedEnergy) -> Tensor:
+        """Return where the search ends."""
         u = problem.local.point.clone().requires_grad_()
         optimizer = torch.optim.LBFGS(
             [u],

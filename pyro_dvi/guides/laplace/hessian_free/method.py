@@ -8,13 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from pyro_dvi.errors import (
-    ArgumentError,
-    DviWarning,
-    NonFiniteError,
-    NotPositiveDefiniteError,
-    UnsupportedError,
-)
+from pyro_dvi.errors import DviWarning, NonFiniteError, NotPositiveDefiniteError, UnsupportedError
+from pyro_dvi.guides.laplace.choice import check_choice
 from pyro_dvi.guides.laplace.energy import LocalEnergy
 from pyro_dvi.guides.laplace.hessian_free.mode import Mode, PretrainedMode
 from pyro_dvi.guides.laplace.hessian_free.newton_cg import NewtonCG
@@ -86,15 +81,9 @@ class HessianFree(Method):
     exact = True
 
     def __post_init__(self) -> None:
-        if not isinstance(self.mode, Mode):
-            raise ArgumentError(
-                "mode is one of the objects Pointwise(), Sum(inputs), AbsoluteSum(inputs), InSample() and "
-                f"LabelShift(), not {self.mode!r}"
-            )
-        if not isinstance(self.solver, Solver):
-            raise ArgumentError(
-                f"solver is one of the objects NewtonCG(), LBFGS() and Adam(), not {self.solver!r}"
-            )
+        modes = "Pointwise(), Sum(inputs), AbsoluteSum(inputs), InSample() or LabelShift()"
+        check_choice("mode", self.mode, Mode, modes)
+        check_choice("solver", self.solver, Solver, "NewtonCG(), LBFGS() or Adam()")
         check_step(self.step)
 
     def fit(self, local: LocalEnergy, *, seed: int = 0, progress: bool = False) -> "HessianFreePosterior":

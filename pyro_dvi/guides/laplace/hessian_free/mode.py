@@ -3,13 +3,12 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from pyro_dvi.guides.laplace.energy import LocalEnergy
-from pyro_dvi.guides.laplace.hessian_free.tilted_energy import Tilt, outputs_at
+from pyro_dvi.guides.laplace.hessian_free.tilted_energy import Tilt
 from pyro_dvi.guides.laplace.hessian_free.two_fits import Fits, TwoFits
 from pyro_dvi.guides.laplace.query import Query
 
@@ -58,9 +57,6 @@ class PretrainedMode(Mode):
 
     def responses(self, fits: Iterable[Fits | None], query: Query) -> Tensor:
         """Return the row means."""
-        slopes = [
-            torch.zeros_like(query.mean) if pair is None else pair.slope(partial(outputs_at, query))
-            for pair in fits
-        ]
+        slopes = [torch.zeros_like(query.mean) if pair is None else pair.slope(query.at) for pair in fits]
         found = torch.stack(slopes, -1)  # derivatives [B, K] by the tilt of each output
         return 0.5 * (found + found.mT)

@@ -3,13 +3,12 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from pyro_dvi.guides.laplace.hessian_free.mode import Mode
-from pyro_dvi.guides.laplace.hessian_free.tilted_energy import OutputTilt, outputs_at
+from pyro_dvi.guides.laplace.hessian_free.tilted_energy import OutputTilt
 from pyro_dvi.guides.laplace.hessian_free.two_fits import Fits, TwoFits
 from pyro_dvi.guides.laplace.query import Query
 
@@ -49,7 +48,7 @@ class Pointwise(Mode):
     def _rows(self, fits: Iterable[Fits | None], query: Query) -> Iterator[Tensor]:
         """Covariances ``[B, K]`` of all outputs with each one."""
         for pair in fits:
-            yield torch.zeros_like(query.mean) if pair is None else pair.slope(partial(outputs_at, query))
+            yield torch.zeros_like(query.mean) if pair is None else pair.slope(query.at)
 
 
 def _unit_weights(query: Query) -> Iterator[Tensor]:

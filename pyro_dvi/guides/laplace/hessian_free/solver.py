@@ -4,13 +4,14 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from pyro_dvi.guides.laplace.energy import LocalEnergy
 from pyro_dvi.guides.laplace.hessian_free.tilted_energy import TiltedEnergy
 from pyro_dvi.linalg import conjugate_gradients
 
-__all__ = ["Solver", "solve_at_mode"]
+__all__ = ["FineTuning", "Solver", "solve_at_mode"]
 
 
 class Solver(ABC):
@@ -38,6 +39,21 @@ class Solver(ABC):
             directions: from :meth:`directions`, ``[S, D]``: the minima lie at about ``mode + strength * direction``.
             length: their distance from the mode, in posterior standard deviations along the tilt.
         """
+
+
+class FineTuning(Solver):
+    """One problem after the other by an optimizer of torch, whose result is called a minimum wherever it ends."""
+
+    def minimise(
+        self, problems: Sequence[TiltedEnergy], directions: Tensor, length: float
+    ) -> tuple[Tensor, Tensor]:
+        """Return where the optimizer ends, and call all of it found; see :meth:`Solver.minimise`."""
+        found = torch.stack([self.fine_tuned(problem) for problem in problems])
+        return found, torch.ones(len(problems), dtype=torch.bool)
+
+    @abstractmethod
+    def fine_tuned(self, problem: TiltedEnergy) -> Tensor:
+        """Return where the optimizer ends, [D]."""
 
 
 def solve_at_mode(local: LocalEnergy, rows: Tensor, tolerance: float) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 from pyro_dvi.guides.laplace.energy import LocalEnergy
 from pyro_dvi.guides.laplace.query import Query
 
-__all__ = ["OutputTilt", "Tilt", "TiltedEnergy", "outputs_at"]
+__all__ = ["OutputTilt", "Tilt", "TiltedEnergy"]
 
 
 class Tilt(ABC):
@@ -51,12 +51,6 @@ class OutputTilt(Tilt):
             total = (self.weights * self.query.at(u)).sum()
             (gradient,) = torch.autograd.grad(total, u)
         return total.detach(), gradient
-
-
-def outputs_at(query: Query, point: Tensor) -> Tensor:
-    """Return the outputs ``[B, K]`` at a flat vector [D], without a graph."""
-    with torch.enable_grad():  # what depends on the latents is found by its graph
-        return query.at(point.detach().requires_grad_()).detach()
 
 
 @dataclass(frozen=True)
