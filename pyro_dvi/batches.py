@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """From what a loader yields to the arguments of model and guide."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -10,7 +10,16 @@ from torch.utils.data import SubsetRandomSampler
 
 from pyro_dvi.errors import ArgumentError, DataError
 
-__all__ = ["arguments", "batches", "check_loader", "dataset_size", "non_finite_inputs", "number_of_batches"]
+__all__ = [
+    "arguments",
+    "batches",
+    "check_loader",
+    "dataset_size",
+    "mapped",
+    "non_finite_inputs",
+    "number_of_batches",
+    "tensors_in",
+]
 
 
 def arguments(batch: Any, device: torch.device | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -113,16 +122,38 @@ def non_finite_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str
     return found
 
 
-def _moved(value: Any, device: torch.device | None) -> Any:
-    if device is None:
-        return value
-    if isinstance(value, Tensor):
-        return value.to(device, non_blocking=value.is_pinned())
+def mapped(function: Callable[[Any], Any], value: Any) -> Any:
+    """Return nested tuples, lists and mappings with a function applied to everything in them.
+
+    Example:
+        >>> mapped(abs, {"x": [-1, -2]})
+        {'x': [1, 2]}
+    """
     if isinstance(value, Mapping):
-        return {key: _moved(item, device) for key, item in value.items()}
+        return {key: mapped(function, item) for key, item in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_moved(item, device) for item in value))
+        return type(value)(*(mapped(function, item) for item in value))
     if isinstance(value, (tuple, list)):
-        return type(value)(_moved(item, device) for item in value)
-    # Packed sequences and graph batches move themselves.
-    return value.to(device) if callable(getattr(value, "to", None)) else value
+        return type(value)(mapped(function, item) for item in value)
+    return function(value)
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Give the tensors in nested tuples, lists and mappings, in order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from tensors_in(tuple(value.values()))
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            yield from tensors_in(part)
+
+
+def _moved(value: Any, device: torch.device | None) -> Any:
+    def moved(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf.to(device, non_blocking=leaf.is_pinned())
+        # Packed sequences and graph batches move themselves.
+        return leaf.to(device) if callable(getattr(leaf, "to", None)) else leaf
+
+    return value if device is None else mapped(moved, value)

@@ -2,13 +2,14 @@
 """Run a model again on part of its minibatch."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pyro.poutine as poutine
 import torch
 from torch import Tensor
 
+from pyro_dvi.batches import mapped, tensors_in
 from pyro_dvi.curvature import ObservedSite
 from pyro_dvi.curvature.likelihood import SliceArguments
 from pyro_dvi.errors import ModelError, UnsupportedError
@@ -39,13 +40,13 @@ def run_on_part(
                 f"Fisher(fraction={fraction}) cannot take part of the rows: latent site {latent.name!r} is local to a "
                 "plate. Use Fisher(every=k) to save time instead."
             )
-    first = next(_tensors((args, kwargs)), None)
-    if first is None:
+    tensors = _with_rows(args, kwargs)
+    if not tensors:
         raise UnsupportedError(
             f"Fisher(fraction={fraction}) found no tensor among the model's arguments to take rows of: pass slice_args"
         )
-    length = len(first)
-    rows = torch.randperm(length, device=first.device)[: max(1, math.ceil(fraction * length))]
+    length = len(tensors[0])
+    rows = torch.randperm(length, device=tensors[0].device)[: max(1, math.ceil(fraction * length))]
     part_args, part_kwargs = (slice_args or _slice_rows)(args, kwargs, rows)
     advice = (
         "Give the plate the length of the data (subsample_size=len(x)), so that its scale follows the part, or pass "
@@ -63,7 +64,7 @@ def run_on_part(
     sites, _ = observed_sites(trace)
     for site in sites:
         whole = run.model_trace.nodes[site.name]
-        before, after = (_weight(s.scale, s.fn) for s in (_Pair(whole), site))
+        before, after = _weight(whole["scale"], whole["fn"]), _weight(site.scale, site.fn)
         if abs(after / before - 1) > 1e-3:
             raise ModelError(
                 f"observed site {site.name!r} weighs {after:.6g} on {len(rows)} rows and {before:.6g} on {length}: the "
@@ -72,35 +73,20 @@ def run_on_part(
     return sites
 
 
-class _Pair:
-    def __init__(self, node: Any) -> None:
-        self.scale, self.fn = node["scale"], node["fn"]
-
-
 def _weight(scale: float | Tensor, fn: Any) -> float:
     elements = torch.Size(fn.batch_shape).numel()
     return (float(scale.cpu().double().mean()) if torch.is_tensor(scale) else scale) * elements
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """Tensors with a first dimension among the arguments, however nested, in their order."""
-    if torch.is_tensor(value):
-        if value.dim():
-            yield value
-    elif isinstance(value, (tuple, list, dict)):
-        for part in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(part)
-
-
 def _slice_rows(args: tuple, kwargs: dict, rows: Tensor) -> tuple[tuple, dict]:
-    length = len(next(_tensors((args, kwargs))))
+    length = len(_with_rows(args, kwargs)[0])
 
-    def part(value: Any) -> Any:
-        if torch.is_tensor(value) and value.dim() and len(value) == length:
-            return value[rows]
-        if isinstance(value, (tuple, list)):
-            parts = [part(v) for v in value]
-            return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-        return {k: part(v) for k, v in value.items()} if isinstance(value, dict) else value
+    def part(leaf: Any) -> Any:
+        return leaf[rows] if torch.is_tensor(leaf) and leaf.dim() and len(leaf) == length else leaf
 
-    return tuple(part(v) for v in args), {k: part(v) for k, v in kwargs.items()}
+    return mapped(part, args), mapped(part, kwargs)
+
+
+def _with_rows(args: tuple, kwargs: dict) -> list[Tensor]:
+    """Tensors with a first dimension among the arguments."""
+    return [tensor for tensor in tensors_in((args, kwargs)) if tensor.dim()]

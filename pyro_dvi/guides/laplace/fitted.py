@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyro_dvi.batches import mapped
 from pyro_dvi.errors import CheckpointError, DviWarning, GuideError, UnsupportedError
 from pyro_dvi.guides.laplace.draws import draw
 from pyro_dvi.guides.laplace.gaussian_outputs import GaussianOutputs
@@ -177,21 +178,11 @@ class Fitted:
 
     def moved(self, function: Callable[[Tensor], Tensor]) -> "Fitted | None":
         """Return it with ``function`` (to another device or dtype) applied to every tensor; None as :meth:`state`."""
-        state = self.state()
-        return None if state is None else Fitted.from_state(_apply(function, state))
+        state = mapped(lambda leaf: function(leaf) if torch.is_tensor(leaf) else leaf, self.state())
+        return Fitted.from_state(state)
 
     def __deepcopy__(self, memo: Any) -> "Fitted":
         return self
 
     def __reduce__(self) -> Any:
         return Fitted.from_state, (self.state(),)
-
-
-def _apply(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    if torch.is_tensor(value):
-        return function(value)
-    if isinstance(value, dict):
-        return {k: _apply(function, v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_apply(function, v) for v in value)
-    return value

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Go through the same data again and again, and notice when they are not the same."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyro_dvi.batches import arguments, check_loader
+from pyro_dvi.batches import arguments, check_loader, tensors_in
 from pyro_dvi.devices import widest
 from pyro_dvi.errors import DataError
 
-__all__ = ["Passes", "same_data", "tensors_in"]
+__all__ = ["Passes", "same_data"]
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -78,17 +78,6 @@ class Passes:
 def same_data(first: float | None, other: float | None) -> bool:
     """Say whether two checksums are those of the same rows; not, where one is unknown."""
     return first is not None and other is not None and abs(other - first) <= 1e-6 * max(1.0, abs(first))
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Give the tensors in nested tuples, lists and mappings, in order."""
-    if torch.is_tensor(value):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from tensors_in(tuple(value.values()))
-    elif isinstance(value, (tuple, list)):
-        for part in value:
-            yield from tensors_in(part)
 
 
 def _checksums(tensor: Tensor) -> tuple[float, float]:

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyro_dvi.batches import tensors_in
 from pyro_dvi.curvature.example_gradients import ExampleGradients
 from pyro_dvi.curvature.products import LinearMap, SavedBytes, vectors_together
 from pyro_dvi.curvature.squared_gradients import SquaredGradients
 from pyro_dvi.errors import DataError, PyroDviError
 from pyro_dvi.guides.laplace.layout import Layout
-from pyro_dvi.guides.laplace.passes import tensors_in
 from pyro_dvi.guides.laplace.torch_modes import refuse_torch_modes
 from pyro_dvi.handlers.explained import explained_errors
 from pyro_dvi.handlers.outputs import Outputs, run_outputs
