@@ -7,7 +7,7 @@ from typing import Any
 
 import pyro.poutine as poutine
 import torch
-from pyro.distributions.util import sum_rightmost
+from pyro.distributions.util import scale_and_mask, sum_rightmost
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
@@ -148,8 +148,6 @@ class AtUnconstrained(Messenger):
         for name, node in trace.nodes.items():
             if node["type"] == "sample" and not node["is_observed"] and name in self.values:
                 log_prob = node["fn"].log_prob(node["value"])
-                if node["mask"] is not None:
-                    log_prob = log_prob * torch.as_tensor(node["mask"], device=log_prob.device)
-                term = (log_prob * node["scale"]).sum()
+                term = scale_and_mask(log_prob, node["scale"], node["mask"]).sum()
                 terms[name] = term + self._jacobians[name] if name in self._jacobians else term
         return terms

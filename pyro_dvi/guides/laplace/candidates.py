@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import cached_property
 
 import torch
+from pyro.distributions.util import scale_and_mask
 from torch import Tensor
 
 from pyro_dvi.errors import NotPositiveDefiniteError, UnsupportedError
@@ -109,9 +110,8 @@ class Candidates:
             if factor != 1 and name in terms:
                 node = self._run.trace.nodes[name]
                 log_prob = rescaled(name, node["fn"], factor).log_prob(node["value"])
-                if node["mask"] is not None:
-                    log_prob = log_prob * torch.as_tensor(node["mask"], device=log_prob.device)
-                terms[name] = (log_prob * node["scale"]).sum()  # of real numbers, which need no transform
+                # Of real numbers, which need no transform.
+                terms[name] = scale_and_mask(log_prob, node["scale"], node["mask"]).sum()
         return replace(self._run, log_priors=terms)
 
     def _likelihood_product(self, energy: Energy) -> Tensor:

@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
@@ -170,16 +170,9 @@ def diagnose(energy: Energy, *, tolerance: float = 1e-2, steps: int = 200) -> Di
         choices: list[PrecisionMatrix] = [GGN()] if found.at_saddle else [Hessian(), GGN()]
         for curvature in choices:
             try:
-                decrement, bound = _decrement(local, curvature, diagonal, steps)
+                return _with_decrement(found, local, curvature, steps)
             except (NotPositiveDefiniteError, ModelError):  # ModelError: no Gauss-Newton matrix
                 continue
-            return replace(
-                found,
-                newton_decrement=decrement,
-                decrement_is_bound=bound,
-                curvature=type(curvature).__name__,
-                fitting_kl_weight=None if decrement <= tolerance else _fitting_kl_weight(local),
-            )
         return replace(found, fitting_kl_weight=_fitting_kl_weight(local))
 
 
@@ -198,19 +191,10 @@ def glance(energy: Energy, *, tolerance: float = 1.0, steps: int = 3) -> Diagnos
         found = _first_look(energy, tolerance)
         if found.non_finite or found.randomness:
             return found
-        local = energy.at(energy.start)
         try:
-            decrement, bound = _decrement(local, GGN(), local.prior_diagonal(), steps)
+            return _with_decrement(found, energy.at(energy.start), GGN(), steps)
         except NotPositiveDefiniteError:
             return found
-        weight = None if decrement <= tolerance else _fitting_kl_weight(local)
-        return replace(
-            found,
-            newton_decrement=decrement,
-            decrement_is_bound=bound,
-            curvature="GGN",
-            fitting_kl_weight=weight,
-        )
 
 
 def _first_look(energy: Energy, tolerance: float) -> Diagnosis:
@@ -240,19 +224,26 @@ def _in_training(model: object) -> tuple[str, ...]:
     )
 
 
-def _decrement(
-    local: LocalEnergy, curvature: PrecisionMatrix, diagonal: Tensor | None, steps: int
-) -> tuple[float, bool]:
-    """Return g' P^-1 g, and whether it is a lower bound: the iterates of conjugate gradients rise towards it."""
+def _with_decrement(
+    found: Diagnosis, local: LocalEnergy, curvature: PrecisionMatrix, steps: int
+) -> Diagnosis:
+    """Add g' P^-1 g, and whether it is a lower bound: the iterates of conjugate gradients rise towards it."""
     gradient = local.gradient
     solution = conjugate_gradients(
         lambda v: curvature.product(local, v),
         gradient.unsqueeze(0),
         tolerance=1e-3,
         max_iterations=steps,
-        preconditioner=diagonal,
+        preconditioner=local.prior_diagonal(),
     )
-    return float(solution.x[0] @ gradient), not solution.converged
+    decrement = float(solution.x[0] @ gradient)
+    return replace(
+        found,
+        newton_decrement=decrement,
+        decrement_is_bound=not solution.converged,
+        curvature=type(curvature).__name__,
+        fitting_kl_weight=None if decrement <= found.tolerance else _fitting_kl_weight(local),
+    )
 
 
 def _fitting_kl_weight(local: LocalEnergy) -> float | None:

@@ -2,7 +2,6 @@
 """The precision without its off-diagonal entries."""
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +12,7 @@ from pyro_dvi.guides.laplace.posterior import LaplacePosterior, Method, blocks_b
 from pyro_dvi.guides.laplace.precision import GGN, PrecisionMatrix
 from pyro_dvi.guides.laplace.prior_precision import prior_diagonal
 from pyro_dvi.guides.laplace.query import Query
+from pyro_dvi.linalg.operator import gaussian_rows
 
 __all__ = ["Diagonal", "DiagonalPosterior"]
 
@@ -102,9 +102,7 @@ class DiagonalPosterior(LaplacePosterior):
         return (rows / self.precision) @ rows.mT
 
     def draw(self, count: int, generator: torch.Generator) -> Tensor:
-        noise: Any = torch.randn(
-            count, len(self.mode), generator=generator, dtype=self.mode.dtype, device=self.mode.device
-        )
+        noise = gaussian_rows(count, len(self.mode), self.mode, generator)
         return self.mode + noise / self.precision.sqrt()
 
     def solve(self, vectors: Tensor) -> Tensor:

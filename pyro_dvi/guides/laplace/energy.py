@@ -33,7 +33,7 @@ from pyro_dvi.handlers.explained import explained_errors
 from pyro_dvi.handlers.log_joint import JointRun, run_joint
 from pyro_dvi.undisturbed import constant_parameters, evaluating
 
-__all__ = ["Energy", "LocalEnergy", "diagonal_of"]
+__all__ = ["Energy", "LocalEnergy", "diagonal_of", "within"]
 
 
 class Energy:
@@ -149,7 +149,7 @@ class Energy:
         for args, kwargs in self.passes:
             values = [v.detach().requires_grad_(torch.is_grad_enabled()) for v in self.layout.split(point)]
             named = {**self.locs, **dict(zip(self.layout.names, values, strict=True))}
-            model = self.model if recorder is None else _within(recorder(values), self.model)
+            model = self.model if recorder is None else within(recorder(values), self.model)
             checked = explained_errors(self.model, values, args, kwargs)
             with checked, evaluating(self.model), constant_parameters(self.model):
                 run = run_joint(model, args, kwargs, named)
@@ -344,8 +344,8 @@ def diagonal_of(product: Callable[[Tensor], Tensor], like: Tensor) -> Tensor | N
     return diagonal if bool(proper.all()) else None
 
 
-def _within(context: AbstractContextManager[Any], model: Callable) -> Callable:
-    """The model inside a context, which its prior and likelihood are not."""
+def within(context: AbstractContextManager[Any], model: Callable) -> Callable:
+    """Return the model inside a context."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with context:

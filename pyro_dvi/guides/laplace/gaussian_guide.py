@@ -38,17 +38,8 @@ class GaussianGuide(PointMassGuide):
         create_plates: as in Pyro's guides.
     """
 
-    def __init__(
-        self,
-        model: Callable,
-        *,
-        kl_weight: float,
-        init_loc_fn: Callable,
-        create_plates: Callable | None = None,
-    ) -> None:
-        super().__init__(model, kl_weight=kl_weight, init_loc_fn=init_loc_fn, create_plates=create_plates)
-        self._method: Method | None = None
-        self._fitted: Fitted | None = None
+    _method: Method | None = None
+    _fitted: Fitted | None = None
 
     @property
     def posterior(self) -> LaplacePosterior | None:

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The posterior as a Gaussian around its mode."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from pyro_dvi.bayesian import init_to_module
 from pyro_dvi.guides.laplace.by_evidence import ByEvidence
 from pyro_dvi.guides.laplace.choice import check_choice
 from pyro_dvi.guides.laplace.convergence import Refuse, Unconverged
@@ -72,16 +71,6 @@ class LaplaceGuide(GaussianGuide):
         >>> guide.predictive(x).variance
         tensor([0.2500, 0.2500, 0.2500])
     """
-
-    def __init__(
-        self,
-        model: Callable,
-        *,
-        kl_weight: float = 1.0,
-        init_loc_fn: Callable = init_to_module,
-        create_plates: Callable | None = None,
-    ) -> None:
-        super().__init__(model, kl_weight=kl_weight, init_loc_fn=init_loc_fn, create_plates=create_plates)
 
     def fit(
         self,

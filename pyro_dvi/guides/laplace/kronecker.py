@@ -16,6 +16,7 @@ from pyro_dvi.guides.laplace.posterior import LaplacePosterior, Method, blocks_b
 from pyro_dvi.guides.laplace.precision import GGN, PrecisionMatrix
 from pyro_dvi.guides.laplace.prior_precision import common_ratio, independent_prior_precision
 from pyro_dvi.guides.laplace.query import Query
+from pyro_dvi.linalg.operator import gaussian_rows
 
 __all__ = ["KroneckerFactored", "KroneckerPosterior"]
 
@@ -190,9 +191,7 @@ class KroneckerPosterior(LaplacePosterior):
         return white @ white.mT
 
     def draw(self, count: int, generator: torch.Generator) -> Tensor:
-        noise = torch.randn(
-            count, len(self.mode), generator=generator, dtype=self.mode.dtype, device=self.mode.device
-        )
+        noise = gaussian_rows(count, len(self.mode), self.mode, generator)
         drawn = noise / self.diagonal.sqrt()
         for layer in self._layers:
             layer.put(drawn, layer.coloured(layer.get(noise)))

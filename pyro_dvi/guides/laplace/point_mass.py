@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pyro_dvi.bayesian import init_to_module
 from pyro_dvi.errors import ArgumentError
 from pyro_dvi.guides.base import FactorisedGuide
 from pyro_dvi.guides.factors import Deterministic, Factor
@@ -49,8 +50,8 @@ class PointMassGuide(FactorisedGuide):
         self,
         model: Callable,
         *,
-        kl_weight: float,
-        init_loc_fn: Callable,
+        kl_weight: float = 1.0,
+        init_loc_fn: Callable = init_to_module,
         create_plates: Callable | None = None,
     ) -> None:
         if callable(kl_weight) or isinstance(kl_weight, str):

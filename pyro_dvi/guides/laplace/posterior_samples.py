@@ -116,9 +116,7 @@ class SamplesPosterior(LaplacePosterior):
     def draw(self, count: int, generator: torch.Generator) -> Tensor:
         """Draw from the Gaussian whose covariance is that of the samples; :attr:`samples` are exact, but few."""
         samples = self.samples
-        weights = torch.randn(
-            count, len(samples), generator=generator, dtype=samples.dtype, device=samples.device
-        )
+        weights = gaussian_rows(count, len(samples), samples, generator)
         return self.mode + weights @ samples / len(samples) ** 0.5
 
     def marginal_variance(self) -> Tensor:

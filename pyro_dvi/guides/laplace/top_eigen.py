@@ -14,6 +14,7 @@ from pyro_dvi.guides.laplace.precision import GGN, PrecisionMatrix
 from pyro_dvi.guides.laplace.prior_precision import common_ratio, independent_prior_precision
 from pyro_dvi.guides.laplace.query import Query
 from pyro_dvi.linalg import top_eigenpairs
+from pyro_dvi.linalg.operator import gaussian_rows
 
 __all__ = ["TopEigen", "TopEigenPosterior"]
 
@@ -119,9 +120,7 @@ class TopEigenPosterior(LaplacePosterior):
         return self._quadratic(torch.cat(list(query.rows())))
 
     def draw(self, count: int, generator: torch.Generator) -> Tensor:
-        noise = torch.randn(
-            count, len(self.mode), generator=generator, dtype=self.mode.dtype, device=self.mode.device
-        )
+        noise = gaussian_rows(count, len(self.mode), self.mode, generator)
         shrunk = noise + (noise @ self.vectors.mT * ((1 + self.values).rsqrt() - 1)) @ self.vectors
         return self.mode + shrunk * self.prior.rsqrt()
 
