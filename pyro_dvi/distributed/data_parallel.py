@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from pyro_dvi.distributed.draws import AnnouncedFunction, Draws, SharedDraws, seeded
-from pyro_dvi.distributed.messages import exchange, several
+from pyro_dvi.distributed.messages import Message, exchange, exchange_or_fail, several
 from pyro_dvi.distributed.parameters import (
     create_parameters,
+    modules_of,
     named_leaves,
     named_parameters,
     refuse_synchronised,
@@ -144,13 +145,9 @@ class DataParallel(ELBO):
                 local.fractions = dict.fromkeys(local.fractions, 0.0)
         except Exception as error:
             failure = error
-            local.failure = f"{type(error).__name__}: {error}"
-        messages = exchange(local, self.group)
         self.stands_by = False
-        if failure is not None:
-            raise failure
+        messages = exchange_or_fail(local, failure, self.group)
         assert loss is not None
-        _raise_failure(messages, td.get_rank(self.group))
         weights = weights_of([m.fractions for m in messages], self.draws.whole_data)
         terms = {
             name: math.fsum(w * m.terms[name] for w, m in zip(weights, messages, strict=True))
@@ -246,11 +243,7 @@ class DataParallel(ELBO):
             message.seed = torch.initial_seed() if self._seed is None else self._seed
         except Exception as error:
             failure = error
-            message.failure = f"{type(error).__name__}: {error}"
-        messages = exchange(message, self.group)
-        if failure is not None:
-            raise failure
-        _raise_failure(messages, td.get_rank(self.group))
+        messages = exchange_or_fail(message, failure, self.group)
         for k, other in enumerate(messages):
             different = sorted(set(other.leaves) ^ set(messages[0].leaves))
             if different:
@@ -259,12 +252,7 @@ class DataParallel(ELBO):
                     "guide in all of them."
                 )
         self._seed = messages[0].seed
-        buffers = {
-            f"buffer {role} {name}": buffer
-            for role, part in (("model", model), ("guide", guide))
-            if isinstance(part, nn.Module)
-            for name, buffer in part.named_buffers()
-        }
+        buffers = dict(modules_of(model, guide).named_buffers())
         source = 0 if self.group is None else td.get_global_rank(self.group, 0)
         for values in (tensors, buffers):
             for name in sorted(values):
@@ -274,10 +262,9 @@ class DataParallel(ELBO):
 
 
 @dataclass
-class _Message:
+class _Message(Message):
     """What a process tells the others about its evaluation."""
 
-    failure: str | None = None
     fractions: dict[str, float] = field(default_factory=dict)
     terms: dict[str, float] = field(default_factory=dict)
     leaves: list[str] = field(default_factory=list)
@@ -299,12 +286,6 @@ class _Joint(Function):
         for state in ctx.states:
             state.loss_factor = out.detach()
         return (None, None, None, *(out * gradient for gradient in ctx.gradients))
-
-
-def _raise_failure(messages: list[_Message], rank: int) -> None:
-    for k, message in enumerate(messages):
-        if message.failure is not None and k != rank:
-            raise PyroDviError(f"process {k} failed: {message.failure}")
 
 
 def _diagnosis(messages: list[_Message]) -> str:

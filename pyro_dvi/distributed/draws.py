@@ -4,7 +4,7 @@
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,17 +82,11 @@ def seeded(guide: nn.Module | AnnouncedFunction, seeds: Iterator[int]) -> Iterat
         guide: the guide.
         seeds: a seed for each of its runs.
     """
-    forks: list[Any] = []
-
-    def leave() -> None:
-        while forks:
-            forks.pop().__exit__(None, None, None)
+    fork = ExitStack()
 
     def enter(*_: Any) -> None:
-        leave()
-        fork = _forked(next(seeds))
-        fork.__enter__()
-        forks.append(fork)
+        fork.close()
+        fork.enter_context(_forked(next(seeds)))
 
     handle = None
     if isinstance(guide, AnnouncedFunction):
@@ -100,10 +94,10 @@ def seeded(guide: nn.Module | AnnouncedFunction, seeds: Iterator[int]) -> Iterat
     else:
         handle = guide.register_forward_pre_hook(enter)
     try:
-        with _AtObservation(leave):
+        with _AtObservation(fork.close):
             yield
     finally:
-        leave()
+        fork.close()
         if handle is not None:
             handle.remove()
 

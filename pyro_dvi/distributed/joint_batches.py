@@ -5,12 +5,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch.distributed as td
-
 from pyro_dvi.batches import number_of_batches
 from pyro_dvi.distributed.data_parallel import DataParallel
-from pyro_dvi.distributed.messages import exchange, several
-from pyro_dvi.errors import ArgumentError, DataError, PyroDviError
+from pyro_dvi.distributed.messages import Message, exchange, exchange_or_fail, several
+from pyro_dvi.errors import ArgumentError, DataError
 
 __all__ = ["JointBatches"]
 
@@ -82,12 +80,9 @@ class JointBatches:
                 batch = next(batches, _END)
             except Exception as error:
                 failure = error
-                news.failure = f"{type(error).__name__}: {error}"
             news.has_batch, news.has_any = batch is not _END, batch is not _END or last is not _END
-            everyone = exchange(news, self.elbo.group)
-            if failure is not None:
-                raise failure
-            _check(everyone, td.get_rank(self.elbo.group))
+            everyone = exchange_or_fail(news, failure, self.elbo.group, "the loader of ")
+            _check(everyone)
             if not any(other.has_batch for other in everyone):
                 return
             self.elbo.stands_by = batch is _END
@@ -96,18 +91,14 @@ class JointBatches:
 
 
 @dataclass
-class _News:
+class _News(Message):
     """What a process tells the others before a step."""
 
     has_batch: bool = False
     has_any: bool = False
-    failure: str | None = None
 
 
-def _check(everyone: list[_News], rank: int) -> None:
-    for k, other in enumerate(everyone):
-        if other.failure is not None and k != rank:
-            raise PyroDviError(f"the loader of process {k} failed: {other.failure}")
+def _check(everyone: list[_News]) -> None:
     if any(other.has_any for other in everyone):
         empty = [k for k, other in enumerate(everyone) if not other.has_any]
         if empty:

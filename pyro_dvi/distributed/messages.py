@@ -2,15 +2,26 @@
 """Words between processes: whether there are others, and what each has to say."""
 
 import os
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch.distributed as td
 
 from pyro_dvi.errors import PyroDviError, UnsupportedError
 
-__all__ = ["exchange", "several"]
+__all__ = ["Message", "exchange", "exchange_or_fail", "several"]
 
 T = TypeVar("T")
+
+
+@dataclass
+class Message:
+    """What a process tells the others, and why it failed, if it did."""
+
+    failure: str | None = None
+
+
+M = TypeVar("M", bound=Message)
 
 
 def several(group: Any) -> bool:
@@ -45,4 +56,22 @@ def exchange(message: T, group: Any) -> list[T]:
             "torch's DistributedSampler does, or let DataParallel go on without those that have none, by for x, y in "
             f"JointBatches(loader, elbo). ({str(error).splitlines()[0]})"
         ) from error
+    return messages
+
+
+def exchange_or_fail(message: M, failure: Exception | None, group: Any, what: str = "") -> list[M]:
+    """Exchange messages after work that each process did by itself, of which ``failure`` is the error.
+
+    Raises:
+        Exception: the failure of this process.
+        PyroDviError: another process failed.
+    """
+    if failure is not None:
+        message.failure = f"{type(failure).__name__}: {failure}"
+    messages = exchange(message, group)
+    if failure is not None:
+        raise failure
+    for k, other in enumerate(messages):
+        if other.failure is not None:
+            raise PyroDviError(f"{what}process {k} failed: {other.failure}")
     return messages

@@ -17,6 +17,7 @@ from pyro_dvi.undisturbed import undisturbed
 
 __all__ = [
     "create_parameters",
+    "modules_of",
     "named_leaves",
     "named_parameters",
     "refuse_synchronised",
@@ -51,22 +52,20 @@ def refuse_synchronised(model: Any) -> None:
             )
 
 
+def modules_of(model: Any, guide: Any) -> nn.ModuleDict:
+    """Return model and guide, as far as they are modules."""
+    parts = {"model": model, "guide": guide}
+    return nn.ModuleDict({role: part for role, part in parts.items() if isinstance(part, nn.Module)})
+
+
 def named_parameters(model: Any, guide: Any) -> dict[str, Tensor]:
     """Every parameter once, by a name that is the same in all processes."""
-    named: dict[str, Tensor] = {}
-    seen: set[int] = set()
-    stored = (
-        {} if pyro.settings.get("module_local_params") else dict(pyro.get_param_store().named_parameters())
-    )
-    for role, part in (("model", model), ("guide", guide)):
-        if isinstance(part, nn.Module):
-            for name, parameter in part.named_parameters():
-                if id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    named[f"{role}.{name}"] = parameter
-    for name, value in stored.items():
-        if id(value) not in seen:
-            named[f"store.{name}"] = value
+    named: dict[str, Tensor] = dict(modules_of(model, guide).named_parameters())
+    if not pyro.settings.get("module_local_params"):
+        owned = {id(parameter) for parameter in named.values()}
+        for name, value in pyro.get_param_store().named_parameters():
+            if id(value) not in owned:
+                named[f"store.{name}"] = value
     return named
 
 

@@ -135,13 +135,9 @@ class Route(ABC):
     def tensors(self) -> dict[str, Tensor]:
         """Parameters and buffers: everything that makes the weights of an epoch."""
         named = {f"parameter {name}": parameter.detach() for name, parameter in self.parameters().items()}
-        seen: set[int] = set()
         parts = {**self.modules(), **{f"called {i}": module for i, module in enumerate(self.loose_modules)}}
-        for role, part in parts.items():
-            for name, buffer in part.named_buffers():
-                if id(buffer) not in seen:
-                    seen.add(id(buffer))
-                    named[f"buffer {role}.{name}"] = buffer.detach()
+        for name, buffer in nn.ModuleDict(parts).named_buffers():
+            named[f"buffer {name}"] = buffer.detach()
         return named
 
     def device(self) -> torch.device | None:
