@@ -21,7 +21,7 @@ from pyro_dvi.divergences import kl_to_prior, normal_prior, refuse_not_normal
 from pyro_dvi.elbos.base import DeterministicELBO
 from pyro_dvi.elbos.rows import Run
 from pyro_dvi.elbos.served import check_served, wanted_by
-from pyro_dvi.elbos.squares import SquareMeasurement
+from pyro_dvi.elbos.squares import Draw, SquareMeasurement
 from pyro_dvi.errors import ArgumentError, DviWarning, GuideError, ModelError, UnsupportedError
 from pyro_dvi.handlers.draws import TrackedDraws
 from pyro_dvi.handlers.explained import explained_errors
@@ -242,14 +242,17 @@ class NaturalGradientELBO(DeterministicELBO):
         run: Run,
         local: set[str],
     ) -> None:
-        self._squares.measure(
+        draw = Draw(
             run,
             [name.removesuffix("_unconstrained") for name in draws.gaussians],
             [gaussian.value for gaussian in draws.gaussians.values()],
+            self.num_particles,
+            add=lambda k, squares: states[k].add_squares(squares),
+        )
+        self._squares.measure(
+            draw,
             wanted={k for k, state in enumerate(states) if state.measured.squares},
             local={k for k, name in enumerate(draws.gaussians) if name in local},
-            num_particles=self.num_particles,
-            add=lambda k, squares: states[k].add_squares(squares),
             loss_factor=lambda: states[0].loss_factor,
         )
 

@@ -4,6 +4,7 @@ r"""Measure :math:`\sum_s \mathrm{scale}_s \sum_i g_{si}^2` for the latents of a
 import math
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,14 +12,32 @@ from torch import Tensor
 
 from pyro_dvi.autograd_graph import graph_of
 from pyro_dvi.curvature import ObservedSite
-from pyro_dvi.curvature.squared_gradients import SquaredGradients, passes_of, squares_without_rules
+from pyro_dvi.curvature.squared_gradients import passes_of, squares_without_rules
 from pyro_dvi.elbos.rows import RowCheck, Run, Served, View
 from pyro_dvi.errors import DviWarning, UnsupportedError
 
-__all__ = ["SquareMeasurement"]
+__all__ = ["Draw", "SquareMeasurement"]
 
 _MANY_PASSES = 32
-Add = Callable[[int, Tensor], None]
+
+
+@dataclass(frozen=True)
+class Draw:
+    """What squares are measured of, and where they go.
+
+    Attributes:
+        run: of the model, with the drawn latents.
+        names: latent sites, for warnings.
+        values: what was drawn of each.
+        num_particles: K; squares are averaged over the draws, and gradients of the loss carry 1/K.
+        add: called with an index and squares.
+    """
+
+    run: Run
+    names: Sequence[str]
+    values: Sequence[Tensor]
+    num_particles: int
+    add: Callable[[int, Tensor], None]
 
 
 class SquareMeasurement:
@@ -36,72 +55,56 @@ class SquareMeasurement:
 
     def measure(
         self,
-        run: Run,
-        names: Sequence[str],
-        values: Sequence[Tensor],
+        draw: Draw,
         wanted: set[int],
         local: set[int],
-        num_particles: int,
-        add: Add,
         loss_factor: Callable[[], Tensor | float] = lambda: 1.0,
     ) -> None:
         """Add the squares of one draw, now or in the next backward pass of the loss.
 
         Args:
-            run: of the model, with the draws.
-            names: latent sites, for warnings.
-            values: the draws.
+            draw: of the latents.
             wanted: indices of the latents to measure.
             local: indices of those whose elements seem to belong to one example each, by their plate.
-            num_particles: K; squares are averaged over the draws, and gradients of the loss carry 1/K.
-            add: called with an index and squares.
             loss_factor: what the loss was multiplied with, known in its backward pass.
 
         Raises:
             UnsupportedError: the model uses reentrant checkpointing.
         """
-        recorder, sites = run.recorder, run.sites
+        run, values, sites = draw.run, draw.values, draw.run.sites
         graph = graph_of([run.log_prob(place) for place in range(len(sites))])
         _refuse_checkpoints(graph)
         for k in [k for k in wanted if values[k].grad_fn not in graph]:  # no observation depends on it
-            add(k, torch.zeros_like(values[k]))
+            draw.add(k, torch.zeros_like(values[k]))
             wanted = wanted - {k}
         if len(sites) > 1 or not _is_plain(sites[0]):
             for place in range(len(sites)):
-                self._site_by_itself(run, names, values, wanted, place, num_particles, add)
+                self._site_by_itself(draw, wanted, place)
             return
         # The gradients that come by carry scale/K. Squares shall carry the scale once, and be a mean over K draws.
-        (site,), weight = sites, num_particles / float(sites[0].scale)
+        (site,), weight = sites, draw.num_particles / float(sites[0].scale)
         log_prob, view = site.log_prob(site.value), View(0, 0)
         alone = self._rows.own(run, values, wanted & local, view, log_prob)
-        uses = {k: calls for k, calls in recorder.uses().items() if k in wanted - alone}
+        uses = {k: calls for k, calls in run.recorder.uses().items() if k in wanted - alone}
         served = self._rows.served(run, uses, view, log_prob)
-        rest = wanted - alone - served.keys()
-        self._without_rules(recorder, names, values, rest, site, log_prob, num_particles, add)
+        self._without_rules(draw, wanted - alone - served.keys(), site, log_prob)
+
+        add = draw.add  # hooks that held the draw would keep its graph alive
 
         def arrived(k: int, squares: Tensor) -> None:
             add(k, squares * (weight / loss_factor() ** 2))
 
-        recorder.watch(served, arrived)
+        run.recorder.watch(served, arrived)
         for k in alone:
             values[k].register_hook(lambda gradient, k=k: arrived(k, gradient.square()))
 
-    def _site_by_itself(
-        self,
-        run: Run,
-        names: Sequence[str],
-        values: Sequence[Tensor],
-        wanted: set[int],
-        place: int,
-        num_particles: int,
-        add: Add,
-    ) -> None:
-        recorder, site, log_prob = run.recorder, run.sites[place], run.log_prob(place)
+    def _site_by_itself(self, draw: Draw, wanted: set[int], place: int) -> None:
+        run, site, log_prob = draw.run, draw.run.sites[place], draw.run.log_prob(place)
         axis = 0
         served: Served = {}
         # What this site does not depend on may have rows of its own.
         graph = graph_of([log_prob])
-        wanted = {k for k in wanted if values[k].grad_fn in graph}
+        wanted = {k for k in wanted if draw.values[k].grad_fn in graph}
         uses = run.uses(wanted, log_prob)
         for n in range(log_prob.dim()):
             view = View(place, n)
@@ -114,48 +117,30 @@ class SquareMeasurement:
             columns = log_prob.movedim(axis, 0).reshape(rows, -1)
             self._warn_of_columns(site, log_prob, columns.shape[1])
             for n in range(columns.shape[1]):
-                found = recorder.measured(served, columns[:, n], root[:, n])
+                found = run.recorder.measured(served, columns[:, n], root[:, n])
                 for k, squares in found.items():
-                    add(k, squares / num_particles)
-        self._without_rules(
-            recorder, names, values, wanted - served.keys(), site, log_prob, num_particles, add
-        )
+                    draw.add(k, squares / draw.num_particles)
+        self._without_rules(draw, wanted - served.keys(), site, log_prob)
 
-    def _without_rules(
-        self,
-        recorder: SquaredGradients,
-        names: Sequence[str],
-        values: Sequence[Tensor],
-        rest: set[int],
-        site: ObservedSite,
-        log_prob: Tensor,
-        num_particles: int,
-        add: Add,
-    ) -> None:
+    def _without_rules(self, draw: Draw, rest: set[int], site: ObservedSite, log_prob: Tensor) -> None:
         if not rest:
             return
         ordered = sorted(rest)
-        slow = [values[k] for k in ordered]
+        slow = [draw.values[k] for k in ordered]
         if log_prob.requires_grad:
-            several = [k for k in ordered if passes_of(log_prob, [values[k]]) > _MANY_PASSES]
-            self._warn(recorder, names, several, site, log_prob.numel())
+            several = [k for k in ordered if passes_of(log_prob, [draw.values[k]]) > _MANY_PASSES]
+            self._warn(draw, several, site, log_prob.numel())
         squares = squares_without_rules(log_prob, _root(site, log_prob), slow)
         for k, total in zip(ordered, squares, strict=True):
-            add(k, total / num_particles)
+            draw.add(k, total / draw.num_particles)
 
-    def _warn(
-        self,
-        recorder: SquaredGradients,
-        names: Sequence[str],
-        rest: Sequence[int],
-        site: ObservedSite,
-        passes: int,
-    ) -> None:
+    def _warn(self, draw: Draw, rest: Sequence[int], site: ObservedSite, passes: int) -> None:
         for k in rest:
-            if names[k] not in self._warned:
-                self._warned.add(names[k])
+            name, recorder = draw.names[k], draw.run.recorder
+            if name not in self._warned:
+                self._warned.add(name)
                 warnings.warn(
-                    f"latent site {names[k]!r} {recorder.obstacle(k)}, so its squared gradients take one backward pass "
+                    f"latent site {name!r} {recorder.obstacle(k)}, so its squared gradients take one backward pass "
                     f"per example: {passes} in each step for observed site {site.name!r}. That is exact but slow. Use "
                     "the weight in a layer such as F.linear as it is, register a rule with "
                     "pyro_dvi.curvature.per_example.per_example_rule, take smaller minibatches, or use IVON, which "
