@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run a model only to look at it: no statistics are updated and no random numbers are used up."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,7 +10,28 @@ from torch import nn
 
 from pyro_dvi.devices import accelerators, forked
 
-__all__ = ["constant_parameters", "evaluating", "preserve_buffers", "undisturbed"]
+__all__ = ["constant_parameters", "evaluating", "modules_met", "preserve_buffers", "undisturbed"]
+
+
+@contextmanager
+def modules_met(meet: Callable[[nn.Module], None], *functions: Any) -> Iterator[None]:
+    """Call ``meet`` with every module inside ``functions``, and with every module of the block before each of its runs.
+
+    So the modules that a plain function calls are met as well.
+    """
+
+    def before_run(module: nn.Module, _inputs: object) -> None:
+        meet(module)
+
+    handle = nn.modules.module.register_module_forward_pre_hook(before_run)
+    try:
+        for function in functions:
+            if isinstance(function, nn.Module):
+                for module in function.modules():
+                    meet(module)
+        yield
+    finally:
+        handle.remove()
 
 
 @contextmanager
@@ -44,20 +65,15 @@ def evaluating(*functions: Any) -> Iterator[None]:
     """
     switched: list[nn.Module] = []
 
-    def switch(module: nn.Module, _inputs: object = None) -> None:
+    def switch(module: nn.Module) -> None:
         if module.training:
             switched.append(module)
             module.training = False
 
-    handle = nn.modules.module.register_module_forward_pre_hook(switch)
     try:
-        for function in functions:
-            if isinstance(function, nn.Module):
-                for module in function.modules():
-                    switch(module)
-        yield
+        with modules_met(switch, *functions):
+            yield
     finally:
-        handle.remove()
         for module in switched:
             module.training = True
 
@@ -78,21 +94,16 @@ def constant_parameters(*functions: Any) -> Iterator[None]:
     """
     switched: list[nn.Parameter] = []
 
-    def switch(module: nn.Module, _inputs: object = None) -> None:
+    def switch(module: nn.Module) -> None:
         for parameter in module.parameters(recurse=False):
             if parameter.requires_grad:
                 switched.append(parameter)
                 parameter.requires_grad_(False)
 
-    handle = nn.modules.module.register_module_forward_pre_hook(switch)
     try:
-        for function in functions:
-            if isinstance(function, nn.Module):
-                for module in function.modules():
-                    switch(module)
-        yield
+        with modules_met(switch, *functions):
+            yield
     finally:
-        handle.remove()
         for parameter in switched:
             parameter.requires_grad_()
 
@@ -114,16 +125,15 @@ def preserve_buffers() -> Iterator[None]:
     """
     originals: dict[int, tuple[nn.Module, dict[str, torch.Tensor]]] = {}
 
-    def lend_copies(module: nn.Module, _inputs: object) -> None:
+    def lend_copies(module: nn.Module) -> None:
         if module._buffers and id(module) not in originals:
             kept = {name: b for name, b in module._buffers.items() if b is not None}
             originals[id(module)] = (module, kept)
             module._buffers.update({name: b.clone() for name, b in kept.items()})
 
-    handle = nn.modules.module.register_module_forward_pre_hook(lend_copies)
     try:
-        yield
+        with modules_met(lend_copies):
+            yield
     finally:
-        handle.remove()
         for module, kept in originals.values():
             module._buffers.update(kept)

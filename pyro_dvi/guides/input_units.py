@@ -13,9 +13,9 @@ from pyro.nn import PyroModule
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
-from torch.nn.modules.module import register_module_forward_pre_hook
 
 from pyro_dvi.errors import ArgumentError
+from pyro_dvi.undisturbed import modules_met
 
 __all__ = ["Axes", "InputAxis", "InputUnits", "Layers", "chosen_units", "layers_called", "units_of_layer"]
 
@@ -82,14 +82,11 @@ def layers_called() -> Iterator[Layers]:
     """Note every module that is called inside the context, also by a model that is a plain function."""
     layers = Layers()
 
-    def note(module: nn.Module, args: Any) -> None:
+    def note(module: nn.Module) -> None:
         layers.called[id(module)] = module
 
-    handle = register_module_forward_pre_hook(note)
-    try:
+    with modules_met(note):
         yield layers
-    finally:
-        handle.remove()
 
 
 _NORMALISATIONS: tuple[type, ...] = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)

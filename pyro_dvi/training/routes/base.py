@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from pyro_dvi.errors import DeviceError, NonFiniteError, UnsupportedError
 from pyro_dvi.optim import SCALE_PATTERN, parameter_names
 from pyro_dvi.training.random_state import preserve_random_state
-from pyro_dvi.undisturbed import preserve_buffers
+from pyro_dvi.undisturbed import modules_met, preserve_buffers
 
 __all__ = ["NonFiniteLossError", "Route", "finite", "is_uninitialised"]
 
@@ -202,20 +202,16 @@ class Route(ABC):
         aside: AbstractContextManager[None] = nullcontext() if draws_start else preserve_random_state()
         called: dict[int, nn.Module] = {}
 
-        def remember(module: nn.Module, _inputs: object) -> None:
+        def remember(module: nn.Module) -> None:
             called.setdefault(id(module), module)
 
-        hook = nn.modules.module.register_module_forward_pre_hook(remember)
-        try:
-            with aside, torch.no_grad(), preserve_buffers(), poutine.block():
-                with torch.enable_grad():  # as in training, where a LaplaceGuide is a point mass
-                    trace = poutine.trace(self.guide).get_trace(*args, **kwargs)
-                if not isinstance(self.model, nn.Module):
-                    replayed = poutine.trace(poutine.replay(self.model, trace=trace), param_only=True)
-                    sites = replayed.get_trace(*args, **kwargs).nodes.values()
-                    self.model_parameters = {id(site["value"].unconstrained()) for site in sites}
-        finally:
-            hook.remove()
+        with modules_met(remember), aside, torch.no_grad(), preserve_buffers(), poutine.block():
+            with torch.enable_grad():  # as in training, where a LaplaceGuide is a point mass
+                trace = poutine.trace(self.guide).get_trace(*args, **kwargs)
+            if not isinstance(self.model, nn.Module):
+                replayed = poutine.trace(poutine.replay(self.model, trace=trace), param_only=True)
+                sites = replayed.get_trace(*args, **kwargs).nodes.values()
+                self.model_parameters = {id(site["value"].unconstrained()) for site in sites}
         covered = {id(module) for part in self.modules().values() for module in part.modules()}
         loose = [module for key, module in called.items() if key not in covered]
         inner = {id(child) for module in loose for child in module.modules() if child is not module}
