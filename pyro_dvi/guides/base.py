@@ -59,9 +59,8 @@ class FactorisedGuide(AutoGuide):
             setattr(self, store, PyroModule())
         self._event_dims: dict[str, int] = {}
         self._factors: dict[str, Factor] = {}
-        self._only_loaded = (
-            False  # whether sites without loaded parameters are responses that lack an observation
-        )
+        # Whether sites without loaded parameters are responses that lack an observation.
+        self._only_loaded = False
 
     @abstractmethod
     def _factor_of(self, name: str, site: Any, loc: Tensor) -> Factor:

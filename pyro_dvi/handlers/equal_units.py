@@ -12,9 +12,8 @@ from pyro_dvi.errors import DviWarning
 
 __all__ = ["Starts", "equal_units", "start_apart"]
 
-Starts = list[
-    tuple[str, Tensor, Tensor]
-]  # site, its means in the storage of their parameter, weights of the network
+# Site, its means in the storage of their parameter, weights of the network.
+Starts = list[tuple[str, Tensor, Tensor]]
 
 
 def equal_units(latents: Iterable[Any], log_likelihood: Tensor) -> Starts:

@@ -81,9 +81,8 @@ def central_values(guide: Callable[..., Any], args: Any, kwargs: Any) -> dict[st
                 return dict(guide.median(*args, **kwargs))
             with PosteriorMeans():
                 nodes = poutine.trace(guide).get_trace(*args, **kwargs).nodes
-        except (
-            Exception
-        ):  # a guide without a median, or with sites that have no mean; both may be of the user's own
+        except Exception:
+            # A guide without a median, or with sites that have no mean; both may be of the user's own.
             return {}
     return {name: node["value"].detach() for name, node in _sites(nodes)}
 

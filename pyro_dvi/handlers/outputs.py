@@ -207,9 +207,8 @@ def observed_outputs(site: str, fn: Any, axis: int, num_rows: int, made: list[Bu
 def _location(given: Mapping[str, Any]) -> str | None:
     """Return the parameter that is the prediction: it counts among the outputs even where it is certain."""
     name = next((name for name in _LOCATIONS if name in given), None)
-    return (
-        None if name == "rate" and "concentration" in given else name
-    )  # of a Gamma, two equal parts of its mean
+    # Of a Gamma, rate and concentration are two equal parts of its mean.
+    return None if name == "rate" and "concentration" in given else name
 
 
 def _certain(value: Any, given: Mapping[str, Any]) -> Tensor:
@@ -242,9 +241,8 @@ def _full_batch_shape(fn: Any) -> tuple[int, ...]:
         if isinstance(fn, td.Independent):
             shape = (*shape, *fn.event_shape[: fn.reinterpreted_batch_ndims])
         elif not isinstance(fn, (dist.MaskedDistribution, dist.ExpandedDistribution)):
-            inner = tuple(
-                fn.base_dist.batch_shape
-            )  # transforms may turn batch dimensions into those of an event
+            # Transforms may turn batch dimensions into those of an event.
+            inner = tuple(fn.base_dist.batch_shape)
             shape = shape if len(inner) == len(shape) else inner
         fn = fn.base_dist
     return shape

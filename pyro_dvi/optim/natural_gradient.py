@@ -296,7 +296,6 @@ def _adam(parameter: Tensor, memory: dict[str, Any], lr: float) -> None:
 
 def _scheduled(group: dict[str, Any]) -> float:
     """Share of the learning rate that schedulers have left; theirs know one rate only."""
-    full: float = group.get(
-        "full_lr", group.get("initial_lr", group["lr"])
-    )  # older states and later groups have none
+    # Older states and later groups have no full_lr.
+    full: float = group.get("full_lr", group.get("initial_lr", group["lr"]))
     return float(group["lr"] / full)

@@ -128,7 +128,6 @@ def _wrapped(
             f"optim_args must be a dict of options, as in {name}({{}}) or {name}({{'lr': 0.1}}), got {optim_args!r}"
         )
     if isinstance(optim_args, dict):
-        constructor(
-            [torch.zeros(())], **optim_args
-        )  # so that what is wrong shows here and not in the first step
+        # So that what is wrong shows here and not in the first step.
+        constructor([torch.zeros(())], **optim_args)
     return NaturalGradientOptim(constructor, optim_args, clip_args)

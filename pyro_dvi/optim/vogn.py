@@ -209,9 +209,7 @@ class VOGNOptimizer(NaturalGradientOptimizer):
             has_start=group["initial_curvature"] is not None,
         )
         direction = self.formulation.direction(memory["momentum"], step)
-        is_start = (
-            step.count == 1 and group["initial_curvature"] is None
-        )  # the curvature is that of this minibatch
+        is_start = step.count == 1 and not step.has_start  # the curvature is that of this minibatch
         if measured.squares is not None and not is_start:  # a first step after IVON has none
             self.formulation.update_curvature(curvature, step)
         move_along(loc, direction / (curvature + (prior + step.damping)), measured, group, factor)

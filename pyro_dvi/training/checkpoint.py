@@ -288,23 +288,18 @@ def _elbo_name(elbo: Any) -> str:
 def _kl_weight(elbo: Any) -> float | str | None:
     """The weight of the KL in plain values; None for a function, which cannot be compared."""
     weight = getattr(elbo, "kl_weight", None)
-    return (
-        repr(weight)
-        if is_dataclass(weight)
-        else None
-        if weight is None or callable(weight)
-        else float(weight)
-    )
+    if is_dataclass(weight):
+        return repr(weight)
+    return None if weight is None or callable(weight) else float(weight)
 
 
 def _read(path: Path, map_location: Any, weights_only: bool) -> dict[str, Any]:
     if not path.is_file():
         raise CheckpointError(f"There is no checkpoint {str(path)!r}.")
     try:
+        # torch.save keeps a checksum of every tensor, but torch.load does not compare it.
         with zipfile.ZipFile(path) as archive:
-            damaged = (
-                archive.testzip()
-            )  # by the checksum that torch.save keeps of every tensor, but does not compare
+            damaged = archive.testzip()
         if damaged is not None:
             raise zipfile.BadZipFile(f"{damaged!r} is damaged")
         with torch.serialization.safe_globals(_constraint_classes()):

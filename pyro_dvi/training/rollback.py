@@ -50,9 +50,8 @@ class Rollback:
         too large make distributions impossible. An error of our own says by itself what is wrong with the data.
         """
         diverged = isinstance(error, NonFiniteError)
-        ours = isinstance(error, PyroDviError) and bool(
-            self.snapshots
-        )  # not in the guide's first look at the model
+        # Before there is a snapshot, the guide looks at the model for the first time, and may have met bad inputs.
+        ours = isinstance(error, PyroDviError) and bool(self.snapshots)
         inputs = non_finite_inputs(args, kwargs) if diverged or not ours else []
         certain = bool(diverged or inputs or non_finite_tensors(self.route))
         if not certain and (isinstance(error, PyroDviError) or not isinstance(error, _NUMERICAL)):
