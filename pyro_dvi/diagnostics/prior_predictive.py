@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from pyro_dvi.choice import check_count
 from pyro_dvi.diagnostics.statistics import Statistic, applied, default_statistics
 from pyro_dvi.diagnostics.table import text_table
 from pyro_dvi.errors import ArgumentError, DataError, ModelError, NonFiniteError, UnsupportedError
@@ -207,8 +208,7 @@ def prior_predictive_check(
         >>> [row.statistic for row in check.rows if row.is_unusual]
         ['sd', 'min', 'max']
     """
-    if isinstance(num_samples, bool) or not isinstance(num_samples, int) or num_samples < 2:
-        raise ArgumentError(f"num_samples must be a whole number of at least 2, not {num_samples!r}")
+    check_count("num_samples", num_samples, least=2)
     if statistics is not None and not (isinstance(statistics, Mapping) and statistics):
         raise ArgumentError(
             "statistics are functions by name, as {'90 %': lambda y: y.quantile(0.9)}, "

@@ -11,8 +11,9 @@ from pyro.distributions import distribution as pyro_distribution
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from pyro_dvi.choice import check_choice, check_count
 from pyro_dvi.diagnostics.comparison import Comparison, compared
-from pyro_dvi.errors import ArgumentError, ModelError
+from pyro_dvi.errors import ModelError
 from pyro_dvi.handlers.moment_run import PosteriorMoments, median
 from pyro_dvi.handlers.uncertain import uncertain_likelihoods, uncertain_part
 from pyro_dvi.handlers.wrapped import innermost
@@ -89,11 +90,9 @@ def compare_with_sampling(
         >>> print(report.worst().layer, round(report.worst().sd_ratio, 1))
         obs.loc 1.0
     """
-    if isinstance(num_samples, bool) or not isinstance(num_samples, int) or num_samples < 2:
-        raise ArgumentError(f"num_samples must be a whole number of at least 2, not {num_samples!r}")
+    check_count("num_samples", num_samples, least=2)
     propagation = Independent() if propagation is None else propagation
-    if not isinstance(propagation, Propagation):
-        raise ArgumentError(f"propagation must be an object such as Independent(), not {propagation!r}")
+    check_choice("propagation", propagation, Propagation, "Independent()")
     device = device_of(model, guide)
     batch = next(iter(batches(model, data, observed=observed, batch_size=batch_size, device=device)))
     with evaluation_mode(model, guide), seeded(seed, device) as seed, _layer_by_layer():

@@ -14,6 +14,7 @@ from pyro.infer.autoguide import AutoLaplaceApproximation
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from pyro_dvi.choice import check_count
 from pyro_dvi.errors import ArgumentError, DviWarning, GuideError, UnsupportedError
 from pyro_dvi.guides.laplace.guide import DRAWN_WEIGHTS
 from pyro_dvi.inference_data.assemble import assemble
@@ -166,7 +167,8 @@ def to_arviz(
         guide = given.guide
     rule = _rule(given, method, guide, num_samples)
     count = _number_of_draws(num_samples, rule)
-    _check_count("prior", prior)
+    if prior is not None:
+        check_count("prior", prior)
     _refuse_unfinished(guide)
     groups: dict[str, Group] = {} if history is None else {"training_metadata": training_group(history)}
 
@@ -241,7 +243,7 @@ def _rule(given: GivenSamples | None, method: Any, guide: Any, num_samples: int 
     if given is None:
         rule = rule_of(method, guide)
         if method is None and isinstance(rule, Samples):  # with as many draws as were asked for
-            _check_count("num_samples", draws := 500 if num_samples is None else num_samples)
+            check_count("num_samples", draws := 500 if num_samples is None else num_samples)
             return Samples(draws)
         return rule
     if method is not None:
@@ -263,7 +265,7 @@ def _number_of_draws(num_samples: int | None, rule: PredictionRule) -> int:
     components = rule.num_components
     if num_samples is None:
         return 500 if components == 1 and not isinstance(rule, (Samples, GivenSamples)) else components
-    _check_count("num_samples", num_samples)
+    check_count("num_samples", num_samples)
     if isinstance(rule, (Samples, GivenSamples)) and components != num_samples:
         raise ArgumentError(
             f"num_samples={num_samples} and method={rule} disagree: the draws of the posterior are those of the "
@@ -283,11 +285,6 @@ def _refuse_unfinished(guide: Any) -> None:
             "this AutoLaplaceApproximation is still a point mass: export guide.laplace_approximation(*args) with the "
             "arguments of the training, or train an AutoDelta if a point mass is meant"
         )
-
-
-def _check_count(name: str, count: Any) -> None:
-    if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
-        raise ArgumentError(f"{name} must be a positive whole number, not {count!r}")
 
 
 def _draws(

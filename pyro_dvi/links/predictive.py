@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch import distributions as td
 
-from pyro_dvi.errors import ArgumentError
+from pyro_dvi.choice import check_choice
 from pyro_dvi.expectations.bernoulli import is_gaussian_logit
 from pyro_dvi.expectations.categorical import gaussian_logits
 from pyro_dvi.expectations.families import find_rule
@@ -67,10 +67,8 @@ def predictive_distribution(
         >>> predictive_distribution(td.Normal, {"loc": f, "scale": 1.0})
         Normal(loc: tensor([0.]), scale: tensor([2.]))
     """
-    if not isinstance(classes, ClassLink):
-        raise ArgumentError(f"classes must be an object such as SobolSoftmax() or Probit(), not {classes!r}")
-    if not isinstance(noise, NoiseLink):
-        raise ArgumentError(f"noise must be MomentMatched() or GaussHermite(n), not {noise!r}")
+    check_choice("classes", classes, ClassLink, "SobolSoftmax() or Probit()")
+    check_choice("noise", noise, NoiseLink, "MomentMatched() or GaussHermite(n)")
     given = {k: v for k, v in parameters.items() if k != "validate_args" and v is not None}
     uncertain = [p for p in given.values() if isinstance(p, Moments)]
     if not uncertain:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_dvi.errors import ArgumentError
+from pyro_dvi.choice import check_count
 from pyro_dvi.metrics.checks import classes_and_labels
 
 __all__ = [
@@ -60,7 +60,7 @@ def reliability_table(probabilities: Any, labels: Any, num_bins: int = 15) -> Re
         >>> table.count.tolist(), table.accuracy.tolist()
         ([0, 2], [nan, 0.5])
     """
-    _check_bins(num_bins)
+    check_count("num_bins", num_bins)
     p, y = classes_and_labels(probabilities, labels)
     confidence, predicted = p.max(-1)
     # Dividing whole numbers gives the same edges everywhere, so that a confidence on an edge has one place.
@@ -136,15 +136,10 @@ def adaptive_calibration_error(probabilities: Any, labels: Any, num_bins: int = 
         >>> round(adaptive_calibration_error([[0.9, 0.1], [0.4, 0.6]], [0, 0], num_bins=2), 6)
         0.35
     """
-    _check_bins(num_bins)
+    check_count("num_bins", num_bins)
     p, y = classes_and_labels(probabilities, labels)
     confidence, predicted = p.max(-1)
     levels, group, size = confidence.unique(return_inverse=True, return_counts=True)
     hits = torch.zeros(len(size), dtype=torch.float64).index_add_(0, group, (predicted == y).double())
     gaps = (levels - hits / size).repeat_interleave(size)
     return float(sum(part.sum().abs() for part in torch.tensor_split(gaps, num_bins)) / len(y))
-
-
-def _check_bins(num_bins: int) -> None:
-    if isinstance(num_bins, bool) or not isinstance(num_bins, int) or num_bins < 1:
-        raise ArgumentError(f"num_bins must be a positive whole number, not {num_bins!r}")

@@ -9,7 +9,8 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from pyro_dvi import metrics
-from pyro_dvi.errors import ArgumentError, DataError
+from pyro_dvi.choice import check_count
+from pyro_dvi.errors import DataError
 from pyro_dvi.plots.style import LINES, color, column, legend_above, own_axes, quiet, shortened
 
 __all__ = ["entropy_histogram"]
@@ -47,8 +48,7 @@ def entropy_histogram(
         >>> ax.get_title("right")
         'AUROC 91.7%, FPR95 50.0%'
     """
-    if isinstance(num_bins, bool) or not isinstance(num_bins, int) or num_bins < 1:
-        raise ArgumentError(f"num_bins must be a positive whole number, not {num_bins!r}")
+    check_count("num_bins", num_bins)
     sets = outside if isinstance(outside, Mapping) else {"foreign": outside}
     if not sets:
         raise DataError("there is no foreign set to plot: the mapping is empty")

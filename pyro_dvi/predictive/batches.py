@@ -4,7 +4,6 @@
 import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
+from pyro_dvi.choice import check_count
 from pyro_dvi.errors import ArgumentError, DataError
 from pyro_dvi.signatures import keyword_only, positional, takes_any_number
 
@@ -79,8 +79,7 @@ def batches(
         DataError: no examples, unequal lengths, NaN, only some of the observations, or something that is not a tensor,
             tuple or loader.
     """
-    if isinstance(batch_size, bool) or not isinstance(batch_size, Integral) or batch_size < 1:
-        raise ArgumentError(f"batch_size must be a positive whole number, not {batch_size!r}")
+    check_count("batch_size", batch_size)
     names = [p.name for p in positional(model)] + keyword_only(model)
     start = 0
 

@@ -18,7 +18,8 @@ from pyro.poutine.messenger import Messenger
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from pyro_dvi.errors import ArgumentError, ModelError
+from pyro_dvi.choice import check_count
+from pyro_dvi.errors import ModelError
 from pyro_dvi.handlers.moment_run import PosteriorMoments, median
 from pyro_dvi.handlers.uncertain import uncertain_likelihoods
 from pyro_dvi.moments import Moments, observed_by
@@ -115,8 +116,7 @@ def calibrate(
         >>> calibrate(model, guide, x, 1000, seed=0).uses
         (('slope', 'torch.mul'),)
     """
-    if isinstance(num_samples, bool) or not isinstance(num_samples, int) or num_samples < 2:
-        raise ArgumentError(f"num_samples must be a whole number of at least 2, not {num_samples!r}")
+    check_count("num_samples", num_samples, least=2)
     check_is_set_up(guide)
     device = device_of(model, guide)
     batch = next(iter(batches(model, data, observed=observed, batch_size=batch_size, device=device)))

@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from pyro_dvi.errors import ArgumentError, GuideError
+from pyro_dvi.choice import check_choice, check_count
+from pyro_dvi.errors import GuideError
 from pyro_dvi.guides.laplace import LaplaceGuide
 from pyro_dvi.guides.laplace.layout import Layout
 from pyro_dvi.guides.laplace.query import Query
@@ -70,13 +71,8 @@ class Linearised(PredictionRule):
     tells_noise_apart = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.link, ClassLink):
-            raise ArgumentError(
-                f"link must be an object such as Probit() or SobolSoftmax(256), not {self.link!r}"
-            )
-        n = self.num_points
-        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-            raise ArgumentError(f"num_points must be a positive whole number, not {n!r}")
+        check_choice("link", self.link, ClassLink, "Probit() or SobolSoftmax(256)")
+        check_count("num_points", self.num_points)
 
     def components(
         self,

@@ -5,14 +5,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from numbers import Integral
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-from pyro_dvi.errors import ArgumentError, GuideError
+from pyro_dvi.choice import check_choice, check_count
+from pyro_dvi.errors import GuideError
 from pyro_dvi.guides import LaplaceGuide
 from pyro_dvi.handlers.all_rows import AllRows
 from pyro_dvi.handlers.mean_run import run_guide
@@ -71,20 +71,13 @@ class Moments(PredictionRule):
     tells_noise_apart = False
 
     def __post_init__(self) -> None:
-        n = self.num_samples
-        if n is not None and (isinstance(n, bool) or not isinstance(n, Integral) or n < 1):
-            raise ArgumentError(f"num_samples must be a positive whole number or None, not {n!r}")
-        object.__setattr__(self, "num_samples", None if n is None else int(n))
-        if not isinstance(self.classes, ClassLink):
-            raise ArgumentError(
-                f"classes must be an object such as SobolSoftmax() or Probit(), not {self.classes!r}"
-            )
-        if not isinstance(self.noise, NoiseLink):
-            raise ArgumentError(f"noise must be MomentMatched() or GaussHermite(n), not {self.noise!r}")
-        if not isinstance(self.propagation, Propagation):
-            raise ArgumentError(
-                f"propagation must be Independent(), ReverseDelta() or from calibrate, not {self.propagation!r}"
-            )
+        if self.num_samples is not None:
+            check_count("num_samples", self.num_samples)
+            object.__setattr__(self, "num_samples", int(self.num_samples))  # of NumPy, say
+        check_choice("classes", self.classes, ClassLink, "SobolSoftmax() or Probit()")
+        check_choice("noise", self.noise, NoiseLink, "MomentMatched() or GaussHermite(n)")
+        what = "Independent(), ReverseDelta() or what calibrate returned"
+        check_choice("propagation", self.propagation, Propagation, what)
 
     @property
     def num_components(self) -> int:  # type: ignore[override]

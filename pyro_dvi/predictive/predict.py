@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
-from pyro_dvi.errors import ArgumentError, DviWarning, GuideError
+from pyro_dvi.choice import check_choice
+from pyro_dvi.errors import DviWarning, GuideError
 from pyro_dvi.guides import LaplaceGuide
 from pyro_dvi.guides.laplace.scales import rescaled_model
 from pyro_dvi.handlers.response import responses
@@ -192,8 +193,7 @@ def rule_of(method: Any, guide: Any) -> PredictionRule:
     """
     if method is None:
         return default_rule(guide)
-    if not isinstance(method, PredictionRule):
-        raise ArgumentError(f"method must be a rule such as AtMean() or Samples(30), not {method!r}")
+    check_choice("method", method, PredictionRule, "AtMean() or Samples(30)")
     if trained_for(guide) == "AtMean" and isinstance(method, (Moments, Samples)):
         warnings.warn(
             f"{method} predicts with the width of a posterior that TaylorELBO trained for predictions at its mean. "

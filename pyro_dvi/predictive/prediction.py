@@ -4,13 +4,13 @@
 import math
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyro_dvi.errors import ArgumentError, DataError, UnsupportedError
+from pyro_dvi.choice import check_count
+from pyro_dvi.errors import DataError, UnsupportedError
 from pyro_dvi.predictive.part import Part, of_distributions
 from pyro_dvi.predictive.quantiles import crps, probabilities, quantile
 from pyro_dvi.predictive.rules import PredictionRule
@@ -220,8 +220,7 @@ class Prediction:
             ArgumentError: less than one draw.
             UnsupportedError: a mixture whose components were not kept.
         """
-        if isinstance(num_samples, bool) or not isinstance(num_samples, Integral) or num_samples < 1:
-            raise ArgumentError(f"num_samples must be a positive whole number, not {num_samples!r}")
+        check_count("num_samples", num_samples)
         with seeded(seed, self._device) as used:
             torch.manual_seed(used)
             return self._of_distributions(

@@ -14,7 +14,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from numbers import Integral
 from typing import Any
 
 import torch
@@ -24,7 +23,8 @@ from pyro.poutine.messenger import Messenger
 from torch import Tensor
 from torch import distributions as td
 
-from pyro_dvi.errors import ArgumentError, GuideError
+from pyro_dvi.choice import check_count
+from pyro_dvi.errors import GuideError
 from pyro_dvi.guides import LaplaceGuide
 from pyro_dvi.guides.base import FactorisedGuide
 from pyro_dvi.handlers.all_rows import AllRows
@@ -148,10 +148,8 @@ class Samples(FromDraws):
     num_samples: int
 
     def __post_init__(self) -> None:
-        n = self.num_samples
-        if isinstance(n, bool) or not isinstance(n, Integral) or n < 1:
-            raise ArgumentError(f"Samples needs a positive whole number of draws, not {n!r}")
-        object.__setattr__(self, "num_samples", int(n))  # of NumPy, say
+        check_count("num_samples", self.num_samples)
+        object.__setattr__(self, "num_samples", int(self.num_samples))  # of NumPy, say
 
     def draws(self, guide: Callable[..., Any], inputs: tuple[Any, ...]) -> Iterator[dict[str, Tensor]]:
         """Give the latent values of one draw after the other."""

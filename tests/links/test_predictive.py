@@ -193,7 +193,7 @@ def test_mistakes_are_refused():
     f = Moments(torch.zeros(3), torch.ones(3))
     with pytest.raises(ArgumentError, match="classes must be an object"):
         predictive_distribution(td.Categorical, {"logits": f}, classes="probit")
-    with pytest.raises(ArgumentError, match=r"noise must be MomentMatched\(\)"):
+    with pytest.raises(ArgumentError, match=r"noise must be an object such as MomentMatched\(\)"):
         predictive_distribution(td.Normal, {"loc": f, "scale": 1.0}, noise=GaussHermite)
     with pytest.raises(ArgumentError, match="at least 1, got 0"):
         GaussHermite(0)

@@ -248,7 +248,7 @@ def test_outputs_without_a_row_for_each_example_are_refused():
 
 @pytest.mark.parametrize("propagation", ["reverse", ReverseDelta])
 def test_propagation_is_an_object(propagation):
-    with pytest.raises(ArgumentError, match=r"propagation must be Independent\(\)"):
+    with pytest.raises(ArgumentError, match=r"propagation must be an object such as Independent\(\)"):
         Moments(propagation=propagation)
 
 

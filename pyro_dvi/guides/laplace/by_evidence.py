@@ -5,9 +5,9 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from pyro_dvi.choice import check_choice
 from pyro_dvi.errors import NotPositiveDefiniteError
 from pyro_dvi.guides.laplace.candidates import Candidates
-from pyro_dvi.guides.laplace.choice import check_choice
 from pyro_dvi.guides.laplace.evidence import check_untempered
 from pyro_dvi.guides.laplace.spectrum import Determinant, default_determinant
 from pyro_dvi.guides.laplace.tuning import Criterion, Tuning

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from pyro_dvi.autograd_graph import enters
+from pyro_dvi.choice import check_choice
 from pyro_dvi.errors import ArgumentError, UnsupportedError
-from pyro_dvi.guides.laplace.choice import check_choice
 from pyro_dvi.guides.laplace.energy import Energy
 from pyro_dvi.guides.laplace.layout import Layout
 from pyro_dvi.guides.laplace.passes import same_data

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
+from pyro_dvi.choice import check_choice
 from pyro_dvi.guides.laplace.by_evidence import ByEvidence
-from pyro_dvi.guides.laplace.choice import check_choice
 from pyro_dvi.guides.laplace.convergence import Refuse, Unconverged
 from pyro_dvi.guides.laplace.dense import Dense
 from pyro_dvi.guides.laplace.evidence import Evidence, log_evidence

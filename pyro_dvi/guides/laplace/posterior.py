@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from pyro_dvi.choice import check_choice
 from pyro_dvi.errors import CheckpointError, UnsupportedError
-from pyro_dvi.guides.laplace.choice import check_choice
 from pyro_dvi.guides.laplace.energy import LocalEnergy
 from pyro_dvi.guides.laplace.precision import PrecisionMatrix
 from pyro_dvi.guides.laplace.query import Query

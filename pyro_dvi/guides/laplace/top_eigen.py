@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from pyro_dvi.choice import check_count
 from pyro_dvi.errors import NotConvergedError, NotPositiveDefiniteError
-from pyro_dvi.guides.laplace.choice import check_count
 from pyro_dvi.guides.laplace.energy import LocalEnergy
 from pyro_dvi.guides.laplace.posterior import LaplacePosterior, Method, blocks_by_rows
 from pyro_dvi.guides.laplace.precision import GGN, PrecisionMatrix

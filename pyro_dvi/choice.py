@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check options that are objects: a class or a string in their place fails much later, with an error that misleads."""
+"""Check options that are objects or counts: another thing in their place fails later, with an error that misleads."""
 
 import reprlib
+from numbers import Integral
 from typing import Any
 
 from pyro_dvi.errors import ArgumentError
@@ -30,11 +31,12 @@ def check_choice(name: str, value: object, kind: type, examples: str) -> None:
     raise ArgumentError(f"{name} must be an object such as {examples}, not {what}")
 
 
-def check_count(name: str, value: Any) -> None:
-    """Refuse what is no positive whole number.
+def check_count(name: str, value: Any, least: int = 1) -> None:
+    """Refuse what is no whole number of things, or too few of them.
 
     Raises:
         ArgumentError: it is something else.
     """
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ArgumentError(f"{name} must be a positive whole number, not {reprlib.repr(value)}")
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+        what = "a positive whole number" if least == 1 else f"a whole number of at least {least}"
+        raise ArgumentError(f"{name} must be {what}, not {reprlib.repr(value)}")
