@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from pyro_dvi.choice import check_choice
 from pyro_dvi.errors import DviWarning, NonFiniteError, NotPositiveDefiniteError, UnsupportedError
-from pyro_dvi.guides.laplace.choice import check_choice
 from pyro_dvi.guides.laplace.energy import LocalEnergy
 from pyro_dvi.guides.laplace.hessian_free.mode import Mode, PretrainedMode
 from pyro_dvi.guides.laplace.hessian_free.newton_cg import NewtonCG
