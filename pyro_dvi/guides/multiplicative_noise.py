@@ -3,7 +3,6 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch.nn.functional as F
@@ -24,6 +23,7 @@ from pyro_dvi.guides.input_units import (
     units_of_layer,
 )
 from pyro_dvi.handlers.latents import unconstraining_transform
+from pyro_dvi.handlers.site_patterns import sites_named
 from pyro_dvi.multiplicative_normal import MultiplicativeNormal
 
 __all__ = ["MultiplicativeNoiseGuide"]
@@ -135,11 +135,7 @@ class MultiplicativeNoiseGuide(FactorisedGuide):
 
     def _check_sites(self, sites: dict[str, Any]) -> None:
         if isinstance(self.input_axis, Mapping):
-            for pattern in self.input_axis:
-                if not any(fnmatchcase(name, pattern) for name in sites):
-                    raise ArgumentError(
-                        f"input_axis names {pattern!r}, which is no latent site of the model; there are {list(sites)}"
-                    )
+            sites_named("input_axis", self.input_axis, list(sites))
 
     def _factor_of(self, name: str, site: Any, loc: Tensor) -> Factor:
         owner, attribute = self._layers.owners.get(name, (None, name))

@@ -17,6 +17,7 @@ from pyro_dvi.handlers.means import GaussianSite, strip_event_dims
 __all__ = [
     "Latent",
     "is_identity",
+    "is_real",
     "match_latents",
     "unconstraining_transform",
     "vector_elements",
@@ -55,14 +56,16 @@ class Latent:
     guide_scale: float | Tensor = 1.0
 
 
+def is_real(support: Any) -> bool:
+    """Whether a support is all real numbers."""
+    while isinstance(support, constraints.independent):
+        support = support.base_constraint
+    return support is constraints.real or support is constraints.real_vector
+
+
 def unconstraining_transform(support: Any) -> Any:
     """Return the transform from real numbers to ``support``, or None where it is the identity."""
-    base = support
-    while isinstance(base, constraints.independent):
-        base = base.base_constraint
-    if base is constraints.real or base is constraints.real_vector:
-        return None
-    return biject_to(support)
+    return None if is_real(support) else biject_to(support)
 
 
 def is_identity(transform: Any) -> bool:

@@ -16,6 +16,7 @@ from pyro_dvi.errors import ModelError, UnsupportedError
 from pyro_dvi.handlers.all_rows import AllRows
 from pyro_dvi.handlers.latents import unconstraining_transform
 from pyro_dvi.handlers.mean_run import twice_differentiable
+from pyro_dvi.handlers.means import is_latent
 from pyro_dvi.handlers.observed import checked_log_likelihood, observed_sites
 
 __all__ = ["AtUnconstrained", "JointRun", "run_joint"]
@@ -116,13 +117,7 @@ class AtUnconstrained(Messenger):
         self._jacobians: dict[str, Tensor] = {}
 
     def _pyro_sample(self, msg: Any) -> None:
-        if (
-            msg["is_observed"]
-            or msg["infer"].get("_do_not_trace")
-            or type(msg["fn"]).__name__ == "_Subsample"
-        ):
-            return
-        if msg["name"] not in self.values:
+        if not is_latent(msg) or msg["name"] not in self.values:
             return
         for frame in msg["cond_indep_stack"]:
             if frame.full_size is not None and frame.full_size != frame.size:

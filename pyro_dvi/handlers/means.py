@@ -12,7 +12,7 @@ from torch import distributions as td
 
 from pyro_dvi.errors import GuideError
 
-__all__ = ["GaussianSite", "PosteriorMeans", "strip_event_dims"]
+__all__ = ["GaussianSite", "PosteriorMeans", "is_latent", "strip_event_dims"]
 
 
 def strip_event_dims(fn: Any) -> Any:
@@ -20,6 +20,12 @@ def strip_event_dims(fn: Any) -> Any:
     while hasattr(fn, "reinterpreted_batch_ndims"):
         fn = fn.base_dist
     return fn
+
+
+def is_latent(msg: Any) -> bool:
+    """Whether a sample site of a run is latent, and no matter of Pyro's own."""
+    own = msg["infer"].get("_do_not_trace") or type(msg["fn"]).__name__ == "_Subsample"
+    return not (msg["is_observed"] or own)
 
 
 @dataclass
@@ -75,11 +81,7 @@ class PosteriorMeans(Messenger):
     gaussians: dict[str, GaussianSite] = field(default_factory=dict, init=False)
 
     def _pyro_sample(self, msg: Any) -> None:
-        if (
-            msg["is_observed"]
-            or msg["infer"].get("_do_not_trace")
-            or type(msg["fn"]).__name__ == "_Subsample"
-        ):
+        if not is_latent(msg):
             return
         base = strip_event_dims(msg["fn"])
         transforms: tuple[Any, ...] = ()

@@ -4,7 +4,6 @@
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
 import pyro.distributions as dist
@@ -14,7 +13,9 @@ from torch import Tensor, nn
 from torch import distributions as td
 
 from pyro_dvi.errors import ArgumentError, ModelError, UnsupportedError
+from pyro_dvi.handlers.latents import is_real
 from pyro_dvi.handlers.means import strip_event_dims
+from pyro_dvi.handlers.site_patterns import sites_named
 
 __all__ = ["PosteriorPrior", "posterior_prior", "without_posterior_prior"]
 
@@ -71,17 +72,11 @@ def posterior_prior(
         ArgumentError: a pattern fits no site, or they leave none.
         UnsupportedError: the posterior of a site is no Gaussian over its values.
     """
-    patterns = [exclude] if isinstance(exclude, str) else list(exclude)
     posteriors = list(posteriors)
-    names = [name for name, _, _ in posteriors]
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            raise ArgumentError(
-                f"exclude names {pattern!r}, which is no site of the guide; there are {names}"
-            )
+    excluded = sites_named("exclude", exclude, [name for name, _, _ in posteriors])
     gaussians = {}
     for name, posterior, real in posteriors:
-        if any(fnmatchcase(name, pattern) for pattern in patterns):
+        if name in excluded:
             continue
         base = strip_event_dims(posterior)
         remedy = f"Leave it with the prior of the model: as_prior(exclude=[{name!r}])"
@@ -122,7 +117,7 @@ class _Priors(Messenger):
                 "A head of another size, or a latent with a value for each example, belongs to its task: "
                 f"as_prior(exclude=[{name!r}])."
             )
-        if not _is_real(fn.support):
+        if not is_real(fn.support):
             raise ModelError(
                 f"site {name!r} has the support {fn.support}, where its posterior from {self.origin} is a Gaussian: "
                 f"as_prior(exclude=[{name!r}]) leaves it with its own prior."
@@ -199,9 +194,3 @@ class _FunctionWithPrior:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with _Priors(self.gaussians, self.origin):
             return self.model(*args, **kwargs)
-
-
-def _is_real(support: Any) -> bool:
-    while isinstance(support, td.constraints.independent):
-        support = support.base_constraint
-    return support is td.constraints.real or support is td.constraints.real_vector

@@ -543,7 +543,7 @@ def test_an_input_axis_that_is_none(option):
         ((1, -1), "'w1'"),
         ({"w1": 1.0}, "'w1' must be an axis"),
         ({"shift": 0}, "'shift' is 0, but its values have 0 dimensions"),
-        ({"w3": 0}, "names 'w3', which is no latent site of the model; there are .*'w1'"),
+        ({"w3": 0}, "names 'w3', which is no site of the guide; there are .*'w1'"),
         (lambda name: "in", "'w1' must be an axis"),
     ],
 )

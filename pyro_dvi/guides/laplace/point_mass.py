@@ -2,7 +2,6 @@
 """A point mass, trained and brought to the mode."""
 
 from collections.abc import Callable, Iterable
-from fnmatch import fnmatchcase
 from itertools import chain
 from operator import attrgetter
 from typing import Any
@@ -24,6 +23,7 @@ from pyro_dvi.guides.laplace.query import Query
 from pyro_dvi.guides.laplace.scales import rescaled_model
 from pyro_dvi.guides.laplace.torch_modes import refuse_torch_modes
 from pyro_dvi.handlers.latents import unconstraining_transform
+from pyro_dvi.handlers.site_patterns import sites_named
 
 __all__ = ["PointMassGuide"]
 
@@ -223,10 +223,7 @@ def _device_of(model: object) -> torch.device | None:
 
 
 def _selected(names: list[str], subset: str | Iterable[str]) -> list[str]:
-    patterns = [subset] if isinstance(subset, str) else list(subset)
-    if not patterns:
+    selected = sites_named("subset", subset, names)
+    if not selected:
         raise ArgumentError(f"subset is empty: name sites or patterns, or leave it None for all of {names}")
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            raise ArgumentError(f"subset names {pattern!r}, which is no site of the guide; there are {names}")
-    return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
+    return selected
