@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from pyro_dvi.errors import DataError, ModelError
 from pyro_dvi.handlers.latents import Latent, is_identity
 from pyro_dvi.handlers.means import strip_event_dims
-from pyro_dvi.multiplicative_normal import MultiplicativeNormal, divergence_from_normal
+from pyro_dvi.multiplicative_normal import MultiplicativeNormal, divergence_from_normal, squared_norm
 
 __all__ = [
     "kl_to_prior",
@@ -225,9 +225,9 @@ class _NormalDivergence(Function):
         shift = loc - prior_loc
         logs = scale.log().sum()
         if prior_scale.dim() == 0:
-            squares = (_squared_norm(shift) + _squared_norm(scale)) / prior_scale.square()
+            squares = (squared_norm(shift) + squared_norm(scale)) / prior_scale.square()
             return 0.5 * (squares - loc.numel()) - logs + loc.numel() * prior_scale.log()
-        squares = _squared_norm(shift / prior_scale) + _squared_norm(scale / prior_scale)
+        squares = squared_norm(shift / prior_scale) + squared_norm(scale / prior_scale)
         return 0.5 * (squares - loc.numel()) - logs + prior_scale.expand_as(loc).log().sum()
 
     @staticmethod
@@ -238,8 +238,3 @@ class _NormalDivergence(Function):
         d_loc = (loc - prior_loc).mul_(weight) if ctx.needs_input_grad[0] else None
         d_scale = (scale * weight).sub_(out / scale) if ctx.needs_input_grad[1] else None
         return d_loc, d_scale, None, None
-
-
-def _squared_norm(x: Tensor) -> Tensor:
-    flat = x.reshape(-1)
-    return torch.dot(flat, flat)

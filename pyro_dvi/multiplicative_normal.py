@@ -11,9 +11,10 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.distributions import constraints, register_kl
 
+from pyro_dvi.bayesian.placement import broadcasts_to
 from pyro_dvi.errors import ArgumentError
 
-__all__ = ["MultiplicativeNormal", "divergence_from_normal"]
+__all__ = ["MultiplicativeNormal", "divergence_from_normal", "squared_norm"]
 
 
 class MultiplicativeNormal(dist.Normal):
@@ -56,7 +57,7 @@ class MultiplicativeNormal(dist.Normal):
     ) -> None:
         if not (isinstance(eps, float | int) and eps > 0 and math.isfinite(eps)):
             raise ArgumentError(f"eps must be a small positive number, got {eps!r}")
-        if not _broadcasts_to(alpha.shape, loc.shape):
+        if not broadcasts_to(alpha.shape, loc.shape):
             raise ArgumentError(
                 f"alpha of shape {tuple(alpha.shape)} does not broadcast to means of shape {tuple(loc.shape)}: it "
                 "has one entry per input unit, [1, in] for a weight [out, in]"
@@ -140,9 +141,9 @@ class _Divergence(Function):
         ctx.save_for_backward(loc, alpha, variance, prior_loc, prior_scale)
         shift = loc - prior_loc
         if prior_scale.dim() == 0:
-            squares = (_squared_norm(shift) + variance.sum()) / prior_scale.square()
+            squares = (squared_norm(shift) + variance.sum()) / prior_scale.square()
         else:
-            squares = _squared_norm(shift.div_(prior_scale)) + (variance / prior_scale.square()).sum()
+            squares = squared_norm(shift.div_(prior_scale)) + (variance / prior_scale.square()).sum()
         log_ratio = torch.log(variance, out=shift).sum() - 2 * _sum_over(prior_scale.log(), loc)
         return 0.5 * (squares - loc.numel() - log_ratio)
 
@@ -165,7 +166,8 @@ class _Divergence(Function):
         )
 
 
-def _squared_norm(x: Tensor) -> Tensor:
+def squared_norm(x: Tensor) -> Tensor:
+    """Sum of squares, by a product that needs no memory for them."""
     flat = x.reshape(-1)
     return torch.dot(flat, flat)
 
@@ -173,8 +175,3 @@ def _squared_norm(x: Tensor) -> Tensor:
 def _sum_over(parameter: Tensor, loc: Tensor) -> Tensor:
     """Sum of a parameter broadcast to the shape of the weights."""
     return parameter * loc.numel() if parameter.dim() == 0 else parameter.expand_as(loc).sum()
-
-
-def _broadcasts_to(shape: torch.Size, target: torch.Size) -> bool:
-    own, wanted = tuple(shape), tuple(target)
-    return len(own) <= len(wanted) and all(a in (1, b) for a, b in zip(own[::-1], wanted[::-1], strict=False))

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Move a distribution to the device and dtype of a tensor."""
+"""Move a distribution to the device and dtype of a tensor, and compare shapes."""
 
 import copy
+from collections.abc import Sequence
 from typing import TypeVar
 
 from pyro.distributions.torch_distribution import TorchDistributionMixin
 from torch import Tensor
 from torch.distributions import Distribution, Transform, constraints
 
-__all__ = ["placed_like", "tensors_of"]
+__all__ = ["broadcasts_to", "placed_like", "tensors_of"]
 
 D = TypeVar("D", bound=TorchDistributionMixin)
 
@@ -56,3 +57,9 @@ def tensors_of(distribution: object) -> list[Tensor]:
         elif isinstance(value, list | tuple):
             pending.extend(value)
     return list(found.values())
+
+
+def broadcasts_to(shape: Sequence[int], target: Sequence[int]) -> bool:
+    """Whether a tensor of one shape expands to another."""
+    ends = zip(reversed(shape), reversed(target), strict=False)
+    return len(shape) <= len(target) and all(size in (1, wanted) for size, wanted in ends)

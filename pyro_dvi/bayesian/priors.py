@@ -15,13 +15,12 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-import torch
 from pyro.distributions.torch_distribution import TorchDistributionMixin
 from pyro.nn.module import PyroModule
 from torch import Tensor
 from torch.distributions import Distribution
 
-from pyro_dvi.bayesian.placement import placed_like, tensors_of
+from pyro_dvi.bayesian.placement import broadcasts_to, placed_like, tensors_of
 from pyro_dvi.bayesian.selection import Candidate, suggestion
 from pyro_dvi.bayesian.site_prior import DistributionPrior, NormalPrior, SitePrior
 from pyro_dvi.errors import ArgumentError, ModelError
@@ -90,13 +89,7 @@ class Given(Prior):
         check_no_gradient(given, f"The prior {name} of {target.name!r}")
         events = len(given.event_shape)
         batch, event = shape[: len(shape) - events], shape[len(shape) - events :]
-        fits = len(shape) >= events and event == given.event_shape
-        if fits:
-            try:
-                fits = torch.broadcast_shapes(given.batch_shape, batch) == batch
-            except RuntimeError:
-                fits = False
-        if not fits:
+        if len(shape) < events or event != given.event_shape or not broadcasts_to(given.batch_shape, batch):
             raise ModelError(
                 f"The prior {name} of {target.name!r} has the shape {tuple(given.shape())}, and the "
                 f"parameter {tuple(shape)}. Pass a scalar distribution, or one of the parameter's shape; a "

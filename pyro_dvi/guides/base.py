@@ -20,6 +20,7 @@ from pyro.ops.tensor_utils import periodic_repeat
 from torch import Tensor
 from torch.distributions import constraints
 
+from pyro_dvi.bayesian.placement import broadcasts_to
 from pyro_dvi.errors import ArgumentError, DviWarning, GuideError, ModelError
 from pyro_dvi.guides.factors import Factor
 from pyro_dvi.guides.transformed_value import TransformedValue
@@ -206,7 +207,7 @@ class FactorisedGuide(AutoGuide):
                 continue
             loc = attrgetter(name)(self.locs)
             prior_scale = _prior_scale(site["fn"], loc)
-            if not _expands(prior_scale.shape, loc.shape):  # of a batch of a plate
+            if not broadcasts_to(prior_scale.shape, loc.shape):  # of a batch of a plate
                 prior_scale = prior_scale.median()
             spread = factor.initial(loc, prior_scale, self._event_dims[name])
             scales[name] = factor.distribution(loc, spread).stddev
@@ -422,10 +423,3 @@ def _prior_scale(prior: Any, loc: Tensor) -> Tensor:
         base = strip_event_dims(base.base_dist)
     scale = base.scale.detach() if isinstance(base, torch.distributions.Normal) else torch.ones(())
     return scale.to(loc) if scale.dim() <= loc.dim() else loc.new_ones(())
-
-
-def _expands(shape: torch.Size, to: torch.Size) -> bool:
-    try:
-        return torch.broadcast_shapes(shape, to) == to
-    except RuntimeError:
-        return False
