@@ -4,7 +4,6 @@
 Writing a new one: subclass :class:`Noise` and split the network's outputs into means and scales.
 """
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,15 +20,15 @@ from pyro_dvi.errors import ArgumentError, ModelError
 __all__ = ["Heteroscedastic", "Noise", "as_noise"]
 
 
-class Noise(ABC):
+class Noise:
     """The scale of the observation noise, in units of the target."""
 
-    def attach(self, model: PyroModule, reference: Tensor) -> None:  # noqa: B027 (most need nothing)
+    def attach(self, model: PyroModule, reference: Tensor) -> None:
         """Add what the noise needs to the model: a latent or a parameter ``noise_scale``."""
 
-    @abstractmethod
     def split(self, model: PyroModule, outputs: Tensor) -> tuple[Tensor, Tensor | float]:
         """Return the mean and the scale of the observations for the network's outputs ``[batch, columns]``."""
+        return outputs, model.noise_scale
 
 
 @dataclass(frozen=True)
@@ -54,10 +53,6 @@ class SampledNoise(Noise):
         model.register_buffer("noise_like", reference.new_ones(()), persistent=False)
         model.noise_scale = PyroSample(ScalePrior(self.prior, "noise_like"))
 
-    def split(self, model: PyroModule, outputs: Tensor) -> tuple[Tensor, Tensor | float]:
-        """All outputs are means."""
-        return outputs, model.noise_scale
-
 
 @dataclass(frozen=True, eq=False)
 class LearnedNoise(Noise):
@@ -68,10 +63,6 @@ class LearnedNoise(Noise):
     def attach(self, model: PyroModule, reference: Tensor) -> None:
         """Add the parameter."""
         model.noise_scale = PyroParam(reference.new_full((), self.init), constraint=constraints.positive)
-
-    def split(self, model: PyroModule, outputs: Tensor) -> tuple[Tensor, Tensor | float]:
-        """All outputs are means."""
-        return outputs, model.noise_scale
 
 
 @dataclass(frozen=True)

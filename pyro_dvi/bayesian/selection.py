@@ -10,6 +10,7 @@ import difflib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -114,13 +115,9 @@ def normalised(selection: Selection, argument: str) -> tuple[Selector, ...]:
     Raises:
         ArgumentError: if an entry is no module type, name pattern or predicate.
     """
-    entries: Sequence[object]
-    if isinstance(selection, str | type) or callable(selection):
-        entries = (selection,)
-    elif isinstance(selection, Iterable):
+    entries: tuple[Any, ...] = (selection,)
+    if isinstance(selection, Iterable) and not isinstance(selection, str) and not callable(selection):
         entries = tuple(selection)
-    else:
-        entries = (selection,)
     for entry in entries:
         is_module_type = isinstance(entry, type) and issubclass(entry, nn.Module)
         is_predicate = callable(entry) and not isinstance(entry, type | nn.Module)
@@ -129,7 +126,7 @@ def normalised(selection: Selection, argument: str) -> tuple[Selector, ...]:
                 f"{argument} has the entry {entry!r}, a {type(entry).__name__}. Pass module types "
                 "(nn.Linear), name patterns ('encoder.*') or predicates of (name, module, parameter)."
             )
-    return tuple(entries)  # type: ignore[arg-type]
+    return entries
 
 
 def suggestion(pattern: str, everything: Iterable[Candidate]) -> str:

@@ -71,7 +71,7 @@ class NaturalGradientOptimizer(Optimizer):
             total_steps=total_steps,
             deterministic_lr=deterministic_lr,
         )
-        check_options(**defaults)
+        check_options(defaults)
         super().__init__(params, defaults)
         for group in self.param_groups:
             group["full_lr"] = group["lr"]  # before schedulers, some of which change it at once

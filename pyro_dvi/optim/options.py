@@ -3,7 +3,7 @@
 
 import inspect
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from numbers import Integral, Real
 from typing import Any
 
@@ -19,32 +19,19 @@ _NOT_HERE = {
 }
 
 
-def check_options(
-    *,
-    lr: float,
-    betas: Any,
-    damping: float,
-    clip_radius: float | None,
-    data_augmentation: float,
-    initial_curvature: float | None,
-    warmup_steps: int,
-    total_steps: int | None,
-    deterministic_lr: float,
-) -> None:
+def check_options(options: Mapping[str, Any]) -> None:
     """Check the options that all these optimizers have.
 
     Raises:
         ArgumentError: naming the first that is out of range.
     """
-    for name, rate in (
-        ("lr", lr),
-        ("data_augmentation", data_augmentation),
-        ("deterministic_lr", deterministic_lr),
-        ("clip_radius", 1.0 if clip_radius is None else clip_radius),
-        ("initial_curvature", 1.0 if initial_curvature is None else initial_curvature),
-    ):
-        if not (_is_finite(rate) and rate > 0):
-            raise ArgumentError(f"{name} must be a positive number, got {rate!r}")
+    for name in ("lr", "data_augmentation", "deterministic_lr", "clip_radius", "initial_curvature"):
+        value = options[name]
+        left_out = value is None and name in ("clip_radius", "initial_curvature")
+        if not (left_out or (_is_finite(value) and value > 0)):
+            raise ArgumentError(f"{name} must be a positive number, got {value!r}")
+    betas, damping = options["betas"], options["damping"]
+    warmup_steps, total_steps = options["warmup_steps"], options["total_steps"]
     if not (isinstance(betas, tuple | list) and len(betas) == 2 and all(map(_is_decay_rate, betas))):
         raise ArgumentError(
             f"betas must be two numbers in [0, 1), the decay rates of momentum and curvature as in (0.9, 0.999), got "

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from pyro_dvi.batches import mapped
+
 __all__ = ["History", "Table"]
 
 
@@ -127,12 +129,10 @@ class History:
 
     def to_json(self, path: str | Path | None = None) -> str:
         """Write standard JSON, in which a number that is not finite is ``null``; return the text."""
-        record = self.to_dict()
-        for table in ("epochs", "steps"):
-            record[table] = {
-                name: [value if math.isfinite(value) else None for value in column]
-                for name, column in record[table].items()
-            }
+        record = mapped(
+            lambda value: None if isinstance(value, float) and not math.isfinite(value) else value,
+            self.to_dict(),
+        )
         text = json.dumps(record, indent=1, allow_nan=False)
         if path is not None:
             Path(path).write_text(text + "\n", encoding="utf-8")
@@ -143,8 +143,5 @@ class History:
         """Read what :meth:`to_json` wrote; ``null`` becomes NaN."""
         record = json.loads(Path(path).read_text(encoding="utf-8"))
         for table in ("epochs", "steps"):
-            record[table] = {
-                name: [math.nan if value is None else value for value in column]
-                for name, column in record[table].items()
-            }
+            record[table] = mapped(lambda value: math.nan if value is None else value, record[table])
         return cls.from_dict(record)
