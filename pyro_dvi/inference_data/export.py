@@ -191,7 +191,7 @@ def to_arviz(
         latents = example_latents(guide, first.inputs)
         nodes = observed_run(model, first, latents)
         posterior = Posterior(model, guide, rule, count, choose_responses(site, nodes, latents))
-        selection = Selection.of(latents, nodes, sites, max_site_size, summarise, stacklevel=3)
+        selection = Selection.of(latents, nodes, sites, max_site_size, summarise)
 
         def derived(batch: Batch, draw: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
             names = [name for name in selection.kept if name not in draw]

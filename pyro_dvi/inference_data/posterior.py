@@ -43,8 +43,6 @@ class Selection:
         sites: str | Sequence[str] | None,
         max_size: int,
         summaries: Summaries | None,
-        *,
-        stacklevel: int,
     ) -> "Selection":
         """Choose by name, of latent sites and those of ``pyro.deterministic`` in a run of the model, else by size.
 
@@ -76,7 +74,7 @@ class Selection:
                 "keep, as in sites=['...'], raise max_site_size, or keep numbers that sum them up, as in "
                 "summarise={'norm': torch.norm}.",
                 DviWarning,
-                stacklevel=stacklevel,
+                stacklevel=3,  # the caller of to_arviz
             )
         return cls([name for name in latents if name not in left_out], left_out, functions)
 

@@ -68,7 +68,6 @@ class ModelStep:
 
     Attributes:
         coefficients: of the step in the basis of the Krylov space.
-        length: of the step.
         decrease: by how much the model falls, not negative.
         interior: whether the radius does not matter: the model is convex on the space and its minimum inside.
         residual: how much of the condition for a minimum lies outside the space.
@@ -76,7 +75,6 @@ class ModelStep:
     """
 
     coefficients: Tensor
-    length: float
     decrease: float
     interior: bool
     residual: float
@@ -133,7 +131,7 @@ class KrylovModel:
         residual = reduced.remainder * abs(float(coefficients[-1]))
         interior = sigma == 0
         decrement = 2 * decrease + residual**2 / float(values[0]) if interior else float("inf")
-        return ModelStep(coefficients, float(h.norm()), max(decrease, 0.0), interior, residual, decrement)
+        return ModelStep(coefficients, max(decrease, 0.0), interior, residual, decrement)
 
     def vector(self, step: ModelStep) -> Tensor:
         """Return the step itself, ``[D]``."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch import distributions as td
 
 from pyro_dvi.expectations.points import fixed_points
-from pyro_dvi.handlers.outputs import Outputs, Parameter
+from pyro_dvi.handlers.outputs import Outputs
 from pyro_dvi.handlers.wrapped import innermost
 
 __all__ = ["Cells", "root"]
@@ -75,10 +75,6 @@ class Cells:
     def count(self) -> int:
         """Cells of each example."""
         return prod(self.fn.batch_shape) // len(self.outputs.values)
-
-    def parameter(self, name: str) -> Parameter:
-        """Return a parameter by name."""
-        return next(p for p in self.outputs.parameters if p.name == name)
 
     def part(self, name: str, values: Tensor) -> Tensor:
         """Return the part ``[B, *shape]`` of values ``[B, K]`` that belongs to a parameter."""

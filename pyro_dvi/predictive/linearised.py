@@ -19,7 +19,7 @@ from pyro_dvi.handlers.outputs import Outputs, observed_outputs
 from pyro_dvi.links import ClassLink, Probit
 from pyro_dvi.predictive.integrated import integrated
 from pyro_dvi.predictive.rules import PredictionRule
-from pyro_dvi.predictive.run import Response
+from pyro_dvi.predictive.run import Respond, Response
 
 __all__ = ["Linearised"]
 
@@ -75,10 +75,7 @@ class Linearised(PredictionRule):
         check_count("num_points", self.num_points)
 
     def components(
-        self,
-        guide: Callable[..., Any],
-        inputs: tuple[Any, ...],
-        respond: Callable[[Mapping[str, Tensor]], Response],
+        self, guide: Callable[..., Any], inputs: tuple[Any, ...], respond: Respond
     ) -> Iterator[Response]:
         """Give the one component."""
         if not isinstance(guide, LaplaceGuide):
@@ -107,7 +104,7 @@ class _Responses(Query):
 
     def __init__(
         self,
-        respond: Callable[[Mapping[str, Tensor]], Response],
+        respond: Respond,
         inputs: tuple[Any, ...],
         centre: Mapping[str, Tensor],
         locs: Mapping[str, Tensor],

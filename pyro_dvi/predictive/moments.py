@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prediction by moment propagation: one pass, no draws."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -24,7 +24,7 @@ from pyro_dvi.links import ClassLink, MomentMatched, NoiseLink, SobolSoftmax, pr
 from pyro_dvi.moments.repeated_uses import warned_of_repeated_uses
 from pyro_dvi.predictive.propagation import Independent, Propagation
 from pyro_dvi.predictive.rules import PredictionRule, arguments, check_is_set_up, latents, seed_all
-from pyro_dvi.predictive.run import Response
+from pyro_dvi.predictive.run import Respond, Response
 
 __all__ = ["Moments", "posterior_gaussians"]
 
@@ -85,10 +85,7 @@ class Moments(PredictionRule):
         return self.num_samples or 1
 
     def components(
-        self,
-        guide: Callable[..., Any],
-        inputs: tuple[Any, ...],
-        respond: Callable[[Mapping[str, Tensor]], Response],
+        self, guide: Callable[..., Any], inputs: tuple[Any, ...], respond: Respond
     ) -> Iterator[Response]:
         """Give the one component, or one for each draw of what cannot be propagated."""
         centre, gaussians = posterior_gaussians(guide, inputs)

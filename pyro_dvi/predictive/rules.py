@@ -28,7 +28,7 @@ from pyro_dvi.errors import GuideError
 from pyro_dvi.guides import LaplaceGuide
 from pyro_dvi.guides.base import FactorisedGuide
 from pyro_dvi.handlers.all_rows import AllRows
-from pyro_dvi.predictive.run import Response
+from pyro_dvi.predictive.run import Respond, Response
 from pyro_dvi.signatures import with_missing
 
 __all__ = [
@@ -63,10 +63,7 @@ class PredictionRule(ABC):
 
     @abstractmethod
     def components(
-        self,
-        guide: Callable[..., Any],
-        inputs: tuple[Any, ...],
-        respond: Callable[[Mapping[str, Tensor]], Response],
+        self, guide: Callable[..., Any], inputs: tuple[Any, ...], respond: Respond
     ) -> Iterator[Response]:
         """Give the components of the mixture for a batch, one after the other.
 
@@ -93,10 +90,7 @@ class AtMean(PredictionRule):
     num_components = 1
 
     def components(
-        self,
-        guide: Callable[..., Any],
-        inputs: tuple[Any, ...],
-        respond: Callable[[Mapping[str, Tensor]], Response],
+        self, guide: Callable[..., Any], inputs: tuple[Any, ...], respond: Respond
     ) -> Iterator[Response]:
         """Give the one component."""
         yield respond(posterior_mean(guide, inputs))
@@ -115,10 +109,7 @@ class FromDraws(PredictionRule):
         return self.num_samples
 
     def components(
-        self,
-        guide: Callable[..., Any],
-        inputs: tuple[Any, ...],
-        respond: Callable[[Mapping[str, Tensor]], Response],
+        self, guide: Callable[..., Any], inputs: tuple[Any, ...], respond: Respond
     ) -> Iterator[Response]:
         """Give one component for each draw."""
         return map(respond, self.draws(guide, inputs))

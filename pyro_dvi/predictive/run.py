@@ -22,6 +22,8 @@ from pyro_dvi.undisturbed import evaluating
 
 __all__ = [
     "AtValues",
+    "Latents",
+    "Respond",
     "Response",
     "check_observation",
     "distribution_at",
@@ -57,10 +59,8 @@ class Response:
     mask: Tensor | None
     drawn: tuple[str, ...] = ()
 
-    @property
-    def is_masked(self) -> bool:
-        """Whether a mask leaves out some of the values."""
-        return self.mask is not None
+
+Respond = Callable[[Latents], Response]
 
 
 def respond(

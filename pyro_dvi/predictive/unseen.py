@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sites that the model draws on its way to the predicted one: does the prediction depend on them?"""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,11 +11,9 @@ from torch import distributions as td
 
 from pyro_dvi.devices import forked
 from pyro_dvi.errors import UnsupportedError
-from pyro_dvi.predictive.run import Response
+from pyro_dvi.predictive.run import Latents, Response
 
 __all__ = ["refuse_unseen"]
-
-Latents = Mapping[str, Tensor]
 
 
 def refuse_unseen(response: Response, run: Callable[[Latents], Any], latents: Latents, rule: str) -> None:

@@ -27,11 +27,10 @@ from torch import Tensor
 from pyro_dvi.predictive.mixture import Mixture
 from pyro_dvi.predictive.probe import Probe, agrees, possible
 from pyro_dvi.predictive.rules import Samples, ignores_inputs
-from pyro_dvi.predictive.run import Response
+from pyro_dvi.predictive.run import Latents, Respond
 
 __all__ = ["SampledComponents"]
 
-Latents = Mapping[str, Tensor]
 Distributions = Callable[[Latents], Any]
 Way = Callable[[Mixture, Sequence[Latents], Distributions], dict[str, Tensor]]
 
@@ -65,7 +64,7 @@ class SampledComponents:
         self,
         mixture: Mixture,
         inputs: tuple[Any, ...],
-        respond: Callable[[Latents], Response],
+        respond: Respond,
         distribution_of: Callable[[str], Distributions],
     ) -> None:
         """Add all components for a batch.

@@ -63,22 +63,17 @@ def _add_outer(wanted: str, input: Tensor | float, other: Tensor | float) -> Out
 
 @per_example_rule(*_ADDITIONS)
 def _add(wanted: str, input: Tensor | float, other: Tensor | float) -> OfDelta | None:
-    return _signed(wanted, input, other, {"input": 1.0, "other": 1.0})
+    operands = _operands(wanted, input, other)
+    if operands is None:
+        return None
+    shape = operands[0].shape
+    return lambda delta: rows_summed_to(delta, shape)
 
 
 @per_example_rule(torch.sub, torch.Tensor.sub, torch.Tensor.__sub__)
 def _sub(wanted: str, input: Tensor | float, other: Tensor | float) -> OfDelta | None:
-    return _signed(wanted, input, other, {"input": 1.0, "other": -1.0})
-
-
-def _signed(
-    wanted: str, input: Tensor | float, other: Tensor | float, signs: dict[str, float]
-) -> OfDelta | None:
-    operands = _operands(wanted, input, other)
-    if operands is None:
-        return None
-    shape, sign = operands[0].shape, signs[wanted]
-    return lambda delta: rows_summed_to(delta, shape) * sign if sign < 0 else rows_summed_to(delta, shape)
+    added = _add(wanted, input, other)
+    return added if added is None or wanted == "input" else lambda delta: -added(delta)
 
 
 @per_example_rule(torch.mul, torch.Tensor.mul, torch.Tensor.__mul__)
