@@ -7,13 +7,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from pyro.distributions import distribution as pyro_distribution
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from pyro_dvi.choice import check_choice, check_count
 from pyro_dvi.diagnostics.comparison import Comparison, compared
 from pyro_dvi.errors import ModelError
+from pyro_dvi.handlers.built import Built, arguments_kept
 from pyro_dvi.handlers.moment_run import PosteriorMoments, median
 from pyro_dvi.handlers.uncertain import uncertain_likelihoods, uncertain_part
 from pyro_dvi.handlers.wrapped import innermost
@@ -114,7 +114,7 @@ def compare_with_sampling(
         for draw in tqdm(draws, total=num_samples, desc="compare", unit="draw", disable=not progress):
             # What did not enter as moments stays where it was.
             values = {name: draw[name] if name in weights.given else value for name, value in centre.items()}
-            with _remembered_parameters() as given, sampled.watching():
+            with arguments_kept() as given, sampled.watching():
                 response = run(values)
             sampled.read(response, given)
     names = _names(model, propagated.modules)
@@ -193,13 +193,13 @@ class _Sampled(_Watching):
         self.mean[place] += change / n
         self.squares[place] += change * (value - self.mean[place])
 
-    def read(self, response: Any, given: list[tuple[Any, dict[str, Any]]]) -> None:
+    def read(self, response: Any, given: list[Built]) -> None:
         fn = innermost(response.distribution)
         names = [place.removeprefix(f"{response.site}.") for place in self.shapes if isinstance(place, str)]
-        for made, parameters in reversed(given):
-            if _same(made, fn, names):
+        for built in reversed(given):
+            if _same(built.distribution, fn, names):
                 for name in names:
-                    self.see(f"{response.site}.{name}", parameters.get(name))
+                    self.see(f"{response.site}.{name}", built.given.get(name))
                 return
 
 
@@ -214,26 +214,6 @@ def _same(made: Any, fn: Any, names: list[str]) -> bool:
         if ours.dim() > theirs.dim() or not bool((ours == theirs).all()):
             return False
     return True
-
-
-@contextmanager
-def _remembered_parameters() -> Iterator[list[tuple[Any, dict[str, Any]]]]:
-    """Remember what distributions are made with: they keep other numbers, as normalised logits."""
-    made: list[tuple[Any, dict[str, Any]]] = []
-    coercions: list[Any] = pyro_distribution.COERCIONS
-
-    def coerce(cls: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        distribution = type.__call__(cls, *args, **kwargs)
-        given = dict(cls.__signature__.bind(*args, **kwargs).arguments)
-        given.update(given.pop("kwargs", {}))
-        made.append((distribution, given))
-        return distribution
-
-    coercions.append(coerce)
-    try:
-        yield made
-    finally:
-        coercions.remove(coerce)
 
 
 @contextmanager

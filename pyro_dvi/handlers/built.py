@@ -12,7 +12,7 @@ from pyro.distributions import distribution as pyro_distribution
 
 from pyro_dvi.errors import UnsupportedError
 
-__all__ = ["Built", "arguments_kept", "given_to", "without_checks"]
+__all__ = ["Built", "arguments_kept", "arguments_of", "given_to", "without_checks"]
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,13 @@ class Built:
 
     distribution: Any
     given: dict[str, Any]
+
+
+def arguments_of(cls: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the parameters that a distribution is built with, by name."""
+    given = dict(cls.__signature__.bind(*args, **kwargs).arguments)
+    given.update(given.pop("kwargs", {}))
+    return {name: value for name, value in given.items() if name != "validate_args" and value is not None}
 
 
 @contextmanager
@@ -38,11 +45,7 @@ def arguments_kept() -> Iterator[list[Built]]:
             distribution = cls(*args, **kwargs)
         finally:
             building = False
-        given = cls.__signature__.bind(*args, **kwargs).arguments
-        given.update(given.pop("kwargs", {}))
-        made.append(
-            Built(distribution, {k: v for k, v in given.items() if k != "validate_args" and v is not None})
-        )
+        made.append(Built(distribution, arguments_of(cls, args, kwargs)))
         return distribution
 
     coercions: list[Any] = pyro_distribution.COERCIONS

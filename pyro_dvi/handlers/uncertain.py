@@ -19,6 +19,7 @@ from torch import distributions as td
 
 from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.expectations import LogitEstimator, expected_log_prob
+from pyro_dvi.handlers.built import arguments_of
 from pyro_dvi.handlers.wrapped import WRAPPERS, innermost, rewrapped
 from pyro_dvi.moments import Moments
 
@@ -155,8 +156,7 @@ class _Repeated(Messenger):
 
 
 def _uncertain(cls: Any, args: tuple, kwargs: dict[str, Any], estimator: LogitEstimator | None) -> Any:
-    given = cls.__signature__.bind(*args, **kwargs).arguments
-    given.update(given.pop("kwargs", {}))
+    given = arguments_of(cls, args, kwargs)
     if cls is dist.Delta:  # pyro.deterministic: no density to integrate
         return dist.Delta(given["v"].loc, given.get("log_density", 0.0), given.get("event_dim", 0))
     if cls is dist.Unit:  # pyro.factor: linear in what is uncertain
@@ -166,9 +166,7 @@ def _uncertain(cls: Any, args: tuple, kwargs: dict[str, Any], estimator: LogitEs
             f"{cls.__name__} is not a torch distribution, and has no expected log-likelihood for uncertain "
             "parameters: use a distribution of pyro.distributions that is, or train with TaylorELBO"
         )
-    given.pop("validate_args", None)
-    parameters = {name: value for name, value in given.items() if value is not None}
-    return UncertainDistribution(cls, parameters, estimator)
+    return UncertainDistribution(cls, given, estimator)
 
 
 def _check_wrapper(cls: type, values: tuple) -> None:

@@ -18,7 +18,8 @@ from torch.distributions import constraints as torch_constraints
 from torch.optim import Optimizer
 
 from pyro_dvi.batches import arguments
-from pyro_dvi.errors import ArgumentError, CheckpointError
+from pyro_dvi.choice import check_count
+from pyro_dvi.errors import CheckpointError
 from pyro_dvi.handlers.fingerprint import Fingerprint, central_values
 from pyro_dvi.handlers.trained_for import note_trained_for
 from pyro_dvi.training.history import History
@@ -69,8 +70,7 @@ class Checkpoint:
     modules: Mapping[str, nn.Module] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.every, int) or isinstance(self.every, bool) or self.every < 1:
-            raise ArgumentError(f"Checkpoint: every must be a positive number of epochs, got {self.every!r}.")
+        check_count("Checkpoint: every", self.every)
 
 
 def save(

@@ -5,6 +5,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pyro_dvi.choice import check_count
 from pyro_dvi.errors import ArgumentError
 from pyro_dvi.training.history import History
 
@@ -41,10 +42,7 @@ class EarlyStopping:
     restore_best: bool = True
 
     def __post_init__(self) -> None:
-        if not isinstance(self.patience, int) or isinstance(self.patience, bool) or self.patience < 1:
-            raise ArgumentError(
-                f"EarlyStopping: patience must be a positive number of epochs, got {self.patience!r}."
-            )
+        check_count("EarlyStopping: patience", self.patience)
         if not math.isfinite(self.min_delta) or self.min_delta < 0:
             raise ArgumentError(f"EarlyStopping: min_delta must not be negative, got {self.min_delta!r}.")
 
