@@ -46,9 +46,8 @@ class SpectralQuadrature:
 
     def trace(self, function: Callable[[Tensor], Tensor]) -> TraceEstimate:
         """Return the estimate of tr f(A) for an elementwise ``function``, without further applications."""
-        nodes = torch.where(
-            self.weights > 0, self.nodes, self.nodes[:, :1]
-        )  # padding may lie outside f's domain
+        # Padding may lie outside f's domain.
+        nodes = torch.where(self.weights > 0, self.nodes, self.nodes[:, :1])
         per_probe = self.dim * (self.weights * function(nodes)).sum(-1)
         error = (
             per_probe.std() / len(per_probe) ** 0.5 if len(per_probe) > 1 else per_probe.new_tensor(torch.nan)

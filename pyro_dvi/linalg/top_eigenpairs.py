@@ -101,9 +101,8 @@ def top_eigenpairs(
         converged = len(values) >= k and float(residuals[-k:].max()) <= tolerance * scale
         if converged or len(basis) == dim or applications >= budget:
             break
-        if not len(
-            following
-        ):  # an invariant space that is too small or not known to be the top one: look elsewhere
+        # An invariant space that is too small or not known to be the top one: look elsewhere.
+        if not len(following):
             following = _orthonormal(gaussian_rows(block, dim, like, generator), basis, 0.0)
         if len(basis) + len(following) > capacity and len(basis) > keep:
             basis = vectors[:, -keep:].T.to(basis) @ basis

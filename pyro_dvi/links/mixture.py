@@ -17,9 +17,8 @@ __all__ = ["distribution_function", "mixture_over_points", "weighted_mixture"]
 
 def weighted_mixture(weights: Tensor, components: Any) -> td.MixtureSameFamily:
     """Return the mixture over the last batch dimension of ``components``, with weights ``[S]``."""
-    logits = weights.log().expand(
-        components.batch_shape
-    )  # probs would be raised to the rounding error of the dtype
+    # Probs would be raised to the rounding error of the dtype.
+    logits = weights.log().expand(components.batch_shape)
     return td.MixtureSameFamily(td.Categorical(logits=logits), components)
 
 

@@ -102,9 +102,8 @@ def expected_calibration_error(probabilities: Any, labels: Any, num_bins: int = 
         0.25
     """
     table = reliability_table(probabilities, labels, num_bins)
-    gap = (
-        (table.accuracy - table.confidence).abs().nan_to_num()
-    )  # NaN only where the bin is empty: weight zero
+    # NaN only where the bin is empty: weight zero.
+    gap = (table.accuracy - table.confidence).abs().nan_to_num()
     return float((gap * table.count).sum() / table.count.sum())
 
 

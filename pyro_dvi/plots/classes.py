@@ -36,8 +36,7 @@ def of_classes(prediction: Any, labels: Any, name: str = "") -> tuple[Any, Any]:
     if prediction.is_one_hot:
         kept = None if kept is None else kept.any(-1)
         observed = observed.argmax(-1) if observed.shape == p.shape else observed
-    if (
-        kept is None or observed.shape != kept.shape
-    ):  # labels of another shape are refused where they are scored
+    # Labels of another shape are refused where they are scored.
+    if kept is None or observed.shape != kept.shape:
         return p, observed
     return p[kept], observed[kept]

@@ -63,9 +63,8 @@ class Mixture:
         self.last: Response | None = None
         self._keep = keep
         self._kept: list[dict[str, Tensor]] = []
-        self._scored: Tensor | None = (
-            None  # what is observed, with possible values in place of the masked ones
-        )
+        # What is observed, with possible values in place of the masked ones.
+        self._scored: Tensor | None = None
 
     @property
     def site(self) -> str:

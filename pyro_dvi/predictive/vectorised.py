@@ -35,9 +35,8 @@ Distributions = Callable[[Latents], Any]
 Way = Callable[[Mixture, Sequence[Latents], Distributions], dict[str, Tensor]]
 
 MAX_CHUNK = 64  # draws that share one run
-CHUNK_OUTPUT = (
-    2**22
-)  # numbers in the largest tensor of a vectorised run: 16 MiB of float32, so that caches help
+# Numbers in the largest tensor of a vectorised run: 16 MiB of float32, so that caches help.
+CHUNK_OUTPUT = 2**22
 CHUNK_LATENTS = 2**24  # numbers in the draws of a chunk
 POSSIBLE = "possible"  # among the statistics: whether the parameters are in their domains
 KEPT_LATENTS = 2**26  # numbers in all draws, if they are kept for later batches: 256 MiB of float32
@@ -56,9 +55,8 @@ class SampledComponents:
         self._kept: list[Latents] = []
         self._way: Way | None = None  # None: the plain loop
         self._chunk = 0  # 0: nothing is known yet
-        self._untried: tuple[Latents, dict[str, Tensor]] | None = (
-            None  # the first draw and its statistics, which the first chunk must give again
-        )
+        # The first draw and its statistics, which the first chunk must give again.
+        self._untried: tuple[Latents, dict[str, Tensor]] | None = None
 
     def add_to(
         self,

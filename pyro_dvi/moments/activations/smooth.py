@@ -85,9 +85,8 @@ class Smooth:
         return in_blocks(self._block)(mu, variance, slopes)
 
     def _block(self, mu: Tensor, variance: Tensor, slopes: bool) -> list[Tensor]:
-        side = torch.copysign(
-            torch.ones_like(mu), -mu
-        )  # -1 on the right. Products: torch.where is slow on CPU
+        # -1 on the right. Products: torch.where is slow on CPU.
+        side = torch.copysign(torch.ones_like(mu), -mu)
         y = -mu.abs()
         table = self._tables[mu.dtype is not torch.float64]
         g = self._split(table, y, variance, side, slopes)
