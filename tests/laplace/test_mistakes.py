@@ -142,7 +142,7 @@ class TestMistakes:
 
     def test_inputs_of_the_wrong_guide(self):
         assert isinstance(fitted(), LaplaceGuide)
-        with pytest.raises(ArgumentError, match="rule"):
+        with pytest.raises(ArgumentError, match=r"method must be .* write Linearised\(\.\.\.\)"):
             predict(model, fitted(), X, Linearised)
 
 
