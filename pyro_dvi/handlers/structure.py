@@ -26,7 +26,8 @@ from pyro_dvi.undisturbed import undisturbed
 
 __all__ = ["Structure", "reached_by", "refuse_dependent", "structure_of"]
 
-_TYPES = map(torch.finfo, (torch.float16, torch.bfloat16, torch.float32, torch.float64))
+_TYPES = [torch.finfo(t) for t in (torch.float16, torch.bfloat16, torch.float32, torch.float64)]
+# Limits of torch's own clamps: probabilities of distributions (eps), values of transforms to the unit interval (tiny).
 _OPEN_INTERVALS = {(low, 1 - t.eps) for t in _TYPES for low in (t.eps, t.tiny)}
 _UNLIMITED: Any = float("inf")  # Pyro's way to say so, though it annotates an int
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rule of prediction that a posterior was trained for: objectives leave its name with their guide."""
+"""The rule of prediction that a posterior was trained for: objectives record its name on their guide."""
 
 import inspect
 from contextlib import suppress
@@ -7,7 +7,8 @@ from typing import Any
 
 __all__ = ["RULES", "note_trained_for", "trained_for"]
 
-RULES = (None, "AtMean", "Moments", "Samples")  # None: no objective of this library or of ``fit``
+# None: trained neither by an objective of this library nor by ``fit``.
+RULES = (None, "AtMean", "Moments", "Samples")
 _ATTRIBUTE = "_pyro_dvi_trained_for"
 
 
@@ -17,7 +18,7 @@ def trained_for(guide: Any) -> str | None:
 
 
 def note_trained_for(guide: Any, rule: str | None) -> None:
-    """Leave the name of a rule with a guide, below handlers around it."""
+    """Record the name of a rule on a guide, below handlers around it."""
     if rule != trained_for(guide):
         with suppress(AttributeError):  # an object with slots
             setattr(_owner(guide), _ATTRIBUTE, rule)

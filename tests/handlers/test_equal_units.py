@@ -10,7 +10,11 @@ import pytest
 import torch
 from pyro.infer import SVI
 from pyro.infer.autoguide import AutoDiagonalNormal, AutoNormal
-from pyro.infer.autoguide.initialization import init_to_feasible, init_to_value
+from pyro.infer.autoguide.initialization import (
+    init_to_feasible,
+    init_to_sample,
+    init_to_value,
+)
 from torch import Tensor, nn
 
 import pyro_dvi as dvi
@@ -70,6 +74,41 @@ def test_nothing_is_moved_that_has_a_start_of_its_own_or_no_hidden_units(elbo):
     unmoved(model, AutoDiagonalNormal(model))
     zero_head = weights | {"net.2.weight": torch.zeros(2, 5), "net.2.bias": torch.zeros(2)}
     unmoved(model, AutoNormal(model, init_loc_fn=init_to_value(values=zero_head)))
+
+
+def written_by_hand() -> Any:
+    """A network whose module keeps no weights: its priors took their place."""
+    net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
+    pyro.nn.module.to_pyro_module_(net)
+    for layer in (net[0], net[2]):
+        shape = layer.weight.shape
+        layer.weight = pyro.nn.PyroSample(pyro.distributions.Normal(0.0, 1.0).expand(shape).to_event(2))
+    return dvi.classifier(net, num_data=30)
+
+
+@ELBOS
+def test_without_weights_to_start_from_the_way_out_is_named(elbo):
+    model = written_by_hand()
+    with pytest.warns(DviWarning, match=r"no weights of 'net.0.weight' to start from.*init_to_sample"):
+        still(model, AutoNormal(model), elbo()).step(X, Y)
+    pyro.clear_param_store()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        still(model, AutoNormal(model, init_loc_fn=init_to_sample), elbo()).step(X, Y)
+
+
+@ELBOS
+def test_a_hierarchical_model_that_starts_at_zero_is_left_alone(elbo):
+    def model(x: Tensor, y: Tensor) -> None:
+        mu = pyro.sample("mu", pyro.distributions.Normal(0.0, 1.0))
+        log_tau = pyro.sample("log_tau", pyro.distributions.Normal(0.0, 1.0))
+        eta = pyro.sample("eta", pyro.distributions.Normal(torch.zeros(4), 1.0).to_event(1))
+        with pyro.plate("data", 30):
+            pyro.sample("y", pyro.distributions.Normal(mu + log_tau.exp() * (x @ eta), 1.0), obs=y.float())
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        still(model, AutoNormal(model), elbo()).step(X, Y)
 
 
 def test_means_that_were_loaded_after_a_look_stay():
