@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from pyro_dvi.errors import DataError, DeviceError, ModelError, PyroDviError
+from pyro_dvi.handlers.finite import non_finite
 
 __all__ = ["explained_errors"]
 
@@ -58,11 +59,10 @@ def explained_errors(
                 raise DataError(
                     f"{name} of the model has no rows: leave out batches without examples"
                 ) from error
-        for name, v in weights_by_name.items():
-            if v.is_floating_point() and not bool(torch.isfinite(v).all()):
-                raise ModelError(
-                    f"{name!r} of the model holds NaN or infinite values, on which it fails: start from finite weights"
-                ) from error
+        for name in non_finite(weights_by_name):
+            raise ModelError(
+                f"{name!r} of the model holds NaN or infinite values, on which it fails: start from finite weights"
+            ) from error
         types = {v.dtype for _, v in tensors}
         weights = {t.dtype for t in (*owned, *posterior) if t.is_floating_point()} or {
             torch.get_default_dtype()

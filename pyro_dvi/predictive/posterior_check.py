@@ -4,11 +4,11 @@
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 
 from pyro_dvi.errors import NonFiniteError
 from pyro_dvi.guides import LaplaceGuide
+from pyro_dvi.handlers.finite import non_finite
 from pyro_dvi.predictive.rules import check_is_set_up
 from pyro_dvi.training.ownership import check_still_own
 
@@ -25,16 +25,14 @@ def check_posterior(model: Callable[..., Any], guide: Callable[..., Any], inputs
 
     Raises:
         GuideError: the guide was never run, or belongs to another model.
-        NonFiniteError: a parameter or buffer holds NaN or infinities, by name.
+        NonFiniteError: parameters or running statistics hold NaN or infinities, or another buffer holds NaN.
     """
     check_is_set_up(guide, inputs)
     check_still_own(model, guide)
     for part in (guide, model):
         tensors = [*part.named_parameters(), *part.named_buffers()] if isinstance(part, nn.Module) else []
-        tensors = [(name, t.detach()) for name, t in tensors if t.is_floating_point()]
-        # One number is read for all of them.
-        if tensors and not bool(torch.stack([torch.isfinite(t).all().cpu() for _, t in tensors]).all()):
-            bad = [name for name, tensor in tensors if not bool(torch.isfinite(tensor).all())]
+        bad = non_finite(dict(tensors))
+        if bad:
             raise NonFiniteError(
                 f"{', '.join(map(repr, bad[:5]))} of {type(part).__name__} {'is' if len(bad) == 1 else 'are'} not "
                 "finite: training has diverged, or a file is damaged. Go back to an earlier checkpoint, and train with "

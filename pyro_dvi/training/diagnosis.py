@@ -7,14 +7,17 @@ from typing import Any
 import torch
 
 from pyro_dvi.batches import non_finite_inputs
+from pyro_dvi.handlers.finite import non_finite
 from pyro_dvi.training.routes import Route
 
 __all__ = ["diagnose", "non_finite_tensors"]
 
 
 def non_finite_tensors(route: Route) -> list[str]:
-    """Names of parameters and buffers that hold NaN or infinities."""
-    return [name for name, value in route.tensors().items() if not bool(torch.isfinite(value).all())]
+    """Names of parameters and buffers that should be finite and are not."""
+    # Copies of weights are detached and do not say whether they are trained.
+    parameters = {f"parameter {name}": value for name, value in route.parameters().items()}
+    return non_finite({**route.tensors(), **parameters})
 
 
 def diagnose(route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:

@@ -288,3 +288,32 @@ def test_running_statistics_that_are_not_finite_are_named():
     net[1].running_var[0] = math.nan
     with pytest.raises(NonFiniteError, match=r"'net\.1\.running_var' of Regressor is not finite"):
         predict(network, guide, X[:, None])
+
+
+class Causal(torch.nn.Module):
+    """One layer of attention to earlier positions only, with its mask as most transformers keep it."""
+
+    def __init__(self):
+        super().__init__()
+        self.project = torch.nn.Linear(4, 4)
+        self.register_buffer("mask", torch.full((3, 3), -math.inf).triu(1))
+        self.bound = torch.nn.Parameter(torch.tensor(math.inf), requires_grad=False)
+
+    def forward(self, x):
+        h = self.project(x)
+        attention = (h @ h.mT + self.mask).softmax(-1)
+        return (attention @ h).mean((-2, -1)).clamp(max=self.bound)
+
+
+@pytest.mark.parametrize("spoilt", [False, True], ids=["a mask", "NaN in the mask"])
+def test_a_mask_of_minus_infinity_is_no_damage(spoilt):
+    net = dvi.to_bayesian_(Causal())
+    network, x = dvi.regressor(net, num_data=5), torch.randn(5, 3, 4)
+    guide = MeanFieldGuide(network)
+    guide.initialize(x, x[:, 0, 0])
+    if not spoilt:
+        assert predict(network, guide, x, Samples(2)).mean.isfinite().all()
+        return
+    net.mask[0, 1] = math.nan
+    with pytest.raises(NonFiniteError, match=r"'net\.mask' of Regressor is not finite"):
+        predict(network, guide, x, Samples(2))

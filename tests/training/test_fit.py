@@ -466,6 +466,17 @@ def test_other_errors_pass():
         fit(svi, [(torch.ones(3, 5), torch.ones(3))], 1, progress=False)
 
 
+@BOTH
+@pytest.mark.parametrize("epochs_before", [0, 1])
+def test_an_ordinary_error_in_a_model_with_a_mask_of_minus_infinity_passes(method, epochs_before):
+    svi = svi_of(method)
+    svi.model.first.register_buffer("mask", torch.full((3, 3), -math.inf).triu(1))
+    if epochs_before:
+        fit(svi, sequence(), 1, progress=False)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        fit(svi, [(torch.ones(3, 5), torch.ones(3))], 1, progress=False)
+
+
 @pytest.fixture
 def _interruptible():
     """Ctrl-C as in a terminal, also where the tests run in the background and ignore it."""
