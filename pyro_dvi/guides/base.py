@@ -268,6 +268,8 @@ class FactorisedGuide(AutoGuide):
             for name, site in self._sites() if self._only_loaded else ():
                 site["is_observed"] = owners[name] is None
             sites = dict(self._sites())
+            if self._only_loaded:  # Pyro collected those of responses too
+                self._prototype_frames = {f.name: f for s in sites.values() for f in s["cond_indep_stack"]}
             if not sites:
                 raise ModelError(
                     f"{type(self).__name__} found no latent site in the model: convert a network with to_bayesian_, "

@@ -226,7 +226,10 @@ def load(
         with preserve_random_state():
             route.initialise(*fingerprint.placed(route.device()))
     if "guide" in modules and next(modules["guide"].parameters(), None) is not None:
-        _check_state("guide", modules["guide"].state_dict(), states["guide"])
+        own = modules["guide"].state_dict()
+        if content["version"] == 1 and "_extra_state" not in states["guide"]:
+            own.pop("_extra_state", None)  # the rule of prediction, which those files do not hold
+        _check_state("guide", own, states["guide"])
     store = pyro.get_param_store()
     saved = content["store"]
     existing = {name: value for name, value in store.named_parameters() if name in saved["params"]}

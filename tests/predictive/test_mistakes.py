@@ -7,6 +7,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from pyro.infer import SVI
 from pyro.infer.autoguide import AutoNormal
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -233,6 +234,18 @@ def test_a_guide_that_was_loaded_sees_its_model_with_the_first_data(guide_class)
         again.load_state_dict(state)
         assert torch.equal(use(again), expected)
         assert [name for name, _ in again.prototype_trace.iter_stochastic_nodes()] == ["w"]
+
+
+def test_a_guide_that_was_loaded_predicts_and_then_trains_on_smaller_batches():
+    first = MeanFieldGuide(model)
+    first.initialize(X, X)
+    state = first.state_dict()
+    pyro.clear_param_store()
+    again = MeanFieldGuide(model)
+    again.load_state_dict(state)
+    predict(model, again, X, AtMean())
+    svi = SVI(model, again, pyro.optim.Adam({"lr": 0.01}), dvi.TaylorELBO())
+    assert dvi.fit(svi, [(X[:5], X[:5]), (X[5:], X[5:])], 1, progress=False).step == 2
 
 
 def test_a_response_is_not_taken_for_a_latent_of_a_loaded_guide():

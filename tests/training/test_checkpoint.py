@@ -724,10 +724,21 @@ def test_a_bit_that_flips_anywhere_in_a_tensor_is_found(tmp_path, checksums):
     load(tmp_path / "run.pt", svi)
 
 
-def test_files_of_the_first_version_are_read(saved):
-    content = torch.load(saved, weights_only=True)
-    torch.save({**{k: v for k, v in content.items() if k != "unfinished"}, "version": 1}, saved)
-    assert load(saved, svi_of("AutoNormal + Trace_ELBO"), example=sequence()[0]).epoch == 1
+@BOTH
+@pytest.mark.parametrize("looked", [False, True], ids=["fresh guide", "guide with parameters"])
+def test_files_of_the_first_version_are_read(method, looked, tmp_path):
+    svi = svi_of(method)
+    fit(svi, sequence(), 1, checkpoint=tmp_path / "old.pt", progress=False)
+    content = torch.load(tmp_path / "old.pt", weights_only=True)
+    content["states"]["guide"].pop("_extra_state", None)
+    old = {k: v for k, v in content.items() if k not in ("unfinished", "fingerprint")}
+    torch.save({**old, "version": 1}, tmp_path / "old.pt")
+    fresh_start()
+    again = svi_of(method, seed=3)
+    if looked:
+        again.guide(*sequence()[0])
+    assert load(tmp_path / "old.pt", again, example=sequence()[0]).epoch == 1
+    assert same(weights_of(again), weights_of(svi))
 
 
 def test_saving_where_there_is_no_folder(tmp_path):
