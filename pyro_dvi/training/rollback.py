@@ -47,7 +47,8 @@ class Rollback:
         """Go back after an error in a step and return the report; None if training has not diverged.
 
         Pyro's validation, or a factorisation, meets a NaN before the loss does, and parameters that are finite but far
-        too large make distributions impossible. An error of our own says by itself what is wrong with the data.
+        too large make distributions impossible: the batch then has a loss at earlier weights, but not at the present
+        ones. An error of our own says by itself what is wrong with the data.
         """
         diverged = isinstance(error, NonFiniteError)
         # Before there is a snapshot, the guide looks at the model for the first time, and may have met bad inputs.
@@ -57,6 +58,8 @@ class Rollback:
         if not certain and (isinstance(error, PyroDviError) or not isinstance(error, _NUMERICAL)):
             return None
         finding = f"{_sentence(error)} {diagnose(self.route, args, kwargs)}"  # before weights are touched
+        if not certain and self._is_finite(args, kwargs):
+            return None  # the error was none of the weights
         # Of several processes each sees its own batch only, and all have to go back to the same state.
         joint = hasattr(self.route.elbo, "agreed")
         position = 0 if inputs or (joint and diverged) else self._newest_good(args, kwargs)
@@ -87,14 +90,21 @@ class Rollback:
         try:
             for position, snapshot in enumerate(self.snapshots):
                 snapshot.restore_weights(self.route)
-                with suppress(Exception), preserve_random_state(), preserve_buffers():
-                    if math.isfinite(self.route.evaluate(args, kwargs)):
-                        return position
+                if self._is_finite(args, kwargs):
+                    return position
             return None
         finally:
             restore_weights(self.route, now)
 
+    def _is_finite(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether this batch has a finite loss at the weights as they are."""
+        with suppress(Exception), preserve_random_state(), preserve_buffers():
+            return math.isfinite(self.route.evaluate(args, kwargs))
+        return False
+
 
 def _sentence(error: BaseException) -> str:
     text = (str(error) or type(error).__name__).strip().splitlines()[0]
-    return text[:1].upper() + text[1:] + ("" if text.endswith(".") else ".")
+    # Messages of our own may begin anywhere in a sentence; others stay as their authors wrote them.
+    start = text[:1].upper() if isinstance(error, PyroDviError) else text[:1]
+    return start + text[1:] + ("" if text.endswith(".") else ".")

@@ -17,7 +17,7 @@ from pyro_dvi.elbos.taylor import TaylorELBO
 from pyro_dvi.errors import DataError, GuideError, NonFiniteError
 from pyro_dvi.optim import learning_rates
 from pyro_dvi.schedules import LinearWarmup
-from pyro_dvi.training import EarlyStopping, EveryStep, fit
+from pyro_dvi.training import EarlyStopping, EveryStep, History, fit
 from pyro_dvi.undisturbed import preserve_buffers
 from tests.training.problems import (
     BATCH,
@@ -458,6 +458,47 @@ def test_an_error_of_a_batch_that_would_fail_before_too_passes_and_changes_nothi
     with pytest.raises(ValueError, match="not broadcastable"):
         fit(svi, [(x, y[:-1])], 1, progress=False)
     assert same(svi.guide.median(), kept)
+
+
+@BOTH
+@pytest.mark.parametrize("at", [5, 6, 9])
+def test_an_error_that_comes_once_in_the_model_passes_and_changes_nothing(method, at):
+    svi = svi_of(method)
+    fit(svi, sequence(), 1, progress=False)
+    plain, steps = svi.model.norm.forward, []
+
+    def failing(x):
+        if svi.model.training and torch.is_grad_enabled():  # a step, no evaluation
+            steps.append(weights_of(svi))
+            if len(steps) == at:
+                raise ValueError("my own server did not answer")
+        return plain(x)
+
+    svi.model.norm.forward = failing
+    history = History()
+    with pytest.raises(ValueError, match="^my own server did not answer"):
+        fit(svi, sequence(), 5, history=history, progress=False)
+    assert same(weights_of(svi), steps[-1])
+    assert history.stopped is None and history.unfinished is not None
+
+
+def test_the_message_of_a_divergence_quotes_the_error_as_it_is():
+    svi = svi_of("AutoNormal + Trace_ELBO")
+    fit(svi, sequence(), 1, progress=False)
+    plain = svi.model.norm.forward
+
+    def failing(x):
+        if svi.model.first.weight.isnan().any():
+            raise ValueError("iPad and iPhone differ")
+        return plain(x)
+
+    def spoil(state):
+        with torch.no_grad():
+            svi.model.first.weight[0, 0] = math.nan
+
+    svi.model.norm.forward = failing
+    with pytest.raises(NonFiniteError, match=r"step 4\. iPad and iPhone differ\. Not finite: parameters: first\."):
+        fit(svi, sequence(), 5, callbacks=[spoil], history=History(), progress=False)
 
 
 def test_other_errors_pass():
