@@ -497,7 +497,9 @@ def test_the_message_of_a_divergence_quotes_the_error_as_it_is():
             svi.model.first.weight[0, 0] = math.nan
 
     svi.model.norm.forward = failing
-    with pytest.raises(NonFiniteError, match=r"step 4\. iPad and iPhone differ\. Not finite: parameters: first\."):
+    with pytest.raises(
+        NonFiniteError, match=r"step 4\. iPad and iPhone differ\. Not finite: parameters: first\."
+    ):
         fit(svi, sequence(), 5, callbacks=[spoil], history=History(), progress=False)
 
 
