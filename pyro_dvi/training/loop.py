@@ -100,7 +100,7 @@ def fit(
 
     *Divergence*: a loss that is not finite, or a distribution that refuses parameters which training has made far too
     large, is noticed before the optimizer acts. Parameters, buffers, optimizer and ELBO go back to the end of the last
-    good epoch, and the error carries the history. An error that does not come again at the same weights passes as it is.
+    good epoch, and the error carries the history. Errors that do not come again at these weights pass as they are.
 
     *Ctrl-C*, and a SIGTERM as schedulers send it, end training, not the program: the state after the last finished step
     is kept and saved, and the history is returned with ``stopped == "interrupted"``. Given that history, the next call
