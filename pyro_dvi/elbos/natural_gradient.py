@@ -379,12 +379,12 @@ def _deliver_product(state: NaturalState, ratio: Tensor, gradient: Tensor) -> No
 def _num_data(site: ObservedSite) -> float:
     """Number of examples in the data set: the plate's scale times the minibatch."""
     scale = site.scale.mean().item() if torch.is_tensor(site.scale) else float(site.scale)
-    return scale * max(1, site.fn.batch_shape.numel())
+    return scale * max(1, torch.Size(site.fn.batch_shape).numel())
 
 
 def _unmasked(site: ObservedSite) -> float:
     """Number of examples in the minibatch without those that a mask leaves out, as padding."""
-    shape = site.fn.batch_shape
+    shape = torch.Size(site.fn.batch_shape)  # a plain tuple in some distributions of Pyro
     if not torch.is_tensor(site.mask):
         return float(shape.numel())
     return float(site.mask.expand(torch.broadcast_shapes(shape, site.mask.shape)).sum())

@@ -437,3 +437,25 @@ def test_a_temperature_of_zero():
     guide = NaturalGradientGuide(model)
     with pytest.raises(ArgumentError, match="temperature"):
         NaturalGradientELBO(kl_weight=0.0).loss_and_grads(model, guide, x, y)
+
+
+def test_counts_that_are_never_inflated_train_as_poisson_counts():
+    """Zero-inflated distributions of Pyro give their batch shape as a plain tuple."""
+    x = torch.randn(6, 3, generator=torch.Generator().manual_seed(0))
+    counts = torch.tensor([0.0, 1.0, 3.0, 0.0, 2.0, 1.0])
+
+    def trained(likelihood):
+        def model(x, y=None):
+            w = pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+            with pyro.plate("data", 20, subsample_size=len(x)):
+                return pyro.sample("y", likelihood((x @ w).exp()), obs=y)
+
+        pyro.clear_param_store()
+        pyro.set_rng_seed(0)
+        svi = SVI(model, NaturalGradientGuide(model), VOGN({}), NaturalGradientELBO())
+        return [svi.step(x, counts) for _ in range(3)], svi.guide.median()["w"]
+
+    losses, loc = trained(dist.Poisson)
+    inflated, same_loc = trained(lambda rate: dist.ZeroInflatedPoisson(rate, gate=torch.zeros(())))
+    assert inflated == pytest.approx(losses)
+    torch.testing.assert_close(same_loc, loc)
