@@ -92,6 +92,20 @@ def test_a_batch_of_a_prediction(rule, most, device):
     assert three.total() - one.total() <= 2 * most, str(three - one)
 
 
+@pytest.mark.parametrize(
+    ("rule", "most"),
+    [(dvi.AtMean(), 3), (dvi.Moments(), 3), (dvi.Samples(3), 14)],
+    ids=lambda value: str(value)[:12],
+)
+def test_a_whole_prediction(rule, most, device):
+    """Beside the batch: whether guide and model are finite, and for samples whether they can run at once."""
+    pyro.enable_validation(False)
+    svi, _ = started("mean-field moments", device)
+    with emulated.counted_reads() as reads:
+        dvi.predict(svi.model, svi.guide, images("cpu"), rule, batch_size=12, seed=0)
+    assert reads.total() <= most, str(reads)
+
+
 def test_quantiles_of_a_guide_are_checked_before_they_reach_the_device(device):
     svi, _ = started("mean-field moments", device)
     with emulated.counted_reads() as reads:
