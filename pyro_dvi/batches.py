@@ -15,6 +15,7 @@ __all__ = [
     "batches",
     "check_loader",
     "dataset_size",
+    "is_strided",
     "mapped",
     "non_finite_inputs",
     "number_of_batches",
@@ -111,15 +112,20 @@ def dataset_size(loader: Any) -> int | None:
 
 
 def non_finite_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
-    """Describe the tensors among the arguments that hold NaN or infinities."""
+    """Describe the tensors among the arguments that hold NaN or infinities; sparse and nested ones are not read."""
     named = {**{f"argument {i}": value for i, value in enumerate(args)}, **kwargs}
     found = []
     for name, value in named.items():
-        if isinstance(value, Tensor) and value.is_floating_point():
+        if is_strided(value) and value.is_floating_point():
             bad = int((~torch.isfinite(value)).sum())
             if bad:
                 found.append(f"{name} ({bad} of {value.numel()} elements)")
     return found
+
+
+def is_strided(value: Any) -> bool:
+    """Whether it is a tensor with rows to cut and elements to read, neither sparse nor nested."""
+    return isinstance(value, Tensor) and value.layout == torch.strided and not value.is_nested
 
 
 def mapped(function: Callable[[Any], Any], value: Any) -> Any:

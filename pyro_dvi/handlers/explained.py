@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from pyro_dvi.batches import is_strided
 from pyro_dvi.errors import DataError, DeviceError, ModelError, PyroDviError
 from pyro_dvi.handlers.finite import non_finite
 
@@ -37,7 +38,7 @@ def explained_errors(
         raise
     except (RuntimeError, ValueError, ZeroDivisionError) as error:
         named = [(f"argument {k + 1}", v) for k, v in enumerate(args)] + list(kwargs.items())
-        tensors = [(name, v) for name, v in named if torch.is_tensor(v)]
+        tensors = [(name, v) for name, v in named if is_strided(v)]
         module = model if isinstance(model, nn.Module) else nn.Module()
         weights_by_name = dict((*module.named_parameters(), *module.named_buffers()))
         owned = list(weights_by_name.values())

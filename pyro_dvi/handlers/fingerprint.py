@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a model says about a few rows of data, by which it is recognised: after a change, or in another process."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,7 @@ from pyro import poutine
 from torch import Tensor
 from torch.distributions import Distribution, Transform
 
-from pyro_dvi.batches import arguments
+from pyro_dvi.batches import arguments, is_strided, mapped, tensors_in
 from pyro_dvi.handlers.means import PosteriorMeans
 from pyro_dvi.undisturbed import evaluating, undisturbed
 
@@ -18,10 +19,13 @@ __all__ = ["Fingerprint", "central_values"]
 
 _ROWS = 4  # of the data
 _NUMBERS = 64  # of each parameter of a distribution, spread evenly over its elements
-# Relative to the largest number. More than rounding on another device adds up to in a deep network (0.003 with
-# TensorFloat-32 in ResNet-50), less than another activation, prior or noise makes.
-_TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-2}
-_SHORT = 5e-2  # of other types
+_PLAIN = {type(None), bool, int, float, str}
+_LARGEST = 1_000_000  # numbers in arguments that are kept, where the model does not take a few rows
+# Relative to the range of the numbers. More than rounding adds up to in a deep network (0.003 with TensorFloat-32 in
+# ResNet-50, on a device; 0.000002 on the CPU), less than another activation, prior or noise makes.
+_TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-2, torch.bfloat16: 5e-2, torch.float16: 5e-2}
+_ON_CPU = {**_TOLERANCES, torch.float32: 1e-4}
+_OFFSET = 0.1  # of the tolerance, relative to the largest number: what all have in common is rounded as well
 
 
 @dataclass(frozen=True)
@@ -33,44 +37,77 @@ class Fingerprint:
             does not take fewer.
         kwargs: keyword arguments, likewise.
         sites: what was found, in tensors and plain values.
+        precise: whether it was computed in full precision, by the CPU.
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     sites: dict[str, dict[str, Any]]
+    precise: bool = False
 
     @classmethod
     def of(
-        cls, model: Callable[..., Any], args: Any, kwargs: Any, latents: Mapping[str, Tensor]
+        cls, model: Any, args: Any, kwargs: Any, latents: Mapping[str, Tensor], known: Any = None
     ) -> "Fingerprint | None":
         """Take it; parameters that depend on random numbers of the model's own are left out.
 
+        Args:
+            model: the model.
+            args: its positional arguments.
+            kwargs: its keyword arguments.
+            latents: values of its latents.
+            known: the sites of an earlier one with these arguments, at other values of the latents. None: the model is
+                run a second time to see what depends on random numbers.
+
         Returns:
-            The fingerprint; None if the model does not run with these values of its latents.
+            The fingerprint; None if the model does not run with these values of its latents, or only with more data
+            than is worth keeping.
         """
-        for rows in (_ROWS, None):
-            some = _first_rows(args, kwargs, rows)
+        for rows in (_ROWS, None) if known is None else (None,):
             try:
-                sites, again = _look(model, *some, latents, 0), _look(model, *some, latents, 1)
+                some = _first_rows(args, kwargs, rows)
+                if sum(value.numel() for value in tensors_in(some) if is_strided(value)) > _LARGEST:
+                    continue
+                some = mapped(lambda v: v.detach().clone() if is_strided(v) else v, some)
+                sites, again = _look(model, *some, latents, 0), known or _look(model, *some, latents, 1)
             except Exception:  # the model takes whole batches only, or these latents belong to other rows
                 continue
             for name, site in sites.items():
                 twin = again[name]["parameters"] if name in again else {}
                 site["parameters"] = {
-                    k: v for k, v in site["parameters"].items() if k in twin and torch.equal(v, twin[k])
+                    k: v
+                    for k, v in site["parameters"].items()
+                    if k in twin and (known is not None or torch.equal(*map(torch.nan_to_num, (v, twin[k]))))
                 }
-            return cls(*some, sites)
+            return cls(*some, sites, _precise(latents))
         return None
 
-    def differences(self, model: Callable[..., Any], latents: Mapping[str, Tensor]) -> str:
-        """Say what is not as it was, at the same values of the latents; empty if all is."""
+    def differences(self, model: Any, latents: Mapping[str, Tensor], plates: bool = True) -> str:
+        """Say what is not as it was, at the same values of the latents; empty if all is.
+
+        Args:
+            model: the model to compare.
+            latents: values of its latents.
+            plates: whether plates and shapes of observed sites count. False is for predictions, which do not depend on
+                them, and asks nothing of a model that does not take the arguments of before.
+        """
         device = next((value.device for value in latents.values()), None)
-        found = list(_compared(self.sites, _look(model, *self.placed(device), latents, 0)))
+        try:
+            after = _look(model, *self.placed(device), latents, 0)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+            return f"it does not run with the arguments of before ({reason})" if plates else ""
+        tolerances = _ON_CPU if self.precise and _precise(latents) else _TOLERANCES
+        found = list(_compared(self.sites, after, plates, tolerances))
         return "; ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
 
     def placed(self, device: torch.device | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments on a device."""
         return arguments(self.args, device)[0], arguments(self.kwargs, device)[1]
+
+    def state(self) -> dict[str, Any] | None:
+        """Return it for a file; None where the arguments hold what a safe load of the file does not build."""
+        return dict(vars(self)) if _is_plain((self.args, self.kwargs)) else None
 
 
 def central_values(guide: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Tensor]:
@@ -94,16 +131,25 @@ def _sites(nodes: Any) -> Iterator[tuple[str, Any]]:
             yield name, node
 
 
+def _precise(latents: Mapping[str, Tensor]) -> bool:
+    modes = torch.is_autocast_enabled("cpu") or torch.get_float32_matmul_precision() != "highest"
+    return not modes and {value.device.type for value in latents.values()} == {"cpu"}
+
+
+def _is_plain(value: Any) -> bool:
+    if type(value) in (tuple, list, dict):
+        return all(map(_is_plain, (*value, *value.values()) if type(value) is dict else value))
+    return type(value) in _PLAIN or (type(value) is Tensor and is_strided(value))
+
+
 def _first_rows(args: Any, kwargs: Any, count: int | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor) and v.dim()]
-    size = len(tensors[0]) if tensors else -1
+    size = next((len(v) for v in tensors_in((args, kwargs)) if is_strided(v) and v.dim()), -1)
 
     def cut(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        return (value[:count] if value.dim() and len(value) == size else value).detach().clone()
+        rows = count is not None and is_strided(value) and value.dim() and len(value) == size
+        return value[:count] if rows else value
 
-    return tuple(map(cut, args)), {name: cut(value) for name, value in kwargs.items()}
+    return mapped(cut, (tuple(args), dict(kwargs)))
 
 
 def _look(model: Any, args: Any, kwargs: Any, latents: Mapping[str, Tensor], seed: int) -> dict[str, Any]:
@@ -145,7 +191,7 @@ def _parameters(part: Any) -> Iterator[tuple[str, Tensor]]:
             yield name, flat[places.to(flat.device)].cpu()
 
 
-def _compared(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
+def _compared(before: Any, after: Any, plates: bool, tolerances: Mapping[Any, float]) -> Iterator[str]:
     for name in [*before, *(set(after) - set(before))]:
         old, new = before.get(name), after.get(name)
         if old is None or new is None:
@@ -155,17 +201,23 @@ def _compared(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
             continue
         what = f"{'prior' if old['latent'] else 'distribution'} of site {name!r}"
         for part in ("family", "shape", "plates"):
-            if old[part] != new[part]:
+            if old[part] != new[part] and (plates or old["latent"] or part == "family"):
                 yield f"{what}: {part} {old[part]} → {new[part]}"
         for key in old["parameters"].keys() & new["parameters"].keys():
             a, b = (side["parameters"][key].reshape(-1) for side in (old, new))
             if min(len(a), len(b)) not in (1, max(len(a), len(b))):
                 yield f"{what}: {key} has other dimensions"
                 continue
-            tolerance = max(_TOLERANCES.get(v.dtype, _SHORT) for v in (a, b))
+            tolerance = max(tolerances.get(v.dtype, 0.0) for v in (a, b))
             a, b = torch.broadcast_tensors(a.cpu().double(), b.cpu().double())
-            largest = max(1e-4, *(float(v.abs().max()) for v in (a, b))) if a.numel() else 1.0
-            gap = (a - b).abs()
-            if bool((gap > tolerance * largest).any()):
+            gap = (a - b).abs().nan_to_num(nan=math.inf).masked_fill((a == b) | (a.isnan() & b.isnan()), 0.0)
+            if bool((gap > tolerance * max(1e-4, _scale(a), _scale(b))).any()):
                 at = int(gap.argmax())
                 yield f"{what}: {key} {float(a[at]):.5g} → {float(b[at]):.5g}"
+
+
+def _scale(values: Tensor) -> float:
+    """What differences between numbers are relative to: their range, and a part of what they have in common."""
+    numbers = values[values.isfinite()].tolist() or [0.0]
+    largest = max(map(abs, numbers))
+    return largest if len(numbers) == 1 else max(numbers) - min(numbers) + _OFFSET * largest

@@ -46,10 +46,10 @@ _ENTRIES = {
 }
 
 
-def fingerprint_of(route: Route, args: Any, kwargs: Any) -> Fingerprint | None:
+def fingerprint_of(route: Route, args: Any, kwargs: Any, known: Any = None) -> Fingerprint | None:
     """Take the fingerprint of a model at the centre of its guide; no random numbers are used up."""
     with preserve_random_state():
-        return Fingerprint.of(route.model, args, kwargs, central_values(route.guide, args, kwargs))
+        return Fingerprint.of(route.model, args, kwargs, central_values(route.guide, args, kwargs), known)
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,9 @@ def save(
 
     The file holds tensors, numbers and Pyro's constraints only: :func:`load` runs no code from it. With a history of
     :func:`~pyro_dvi.training.fit` it also holds four rows of the training data and what the model says about them, by
-    which :func:`load` recognises the model.
+    which :func:`load` recognises the model. Of a model that does not run on four rows it holds one batch of up to a
+    million numbers, and nothing of a larger one, or of batches with other things than dense tensors and plain values in
+    tuples, lists and dictionaries.
 
     Args:
         path: file to write.
@@ -119,8 +121,8 @@ def write(
     """Write the checkpoint of a route; see :func:`save`."""
     store = pyro.get_param_store()
     own = route.store_parameters()
-    example = None if history is None else history.example
-    fingerprint = None if example is None else fingerprint_of(route, *example)
+    last = None if history is None else history.fingerprint
+    fingerprint = last and fingerprint_of(route, *last.placed(route.device()), last.sites)
     held = {
         id(value): [role, name] for role, part in modules.items() for name, value in part.named_parameters()
     }
@@ -145,7 +147,7 @@ def write(
         "history": None if history is None else history.to_dict(),
         "best_weights": None if history is None else history.best_weights,
         "unfinished": None if history is None else history.unfinished,
-        "fingerprint": None if fingerprint is None else dict(vars(fingerprint)),
+        "fingerprint": None if fingerprint is None else fingerprint.state(),
     }
     target = Path(path)
     unfinished = target.with_name(target.name + ".unfinished")
@@ -223,8 +225,14 @@ def load(
     if example is not None:
         route.initialise(*arguments(example, route.device()))
     elif fingerprint is not None:
-        with preserve_random_state():
-            route.initialise(*fingerprint.placed(route.device()))
+        try:
+            with preserve_random_state():
+                route.initialise(*fingerprint.placed(route.device()))
+        except Exception as error:
+            raise CheckpointError(
+                "The checkpoint belongs to another model or guide, which do not run on the rows of data in the file "
+                f"({_first_line(error)})"
+            ) from error
     if "guide" in modules and next(modules["guide"].parameters(), None) is not None:
         own = modules["guide"].state_dict()
         if content["version"] == 1 and "_extra_state" not in states["guide"]:
@@ -257,7 +265,9 @@ def load(
             restore_weights(route, before)
             raise CheckpointError(
                 f"The checkpoint belongs to another model: {differences} (saved → now, in evaluation mode, at the "
-                "centre of the posterior). Build the model as it was."
+                "centre of the posterior). Build the model as it was, with attributes that training moves (annealed "
+                "noise, a plate that grows) as they were when it was saved; or start from the weights alone: "
+                "guide.load_state_dict(...)."
             )
     if content["elbo"]["state"] is not None:
         route.elbo.load_state_dict(content["elbo"]["state"])
@@ -275,7 +285,7 @@ def load(
     history = History() if content["history"] is None else History.from_dict(content["history"])
     history.best_weights = content["best_weights"]
     history.unfinished = content.get("unfinished")
-    history.example = None if fingerprint is None else (fingerprint.args, fingerprint.kwargs)
+    history.fingerprint = fingerprint
     if best:
         restore_weights(route, content["best_weights"])
     if restore_random:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pyro_dvi.batches import mapped
+from pyro_dvi.handlers.fingerprint import Fingerprint
 
 __all__ = ["History", "Table"]
 
@@ -87,8 +88,8 @@ class History:
         # Within an epoch: how many of its batches were used, whether the loader has ended, and the state of the
         # generators when the epoch began.
         self.unfinished: dict[str, Any] | None = None
-        # Arguments of the model, by which a checkpoint recognises it: a few rows of the first batch.
-        self.example: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        # What the model says about a few rows of the first batch, by which a checkpoint recognises it.
+        self.fingerprint: Fingerprint | None = None
 
     @property
     def epoch(self) -> int:

@@ -336,9 +336,8 @@ class _Run:
         check_parameters(self.route)
         claim_parameters(self.route)
         note_trained_for(self.route.guide, getattr(self.route.elbo, "trains_for", "Samples"))
-        if self.history.example is None:
-            found = fingerprint_of(self.route, args, kwargs)
-            self.history.example = None if found is None else (found.args, found.kwargs)
+        if self.history.fingerprint is None:
+            self.history.fingerprint = fingerprint_of(self.route, args, kwargs)
         self.rollback.remember()
         size = dataset_size(self.loader)
         self.watch = None if size is None or hasattr(self.route.elbo, "num_data") else PlateCheck(size)

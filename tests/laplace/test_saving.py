@@ -70,7 +70,6 @@ OTHERS = [
     ({"prior_scale": 3.0}, "prior of site 'net.3.weight': scale 1 → 3"),
     ({"noise": 0.9}, "site 'obs': scale 0.1 → 0.9"),
     ({"activation": torch.nn.ReLU}, "site 'obs': loc"),
-    ({"num_data": 20}, r"plates \{'data': 10\} → \{'data': 20\}"),
 ]
 
 

@@ -172,3 +172,31 @@ def test_a_fused_encoder_layer_is_the_same_model_with_and_without_gradients():
         net.encoder.linear1.weight.mul_(3.0)
     with pytest.raises(GuideError, match="fit again"):
         predict(model, guide, x)
+
+
+def test_predictions_need_neither_the_arguments_nor_the_shapes_and_plates_of_the_fit():
+    size = 4
+
+    def growing(x: Tensor, y: Tensor | None = None) -> Any:
+        w = pyro.sample("w", dist.Normal(x.new_zeros(()), 1.0))
+        with pyro.plate("data", size, subsample_size=len(x)):
+            return pyro.sample("y", dist.Normal(torch.tanh(w * x), 0.3), obs=y)
+
+    guide = fitted(growing)
+    expected = predict(growing, guide, X).variance
+    evidence = guide.log_evidence([(X, Y)])
+    torch.testing.assert_close(predict(lambda x: growing(x), guide, X).variance, expected)
+    size = 40
+    torch.testing.assert_close(predict(growing, guide, X).variance, expected)
+    with pytest.raises(GuideError, match=r"plates \{'data': 4\} → \{'data': 40\}"):
+        guide.log_evidence([(X, Y)])
+    size = 4
+    assert guide.log_evidence([(X, Y)]) == evidence
+
+
+def test_a_model_conditioned_on_its_data_is_the_one_without():
+    x, y = torch.cat([X, X + 0.1]), torch.cat([Y, Y])
+    model = pyro.condition(curve, {"y": y})
+    guide = guide_at(model, (x,), LOCS)
+    guide.fit([(x,)], Dense(), unconverged=Accept())
+    assert predict(curve, guide, x).variance.shape == (8,)

@@ -102,19 +102,20 @@ class Fitted:
             return f"the Gaussian was fitted with kl_weight={self.kl_weight:g}, and guide.kl_weight is {kl_weight:g}"
         return None
 
-    def check(self, model: Callable[..., Any], latents: dict[str, Tensor]) -> None:
+    def check(self, model: Callable[..., Any], latents: dict[str, Tensor], plates: bool = False) -> None:
         """Refuse a model that is not the one of the fit.
 
         Args:
             model: the model, with every scale as it is written.
             latents: the mode, constrained.
+            plates: whether plates and shapes of observed sites count, on which predictions do not depend.
 
         Raises:
             GuideError: a prior, the likelihood or a deterministic part of the model is another one.
             UnsupportedError: in half precision, which would look like another model.
         """
         refuse_torch_modes(next(iter(self.mode.values())).device)
-        differences = "" if self.model is None else self.model.differences(model, latents)
+        differences = "" if self.model is None else self.model.differences(model, latents, plates)
         if differences:
             raise GuideError(
                 f"the model has changed since guide.fit, or is another one, so that the Gaussian does not belong to it "
@@ -143,7 +144,7 @@ class Fitted:
             "scale_factors": dict(self.scale_factors),
             "kl_weight": self.kl_weight,
             "curvature": type(self.curvature).__name__,
-            "model": None if self.model is None else dict(vars(self.model)),
+            "model": None if self.model is None else self.model.state(),
             "data": self.data,
         }
 

@@ -67,14 +67,18 @@ class GaussianGuide(PointMassGuide):
             raise GuideError(f"{stale}: fit again")
         return self._fitted
 
-    def check_model(self, model: Callable[..., Any]) -> None:
+    def check_model(self, model: Callable[..., Any], plates: bool = False) -> None:
         """Refuse a model that is not the one of the fit; where there is no fit, or the mode has moved, there is none.
+
+        Args:
+            model: the model.
+            plates: see :meth:`Fitted.check`.
 
         Raises:
             GuideError: naming what differs.
         """
         if self._fitted is not None and self._stale() is None:
-            self._fitted.check(model, self.median())
+            self._fitted.check(model, self.median(), plates)
 
     def _stale(self) -> str | None:
         """What is no longer as it was in the fit."""

@@ -163,7 +163,7 @@ class LaplaceGuide(GaussianGuide):
         fitted = None if self._fitted is None or subset is not None else self.fitted
         energy = self.energy(batches, subset=subset if fitted is None else fitted.layout.names)
         if fitted is not None:
-            self.check_model(self._plain_model.get())
+            self.check_model(self._plain_model.get(), plates=True)
         chosen = default_determinant(energy.layout.size) if determinant is None else determinant
         known = () if fitted is None or determinant is not None else (fitted.posterior, fitted.data)
         return log_evidence(energy, self._curvature, chosen, *known)

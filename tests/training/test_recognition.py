@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which models a checkpoint takes, whatever the batches are made of."""
+
+from collections import namedtuple
+from dataclasses import dataclass
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer import SVI
+from pyro.optim import Adam
+from torch import nn
+
+import pyro_dvi as dvi
+from pyro_dvi.errors import CheckpointError
+
+X = torch.linspace(-1, 1, 12).reshape(6, 2)
+Y = X.sum(1)
+
+
+def svi_of(inputs=lambda batch: batch, weights=2, seed=0):
+    torch.manual_seed(seed)
+
+    def model(batch, y=None):
+        x = inputs(batch)
+        w = pyro.sample("w", dist.Normal(torch.zeros(weights), 1.0).to_event(1))
+        with pyro.plate("data", 6):
+            return pyro.sample("y", dist.Normal(x @ w, 0.3), obs=y)
+
+    return SVI(model, dvi.MeanFieldGuide(model), Adam({"lr": 0.01}), loss=dvi.TaylorELBO())
+
+
+@dataclass
+class Pair:
+    x: torch.Tensor
+
+
+Named = namedtuple("Named", "x")
+JAGGED = torch.nested.nested_tensor([X[:2], X[2:]], layout=torch.jagged)
+BATCHES = {
+    "dataclass": (Pair(X), lambda batch: batch.x),
+    "namedtuple": (Named(X), lambda batch: batch.x),
+    "NumPy": (X.numpy(), torch.as_tensor),
+    "function": (lambda: X, lambda batch: batch()),
+    "COO": (X.to_sparse(), lambda batch: batch.to_dense()),
+    "jagged": (JAGGED, lambda batch: batch.values()),
+}
+
+
+@pytest.mark.parametrize("kind", BATCHES)
+def test_batches_of_any_kind_are_trained_on_saved_and_loaded(kind, tmp_path):
+    batch, inputs = BATCHES[kind]
+    svi = svi_of(inputs)
+    dvi.fit(svi, [(batch, Y)], 2, checkpoint=tmp_path / "x.pt", progress=False)
+    expected = svi.guide.median()["w"]
+    pyro.clear_param_store()
+    again = svi_of(inputs, seed=1)
+    history = dvi.load(tmp_path / "x.pt", again, example=(batch, Y))
+    assert torch.equal(again.guide.median()["w"], expected)
+    assert dvi.fit(again, [(batch, Y)], 1, history=history, progress=False).epoch == 3
+
+
+def test_errors_of_a_model_are_its_own_beside_sparse_arguments():
+    def refuses(batch):
+        raise RuntimeError("my own server did not answer")
+
+    with pytest.raises(RuntimeError, match="my own server"):
+        dvi.fit(svi_of(refuses), [(X.to_sparse(), Y)], 1, progress=False)
+
+
+def test_a_model_that_does_not_run_on_the_rows_is_refused_and_changes_nothing(tmp_path):
+    dvi.fit(svi_of(), [(X, Y)], 2, checkpoint=tmp_path / "x.pt", progress=False)
+    for initialised in (False, True):
+        pyro.clear_param_store()
+        other = svi_of(lambda batch: batch @ torch.ones(3, 2))
+        if initialised:
+            other.guide.initialize(torch.ones(6, 3), Y)
+        before = {
+            name: value.clone() for name, value in other.guide.state_dict().items() if "_extra" not in name
+        }
+        with pytest.raises(CheckpointError, match="another model.*cannot be multiplied"):
+            dvi.load(tmp_path / "x.pt", other)
+        assert all(torch.equal(value, other.guide.state_dict()[name]) for name, value in before.items())
+
+
+def test_a_refusal_names_the_ways_past_it(tmp_path):
+    def build(size):
+        model = dvi.regressor(dvi.to_bayesian_(nn.Linear(2, 1)), num_data=size)
+        return SVI(model, dvi.MeanFieldGuide(model), Adam({"lr": 0.01}), loss=dvi.TaylorELBO())
+
+    svi = build(6)
+    dvi.fit(svi, [(X, Y)], 1, checkpoint=tmp_path / "x.pt", progress=False)
+    state = svi.guide.state_dict()
+    pyro.clear_param_store()
+    grown = build(60)
+    with pytest.raises(CheckpointError, match=r"a plate that grows.*guide\.load_state_dict"):
+        dvi.load(tmp_path / "x.pt", grown)
+    grown.model.num_data = 6
+    assert dvi.load(tmp_path / "x.pt", grown).epoch == 1
+    grown.guide.load_state_dict(state)
+
+
+def test_a_save_runs_the_network_once(tmp_path):
+    svi = svi_of()
+    history = dvi.fit(svi, [(X, Y)], 1, progress=False)
+    runs = []
+    model = svi.model
+    svi.model = lambda *args: runs.append(1) or model(*args)
+    dvi.save(tmp_path / "x.pt", svi, history=history)
+    assert len(runs) == 1
