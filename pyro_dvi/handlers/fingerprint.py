@@ -68,8 +68,9 @@ class Fingerprint:
                 some = _first_rows(args, kwargs, rows)
                 if sum(value.numel() for value in tensors_in(some) if is_strided(value)) > _LARGEST:
                     continue
-                some = mapped(lambda v: v.detach().clone() if is_strided(v) else v, some)
-                sites, again = _look(model, *some, latents, 0), known or _look(model, *some, latents, 1)
+                few, named = mapped(lambda v: v.detach().clone() if is_strided(v) else v, some)
+                sites = _look(model, few, named, latents, 0)
+                again = known or _look(model, few, named, latents, 1)
             except Exception:  # the model takes whole batches only, or these latents belong to other rows
                 continue
             for name, site in sites.items():
@@ -79,7 +80,7 @@ class Fingerprint:
                     for k, v in site["parameters"].items()
                     if k in twin and (known is not None or torch.equal(*map(torch.nan_to_num, (v, twin[k]))))
                 }
-            return cls(*some, sites, _precise(latents))
+            return cls(few, named, sites, _precise(latents))
         return None
 
     def differences(self, model: Any, latents: Mapping[str, Tensor], plates: bool = True) -> str:
