@@ -105,8 +105,10 @@ def fit(
     *Ctrl-C*, and a SIGTERM as schedulers send it, end training, not the program: the state after the last finished step
     is kept and saved, and the history is returned with ``stopped == "interrupted"``. Given that history, the next call
     goes on within the epoch: it reads the batches that were used once more, without training, in the order that the
-    generators of torch, NumPy, Python and the loader had given them. A second signal within the step, or after the
-    loop, is not caught.
+    generators of torch, NumPy, Python and the loader had given them, and compares the last of them. Where that is
+    another batch, the epoch starts anew, with a warning; so it does with random transformations in the workers of a
+    loader with ``persistent_workers=True``, whose generators cannot be set back. A second signal within the step, or
+    after the loop, is not caught.
 
     Args:
         svi: a :class:`pyro.infer.SVI` with any Pyro optimizer or scheduler; or ``elbo(model, guide)`` with
@@ -222,6 +224,7 @@ class _Run:
     rollback: Rollback
     bar: Any = None
     watch: PlateCheck | None = None
+    replay: Replay | None = None
     interrupts: Interrupts = field(default_factory=Interrupts)
 
     def train(self, epochs: int) -> History:
@@ -241,6 +244,9 @@ class _Run:
                         self._save(self.checkpoint)
         except KeyboardInterrupt:
             history.stopped = "interrupted"
+        finally:
+            if self.replay is not None:
+                self.replay.note_last()
         history.stopped = history.stopped or "epochs"
         self._finish()
         return history
@@ -308,7 +314,7 @@ class _Run:
 
     def _batches(self) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
         """Yield the arguments of every batch of an epoch, but for those that an interrupted epoch has used."""
-        replay = Replay(self.loader, self.history)
+        replay = self.replay = Replay(self.loader, self.history)
         if replay.last_used and not self.rollback.snapshots:
             self._prepare(*arguments(replay.last_used[0], self._target_device()))
         for batch in replay:
@@ -362,8 +368,8 @@ class _Run:
         row |= {name: float(terms[name]) for name in _TERMS if name in terms}
         row["lr"] = self.route.learning_rate()
         self.history.steps.append(**row)
-        assert self.history.unfinished is not None
-        self.history.unfinished["batches"] += 1
+        assert self.replay is not None
+        self.replay.note_used()
         self.learning_rate.after_step()
         self.bar.update()
         self.bar.set_postfix(epoch=epoch, loss=f"{loss:.5g}", refresh=False)

@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The batches of an epoch, from where an interrupted one stopped."""
 
+import math
 import warnings
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any
 
+import torch
+
+from pyro_dvi.batches import tensors_in
 from pyro_dvi.errors import CheckpointError, DviWarning
 from pyro_dvi.training.history import History
 from pyro_dvi.training.random_state import random_state, restore_random_state
@@ -21,11 +25,12 @@ class Replay:
         history: its ``unfinished`` says where an interrupted epoch stopped.
 
     Attributes:
-        last_used: the last batch that was used before, in a list; empty where the epoch begins.
+        last_used: the last batch that was used, in a list; empty where the epoch begins.
     """
 
     def __init__(self, loader: Iterable[Any], history: History) -> None:
         self.last_used: list[Any] = []
+        self.history = history
         used = history.unfinished
         source = None if used is None else self._behind(loader, used)
         if source is None:
@@ -34,7 +39,20 @@ class Replay:
         self._source = source
 
     def __iter__(self) -> Iterator[Any]:
-        return self._source
+        for batch in self._source:
+            self._given = batch
+            yield batch
+
+    def note_used(self) -> None:
+        """Count the batch that was given last: training has taken its step with it."""
+        assert self.history.unfinished is not None
+        self.history.unfinished["batches"] += 1
+        self.last_used = [self._given]
+
+    def note_last(self) -> None:
+        """Put into the history of an unfinished epoch what its last batch will be recognised by."""
+        if self.history.unfinished is not None and self.last_used:
+            self.history.unfinished["last"] = _sums(self.last_used[0])
 
     def _behind(self, loader: Iterable[Any], used: dict[str, Any]) -> Iterator[Any] | None:
         """The loader behind the batches that were used; None, with a warning, if it cannot give those again."""
@@ -47,12 +65,15 @@ class Replay:
                 self.last_used = list(islice(source, max(count - 1, 0), count))
         except CheckpointError:
             pass
+        last = used.get("last")
+        if self.last_used and last is not None and not _alike(_sums(self.last_used[0]), last):
+            self.last_used = []
         if not self.last_used and count:
             restore_random_state(now, loader)
             warnings.warn(
                 f"The history ends within an epoch, after {count} batches, and this loader cannot give those again: it "
-                "is an iterator, is shorter, or has other generators. The epoch starts anew, so that some examples "
-                "count twice.",
+                "is an iterator, has other batches or other generators, or draws random numbers while it is read. The "
+                "epoch starts anew, so that some examples count twice.",
                 DviWarning,
                 stacklevel=2,
             )
@@ -61,3 +82,22 @@ class Replay:
             restore_random_state(now, loader)
         # Asked for a batch after the last, a loader may draw random numbers once more.
         return iter(()) if used["read"] else source
+
+
+def _sums(batch: Any) -> list[float]:
+    """Shape and weighted sum of every plain tensor of a batch; the weights tell orders of rows apart."""
+    found: list[float] = []
+    for value in tensors_in(batch):
+        if value.layout == torch.strided and not (
+            value.is_nested or value.is_complex() or value.is_quantized
+        ):
+            flat = value.detach().cpu().double().nan_to_num(0.0, 0.0, 0.0).flatten()
+            weights = torch.linspace(1, 2, len(flat), dtype=flat.dtype, device=flat.device)
+            found += [*value.shape, float(flat @ weights)]
+    return found
+
+
+def _alike(first: list[float], second: list[float]) -> bool:
+    # Another processor rounds otherwise.
+    pairs = zip(first, second, strict=False)
+    return len(first) == len(second) and all(math.isclose(a, b, rel_tol=1e-6, abs_tol=1e-9) for a, b in pairs)

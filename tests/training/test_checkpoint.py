@@ -327,10 +327,28 @@ def test_an_interrupted_epoch_goes_on_where_it_stopped(at, seeded, in_validation
     assert same(weights_of(again), expected)
 
 
+class Lazily:
+    """A loader that draws every batch when it is asked for it."""
+
+    def __iter__(self):
+        x, y = data()
+        for _ in range(3):
+            rows = torch.randint(len(x), (8,))
+            yield x[rows], y[rows]
+
+
 @pytest.mark.parametrize(
     "other",
-    [lambda: sequence()[:1], lambda: iter(sequence()), lambda: shuffled()],
-    ids=["shorter", "iterator", "generator"],
+    [
+        lambda: sequence()[:1],
+        lambda: iter(sequence()),
+        lambda: shuffled(),
+        lambda: DataLoader(TensorDataset(*data()), batch_size=6),
+        lambda: [(x + 1, y) for x, y in sequence()],
+        lambda: [(x.flip(0), y.flip(0)) for x, y in sequence()],
+        lambda: [*sequence()[1:], sequence()[0]],
+    ],
+    ids=["shorter", "iterator", "generator", "batch size", "other data", "other rows", "other order"],
 )
 def test_an_epoch_whose_batches_cannot_be_replayed_starts_anew_and_says_so(other):
     svi = svi_of("AutoNormal + Trace_ELBO")
@@ -339,6 +357,33 @@ def test_an_epoch_whose_batches_cannot_be_replayed_starts_anew_and_says_so(other
     with pytest.warns(DviWarning, match="after 2 batches.*count twice"):
         fit(svi, other(), 1, history=history, progress=False)
     assert history.epoch == 1
+
+
+def test_an_epoch_of_batches_that_are_drawn_one_by_one_starts_anew_and_says_so(tmp_path):
+    svi = svi_of("AutoNormal + Trace_ELBO")  # whose steps draw from the same generator
+    fit(svi, Interrupting(Lazily(), 3), 2, checkpoint=tmp_path / "x.pt", progress=False)
+    fresh_start()
+    again = svi_of("AutoNormal + Trace_ELBO", seed=5)
+    history = load(tmp_path / "x.pt", again)
+    with pytest.warns(DviWarning, match="draws random numbers while it is read.*count twice"):
+        fit(again, Lazily(), 1, history=history, progress=False)
+    assert history.epoch == 1
+
+
+def test_an_error_of_the_loader_leaves_a_history_that_goes_on():
+    class Failing(Interrupting):
+        def __iter__(self):
+            for batch in self.inner:
+                self.count += 1
+                if self.count == self.at:
+                    raise OSError("the disk is away")
+                yield batch
+
+    svi, history = svi_of("AutoNormal + Trace_ELBO"), History()
+    with pytest.raises(OSError, match="the disk is away"):
+        fit(svi, Failing(sequence(), 3), 2, history=history, progress=False)
+    fit(svi, sequence(), 1, history=history, progress=False)
+    assert (history.epoch, history.step) == (1, 3)
 
 
 def test_checkpoints_use_up_no_random_numbers_of_any_kind(tmp_path):
