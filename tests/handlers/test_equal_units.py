@@ -78,7 +78,7 @@ def test_nothing_is_moved_that_has_a_start_of_its_own_or_no_hidden_units(elbo):
 
 def written_by_hand() -> Any:
     """A network whose module keeps no weights: its priors took their place."""
-    net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
+    net: Any = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
     pyro.nn.module.to_pyro_module_(net)
     for layer in (net[0], net[2]):
         shape = layer.weight.shape
