@@ -68,7 +68,7 @@ class GaussianGuide(PointMassGuide):
         return self._fitted
 
     def check_model(self, model: Callable[..., Any], plates: bool = False) -> None:
-        """Refuse a model that is not the one of the fit; where there is no fit, or the mode has moved, there is none.
+        """Refuse a model that is not the one of the fit. Does nothing before a fit, or after the mode has moved.
 
         Args:
             model: the model.
