@@ -11,7 +11,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+import pyro_dvi
+
 ROOT = Path(__file__).parents[1]
+PACKAGE = Path(pyro_dvi.__file__).parent  # which may be installed elsewhere
 
 
 FRESH = """
@@ -33,7 +36,7 @@ def test_optional_libraries_are_loaded_only_when_asked_and_matplotlib_is_left_as
 
 
 def test_package_is_typed():
-    assert (ROOT / "pyro_dvi" / "py.typed").exists()
+    assert (PACKAGE / "py.typed").exists()
 
 
 def test_one_version_everywhere():
@@ -43,9 +46,7 @@ def test_one_version_everywhere():
     assert f"## [{declared}]" in (ROOT / "CHANGELOG.md").read_text()
 
 
-@pytest.mark.parametrize(
-    "path", sorted((ROOT / "pyro_dvi").rglob("*.py")), ids=lambda p: str(p.relative_to(ROOT))
-)
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_every_file_names_its_licence_and_its_idea(path: Path):
     first, second, *_ = path.read_text().split("\n", 2)
     assert first == "# SPDX-License-Identifier: Apache-2.0"
