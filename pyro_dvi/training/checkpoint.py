@@ -2,9 +2,6 @@
 """One file with everything that a run needs to go on as if it had never stopped."""
 
 import os
-import pickle
-import re
-import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
@@ -12,9 +9,7 @@ from typing import Any
 
 import pyro
 import torch
-from pyro.distributions import constraints as pyro_constraints
 from torch import Tensor, nn
-from torch.distributions import constraints as torch_constraints
 from torch.optim import Optimizer
 
 from pyro_dvi.batches import arguments
@@ -22,6 +17,7 @@ from pyro_dvi.choice import check_count
 from pyro_dvi.errors import CheckpointError
 from pyro_dvi.handlers.fingerprint import Fingerprint, central_values
 from pyro_dvi.handlers.trained_for import note_trained_for
+from pyro_dvi.training.checkpoint_file import first_line, read_file, write_file
 from pyro_dvi.training.history import History
 from pyro_dvi.training.ownership import check_parameters
 from pyro_dvi.training.random_state import (
@@ -34,16 +30,6 @@ from pyro_dvi.training.routes import Route, route_of
 from pyro_dvi.training.snapshot import copy_weights, restore_weights
 
 __all__ = ["Checkpoint", "fingerprint_of", "load", "save", "write"]
-
-_FORMAT, _VERSION = "pyro_dvi checkpoint", 2
-_ENTRIES = {
-    "": "version route guide states store elbo optimizer lr_schedule random history best_weights",
-    "store": "params constraints aliases",
-    "elbo": "type state",
-    "optimizer": "type state",
-    "random": "torch numpy python loaders",
-    "history": "epochs steps stopped best_epoch",
-}
 
 
 def fingerprint_of(route: Route, args: Any, kwargs: Any, known: Any = None) -> Fingerprint | None:
@@ -128,9 +114,6 @@ def write(
     }
     elbo_state = route.elbo.state_dict() if hasattr(route.elbo, "state_dict") else None
     content = {
-        "format": _FORMAT,
-        "version": _VERSION,
-        "versions": {"torch": str(torch.__version__), "pyro": str(pyro.__version__)},
         "route": route.kind,
         "guide": type(route.guide).__name__,
         "states": {role: part.state_dict() for role, part in {**route.modules(), **modules}.items()},
@@ -149,18 +132,7 @@ def write(
         "unfinished": None if history is None else history.unfinished,
         "fingerprint": None if fingerprint is None else fingerprint.state(),
     }
-    target = Path(path)
-    unfinished = target.with_name(target.name + ".unfinished")
-    checksums = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(True)  # which load compares
-    try:
-        torch.save(content, unfinished)
-        os.replace(unfinished, target)
-    except (OSError, RuntimeError, pickle.PicklingError, AttributeError) as error:
-        raise CheckpointError(f"Could not write the checkpoint {str(target)!r}: {error}") from error
-    finally:
-        torch.serialization.set_crc32_options(checksums)
-        unfinished.unlink(missing_ok=True)
+    write_file(Path(path), content)
 
 
 def load(
@@ -204,7 +176,7 @@ def load(
         GuideError: if Pyro's store holds parameters of another guide under the same names.
     """
     route = route_of(svi, optimizer, train=False)
-    content = _read(Path(path), map_location, weights_only)
+    content = read_file(Path(path), map_location, weights_only)
     modules = {**route.modules(), **(modules or {})}
     _check_kind(content, route, set(modules), with_optimizer=optimizer is not None or route.kind == "SVI")
     check_parameters(route)
@@ -231,7 +203,7 @@ def load(
         except Exception as error:
             raise CheckpointError(
                 "The checkpoint belongs to another model or guide, which do not run on the rows of data in the file "
-                f"({_first_line(error)})"
+                f"({first_line(error)})"
             ) from error
     if "guide" in modules and next(modules["guide"].parameters(), None) is not None:
         own = modules["guide"].state_dict()
@@ -256,19 +228,21 @@ def load(
     with torch.no_grad():
         for name, value in existing.items():
             value.copy_(saved["params"][name])
-    note_trained_for(route.guide, getattr(route.elbo, "trains_for", "Samples"))
     store.set_state({"params": new, "constraints": {name: saved["constraints"][name] for name in new}})
     if fingerprint is not None:
         inputs = fingerprint.placed(route.device())
         differences = fingerprint.differences(route.model, central_values(route.guide, *inputs))
         if differences:
             restore_weights(route, before)
+            for name in new:
+                del store[name]
             raise CheckpointError(
                 f"The checkpoint belongs to another model: {differences} (saved → now, in evaluation mode, at the "
                 "centre of the posterior). Build the model as it was, with attributes that training moves (annealed "
                 "noise, a plate that grows) as they were when it was saved; or start from the weights alone: "
                 "guide.load_state_dict(...)."
             )
+    note_trained_for(route.guide, getattr(route.elbo, "trains_for", "Samples"))
     if content["elbo"]["state"] is not None:
         route.elbo.load_state_dict(content["elbo"]["state"])
     if optimizer is not None or route.kind == "SVI":
@@ -304,50 +278,6 @@ def _kl_weight(elbo: Any) -> float | str | None:
     if is_dataclass(weight):
         return repr(weight)
     return None if weight is None or callable(weight) else float(weight)
-
-
-def _read(path: Path, map_location: Any, weights_only: bool) -> dict[str, Any]:
-    if not path.is_file():
-        raise CheckpointError(f"There is no checkpoint {str(path)!r}.")
-    try:
-        # torch.save keeps a checksum of every tensor, but torch.load does not compare it.
-        with zipfile.ZipFile(path) as archive:
-            damaged = archive.testzip()
-        if damaged is not None:
-            raise zipfile.BadZipFile(f"{damaged!r} is damaged")
-        with torch.serialization.safe_globals(_constraint_classes()):
-            content = torch.load(path, map_location=map_location, weights_only=weights_only)
-    except pickle.UnpicklingError as error:
-        found = re.search(r"Unsupported [^.]*?GLOBAL (\S+)", str(error))
-        raise CheckpointError(
-            f"{str(path)!r} holds objects that a safe load does not build{f': {found[1]}' if found else ''}. If you "
-            "trust the file, pass weights_only=False, or tell torch of the class with "
-            "torch.serialization.add_safe_globals."
-        ) from error
-    except Exception as error:
-        raise CheckpointError(
-            f"{str(path)!r} is not a checkpoint, or is damaged or cut off: {_first_line(error)}"
-        ) from error
-    if not isinstance(content, dict) or content.get("format") != _FORMAT:
-        keys = f" with the keys {list(content)[:5]}" if isinstance(content, dict) else ""
-        raise CheckpointError(
-            f"{str(path)!r} was not written by pyro_dvi.save: it holds a {type(content).__name__}{keys}. Load a "
-            "plain state_dict with load_state_dict, Pyro's store with pyro.get_param_store().load."
-        )
-    if content.get("version", 0) > _VERSION:
-        raise CheckpointError(
-            f"{str(path)!r} has version {content['version']} of the format, this library reads up to {_VERSION}. "
-            "Install a newer pyro-dvi."
-        )
-    for part, entries in _ENTRIES.items():
-        held = content[part] if part else content
-        missing = set() if held is None else set(entries.split()).difference(held)
-        if missing:
-            raise CheckpointError(
-                f"{str(path)!r} has no {sorted(missing)} in its {part or 'contents'}: it was changed after it was "
-                "saved, or by another program. Take another copy."
-            )
-    return content
 
 
 def _check_kind(content: dict[str, Any], route: Route, roles: set[str], with_optimizer: bool) -> None:
@@ -414,7 +344,7 @@ def _load_state(role: str, module: nn.Module, state: Mapping[str, Any]) -> None:
             else f"Build the {role} as it was built when it was saved."
         )
         raise CheckpointError(
-            f"The checkpoint does not fit the {role}. {way_out} ({_first_line(error)})"
+            f"The checkpoint does not fit the {role}. {way_out} ({first_line(error)})"
         ) from error
 
 
@@ -431,17 +361,3 @@ def _new_parameter(
             "copy of it: pass example=, one batch of the loader, or the network to save and load as modules={...}."
         )
     return value.requires_grad_()
-
-
-def _constraint_classes() -> list[Any]:
-    """Constraints of parameters in Pyro's store: plain values, but of classes that a safe load must be told of."""
-    found = {}
-    for library in (torch_constraints, pyro_constraints):
-        for value in vars(library).values():
-            if isinstance(value, type) and issubclass(value, torch_constraints.Constraint):
-                found[id(value)] = value
-    return list(found.values())
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error) or type(error).__name__).strip().splitlines()[0][:200]
