@@ -234,8 +234,6 @@ def load(
         differences = fingerprint.differences(route.model, central_values(route.guide, *inputs))
         if differences:
             restore_weights(route, before)
-            for name in new:
-                del store[name]
             raise CheckpointError(
                 f"The checkpoint belongs to another model: {differences} (saved → now, in evaluation mode, at the "
                 "centre of the posterior). Build the model as it was, with attributes that training moves (annealed "
