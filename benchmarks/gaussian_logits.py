@@ -17,7 +17,7 @@ from torch import distributions as td
 
 from pyro_dvi.expectations import LogitEstimator, MonteCarlo, Sobol, Taylor2, TiltedBound, expected_log_prob
 from pyro_dvi.links import ClassLink, LaplaceBridge, Probit, SobolSoftmax
-from pyro_dvi.moments import Moments
+from pyro_dvi.moments import GaussianMoments
 
 REPEATS, EXAMPLES, CLASSES = 50, 32, 10
 VARIANCES = (0.1, 1.0, 4.0)
@@ -27,14 +27,16 @@ ESTIMATORS: list[LogitEstimator] = [
 LINKS: list[ClassLink] = [SobolSoftmax(64), SobolSoftmax(256), SobolSoftmax(1024), Probit(), LaplaceBridge()]
 
 
-def problem(variance: float, num_classes: int) -> Moments:
+def problem(variance: float, num_classes: int) -> GaussianMoments:
     """Mean logits of deviation 1.5; variances between half and one and a half times the given one."""
     generator = torch.Generator().manual_seed(0)
     loc = 1.5 * torch.randn(EXAMPLES, num_classes, generator=generator, dtype=torch.float64)
-    return Moments(loc, variance * (0.5 + torch.rand(loc.shape, generator=generator, dtype=torch.float64)))
+    return GaussianMoments(
+        loc, variance * (0.5 + torch.rand(loc.shape, generator=generator, dtype=torch.float64))
+    )
 
 
-def reference(x: Moments, num_points: int = 2**17) -> tuple[Tensor, Tensor]:
+def reference(x: GaussianMoments, num_points: int = 2**17) -> tuple[Tensor, Tensor]:
     """Mean log-normaliser and mean softmax by many independent draws in antithetic pairs."""
     generator = torch.Generator().manual_seed(1)
     total, probabilities = torch.zeros(x.shape[0]).double(), torch.zeros(x.shape).double()
@@ -47,12 +49,14 @@ def reference(x: Moments, num_points: int = 2**17) -> tuple[Tensor, Tensor]:
     return total / num_points, probabilities / num_points
 
 
-def errors(estimator: LogitEstimator, x: Moments, exact: tuple[Tensor, Tensor]) -> tuple[float, float, float]:
+def errors(
+    estimator: LogitEstimator, x: GaussianMoments, exact: tuple[Tensor, Tensor]
+) -> tuple[float, float, float]:
     """Bias, root mean squared error of one example, and that of its gradient in one mean logit."""
     values, slopes = [], []
     for _ in range(REPEATS):
         loc = x.loc.clone().requires_grad_()
-        value = estimator.expected_logsumexp(Moments(loc, x.variance))
+        value = estimator.expected_logsumexp(GaussianMoments(loc, x.variance))
         slopes.append(torch.autograd.grad(value.sum(), loc)[0] - exact[1])
         values.append(value.detach() - exact[0])
     v, s = torch.stack(values), torch.stack(slopes)
@@ -78,7 +82,7 @@ def cost(estimator: LogitEstimator) -> float:
     y = torch.randint(0, CLASSES, (128,))
 
     def step() -> None:
-        logits = Moments(loc, variance)
+        logits = GaussianMoments(loc, variance)
         expected_log_prob(td.Categorical, {"logits": logits}, y, estimator).sum().backward()
 
     return milliseconds(step)

@@ -39,7 +39,7 @@ from torch import Tensor, nn
 from pyro_dvi.bayesian import classifier, fan_in, init_to_module, regressor, to_bayesian_
 from pyro_dvi.elbos import MomentPropagationELBO
 from pyro_dvi.guides import MeanFieldGuide, MultiplicativeNoiseGuide
-from pyro_dvi.moments import Moments, MultiplicativeMoments
+from pyro_dvi.moments import GaussianMoments, MultiplicativeMoments
 from pyro_dvi.optim import learning_rates
 
 RESULTS = Path(__file__).parent / "results"
@@ -89,8 +89,8 @@ class Uncertain(nn.Module):
             self.locs.append(nn.Parameter(weight))
             self.spreads.append(nn.Parameter(weight.new_full(shape, 0.05 if multiplicative else 1e-3)))
 
-    def forward(self, x: Tensor) -> Moments:
-        kind = MultiplicativeMoments if self.multiplicative else Moments
+    def forward(self, x: Tensor) -> GaussianMoments:
+        kind = MultiplicativeMoments if self.multiplicative else GaussianMoments
         for layer, loc, spread in zip(self.layers, self.locs, self.spreads, strict=True):
             vars(layer)["weight"] = kind(loc, spread)
         return self.net(x)

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pyro_dvi.moments import Moments, observed_by
+from pyro_dvi.moments import GaussianMoments, observed_by
 from pyro_dvi.moments.reverse_delta import ReverseDeltaRecorder
 
 SEEDS, DRAWS = 20, 4000
@@ -44,7 +44,7 @@ def ratios(make: Callable, seed: int, mean: float, scale: float) -> tuple[Tensor
     generator = torch.Generator().manual_seed(1000 + seed)
     noise = scale * torch.randn(DRAWS, *loc.shape, generator=generator)
     sampled = torch.cat([norm(layer(x, loc + e)) for e in noise]).std(0).flatten()
-    weight = Moments(loc, torch.full_like(loc, scale**2))
+    weight = GaussianMoments(loc, torch.full_like(loc, scale**2))
     independent = norm(layer(x, weight)).variance.sqrt().flatten()
     recorder = ReverseDeltaRecorder({"weight": weight})
     with torch.enable_grad(), observed_by(recorder):

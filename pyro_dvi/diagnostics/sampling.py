@@ -17,7 +17,7 @@ from pyro_dvi.handlers.built import Built, arguments_kept
 from pyro_dvi.handlers.moment_run import PosteriorMoments, median
 from pyro_dvi.handlers.uncertain import uncertain_likelihoods, uncertain_part
 from pyro_dvi.handlers.wrapped import innermost
-from pyro_dvi.moments import Moments
+from pyro_dvi.moments import GaussianMoments
 from pyro_dvi.predictive.batches import batches
 from pyro_dvi.predictive.moments import posterior_gaussians
 from pyro_dvi.predictive.predict import device_of
@@ -160,7 +160,7 @@ class _Propagated(_Watching):
         self.family = ""
 
     def see(self, place: Place, output: Any) -> None:
-        if isinstance(output, Moments):
+        if isinstance(output, GaussianMoments):
             self.moments[place] = output.loc.detach().clone(), output.variance.detach().clone()
 
     def read(self, response: Any) -> None:

@@ -11,7 +11,7 @@ from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.expectations.gaussian import gaussian_of
 from pyro_dvi.expectations.logistic import expected_softplus
 from pyro_dvi.expectations.rules import expectation_rule
-from pyro_dvi.moments import Moments
+from pyro_dvi.moments import GaussianMoments
 
 __all__ = ["bernoulli", "binomial", "gaussian_logit", "geometric", "is_gaussian_logit", "negative_binomial"]
 
@@ -20,18 +20,18 @@ _SIGMOIDS = ("sigmoid", "special_expit", "expit")
 
 def is_gaussian_logit(logits: Any, probs: Any) -> bool:
     """Whether the parameter is a Gaussian logit, or the sigmoid of one."""
-    if isinstance(logits, Moments):
+    if isinstance(logits, GaussianMoments):
         return logits.link is None
-    return isinstance(probs, Moments) and probs.link is not None and probs.link.name in _SIGMOIDS
+    return isinstance(probs, GaussianMoments) and probs.link is not None and probs.link.name in _SIGMOIDS
 
 
-def gaussian_logit(family: str, logits: Any, probs: Any) -> Moments | None:
+def gaussian_logit(family: str, logits: Any, probs: Any) -> GaussianMoments | None:
     """Return the Gaussian logit, None where it is some function of a Gaussian.
 
     Raises:
         UnsupportedError: probabilities that are a Gaussian, which leaves the unit interval.
     """
-    if isinstance(probs, Moments) and probs.link is None:
+    if isinstance(probs, GaussianMoments) and probs.link is None:
         raise UnsupportedError(
             f"{family}(probs=...) is given uncertain probabilities that do not come straight from a sigmoid, so that "
             f"no Gaussian behind them is known: pass logits, {family}(logits=f), or probs=torch.sigmoid(f)"
@@ -46,7 +46,7 @@ def bernoulli(value: Tensor, probs: Any = None, logits: Any = None) -> Tensor:
     Status: exact to 1e-9 for Gaussian logits of any variance, and for ``probs`` that are a sigmoid of them.
 
     Example:
-        >>> bernoulli(torch.ones(1), logits=Moments(torch.zeros(1), torch.ones(1)))
+        >>> bernoulli(torch.ones(1), logits=GaussianMoments(torch.zeros(1), torch.ones(1)))
         tensor([-0.8061])
     """
     f = gaussian_logit("Bernoulli", logits, probs)
@@ -60,7 +60,7 @@ def binomial(value: Tensor, total_count: Any = 1, probs: Any = None, logits: Any
     Status: that of :func:`bernoulli`; the count has to be certain.
     """
     f = gaussian_logit("Binomial", logits, probs)
-    if f is None or isinstance(total_count, Moments):
+    if f is None or isinstance(total_count, GaussianMoments):
         return NotImplemented
     n = torch.as_tensor(total_count, dtype=f.dtype, device=f.device)
     ways = torch.lgamma(n + 1) - torch.lgamma(value + 1) - torch.lgamma(n - value + 1)
@@ -74,7 +74,7 @@ def negative_binomial(value: Tensor, total_count: Any, probs: Any = None, logits
     Status: that of :func:`bernoulli`; an uncertain count is averaged numerically.
     """
     f = gaussian_logit("NegativeBinomial", logits, probs)
-    if f is None or isinstance(total_count, Moments):
+    if f is None or isinstance(total_count, GaussianMoments):
         return NotImplemented
     n = torch.as_tensor(total_count, dtype=f.dtype, device=f.device)
     ways = torch.lgamma(n + value) - torch.lgamma(value + 1) - torch.lgamma(n)

@@ -10,15 +10,15 @@ from torch import distributions as td
 from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.expectations.logits import LogitEstimator
 from pyro_dvi.expectations.rules import expectation_rule
-from pyro_dvi.moments import Moments
+from pyro_dvi.moments import GaussianMoments
 
 __all__ = ["categorical", "gaussian_logits", "multinomial", "one_hot_categorical"]
 
 
-def gaussian_logits(logits: Any = None, probs: Any = None) -> Moments | None:
+def gaussian_logits(logits: Any = None, probs: Any = None) -> GaussianMoments | None:
     """Return Gaussian logits of a softmax over the last dimension, None where the parameter is something else."""
     given = probs if logits is None else logits
-    if not isinstance(given, Moments):
+    if not isinstance(given, GaussianMoments):
         return None
     if given.link is None:
         return None if logits is None else given
@@ -28,15 +28,15 @@ def gaussian_logits(logits: Any = None, probs: Any = None) -> Moments | None:
     return None
 
 
-def _normalises_last_dimension(parameter: Moments, logarithm: bool) -> bool:
+def _normalises_last_dimension(parameter: GaussianMoments, logarithm: bool) -> bool:
     """Try the softmax on two equal numbers along the last dimension: one half each, or one each."""
     assert parameter.link is not None
     trial = parameter.link.function(torch.zeros((1,) * (parameter.dim() - 1) + (2,)))
     return bool(trial.flatten()[0] < (-0.5 if logarithm else 0.75))
 
 
-def _logits_of(family: str, logits: Any, probs: Any) -> Moments | None:
-    if logits is None and isinstance(probs, Moments) and probs.link is None:
+def _logits_of(family: str, logits: Any, probs: Any) -> GaussianMoments | None:
+    if logits is None and isinstance(probs, GaussianMoments) and probs.link is None:
         raise UnsupportedError(
             f"{family}(probs=...) is given uncertain probabilities that do not come straight from a softmax, so that "
             f"no Gaussian behind them is known: pass logits, {family}(logits=f), or probs=softmax(f, -1) without "

@@ -11,7 +11,7 @@ from torch.distributions import constraints
 
 from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.expectations.points import fixed_points, gauss_hermite
-from pyro_dvi.moments import Moments
+from pyro_dvi.moments import GaussianMoments
 from pyro_dvi.moments.floor import floored
 
 __all__ = [
@@ -37,12 +37,12 @@ _SAFE = {
 }
 
 
-def gaussian_of(parameter: Moments) -> Moments:
+def gaussian_of(parameter: GaussianMoments) -> GaussianMoments:
     """Return the Gaussian that the parameter is a function of; its own moments if it has no link."""
     return parameter if parameter.link is None else parameter.link.inner
 
 
-def at_points(parameter: Moments, points: Tensor) -> Tensor:
+def at_points(parameter: GaussianMoments, points: Tensor) -> Tensor:
     """Return values ``[S, *shape]`` of a parameter.
 
     Args:
@@ -62,7 +62,7 @@ def at_points(parameter: Moments, points: Tensor) -> Tensor:
     return result
 
 
-def nodes_of(parameter: Moments, num_nodes: int = 32) -> tuple[Tensor, Tensor]:
+def nodes_of(parameter: GaussianMoments, num_nodes: int = 32) -> tuple[Tensor, Tensor]:
     """Return values ``[S, *shape]`` of a parameter and their weights.
 
     Gauss-Hermite nodes; 512 Sobol points over an example where a function such as softmax mixes its elements.
@@ -76,13 +76,13 @@ def nodes_of(parameter: Moments, num_nodes: int = 32) -> tuple[Tensor, Tensor]:
     return at_points(parameter, points), weights
 
 
-def within_example(parameter: Moments) -> tuple[int, ...]:
+def within_example(parameter: GaussianMoments) -> tuple[int, ...]:
     """Return the shape of the Gaussian behind a parameter for one example: all but the first dimension."""
     shape = gaussian_of(parameter).shape
     return tuple(shape[1:] if len(shape) > 1 else shape)
 
 
-def identity_of(gaussian: Moments) -> Hashable:
+def identity_of(gaussian: GaussianMoments) -> Hashable:
     """Return a key that is the same for moments made of the very same elements in the same order.
 
     Views of the same elements (``h.squeeze(-1)`` twice) have the same key, copies (``h.clone()``, ``h.flip(0)``)
@@ -97,7 +97,7 @@ def identity_of(gaussian: Moments) -> Hashable:
         return tuple(id(t) for t in parts)
 
 
-def are_distinct(parameters: Iterable[Moments]) -> bool:
+def are_distinct(parameters: Iterable[GaussianMoments]) -> bool:
     """Whether no two parameters are functions of the very same Gaussian."""
     gaussians = [gaussian_of(p) for p in parameters]
     return len(gaussians) < 2 or len({identity_of(g) for g in gaussians}) == len(gaussians)
@@ -120,7 +120,7 @@ def event_dim_of(family: type, name: str) -> int | None:
     return None if constraint is None or constraints.is_dependent(constraint) else constraint.event_dim
 
 
-def check_domain(family: type, name: str, parameter: Moments, values: Tensor) -> None:
+def check_domain(family: type, name: str, parameter: GaussianMoments, values: Tensor) -> None:
     """Refuse values that the family does not admit, which a Gaussian without a link can take.
 
     Raises:

@@ -10,7 +10,7 @@ from torch import distributions as td
 
 from pyro_dvi.expectations.rules import expectation_rule
 from pyro_dvi.expectations.scales import log_and_inverse_power
-from pyro_dvi.moments import Moments
+from pyro_dvi.moments import GaussianMoments
 from pyro_dvi.moments.floor import floored
 
 __all__ = ["laplace"]
@@ -31,10 +31,10 @@ def laplace(value: Tensor, loc: Any, scale: Any) -> Tensor:
     (:func:`~pyro_dvi.expectations.scales.log_and_inverse_power`). The correlation of loc and scale is dropped. A loc
     that is some other function of a Gaussian is averaged numerically.
     """
-    if isinstance(loc, Moments) and loc.link is not None:
+    if isinstance(loc, GaussianMoments) and loc.link is not None:
         return NotImplemented
     mean_log, inverse = log_and_inverse_power(td.Laplace, "scale", scale, 1)
-    if isinstance(loc, Moments):
+    if isinstance(loc, GaussianMoments):
         distance = _mean_distance(value - loc.loc, loc.variance)
     else:
         distance = (value - loc).abs()

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from pyro_dvi.moments import Moments
+from pyro_dvi.moments import GaussianMoments
 from pyro_dvi.moments.floor import floored
 
 __all__ = ["expected_sigmoid", "expected_softplus", "logit_of_expected_sigmoid"]
@@ -27,25 +27,25 @@ _ROOT_HALF = math.sqrt(0.5)
 _DENSITY = 1 / math.sqrt(2 * math.pi)
 
 
-def expected_softplus(h: Moments) -> Tensor:
+def expected_softplus(h: GaussianMoments) -> Tensor:
     """Mean of ``log(1 + exp(h))`` for Gaussian h.
 
     Status: exact to 1e-10 (float64) for every mean and variance.
 
     Example:
-        >>> expected_softplus(Moments(torch.zeros(1), torch.zeros(1)))
+        >>> expected_softplus(GaussianMoments(torch.zeros(1), torch.zeros(1)))
         tensor([0.6931])
     """
     result: Tensor = _ExpectedSoftplus.apply(h.loc, h.variance)
     return result
 
 
-def expected_sigmoid(h: Moments) -> Tensor:
+def expected_sigmoid(h: GaussianMoments) -> Tensor:
     """Mean of ``sigmoid(h)`` for Gaussian h, without history; the same status."""
     return _averages(h.loc.detach(), h.variance.detach())[1]
 
 
-def logit_of_expected_sigmoid(h: Moments) -> Tensor:
+def logit_of_expected_sigmoid(h: GaussianMoments) -> Tensor:
     r"""Logit of the mean of ``sigmoid(h)`` for Gaussian h, without history; both tails keep their digits.
 
     Where the mean :math:`\mu` lies below :math:`-v/2`, :math:`\sigma(h) = e^h\sigma(-h)` moves the average to where it
@@ -56,7 +56,7 @@ def logit_of_expected_sigmoid(h: Moments) -> Tensor:
     Status: the logarithms of both probabilities are exact to 1e-6 (float64), up to variances of several hundred.
 
     Example:
-        >>> logit_of_expected_sigmoid(Moments(torch.tensor([-40.0]), torch.ones(1)))
+        >>> logit_of_expected_sigmoid(GaussianMoments(torch.tensor([-40.0]), torch.ones(1)))
         tensor([-39.5000])
     """
     return _log_expected_sigmoid(h.loc, h.variance) - _log_expected_sigmoid(-h.loc, h.variance)
@@ -64,7 +64,7 @@ def logit_of_expected_sigmoid(h: Moments) -> Tensor:
 
 def _log_expected_sigmoid(mu: Tensor, variance: Tensor) -> Tensor:
     exponent = (mu + variance / 2).clamp_max(0)
-    average = expected_sigmoid(Moments(torch.where(exponent < 0, -(mu + variance), mu), variance))
+    average = expected_sigmoid(GaussianMoments(torch.where(exponent < 0, -(mu + variance), mu), variance))
     return exponent + average.clamp_min(torch.finfo(mu.dtype).tiny).log()
 
 

@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from pyro_dvi.errors import ArgumentError
 from pyro_dvi.expectations.points import shifted_sobol
-from pyro_dvi.moments import Moments
+from pyro_dvi.moments import GaussianMoments
 
 __all__ = ["LogitEstimator", "MonteCarlo", "Sobol", "Taylor2", "TiltedBound"]
 
@@ -33,7 +33,7 @@ class LogitEstimator(ABC):
     """How the normalising constant of a softmax is averaged over Gaussian logits."""
 
     @abstractmethod
-    def expected_logsumexp(self, logits: Moments) -> Tensor:
+    def expected_logsumexp(self, logits: GaussianMoments) -> Tensor:
         """Return the mean of ``logsumexp(f, -1)``.
 
         Args:
@@ -59,7 +59,7 @@ class Sobol(LogitEstimator):
     def __init__(self, num_points: int = 64) -> None:
         self.num_points = _at_least_one("num_points", num_points)
 
-    def expected_logsumexp(self, logits: Moments) -> Tensor:
+    def expected_logsumexp(self, logits: GaussianMoments) -> Tensor:
         """Average over the points, which all examples share."""
         points = shifted_sobol(self.num_points, logits.shape[-1], logits.loc)
         return _average(logits, points.reshape(-1, *(1,) * (logits.dim() - 1), logits.shape[-1]))
@@ -68,7 +68,7 @@ class Sobol(LogitEstimator):
         return f"Sobol(num_points={self.num_points})"
 
 
-def _average(logits: Moments, points: Tensor) -> Tensor:
+def _average(logits: GaussianMoments, points: Tensor) -> Tensor:
     return _MeanLogSumExp.apply(logits.loc, logits.variance, points)
 
 
@@ -115,7 +115,7 @@ class MonteCarlo(LogitEstimator):
     def __init__(self, num_samples: int = 64) -> None:
         self.num_samples = _at_least_one("num_samples", num_samples)
 
-    def expected_logsumexp(self, logits: Moments) -> Tensor:
+    def expected_logsumexp(self, logits: GaussianMoments) -> Tensor:
         """Average over the samples."""
         points = torch.randn(
             self.num_samples, *logits.shape, dtype=logits.loc.dtype, device=logits.loc.device
@@ -147,7 +147,7 @@ class TiltedBound(LogitEstimator):
     def __init__(self, num_iterations: int = 6) -> None:
         self.num_iterations = _at_least_one("num_iterations", num_iterations)
 
-    def expected_logsumexp(self, logits: Moments) -> Tensor:
+    def expected_logsumexp(self, logits: GaussianMoments) -> Tensor:
         """Minimise over the tilt, then evaluate; the gradient needs none of the tilt's at the optimum."""
         mu, v = logits.loc, logits.variance
         a = self._tilt(mu.detach(), v.detach())
@@ -175,7 +175,7 @@ class Taylor2(LogitEstimator):
     Status: approximate; good for variances far below 1, and neither a bound nor close above.
     """
 
-    def expected_logsumexp(self, logits: Moments) -> Tensor:
+    def expected_logsumexp(self, logits: GaussianMoments) -> Tensor:
         """Evaluate the expansion."""
         p = torch.softmax(logits.loc, -1)
         return torch.logsumexp(logits.loc, -1) + 0.5 * (p * (1 - p) * logits.variance).sum(-1)

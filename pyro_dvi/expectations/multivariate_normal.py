@@ -8,7 +8,7 @@ from torch import Tensor
 from torch import distributions as td
 
 from pyro_dvi.expectations.rules import expectation_rule
-from pyro_dvi.moments import Moments
+from pyro_dvi.moments import GaussianMoments
 
 __all__ = ["multivariate_normal"]
 
@@ -40,7 +40,7 @@ def multivariate_normal(
         "scale_tril": scale_tril,
     }
     given = {name: matrix for name, matrix in shapes.items() if matrix is not None}
-    if any(isinstance(matrix, Moments) for matrix in given.values()):
+    if any(isinstance(matrix, GaussianMoments) for matrix in given.values()):
         return NotImplemented
     at_mean = td.MultivariateNormal(loc.loc, **given)
     precision = torch.diagonal(at_mean.precision_matrix, dim1=-2, dim2=-1)

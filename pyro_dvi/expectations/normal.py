@@ -36,8 +36,8 @@ def normal(value: Tensor, loc: Any, scale: Any) -> Tensor:
 
     Example:
         >>> import torch
-        >>> from pyro_dvi.moments import Moments
-        >>> normal(torch.tensor(1.0), Moments(torch.tensor(0.0), torch.tensor(1.0)), torch.tensor(1.0))
+        >>> from pyro_dvi.moments import GaussianMoments
+        >>> normal(torch.tensor(1.0), GaussianMoments(torch.tensor(0.0), torch.tensor(1.0)), torch.tensor(1.0))
         tensor(-1.9189)
     """
     mean_log, precision = log_and_inverse_power(td.Normal, "scale", scale, 2)

@@ -29,7 +29,7 @@ from pyro_dvi.expectations.gaussian import (
     within_example,
 )
 from pyro_dvi.expectations.points import fixed_points
-from pyro_dvi.moments import Moments
+from pyro_dvi.moments import GaussianMoments
 
 __all__ = ["Evaluation", "evaluation", "numerical_expectation"]
 
@@ -92,7 +92,7 @@ def evaluation(
         value: what will be scored, for its batch dimensions.
         num_points: points where more than two numbers of one density are uncertain.
     """
-    uncertain = {k: p for k, p in parameters.items() if isinstance(p, Moments)}
+    uncertain = {k: p for k, p in parameters.items() if isinstance(p, GaussianMoments)}
     like = next(iter(uncertain.values())).loc
     keys = {name: identity_of(gaussian_of(p)) for name, p in uncertain.items()}
     shapes: dict[Hashable, tuple[int, ...]] = {}
@@ -124,7 +124,7 @@ def evaluation(
     return Evaluation(points, weights, parameters_at, at, rank, max(p.numel() for p in uncertain.values()))
 
 
-def _coordinates(family: type, name: str, parameter: Moments) -> tuple[int, ...]:
+def _coordinates(family: type, name: str, parameter: GaussianMoments) -> tuple[int, ...]:
     """Shape of the numbers that need points of their own; other elements, of other examples, may share them."""
     inner = gaussian_of(parameter)
     depth = event_dim_of(family, name)
@@ -137,7 +137,7 @@ def _coordinates(family: type, name: str, parameter: Moments) -> tuple[int, ...]
 
 def _batch_rank(family: type, parameters: Mapping[str, Any], value: Tensor | None) -> int:
     """How many batch dimensions the log density has."""
-    means = {k: p.loc if isinstance(p, Moments) else p for k, p in parameters.items()}
+    means = {k: p.loc if isinstance(p, GaussianMoments) else p for k, p in parameters.items()}
     fn = family(**means, **_without_checks(family))
     rank = 0 if value is None else value.dim() - len(fn.event_shape)
     return max(rank, len(fn.batch_shape))

@@ -9,7 +9,7 @@ from torch import distributions as td
 
 from pyro_dvi.expectations.rules import expectation_rule
 from pyro_dvi.expectations.scales import log_and_inverse_power
-from pyro_dvi.moments import Moments
+from pyro_dvi.moments import GaussianMoments
 
 __all__ = ["exponential", "gamma", "poisson"]
 
@@ -21,9 +21,9 @@ def poisson(value: Tensor, rate: Any) -> Tensor:
     Status: exact for a rate that is ``exp`` of a Gaussian; Gauss-Hermite with 32 nodes for other functions.
 
     Example:
-        >>> f = Moments(torch.zeros(1), torch.ones(1))
+        >>> f = GaussianMoments(torch.zeros(1), torch.ones(1))
         >>> from pyro_dvi.moments import Link
-        >>> rate = Moments(f.loc.exp(), f.variance, Link(f, torch.exp, "exp"))  # as from a rule for exp
+        >>> rate = GaussianMoments(f.loc.exp(), f.variance, Link(f, torch.exp, "exp"))  # as from a rule for exp
         >>> poisson(torch.zeros(1), rate)
         tensor([-1.6487])
     """
@@ -44,7 +44,7 @@ def gamma(value: Tensor, concentration: Any, rate: Any) -> Tensor:
 
     Status: that of :func:`poisson`; an uncertain concentration is averaged numerically.
     """
-    if isinstance(concentration, Moments):
+    if isinstance(concentration, GaussianMoments):
         return NotImplemented
     logarithm, mean = log_and_inverse_power(td.Gamma, "rate", rate, -1)
     a = concentration

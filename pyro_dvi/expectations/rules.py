@@ -2,9 +2,9 @@
 r"""Expected log-likelihoods :math:`\mathrm E[\log p(y \mid \theta)]` where parameters of p are uncertain.
 
 Adding a rule: write a function of the observed value and of the parameters by the names of the constructor, each of
-which may be :class:`~pyro_dvi.moments.Moments` or a tensor, and register it with :func:`expectation_rule`. A parameter
-that does not go well with the rule is declined by returning ``NotImplemented``; the expectation is then taken
-numerically, as for every distribution without a rule (:mod:`pyro_dvi.expectations.numerical`).
+which may be :class:`~pyro_dvi.moments.GaussianMoments` or a tensor, and register it with :func:`expectation_rule`.
+A parameter that does not go well with the rule is declined by returning ``NotImplemented``; the expectation is then
+taken numerically, as for every distribution without a rule (:mod:`pyro_dvi.expectations.numerical`).
 """
 
 from collections.abc import Callable, Mapping
@@ -18,7 +18,7 @@ from pyro_dvi.expectations.families import Found, find_rule
 from pyro_dvi.expectations.gaussian import are_distinct
 from pyro_dvi.expectations.logits import LogitEstimator, Sobol
 from pyro_dvi.expectations.numerical import numerical_expectation
-from pyro_dvi.moments import Moments
+from pyro_dvi.moments import GaussianMoments
 from pyro_dvi.registry import registering
 
 __all__ = ["expectation_rule", "expected_log_prob", "families_with_rules"]
@@ -43,7 +43,7 @@ def expectation_rule(*families: type) -> Callable[[Callable], Callable]:
         >>> @expectation_rule(Unit)
         ... def unit(value, loc):
         ...     return -0.5 * ((value - loc.loc) ** 2 + loc.variance) - 0.918938533
-        >>> expected_log_prob(Unit, {"loc": Moments(torch.zeros(2), torch.ones(2))}, torch.zeros(2))
+        >>> expected_log_prob(Unit, {"loc": GaussianMoments(torch.zeros(2), torch.ones(2))}, torch.zeros(2))
         tensor([-1.4189, -1.4189])
     """
 
@@ -81,12 +81,12 @@ def expected_log_prob(
         UnsupportedError: an uncertain parameter can leave its domain.
 
     Example:
-        >>> f = Moments(torch.tensor(0.0), torch.tensor(1.0))
+        >>> f = GaussianMoments(torch.tensor(0.0), torch.tensor(1.0))
         >>> expected_log_prob(torch.distributions.Normal, {"loc": f, "scale": 1.0}, torch.tensor(1.0))
         tensor(-1.9189)
     """
     given = {k: v for k, v in parameters.items() if k != "validate_args" and v is not None}
-    uncertain = [p for p in given.values() if isinstance(p, Moments)]
+    uncertain = [p for p in given.values() if isinstance(p, GaussianMoments)]
     value = torch.as_tensor(value)
     if not uncertain:
         plain: Tensor = family(**given).log_prob(value)
@@ -104,7 +104,7 @@ def expected_log_prob(
 
 
 def _as_tensor(parameter: Any, like: Tensor) -> Any:
-    if isinstance(parameter, Moments | Tensor):
+    if isinstance(parameter, GaussianMoments | Tensor):
         return parameter
     return torch.as_tensor(parameter, dtype=like.dtype, device=like.device)
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from pyro_dvi.expectations.gaussian import check_domain, gaussian_of, mean_at_nodes, nodes_of
-from pyro_dvi.moments import Moments
+from pyro_dvi.moments import GaussianMoments
 
 __all__ = ["log_and_inverse_power", "power_of"]
 
@@ -26,7 +26,7 @@ def log_and_inverse_power(family: type, name: str, scale: Any, power: int) -> tu
         scale: moments, tensor or number.
         power: p.
     """
-    if not isinstance(scale, Moments):
+    if not isinstance(scale, GaussianMoments):
         return scale.log(), scale.pow(-power)
     link = scale.link
     if link is not None and link.name == "exp":
@@ -39,7 +39,7 @@ def log_and_inverse_power(family: type, name: str, scale: Any, power: int) -> tu
 
 def power_of(family: type, name: str, scale: Any, power: int) -> Tensor:
     r"""Return :math:`\mathrm E[s^p]` of a scale or rate; the same status."""
-    if not isinstance(scale, Moments):
+    if not isinstance(scale, GaussianMoments):
         return torch.as_tensor(scale**power)
     if scale.link is not None and scale.link.name == "exp":
         h = gaussian_of(scale)

@@ -24,13 +24,13 @@ from pyro_dvi.handlers.latents import (
 from pyro_dvi.handlers.mean_run import run_guide
 from pyro_dvi.handlers.means import GaussianSite
 from pyro_dvi.handlers.uncertain import uncertain_likelihoods
-from pyro_dvi.moments import Link, Moments, MultiplicativeMoments
+from pyro_dvi.moments import GaussianMoments, Link, MultiplicativeMoments
 from pyro_dvi.moments.through_link import through_link
 from pyro_dvi.multiplicative_normal import MultiplicativeNormal
 
 __all__ = ["MomentRun", "PosteriorMoments", "median", "propagated", "reparameterised", "run_with_moments"]
 
-Recorder = Callable[[Mapping[str, Moments]], AbstractContextManager[Any]]
+Recorder = Callable[[Mapping[str, GaussianMoments]], AbstractContextManager[Any]]
 
 
 @dataclass
@@ -102,8 +102,8 @@ def propagated(loc: Tensor, scale: Tensor, transforms: tuple[Any, ...]) -> Any:
         return function(loc)
     parts = [t for t in _flat(transforms) if not is_identity(t)]
     name = "exp" if len(parts) == 1 and isinstance(parts[0], td.ExpTransform) else None
-    link = Link(Moments(loc, scale.square()), function, name)
-    moments = through_link(Moments(loc, scale.square(), link), lambda value: value)
+    link = Link(GaussianMoments(loc, scale.square()), function, name)
+    moments = through_link(GaussianMoments(loc, scale.square(), link), lambda value: value)
     assert moments is not None
     return moments.linked(link)
 
@@ -130,9 +130,9 @@ def _flat(transforms: tuple[Any, ...]) -> Iterator[Any]:
 class PosteriorMoments(Messenger):
     """Give each latent site of a model the moments of its posterior marginal.
 
-    A Gaussian in the site's own space becomes :class:`~pyro_dvi.moments.Moments`. One that a transform takes to the
-    site's space (a positive scale, say), or that sets the prior of another latent, is sampled by reparameterisation.
-    Point masses are left to Pyro's replay, which has to be the inner of the two handlers.
+    A Gaussian in the site's own space becomes :class:`~pyro_dvi.moments.GaussianMoments`. One that a transform takes
+    to the site's space (a positive scale, say), or that sets the prior of another latent, is sampled by
+    reparameterisation. Point masses are left to Pyro's replay, which has to be the inner of the two handlers.
 
     Args:
         gaussians: the guide's Gaussian sites.
@@ -155,7 +155,7 @@ class PosteriorMoments(Messenger):
         super().__init__()
         self.gaussians = gaussians
         self.stand_in = stand_in
-        self.given: dict[str, Moments] = {}
+        self.given: dict[str, GaussianMoments] = {}
         self.vectors = dict(vector_parts(guide, gaussians))
         self.sampled = {name for name in sampled if sampled[name] is True}
         for site, part in self.vectors.items():
@@ -177,7 +177,7 @@ class PosteriorMoments(Messenger):
             value = self._moments(part.loc, part.scale, _transforms_to(msg["fn"]), name in self.sampled)
         else:
             return
-        if isinstance(value, Moments) and value.link is None:
+        if isinstance(value, GaussianMoments) and value.link is None:
             self.given[name] = value
         msg["value"] = value
         msg["done"] = True
@@ -190,7 +190,7 @@ class PosteriorMoments(Messenger):
 
     def _moments(self, loc: Tensor, scale: Tensor, transforms: tuple[Any, ...], sampled: bool) -> Any:
         if not transforms and not sampled:
-            return Moments(loc, scale.square())
+            return GaussianMoments(loc, scale.square())
         return self.stand_in(loc, scale, transforms)
 
 

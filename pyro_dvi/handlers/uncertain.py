@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Distributions whose parameters are uncertain: what a model observes when moments reach its likelihood.
 
-Inside :func:`uncertain_likelihoods`, building a Pyro distribution from :class:`~pyro_dvi.moments.Moments` gives an
-:class:`UncertainDistribution`, whose ``log_prob`` is the *expected* log-likelihood. Plates, masks, scales, ``to_event``
-and transforms with certain parameters then work as ever.
+Inside :func:`uncertain_likelihoods`, building a Pyro distribution from :class:`~pyro_dvi.moments.GaussianMoments` gives
+an :class:`UncertainDistribution`, whose ``log_prob`` is the *expected* log-likelihood. Plates, masks, scales,
+``to_event`` and transforms with certain parameters then work as ever.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -21,7 +21,7 @@ from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.expectations import LogitEstimator, expected_log_prob
 from pyro_dvi.handlers.built import arguments_of
 from pyro_dvi.handlers.wrapped import WRAPPERS, innermost, rewrapped
-from pyro_dvi.moments import Moments
+from pyro_dvi.moments import GaussianMoments
 
 __all__ = [
     "UncertainDistribution",
@@ -63,7 +63,7 @@ class UncertainDistribution(dist.TorchDistribution):
         super().__init__(self.at_mean.batch_shape, self.at_mean.event_shape, validate_args=False)
 
     def __repr__(self) -> str:
-        uncertain = [name for name, value in self.parameters.items() if isinstance(value, Moments)]
+        uncertain = [name for name, value in self.parameters.items() if isinstance(value, GaussianMoments)]
         return f"{self.family.__name__} with uncertain {', '.join(uncertain)}"
 
     @property
@@ -129,7 +129,7 @@ def uncertain_likelihoods(estimator: LogitEstimator | None = None) -> Iterator[N
         if any(uncertain_part(value) is not None for value in values):
             _check_wrapper(cls, values)
             return None
-        if any(isinstance(value, Moments) for value in values):
+        if any(isinstance(value, GaussianMoments) for value in values):
             return _uncertain(cls, args, kwargs, estimator)
         return None
 
@@ -147,7 +147,7 @@ class _Repeated(Messenger):
 
     def _pyro_sample(self, msg: Any) -> None:
         value = msg["fn"]
-        if isinstance(value, Moments):
+        if isinstance(value, GaussianMoments):
             msg["fn"] = dist.Delta(value.loc, event_dim=value.dim()).mask(False)
             msg["value"], msg["is_observed"], msg["infer"]["_deterministic"] = value, True, True
 
@@ -180,7 +180,7 @@ def _check_wrapper(cls: type, values: tuple) -> None:
         transforms = value if isinstance(value, list | tuple) else [value]
         for transform in transforms:
             if isinstance(transform, td.Transform) and any(
-                isinstance(part, Moments) for part in vars(transform).values()
+                isinstance(part, GaussianMoments) for part in vars(transform).values()
             ):
                 raise UnsupportedError(
                     f"{type(transform).__name__} has uncertain parameters: let uncertainty enter the base distribution "
@@ -190,13 +190,13 @@ def _check_wrapper(cls: type, values: tuple) -> None:
 
 def _centre(value: Any) -> Any:
     """A certain value in the domain of the parameter."""
-    if not isinstance(value, Moments):
+    if not isinstance(value, GaussianMoments):
         return value
     return value.loc if value.link is None else value.link.function(value.link.inner.loc)
 
 
 def _draw(value: Any, sample_shape: Any) -> Any:
-    if not isinstance(value, Moments):
+    if not isinstance(value, GaussianMoments):
         return value
     inner = value if value.link is None else value.link.inner
     noise = torch.randn((*sample_shape, *inner.shape), dtype=inner.dtype, device=inner.device)
@@ -223,7 +223,7 @@ def refuse_moments(fn: Any, name: str) -> None:
     Raises:
         UnsupportedError: a plain torch distribution was given moments.
     """
-    if any(isinstance(part, Moments) for part in vars(fn).values()):
+    if any(isinstance(part, GaussianMoments) for part in vars(fn).values()):
         raise UnsupportedError(
             f"site {name!r}: {type(fn).__module__}.{type(fn).__name__} took uncertain parameters for certain. Use the "
             "class of the same name in pyro.distributions."

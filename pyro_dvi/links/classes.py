@@ -17,7 +17,7 @@ from torch.nn.functional import logsigmoid
 from pyro_dvi.errors import ArgumentError
 from pyro_dvi.expectations.logistic import logit_of_expected_sigmoid
 from pyro_dvi.expectations.points import sobol_points
-from pyro_dvi.moments import Moments
+from pyro_dvi.moments import GaussianMoments
 
 __all__ = ["ClassLink", "LaplaceBridge", "Probit", "SobolSoftmax", "average_logits"]
 
@@ -103,7 +103,7 @@ class Probit(ClassLink):
         variance = torch.diagonal(spread, dim1=-2, dim2=-1) if is_covariance else spread
         if loc.shape[-1] == 2:
             both = variance.sum(-1) - (2 * spread[..., 0, 1] if is_covariance else 0)
-            logit = logit_of_expected_sigmoid(Moments(loc[..., 1] - loc[..., 0], both.clamp_min(0)))
+            logit = logit_of_expected_sigmoid(GaussianMoments(loc[..., 1] - loc[..., 0], both.clamp_min(0)))
             return logsigmoid(torch.stack([-logit, logit], -1))
         return torch.log_softmax(loc / (1 + math.pi / 8 * variance).sqrt(), -1)
 

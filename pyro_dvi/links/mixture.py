@@ -10,7 +10,7 @@ from torch import distributions as td
 
 from pyro_dvi.expectations.gaussian import event_dim_of
 from pyro_dvi.expectations.numerical import evaluation
-from pyro_dvi.moments import Moments
+from pyro_dvi.moments import GaussianMoments
 
 __all__ = ["distribution_function", "mixture_over_points", "weighted_mixture"]
 
@@ -36,9 +36,9 @@ def mixture_over_points(family: type, parameters: Mapping[str, Any]) -> td.Mixtu
     plan = evaluation(family, parameters, num_points=512)
     values: dict[str, Any] = {}
     for name, p in parameters.items():
-        if isinstance(p, Tensor) and not isinstance(p, Moments):
+        if isinstance(p, Tensor) and not isinstance(p, GaussianMoments):
             values[name] = p.unsqueeze(p.dim() - min(event_dim_of(family, name) or 0, p.dim()))
-        elif not isinstance(p, Moments):
+        elif not isinstance(p, GaussianMoments):
             values[name] = p
     for name, p in plan.parameters_at(plan.points).items():
         values[name] = torch.movedim(p, 0, plan.rank)

@@ -13,7 +13,7 @@ from pyro_dvi.errors import ArgumentError
 from pyro_dvi.expectations.gaussian import check_domain, nodes_of
 from pyro_dvi.expectations.scales import power_of
 from pyro_dvi.links.mixture import weighted_mixture
-from pyro_dvi.moments import Moments
+from pyro_dvi.moments import GaussianMoments
 
 __all__ = ["GaussHermite", "MomentMatched", "NoiseLink"]
 
@@ -22,7 +22,9 @@ class NoiseLink(ABC):
     """How Gaussian noise of uncertain scale becomes a predictive distribution."""
 
     @abstractmethod
-    def predictive(self, loc: Tensor, variance: Tensor | float, scale: Moments, cls: Any) -> td.Distribution:
+    def predictive(
+        self, loc: Tensor, variance: Tensor | float, scale: GaussianMoments, cls: Any
+    ) -> td.Distribution:
         """Return the predictive distribution.
 
         Args:
@@ -42,7 +44,9 @@ class MomentMatched(NoiseLink):
     Source: Schmitt & Roth (2021), Eq. 19.
     """
 
-    def predictive(self, loc: Tensor, variance: Tensor | float, scale: Moments, cls: Any) -> td.Distribution:
+    def predictive(
+        self, loc: Tensor, variance: Tensor | float, scale: GaussianMoments, cls: Any
+    ) -> td.Distribution:
         """Return a Normal (LogNormal)."""
         return cls(loc, (variance + power_of(td.Normal, "scale", scale, 2)).sqrt())
 
@@ -63,7 +67,9 @@ class GaussHermite(NoiseLink):
         if self.num_nodes < 1:
             raise ArgumentError(f"num_nodes must be at least 1, got {self.num_nodes}")
 
-    def predictive(self, loc: Tensor, variance: Tensor | float, scale: Moments, cls: Any) -> td.Distribution:
+    def predictive(
+        self, loc: Tensor, variance: Tensor | float, scale: GaussianMoments, cls: Any
+    ) -> td.Distribution:
         """Return a mixture of Normals (LogNormals)."""
         scales, weights = nodes_of(scale, self.num_nodes)
         check_domain(cls, "scale", scale, scales)

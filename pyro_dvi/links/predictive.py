@@ -18,7 +18,7 @@ from pyro_dvi.expectations.numerical import evaluation
 from pyro_dvi.links.classes import ClassLink, SobolSoftmax, average_logits
 from pyro_dvi.links.mixture import mixture_over_points
 from pyro_dvi.links.noise import MomentMatched, NoiseLink
-from pyro_dvi.moments import Moments
+from pyro_dvi.moments import GaussianMoments
 from pyro_dvi.moments.value import loc_of, variance_of
 from pyro_dvi.registry import registering
 
@@ -63,14 +63,14 @@ def predictive_distribution(
         UnsupportedError: an uncertain parameter can leave its domain.
 
     Example:
-        >>> f = Moments(torch.zeros(1), torch.full((1,), 3.0))
+        >>> f = GaussianMoments(torch.zeros(1), torch.full((1,), 3.0))
         >>> predictive_distribution(td.Normal, {"loc": f, "scale": 1.0})
         Normal(loc: tensor([0.]), scale: tensor([2.]))
     """
     check_choice("classes", classes, ClassLink, "SobolSoftmax() or Probit()")
     check_choice("noise", noise, NoiseLink, "MomentMatched() or GaussHermite(n)")
     given = {k: v for k, v in parameters.items() if k != "validate_args" and v is not None}
-    uncertain = [p for p in given.values() if isinstance(p, Moments)]
+    uncertain = [p for p in given.values() if isinstance(p, GaussianMoments)]
     if not uncertain:
         return family(**given)
     found = find_rule(_RULES, family)
@@ -99,9 +99,9 @@ def log_normal(loc: Any, scale: Any, noise: NoiseLink) -> td.Distribution:
 
 def _with_noise(loc: Any, scale: Any, noise: NoiseLink, cls: Any) -> td.Distribution:
     spread = variance_of(loc)
-    if isinstance(scale, Moments):
+    if isinstance(scale, GaussianMoments):
         if (
-            isinstance(loc, Moments)
+            isinstance(loc, GaussianMoments)
             and not isinstance(noise, MomentMatched)
             and not are_distinct([loc, scale])
         ):
@@ -121,7 +121,7 @@ def multivariate_normal(
         "precision_matrix": precision_matrix,
         "scale_tril": scale_tril,
     }
-    if any(isinstance(matrix, Moments) for matrix in given.values()):
+    if any(isinstance(matrix, GaussianMoments) for matrix in given.values()):
         return NotImplemented
     at_mean = td.MultivariateNormal(loc.loc, **given)
     covariance = at_mean.covariance_matrix + torch.diag_embed(loc.variance)
@@ -146,7 +146,7 @@ def bernoulli(probs: Any = None, logits: Any = None) -> td.Distribution:
     if is_gaussian_logit(logits, probs):
         given = probs if logits is None else logits
         return td.Bernoulli(logits=logit_of_expected_sigmoid(gaussian_of(given)))
-    if isinstance(probs, Moments):
+    if isinstance(probs, GaussianMoments):
         return td.Bernoulli(probs=probs.loc.clamp(0, 1))
     return td.Bernoulli(logits=_average(td.Bernoulli, {"logits": logits}))
 
@@ -155,7 +155,7 @@ def _of_classes(family: Any, classes: ClassLink, probs: Any, logits: Any) -> td.
     f = gaussian_logits(logits, probs)
     if f is not None:
         return family(logits=classes.log_probabilities(f.loc, f.variance))
-    if isinstance(probs, Moments) and probs.link is None:
+    if isinstance(probs, GaussianMoments) and probs.link is None:
         return family(probs=probs.loc.clamp_min(0))  # the average is what the mean is
     return family(logits=_average(family, {"logits": logits} if probs is None else {"probs": probs}))
 

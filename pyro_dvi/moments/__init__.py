@@ -25,12 +25,12 @@ from pyro_dvi.moments.dispatch import observed_by
 from pyro_dvi.moments.floor import variance_floor
 from pyro_dvi.moments.link import Link
 from pyro_dvi.moments.rules import Kind, moment_rule, rule_for, rules
-from pyro_dvi.moments.value import Moments, MultiplicativeMoments
+from pyro_dvi.moments.value import GaussianMoments, MultiplicativeMoments
 
 __all__ = [
     "Kind",
     "Link",
-    "Moments",
+    "GaussianMoments",
     "MultiplicativeMoments",
     "activations",
     "affine",

@@ -12,13 +12,13 @@ from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.moments.arithmetic import plus, times
 from pyro_dvi.moments.bilinear import bilinear_moments, with_bias
 from pyro_dvi.moments.rules import moment_rule
-from pyro_dvi.moments.value import Moments, MultiplicativeMoments, loc_of, second_moment_of
+from pyro_dvi.moments.value import GaussianMoments, MultiplicativeMoments, loc_of, second_moment_of
 
 __all__ = ["add_product", "bilinear_form", "dot", "linear", "matmul", "outer", "tensordot"]
 
 
 @moment_rule(F.linear)
-def linear(input: Any, weight: Any, bias: Any = None) -> Moments:
+def linear(input: Any, weight: Any, bias: Any = None) -> GaussianMoments:
     r"""Moments of :math:`xW^\top + b`.
 
     Status: exact for independent inputs and weights (:mod:`pyro_dvi.moments.bilinear`).
@@ -33,15 +33,15 @@ def linear(input: Any, weight: Any, bias: Any = None) -> Moments:
     Example:
         >>> x, weight = torch.ones(1, 4), MultiplicativeMoments(torch.ones(1, 4), torch.full((1, 4), 0.1))
         >>> F.linear(x, weight)
-        Moments(loc=tensor([[4.]]), variance=tensor([[0.4000]]))
+        GaussianMoments(loc=tensor([[4.]]), variance=tensor([[0.4000]]))
     """
-    if isinstance(weight, Moments) or isinstance(input, Moments):
+    if isinstance(weight, GaussianMoments) or isinstance(input, GaussianMoments):
         return bilinear_moments(F.linear, input, weight, _alpha_of_columns(weight), bias)
-    return Moments(F.linear(input, weight, bias.loc), bias.variance)
+    return GaussianMoments(F.linear(input, weight, bias.loc), bias.variance)
 
 
 @moment_rule(torch.matmul, torch.mm, torch.bmm, torch.mv)
-def matmul(input: Any, other: Any) -> Moments:
+def matmul(input: Any, other: Any) -> GaussianMoments:
     r"""Moments of the matrix product :math:`XW`, with all the shapes of :func:`torch.matmul`.
 
     Status: exact for independent factors, one or both uncertain, batched or not.
@@ -55,9 +55,9 @@ def matmul(input: Any, other: Any) -> Moments:
         UnsupportedError: the product of a matrix with itself, whose elements are no independent factors.
 
     Example:
-        >>> x = Moments(torch.tensor([1.0, 2.0]), torch.tensor([0.1, 0.1]))
+        >>> x = GaussianMoments(torch.tensor([1.0, 2.0]), torch.tensor([0.1, 0.1]))
         >>> x @ torch.ones(2, 1)
-        Moments(loc=tensor([3.]), variance=tensor([0.2000]))
+        GaussianMoments(loc=tensor([3.]), variance=tensor([0.2000]))
     """
     if input is other:
         if input.dim() == 1:
@@ -79,19 +79,21 @@ def _matmul_reversed(right: Tensor, left: Tensor) -> Tensor:
 
 
 @moment_rule(torch.dot, torch.vdot)
-def dot(input: Any, tensor: Any) -> Moments:
+def dot(input: Any, tensor: Any) -> GaussianMoments:
     r"""Moments of :math:`\sum_i x_i y_i`.
 
     Status: exact for independent factors, and for ``dot(x, x)``: :math:`\sum_i 2 v_i^2 + 4 m_i^2 v_i`.
     """
     if input is tensor:
         loc, variance = input.loc, input.variance
-        return Moments(second_moment_of(input).sum(), torch.dot(variance, 2 * variance + 4 * loc * loc))
+        return GaussianMoments(
+            second_moment_of(input).sum(), torch.dot(variance, 2 * variance + 4 * loc * loc)
+        )
     return bilinear_moments(torch.dot, input, tensor)
 
 
 @moment_rule(torch.outer, torch.ger)
-def outer(input: Any, vec2: Any) -> Moments:
+def outer(input: Any, vec2: Any) -> GaussianMoments:
     """Moments of all products of an element of each vector. Status: exact but for ``outer(x, x)``, refused."""
     if input is vec2:
         raise UnsupportedError("outer(x, x) of uncertain x has no rule: the factors are not independent")
@@ -99,7 +101,7 @@ def outer(input: Any, vec2: Any) -> Moments:
 
 
 @moment_rule(torch.tensordot)
-def tensordot(a: Any, b: Any, dims: Any = 2, out: None = None) -> Moments:
+def tensordot(a: Any, b: Any, dims: Any = 2, out: None = None) -> GaussianMoments:
     """Moments of sums of products over given dimensions. Status: exact but for ``tensordot(x, x)``, refused.
 
     Raises:
@@ -114,15 +116,15 @@ def tensordot(a: Any, b: Any, dims: Any = 2, out: None = None) -> Moments:
 
 
 @moment_rule(torch.addmm, torch.baddbmm, torch.addmv)
-def add_product(input: Any, first: Any, second: Any, *, beta: Any = 1, alpha: Any = 1) -> Moments:
+def add_product(input: Any, first: Any, second: Any, *, beta: Any = 1, alpha: Any = 1) -> GaussianMoments:
     r"""Moments of :math:`\beta\,\mathrm{input} + \alpha\,AB`. Status: exact for independent arguments."""
-    is_uncertain = isinstance(first, Moments) or isinstance(second, Moments)
+    is_uncertain = isinstance(first, GaussianMoments) or isinstance(second, GaussianMoments)
     product = matmul(first, second) if is_uncertain else torch.matmul(first, second)
     return plus(times(input, beta), times(product, alpha))
 
 
 @moment_rule(F.bilinear)
-def bilinear_form(input1: Any, input2: Any, weight: Any, bias: Any = None) -> Moments:
+def bilinear_form(input1: Any, input2: Any, weight: Any, bias: Any = None) -> GaussianMoments:
     r"""Moments of :math:`y_o = \sum_{ij} x_i A_{oij} z_j + b_o`.
 
     .. math::
@@ -142,27 +144,27 @@ def bilinear_form(input1: Any, input2: Any, weight: Any, bias: Any = None) -> Mo
     Raises:
         UnsupportedError: both inputs are the same uncertain object.
     """
-    if input1 is input2 and isinstance(input1, Moments):
+    if input1 is input2 and isinstance(input1, GaussianMoments):
         raise UnsupportedError(
             "F.bilinear(x, x, weight) of uncertain x has no rule: the inputs are not independent"
         )
     x, z, a = loc_of(input1), loc_of(input2), loc_of(weight)
     loc = F.bilinear(x, z, a)
     parts = []
-    if isinstance(input1, Moments):
+    if isinstance(input1, GaussianMoments):
         parts.append((torch.einsum("...j,oij->...oi", z, a).square() @ input1.variance[..., None])[..., 0])
-    if isinstance(input2, Moments):
+    if isinstance(input2, GaussianMoments):
         parts.append((torch.einsum("...i,oij->...oj", x, a).square() @ input2.variance[..., None])[..., 0])
-    if isinstance(input1, Moments) and isinstance(input2, Moments):
+    if isinstance(input1, GaussianMoments) and isinstance(input2, GaussianMoments):
         parts.append(F.bilinear(input1.variance, input2.variance, a.square()))
-    if isinstance(weight, Moments):
+    if isinstance(weight, GaussianMoments):
         parts.append(F.bilinear(second_moment_of(input1), second_moment_of(input2), weight.variance))
     variance = sum(parts[1:], parts[0]) if parts else torch.zeros_like(loc)
-    return with_bias(Moments(loc, variance), bias)
+    return with_bias(GaussianMoments(loc, variance), bias)
 
 
 @moment_rule(torch.einsum)
-def einsum(equation: str, *operands: Any) -> Moments:
+def einsum(equation: str, *operands: Any) -> GaussianMoments:
     r"""Moments of sums of products of one or two operands.
 
     Status: exact for independent operands. An index that one operand has alone is summed first, so that nothing
@@ -173,7 +175,7 @@ def einsum(equation: str, *operands: Any) -> Moments:
             or an ellipsis that is summed over.
 
     Example:
-        >>> x = Moments(torch.ones(2, 3), torch.ones(2, 3))
+        >>> x = GaussianMoments(torch.ones(2, 3), torch.ones(2, 3))
         >>> torch.einsum("ij,j->i", x, torch.tensor([1.0, 2.0, 3.0])).variance
         tensor([14., 14.])
     """
@@ -231,7 +233,11 @@ def _sizes_differ(terms: list[str], operands: tuple) -> bool:
 
 def _linear_in_one(function: Any, x: Any) -> Any:
     """Sum or rearrange elements, each of which goes to an output at most once."""
-    return Moments(function(x.loc), function(x.variance)) if isinstance(x, Moments) else function(x)
+    return (
+        GaussianMoments(function(x.loc), function(x.variance))
+        if isinstance(x, GaussianMoments)
+        else function(x)
+    )
 
 
 def _alpha_of_columns(weight: Any) -> Tensor | None:

@@ -21,7 +21,7 @@ from pyro_dvi.moments.dispatch import broadcast
 from pyro_dvi.moments.link import Link
 from pyro_dvi.moments.rules import Kind, moment_rule
 from pyro_dvi.moments.through_link import through_link
-from pyro_dvi.moments.value import Moments, loc_of, variance_of
+from pyro_dvi.moments.value import GaussianMoments, loc_of, variance_of
 
 __all__ = [
     "add",
@@ -43,9 +43,9 @@ __all__ = [
 _LARGEST_VARIATION = 0.2
 
 
-def _promoted(loc: Tensor, variance: Tensor) -> Moments:
-    """Moments whose variance follows the dtype of the mean, as certain operands may raise it."""
-    return Moments(loc, variance if variance.dtype is loc.dtype else variance.to(loc.dtype))
+def _promoted(loc: Tensor, variance: Tensor) -> GaussianMoments:
+    """GaussianMoments whose variance follows the dtype of the mean, as certain operands may raise it."""
+    return GaussianMoments(loc, variance if variance.dtype is loc.dtype else variance.to(loc.dtype))
 
 
 def _squarable(factor: Any, like: Tensor) -> Any:
@@ -56,13 +56,13 @@ def _squarable(factor: Any, like: Tensor) -> Any:
 
 
 @moment_rule(torch.add, kind=Kind.AFFINE)
-def add(input: Any, other: Any, *, alpha: float = 1) -> Moments:
+def add(input: Any, other: Any, *, alpha: float = 1) -> GaussianMoments:
     r"""Moments of :math:`x + \alpha y`.
 
     Status: exact for independent x and y, and for the same object twice.
     """
     if input is other:
-        return Moments((1 + alpha) * input.loc, (1 + alpha) ** 2 * input.variance)
+        return GaussianMoments((1 + alpha) * input.loc, (1 + alpha) ** 2 * input.variance)
     loc = torch.add(loc_of(input), loc_of(other), alpha=alpha)
     first, second = variance_of(input), variance_of(other)
     if second is None:
@@ -73,7 +73,7 @@ def add(input: Any, other: Any, *, alpha: float = 1) -> Moments:
 
 
 @moment_rule(torch.sub, torch.subtract, kind=Kind.AFFINE)
-def sub(input: Any, other: Any, *, alpha: float = 1) -> Moments:
+def sub(input: Any, other: Any, *, alpha: float = 1) -> GaussianMoments:
     r"""Moments of :math:`x - \alpha y`.
 
     Status: exact for independent x and y, and for the same object twice.
@@ -82,19 +82,19 @@ def sub(input: Any, other: Any, *, alpha: float = 1) -> Moments:
 
 
 @moment_rule(torch.rsub, kind=Kind.AFFINE)
-def rsub(input: Any, other: Any, *, alpha: float = 1) -> Moments:
+def rsub(input: Any, other: Any, *, alpha: float = 1) -> GaussianMoments:
     r"""Moments of :math:`y - \alpha x`."""
     return add(other, input, alpha=-alpha)
 
 
 @moment_rule(torch.neg, torch.negative, kind=Kind.AFFINE)
-def neg(input: Moments) -> Moments:
+def neg(input: GaussianMoments) -> GaussianMoments:
     """Moments of ``-x``."""
-    return Moments(-input.loc, input.variance)
+    return GaussianMoments(-input.loc, input.variance)
 
 
 @moment_rule(torch.mul, torch.multiply, kind=Kind.AFFINE)
-def mul(input: Any, other: Any) -> Moments:
+def mul(input: Any, other: Any) -> GaussianMoments:
     r"""Moments of a product.
 
     .. math:: \mathrm E[xy] = m_x m_y, \qquad \mathrm{Var}[xy] = m_x^2 v_y + v_x (m_y^2 + v_y)
@@ -103,15 +103,15 @@ def mul(input: Any, other: Any) -> Moments:
     Gaussian; that of a Gaussian and a certain number is.
 
     Example:
-        >>> x, y = (Moments(torch.ones(1), torch.ones(1)) for _ in range(2))
+        >>> x, y = (GaussianMoments(torch.ones(1), torch.ones(1)) for _ in range(2))
         >>> (x * y).variance, (x * x).variance
         (tensor([3.]), tensor([6.]))
     """
     if input is other:
         return square(input)
-    if not isinstance(input, Moments):
+    if not isinstance(input, GaussianMoments):
         input, other = other, input
-    if not isinstance(other, Moments):
+    if not isinstance(other, GaussianMoments):
         loc = torch.mul(input.loc, other)
         other = _squarable(other, loc)
         return _promoted(loc, input.variance * (other * other))
@@ -122,17 +122,17 @@ def mul(input: Any, other: Any) -> Moments:
 
 
 @moment_rule(torch.square, kind=Kind.ELEMENTWISE)
-def square(input: Moments) -> Moments:
+def square(input: GaussianMoments) -> GaussianMoments:
     r"""Moments of :math:`x^2`: :math:`m^2 + v` and :math:`2v(v + 2m^2)`.
 
     Status: exact for Gaussian x.
     """
     m2, v = input.loc.square(), input.variance
-    return Moments(m2 + v, 2 * v * torch.add(v, m2, alpha=2))
+    return GaussianMoments(m2 + v, 2 * v * torch.add(v, m2, alpha=2))
 
 
 @moment_rule(torch.div, torch.divide, torch.true_divide, kind=Kind.AFFINE)
-def div(input: Any, other: Any, *, rounding_mode: str | None = None) -> Moments:
+def div(input: Any, other: Any, *, rounding_mode: str | None = None) -> GaussianMoments:
     r"""Moments of a quotient.
 
     Status: exact for a certain denominator. An uncertain one is expanded, see :func:`reciprocal`.
@@ -145,13 +145,13 @@ def div(input: Any, other: Any, *, rounding_mode: str | None = None) -> Moments:
             "torch.div with a rounding mode has steps, where moments have no rule: drop rounding_mode"
         )
     if input is other:
-        return Moments(torch.ones_like(input.loc), torch.zeros_like(input.loc))
-    if not isinstance(other, Moments):
+        return GaussianMoments(torch.ones_like(input.loc), torch.zeros_like(input.loc))
+    if not isinstance(other, GaussianMoments):
         loc = torch.div(input.loc, other)
         other = _squarable(other, loc)
         return _promoted(loc, input.variance / (other * other))
     quotient = mul(input, reciprocal(other))
-    if isinstance(input, Moments):
+    if isinstance(input, GaussianMoments):
         return quotient
     uniform = not (isinstance(input, Tensor) and input.dim() > 0)
     inner = broadcast(other.snapshot(), quotient)
@@ -159,7 +159,7 @@ def div(input: Any, other: Any, *, rounding_mode: str | None = None) -> Moments:
 
 
 @moment_rule(torch.reciprocal, kind=Kind.ELEMENTWISE)
-def reciprocal(input: Moments) -> Moments:
+def reciprocal(input: GaussianMoments) -> GaussianMoments:
     r"""Moments of :math:`1/x`.
 
     With :math:`c^2 = v/m^2`, the mean is :math:`(1 + c^2 + 3c^4)/m` and the variance :math:`(c^2 + 8c^4)/m^2`.
@@ -174,7 +174,7 @@ def reciprocal(input: Moments) -> Moments:
 
 
 @moment_rule(torch.pow, kind=Kind.ELEMENTWISE)
-def pow(input: Any, exponent: Any) -> Moments:
+def pow(input: Any, exponent: Any) -> GaussianMoments:
     r"""Moments of :math:`x^p` for a certain exponent, or of :math:`b^x` for a certain base.
 
     Status: exact for p = 0, 1, 2, 3 and for a certain base; by quadrature where x is a function of a Gaussian, as
@@ -185,18 +185,18 @@ def pow(input: Any, exponent: Any) -> Moments:
         UnsupportedError: base and exponent are uncertain, the exponent differs between elements, or the deviation is
             more than 0.2 of the mean.
     """
-    if not isinstance(input, Moments):
+    if not isinstance(input, GaussianMoments):
         base = torch.as_tensor(input, dtype=exponent.dtype, device=exponent.device)
         scaled: Any = mul(exponent, base.log())
         return scaled.exp()
     if isinstance(exponent, Tensor) and exponent.dim() == 0:
         exponent = exponent.item()
-    if isinstance(exponent, Moments | Tensor):
+    if isinstance(exponent, GaussianMoments | Tensor):
         raise UnsupportedError(
             "torch.pow has rules for an exponent that is a number: write x ** 2, or exp(exponent * log(x)) if both vary"
         )
     if exponent == 0:
-        return Moments(torch.ones_like(input.loc), torch.zeros_like(input.loc))
+        return GaussianMoments(torch.ones_like(input.loc), torch.zeros_like(input.loc))
     if exponent == 1:
         return input.snapshot()
     if exponent == 2:
@@ -206,13 +206,13 @@ def pow(input: Any, exponent: Any) -> Moments:
     return _expanded_power(input, float(exponent))
 
 
-def _cube(x: Moments) -> Moments:
+def _cube(x: GaussianMoments) -> GaussianMoments:
     m, v = x.loc, x.variance
     m2 = m.square()
-    return Moments(m * torch.add(m2, v, alpha=3), v * (9 * m2.square() + v * (36 * m2 + 15 * v)))
+    return GaussianMoments(m * torch.add(m2, v, alpha=3), v * (9 * m2.square() + v * (36 * m2 + 15 * v)))
 
 
-def _expanded_power(x: Moments, p: float) -> Moments:
+def _expanded_power(x: GaussianMoments, p: float) -> GaussianMoments:
     """By quadrature over the Gaussian behind x; else to fourth order in the coefficient of variation."""
     linked = through_link(x, lambda value: value.pow(p))
     if linked is not None:
@@ -229,38 +229,40 @@ def _expanded_power(x: Moments, p: float) -> Moments:
     power = m.pow(p)
     second, fourth = p * (p - 1) / 2, p * (p - 1) * (p - 2) * (p - 3) / 8
     spread = p**2 * ((p - 1) ** 2 / 2 + (p - 1) * (p - 2))
-    return Moments(power * (1 + c2 * (second + fourth * c2)), power.square() * c2 * (p**2 + spread * c2))
+    return GaussianMoments(
+        power * (1 + c2 * (second + fourth * c2)), power.square() * c2 * (p**2 + spread * c2)
+    )
 
 
 @moment_rule(torch.addcmul)
-def addcmul(input: Any, tensor1: Any, tensor2: Any, *, value: float = 1) -> Moments:
+def addcmul(input: Any, tensor1: Any, tensor2: Any, *, value: float = 1) -> GaussianMoments:
     r"""Moments of :math:`x + c\,y\,z`.
 
     Status: exact for independent factors, and where x is y.
     """
-    if input is tensor1 and isinstance(input, Moments):
+    if input is tensor1 and isinstance(input, GaussianMoments):
         return times(input, plus(1, times(tensor2, value)))
     return plus(input, times(times(tensor1, tensor2), value))
 
 
 @moment_rule(torch.addcdiv)
-def addcdiv(input: Any, tensor1: Any, tensor2: Any, *, value: float = 1) -> Moments:
+def addcdiv(input: Any, tensor1: Any, tensor2: Any, *, value: float = 1) -> GaussianMoments:
     r"""Moments of :math:`x + c\,y/z`.
 
     Status: that of :func:`div`.
     """
-    if input is tensor1 and isinstance(input, Moments):
+    if input is tensor1 and isinstance(input, GaussianMoments):
         return times(input, plus(1, torch.div(value, tensor2)))
     return plus(input, times(torch.div(tensor1, tensor2), value))
 
 
 @moment_rule(torch.lerp)
-def lerp(input: Any, end: Any, weight: Any) -> Moments:
+def lerp(input: Any, end: Any, weight: Any) -> GaussianMoments:
     r"""Moments of :math:`(1 - w) x + w y`.
 
     Status: exact for independent x and y and certain w.
     """
-    if isinstance(weight, Moments):
+    if isinstance(weight, GaussianMoments):
         raise UnsupportedError(
             "torch.lerp has no rule for an uncertain weight: write start + weight * (end - start)"
         )
@@ -271,9 +273,9 @@ def lerp(input: Any, end: Any, weight: Any) -> Moments:
 
 def plus(x: Any, y: Any) -> Any:
     """Return the sum of two things, of which any may be uncertain."""
-    return add(x, y) if isinstance(x, Moments) or isinstance(y, Moments) else x + y
+    return add(x, y) if isinstance(x, GaussianMoments) or isinstance(y, GaussianMoments) else x + y
 
 
 def times(x: Any, y: Any) -> Any:
     """Return the product of two things, of which any may be uncertain."""
-    return mul(x, y) if isinstance(x, Moments) or isinstance(y, Moments) else x * y
+    return mul(x, y) if isinstance(x, GaussianMoments) or isinstance(y, GaussianMoments) else x * y

@@ -28,7 +28,13 @@ from torch import Tensor
 from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.moments.rules import moment_rule
 from pyro_dvi.moments.softmax import probabilities
-from pyro_dvi.moments.value import Moments, MultiplicativeMoments, loc_of, second_moment_of, variance_of
+from pyro_dvi.moments.value import (
+    GaussianMoments,
+    MultiplicativeMoments,
+    loc_of,
+    second_moment_of,
+    variance_of,
+)
 
 __all__ = ["multi_head_attention", "scaled_dot_product_attention"]
 
@@ -43,7 +49,7 @@ def scaled_dot_product_attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> Moments:
+) -> GaussianMoments:
     """Moments of attention.
 
     Status: approximate, see the module.
@@ -87,7 +93,7 @@ def _masked(scores: Any, mask: Any, is_causal: bool) -> Any:
 
 def _weights(scores: Any) -> tuple[Tensor, Tensor | None]:
     """Mean of the attention weights, and what multiplies squared differences of values; None if certain."""
-    if not isinstance(scores, Moments):
+    if not isinstance(scores, GaussianMoments):
         return torch.softmax(scores, -1), None
     s = scores.variance
     q, _ = probabilities(scores.loc, s, -1)
@@ -106,7 +112,7 @@ def _averaged(q: Tensor, a: Tensor | None, values: Any) -> Any:
     variance = (torch.matmul(a, c.square()) + centre * cross).clamp_min(0)
     if spread is not None:
         variance = variance + torch.matmul(q.square() + a, spread)
-    return Moments(centre + shift, variance)
+    return GaussianMoments(centre + shift, variance)
 
 
 def _with_dropout(result: Any, q: Tensor, a: Tensor | None, values: Any, p: float) -> Any:
@@ -116,7 +122,7 @@ def _with_dropout(result: Any, q: Tensor, a: Tensor | None, values: Any, p: floa
     square = q.square() if a is None else q.square() + a
     spread = p / (1 - p) * torch.matmul(square, second_moment_of(values))
     known = variance_of(result)
-    return Moments(loc_of(result), spread if known is None else known + spread)
+    return GaussianMoments(loc_of(result), spread if known is None else known + spread)
 
 
 @moment_rule(F.multi_head_attention_forward)
@@ -189,7 +195,7 @@ def multi_head_attention(
 
     q, a = _weights(scores)
     dropout_p = dropout_p if training else 0.0
-    shared = isinstance(weights[2], Moments)
+    shared = isinstance(weights[2], GaussianMoments)
     values = None
     if dropout_p > 0 or not shared:
         values = _heads(F.linear(value, weights[2], biases[2]), num_heads)
@@ -230,7 +236,7 @@ def _rows(weight: Any, start: int, stop: int) -> Any:
     return MultiplicativeMoments(weight.loc[start:stop], alpha[start:stop] if own else alpha)
 
 
-def _projected(x: Any, weight: Moments, bias: Any, number: int) -> Any:
+def _projected(x: Any, weight: GaussianMoments, bias: Any, number: int) -> Any:
     """Project averaged inputs ``[B, H, L, E]`` by the rows of each head."""
     if isinstance(weight, MultiplicativeMoments) and weight.alpha.dim() > 1 and weight.alpha.shape[-2] == 1:
         heads: Any = MultiplicativeMoments(weight.loc.unflatten(0, (number, -1)).mT, weight.alpha.mT)

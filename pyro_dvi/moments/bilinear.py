@@ -27,7 +27,7 @@ from typing import Any
 from torch import Tensor
 
 from pyro_dvi.moments.square import noisy_input, second_moment, squared
-from pyro_dvi.moments.value import Moments, MultiplicativeMoments, loc_of, variance_of
+from pyro_dvi.moments.value import GaussianMoments, MultiplicativeMoments, loc_of, variance_of
 
 __all__ = ["bilinear_moments", "with_bias"]
 
@@ -37,7 +37,7 @@ Map = Callable[..., Tensor]
 
 def bilinear_moments(
     product: Map, x: Any, weight: Any, alpha: Tensor | None = None, bias: Any = None
-) -> Moments:
+) -> GaussianMoments:
     """Moments of ``product(x, weight)`` or ``product(x, weight, bias)``, linear in each of x and weight.
 
     Args:
@@ -49,18 +49,18 @@ def bilinear_moments(
         bias: what the product adds at the end, certain or not. Layers add it on the way, at no cost.
     """
     shift = () if bias is None else (loc_of(bias),)
-    spread = (bias.variance,) if isinstance(bias, Moments) else ()
+    spread = (bias.variance,) if isinstance(bias, GaussianMoments) else ()
     loc = product(loc_of(x), loc_of(weight), *shift)
-    if not isinstance(weight, Moments):
-        return Moments(loc, product(x.variance, _square(weight, loc), *spread))
-    if alpha is not None and isinstance(weight, MultiplicativeMoments) and isinstance(x, Moments):
+    if not isinstance(weight, GaussianMoments):
+        return GaussianMoments(loc, product(x.variance, _square(weight, loc), *spread))
+    if alpha is not None and isinstance(weight, MultiplicativeMoments) and isinstance(x, GaussianMoments):
         noisy = noisy_input(x.loc, x.variance, alpha)
-        return Moments(loc, product(noisy, weight.squared_loc, *spread))
+        return GaussianMoments(loc, product(noisy, weight.squared_loc, *spread))
     # Certain inputs need one product in any case, and this one no gradient of the inputs.
-    if not isinstance(x, Moments):
-        return Moments(loc, product(_square(x, loc), weight.variance, *spread))
+    if not isinstance(x, GaussianMoments):
+        return GaussianMoments(loc, product(_square(x, loc), weight.variance, *spread))
     variance = product(second_moment(x.loc, x.variance), weight.variance, *spread)
-    return Moments(loc, variance + product(x.variance, squared(weight.loc)))
+    return GaussianMoments(loc, variance + product(x.variance, squared(weight.loc)))
 
 
 def _square(certain: Tensor, like: Tensor) -> Tensor:
@@ -68,9 +68,9 @@ def _square(certain: Tensor, like: Tensor) -> Tensor:
     return (certain if certain.is_floating_point() else certain.to(like.dtype)).square()
 
 
-def with_bias(y: Moments, bias: Any) -> Moments:
+def with_bias(y: GaussianMoments, bias: Any) -> GaussianMoments:
     """Add a bias that broadcasts against the result, certain or not."""
     if bias is None:
         return y
     spread = variance_of(bias)
-    return Moments(y.loc + loc_of(bias), y.variance if spread is None else y.variance + spread)
+    return GaussianMoments(y.loc + loc_of(bias), y.variance if spread is None else y.variance + spread)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.moments.rules import Kind, functions_of, moment_rule
-from pyro_dvi.moments.value import Moments, loc_of
+from pyro_dvi.moments.value import GaussianMoments, loc_of
 
 __all__ = ["is_finite", "requires_grad_"]
 
@@ -31,7 +31,9 @@ _LIKE = [
 
 def _converting(function: Callable) -> Callable:
     def convert(input: Any, *args: Any, **kwargs: Any) -> Any:
-        if any(isinstance(a, Moments) for a in (*args, *kwargs.values())):  # asked for dtype and device only
+        if any(
+            isinstance(a, GaussianMoments) for a in (*args, *kwargs.values())
+        ):  # asked for dtype and device only
             args, kwargs = tuple(map(loc_of, args)), {key: loc_of(value) for key, value in kwargs.items()}
             return getattr(input, function.__name__)(*args, **kwargs)
         loc = function(input.loc, *args, **kwargs)
@@ -43,7 +45,7 @@ def _converting(function: Callable) -> Callable:
             raise UnsupportedError(
                 f"moments cannot become {loc.dtype}: rounding to integers or truth values has no rule. Decide on x.loc"
             )
-        result = Moments(loc, function(input.variance, *args, **kwargs))
+        result = GaussianMoments(loc, function(input.variance, *args, **kwargs))
         return result.alias(input, ...) if function is torch.detach else result
 
     convert.__doc__ = f"Moments of ``{function.__name__}(x)``, applied to mean and variance."
@@ -51,7 +53,7 @@ def _converting(function: Callable) -> Callable:
 
 
 def _describing(function: Callable) -> Callable:
-    def describe(input: Moments, *args: Any, **kwargs: Any) -> Any:
+    def describe(input: GaussianMoments, *args: Any, **kwargs: Any) -> Any:
         return function(input.loc, *args, **kwargs)
 
     describe.__doc__ = f"Result of ``{function.__name__}``, which is certain."
@@ -65,14 +67,14 @@ for _function in _LIKE:
 
 
 @moment_rule(torch.Tensor.requires_grad_)
-def requires_grad_(input: Moments, requires_grad: bool = True) -> Moments:
+def requires_grad_(input: GaussianMoments, requires_grad: bool = True) -> GaussianMoments:
     """Record gradients with respect to the mean."""
     input.loc.requires_grad_(requires_grad)
     return input
 
 
 def _checking(function: Callable, combine: Callable) -> Callable:
-    def check(input: Moments) -> Tensor:
+    def check(input: GaussianMoments) -> Tensor:
         return combine(function(input.loc), function(input.variance))
 
     check.__doc__ = f"Result of ``{function.__name__}`` for mean and variance together, which is certain."

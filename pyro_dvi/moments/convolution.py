@@ -15,12 +15,12 @@ from torch import Tensor
 
 from pyro_dvi.moments.bilinear import bilinear_moments
 from pyro_dvi.moments.rules import moment_rule
-from pyro_dvi.moments.value import Moments, MultiplicativeMoments, loc_of
+from pyro_dvi.moments.value import GaussianMoments, MultiplicativeMoments, loc_of
 
 __all__: list[str] = []
 
 
-def _convolution(function: Callable[..., Tensor], dims: int) -> Callable[..., Moments]:
+def _convolution(function: Callable[..., Tensor], dims: int) -> Callable[..., GaussianMoments]:
     def convolution(
         input: Any,
         weight: Any,
@@ -29,7 +29,7 @@ def _convolution(function: Callable[..., Tensor], dims: int) -> Callable[..., Mo
         padding: Any = 0,
         dilation: Any = 1,
         groups: int = 1,
-    ) -> Moments:
+    ) -> GaussianMoments:
         def product(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
             return function(x, w, b, stride, padding, dilation, groups)
 
@@ -38,7 +38,7 @@ def _convolution(function: Callable[..., Tensor], dims: int) -> Callable[..., Mo
     return convolution
 
 
-def _transposed(function: Callable[..., Tensor], dims: int) -> Callable[..., Moments]:
+def _transposed(function: Callable[..., Tensor], dims: int) -> Callable[..., GaussianMoments]:
     def convolution_transpose(
         input: Any,
         weight: Any,
@@ -48,7 +48,7 @@ def _transposed(function: Callable[..., Tensor], dims: int) -> Callable[..., Mom
         output_padding: Any = 0,
         groups: int = 1,
         dilation: Any = 1,
-    ) -> Moments:
+    ) -> GaussianMoments:
         def product(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
             return function(x, w, b, stride, padding, output_padding, groups, dilation)
 
@@ -67,10 +67,10 @@ conv_transpose3d = moment_rule(F.conv_transpose3d)(_transposed(F.conv_transpose3
 
 def _layer(
     product: Callable[..., Tensor], input: Any, weight: Any, bias: Any, alpha: Tensor | None, dims: int
-) -> Moments:
-    if isinstance(input, Moments) or isinstance(weight, Moments):
+) -> GaussianMoments:
+    if isinstance(input, GaussianMoments) or isinstance(weight, GaussianMoments):
         return bilinear_moments(product, input, weight, alpha, bias)
-    return Moments(product(input, weight, loc_of(bias)), bias.variance.reshape(-1, *[1] * dims))
+    return GaussianMoments(product(input, weight, loc_of(bias)), bias.variance.reshape(-1, *[1] * dims))
 
 
 def _alpha_of_inputs(weight: Any, groups: int) -> Tensor | None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.moments.link import Link
 from pyro_dvi.moments.rules import Entry, Kind, find, name_of
-from pyro_dvi.moments.value import Moments
+from pyro_dvi.moments.value import GaussianMoments
 
 __all__ = ["Composed", "Observer", "broadcast", "dispatch", "observed_by"]
 
@@ -72,7 +72,7 @@ def dispatch(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
             raise UnsupportedError(f"{name_of(func)}(out=...) cannot write moments into a tensor: drop out=")
         in_place = bool(kwargs.pop("inplace", False)) or in_place
     target = args[0] if args else None
-    if in_place and isinstance(target, Moments):
+    if in_place and isinstance(target, GaussianMoments):
         before = target.snapshot()
         args = tuple(before if a is target else a for a in args)
     result = _observed(entry.rule, args, kwargs) if _LOCAL.observers else entry.rule(*args, **kwargs)
@@ -95,10 +95,10 @@ def _no_rule(func: Callable) -> str:
     name = name_of(func)
     return (
         f"{name} has no rule for means and variances. Write one with the signature of the function:\n\n"
-        "    from pyro_dvi.moments import Moments, moment_rule\n\n"
+        "    from pyro_dvi.moments import GaussianMoments, moment_rule\n\n"
         f"    @moment_rule({name})\n"
         f"    def {name.rsplit('.', 1)[-1].strip('_')}_moments(x, ...):\n"
-        "        return Moments(mean_of_the_result, variance_of_the_result)\n\n"
+        "        return GaussianMoments(mean_of_the_result, variance_of_the_result)\n\n"
         "(see 'Adding a moment rule' in the documentation), replace the function in the model by one that has a rule, "
         "or train with TaylorELBO, which needs none."
     )
@@ -107,11 +107,11 @@ def _no_rule(func: Callable) -> str:
 def _check(func: Callable, rule: Callable, result: Any) -> None:
     where = f"the rule {getattr(rule, '__qualname__', rule)} for {name_of(func)}"
     for part in result if isinstance(result, tuple | list) else (result,):
-        if not isinstance(part, Moments | Tensor):
+        if not isinstance(part, GaussianMoments | Tensor):
             raise UnsupportedError(
-                f"{where} returned {type(part).__name__}: return Moments, or a tensor if certain"
+                f"{where} returned {type(part).__name__}: return GaussianMoments, or a tensor if certain"
             )
-        if isinstance(part, Moments) and bool((part.variance < 0).any()):
+        if isinstance(part, GaussianMoments) and bool((part.variance < 0).any()):
             worst = part.variance.min().item()
             raise UnsupportedError(
                 f"{where} returned a negative variance ({worst:.3g}). Differences such as E[f²] - E[f]² lose their "
@@ -121,8 +121,8 @@ def _check(func: Callable, rule: Callable, result: Any) -> None:
 
 def _with_link(entry: Entry, func: Callable, args: tuple, kwargs: dict[str, Any], result: Any) -> Any:
     """Remember the Gaussian behind the one argument that is uncertain."""
-    uncertain = [k for k, a in enumerate(args) if isinstance(a, Moments)]
-    if len(uncertain) != 1 or any(isinstance(a, Moments) for a in kwargs.values()):
+    uncertain = [k for k, a in enumerate(args) if isinstance(a, GaussianMoments)]
+    if len(uncertain) != 1 or any(isinstance(a, GaussianMoments) for a in kwargs.values()):
         return result
     position = uncertain[0]
     x = args[position]
@@ -131,7 +131,7 @@ def _with_link(entry: Entry, func: Callable, args: tuple, kwargs: dict[str, Any]
     call = _Call(func, before, after, kwargs, entry.in_place)
     if entry.kind is Kind.REARRANGEMENT:
         return result if link is None or result is x else _rearranged(entry.rule, call, x, result)
-    if not isinstance(result, Moments):
+    if not isinstance(result, GaussianMoments):
         return result
     if entry.kind is Kind.CONVERSION:
         return result if link is None or result is x else _converted(entry.rule, call, link, result)
@@ -147,14 +147,14 @@ def _with_link(entry: Entry, func: Callable, args: tuple, kwargs: dict[str, Any]
     return result.linked(Link(inner, function, None, link.elementwise, uniform, link.moved))
 
 
-def broadcast(inner: Moments, result: Moments) -> Moments:
+def broadcast(inner: GaussianMoments, result: GaussianMoments) -> GaussianMoments:
     """Return the Gaussian in the shape of a result, where the other operand is larger."""
     if inner.shape == result.shape:
         return inner
-    return Moments(inner.loc.expand(result.shape), inner.variance.expand(result.shape))
+    return GaussianMoments(inner.loc.expand(result.shape), inner.variance.expand(result.shape))
 
 
-def _rearranged(rule: Callable, call: _Call, x: Moments, result: Any) -> Any:
+def _rearranged(rule: Callable, call: _Call, x: GaussianMoments, result: Any) -> Any:
     """Move the elements of the Gaussian; where the function differs between elements, those that it returns."""
     link = x.link
     assert link is not None
@@ -162,7 +162,7 @@ def _rearranged(rule: Callable, call: _Call, x: Moments, result: Any) -> Any:
         return result
     if link.elementwise and link.uniform:
         inner = call.of(rule, link.inner)
-        if isinstance(result, Moments):
+        if isinstance(result, GaussianMoments):
             return result.linked(Link(inner, link.function, link.name))
         pairs = zip(result, inner, strict=True)
         return type(result)(r.linked(Link(i, link.function, link.name)) for r, i in pairs)
@@ -171,12 +171,12 @@ def _rearranged(rule: Callable, call: _Call, x: Moments, result: Any) -> Any:
         function = Composed(link.function, _Moved(call, x.dim(), place))
         return Link(link.inner, function, None, elementwise=False, uniform=False, moved=True)
 
-    if isinstance(result, Moments):
+    if isinstance(result, GaussianMoments):
         return result.linked(moved(None))
     return type(result)(r.linked(moved(k)) for k, r in enumerate(result))
 
 
-def _converted(rule: Callable, call: _Call, link: Link, result: Moments) -> Moments:
+def _converted(rule: Callable, call: _Call, link: Link, result: GaussianMoments) -> GaussianMoments:
     """Convert the Gaussian if the function is known by its name, else what the function returns."""
     if link.uniform and link.name is not None:
         return result.linked(replace(link, inner=call.of(rule, link.inner)))
@@ -202,7 +202,7 @@ class _Call:
 
     def __call__(self, value: Any) -> Any:
         value = value.clone() if self.in_place else value
-        if isinstance(value, Moments):  # a method of Tensor takes tensors only
+        if isinstance(value, GaussianMoments):  # a method of Tensor takes tensors only
             return dispatch(self.func, (*self.before, value, *self.after), dict(self.kwargs))
         return self.of(self.func, value)
 
@@ -215,7 +215,7 @@ class _Moved:
 
     def __call__(self, value: Any) -> Any:
         extra = value.dim() - self.rank
-        if extra <= 0 or isinstance(value, Moments):
+        if extra <= 0 or isinstance(value, GaussianMoments):
             return self._moved(value)
         results = torch.stack([self._moved(v) for v in value.reshape(-1, *value.shape[extra:])])
         return results.reshape(*value.shape[:extra], *results.shape[1:])
@@ -241,7 +241,7 @@ class _NotWritable(UnsupportedError, TypeError):
 
 
 def _written(func: Callable, target: Any, result: Any) -> Any:
-    if isinstance(target, Moments) and isinstance(result, Moments):
+    if isinstance(target, GaussianMoments) and isinstance(result, GaussianMoments):
         return target.become(result)
     raise _NotWritable(
         f"{name_of(func)} writes moments into a tensor, which has no variance: use the form that returns a new value, "

@@ -16,36 +16,36 @@ import torch.nn.functional as F
 
 from pyro_dvi.errors import ArgumentError
 from pyro_dvi.moments.rules import moment_rule
-from pyro_dvi.moments.value import Moments
+from pyro_dvi.moments.value import GaussianMoments
 
 __all__ = ["alpha_dropout", "dropout"]
 
 
 @moment_rule(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d)
-def dropout(input: Moments, p: float = 0.5, training: bool = True) -> Moments:
+def dropout(input: GaussianMoments, p: float = 0.5, training: bool = True) -> GaussianMoments:
     """Moments of dropout of elements or channels.
 
     Example:
-        >>> F.dropout(Moments(torch.ones(1), torch.zeros(1)), 0.5)
-        Moments(loc=tensor([1.]), variance=tensor([1.]))
+        >>> F.dropout(GaussianMoments(torch.ones(1), torch.zeros(1)), 0.5)
+        GaussianMoments(loc=tensor([1.]), variance=tensor([1.]))
     """
     _check_probability(p)
     if not training or p == 0:
         return input
     if p == 1:
-        return Moments(torch.zeros_like(input.loc), torch.zeros_like(input.loc))
+        return GaussianMoments(torch.zeros_like(input.loc), torch.zeros_like(input.loc))
     odds = p / (1 - p)
-    return Moments(input.loc, input.variance / (1 - p) + odds * input.loc.square())
+    return GaussianMoments(input.loc, input.variance / (1 - p) + odds * input.loc.square())
 
 
 @moment_rule(torch.dropout, torch.feature_dropout)
-def torch_dropout(input: Moments, p: float, train: bool) -> Moments:
+def torch_dropout(input: GaussianMoments, p: float, train: bool) -> GaussianMoments:
     """Moments of dropout under the name that torch gives it."""
     return dropout(input, p, train)
 
 
 @moment_rule(F.alpha_dropout, F.feature_alpha_dropout)
-def alpha_dropout(input: Moments, p: float = 0.5, training: bool = False) -> Moments:
+def alpha_dropout(input: GaussianMoments, p: float = 0.5, training: bool = False) -> GaussianMoments:
     r"""Moments of :math:`a(b x + (1 - b)s) + c`, where s is the limit of SELU.
 
     .. math:: \mathrm E = a((1 - p)m + ps) + c, \qquad \mathrm{Var} = a^2 (1 - p)(v + p(m - s)^2)
@@ -54,18 +54,18 @@ def alpha_dropout(input: Moments, p: float = 0.5, training: bool = False) -> Mom
     if not training or p == 0:
         return input
     if p == 1:
-        return Moments(torch.zeros_like(input.loc), torch.zeros_like(input.loc))
+        return GaussianMoments(torch.zeros_like(input.loc), torch.zeros_like(input.loc))
     limit = -1.7580993408473766
     keep = 1 - p
     slope = 1 / math.sqrt(keep * (1 + p * limit**2))
     shift = -slope * p * limit
     loc = slope * keep * input.loc + (slope * p * limit + shift)
     variance = slope**2 * keep * (input.variance + p * (input.loc - limit).square())
-    return Moments(loc, variance)
+    return GaussianMoments(loc, variance)
 
 
 @moment_rule(torch.alpha_dropout, torch.feature_alpha_dropout)
-def torch_alpha_dropout(input: Moments, p: float, train: bool) -> Moments:
+def torch_alpha_dropout(input: GaussianMoments, p: float, train: bool) -> GaussianMoments:
     """Moments of alpha dropout under the name that torch gives it."""
     return alpha_dropout(input, p, train)
 

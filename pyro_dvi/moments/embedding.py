@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.moments.rules import Kind, moment_rule
-from pyro_dvi.moments.value import Moments
+from pyro_dvi.moments.value import GaussianMoments
 
 __all__ = ["embedding", "embedding_bag"]
 
@@ -17,13 +17,13 @@ __all__ = ["embedding", "embedding_bag"]
 @moment_rule(F.embedding, kind=Kind.REARRANGEMENT)
 def embedding(
     input: Tensor,
-    weight: Moments,
+    weight: GaussianMoments,
     padding_idx: int | None = None,
     max_norm: float | None = None,
     norm_type: float = 2.0,
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
-) -> Moments:
+) -> GaussianMoments:
     """Moments of the rows of a table. Status: exact marginals; a row that occurs twice counts as two.
 
     Raises:
@@ -31,7 +31,7 @@ def embedding(
     """
     _refuse_max_norm(F.embedding, max_norm)
     options: dict[str, Any] = {"scale_grad_by_freq": scale_grad_by_freq, "sparse": sparse}
-    return Moments(
+    return GaussianMoments(
         F.embedding(input, weight.loc, padding_idx, **options),
         F.embedding(input, weight.variance, padding_idx, **options),
     )
@@ -40,7 +40,7 @@ def embedding(
 @moment_rule(F.embedding_bag)
 def embedding_bag(
     input: Tensor,
-    weight: Moments,
+    weight: GaussianMoments,
     offsets: Tensor | None = None,
     max_norm: float | None = None,
     norm_type: float = 2,
@@ -50,7 +50,7 @@ def embedding_bag(
     per_sample_weights: Tensor | None = None,
     include_last_offset: bool = False,
     padding_idx: int | None = None,
-) -> Moments:
+) -> GaussianMoments:
     r"""Moments of sums or means of rows.
 
     A row that occurs n times in a bag is the same row each time: with :math:`c_r` the sum of its factors (weights,
@@ -64,7 +64,7 @@ def embedding_bag(
     _refuse_max_norm(F.embedding_bag, max_norm)
     if mode == "max":
         raise UnsupportedError('F.embedding_bag(mode="max") of moments has no rule: use mode "mean" or "sum"')
-    if isinstance(per_sample_weights, Moments):
+    if isinstance(per_sample_weights, GaussianMoments):
         raise UnsupportedError("F.embedding_bag has no rule for uncertain per_sample_weights")
     options: dict[str, Any] = {"include_last_offset": include_last_offset, "padding_idx": padding_idx}
     loc = F.embedding_bag(
@@ -93,7 +93,7 @@ def embedding_bag(
     variance = F.embedding_bag(
         input, weight.variance, offsets, mode="sum", per_sample_weights=squares, **options
     )
-    return Moments(loc, variance)
+    return GaussianMoments(loc, variance)
 
 
 def _refuse_max_norm(function: Any, max_norm: float | None) -> None:

@@ -7,19 +7,19 @@ import torch
 
 from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.moments.rules import Kind, moment_rule
-from pyro_dvi.moments.value import Moments, loc_of, variance_of
+from pyro_dvi.moments.value import GaussianMoments, loc_of, variance_of
 
 __all__ = ["copy_", "fill_", "getitem", "setitem", "zero_"]
 
 
 @moment_rule(torch.Tensor.__getitem__, kind=Kind.REARRANGEMENT)
-def getitem(input: Any, index: Any) -> Moments:
+def getitem(input: Any, index: Any) -> GaussianMoments:
     """Moments of ``x[index]``; a view where tensors give one (integers, slices, None, Ellipsis).
 
     Status: exact.
     """
     _check(index)
-    part = Moments(input.loc[index], input.variance[index])
+    part = GaussianMoments(input.loc[index], input.variance[index])
     return part.alias(input, index) if _is_basic(index) else part
 
 
@@ -30,7 +30,7 @@ def setitem(input: Any, index: Any, value: Any) -> None:
     Status: exact.
     """
     _check(index)
-    if not isinstance(input, Moments):
+    if not isinstance(input, GaussianMoments):
         raise UnsupportedError(
             "moments are written into a tensor, which has no variance (x[index] = moments). Join the parts by "
             "torch.stack or torch.cat instead"
@@ -39,7 +39,7 @@ def setitem(input: Any, index: Any, value: Any) -> None:
     loc, variance = input.loc.clone(), input.variance.clone()
     loc[index] = loc_of(value)
     variance[index] = 0 if spread is None else spread
-    input.become(Moments(loc, variance))
+    input.become(GaussianMoments(loc, variance))
 
 
 @moment_rule(torch.Tensor.copy_)
@@ -66,7 +66,7 @@ def zero_(input: Any) -> Any:
 
 def _check(index: Any) -> None:
     for part in index if isinstance(index, tuple | list) else (index,):
-        if isinstance(part, Moments):
+        if isinstance(part, GaussianMoments):
             raise UnsupportedError("an index has to be certain: index by a tensor, such as x.loc.argmax()")
 
 

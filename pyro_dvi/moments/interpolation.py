@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyro_dvi.moments.rules import moment_rule
-from pyro_dvi.moments.value import Moments
+from pyro_dvi.moments.value import GaussianMoments
 
 __all__ = ["interpolate"]
 
@@ -21,14 +21,14 @@ _FLAT = {
 
 @moment_rule(F.interpolate)
 def interpolate(
-    input: Moments,
+    input: GaussianMoments,
     size: Any = None,
     scale_factor: Any = None,
     mode: str = "nearest",
     align_corners: bool | None = None,
     recompute_scale_factor: bool | None = None,
     antialias: bool = False,
-) -> Moments:
+) -> GaussianMoments:
     r"""Moments of resized images, :math:`y = (W_1 \otimes \dots \otimes W_d)x`.
 
     .. math:: \mathrm{Var}[y] = (W_1^{\circ 2} \otimes \dots \otimes W_d^{\circ 2}) \mathrm{Var}[x]
@@ -43,14 +43,14 @@ def interpolate(
     }
     loc = F.interpolate(input.loc, size, scale_factor, mode, **options)
     if mode.startswith("nearest"):
-        return Moments(loc, F.interpolate(input.variance, size, scale_factor, mode, **options))
+        return GaussianMoments(loc, F.interpolate(input.variance, size, scale_factor, mode, **options))
     dims = input.dim() - 2
     variance = input.variance
     for k in range(dims):
         scale = scale_factor[k] if isinstance(scale_factor, Sequence) else scale_factor
         matrix = _matrix(variance, input.shape[2 + k], loc.shape[2 + k], scale, mode, options)
         variance = torch.movedim(torch.movedim(variance, 2 + k, -1) @ matrix.square(), -1, 2 + k)
-    return Moments(loc, variance)
+    return GaussianMoments(loc, variance)
 
 
 def _matrix(like: Tensor, n: int, out: int, scale: Any, mode: str, options: dict[str, Any]) -> Tensor:

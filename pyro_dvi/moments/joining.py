@@ -8,7 +8,7 @@ import torch
 
 from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.moments.rules import moment_rule
-from pyro_dvi.moments.value import Moments, loc_of
+from pyro_dvi.moments.value import GaussianMoments, loc_of
 
 __all__ = ["joined"]
 
@@ -25,7 +25,7 @@ _JOINING: tuple[Callable, ...] = (
 )
 
 
-def joined(function: Callable, tensors: Sequence[Any], *args: Any, **kwargs: Any) -> Moments:
+def joined(function: Callable, tensors: Sequence[Any], *args: Any, **kwargs: Any) -> GaussianMoments:
     """Join means with means and variances with variances; what is certain has variance zero.
 
     Status: exact.
@@ -34,13 +34,13 @@ def joined(function: Callable, tensors: Sequence[Any], *args: Any, **kwargs: Any
         raise UnsupportedError(
             f"torch.{function.__name__}(out=...) cannot write moments into a tensor: drop out="
         )
-    variances = [t.variance if isinstance(t, Moments) else torch.zeros_like(t) for t in tensors]
+    variances = [t.variance if isinstance(t, GaussianMoments) else torch.zeros_like(t) for t in tensors]
     loc = function([loc_of(t) for t in tensors], *args, **kwargs)
-    return Moments(loc, function(variances, *args, **kwargs))
+    return GaussianMoments(loc, function(variances, *args, **kwargs))
 
 
 def _joining(function: Callable) -> Callable:
-    def join(tensors: Sequence[Any], *args: Any, **kwargs: Any) -> Moments:
+    def join(tensors: Sequence[Any], *args: Any, **kwargs: Any) -> GaussianMoments:
         return joined(function, tensors, *args, **kwargs)
 
     join.__doc__ = f"Moments of ``{function.__name__}`` of moments and tensors."

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from pyro_dvi.moments.value import Moments
+    from pyro_dvi.moments.value import GaussianMoments
 
 __all__ = ["Link"]
 
@@ -28,7 +28,7 @@ class Link:
         moved: whether each element depends on one element of ``inner``, but of another place or shape.
     """
 
-    inner: Moments
+    inner: GaussianMoments
     function: Callable[[Tensor], Tensor]
     name: str | None = None
     elementwise: bool = True

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from pyro_dvi.errors import ArgumentError, UnsupportedError
 from pyro_dvi.moments.rules import moment_rule
-from pyro_dvi.moments.value import Moments, loc_of, variance_of
+from pyro_dvi.moments.value import GaussianMoments, loc_of, variance_of
 
 __all__ = ["batch_norm", "group_norm", "instance_norm", "layer_norm", "normalize", "rms_norm"]
 
@@ -48,7 +48,7 @@ def batch_norm(
     training: bool = False,
     momentum: float = 0.1,
     eps: float = 1e-5,
-) -> Moments:
+) -> GaussianMoments:
     """Moments of batch norm, which updates running statistics from the means.
 
     Status: exact with running statistics. In training, statistics count as constants in the variance.
@@ -70,7 +70,7 @@ def batch_norm(
         raise ArgumentError(
             f"batch norm in training needs more than one value per channel, got {tuple(loc.shape)}"
         )
-    certain_scale = not isinstance(weight, Moments) and not isinstance(bias, Moments)
+    certain_scale = not isinstance(weight, GaussianMoments) and not isinstance(bias, GaussianMoments)
     affine = (weight, bias) if certain_scale else (None, None)
     loc, _, inverse = torch.native_batch_norm(  # type: ignore[call-arg]  # torch's stub lacks arguments
         loc, *affine, running_mean, running_var, training, momentum, eps
@@ -85,7 +85,7 @@ def batch_norm(
             scale = scale * weight.square()
         variance = _scaled_channels(variance, scale)
     if certain_scale:
-        return Moments(loc, variance)
+        return GaussianMoments(loc, variance)
     shape = (channels, *[1] * (input.dim() - 2))
     return _affine(loc, variance, _reshaped(weight, shape), _reshaped(bias, shape))
 
@@ -107,7 +107,7 @@ def torch_batch_norm(
     momentum: float,
     eps: float,
     cudnn_enabled: bool = True,
-) -> Moments:
+) -> GaussianMoments:
     """Moments of batch norm under the name and order of arguments that torch gives it."""
     return batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
 
@@ -120,7 +120,7 @@ def layer_norm(
     bias: Any = None,
     eps: float = 1e-5,
     cudnn_enable: bool = True,
-) -> Moments:
+) -> GaussianMoments:
     """Moments of layer norm over the last dimensions. Status: see the module; weights and biases exact.
 
     Args:
@@ -143,7 +143,7 @@ def group_norm(
     bias: Any = None,
     eps: float = 1e-5,
     cudnn_enabled: bool = True,
-) -> Moments:
+) -> GaussianMoments:
     """Moments of group norm of ``[batch, channels, *]``. Status: see the module; weights and biases exact."""
     mean, variance = _standardised(input, (input.shape[0], num_groups, -1), eps)
     shape = (input.shape[1], *[1] * (input.dim() - 2))
@@ -160,7 +160,7 @@ def instance_norm(
     use_input_stats: bool = True,
     momentum: float = 0.1,
     eps: float = 1e-5,
-) -> Moments:
+) -> GaussianMoments:
     """Moments of instance norm: group norm with a group for each channel, or batch norm with running statistics.
 
     Status: as these two. Running statistics are updated from the means.
@@ -176,7 +176,7 @@ def instance_norm(
 @moment_rule(F.rms_norm, torch.rms_norm)
 def rms_norm(
     input: Any, normalized_shape: Sequence[int], weight: Any = None, eps: float | None = None
-) -> Moments:
+) -> GaussianMoments:
     """Moments of root-mean-square norm over the last dimensions. Status: see the module; weights exact."""
     shape = (*input.shape[: -len(normalized_shape)], -1)
     eps = torch.finfo(input.dtype).eps if eps is None else eps
@@ -185,7 +185,7 @@ def rms_norm(
 
 
 @moment_rule(F.normalize)
-def normalize(input: Moments, p: float = 2.0, dim: int = 1, eps: float = 1e-12) -> Moments:
+def normalize(input: GaussianMoments, p: float = 2.0, dim: int = 1, eps: float = 1e-12) -> GaussianMoments:
     """Moments of vectors over their Euclidean norm. Status: first order, with the expected squared norm.
 
     Raises:
@@ -196,10 +196,10 @@ def normalize(input: Moments, p: float = 2.0, dim: int = 1, eps: float = 1e-12) 
             f"F.normalize(p={p}, dim={dim}) of moments has no rule: only p=2 over one dimension has"
         )
     n = input.shape[dim]
-    x = Moments(input.loc.movedim(dim, -1), input.variance.movedim(dim, -1))
+    x = GaussianMoments(input.loc.movedim(dim, -1), input.variance.movedim(dim, -1))
     mean, variance = _standardised(x, x.shape, eps**2 / n, centred=False)
     assert variance is not None
-    return Moments((mean / math.sqrt(n)).movedim(-1, dim), (variance / n).movedim(-1, dim))
+    return GaussianMoments((mean / math.sqrt(n)).movedim(-1, dim), (variance / n).movedim(-1, dim))
 
 
 def _standardised(
@@ -212,7 +212,7 @@ def _standardised(
         loc = loc - middle
     else:
         power = loc.square().mean(-1, keepdim=True)
-    if not isinstance(x, Moments):
+    if not isinstance(x, GaussianMoments):
         return (loc * torch.rsqrt(power + eps)).reshape(x.shape), None
     n = loc.shape[-1]
     variance = x.variance.reshape(shape)
@@ -229,22 +229,22 @@ def _standardised(
     return h.reshape(x.shape), spread.reshape(x.shape)
 
 
-def _affine(mean: Tensor, variance: Tensor | None, weight: Any, bias: Any) -> Moments:
+def _affine(mean: Tensor, variance: Tensor | None, weight: Any, bias: Any) -> GaussianMoments:
     """Multiply by an independent weight and add a bias: elementwise, exact."""
     loc = mean if weight is None else mean * loc_of(weight)
     loc = loc if bias is None else loc + loc_of(bias)
     parts = []
     if variance is not None:
         parts.append(variance if weight is None else variance * loc_of(weight).square())
-    if isinstance(weight, Moments):
+    if isinstance(weight, GaussianMoments):
         second = mean.square() if variance is None else torch.addcmul(variance, mean, mean)
         parts.append(second * weight.variance)
-    if isinstance(bias, Moments):
+    if isinstance(bias, GaussianMoments):
         parts.append(bias.variance)
-    return Moments(loc, sum(parts[1:], parts[0]))
+    return GaussianMoments(loc, sum(parts[1:], parts[0]))
 
 
 def _reshaped(x: Any, shape: tuple[int, ...]) -> Any:
-    if isinstance(x, Moments):
-        return Moments(x.loc.reshape(shape), x.variance.reshape(shape))
+    if isinstance(x, GaussianMoments):
+        return GaussianMoments(x.loc.reshape(shape), x.variance.reshape(shape))
     return None if x is None else x.reshape(shape)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.moments.rules import moment_rule
-from pyro_dvi.moments.value import Moments
+from pyro_dvi.moments.value import GaussianMoments
 
 __all__: list[str] = []
 
@@ -19,28 +19,32 @@ __all__: list[str] = []
 # Maxima ------------------------------------------------------------------------------------------------------
 
 
-def _max_pool(function: Callable[..., tuple[Tensor, Tensor]], dims: int) -> Callable[..., Moments]:
+def _max_pool(function: Callable[..., tuple[Tensor, Tensor]], dims: int) -> Callable[..., GaussianMoments]:
     def max_pool(
-        input: Moments,
+        input: GaussianMoments,
         kernel_size: Any,
         stride: Any = None,
         padding: Any = 0,
         dilation: Any = 1,
         ceil_mode: bool = False,
         return_indices: bool = False,
-    ) -> Moments:
+    ) -> GaussianMoments:
         """Moments of the element with the largest mean. Status: exact where one is clearly the largest."""
         loc, index = function(input.loc, kernel_size, stride or kernel_size, padding, dilation, ceil_mode)
-        return Moments(loc, _taken(input.variance, index, dims))
+        return GaussianMoments(loc, _taken(input.variance, index, dims))
 
     return max_pool
 
 
-def _adaptive_max_pool(function: Callable[..., tuple[Tensor, Tensor]], dims: int) -> Callable[..., Moments]:
-    def adaptive_max_pool(input: Moments, output_size: Any, return_indices: bool = False) -> Moments:
+def _adaptive_max_pool(
+    function: Callable[..., tuple[Tensor, Tensor]], dims: int
+) -> Callable[..., GaussianMoments]:
+    def adaptive_max_pool(
+        input: GaussianMoments, output_size: Any, return_indices: bool = False
+    ) -> GaussianMoments:
         """Moments of the element with the largest mean. Status: as :func:`max_pool`."""
         loc, index = function(input.loc, output_size)
-        return Moments(loc, _taken(input.variance, index, dims))
+        return GaussianMoments(loc, _taken(input.variance, index, dims))
 
     return adaptive_max_pool
 
@@ -73,7 +77,7 @@ adaptive_max_pool3d = moment_rule(F.adaptive_max_pool3d)(
     F.adaptive_max_pool3d_with_indices,
     torch.max_pool1d_with_indices,
 )
-def max_pool_with_indices(input: Moments, *args: Any, **kwargs: Any) -> Moments:
+def max_pool_with_indices(input: GaussianMoments, *args: Any, **kwargs: Any) -> GaussianMoments:
     """Refuse: which element is largest is itself uncertain."""
     raise UnsupportedError(
         "max pooling of moments with return_indices=True: which element is largest is uncertain. Pool without indices, "
@@ -84,16 +88,16 @@ def max_pool_with_indices(input: Moments, *args: Any, **kwargs: Any) -> Moments:
 # Means -------------------------------------------------------------------------------------------------------
 
 
-def _avg_pool(function: Callable[..., Tensor], dims: int) -> Callable[..., Moments]:
+def _avg_pool(function: Callable[..., Tensor], dims: int) -> Callable[..., GaussianMoments]:
     def avg_pool(
-        input: Moments,
+        input: GaussianMoments,
         kernel_size: Any,
         stride: Any = None,
         padding: Any = 0,
         ceil_mode: bool = False,
         count_include_pad: bool = True,
         divisor_override: int | None = None,
-    ) -> Moments:
+    ) -> GaussianMoments:
         """Moments of means over windows: the variance is the mean variance over the divisor. Status: exact."""
         size, pad = _each(kernel_size, dims), _each(padding, dims)
         options: dict[str, Any] = {
@@ -108,7 +112,7 @@ def _avg_pool(function: Callable[..., Tensor], dims: int) -> Callable[..., Momen
         if divisor_override is None and (ceil_mode or (not count_include_pad and any(pad))):
             weight = _window_weights(function, input.variance, size, options, dims)
         loc, mean = (function(t, kernel_size, **options) for t in (input.loc, input.variance))
-        return Moments(loc, weight * mean)
+        return GaussianMoments(loc, weight * mean)
 
     return avg_pool
 
@@ -141,8 +145,8 @@ avg_pool2d = moment_rule(F.avg_pool2d)(_avg_pool(F.avg_pool2d, 2))
 avg_pool3d = moment_rule(F.avg_pool3d)(_avg_pool(F.avg_pool3d, 3))
 
 
-def _adaptive_avg_pool(function: Callable[..., Tensor], dims: int) -> Callable[..., Moments]:
-    def adaptive_avg_pool(input: Moments, output_size: Any) -> Moments:
+def _adaptive_avg_pool(function: Callable[..., Tensor], dims: int) -> Callable[..., GaussianMoments]:
+    def adaptive_avg_pool(input: GaussianMoments, output_size: Any) -> GaussianMoments:
         """Moments of means over windows that share out the input. Status: exact."""
         sizes = [
             n if out is None else out
@@ -155,7 +159,7 @@ def _adaptive_avg_pool(function: Callable[..., Tensor], dims: int) -> Callable[.
             else:
                 windows = [1 / (-(-(i + 1) * n // out) - i * n // out) for i in range(out)]
                 weight = weight * input.variance.new_tensor(windows).reshape(-1, *[1] * (dims - 1 - k))
-        return Moments(function(input.loc, sizes), weight * function(input.variance, sizes))
+        return GaussianMoments(function(input.loc, sizes), weight * function(input.variance, sizes))
 
     return adaptive_avg_pool
 

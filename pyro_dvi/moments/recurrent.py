@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.moments.rules import moment_rule
-from pyro_dvi.moments.value import Moments, loc_of, variance_of
+from pyro_dvi.moments.value import GaussianMoments, loc_of, variance_of
 
 __all__ = ["gru", "gru_cell", "lstm", "lstm_cell", "rnn", "rnn_relu_cell", "rnn_tanh_cell"]
 
@@ -50,11 +50,11 @@ def _between(n: Any, h: Any, z: Any) -> Any:
     spread = variance_of(z)
     wobble = 0 if spread is None else spread
     parts = [] if spread is None else [spread * difference.square()]
-    if isinstance(n, Moments):
+    if isinstance(n, GaussianMoments):
         parts.append(((1 - weight).square() + wobble) * n.variance)
-    if isinstance(h, Moments):
+    if isinstance(h, GaussianMoments):
         parts.append((weight.square() + wobble) * h.variance)
-    return Moments(loc, sum(parts[1:], parts[0])) if parts else loc
+    return GaussianMoments(loc, sum(parts[1:], parts[0])) if parts else loc
 
 
 def _rnn_step(activation: Callable, x: Any, state: State, w_hh: Any, b_hh: Any) -> State:
@@ -131,7 +131,7 @@ def _sequence(
 
 def _refuse_packed(name: str, params: Any) -> None:
     if not isinstance(params, list | tuple) or not all(
-        torch.is_tensor(p) or isinstance(p, Moments) for p in params
+        torch.is_tensor(p) or isinstance(p, GaussianMoments) for p in params
     ):
         raise UnsupportedError(
             f"{name} of moments has no rule for packed sequences: pass padded ones (pad_packed_sequence) and mask "

@@ -6,22 +6,22 @@ from typing import Any
 import torch
 
 from pyro_dvi.moments.rules import moment_rule
-from pyro_dvi.moments.value import Moments
+from pyro_dvi.moments.value import GaussianMoments
 
 __all__ = ["cumsum", "mean", "sum"]
 
 
 @moment_rule(torch.sum)
-def sum(input: Moments, *args: Any, **kwargs: Any) -> Moments:
+def sum(input: GaussianMoments, *args: Any, **kwargs: Any) -> GaussianMoments:
     """Moments of a sum over dimensions.
 
     Status: exact for independent elements.
     """
-    return Moments(torch.sum(input.loc, *args, **kwargs), torch.sum(input.variance, *args, **kwargs))
+    return GaussianMoments(torch.sum(input.loc, *args, **kwargs), torch.sum(input.variance, *args, **kwargs))
 
 
 @moment_rule(torch.mean)
-def mean(input: Moments, *args: Any, **kwargs: Any) -> Moments:
+def mean(input: GaussianMoments, *args: Any, **kwargs: Any) -> GaussianMoments:
     """Moments of a mean over n elements, whose variance is their mean variance over n.
 
     Status: exact for independent elements. Those of a feature map share weights and are not: the variance of a global
@@ -29,13 +29,15 @@ def mean(input: Moments, *args: Any, **kwargs: Any) -> Moments:
     """
     loc = torch.mean(input.loc, *args, **kwargs)
     number = input.loc.numel() / max(loc.numel(), 1)
-    return Moments(loc, torch.mean(input.variance, *args, **kwargs) / number)
+    return GaussianMoments(loc, torch.mean(input.variance, *args, **kwargs) / number)
 
 
 @moment_rule(torch.cumsum)
-def cumsum(input: Moments, *args: Any, **kwargs: Any) -> Moments:
+def cumsum(input: GaussianMoments, *args: Any, **kwargs: Any) -> GaussianMoments:
     """Moments of running sums.
 
     Status: exact marginals for independent elements; the sums are correlated, which is dropped.
     """
-    return Moments(torch.cumsum(input.loc, *args, **kwargs), torch.cumsum(input.variance, *args, **kwargs))
+    return GaussianMoments(
+        torch.cumsum(input.loc, *args, **kwargs), torch.cumsum(input.variance, *args, **kwargs)
+    )

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from pyro_dvi.errors import DviWarning
 from pyro_dvi.moments.dispatch import observed_by
-from pyro_dvi.moments.value import Moments
+from pyro_dvi.moments.value import GaussianMoments
 from pyro_dvi.moments.weight_uses import WeightUses, leaves_of, parts_of
 
 __all__ = ["warned_of_repeated_uses"]
 
 
 @contextmanager
-def warned_of_repeated_uses(weights: Mapping[str, Moments]) -> Iterator[None]:
+def warned_of_repeated_uses(weights: Mapping[str, GaussianMoments]) -> Iterator[None]:
     """Warn at the end of the context if uses of one weight met, naming the weights.
 
     Two uses that never meet in one function (a net that sees two data sets, each with its own likelihood) are fine, and
@@ -33,7 +33,7 @@ def warned_of_repeated_uses(weights: Mapping[str, Moments]) -> Iterator[None]:
     if uses.repeated:
         warnings.warn(
             f"the result depends on {', '.join(map(repr, uses.repeated))} by two ways (a network applied twice, tied "
-            "layers). Moments drop the covariance of the two: variances come out too wide in "
+            "layers). GaussianMoments drop the covariance of the two: variances come out too wide in "
             "differences f(a) - f(b), too narrow in sums. compare_with_sampling says how much; where it matters, use "
             "a weight once ((a - b) @ w), or train with TaylorELBO and predict with Samples(n).",
             DviWarning,
@@ -47,7 +47,7 @@ class _Uses(WeightUses):
     outermost = True
     composite = frozenset[str]()
 
-    def __init__(self, weights: Mapping[str, Moments]) -> None:
+    def __init__(self, weights: Mapping[str, GaussianMoments]) -> None:
         super().__init__(weights)
         self.repeated: dict[str, None] = {}  # in the order in which they were found
         self._number = count()
@@ -69,4 +69,4 @@ class _Uses(WeightUses):
         return result
 
     def _is_known(self, argument: Any) -> bool:
-        return isinstance(argument, Moments) and id(argument._loc) in self._behind
+        return isinstance(argument, GaussianMoments) and id(argument._loc) in self._behind

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.moments.rules import name_of
-from pyro_dvi.moments.value import Moments
+from pyro_dvi.moments.value import GaussianMoments
 from pyro_dvi.moments.weight_spread import Spread, Weight, spread_rule_for
 from pyro_dvi.moments.weight_uses import WeightUses, parts_of
 
@@ -47,7 +47,7 @@ class _Use:
     def refuse(self, problem: str) -> UnsupportedError:
         return UnsupportedError(
             f"the reverse delta method: {name_of(self.func)} uses the weight {' and '.join(map(repr, self.names))} "
-            f"{problem}. Predict with Moments(propagation=Independent()), or write the layer as F.linear, a "
+            f"{problem}. Predict with GaussianMoments(propagation=Independent()), or write the layer as F.linear, a "
             "convolution, x @ w, a broadcast x + b or x * w, an embedding or the affine part of a norm, with each "
             "weight used once (pyro_dvi.moments.weight_spread.spread_rule adds a function)."
         )
@@ -63,7 +63,7 @@ class ReverseDeltaRecorder:
 
     Example:
         >>> from pyro_dvi.moments import observed_by
-        >>> weight = Moments(torch.ones(1, 2), torch.full((1, 2), 0.1))
+        >>> weight = GaussianMoments(torch.ones(1, 2), torch.full((1, 2), 0.1))
         >>> recorder = ReverseDeltaRecorder({"weight": weight})
         >>> with observed_by(recorder):
         ...     h = torch.nn.functional.linear(torch.ones(3, 2), weight)
@@ -72,7 +72,7 @@ class ReverseDeltaRecorder:
         (tensor([0.4000]), tensor([0.8000]))
     """
 
-    def __init__(self, weights: Mapping[str, Moments]) -> None:
+    def __init__(self, weights: Mapping[str, GaussianMoments]) -> None:
         self._weights = WeightUses(weights)
         self._uses: list[_Use] = []
         self._versions: list[tuple[Tensor, int]] = []
@@ -97,7 +97,7 @@ class ReverseDeltaRecorder:
         func: Callable,
         args: tuple,
         kwargs: dict[str, Any],
-        outputs: list[Moments],
+        outputs: list[GaussianMoments],
         found: list[tuple[int, str]],
     ) -> None:
         problem = None
@@ -117,16 +117,16 @@ class ReverseDeltaRecorder:
             held = argument.detach()
             self._versions.append((held, held._version))
             return held
-        if not isinstance(argument, Moments):
+        if not isinstance(argument, GaussianMoments):
             return argument
         if id(argument) in self._weights.names():
             return Weight(argument.loc.detach(), argument.variance.detach())
-        return Moments(argument.loc.detach(), argument.variance.detach())  # detach() would be a view
+        return GaussianMoments(argument.loc.detach(), argument.variance.detach())  # detach() would be a view
 
     # Afterwards ----------------------------------------------------------------------------------------------
 
     @torch.enable_grad()
-    def reaches(self, out: Moments) -> bool:
+    def reaches(self, out: GaussianMoments) -> bool:
         """Whether the noise of a weight reaches ``out`` through a function."""
         if not out.loc.requires_grad:
             return False
@@ -134,7 +134,7 @@ class ReverseDeltaRecorder:
         return any(slope is not None for slope in slopes)
 
     @torch.enable_grad()
-    def variance(self, out: Moments, examples: int) -> Tensor:
+    def variance(self, out: GaussianMoments, examples: int) -> Tensor:
         """Return variances of outputs of the run, of their shape.
 
         Args:

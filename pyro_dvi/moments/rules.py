@@ -2,7 +2,7 @@
 """The table of rules: which function of moments stands for which torch function.
 
 A rule is a function with the signature of the torch function it stands for, that takes
-:class:`~pyro_dvi.moments.Moments` in place of some tensors and returns moments. It is registered by
+:class:`~pyro_dvi.moments.GaussianMoments` in place of some tensors and returns moments. It is registered by
 :func:`moment_rule` under every name by which users call that function. Methods (``x.relu()``), operators and the
 forms that work in place (``x.relu_()``, ``F.relu(x, inplace=True)``, ``x += y``) are found from there.
 """
@@ -71,12 +71,12 @@ def moment_rule(*functions: Callable, kind: Kind = Kind.OTHER) -> Callable[[Rule
 
     Example:
         >>> import torch
-        >>> from pyro_dvi.moments import Moments
+        >>> from pyro_dvi.moments import GaussianMoments
         >>> @moment_rule(torch.rad2deg)
         ... def rad2deg(x):
         ...     factor = 180 / torch.pi
-        ...     return Moments(factor * x.loc, factor**2 * x.variance)
-        >>> torch.rad2deg(Moments(torch.zeros(1), torch.ones(1))).variance
+        ...     return GaussianMoments(factor * x.loc, factor**2 * x.variance)
+        >>> torch.rad2deg(GaussianMoments(torch.zeros(1), torch.ones(1))).variance
         tensor([3282.8064])
     """
     for function in functions:

@@ -2,8 +2,8 @@
 """Functions that move elements: what they do to the mean they do to the variance.
 
 Status: exact, all of them. Mean and variance cannot be written through these views as through those of tensors: a
-change in place makes the other views unusable (:meth:`~pyro_dvi.moments.Moments.alias`), which raises an error instead
-of giving old values. Only ``x[index]`` writes through.
+change in place makes the other views unusable (:meth:`~pyro_dvi.moments.GaussianMoments.alias`), which raises an error
+instead of giving old values. Only ``x[index]`` writes through.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.moments.rules import Kind, functions_of, moment_rule
-from pyro_dvi.moments.value import Moments, loc_of
+from pyro_dvi.moments.value import GaussianMoments, loc_of
 
 __all__ = ["fold", "masked_fill", "view"]
 
@@ -49,7 +49,7 @@ _ZEROING: tuple[Callable, ...] = (torch.tril, torch.triu, torch.diag, torch.diag
 
 
 def _certain(name: str, args: tuple, kwargs: dict[str, Any]) -> None:
-    if any(isinstance(a, Moments) for a in (*args, *kwargs.values())):
+    if any(isinstance(a, GaussianMoments) for a in (*args, *kwargs.values())):
         raise UnsupportedError(
             f"{name} takes indices, sizes and masks that are certain: pass a tensor, such as x.loc"
         )
@@ -58,9 +58,11 @@ def _certain(name: str, args: tuple, kwargs: dict[str, Any]) -> None:
 def _moving(function: Callable, view: bool) -> Callable:
     name = function.__name__
 
-    def move(input: Any, *args: Any, **kwargs: Any) -> Moments:
+    def move(input: Any, *args: Any, **kwargs: Any) -> GaussianMoments:
         _certain(name, args, kwargs)
-        result = Moments(function(input.loc, *args, **kwargs), function(input.variance, *args, **kwargs))
+        result = GaussianMoments(
+            function(input.loc, *args, **kwargs), function(input.variance, *args, **kwargs)
+        )
         return result.alias(input) if view else result
 
     move.__doc__ = f"Moments of ``{name}``."
@@ -68,12 +70,12 @@ def _moving(function: Callable, view: bool) -> Callable:
 
 
 def _parting(function: Callable) -> Callable:
-    def part(input: Moments, *args: Any, **kwargs: Any) -> tuple[Moments, ...]:
+    def part(input: GaussianMoments, *args: Any, **kwargs: Any) -> tuple[GaussianMoments, ...]:
         _certain(function.__name__, args, kwargs)
         pairs = zip(
             function(input.loc, *args, **kwargs), function(input.variance, *args, **kwargs), strict=True
         )
-        parts = tuple(Moments(loc, variance) for loc, variance in pairs)
+        parts = tuple(GaussianMoments(loc, variance) for loc, variance in pairs)
         input.divided_into(parts)
         return parts
 
@@ -92,20 +94,20 @@ for _function in _PARTS:
 
 
 @moment_rule(torch.Tensor.view, kind=Kind.REARRANGEMENT)
-def view(input: Moments, *shape: Any) -> Moments:
+def view(input: GaussianMoments, *shape: Any) -> GaussianMoments:
     """Moments of ``x.view(...)``; the variance may be expanded where the mean is not, so it is reshaped."""
     if shape and isinstance(shape[0], torch.dtype):
         raise UnsupportedError(
             "x.view(dtype) reinterprets bits, which means nothing for moments: use x.to(dtype)"
         )
-    return Moments(input.loc.view(*shape), input.variance.reshape(*shape)).alias(input)
+    return GaussianMoments(input.loc.view(*shape), input.variance.reshape(*shape)).alias(input)
 
 
 def _following(function: Callable) -> Callable:
     name = function.__name__
 
     def follow(input: Any, other: Any) -> Any:
-        if not isinstance(input, Moments):
+        if not isinstance(input, GaussianMoments):
             return function(input, loc_of(other))
         return getattr(input, name.removesuffix("_as"))(other.shape)
 
@@ -125,7 +127,7 @@ def broadcast_tensors(*tensors: Any) -> list[Any]:
 
 
 @moment_rule(F.fold)
-def fold(input: Moments, *args: Any, **kwargs: Any) -> Moments:
+def fold(input: GaussianMoments, *args: Any, **kwargs: Any) -> GaussianMoments:
     """Moments of ``fold``, which adds what overlaps.
 
     Status: exact for independent elements.
@@ -134,31 +136,35 @@ def fold(input: Moments, *args: Any, **kwargs: Any) -> Moments:
 
 
 @moment_rule(F.pad)
-def pad(input: Moments, pad: Any, mode: str = "constant", value: float | None = None) -> Moments:
+def pad(
+    input: GaussianMoments, pad: Any, mode: str = "constant", value: float | None = None
+) -> GaussianMoments:
     """Moments of a padded tensor; a constant is certain, reflected and repeated borders are as uncertain as inside."""
     extend = partial(F.pad, pad=pad, mode=mode)
-    return Moments(extend(input.loc, value=value), extend(input.variance))
+    return GaussianMoments(extend(input.loc, value=value), extend(input.variance))
 
 
 @moment_rule(torch.masked_fill, kind=Kind.AFFINE)
-def masked_fill(input: Any, mask: Tensor, value: Any) -> Moments:
-    """Moments where the mask is False, and a certain value where it is True."""
+def masked_fill(input: Any, mask: Tensor, value: Any) -> GaussianMoments:
+    """GaussianMoments where the mask is False, and a certain value where it is True."""
     _certain("masked_fill", (mask, value), {})
-    return Moments(input.loc.masked_fill(mask, value), input.variance.masked_fill(mask, 0))
+    return GaussianMoments(input.loc.masked_fill(mask, value), input.variance.masked_fill(mask, 0))
 
 
 @moment_rule(torch.where, kind=Kind.AFFINE)
-def where(condition: Any, input: Any = None, other: Any = None) -> Moments:
-    """Moments chosen element by element by a certain condition."""
-    if isinstance(condition, Moments) or input is None or other is None:
+def where(condition: Any, input: Any = None, other: Any = None) -> GaussianMoments:
+    """GaussianMoments chosen element by element by a certain condition."""
+    if isinstance(condition, GaussianMoments) or input is None or other is None:
         raise UnsupportedError("torch.where takes a condition that is certain, and two things to choose from")
     loc = torch.where(condition, loc_of(input), loc_of(other))
     zero = loc.new_zeros(())
-    first, second = (x.variance.to(loc.dtype) if isinstance(x, Moments) else zero for x in (input, other))
-    return Moments(loc, torch.where(condition, first, second))
+    first, second = (
+        x.variance.to(loc.dtype) if isinstance(x, GaussianMoments) else zero for x in (input, other)
+    )
+    return GaussianMoments(loc, torch.where(condition, first, second))
 
 
 @moment_rule(torch.Tensor.where, kind=Kind.AFFINE)
-def where_method(input: Any, condition: Any, other: Any) -> Moments:
+def where_method(input: Any, condition: Any, other: Any) -> GaussianMoments:
     """Moments of ``x.where(condition, other)``, whose arguments come in another order."""
     return where(condition, input, other)

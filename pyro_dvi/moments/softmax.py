@@ -27,7 +27,7 @@ from pyro_dvi.moments.activations.sigmoidal import sigmoid
 from pyro_dvi.moments.dispatch import Composed
 from pyro_dvi.moments.link import Link
 from pyro_dvi.moments.rules import moment_rule
-from pyro_dvi.moments.value import Moments
+from pyro_dvi.moments.value import GaussianMoments
 
 __all__ = ["gumbel_softmax", "log_softmax", "logsumexp", "probabilities", "softmax", "softmin"]
 
@@ -35,7 +35,7 @@ __all__ = ["gumbel_softmax", "log_softmax", "logsumexp", "probabilities", "softm
 def probabilities(m: Tensor, v: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     """Return mean and variance of the softmax; of two classes, those of the sigmoid of their difference."""
     if m.shape[dim] == 2:
-        difference = Moments(m.select(dim, 0) - m.select(dim, 1), v.select(dim, 0) + v.select(dim, 1))
+        difference = GaussianMoments(m.select(dim, 0) - m.select(dim, 1), v.select(dim, 0) + v.select(dim, 1))
         first = sigmoid(difference)
         return torch.stack([first.loc, 1 - first.loc], dim), torch.stack([first.variance] * 2, dim)
     p = torch.softmax(m, dim)
@@ -56,7 +56,9 @@ def _half_step(m: Tensor, v: Tensor, dim: int) -> Tensor:
     return (0.5 * v * (q - q.square() - variance)).sum(dim, keepdim=True)
 
 
-def _converted(input: Moments, dim: int | None, dtype: torch.dtype | None, name: str) -> tuple[Moments, int]:
+def _converted(
+    input: GaussianMoments, dim: int | None, dtype: torch.dtype | None, name: str
+) -> tuple[GaussianMoments, int]:
     if dim is None:
         raise UnsupportedError(f"{name} of moments needs its dimension: {name}(x, dim=-1)")
     if dtype is not None:
@@ -64,7 +66,7 @@ def _converted(input: Moments, dim: int | None, dtype: torch.dtype | None, name:
     return input, dim if dim < 0 else dim - input.dim()
 
 
-def _linked(result: Moments, x: Moments, function: Any, name: str) -> Moments:
+def _linked(result: GaussianMoments, x: GaussianMoments, function: Any, name: str) -> GaussianMoments:
     """Remember the logits."""
     if x.link is None:
         return result.linked(Link(x.snapshot(), function, name, elementwise=False))
@@ -74,8 +76,8 @@ def _linked(result: Moments, x: Moments, function: Any, name: str) -> Moments:
 
 @moment_rule(torch.softmax, F.softmax)
 def softmax(
-    input: Moments, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
-) -> Moments:
+    input: GaussianMoments, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
+) -> GaussianMoments:
     r"""Moments of the softmax over a dimension.
 
     Status: exact for two classes, else approximate. Against sampling, with means from N(0, 4) and variances around v,
@@ -89,28 +91,28 @@ def softmax(
         dtype: that of the result.
 
     Example:
-        >>> x = Moments(torch.tensor([2.0, 0.0]), torch.tensor([4.0, 4.0]))
+        >>> x = GaussianMoments(torch.tensor([2.0, 0.0]), torch.tensor([4.0, 4.0]))
         >>> torch.softmax(x, -1).loc
         tensor([0.7261, 0.2739])
     """
     x, dim = _converted(input, dim, dtype, "softmax")
     return _linked(
-        Moments(*probabilities(x.loc, x.variance, dim)), x, partial(torch.softmax, dim=dim), "softmax"
+        GaussianMoments(*probabilities(x.loc, x.variance, dim)), x, partial(torch.softmax, dim=dim), "softmax"
     )
 
 
 @moment_rule(F.softmin)
 def softmin(
-    input: Moments, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
-) -> Moments:
+    input: GaussianMoments, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
+) -> GaussianMoments:
     """Moments of the softmax of -x."""
     return softmax(-input, dim, dtype=dtype)
 
 
 @moment_rule(torch.log_softmax, F.log_softmax)
 def log_softmax(
-    input: Moments, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
-) -> Moments:
+    input: GaussianMoments, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
+) -> GaussianMoments:
     r"""Moments of the logarithm of the softmax.
 
     .. math:: \mathrm{Var}_i \approx v_i (1 - 2 q_i) + \sum_j v_j (q_j^2 + \tfrac12 \mathrm{Var}[p_j])
@@ -124,11 +126,11 @@ def log_softmax(
     # Without the own share: the differences of large numbers would cost digits where q is close to one.
     own = x.variance * ((1 - q).square() + 0.5 * variance)
     spread = own + (shares.sum(dim, keepdim=True) - shares).clamp_min(0)
-    return _linked(Moments(loc, spread), x, partial(torch.log_softmax, dim=dim), "log_softmax")
+    return _linked(GaussianMoments(loc, spread), x, partial(torch.log_softmax, dim=dim), "log_softmax")
 
 
 @moment_rule(torch.logsumexp)
-def logsumexp(input: Moments, dim: Any, keepdim: bool = False) -> Moments:
+def logsumexp(input: GaussianMoments, dim: Any, keepdim: bool = False) -> GaussianMoments:
     r"""Moments of :math:`\log\sum_j e^{x_j}`.
 
     .. math::
@@ -148,10 +150,10 @@ def logsumexp(input: Moments, dim: Any, keepdim: bool = False) -> Moments:
     q, variance = probabilities(m, v, dim)
     loc = torch.logsumexp(m, dim, keepdim=True) + _half_step(m, v, dim)
     spread = (v * (q.square() + 0.5 * variance)).sum(dim, keepdim=True)
-    return Moments(loc, spread) if keepdim else Moments(loc.squeeze(dim), spread.squeeze(dim))
+    return GaussianMoments(loc, spread) if keepdim else GaussianMoments(loc.squeeze(dim), spread.squeeze(dim))
 
 
 @moment_rule(F.gumbel_softmax)
-def gumbel_softmax(*args: Any, **kwargs: Any) -> Moments:
+def gumbel_softmax(*args: Any, **kwargs: Any) -> GaussianMoments:
     """Refuse to sample."""
     raise UnsupportedError("F.gumbel_softmax draws samples, which moments replace: use F.softmax")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pyro_dvi.moments.floor import floored
-from pyro_dvi.moments.value import Moments
+from pyro_dvi.moments.value import GaussianMoments
 
 __all__ = ["through_link"]
 
@@ -21,7 +21,7 @@ _NODES, _WEIGHTS = np.polynomial.hermite_e.hermegauss(32)
 _POINTS = tuple(zip(_NODES.tolist(), (_WEIGHTS / _WEIGHTS.sum()).tolist(), strict=True))
 
 
-def through_link(x: Moments, function: Callable[[Tensor], Tensor]) -> Moments | None:
+def through_link(x: GaussianMoments, function: Callable[[Tensor], Tensor]) -> GaussianMoments | None:
     r"""Return mean and variance of ``function(x)`` from the Gaussian behind x; None where x has no such Gaussian.
 
     Status: Gauss-Hermite with 32 nodes, exact to rounding for what is smooth on the scale of the Gaussian's deviation.
@@ -31,7 +31,7 @@ def through_link(x: Moments, function: Callable[[Tensor], Tensor]) -> Moments | 
         function: of each element, defined for every value of the link.
 
     Example:
-        >>> h = Moments(torch.zeros(1), torch.ones(1))
+        >>> h = GaussianMoments(torch.zeros(1), torch.ones(1))
         >>> through_link(torch.exp(h), torch.log).variance
         tensor([1.0000])
     """
@@ -44,4 +44,4 @@ def through_link(x: Moments, function: Callable[[Tensor], Tensor]) -> Moments | 
     for node, weight in _POINTS:
         shift = function(link.function(loc + node * scale)) - centre
         first, second = first + weight * shift, second + weight * shift.square()
-    return Moments(centre + first, (second - first.square()).clamp_min(0))
+    return GaussianMoments(centre + first, (second - first.square()).clamp_min(0))

@@ -16,7 +16,7 @@ from pyro_dvi.moments.link import Link
 from pyro_dvi.moments.memory import Memory
 from pyro_dvi.moments.square import squared
 
-__all__ = ["Moments", "MultiplicativeMoments", "loc_of", "second_moment_of", "variance_of"]
+__all__ = ["GaussianMoments", "MultiplicativeMoments", "loc_of", "second_moment_of", "variance_of"]
 
 
 # Attributes and methods of a tensor that say nothing about its values.
@@ -28,20 +28,20 @@ _DESCRIPTIVE = frozenset(
 
 
 def _operator(function: Callable) -> Callable[..., Any]:
-    def operator(self: Moments, *other: Any) -> Any:
+    def operator(self: GaussianMoments, *other: Any) -> Any:
         return _dispatch(function, (self, *other), {})
 
     return operator
 
 
 def _reflected(function: Callable) -> Callable[..., Any]:
-    def operator(self: Moments, other: Any) -> Any:
+    def operator(self: GaussianMoments, other: Any) -> Any:
         return _dispatch(function, (other, self), {})
 
     return operator
 
 
-class Moments:
+class GaussianMoments:
     r"""Mean and variance of a tensor of independent Gaussians, usable in place of a tensor.
 
     .. math:: x_i \sim \mathcal N(\mathrm{loc}_i, \mathrm{variance}_i)
@@ -66,9 +66,9 @@ class Moments:
         ArgumentError: shapes, dtypes or devices differ.
 
     Example:
-        >>> x = Moments(torch.tensor([1.0, 2.0]), torch.tensor([0.5, 0.5]))
+        >>> x = GaussianMoments(torch.tensor([1.0, 2.0]), torch.tensor([0.5, 0.5]))
         >>> (2 * x + 1).sum()
-        Moments(loc=8.0, variance=4.0)
+        GaussianMoments(loc=8.0, variance=4.0)
     """
 
     __slots__ = ("_link", "_loc", "_memory", "_place", "_seen", "_variance", "__weakref__")
@@ -104,23 +104,23 @@ class Moments:
         """How these moments came from Gaussian ones, if they did."""
         return self._link
 
-    def linked(self, link: Link | None) -> Moments:
+    def linked(self, link: Link | None) -> GaussianMoments:
         """Return these moments with another link."""
-        other = Moments(self.loc, self.variance, link)
+        other = GaussianMoments(self.loc, self.variance, link)
         other._memory, other._seen, other._place = self._memory, self._seen, self._place
         return other
 
-    def detach(self) -> Moments:
+    def detach(self) -> GaussianMoments:
         """Return the moments without their history. What is written into them is written into these as well."""
         return _dispatch(torch.detach, (self,), {})
 
-    def snapshot(self) -> Moments:
+    def snapshot(self) -> GaussianMoments:
         """Return the same moments as another object, which changes in place do not reach."""
-        return Moments(self.loc, self.variance, self.link)
+        return GaussianMoments(self.loc, self.variance, self.link)
 
     # In place -----------------------------------------------------------------------------------------------
 
-    def alias(self, base: Moments, place: Any = None) -> Moments:
+    def alias(self, base: GaussianMoments, place: Any = None) -> GaussianMoments:
         """Mark as a view of ``base``.
 
         When either is changed in place, the other must not be used any more, but for a view made by an index: what is
@@ -134,7 +134,7 @@ class Moments:
         self._place = None if place is None else (ref(base), place)
         return self
 
-    def divided_into(self, parts: Sequence[Moments]) -> None:
+    def divided_into(self, parts: Sequence[GaussianMoments]) -> None:
         """Mark moments as parts that do not overlap.
 
         When one is changed in place, the others can be used further, these moments cannot.
@@ -142,13 +142,13 @@ class Moments:
         for part, memory in zip(parts, self._memory.divided(len(parts)), strict=True):
             part._memory, part._seen, part._place = memory, memory.version, None
 
-    def become(self, other: Moments) -> Moments:
+    def become(self, other: GaussianMoments) -> GaussianMoments:
         """Take the value of ``other``, as functions that work in place do."""
         base, place = (None, None) if self._place is None else (self._place[0](), self._place[1])
         if base is not None and base._seen == self._memory.version:
             loc, variance = base.loc.clone(), base.variance.clone()
             loc[place], variance[place] = other.loc, other.variance
-            base.become(Moments(loc, variance))
+            base.become(GaussianMoments(loc, variance))
         else:
             self._memory.changed()
         self._loc, self._variance, self._link = other.loc, other.variance, other.link
@@ -168,24 +168,24 @@ class Moments:
             return getattr(self.loc, name)
         method = None if name.startswith("__") else getattr(torch.Tensor, name, None)
         if not callable(method):
-            raise AttributeError(f"Moments have no attribute {name!r}")
+            raise AttributeError(f"GaussianMoments have no attribute {name!r}")
         return partial(self._call, method)
 
     def _call(self, method: Callable, *args: Any, **kwargs: Any) -> Any:
         return _dispatch(method, (self, *args), kwargs)
 
     @property
-    def T(self) -> Moments:
+    def T(self) -> GaussianMoments:
         """Transpose of a matrix."""
         return _dispatch(torch.t, (self,), {})
 
     @property
-    def mT(self) -> Moments:
+    def mT(self) -> GaussianMoments:
         """Transpose of the last two dimensions."""
         return _dispatch(torch.transpose, (self, -2, -1), {})
 
     @property
-    def data(self) -> Moments:
+    def data(self) -> GaussianMoments:
         """The moments without their history."""
         return self.detach()
 
@@ -197,10 +197,10 @@ class Moments:
             )
         return len(self.loc)
 
-    def __iter__(self) -> Iterator[Moments]:
+    def __iter__(self) -> Iterator[GaussianMoments]:
         return iter(_dispatch(torch.unbind, (self, 0), {}))
 
-    def __getitem__(self, index: Any) -> Moments:
+    def __getitem__(self, index: Any) -> GaussianMoments:
         return _dispatch(torch.Tensor.__getitem__, (self, index), {})
 
     def __setitem__(self, index: Any, value: Any) -> None:
@@ -235,7 +235,7 @@ class Moments:
         return self._refuse_value() if spec else str(self)
 
     def __eq__(self, other: object) -> bool:
-        if isinstance(other, Moments | Tensor | int | float):
+        if isinstance(other, GaussianMoments | Tensor | int | float):
             self._refuse_value()
         return NotImplemented
 
@@ -245,11 +245,11 @@ class Moments:
     def __repr__(self) -> str:
         loc, variance = self.loc.detach(), self.variance.detach()
         if loc.dim() == 0:
-            return f"Moments(loc={loc.item()}, variance={variance.item()})"
-        return f"Moments(loc={loc}, variance={variance})"
+            return f"GaussianMoments(loc={loc.item()}, variance={variance.item()})"
+        return f"GaussianMoments(loc={loc}, variance={variance})"
 
 
-class MultiplicativeMoments(Moments):
+class MultiplicativeMoments(GaussianMoments):
     r"""Gaussian weights whose noise multiplies them: :math:`\mathcal N(m, \alpha m^2)`.
 
     Linear functions of certain or uncertain inputs then need one more product instead of two (see
@@ -288,7 +288,7 @@ class MultiplicativeMoments(Moments):
             self._variance = self.alpha * self.squared_loc
         return self._variance
 
-    def become(self, other: Moments) -> Moments:
+    def become(self, other: GaussianMoments) -> GaussianMoments:
         """Refuse to change weights."""
         raise UnsupportedError(
             "a weight is changed in place, which would change the model for its next use: write w = f(w) with the "
@@ -304,17 +304,17 @@ def _dispatch(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 def loc_of(x: Any) -> Any:
     """Return the mean of moments, and anything else as it is."""
-    return x.loc if isinstance(x, Moments) else x
+    return x.loc if isinstance(x, GaussianMoments) else x
 
 
 def variance_of(x: Any) -> Any:
     """Return the variance of moments, and None for anything else, which is certain."""
-    return x.variance if isinstance(x, Moments) else None
+    return x.variance if isinstance(x, GaussianMoments) else None
 
 
 def second_moment_of(x: Any) -> Any:
     r"""Return :math:`\mathrm E[x^2]`."""
-    return torch.addcmul(x.variance, x.loc, x.loc) if isinstance(x, Moments) else x.square()
+    return torch.addcmul(x.variance, x.loc, x.loc) if isinstance(x, GaussianMoments) else x.square()
 
 
 def _fitted(loc: Tensor, variance: Tensor) -> Tensor:

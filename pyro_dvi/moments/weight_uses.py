@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_dvi.moments.value import Moments
+from pyro_dvi.moments.value import GaussianMoments
 
 __all__ = ["WeightUses", "leaves_of", "parts_of"]
 
@@ -31,11 +31,11 @@ class WeightUses:
 
     composite = frozenset(["multi_head_attention_forward"])
 
-    def __init__(self, weights: Mapping[str, Moments]) -> None:
+    def __init__(self, weights: Mapping[str, GaussianMoments]) -> None:
         self.weights = weights
         self.used: set[int] = set()
         self._names: dict[int, str] = {}
-        self._moved: list[tuple[Moments, str]] = []  # kept, so that their identities stay taken
+        self._moved: list[tuple[GaussianMoments, str]] = []  # kept, so that their identities stay taken
         self._parts: dict[int, list[int]] = {}  # identities of what was moved, by the weight's
         self._taken: dict[int, Tensor] = {}  # elements of a weight that indices have taken
 
@@ -82,10 +82,10 @@ def _takes_each_once(index: Any) -> bool:
     return all(i is None or i is Ellipsis or isinstance(i, int | slice) for i in indices)
 
 
-def parts_of(result: Any) -> Iterator[Moments]:
+def parts_of(result: Any) -> Iterator[GaussianMoments]:
     """Moments that a function returned."""
     for part in result if isinstance(result, tuple | list) else (result,):
-        if isinstance(part, Moments):
+        if isinstance(part, GaussianMoments):
             yield part
 
 

@@ -22,7 +22,7 @@ from pyro_dvi.choice import check_count
 from pyro_dvi.errors import ModelError
 from pyro_dvi.handlers.moment_run import PosteriorMoments, median
 from pyro_dvi.handlers.uncertain import uncertain_likelihoods
-from pyro_dvi.moments import Moments, observed_by
+from pyro_dvi.moments import GaussianMoments, observed_by
 from pyro_dvi.moments.rules import name_of
 from pyro_dvi.moments.weight_uses import WeightUses, parts_of
 from pyro_dvi.predictive.batches import batches
@@ -51,7 +51,7 @@ class Calibrated(Propagation):
     factors: tuple[float, ...]
     uses: tuple[tuple[str, str], ...]
 
-    def respond(self, weights: Mapping[str, Moments], run: Callable[[], Response]) -> Response:
+    def respond(self, weights: Mapping[str, GaussianMoments], run: Callable[[], Response]) -> Response:
         """Run the model, multiplying variances on the way.
 
         Raises:
@@ -96,7 +96,7 @@ def calibrate(
         progress: show a progress bar over draws.
 
     Returns:
-        A propagation for ``Moments(propagation=...)``.
+        A propagation for ``GaussianMoments(propagation=...)``.
 
     Raises:
         ArgumentError: fewer than two draws.
@@ -148,21 +148,21 @@ class _CertainMoments(Messenger):
     def __init__(self, names: Any) -> None:
         super().__init__()
         self.names = set(names)
-        self.given: dict[str, Moments] = {}
+        self.given: dict[str, GaussianMoments] = {}
 
     def _pyro_sample(self, msg: Any) -> None:
         if not msg["is_observed"] and msg["name"] in self.names:
             value: Tensor = msg["value"]
-            self.given[msg["name"]] = msg["value"] = Moments(value, torch.zeros_like(value))
+            self.given[msg["name"]] = msg["value"] = GaussianMoments(value, torch.zeros_like(value))
 
 
 class _Uses:
     """Observe the functions that use weights, one after the other."""
 
-    def __init__(self, weights: Mapping[str, Moments]) -> None:
+    def __init__(self, weights: Mapping[str, GaussianMoments]) -> None:
         self.start(weights)
 
-    def start(self, weights: Mapping[str, Moments]) -> None:
+    def start(self, weights: Mapping[str, GaussianMoments]) -> None:
         self.tracker, self.count = WeightUses(weights), 0
 
     def __call__(self, func: Callable, args: tuple, kwargs: dict[str, Any], result: Any) -> Any:
@@ -174,7 +174,7 @@ class _Uses:
             self.count += 1
         return result
 
-    def see(self, k: int, use: tuple[str, str], output: Moments) -> None:
+    def see(self, k: int, use: tuple[str, str], output: GaussianMoments) -> None:
         raise NotImplementedError
 
 
@@ -186,7 +186,7 @@ class _Sampled(_Uses):
         self.uses: list[tuple[str, str]] = []
         self._moments: list[tuple[int, Tensor, Tensor]] = []
 
-    def see(self, k: int, use: tuple[str, str], output: Moments) -> None:
+    def see(self, k: int, use: tuple[str, str], output: GaussianMoments) -> None:
         value = output.loc
         if k == len(self.uses):
             self.uses.append(use)
@@ -207,12 +207,12 @@ class _Sampled(_Uses):
 class _Fitting(_Uses):
     """Fit and apply the factor of one function after the other."""
 
-    def __init__(self, weights: Mapping[str, Moments], targets: list[float]) -> None:
+    def __init__(self, weights: Mapping[str, GaussianMoments], targets: list[float]) -> None:
         super().__init__(weights)
         self.targets = targets
         self.factors: list[float] = []
 
-    def see(self, k: int, use: tuple[str, str], output: Moments) -> None:
+    def see(self, k: int, use: tuple[str, str], output: GaussianMoments) -> None:
         propagated = output.variance.mean().item()
         factor = self.targets[k] / propagated if propagated > 0 else 1.0
         self.factors.append(factor)
@@ -222,11 +222,11 @@ class _Fitting(_Uses):
 class _Scaling(_Uses):
     """Apply factors."""
 
-    def __init__(self, weights: Mapping[str, Moments], calibrated: Calibrated) -> None:
+    def __init__(self, weights: Mapping[str, GaussianMoments], calibrated: Calibrated) -> None:
         super().__init__(weights)
         self.calibrated = calibrated
 
-    def see(self, k: int, use: tuple[str, str], output: Moments) -> None:
+    def see(self, k: int, use: tuple[str, str], output: GaussianMoments) -> None:
         uses = self.calibrated.uses
         if k >= len(uses) or uses[k] != use:
             raise _other_model(uses[k] if k < len(uses) else None, use)

@@ -16,7 +16,7 @@ from pyro_dvi.handlers.outputs import Outputs
 from pyro_dvi.handlers.wrapped import innermost
 from pyro_dvi.links import ClassLink
 from pyro_dvi.links.classes import average_logits
-from pyro_dvi.moments import Moments
+from pyro_dvi.moments import GaussianMoments
 from pyro_dvi.predictive.cells import Cells
 from pyro_dvi.predictive.gaussian_noise import normal, normal_vectors
 from pyro_dvi.predictive.point_mixture import PointMixture
@@ -67,7 +67,9 @@ def _bernoulli(cells: Cells) -> Any:
     """The average probability of either answer."""
     (name,) = cells.uncertain
     f, variance = (cells.part(name, v) for v in (cells.outputs.values, cells.variances))
-    return _with_logits(cells, logit_of_expected_sigmoid(Moments(f, variance)).movedim(0, cells.position))
+    return _with_logits(
+        cells, logit_of_expected_sigmoid(GaussianMoments(f, variance)).movedim(0, cells.position)
+    )
 
 
 def _classes(cells: Cells, link: ClassLink) -> Any:

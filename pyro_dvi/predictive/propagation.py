@@ -14,7 +14,7 @@ import torch
 
 from pyro_dvi.errors import ArgumentError, UnsupportedError
 from pyro_dvi.handlers.uncertain import UncertainDistribution, uncertain_part, with_uncertain_part
-from pyro_dvi.moments import Moments, observed_by
+from pyro_dvi.moments import GaussianMoments, observed_by
 from pyro_dvi.moments.reverse_delta import ReverseDeltaRecorder
 from pyro_dvi.predictive.run import Response
 
@@ -25,7 +25,7 @@ class Propagation(ABC):
     """How variances come through a model."""
 
     @abstractmethod
-    def respond(self, weights: Mapping[str, Moments], run: Callable[[], Response]) -> Response:
+    def respond(self, weights: Mapping[str, GaussianMoments], run: Callable[[], Response]) -> Response:
         """Return the response of one run of the model, whose distribution holds moments.
 
         Args:
@@ -43,7 +43,7 @@ class Independent(Propagation):
     with common noise comes out too wide (:func:`~pyro_dvi.compare_with_sampling` says how much).
     """
 
-    def respond(self, weights: Mapping[str, Moments], run: Callable[[], Response]) -> Response:
+    def respond(self, weights: Mapping[str, GaussianMoments], run: Callable[[], Response]) -> Response:
         """Run the model."""
         return run()
 
@@ -79,7 +79,7 @@ class ReverseDelta(Propagation):
                 f"slopes must be Independent() or what calibrate returned, not {self.slopes!r}"
             )
 
-    def respond(self, weights: Mapping[str, Moments], run: Callable[[], Response]) -> Response:
+    def respond(self, weights: Mapping[str, GaussianMoments], run: Callable[[], Response]) -> Response:
         """Run the model, then replace the variances of the Gaussians that reach the observed site."""
         recorder = ReverseDeltaRecorder(weights)
         with torch.enable_grad(), observed_by(recorder):
@@ -91,7 +91,7 @@ class ReverseDelta(Propagation):
         num_rows = response.distribution.batch_shape[response.axis]
         parameters = {
             name: _pulled_back(recorder, part, name, value, axis, num_rows)
-            if isinstance(value, Moments)
+            if isinstance(value, GaussianMoments)
             else value
             for name, value in part.parameters.items()
         }
@@ -112,10 +112,10 @@ def _pulled_back(
     recorder: ReverseDeltaRecorder,
     part: UncertainDistribution,
     name: str,
-    value: Moments,
+    value: GaussianMoments,
     axis: int,
     num_rows: int,
-) -> Moments:
+) -> GaussianMoments:
     """Moments of a parameter from those of the Gaussian behind it."""
     gaussian = value if value.link is None else value.link.inner
     constraint: Any = getattr(part.family, "arg_constraints", {}).get(name)
@@ -126,9 +126,9 @@ def _pulled_back(
         raise UnsupportedError(
             f"the reverse delta method: parameter {name!r} of {part.family.__name__} has the shape "
             f"{tuple(gaussian.shape)}, without a row for each of {num_rows} examples. Predict with "
-            "Moments(propagation=Independent())."
+            "GaussianMoments(propagation=Independent())."
         )
-    inner = Moments(gaussian.loc.detach(), recorder.variance(gaussian, axis).detach())
+    inner = GaussianMoments(gaussian.loc.detach(), recorder.variance(gaussian, axis).detach())
     if value.link is None:
         return inner
     function: Any = value.link.function

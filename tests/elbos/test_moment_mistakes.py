@@ -19,7 +19,7 @@ from pyro_dvi.errors import (
     PyroDviError,
     UnsupportedError,
 )
-from pyro_dvi.moments import Moments, moment_rule
+from pyro_dvi.moments import GaussianMoments, moment_rule
 
 
 @pytest.fixture
@@ -104,7 +104,7 @@ def test_a_scale_that_may_be_negative_is_refused(data):
 def test_a_negative_variance_of_a_users_rule_is_refused(data):
     @moment_rule(torch.special.bessel_j1)
     def bessel(x):
-        return Moments(x.loc, -x.variance)
+        return GaussianMoments(x.loc, -x.variance)
 
     model = model_of(lambda f, x, y: observed(dist.Normal(torch.special.bessel_j1(f), 1.0), y))
     with pytest.raises(UnsupportedError, match=r"bessel.*negative variance"):

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch import distributions as td
 
-from pyro_dvi.moments import Link, Moments
+from pyro_dvi.moments import GaussianMoments, Link
 
 Function = Callable[[Tensor], Tensor] | None
 
@@ -26,16 +26,16 @@ class Uncertain:
     function: Function = None
     name: str | None = None
 
-    def moments(self, loc: Tensor, variance: Tensor) -> Moments:
+    def moments(self, loc: Tensor, variance: Tensor) -> GaussianMoments:
         if self.function is None:
-            return Moments(loc, variance)
-        inner = Moments(loc, variance)
+            return GaussianMoments(loc, variance)
+        inner = GaussianMoments(loc, variance)
         mean, spread = linked_moments(inner, self.function)
         elementwise = self.name not in ("softmax", "log_softmax")
-        return Moments(mean, spread, Link(inner, self.function, self.name, elementwise))
+        return GaussianMoments(mean, spread, Link(inner, self.function, self.name, elementwise))
 
 
-def linked_moments(inner: Moments, function: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+def linked_moments(inner: GaussianMoments, function: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
     """First-order moments: what a rule would give does not matter where the link decides."""
     return function(inner.loc), inner.variance.clone()
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from pyro_dvi.expectations.logistic import expected_sigmoid, expected_softplus, logit_of_expected_sigmoid
-from pyro_dvi.moments import Moments
+from pyro_dvi.moments import GaussianMoments
 
 SIGMAS = (0.0, 1e-3, 0.3, 1.0, 2.2, 2.3, 6.0, 20.0, 100.0)
 MEANS = (-60.0, -9.0, -0.7, 0.0, 4.0, 17.0, 300.0)
@@ -22,7 +22,7 @@ def test_against_fine_quadrature(sigma, mean):
     h = torch.from_numpy(mean + sigma * z)
     exact = [float(w @ part.numpy()) for part in (F.softplus(h, threshold=40), torch.sigmoid(h))]
     for dtype, tolerance in ((torch.float64, 1e-9), (torch.float32, 1e-6 * (1 + abs(mean) + sigma))):
-        x = Moments(torch.tensor(mean, dtype=dtype), torch.tensor(sigma, dtype=dtype) ** 2)
+        x = GaussianMoments(torch.tensor(mean, dtype=dtype), torch.tensor(sigma, dtype=dtype) ** 2)
         assert abs(expected_softplus(x).item() - exact[0]) < tolerance
         assert abs(expected_sigmoid(x).item() - exact[1]) < tolerance
 
@@ -35,7 +35,7 @@ def test_both_tails_of_the_average_sigmoid_keep_their_digits(sigma, mean):
     log_weights = torch.log_softmax(-0.5 * z**2, 0)
     yes, no = (torch.logsumexp(log_weights + F.logsigmoid(f), 0) for f in (h, -h))
     for dtype, tolerance in ((torch.float64, 1e-6), (torch.float32, 1e-5)):
-        x = Moments(torch.tensor(mean, dtype=dtype), torch.tensor(sigma, dtype=dtype) ** 2)
+        x = GaussianMoments(torch.tensor(mean, dtype=dtype), torch.tensor(sigma, dtype=dtype) ** 2)
         found = logit_of_expected_sigmoid(x).double()
         torch.testing.assert_close(found, yes - no, rtol=tolerance, atol=tolerance)
 
@@ -43,4 +43,4 @@ def test_both_tails_of_the_average_sigmoid_keep_their_digits(sigma, mean):
 def test_gradients():
     m = torch.tensor([-3.0, 0.1, 8.0, -0.4], dtype=torch.float64, requires_grad=True)
     v = torch.tensor([0.2, 1.0, 4.0, 50.0], dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda m, v: expected_softplus(Moments(m, v)), (m, v))
+    assert torch.autograd.gradcheck(lambda m, v: expected_softplus(GaussianMoments(m, v)), (m, v))

@@ -12,17 +12,17 @@ from torch import Tensor
 from pyro_dvi.errors import ArgumentError
 from pyro_dvi.expectations import LogitEstimator, MonteCarlo, Sobol, Taylor2, TiltedBound, logits
 from pyro_dvi.expectations.points import fixed_points, gauss_hermite, shifted_sobol
-from pyro_dvi.moments import Moments
+from pyro_dvi.moments import GaussianMoments
 
 ESTIMATORS = [Sobol(), MonteCarlo(), TiltedBound(), Taylor2()]
 every_estimator = pytest.mark.parametrize("estimator", ESTIMATORS, ids=repr)
 
 
-def problem(variance: float, num_classes: int = 10, num_examples: int = 32) -> Moments:
+def problem(variance: float, num_classes: int = 10, num_examples: int = 32) -> GaussianMoments:
     generator = torch.Generator().manual_seed(5)
     loc = 1.5 * torch.randn(num_examples, num_classes, generator=generator, dtype=torch.float64)
     spread = torch.rand(loc.shape, generator=generator, dtype=torch.float64) + 0.5
-    return Moments(loc, variance * spread)
+    return GaussianMoments(loc, variance * spread)
 
 
 @lru_cache
@@ -42,9 +42,9 @@ def reference(variance: float, num_examples: int = 32) -> tuple[Tensor, Tensor, 
     return total / num_points, first / num_points, second / (2 * num_points)
 
 
-def with_gradients(estimator: LogitEstimator, x: Moments) -> tuple[Tensor, Tensor, Tensor]:
+def with_gradients(estimator: LogitEstimator, x: GaussianMoments) -> tuple[Tensor, Tensor, Tensor]:
     loc, variance = x.loc.clone().requires_grad_(), x.variance.clone().requires_grad_()
-    value = estimator.expected_logsumexp(Moments(loc, variance))
+    value = estimator.expected_logsumexp(GaussianMoments(loc, variance))
     return value.detach(), *torch.autograd.grad(value.sum(), (loc, variance))
 
 
@@ -101,12 +101,14 @@ def test_the_tilt_is_the_best():
 def test_gradients_without_points(estimator):
     x = problem(2.0, num_examples=2)
     arguments = (x.loc.requires_grad_(), x.variance.requires_grad_())
-    assert torch.autograd.gradcheck(lambda m, v: estimator.expected_logsumexp(Moments(m, v)), arguments)
+    assert torch.autograd.gradcheck(
+        lambda m, v: estimator.expected_logsumexp(GaussianMoments(m, v)), arguments
+    )
 
 
 @every_estimator
 def test_the_certain_limit(estimator):
-    x = Moments(problem(1.0).loc, torch.zeros(32, 10).double())
+    x = GaussianMoments(problem(1.0).loc, torch.zeros(32, 10).double())
     value, slope, curvature = with_gradients(estimator, x)
     p = torch.softmax(x.loc, -1)
     torch.testing.assert_close(value, torch.logsumexp(x.loc, -1))
@@ -116,14 +118,14 @@ def test_the_certain_limit(estimator):
 
 @every_estimator
 def test_small_variances_keep_the_digits_of_the_gradient_in_float32(estimator):
-    x = Moments(problem(1.0).loc.float(), torch.full((32, 10), 1e-8))
+    x = GaussianMoments(problem(1.0).loc.float(), torch.full((32, 10), 1e-8))
     p = torch.softmax(x.loc, -1)
     torch.testing.assert_close(with_gradients(estimator, x)[2], 0.5 * p * (1 - p), atol=1e-4, rtol=1e-3)
 
 
 @every_estimator
 def test_extreme_logits_stay_finite(estimator):
-    x = Moments(torch.tensor([[1e4, -1e4, 0.0], [-1e4, -1e4, -1e4]]), torch.full((2, 3), 100.0))
+    x = GaussianMoments(torch.tensor([[1e4, -1e4, 0.0], [-1e4, -1e4, -1e4]]), torch.full((2, 3), 100.0))
     for part in with_gradients(estimator, x):
         assert part.isfinite().all()
 
@@ -131,8 +133,8 @@ def test_extreme_logits_stay_finite(estimator):
 @every_estimator
 def test_any_number_of_batch_dimensions(estimator):
     x = problem(1.0)
-    assert estimator.expected_logsumexp(Moments(x.loc[0], x.variance[0])).shape == ()
-    many = Moments(x.loc.reshape(4, 8, 10), x.variance.reshape(4, 8, 10))
+    assert estimator.expected_logsumexp(GaussianMoments(x.loc[0], x.variance[0])).shape == ()
+    many = GaussianMoments(x.loc.reshape(4, 8, 10), x.variance.reshape(4, 8, 10))
     assert estimator.expected_logsumexp(many).shape == (4, 8)
 
 

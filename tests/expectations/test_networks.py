@@ -12,7 +12,7 @@ from torch import distributions as td
 
 from pyro_dvi.expectations import Sobol, expected_log_prob
 from pyro_dvi.links import GaussHermite, predictive_distribution
-from pyro_dvi.moments import Moments
+from pyro_dvi.moments import GaussianMoments
 
 N = 40_000
 Y = torch.tensor([0.3, -1.0, 0.8, 2.0], dtype=torch.float64)
@@ -54,7 +54,7 @@ def test_against_samples(head):
     """A z-test of four numbers at five standard errors, with .01 for quadrature; the seed is fixed."""
     generator = torch.Generator().manual_seed(11)
     shape = {"generator": generator, "dtype": torch.float64}
-    x = Moments(torch.randn(4, 3, **shape), 0.5 * torch.rand(4, 3, **shape))
+    x = GaussianMoments(torch.randn(4, 3, **shape), 0.5 * torch.rand(4, 3, **shape))
     family, parameters, value = HEADS[head](x)
     _, sampled, _ = HEADS[head](x.loc + x.variance.sqrt() * torch.randn(N, 4, 3, **shape))
     log_prob = family(**sampled).log_prob(value)

@@ -11,7 +11,7 @@ from torch import distributions as td
 from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.expectations import Sobol, TiltedBound, expectation_rule, expected_log_prob, families_with_rules
 from pyro_dvi.expectations.numerical import numerical_expectation
-from pyro_dvi.moments import Link, Moments
+from pyro_dvi.moments import GaussianMoments, Link
 from tests.expectations.cases import CASES, CLASSES, LOGITS, NUMERICAL, RULES
 
 exact_or_numerical = pytest.mark.parametrize("case", RULES + NUMERICAL, ids=str)
@@ -87,9 +87,9 @@ def test_the_classes_of_pyro_have_the_same_expectation(case):
 
 
 def test_shapes_broadcast_as_those_of_the_distribution():
-    loc = Moments(torch.zeros(4, 1, 3), torch.ones(4, 1, 3))
-    h = Moments(torch.zeros(3), torch.ones(3))
-    scale = Moments(h.loc.exp(), h.variance, Link(h, torch.exp, "exp"))
+    loc = GaussianMoments(torch.zeros(4, 1, 3), torch.ones(4, 1, 3))
+    h = GaussianMoments(torch.zeros(3), torch.ones(3))
+    scale = GaussianMoments(h.loc.exp(), h.variance, Link(h, torch.exp, "exp"))
     for family, extra in ((td.Normal, {}), (td.StudentT, {"df": torch.tensor([[3.0], [4.0]])})):
         parameters = {"loc": loc, "scale": scale, **extra}
         assert expected_log_prob(family, parameters, torch.zeros(2, 3)).shape == (4, 2, 3)
@@ -99,18 +99,18 @@ def test_shapes_broadcast_as_those_of_the_distribution():
             2 if extra else 1,
             3,
         )
-    logits = Moments(torch.zeros(4, 1, 3), torch.ones(4, 1, 3))
+    logits = GaussianMoments(torch.zeros(4, 1, 3), torch.ones(4, 1, 3))
     assert expected_log_prob(td.Categorical, {"logits": logits}, torch.zeros(2)).shape == (4, 2)
     assert expected_log_prob(td.OneHotCategorical, {"logits": logits}, torch.zeros(2, 3)).shape == (4, 2)
-    concentration = Moments(torch.full((4, 1, 3), 9.0), torch.full((4, 1, 3), 0.1))
+    concentration = GaussianMoments(torch.full((4, 1, 3), 9.0), torch.full((4, 1, 3), 0.1))
     value = torch.full((2, 3), 1 / 3)
     assert expected_log_prob(td.Dirichlet, {"concentration": concentration}, value).shape == (4, 2)
 
 
 def test_softmax_over_another_dimension_is_not_taken_for_classes():
-    inner = Moments(torch.randn(2, 3, 3).double(), torch.full((2, 3, 3), 0.5).double())
+    inner = GaussianMoments(torch.randn(2, 3, 3).double(), torch.full((2, 3, 3), 0.5).double())
     over_first = Link(inner, lambda h: torch.softmax(h, 1), "softmax", elementwise=False)
-    probs = Moments(torch.softmax(inner.loc, 1), inner.variance, over_first)
+    probs = GaussianMoments(torch.softmax(inner.loc, 1), inner.variance, over_first)
     y = torch.tensor([0, 1, 2])
     ours = expected_log_prob(td.Categorical, {"probs": probs}, y)
     samples = torch.softmax(inner.loc + 0.5**0.5 * torch.randn(100_000, 2, 3, 3).double(), 2)
@@ -129,7 +129,7 @@ SHARED = {
 
 @pytest.mark.parametrize("kind", SHARED)
 def test_parameters_that_share_a_gaussian_are_not_taken_as_independent(kind):
-    h = Moments(torch.tensor([0.3], dtype=torch.float64), torch.tensor([0.4], dtype=torch.float64))
+    h = GaussianMoments(torch.tensor([0.3], dtype=torch.float64), torch.tensor([0.4], dtype=torch.float64))
     loc, scale = SHARED[kind](h)
     ours = expected_log_prob(td.Normal, {"loc": loc, "scale": scale}, torch.tensor([0.5]).double())
     z = torch.linspace(-10, 10, 4001, dtype=torch.float64)
@@ -140,7 +140,7 @@ def test_parameters_that_share_a_gaussian_are_not_taken_as_independent(kind):
 
 
 def test_both_parameters_of_a_gamma_from_one_gaussian():
-    a = Moments(torch.zeros(3).double(), torch.full((3,), 0.5).double())
+    a = GaussianMoments(torch.zeros(3).double(), torch.full((3,), 0.5).double())
     y = torch.tensor([0.5, 1.0, 2.0]).double()
     ours = expected_log_prob(td.Gamma, {"concentration": a.exp(), "rate": a.exp()}, y)
     z = torch.linspace(-10, 10, 4001, dtype=torch.float64)
@@ -150,9 +150,9 @@ def test_both_parameters_of_a_gamma_from_one_gaussian():
 
 
 def test_dropout_of_a_gaussian_is_another_one():
-    h = Moments(torch.tensor([0.3]), torch.tensor([0.8]))
+    h = GaussianMoments(torch.tensor([0.3]), torch.tensor([0.8]))
     y = torch.tensor([0.5])
-    copy = Moments(h.loc.clone(), h.variance.clone())
+    copy = GaussianMoments(h.loc.clone(), h.variance.clone())
     ours = expected_log_prob(td.Normal, {"loc": F.dropout(h), "scale": h.exp()}, y)
     apart = expected_log_prob(td.Normal, {"loc": F.dropout(copy), "scale": h.exp()}, y)
     torch.testing.assert_close(ours, apart)
@@ -160,7 +160,7 @@ def test_dropout_of_a_gaussian_is_another_one():
 
 def test_parameters_that_share_a_gaussian_need_not_have_points_of_the_same_shape():
     """The softmax needs points for each class, the mean one: it takes those of its class."""
-    h = Moments(torch.tensor([[0.3, -0.5]]).double(), torch.tensor([[0.8, 0.4]]).double())
+    h = GaussianMoments(torch.tensor([[0.3, -0.5]]).double(), torch.tensor([[0.8, 0.4]]).double())
     y = torch.tensor([[0.5, 0.1]]).double()
     for order in ("loc scale", "scale loc"):
         made = {"loc": h, "scale": torch.softmax(h, -1) + 0.5}
@@ -171,7 +171,7 @@ def test_parameters_that_share_a_gaussian_need_not_have_points_of_the_same_shape
 
 
 def test_a_scale_that_mixes_elements_is_averaged_over_all_of_them():
-    h = Moments(torch.tensor([[0.3, -0.5, 1.0]]).double(), torch.full((1, 3), 0.8).double())
+    h = GaussianMoments(torch.tensor([[0.3, -0.5, 1.0]]).double(), torch.full((1, 3), 0.8).double())
     y = torch.tensor([[0.5, 0.1, 0.2]]).double()
     ours = expected_log_prob(td.Normal, {"loc": 0.0, "scale": torch.softmax(h, -1) + 0.3}, y)
     values = h.loc + h.variance.sqrt() * torch.randn(200_000, 1, 3, dtype=torch.float64)
@@ -183,7 +183,7 @@ def test_a_scale_that_mixes_elements_is_averaged_over_all_of_them():
     "move", [lambda x: x.squeeze(-1), lambda x: x[0], lambda x: x.flip(0)], ids=["squeeze", "row", "flip"]
 )
 def test_a_scale_with_a_factor_for_each_element_may_move(move):
-    h = Moments(torch.tensor([[0.3], [-0.5]]).double(), torch.tensor([[0.8], [0.4]]).double())
+    h = GaussianMoments(torch.tensor([[0.3], [-0.5]]).double(), torch.tensor([[0.8], [0.4]]).double())
     factor = torch.tensor([[1.0], [3.0]]).double()
     y = torch.tensor(0.7).double()
     ours = expected_log_prob(td.Normal, {"loc": 0.0, "scale": move(F.softplus(h) * factor)}, y)
@@ -196,7 +196,7 @@ def test_a_scale_with_a_factor_for_each_element_may_move(move):
 
 
 def test_a_mask_may_choose_among_scales_with_a_factor_each():
-    h = Moments(torch.tensor([0.3, -0.5]).double(), torch.tensor([0.8, 0.4]).double())
+    h = GaussianMoments(torch.tensor([0.3, -0.5]).double(), torch.tensor([0.8, 0.4]).double())
     scale = (h.exp() * torch.tensor([1.0, 3.0]).double())[torch.tensor([False, True])]
     y = torch.tensor([0.7]).double()
     alone = expected_log_prob(td.Normal, {"loc": 0.0, "scale": 3 * h[1:].exp()}, y)
@@ -209,7 +209,7 @@ def test_a_mask_may_choose_among_scales_with_a_factor_each():
     ids=["product", "written by index", "stack"],
 )
 def test_the_refusal_of_a_scale_says_which_step_may_have_lost_its_gaussian(lose):
-    scale = lose(F.softplus(Moments(torch.zeros(2), torch.ones(2))))
+    scale = lose(F.softplus(GaussianMoments(torch.zeros(2), torch.ones(2))))
     with pytest.raises(UnsupportedError, match=r"later step lost the Gaussian.*two uncertain.*by index"):
         expected_log_prob(td.Normal, {"loc": 0.0, "scale": scale}, torch.zeros(2))
 
@@ -239,7 +239,7 @@ def test_a_subclass_with_another_density_does_not_inherit_the_rule():
     class Named(td.Normal):
         pass
 
-    loc, y = Moments(torch.zeros(1), torch.ones(1)), torch.ones(1)
+    loc, y = GaussianMoments(torch.zeros(1), torch.ones(1)), torch.ones(1)
     wide = expected_log_prob(td.Normal, {"loc": loc, "scale": 2.0}, y)
     torch.testing.assert_close(expected_log_prob(Wider, {"loc": loc, "scale": 1.0}, y), wide)
     assert torch.equal(expected_log_prob(Named, {"loc": loc, "scale": 2.0}, y), wide)
@@ -266,7 +266,7 @@ def test_a_second_rule_is_refused():
 )
 def test_a_gaussian_that_leaves_the_domain_is_refused(family, parameters, name):
     mean = torch.as_tensor(parameters[name])
-    uncertain = {**parameters, name: Moments(mean, torch.ones_like(mean))}
+    uncertain = {**parameters, name: GaussianMoments(mean, torch.ones_like(mean))}
     with pytest.raises(UnsupportedError, match=rf"{family.__name__}\({name}=.*softplus"):
         expected_log_prob(family, uncertain, torch.full(mean.shape, 0.5))
 
@@ -275,7 +275,7 @@ def test_a_gaussian_that_leaves_the_domain_is_refused(family, parameters, name):
     "family", [td.Bernoulli, td.Geometric, td.Categorical, td.OneHotCategorical, td.Multinomial]
 )
 def test_probabilities_without_a_gaussian_behind_them_are_refused(family):
-    probs = Moments(torch.full((3,), 0.3), torch.full((3,), 0.01))
+    probs = GaussianMoments(torch.full((3,), 0.3), torch.full((3,), 0.01))
     with pytest.raises(UnsupportedError, match=rf"{family.__name__}\(logits=f\)"):
         expected_log_prob(family, {"probs": probs}, torch.ones(3))
 
@@ -303,7 +303,7 @@ def test_laplace_distance_against_its_integral():
         torch.trapezoid(line * density.log_prob((y + side * line - m) / s).exp() / s, line)
         for side in (-1, 1)
     ]
-    loc = Moments(torch.tensor(m).double(), torch.tensor(v).double())
+    loc = GaussianMoments(torch.tensor(m).double(), torch.tensor(v).double())
     ours = expected_log_prob(td.Laplace, {"loc": loc, "scale": 2.0}, torch.tensor(y).double())
     exact = -(halves[0] + halves[1]) / 2 - torch.log(torch.tensor(4.0).double())
     torch.testing.assert_close(ours, exact, atol=1e-8, rtol=0)
@@ -311,7 +311,7 @@ def test_laplace_distance_against_its_integral():
 
 def test_logits_are_those_of_the_softmax():
     inner = LOGITS.moments(*(torch.tensor(p).double() for p in (LOGITS.loc, LOGITS.variance)))
-    probs = Moments(
+    probs = GaussianMoments(
         torch.softmax(inner.loc, -1),
         inner.variance,
         Link(inner, lambda h: torch.softmax(h, -1), "softmax", False),

@@ -23,7 +23,7 @@ from pyro_dvi.elbos import TaylorELBO
 from pyro_dvi.errors import ArgumentError, CheckpointError, GuideError, ModelError
 from pyro_dvi.guides import Deterministic, MeanField, MultiplicativeNoiseGuide, PerSite, SGDStepSize
 from pyro_dvi.handlers.means import strip_event_dims
-from pyro_dvi.moments import Moments, MultiplicativeMoments
+from pyro_dvi.moments import GaussianMoments, MultiplicativeMoments
 from pyro_dvi.multiplicative_normal import MultiplicativeNormal
 from tests.models import LinearRegression
 from tests.training.problems import Net as TrainingNet
@@ -592,7 +592,7 @@ def test_mean_weights_in_one_dimension_stay_with_the_choice_for_biases():
     assert kinds(guide) == {"weight": "Normal", "bias": "Normal"} and guide.scales.weight.shape == (1,)
 
 
-# Moments -------------------------------------------------------------------------------------------------------
+# Moments ----------------------------------------------------------------------------------------------------
 
 
 class Given(Messenger):
@@ -625,8 +625,8 @@ def test_layers_read_the_noise_as_the_guide_lays_it_out(layer, uncertain):
         by_unit[name] = by_weight[name] = q.mean.detach()
         if isinstance(q, MultiplicativeNormal):
             by_unit[name] = MultiplicativeMoments(q.loc.detach(), q.alpha.detach())
-            by_weight[name] = Moments(q.loc.detach(), (q.variance - q.eps).detach())
-    given = Moments(x, torch.rand_like(x)) if uncertain else x
+            by_weight[name] = GaussianMoments(q.loc.detach(), (q.variance - q.eps).detach())
+    given = GaussianMoments(x, torch.rand_like(x)) if uncertain else x
     with Given(by_unit):
         result = net(given)
     with Given(by_weight):

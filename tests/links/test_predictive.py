@@ -16,7 +16,7 @@ from pyro_dvi.links import (
     predictive_rule,
 )
 from pyro_dvi.links.predictive import _RULES
-from pyro_dvi.moments import Link, Moments
+from pyro_dvi.moments import GaussianMoments, Link
 from tests.expectations.cases import CLASSES, NUMERICAL, RULES, Case, Uncertain
 
 # One distribution that has the exact mean and variance, but only nearly the density.
@@ -104,7 +104,7 @@ def test_every_rule_has_a_case():
 
 def test_probabilities_without_a_link_are_their_mean():
     loc = torch.tensor([[0.2, 0.3, 0.5]])
-    probs = Moments(loc, torch.full((1, 3), 0.01))
+    probs = GaussianMoments(loc, torch.full((1, 3), 0.01))
     for family in (td.Categorical, td.OneHotCategorical, td.Bernoulli):
         torch.testing.assert_close(predictive_distribution(family, {"probs": probs}).probs, loc)
 
@@ -114,7 +114,7 @@ def test_probabilities_without_a_link_are_their_mean():
 def test_float32_keeps_the_tails_of_probabilities(family, linked):
     """Of the answer that is not expected: -40, where the rounding of one minus a probability ends at -16."""
     loc = torch.tensor([40.0]) if family is td.Bernoulli else torch.tensor([40.0, 0.0, 0.0])
-    logits = Moments(loc, torch.full_like(loc, 1e-4))
+    logits = GaussianMoments(loc, torch.full_like(loc, 1e-4))
     if linked:
         logits = logits.linked(Link(logits, lambda f: f + 0.0, "shifted"))
     rare = {td.Bernoulli: torch.zeros(1), td.Categorical: torch.tensor(1)}
@@ -125,7 +125,7 @@ def test_float32_keeps_the_tails_of_probabilities(family, linked):
 
 def test_ordered_classes_have_average_probabilities():
     f, cutpoints = (
-        Moments(torch.tensor([0.3, -2.0]), torch.tensor([1.0, 0.2])),
+        GaussianMoments(torch.tensor([0.3, -2.0]), torch.tensor([1.0, 0.2])),
         torch.tensor([-1.0, 0.0, 1.0]),
     )
     found = predictive_distribution(dist.OrderedLogistic, {"predictor": f, "cutpoints": cutpoints})
@@ -136,8 +136,8 @@ def test_ordered_classes_have_average_probabilities():
 
 
 def test_logits_that_are_a_function_of_gaussians():
-    inner = Moments(torch.tensor([[0.2, -1.0]]).double(), torch.tensor([[0.5, 2.0]]).double())
-    bent = Moments(inner.loc.tanh(), inner.variance, Link(inner, torch.tanh, "tanh"))
+    inner = GaussianMoments(torch.tensor([[0.2, -1.0]]).double(), torch.tensor([[0.5, 2.0]]).double())
+    bent = GaussianMoments(inner.loc.tanh(), inner.variance, Link(inner, torch.tanh, "tanh"))
     samples = (inner.loc + inner.variance.sqrt() * torch.randn(200_000, 1, 2).double()).tanh()
     for family in (td.Categorical, td.Bernoulli):
         p = predictive_distribution(family, {"logits": bent}).probs
@@ -145,7 +145,7 @@ def test_logits_that_are_a_function_of_gaussians():
 
 
 def test_classes_of_pyro():
-    f = Moments(torch.zeros(3), torch.ones(3))
+    f = GaussianMoments(torch.zeros(3), torch.ones(3))
     normal = predictive_distribution(dist.Normal, {"loc": f, "scale": 1.0})
     torch.testing.assert_close(normal.scale, torch.full((3,), 2.0).sqrt())
     assert type(predictive_distribution(dist.Categorical, {"logits": f})) is td.Categorical
@@ -154,15 +154,17 @@ def test_classes_of_pyro():
 
 
 def test_parameters_broadcast():
-    rate = Moments(torch.full((4, 1, 3), 5.0), torch.full((4, 1, 3), 0.01))
+    rate = GaussianMoments(torch.full((4, 1, 3), 5.0), torch.full((4, 1, 3), 0.01))
     concentration = torch.ones(2, 3)
     gamma = predictive_distribution(td.Gamma, {"concentration": concentration, "rate": rate})
     assert gamma.batch_shape == (4, 2, 3)
     torch.testing.assert_close(gamma.mean, torch.full((4, 2, 3), 0.2), atol=1e-4, rtol=0)
-    scale = Moments(
-        torch.zeros(3).exp(), torch.ones(3), Link(Moments(torch.zeros(3), torch.ones(3)), torch.exp, "exp")
+    scale = GaussianMoments(
+        torch.zeros(3).exp(),
+        torch.ones(3),
+        Link(GaussianMoments(torch.zeros(3), torch.ones(3)), torch.exp, "exp"),
     )
-    loc = Moments(torch.zeros(4, 1, 3), torch.ones(4, 1, 3))
+    loc = GaussianMoments(torch.zeros(4, 1, 3), torch.ones(4, 1, 3))
     for noise in (MomentMatched(), GaussHermite()):
         for mean in (loc, loc.loc, 0.0):
             made = predictive_distribution(td.Normal, {"loc": mean, "scale": scale}, noise=noise)
@@ -170,13 +172,13 @@ def test_parameters_broadcast():
 
 
 def test_float32_keeps_the_tails_of_a_mixture():
-    rate = Moments(
+    rate = GaussianMoments(
         torch.tensor([1.0]),
         torch.tensor([0.1]),
-        Link(Moments(torch.zeros(1), torch.full((1,), 0.1)), torch.exp, "exp"),
+        Link(GaussianMoments(torch.zeros(1), torch.full((1,), 0.1)), torch.exp, "exp"),
     )
-    double = Moments(*(part.double() for part in (rate.loc, rate.variance)))
-    inner = Moments(torch.zeros(1).double(), torch.full((1,), 0.1).double())
+    double = GaussianMoments(*(part.double() for part in (rate.loc, rate.variance)))
+    inner = GaussianMoments(torch.zeros(1).double(), torch.full((1,), 0.1).double())
     y = torch.tensor([12.0])
     low = predictive_distribution(td.Poisson, {"rate": rate}).log_prob(y)
     high = predictive_distribution(
@@ -190,7 +192,7 @@ def test_certain_parameters_give_the_family():
 
 
 def test_mistakes_are_refused():
-    f = Moments(torch.zeros(3), torch.ones(3))
+    f = GaussianMoments(torch.zeros(3), torch.ones(3))
     with pytest.raises(ArgumentError, match="classes must be an object"):
         predictive_distribution(td.Categorical, {"logits": f}, classes="probit")
     with pytest.raises(ArgumentError, match=r"noise must be an object such as MomentMatched\(\)"):
@@ -207,7 +209,7 @@ def test_mistakes_are_refused():
 
 @pytest.mark.parametrize("noise", [MomentMatched(), GaussHermite(32)], ids=str)
 def test_mean_and_scale_of_one_gaussian(noise: object) -> None:
-    h = Moments(torch.tensor([0.3]).double(), torch.tensor([0.4]).double())
+    h = GaussianMoments(torch.tensor([0.3]).double(), torch.tensor([0.4]).double())
     joint = predictive_distribution(td.Normal, {"loc": h, "scale": h.exp()}, noise=noise)
     z = torch.linspace(-10, 10, 4001, dtype=torch.float64)
     w = torch.softmax(-0.5 * z**2, 0)
@@ -221,7 +223,7 @@ def test_mean_and_scale_of_one_gaussian(noise: object) -> None:
 
 
 def test_a_noise_scale_that_mixes_elements() -> None:
-    h = Moments(torch.tensor([[0.3, -0.5, 1.0]]).double(), torch.full((1, 3), 0.8).double())
+    h = GaussianMoments(torch.tensor([[0.3, -0.5, 1.0]]).double(), torch.full((1, 3), 0.8).double())
     given = {"loc": torch.zeros(1, 3).double(), "scale": torch.softmax(h, -1) + 0.3}
     ours = predictive_distribution(td.Normal, given, noise=GaussHermite())
     values = h.loc + h.variance.sqrt() * torch.randn(100_000, 1, 3, dtype=torch.float64)

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.autograd import gradcheck
 
-from pyro_dvi.moments import Moments
+from pyro_dvi.moments import GaussianMoments
 from pyro_dvi.moments.rules import find
 
 SCALES = (1e-4, 1e-3, 1e-2, 0.1, 0.3, 0.5, 0.7, 1.0, 1.4, 2.0, 3.0, 5.0, 10.0)
@@ -167,7 +167,7 @@ def errors(case: Case, dtype: torch.dtype = torch.float64) -> Errors:
     """
     mu, variance = (t.to(dtype) for t in grid(case))  # rounded first: both sides see the same Gaussian
     mu, variance = mu.requires_grad_(), variance.requires_grad_()
-    y = case(Moments(mu, variance))
+    y = case(GaussianMoments(mu, variance))
     by_mean = torch.autograd.grad(y.loc.sum(), (mu, variance), retain_graph=True)
     by_variance = torch.autograd.grad(y.variance.sum(), (mu, variance))
     with torch.no_grad():
@@ -218,7 +218,7 @@ def check_certain_limit(case: Case) -> None:
     for dtype in (torch.float64, torch.float32):
         x = _sample(case, dtype)
         mu, variance = x.loc.requires_grad_(), torch.zeros_like(x.variance).requires_grad_()
-        y = case(Moments(mu, variance))
+        y = case(GaussianMoments(mu, variance))
         rounding = 64 * torch.finfo(dtype).eps
         torch.testing.assert_close(y.loc, case(mu), rtol=rounding, atol=rounding)
         assert y.variance.max() <= 1e-10
@@ -232,7 +232,7 @@ def check_gradients(case: Case) -> None:
     x = _sample(case, torch.float64)
 
     def rule(mu: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
-        y = case(Moments(mu, variance))
+        y = case(GaussianMoments(mu, variance))
         return y.loc, y.variance
 
     inputs = (x.loc.requires_grad_(), x.variance.requires_grad_())
@@ -257,7 +257,7 @@ def check_variance(case: Case) -> None:
         for dtype in (torch.float32, torch.float64):
             loc = mu.to(dtype).requires_grad_()
             variance = sigma.square().to(dtype).expand(size).clone().requires_grad_()
-            y = case(Moments(loc, variance))
+            y = case(GaussianMoments(loc, variance))
             assert y.loc.isfinite().all()
             assert y.variance.isfinite().all()
             assert (y.variance >= 0).all()
@@ -277,7 +277,7 @@ def check_spellings(case: Case) -> None:
             entry = find(function) if callable(function) else None
             if entry is None or entry.rule is not rule or (entry.in_place and not case.in_place):
                 continue
-            y = Moments(x.loc.clone(), x.variance.clone())
+            y = GaussianMoments(x.loc.clone(), x.variance.clone())
             if owner is torch.Tensor:
                 result = getattr(y, spelling)(*case.args, **case.kwargs)
             else:
@@ -285,7 +285,7 @@ def check_spellings(case: Case) -> None:
             _assert_same(result, expected)
             assert (result is y) == entry.in_place
     if _has_option(case.func, "inplace"):
-        y = Moments(x.loc.clone(), x.variance.clone())
+        y = GaussianMoments(x.loc.clone(), x.variance.clone())
         assert case.func(y, *case.args, **{**case.kwargs, "inplace": True}) is y
         _assert_same(y, expected)
 
@@ -299,10 +299,11 @@ def check_dtype(case: Case) -> None:
         assert y.shape == case(x.loc).shape
         assert y.variance.shape == y.shape
     if case.oracle is None:
-        x = Moments(x.loc.flatten(), x.variance.flatten())
-        parts = [case(Moments(x.loc[k], x.variance[k])) for k in range(len(x.loc))]
+        x = GaussianMoments(x.loc.flatten(), x.variance.flatten())
+        parts = [case(GaussianMoments(x.loc[k], x.variance[k])) for k in range(len(x.loc))]
         _assert_same(
-            Moments(*(torch.stack([getattr(p, a) for p in parts]) for a in ("loc", "variance"))), case(x)
+            GaussianMoments(*(torch.stack([getattr(p, a) for p in parts]) for a in ("loc", "variance"))),
+            case(x),
         )
 
 
@@ -314,7 +315,7 @@ def name_of_check(check: Callable) -> str:
     return check.__name__.removeprefix("check_")
 
 
-def _sample(case: Case, dtype: torch.dtype) -> Moments:
+def _sample(case: Case, dtype: torch.dtype) -> GaussianMoments:
     """Gaussians about the bend of the function, none at a kink, with variances around a half."""
     low, high = (max(case.domain[0], -2.3), min(case.domain[1], 2.3))
     count = int(np.prod(case.shape, dtype=int))
@@ -323,10 +324,10 @@ def _sample(case: Case, dtype: torch.dtype) -> Moments:
     variance = (largest * (0.4 + 0.6 * steps.flip(0))).square()
     loc = low + (high - low) * steps + 0.0137
     order = torch.randperm(count, generator=torch.Generator().manual_seed(1))
-    return Moments(*(t[order].reshape(case.shape).to(dtype) for t in (loc, variance)))
+    return GaussianMoments(*(t[order].reshape(case.shape).to(dtype) for t in (loc, variance)))
 
 
-def _assert_same(first: Moments, second: Moments) -> None:
+def _assert_same(first: GaussianMoments, second: GaussianMoments) -> None:
     torch.testing.assert_close(first.loc, second.loc, rtol=1e-12, atol=1e-14)
     torch.testing.assert_close(first.variance, second.variance, rtol=1e-12, atol=1e-14)
 

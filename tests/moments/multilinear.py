@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd import gradcheck
 from torch.func import jacrev
 
-from pyro_dvi.moments import Moments, MultiplicativeMoments
+from pyro_dvi.moments import GaussianMoments, MultiplicativeMoments
 
 FLOAT64 = torch.float64
 
@@ -60,10 +60,10 @@ class Case:
     def __call__(self, *arguments: Any) -> Any:
         return self.func(*self.first, *arguments, **self.kwargs)
 
-    def arguments(self, dtype: torch.dtype = FLOAT64) -> list[Moments]:
+    def arguments(self, dtype: torch.dtype = FLOAT64) -> list[GaussianMoments]:
         """Uncertain arguments."""
         generator = torch.Generator().manual_seed(3)
-        result: list[Moments] = []
+        result: list[GaussianMoments] = []
         for k, shape in enumerate(self.shapes):
             loc = torch.randn(shape, generator=generator, dtype=FLOAT64).to(dtype)
             if self.noise is not None and k == self.weight:
@@ -71,7 +71,9 @@ class Case:
                 result.append(MultiplicativeMoments(loc, alpha))
             else:
                 result.append(
-                    Moments(loc, 0.1 + torch.rand(shape, generator=generator, dtype=FLOAT64).to(dtype))
+                    GaussianMoments(
+                        loc, 0.1 + torch.rand(shape, generator=generator, dtype=FLOAT64).to(dtype)
+                    )
                 )
         return result
 
@@ -81,7 +83,9 @@ def subsets(n: int) -> list[tuple[int, ...]]:
     return [s for size in range(1, n + 1) for s in combinations(range(n), size)]
 
 
-def exact(function: Callable, arguments: list[Moments], uncertain: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+def exact(
+    function: Callable, arguments: list[GaussianMoments], uncertain: tuple[int, ...]
+) -> tuple[Tensor, Tensor]:
     """Mean and variance by dense derivatives."""
     locs = [a.loc for a in arguments]
     y = function(*locs)
@@ -139,7 +143,7 @@ def check_dtype(case: Case) -> None:
 def check_certain_limit(case: Case) -> None:
     """Without variance the rule is the function."""
     arguments = case.arguments()
-    y = case(*(Moments(a.loc, torch.zeros_like(a.loc)) for a in arguments))
+    y = case(*(GaussianMoments(a.loc, torch.zeros_like(a.loc)) for a in arguments))
     torch.testing.assert_close(y.loc, case(*(a.loc for a in arguments)), rtol=1e-12, atol=1e-12)
     assert y.variance.abs().max() == 0
 

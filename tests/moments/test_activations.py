@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from pyro_dvi.errors import UnsupportedError
-from pyro_dvi.moments import Moments
+from pyro_dvi.moments import GaussianMoments
 from tests.moments.battery import CHECKS, Case, name_of_check
 
 NARROW = (1e-4, 1e-2, 0.1, 0.3, 1.0)  # where exponentials stay finite in float32
@@ -92,10 +92,10 @@ def test_rule(case: Case, check: Callable[[Case], None]) -> None:
     check(case)
 
 
-def x_of(*shape: int) -> Moments:
+def x_of(*shape: int) -> GaussianMoments:
     generator = torch.Generator().manual_seed(2)
     loc = torch.randn(*shape, generator=generator, dtype=torch.float64)
-    return Moments(loc, 0.1 + torch.rand(*shape, generator=generator, dtype=torch.float64))
+    return GaussianMoments(loc, 0.1 + torch.rand(*shape, generator=generator, dtype=torch.float64))
 
 
 MODULES = [
@@ -133,7 +133,7 @@ MODULES = [
 
 @pytest.mark.parametrize("module", MODULES, ids=str)
 def test_modules_find_their_rule(module: nn.Module) -> None:
-    y = module(Moments(torch.tensor([0.7]), torch.tensor([1e-8])))
+    y = module(GaussianMoments(torch.tensor([0.7]), torch.tensor([1e-8])))
     torch.testing.assert_close(y.loc, module(torch.tensor([0.7])), rtol=1e-5, atol=1e-5)
     assert y.variance.item() < 2e-8
 
@@ -194,19 +194,19 @@ def test_clamp_refuses_bounds_that_are_tensors() -> None:
 def test_blocks_and_strides_do_not_matter(function: Callable) -> None:
     """More elements than a block, not contiguous, narrow and wide: the same as one at a time."""
     x = x_of(70, 130)
-    x = Moments(x.loc.T, (x.variance * torch.linspace(0.01, 20, 70, dtype=torch.float64)[:, None]).T)
+    x = GaussianMoments(x.loc.T, (x.variance * torch.linspace(0.01, 20, 70, dtype=torch.float64)[:, None]).T)
     y = function(x)
     for i, j in [(0, 0), (129, 69), (64, 3), (7, 50)]:
-        one = function(Moments(x.loc[i, j], x.variance[i, j]))
+        one = function(GaussianMoments(x.loc[i, j], x.variance[i, j]))
         torch.testing.assert_close(y.loc[i, j], one.loc, rtol=1e-7, atol=1e-9)
         torch.testing.assert_close(y.variance[i, j], one.variance, rtol=1e-7, atol=1e-9)
 
 
 @pytest.mark.parametrize("function", [F.silu, F.hardtanh, F.elu], ids=lambda f: f.__name__)
 def test_half_precision_is_computed_in_float32(function: Callable) -> None:
-    x = Moments(torch.tensor([0.5, -1.0]).bfloat16(), torch.tensor([0.25, 2.0]).bfloat16())
+    x = GaussianMoments(torch.tensor([0.5, -1.0]).bfloat16(), torch.tensor([0.25, 2.0]).bfloat16())
     y = function(x)
-    expected = function(Moments(x.loc.float(), x.variance.float()))
+    expected = function(GaussianMoments(x.loc.float(), x.variance.float()))
     assert y.loc.dtype is y.variance.dtype is torch.bfloat16
     assert torch.equal(y.loc, expected.loc.bfloat16())
     assert torch.equal(y.variance, expected.variance.bfloat16())
@@ -214,14 +214,14 @@ def test_half_precision_is_computed_in_float32(function: Callable) -> None:
 
 def test_empty_moments_pass() -> None:
     for function in (F.silu, F.hardtanh, F.elu, F.relu):
-        assert function(Moments(torch.zeros(0, 3), torch.zeros(0, 3))).shape == (0, 3)
+        assert function(GaussianMoments(torch.zeros(0, 3), torch.zeros(0, 3))).shape == (0, 3)
 
 
 @pytest.mark.parametrize("function", [F.silu, F.gelu, F.mish, torch.tanh], ids=lambda f: f.__name__)
 def test_without_a_look_at_the_values(function: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     """On accelerators and in compiled code both quadratures run on all elements."""
     x = x_of(200)
-    x = Moments(x.loc, x.variance * torch.linspace(0.01, 20, 200, dtype=torch.float64))
+    x = GaussianMoments(x.loc, x.variance * torch.linspace(0.01, 20, 200, dtype=torch.float64))
     expected = function(x)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     y = function(x)
@@ -240,7 +240,7 @@ def test_compiled_code_has_no_breaks(function: Callable) -> None:
     x = x_of(40).float()  # fewer nodes than float64, and compiling takes time for each
 
     def model(loc: torch.Tensor, variance: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        y = function(Moments(loc, variance))
+        y = function(GaussianMoments(loc, variance))
         return y.loc, y.variance
 
     torch._dynamo.reset()

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyro_dvi.errors import UnsupportedError
-from pyro_dvi.moments import Moments, MultiplicativeMoments
+from pyro_dvi.moments import GaussianMoments, MultiplicativeMoments
 from tests.moments.multilinear import CHECKS, FLOAT64, Case, exact
 
 
@@ -138,14 +138,14 @@ def test_operators_and_methods() -> None:
 
 
 def test_vector_with_itself() -> None:
-    x = Moments(torch.tensor([1.0, -2.0], dtype=FLOAT64), torch.tensor([0.5, 0.3], dtype=FLOAT64))
+    x = GaussianMoments(torch.tensor([1.0, -2.0], dtype=FLOAT64), torch.tensor([0.5, 0.3], dtype=FLOAT64))
     for y in (torch.dot(x, x), x @ x):
         # E[x²] = m² + v, Var[x²] = 2v² + 4m²v
         torch.testing.assert_close(y.loc, torch.tensor(1.5 + 4.3, dtype=FLOAT64))
         torch.testing.assert_close(y.variance, torch.tensor(0.5 + 2.0 + 0.18 + 4.8, dtype=FLOAT64))
 
 
-SQUARE = Moments(torch.randn(3, 3), torch.ones(3, 3))
+SQUARE = GaussianMoments(torch.randn(3, 3), torch.ones(3, 3))
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,9 @@ def test_outer_of_a_vector_with_itself_is_refused() -> None:
 @pytest.mark.parametrize("padding", [1, -4])
 def test_padding_has_no_gradient_but_keeps_its_variance(padding: int) -> None:
     variance = torch.rand(5, 3).requires_grad_()
-    y = F.embedding(torch.tensor([0, 1, 3]), Moments(torch.randn(5, 3), variance), padding_idx=padding)
+    y = F.embedding(
+        torch.tensor([0, 1, 3]), GaussianMoments(torch.randn(5, 3), variance), padding_idx=padding
+    )
     torch.testing.assert_close(y.variance, variance[[0, 1, 3]])
     y.variance.sum().backward()
     assert variance.grad[1].abs().max() == 0
@@ -185,7 +187,7 @@ def test_padding_has_no_gradient_but_keeps_its_variance(padding: int) -> None:
 
 
 def test_padding_does_not_count_in_bags() -> None:
-    table = Moments(torch.randn(5, 3), torch.rand(5, 3))
+    table = GaussianMoments(torch.randn(5, 3), torch.rand(5, 3))
     bags, offsets = torch.tensor([0, 3, 1, 1, 4, 3, 3]), torch.tensor([0, 2, 3])
     for mode in ("mean", "sum"):
         y = F.embedding_bag(bags, table, offsets, mode=mode, padding_idx=1)
@@ -196,7 +198,7 @@ def test_padding_does_not_count_in_bags() -> None:
 
 
 def test_bags_of_weighted_rows() -> None:
-    table = Moments(torch.randn(5, 3), torch.rand(5, 3))
+    table = GaussianMoments(torch.randn(5, 3), torch.rand(5, 3))
     bags, factors = torch.tensor([[0, 3, 0], [4, 1, 2]]), torch.tensor([[0.5, -1.0, 2.0], [0.3, 0.0, 0.4]])
     y = F.embedding_bag(bags, table, mode="sum", per_sample_weights=factors)
     v = table.variance

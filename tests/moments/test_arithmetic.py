@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 
 from pyro_dvi.errors import UnsupportedError
-from pyro_dvi.moments import Moments
+from pyro_dvi.moments import GaussianMoments
 
 NODES, WEIGHTS = (torch.from_numpy(a) for a in np.polynomial.hermite_e.hermegauss(16))
 PROBABILITIES = WEIGHTS / WEIGHTS.sum()
 
 
-def gaussian(*shape: int, seed: int = 0, shift: float = 0.0) -> Moments:
+def gaussian(*shape: int, seed: int = 0, shift: float = 0.0) -> GaussianMoments:
     generator = torch.Generator().manual_seed(seed)
     loc, variance = (f(shape, generator=generator, dtype=torch.float64) for f in (torch.randn, torch.rand))
-    return Moments(loc + shift, variance + 0.1)
+    return GaussianMoments(loc + shift, variance + 0.1)
 
 
 X, Y, Z = (gaussian(3, 4, seed=k) for k in range(3))
@@ -46,7 +46,7 @@ class Case:
         return self.func(*args, **self.kwargs)
 
     def __str__(self) -> str:
-        kinds = ",".join("x" if isinstance(a, Moments) else type(a).__name__ for a in self.args)
+        kinds = ",".join("x" if isinstance(a, GaussianMoments) else type(a).__name__ for a in self.args)
         return f"{self.func.__name__}({kinds}{',' if self.kwargs else ''}{','.join(self.kwargs)})"
 
 
@@ -134,7 +134,7 @@ CONVERSIONS = [
     Case(torch.Tensor.to, (X, Y)),
     Case(torch.Tensor.type, (X, torch.float32)),
     Case(torch.Tensor.type_as, (X, C.float())),
-    Case(torch.Tensor.type_as, (X, Moments(C.float(), C.float().square()))),
+    Case(torch.Tensor.type_as, (X, GaussianMoments(C.float(), C.float().square()))),
     Case(torch.Tensor.float, (X,)),
     Case(torch.Tensor.double, (X,)),
     Case(torch.Tensor.half, (X,)),
@@ -174,14 +174,14 @@ CASES = [*ELEMENTWISE, *REDUCTIONS, *CONVERSIONS, *CERTAIN, *QUESTIONS, *OTHERS]
 
 def enumerated(case: Case) -> tuple[Tensor, Tensor]:
     """Mean and variance over all combinations of quadrature nodes, one axis for each Gaussian."""
-    unique = list(dict.fromkeys(a for a in case.args if isinstance(a, Moments)))
+    unique = list(dict.fromkeys(a for a in case.args if isinstance(a, GaussianMoments)))
     weight = torch.ones((), dtype=torch.float64)
     values = {}
     for k, x in enumerate(unique):
         nodes = NODES.reshape(-1, *[1] * (len(unique) - 1 - k), 1, 1)
         values[x] = x.loc + x.variance.sqrt() * nodes
         weight = weight * PROBABILITIES.reshape(-1, *[1] * (len(unique) - 1 - k), 1, 1)
-    result = case(*(values[a] if isinstance(a, Moments) else a for a in case.args))
+    result = case(*(values[a] if isinstance(a, GaussianMoments) else a for a in case.args))
     axes = tuple(range(len(unique)))
     mean = (weight * result).sum(axes)
     return mean, (weight * (result - mean).square()).sum(axes)
@@ -189,8 +189,10 @@ def enumerated(case: Case) -> tuple[Tensor, Tensor]:
 
 def copied(case: Case) -> Case:
     """The same case with new objects, the same where they were the same."""
-    copies = {a: a.snapshot() for a in case.args if isinstance(a, Moments)}
-    return Case(case.func, tuple(copies[a] if isinstance(a, Moments) else a for a in case.args), case.kwargs)
+    copies = {a: a.snapshot() for a in case.args if isinstance(a, GaussianMoments)}
+    return Case(
+        case.func, tuple(copies[a] if isinstance(a, GaussianMoments) else a for a in case.args), case.kwargs
+    )
 
 
 @pytest.mark.parametrize("case", ELEMENTWISE, ids=str)
@@ -201,7 +203,7 @@ def test_elementwise_rules_are_exact(case: Case) -> None:
     torch.testing.assert_close(result.variance, variance, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("case", [c for c in ELEMENTWISE if isinstance(c.args[0], Moments)], ids=str)
+@pytest.mark.parametrize("case", [c for c in ELEMENTWISE if isinstance(c.args[0], GaussianMoments)], ids=str)
 def test_methods_and_forms_in_place_agree(case: Case) -> None:
     expected = case(*case.args)
     name = case.func.__name__
@@ -232,7 +234,7 @@ def test_reductions_are_exact(case: Case) -> None:
 @pytest.mark.parametrize("case", CONVERSIONS, ids=str)
 def test_conversions_apply_to_both(case: Case) -> None:
     result = case(*case.args)
-    certain = tuple(a.loc if isinstance(a, Moments) else a for a in case.args[1:])
+    certain = tuple(a.loc if isinstance(a, GaussianMoments) else a for a in case.args[1:])
     for part, value in ((result.loc, X.loc), (result.variance, X.variance)):
         expected = case(value, *certain)
         assert part.dtype is expected.dtype
@@ -254,21 +256,21 @@ def test_questions_are_answered_by_the_mean(case: Case) -> None:
 
 
 def test_finite_looks_at_the_variance_too() -> None:
-    x = Moments(torch.tensor([1.0, math.nan, 1.0]), torch.tensor([1.0, 1.0, math.inf]))
+    x = GaussianMoments(torch.tensor([1.0, math.nan, 1.0]), torch.tensor([1.0, 1.0, math.inf]))
     assert torch.isfinite(x).tolist() == [True, False, False]
     assert x.isnan().tolist() == [False, True, False]
     assert torch.isinf(x).tolist() == [False, False, True]
 
 
 def test_detached_moments_have_no_history() -> None:
-    x = Moments(C.clone().requires_grad_(), C.square().requires_grad_())
+    x = GaussianMoments(C.clone().requires_grad_(), C.square().requires_grad_())
     for y in (torch.detach(x), x.detach(), x.data):
         assert not y.loc.requires_grad and not y.variance.requires_grad
     assert x.clone().variance.requires_grad
 
 
 def test_requires_grad_is_that_of_the_mean() -> None:
-    x = Moments(C.clone(), C.square())
+    x = GaussianMoments(C.clone(), C.square())
     assert x.requires_grad_() is x
     assert x.loc.requires_grad and x.requires_grad
     (x * x).variance.sum().backward()
@@ -286,7 +288,7 @@ def test_a_move_moves_both(device) -> None:
 
 
 def test_dtypes_are_promoted() -> None:
-    x = Moments(torch.ones(2), torch.ones(2))
+    x = GaussianMoments(torch.ones(2), torch.ones(2))
     for y in (x + C[0, :2], C[0, :2] * x, x / C[0, :2], x - X[0, :2], torch.where(C[0, :2] > 0, x, C[0, :2])):
         assert y.loc.dtype is y.variance.dtype is torch.float64
     for y in (x * 2.5, 2 - x, x + torch.tensor(1.0, dtype=torch.float64), x * torch.arange(2)):
@@ -296,7 +298,7 @@ def test_dtypes_are_promoted() -> None:
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16])
 @pytest.mark.parametrize("call", [torch.mul, torch.div, torch.outer], ids=lambda f: f.__name__)
 def test_squares_of_small_integers_do_not_overflow(call: Callable, dtype: torch.dtype) -> None:
-    x = Moments(torch.ones(2), torch.ones(2))
+    x = GaussianMoments(torch.ones(2), torch.ones(2))
     factor = torch.tensor([100, 17], dtype=dtype)
     torch.testing.assert_close(call(x, factor).variance, call(x, factor.float()).variance)
     assert call(x, factor).dtype is torch.float32
@@ -351,7 +353,7 @@ def test_operators_on_the_right_of_tensors() -> None:
         torch.testing.assert_close(result.variance, expected.variance)
     total = c.clone()
     total += x  # a name bound to a tensor is bound to moments from here on
-    assert isinstance(total, Moments)
+    assert isinstance(total, GaussianMoments)
 
 
 # --- expansions ----------------------------------------------------------------------------------------------
@@ -370,7 +372,7 @@ CLAIMS = {
 def test_powers_by_expansion_are_as_good_as_claimed(power: float) -> None:
     for (mean_error, deviation_error), variation in zip(CLAIMS[power], (0.2, 0.1), strict=True):
         m = torch.tensor(1.5, dtype=torch.float64)
-        x = Moments(m, (variation * m).square() * (1 - 1e-12))
+        x = GaussianMoments(m, (variation * m).square() * (1 - 1e-12))
         # Integrate over the Gaussian without the far tail around 0, where 1/x has no mean.
         z = torch.linspace(-4.5, 4.5, 200_001, dtype=torch.float64)
         weight = torch.exp(-z.square() / 2)
@@ -384,14 +386,17 @@ def test_powers_by_expansion_are_as_good_as_claimed(power: float) -> None:
 
 
 def test_certain_over_uncertain_is_linked_to_what_is_under_it() -> None:
-    x = Moments(torch.full((2,), 4.0), torch.full((2,), 0.01))
+    x = GaussianMoments(torch.full((2,), 4.0), torch.full((2,), 0.01))
     y = 3 / x
     torch.testing.assert_close(y.link.function(torch.tensor([2.0, 4.0])), torch.tensor([1.5, 0.75]))
     torch.testing.assert_close(torch.reciprocal(x).loc, (y / 3).loc)
 
 
 def test_quotient_of_uncertain_things() -> None:
-    x, y = Moments(C[0], C[0].square()), Moments(torch.full_like(C[0], 3.0), torch.full_like(C[0], 0.01))
+    x, y = (
+        GaussianMoments(C[0], C[0].square()),
+        GaussianMoments(torch.full_like(C[0], 3.0), torch.full_like(C[0], 0.01)),
+    )
     inverse = 1 / y
     torch.testing.assert_close((x / y).variance, (x * inverse).variance)
 
@@ -413,4 +418,4 @@ def test_quotient_of_uncertain_things() -> None:
 )
 def test_refusals_name_the_way_out(call: Callable, words: str) -> None:
     with pytest.raises(UnsupportedError, match=words):
-        call(Moments(torch.ones(2), torch.ones(2)))
+        call(GaussianMoments(torch.ones(2), torch.ones(2)))

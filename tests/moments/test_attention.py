@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pyro_dvi.errors import UnsupportedError
-from pyro_dvi.moments import Moments, MultiplicativeMoments
+from pyro_dvi.moments import GaussianMoments, MultiplicativeMoments
 from pyro_dvi.moments.value import loc_of
 
 DOUBLE = {"dtype": torch.float64}
@@ -26,10 +26,10 @@ CASES = [Case(F.scaled_dot_product_attention), Case(F.multi_head_attention_forwa
 def gaussian(*shape: int, variance: float, seed: int = 0) -> Any:
     generator = torch.Generator().manual_seed(seed)
     loc = torch.randn(shape, generator=generator, **DOUBLE)
-    return Moments(loc, variance * (0.2 + 1.6 * torch.rand(shape, generator=generator, **DOUBLE)))
+    return GaussianMoments(loc, variance * (0.2 + 1.6 * torch.rand(shape, generator=generator, **DOUBLE)))
 
 
-def uncertain(module: nn.Module, make: Callable[[Tensor], Moments], names: str = "") -> Any:
+def uncertain(module: nn.Module, make: Callable[[Tensor], GaussianMoments], names: str = "") -> Any:
     """Replace parameters by moments, as a guide does."""
     for name, parameter in list(module.named_parameters()):
         if names in name:
@@ -40,7 +40,7 @@ def uncertain(module: nn.Module, make: Callable[[Tensor], Moments], names: str =
     return module
 
 
-def multiplicative(alpha: float) -> Callable[[Tensor], Moments]:
+def multiplicative(alpha: float) -> Callable[[Tensor], GaussianMoments]:
     return lambda w: MultiplicativeMoments(w, torch.full((1,) * w.dim(), alpha, dtype=w.dtype))
 
 
@@ -50,7 +50,7 @@ def sampled(call: Callable[..., Tensor], *inputs: Any, samples: int = 4000) -> t
     for _ in range(samples):
         drawn = [
             x.loc + x.variance.sqrt() * torch.randn(x.shape, generator=generator, dtype=x.dtype)
-            if isinstance(x, Moments)
+            if isinstance(x, GaussianMoments)
             else x
             for x in inputs
         ]
@@ -77,7 +77,9 @@ def test_certain_inputs_give_plain_attention(options: dict[str, Any]) -> None:
     q, k, v = (torch.randn(2, 3, n, 4, **DOUBLE) for n in (5, 7, 7))
     expected = F.scaled_dot_product_attention(q, k, v, **options)
     for which in range(3):
-        inputs = [Moments(t, torch.zeros_like(t)) if i == which else t for i, t in enumerate((q, k, v))]
+        inputs = [
+            GaussianMoments(t, torch.zeros_like(t)) if i == which else t for i, t in enumerate((q, k, v))
+        ]
         y = F.scaled_dot_product_attention(*inputs, **options)
         torch.testing.assert_close(y.loc, expected)
         assert y.variance.abs().max() < 1e-25
@@ -156,7 +158,7 @@ def test_gradients_reach_every_input() -> None:
     leaves = [torch.rand(2, 4, 3, **DOUBLE).requires_grad_() for _ in range(6)]
 
     def moments(*t: Tensor) -> tuple[Tensor, Tensor]:
-        y = F.scaled_dot_product_attention(*(Moments(t[i], t[i + 3]) for i in range(3)))
+        y = F.scaled_dot_product_attention(*(GaussianMoments(t[i], t[i + 3]) for i in range(3)))
         return y.loc, y.variance
 
     assert torch.autograd.gradcheck(moments, leaves)
@@ -195,12 +197,12 @@ def test_multi_head_attention_in_the_certain_limit(number: int, names: str, trai
     expected, weights = plain(X, X, X, **call)
     x: Any = X
     if names == "input":
-        module, x = plain, Moments(X, torch.zeros_like(X))
+        module, x = plain, GaussianMoments(X, torch.zeros_like(X))
     else:
         module = uncertain(attention(**options).train(training), multiplicative(0.0), names)
     y, attended = module(x, x, x, **call)
     torch.testing.assert_close(loc_of(y), expected)
-    if isinstance(y, Moments):
+    if isinstance(y, GaussianMoments):
         assert y.variance.abs().max() < 1e-25
     if weights is not None:
         torch.testing.assert_close(loc_of(attended), weights)
@@ -223,9 +225,9 @@ def test_multi_head_attention_against_samples_of_its_weights(noise: str) -> None
     w, out = plain.in_proj_weight.detach(), plain.out_proj.weight.detach()
     alpha = {"row": torch.full((1, 16), 0.05), "elements": torch.rand(48, 16) / 10}.get(noise)
 
-    def moments(loc: Tensor) -> Moments:
+    def moments(loc: Tensor) -> GaussianMoments:
         if alpha is None:
-            return Moments(loc, torch.full_like(loc, 1e-3))
+            return GaussianMoments(loc, torch.full_like(loc, 1e-3))
         return MultiplicativeMoments(loc, alpha[: len(loc)].to(loc))
 
     def call(weight: Any, out: Any) -> Any:
@@ -245,7 +247,7 @@ def test_multi_head_attention_against_samples_of_its_weights(noise: str) -> None
 @pytest.mark.parametrize("options", [{"add_bias_kv": True}, {"add_zero_attn": True}], ids=str)
 def test_unsupported_options_are_named(options: dict[str, Any]) -> None:
     with pytest.raises(UnsupportedError, match=next(iter(options))):
-        attention(**options)(*(Moments(X, X.square()),) * 3)
+        attention(**options)(*(GaussianMoments(X, X.square()),) * 3)
 
 
 # --- transformer modules -------------------------------------------------------------------------------------
@@ -271,7 +273,7 @@ def test_transformer_encoders_meet_torch_in_the_certain_limit(
         torch.testing.assert_close(y.loc, expected)
         # A rectifier at variance 0 sees the floor.
         assert y.variance.max() < 1e-10
-        z = encoder(**options).train(training)(Moments(X, torch.zeros_like(X)), mask=MASK)
+        z = encoder(**options).train(training)(GaussianMoments(X, torch.zeros_like(X)), mask=MASK)
         torch.testing.assert_close(z.loc, expected)
 
 

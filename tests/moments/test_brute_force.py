@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pyro_dvi.moments import Moments, MultiplicativeMoments
+from pyro_dvi.moments import GaussianMoments, MultiplicativeMoments
 from tests.moments.battery import quadrature
 
 INPUTS, HIDDEN, OUTPUTS, EXAMPLES = 3, 24, 2, 5
@@ -55,7 +55,7 @@ def name(value: object) -> str | None:
     return getattr(value, "__name__", None)
 
 
-def weights(kind: str) -> list[Moments]:
+def weights(kind: str) -> list[GaussianMoments]:
     """Weights and biases of two layers, of pre-activations with deviations around one."""
     generator = torch.Generator().manual_seed(3)
     shapes = [(HIDDEN, INPUTS), (HIDDEN,), (OUTPUTS, HIDDEN), (OUTPUTS,)]
@@ -67,11 +67,18 @@ def weights(kind: str) -> list[Moments]:
             columns = noise[:1] if len(shape) == 2 else noise
             result.append(MultiplicativeMoments(loc, columns))
         else:
-            result.append(Moments(loc, noise / shape[-1]))
+            result.append(GaussianMoments(loc, noise / shape[-1]))
     return result
 
 
-def network(activation: Callable, x: Tensor, w1: Moments, b1: Moments, w2: Moments, b2: Moments) -> Moments:
+def network(
+    activation: Callable,
+    x: Tensor,
+    w1: GaussianMoments,
+    b1: GaussianMoments,
+    w2: GaussianMoments,
+    b2: GaussianMoments,
+) -> GaussianMoments:
     return F.linear(activation(F.linear(x, w1, b1)), w2, b2)
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pyro_dvi.moments import Moments, MultiplicativeMoments
+from pyro_dvi.moments import GaussianMoments, MultiplicativeMoments
 from tests.moments.multilinear import CHECKS, FLOAT64, Case
 
 CASES = [
@@ -63,13 +63,13 @@ def test_noise_of_channels_takes_one_product(case: Case, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("mode", ["zeros", "reflect", "circular"])
 def test_module_with_uncertain_weights(mode: str) -> None:
     layer = nn.Conv2d(2, 3, 3, padding=1, padding_mode=mode).double()
-    x = Moments(torch.randn(2, 2, 4, 4, dtype=FLOAT64), torch.rand(2, 2, 4, 4, dtype=FLOAT64))
+    x = GaussianMoments(torch.randn(2, 2, 4, 4, dtype=FLOAT64), torch.rand(2, 2, 4, 4, dtype=FLOAT64))
     expected = layer(x)
     weight, bias = layer.weight.detach(), layer.bias.detach()
     del layer.weight, layer.bias
     uncertain = {
-        "weight": Moments(weight, torch.full_like(weight, 0.1)),
-        "bias": Moments(bias, torch.full_like(bias, 0.2)),
+        "weight": GaussianMoments(weight, torch.full_like(weight, 0.1)),
+        "bias": GaussianMoments(bias, torch.full_like(bias, 0.2)),
     }
     vars(layer).update(uncertain)
     y = layer(x)

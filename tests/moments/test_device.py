@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from pyro_dvi.moments import Moments, MultiplicativeMoments
+from pyro_dvi.moments import GaussianMoments, MultiplicativeMoments
 from tests.moments import (
     battery,
     multilinear,
@@ -76,7 +76,7 @@ def moved(value: Any, device: torch.device | str) -> Any:
     known: dict[int, Any] = {}
 
     def move(leaf: Any) -> Any:
-        if isinstance(leaf, Moments | Tensor):
+        if isinstance(leaf, GaussianMoments | Tensor):
             leaf = known.setdefault(id(leaf), leaf.to(device))
         return leaf
 
@@ -89,7 +89,7 @@ def arguments(case: Any) -> tuple[Any, ...]:
     if isinstance(case, battery.Case):
         low, high = max(-1.5, case.domain[0] + 0.1), min(1.5, case.domain[1])
         loc = torch.linspace(low, high, math.prod(case.shape), dtype=DTYPE).reshape(case.shape)
-        return (Moments(loc, 0.01 + 0.02 * loc.square()),)
+        return (GaussianMoments(loc, 0.01 + 0.02 * loc.square()),)
     if case.func in JOINING:
         return ((case.x(), case.x()),)
     return (case.x(),) if hasattr(case, "x") else case.args
@@ -99,7 +99,7 @@ def check_same(found: Any, expected: Any, device: torch.device) -> None:
     if isinstance(expected, tuple | list):
         for a, b in zip(found, expected, strict=True):
             check_same(a, b, device)
-    elif isinstance(expected, Moments):
+    elif isinstance(expected, GaussianMoments):
         assert found.loc.device == found.variance.device == device
         check_same((found.loc, found.variance), (expected.loc, expected.variance), device)
     elif isinstance(expected, Tensor):
@@ -127,7 +127,7 @@ def check_case(case, device):
     check_same(there(*moved(given, device)), expected, device)
 
 
-def gaussian(*shape: int) -> Moments:
+def gaussian(*shape: int) -> GaussianMoments:
     return test_arithmetic.gaussian(*shape)
 
 
@@ -136,7 +136,7 @@ FURTHER: dict[str, tuple[Callable, tuple[Any, ...]]] = {
     "reciprocal of a lognormal": (lambda h: 1 / h.exp(), (gaussian(3, 4),)),
     "quotient by a lognormal": (lambda h, c: c / h.exp(), (gaussian(3, 4), torch.ones(3, 4))),
     "reciprocal of a softplus": (lambda h: 1 / F.softplus(h), (gaussian(3, 4),)),
-    "expanded power": (lambda x: x**-0.5, (Moments(torch.full((3,), 5.0), torch.full((3,), 0.01)),)),
+    "expanded power": (lambda x: x**-0.5, (GaussianMoments(torch.full((3,), 5.0), torch.full((3,), 0.01)),)),
     "power by a tensor": (lambda x, p: x**p, (gaussian(3, 4), torch.tensor(2.0))),
     "softmax": (lambda x: F.softmax(x, -1), (gaussian(3, 4),)),
     "log_softmax": (lambda x: F.log_softmax(x, -1), (gaussian(3, 4),)),

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyro_dvi.errors import ArgumentError
-from pyro_dvi.moments import Moments
+from pyro_dvi.moments import GaussianMoments
 from tests.moments.battery import CHECKS, Case, check_certain_limit
 
 LIMIT = -1.7580993408473766  # of SELU, where alpha dropout drops to
@@ -70,7 +70,7 @@ def test_moments_of_the_function_itself(case: Case) -> None:
     x = loc + variance.sqrt() * torch.randn(n, *shape, generator=generator)
     flat = x.reshape(n * shape[0], *shape[1:]) if len(shape) > 1 else x  # features of each example drop alone
     samples = case(flat).reshape(x.shape).double()
-    y = case(Moments(loc, variance))
+    y = case(GaussianMoments(loc, variance))
     error = samples.var(0) / n
     assert ((samples.mean(0) - y.loc) / error.sqrt()).abs().max() < 5
     squares = (samples - samples.mean(0)).square()
@@ -79,7 +79,7 @@ def test_moments_of_the_function_itself(case: Case) -> None:
 
 @pytest.mark.parametrize("func", [F.dropout, F.dropout2d, F.alpha_dropout])
 def test_nothing_happens_in_evaluation_or_without_probability(func: Callable) -> None:
-    x = Moments(torch.randn(2, 3, 4, 4), torch.rand(2, 3, 4, 4))
+    x = GaussianMoments(torch.randn(2, 3, 4, 4), torch.rand(2, 3, 4, 4))
     assert func(x, 0.5, False) is x
     assert func(x, 0.0, True) is x
     assert torch.nn.Dropout(0.5).eval()(x) is x
@@ -87,11 +87,11 @@ def test_nothing_happens_in_evaluation_or_without_probability(func: Callable) ->
 
 @pytest.mark.parametrize("func", [F.dropout, F.alpha_dropout])
 def test_everything_dropped_is_certain(func: Callable) -> None:
-    y = func(Moments(torch.randn(3), torch.rand(3)), 1.0, True)
+    y = func(GaussianMoments(torch.randn(3), torch.rand(3)), 1.0, True)
     assert y.loc.abs().max() == y.variance.abs().max() == 0
     torch.testing.assert_close(func(torch.randn(3), 1.0, True), y.loc)
 
 
 def test_a_wrong_probability_is_refused() -> None:
     with pytest.raises(ArgumentError, match="between 0 and 1"):
-        F.dropout(Moments(torch.zeros(1), torch.ones(1)), 1.5)
+        F.dropout(GaussianMoments(torch.zeros(1), torch.ones(1)), 1.5)

@@ -8,17 +8,17 @@ import torch
 import torch.nn.functional as F
 
 from pyro_dvi.errors import ArgumentError
-from pyro_dvi.moments import Moments, observed_by, variance_floor
+from pyro_dvi.moments import GaussianMoments, observed_by, variance_floor
 from pyro_dvi.moments.floor import floored
 
 
-def certain() -> Moments:
-    return Moments(torch.zeros(2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64))
+def certain() -> GaussianMoments:
+    return GaussianMoments(torch.zeros(2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("function", [F.relu, F.silu, F.hardtanh, F.elu], ids=lambda f: f.__name__)
 def test_nonlinearities_see_the_floor(function) -> None:
-    expected = function(Moments(certain().loc, torch.full((2,), 0.25, dtype=torch.float64)))
+    expected = function(GaussianMoments(certain().loc, torch.full((2,), 0.25, dtype=torch.float64)))
     with variance_floor(0.25):
         y = function(certain())
     torch.testing.assert_close(y.loc, expected.loc, rtol=0, atol=0)
@@ -54,7 +54,7 @@ def test_contexts_nest_and_end_with_an_error() -> None:
 def test_the_slope_at_a_kink_is_tamed() -> None:
     variance = torch.zeros(1, requires_grad=True)
     with variance_floor(1e-4):
-        F.relu(Moments(torch.zeros(1), variance)).loc.sum().backward()
+        F.relu(GaussianMoments(torch.zeros(1), variance)).loc.sum().backward()
     assert variance.grad.abs().max() < 1e3
 
 
@@ -91,7 +91,7 @@ def test_another_thread_has_observers_of_its_own() -> None:
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo of torch 2.8
 def test_a_floor_is_compiled_without_breaks() -> None:
     def network(loc: torch.Tensor, variance: torch.Tensor) -> torch.Tensor:
-        return floored(Moments(loc, variance).variance)
+        return floored(GaussianMoments(loc, variance).variance)
 
     compiled = torch.compile(network, fullgraph=True, backend="eager")
     loc, variance = torch.ones(2), torch.zeros(2)

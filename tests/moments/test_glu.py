@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pyro_dvi.moments import Moments
+from pyro_dvi.moments import GaussianMoments
 
 
 class Case(NamedTuple):
@@ -22,10 +22,10 @@ Z = torch.linspace(-9, 9, 401, dtype=torch.float64)
 W = torch.softmax(-0.5 * Z.square(), 0)
 
 
-def gaussian(*shape: int) -> Moments:
+def gaussian(*shape: int) -> GaussianMoments:
     generator = torch.Generator().manual_seed(7)
     loc, variance = (f(shape, generator=generator, dtype=torch.float64) for f in (torch.randn, torch.rand))
-    return Moments(2 * loc, 2 * variance + 0.1)
+    return GaussianMoments(2 * loc, 2 * variance + 0.1)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"dim={case.dim}")
@@ -47,7 +47,7 @@ def test_moments_are_exact(case: Case) -> None:
 def test_the_module_is_the_function_and_certain_inputs_stay_certain() -> None:
     x = gaussian(4, 6)
     assert nn.GLU(dim=0)(x).loc.equal(F.glu(x, 0).loc)
-    certain = F.glu(Moments(x.loc, torch.zeros_like(x.loc)))
+    certain = F.glu(GaussianMoments(x.loc, torch.zeros_like(x.loc)))
     torch.testing.assert_close(certain.loc, F.glu(x.loc))
     assert certain.variance.max() < 1e-20
 
@@ -59,7 +59,7 @@ def test_an_odd_size_is_refused() -> None:
 
 def test_gradients() -> None:
     def moments(loc: torch.Tensor, variance: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        y = F.glu(Moments(loc, variance))
+        y = F.glu(GaussianMoments(loc, variance))
         return y.loc, y.variance
 
     x = gaussian(2, 4)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from pyro_dvi.errors import UnsupportedError
-from pyro_dvi.moments import Moments, rules
+from pyro_dvi.moments import GaussianMoments, rules
 from pyro_dvi.moments.refusals import refused
 
 
@@ -24,7 +24,7 @@ CASES = [Case(f) for f, rule in rules().items() if rule.__module__ == refused.__
 
 def gaussian(*shape: int) -> Any:
     generator = torch.Generator().manual_seed(0)
-    return Moments(torch.randn(shape, generator=generator), torch.rand(shape, generator=generator))
+    return GaussianMoments(torch.randn(shape, generator=generator), torch.rand(shape, generator=generator))
 
 
 X, T = gaussian(2, 3), torch.ones(2, 3)

@@ -13,7 +13,7 @@ from torch.autograd import gradcheck
 from torch.func import jacrev
 
 from pyro_dvi.errors import ArgumentError, UnsupportedError
-from pyro_dvi.moments import Moments
+from pyro_dvi.moments import GaussianMoments
 from tests.moments import multilinear
 from tests.moments.multilinear import FLOAT64, exact
 
@@ -30,7 +30,7 @@ class Case(multilinear.Case):
 
     def __call__(self, x: Any, weight: Any = None, bias: Any = None) -> Any:
         affine = {"weight": weight, "bias": bias}
-        if isinstance(x, Tensor | Moments) and x.dtype is torch.float32:
+        if isinstance(x, Tensor | GaussianMoments) and x.dtype is torch.float32:
             tensors = {k: v.float() if isinstance(v, Tensor) else v for k, v in self.kwargs.items()}
         else:
             tensors = dict(self.kwargs)
@@ -77,10 +77,12 @@ def test_running_statistics(case: Case, check: Callable) -> None:
 @pytest.mark.parametrize("certain_weight", [True, False])
 def test_batch_statistics(certain_weight: bool) -> None:
     """Those of the means, constant in the variance; running statistics move as those of the module."""
-    x = Moments(torch.randn(6, C, 3, dtype=FLOAT64), torch.rand(6, C, 3, dtype=FLOAT64))
+    x = GaussianMoments(torch.randn(6, C, 3, dtype=FLOAT64), torch.rand(6, C, 3, dtype=FLOAT64))
     weight: Any
     bias: Any
-    weight, bias = (Moments(torch.randn(C, dtype=FLOAT64), torch.rand(C, dtype=FLOAT64)) for _ in range(2))
+    weight, bias = (
+        GaussianMoments(torch.randn(C, dtype=FLOAT64), torch.rand(C, dtype=FLOAT64)) for _ in range(2)
+    )
     if certain_weight:
         weight, bias = weight.loc, bias.loc
     moved, reference = ({k: v.clone() for k, v in RUNNING.items()} for _ in range(2))
@@ -100,22 +102,24 @@ def test_batch_norm_gradients() -> None:
     weight, bias = torch.randn(C, dtype=FLOAT64), torch.randn(C, dtype=FLOAT64)
 
     def mean(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return F.batch_norm(Moments(x, v), None, None, weight, bias, training=True).loc
+        return F.batch_norm(GaussianMoments(x, v), None, None, weight, bias, training=True).loc
 
     def variance(v: Tensor, weight: Tensor) -> Tensor:
-        return F.batch_norm(Moments(x, v), None, None, weight, bias, training=True).variance
+        return F.batch_norm(GaussianMoments(x, v), None, None, weight, bias, training=True).variance
 
     assert gradcheck(mean, tuple(t.requires_grad_() for t in (x, weight, bias)))
     x.requires_grad_(False)
     assert gradcheck(variance, (v.requires_grad_(), weight))
     x.requires_grad_()
-    y = F.batch_norm(Moments(x, v.detach()), None, None, weight.detach(), bias.detach(), training=True)
+    y = F.batch_norm(
+        GaussianMoments(x, v.detach()), None, None, weight.detach(), bias.detach(), training=True
+    )
     assert not y.variance.requires_grad
 
 
 def test_batch_norm_of_certain_input() -> None:
     x = torch.randn(5, C, dtype=FLOAT64)
-    weight = Moments(torch.ones(C, dtype=FLOAT64), torch.full((C,), 0.1, dtype=FLOAT64))
+    weight = GaussianMoments(torch.ones(C, dtype=FLOAT64), torch.full((C,), 0.1, dtype=FLOAT64))
     y = F.batch_norm(x, None, None, weight, torch.zeros(C, dtype=FLOAT64), training=True)
     torch.testing.assert_close(y.loc, F.batch_norm(x, None, None, training=True))
     torch.testing.assert_close(y.variance, 0.1 * y.loc.square())
@@ -123,7 +127,7 @@ def test_batch_norm_of_certain_input() -> None:
 
 def test_one_value_per_channel() -> None:
     with pytest.raises(ArgumentError, match="more than one value"):
-        F.batch_norm(Moments(torch.ones(1, C), torch.ones(1, C)), None, None, training=True)
+        F.batch_norm(GaussianMoments(torch.ones(1, C), torch.ones(1, C)), None, None, training=True)
 
 
 @pytest.mark.parametrize("case", EXAMPLE_CASES, ids=str)
@@ -159,7 +163,7 @@ def test_weights_are_exact_for_independent_normalised_inputs(case: Case) -> None
 def test_small_noise_is_the_first_order(case: Case) -> None:
     x, *_ = case.arguments()
     small = 1e-9 * x.variance
-    y = case(Moments(x.loc, small))
+    y = case(GaussianMoments(x.loc, small))
     jacobian = jacrev(case)(x.loc)
     torch.testing.assert_close(y.loc, case(x.loc), rtol=1e-6, atol=1e-8)
     expected = torch.tensordot(jacobian.square(), small, dims=x.dim())
@@ -193,7 +197,7 @@ def test_against_sampling(name: str, function: Callable, noise: float) -> None:
     loc = torch.randn(1, 64, generator=generator, dtype=FLOAT64)
     scale = noise * torch.rand(1, 64, generator=generator, dtype=FLOAT64)
     samples = function(loc + scale * torch.randn(20_000, 64, generator=generator, dtype=FLOAT64))
-    y = function(Moments(loc, scale.square()))
+    y = function(GaussianMoments(loc, scale.square()))
     shift = (y.loc - samples.mean(0)).square().mean().sqrt()
     ratio = (y.variance.sqrt() / samples.std(0)).log().square().mean().sqrt()
     assert shift < 0.02
@@ -209,7 +213,7 @@ def test_noise_that_elements_share_is_divided_out_which_independent_elements_can
         x = pixels + 0.1 * torch.randn(1, 1, 6, 6, generator=generator, dtype=FLOAT64)
         kernel = (2 * torch.rand(1, 1, 3, 3, generator=generator, dtype=FLOAT64) - 1) / 3
         noise = 0.05 * torch.randn(2000, 1, 3, 3, generator=generator, dtype=FLOAT64)
-        ours = F.instance_norm(F.conv2d(x, Moments(kernel, torch.full_like(kernel, 0.05**2))))
+        ours = F.instance_norm(F.conv2d(x, GaussianMoments(kernel, torch.full_like(kernel, 0.05**2))))
         sampled = F.instance_norm(F.conv2d(x, kernel + noise))
         ratios.append(ours.variance.sqrt().flatten() / sampled.std(1).flatten())
     assert low < torch.cat(ratios).median() < high
@@ -228,13 +232,13 @@ def test_modules_with_and_without_training(module: nn.Module) -> None:
         expected = module(x)
         after = {k: v.clone() for k, v in module.state_dict().items()}
         module.load_state_dict(before)
-        y = module(Moments(x, torch.zeros_like(x)))
+        y = module(GaussianMoments(x, torch.zeros_like(x)))
         torch.testing.assert_close(y.loc, expected)
         torch.testing.assert_close(dict(module.state_dict()), after)
 
 
 def test_refusals() -> None:
-    x = Moments(torch.randn(2, C, 3), torch.rand(2, C, 3))
+    x = GaussianMoments(torch.randn(2, C, 3), torch.rand(2, C, 3))
     for call in (lambda: F.normalize(x, p=1.0), lambda: F.normalize(x, dim=(1, 2))):
         with pytest.raises(UnsupportedError, match="p=2 over one dimension"):
             call()

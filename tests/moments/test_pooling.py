@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyro_dvi.errors import UnsupportedError
-from pyro_dvi.moments import Moments
+from pyro_dvi.moments import GaussianMoments
 from tests.moments.multilinear import CHECKS, Case
 
 
@@ -100,7 +100,7 @@ def test_indices_are_refused(case: Case) -> None:
 
 
 def test_modules() -> None:
-    x = Moments(torch.randn(2, 3, 8, 8), torch.rand(2, 3, 8, 8))
+    x = GaussianMoments(torch.randn(2, 3, 8, 8), torch.rand(2, 3, 8, 8))
     torch.testing.assert_close(torch.nn.AvgPool2d(2)(x).variance, F.avg_pool2d(x.variance, 2) / 4)
     torch.testing.assert_close(torch.nn.AdaptiveAvgPool2d(1)(x).variance, x.variance.mean((2, 3), True) / 64)
     assert torch.nn.MaxPool2d(2)(x).shape == (2, 3, 4, 4)
@@ -109,6 +109,6 @@ def test_modules() -> None:
 
 def test_maximum_of_a_clear_winner_is_exact() -> None:
     loc = torch.tensor([[[0.0, 50.0, -3.0, 7.0]]])
-    y = F.max_pool1d(Moments(loc, torch.tensor([[[1.0, 4.0, 2.0, 3.0]]])), 4)
+    y = F.max_pool1d(GaussianMoments(loc, torch.tensor([[[1.0, 4.0, 2.0, 3.0]]])), 4)
     assert y.loc.item() == 50.0
     assert y.variance.item() == 4.0

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 
 from pyro_dvi.errors import UnsupportedError
-from pyro_dvi.moments import Moments, MultiplicativeMoments
+from pyro_dvi.moments import GaussianMoments, MultiplicativeMoments
 from pyro_dvi.moments.recurrent import _between
 
 DOUBLE = {"dtype": torch.float64}
@@ -84,13 +84,13 @@ def test_certain_limit(name: str, names: str, batched: bool) -> None:
     expected = flat(built(name)(x))
     module = built(name)
     if names == "input":
-        x = Moments(x, torch.zeros_like(x))
+        x = GaussianMoments(x, torch.zeros_like(x))
     elif names == "bias" and not module.bias:
         pytest.skip("has no bias")
     else:
         uncertain(module, 0.0, names)
     for result, value in zip(flat(module(x)), expected, strict=True):
-        assert isinstance(result, Moments)
+        assert isinstance(result, GaussianMoments)
         # Activations see at least the floor: the square of a rounding error.
         torch.testing.assert_close(result.loc, value, rtol=1e-10, atol=1e-10)
         assert result.variance.max() < 1e-20
@@ -127,12 +127,12 @@ def test_mixture_of_old_and_new_state_is_exact() -> None:
     nodes, weights = (torch.from_numpy(a) for a in np.polynomial.hermite_e.hermegauss(6))
     p = weights / weights.sum()
     n, h, z = (
-        Moments(torch.tensor(m, **DOUBLE), torch.tensor(v, **DOUBLE))
+        GaussianMoments(torch.tensor(m, **DOUBLE), torch.tensor(v, **DOUBLE))
         for m, v in ((1, 0.3), (-2, 0.5), (0.4, 0.02))
     )
     for drawn in ((n, h, z), (n.loc, h, z), (n, h.loc, z), (n, h, z.loc), (n.loc, h.loc, z)):
         a, b, c = (
-            (x.loc + x.variance.sqrt() * nodes if isinstance(x, Moments) else x.expand(6)).reshape(
+            (x.loc + x.variance.sqrt() * nodes if isinstance(x, GaussianMoments) else x.expand(6)).reshape(
                 [-1 if i == k else 1 for i in range(3)]
             )
             for k, x in enumerate(drawn)
@@ -147,12 +147,12 @@ def test_mixture_of_old_and_new_state_is_exact() -> None:
 
 def test_a_given_state_may_be_uncertain() -> None:
     cell, x = built("GRUCell"), inputs("GRUCell")
-    h = Moments(torch.randn(5, 4, **DOUBLE), torch.rand(5, 4, **DOUBLE))
+    h = GaussianMoments(torch.randn(5, 4, **DOUBLE), torch.rand(5, 4, **DOUBLE))
     y = cell(x, h)
-    torch.testing.assert_close(cell(x, Moments(h.loc, 0 * h.variance)).loc, cell(x, h.loc))
+    torch.testing.assert_close(cell(x, GaussianMoments(h.loc, 0 * h.variance)).loc, cell(x, h.loc))
     assert (y.variance > 0).all()
     lstm, x = built("LSTM"), inputs("LSTM")
-    state = Moments(torch.zeros(1, 5, 4, **DOUBLE), torch.ones(1, 5, 4, **DOUBLE))
+    state = GaussianMoments(torch.zeros(1, 5, 4, **DOUBLE), torch.ones(1, 5, 4, **DOUBLE))
     output, _ = lstm(x, (state, state))
     assert (output.variance[0] > output.variance[-1]).float().mean() > 0.9  # the start is forgotten
 
@@ -172,7 +172,7 @@ def test_gradients_reach_weights_through_time() -> None:
             parameter.detach().requires_grad_(),
             torch.full_like(parameter, 0.01).requires_grad_(),
         )
-        object.__setattr__(net, name, Moments(*leaves[name]))
+        object.__setattr__(net, name, GaussianMoments(*leaves[name]))
     net(inputs("LSTM"))[0].variance[-1].sum().backward()
     for loc, variance in leaves.values():
         assert loc.grad.abs().sum() > 0 and variance.grad.abs().sum() > 0

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pyro_dvi.errors import UnsupportedError
-from pyro_dvi.moments import Moments, MultiplicativeMoments, observed_by
+from pyro_dvi.moments import GaussianMoments, MultiplicativeMoments, observed_by
 from pyro_dvi.moments.reverse_delta import ReverseDeltaRecorder
 from pyro_dvi.moments.weight_spread import _RULES, spread_rule_for
 
@@ -24,13 +24,13 @@ def _float64():
     torch.manual_seed(3)
 
 
-def uncertain(*shape: int) -> Moments:
-    return Moments(torch.randn(shape), 0.2 * torch.rand(shape))
+def uncertain(*shape: int) -> GaussianMoments:
+    return GaussianMoments(torch.randn(shape), 0.2 * torch.rand(shape))
 
 
 def pulled_back(
-    call: Callable, x: object, weights: list[Moments], examples: int = 0
-) -> tuple[Moments, Tensor]:
+    call: Callable, x: object, weights: list[GaussianMoments], examples: int = 0
+) -> tuple[GaussianMoments, Tensor]:
     recorder = ReverseDeltaRecorder({str(k): w for k, w in enumerate(weights)})
     with observed_by(recorder):
         out = call(x, *weights)
@@ -64,8 +64,8 @@ def conv(dims: int, x: tuple, w: tuple, bias: bool = True, **options: object) ->
 MEAN, VARIANCE = torch.tensor([0.3, -0.2]).double(), torch.tensor([0.5, 2.0]).double()
 
 
-def of_tokens(x: Tensor, table: Moments) -> Tensor:
-    loc = x.loc if isinstance(x, Moments) else x
+def of_tokens(x: Tensor, table: GaussianMoments) -> Tensor:
+    loc = x.loc if isinstance(x, GaussianMoments) else x
     return F.embedding((loc.detach().abs() * 10).long() % 4, table)
 
 
@@ -205,7 +205,7 @@ def test_a_net_with_skips_has_the_squared_slopes_of_its_smoothed_self():
     """The oracle writes the smoothed network by hand, with the variances of the moment run as constants."""
     x = torch.randn(B, 4)
     weights = [uncertain(6, 4), uncertain(6), uncertain(6, 6), uncertain(2, 6)]
-    entering: list[Moments] = []
+    entering: list[GaussianMoments] = []
 
     def net(x, w1, b1, w2, w3):
         h = F.linear(x, w1, b1)
@@ -264,7 +264,7 @@ def test_it_is_exact_for_a_linear_model_where_layers_forward_are_not():
 def test_multiplicative_noise_is_a_variance_like_any_other():
     x = torch.randn(B, 4)
     weight = MultiplicativeMoments(torch.randn(5, 4), torch.rand(1, 4))
-    plain = Moments(weight.loc, weight.variance)
+    plain = GaussianMoments(weight.loc, weight.variance)
     out, variance = pulled_back(F.linear, x, [weight])
     torch.testing.assert_close(variance, out.variance)
     torch.testing.assert_close(variance, pulled_back(F.linear, x, [plain])[1])
@@ -276,7 +276,7 @@ def test_attention_brings_its_examples_behind_its_positions():
     x = torch.randn(B, 5, 8)
     names = ("in_proj_weight", "in_proj_bias", "out_proj.weight", "out_proj.bias")
     locs = [dict(attention.named_parameters())[name].detach() for name in names]
-    weights = [Moments(loc, torch.full_like(loc, 0.01**2)) for loc in locs]
+    weights = [GaussianMoments(loc, torch.full_like(loc, 0.01**2)) for loc in locs]
 
     def call(x, w, b, v, c):
         x = x.transpose(0, 1)
@@ -317,13 +317,13 @@ def test_a_use_without_rule_that_reaches_no_output_does_no_harm():
     torch.testing.assert_close(variance, F.linear(x.square(), weight.variance))
 
 
-def changed_in_place(x: Tensor, w: Moments) -> Moments:
+def changed_in_place(x: Tensor, w: GaussianMoments) -> GaussianMoments:
     h = F.linear(x, w)
     x += 1
     return h
 
 
-def attention(x: Tensor, w: Moments) -> Moments:
+def attention(x: Tensor, w: GaussianMoments) -> GaussianMoments:
     v = torch.ones(4, 4)
     y, _ = F.multi_head_attention_forward(x, x, x, 4, 2, w, None, None, None, False, 0.0, v, None)
     return y

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.expectations.gaussian import at_points
-from pyro_dvi.moments import Moments
+from pyro_dvi.moments import GaussianMoments
 
 
 @dataclass(frozen=True)
@@ -34,14 +34,14 @@ class Case:
         options = (type(a).__name__ if hasattr(a, "dtype") else a for a in (*self.args, *self.kwargs.items()))
         return f"{self.func.__name__}({','.join(map(str, options))})"
 
-    def x(self) -> Moments:
+    def x(self) -> GaussianMoments:
         return gaussian(*self.shape)
 
 
 def gaussian(*shape: int) -> Any:
     generator = torch.Generator().manual_seed(5)
     loc, variance = (f(shape, generator=generator, dtype=torch.float64) for f in (torch.randn, torch.rand))
-    return Moments(loc, variance + 0.1)
+    return GaussianMoments(loc, variance + 0.1)
 
 
 S = (2, 3, 4)
@@ -175,7 +175,7 @@ def parts_of(result: Any) -> tuple:
 @pytest.mark.parametrize("case", [*MOVING, *ZEROING], ids=str)
 def test_mean_and_variance_move_as_values_do(case: Case) -> None:
     x = case.x()
-    plain = tuple(a.loc if isinstance(a, Moments) else a for a in case.args)
+    plain = tuple(a.loc if isinstance(a, GaussianMoments) else a for a in case.args)
     values = Case(case.func, case.shape, plain, case.kwargs)
     results = parts_of(case(x))
     expected = zip(parts_of(values(x.loc)), parts_of(values(x.variance)), strict=True)
@@ -187,7 +187,7 @@ def test_mean_and_variance_move_as_values_do(case: Case) -> None:
 @pytest.mark.parametrize("case", [*MOVING, *ZEROING], ids=str)
 def test_certain_inputs_stay_certain(case: Case) -> None:
     x = case.x()
-    for part in parts_of(case(Moments(x.loc, torch.zeros_like(x.loc)))):
+    for part in parts_of(case(GaussianMoments(x.loc, torch.zeros_like(x.loc)))):
         assert part.variance.eq(0).all()
 
 
@@ -225,7 +225,10 @@ def test_a_link_that_differs_between_elements_moves_what_it_returns(case: Case) 
     points = torch.tensor([-1.0, 0.0, 2.0], dtype=torch.float64)
     spread = x.variance.sqrt()
     plain = Case(
-        case.func, case.shape, tuple(a.loc if isinstance(a, Moments) else a for a in case.args), case.kwargs
+        case.func,
+        case.shape,
+        tuple(a.loc if isinstance(a, GaussianMoments) else a for a in case.args),
+        case.kwargs,
     )
     for k, part in enumerate(parts_of(case(y))):
         again = part.unsqueeze(-1)
@@ -244,7 +247,7 @@ def test_a_link_that_differs_between_elements_moves_what_it_returns(case: Case) 
     ids=["index", "flip", "squeeze"],
 )
 def test_certain_over_uncertain_keeps_its_numerators_when_moved(move: Callable, shape: tuple) -> None:
-    x = Moments(torch.full((2,), 4.0), torch.tensor([0.01, 0.02]))
+    x = GaussianMoments(torch.full((2,), 4.0), torch.tensor([0.01, 0.02]))
     numerator = torch.arange(1.0, 1 + torch.Size(shape).numel()).reshape(shape)
     y = numerator / x
     assert y.link.inner.shape == y.shape and y.link.elementwise and not y.link.uniform
@@ -263,7 +266,7 @@ def test_certain_over_uncertain_keeps_its_numerators_when_moved(move: Callable, 
 )
 def test_conversions_keep_links(convert: Callable, function: Callable) -> None:
     loc = gaussian(3, 2).loc.clone().requires_grad_()
-    h = Moments(loc, gaussian(3, 2).variance)
+    h = GaussianMoments(loc, gaussian(3, 2).variance)
     before = function(h)
     after = convert(before)
     z = torch.tensor([-1.0, 1.0], dtype=torch.float64)
@@ -422,7 +425,7 @@ def test_flatten_then_relu_in_place_gives_the_same_as_out_of_place() -> None:
 
 
 def test_a_variance_that_is_expanded_can_be_viewed() -> None:
-    x = Moments(torch.zeros(2, 6), torch.arange(6.0))
+    x = GaussianMoments(torch.zeros(2, 6), torch.arange(6.0))
     for y in (x.view(4, 3), x.view(-1), x.unflatten(1, (2, 3)), x.flatten(), x.view_as(torch.zeros(12))):
         assert y.variance.shape == y.loc.shape
 
@@ -518,7 +521,7 @@ def test_overwriting() -> None:
 
 def test_gradients_pass_through_writing() -> None:
     loc, variance = (t.clone().requires_grad_() for t in (torch.ones(3), torch.ones(3)))
-    x = 2 * Moments(loc, variance)
+    x = 2 * GaussianMoments(loc, variance)
     x[0] = 5
     (x.loc.sum() + x.variance.sum()).backward()
     assert loc.grad.tolist() == [0, 2, 2] and variance.grad.tolist() == [0, 4, 4]
@@ -555,7 +558,7 @@ def test_moments_and_tensors_join(func: Callable) -> None:
 
 
 def test_joining_follows_dimensions_and_dtypes() -> None:
-    x: Any = Moments(torch.ones(2, 3), torch.ones(2, 3))
+    x: Any = GaussianMoments(torch.ones(2, 3), torch.ones(2, 3))
     c = torch.zeros(2, 3, dtype=torch.float64)
     for y in (torch.cat((c, x), dim=1), torch.cat(tensors=[x, c], dim=-1), torch.stack((c, x), -1)):
         assert y.loc.dtype is y.variance.dtype is torch.float64
@@ -567,7 +570,7 @@ def test_joining_follows_dimensions_and_dtypes() -> None:
 def test_broadcast_tensors_keeps_what_is_certain() -> None:
     x, c = torch.broadcast_tensors(gaussian(3), torch.zeros(2, 1))
     assert x.shape == c.shape == (2, 3)
-    assert isinstance(x, Moments) and type(c) is Tensor
+    assert isinstance(x, GaussianMoments) and type(c) is Tensor
 
 
 def test_fold_adds_what_overlaps() -> None:

@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from pyro_dvi.moments import Moments
+from pyro_dvi.moments import GaussianMoments
 
-H = Moments(torch.linspace(-2, 2, 5, dtype=torch.float64), torch.full((5,), 1.5, dtype=torch.float64))
+H = GaussianMoments(torch.linspace(-2, 2, 5, dtype=torch.float64), torch.full((5,), 1.5, dtype=torch.float64))
 
 CHAINS = {
     "root of a variance": lambda h: (F.softplus(h) + 1e-2).sqrt(),
@@ -40,14 +40,14 @@ def test_gradients_reach_the_gaussian():
     loc, variance = H.loc.clone().requires_grad_(), H.variance.clone().requires_grad_()
 
     def moments(loc, variance):
-        result = (F.softplus(Moments(loc, variance)) + 1e-2).sqrt()
+        result = (F.softplus(GaussianMoments(loc, variance)) + 1e-2).sqrt()
         return result.loc, result.variance
 
     assert torch.autograd.gradcheck(moments, (loc, variance))
 
 
 def test_without_variance_it_is_the_function():
-    h = Moments(torch.tensor([-1.0, 2.0]), torch.zeros(2))
+    h = GaussianMoments(torch.tensor([-1.0, 2.0]), torch.zeros(2))
     result = (F.softplus(h) + 1e-2).sqrt()
     torch.testing.assert_close(result.loc, (F.softplus(h.loc) + 1e-2).sqrt())
     assert (result.variance < 1e-12).all()

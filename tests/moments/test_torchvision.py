@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pyro_dvi.moments import Moments, MultiplicativeMoments
+from pyro_dvi.moments import GaussianMoments, MultiplicativeMoments
 
 torchvision = pytest.importorskip("torchvision")
 
@@ -31,20 +31,20 @@ NETWORKS = [
 ]
 
 
-def multiplicative(weight: Tensor) -> Moments:
+def multiplicative(weight: Tensor) -> GaussianMoments:
     """Noise of a weight for each of its inputs."""
     return MultiplicativeMoments(weight, torch.full((1, weight.shape[1], *[1] * (weight.dim() - 2)), 1e-4))
 
 
-def mean_field(weight: Tensor) -> Moments:
-    return Moments(weight, 1e-4 * weight.square().mean().expand_as(weight))
+def mean_field(weight: Tensor) -> GaussianMoments:
+    return GaussianMoments(weight, 1e-4 * weight.square().mean().expand_as(weight))
 
 
-def certain(weight: Tensor) -> Moments:
-    return Moments(weight, torch.zeros_like(weight))
+def certain(weight: Tensor) -> GaussianMoments:
+    return GaussianMoments(weight, torch.zeros_like(weight))
 
 
-def with_moments(net: nn.Module, moments: Callable[[Tensor], Moments]) -> nn.Module:
+def with_moments(net: nn.Module, moments: Callable[[Tensor], GaussianMoments]) -> nn.Module:
     """Replace the weights of linear and convolutional layers of a copy by moments.
 
     A module takes no attribute in place of a parameter, but a plain one after the parameter is gone. The copy has
@@ -83,7 +83,7 @@ def test_moments_pass_through(network: tuple[nn.Module, Tensor], training: bool)
     for moments in (multiplicative, mean_field):
         with torch.no_grad():
             y = with_moments(net, moments).train(training)(x)
-        assert isinstance(y, Moments)
+        assert isinstance(y, GaussianMoments)
         assert y.shape == (4, 10)
         assert y.loc.isfinite().all()
         assert y.variance.isfinite().all()

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pyro_dvi.moments import Moments, MultiplicativeMoments
+from pyro_dvi.moments import GaussianMoments, MultiplicativeMoments
 
 models = pytest.importorskip("torchvision.models")
 
@@ -65,7 +65,7 @@ def test_gradients_reach_the_noise(name: str) -> None:
     uncertain(net, 1e-3)
     owner = net if hasattr(net, "conv_proj") else net.features[0][0]
     object.__setattr__(
-        *((owner.conv_proj,) if owner is net else (owner,)), "weight", Moments(w, alpha * w.square())
+        *((owner.conv_proj,) if owner is net else (owner,)), "weight", GaussianMoments(w, alpha * w.square())
     )
     net(x).variance.sum().backward()
     assert alpha.grad.isfinite() and alpha.grad.abs() > 0

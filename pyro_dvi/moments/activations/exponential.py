@@ -24,7 +24,7 @@ from pyro_dvi.moments.activations.blocks import in_blocks
 from pyro_dvi.moments.activations.partials import Result, through
 from pyro_dvi.moments.activations.piecewise import Cut, from_scores, truncated
 from pyro_dvi.moments.rules import Kind, moment_rule
-from pyro_dvi.moments.value import Moments
+from pyro_dvi.moments.value import GaussianMoments
 
 __all__ = ["celu", "elu", "exp", "expm1", "selu"]
 
@@ -36,7 +36,7 @@ Integrals = tuple[list[Tensor], list[Tensor]]
 
 
 @moment_rule(torch.exp, kind=Kind.ELEMENTWISE)
-def exp(input: Moments) -> Moments:
+def exp(input: GaussianMoments) -> GaussianMoments:
     r"""Moments of :math:`e^x`, which is log-normal.
 
     .. math:: m = e^{\mu+\sigma^2/2}, \qquad v = (e^{\sigma^2} - 1)\,m^2.
@@ -44,44 +44,44 @@ def exp(input: Moments) -> Moments:
     Status: exact for Gaussian x.
 
     Example:
-        >>> exp(Moments(torch.zeros(1), torch.ones(1)))
-        Moments(loc=tensor([1.6487]), variance=tensor([4.6708]))
+        >>> exp(GaussianMoments(torch.zeros(1), torch.ones(1)))
+        GaussianMoments(loc=tensor([1.6487]), variance=tensor([4.6708]))
     """
     mean = torch.exp(torch.add(input.loc, input.variance, alpha=0.5))
-    return Moments(mean, mean.square() * torch.expm1(input.variance))
+    return GaussianMoments(mean, mean.square() * torch.expm1(input.variance))
 
 
 @moment_rule(torch.expm1, torch.special.expm1, kind=Kind.ELEMENTWISE)
-def expm1(input: Moments) -> Moments:
+def expm1(input: GaussianMoments) -> GaussianMoments:
     r"""Moments of :math:`e^x - 1`. Status: exact, as :func:`exp`."""
     exponent = torch.add(input.loc, input.variance, alpha=0.5)
-    return Moments(torch.expm1(exponent), torch.exp(2 * exponent) * torch.expm1(input.variance))
+    return GaussianMoments(torch.expm1(exponent), torch.exp(2 * exponent) * torch.expm1(input.variance))
 
 
 @moment_rule(F.elu, kind=Kind.ELEMENTWISE)
-def elu(input: Moments, alpha: float = 1.0) -> Moments:
+def elu(input: GaussianMoments, alpha: float = 1.0) -> GaussianMoments:
     r"""Moments of x where it is positive, and :math:`\alpha(e^x - 1)` elsewhere.
 
     Status: exact for Gaussian x.
 
     Example:
-        >>> elu(Moments(torch.zeros(1), torch.ones(1))).loc
+        >>> elu(GaussianMoments(torch.zeros(1), torch.ones(1))).loc
         tensor([0.1605])
     """
     return through(_ExponentialLinear(float(alpha)), input)
 
 
 @moment_rule(F.celu, torch.celu, kind=Kind.ELEMENTWISE)
-def celu(input: Moments, alpha: float = 1.0) -> Moments:
+def celu(input: GaussianMoments, alpha: float = 1.0) -> GaussianMoments:
     r"""Moments of x where it is positive, and :math:`\alpha(e^{x/\alpha} - 1)` elsewhere. Status: exact."""
     return through(_ExponentialLinear(float(alpha), 1 / alpha), input)
 
 
 @moment_rule(F.selu, torch.selu, kind=Kind.ELEMENTWISE)
-def selu(input: Moments) -> Moments:
+def selu(input: GaussianMoments) -> GaussianMoments:
     """Moments of the scaled ELU of self-normalising networks. Status: exact."""
     y = through(_ExponentialLinear(_SELU_ALPHA), input)
-    return Moments(_SELU_SCALE * y.loc, _SELU_SCALE**2 * y.variance)
+    return GaussianMoments(_SELU_SCALE * y.loc, _SELU_SCALE**2 * y.variance)
 
 
 @dataclass(frozen=True)

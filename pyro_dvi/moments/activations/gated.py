@@ -12,7 +12,7 @@ from pyro_dvi.moments.activations.normal import GELU
 from pyro_dvi.moments.activations.partials import through
 from pyro_dvi.moments.activations.smooth import Rescaled, Smooth
 from pyro_dvi.moments.rules import Kind, moment_rule
-from pyro_dvi.moments.value import Moments
+from pyro_dvi.moments.value import GaussianMoments
 
 __all__ = ["gelu", "logsigmoid", "mish", "silu", "softplus"]
 
@@ -95,7 +95,7 @@ _MISH = Rescaled(F.mish, MISH)
 
 
 @moment_rule(F.softplus, kind=Kind.ELEMENTWISE)
-def softplus(input: Moments, beta: float = 1, threshold: float = 20) -> Moments:
+def softplus(input: GaussianMoments, beta: float = 1, threshold: float = 20) -> GaussianMoments:
     r"""Moments of :math:`\log(1 + e^{\beta x}) / \beta`.
 
     Status: exact to 1e-8 (float64), 1e-4 (float32): :mod:`pyro_dvi.moments.activations.smooth`. Torch replaces
@@ -103,7 +103,7 @@ def softplus(input: Moments, beta: float = 1, threshold: float = 20) -> Moments:
     :math:`e^{-\mathrm{threshold}}/\beta` at most.
 
     Example:
-        >>> softplus(Moments(torch.zeros(1), torch.ones(1))).loc
+        >>> softplus(GaussianMoments(torch.zeros(1), torch.ones(1))).loc
         tensor([0.8061])
     """
     if beta == 1:
@@ -113,7 +113,7 @@ def softplus(input: Moments, beta: float = 1, threshold: float = 20) -> Moments:
 
 
 @moment_rule(F.logsigmoid, kind=Kind.ELEMENTWISE)
-def logsigmoid(input: Moments) -> Moments:
+def logsigmoid(input: GaussianMoments) -> GaussianMoments:
     r"""Moments of :math:`-\mathrm{softplus}(-x)`.
 
     Status: as :func:`softplus`.
@@ -122,34 +122,34 @@ def logsigmoid(input: Moments) -> Moments:
 
 
 @moment_rule(F.silu, kind=Kind.ELEMENTWISE)
-def silu(input: Moments) -> Moments:
+def silu(input: GaussianMoments) -> GaussianMoments:
     r"""Moments of :math:`x\,\mathrm{sigmoid}(x)`.
 
     Status: as :func:`softplus`.
 
     Example:
-        >>> silu(Moments(torch.zeros(1), torch.ones(1))).loc
+        >>> silu(GaussianMoments(torch.zeros(1), torch.ones(1))).loc
         tensor([0.2066])
     """
     return through(_SILU, input)
 
 
 @moment_rule(F.gelu, kind=Kind.ELEMENTWISE)
-def gelu(input: Moments, *, approximate: str = "none") -> Moments:
+def gelu(input: GaussianMoments, *, approximate: str = "none") -> GaussianMoments:
     r"""Moments of :math:`x\,\Phi(x)`, or of its approximation by tanh.
 
     Status: exact, by closed forms and Owen's T function (:mod:`pyro_dvi.moments.activations.normal`); the approximation
     as :func:`softplus`.
 
     Example:
-        >>> gelu(Moments(torch.zeros(1), torch.ones(1))).loc
+        >>> gelu(GaussianMoments(torch.zeros(1), torch.ones(1))).loc
         tensor([0.2821])
     """
     return through(_GELU_TANH if approximate == "tanh" else GELU, input)
 
 
 @moment_rule(F.mish, kind=Kind.ELEMENTWISE)
-def mish(input: Moments) -> Moments:
+def mish(input: GaussianMoments) -> GaussianMoments:
     r"""Moments of :math:`x\tanh(\mathrm{softplus}(x))`.
 
     Status: as :func:`softplus`.

@@ -24,7 +24,7 @@ from pyro_dvi.moments.activations.normal import gauss_legendre
 from pyro_dvi.moments.activations.partials import through
 from pyro_dvi.moments.activations.piecewise import from_scores
 from pyro_dvi.moments.rules import Kind, moment_rule
-from pyro_dvi.moments.value import Moments
+from pyro_dvi.moments.value import GaussianMoments
 
 __all__ = ["softsign", "tanhshrink"]
 
@@ -88,19 +88,19 @@ _TANHSHRINK = in_blocks(_Odd(F.tanhshrink, _tanhshrink_difference, 10.0))
 
 
 @moment_rule(F.softsign, kind=Kind.ELEMENTWISE)
-def softsign(input: Moments) -> Moments:
+def softsign(input: GaussianMoments) -> GaussianMoments:
     """Moments of x / (1 + abs(x)).
 
     Status: exact to 1e-8 (float64), 1e-4 (float32). Several times the work of a sigmoid.
 
     Example:
-        >>> softsign(Moments(torch.zeros(1), torch.ones(1))).variance
+        >>> softsign(GaussianMoments(torch.zeros(1), torch.ones(1))).variance
         tensor([0.1830])
     """
     return through(_SOFTSIGN, input)
 
 
 @moment_rule(F.tanhshrink, kind=Kind.ELEMENTWISE)
-def tanhshrink(input: Moments) -> Moments:
+def tanhshrink(input: GaussianMoments) -> GaussianMoments:
     """Moments of x - tanh(x). Status: as :func:`softsign`."""
     return through(_TANHSHRINK, input)

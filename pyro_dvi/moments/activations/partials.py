@@ -10,7 +10,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from pyro_dvi.moments.floor import floored
-from pyro_dvi.moments.value import Moments
+from pyro_dvi.moments.value import GaussianMoments
 
 __all__ = ["Partials", "Result", "through"]
 
@@ -35,7 +35,7 @@ class Result(NamedTuple):
 Compute = Callable[[Tensor, Tensor, bool], Result]
 
 
-def through(compute: Compute, x: Moments) -> Moments:
+def through(compute: Compute, x: GaussianMoments) -> GaussianMoments:
     """Return the moments that ``compute(mu, variance, slopes)`` finds, with its slopes as derivatives.
 
     Whatever ``compute`` builds on the way is not recorded: memory for backward is four numbers for each element. Half
@@ -50,7 +50,7 @@ def through(compute: Compute, x: Moments) -> Moments:
     wide = torch.promote_types(dtype, torch.float32)
     mu, variance = x.loc.to(wide), x.variance.to(wide)
     mean, spread = _Through.apply(mu, floored(variance), compute, torch.is_grad_enabled())
-    return Moments(mean.to(dtype), spread.to(dtype))
+    return GaussianMoments(mean.to(dtype), spread.to(dtype))
 
 
 class _Through(Function):

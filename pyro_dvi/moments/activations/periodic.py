@@ -12,32 +12,32 @@ import torch
 from torch import Tensor
 
 from pyro_dvi.moments.rules import Kind, moment_rule
-from pyro_dvi.moments.value import Moments
+from pyro_dvi.moments.value import GaussianMoments
 
 __all__ = ["cos", "sin"]
 
 
 @moment_rule(torch.sin, kind=Kind.ELEMENTWISE)
-def sin(input: Moments) -> Moments:
+def sin(input: GaussianMoments) -> GaussianMoments:
     """Moments of the sine.
 
     Status: exact for Gaussian x.
 
     Example:
-        >>> sin(Moments(torch.zeros(1), torch.ones(1))).variance
+        >>> sin(GaussianMoments(torch.zeros(1), torch.ones(1))).variance
         tensor([0.4323])
     """
     return _wave(torch.sin(input.loc), torch.cos(input.loc), input.variance)
 
 
 @moment_rule(torch.cos, kind=Kind.ELEMENTWISE)
-def cos(input: Moments) -> Moments:
+def cos(input: GaussianMoments) -> GaussianMoments:
     """Moments of the cosine. Status: exact, as :func:`sin`."""
     return _wave(torch.cos(input.loc), torch.sin(input.loc), input.variance)
 
 
-def _wave(value: Tensor, other: Tensor, variance: Tensor) -> Moments:
+def _wave(value: Tensor, other: Tensor, variance: Tensor) -> GaussianMoments:
     lost = -torch.expm1(-variance)
-    return Moments(
+    return GaussianMoments(
         value * torch.exp(-0.5 * variance), 0.5 * lost * (lost + 2 * torch.exp(-variance) * other.square())
     )

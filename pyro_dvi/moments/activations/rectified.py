@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from pyro_dvi.moments.floor import raised, tiny_variance
 from pyro_dvi.moments.rules import Kind, moment_rule
-from pyro_dvi.moments.value import Moments
+from pyro_dvi.moments.value import GaussianMoments
 
 __all__ = ["relu"]
 
@@ -33,7 +33,7 @@ _LOG_DENSITY = -0.5 * math.log(2 * math.pi)
 
 
 @moment_rule(F.relu, torch.relu, kind=Kind.ELEMENTWISE)
-def relu(input: Moments) -> Moments:
+def relu(input: GaussianMoments) -> GaussianMoments:
     r"""Moments of ``relu(x)``.
 
     Status: exact marginals for Gaussian x; correlations between units are dropped.
@@ -41,10 +41,10 @@ def relu(input: Moments) -> Moments:
     Source: Frey & Hinton (1999); Schmitt & Roth (2021), Eq. 11, in a form that stays positive in float32.
 
     Example:
-        >>> relu(Moments(torch.zeros(1), torch.ones(1))).loc
+        >>> relu(GaussianMoments(torch.zeros(1), torch.ones(1))).loc
         tensor([0.3989])
     """
-    return Moments(*_Rectifier.apply(input.loc, raised(input.variance)))
+    return GaussianMoments(*_Rectifier.apply(input.loc, raised(input.variance)))
 
 
 class _Rectifier(Function):

@@ -9,7 +9,7 @@ from pyro_dvi.moments.activations.normal import ERF
 from pyro_dvi.moments.activations.partials import through
 from pyro_dvi.moments.activations.smooth import Rescaled, Smooth
 from pyro_dvi.moments.rules import Kind, moment_rule
-from pyro_dvi.moments.value import Moments
+from pyro_dvi.moments.value import GaussianMoments
 
 __all__ = ["erf", "sigmoid", "tanh"]
 
@@ -27,33 +27,33 @@ _TANH = Rescaled(torch.tanh, SIGMOID, inner=2.0, outer=2.0)
 
 
 @moment_rule(F.sigmoid, torch.sigmoid, torch.special.expit, kind=Kind.ELEMENTWISE)
-def sigmoid(input: Moments) -> Moments:
+def sigmoid(input: GaussianMoments) -> GaussianMoments:
     """Moments of the logistic function.
 
     Status: exact to 1e-8 (float64), 1e-4 (float32): :mod:`pyro_dvi.moments.activations.smooth`.
 
     Example:
-        >>> sigmoid(Moments(torch.zeros(1), torch.ones(1))).variance
+        >>> sigmoid(GaussianMoments(torch.zeros(1), torch.ones(1))).variance
         tensor([0.0434])
     """
     return through(_SIGMOID, input)
 
 
 @moment_rule(F.tanh, torch.tanh, kind=Kind.ELEMENTWISE)
-def tanh(input: Moments) -> Moments:
+def tanh(input: GaussianMoments) -> GaussianMoments:
     r"""Moments of :math:`\tanh x = 2\,\mathrm{sigmoid}(2x) - 1`.
 
     Status: as :func:`sigmoid`.
 
     Example:
-        >>> tanh(Moments(torch.zeros(1), torch.ones(1))).variance
+        >>> tanh(GaussianMoments(torch.zeros(1), torch.ones(1))).variance
         tensor([0.3943])
     """
     return through(_TANH, input)
 
 
 @moment_rule(torch.erf, torch.special.erf, kind=Kind.ELEMENTWISE)
-def erf(input: Moments) -> Moments:
+def erf(input: GaussianMoments) -> GaussianMoments:
     """Moments of the error function.
 
     Status: exact, by closed forms and Owen's T function (:mod:`pyro_dvi.moments.activations.normal`).

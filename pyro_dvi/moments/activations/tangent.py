@@ -16,43 +16,43 @@ import torch
 from pyro_dvi.moments.arithmetic import pow
 from pyro_dvi.moments.rules import Kind, moment_rule
 from pyro_dvi.moments.through_link import through_link
-from pyro_dvi.moments.value import Moments
+from pyro_dvi.moments.value import GaussianMoments
 
 __all__ = ["log", "log1p", "rsqrt", "sqrt"]
 
 
 @moment_rule(torch.log, kind=Kind.ELEMENTWISE)
-def log(input: Moments) -> Moments:
+def log(input: GaussianMoments) -> GaussianMoments:
     """Moments of the tangent of the logarithm.
 
     Status: approximate, to first order in σ/μ.
 
     Example:
-        >>> log(Moments(torch.full((1,), 2.0), torch.full((1,), 0.04))).variance
+        >>> log(GaussianMoments(torch.full((1,), 2.0), torch.full((1,), 0.04))).variance
         tensor([0.0100])
     """
     linked = through_link(input, torch.log)
     if linked is not None:
         return linked
-    return Moments(torch.log(input.loc), input.variance / input.loc.square())
+    return GaussianMoments(torch.log(input.loc), input.variance / input.loc.square())
 
 
 @moment_rule(torch.log1p, torch.special.log1p, kind=Kind.ELEMENTWISE)
-def log1p(input: Moments) -> Moments:
+def log1p(input: GaussianMoments) -> GaussianMoments:
     """Moments of the tangent of log(1 + x). Status: approximate, as :func:`log`."""
     linked = through_link(input, torch.log1p)
     if linked is not None:
         return linked
-    return Moments(torch.log1p(input.loc), input.variance / (1 + input.loc).square())
+    return GaussianMoments(torch.log1p(input.loc), input.variance / (1 + input.loc).square())
 
 
 @moment_rule(torch.sqrt, kind=Kind.ELEMENTWISE)
-def sqrt(input: Moments) -> Moments:
+def sqrt(input: GaussianMoments) -> GaussianMoments:
     """Moments of the square root: those of ``x ** 0.5``, with its status and refusals."""
     return pow(input, 0.5)
 
 
 @moment_rule(torch.rsqrt, kind=Kind.ELEMENTWISE)
-def rsqrt(input: Moments) -> Moments:
+def rsqrt(input: GaussianMoments) -> GaussianMoments:
     """Moments of 1/sqrt(x): those of ``x ** -0.5``, with its status and refusals."""
     return pow(input, -0.5)
