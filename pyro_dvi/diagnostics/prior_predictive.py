@@ -16,10 +16,10 @@ from pyro_dvi.diagnostics.statistics import Statistic, applied, default_statisti
 from pyro_dvi.diagnostics.table import text_table
 from pyro_dvi.errors import ArgumentError, DataError, ModelError, NonFiniteError, UnsupportedError
 from pyro_dvi.handlers.response import choose_response, example_axis, responses
-from pyro_dvi.predictive.batches import Batch, batches
-from pyro_dvi.predictive.mixture import class_log_probabilities
+from pyro_dvi.predictive.engine.batches import Batch, batches
+from pyro_dvi.predictive.engine.run import check_observation, evaluation_mode, run_at, seeded
 from pyro_dvi.predictive.predict import device_of
-from pyro_dvi.predictive.run import check_observation, evaluation_mode, run_at, seeded
+from pyro_dvi.predictive.prediction.mixture import class_log_probabilities
 from pyro_dvi.signatures import with_missing
 
 __all__ = ["PriorPredictiveCheck", "StatisticCheck", "prior_predictive_check"]

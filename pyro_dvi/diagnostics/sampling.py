@@ -18,12 +18,12 @@ from pyro_dvi.handlers.moment_run import PosteriorMoments, median
 from pyro_dvi.handlers.uncertain import uncertain_likelihoods, uncertain_part
 from pyro_dvi.handlers.wrapped import innermost
 from pyro_dvi.moments import GaussianMoments
-from pyro_dvi.predictive.batches import batches
-from pyro_dvi.predictive.moments import posterior_gaussians
+from pyro_dvi.predictive.engine.batches import batches
+from pyro_dvi.predictive.engine.run import evaluation_mode, respond, seeded
 from pyro_dvi.predictive.predict import device_of
-from pyro_dvi.predictive.propagation import Independent, Propagation
-from pyro_dvi.predictive.rules import Samples
-from pyro_dvi.predictive.run import evaluation_mode, respond, seeded
+from pyro_dvi.predictive.rules.moments import posterior_gaussians
+from pyro_dvi.predictive.rules.propagation import Independent, Propagation
+from pyro_dvi.predictive.rules.rule import Samples
 
 __all__ = ["compare_with_sampling"]
 

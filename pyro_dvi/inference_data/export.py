@@ -28,11 +28,11 @@ from pyro_dvi.inference_data.posterior import Selection, Summaries, drawn_group,
 from pyro_dvi.inference_data.prior import PriorSamples
 from pyro_dvi.inference_data.samples import GivenSamples
 from pyro_dvi.predictive import PredictionRule, Samples
-from pyro_dvi.predictive.batches import Batch, batches
-from pyro_dvi.predictive.posterior_check import check_posterior
+from pyro_dvi.predictive.engine.batches import Batch, batches
+from pyro_dvi.predictive.engine.posterior_check import check_posterior
+from pyro_dvi.predictive.engine.run import evaluation_mode, observed_run, seeded
 from pyro_dvi.predictive.predict import at_tuned_scales, device_of, names_of_sites, rule_of
-from pyro_dvi.predictive.rules import example_latents
-from pyro_dvi.predictive.run import evaluation_mode, observed_run, seeded
+from pyro_dvi.predictive.rules.rule import example_latents
 from pyro_dvi.training import History
 
 __all__ = ["to_arviz"]

@@ -11,7 +11,7 @@ from torch import Tensor
 from pyro_dvi.errors import DataError, ModelError
 from pyro_dvi.handlers.response import choose_response, counted, responses
 from pyro_dvi.inference_data.names import listed
-from pyro_dvi.predictive.batches import Batch
+from pyro_dvi.predictive.engine.batches import Batch
 
 __all__ = [
     "Observation",
@@ -56,7 +56,7 @@ def choose_responses(
 
 
 def observations(batch: Batch, sites: Sequence[str], nodes: Mapping[str, Any]) -> dict[str, Observation]:
-    """Return what each site observes in a run by :func:`~pyro_dvi.predictive.run.observed_run`.
+    """Return what each site observes in a run by :func:`~pyro_dvi.predictive.engine.run.observed_run`.
 
     Raises:
         DataError: the data hold an observation, and a site observes nothing.
@@ -88,7 +88,7 @@ def given_others(
     Args:
         run: gives the response or distribution at ``site`` for latent values.
         site: the site that stays free.
-        nodes: the sites of a run by :func:`~pyro_dvi.predictive.run.observed_run`.
+        nodes: the sites of a run by :func:`~pyro_dvi.predictive.engine.run.observed_run`.
         latents: names of the latent sites.
     """
     others = {

@@ -15,11 +15,11 @@ from pyro_dvi.inference_data.observations import given_others, observations
 from pyro_dvi.inference_data.predictive import SiteExport
 from pyro_dvi.inference_data.prior import PriorSamples
 from pyro_dvi.predictive import PredictionRule
-from pyro_dvi.predictive.batches import Batch
+from pyro_dvi.predictive.engine.batches import Batch
+from pyro_dvi.predictive.engine.run import Response, distribution_at, observed_run, respond
+from pyro_dvi.predictive.engine.unseen import refuse_unseen
 from pyro_dvi.predictive.predict import at_tuned_scales
-from pyro_dvi.predictive.rules import example_latents, first_arguments
-from pyro_dvi.predictive.run import Response, distribution_at, observed_run, respond
-from pyro_dvi.predictive.unseen import refuse_unseen
+from pyro_dvi.predictive.rules.rule import example_latents, first_arguments
 
 __all__ = ["Pass", "Posterior", "pass_over"]
 

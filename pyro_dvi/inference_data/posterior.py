@@ -14,7 +14,7 @@ from pyro_dvi.errors import ArgumentError, DataError, DviWarning
 from pyro_dvi.inference_data.arrays import as_array
 from pyro_dvi.inference_data.group import Group
 from pyro_dvi.inference_data.names import close_names, listed, plate_names
-from pyro_dvi.predictive.batches import Batch
+from pyro_dvi.predictive.engine.batches import Batch
 
 __all__ = ["Selection", "Summaries", "drawn_group", "of_one_posterior"]
 

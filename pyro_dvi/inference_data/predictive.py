@@ -13,9 +13,9 @@ from pyro_dvi.inference_data.arrays import as_array, joined
 from pyro_dvi.inference_data.group import Group
 from pyro_dvi.inference_data.names import plate_names
 from pyro_dvi.inference_data.observations import Observation
-from pyro_dvi.predictive.component import both_masks, checked_log_prob, whole_events
-from pyro_dvi.predictive.rules import seed_all
-from pyro_dvi.predictive.run import Response
+from pyro_dvi.predictive.engine.run import Response
+from pyro_dvi.predictive.prediction.component import both_masks, checked_log_prob, whole_events
+from pyro_dvi.predictive.rules.rule import seed_all
 
 __all__ = ["SiteExport"]
 

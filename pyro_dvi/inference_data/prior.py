@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.handlers.all_rows import AllRows
-from pyro_dvi.predictive.rules import FromDraws, seed_all
+from pyro_dvi.predictive.rules.rule import FromDraws, seed_all
 from pyro_dvi.signatures import with_missing
 
 __all__ = ["PriorSamples"]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pyro_dvi.errors import ArgumentError
 from pyro_dvi.inference_data.names import close_names
-from pyro_dvi.predictive.rules import FromDraws
+from pyro_dvi.predictive.rules.rule import FromDraws
 
 __all__ = ["GivenSamples"]
 

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Predictions of a trained model: at the posterior mean, or averaged over draws."""
 
-from pyro_dvi.predictive.calibration import Calibrated, calibrate
-from pyro_dvi.predictive.linearised import Linearised
-from pyro_dvi.predictive.moments import Moments
 from pyro_dvi.predictive.predict import predict
-from pyro_dvi.predictive.prediction import Prediction
-from pyro_dvi.predictive.propagation import Independent, Propagation, ReverseDelta
-from pyro_dvi.predictive.rules import AtMean, PredictionRule, Samples
-from pyro_dvi.predictive.validation import ByValidation
+from pyro_dvi.predictive.prediction.prediction import Prediction
+from pyro_dvi.predictive.rules.calibration import Calibrated, calibrate
+from pyro_dvi.predictive.rules.linearised import Linearised
+from pyro_dvi.predictive.rules.moments import Moments
+from pyro_dvi.predictive.rules.propagation import Independent, Propagation, ReverseDelta
+from pyro_dvi.predictive.rules.rule import AtMean, PredictionRule, Samples
+from pyro_dvi.predictive.rules.validation import ByValidation
 
 __all__ = [
     "AtMean",

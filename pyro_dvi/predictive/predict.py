@@ -17,20 +17,9 @@ from pyro_dvi.guides import LaplaceGuide
 from pyro_dvi.guides.laplace.scales import rescaled_model
 from pyro_dvi.handlers.response import responses
 from pyro_dvi.handlers.trained_for import trained_for
-from pyro_dvi.predictive.batches import Batch, batches, keeps_order
-from pyro_dvi.predictive.defaults import default_rule
-from pyro_dvi.predictive.mixture import Mixture
-from pyro_dvi.predictive.moments import Moments
-from pyro_dvi.predictive.part import Part
-from pyro_dvi.predictive.posterior_check import check_posterior
-from pyro_dvi.predictive.prediction import Prediction
-from pyro_dvi.predictive.rules import (
-    PredictionRule,
-    Samples,
-    example_latents,
-    first_arguments,
-)
-from pyro_dvi.predictive.run import (
+from pyro_dvi.predictive.engine.batches import Batch, batches, keeps_order
+from pyro_dvi.predictive.engine.posterior_check import check_posterior
+from pyro_dvi.predictive.engine.run import (
     check_observation,
     distribution_at,
     evaluation_mode,
@@ -38,8 +27,19 @@ from pyro_dvi.predictive.run import (
     respond,
     seeded,
 )
-from pyro_dvi.predictive.unseen import refuse_unseen
-from pyro_dvi.predictive.vectorised import SampledComponents
+from pyro_dvi.predictive.engine.unseen import refuse_unseen
+from pyro_dvi.predictive.engine.vectorised import SampledComponents
+from pyro_dvi.predictive.prediction.mixture import Mixture
+from pyro_dvi.predictive.prediction.part import Part
+from pyro_dvi.predictive.prediction.prediction import Prediction
+from pyro_dvi.predictive.rules.defaults import default_rule
+from pyro_dvi.predictive.rules.moments import Moments
+from pyro_dvi.predictive.rules.rule import (
+    PredictionRule,
+    Samples,
+    example_latents,
+    first_arguments,
+)
 
 __all__ = ["at_tuned_scales", "device_of", "names_of_sites", "predict", "rule_of"]
 

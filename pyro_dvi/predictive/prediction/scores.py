@@ -10,7 +10,7 @@ from pyro_dvi import metrics
 from pyro_dvi.errors import DataError, UnsupportedError
 
 if TYPE_CHECKING:
-    from pyro_dvi.predictive.prediction import Prediction
+    from pyro_dvi.predictive.prediction.prediction import Prediction
 
 __all__ = ["scores"]
 

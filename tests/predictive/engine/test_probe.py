@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from pyro_dvi import Samples, predict
-from pyro_dvi.predictive.probe import possible
+from pyro_dvi.predictive.engine.probe import possible
 
 X = torch.randn(6, 2, generator=torch.Generator().manual_seed(0))
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pyro_dvi.errors import UnsupportedError
-from pyro_dvi.predictive.component import check_events, checked_log_prob, filled
+from pyro_dvi.predictive.prediction.component import check_events, checked_log_prob, filled
 
 __all__ = ["Part", "of_distributions"]
 

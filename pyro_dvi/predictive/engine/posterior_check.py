@@ -9,7 +9,7 @@ from torch import nn
 from pyro_dvi.errors import NonFiniteError
 from pyro_dvi.guides import LaplaceGuide
 from pyro_dvi.handlers.finite import non_finite
-from pyro_dvi.predictive.rules import check_is_set_up
+from pyro_dvi.predictive.rules.rule import check_is_set_up
 from pyro_dvi.training.ownership import check_still_own
 
 __all__ = ["check_posterior"]

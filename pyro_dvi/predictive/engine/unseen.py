@@ -11,7 +11,7 @@ from torch import distributions as td
 
 from pyro_dvi.devices import forked
 from pyro_dvi.errors import UnsupportedError
-from pyro_dvi.predictive.run import Latents, Response
+from pyro_dvi.predictive.engine.run import Latents, Response
 
 __all__ = ["refuse_unseen"]
 

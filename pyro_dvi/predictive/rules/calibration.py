@@ -25,12 +25,12 @@ from pyro_dvi.handlers.uncertain import uncertain_likelihoods
 from pyro_dvi.moments import GaussianMoments, observed_by
 from pyro_dvi.moments.rules import name_of
 from pyro_dvi.moments.weight_uses import WeightUses, parts_of
-from pyro_dvi.predictive.batches import batches
-from pyro_dvi.predictive.moments import posterior_gaussians
+from pyro_dvi.predictive.engine.batches import batches
+from pyro_dvi.predictive.engine.run import Response, evaluation_mode, respond, seeded
 from pyro_dvi.predictive.predict import device_of
-from pyro_dvi.predictive.propagation import Propagation
-from pyro_dvi.predictive.rules import Samples, check_is_set_up
-from pyro_dvi.predictive.run import Response, evaluation_mode, respond, seeded
+from pyro_dvi.predictive.rules.moments import posterior_gaussians
+from pyro_dvi.predictive.rules.propagation import Propagation
+from pyro_dvi.predictive.rules.rule import Samples, check_is_set_up
 
 __all__ = ["Calibrated", "calibrate"]
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from pyro_dvi.errors import UnsupportedError
-from pyro_dvi.predictive.component import whole_events
+from pyro_dvi.predictive.prediction.component import whole_events
 
 if TYPE_CHECKING:
-    from pyro_dvi.predictive.prediction import Prediction
+    from pyro_dvi.predictive.prediction.prediction import Prediction
 
 __all__ = ["arviz_of", "dataframe", "dataset"]
 

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from pyro_dvi.choice import check_count
 from pyro_dvi.errors import DataError, UnsupportedError
-from pyro_dvi.predictive.part import Part, of_distributions
-from pyro_dvi.predictive.quantiles import crps, probabilities, quantile
-from pyro_dvi.predictive.rules import PredictionRule
-from pyro_dvi.predictive.run import seeded
-from pyro_dvi.predictive.scores import scores
-from pyro_dvi.predictive.tables import arviz_of, dataframe, dataset
+from pyro_dvi.predictive.engine.run import seeded
+from pyro_dvi.predictive.prediction.part import Part, of_distributions
+from pyro_dvi.predictive.prediction.quantiles import crps, probabilities, quantile
+from pyro_dvi.predictive.prediction.scores import scores
+from pyro_dvi.predictive.prediction.tables import arviz_of, dataframe, dataset
+from pyro_dvi.predictive.rules.rule import PredictionRule
 
 __all__ = ["Prediction"]
 

@@ -23,7 +23,8 @@ from torch import distributions as td
 
 from pyro_dvi.handlers.wrapped import untransformed
 from pyro_dvi.links.mixture import weighted_mixture
-from pyro_dvi.predictive.component import (
+from pyro_dvi.predictive.engine.run import Response
+from pyro_dvi.predictive.prediction.component import (
     both_masks,
     check_events,
     checked_log_prob,
@@ -32,8 +33,7 @@ from pyro_dvi.predictive.component import (
     statistics,
     with_any,
 )
-from pyro_dvi.predictive.part import Part
-from pyro_dvi.predictive.run import Response
+from pyro_dvi.predictive.prediction.part import Part
 
 __all__ = ["Mixture", "Part", "checked_log_prob", "class_log_probabilities"]
 

@@ -16,7 +16,7 @@ from pyro_dvi.devices import forked
 from pyro_dvi.errors import DataError, ModelError
 from pyro_dvi.handlers.all_rows import AllRows
 from pyro_dvi.handlers.response import choose_response, counted, example_axis, responses
-from pyro_dvi.predictive.batches import Batch
+from pyro_dvi.predictive.engine.batches import Batch
 from pyro_dvi.signatures import parameter_names, with_missing
 from pyro_dvi.undisturbed import evaluating
 

@@ -7,9 +7,9 @@ from pyro.infer.autoguide import AutoDelta
 
 from pyro_dvi.guides import LaplaceGuide, MultiplicativeNoiseGuide
 from pyro_dvi.handlers.trained_for import trained_for
-from pyro_dvi.predictive.linearised import Linearised
-from pyro_dvi.predictive.moments import Moments
-from pyro_dvi.predictive.rules import AtMean, PredictionRule, Samples
+from pyro_dvi.predictive.rules.linearised import Linearised
+from pyro_dvi.predictive.rules.moments import Moments
+from pyro_dvi.predictive.rules.rule import AtMean, PredictionRule, Samples
 
 __all__ = ["default_rule"]
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the variances of a prediction come from those of the weights.
 
-Propagation is a choice of :class:`~pyro_dvi.predictive.moments.Moments`: what it takes as independent decides how
+Propagation is a choice of :class:`~pyro_dvi.predictive.rules.moments.Moments`: what it takes as independent decides how
 wide the predictions are. A new one is a class with one method, :meth:`Propagation.respond`.
 """
 
@@ -16,7 +16,7 @@ from pyro_dvi.errors import ArgumentError, UnsupportedError
 from pyro_dvi.handlers.uncertain import UncertainDistribution, uncertain_part, with_uncertain_part
 from pyro_dvi.moments import GaussianMoments, observed_by
 from pyro_dvi.moments.reverse_delta import ReverseDeltaRecorder
-from pyro_dvi.predictive.run import Response
+from pyro_dvi.predictive.engine.run import Response
 
 __all__ = ["Independent", "Propagation", "ReverseDelta"]
 
@@ -61,7 +61,7 @@ class ReverseDelta(Propagation):
     :class:`Independent`. Inputs count as certain: only the noise of weights is pulled back.
 
     Args:
-        slopes: the run whose slopes are taken; one of :class:`~pyro_dvi.predictive.calibration.Calibrated` smooths
+        slopes: the run whose slopes are taken; one of :class:`~pyro_dvi.predictive.Calibrated` smooths
             with corrected widths.
 
     Cost: one backward pass for each output of an example besides one run with gradients. See

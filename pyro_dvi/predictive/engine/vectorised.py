@@ -24,10 +24,10 @@ import pyro
 import torch
 from torch import Tensor
 
-from pyro_dvi.predictive.mixture import Mixture
-from pyro_dvi.predictive.probe import Probe, agrees, possible
-from pyro_dvi.predictive.rules import Samples, ignores_inputs
-from pyro_dvi.predictive.run import Latents, Respond
+from pyro_dvi.predictive.engine.probe import Probe, agrees, possible
+from pyro_dvi.predictive.engine.run import Latents, Respond
+from pyro_dvi.predictive.prediction.mixture import Mixture
+from pyro_dvi.predictive.rules.rule import Samples, ignores_inputs
 
 __all__ = ["SampledComponents"]
 

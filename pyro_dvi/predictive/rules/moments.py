@@ -22,9 +22,9 @@ from pyro_dvi.handlers.structure import refuse_dependent
 from pyro_dvi.handlers.uncertain import predictive_of, uncertain_likelihoods
 from pyro_dvi.links import ClassLink, MomentMatched, NoiseLink, SobolSoftmax, predictive_distribution
 from pyro_dvi.moments.repeated_uses import warned_of_repeated_uses
-from pyro_dvi.predictive.propagation import Independent, Propagation
-from pyro_dvi.predictive.rules import PredictionRule, arguments, check_is_set_up, latents, seed_all
-from pyro_dvi.predictive.run import Respond, Response
+from pyro_dvi.predictive.engine.run import Respond, Response
+from pyro_dvi.predictive.rules.propagation import Independent, Propagation
+from pyro_dvi.predictive.rules.rule import PredictionRule, arguments, check_is_set_up, latents, seed_all
 
 __all__ = ["Moments", "posterior_gaussians"]
 

@@ -17,9 +17,9 @@ from pyro_dvi.handlers.log_joint import AtUnconstrained
 from pyro_dvi.handlers.mean_run import twice_differentiable
 from pyro_dvi.handlers.outputs import Outputs, observed_outputs
 from pyro_dvi.links import ClassLink, Probit
+from pyro_dvi.predictive.engine.run import Respond, Response
 from pyro_dvi.predictive.integrated import integrated
-from pyro_dvi.predictive.rules import PredictionRule
-from pyro_dvi.predictive.run import Respond, Response
+from pyro_dvi.predictive.rules.rule import PredictionRule
 
 __all__ = ["Linearised"]
 
