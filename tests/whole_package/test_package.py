@@ -13,7 +13,7 @@ import yaml
 
 import pyro_dvi
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PACKAGE = Path(pyro_dvi.__file__).parent  # which may be installed elsewhere
 
 

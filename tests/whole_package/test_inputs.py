@@ -23,7 +23,7 @@ from pyro_dvi.curvature import HessianDiagonal
 from pyro_dvi.guides.laplace import Dense
 from pyro_dvi.natural_state import natural_state_of
 from pyro_dvi.optim import IVON, VOGN
-from tests.inputs import ROWS, Problem
+from tests.whole_package.inputs import ROWS, Problem
 
 TINY = 1e-4
 
