@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from pyro_dvi.bayesian import regressor, to_bayesian_
 from pyro_dvi.errors import DviWarning, PyroDviError
-from pyro_dvi.guides.laplace import (
+from pyro_dvi.laplace import (
     GGN,
     LBFGS,
     AbsoluteSum,
@@ -48,8 +48,8 @@ from pyro_dvi.guides.laplace import (
     Sum,
     TopEigen,
 )
-from pyro_dvi.guides.laplace.convergence import Accept
-from pyro_dvi.guides.laplace.query import Query
+from pyro_dvi.laplace.energy.query import Query
+from pyro_dvi.laplace.mode.convergence import Accept
 from pyro_dvi.metrics import coverage, crps_gaussian
 
 RESULTS = Path(__file__).parent / "results"

@@ -40,7 +40,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import pyro_dvi
 from pyro_dvi.bayesian import classifier, to_bayesian_
-from pyro_dvi.guides.laplace import (
+from pyro_dvi.laplace import (
     ByEvidence,
     Dense,
     Diagonal,

@@ -24,8 +24,8 @@ from torchvision.models import resnet18
 
 from benchmarks.networks import num_weights, resnet18_cifar
 from pyro_dvi import to_bayesian_
-from pyro_dvi.guides.laplace import Accept, LaplaceGuide, PosteriorSamples
-from pyro_dvi.guides.laplace.energy import Energy
+from pyro_dvi.laplace import Accept, LaplaceGuide, PosteriorSamples
+from pyro_dvi.laplace.energy.energy import Energy
 
 STEMS = {"cifar": resnet18_cifar, "imagenet": lambda: resnet18(num_classes=10)}
 

@@ -28,7 +28,7 @@ from torch import nn
 
 import pyro_dvi as dvi
 from pyro_dvi.diagnostics import compare_held_out
-from pyro_dvi.guides.laplace import Dense
+from pyro_dvi.laplace import Dense
 from pyro_dvi.optim import VOGN
 
 parser = argparse.ArgumentParser(description="Compare four posteriors of a regression.")

@@ -37,7 +37,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import pyro_dvi as dvi
 from pyro_dvi.diagnostics import compare_held_out
-from pyro_dvi.guides.laplace import Dense
+from pyro_dvi.laplace import Dense
 from pyro_dvi.optim import VOGN
 from pyro_dvi.predictive import ByValidation
 

@@ -16,6 +16,7 @@ from pyro_dvi import (
     errors,
     expectations,
     guides,
+    laplace,
     links,
     metrics,
     moments,
@@ -43,7 +44,6 @@ from pyro_dvi.diagnostics import (
 )
 from pyro_dvi.elbos import MomentPropagationELBO, NaturalGradientELBO, TaylorELBO, VarianceWeighted
 from pyro_dvi.guides import (
-    LaplaceGuide,
     MeanFieldGuide,
     MultiplicativeNoiseGuide,
     NaturalGradientGuide,
@@ -51,6 +51,7 @@ from pyro_dvi.guides import (
     PerWeight,
     SGDStepSize,
 )
+from pyro_dvi.laplace import LaplaceGuide
 from pyro_dvi.optim import learning_rates, parameter_groups
 from pyro_dvi.predictive import (
     AtMean,
@@ -81,9 +82,10 @@ __all__ = [
     "regressor",
     "summary",
     "to_deterministic",
-    # Posteriors and objectives; the methods of LaplaceGuide are in ``guides.laplace``
+    # Posteriors and objectives; the methods of LaplaceGuide are in ``laplace``
     "curvature",
     "guides",
+    "laplace",
     "MeanFieldGuide",
     "MultiplicativeNoiseGuide",
     "PerWeight",

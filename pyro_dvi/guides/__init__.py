@@ -3,7 +3,6 @@
 
 from pyro_dvi.guides.base import FactorisedGuide
 from pyro_dvi.guides.factors import Deterministic, Factor, MeanField
-from pyro_dvi.guides.laplace import LaplaceGuide
 from pyro_dvi.guides.mean_field import MeanFieldGuide
 from pyro_dvi.guides.multiplicative_noise import MultiplicativeNoiseGuide
 from pyro_dvi.guides.natural_gradient import NaturalGradientGuide
@@ -13,7 +12,6 @@ __all__ = [
     "Deterministic",
     "Factor",
     "FactorisedGuide",
-    "LaplaceGuide",
     "MeanField",
     "MeanFieldGuide",
     "MultiplicativeNoiseGuide",

@@ -16,7 +16,6 @@ from tqdm.auto import tqdm
 
 from pyro_dvi.choice import check_count
 from pyro_dvi.errors import ArgumentError, DviWarning, GuideError, UnsupportedError
-from pyro_dvi.guides.laplace.guide import DRAWN_WEIGHTS
 from pyro_dvi.inference_data.assemble import assemble
 from pyro_dvi.inference_data.attributes import attributes
 from pyro_dvi.inference_data.group import Group, check_names
@@ -27,6 +26,7 @@ from pyro_dvi.inference_data.one_pass import Posterior, pass_over
 from pyro_dvi.inference_data.posterior import Selection, Summaries, drawn_group, of_one_posterior
 from pyro_dvi.inference_data.prior import PriorSamples
 from pyro_dvi.inference_data.samples import GivenSamples
+from pyro_dvi.laplace.guide import DRAWN_WEIGHTS
 from pyro_dvi.predictive import PredictionRule, Samples
 from pyro_dvi.predictive.engine.batches import Batch, batches
 from pyro_dvi.predictive.engine.posterior_check import check_posterior

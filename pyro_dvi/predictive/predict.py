@@ -13,10 +13,10 @@ from tqdm.auto import tqdm
 
 from pyro_dvi.choice import check_choice
 from pyro_dvi.errors import DviWarning, GuideError
-from pyro_dvi.guides import LaplaceGuide
-from pyro_dvi.guides.laplace.scales import rescaled_model
 from pyro_dvi.handlers.response import responses
 from pyro_dvi.handlers.trained_for import trained_for
+from pyro_dvi.laplace import LaplaceGuide
+from pyro_dvi.laplace.evidence.scales import rescaled_model
 from pyro_dvi.predictive.engine.batches import Batch, batches, keeps_order
 from pyro_dvi.predictive.engine.posterior_check import check_posterior
 from pyro_dvi.predictive.engine.run import (

@@ -37,8 +37,8 @@ from pyro_dvi.errors import (
     PyroDviError,
     UnsupportedError,
 )
-from pyro_dvi.guides import LaplaceGuide, MeanFieldGuide, PerSite, PerWeight, SGDStepSize
-from pyro_dvi.guides.laplace import Accept, PosteriorSamples
+from pyro_dvi.guides import MeanFieldGuide, PerSite, PerWeight, SGDStepSize
+from pyro_dvi.laplace import Accept, LaplaceGuide, PosteriorSamples
 
 X = torch.linspace(-1, 1, 6)[:, None] * torch.tensor([1.0, -0.5])
 Y = X.sum(1)

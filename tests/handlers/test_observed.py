@@ -12,7 +12,7 @@ from torch import Tensor
 
 import pyro_dvi as dvi
 from pyro_dvi.errors import DataError
-from pyro_dvi.guides.laplace import Dense
+from pyro_dvi.laplace import Dense
 from pyro_dvi.optim import IVON, OGN, VOGN
 
 N = 12

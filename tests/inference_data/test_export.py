@@ -25,7 +25,7 @@ from pyro_dvi import (
     to_bayesian_,
 )
 from pyro_dvi.errors import ArgumentError, DataError, DviWarning, GuideError, ModelError
-from pyro_dvi.guides.laplace import Accept
+from pyro_dvi.laplace import Accept
 from tests.inference_data.reading import ARVIZ_1, az, groups, reopened, values
 
 

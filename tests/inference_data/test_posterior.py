@@ -33,7 +33,7 @@ from pyro_dvi import (
     to_arviz,
 )
 from pyro_dvi.errors import ArgumentError, GuideError, UnsupportedError
-from pyro_dvi.guides.laplace import (
+from pyro_dvi.laplace import (
     Accept,
     ConjugateGradient,
     Dense,

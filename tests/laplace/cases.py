@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_dvi.guides.laplace import (
+from pyro_dvi.laplace import (
     Accept,
     ConjugateGradient,
     Dense,
@@ -20,7 +20,7 @@ from pyro_dvi.guides.laplace import (
     PosteriorSamples,
     TopEigen,
 )
-from pyro_dvi.guides.laplace.query import Query
+from pyro_dvi.laplace.energy.query import Query
 
 DRAWS = 1000
 

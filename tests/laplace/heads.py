@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import AffineTransform, ExpTransform
 
-from pyro_dvi.guides.laplace import Accept, Dense, LaplaceGuide
+from pyro_dvi.laplace import Accept, Dense, LaplaceGuide
 from tests.laplace.problems import guide_at, ragged
 
 DRAWS = 40_000

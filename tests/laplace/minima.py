@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from pyro_dvi.guides.laplace import (
+from pyro_dvi.laplace import (
     LaplaceGuide,
 )
 from pyro_dvi.linalg import minimise_newton

@@ -10,7 +10,7 @@ import pyro.distributions as dist
 import torch
 from torch import Tensor
 
-from pyro_dvi.guides.laplace import LaplaceGuide
+from pyro_dvi.laplace import LaplaceGuide
 
 Batches = list[tuple[Tensor, ...]]
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from pyro_dvi import LaplaceGuide
-from pyro_dvi.guides.laplace import (
+from pyro_dvi.laplace import (
     Accept,
     Dense,
     Hessian,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pyro_dvi.errors import DviWarning, ModelError
-from pyro_dvi.guides.laplace.energy import Energy
+from pyro_dvi.laplace.energy.energy import Energy
 
 X = torch.linspace(-1, 2, 10, dtype=torch.float64)
 Y = X.cos()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pyro_dvi.errors import DviWarning, UnsupportedError
-from pyro_dvi.guides.laplace import (
+from pyro_dvi.laplace import (
     GGN,
     Accept,
     Dense,

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from pyro_dvi.errors import DataError, DviWarning
-from pyro_dvi.guides.laplace.energy import Energy
+from pyro_dvi.laplace.energy.energy import Energy
 
 NUM_DATA = 200
 

@@ -14,7 +14,7 @@ from pyro.optim import Adam
 from torch import Tensor, nn
 
 from pyro_dvi import LaplaceGuide, classifier, predict, to_bayesian_
-from pyro_dvi.guides.laplace import Accept, Dense, PosteriorSamples
+from pyro_dvi.laplace import Accept, Dense, PosteriorSamples
 from tests.models import residual_network
 
 ROWS = 12
@@ -35,7 +35,7 @@ def _fitted(
 
 def _jacobian_covariance(guide: LaplaceGuide, x: Tensor) -> Tensor:
     """J P^-1 J^T of the first outputs, with J by finite differences of the model."""
-    from pyro_dvi.guides.laplace.query import Query
+    from pyro_dvi.laplace.energy.query import Query
 
     fitted = guide.fitted
     query = Query(guide._plain_model.get(), (x,), fitted.mode, fitted.layout)

@@ -18,7 +18,7 @@ from pyro_dvi.errors import (
     NotPositiveDefiniteError,
     UnconvergedError,
 )
-from pyro_dvi.guides.laplace import (
+from pyro_dvi.laplace import (
     LBFGS,
     Accept,
     Adam,

@@ -14,7 +14,7 @@ from pyro_dvi import to_bayesian_
 from pyro_dvi.errors import (
     DviWarning,
 )
-from pyro_dvi.guides.laplace import (
+from pyro_dvi.laplace import (
     Dense,
     Diagonal,
     KroneckerFactored,

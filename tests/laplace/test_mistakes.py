@@ -17,7 +17,7 @@ from pyro_dvi.errors import (
     NotPositiveDefiniteError,
     UnsupportedError,
 )
-from pyro_dvi.guides.laplace import (
+from pyro_dvi.laplace import (
     Accept,
     Dense,
     Hessian,

@@ -12,7 +12,7 @@ from pyro.infer.autoguide import init_to_value
 
 from pyro_dvi import to_bayesian_
 from pyro_dvi.errors import ArgumentError, DataError, DviWarning, ModelError, NonFiniteError, UnconvergedError
-from pyro_dvi.guides.laplace import (
+from pyro_dvi.laplace import (
     GGN,
     Accept,
     Dense,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pyro_dvi import to_bayesian_
-from pyro_dvi.guides.laplace import (
+from pyro_dvi.laplace import (
     GGN,
     Dense,
     Diagonal,
@@ -19,7 +19,7 @@ from pyro_dvi.guides.laplace import (
     Method,
     PrecisionMatrix,
 )
-from pyro_dvi.guides.laplace.query import Query
+from pyro_dvi.laplace.energy.query import Query
 from tests.laplace.cases import CASES, fit, query_of
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pyro_dvi.errors import ArgumentError, UnsupportedError
-from pyro_dvi.guides.laplace import (
+from pyro_dvi.laplace import (
     Accept,
     ByEvidence,
     Dense,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pyro_dvi import AtMean, Linearised, Samples, predict
 from pyro_dvi.errors import ModelError, UnsupportedError
-from pyro_dvi.guides.laplace import Accept, Dense, Hessian, LaplaceGuide
+from pyro_dvi.laplace import Accept, Dense, Hessian, LaplaceGuide
 from tests.laplace.heads import DRAWS, HEADS, Head
 from tests.laplace.problems import guide_at
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from pyro_dvi import AtMean, Linearised, MeanFieldGuide, Moments, predict
 from pyro_dvi.errors import ArgumentError, GuideError
-from pyro_dvi.guides.laplace import Accept, Dense
+from pyro_dvi.laplace import Accept, Dense
 from pyro_dvi.links import LaplaceBridge, Probit, SobolSoftmax
 from tests.laplace.heads import DRAWS, HEADS, Head
 from tests.laplace.problems import LinearRegression, guide_at

@@ -14,7 +14,7 @@ from pyro_dvi.errors import (
     NotPositiveDefiniteError,
     UnsupportedError,
 )
-from pyro_dvi.guides.laplace import (
+from pyro_dvi.laplace import (
     AbsoluteSum,
     Dense,
     Hessian,
@@ -26,7 +26,7 @@ from pyro_dvi.guides.laplace import (
     Sum,
     parameter_uncertainty,
 )
-from pyro_dvi.guides.laplace.query import Query
+from pyro_dvi.laplace.energy.query import Query
 from tests.laplace.minima import at_minimum, pretrained
 from tests.laplace.problems import LinearRegression, SineRegression, ragged
 

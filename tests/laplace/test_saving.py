@@ -18,7 +18,8 @@ from pyro_dvi.errors import (
     DviWarning,
     GuideError,
 )
-from pyro_dvi.guides.laplace import (
+from pyro_dvi.handlers.fingerprint import Fingerprint
+from pyro_dvi.laplace import (
     Accept,
     ConjugateGradient,
     Diagonal,
@@ -27,7 +28,6 @@ from pyro_dvi.guides.laplace import (
     PosteriorSamples,
     TopEigen,
 )
-from pyro_dvi.handlers.fingerprint import Fingerprint
 from tests.laplace.problems import guide_at
 from tests.laplace.slope import LOCS, PointSolver, X, Y, fitted, model
 

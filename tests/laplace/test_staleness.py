@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import pyro_dvi as dvi
 from pyro_dvi.errors import CheckpointError, DviWarning, GuideError
-from pyro_dvi.guides.laplace import Accept, Dense, Exactly, Hessian, LaplaceGuide, PosteriorSamples
+from pyro_dvi.laplace import Accept, Dense, Exactly, Hessian, LaplaceGuide, PosteriorSamples
 from pyro_dvi.predictive import AtMean, Samples, predict
 from pyro_dvi.progress import progress_bar
 from tests.laplace.problems import guide_at
@@ -138,7 +138,7 @@ def test_work_is_shown(monkeypatch):
         def update(self, n=1):
             seen.append(n)
 
-    monkeypatch.setattr("pyro_dvi.guides.laplace.guide.progress_bar", lambda *_, **__: Bar(disable=True))
+    monkeypatch.setattr("pyro_dvi.laplace.guide.progress_bar", lambda *_, **__: Bar(disable=True))
     guide = guide_at(curve, (X, Y), LOCS)
     for method in (Dense(), Dense(Hessian()), PosteriorSamples(4)):
         seen.clear()

@@ -10,7 +10,7 @@ import torch
 
 from pyro_dvi import predict, to_bayesian_
 from pyro_dvi.errors import ArgumentError, DviWarning, GuideError, ModelError, UnsupportedError
-from pyro_dvi.guides.laplace import (
+from pyro_dvi.laplace import (
     Accept,
     ByEvidence,
     ByLanczos,
@@ -27,7 +27,7 @@ from pyro_dvi.guides.laplace import (
     Scale,
     TopEigen,
 )
-from pyro_dvi.guides.laplace.energy import Energy
+from pyro_dvi.laplace.energy.energy import Energy
 from pyro_dvi.predictive import ByValidation, Linearised
 from tests.laplace.problems import LinearRegression, SineRegression, guide_at
 

@@ -20,7 +20,7 @@ import pyro_dvi as dvi
 from pyro_dvi import curvature, metrics
 from pyro_dvi.bayesian import HierarchicalScale, LearnedScale
 from pyro_dvi.curvature.information import expected_information
-from pyro_dvi.guides.laplace import (
+from pyro_dvi.laplace import (
     Accept,
     ByEvidence,
     ByLanczos,

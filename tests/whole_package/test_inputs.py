@@ -20,7 +20,7 @@ from torch.distributions import biject_to
 
 import pyro_dvi as dvi
 from pyro_dvi.curvature import HessianDiagonal
-from pyro_dvi.guides.laplace import Dense
+from pyro_dvi.laplace import Dense
 from pyro_dvi.natural_state import natural_state_of
 from pyro_dvi.optim import IVON, VOGN
 from tests.whole_package.inputs import ROWS, Problem

@@ -7,7 +7,7 @@ import torch
 
 import pyro_dvi as dvi
 from pyro_dvi.errors import UnsupportedError
-from pyro_dvi.guides.laplace import Dense
+from pyro_dvi.laplace import Dense
 from tests.whole_package.test_device import METHODS, classifier, images, laplace_guide
 
 NAMES = [

@@ -5,8 +5,9 @@ from typing import Any
 
 from pyro.infer.autoguide import AutoDelta
 
-from pyro_dvi.guides import LaplaceGuide, MultiplicativeNoiseGuide
+from pyro_dvi.guides import MultiplicativeNoiseGuide
 from pyro_dvi.handlers.trained_for import trained_for
+from pyro_dvi.laplace import LaplaceGuide
 from pyro_dvi.predictive.rules.linearised import Linearised
 from pyro_dvi.predictive.rules.moments import Moments
 from pyro_dvi.predictive.rules.rule import AtMean, PredictionRule, Samples

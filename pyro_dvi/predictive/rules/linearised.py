@@ -9,13 +9,13 @@ from torch import Tensor
 
 from pyro_dvi.choice import check_choice, check_count
 from pyro_dvi.errors import GuideError
-from pyro_dvi.guides.laplace import LaplaceGuide
-from pyro_dvi.guides.laplace.layout import Layout
-from pyro_dvi.guides.laplace.query import Query
 from pyro_dvi.handlers.built import arguments_kept
 from pyro_dvi.handlers.log_joint import AtUnconstrained
 from pyro_dvi.handlers.mean_run import twice_differentiable
 from pyro_dvi.handlers.outputs import Outputs, observed_outputs
+from pyro_dvi.laplace import LaplaceGuide
+from pyro_dvi.laplace.energy.layout import Layout
+from pyro_dvi.laplace.energy.query import Query
 from pyro_dvi.links import ClassLink, Probit
 from pyro_dvi.predictive.engine.run import Respond, Response
 from pyro_dvi.predictive.integrated import integrated

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from pyro_dvi.choice import check_choice, check_count
 from pyro_dvi.errors import GuideError
-from pyro_dvi.guides import LaplaceGuide
 from pyro_dvi.handlers.all_rows import AllRows
 from pyro_dvi.handlers.mean_run import run_guide
 from pyro_dvi.handlers.means import GaussianSite
 from pyro_dvi.handlers.moment_run import PosteriorMoments, propagated, reparameterised
 from pyro_dvi.handlers.structure import refuse_dependent
 from pyro_dvi.handlers.uncertain import predictive_of, uncertain_likelihoods
+from pyro_dvi.laplace import LaplaceGuide
 from pyro_dvi.links import ClassLink, MomentMatched, NoiseLink, SobolSoftmax, predictive_distribution
 from pyro_dvi.moments.repeated_uses import warned_of_repeated_uses
 from pyro_dvi.predictive.engine.run import Respond, Response

@@ -25,9 +25,9 @@ from torch import distributions as td
 
 from pyro_dvi.choice import check_count
 from pyro_dvi.errors import GuideError
-from pyro_dvi.guides import LaplaceGuide
 from pyro_dvi.guides.base import FactorisedGuide
 from pyro_dvi.handlers.all_rows import AllRows
+from pyro_dvi.laplace import LaplaceGuide
 from pyro_dvi.predictive.engine.run import Respond, Response
 from pyro_dvi.signatures import with_missing
 

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from pyro_dvi.errors import ArgumentError, DataError, NotPositiveDefiniteError
-from pyro_dvi.guides.laplace.candidates import Candidates
-from pyro_dvi.guides.laplace.fitted import Fitted
-from pyro_dvi.guides.laplace.passes import Passes
-from pyro_dvi.guides.laplace.query import Query
-from pyro_dvi.guides.laplace.tuning import Criterion, Tuning
 from pyro_dvi.handlers.log_joint import run_joint
+from pyro_dvi.laplace.energy.passes import Passes
+from pyro_dvi.laplace.energy.query import Query
+from pyro_dvi.laplace.evidence.candidates import Candidates
+from pyro_dvi.laplace.evidence.tuning import Criterion, Tuning
+from pyro_dvi.laplace.fitted import Fitted
 from pyro_dvi.links import ClassLink, Probit
 from pyro_dvi.predictive.integrated import integrated
 from pyro_dvi.undisturbed import evaluating
@@ -43,7 +43,7 @@ class ByValidation(Criterion):
 
     Example:
         >>> import pyro, pyro.distributions as dist
-        >>> from pyro_dvi.guides.laplace import LaplaceGuide
+        >>> from pyro_dvi.laplace import LaplaceGuide
         >>> def model(x, y=None):
         ...     slope = pyro.sample("slope", dist.Normal(0.0, 1.0))
         ...     with pyro.plate("data", len(x)):

@@ -1,0 +1,354 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""The function that the MAP minimises, over all data, with its derivatives.
+
+.. math:: U(u) = -\frac{1}{\kappa}\sum_i \log p(y_i \mid u) - \log p(u)
+
+in the unconstrained space of the latents, where :math:`\log p(u)` includes the Jacobian of the transforms and
+:math:`\kappa` is the ``kl_weight`` of training: :math:`e^{-U}` is the (tempered) posterior that a Gaussian is to
+approximate, and the prior is part of it with its full weight.
+"""
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from copy import copy
+from functools import cached_property, partial
+from typing import Any
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from pyro_dvi.curvature.example_gradients import ExampleGradients, by_examples
+from pyro_dvi.curvature.likelihood import ObservedSite, private_random_state
+from pyro_dvi.curvature.products import SavedBytes, information_pairs, vectors_together
+from pyro_dvi.curvature.squared_gradients import SquaredGradients, halves
+from pyro_dvi.devices import widest
+from pyro_dvi.errors import DataError, DviWarning, NonFiniteError, UnsupportedError
+from pyro_dvi.handlers.explained import explained_errors
+from pyro_dvi.handlers.log_joint import JointRun, run_joint
+from pyro_dvi.laplace.energy.batch_graph import BatchGraph, sites_only
+from pyro_dvi.laplace.energy.layout import Layout
+from pyro_dvi.laplace.energy.passes import Passes
+from pyro_dvi.laplace.energy.rows import Rows
+from pyro_dvi.undisturbed import constant_parameters, evaluating
+
+__all__ = ["Energy", "LocalEnergy", "diagonal_of", "within"]
+
+
+class Energy:
+    r"""U of a model on fixed batches.
+
+    Sums are exact over a pass: every example counts once whatever the sizes of batches and the scale of the plate.
+    Modules run in evaluation mode.
+
+    Args:
+        model: a Pyro model.
+        batches: a loader or a list of batches of its arguments.
+        locs: unconstrained value of every latent site.
+        subset: sites that vary, in this order; the others stay at ``locs``. None: all of them.
+        kl_weight: :math:`\kappa`.
+        memory: bytes of graphs to keep between products at one point; what does not fit is run again each time.
+        vectors_at_once: how many vectors one product pushes through the model together; None: as the size of its
+            activations suggests.
+        num_labels: labels drawn for each observation of a distribution without a closed-form Fisher information.
+        seed: of these labels.
+
+    Raises:
+        UnsupportedError: latents in half precision.
+
+    Attributes:
+        layout: the sites in the flat vector.
+        evaluations: work done so far in gradients of all data: 1 for a gradient, 2 for the product with a vector.
+        report: called with such work as it is done; None: nobody.
+    """
+
+    def __init__(
+        self,
+        model: Callable,
+        batches: Iterable[Any],
+        locs: Mapping[str, Tensor],
+        *,
+        subset: Sequence[str] | None = None,
+        kl_weight: float = 1.0,
+        memory: int = 2**30,
+        vectors_at_once: int | None = None,
+        num_labels: int = 8,
+        seed: int = 0,
+    ) -> None:
+        self.model = model
+        self.locs = {name: loc.detach() for name, loc in locs.items()}
+        names = list(locs) if subset is None else list(subset)
+        self.layout = Layout({name: self.locs[name].shape for name in names})
+        reference = self.locs[names[0]]
+        if reference.dtype.itemsize < 4:
+            raise UnsupportedError(
+                f"latent site {names[0]!r} is {reference.dtype}, in which the curvature around a mode is lost to "
+                "rounding: convert model and data by .float(), and make a LaplaceGuide for them"
+            )
+        self.passes = Passes(batches, reference.device)
+        self.kl_weight = kl_weight
+        self.memory, self.vectors_at_once = memory, vectors_at_once
+        self.num_labels, self.seed = num_labels, seed
+        self.evaluations = 0
+        self.report: Callable[[int], object] | None = None
+        self._announced: set[str] = set()
+        self._local: LocalEnergy | None = None
+
+    @property
+    def start(self) -> Tensor:
+        """The flat vector of ``locs``."""
+        return self.layout.flatten([self.locs[name] for name in self.layout.names])
+
+    def at(self, point: Tensor) -> "LocalEnergy":
+        """Return U around a flat vector [D]; the last one is remembered."""
+        if self._local is None or not torch.equal(self._local.point, point):
+            self._local = None  # let its graphs go first
+            self._local = LocalEnergy(self, point.detach().clone())
+        return self._local
+
+    def with_model(self, model: Callable) -> "Energy":
+        """Return the same for a model with the same sites on the same data."""
+        other = copy(self)
+        other.model, other.evaluations, other._local = model, 0, None
+        return other
+
+    def count(self, work: int) -> None:
+        """Add to the work."""
+        self.evaluations += work
+        if self.report is not None:
+            self.report(work)
+
+    def value(self, point: Tensor) -> Tensor:
+        """Return U, a scalar, without graphs."""
+        log_likelihood, log_prior = self.log_joint(point)
+        return (-log_likelihood / self.kl_weight - log_prior).to(point.dtype)
+
+    def log_joint(self, point: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the log-likelihood of all data and the log prior, scalars in the widest type, without graphs."""
+        log_likelihood = torch.zeros((), dtype=widest(point.device), device=point.device)
+        log_prior = torch.zeros_like(log_likelihood)
+        rows = Rows()
+        with torch.no_grad():
+            for index, (_, run) in enumerate(self.runs(point)):
+                rows.add(run)
+                log_likelihood += run.log_likelihood()
+                if index == 0:
+                    log_prior += run.log_prior
+        rows.check()
+        return log_likelihood, log_prior
+
+    def first_run(self, point: Tensor) -> tuple[list[Tensor], JointRun]:
+        """Run the model on the first batch, for what does not depend on data; the sites' tensors come with it."""
+        return next(iter(self.runs(point)))
+
+    def runs(
+        self, point: Tensor, recorder: Callable[[list[Tensor]], AbstractContextManager[Any]] | None = None
+    ) -> Iterator[tuple[list[Tensor], JointRun]]:
+        """Run the model on every batch, within ``recorder`` of the sites' tensors; give these with each run."""
+        for args, kwargs in self.passes:
+            values = [v.detach().requires_grad_(torch.is_grad_enabled()) for v in self.layout.split(point)]
+            named = {**self.locs, **dict(zip(self.layout.names, values, strict=True))}
+            model = self.model if recorder is None else within(recorder(values), self.model)
+            checked = explained_errors(self.model, values, args, kwargs)
+            with checked, evaluating(self.model), constant_parameters(self.model):
+                run = run_joint(model, args, kwargs, named)
+            yield values, run
+
+    def part(self, run: JointRun, *, with_prior: bool) -> Tensor:
+        """What one batch adds to U; the prior comes with one of them."""
+        energy = -run.log_likelihood() / self.kl_weight
+        return energy - run.log_prior if with_prior else energy
+
+    def labels(self, site: ObservedSite, batch: int) -> list[Tensor]:
+        """Labels of a site from its own distribution, the same in every pass and others for each batch.
+
+        Args:
+            site: an observed site without a closed-form Fisher information.
+            batch: the position of the batch in its pass.
+
+        Raises:
+            DataError: the rows come in another order each time, and would have other labels.
+        """
+        if self.passes.reordered:
+            raise DataError(
+                f"the Gauss-Newton matrix of observed site {site.name!r}, a {type(site.fn).__name__}, is estimated "
+                "from drawn labels, which belong to rows: it would change with each pass over shuffled batches. "
+                "Give list(loader), or a loader with shuffle=False"
+            )
+        if site.name not in self._announced:
+            self._announced.add(site.name)
+            warnings.warn(
+                f"the Fisher information of {type(site.fn).__name__} at observed site {site.name!r} has no closed form "
+                f"here: the Gauss-Newton matrix is estimated from {self.num_labels} drawn labels for each observation. "
+                "Use curvature=Hessian(), or register it with pyro_dvi.curvature.information.information_rule",
+                DviWarning,
+                stacklevel=2,
+            )
+        seed = crc32(f"{self.seed}/{batch}/{site.name}".encode())
+        generator = torch.Generator(device=site.value.device).manual_seed(seed)
+        with private_random_state(generator, site.value.device):
+            return [site.sample_labels() for _ in range(self.num_labels)]
+
+
+class LocalEnergy:
+    """U and its derivatives at one point.
+
+    Attributes:
+        point: flat vector [D].
+    """
+
+    def __init__(self, energy: Energy, point: Tensor) -> None:
+        self.energy, self.point = energy, point
+        self._kept: list[BatchGraph] | None = None
+        self._prior_diagonal: tuple[Tensor | None] | None = None
+
+    @cached_property
+    def value_and_gradient(self) -> tuple[Tensor, Tensor]:
+        """U as a scalar and its gradient [D].
+
+        Raises:
+            NonFiniteError: U is NaN or infinite.
+        """
+        total = torch.zeros((), dtype=widest(self.point.device), device=self.point.device)
+        gradient = torch.zeros_like(self.point)
+        for graph in self._graphs():
+            total += graph.energy.detach()
+            gradient += graph.flat_gradient()
+        self.energy.count(1)
+        if not bool(torch.isfinite(total)):
+            raise NonFiniteError(
+                f"the negative log joint density is {total.item()} at these values: train further, or lower the "
+                "learning rate; NaN in the data are named by guide.diagnose(batches)"
+            )
+        return total.to(self.point.dtype), gradient
+
+    @property
+    def value(self) -> Tensor:
+        """U, a scalar."""
+        return self.value_and_gradient[0]
+
+    @property
+    def gradient(self) -> Tensor:
+        """Gradient of U, [D]."""
+        return self.value_and_gradient[1]
+
+    def hessian(self, vectors: Tensor) -> Tensor:
+        """Product of the Hessian of U with vectors [S, D]."""
+        return self._sum(vectors, lambda graph, v: graph.hessian(v))
+
+    def ggn(self, vectors: Tensor) -> Tensor:
+        """Product of vectors [S, D] with the Gauss-Newton matrix of the likelihood plus the Hessian of the prior.
+
+        Raises:
+            ModelError: the model has a ``pyro.factor`` term, which has no output to take the curvature of.
+        """
+        return self._sum(vectors, lambda graph, v: graph.ggn(v))
+
+    @cached_property
+    def prior_gradient(self) -> Tensor:
+        """Gradient of minus the log prior, [D]."""
+        graph = next(iter(self._graphs()))
+        return -self.energy.layout.flatten([g.detach() for g in graph.prior_gradients])
+
+    def prior_diagonal(self) -> Tensor | None:
+        """Diagonal [D] of the Hessian of minus the log prior; None unless that is diagonal and positive.
+
+        Independent Normal priors have one. Latents in the prior of others couple them.
+        """
+        if self._prior_diagonal is None:
+            self._prior_diagonal = (diagonal_of(self.prior_hessian, self.point),)
+        return self._prior_diagonal[0]
+
+    def prior_hessian(self, vectors: Tensor) -> Tensor:
+        """Product of vectors [S, D] with the Hessian of minus the log prior."""
+        graph = next(iter(self._graphs()))
+        split = self.energy.layout.split(vectors)
+        return self.energy.layout.flatten(graph.prior_hessian(split))
+
+    def ggn_noise(self, count: int, generator: torch.Generator) -> Tensor:
+        r"""Draw :math:`J^\top \Lambda^{1/2} \xi` [S, D]: its covariance is the likelihood's Gauss-Newton matrix."""
+        total = self.point.new_zeros(count, len(self.point))
+        for graph in self._graphs():
+            total += self.energy.layout.flatten(graph.ggn_noise(count, generator))
+        self.energy.count(count)
+        return total
+
+    def examples(self) -> Iterator[tuple[ExampleGradients, Tensor]]:
+        """Give, batch by batch, the rows of J and the weights ``[B, K]`` of the Gauss-Newton matrix."""
+        with torch.enable_grad():
+            recorders: list[SquaredGradients] = []
+
+            def recorder(values: list[Tensor]) -> SquaredGradients:
+                recorders.append(SquaredGradients(values))
+                return recorders[-1]
+
+            rows = Rows()
+            for values, run in self.energy.runs(self.point, recorder):
+                rows.add(run)
+                labels = partial(self.energy.labels, batch=rows.batches - 1)
+                for outputs, weights in by_examples(information_pairs(sites_only(run), labels)):
+                    # Thoroughly in the first batch, where other batches go through the same layers.
+                    parts = None if rows.batches == 1 else halves(len(outputs), outputs.device)
+                    examples = ExampleGradients(recorders[-1], values, outputs, parts)
+                    if rows.batches == 1:  # a backward pass for each output, through every batch
+                        self.energy.count(outputs.shape[1])
+                    yield examples, weights * self.energy.kl_weight**-0.5
+                recorders.clear()
+            rows.check()
+
+    def _sum(self, vectors: Tensor, product: Callable[["BatchGraph", list[Tensor]], list[Tensor]]) -> Tensor:
+        split = self.energy.layout.split(vectors)
+        total = torch.zeros_like(vectors)
+        for graph in self._graphs():
+            total += self.energy.layout.flatten(product(graph, split))
+        self.energy.count(2 * len(vectors))
+        return total
+
+    def _graphs(self) -> Iterator["BatchGraph"]:
+        if self._kept is not None:
+            yield from self._kept
+            return
+        kept: list[BatchGraph] | None = []
+        saved, rows = 0, Rows()
+        with torch.enable_grad():
+            runs = self.energy.runs(self.point)
+            while True:
+                saved_by_run = SavedBytes()
+                with saved_by_run:
+                    item = next(runs, None)
+                if item is None:
+                    break
+                values, run = item
+                rows.add(run)
+                together = self.energy.vectors_at_once or vectors_together(
+                    saved_by_run.total, self.point.device
+                )
+                graph = BatchGraph(self.energy, values, run, together, batch=rows.batches - 1)
+                # Products differentiate twice: their graphs hold about three times what the run saved.
+                saved += 4 * saved_by_run.total
+                if kept is not None:
+                    kept = [*kept, graph] if saved <= self.energy.memory else None
+                yield graph
+        rows.check()
+        self._kept = kept
+
+
+def diagonal_of(product: Callable[[Tensor], Tensor], like: Tensor) -> Tensor | None:
+    """Return the diagonal [D] of a matrix known by its products; None unless it is diagonal and positive."""
+    # Sums of rows are the diagonal if nothing else is there, which one vector tells whose elements all differ.
+    probe = torch.randn(like.shape, generator=torch.Generator().manual_seed(0)).to(like)
+    diagonal, check = product(torch.stack([torch.ones_like(probe), probe]))
+    rounding = 100 * torch.finfo(probe.dtype).eps * diagonal.abs() * probe.abs().clamp(min=1)
+    proper = ((check - probe * diagonal).abs() <= rounding) & (diagonal > 0)
+    return diagonal if bool(proper.all()) else None
+
+
+def within(context: AbstractContextManager[Any], model: Callable) -> Callable:
+    """Return the model inside a context."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with context:
+            return model(*args, **kwargs)
+
+    return run

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which matrix is the precision of the Gaussian: a choice passed as an object."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pyro_dvi.curvature.gauss_newton_matrix import add_gauss_newton_matrix
+from pyro_dvi.errors import CheckpointError
+from pyro_dvi.laplace.energy.energy import LocalEnergy
+
+__all__ = ["GGN", "Hessian", "PrecisionMatrix"]
+
+
+class PrecisionMatrix(ABC):
+    """A symmetric matrix P at the mode, by its products."""
+
+    @abstractmethod
+    def product(self, local: LocalEnergy, vectors: Tensor) -> Tensor:
+        """Return P v as ``[S, D]`` for vectors ``[S, D]``."""
+
+    @staticmethod
+    def of_kind(kind: str) -> "PrecisionMatrix":
+        """Make the one of a class name again, which takes no arguments.
+
+        Raises:
+            CheckpointError: no such class.
+        """
+        for cls in PrecisionMatrix.__subclasses__():
+            if cls.__name__ == kind:
+                return cls()
+        raise CheckpointError(
+            f"the state has the curvature {kind}, which is unknown here: import the module that defines it"
+        )
+
+    def matrix(self, local: LocalEnergy) -> Tensor:
+        """Return P as ``[D, D]``."""
+        return torch.cat([self.product(local, rows) for rows in _identity_rows(local.point)])
+
+
+@dataclass(frozen=True)
+class GGN(PrecisionMatrix):
+    r"""Gauss-Newton: :math:`P = \frac1\kappa\sum_i J_i^\top \Lambda_i J_i - \nabla^2\log p(u)`.
+
+    :math:`\Lambda_i` is the expected Fisher information of the parameters of the observed distribution. Positive
+    definite for log-concave priors, whether or not training has converged.
+
+    Status: the exact Hessian of the linearised model; differs from :class:`Hessian` by the curvature of the network.
+
+    Source: Schraudolph (2002), "Fast curvature matrix-vector products"; Martens (2020), Section 9, for its link with
+        the Fisher information.
+    """
+
+    def product(self, local: LocalEnergy, vectors: Tensor) -> Tensor:
+        """Return P v."""
+        return local.ggn(vectors)
+
+    def matrix(self, local: LocalEnergy) -> Tensor:
+        """Return P, from gradients of single examples where these are cheap."""
+        found = _by_examples(local)
+        if found is None:
+            return super().matrix(local)
+        diagonal = local.prior_diagonal()
+        if diagonal is not None:
+            found.diagonal().add_(diagonal)
+            return found
+        return found.add_(torch.cat([local.prior_hessian(rows) for rows in _identity_rows(local.point)]))
+
+
+@dataclass(frozen=True)
+class Hessian(PrecisionMatrix):
+    r"""The Hessian of minus the log posterior density, :math:`P = \nabla^2 U`.
+
+    Positive definite at a minimum of U only: train, then ``guide.polish(batches)``.
+
+    Status: exact.
+
+    Example:
+        >>> import pyro_dvi as dvi
+        >>> from pyro_dvi.laplace import Dense, Hessian
+        >>> net = dvi.to_bayesian_(torch.nn.Linear(1, 1, bias=False))
+        >>> guide = dvi.LaplaceGuide(dvi.regressor(net, num_data=3, noise_scale=1.0))
+        >>> batches = [(torch.ones(3, 1), torch.zeros(3, 1))]
+        >>> _ = guide.polish(batches, progress=False)
+        >>> guide.fit(batches, Dense(Hessian())).precision
+        tensor([[4.]])
+    """
+
+    def product(self, local: LocalEnergy, vectors: Tensor) -> Tensor:
+        """Return P v."""
+        return local.hessian(vectors)
+
+
+def _by_examples(local: LocalEnergy) -> Tensor | None:
+    """The likelihood's part of the Gauss-Newton matrix; None where gradients of single examples are not cheap."""
+    total = local.point.new_zeros(len(local.point), len(local.point))
+    for examples, weights in local.examples():
+        if not examples.cheap:
+            return None
+        add_gauss_newton_matrix(examples, weights.square(), total)
+    return total
+
+
+def _identity_rows(point: Tensor, at_once: int = 256) -> Iterator[Tensor]:
+    size = len(point)
+    for start in range(0, size, at_once):
+        count = min(at_once, size - start)
+        rows = point.new_zeros(count, size)
+        rows[torch.arange(count), torch.arange(start, start + count)] = 1
+        yield rows

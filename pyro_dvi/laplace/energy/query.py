@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Outputs of a model at query inputs, as a function of the flat vector of latents."""
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_dvi.batches import tensors_in
+from pyro_dvi.curvature.example_gradients import ExampleGradients
+from pyro_dvi.curvature.products import LinearMap, SavedBytes, vectors_together
+from pyro_dvi.curvature.squared_gradients import SquaredGradients
+from pyro_dvi.errors import DataError, PyroDviError
+from pyro_dvi.handlers.explained import explained_errors
+from pyro_dvi.handlers.outputs import Outputs, run_outputs
+from pyro_dvi.laplace.energy.layout import Layout
+from pyro_dvi.laplace.energy.torch_modes import refuse_torch_modes
+from pyro_dvi.signatures import with_missing
+from pyro_dvi.undisturbed import constant_parameters, evaluating
+
+__all__ = ["Query"]
+
+
+class Query:
+    r"""Outputs :math:`f(x; u)` for B inputs, and their Jacobian J at the mode.
+
+    Args:
+        model: a Pyro model.
+        inputs: its positional arguments; observations may be left out.
+        locs: unconstrained value of every latent site.
+        layout: the sites that vary.
+        site: which outputs; see :func:`~pyro_dvi.handlers.outputs.run_outputs`.
+        vectors_at_once: how many vectors go through the graph together; None: as its size suggests.
+
+    Attributes:
+        num_rows: B.
+    """
+
+    def __init__(
+        self,
+        model: Callable,
+        inputs: tuple[Any, ...],
+        locs: Mapping[str, Tensor],
+        layout: Layout,
+        *,
+        site: str | None = None,
+        vectors_at_once: int | None = None,
+    ) -> None:
+        refuse_torch_modes(next((loc.device for loc in locs.values()), None))
+        self.model, self.inputs, self.layout, self.site = model, inputs, layout, site
+        self.vectors_at_once = vectors_at_once
+        self._locs = {name: loc.detach() for name, loc in locs.items()}
+        tensors = [v for v in tensors_in(inputs) if v.dim() > 0]
+        if not tensors:
+            raise DataError("a query needs an input tensor with a row for each example")
+        self.num_rows = len(tensors[0])
+        if self.num_rows == 0:
+            raise DataError("the query has no rows")
+        for tensor in tensors:
+            if not bool(torch.isfinite(tensor).all()):
+                raise DataError(f"the query of shape {tuple(tensor.shape)} holds NaN or infinite values")
+
+    @property
+    def mode(self) -> Tensor:
+        """The flat vector at which J is taken."""
+        return self.layout.flatten([self._locs[name] for name in self.layout.names])
+
+    @cached_property
+    def outputs(self) -> Outputs:
+        """The outputs at the mode, with their graph."""
+        with self._recorder, self._saved:
+            return self._run(self._values)
+
+    @property
+    def mean(self) -> Tensor:
+        """Outputs at the mode, [B, K]."""
+        return self.outputs.values.detach()
+
+    @property
+    def size(self) -> int:
+        """K, the real numbers for each example."""
+        return self.outputs.values.shape[1]
+
+    def at(self, point: Tensor) -> Tensor:
+        """Return the outputs [B, K] at another flat vector [D], as a node of its graph if it has one."""
+        if point.requires_grad:
+            return self._run(self.layout.split(point)).values
+        with torch.enable_grad():  # which parameters are outputs shows in their graph
+            values = self.layout.split(point.detach().requires_grad_())
+        return self._run(values).values.detach()
+
+    def forward(self, vectors: Tensor) -> Tensor:
+        """Return J v as ``[S, B, K]`` for vectors ``[S, D]``."""
+        return self._jacobian.forward(self.layout.split(vectors))
+
+    def transposed(self, cotangents: Tensor) -> Tensor:
+        """Return Jᵀ c as ``[S, D]`` for cotangents ``[S, B, K]``."""
+        return self.layout.flatten(self._jacobian.transposed(cotangents))
+
+    def rows(self, at_once: int = 64) -> Iterator[Tensor]:
+        """Give the rows of J in order, example by example: tensors ``[n, D]``, n at most ``at_once``."""
+        if not self._examples.cheap:
+            yield from self._rows_by_products(at_once)
+            return
+        together = max(1, at_once // self.size)
+        for start in range(0, self.num_rows, together):
+            rows = self._examples.rows(slice(start, start + together))
+            yield from rows.flatten(0, 1).split(at_once)
+
+    def _rows_by_products(self, at_once: int) -> Iterator[Tensor]:
+        total = self.num_rows * self.size
+        for start in range(0, total, at_once):
+            count = min(at_once, total - start)
+            cotangents = self.mean.new_zeros(count, total)
+            cotangents[torch.arange(count), torch.arange(start, start + count)] = 1
+            yield self.transposed(cotangents.reshape(count, self.num_rows, self.size))
+
+    @cached_property
+    def _values(self) -> list[Tensor]:
+        return [self._locs[name].clone().requires_grad_() for name in self.layout.names]
+
+    @cached_property
+    def _recorder(self) -> SquaredGradients:
+        return SquaredGradients(self._values)
+
+    @cached_property
+    def _saved(self) -> SavedBytes:
+        return SavedBytes()
+
+    @cached_property
+    def _examples(self) -> ExampleGradients:
+        return ExampleGradients(self._recorder, self._values, self.outputs.values)
+
+    @cached_property
+    def _jacobian(self) -> LinearMap:
+        outputs = self.outputs.values
+        together = self.vectors_at_once or vectors_together(self._saved.total, outputs.device)
+        return LinearMap(outputs, self._values, vectors_at_once=together)
+
+    def _run(self, values: list[Tensor]) -> Outputs:
+        named = {**self._locs, **dict(zip(self.layout.names, values, strict=True))}
+        try:
+            with torch.enable_grad(), explained_errors(self.model, values, self.inputs, {}):
+                return self._read(named)
+        except PyroDviError:
+            raise
+        except (RuntimeError, IndexError) as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            shapes = ", ".join(f"{tuple(t.shape)} {t.dtype}" for t in tensors_in(self.inputs))
+            raise DataError(
+                f"the model fails on the query ({shapes}), with latents of {values[0].dtype}: {error}. A query has the "
+                "shape and dtype of the training inputs, but for the number of rows"
+            ) from error
+
+    def _read(self, named: Mapping[str, Tensor]) -> Outputs:
+        """Run the model at unconstrained values and read its outputs."""
+        args = with_missing(self.model, self.inputs)
+        with evaluating(self.model), constant_parameters(self.model):
+            return run_outputs(self.model, args, named, self.num_rows, self.site)

@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The posterior as a Gaussian around its mode."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from pyro_dvi.choice import check_choice
+from pyro_dvi.handlers.fingerprint import Fingerprint
+from pyro_dvi.laplace.energy.precision import GGN, PrecisionMatrix
+from pyro_dvi.laplace.energy.query import Query
+from pyro_dvi.laplace.evidence.by_evidence import ByEvidence
+from pyro_dvi.laplace.evidence.evidence import Evidence, log_evidence
+from pyro_dvi.laplace.evidence.scales import PriorPrecision, Scale, rescaled_model
+from pyro_dvi.laplace.evidence.spectrum import Determinant, default_determinant
+from pyro_dvi.laplace.evidence.tuning import Criterion, Tuning, TuningCurve, tune
+from pyro_dvi.laplace.fitted import Fitted
+from pyro_dvi.laplace.gaussian_guide import DRAWN_WEIGHTS, GaussianGuide
+from pyro_dvi.laplace.methods.dense import Dense
+from pyro_dvi.laplace.methods.posterior import LaplacePosterior, Method, check_method
+from pyro_dvi.laplace.mode.convergence import Refuse, Unconverged
+from pyro_dvi.laplace.outputs import GaussianOutputs
+from pyro_dvi.progress import progress_bar
+from pyro_dvi.signatures import with_missing
+
+__all__ = ["DRAWN_WEIGHTS", "LaplaceGuide"]
+
+
+class LaplaceGuide(GaussianGuide):
+    r"""Train a mode, then put a Gaussian around it.
+
+    .. math:: q(u) = \mathcal N(\hat u, P^{-1}), \qquad \hat u = \arg\min_u U(u), \qquad
+        U(u) = -\tfrac1\kappa\log p(D \mid u) - \log p(u)
+
+    In training it is a point mass in unconstrained space, for ``SVI`` with any ELBO: its loss is
+    :math:`\kappa U` up to a constant. Then :meth:`polish` finds the minimum itself, :meth:`fit` the Gaussian, and
+    :meth:`predictive`, ``predict`` and :meth:`log_evidence` use it. Predictions linearise the model around the mode.
+
+    Status: the Gaussian is exact for linear models with Gaussian noise; elsewhere a local approximation.
+
+    Args:
+        model: a Pyro model whose latents are continuous.
+        kl_weight: :math:`\kappa`, as the objective had it in training; the posterior is that of the tempered
+            likelihood :math:`p(D \mid u)^{1/\kappa}`.
+        init_loc_fn: Pyro initialisation strategy of the mode; by default the weights that a network had before
+            :func:`~pyro_dvi.to_bayesian_`: a trained network is a mode already.
+        create_plates: as in Pyro's guides.
+
+    Attributes:
+        locs: module of modes, ``guide.locs.<site>``.
+        posterior: what the last :meth:`fit` made; None before.
+
+    Raises:
+        ModelError: a latent is discrete, or there is none.
+        ArgumentError: a KL weight that is not positive.
+
+    Source: MacKay (1992); Immer, Korzepa & Bauer (2021) for the linearised predictive.
+
+    Example:
+        >>> import pyro, pyro.distributions as dist
+        >>> def model(x, y=None):
+        ...     slope = pyro.sample("slope", dist.Normal(0.0, 1.0))
+        ...     with pyro.plate("data", len(x)):
+        ...         return pyro.sample("y", dist.Normal(slope * x, 1.0), obs=y)
+        >>> x = torch.ones(3)
+        >>> guide = LaplaceGuide(model)
+        >>> guide.initialize(x, x)
+        >>> _ = guide.polish([(x, x)], progress=False)
+        >>> _ = guide.fit([(x, x)], Dense())
+        >>> guide.predictive(x).variance
+        tensor([0.2500, 0.2500, 0.2500])
+    """
+
+    def fit(
+        self,
+        batches: Iterable[Any],
+        method: Method | None = None,
+        *,
+        subset: str | Iterable[str] | None = None,
+        unconverged: Unconverged | None = None,
+        seed: int = 0,
+        progress: bool = False,
+    ) -> LaplacePosterior:
+        """Put the Gaussian around the mode.
+
+        Untuned, class probabilities are often far less certain than the data warrant: see :meth:`tune`.
+
+        Args:
+            batches: all the data: a loader or a list of batches, as for :func:`~pyro_dvi.fit`.
+            method: how the Gaussian is represented.
+            subset: sites that are uncertain, by name or pattern (``"net.4.*"`` for a last layer); the others stay at
+                their mode. None: all.
+            unconverged: what to do about a mode that is no minimum: ``Refuse()``, the default, raises where the
+                precision is the Hessian and warns otherwise; ``UseGGN()``, ``Accept()``.
+            seed: of random numbers.
+            progress: count the work, in gradients of all data, where there is a terminal or notebook.
+
+        Returns:
+            the Gaussian; also ``guide.posterior``.
+
+        Raises:
+            UnconvergedError: the precision is the Hessian, and the mode no minimum; ``diagnosis`` says why.
+            DataError: batches that do not hold all data, or change, or hold NaN.
+            ModelError: the model draws random numbers of its own.
+        """
+        method = Dense() if method is None else method
+        unconverged = Refuse() if unconverged is None else unconverged
+        check_method(method)
+        check_choice("unconverged", unconverged, Unconverged, "Refuse(), UseGGN() or Accept()")
+        energy = self.energy(batches, subset=subset)
+        energies = [energy]
+        if self.scale_factors:  # a mode of before :meth:`tune`, or polished since
+            energies.insert(0, self._trained_energy(batches, subset))
+        method = unconverged.method(method, energies)
+        with progress_bar(progress, None, unit="gradient") as bar:
+            energy.report = bar.update
+            posterior = method.fit(energy.at(energy.start), seed=seed, progress=progress)
+            energy.report = None
+        self._method = method
+        self._fitted = Fitted(
+            posterior,
+            energy.layout,
+            self.unconstrained_mode(),
+            dict(self.scale_factors),
+            self.kl_weight,
+            method.curvature,
+            Fingerprint.of(self._plain_model.get(), *next(iter(energy.passes)), self.median()),
+            energy.passes.checksum,
+        )
+        return posterior
+
+    def log_evidence(
+        self,
+        batches: Iterable[Any],
+        *,
+        determinant: Determinant | None = None,
+        subset: str | Iterable[str] | None = None,
+    ) -> Evidence:
+        r"""Estimate the log evidence of the model by Laplace's method, with every constant.
+
+        .. math:: \log p(D) \approx -U(\hat u) + \tfrac D2 \log 2\pi - \tfrac12 \log\det P
+
+        Status: exact for linear models with Gaussian noise; elsewhere Laplace's approximation, which counts one mode.
+        The log determinant is that of the last :meth:`fit` where its method knows it (exact for ``Dense()``), as good
+        as the method's approximation of P, if the batches are those of the fit; otherwise that of the matrix itself,
+        exactly up to D = 1,000 and by Lanczos beyond. ``print`` says which. With a subset it is the evidence given the
+        sites that stay fixed.
+
+        Args:
+            batches: all the data.
+            determinant: ``Exactly()`` or ``ByLanczos(probes, steps)``, instead of the one of the fit.
+            subset: without a fit: sites that are uncertain. None: those of the fit, or all.
+
+        Returns:
+            ``value`` in nats, ``standard_error``, and the parts.
+
+        Raises:
+            ArgumentError: ``kl_weight`` is not 1: a tempered posterior has no evidence.
+            GuideError: the mode, or the model, has changed since the fit.
+            NotPositiveDefiniteError: the precision is not positive definite.
+        """
+        fitted = None if self._fitted is None or subset is not None else self.fitted
+        energy = self.energy(batches, subset=subset if fitted is None else fitted.layout.names)
+        if fitted is not None:
+            self.check_model(self._plain_model.get(), plates=True)
+        chosen = default_determinant(energy.layout.size) if determinant is None else determinant
+        known = () if fitted is None or determinant is not None else (fitted.posterior, fitted.data)
+        return log_evidence(energy, self._curvature, chosen, *known)
+
+    @property
+    def _curvature(self) -> PrecisionMatrix:
+        return GGN() if self._fitted is None else self._fitted.curvature
+
+    def tune(
+        self,
+        batches: Iterable[Any],
+        scale: Scale | None = None,
+        criterion: Criterion | None = None,
+        *,
+        method: Method | None = None,
+        subset: str | Iterable[str] | None = None,
+        values: Sequence[float] | Tensor | None = None,
+        refinements: int = 12,
+        unconverged: Unconverged | None = None,
+        seed: int = 0,
+        progress: bool = True,
+    ) -> TuningCurve:
+        r"""Choose the scale of priors, or of the noise, after training; then fit with it.
+
+        The mode stays where it is, although it is no minimum of U with another scale (``polish`` moves it there, and
+        training with another ``prior_scale`` does so from the start). Values are relative to the model as it is
+        written; several scales are tuned one after the other. Where probabilities of known classes matter, tune by
+        validation data: by the evidence a classifier often stays less certain than the data warrant.
+
+        Args:
+            batches: all the data.
+            scale: ``PriorPrecision()`` for one multiplier of all priors (the default), ``PriorPrecision("net.0.*")``,
+                ``NoiseScale()``.
+            criterion: ``ByEvidence()``, the default, or ``ByValidation(batches)`` of :mod:`pyro_dvi.predictive`.
+            method: as for :meth:`fit`; None: that of the last fit.
+            subset: as for :meth:`fit`; None: that of the last fit.
+            values: to try; by default 25 from 0.001 to 1,000 for a precision, 0.1 to 10 for a noise.
+            refinements: more values, between the neighbours of the best one.
+            unconverged: as for :meth:`fit`.
+            seed: of random numbers.
+            progress: show a progress bar.
+
+        Returns:
+            The curve; ``best`` is the value that was taken, and is in ``guide.scale_factors``.
+
+        Warns:
+            DviWarning: the best value is the smallest or largest.
+
+        Raises:
+            ArgumentError: values that are not positive; the evidence of a tempered posterior.
+            ModelError, UnsupportedError: there is no such scale in the model.
+        """
+        if self._fitted is not None and subset is None:
+            subset = self._fitted.layout.names
+        chosen = method or self._method or Dense(self._curvature)
+        scale = PriorPrecision() if scale is None else scale
+        criterion = ByEvidence() if criterion is None else criterion
+        check_method(chosen)
+        check_choice("scale", scale, Scale, "PriorPrecision('net.0.*') or NoiseScale()")
+        check_choice("criterion", criterion, Criterion, "ByEvidence() or ByValidation(batches)")
+        if values is None:
+            values = scale.grid()
+        sites = scale.sites(self.energy(batches, subset=subset))
+        others = {name: factor for name, factor in self.scale_factors.items() if name not in sites}
+        energy = self._trained_energy(batches, subset).with_model(
+            rescaled_model(self._plain_model.get(), others)
+        )
+        curve = tune(
+            Tuning(energy, scale, sites, chosen, seed),
+            criterion,
+            values=values,
+            refinements=refinements,
+            progress=progress,
+        )
+        self.scale_factors = {**others, **dict.fromkeys(sites, scale.factor(curve.best))}
+        self.fit(batches, chosen, subset=subset, unconverged=unconverged, seed=seed, progress=progress)
+        return curve
+
+    def predictive(self, *inputs: Any, site: str | None = None, joint: bool = False) -> GaussianOutputs:
+        """Return the Gaussian over the outputs for some inputs.
+
+        Args:
+            inputs: positional arguments of the model; observations may be left out.
+            site: an observed site, or one of ``pyro.deterministic``; None for the one observed site.
+            joint: also the covariance between examples, ``joint_covariance`` of shape ``[B k, B k]``.
+
+        Returns:
+            ``mean`` and ``variance`` of the prediction ``[B, ...]``, ``covariance`` ``[B, k, k]``.
+
+        Raises:
+            GuideError: not fitted yet, or the mode or the model has changed since.
+            DataError: no rows, NaN, or inputs that the model cannot take.
+            ModelError: no such site, or several to choose from.
+            UnsupportedError: a distribution that cannot be linearised, or a method without what is asked for.
+        """
+        if self._fitted is not None:
+            self.initialize_loaded(*with_missing(self._plain_model.get(), inputs))
+        fitted = self.fitted
+        self.check_model(self._plain_model.get())
+        query = Query(self._current_model(), inputs, fitted.mode, fitted.layout, site=site)
+        return fitted.gaussian_outputs(query, joint=joint)

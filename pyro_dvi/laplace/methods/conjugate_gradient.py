@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Covariances by solving linear equations with the precision, which is known by its products only."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_dvi.errors import ArgumentError, NotConvergedError, NotPositiveDefiniteError
+from pyro_dvi.laplace.energy.energy import LocalEnergy
+from pyro_dvi.laplace.energy.precision import GGN, PrecisionMatrix
+from pyro_dvi.laplace.energy.query import Query
+from pyro_dvi.laplace.methods.posterior import LaplacePosterior, Method, blocks_by_rows
+from pyro_dvi.linalg import Preconditioner, Solution, block_conjugate_gradients, conjugate_gradients
+
+__all__ = ["ConjugateGradient", "ConjugateGradientPosterior", "PrecisionSolver"]
+
+
+@dataclass(frozen=True)
+class ConjugateGradient(Method):
+    r"""Solve :math:`P v = J^\top e` for every output at every query, :math:`J P^{-1} J^\top = J V`.
+
+    Nothing is stored but the precision's products; a query of B examples and K outputs solves B K systems together,
+    one iteration of which costs two gradients of all data for each. For many queries see ``PosteriorSamples``.
+
+    Status: exact to the tolerance: variances come out too small by less than its square times the condition number.
+
+    Args:
+        curvature: ``GGN()``, or ``Hessian()`` at a minimum.
+        tolerance: bound on ``|J' e - P v| / |J' e|``; products in float32 reach about 1e-4, which is then the bound.
+        max_iterations: by default ``min(10 D, 1000)``.
+        preconditioner: a method whose posterior is close to P and solves at once, such as ``TopEigen(k)``. None: all
+            right-hand sides share one Krylov space, relative to the prior, which took fewer iterations in our
+            measurements than ``Diagonal()`` and ``KroneckerFactored()``.
+
+    Raises:
+        NotPositiveDefiniteError: P has a direction of negative curvature: the mode is no minimum.
+        NotConvergedError: the tolerance was not reached in ``max_iterations``.
+
+    Source: Hestenes & Stiefel (1952); O'Leary (1980) for blocks.
+
+    Example:
+        >>> import pyro_dvi as dvi
+        >>> from pyro_dvi.laplace import ConjugateGradient
+        >>> net = dvi.to_bayesian_(torch.nn.Linear(1, 1, bias=False))
+        >>> guide = dvi.LaplaceGuide(dvi.regressor(net, num_data=3, noise_scale=1.0))
+        >>> batches = [(torch.ones(3, 1), torch.zeros(3, 1))]
+        >>> _ = guide.polish(batches, progress=False)
+        >>> _ = guide.fit(batches, ConjugateGradient())
+        >>> guide.predictive(torch.full((1, 1), 2.0)).variance
+        tensor([1.])
+    """
+
+    curvature: PrecisionMatrix = field(default_factory=GGN)
+    tolerance: float = 1e-6
+    max_iterations: int | None = None
+    preconditioner: Method | None = None
+
+    exact = True
+
+    def __post_init__(self) -> None:
+        check_tolerance(self.tolerance)
+
+    def fit(
+        self, local: LocalEnergy, *, seed: int = 0, progress: bool = False
+    ) -> "ConjugateGradientPosterior":
+        """Return the posterior."""
+        preconditioner = None
+        if self.preconditioner is not None:
+            preconditioner = self.preconditioner.fit(local, seed=seed, progress=progress).solve
+        solver = PrecisionSolver(local, self.curvature, self.tolerance, self.max_iterations, preconditioner)
+        return ConjugateGradientPosterior(solver)
+
+
+@dataclass(frozen=True)
+class PrecisionSolver:
+    """Solutions of P v = b.
+
+    Attributes:
+        local: U around the mode.
+        curvature: which matrix P is.
+        tolerance: bound on ``|b - P v| / |b|``.
+        max_iterations: by default ``min(10 D, 1000)``.
+        preconditioner: see :data:`pyro_dvi.linalg.Preconditioner`; None: a block method relative to the prior.
+    """
+
+    local: LocalEnergy
+    curvature: PrecisionMatrix
+    tolerance: float
+    max_iterations: int | None
+    preconditioner: Preconditioner | None
+
+    def __call__(self, rhs: Tensor) -> Tensor:
+        """Return v for the rows b, ``[S, D]``."""
+        tolerance = max(self.tolerance, 1000 * torch.finfo(rhs.dtype).eps)
+        try:
+            x, found = self._solve(rhs, tolerance)
+        except NotPositiveDefiniteError as error:
+            translated = NotPositiveDefiniteError(
+                f"{self.curvature!r} has curvature {error.curvature:.3g} along a direction: the mode is no minimum, or "
+                "the prior does not determine every latent. Run guide.polish(batches), use curvature=GGN(), or float64."
+            )
+            translated.direction, translated.curvature = error.direction, error.curvature
+            raise translated from error
+        if not found.converged:
+            worst = float(found.residuals.max())
+            raise NotConvergedError(
+                f"after {found.iterations} iterations a solve with {self.curvature!r} has the residual {worst:.2g}, "
+                f"not {tolerance:.2g}: allow more max_iterations or a larger tolerance, use float64, or another "
+                "preconditioner such as TopEigen(k)"
+            )
+        return x
+
+    def _solve(self, rhs: Tensor, tolerance: float) -> tuple[Tensor, Solution]:
+        options: Any = {"tolerance": tolerance, "max_iterations": self.max_iterations}
+
+        def product(vectors: Tensor) -> Tensor:
+            return self.curvature.product(self.local, vectors)
+
+        if self.preconditioner is not None:
+            found = conjugate_gradients(product, rhs, preconditioner=self.preconditioner, **options)
+            return found.x, found
+        prior = self.local.prior_diagonal()
+        if prior is None:
+            found = block_conjugate_gradients(product, rhs, **options)
+            return found.x, found
+        half = prior.rsqrt()
+        found = block_conjugate_gradients(lambda v: product(v * half) * half, rhs * half, **options)
+        return found.x * half, found
+
+
+class ConjugateGradientPosterior(LaplacePosterior):
+    """A Gaussian by solutions with its precision.
+
+    Args:
+        solver: gives the solutions.
+    """
+
+    def __init__(self, solver: PrecisionSolver) -> None:
+        self.mode, self._solver = solver.local.point, solver
+
+    def solve(self, vectors: Tensor) -> Tensor:
+        return self._solver(vectors)
+
+    def covariance(self, query: Query) -> Tensor:
+        def quadratic(rows: Tensor) -> Tensor:
+            return _symmetric(rows @ self._solver(rows.flatten(0, 1)).reshape(rows.shape).mT)
+
+        return blocks_by_rows(query, quadratic)
+
+    def joint_covariance(self, query: Query) -> Tensor:
+        columns = [query.forward(self._solver(rows)).flatten(1) for rows in query.rows()]
+        return _symmetric(torch.cat(columns))
+
+
+def check_tolerance(tolerance: float) -> None:
+    """Refuse a tolerance that is no relative residual."""
+    if not 0 < tolerance < 1:
+        raise ArgumentError(f"tolerance is a relative residual between 0 and 1, got {tolerance!r}")
+
+
+def _symmetric(matrix: Tensor) -> Tensor:
+    return 0.5 * (matrix + matrix.mT)

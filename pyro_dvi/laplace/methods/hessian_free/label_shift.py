@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One pair of fits by ordinary training on shifted labels."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from pyro.poutine.messenger import Messenger
+from torch import Tensor
+from torch import distributions as td
+
+from pyro_dvi.errors import ModelError, UnsupportedError
+from pyro_dvi.handlers.response import example_axis
+from pyro_dvi.handlers.wrapped import untransformed
+from pyro_dvi.laplace.energy.energy import Energy, LocalEnergy, within
+from pyro_dvi.laplace.energy.query import Query
+from pyro_dvi.laplace.methods.hessian_free.mode import PretrainedMode
+from pyro_dvi.laplace.methods.hessian_free.tilted_energy import Tilt
+
+__all__ = ["LabelShift"]
+
+
+@dataclass(frozen=True)
+class LabelShift(PretrainedMode):
+    r"""Tilt by the training predictions, through the labels.
+
+    For Gaussian noise with a known scale, completing the square shows that
+
+    .. math:: \frac{(y_i - f_i)^2}{2\kappa\sigma_i^2} - \frac\lambda N f_i =
+        \frac{(y_i + \lambda\kappa\sigma_i^2/N - f_i)^2}{2\kappa\sigma_i^2} + \text{const},
+
+    so that training on shifted labels is the tilted fit, and a training loop needs no change at all. The result is that
+    of :class:`~pyro_dvi.laplace.methods.hessian_free.in_sample.InSample`, at the cost of training.
+
+    Status: as ``InSample()``, to which it is equal. Masked examples have no labels and take no part.
+
+    Raises:
+        ModelError: at fit: several observed sites, one that is not Normal, or a noise scale that is a latent.
+
+    Source: McInerney & Kallus (2024), the variant by data augmentation.
+    """
+
+    reusable = True
+
+    def check(self, local: LocalEnergy) -> None:
+        """Require one observed site that is Normal with a known scale."""
+        _, run = local.energy.first_run(local.point)
+        if len(run.sites) != 1 or run.factors:
+            raise ModelError(
+                "LabelShift() needs one observed site; the model has "
+                f"{[site.name for site in (*run.sites, *run.factors)]}. Use InSample() or Pointwise()."
+            )
+        normal_of(run.sites[0].fn, run.sites[0].name)
+
+    def tilts(self, local: LocalEnergy, query: Query) -> list[Tilt]:
+        """Return one tilt for each column of the labels."""
+        _, run = local.energy.first_run(local.point)
+        site, outputs = run.sites[0].name, query.outputs
+        if outputs.site != site:
+            raise UnsupportedError(
+                f"LabelShift() tilts the mean of observed site {site!r}, which {outputs.site!r} is not: use InSample()"
+            )
+        rows = sum(run.sites[0].value.numel() for _, run in _without_gradients(local)) // query.size
+        return [_LabelTilt(local.energy, site, k, query.size, rows) for k in range(query.size)]
+
+
+class _LabelTilt(Tilt):
+    """Mean of a column of the predictions, known by what a shift of its labels does to U."""
+
+    def __init__(self, energy: Energy, site: str, output: int, size: int, rows: int) -> None:
+        self.energy, self.site, self.output, self.size, self.rows = energy, site, output, size, rows
+
+    def tilted(self, local: LocalEnergy, point: Tensor, strength: float) -> tuple[Tensor, Tensor]:
+        """Return U on shifted labels and its gradient."""
+        shift = _Shift(self.site, self.output, self.size, strength * self.energy.kl_weight / self.rows)
+        energy = self.energy.with_model(within(shift, self.energy.model))
+        found = energy.at(point).value_and_gradient
+        self.energy.evaluations += energy.evaluations
+        return found
+
+    def value_and_gradient(self, point: Tensor) -> tuple[Tensor, Tensor]:
+        """Return r, up to a constant, and its gradient: U is linear in the strength."""
+        (below, falling), (above, rising) = (
+            self.tilted(self.energy.at(point), point, strength) for strength in (-0.5, 0.5)
+        )
+        return below - above, falling - rising
+
+
+class _Shift(Messenger):
+    """Add ``strength * scale^2`` to a column of the labels of a Normal site."""
+
+    def __init__(self, site: str, output: int, size: int, strength: float) -> None:
+        super().__init__()
+        self.site, self.output, self.size, self.strength = site, output, size, strength
+
+    def _pyro_sample(self, msg: Any) -> None:
+        if msg["name"] != self.site or not msg["is_observed"]:
+            return
+        variance = normal_of(msg["fn"], self.site).scale.square()
+        value = msg["value"]
+        msg["value"] = value + self.strength * variance * self._column(msg, value)
+
+    def _column(self, msg: Any, value: Tensor) -> Tensor:
+        """One where the labels belong to the column, zero elsewhere."""
+        rows = value.numel() // self.size
+        axis = example_axis(self.site, msg, rows) - len(msg["fn"].event_shape) + value.dim()
+        others = [n for i, n in enumerate(value.shape) if i != axis]
+        column = value.new_zeros(rows, self.size)
+        column[:, self.output] = 1
+        return column.reshape(rows, *others).movedim(0, axis)
+
+
+def normal_of(fn: Any, name: str) -> Any:
+    """Return the Normal distribution of a site.
+
+    Raises:
+        ModelError: it is another distribution, or its scale depends on the latents.
+    """
+    fn = untransformed(fn)
+    if not isinstance(fn, td.Normal):
+        raise ModelError(
+            f"LabelShift() needs Gaussian noise, where a shift of the labels is a tilt; observed site {name!r} is "
+            f"{type(fn).__name__}. Use InSample(), Sum(inputs) or Pointwise()."
+        )
+    if fn.scale.requires_grad:
+        raise ModelError(
+            f"LabelShift() needs a noise scale that does not depend on the latents, unlike that of site {name!r}: the "
+            "shift is a multiple of its square. Use InSample(), Sum(inputs) or Pointwise()."
+        )
+    return fn
+
+
+def _without_gradients(local: LocalEnergy) -> Any:
+    with torch.no_grad():
+        yield from local.energy.runs(local.point)

@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Kronecker product for each layer: what goes in, times what comes back."""
+
+import warnings
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_dvi.curvature.example_gradients import ExampleGradients
+from pyro_dvi.errors import DviWarning, UnsupportedError
+from pyro_dvi.laplace.energy.energy import LocalEnergy
+from pyro_dvi.laplace.energy.precision import GGN, PrecisionMatrix
+from pyro_dvi.laplace.energy.prior_precision import common_ratio, independent_prior_precision
+from pyro_dvi.laplace.energy.query import Query
+from pyro_dvi.laplace.methods.kronecker_block import KroneckerBlock
+from pyro_dvi.laplace.methods.posterior import LaplacePosterior, Method, blocks_by_rows
+from pyro_dvi.linalg.operator import gaussian_rows
+
+__all__ = ["KroneckerFactored", "KroneckerPosterior"]
+
+
+@dataclass(frozen=True)
+class KroneckerFactored(Method):
+    r"""Approximate the block of each dense or convolutional layer, with its bias, by a Kronecker product.
+
+    With a layer's inputs a (and 1 for the bias) at T positions and the gradients :math:`\delta` of its outputs,
+    weighted by the Fisher information,
+
+    .. math::
+        P_{\text{layer}} \approx \Pi + B \otimes A, \qquad
+        A = \sum_{i,t} a_{it} a_{it}^\top, \qquad
+        B = \frac{1}{NT} \sum_{i,k,t} w_{ik}^2\, \delta_{ikt} \delta_{ikt}^\top .
+
+    Status: an approximation between layers (dropped) and within them (inputs and gradients taken as independent,
+    positions of a convolution as alike). Exact for a single dense layer whose Fisher information is the same for all
+    examples. The prior precision :math:`\Pi` is exact where it is :math:`r_i c_j` for a weight from unit j to unit i,
+    as one scale for each layer; otherwise the nearest such matrix in logarithms.
+    Sites that are no weight or bias of such a layer, or are used several times, keep a diagonal, with a warning.
+
+    Args:
+        curvature: ``GGN()``.
+
+    Raises:
+        UnsupportedError: the curvature is not ``GGN()``, the prior couples latents, or observed sites differ in their
+            number of rows.
+
+    Source: Martens & Grosse (2015); Grosse & Martens (2016), Eq. 25-27, for convolutions;
+        Ritter, Botev & Barber (2018).
+
+    Example:
+        >>> import pyro_dvi as dvi
+        >>> from pyro_dvi.laplace import KroneckerFactored
+        >>> net = dvi.to_bayesian_(torch.nn.Linear(1, 1, bias=False))
+        >>> guide = dvi.LaplaceGuide(dvi.regressor(net, num_data=3, noise_scale=1.0))
+        >>> batches = [(torch.ones(3, 1), torch.zeros(3, 1))]
+        >>> _ = guide.polish(batches, progress=False)
+        >>> guide.fit(batches, KroneckerFactored()).marginal_variance()
+        tensor([0.2500])
+    """
+
+    curvature: PrecisionMatrix = field(default_factory=GGN)
+
+    reweights = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.curvature, GGN):
+            raise UnsupportedError(
+                f"KroneckerFactored() is an approximation of the Gauss-Newton matrix, not of {self.curvature!r}: use "
+                "curvature=GGN(), or Dense(curvature=Hessian())"
+            )
+
+    def fit(self, local: LocalEnergy, *, seed: int = 0, progress: bool = False) -> "KroneckerPosterior":
+        """Return the posterior."""
+        prior = independent_prior_precision(local, "KroneckerFactored()")
+        factors: _Factors | None = None
+        previous: Any = None
+        for examples, weights in local.examples():
+            if examples.recorder is previous:
+                raise UnsupportedError(
+                    "KroneckerFactored() needs observed sites with the same number of rows: use Diagonal() or "
+                    "PosteriorSamples(n)"
+                )
+            previous = examples.recorder
+            factors = _Factors(examples) if factors is None else factors
+            factors.add(examples, weights)
+        assert factors is not None
+        names = [local.energy.layout.names[k] for k in factors.rest]
+        if names:
+            shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+            warnings.warn(
+                f"KroneckerFactored() has no factors for {len(names)} sites, which are no weight or bias of a dense or "
+                f"convolutional layer that is used once, and keep a diagonal: {shown}",
+                DviWarning,
+                stacklevel=3,
+            )
+        return KroneckerPosterior(local.point, *factors.precision(local, prior), prior)
+
+
+class _Factors:
+    """Sums of both factors of each layer, and the diagonal of what has none."""
+
+    def __init__(self, examples: ExampleGradients) -> None:
+        with_parts = [k for k in range(len(examples.values)) if examples.outer(k) is not None]
+        self.layers: list[tuple[int, int | None]] = []
+        paired: set[int] = set()
+        for k in sorted(with_parts, key=lambda k: -examples.values[k].dim()):  # weights before their biases
+            if k in paired:
+                continue
+            bias = [other for other in with_parts if other != k and examples.same_call(k, other)]
+            self.layers.append((k, bias[0] if bias else None))
+            paired |= {k, *bias}
+        self.rest = [k for k in range(len(examples.values)) if k not in paired]
+        self.inputs_first = {
+            k: o.inputs_first for k, _ in self.layers if (o := examples.outer(k)) is not None
+        }
+        self.inputs: dict[int, Tensor] = {}
+        self.deltas: dict[int, Tensor] = {}
+        self.positions = dict.fromkeys(self.inputs_first, 0)
+        self.diagonal = [torch.zeros_like(v) for v in examples.values]
+
+    def add(self, examples: ExampleGradients, weights: Tensor) -> None:
+        """Add a batch."""
+        for k, bias in self.layers:
+            outer = examples.outer(k)
+            if outer is None:  # no gradient arrives in this batch
+                continue
+            for part in examples.chunks():
+                a, delta = outer.parts(part)
+                if bias is not None:
+                    a = torch.cat([a, a.new_ones(*a.shape[:-1], 1)], -1)
+                self.positions[k] += a.shape[0] * a.shape[1]
+                a = a.flatten(0, 1)
+                delta = (delta * weights[part].mT[..., None, None]).flatten(0, 2)
+                self.inputs[k] = self.inputs.get(k, 0) + a.mT @ a
+                self.deltas[k] = self.deltas.get(k, 0) + delta.mT @ delta
+        if self.rest:
+            for total, found in zip(self.diagonal, examples.squares(weights, self.rest), strict=True):
+                total += found
+
+    def precision(self, local: LocalEnergy, prior: Tensor) -> tuple[Tensor, list[dict[str, Any]]]:
+        """Return the diagonal [D], to be used outside the blocks, and the blocks."""
+        ends = torch.tensor([value.numel() for value in self.diagonal]).cumsum(0).tolist()
+        spans = [(end - value.numel(), end) for end, value in zip(ends, self.diagonal, strict=True)]
+        blocks = []
+        for k, bias in self.layers:
+            if k not in self.inputs:
+                continue
+            block = KroneckerBlock.fitted(
+                prior,
+                spans[k],
+                None if bias is None else spans[bias],
+                self.inputs_first[k],
+                self.inputs[k],
+                self.deltas[k] / self.positions[k],
+            )
+            blocks.append(block.state())
+        return prior + local.energy.layout.flatten(self.diagonal), blocks
+
+
+class KroneckerPosterior(LaplacePosterior):
+    """A Gaussian of independent layers.
+
+    Attributes:
+        diagonal: precision of the latents that belong to no block, [D]; entries of blocks mean nothing.
+        blocks: the layers, see :class:`KroneckerBlock`.
+        prior: the prior's precision, [D], which single layers have as their nearest product.
+    """
+
+    stored = ("mode", "diagonal", "blocks")
+
+    def __init__(
+        self, mode: Tensor, diagonal: Tensor, blocks: list[dict[str, Any]], prior: Tensor | None = None
+    ) -> None:
+        self.mode, self.diagonal, self.blocks, self.prior = mode, diagonal, blocks, prior
+        self._layers = [KroneckerBlock(**block) for block in blocks]
+        self._outside = torch.ones_like(diagonal, dtype=torch.bool)
+        for layer in self._layers:
+            layer.put(self._outside, torch.zeros_like(layer.prior, dtype=torch.bool))
+
+    def covariance(self, query: Query) -> Tensor:
+        def quadratic(rows: Tensor) -> Tensor:
+            white = self._whitened(rows)
+            return white @ white.mT
+
+        return blocks_by_rows(query, quadratic)
+
+    def joint_covariance(self, query: Query) -> Tensor:
+        white = torch.cat([self._whitened(rows) for rows in query.rows()])
+        return white @ white.mT
+
+    def draw(self, count: int, generator: torch.Generator) -> Tensor:
+        noise = gaussian_rows(count, len(self.mode), self.mode, generator)
+        drawn = noise / self.diagonal.sqrt()
+        for layer in self._layers:
+            layer.put(drawn, layer.coloured(layer.get(noise)))
+        return self.mode + drawn
+
+    def solve(self, vectors: Tensor) -> Tensor:
+        found = vectors / self.diagonal
+        for layer in self._layers:
+            layer.put(found, layer.coloured(layer.whitened(layer.get(vectors))))
+        return found
+
+    def marginal_variance(self) -> Tensor:
+        found = 1 / self.diagonal
+        for layer in self._layers:
+            layer.put(found, layer.variance())
+        return found
+
+    def reweighted(self, likelihood: float, prior: Tensor) -> "KroneckerPosterior":
+        if self.prior is None:
+            return super().reweighted(likelihood, prior)  # type: ignore[return-value]
+        blocks = []
+        for layer in self._layers:
+            factor = common_ratio(layer.get(prior), layer.get(self.prior))
+            if factor is None:  # the eigenvectors are others then
+                return super().reweighted(likelihood, prior)  # type: ignore[return-value]
+            blocks.append(layer.reweighted(likelihood, factor).state())
+        diagonal = likelihood * (self.diagonal - self.prior) + prior
+        return KroneckerPosterior(self.mode, diagonal, blocks, prior)
+
+    def log_determinant(self) -> Tensor:
+        total = self.diagonal[self._outside].log().sum()
+        return total + sum(layer.log_determinant() for layer in self._layers)
+
+    def _whitened(self, rows: Tensor) -> Tensor:
+        """Rows h with h hᵀ = r P⁻¹ rᵀ."""
+        found = rows / self.diagonal.sqrt()
+        for layer in self._layers:
+            layer.put(found, layer.whitened(layer.get(rows)))
+        return found

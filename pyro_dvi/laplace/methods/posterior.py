@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""The contract of a Laplace method, and of the Gaussian that it makes.
+
+Adding a method: subclass :class:`Method`, whose :meth:`~Method.fit` looks at U around the mode and returns a
+:class:`LaplacePosterior`; give that a :meth:`~LaplacePosterior.covariance`, and what else it can do at its cost.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from pyro_dvi.choice import check_choice
+from pyro_dvi.errors import CheckpointError, UnsupportedError
+from pyro_dvi.laplace.energy.energy import LocalEnergy
+from pyro_dvi.laplace.energy.precision import PrecisionMatrix
+from pyro_dvi.laplace.energy.query import Query
+
+__all__ = ["LaplacePosterior", "Method", "blocks_by_rows", "check_method"]
+
+_ROWS, _ENTRIES = 512, 1 << 26  # rows of J, and entries of them, that are held together
+
+
+class Method(ABC):
+    """How the Gaussian around the mode is represented.
+
+    Attributes:
+        curvature: which matrix is its precision: ``GGN()`` or ``Hessian()``.
+        exact: the precision of the Gaussian is that matrix itself, but for rounding, sampling and unfinished solves.
+        reweights: its posterior may have :meth:`LaplacePosterior.reweighted`.
+    """
+
+    curvature: PrecisionMatrix
+    exact: ClassVar[bool] = False
+    reweights: ClassVar[bool] = False
+
+    @abstractmethod
+    def fit(self, local: LocalEnergy, *, seed: int, progress: bool) -> "LaplacePosterior":
+        """Return the posterior around ``local.point``.
+
+        Args:
+            local: U around the mode.
+            seed: of random numbers.
+            progress: show a progress bar of its own, if it has one; the guide shows the work that U does.
+        """
+
+
+def check_method(method: object) -> None:
+    """Refuse what is no method, or has no matrix for its precision.
+
+    Raises:
+        ArgumentError: a class or string in place of an object.
+    """
+    check_choice("method", method, Method, "Dense() or PosteriorSamples()")
+    assert isinstance(method, Method)
+    check_choice("curvature", method.curvature, PrecisionMatrix, "GGN() or Hessian()")
+
+
+class LaplacePosterior(ABC):
+    r"""A Gaussian :math:`\mathcal N(\hat u, P^{-1})`, as far as its method knows it.
+
+    Attributes:
+        mode: :math:`\hat u`, flat, [D].
+        stored: the arguments of the class, tensors and plain values, that its attributes of the same names hold: what
+            a file keeps of it. None: it needs the model and the data to work, and is not saved.
+    """
+
+    mode: Tensor
+    stored: ClassVar[tuple[str, ...] | None] = None
+    _kinds: ClassVar[dict[str, type["LaplacePosterior"]]] = {}
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        LaplacePosterior._kinds[cls.__name__] = cls
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {len(self.mode)} latents>"
+
+    def state(self) -> dict[str, Any]:
+        """Return what a file keeps.
+
+        Raises:
+            UnsupportedError: the posterior cannot do without the model and the data.
+        """
+        if self.stored is None:
+            raise UnsupportedError(
+                f"{type(self).__name__} solves with the model and the data, which a file does not hold: call guide.fit "
+                "again after loading or moving, or use Dense() or PosteriorSamples(n)"
+            )
+        return {name: getattr(self, name) for name in self.stored}
+
+    @staticmethod
+    def of_kind(kind: str, state: dict[str, Any]) -> "LaplacePosterior":
+        """Make a posterior again from its :meth:`state`.
+
+        Raises:
+            CheckpointError: no such class, or one that is made of something else.
+        """
+        if kind not in LaplacePosterior._kinds:
+            raise CheckpointError(
+                f"the state holds a {kind}, which is unknown here: import the module that defines it"
+            )
+        try:
+            return LaplacePosterior._kinds[kind](**state)
+        except TypeError as error:
+            raise CheckpointError(
+                f"the state of a {kind} holds {sorted(state)}, of which this version makes none: fit again, and save"
+            ) from error
+
+    @abstractmethod
+    def covariance(self, query: Query) -> Tensor:
+        r"""Return :math:`J_b P^{-1} J_b^\top` for each example, ``[B, K, K]``."""
+
+    def joint_covariance(self, query: Query) -> Tensor:
+        r"""Return :math:`J P^{-1} J^\top` over all examples, ``[B K, B K]``.
+
+        Raises:
+            UnsupportedError: the method knows the outputs of single examples only.
+        """
+        raise UnsupportedError(
+            f"{type(self).__name__} has no joint covariance: use Dense() or ConjugateGradient()"
+        )
+
+    def draw(self, count: int, generator: torch.Generator) -> Tensor:
+        """Draw from the Gaussian: flat vectors ``[count, D]``.
+
+        Raises:
+            UnsupportedError: the method has no draws.
+        """
+        raise UnsupportedError(
+            f"{type(self).__name__} has no draws of the latents: use PosteriorSamples(n) or Dense()"
+        )
+
+    def solve(self, vectors: Tensor) -> Tensor:
+        r"""Return the rows :math:`P^{-1} v` for vectors ``[S, D]``.
+
+        Raises:
+            UnsupportedError: the method cannot.
+        """
+        raise UnsupportedError(
+            f"{type(self).__name__} has no solutions of P x = v: use Dense(), ConjugateGradient(), TopEigen(k), "
+            "Diagonal() or KroneckerFactored()"
+        )
+
+    def marginal_variance(self) -> Tensor:
+        """Return the diagonal of the covariance, [D].
+
+        Raises:
+            UnsupportedError: the method does not know it.
+        """
+        raise UnsupportedError(
+            f"{type(self).__name__} does not know the variances of single latents: use Diagonal(), Dense() or "
+            "PosteriorSamples(n)"
+        )
+
+    def reweighted(self, likelihood: float, prior: Tensor) -> "LaplacePosterior":
+        r"""Return the Gaussian of precision :math:`a G + \Pi_c` in place of :math:`G + \Pi`.
+
+        Args:
+            likelihood: a, positive.
+            prior: the diagonal of :math:`\Pi_c`, positive, [D].
+
+        Raises:
+            UnsupportedError: it takes another fit.
+            NotPositiveDefiniteError: that precision is not positive definite.
+        """
+        raise UnsupportedError(f"{type(self).__name__} has to be fitted again for another prior")
+
+    def log_determinant(self) -> Tensor:
+        """Return log det P, a scalar.
+
+        Raises:
+            UnsupportedError: the method does not know it.
+        """
+        raise UnsupportedError(
+            f"{type(self).__name__} has no log-determinant: use Dense(), or that of the matrix itself, which "
+            "guide.log_evidence(batches, determinant=ByLanczos()) and ByEvidence(ByLanczos()) take"
+        )
+
+
+def blocks_by_rows(query: Query, quadratic: Callable[[Tensor], Tensor]) -> Tensor:
+    """Covariances of single examples from rows of J.
+
+    Args:
+        query: the outputs.
+        quadratic: maps rows ``[n, K, D]`` of n examples to ``[n, K, K]``.
+    """
+    size = query.size
+    at_once = max(1, min(_ROWS, _ENTRIES // query.layout.size) // size) * size
+    return torch.cat([quadratic(rows.reshape(-1, size, rows.shape[-1])) for rows in query.rows(at_once)])

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draws from the Gaussian by solving randomised least-squares problems, one for each draw."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from pyro_dvi.choice import check_count
+from pyro_dvi.errors import UnsupportedError
+from pyro_dvi.laplace.energy.energy import LocalEnergy
+from pyro_dvi.laplace.energy.precision import GGN, PrecisionMatrix
+from pyro_dvi.laplace.energy.prior_precision import independent_prior_precision
+from pyro_dvi.laplace.energy.query import Query
+from pyro_dvi.laplace.methods.conjugate_gradient import PrecisionSolver, check_tolerance
+from pyro_dvi.laplace.methods.posterior import LaplacePosterior, Method
+from pyro_dvi.linalg.operator import gaussian_rows
+
+__all__ = ["PosteriorSamples", "SamplesPosterior"]
+
+
+@dataclass(frozen=True)
+class PosteriorSamples(Method):
+    r"""Draw from :math:`\mathcal N(0, P^{-1})` once, predict anywhere.
+
+    With independent standard normal :math:`\xi, \zeta`,
+
+    .. math::
+        P v_s = J^\top \Lambda^{1/2} \xi_s + \Pi^{1/2} \zeta_s, \qquad P = J^\top \Lambda J + \Pi
+        \quad\Rightarrow\quad v_s \sim \mathcal N(0, P^{-1}), \qquad
+        J_* P^{-1} J_*^\top \approx \frac1S \sum_s (J_* v_s)(J_* v_s)^\top .
+
+    The right-hand sides take one pass over all data, S conjugate-gradient solves run together, and a query costs S
+    products whatever the number of its outputs.
+
+    Status: unbiased, but for the tolerance of the solves; a variance has the relative standard error
+    :math:`\sqrt{2/S}` (9 % for 256 draws), a standard deviation half of it. Errors of variances that inputs share do
+    not average out over inputs: with 64 draws the AUROC of foreign digits varied by 0.08 between seeds. For the
+    Gauss-Newton matrix only: a Hessian is no sum of squares from which noise could be drawn.
+
+    Args:
+        num_samples: S. Antithetic pairs would not help: the estimate is even in the draws.
+        curvature: ``GGN()``.
+        tolerance: of the solves, see :class:`ConjugateGradient`; the default is far below the sampling error.
+        max_iterations: by default ``min(10 D, 1000)``.
+        preconditioner: see :class:`ConjugateGradient`.
+
+    Raises:
+        UnsupportedError: the curvature is not ``GGN()``, or the prior couples latents.
+        NotConvergedError: the tolerance was not reached in ``max_iterations``.
+
+    Source: Papandreou & Yuille (2010), Section 3; Antorán et al. (2023), Section 3, for linearised networks.
+
+    Example:
+        >>> import pyro_dvi as dvi
+        >>> from pyro_dvi.laplace import PosteriorSamples
+        >>> net = dvi.to_bayesian_(torch.nn.Linear(1, 1, bias=False))
+        >>> guide = dvi.LaplaceGuide(dvi.regressor(net, num_data=3, noise_scale=1.0))
+        >>> batches = [(torch.ones(3, 1), torch.zeros(3, 1))]
+        >>> _ = guide.polish(batches, progress=False)
+        >>> guide.fit(batches, PosteriorSamples(1000)).marginal_variance().round(decimals=1)  # 0.25 exactly, ± 4 %
+        tensor([0.2000])
+    """
+
+    num_samples: int = 256
+    curvature: PrecisionMatrix = field(default_factory=GGN)
+    tolerance: float = 1e-2
+    max_iterations: int | None = None
+    preconditioner: Method | None = None
+
+    exact = True
+
+    def __post_init__(self) -> None:
+        check_tolerance(self.tolerance)
+        check_count("num_samples", self.num_samples)
+        if not isinstance(self.curvature, GGN):
+            raise UnsupportedError(
+                f"PosteriorSamples() cannot draw with {self.curvature!r}: noise of that covariance takes a factor of "
+                "the matrix, which the Gauss-Newton matrix has and a Hessian has not. Use curvature=GGN(), or "
+                "ConjugateGradient(curvature=Hessian()) or Dense(curvature=Hessian())."
+            )
+
+    def fit(self, local: LocalEnergy, *, seed: int = 0, progress: bool = False) -> "SamplesPosterior":
+        """Return the posterior."""
+        generator = torch.Generator().manual_seed(seed)
+        prior = independent_prior_precision(local, "PosteriorSamples()")
+        noise = local.ggn_noise(self.num_samples, generator)
+        noise += gaussian_rows(self.num_samples, len(prior), prior, generator) * prior.sqrt()
+        preconditioner = None
+        if self.preconditioner is not None:
+            preconditioner = self.preconditioner.fit(local, seed=seed, progress=progress).solve
+        solver = PrecisionSolver(local, self.curvature, self.tolerance, self.max_iterations, preconditioner)
+        return SamplesPosterior(local.point, solver(noise))
+
+
+class SamplesPosterior(LaplacePosterior):
+    r"""A Gaussian known by draws: its covariance is that of the draws, :math:`\frac1S\sum_s v_s v_s^\top`.
+
+    Attributes:
+        samples: the draws v, without the mode, ``[S, D]``.
+    """
+
+    stored = ("mode", "samples")
+
+    def __init__(self, mode: Tensor, samples: Tensor) -> None:
+        self.mode, self.samples = mode, samples
+
+    def covariance(self, query: Query) -> Tensor:
+        moved = query.forward(self.samples).movedim(0, 1)  # [B, S, K]
+        return moved.mT @ moved / len(self.samples)
+
+    def joint_covariance(self, query: Query) -> Tensor:
+        moved = query.forward(self.samples).flatten(1)
+        return moved.mT @ moved / len(self.samples)
+
+    def draw(self, count: int, generator: torch.Generator) -> Tensor:
+        """Draw from the Gaussian whose covariance is that of the samples; :attr:`samples` are exact, but few."""
+        samples = self.samples
+        weights = gaussian_rows(count, len(samples), samples, generator)
+        return self.mode + weights @ samples / len(samples) ** 0.5
+
+    def marginal_variance(self) -> Tensor:
+        return self.samples.square().mean(0)

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The precision as the prior's plus what the data say in a few directions."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from pyro_dvi.choice import check_count
+from pyro_dvi.errors import NotConvergedError, NotPositiveDefiniteError
+from pyro_dvi.laplace.energy.energy import LocalEnergy
+from pyro_dvi.laplace.energy.precision import GGN, PrecisionMatrix
+from pyro_dvi.laplace.energy.prior_precision import common_ratio, independent_prior_precision
+from pyro_dvi.laplace.energy.query import Query
+from pyro_dvi.laplace.methods.posterior import LaplacePosterior, Method, blocks_by_rows
+from pyro_dvi.linalg import top_eigenpairs
+from pyro_dvi.linalg.operator import gaussian_rows
+
+__all__ = ["TopEigen", "TopEigenPosterior"]
+
+
+@dataclass(frozen=True)
+class TopEigen(Method):
+    r"""Keep the k directions in which the data say most, relative to the prior.
+
+    With the diagonal prior precision :math:`\Pi` and the likelihood's curvature G,
+
+    .. math::
+        \Pi^{-1/2} G\, \Pi^{-1/2} \approx U^\top \Lambda U, \qquad
+        P \approx \Pi^{1/2} (I + U^\top \Lambda U)\, \Pi^{1/2}, \qquad
+        P^{-1} \approx \Pi^{-1/2} \Bigl(I - U^\top \tfrac{\Lambda}{1+\Lambda}\, U\Bigr) \Pi^{-1/2} .
+
+    These are top directions of the precision, where the posterior is narrow; elsewhere it stays as wide as the prior.
+    For one prior scale they are the top eigenvectors of G.
+
+    Status: exact for k = D, or where k reaches the rank of G; otherwise variances are too large, never too small.
+
+    Args:
+        k: how many directions; holds about 2 k + 64 vectors while it looks for them. At most D are kept.
+        curvature: ``GGN()`` or ``Hessian()``.
+        tolerance: of the eigenvectors' residuals, relative to the largest eigenvalue.
+
+    Raises:
+        UnsupportedError: the prior couples latents.
+        NotPositiveDefiniteError: the Hessian is not positive definite.
+        NotConvergedError: the eigenvectors were not found to the tolerance.
+
+    Source: Spantini et al. (2015), Theorem 2.3, for the optimality of the update relative to the prior.
+
+    Example:
+        >>> import pyro_dvi as dvi
+        >>> from pyro_dvi.laplace import TopEigen
+        >>> net = dvi.to_bayesian_(torch.nn.Linear(1, 1, bias=False))
+        >>> guide = dvi.LaplaceGuide(dvi.regressor(net, num_data=3, noise_scale=1.0))
+        >>> batches = [(torch.ones(3, 1), torch.zeros(3, 1))]
+        >>> _ = guide.polish(batches, progress=False)
+        >>> guide.fit(batches, TopEigen(1)).marginal_variance()
+        tensor([0.2500])
+    """
+
+    k: int
+    curvature: PrecisionMatrix = field(default_factory=GGN)
+    tolerance: float = 1e-4
+
+    reweights = True
+
+    def __post_init__(self) -> None:
+        check_count("k", self.k)
+
+    def fit(self, local: LocalEnergy, *, seed: int = 0, progress: bool = False) -> "TopEigenPosterior":
+        """Return the posterior."""
+        prior = independent_prior_precision(local, "TopEigen()")
+        half = prior.rsqrt()
+
+        def relative(vectors: Tensor) -> Tensor:
+            return self.curvature.product(local, vectors * half) * half - vectors
+
+        found = top_eigenpairs(
+            relative,
+            len(prior),
+            min(self.k, len(prior)),
+            tolerance=max(self.tolerance, 100 * torch.finfo(prior.dtype).eps),
+            generator=torch.Generator().manual_seed(seed),
+            like=prior,
+        )
+        if not found.converged:
+            raise NotConvergedError(
+                f"the top {self.k} eigenvectors have residuals up to {float(found.residuals.max()):.2g} after "
+                f"{found.applications} products, not {self.tolerance:.2g} of {float(found.values[0]):.2g}: use a "
+                "smaller k, or a larger tolerance"
+            )
+        if not bool((found.values > -1).all()):
+            error = NotPositiveDefiniteError(
+                f"{self.curvature!r} has curvature {1 + float(found.values.min()):.3g} times the prior's along a "
+                "direction: the mode is no minimum. Run guide.polish(batches), or use curvature=GGN()."
+            )
+            error.curvature = 1 + float(found.values.min())
+            raise error
+        return TopEigenPosterior(local.point, prior, found.values, found.vectors)
+
+
+class TopEigenPosterior(LaplacePosterior):
+    """A Gaussian of low rank plus diagonal.
+
+    Attributes:
+        prior: the prior's precision, [D].
+        values: eigenvalues relative to the prior, ``[k]``.
+        vectors: the eigenvectors, orthonormal rows ``[k, D]``.
+    """
+
+    stored = ("mode", "prior", "values", "vectors")
+
+    def __init__(self, mode: Tensor, prior: Tensor, values: Tensor, vectors: Tensor) -> None:
+        self.mode, self.prior, self.values, self.vectors = mode, prior, values, vectors
+
+    def covariance(self, query: Query) -> Tensor:
+        return blocks_by_rows(query, lambda rows: self._quadratic(rows))
+
+    def joint_covariance(self, query: Query) -> Tensor:
+        return self._quadratic(torch.cat(list(query.rows())))
+
+    def draw(self, count: int, generator: torch.Generator) -> Tensor:
+        noise = gaussian_rows(count, len(self.mode), self.mode, generator)
+        shrunk = noise + (noise @ self.vectors.mT * ((1 + self.values).rsqrt() - 1)) @ self.vectors
+        return self.mode + shrunk * self.prior.rsqrt()
+
+    def solve(self, vectors: Tensor) -> Tensor:
+        white = vectors * self.prior.rsqrt()
+        return (white - (white @ self.vectors.mT * self._kept()) @ self.vectors) * self.prior.rsqrt()
+
+    def marginal_variance(self) -> Tensor:
+        return (1 - self._kept() @ self.vectors.square()) / self.prior
+
+    def reweighted(self, likelihood: float, prior: Tensor) -> "TopEigenPosterior":
+        factor = common_ratio(prior, self.prior)
+        if factor is None:  # the directions are others then
+            return super().reweighted(likelihood, prior)  # type: ignore[return-value]
+        values = self.values * (likelihood / factor)
+        if not bool((values > -1).all()):
+            raise NotPositiveDefiniteError(
+                f"the precision has curvature {1 + float(values.min()):.3g} times the prior's along a direction"
+            )
+        return TopEigenPosterior(self.mode, prior, values, self.vectors)
+
+    def log_determinant(self) -> Tensor:
+        return self.prior.log().sum() + self.values.log1p().sum()
+
+    def _kept(self) -> Tensor:
+        return self.values / (1 + self.values)
+
+    def _quadratic(self, rows: Tensor) -> Tensor:
+        white = rows * self.prior.rsqrt()
+        seen = white @ self.vectors.mT
+        return white @ white.mT - (seen * self._kept()) @ seen.mT

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Uncertainty of the latents themselves from one pair of fits."""
+
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_dvi.errors import DviWarning
+from pyro_dvi.laplace.guide import LaplaceGuide
+from pyro_dvi.laplace.methods.hessian_free.newton_cg import NewtonCG
+from pyro_dvi.laplace.methods.hessian_free.solver import Solver
+from pyro_dvi.laplace.methods.hessian_free.tilted_energy import Tilt
+from pyro_dvi.laplace.methods.hessian_free.two_fits import TwoFits
+
+__all__ = ["parameter_uncertainty"]
+
+
+def parameter_uncertainty(
+    guide: LaplaceGuide,
+    batches: Iterable[Any],
+    *,
+    subset: str | Iterable[str] | None = None,
+    step: float = 0.01,
+    central: bool = True,
+    solver: Solver | None = None,
+) -> dict[str, Tensor]:
+    r"""Return a variance for every latent from a pair of fits that are tilted by the L1 norm.
+
+    .. math:: u_{\pm\lambda} = \arg\min_u U(u) \mp \lambda \|u\|_1, \qquad
+        \frac{|u_{i,\lambda}| - |u_{i,-\lambda}|}{2\lambda} \to
+        \sum_j s_i s_j (P^{-1})_{ij}, \quad s = \operatorname{sign} \hat u
+
+    Status: equal to the variance where latents are uncorrelated; in general the sum of a row of the covariance with the
+    signs of the mode, which may be negative. Such entries are NaN, with a warning: they are not known to be small. The
+    signs are those at the mode. For variances proper use ``PosteriorSamples(n)``, ``Diagonal()`` or ``Dense()``.
+
+    *Sparsification*: a latent whose mode is small against its standard deviation can be set to zero at little loss,
+    ``weight * (weight.abs() > 2 * variance.sqrt())``; where the variance is NaN this removes the latent, so look at
+    how many there are.
+
+    Args:
+        guide: at a minimum of U (``guide.polish``).
+        batches: all the data.
+        subset: sites that vary, as in ``guide.fit``.
+        step: distance of the fits from the mode in posterior standard deviations of the norm.
+        central: fit on both sides.
+        solver: finds the tilted minima; ``NewtonCG()`` by default.
+
+    Returns:
+        For each site the variances of its unconstrained values, in squared units of these.
+
+    Raises:
+        ArgumentError: the step is out of range.
+        NotPositiveDefiniteError: the mode is no minimum.
+        NotConvergedError: a tilted minimum was not found.
+
+    Source: McInerney & Kallus (2024), Eqs. 31 and 32.
+
+    Example:
+        >>> import pyro, pyro.distributions as dist
+        >>> def model(x, y=None):
+        ...     slope = pyro.sample("slope", dist.Normal(0.0, 1.0))
+        ...     with pyro.plate("data", len(x)):
+        ...         return pyro.sample("y", dist.Normal(slope * x, 1.0), obs=y)
+        >>> x = torch.ones(3)
+        >>> guide = LaplaceGuide(model, init_loc_fn=pyro.infer.autoguide.init_to_value(
+        ...     values={"slope": torch.tensor(0.75)}))
+        >>> guide.initialize(x, x)
+        >>> parameter_uncertainty(guide, [(x, x)])["slope"].round(decimals=3)
+        tensor(0.2500)
+    """
+    energy = guide.energy(batches, subset=subset)
+    local = energy.at(energy.start)
+    tilt = _NormTilt(local.point)
+    two_fits = TwoFits(local, step, central, NewtonCG() if solver is None else solver)
+    (pair,) = two_fits.of([tilt])
+    assert pair is not None  # the gradient of the norm is not zero
+    variances = pair.slope(lambda point: tilt.signs * point)
+    negative = variances < 0
+    if bool(negative.any()):
+        warnings.warn(
+            f"{int(negative.sum())} of {len(variances)} row sums of the covariance are negative, as latents are "
+            "correlated: these variances are NaN. PosteriorSamples(n) or Diagonal() give variances proper.",
+            DviWarning,
+            stacklevel=2,
+        )
+    return energy.layout.named(torch.where(negative, torch.nan, variances))
+
+
+class _NormTilt(Tilt):
+    """The L1 norm, with the signs that the latents have at the mode."""
+
+    def __init__(self, mode: Tensor) -> None:
+        self.signs = torch.where(mode < 0, -1.0, 1.0).to(mode)
+
+    def value_and_gradient(self, point: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the norm and its gradient."""
+        return self.signs @ point, self.signs
