@@ -3,6 +3,7 @@
 
 import pyro
 import pyro.distributions as dist
+import pytest
 import torch
 from pyro.infer import SVI, Trace_ELBO
 from pyro.infer.autoguide import AutoNormal
@@ -98,3 +99,57 @@ def weights_of(target):
 
 def same(first, second):
     return set(first) == set(second) and all(torch.equal(first[name], second[name]) for name in first)
+
+
+BOTH = pytest.mark.parametrize("method", METHODS)
+
+
+def fresh_start():
+    """As in a new process: an empty store, other random states."""
+    pyro.clear_param_store()
+    pyro.set_rng_seed(999)
+
+
+class FunctionalProblem:
+    """Model and guide as functions: parameters in Pyro's store only, a network that no module lists."""
+
+    def __init__(self, seed=0):
+        torch.manual_seed(seed)
+        self.net = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Softplus())
+
+        def model(x, y=None):
+            pyro.module("net", self.net)
+            w = pyro.sample("w", dist.Normal(torch.zeros(4), 1.0).to_event(1))
+            noise = pyro.param("noise", torch.tensor(0.5), dist.constraints.positive)
+            with pyro.plate("data", 24, subsample_size=len(x)):
+                pyro.sample("obs", dist.Normal(self.net(x) @ w, noise), obs=y)
+
+        def guide(x, y=None):
+            loc = pyro.param("loc", torch.randn(4))
+            scale = pyro.param("scale", torch.full((4,), 0.1), dist.constraints.softplus_positive)
+            pyro.sample("w", dist.Normal(loc, scale).to_event(1))
+
+        self.svi = SVI(model, guide, Adam(learning_rates(0.01, scale_pattern="^scale$")), Trace_ELBO())
+
+    def weights(self):
+        return {
+            **{name: value.detach().clone() for name, value in self.net.state_dict().items()},
+            **{name: value.detach().clone() for name, value in pyro.get_param_store().items()},
+        }
+
+
+class Interrupting:
+    """Validation, or a loader, that is interrupted once."""
+
+    def __init__(self, inner, at):
+        self.inner, self.at, self.count = inner, at, 0
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    def __iter__(self):
+        for batch in self.inner:
+            self.count += 1
+            if self.count == self.at:
+                raise KeyboardInterrupt
+            yield batch

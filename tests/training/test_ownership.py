@@ -1,15 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model whose names another one was trained under since does not predict with the other's values."""
+"""A guide and a model that share names of the store with another training are found out, also when they predict."""
 
 import pyro
 import pytest
 import torch
-from pyro.infer import SVI
+from pyro.infer import SVI, Trace_ELBO
+from pyro.optim import Adam
 from torch import nn
 
 import pyro_dvi as dvi
 from pyro_dvi.bayesian import LearnedScale
 from pyro_dvi.errors import GuideError
+from pyro_dvi.training import fit
+from tests.training.problems import (
+    sequence,
+    svi_of,
+)
 
 X = torch.linspace(-1, 1, 20)[:, None]
 
@@ -53,3 +59,46 @@ def test_another_guide_of_the_same_model_takes_nothing_away():
     dvi.fit(svi, [(X, X)], 2, progress=False)
     dvi.predict(model, guide, X)
     dvi.predict(model, other, X)
+
+
+def test_a_second_guide_of_the_same_name_is_refused():
+    fit(svi_of("AutoNormal + Trace_ELBO"), sequence(), 1, progress=False)
+    with pytest.raises(GuideError, match="store already holds 'AutoNormal.locs.*clear_param_store"):
+        fit(svi_of("AutoNormal + Trace_ELBO"), sequence(), 1, progress=False)
+
+
+def test_a_second_guide_that_adopted_parameters_is_refused():
+    first = svi_of("AutoNormal + Trace_ELBO")
+    fit(first, sequence(), 1, progress=False)
+    second = svi_of("AutoNormal + Trace_ELBO")
+    second.guide(*sequence()[0])
+    with pytest.raises(GuideError, match="belongs to another AutoNormal|another parameter under the name"):
+        fit(second, sequence(), 1, progress=False)
+
+
+def test_a_second_model_of_the_same_names_is_refused():
+    first = svi_of("AutoNormal + Trace_ELBO")
+    fit(first, sequence(), 1, progress=False)
+    with pytest.raises(GuideError, match=r"name 'first\.weight' of this model"):
+        fit(svi_of("MeanFieldGuide + TaylorELBO"), sequence(), 1, progress=False)
+
+
+def test_two_guides_of_one_model_may_share_it():
+    first = svi_of("AutoNormal + Trace_ELBO")
+    fit(first, sequence(), 1, progress=False)
+    guide = pyro.infer.autoguide.AutoDelta(first.model)
+    fit(SVI(first.model, guide, Adam({"lr": 0.01}), Trace_ELBO()), sequence(), 1, progress=False)
+    fit(first, sequence(), 1, progress=False)
+
+
+def test_a_new_start_after_clearing():
+    fit(svi_of("AutoNormal + Trace_ELBO"), sequence(), 1, progress=False)
+    pyro.clear_param_store()
+    fit(svi_of("AutoNormal + Trace_ELBO"), sequence(), 1, progress=False)
+
+
+def test_a_copy_in_the_store_is_found():
+    svi = svi_of("AutoNormal + Trace_ELBO")
+    svi.model.first.weight = nn.Parameter(torch.randn(2, 4).t())
+    with pytest.raises(Exception, match="not contiguous"):
+        fit(svi, sequence(), 2, progress=False)

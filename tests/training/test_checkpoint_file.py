@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The file of a checkpoint: safe to load, found out where it is damaged, and read as the first version wrote it."""
+
+import pickle
+import random
+import struct
+import zipfile
+
+import pytest
+import torch
+
+from pyro_dvi.errors import CheckpointError
+from pyro_dvi.training import fit, load, save
+from tests.training.problems import (
+    BOTH,
+    FunctionalProblem,
+    fresh_start,
+    same,
+    sequence,
+    shuffled,
+    svi_of,
+    weights_of,
+)
+
+
+def test_the_file_is_safe_to_load(tmp_path):
+    """Constraints aside, whose classes are Pyro's and torch's, torch's own safe loader reads it."""
+    problem = FunctionalProblem()
+    fit(problem.svi, shuffled(), 1, progress=False)
+    save(tmp_path / "x.pt", problem.svi, modules={"net": problem.net})
+    with pytest.raises(pickle.UnpicklingError, match="constraints"):
+        torch.load(tmp_path / "x.pt", weights_only=True)
+    fresh_start()
+    svi = svi_of("MeanFieldGuide + TaylorELBO")
+    fit(svi, shuffled(), 1, progress=False)
+    save(tmp_path / "y.pt", svi)
+    assert torch.load(tmp_path / "y.pt", weights_only=True)["format"] == "pyro_dvi checkpoint"
+
+
+@pytest.mark.parametrize("checksums", [True, False], ids=["", "torch.save without checksums"])
+def test_a_bit_that_flips_anywhere_in_a_tensor_is_found(tmp_path, checksums):
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(checksums)
+    try:
+        svi = svi_of("MeanFieldGuide + TaylorELBO")
+        fit(svi, shuffled(), 1, checkpoint=tmp_path / "run.pt", progress=False)
+    finally:
+        torch.serialization.set_crc32_options(before)
+    sound = (tmp_path / "run.pt").read_bytes()
+    with zipfile.ZipFile(tmp_path / "run.pt") as archive:
+        tensors = [entry for entry in archive.infolist() if "/data/" in entry.filename and entry.file_size]
+    draw = random.Random(0)
+    for _ in range(40):
+        entry = draw.choice(tensors)
+        header = sound[entry.header_offset :][:30]
+        start = entry.header_offset + 30 + sum(struct.unpack("<HH", header[26:]))  # after name and padding
+        flipped = bytearray(sound)
+        flipped[start + draw.randrange(entry.file_size)] ^= 1 << draw.randrange(8)
+        (tmp_path / "run.pt").write_bytes(flipped)
+        with pytest.raises(CheckpointError, match="run.pt.*/data/.*is damaged"):
+            load(tmp_path / "run.pt", svi, example=sequence()[0])
+    (tmp_path / "run.pt").write_bytes(sound)
+    load(tmp_path / "run.pt", svi)
+
+
+@BOTH
+@pytest.mark.parametrize("looked", [False, True], ids=["fresh guide", "guide with parameters"])
+def test_files_of_the_first_version_are_read(method, looked, tmp_path):
+    svi = svi_of(method)
+    fit(svi, sequence(), 1, checkpoint=tmp_path / "old.pt", progress=False)
+    content = torch.load(tmp_path / "old.pt", weights_only=True)
+    content["states"]["guide"].pop("_extra_state", None)
+    old = {k: v for k, v in content.items() if k not in ("unfinished", "fingerprint")}
+    torch.save({**old, "version": 1}, tmp_path / "old.pt")
+    fresh_start()
+    again = svi_of(method, seed=3)
+    if looked:
+        again.guide(*sequence()[0])
+    assert load(tmp_path / "old.pt", again, example=sequence()[0]).epoch == 1
+    assert same(weights_of(again), weights_of(svi))
