@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The posterior as a Gaussian around its mode."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -9,7 +9,7 @@ from torch import Tensor
 from pyro_dvi.choice import check_choice
 from pyro_dvi.handlers.fingerprint import Fingerprint
 from pyro_dvi.laplace.energy.precision import GGN, PrecisionMatrix
-from pyro_dvi.laplace.energy.query import Query
+from pyro_dvi.laplace.energy.query import Query, ReadOutputs
 from pyro_dvi.laplace.evidence.by_evidence import ByEvidence
 from pyro_dvi.laplace.evidence.evidence import Evidence, log_evidence
 from pyro_dvi.laplace.evidence.scales import PriorPrecision, Scale, rescaled_model
@@ -265,3 +265,30 @@ class LaplaceGuide(GaussianGuide):
         self.check_model(self._plain_model.get())
         query = Query(self._current_model(), inputs, fitted.mode, fitted.layout, site=site)
         return fitted.gaussian_outputs(query, joint=joint)
+
+    # What predictions ask of a guide, this one or another's -------------------------------------------------------
+
+    prediction_rule: Any = "Linearised"  # the name of a rule, or a rule
+    is_factorised = False  # the Gaussian couples latents, so that their marginals do not determine it
+
+    def predicted_model(self, model: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the model as it is predicted with: its scales times those that :meth:`tune` has set."""
+        return rescaled_model(model, self.scale_factors)
+
+    def example_latents(self) -> dict[str, Tensor]:
+        """Return values to look at the model with: the mode, since not every method has draws."""
+        return self.median()
+
+    def linearised(self, inputs: tuple[Any, ...], read: ReadOutputs) -> GaussianOutputs:
+        """Return the Gaussian over outputs that someone else reads.
+
+        Args:
+            inputs: positional arguments of the model.
+            read: returns the outputs at unconstrained values of the latents, as nodes of the graph of these; it is
+                also given the number of rows.
+
+        Raises:
+            GuideError: not fitted yet, or the mode has moved since.
+        """
+        fitted = self.fitted
+        return fitted.gaussian_outputs(Query(read, inputs, fitted.mode, fitted.layout, read=read))

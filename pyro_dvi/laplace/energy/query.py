@@ -20,7 +20,9 @@ from pyro_dvi.laplace.energy.torch_modes import refuse_torch_modes
 from pyro_dvi.signatures import with_missing
 from pyro_dvi.undisturbed import constant_parameters, evaluating
 
-__all__ = ["Query"]
+__all__ = ["Query", "ReadOutputs"]
+
+ReadOutputs = Callable[[Mapping[str, Tensor], int], Outputs]
 
 
 class Query:
@@ -32,7 +34,8 @@ class Query:
         locs: unconstrained value of every latent site.
         layout: the sites that vary.
         site: which outputs; see :func:`~pyro_dvi.handlers.outputs.run_outputs`.
-        vectors_at_once: how many vectors go through the graph together; None: as its size suggests.
+        read: returns the outputs, given unconstrained values of the latents by name and the number of rows; None: the
+            model is run by :func:`~pyro_dvi.handlers.outputs.run_outputs`.
 
     Attributes:
         num_rows: B.
@@ -46,11 +49,11 @@ class Query:
         layout: Layout,
         *,
         site: str | None = None,
-        vectors_at_once: int | None = None,
+        read: ReadOutputs | None = None,
     ) -> None:
         refuse_torch_modes(next((loc.device for loc in locs.values()), None))
         self.model, self.inputs, self.layout, self.site = model, inputs, layout, site
-        self.vectors_at_once = vectors_at_once
+        self._read = self._run_model if read is None else read
         self._locs = {name: loc.detach() for name, loc in locs.items()}
         tensors = [v for v in tensors_in(inputs) if v.dim() > 0]
         if not tensors:
@@ -136,14 +139,14 @@ class Query:
     @cached_property
     def _jacobian(self) -> LinearMap:
         outputs = self.outputs.values
-        together = self.vectors_at_once or vectors_together(self._saved.total, outputs.device)
+        together = vectors_together(self._saved.total, outputs.device)
         return LinearMap(outputs, self._values, vectors_at_once=together)
 
     def _run(self, values: list[Tensor]) -> Outputs:
         named = {**self._locs, **dict(zip(self.layout.names, values, strict=True))}
         try:
             with torch.enable_grad(), explained_errors(self.model, values, self.inputs, {}):
-                return self._read(named)
+                return self._read(named, self.num_rows)
         except PyroDviError:
             raise
         except (RuntimeError, IndexError) as error:
@@ -155,8 +158,8 @@ class Query:
                 "shape and dtype of the training inputs, but for the number of rows"
             ) from error
 
-    def _read(self, named: Mapping[str, Tensor]) -> Outputs:
+    def _run_model(self, named: Mapping[str, Tensor], num_rows: int) -> Outputs:
         """Run the model at unconstrained values and read its outputs."""
         args = with_missing(self.model, self.inputs)
         with evaluating(self.model), constant_parameters(self.model):
-            return run_outputs(self.model, args, named, self.num_rows, self.site)
+            return run_outputs(self.model, args, named, num_rows, self.site)

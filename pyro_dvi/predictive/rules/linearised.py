@@ -13,13 +13,10 @@ from pyro_dvi.handlers.built import arguments_kept
 from pyro_dvi.handlers.log_joint import AtUnconstrained
 from pyro_dvi.handlers.mean_run import twice_differentiable
 from pyro_dvi.handlers.outputs import Outputs, observed_outputs
-from pyro_dvi.laplace import LaplaceGuide
-from pyro_dvi.laplace.energy.layout import Layout
-from pyro_dvi.laplace.energy.query import Query
 from pyro_dvi.links import ClassLink, Probit
 from pyro_dvi.predictive.engine.run import Respond, Response
 from pyro_dvi.predictive.integrated import integrated
-from pyro_dvi.predictive.rules.rule import PredictionRule
+from pyro_dvi.predictive.rules.rule import PredictionRule, posterior_mean
 
 __all__ = ["Linearised"]
 
@@ -78,45 +75,24 @@ class Linearised(PredictionRule):
         self, guide: Callable[..., Any], inputs: tuple[Any, ...], respond: Respond
     ) -> Iterator[Response]:
         """Give the one component."""
-        if not isinstance(guide, LaplaceGuide):
+        linearised = getattr(guide, "linearised", None)
+        if linearised is None:
             raise GuideError(
                 f"Linearised() predicts from a LaplaceGuide, not from a {type(guide).__name__}: use AtMean(), "
                 "Moments() or Samples(30)"
             )
-        fitted = guide.fitted
-        query = _Responses(respond, inputs, guide.median(), fitted.mode, fitted.layout)
-        gaussian = fitted.gaussian_outputs(query)
+        centre = posterior_mean(
+            guide, inputs
+        )  # any value of every latent site: those that are read replace it
+        responses: list[Response] = []
+
+        def read(named: Mapping[str, Tensor], num_rows: int) -> Outputs:
+            with twice_differentiable(), AtUnconstrained(named), arguments_kept() as made:
+                response = respond(centre)
+            responses.append(response)
+            return observed_outputs(response.site, response.distribution, response.axis, num_rows, made)
+
+        gaussian = linearised(inputs, read)
         distribution = integrated(gaussian.outputs, gaussian.full_covariance, self.link, self.num_points)
-        assert query.response is not None, "the outputs come from a run"
-        yield replace(query.response, distribution=distribution, value=query.response.value.detach())
-
-
-class _Responses(Query):
-    """Outputs of the model that is predicted with.
-
-    Args:
-        respond: runs it with given latent values.
-        inputs: its arguments for this batch.
-        centre: any value of every latent site.
-        locs: their unconstrained modes.
-        layout: the sites that vary.
-    """
-
-    def __init__(
-        self,
-        respond: Respond,
-        inputs: tuple[Any, ...],
-        centre: Mapping[str, Tensor],
-        locs: Mapping[str, Tensor],
-        layout: Layout,
-    ) -> None:
-        super().__init__(respond, inputs, locs, layout)
-        self._centre = centre
-        self.response: Response | None = None
-
-    def _read(self, named: Mapping[str, Tensor]) -> Outputs:
-        with twice_differentiable(), AtUnconstrained(named), arguments_kept() as made:
-            response = self.model(self._centre)
-        if self.response is None:
-            self.response = response
-        return observed_outputs(response.site, response.distribution, response.axis, self.num_rows, made)
+        first = responses[0]
+        yield replace(first, distribution=distribution, value=first.value.detach())
