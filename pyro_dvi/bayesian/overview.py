@@ -9,7 +9,6 @@ from typing import Any
 import pyro.poutine as poutine
 import torch
 from pyro.nn.module import PyroModule
-from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
 
 from pyro_dvi.bayesian.posterior_means import posterior_means
@@ -18,6 +17,7 @@ from pyro_dvi.bayesian.priors import described
 from pyro_dvi.bayesian.scales import ScalePrior
 from pyro_dvi.bayesian.site_prior import SitePrior, TiedPrior
 from pyro_dvi.errors import ModelError
+from pyro_dvi.sites import is_data, is_factor, is_latent
 from pyro_dvi.undisturbed import undisturbed
 
 __all__ = ["SiteSummary", "Summary", "summary"]
@@ -184,11 +184,9 @@ def _traced(
         with undisturbed(), poutine.block(), PriorParents() as parents:
             trace = poutine.trace(model).get_trace(*args, **kwargs)
         for name, site in trace.nodes.items():
-            if site["type"] != "sample" or site_is_subsample(site) or site["infer"].get("_deterministic"):
-                continue
-            if site["is_observed"]:
+            if is_data(site) or is_factor(site):
                 observed.append(name)
-            else:
+            elif is_latent(site):
                 shape = tuple(site["value"].shape)
                 sites[name] = known.get(name) or SiteSummary(name, shape, described(site["fn"], parents.of))
     return sites, tuple(observed)

@@ -8,6 +8,7 @@ import torch
 from pyro.poutine.messenger import Messenger
 
 from pyro_dvi.errors import DataError, ModelError, UnsupportedError
+from pyro_dvi.sites import is_data
 
 __all__ = ["Fractions", "weights_of"]
 
@@ -20,7 +21,7 @@ class Fractions(Messenger):
         self.found: dict[str, float] = {}
 
     def _pyro_post_sample(self, msg: Any) -> None:
-        if not msg["is_observed"] or type(msg["fn"]).__name__ in ("_Subsample", "Unit", "Delta"):
+        if not is_data(msg):
             return
         fraction = 1.0
         for frame in msg["cond_indep_stack"]:

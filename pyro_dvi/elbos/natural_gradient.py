@@ -28,6 +28,7 @@ from pyro_dvi.handlers.explained import explained_errors
 from pyro_dvi.handlers.latents import Latent, match_latents
 from pyro_dvi.handlers.observed import check_num_data, checked_log_likelihood, observed_sites
 from pyro_dvi.natural_state import NaturalState, Statistics, attach, natural_state_of, note_trained, wanted_of
+from pyro_dvi.sites import is_data, is_factor
 from pyro_dvi.undisturbed import undisturbed
 
 __all__ = ["NaturalGradientELBO"]
@@ -291,11 +292,7 @@ def _local_latents(trace: Any, latents: list[Latent]) -> set[str]:
                 "natural-gradient updates move every element in every step under its whole prior. Use the whole "
                 "data set in each step, or TaylorELBO or MomentPropagationELBO for this model."
             )
-    observed = [
-        site
-        for site in trace.nodes.values()
-        if site["type"] == "sample" and site["is_observed"] and not site["infer"].get("_deterministic")
-    ]
+    observed = [site for site in trace.nodes.values() if is_data(site) or is_factor(site)]
     plates = [{frame.name for frame in site["cond_indep_stack"] if frame.vectorized} for site in observed]
     if len(plates) != 1 or len(plates[0]) != 1:
         return set()

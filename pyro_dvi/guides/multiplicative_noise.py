@@ -23,8 +23,8 @@ from pyro_dvi.guides.input_units import (
     units_of_layer,
 )
 from pyro_dvi.handlers.latents import unconstraining_transform
-from pyro_dvi.handlers.site_patterns import sites_named
 from pyro_dvi.multiplicative_normal import MultiplicativeNormal
+from pyro_dvi.sites import sites_named
 
 __all__ = ["MultiplicativeNoiseGuide"]
 

@@ -7,19 +7,19 @@ from typing import Any
 
 import pyro.distributions as dist
 import torch
-from pyro.poutine.messenger import Messenger
 from torch import Tensor
 from torch import distributions as td
 
 from pyro_dvi.errors import GuideError
 from pyro_dvi.handlers.means import GaussianSite, strip_event_dims
 from pyro_dvi.natural_state import Statistics, leaf_of, wanted_of
+from pyro_dvi.sites import SetLatents
 
 __all__ = ["TrackedDraws"]
 
 
 @dataclass
-class TrackedDraws(Messenger):
+class TrackedDraws(SetLatents):
     """Draw the Gaussian sites of a guide as ``loc + noise``, where the noise is a constant of the graph.
 
     Args:
@@ -38,13 +38,11 @@ class TrackedDraws(Messenger):
     noise: dict[str, Tensor] = field(default_factory=dict, init=False)
     asked: dict[str, Statistics] = field(default_factory=dict, init=False)
 
-    def _pyro_sample(self, msg: Any) -> None:
-        if msg["is_observed"] or type(msg["fn"]).__name__ == "_Subsample":
-            return
-        name, base = msg["name"], strip_event_dims(msg["fn"])
+    def _value_of(self, site: Any) -> Tensor | None:
+        name, base = site["name"], strip_event_dims(site["fn"])
         if not isinstance(base, td.Normal):
             if isinstance(base, dist.Delta):
-                return
+                return None
             raise GuideError(
                 f"guide site {name!r} is {type(base).__name__}: a NaturalGradientGuide has Normal sites only"
             )
@@ -62,4 +60,4 @@ class TrackedDraws(Messenger):
         value = base.loc + shift
         self.gaussians[name] = GaussianSite(name, value, base)
         self.leaves[name], self.noise[name], self.asked[name] = leaf, noise, asked
-        msg["value"], msg["done"] = value, True
+        return value

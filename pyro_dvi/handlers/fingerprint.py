@@ -13,6 +13,7 @@ from torch.distributions import Distribution, Transform
 
 from pyro_dvi.batches import arguments, is_strided, mapped, tensors_in
 from pyro_dvi.handlers.means import PosteriorMeans
+from pyro_dvi.sites import is_latent
 from pyro_dvi.undisturbed import evaluating, undisturbed
 
 __all__ = ["Fingerprint", "central_values"]
@@ -127,8 +128,7 @@ def central_values(guide: Callable[..., Any], args: Any, kwargs: Any) -> dict[st
 
 def _sites(nodes: Any) -> Iterator[tuple[str, Any]]:
     for name, node in nodes.items():
-        inner = type(node.get("fn")).__name__ == "_Subsample" or node.get("infer", {}).get("is_auxiliary")
-        if node["type"] == "sample" and not inner:
+        if (is_latent(node) or node.get("is_observed")) and not node["infer"].get("is_auxiliary"):
             yield name, node
 
 

@@ -13,6 +13,7 @@ from torch.distributions import biject_to, constraints
 
 from pyro_dvi.errors import GuideError, ModelError
 from pyro_dvi.handlers.means import GaussianSite, strip_event_dims
+from pyro_dvi.sites import is_latent
 
 __all__ = [
     "Latent",
@@ -90,7 +91,7 @@ def match_latents(
     used = {part.source.name for part in vectors.values()}
     latents = []
     for name, site in model_trace.nodes.items():
-        if site["type"] != "sample" or site["is_observed"] or type(site["fn"]).__name__ == "_Subsample":
+        if not is_latent(site):
             continue
         guide_site = guide_trace.nodes.get(name)
         if guide_site is None:

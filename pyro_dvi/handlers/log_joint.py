@@ -8,16 +8,14 @@ from typing import Any
 import pyro.poutine as poutine
 import torch
 from pyro.distributions.util import scale_and_mask, sum_rightmost
-from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
 from pyro_dvi.curvature import ObservedSite
 from pyro_dvi.errors import ModelError, UnsupportedError
-from pyro_dvi.handlers.all_rows import AllRows
 from pyro_dvi.handlers.latents import unconstraining_transform
 from pyro_dvi.handlers.mean_run import twice_differentiable
-from pyro_dvi.handlers.means import is_latent
 from pyro_dvi.handlers.observed import checked_log_likelihood, observed_sites
+from pyro_dvi.sites import AllRows, SetLatents, is_latent
 
 __all__ = ["AtUnconstrained", "JointRun", "run_joint"]
 
@@ -73,16 +71,16 @@ def run_joint(model: Callable, args: tuple, kwargs: dict[str, Any], values: Mapp
     trace = recorder.trace
     rows: dict[str, tuple[int, int]] = {}
     for name, node in trace.nodes.items():
-        if node["type"] != "sample" or type(node["fn"]).__name__ == "_Subsample":
-            continue
-        if not node["is_observed"] and name not in values:
-            raise ModelError(
-                f"site {name!r} is neither observed nor in the guide. If it is data, pass the observed values "
-                f"(y was None?); if it is a latent variable, the guide was set up with another model."
-            )
-        for frame in node["cond_indep_stack"]:
-            if node["is_observed"] and frame.vectorized and frame.full_size is not None:
-                rows[frame.name] = (frame.size, frame.full_size)
+        if is_latent(node):
+            if name not in values:
+                raise ModelError(
+                    f"site {name!r} is neither observed nor in the guide. If it is data, pass the observed values "
+                    f"(y was None?); if it is a latent variable, the guide was set up with another model."
+                )
+        elif node["type"] == "sample" and node["is_observed"]:
+            for frame in node["cond_indep_stack"]:
+                if frame.vectorized and frame.full_size is not None:
+                    rows[frame.name] = (frame.size, frame.full_size)
     unvisited = [name for name in values if name not in trace.nodes]
     if unvisited:
         raise ModelError(
@@ -104,7 +102,7 @@ def _each_row_once(node: Any) -> float:
     return factor
 
 
-class AtUnconstrained(Messenger):
+class AtUnconstrained(SetLatents):
     """Set latent sites by their unconstrained values; other sites are left alone.
 
     Raises:
@@ -116,32 +114,30 @@ class AtUnconstrained(Messenger):
         self.values = values
         self._jacobians: dict[str, Tensor] = {}
 
-    def _pyro_sample(self, msg: Any) -> None:
-        if not is_latent(msg) or msg["name"] not in self.values:
-            return
-        for frame in msg["cond_indep_stack"]:
+    def _value_of(self, site: Any) -> Tensor | None:
+        name, fn = site["name"], site["fn"]
+        if name not in self.values:
+            return None
+        for frame in site["cond_indep_stack"]:
             if frame.full_size is not None and frame.full_size != frame.size:
                 raise UnsupportedError(
-                    f"latent site {msg['name']!r} has a value for each row of the subsampled plate {frame.name!r}: "
+                    f"latent site {name!r} has a value for each row of the subsampled plate {frame.name!r}: "
                     "give all the data in one batch, without subsampling"
                 )
-        u = self.values[msg["name"]]
-        transform = unconstraining_transform(msg["fn"].support)
-        value = u
-        if transform is not None:
-            value = transform(u)
-            log_det = transform.log_abs_det_jacobian(u, value)
-            self._jacobians[msg["name"]] = sum_rightmost(
-                log_det, log_det.dim() - value.dim() + msg["fn"].event_dim
-            ).sum()
-        msg["value"] = value
-        msg["done"] = True
+        u = self.values[name]
+        transform = unconstraining_transform(fn.support)
+        if transform is None:
+            return u
+        value: Tensor = transform(u)
+        log_det = transform.log_abs_det_jacobian(u, value)
+        self._jacobians[name] = sum_rightmost(log_det, log_det.dim() - value.dim() + fn.event_dim).sum()
+        return value
 
     def log_priors(self, trace: Any) -> dict[str, Tensor]:
         """Log density of the value of each latent in unconstrained space."""
         terms: dict[str, Tensor] = {}
         for name, node in trace.nodes.items():
-            if node["type"] == "sample" and not node["is_observed"] and name in self.values:
+            if is_latent(node) and name in self.values:
                 log_prob = node["fn"].log_prob(node["value"])
                 term = scale_and_mask(log_prob, node["scale"], node["mask"]).sum()
                 terms[name] = term + self._jacobians[name] if name in self._jacobians else term

@@ -2,17 +2,17 @@
 """Run a guide with every Gaussian site at its mean."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import pyro.distributions as dist
 import torch
-from pyro.poutine.messenger import Messenger
 from torch import Tensor
 from torch import distributions as td
 
 from pyro_dvi.errors import GuideError
+from pyro_dvi.sites import SetLatents
 
-__all__ = ["GaussianSite", "PosteriorMeans", "is_latent", "strip_event_dims"]
+__all__ = ["GaussianSite", "PosteriorMeans", "strip_event_dims"]
 
 
 def strip_event_dims(fn: Any) -> Any:
@@ -20,12 +20,6 @@ def strip_event_dims(fn: Any) -> Any:
     while hasattr(fn, "reinterpreted_batch_ndims"):
         fn = fn.base_dist
     return fn
-
-
-def is_latent(msg: Any) -> bool:
-    """Whether a sample site of a run is latent, and no matter of Pyro's own."""
-    own = msg["infer"].get("_do_not_trace") or type(msg["fn"]).__name__ == "_Subsample"
-    return not (msg["is_observed"] or own)
 
 
 @dataclass
@@ -66,7 +60,7 @@ class GaussianSite:
 
 
 @dataclass
-class PosteriorMeans(Messenger):
+class PosteriorMeans(SetLatents):
     """Set Gaussian sites of a guide to their mean, tracked for differentiation; sample those in ``sampled``.
 
     Every mean becomes a node of its own in the autograd graph, so that gradients of the likelihood with respect to it
@@ -80,23 +74,21 @@ class PosteriorMeans(Messenger):
     sampled: dict[str, Tensor | bool] = field(default_factory=dict)
     gaussians: dict[str, GaussianSite] = field(default_factory=dict, init=False)
 
-    def _pyro_sample(self, msg: Any) -> None:
-        if not is_latent(msg):
-            return
-        base = strip_event_dims(msg["fn"])
+    def _value_of(self, site: Any) -> Tensor | None:
+        base = strip_event_dims(site["fn"])
         transforms: tuple[Any, ...] = ()
         if isinstance(base, td.TransformedDistribution):
             transforms = tuple(base.transforms)
             base = strip_event_dims(base.base_dist)
             if any(t.domain.event_dim or t.codomain.event_dim for t in transforms):
-                self._refuse(msg)
+                _refuse(site)
         if isinstance(base, td.Normal):
-            self._set_to_mean(msg, base, transforms)
-        elif not isinstance(base, dist.Delta):
-            self._refuse(msg)
+            return self._mean(site["name"], base, transforms)
+        if not isinstance(base, dist.Delta):
+            _refuse(site)
+        return None
 
-    def _set_to_mean(self, msg: Any, base: td.Normal, transforms: tuple[Any, ...]) -> None:
-        name = msg["name"]
+    def _mean(self, name: str, base: td.Normal, transforms: tuple[Any, ...]) -> Tensor:
         loc = base.loc
         mean = loc.view_as(loc) if loc.requires_grad else loc.detach().requires_grad_()
         sampled = self.sampled.get(name, False)
@@ -107,21 +99,20 @@ class PosteriorMeans(Messenger):
         self.gaussians[name] = GaussianSite(name, value, base, transforms, sampled)
         for transform in transforms:
             value = transform(value)
-        msg["value"] = value
-        msg["done"] = True
+        return value
 
-    @staticmethod
-    def _refuse(msg: Any) -> None:
-        fn = strip_event_dims(msg["fn"])
-        kind = type(fn).__name__
-        if getattr(fn, "has_enumerate_support", False):
-            raise GuideError(
-                f"guide site {msg['name']!r} is discrete ({kind}); only Gaussian posteriors can be expanded around "
-                "their mean. Sum the variable out of the model (pyro.infer.config_enumerate with TraceEnum_ELBO), "
-                "or replace it by a continuous relaxation."
-            )
+
+def _refuse(site: Any) -> NoReturn:
+    fn = strip_event_dims(site["fn"])
+    kind = type(fn).__name__
+    if getattr(fn, "has_enumerate_support", False):
         raise GuideError(
-            f"guide site {msg['name']!r} is {kind}, which is not a factorised Gaussian. Use MeanFieldGuide, "
-            "Pyro's AutoNormal, AutoDiagonalNormal or AutoDelta, or a hand-written guide of independent Normal sites; "
-            "for dependent posteriors use Pyro's Trace_ELBO."
+            f"guide site {site['name']!r} is discrete ({kind}); only Gaussian posteriors can be expanded around "
+            "their mean. Sum the variable out of the model (pyro.infer.config_enumerate with TraceEnum_ELBO), "
+            "or replace it by a continuous relaxation."
         )
+    raise GuideError(
+        f"guide site {site['name']!r} is {kind}, which is not a factorised Gaussian. Use MeanFieldGuide, "
+        "Pyro's AutoNormal, AutoDiagonalNormal or AutoDelta, or a hand-written guide of independent Normal sites; "
+        "for dependent posteriors use Pyro's Trace_ELBO."
+    )

@@ -8,7 +8,6 @@ from typing import Any
 
 import pyro.poutine as poutine
 import torch
-from pyro.poutine.messenger import Messenger
 from torch import Tensor
 from torch import distributions as td
 
@@ -27,6 +26,7 @@ from pyro_dvi.handlers.uncertain import uncertain_likelihoods
 from pyro_dvi.moments import GaussianMoments, Link, MultiplicativeMoments
 from pyro_dvi.moments.through_link import through_link
 from pyro_dvi.multiplicative_normal import MultiplicativeNormal
+from pyro_dvi.sites import SetLatents
 
 __all__ = ["MomentRun", "PosteriorMoments", "median", "propagated", "reparameterised", "run_with_moments"]
 
@@ -127,7 +127,7 @@ def _flat(transforms: tuple[Any, ...]) -> Iterator[Any]:
             yield transform
 
 
-class PosteriorMoments(Messenger):
+class PosteriorMoments(SetLatents):
     """Give each latent site of a model the moments of its posterior marginal.
 
     A Gaussian in the site's own space becomes :class:`~pyro_dvi.moments.GaussianMoments`. One that a transform takes
@@ -163,24 +163,21 @@ class PosteriorMoments(Messenger):
             if mask is not False and bool((torch.as_tensor(mask) & part.elements).any()):
                 self.sampled.add(site)
 
-    def _pyro_sample(self, msg: Any) -> None:
-        if msg["is_observed"] or type(msg["fn"]).__name__ == "_Subsample":
-            return
-        name = msg["name"]
+    def _value_of(self, site: Any) -> Any:
+        name = site["name"]
         if name in self.gaussians:
             source = self.gaussians[name]
             value = self._value(source, source.transforms)
         elif f"{name}_unconstrained" in self.gaussians:
-            value = self._value(self.gaussians[f"{name}_unconstrained"], _transforms_to(msg["fn"]))
+            value = self._value(self.gaussians[f"{name}_unconstrained"], _transforms_to(site["fn"]))
         elif name in self.vectors:
             part = self.vectors[name]
-            value = self._moments(part.loc, part.scale, _transforms_to(msg["fn"]), name in self.sampled)
+            value = self._moments(part.loc, part.scale, _transforms_to(site["fn"]), name in self.sampled)
         else:
-            return
+            return None
         if isinstance(value, GaussianMoments) and value.link is None:
             self.given[name] = value
-        msg["value"] = value
-        msg["done"] = True
+        return value
 
     def _value(self, source: GaussianSite, transforms: tuple[Any, ...]) -> Any:
         sampled = source.name in self.sampled

@@ -11,6 +11,7 @@ from torch import Tensor
 from pyro_dvi.curvature import ObservedSite
 from pyro_dvi.errors import DataError, ModelError, PyroDviError
 from pyro_dvi.handlers.wrapped import untransformed
+from pyro_dvi.sites import is_data, is_factor
 
 __all__ = ["check_num_data", "observed_sites"]
 
@@ -24,21 +25,23 @@ def observed_sites(trace: Any) -> tuple[list[ObservedSite], list[ObservedSite]]:
     """
     sites: list[ObservedSite] = []
     factors: list[ObservedSite] = []
-    for name, site in trace.nodes.items():
-        if site["type"] != "sample" or not site["is_observed"] or site["infer"].get("_deterministic"):
-            continue
-        entry = ObservedSite(name, site["fn"], site["value"], site["scale"], site["mask"])
-        if type(site["fn"]).__name__ == "Unit":
-            factors.append(entry)
-        else:
+    for site in trace.nodes.values():
+        if is_factor(site):
+            factors.append(observation(site))
+        elif is_data(site):
             _check_shape(site)
-            sites.append(entry)
+            sites.append(observation(site))
     if not sites and not factors:
         raise ModelError(
             "the model has no observed site: pass the observed values and give them to "
             "pyro.sample(name, distribution, obs=values). Without data the posterior is the prior."
         )
     return sites, factors
+
+
+def observation(site: Any) -> ObservedSite:
+    """Return what objectives and curvatures read of an observed site."""
+    return ObservedSite(site["name"], site["fn"], site["value"], site["scale"], site["mask"])
 
 
 def checked_log_likelihood(site: ObservedSite) -> Tensor:

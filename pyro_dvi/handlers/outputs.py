@@ -18,12 +18,12 @@ from torch import distributions as td
 from torch.distributions import biject_to, constraints
 
 from pyro_dvi.errors import DataError, ModelError, NonFiniteError, UnsupportedError
-from pyro_dvi.handlers.all_rows import AllRows
 from pyro_dvi.handlers.built import Built, arguments_kept, given_to, without_checks
 from pyro_dvi.handlers.log_joint import AtUnconstrained
 from pyro_dvi.handlers.mean_run import twice_differentiable
 from pyro_dvi.handlers.response import choose_response, example_axis, responses
 from pyro_dvi.handlers.wrapped import innermost, rewrapped
+from pyro_dvi.sites import AllRows, is_deterministic
 
 __all__ = ["Outputs", "Parameter", "observed_outputs", "run_outputs"]
 
@@ -145,7 +145,7 @@ def run_outputs(
         model(*args)
     nodes: Any = recorder.trace.nodes
     node = nodes.get(site)
-    if node is not None and node["infer"].get("_deterministic"):
+    if node is not None and is_deterministic(node):
         return _deterministic(str(site), node["value"], num_rows)
     name = choose_response(site, responses(nodes, values))
     node = nodes[name]

@@ -15,7 +15,7 @@ from torch import distributions as td
 from pyro_dvi.errors import ArgumentError, ModelError, UnsupportedError
 from pyro_dvi.handlers.latents import is_real
 from pyro_dvi.handlers.means import strip_event_dims
-from pyro_dvi.handlers.site_patterns import sites_named
+from pyro_dvi.sites import sites_named
 
 __all__ = ["PosteriorPrior", "posterior_prior", "without_posterior_prior"]
 

@@ -10,22 +10,16 @@ from torch import Tensor
 from torch import distributions as td
 
 from pyro_dvi.errors import DataError, ModelError
+from pyro_dvi.sites import is_data, is_latent
 
 __all__ = ["choose_response", "counted", "example_axis", "responses"]
 
 
 def responses(nodes: Mapping[str, Any], latents: Container[str]) -> list[str]:
-    """Return the sample sites of a run that are neither latent nor Pyro's own."""
+    """Return the sample sites of a run that are neither latent nor Pyro's own: data, or a place for them."""
     return [
-        name
-        for name, node in nodes.items()
-        if node["type"] == "sample" and name not in latents and not _is_bookkeeping(node)
+        name for name, node in nodes.items() if name not in latents and (is_latent(node) or is_data(node))
     ]
-
-
-def _is_bookkeeping(node: Any) -> bool:
-    """Whether a site is Pyro's own: a plate, ``pyro.deterministic``, ``pyro.factor``."""
-    return type(node["fn"]).__name__ in ("_Subsample", "Unit") or bool(node["infer"].get("_deterministic"))
 
 
 def choose_response(site: str | None, names: list[str]) -> str:

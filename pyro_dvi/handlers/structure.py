@@ -111,12 +111,7 @@ def _look(run: MeanRun, guide: Callable) -> Structure:
             old = sampled.get(parent.source.name, False)
             both = elements if old is False else torch.as_tensor(old) | torch.as_tensor(elements)
             sampled[parent.source.name] = both
-    roots = [
-        node["fn"]
-        for node in run.model_trace.nodes.values()
-        if node["type"] == "sample" and node["is_observed"]
-    ]
-    graph = graph_of(t for fn in roots for t in _tensors(fn))
+    graph = graph_of(t for site in (*sites, *factors) for t in _tensors(site.fn))
     names = frozenset(type(node).__name__ for node in graph if not _keeps_probabilities(node))
     shapes = {site.name: site.fn.batch_shape + site.fn.event_shape for site in sites}
     reached = reached_by(log_likelihood, {g.name: g.value for g in run.gaussians})

@@ -15,6 +15,7 @@ from pyro_dvi.inference_data.arrays import as_array
 from pyro_dvi.inference_data.group import Group
 from pyro_dvi.inference_data.names import close_names, listed, plate_names
 from pyro_dvi.predictive.engine.batches import Batch
+from pyro_dvi.sites import is_deterministic
 
 __all__ = ["Selection", "Summaries", "drawn_group", "of_one_posterior"]
 
@@ -58,7 +59,7 @@ class Selection:
             kept = listed("sites", sites)
             known = [
                 *latents,
-                *(n for n, node in nodes.items() if node.get("infer", {}).get("_deterministic")),
+                *(n for n, node in nodes.items() if is_deterministic(node)),
             ]
             for name in kept:
                 if name not in known:

@@ -10,9 +10,9 @@ from pyro import poutine
 from torch import Tensor
 
 from pyro_dvi.errors import UnsupportedError
-from pyro_dvi.handlers.all_rows import AllRows
 from pyro_dvi.predictive.rules.rule import FromDraws, seed_all
 from pyro_dvi.signatures import with_missing
+from pyro_dvi.sites import AllRows
 
 __all__ = ["PriorSamples"]
 

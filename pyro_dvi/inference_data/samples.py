@@ -12,6 +12,7 @@ from torch import Tensor
 from pyro_dvi.errors import ArgumentError
 from pyro_dvi.inference_data.names import close_names
 from pyro_dvi.predictive.rules.rule import FromDraws
+from pyro_dvi.sites import is_data, is_latent
 
 __all__ = ["GivenSamples"]
 
@@ -69,20 +70,14 @@ class GivenSamples(FromDraws):
         Raises:
             ArgumentError: draws of what the model does not draw, none of what it does, or of another shape.
         """
-        latent = [
-            name
-            for name, node in nodes.items()
-            if node["type"] == "sample"
-            and not node["is_observed"]
-            and type(node["fn"]).__name__ != "_Subsample"
-        ]
+        latent = [name for name, node in nodes.items() if is_latent(node)]
         for name in self.samples:
             if name not in nodes:
                 raise ArgumentError(
                     f"the samples have a site {name!r} that the model has not; close names: "
                     f"{close_names(name, latent)}"
                 )
-            if nodes[name]["is_observed"] and not nodes[name]["infer"].get("_deterministic"):
+            if is_data(nodes[name]):
                 raise ArgumentError(
                     f"the samples have a site {name!r} that the model observes: leave it out, predictions are made "
                     "from the latent sites"

@@ -14,7 +14,6 @@ from pyro_dvi.errors import ArgumentError
 from pyro_dvi.guides.base import FactorisedGuide
 from pyro_dvi.guides.factors import Deterministic, Factor
 from pyro_dvi.handlers.latents import unconstraining_transform
-from pyro_dvi.handlers.site_patterns import sites_named
 from pyro_dvi.laplace.energy.energy import Energy
 from pyro_dvi.laplace.energy.layout import Layout
 from pyro_dvi.laplace.energy.passes import Passes
@@ -24,6 +23,7 @@ from pyro_dvi.laplace.evidence.scales import rescaled_model
 from pyro_dvi.laplace.mode.diagnosis import Diagnosis, diagnose
 from pyro_dvi.laplace.mode.polish import Polished, polish
 from pyro_dvi.laplace.model_reference import ModelReference
+from pyro_dvi.sites import sites_named
 
 __all__ = ["PointMassGuide"]
 

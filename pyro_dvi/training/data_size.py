@@ -8,7 +8,8 @@ from typing import Any
 from pyro.poutine.messenger import Messenger
 
 from pyro_dvi.curvature import ObservedSite
-from pyro_dvi.handlers.observed import check_num_data
+from pyro_dvi.handlers.observed import check_num_data, observation
+from pyro_dvi.sites import is_data
 from pyro_dvi.training.routes import Route
 
 __all__ = ["PlateCheck", "known_data_size"]
@@ -29,9 +30,8 @@ class PlateCheck(Messenger):
             check_num_data(sites, self.num_data)
 
     def _pyro_post_sample(self, msg: Any) -> None:
-        plain = msg["is_observed"] and not msg["infer"].get("_deterministic")
-        if plain and type(msg["fn"]).__name__ not in ("_Subsample", "Unit", "Delta"):
-            self.sites.append(ObservedSite(msg["name"], msg["fn"], msg["value"], msg["scale"], msg["mask"]))
+        if is_data(msg):
+            self.sites.append(observation(msg))
 
 
 @contextmanager

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from pyro_dvi.devices import forked
 from pyro_dvi.errors import DataError, ModelError
-from pyro_dvi.handlers.all_rows import AllRows
 from pyro_dvi.handlers.response import choose_response, counted, example_axis, responses
 from pyro_dvi.predictive.engine.batches import Batch
 from pyro_dvi.signatures import parameter_names, with_missing
+from pyro_dvi.sites import AllRows, SetLatents
 from pyro_dvi.undisturbed import evaluating
 
 __all__ = [
@@ -212,21 +212,19 @@ def seeded(seed: int | None, device: torch.device | None) -> Iterator[int]:
         yield seed
 
 
-class AtValues(Messenger):
-    """Set latent sites to given values, without turning them into observations."""
+class AtValues(SetLatents):
+    """Set latent sites to given values, which have to have the rows of their plates."""
 
     def __init__(self, values: Latents) -> None:
         super().__init__()
         self.values = values
 
-    def _pyro_sample(self, msg: Any) -> None:
-        if not msg["is_observed"] and msg["name"] in self.values:
-            value = self.values[msg["name"]]
-            for frame in msg["cond_indep_stack"]:
-                if frame.vectorized:
-                    _check_rows(msg, value, frame)
-            msg["value"] = value
-            msg["done"] = True
+    def _value_of(self, site: Any) -> Tensor | None:
+        value = self.values.get(site["name"])
+        for frame in site["cond_indep_stack"] if value is not None else ():
+            if frame.vectorized:
+                _check_rows(site, value, frame)
+        return value
 
 
 class _ReachedError(Exception):

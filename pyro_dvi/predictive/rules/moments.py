@@ -13,7 +13,6 @@ from torch import Tensor
 
 from pyro_dvi.choice import check_choice, check_count
 from pyro_dvi.errors import GuideError
-from pyro_dvi.handlers.all_rows import AllRows
 from pyro_dvi.handlers.mean_run import run_guide
 from pyro_dvi.handlers.means import GaussianSite
 from pyro_dvi.handlers.moment_run import PosteriorMoments, propagated, reparameterised
@@ -25,6 +24,7 @@ from pyro_dvi.moments.repeated_uses import warned_of_repeated_uses
 from pyro_dvi.predictive.engine.run import Respond, Response
 from pyro_dvi.predictive.rules.propagation import Independent, Propagation
 from pyro_dvi.predictive.rules.rule import PredictionRule, arguments, check_is_set_up, latents, seed_all
+from pyro_dvi.sites import AllRows
 
 __all__ = ["Moments", "posterior_gaussians"]
 

@@ -19,17 +19,16 @@ from typing import Any
 import torch
 from pyro import poutine
 from pyro.infer.autoguide import AutoCallable, AutoGuide
-from pyro.poutine.messenger import Messenger
 from torch import Tensor
 from torch import distributions as td
 
 from pyro_dvi.choice import check_count
 from pyro_dvi.errors import GuideError
 from pyro_dvi.guides.base import FactorisedGuide
-from pyro_dvi.handlers.all_rows import AllRows
 from pyro_dvi.laplace import LaplaceGuide
 from pyro_dvi.predictive.engine.run import Respond, Response
 from pyro_dvi.signatures import with_missing
+from pyro_dvi.sites import AllRows, SetLatents, is_latent
 
 __all__ = [
     "AtMean",
@@ -259,27 +258,21 @@ def latents(trace: Any) -> dict[str, Tensor]:
     return {
         name: node["value"].detach()
         for name, node in trace.nodes.items()
-        if node["type"] == "sample"
-        and not node["is_observed"]
-        and not node["infer"].get("is_auxiliary")
-        and type(node["fn"]).__name__ != "_Subsample"
+        if is_latent(node) and not node["infer"].get("is_auxiliary")
     }
 
 
-class _AtCentre(Messenger):
+class _AtCentre(SetLatents):
     """Set every site of a guide to the mean of its distribution, taken before any transform."""
 
-    def _pyro_sample(self, msg: Any) -> None:
-        if msg["is_observed"] or type(msg["fn"]).__name__ == "_Subsample":
-            return
+    def _value_of(self, site: Any) -> Tensor:
         try:
-            msg["value"] = _centre(msg["fn"])
+            return _centre(site["fn"])
         except NotImplementedError as error:
             raise GuideError(
-                f"guide site {msg['name']!r} ({type(msg['fn']).__name__}) has no mean to predict at: use "
+                f"guide site {site['name']!r} ({type(site['fn']).__name__}) has no mean to predict at: use "
                 "predict(..., method=Samples(30))"
             ) from error
-        msg["done"] = True
 
 
 def _centre(fn: Any) -> Tensor:
