@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from pyro.nn.module import PyroModule, to_pyro_module_
 from torch import Tensor, nn
 
-from pyro_dvi.bayesian.plain_types import plain_type
+from pyro_dvi.bayesian.converted import plain_type
 from pyro_dvi.errors import ArgumentError, DviWarning
 
 __all__ = ["SMOOTH", "SmoothClamp", "SmoothLeakyReLU", "smooth_activations_"]

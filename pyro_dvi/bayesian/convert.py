@@ -5,28 +5,29 @@ import warnings
 from collections.abc import Sequence
 from typing import TypeVar, cast
 
+import torch
 from pyro.nn.module import PyroModule, PyroSample, to_pyro_module_
 from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
 
-from pyro_dvi.bayesian.checkpoints import accept_old_keys
-from pyro_dvi.bayesian.frozen import keep_frozen
+from pyro_dvi.bayesian.converted import accept_old_keys, remember
 from pyro_dvi.bayesian.priors import Prior, PriorLike, as_prior
-from pyro_dvi.bayesian.refusals import check_convertible
-from pyro_dvi.bayesian.selection import (
-    DEFAULT_LAYERS,
-    Candidate,
-    Selection,
-    Selector,
-    candidates,
-    normalised,
-    suggestion,
-)
+from pyro_dvi.bayesian.selection import DEFAULT_LAYERS, Candidate, Selection, chosen
 from pyro_dvi.bayesian.site_prior import TiedPrior, buffer_name
-from pyro_dvi.errors import DviWarning, ModelError, UnsupportedError
+from pyro_dvi.errors import ArgumentError, DviWarning, ModelError, UnsupportedError
 
 __all__ = ["to_bayesian_"]
 
 M = TypeVar("M", bound=nn.Module)
+
+_WRAPPERS = {
+    "DataParallel": "convert the wrapped module, net.module; Pyro's sites cannot be replicated over threads",
+    "DistributedDataParallel": "convert the module before wrapping it",
+    "FullyShardedDataParallel": "convert the module before wrapping it; its flattened parameters have no "
+    "sites",
+    "FSDPModule": "convert the module before fully_shard is applied",
+    "OptimizedModule": "convert the module before torch.compile, or pass net._orig_mod",
+}
 
 
 def to_bayesian_(
@@ -92,14 +93,14 @@ def to_bayesian_(
         >>> [name for name, _ in net.named_parameters()]
         ['1.weight', '1.bias', '3.bias']
     """
-    check_convertible(module)
+    _check_convertible(module)
     prior = as_prior(prior_scale)
-    groups = _chosen(module, normalised(include, "include"), normalised(exclude, "exclude"), include)
+    groups = chosen(module, include, exclude)
     priors = _checked(prior, groups)
     _warn_of_padding(groups)
 
     to_pyro_module_(module)
-    keep_frozen(module)
+    remember(module)
     root = cast(PyroModule, module)
     for (owner, *others), its_prior in zip(groups, priors, strict=True):
         site_prior = its_prior.place(owner, root)
@@ -109,9 +110,7 @@ def to_bayesian_(
         _make_site(owner, PyroSample(site_prior))
         for other in others:
             del other.module._parameters[other.attribute]
-            tied = TiedPrior(
-                other.attribute, other.position, owner.module, owner.attribute, f"= {owner.name}"
-            )
+            tied = TiedPrior(other.attribute, owner.module, owner.attribute, f"= {owner.name}")
             _make_site(other, PyroSample(tied))
     return module
 
@@ -135,55 +134,6 @@ def _make_site(target: Candidate, sample: PyroSample) -> None:
     accept_old_keys(target.module)
 
 
-def _chosen(
-    root: nn.Module, include: Sequence[Selector], exclude: Sequence[Selector], given: Selection
-) -> list[list[Candidate]]:
-    """Return the chosen parameters in order; those that share one tensor stand together."""
-    everything = candidates(root)
-    _check_that_all_match(everything, exclude if given is DEFAULT_LAYERS else (*include, *exclude))
-    excluded = {id(c) for c in everything if any(c.chosen_by(selector) for selector in exclude)}
-    chosen = {id(c) for c in everything if any(c.chosen_by(selector) for selector in include)}
-    groups: dict[int, list[Candidate]] = {}
-    for candidate in everything:
-        groups.setdefault(id(candidate.parameter), []).append(candidate)
-
-    result = []
-    frozen = []
-    for group in groups.values():
-        wanted = [c for c in group if id(c) in chosen and id(c) not in excluded]
-        if not wanted:
-            continue
-        for candidate in group:
-            if id(candidate) in excluded:
-                raise ModelError(
-                    f"{wanted[0].name!r} and {candidate.name!r} are one shared parameter; the first is "
-                    "included and the second excluded. Exclude both or neither."
-                )
-            if candidate.obstacle is not None:
-                kind = UnsupportedError if _has_wrong_dtype(candidate) else ModelError
-                raise kind(f"{candidate.name!r} cannot become Bayesian: {candidate.obstacle}.")
-        if group[0].parameter.requires_grad:
-            result.append(group)
-        else:
-            frozen.append(group[0].name)
-    if not result:
-        raise ModelError(_why_nothing(everything, chosen, excluded, frozen))
-    return result
-
-
-def _check_that_all_match(everything: Sequence[Candidate], selectors: Sequence[Selector]) -> None:
-    """Raise for a pattern or type that matches nothing: most often it is a slip of the pen."""
-    for selector in selectors:
-        if callable(selector) and not isinstance(selector, type):
-            continue
-        if not any(c.chosen_by(selector) for c in everything):
-            shown = repr(selector) if isinstance(selector, str) else selector.__name__
-            raise ModelError(
-                f"{shown} of include= or exclude= matches no parameter. "
-                + (suggestion(selector, everything) if isinstance(selector, str) else "")
-            )
-
-
 def _checked(prior: Prior, groups: Sequence[Sequence[Candidate]]) -> list[Prior]:
     """Find the prior of every parameter, and every mistake, before the first is changed."""
     owners = [group[0] for group in groups]
@@ -201,26 +151,32 @@ def _checked(prior: Prior, groups: Sequence[Sequence[Candidate]]) -> list[Prior]
     return priors
 
 
-def _has_wrong_dtype(candidate: Candidate) -> bool:
-    return candidate.parameter.is_complex() or not candidate.parameter.is_floating_point()
+def _check_convertible(root: nn.Module) -> None:
+    """Raise if some module below ``root`` cannot become a ``PyroModule``.
 
-
-def _why_nothing(
-    everything: Sequence[Candidate], chosen: set[int], excluded: set[int], frozen: Sequence[str]
-) -> str:
-    """Explain an empty selection."""
-    if frozen:
-        return (
-            f"Nothing to make Bayesian: the chosen parameters ({', '.join(frozen[:3])}, ...) are frozen. "
-            "Call requires_grad_(True) on those that should be inferred, before the first conversion."
+    Raises:
+        ArgumentError: if ``root`` is no module.
+        ModelError: if a lazy module has not seen data yet.
+        UnsupportedError: for wrapped, compiled and scripted modules.
+    """
+    if not isinstance(root, nn.Module):
+        raise ArgumentError(
+            f"to_bayesian_ converts a torch.nn.Module, and got a {type(root).__name__}"
+            + (" (the class itself: pass an instance)." if isinstance(root, type) else ".")
         )
-    if chosen & excluded:
-        return "Nothing to make Bayesian: exclude= takes away everything that include= chooses."
-    if not everything:
-        return "Nothing to make Bayesian: the module has no parameters."
-    kinds = sorted({type(c.module).__name__ for c in everything})
-    return (
-        f"Nothing to make Bayesian: include= matches none of the {len(everything)} parameters, which belong "
-        f"to {', '.join(kinds[:6])}. Name them by type or pattern, for instance "
-        f"include={everything[0].name!r}."
-    )
+    for path, module in root.named_modules():
+        place = f"{path!r}, a {type(module).__name__}," if path else f"The module, a {type(module).__name__},"
+        for ancestor in type(module).__mro__:
+            if ancestor.__module__.startswith("torch.") and (advice := _WRAPPERS.get(ancestor.__name__)):
+                raise UnsupportedError(f"{place} cannot be converted: {advice}.")
+        if isinstance(module, torch.jit.ScriptModule):
+            raise UnsupportedError(f"{place} is TorchScript and fixed: convert the Python module instead.")
+        if module._compiled_call_impl is not None:
+            raise UnsupportedError(
+                f"{place} was compiled in place with .compile(), so Pyro would not see its parameters: "
+                "convert a fresh module."
+            )
+        if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():  # type: ignore[misc]
+            raise ModelError(
+                f"{place} is lazy and has no weights yet: run the network once on a batch, then convert it."
+            )

@@ -1,22 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``to_deterministic``: the network at the posterior mean, without Pyro."""
+"""The network at the posterior mean: the values that a guide gives, and a module with these weights, without Pyro."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from pyro.nn.module import PyroModule
 from torch import Tensor, nn
 
-from pyro_dvi.bayesian.checkpoints import forget_old_keys
-from pyro_dvi.bayesian.frozen import restored_frozen
-from pyro_dvi.bayesian.original_order import parameter_order
-from pyro_dvi.bayesian.plain_types import plain_type
-from pyro_dvi.bayesian.posterior_means import posterior_means
+from pyro_dvi.bayesian.converted import forget, parameter_order, plain_type
 from pyro_dvi.bayesian.site_prior import SitePrior, TiedPrior, buffer_name
 from pyro_dvi.errors import ArgumentError, GuideError, ModelError, UnsupportedError
 
-__all__ = ["to_deterministic"]
+__all__ = ["posterior_means", "to_deterministic"]
 
 
 def to_deterministic(model_or_net: nn.Module, guide: Any) -> nn.Module:
@@ -84,6 +80,32 @@ def to_deterministic(model_or_net: nn.Module, guide: Any) -> nn.Module:
     return plain
 
 
+def posterior_means(guide: Any) -> dict[str, Tensor]:
+    """Return the medians of the latents, which are the means where the posterior is Normal.
+
+    Args:
+        guide: a guide with a ``median()`` method, as all automatic guides have, or a mapping from site names
+            to values: one posterior draw, say.
+
+    Raises:
+        GuideError: if the guide has no median, or has not been run yet.
+    """
+    if isinstance(guide, Mapping):
+        return dict(guide)
+    median: Callable[[], Mapping[str, Tensor]] | None = getattr(guide, "median", None)
+    if not callable(median):
+        raise GuideError(
+            f"{type(guide).__name__} has no median() method, as Pyro's automatic guides have. Pass a mapping "
+            "from site names to values instead."
+        )
+    if getattr(guide, "prototype_trace", True) is None:
+        raise GuideError(
+            f"The {type(guide).__name__} has not seen the model yet and has no parameters: train it, or call "
+            "it once with the arguments of the model."
+        )
+    return {name: value.detach() for name, value in median().items()}
+
+
 def _only_converted_net(model: nn.Module) -> nn.Module:
     """Return the smallest module that was converted as a whole and holds every converted parameter."""
 
@@ -132,21 +154,15 @@ def _value(values: Mapping[str, Tensor], site: str, like: Tensor) -> Tensor:
 
 def _restore_parameters(module: nn.Module, made: dict[tuple[int, str], nn.Parameter]) -> None:
     """Put weights back where priors were, in the original order."""
-    samples = getattr(module, "_pyro_samples", {})
-    parameters: dict[str, nn.Parameter | None] = {}
     order = parameter_order(module)
-    frozen = restored_frozen(module)
-    for attribute in order:
-        prior = samples.get(attribute)
+    forget(module)
+    for attribute, prior in getattr(module, "_pyro_samples", {}).items():
         if isinstance(prior, TiedPrior):
-            parameters[attribute] = made[id(prior.owner), prior.owner_attribute]
+            module._parameters[attribute] = made[id(prior.owner), prior.owner_attribute]
         elif isinstance(prior, SitePrior):
-            parameters[attribute] = made[id(module), attribute]
+            module._parameters[attribute] = made[id(module), attribute]
             del module._buffers[buffer_name(attribute)]
-        else:
-            parameters[attribute] = (
-                frozen[attribute] if attribute in frozen else module._parameters[attribute]
-            )
+    parameters = {attribute: module._parameters[attribute] for attribute in order}
     module._parameters.clear()
     module._parameters.update(parameters)
 
@@ -156,11 +172,9 @@ def _remove_pyro(module: nn.Module) -> None:
         return
     plain = plain_type(module)
     assert plain is not None
-    forget_old_keys(module)
-    for name in list(module._buffers):
-        if name in module._non_persistent_buffers_set and name.startswith("prior_scale"):
-            del module._buffers[name]
-            module._non_persistent_buffers_set.discard(name)
+    for name in list(module._non_persistent_buffers_set):
+        if name.startswith("prior_scale"):
+            delattr(module, name)
     for name in ("_pyro_name", "_pyro_context", "_pyro_params", "_pyro_samples"):
         module.__dict__.pop(name, None)
     module.__class__ = plain  # type: ignore[assignment]

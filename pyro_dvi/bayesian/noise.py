@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from pyro.distributions.torch_distribution import TorchDistributionMixin
 from pyro.nn.module import PyroModule, PyroParam, PyroSample
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_dvi.bayesian.priors import check_no_gradient, positive
@@ -122,11 +122,3 @@ def as_noise(noise: Any) -> Noise:
         f"noise_scale is {noise!r}. Pass a number, a distribution over positive numbers (the scale becomes a "
         "latent), LearnedScale() or Heteroscedastic()."
     )
-
-
-def reference_tensor(net: nn.Module) -> Tensor:
-    """Return a tensor that shows the dtype and device of a network."""
-    for tensor in (*net.parameters(), *net.buffers()):
-        if tensor.is_floating_point():
-            return tensor.detach()
-    return torch.empty(0)

@@ -9,10 +9,11 @@ from typing import Any
 import pyro.poutine as poutine
 import torch
 from pyro.nn.module import PyroModule
+from pyro.poutine.messenger import Messenger
 from torch import Tensor, nn
 
-from pyro_dvi.bayesian.posterior_means import posterior_means
-from pyro_dvi.bayesian.prior_parents import PriorParents
+from pyro_dvi.autograd_graph import enters
+from pyro_dvi.bayesian.export import posterior_means
 from pyro_dvi.bayesian.priors import described
 from pyro_dvi.bayesian.scales import ScalePrior
 from pyro_dvi.bayesian.site_prior import SitePrior, TiedPrior
@@ -181,7 +182,7 @@ def _traced(
     """Run the model once and list its latent and observed sites."""
     sites, observed = {}, []
     with torch.enable_grad():  # gradients show which priors depend on other sites
-        with undisturbed(), poutine.block(), PriorParents() as parents:
+        with undisturbed(), poutine.block(), _PriorParents() as parents:
             trace = poutine.trace(model).get_trace(*args, **kwargs)
         for name, site in trace.nodes.items():
             if is_data(site) or is_factor(site):
@@ -216,3 +217,35 @@ def _rms(value: Tensor) -> float:
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}"
+
+
+class _PriorParents(Messenger):
+    """Remember the latent values of a run, so that tensors computed from them can be traced back.
+
+    Status: follows gradients, so a parent that is discrete, or detached by the model, is not seen.
+
+    Example:
+        >>> import pyro, pyro.distributions as dist
+        >>> with _PriorParents() as parents:
+        ...     scale = pyro.sample("s", dist.LogNormal(0.0, 1.0))
+        >>> parents.of(2 * scale), parents.of(torch.ones(()))
+        (('s',), ())
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._values: dict[str, Tensor] = {}
+
+    def _pyro_post_sample(self, msg: Any) -> None:
+        value = msg["value"]
+        if msg["is_observed"] or not isinstance(value, Tensor) or not value.is_floating_point():
+            return
+        # Cut off from its own parents, so that only the nearest are found; a copy may be written in place.
+        leaf = value.detach().requires_grad_()
+        self._values[msg["name"]] = leaf
+        msg["value"] = leaf.clone()
+
+    def of(self, value: Tensor) -> tuple[str, ...]:
+        """Return the sites that ``value`` was computed from, in the order of the run."""
+        parents = enters(list(self._values.values()), [value])
+        return tuple(name for name, is_parent in zip(self._values, parents, strict=True) if is_parent)

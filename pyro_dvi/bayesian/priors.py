@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What ``prior_scale`` accepts, and how each form becomes the prior of a parameter.
 
-Everything becomes a :class:`Prior`: numbers, distributions, callables and mappings here, He scaling in
-:mod:`~pyro_dvi.bayesian.he_scaling`, learned and sampled scales in :mod:`~pyro_dvi.bayesian.scales`. Writing
-a new one: subclass :class:`Prior` with a ``place`` method that returns a
-:class:`~pyro_dvi.bayesian.site_prior.SitePrior`. Most wishes need less: a callable of ``(name, parameter)``
-may return a float, a distribution or any prior.
+Everything becomes a :class:`Prior`: numbers, distributions, callables and mappings here; He scaling, learned and
+sampled scales in :mod:`~pyro_dvi.bayesian.scales`. Writing a new one: subclass :class:`Prior` with a ``place`` method
+that returns a :class:`~pyro_dvi.bayesian.site_prior.SitePrior`. Most wishes need less: a callable of
+``(name, parameter)`` may return a float, a distribution or any prior.
 """
 
 import math
@@ -15,6 +14,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+import pyro.distributions as dist
+import torch
 from pyro.distributions.torch_distribution import TorchDistributionMixin
 from pyro.nn.module import PyroModule
 from torch import Tensor
@@ -22,10 +23,10 @@ from torch.distributions import Distribution
 
 from pyro_dvi.bayesian.placement import broadcasts_to, placed_like, tensors_of
 from pyro_dvi.bayesian.selection import Candidate, suggestion
-from pyro_dvi.bayesian.site_prior import DistributionPrior, NormalPrior, SitePrior
+from pyro_dvi.bayesian.site_prior import DistributionPrior, SitePrior
 from pyro_dvi.errors import ArgumentError, ModelError
 
-__all__ = ["Prior", "PriorLike", "as_prior", "check_no_gradient", "described", "positive"]
+__all__ = ["Prior", "PriorLike", "as_prior", "check_no_gradient", "described", "normal_prior", "positive"]
 
 PriorLike = Any
 """A float, a distribution, a :class:`Prior`, a callable of ``(name, parameter)`` that returns one of these,
@@ -64,7 +65,7 @@ class FixedScale(Prior):
 
     def place(self, target: Candidate, root: PyroModule) -> SitePrior:
         """Return the Normal prior."""
-        return NormalPrior(target.attribute, target.position, self.scale)
+        return normal_prior(target, self.scale)
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,17 +74,12 @@ class Given(Prior):
 
     distribution: TorchDistributionMixin
 
-    def check(self, target: Candidate) -> None:
-        """Compare shape and support with the parameter."""
-        self._fitted(target)
-
     def place(self, target: Candidate, root: PyroModule) -> SitePrior:
         """Return the distribution, expanded to the parameter's shape with all dimensions as one event."""
-        return DistributionPrior(
-            target.attribute, target.position, self._fitted(target), described(self.distribution)
-        )
+        return DistributionPrior(target.attribute, self.distribution, described(self.distribution))
 
-    def _fitted(self, target: Candidate) -> TorchDistributionMixin:
+    def check(self, target: Candidate) -> None:
+        """Compare shape and support with the parameter."""
         given, shape = self.distribution, target.parameter.shape
         name = type(given).__name__
         check_no_gradient(given, f"The prior {name} of {target.name!r}")
@@ -101,15 +97,13 @@ class Given(Prior):
                 "draws; weights need a continuous, reparameterised distribution such as Normal, Laplace or "
                 "StudentT."
             )
-        expanded: TorchDistributionMixin = given.expand(batch).to_event(len(batch))
         value = target.parameter.detach()
-        if not bool(placed_like(expanded, value).support.check(value).all()):
+        if not bool(placed_like(given, value).expand(batch).support.check(value).all()):
             raise ModelError(
                 f"The initial value of {target.name!r} lies outside the support {given.support} of its prior "
                 f"{name}, so no guide could start from it. Use a prior over all real numbers, or change the "
                 "initial value."
             )
-        return expanded
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,6 +159,14 @@ class ByName(Prior):
     @staticmethod
     def _matches(pattern: str, target: Candidate) -> bool:
         return any(fnmatchcase(name, pattern) for name in target.names)
+
+
+def normal_prior(target: Candidate, scale: float) -> SitePrior:
+    """Return ``N(0, scale²)`` for every entry of ``target``."""
+    # In double precision, so that a weight of any dtype gets the value that was given. Validation waits for the device.
+    deviation = torch.tensor(scale, dtype=torch.float64)
+    normal = dist.Normal(torch.zeros_like(deviation), deviation, validate_args=False)
+    return DistributionPrior(target.attribute, normal, f"Normal(0, {scale:.4g})")
 
 
 def as_prior(prior: PriorLike, place: str = "prior_scale") -> Prior:

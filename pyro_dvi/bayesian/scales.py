@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prior scales that are not fixed: learned with the guide, or inferred under a prior of their own."""
+"""Prior scales by the size of a layer, learned with the guide, or inferred under a prior of their own."""
 
+import math
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import chain, count
 from typing import Any
 
 import pyro.distributions as dist
@@ -13,18 +16,132 @@ from torch import Tensor, nn
 from torch.distributions import constraints
 
 from pyro_dvi.bayesian.placement import placed_like
-from pyro_dvi.bayesian.priors import Prior, check_no_gradient, described, positive
+from pyro_dvi.bayesian.priors import Prior, check_no_gradient, described, normal_prior, positive
 from pyro_dvi.bayesian.selection import Candidate
 from pyro_dvi.bayesian.site_prior import ScaleMixturePrior, SitePrior, buffer_name
 from pyro_dvi.errors import ArgumentError, ModelError
 
-__all__ = ["HierarchicalScale", "LearnedScale", "ScalePrior", "check_positive_support"]
+__all__ = ["FanIn", "HierarchicalScale", "LearnedScale", "ScalePrior", "check_positive_support", "fan_in"]
 
 Unit = float | Callable[[str, Tensor], float]
 
 
+@dataclass(frozen=True)
+class FanIn(Prior):
+    r"""He scaling: weights get a variance of ``gain²`` over the number of inputs to a unit.
+
+    .. math::
+        w \sim N\left(0, \frac{g^2}{\text{fan-in}}\right), \qquad b \sim N(0, s_b^2)
+
+    With :math:`g^2 = 2` the activations of a ReLU network keep their second moment from layer to layer. The
+    fan-in is that of the layer: inputs of a Linear layer, input channels times kernel size of a convolution,
+    input channels times kernel size over stride of a transposed one, the product of both inputs of a Bilinear
+    layer. An Embedding looks up one row and nothing is summed, so its prior is N(0, 1). A bias multiplies the
+    constant 1 and has no fan-in either; parameters with fewer than two dimensions get :math:`s_b`.
+
+    Status: exact for independent inputs; a convention for biases and embeddings.
+
+    Args:
+        gain: :math:`g`, without unit; :math:`\sqrt 2` for ReLU and its smooth relatives, 1 for linear layers.
+        bias: :math:`s_b`, the scale of biases and other vectors.
+
+    Raises:
+        ArgumentError: if ``gain`` or ``bias`` is not positive and finite.
+
+    Source: He et al. (2015), "Delving deep into rectifiers", Eq. 10.
+
+    Example:
+        >>> import torch
+        >>> fan_in("weight", torch.zeros(10, 50))
+        0.2
+    """
+
+    gain: float = math.sqrt(2.0)
+    bias: float = 1.0
+
+    def __post_init__(self) -> None:
+        positive(self.gain, "FanIn: gain")
+        positive(self.bias, "FanIn: bias")
+
+    def __call__(self, name: str, parameter: Tensor, module: nn.Module | None = None) -> float:
+        """Return the scale of ``parameter``; ``module`` tells apart layers with unusual weight layouts."""
+        if parameter.dim() < 2:
+            return self.bias
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            return 1.0
+        inputs = parameter.numel() / max(1, parameter.shape[0])
+        if isinstance(module, nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d):
+            inputs = (
+                module.in_channels / module.groups * math.prod(module.kernel_size) / math.prod(module.stride)
+            )
+        return self.gain / math.sqrt(max(inputs, 1.0))
+
+    def place(self, target: Candidate, root: PyroModule) -> SitePrior:
+        """Return a Normal prior of that scale."""
+        scale = self(target.name, target.parameter, target.module)
+        return normal_prior(target, scale)
+
+
+fan_in = FanIn()
+"""He scaling with the usual gain: ``to_bayesian_(net, prior_scale=fan_in)``."""
+
+
+class _OwnScale(Prior):
+    """A scale that is an attribute: of each parameter's module, or of the root for all that get the same object."""
+
+    rule: str  # the name of the field that says the unit of a parameter's scale
+    starts_at_unit: bool  # a scale of one parameter only then needs no factor
+    shared: bool
+    _home: tuple[nn.Module, str] | None = None
+
+    @abstractmethod
+    def _attach(self, holder: nn.Module, name: str, target: Candidate, start: float) -> None:
+        """Make the scale the attribute ``name`` of ``holder``, of the dtype and device of ``target``."""
+
+    @abstractmethod
+    def _said(self, name: str) -> str:
+        """Say in a summary what the scale is."""
+
+    def check(self, target: Candidate) -> None:
+        """Evaluate the rule once, so that a bad one is found before anything is changed."""
+        name = f"{target.attribute}_scale"
+        if not self.shared and hasattr(target.module, name):
+            raise ModelError(
+                f"{target.name!r} cannot get a scale of its own: its {type(target.module).__name__} has an "
+                f"attribute {name!r} already. Rename that, or give this parameter a fixed prior_scale."
+            )
+        self._unit(target)
+
+    def place(self, target: Candidate, root: PyroModule) -> SitePrior:
+        """Add the scale to the module, or to the root, and return a Normal prior that reads it."""
+        unit = self._unit(target)
+        if self.shared:
+            if self._home is None or self._home[0] is not root:
+                names = chain(["prior_scale"], (f"prior_scale_{number}" for number in count(2)))
+                self._home = root, next(name for name in names if not hasattr(root, name))
+                self._attach(*self._home, target, start=1.0)
+            holder, name = self._home
+        else:
+            holder, name = None, f"{target.attribute}_scale"
+            self._attach(target.module, name, target, start=unit)
+            unit = 1.0 if self.starts_at_unit else unit
+        text = f"Normal(0, {'' if unit == 1.0 else f'{unit:.4g}·'}{self._said(name)}"
+        return ScaleMixturePrior(target.attribute, name, holder, unit, text)
+
+    def _unit(self, target: Candidate) -> float:
+        unit = getattr(self, self.rule)
+        if isinstance(unit, Prior) and callable(unit):  # fan-in rules look at the layer too
+            unit = unit(target.name, target.parameter, target.module)
+        elif callable(unit):
+            unit = unit(target.name, target.parameter)
+        return positive(unit, f"{type(self).__name__}: {self.rule} of {target.name!r}")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_home": None}
+
+
 @dataclass(eq=False)
-class LearnedScale(Prior):
+class LearnedScale(_OwnScale):
     r"""A prior scale that is learned with the guide (empirical Bayes): a positive ``PyroParam``.
 
     .. math::
@@ -52,44 +169,23 @@ class LearnedScale(Prior):
         0.5
     """
 
+    rule, starts_at_unit = "init", True
     init: Unit = 1.0
     shared: bool = False
-    _home: tuple[nn.Module, str] | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not callable(self.init):
             positive(self.init, "LearnedScale: init")
 
-    def check(self, target: Candidate) -> None:
-        """Evaluate ``init`` once, so that a bad rule is found before anything is changed."""
-        _check_free(self.shared, target)
-        _scale_from(self.init, target, "LearnedScale: init")
+    def _attach(self, holder: nn.Module, name: str, target: Candidate, start: float) -> None:
+        _add(holder, name, PyroParam(target.parameter.new_full((), start), constraint=constraints.positive))
 
-    def place(self, target: Candidate, root: PyroModule) -> SitePrior:
-        """Add the scale as a ``PyroParam`` and return a Normal prior that reads it."""
-        initial = _scale_from(self.init, target, "LearnedScale: init")
-        if not self.shared:
-            holder, name, unit = None, f"{target.attribute}_scale", 1.0
-            _add(target.module, name, self._param(initial, target.parameter))
-        else:
-            unit = initial
-            if self._home is None or self._home[0] is not root:
-                self._home = (root, _free_name(root, "prior_scale"))
-                _add(root, self._home[1], self._param(1.0, target.parameter))
-            holder, name = self._home
-        text = f"Normal(0, {'' if unit == 1.0 else f'{unit:.4g}·'}{name} learned)"
-        return ScaleMixturePrior(target.attribute, target.position, name, holder, unit, text)
-
-    @staticmethod
-    def _param(value: float, parameter: Tensor) -> PyroParam:
-        return PyroParam(parameter.new_full((), value), constraint=constraints.positive)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_home": None}
+    def _said(self, name: str) -> str:
+        return f"{name} learned)"
 
 
 @dataclass(eq=False)
-class HierarchicalScale(Prior):
+class HierarchicalScale(_OwnScale):
     r"""A prior scale with a prior of its own, inferred by the guide.
 
     .. math::
@@ -123,9 +219,9 @@ class HierarchicalScale(Prior):
     """
 
     prior: TorchDistributionMixin = field(default_factory=lambda: dist.LogNormal(0.0, 1.0))
+    rule, starts_at_unit = "unit", False
     unit: Unit = 1.0
     shared: bool = False
-    _home: tuple[nn.Module, str] | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not callable(self.unit):
@@ -144,30 +240,16 @@ class HierarchicalScale(Prior):
         check_no_gradient(prior, "HierarchicalScale: prior")
         check_positive_support(prior, "HierarchicalScale: prior")
 
-    def check(self, target: Candidate) -> None:
-        """Evaluate ``unit`` once, so that a bad rule is found before anything is changed."""
-        _check_free(self.shared, target)
-        _scale_from(self.unit, target, "HierarchicalScale: unit")
+    def _attach(self, holder: nn.Module, name: str, target: Candidate, start: float) -> None:
+        reference = buffer_name(target.attribute)
+        if self.shared:
+            # The root may own no parameter: a scalar of the first one's kind tells dtype and device.
+            reference = f"{name}_like"
+            holder.register_buffer(reference, target.parameter.new_ones(()), persistent=False)
+        _add(holder, name, PyroSample(ScalePrior(self.prior, reference)))
 
-    def place(self, target: Candidate, root: PyroModule) -> SitePrior:
-        """Add the scale as a ``PyroSample`` and return a Normal prior that reads it."""
-        unit = _scale_from(self.unit, target, "HierarchicalScale: unit")
-        if not self.shared:
-            holder, name = None, f"{target.attribute}_scale"
-            _add(target.module, name, PyroSample(ScalePrior(self.prior, buffer_name(target.attribute))))
-        else:
-            if self._home is None or self._home[0] is not root:
-                self._home = (root, _free_name(root, "prior_scale"))
-                # The root may own no parameter: a scalar of the first one's kind tells dtype and device.
-                marker = f"{self._home[1]}_like"
-                root.register_buffer(marker, target.parameter.new_ones(()), persistent=False)
-                _add(root, self._home[1], PyroSample(ScalePrior(self.prior, marker)))
-            holder, name = self._home
-        text = f"Normal(0, {'' if unit == 1.0 else f'{unit:.4g}·'}{name}), {name} ~ {described(self.prior)}"
-        return ScaleMixturePrior(target.attribute, target.position, name, holder, unit, text)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_home": None}
+    def _said(self, name: str) -> str:
+        return f"{name}), {name} ~ {described(self.prior)}"
 
 
 class ScalePrior:
@@ -205,33 +287,6 @@ def check_positive_support(distribution: TorchDistributionMixin, place: str) -> 
         )
 
 
-def _scale_from(unit: Unit, target: Candidate, place: str) -> float:
-    """Evaluate a scale rule for one parameter."""
-    if isinstance(unit, Prior) and callable(unit):  # fan-in rules look at the layer too
-        unit = unit(target.name, target.parameter, target.module)
-    elif callable(unit):
-        unit = unit(target.name, target.parameter)
-    return positive(unit, f"{place} of {target.name!r}")
-
-
-def _check_free(shared: bool, target: Candidate) -> None:
-    name = f"{target.attribute}_scale"
-    if not shared and hasattr(target.module, name):
-        raise ModelError(
-            f"{target.name!r} cannot get a scale of its own: its {type(target.module).__name__} has an "
-            f"attribute {name!r} already. Rename that, or give this parameter a fixed prior_scale."
-        )
-
-
 def _add(module: nn.Module, name: str, value: PyroParam | PyroSample) -> None:
     # Past the module's own __setattr__: recurrent layers intercept it.
     PyroModule.__setattr__(module, name, value)  # type: ignore[arg-type]
-
-
-def _free_name(module: nn.Module, wanted: str) -> str:
-    """Return ``wanted``, with a number behind it where it is taken."""
-    name, number = wanted, 1
-    while hasattr(module, name):
-        number += 1
-        name = f"{wanted}_{number}"
-    return name

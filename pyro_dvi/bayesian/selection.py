@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from pyro_dvi.bayesian.original_order import parameter_order
+from pyro_dvi.bayesian.converted import parameter_order
 from pyro_dvi.bayesian.site_prior import SitePrior
-from pyro_dvi.errors import ArgumentError
+from pyro_dvi.errors import ArgumentError, ModelError, UnsupportedError
 
 __all__ = [
     "DEFAULT_LAYERS",
@@ -26,8 +26,7 @@ __all__ = [
     "Candidate",
     "Selection",
     "Selector",
-    "candidates",
-    "normalised",
+    "chosen",
     "suggestion",
 ]
 
@@ -69,7 +68,6 @@ class Candidate:
         module: the module that owns the parameter.
         attribute: the name of the parameter in that module.
         parameter: its present value.
-        position: its index in the module's own order of parameters.
         obstacle: why it cannot become Bayesian, with the way out, or ``None``.
     """
 
@@ -77,7 +75,6 @@ class Candidate:
     module: nn.Module
     attribute: str
     parameter: Tensor
-    position: int
     obstacle: str | None = None
 
     @property
@@ -96,7 +93,61 @@ class Candidate:
         return bool(selector(self.name, self.module, self.parameter))
 
 
-def candidates(root: nn.Module) -> list[Candidate]:
+def chosen(root: nn.Module, include: Selection, exclude: Selection) -> list[list[Candidate]]:
+    """Return the chosen parameters in order; those that share one tensor stand together.
+
+    Raises:
+        ArgumentError: if a selection has an entry that is no selector.
+        ModelError: if a selector matches nothing, or a parameter that cannot become Bayesian, or nothing is left.
+        UnsupportedError: if a chosen parameter is complex or an integer.
+    """
+    including, excluding = _selectors(include, "include"), _selectors(exclude, "exclude")
+    everything = _candidates(root)
+    _check_that_all_match(everything, excluding if include is DEFAULT_LAYERS else (*including, *excluding))
+    excluded = {id(c) for c in everything if any(c.chosen_by(selector) for selector in excluding)}
+    included = {id(c) for c in everything if any(c.chosen_by(selector) for selector in including)}
+    groups: dict[int, list[Candidate]] = {}
+    for candidate in everything:
+        groups.setdefault(id(candidate.parameter), []).append(candidate)
+
+    result = []
+    frozen = []
+    for group in groups.values():
+        wanted = [c for c in group if id(c) in included and id(c) not in excluded]
+        if not wanted:
+            continue
+        for candidate in group:
+            if id(candidate) in excluded:
+                raise ModelError(
+                    f"{wanted[0].name!r} and {candidate.name!r} are one shared parameter; the first is "
+                    "included and the second excluded. Exclude both or neither."
+                )
+            if candidate.obstacle is not None:
+                kind = UnsupportedError if _has_wrong_dtype(candidate) else ModelError
+                raise kind(f"{candidate.name!r} cannot become Bayesian: {candidate.obstacle}.")
+        if group[0].parameter.requires_grad:
+            result.append(group)
+        else:
+            frozen.append(group[0].name)
+    if not result:
+        raise ModelError(_why_nothing(everything, included, excluded, frozen))
+    return result
+
+
+def _check_that_all_match(everything: Sequence[Candidate], selectors: Sequence[Selector]) -> None:
+    """Raise for a pattern or type that matches nothing: most often it is a slip of the pen."""
+    for selector in selectors:
+        if callable(selector) and not isinstance(selector, type):
+            continue
+        if not any(c.chosen_by(selector) for c in everything):
+            shown = repr(selector) if isinstance(selector, str) else selector.__name__
+            raise ModelError(
+                f"{shown} of include= or exclude= matches no parameter. "
+                + (suggestion(selector, everything) if isinstance(selector, str) else "")
+            )
+
+
+def _candidates(root: nn.Module) -> list[Candidate]:
     """List every parameter below ``root``, each where it is owned, in the order of ``named_parameters``."""
     paths: dict[int, list[str]] = {}
     for path, module in root.named_modules(remove_duplicate=False):
@@ -109,7 +160,7 @@ def candidates(root: nn.Module) -> list[Candidate]:
     ]
 
 
-def normalised(selection: Selection, argument: str) -> tuple[Selector, ...]:
+def _selectors(selection: Selection, argument: str) -> tuple[Selector, ...]:
     """Return ``selection`` as a tuple of selectors.
 
     Raises:
@@ -146,9 +197,8 @@ def _owned(module: nn.Module, paths: Sequence[str]) -> Iterator[Candidate]:
     def names(attribute: str) -> tuple[str, ...]:
         return tuple(f"{path}.{attribute}" if path else attribute for path in paths)
 
-    order = parameter_order(module)
     hooked = _reparametrised_by_hooks(module)
-    for position, attribute in enumerate(order):
+    for attribute in parameter_order(module):
         prior = getattr(module, "_pyro_samples", {}).get(attribute)
         if isinstance(prior, SitePrior):
             value = prior.shown_value(module)
@@ -161,7 +211,7 @@ def _owned(module: nn.Module, paths: Sequence[str]) -> Iterator[Candidate]:
                 continue
             value = parameter
             obstacle = hooked.get(attribute) or _unsuitable(value)
-        yield Candidate(names(attribute), module, attribute, value, position, obstacle)
+        yield Candidate(names(attribute), module, attribute, value, obstacle)
     if parametrize.is_parametrized(module):
         for attribute in module.parametrizations:  # type: ignore[union-attr]
             obstacle = (
@@ -169,7 +219,7 @@ def _owned(module: nn.Module, paths: Sequence[str]) -> Iterator[Candidate]:
                 f"parametrize.remove_parametrizations(module, {attribute!r}) first, or leave it out with "
                 "exclude="
             )
-            yield Candidate(names(attribute), module, attribute, torch.empty(0), len(order), obstacle)
+            yield Candidate(names(attribute), module, attribute, torch.empty(0), obstacle)
 
 
 def _reparametrised_by_hooks(module: nn.Module) -> dict[str, str]:
@@ -205,3 +255,28 @@ def _unsuitable(parameter: Tensor) -> str | None:
     if parameter.requires_grad and not bool(torch.isfinite(parameter.detach()).all()):
         return "its value is not finite; initialise it or load a sound checkpoint first"
     return None
+
+
+def _has_wrong_dtype(candidate: Candidate) -> bool:
+    return candidate.parameter.is_complex() or not candidate.parameter.is_floating_point()
+
+
+def _why_nothing(
+    everything: Sequence[Candidate], included: set[int], excluded: set[int], frozen: Sequence[str]
+) -> str:
+    """Explain an empty selection."""
+    if frozen:
+        return (
+            f"Nothing to make Bayesian: the chosen parameters ({', '.join(frozen[:3])}, ...) are frozen. "
+            "Call requires_grad_(True) on those that should be inferred, before the first conversion."
+        )
+    if included & excluded:
+        return "Nothing to make Bayesian: exclude= takes away everything that include= chooses."
+    if not everything:
+        return "Nothing to make Bayesian: the module has no parameters."
+    kinds = sorted({type(c.module).__name__ for c in everything})
+    return (
+        f"Nothing to make Bayesian: include= matches none of the {len(everything)} parameters, which belong "
+        f"to {', '.join(kinds[:6])}. Name them by type or pattern, for instance "
+        f"include={everything[0].name!r}."
+    )

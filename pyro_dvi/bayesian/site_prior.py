@@ -7,11 +7,13 @@ module, that carries the module's own weight as ``initial_value``.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 import pyro.distributions as dist
 import torch
 from pyro.distributions.torch_distribution import TorchDistributionMixin
+from pyro.infer.autoguide.initialization import init_to_median
 from pyro.nn.module import PyroModule
 from pyro.poutine.runtime import am_i_wrapped, get_plates
 from torch import Tensor, nn
@@ -21,11 +23,11 @@ from pyro_dvi.errors import ModelError, UnsupportedError
 
 __all__ = [
     "DistributionPrior",
-    "NormalPrior",
     "ScaleMixturePrior",
     "SitePrior",
     "TiedPrior",
     "buffer_name",
+    "init_to_module",
 ]
 
 
@@ -39,14 +41,11 @@ class SitePrior(ABC):
 
     Args:
         attribute: the name of the parameter in its module.
-        position: its index among the module's own parameters, so that an exported module lists them as
-            before.
         text: how a summary prints the prior.
     """
 
-    def __init__(self, attribute: str, position: int, text: str) -> None:
+    def __init__(self, attribute: str, text: str) -> None:
         self.attribute = attribute
-        self.position = position
         self.text = text
 
     @abstractmethod
@@ -70,9 +69,7 @@ class SitePrior(ABC):
 
     def shown_value(self, module: nn.Module) -> Tensor:
         """Return the weight that the module had before the conversion, or has been given since."""
-        value = module._buffers[buffer_name(self.attribute)]
-        assert value is not None
-        return value
+        return module._buffers[buffer_name(self.attribute)]  # type: ignore[return-value]
 
     def _check_surroundings(self, module: PyroModule) -> None:
         if torch._C._current_graph_task_id() != -1:
@@ -102,12 +99,18 @@ class SitePrior(ABC):
                 )
 
 
-class NormalPrior(SitePrior):
-    """``N(0, scale²)`` for every entry; the distribution is built once for each dtype and device."""
+class DistributionPrior(SitePrior):
+    """A given distribution, expanded to the parameter's shape with all dimensions as one event.
 
-    def __init__(self, attribute: str, position: int, scale: float) -> None:
-        super().__init__(attribute, position, f"Normal(0, {scale:.4g})")
-        self.scale = scale
+    Args:
+        attribute: as in :class:`SitePrior`.
+        given: the distribution of a single weight, or of the whole weight.
+        text: as in :class:`SitePrior`.
+    """
+
+    def __init__(self, attribute: str, given: TorchDistributionMixin, text: str) -> None:
+        super().__init__(attribute, text)
+        self.given = given
         self._built: TorchDistributionMixin | None = None
 
     def distribution(self, module: PyroModule, initial: Tensor) -> TorchDistributionMixin:
@@ -115,32 +118,10 @@ class NormalPrior(SitePrior):
         # Moving a module replaces its buffers, so the identity of the buffer stands for dtype and device.
         if self._built is not None and self._built.initial_value is initial:  # type: ignore[attr-defined]
             return self._built
-        scale = torch.full((), self.scale, dtype=initial.dtype, device=initial.device)
-        built = dist.Normal(torch.zeros_like(scale), scale, validate_args=False)
-        built = built.expand(initial.shape).to_event(initial.dim())
+        # Expanding makes an object of its own; initial_value is written on it, and one prior may serve several.
+        batch = initial.shape[: initial.dim() - len(self.given.event_shape)]
+        built = placed_like(self.given, initial).expand(batch).to_event(len(batch))
         # Tensors made in inference mode cannot be trained through later.
-        self._built = None if torch.is_inference_mode_enabled() else built
-        return built
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_built": None}
-
-
-class DistributionPrior(SitePrior):
-    """A given distribution, whose tensors follow the module's dtype and device."""
-
-    def __init__(self, attribute: str, position: int, given: TorchDistributionMixin, text: str) -> None:
-        super().__init__(attribute, position, text)
-        self.given = given
-        self._built: TorchDistributionMixin | None = None
-
-    def distribution(self, module: PyroModule, initial: Tensor) -> TorchDistributionMixin:
-        """Return the distribution, moved once for each dtype and device."""
-        if self._built is not None and self._built.initial_value is initial:  # type: ignore[attr-defined]
-            return self._built
-        built = placed_like(self.given, initial)
-        # An object of its own, for initial_value is written on it and one prior may serve several parameters.
-        built = built.expand(built.batch_shape)  # type: ignore[attr-defined]
         self._built = None if torch.is_inference_mode_enabled() else built
         return built
 
@@ -153,7 +134,6 @@ class ScaleMixturePrior(SitePrior):
 
     Args:
         attribute: as in :class:`SitePrior`.
-        position: as in :class:`SitePrior`.
         scale_name: the attribute that holds the scale.
         holder: the module that holds it, or ``None`` for the parameter's own module.
         unit: the factor in front of the scale.
@@ -163,13 +143,12 @@ class ScaleMixturePrior(SitePrior):
     def __init__(
         self,
         attribute: str,
-        position: int,
         scale_name: str,
         holder: nn.Module | None,
         unit: float,
         text: str,
     ) -> None:
-        super().__init__(attribute, position, text)
+        super().__init__(attribute, text)
         self.scale_name = scale_name
         self.holder = holder
         self.unit = unit
@@ -187,10 +166,8 @@ class ScaleMixturePrior(SitePrior):
 class TiedPrior(SitePrior):
     """The value that another module has sampled: weights that two modules share stay one latent variable."""
 
-    def __init__(
-        self, attribute: str, position: int, owner: nn.Module, owner_attribute: str, text: str
-    ) -> None:
-        super().__init__(attribute, position, text)
+    def __init__(self, attribute: str, owner: nn.Module, owner_attribute: str, text: str) -> None:
+        super().__init__(attribute, text)
         self.owner = owner
         self.owner_attribute = owner_attribute
 
@@ -205,6 +182,51 @@ class TiedPrior(SitePrior):
 
     def shown_value(self, module: nn.Module) -> Tensor:
         """Return the owner's own weight."""
-        value = self.owner._buffers[buffer_name(self.owner_attribute)]
-        assert value is not None
-        return value
+        return self.owner._buffers[buffer_name(self.owner_attribute)]  # type: ignore[return-value]
+
+
+def init_to_module(
+    site: dict[str, Any] | None = None, *, fallback: Callable[[dict[str, Any]], Tensor] = init_to_median
+) -> Any:
+    """Start a latent from the module's own, for instance pretrained, weight.
+
+    An initialisation strategy for any of Pyro's automatic guides. ``to_bayesian_`` puts the weight on the
+    prior as ``initial_value``; sites without one (a noise scale, a latent of your own) start from
+    ``fallback``.
+
+    Args:
+        site: the message of a sample statement, as Pyro passes it. Without it, the strategy is returned with
+            ``fallback`` filled in.
+        fallback: the strategy for sites without a weight of their own; the median of the prior by default.
+
+    Returns:
+        A tensor of the site's shape, in constrained space and apart from the module's own storage.
+
+    Example:
+        >>> import torch
+        >>> from pyro.infer.autoguide import AutoNormal
+        >>> from pyro_dvi.bayesian import to_bayesian_
+        >>> net = torch.nn.Linear(3, 1)
+        >>> weight = net.weight.detach().clone()
+        >>> guide = AutoNormal(to_bayesian_(net), init_loc_fn=init_to_module)
+        >>> _ = guide(torch.ones(1, 3))
+        >>> torch.equal(guide.median()["weight"], weight)
+        True
+    """
+    if site is None:
+        return _Strategy(fallback)
+    value = getattr(site["fn"], "initial_value", None)
+    if value is None:
+        return fallback(site)
+    # Pyro's guides train the tensor that they are given: without a copy they would train the module's buffer.
+    return value.detach().clone()
+
+
+class _Strategy:
+    """:func:`init_to_module` with another fallback; a class, so that guides that hold it can be pickled."""
+
+    def __init__(self, fallback: Callable[[dict[str, Any]], Tensor]) -> None:
+        self.fallback = fallback
+
+    def __call__(self, site: dict[str, Any]) -> Any:
+        return init_to_module(site, fallback=self.fallback)

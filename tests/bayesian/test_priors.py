@@ -99,14 +99,14 @@ FAN_INS = [
 def test_fan_in(layer, inputs):
     attribute = "in_proj_weight" if isinstance(layer, nn.MultiheadAttention) else "weight"
     to_bayesian_(layer, fan_in)
-    assert layer._pyro_samples[attribute].scale == pytest.approx(math.sqrt(2 / inputs))
+    assert layer._pyro_samples[attribute].given.scale.item() == pytest.approx(math.sqrt(2 / inputs))
     bias = attribute.replace("weight", "bias")
-    assert layer._pyro_samples[bias].scale == 1.0
+    assert layer._pyro_samples[bias].given.scale == 1.0
 
 
 @pytest.mark.parametrize("layer", [nn.Embedding(9, 5), nn.EmbeddingBag(9, 5)])
 def test_embeddings_have_no_fan_in(layer):
-    assert to_bayesian_(layer, fan_in)._pyro_samples["weight"].scale == 1.0
+    assert to_bayesian_(layer, fan_in)._pyro_samples["weight"].given.scale == 1.0
 
 
 def test_fan_in_keeps_the_second_moment_of_a_deep_relu_network():

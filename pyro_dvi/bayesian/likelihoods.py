@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ready Pyro models: a network followed by a likelihood, in a plate over a minibatch of the data set."""
+
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import torch
+from pyro.infer.util import is_validation_enabled
+from pyro.nn.module import PyroModule
+from torch import Tensor, nn
+
+from pyro_dvi.bayesian.noise import Noise, as_noise
+from pyro_dvi.errors import ArgumentError, DataError, ModelError
+
+__all__ = ["Classifier", "LikelihoodModule", "Regressor", "classifier", "regressor"]
+
+
+class LikelihoodModule(PyroModule):
+    """A network followed by a likelihood, as a Pyro model ``model(x, y=None)``.
+
+    Args:
+        net: the network. It may have been called before; Pyro would refuse that otherwise.
+        num_data: size of the data set that minibatches come from.
+    """
+
+    def __init__(self, net: nn.Module, num_data: int) -> None:
+        super().__init__()
+        if not isinstance(net, nn.Module):
+            raise ArgumentError(f"net is a {type(net).__name__}; pass a torch.nn.Module.")
+        if isinstance(num_data, bool) or not isinstance(num_data, int) or num_data < 1:
+            raise ArgumentError(
+                f"num_data is {num_data!r}; pass the number of examples in the data set, len(loader.dataset)."
+            )
+        for module in net.modules():
+            # A network that was tried out before is not bound to the names of that run.
+            if isinstance(module, PyroModule) and not module._pyro_context.active:
+                module._pyro_context.used = False
+        self.net = net
+        self.num_data = num_data
+
+    def outputs(self, x: Any) -> Any:
+        """Call the network: tuples and mappings of inputs are unpacked, outputs in half precision are widened.
+
+        A log-likelihood is a sum over many examples, for which three digits are too few.
+        """
+        if isinstance(x, tuple | list):
+            outputs = self.net(*x)
+        else:
+            outputs = self.net(**x) if isinstance(x, dict) else self.net(x)
+        return (
+            outputs.float() if getattr(outputs, "dtype", None) in (torch.bfloat16, torch.float16) else outputs
+        )
+
+    def data_plate(self, size: int, observed: bool) -> Any:
+        """Return the plate over a minibatch, which scales its likelihood to the whole data set.
+
+        Raises:
+            DataError: if the model is trained on a minibatch that is larger than the data set.
+        """
+        if size > self.num_data and observed and self.training:
+            raise DataError(
+                f"The batch has {size} examples and num_data is {self.num_data}. Pass the number of examples "
+                "in the whole data set as num_data, len(loader.dataset) and not len(loader)."
+            )
+        # The indices are not used. Given, they spare Pyro a random permutation of the data set in every step.
+        return pyro.plate("data", max(self.num_data, size), subsample=torch.arange(size))
+
+
+def _check_target(y: object, shape: torch.Size, outputs: torch.Size, meaning: str) -> Tensor:
+    """Return ``y`` if it has the shape that the likelihood needs.
+
+    Raises:
+        DataError: otherwise; the wrong shape would be broadcast to a batch by batch table without a word.
+    """
+    if not isinstance(y, Tensor):
+        raise DataError(f"y is a {type(y).__name__}; pass a tensor of {meaning} of shape {tuple(shape)}.")
+    if y.shape != shape:
+        raise DataError(
+            f"y has the shape {tuple(y.shape)}; for outputs of shape {tuple(outputs)} the {meaning} need "
+            f"{tuple(shape)}."
+        )
+    return y
+
+
+class Classifier(LikelihoodModule):
+    """The model of :func:`classifier`: ``model(x, y=None)`` samples the site ``obs``."""
+
+    def forward(self, x: Any, y: Tensor | None = None) -> Tensor:
+        """Run the network on ``x`` and observe the labels ``y``, or draw them."""
+        outputs = self.outputs(x)
+        if outputs.dim() < 2 or outputs.shape[1] < 2:
+            raise ModelError(
+                f"The network's output has the shape {tuple(outputs.shape)}; classification needs logits of "
+                "shape [batch, classes] with two classes or more (or [batch, classes, *positions]). Give "
+                "the last layer one output for each class, also for two classes."
+            )
+        logits = outputs if outputs.dim() == 2 else outputs.movedim(1, -1)
+        if y is not None:
+            y = self._checked_labels(y, logits)
+        with self.data_plate(logits.shape[0], observed=y is not None):
+            labels = dist.Categorical(logits=logits).to_event(logits.dim() - 2)
+            drawn: Tensor = pyro.sample("obs", labels, obs=y)
+        return drawn
+
+    @staticmethod
+    def _checked_labels(y: Tensor, logits: Tensor) -> Tensor:
+        if not is_validation_enabled():
+            return y
+        y = _check_target(y, logits.shape[:-1], logits.shape, "class indices")
+        if y.is_floating_point() or y.is_complex() or y.dtype is torch.bool:
+            raise DataError(f"y has the dtype {y.dtype}; class indices are integers: pass y.long().")
+        lowest, highest, classes = int(y.min()), int(y.max()), logits.shape[-1]
+        if lowest < 0 or highest >= classes:
+            raise DataError(
+                f"y has labels from {lowest} to {highest}, and the network {classes} outputs; labels must "
+                f"lie in 0..{classes - 1}. Shift them to start at 0, or give the last layer more outputs."
+            )
+        return y
+
+
+def classifier(net: nn.Module, num_data: int) -> Classifier:
+    r"""Wrap a network of logits into a Pyro model for classification.
+
+    .. math::
+        y_i \sim \operatorname{Categorical}(\operatorname{softmax} f_w(x_i)), \qquad i = 1, \dots, N
+
+    Status: exact.
+
+    Args:
+        net: maps ``[batch, ...]`` to logits ``[batch, classes]``, or to ``[batch, classes, *positions]`` (a
+            label for each pixel or token, as in ``F.cross_entropy``). Its weights are Bayesian after
+            ``to_bayesian_``.
+        num_data: :math:`N`, the number of examples in the data set, not of batches.
+
+    Returns:
+        A model ``model(x, y=None)`` with the observed site ``obs`` in the plate ``data``. ``x`` may be a
+        tuple or mapping of inputs; ``y`` holds class indices ``[batch, *positions]``.
+
+    Raises:
+        ArgumentError: if ``num_data`` is not a positive integer.
+        ModelError: when run, if the network has fewer than two outputs.
+        DataError: when run, if labels have the wrong shape or lie out of range.
+
+    Example:
+        >>> import pyro
+        >>> from pyro_dvi.bayesian import to_bayesian_
+        >>> model = classifier(to_bayesian_(nn.Linear(4, 3)), num_data=100)
+        >>> trace = pyro.poutine.trace(model).get_trace(torch.zeros(5, 4), torch.tensor([0, 1, 2, 0, 1]))
+        >>> trace.nodes["obs"]["scale"]
+        20.0
+    """
+    return Classifier(net, num_data)
+
+
+class Regressor(LikelihoodModule):
+    """The model of :func:`regressor`: ``model(x, y=None)`` samples the site ``obs``."""
+
+    def __init__(self, net: nn.Module, num_data: int, noise: Noise) -> None:
+        super().__init__(net, num_data)
+        self.noise = noise
+        noise.attach(self, _reference_tensor(net))
+
+    def forward(self, x: Any, y: Tensor | None = None) -> Tensor:
+        """Run the network on ``x`` and observe the targets ``y``, or draw them."""
+        outputs = self.outputs(x)
+        if outputs.dim() not in (1, 2):
+            raise ModelError(
+                f"The network's output has the shape {tuple(outputs.shape)}; regression needs [batch] or "
+                "[batch, columns]. Flatten other dimensions in the network."
+            )
+        mean, scale = self.noise.split(self, outputs.unsqueeze(-1) if outputs.dim() == 1 else outputs)
+        one_column = mean.shape[-1] == 1
+        if one_column:  # [batch, 1] and [batch] mean the same
+            mean = mean.squeeze(-1)
+            # a tensor, or moments of one, where it has a column
+            scale = scale if isinstance(scale, float) or scale.ndim != 2 else scale.squeeze(-1)
+            y = y.squeeze(-1) if isinstance(y, Tensor) and y.dim() == 2 and y.shape[-1] == 1 else y
+        if y is not None and is_validation_enabled():
+            y = _check_target(y, mean.shape, outputs.shape, "targets")
+            if not bool(torch.isfinite(y).all()):
+                raise DataError("y holds NaN or infinite targets; leave these rows out.")
+        with self.data_plate(mean.shape[0], observed=y is not None):
+            targets = dist.Normal(mean, scale).to_event(0 if one_column else 1)
+            drawn: Tensor = pyro.sample("obs", targets, obs=y)
+        return drawn
+
+
+def regressor(net: nn.Module, num_data: int, noise_scale: Any = 1.0) -> Regressor:
+    r"""Wrap a network of means into a Pyro model for regression.
+
+    .. math::
+        y_i \sim N(f_w(x_i), \sigma^2), \qquad i = 1, \dots, N
+
+    Status: exact.
+
+    Args:
+        net: maps ``[batch, ...]`` to means ``[batch]``, ``[batch, 1]`` or ``[batch, columns]``; twice the
+            columns with ``Heteroscedastic()``. Its weights are Bayesian after ``to_bayesian_``.
+        num_data: :math:`N`, the number of examples in the data set, not of batches.
+        noise_scale: :math:`\sigma`, in units of ``y`` (standardise targets, or choose it accordingly): a
+            number; a distribution over positive numbers (the latent site ``noise_scale``);
+            ``LearnedScale(init)`` (a parameter that is optimised); or ``Heteroscedastic()`` (the network
+            predicts a log-variance for each input).
+
+    Returns:
+        A model ``model(x, y=None)`` with the observed site ``obs`` in the plate ``data``. ``x`` may be a
+        tuple or mapping of inputs; ``y`` is ``[batch]`` or ``[batch, columns]``, and ``[batch, 1]`` counts as
+        ``[batch]``.
+
+    Raises:
+        ArgumentError: if ``num_data`` is not a positive integer or ``noise_scale`` none of the forms above.
+        ModelError: when run, if the network's output has another shape.
+        DataError: when run, if targets have the wrong shape or are not finite.
+
+    Example:
+        >>> import pyro
+        >>> from pyro_dvi.bayesian import to_bayesian_
+        >>> model = regressor(to_bayesian_(nn.Linear(4, 1)), 100, noise_scale=dist.HalfNormal(1.0))
+        >>> trace = pyro.poutine.trace(model).get_trace(torch.zeros(5, 4), torch.zeros(5))
+        >>> list(trace.stochastic_nodes), trace.nodes["obs"]["scale"]
+        (['net.weight', 'net.bias', 'noise_scale', 'data'], 20.0)
+    """
+    return Regressor(net, num_data, as_noise(noise_scale))
+
+
+def _reference_tensor(net: nn.Module) -> Tensor:
+    """Return a tensor that shows the dtype and device of a network."""
+    for tensor in (*net.parameters(), *net.buffers()):
+        if tensor.is_floating_point():
+            return tensor.detach()
+    return torch.empty(0)
