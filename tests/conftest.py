@@ -66,6 +66,12 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
         yield torch.empty(0, device=name).device
 
 
+@pytest.fixture
+def double() -> None:
+    """Make float64 the default dtype of the test; the next one starts in float32."""
+    torch.set_default_dtype(torch.float64)
+
+
 @pytest.fixture(autouse=True)
 def _fresh_state() -> Iterator[None]:
     """Give every test the same start, whatever ran before it.

@@ -18,12 +18,9 @@ from pyro_dvi.errors import DviWarning, ModelError, UnsupportedError
 from pyro_dvi.guides import NaturalGradientGuide
 from pyro_dvi.natural_state import natural_state_of
 from pyro_dvi.optim import IVON, VOGN
-from tests.elbos.test_squares import M, N, assert_equal, squares_at_mean, weights, x_and_y
+from tests.elbos.loops import M, N, assert_equal, squares_at_mean, weights, x_and_y
 
-
-@pytest.fixture(autouse=True)
-def _double():
-    torch.set_default_dtype(torch.float64)
+pytestmark = pytest.mark.usefixtures("double")
 
 
 LABELS = torch.arange(M) % 2

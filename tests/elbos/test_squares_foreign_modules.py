@@ -10,12 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pyro_dvi.bayesian import classifier, to_bayesian_
-from tests.elbos.test_squares import M, N, assert_equal, squares_at_mean
+from tests.elbos.loops import M, N, assert_equal, squares_at_mean
 
-
-@pytest.fixture(autouse=True)
-def _double():
-    torch.set_default_dtype(torch.float64)
+pytestmark = pytest.mark.usefixtures("double")
 
 
 class Written(nn.Module):

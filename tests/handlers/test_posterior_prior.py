@@ -23,9 +23,7 @@ from pyro_dvi.optim import OGN
 NOISE, PRIOR = 0.7, 1.3
 
 
-@pytest.fixture(autouse=True)
-def _double():
-    torch.set_default_dtype(torch.float64)
+pytestmark = pytest.mark.usefixtures("double")
 
 
 def task(k: int) -> tuple[Tensor, Tensor]:

@@ -28,9 +28,7 @@ NOISE, PRIOR = 0.5, 0.7
 DELTA = PRIOR**-2
 
 
-@pytest.fixture(autouse=True)
-def _double():
-    torch.set_default_dtype(torch.float64)
+pytestmark = pytest.mark.usefixtures("double")
 
 
 def data(noise: float = NOISE) -> tuple[Tensor, Tensor]:

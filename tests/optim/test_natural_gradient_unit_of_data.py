@@ -21,9 +21,7 @@ from pyro_dvi.optim import IVON, OGN, VOGN
 N, D, LENGTH = 20, 3, 4
 
 
-@pytest.fixture(autouse=True)
-def _double():
-    torch.set_default_dtype(torch.float64)
+pytestmark = pytest.mark.usefixtures("double")
 
 
 def sequences() -> tuple[Tensor, Tensor]:

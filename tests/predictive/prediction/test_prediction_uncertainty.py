@@ -17,9 +17,7 @@ N, K = 12, 15
 X = torch.linspace(-2, 2, N, dtype=torch.float64)
 
 
-@pytest.fixture(autouse=True)
-def double():
-    torch.set_default_dtype(torch.float64)
+pytestmark = pytest.mark.usefixtures("double")
 
 
 def of_kind(likelihood):

@@ -24,10 +24,7 @@ from pyro_dvi import (
 from pyro_dvi.errors import ArgumentError, GuideError, ModelError, UnsupportedError
 from pyro_dvi.predictive import Calibrated, Independent, Moments, ReverseDelta, calibrate
 
-
-@pytest.fixture(autouse=True)
-def _float64():
-    torch.set_default_dtype(torch.float64)
+pytestmark = pytest.mark.usefixtures("double")
 
 
 def set_up(model, make_guide, x, y, scale=0.1):
