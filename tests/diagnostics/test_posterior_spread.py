@@ -19,12 +19,12 @@ from pyro_dvi import (
     NaturalGradientGuide,
     PerSite,
     SGDStepSize,
+    laplace,
     to_bayesian_,
 )
 from pyro_dvi.diagnostics import scale_snapshot
 from pyro_dvi.diagnostics.posterior_spread import posterior_spread
 from pyro_dvi.errors import GuideError
-from pyro_dvi.guides import laplace
 
 X = torch.linspace(-1, 1, 8)
 PRIORS = {"slope": torch.tensor([0.5, 2.0]), "offset": torch.tensor(3.0), "noise": torch.tensor(0.7)}
