@@ -22,7 +22,7 @@ from pyro_dvi.elbos import NaturalGradientELBO
 from pyro_dvi.elbos.base import DeterministicELBO
 from pyro_dvi.guides import MeanFieldGuide, NaturalGradientGuide
 from pyro_dvi.handlers.latents import match_latents
-from pyro_dvi.handlers.mean_run import run_guide
+from pyro_dvi.handlers.means import run_guide
 from pyro_dvi.handlers.observed import checked_log_likelihood, observed_sites
 from pyro_dvi.optim import IVON, OGN, VOGN, learning_rates
 from pyro_dvi.predictive import AtMean, PredictionRule, Samples

@@ -21,8 +21,8 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from pyro_dvi.errors import DataError, ModelError
+from pyro_dvi.handlers.distributions import strip_event_dims
 from pyro_dvi.handlers.latents import Latent, is_identity
-from pyro_dvi.handlers.means import strip_event_dims
 from pyro_dvi.multiplicative_normal import MultiplicativeNormal, divergence_from_normal, squared_norm
 
 __all__ = [

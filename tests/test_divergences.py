@@ -15,8 +15,7 @@ from torch.distributions import ComposeTransform, ExpTransform, biject_to
 from pyro_dvi import divergences
 from pyro_dvi.divergences import kl_to_prior, prior_precision
 from pyro_dvi.errors import DataError
-from pyro_dvi.handlers.latents import Latent, unconstraining_transform
-from pyro_dvi.handlers.means import GaussianSite
+from pyro_dvi.handlers.latents import GaussianSite, Latent, unconstraining_transform
 
 D = 3
 LOC = torch.tensor([-0.4, 0.2, 0.9], dtype=torch.float64)

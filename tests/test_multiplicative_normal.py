@@ -11,8 +11,8 @@ from torch.distributions import kl_divergence
 
 from pyro_dvi.divergences import kl_to_prior
 from pyro_dvi.errors import ArgumentError
-from pyro_dvi.handlers.latents import Latent
-from pyro_dvi.handlers.means import GaussianSite, strip_event_dims
+from pyro_dvi.handlers.distributions import strip_event_dims
+from pyro_dvi.handlers.latents import GaussianSite, Latent
 from pyro_dvi.multiplicative_normal import MultiplicativeNormal, divergence_from_normal
 
 LOC = torch.tensor([[0.7, -1.3, 0.0], [2.0, 0.04, -0.5]], dtype=torch.float64)

@@ -25,8 +25,8 @@ from pyro_dvi.batches import arguments
 from pyro_dvi.divergences import normal_in_unconstrained_space
 from pyro_dvi.errors import GuideError
 from pyro_dvi.guides.base import FactorisedGuide
+from pyro_dvi.handlers.distributions import strip_event_dims
 from pyro_dvi.handlers.latents import unconstraining_transform
-from pyro_dvi.handlers.means import strip_event_dims
 from pyro_dvi.laplace import LaplaceGuide
 from pyro_dvi.predictive.engine.run import AtValues, evaluation_mode
 from pyro_dvi.predictive.predict import at_tuned_scales, device_of

@@ -13,10 +13,9 @@ from tqdm.auto import tqdm
 from pyro_dvi.choice import check_choice, check_count
 from pyro_dvi.diagnostics.comparison import Comparison, compared
 from pyro_dvi.errors import ModelError
-from pyro_dvi.handlers.built import Built, arguments_kept
+from pyro_dvi.handlers.distributions import Built, arguments_kept, innermost
 from pyro_dvi.handlers.moment_run import PosteriorMoments, median
 from pyro_dvi.handlers.uncertain import uncertain_likelihoods, uncertain_part
-from pyro_dvi.handlers.wrapped import innermost
 from pyro_dvi.moments import GaussianMoments
 from pyro_dvi.predictive.engine.batches import batches
 from pyro_dvi.predictive.engine.run import evaluation_mode, respond, seeded

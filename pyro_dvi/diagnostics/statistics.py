@@ -10,7 +10,7 @@ from torch import Tensor
 from torch import distributions as td
 
 from pyro_dvi.errors import ArgumentError
-from pyro_dvi.handlers.wrapped import innermost
+from pyro_dvi.handlers.distributions import innermost
 
 __all__ = ["Statistic", "applied", "default_statistics"]
 

@@ -15,7 +15,7 @@ from pyro_dvi.divergences import kl_to_prior, prior_precision
 from pyro_dvi.elbos.base import DeterministicELBO
 from pyro_dvi.errors import CheckpointError, DviWarning
 from pyro_dvi.handlers.equal_units import start_apart
-from pyro_dvi.handlers.mean_run import MeanRun, run_at_means
+from pyro_dvi.handlers.means import MeanRun, run_at_means
 from pyro_dvi.handlers.minibatch import run_on_part
 from pyro_dvi.handlers.observed import check_num_data, checked_log_likelihood, observed_sites
 from pyro_dvi.handlers.structure import structure_of

@@ -24,9 +24,9 @@ from pyro_dvi.bayesian.placement import broadcasts_to
 from pyro_dvi.errors import ArgumentError, DviWarning, GuideError, ModelError
 from pyro_dvi.guides.factors import Factor
 from pyro_dvi.guides.transformed_value import TransformedValue
+from pyro_dvi.handlers.distributions import strip_event_dims
 from pyro_dvi.handlers.explained import explained_errors
 from pyro_dvi.handlers.latents import unconstraining_transform
-from pyro_dvi.handlers.means import strip_event_dims
 from pyro_dvi.handlers.posterior_prior import PosteriorPrior, posterior_prior
 from pyro_dvi.handlers.trained_for import RULES, note_trained_for, trained_for
 from pyro_dvi.undisturbed import preserve_buffers

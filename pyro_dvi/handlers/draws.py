@@ -11,7 +11,8 @@ from torch import Tensor
 from torch import distributions as td
 
 from pyro_dvi.errors import GuideError
-from pyro_dvi.handlers.means import GaussianSite, strip_event_dims
+from pyro_dvi.handlers.distributions import strip_event_dims
+from pyro_dvi.handlers.latents import GaussianSite
 from pyro_dvi.natural_state import Statistics, leaf_of, wanted_of
 from pyro_dvi.sites import SetLatents
 

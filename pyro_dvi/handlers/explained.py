@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Say what is wrong with the data where a model merely stumbles over them."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -9,9 +9,8 @@ from torch import Tensor, nn
 
 from pyro_dvi.batches import is_strided
 from pyro_dvi.errors import DataError, DeviceError, ModelError, PyroDviError
-from pyro_dvi.handlers.finite import non_finite
 
-__all__ = ["explained_errors"]
+__all__ = ["explained_errors", "non_finite"]
 
 
 @contextmanager
@@ -88,3 +87,26 @@ def explained_errors(
                 "divergence. Take a wide one, as Normal(0, 100)"
             ) from error
         raise
+
+
+def non_finite(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Names of trained parameters and running statistics that hold NaN or infinities, and of other tensors with NaN.
+
+    A buffer or constant may be infinite by right, as the mask of causal attention. One value is read for each device.
+
+    Example:
+        >>> non_finite({"mask": torch.tensor(-torch.inf), "running_var": torch.tensor(torch.inf)})
+        ['running_var']
+    """
+    found: dict[torch.device, dict[str, Tensor]] = {}
+    for name, value in tensors.items():
+        if value.layout == torch.strided:
+            finite = value.requires_grad or name.endswith(("running_mean", "running_var"))
+            bad = ~torch.isfinite(value).all() if finite else torch.isnan(value).any()
+            found.setdefault(value.device, {})[name] = bad
+    return [
+        name
+        for flags in found.values()
+        for name, bad in zip(flags, torch.stack(list(flags.values())).tolist(), strict=True)
+        if bad
+    ]

@@ -9,13 +9,15 @@ import torch
 from pyro.distributions.util import sum_rightmost
 from pyro.infer.autoguide.guides import AutoContinuous
 from torch import Tensor, nn
+from torch import distributions as td
 from torch.distributions import biject_to, constraints
 
 from pyro_dvi.errors import GuideError, ModelError
-from pyro_dvi.handlers.means import GaussianSite, strip_event_dims
+from pyro_dvi.handlers.distributions import strip_event_dims
 from pyro_dvi.sites import is_latent
 
 __all__ = [
+    "GaussianSite",
     "Latent",
     "is_identity",
     "is_real",
@@ -24,6 +26,43 @@ __all__ = [
     "vector_elements",
     "vector_parts",
 ]
+
+
+@dataclass
+class GaussianSite:
+    """A Gaussian sample site of a guide.
+
+    Attributes:
+        name: the guide's site name.
+        value: what the guide returned: a tracked copy of the mean, or a sample.
+        base: the Normal distribution, its parameters attached to those of the guide.
+        transforms: maps from the Gaussian to the site's value (``LogNormal`` and its like); usually none.
+        sampled: elements of the value that were sampled instead of set to the mean: a mask, or True or False.
+    """
+
+    name: str
+    value: Tensor
+    base: td.Normal
+    transforms: tuple[Any, ...] = ()
+    sampled: Tensor | bool = False
+
+    @property
+    def loc(self) -> Tensor:
+        """Mean, attached to the parameters."""
+        return self.base.loc
+
+    @property
+    def scale(self) -> Tensor:
+        """Standard deviation, attached to the parameters."""
+        return self.base.scale
+
+    def expanded_scale(self) -> Tensor:
+        """Standard deviations of the elements that stand at their mean; zero for those that were sampled."""
+        return (
+            self.scale
+            if self.sampled is False
+            else self.scale.masked_fill(torch.as_tensor(self.sampled), 0.0)
+        )
 
 
 @dataclass

@@ -13,7 +13,7 @@ from torch import Tensor
 from pyro_dvi.curvature import ObservedSite
 from pyro_dvi.errors import ModelError, UnsupportedError
 from pyro_dvi.handlers.latents import unconstraining_transform
-from pyro_dvi.handlers.mean_run import twice_differentiable
+from pyro_dvi.handlers.means import twice_differentiable
 from pyro_dvi.handlers.observed import checked_log_likelihood, observed_sites
 from pyro_dvi.sites import AllRows, SetLatents, is_latent
 

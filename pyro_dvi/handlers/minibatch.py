@@ -13,7 +13,7 @@ from pyro_dvi.batches import mapped, tensors_in
 from pyro_dvi.curvature import ObservedSite
 from pyro_dvi.curvature.likelihood import SliceArguments
 from pyro_dvi.errors import ModelError, UnsupportedError
-from pyro_dvi.handlers.mean_run import MeanRun, twice_differentiable
+from pyro_dvi.handlers.means import MeanRun, twice_differentiable
 from pyro_dvi.handlers.observed import observed_sites
 from pyro_dvi.undisturbed import preserve_buffers
 

@@ -14,14 +14,14 @@ from torch import distributions as td
 from pyro_dvi.expectations import LogitEstimator
 from pyro_dvi.handlers.explained import explained_errors
 from pyro_dvi.handlers.latents import (
+    GaussianSite,
     Latent,
     is_identity,
     match_latents,
     unconstraining_transform,
     vector_parts,
 )
-from pyro_dvi.handlers.mean_run import run_guide
-from pyro_dvi.handlers.means import GaussianSite
+from pyro_dvi.handlers.means import run_guide
 from pyro_dvi.handlers.uncertain import uncertain_likelihoods
 from pyro_dvi.moments import GaussianMoments, Link, MultiplicativeMoments
 from pyro_dvi.moments.through_link import through_link
@@ -66,7 +66,7 @@ def run_with_moments(
         GuideError: the guide is not a factorised Gaussian.
         ModelError: a latent site is missing in the guide.
         UnsupportedError: the model uses a function or distribution without a rule.
-        DeviceError, DataError: as :func:`~pyro_dvi.handlers.mean_run.run_at_means`.
+        DeviceError, DataError: as :func:`~pyro_dvi.handlers.means.run_at_means`.
     """
     guide_trace, gaussians = run_guide(model, guide, args, kwargs)
     moments = PosteriorMoments(gaussians, guide, sampled or {})

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pyro_dvi.curvature import ObservedSite
 from pyro_dvi.errors import DataError, ModelError, PyroDviError
-from pyro_dvi.handlers.wrapped import untransformed
+from pyro_dvi.handlers.distributions import untransformed
 from pyro_dvi.sites import is_data, is_factor
 
 __all__ = ["check_num_data", "observed_sites"]

@@ -18,11 +18,17 @@ from torch import distributions as td
 from torch.distributions import biject_to, constraints
 
 from pyro_dvi.errors import DataError, ModelError, NonFiniteError, UnsupportedError
-from pyro_dvi.handlers.built import Built, arguments_kept, given_to, without_checks
+from pyro_dvi.handlers.distributions import (
+    Built,
+    arguments_kept,
+    given_to,
+    innermost,
+    rewrapped,
+    without_checks,
+)
 from pyro_dvi.handlers.log_joint import AtUnconstrained
-from pyro_dvi.handlers.mean_run import twice_differentiable
+from pyro_dvi.handlers.means import twice_differentiable
 from pyro_dvi.handlers.response import choose_response, example_axis, responses
-from pyro_dvi.handlers.wrapped import innermost, rewrapped
 from pyro_dvi.sites import AllRows, is_deterministic
 
 __all__ = ["Outputs", "Parameter", "observed_outputs", "run_outputs"]

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch import distributions as td
 
 from pyro_dvi.errors import ArgumentError, ModelError, UnsupportedError
+from pyro_dvi.handlers.distributions import strip_event_dims
 from pyro_dvi.handlers.latents import is_real
-from pyro_dvi.handlers.means import strip_event_dims
 from pyro_dvi.sites import sites_named
 
 __all__ = ["PosteriorPrior", "posterior_prior", "without_posterior_prior"]

@@ -10,7 +10,7 @@ from torch import distributions as td
 from torch import nn
 
 from pyro_dvi.errors import UnsupportedError
-from pyro_dvi.handlers.wrapped import rewrapped, untransformed
+from pyro_dvi.handlers.distributions import rewrapped, untransformed
 
 __all__ = ["RescaledModel", "rescaled", "scale_names"]
 

@@ -17,10 +17,10 @@ from pyro_dvi.autograd_graph import enters, graph_of
 from pyro_dvi.bayesian.placement import tensors_of
 from pyro_dvi.curvature.base import sum_of
 from pyro_dvi.errors import GuideError, ModelError
+from pyro_dvi.handlers.distributions import strip_event_dims
 from pyro_dvi.handlers.equal_units import Starts, equal_units
-from pyro_dvi.handlers.latents import Latent, unconstraining_transform, vector_elements
-from pyro_dvi.handlers.mean_run import MeanRun, run_at_means
-from pyro_dvi.handlers.means import GaussianSite, strip_event_dims
+from pyro_dvi.handlers.latents import GaussianSite, Latent, unconstraining_transform, vector_elements
+from pyro_dvi.handlers.means import MeanRun, run_at_means
 from pyro_dvi.handlers.observed import checked_log_likelihood, observed_sites
 from pyro_dvi.undisturbed import undisturbed
 

@@ -19,8 +19,7 @@ from torch import distributions as td
 
 from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.expectations import LogitEstimator, expected_log_prob
-from pyro_dvi.handlers.built import arguments_of
-from pyro_dvi.handlers.wrapped import WRAPPERS, innermost, rewrapped
+from pyro_dvi.handlers.distributions import WRAPPERS, arguments_of, innermost, rewrapped
 from pyro_dvi.moments import GaussianMoments
 
 __all__ = [

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch import distributions as td
 
 from pyro_dvi.expectations.points import fixed_points
+from pyro_dvi.handlers.distributions import innermost
 from pyro_dvi.handlers.outputs import Outputs
-from pyro_dvi.handlers.wrapped import innermost
 
 __all__ = ["Cells", "root"]
 

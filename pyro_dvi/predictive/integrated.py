@@ -12,8 +12,8 @@ from torch import Tensor
 from torch import distributions as td
 
 from pyro_dvi.expectations.logistic import logit_of_expected_sigmoid
+from pyro_dvi.handlers.distributions import innermost
 from pyro_dvi.handlers.outputs import Outputs
-from pyro_dvi.handlers.wrapped import innermost
 from pyro_dvi.links import ClassLink
 from pyro_dvi.links.classes import average_logits
 from pyro_dvi.moments import GaussianMoments

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from pyro_dvi.batches import non_finite_inputs
-from pyro_dvi.handlers.finite import non_finite
+from pyro_dvi.handlers.explained import non_finite
 from pyro_dvi.training.routes import Route
 
 __all__ = ["diagnose", "non_finite_tensors"]

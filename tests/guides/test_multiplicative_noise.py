@@ -22,7 +22,7 @@ from pyro_dvi.curvature import GGN
 from pyro_dvi.elbos import TaylorELBO
 from pyro_dvi.errors import ArgumentError, CheckpointError, GuideError, ModelError
 from pyro_dvi.guides import Deterministic, MeanField, MultiplicativeNoiseGuide, PerSite, SGDStepSize
-from pyro_dvi.handlers.means import strip_event_dims
+from pyro_dvi.handlers.distributions import strip_event_dims
 from pyro_dvi.moments import GaussianMoments, MultiplicativeMoments
 from pyro_dvi.multiplicative_normal import MultiplicativeNormal
 from tests.models import LinearRegression

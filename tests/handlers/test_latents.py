@@ -20,9 +20,9 @@ from torch.distributions import constraints
 
 from pyro_dvi.divergences import kl_to_prior
 from pyro_dvi.guides import MeanFieldGuide
+from pyro_dvi.handlers.distributions import strip_event_dims
 from pyro_dvi.handlers.latents import unconstraining_transform
-from pyro_dvi.handlers.mean_run import run_at_means
-from pyro_dvi.handlers.means import PosteriorMeans, strip_event_dims
+from pyro_dvi.handlers.means import PosteriorMeans, run_at_means
 from pyro_dvi.handlers.structure import structure_of
 
 

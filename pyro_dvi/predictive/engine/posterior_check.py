@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from pyro_dvi.errors import NonFiniteError
-from pyro_dvi.handlers.finite import non_finite
+from pyro_dvi.handlers.explained import non_finite
 from pyro_dvi.laplace import LaplaceGuide
 from pyro_dvi.predictive.rules.rule import check_is_set_up
 from pyro_dvi.training.ownership import check_still_own

@@ -10,7 +10,7 @@ from torch import distributions as td
 
 from pyro_dvi.devices import forked
 from pyro_dvi.errors import DataError, UnsupportedError
-from pyro_dvi.handlers.wrapped import untransformed
+from pyro_dvi.handlers.distributions import untransformed
 
 __all__ = [
     "both_masks",

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch import distributions as td
 
-from pyro_dvi.handlers.wrapped import untransformed
+from pyro_dvi.handlers.distributions import untransformed
 from pyro_dvi.links.mixture import weighted_mixture
 from pyro_dvi.predictive.engine.run import Response
 from pyro_dvi.predictive.prediction.component import (

@@ -17,7 +17,7 @@ from torch import distributions as td
 
 from pyro_dvi.devices import widest
 from pyro_dvi.errors import ArgumentError
-from pyro_dvi.handlers.wrapped import untransformed
+from pyro_dvi.handlers.distributions import untransformed
 from pyro_dvi.links.mixture import distribution_function
 from pyro_dvi.predictive.gaussian_noise import ShapedNormal
 

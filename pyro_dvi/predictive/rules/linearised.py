@@ -9,9 +9,9 @@ from torch import Tensor
 
 from pyro_dvi.choice import check_choice, check_count
 from pyro_dvi.errors import GuideError
-from pyro_dvi.handlers.built import arguments_kept
+from pyro_dvi.handlers.distributions import arguments_kept
 from pyro_dvi.handlers.log_joint import AtUnconstrained
-from pyro_dvi.handlers.mean_run import twice_differentiable
+from pyro_dvi.handlers.means import twice_differentiable
 from pyro_dvi.handlers.outputs import Outputs, observed_outputs
 from pyro_dvi.links import ClassLink, Probit
 from pyro_dvi.predictive.engine.run import Respond, Response

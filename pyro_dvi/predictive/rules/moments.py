@@ -13,8 +13,8 @@ from torch import Tensor
 
 from pyro_dvi.choice import check_choice, check_count
 from pyro_dvi.errors import GuideError
-from pyro_dvi.handlers.mean_run import run_guide
-from pyro_dvi.handlers.means import GaussianSite
+from pyro_dvi.handlers.latents import GaussianSite
+from pyro_dvi.handlers.means import run_guide
 from pyro_dvi.handlers.moment_run import PosteriorMoments, propagated, reparameterised
 from pyro_dvi.handlers.structure import refuse_dependent
 from pyro_dvi.handlers.uncertain import predictive_of, uncertain_likelihoods

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch import distributions as td
 
 from pyro_dvi.errors import ModelError, UnsupportedError
+from pyro_dvi.handlers.distributions import untransformed
 from pyro_dvi.handlers.response import example_axis
-from pyro_dvi.handlers.wrapped import untransformed
 from pyro_dvi.laplace.energy.energy import Energy, LocalEnergy, within
 from pyro_dvi.laplace.energy.query import Query
 from pyro_dvi.laplace.methods.hessian_free.mode import PretrainedMode
