@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Predictions of classes that are none, and options that cannot be: the exception and what it names."""
+
+import math
+
+import pytest
+
+from pyro_dvi import metrics
+from pyro_dvi.errors import ArgumentError, DataError
+
+P, Y = [[0.9, 0.1], [0.4, 0.6]], [0, 1]
+
+
+MISTAKES = [
+    (lambda: metrics.accuracy([[0.9, 0.2], [0.4, 0.6]], Y), DataError, "sum to one.*off by 0.1"),
+    (lambda: metrics.brier([[2.0, -1.0], [0.4, 0.6]], Y), DataError, "between -1 and 2.*softmax"),
+    (lambda: metrics.accuracy([[math.nan, 0.1], [0.4, 0.6]], Y), DataError, "probabilities holds 1 NaN of 4"),
+    (lambda: metrics.accuracy(P, [0, 2]), DataError, "from 0 to 1.*0 to 2"),
+    (lambda: metrics.accuracy(P, [0, -1]), DataError, "found values from -1"),
+    (lambda: metrics.accuracy(P, [0.5, 1]), DataError, "whole numbers"),
+    (lambda: metrics.accuracy(P, [0]), DataError, r"labels of shape \(2,\), not \(1,\)"),
+    (lambda: metrics.accuracy(P, [[1, 0], [0, 1]]), DataError, r"one-hot.*argmax"),
+    (lambda: metrics.accuracy([], []), DataError, "probabilities is empty"),
+    (lambda: metrics.reliability_table(P, Y, 0), ArgumentError, "num_bins must be a positive whole number"),
+    (lambda: metrics.expected_calibration_error(P, Y, 1.5), ArgumentError, "not 1.5"),
+    (lambda: metrics.rejection_curve(P, Y, [1.0]), DataError, "uncertainty has 1 values for 2 examples"),
+    (lambda: metrics.aumrc(P, Y, [1.0, math.nan]), DataError, "uncertainty holds 1 NaN"),
+    (lambda: metrics.error_at_rejection(P, Y, 1.5), ArgumentError, "share of the examples between 0 and 1"),
+    (lambda: metrics.adaptive_calibration_error(P, Y, 0), ArgumentError, "num_bins must be a positive whole"),
+    (lambda: metrics.predictive_entropy([[0.5, 0.6]]), DataError, "off by 0.1"),
+    (lambda: metrics.mutual_information([0.5, 0.5]), DataError, "no dimension of draws"),
+    (lambda: metrics.predictive_entropy(0.5), DataError, "single number"),
+    (lambda: metrics.nll([]), DataError, "log_likelihood is empty"),
+    (
+        lambda: metrics.nll([math.inf, -1.0]),
+        DataError,
+        "log_likelihood is plus infinity.*density is infinite",
+    ),
+    (lambda: metrics.nll([math.nan]), DataError, "log_likelihood holds 1 NaN"),
+]
+
+
+@pytest.mark.parametrize(("mistake", "error", "message"), MISTAKES)
+def test_mistakes_are_refused(mistake, error, message):
+    with pytest.raises(error, match=message):
+        mistake()
