@@ -39,7 +39,6 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 import pyro_dvi as dvi
-from pyro_dvi.optim import VOGN
 
 matplotlib.use("Agg")  # draws into files: no display is needed
 import matplotlib.pyplot as plt  # noqa: E402
@@ -140,7 +139,7 @@ class NaturalGradient(PosteriorAsPrior):
         """Means and precisions by the optimizer."""
         guide = dvi.NaturalGradientGuide(self.model)
         elbo = dvi.NaturalGradientELBO(kl_weight=self.strength)
-        return guide, SVI(self.model, guide, VOGN(VOGN_OPTIONS), loss=elbo)
+        return guide, SVI(self.model, guide, dvi.VOGN(VOGN_OPTIONS), loss=elbo)
 
 
 class VCL(PosteriorAsPrior):

@@ -21,7 +21,6 @@ from torch.utils.data.distributed import DistributedSampler
 
 import pyro_dvi as dvi
 from pyro_dvi.distributed import DataParallel
-from pyro_dvi.optim import VOGN
 
 
 def spirals(count: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -60,7 +59,7 @@ def main() -> None:
     model = dvi.classifier(network, num_data=args.num_data)  # its plate says how large the whole data set is
     guide = dvi.NaturalGradientGuide(model)
     elbo = DataParallel(dvi.NaturalGradientELBO(kl_weight=args.kl_weight))
-    svi = SVI(model, guide, VOGN({"lr": args.lr}), loss=elbo)
+    svi = SVI(model, guide, dvi.VOGN({"lr": args.lr}), loss=elbo)
 
     dataset = TensorDataset(*spirals(args.num_data, seed=0))
     sampler: DistributedSampler = DistributedSampler(dataset, num_replicas=world, rank=rank)

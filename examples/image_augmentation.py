@@ -5,7 +5,7 @@ Random crops and flips show a network other images in every epoch. A posterior c
 the prior plus N times the curvature of one image. Augmented copies are more than N images but fewer than as many
 independent ones, so the number that counts is set by hand, by a factor rho:
 
-  N -> rho N        VOGN({"data_augmentation": rho})
+  N -> rho N        dvi.VOGN({"data_augmentation": rho})
 
 The precision of a weight is rho N s / tau + delta, with the average squared gradient s, the temperature tau and the
 prior's precision delta: a larger rho narrows the posterior and weakens the prior. Only rho / tau counts. The two are
@@ -37,7 +37,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import pyro_dvi as dvi
-from pyro_dvi.optim import VOGN
 
 MEAN, STD = [0.286], [0.353]
 
@@ -100,7 +99,7 @@ def train(name: str, dataset: Images, rho: float, test: Images, options: argpars
     net = dvi.to_bayesian_(make_network(options.width), prior_scale=dvi.fan_in)
     model = dvi.classifier(net, num_data=len(dataset))  # N counts images; rho is the optimizer's
     guide = dvi.NaturalGradientGuide(model)
-    vogn = VOGN({"data_augmentation": rho})
+    vogn = dvi.VOGN({"data_augmentation": rho})
     svi = SVI(model, guide, vogn, loss=dvi.NaturalGradientELBO(kl_weight=options.kl_weight))
     loader = DataLoader(
         dataset, batch_size=min(options.batch_size, len(dataset)), shuffle=True, drop_last=True

@@ -29,7 +29,6 @@ from torch import nn
 import pyro_dvi as dvi
 from pyro_dvi.diagnostics import compare_held_out
 from pyro_dvi.laplace import Dense
-from pyro_dvi.optim import VOGN
 
 parser = argparse.ArgumentParser(description="Compare four posteriors of a regression.")
 parser.add_argument("--epochs", type=int, default=300, help="steps of training (default: 300)")
@@ -130,7 +129,7 @@ def fit(name, epochs):
     guide = make_guide(model)
     decay = 0.1 ** (1 / epochs)
     adam = ClippedAdam(dvi.learning_rates(0.02, scale_multiplier=10, lrd=decay))
-    optimizer = VOGN({"lr": 0.3}) if name == "VOGN" else adam
+    optimizer = dvi.VOGN({"lr": 0.3}) if name == "VOGN" else adam
     earlier = {}
 
     def remember(state):

@@ -38,7 +38,6 @@ from torch.utils.data import DataLoader, TensorDataset
 import pyro_dvi as dvi
 from pyro_dvi.diagnostics import compare_held_out
 from pyro_dvi.laplace import Dense
-from pyro_dvi.optim import VOGN
 from pyro_dvi.predictive import ByValidation
 
 parser = argparse.ArgumentParser(description="Compare four posteriors of a classifier.")
@@ -129,7 +128,10 @@ def fit(name):
     decay = 0.05 ** (1 / (options.epochs * len(loader)))
     adam = ClippedAdam(dvi.learning_rates(0.01, scale_multiplier=10, lrd=decay))
     history = dvi.fit(
-        SVI(model, guide, VOGN({}) if name == "VOGN" else adam, elbo), loader, options.epochs, progress=False
+        SVI(model, guide, dvi.VOGN({}) if name == "VOGN" else adam, elbo),
+        loader,
+        options.epochs,
+        progress=False,
     )
     if name == "Laplace":  # to the minimum, where the Gaussian belongs
         guide.polish(loader, subset="net.2.*", progress=False)

@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Deterministic variational inference for Bayesian neural networks in Pyro.
 
-The public names, in the order of the chapters. ArviZ and matplotlib are loaded when ``to_arviz`` or ``plots`` is
-first used.
+The public names, in the order of the chapters. matplotlib is loaded when ``plots`` is first used, and ArviZ when
+``to_arviz`` is called.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING
 
 from pyro_dvi import (
     bayesian,
     curvature,
     diagnostics,
     distributed,
+    elbos,
     errors,
     expectations,
     guides,
@@ -51,8 +52,9 @@ from pyro_dvi.guides import (
     PerWeight,
     SGDStepSize,
 )
+from pyro_dvi.inference_data import to_arviz
 from pyro_dvi.laplace import LaplaceGuide
-from pyro_dvi.optim import learning_rates, parameter_groups
+from pyro_dvi.optim import IVON, OGN, VOGN, learning_rates, parameter_groups
 from pyro_dvi.predictive import (
     AtMean,
     Linearised,
@@ -67,7 +69,6 @@ from pyro_dvi.training import fit, load, save
 
 if TYPE_CHECKING:
     from pyro_dvi import plots
-    from pyro_dvi.inference_data import to_arviz
 
 __all__ = [
     # Errors
@@ -91,6 +92,7 @@ __all__ = [
     "PerWeight",
     "PerSite",
     "SGDStepSize",
+    "elbos",
     "TaylorELBO",
     "moments",
     "expectations",
@@ -100,9 +102,11 @@ __all__ = [
     "NaturalGradientGuide",
     "NaturalGradientELBO",
     "LaplaceGuide",
-    # Training; VOGN, OGN and IVON are in ``optim``; early stopping, checkpoints and batch-norm statistics in
-    # ``training``
+    # Training; early stopping, checkpoints and batch-norm statistics are in ``training``
     "optim",
+    "VOGN",
+    "OGN",
+    "IVON",
     "distributed",
     "schedules",
     "training",
@@ -133,13 +137,13 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name == "to_arviz":
-        return import_module("pyro_dvi.inference_data").to_arviz
-    if name == "plots":
-        return import_module("pyro_dvi.plots")
-    raise AttributeError(f"module 'pyro_dvi' has no attribute {name!r}")
+if not TYPE_CHECKING:  # a type checker knows all names from the imports above, and objects to others
+
+    def __getattr__(name: str) -> object:
+        if name == "plots":
+            return _import_module("pyro_dvi.plots")
+        raise AttributeError(f"module 'pyro_dvi' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return [*__all__, *(name for name in globals() if name.startswith("__"))]

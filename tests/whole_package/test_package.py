@@ -35,6 +35,12 @@ def test_optional_libraries_are_loaded_only_when_asked_and_matplotlib_is_left_as
     assert plots.split() == ["pyro_dvi.plots", "True"]
 
 
+def test_what_an_editor_offers_are_the_public_names():
+    offered = {name for name in dir(pyro_dvi) if not name.startswith("__")}
+    assert offered == set(pyro_dvi.__all__)
+    assert all(hasattr(pyro_dvi, name) for name in offered)
+
+
 def test_package_is_typed():
     assert (PACKAGE / "py.typed").exists()
 
