@@ -2,7 +2,7 @@
 """The protocol of the paper and of its authors' code, trained with this library.
 
 Source: Schmitt & Roth (2021), "Sampling-free variational inference for neural networks with multiplicative activation
-noise", Table 2, and the settings of the code that they published.
+noise": results of Table 1, settings of Table 3 and of the code that they published.
 """
 
 from dataclasses import dataclass
