@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tests mirror the package: a test of ``pyro_dvi/elbos/taylor.py`` is called ``tests/elbos/test_taylor*.py``."""
+
+from pathlib import Path
+
+import pytest
+
+import pyro_dvi
+
+TESTS = Path(__file__).parents[1]
+PACKAGE = Path(pyro_dvi.__file__).parent  # which may be installed elsewhere
+FILES = sorted(path.relative_to(TESTS) for path in TESTS.rglob("test_*.py"))
+
+NO_CHAPTERS = {"docs", "emulated", "examples", "fuzz", "whole_package"}
+WHOLE_CHAPTER = {
+    "*/test_mistakes.py",
+    "*/test_device.py",
+    "expectations/test_networks.py",
+    "laplace/*",
+    "moments/test_brute_force.py",
+    "moments/test_completeness.py",
+    "moments/test_torchvision*.py",
+    "predictive/test_pyro_predictive.py",
+}
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if p.parts[0] not in NO_CHAPTERS], ids=str)
+def test_a_test_is_called_after_what_it_tests(path: Path):
+    if not any(path.match(pattern) for pattern in WHOLE_CHAPTER):
+        place = PACKAGE / path.parent
+        tested = path.stem.removeprefix("test_") + "_"
+        modules = place.rglob("*.py") if place != PACKAGE else place.glob("*.py")
+        names = {file.parent.name if file.stem == "__init__" else file.stem for file in modules}
+        assert any(tested.startswith(name + "_") for name in names), f"no module below {place} has this name"
+
+
+def test_every_chapter_has_tests():
+    chapters = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    assert chapters <= {path.parts[0] for path in FILES}
