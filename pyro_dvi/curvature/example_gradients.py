@@ -11,7 +11,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from pyro_dvi.curvature.per_example.uses import Outer, Use
+from pyro_dvi.curvature.per_example.uses import Contribution, Use
 from pyro_dvi.curvature.products import LinearMap
 from pyro_dvi.curvature.squared_gradients import SquaredGradients, bits_of_rows, squares_without_rules
 
@@ -25,17 +25,19 @@ class OuterGradients:
     r"""A weight with one use, whose gradients are :math:`\sum_t \delta_{ikt} a_{it}^\top`.
 
     Args:
-        outer: the parts.
+        contribution: says what they are made of.
         deltas: gradients of the layer's output, ``[K, B, ...]``.
     """
 
-    def __init__(self, outer: Outer, deltas: Tensor) -> None:
-        self.inputs_first = outer.inputs_first
-        self._outer, self._deltas = outer, deltas
+    def __init__(self, contribution: Contribution, deltas: Tensor) -> None:
+        assert contribution.outer is not None
+        self.inputs_first = contribution.outer.inputs_first
+        self._inputs, self._of_output = contribution.outer_inputs, contribution.outer.deltas
+        self._deltas = deltas
 
     def parts(self, part: slice) -> tuple[Tensor, Tensor]:
         """Return a ``[m, T, q]`` and delta ``[K, m, T, p]`` of some examples."""
-        return self._outer.inputs(part), torch.stack([self._outer.deltas(d) for d in self._deltas[:, part]])
+        return self._inputs(part), torch.stack([self._of_output(d) for d in self._deltas[:, part]])
 
     def rows(self, part: slice) -> Tensor:
         """Return the gradients ``[m, K, size]``."""
@@ -113,10 +115,10 @@ class ExampleGradients:
     def outer(self, k: int) -> OuterGradients | None:
         """Return what the gradients of tensor ``k`` are made of; None without such a rule, or with several uses."""
         uses = self._uses.get(k, [])
-        if len(uses) != 1 or uses[0].outer is None:
+        if len(uses) != 1 or uses[0].contribution.outer is None:
             return None
         deltas = self._deltas[uses[0].output]
-        return None if deltas is None else OuterGradients(uses[0].outer, deltas)
+        return None if deltas is None else OuterGradients(uses[0].contribution, deltas)
 
     def same_call(self, k: int, other: int) -> bool:
         """Whether two tensors are used once each, and by the same call: weight and bias of a layer."""
@@ -181,7 +183,9 @@ class ExampleGradients:
         for use in uses:
             deltas = self._deltas[use.output]
             if deltas is not None:
-                total += torch.stack([use.gradients(d).reshape(len(d), -1) for d in deltas], 1).to(total)
+                total += torch.stack(
+                    [use.contribution.gradients(d).reshape(len(d), -1) for d in deltas], 1
+                ).to(total)
         return total
 
     def _by_products(self, part: slice, tensors: list[int]) -> list[Tensor]:

@@ -10,8 +10,7 @@ linear layer with one product more,
 A weight that is used several times keeps its per-example gradients until the last use has come by, so that cross terms
 are exact.
 
-Adding a rule: every function with a rule in :mod:`pyro_dvi.curvature.per_example` is served. Register a sum of
-squares of its own with :func:`squares_rule` where it is cheaper than squaring those gradients.
+Every function with a rule in :mod:`pyro_dvi.curvature.per_example` is served.
 """
 
 import warnings
@@ -23,14 +22,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pyro_dvi.curvature.per_example.uses import Use, WeightUses, at_least_single, squares_rule
+from pyro_dvi.curvature.per_example.uses import Use, WeightUses, at_least_single
 
 __all__ = [
     "SquaredGradients",
     "bits_of_rows",
     "mixed_rows",
     "passes_of",
-    "squares_rule",
     "squares_without_rules",
 ]
 
@@ -157,10 +155,10 @@ class _Gathered:
             return
         with torch.no_grad():
             delta = at_least_single(delta)
-            if use.squares is not None and not self._several:
-                self._squares = use.squares(delta)
+            if not self._several:
+                self._squares = use.contribution.squares(delta)
                 return
-            gradients = use.gradients(delta)
+            gradients = use.contribution.gradients(delta)
             self._gradients = gradients if self._gradients is None else self._gradients + gradients
 
     def arrived(self, use: Use, deltas: tuple[Tensor | None, ...]) -> None:

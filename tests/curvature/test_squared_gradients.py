@@ -11,11 +11,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from pyro_dvi.curvature.per_example.dense import summed_outer_squares
-from pyro_dvi.curvature.per_example.uses import _RULES, _SQUARES
 from pyro_dvi.curvature.squared_gradients import (
     SquaredGradients,
     passes_of,
-    squares_rule,
     squares_without_rules,
 )
 from pyro_dvi.curvature.uncoupled import ConstantStatistics
@@ -68,7 +66,7 @@ def test_gradients_of_examples_add_up_to_the_gradient(case):
     edges = [use.output for uses in served.values() for use in uses]
     deltas = iter(torch.autograd.grad(outputs.sum(), edges, retain_graph=True, allow_unused=True))
     for k, uses in served.items():
-        parts = [use.gradients(delta) for use in uses if (delta := next(deltas)) is not None]
+        parts = [use.contribution.gradients(delta) for use in uses if (delta := next(deltas)) is not None]
         assert all(part.shape == (M, *weights[k].shape) for part in parts)
         (whole,) = torch.autograd.grad(outputs.sum(), weights[k], retain_graph=True)
         torch.testing.assert_close(torch.stack(parts).sum((0, 1)), whole, **TOLERANCE)
@@ -86,17 +84,6 @@ def test_without_rules(case):
     cotangent = torch.linspace(0.5, 1.5, M, dtype=torch.float64)
     squares = squares_without_rules(outputs, cotangent, weights)
     torch.testing.assert_close(squares, [e.detach() for e in exact], **TOLERANCE)
-
-
-def test_every_rule_for_squares_has_a_case():
-    used = set()
-    for case in CASES:
-        recorder, *_ = recorded(case)
-        uses = [uses[0] for uses in recorder.served(M).values() if len(uses) == 1]
-        used |= {use.function for use in uses if use.squares is not None}
-    operators = {f for f in _SQUARES if f.__name__.startswith("__")}
-    assert used | operators == set(_SQUARES)
-    assert _SQUARES.keys() <= _RULES.keys()
 
 
 @pytest.mark.parametrize("rows", [1, 2, 4, 5, 9])
@@ -275,8 +262,3 @@ def test_an_attention_layer_has_no_rule_and_says_so():
         net(x, x, x)
     assert recorder.served(M) == {}
     assert "multi_head_attention_forward, which has no rule" in recorder.obstacle(0)
-
-
-def test_a_second_rule_for_squares_is_refused():
-    with pytest.raises(ValueError, match="already has the rule"):
-        squares_rule(F.linear)(lambda *a: None)

@@ -11,9 +11,11 @@ Adding a rule: write it in the file of its family, as :func:`per_example_rule` s
 
 from pyro_dvi.curvature.per_example import broadcasting, convolution, dense, embedding, normalisation
 from pyro_dvi.curvature.per_example.recorder import PerExampleRecorder, summed_squared_gradients
-from pyro_dvi.curvature.per_example.uses import Use, WeightUses, per_example_rule, squares_rule
+from pyro_dvi.curvature.per_example.uses import Contribution, Outer, Use, WeightUses, per_example_rule
 
 __all__ = [
+    "Contribution",
+    "Outer",
     "PerExampleRecorder",
     "Use",
     "WeightUses",
@@ -23,6 +25,5 @@ __all__ = [
     "embedding",
     "normalisation",
     "per_example_rule",
-    "squares_rule",
     "summed_squared_gradients",
 ]

@@ -6,9 +6,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from pyro_dvi.curvature.per_example.uses import OfDelta, Outer, outer_rule, per_example_rule
+from pyro_dvi.curvature.per_example.uses import Contribution, Outer, per_example_rule
 
-__all__ = ["is_broadcast", "rows_summed_to", "shift_outer"]
+__all__ = ["is_broadcast", "rows_summed_to", "scaling", "shift"]
 
 
 def is_broadcast(shape: torch.Size, against: torch.Size) -> bool:
@@ -24,6 +24,26 @@ def rows_summed_to(gradient: Tensor, shape: torch.Size) -> Tensor:
     return gradient.sum_to_size(aligned).reshape(len(gradient), *shape)
 
 
+def scaling(shape: torch.Size, x: Tensor, factor: Callable[[Tensor], Tensor] = lambda x: x) -> Contribution:
+    """What is multiplied with a function of x, one number for each of the output."""
+    return Contribution(lambda delta, x: rows_summed_to(delta * factor(x), shape), (x,))
+
+
+def shift(shape: torch.Size, activations: Tensor, factor: float = 1) -> Contribution:
+    """What is added, times ``factor``, to ``activations`` or to what a layer makes of them."""
+
+    def scaled(gradient: Tensor) -> Tensor:
+        return gradient if factor == 1 else factor * gradient
+
+    outer = None
+    if len(shape) < 2:  # a vector of p numbers for every row: its input is 1
+        outer = Outer(
+            lambda x: x.new_ones(len(x), 1, 1),
+            lambda delta: scaled(delta.reshape(len(delta), -1, shape.numel()).sum(1, keepdim=True)),
+        )
+    return Contribution(lambda delta, x: scaled(rows_summed_to(delta, shape)), (activations,), outer=outer)
+
+
 def _operands(wanted: str, input: Tensor | float, other: Tensor | float) -> tuple[Tensor, Tensor] | None:
     """The weight and the activations, if the weight is the one that is broadcast."""
     weight, activations = (input, other) if wanted == "input" else (other, input)
@@ -32,67 +52,34 @@ def _operands(wanted: str, input: Tensor | float, other: Tensor | float) -> tupl
     return (weight, activations) if is_broadcast(weight.shape, activations.shape) else None
 
 
-def shift_outer(activations: Tensor, size: int) -> Outer:
-    """A vector of p numbers that is added to every row ``[M, ..., p]``: its input is 1."""
-    return Outer(
-        lambda part: activations.new_ones(len(activations[part]), 1, 1),
-        lambda delta: delta.reshape(len(delta), -1, size).sum(1, keepdim=True),
-    )
-
-
-_ADDITIONS = (
-    torch.add,
-    torch.Tensor.add,
-    torch.Tensor.add_,
-    torch.Tensor.__add__,
-    torch.Tensor.__iadd__,
-)
-
-
-@outer_rule(*_ADDITIONS)
-def _add_outer(wanted: str, input: Tensor | float, other: Tensor | float) -> Outer | None:
+@per_example_rule(torch.add, torch.Tensor.add, torch.Tensor.add_, torch.Tensor.__add__, torch.Tensor.__iadd__)
+def _add(
+    wanted: str, input: Tensor | float, other: Tensor | float, *, alpha: float = 1
+) -> Contribution | None:
     operands = _operands(wanted, input, other)
     if operands is None:
         return None
     weight, activations = operands
-    if weight.dim() == 0 and activations.dim() == 1:
-        return shift_outer(activations, 1)
-    whole_rows = weight.dim() == 1 and activations.dim() > 1 and weight.shape == activations.shape[-1:]
-    return shift_outer(activations, len(weight)) if whole_rows else None
-
-
-@per_example_rule(*_ADDITIONS)
-def _add(wanted: str, input: Tensor | float, other: Tensor | float) -> OfDelta | None:
-    operands = _operands(wanted, input, other)
-    if operands is None:
-        return None
-    shape = operands[0].shape
-    return lambda delta: rows_summed_to(delta, shape)
+    return shift(weight.shape, activations, alpha if wanted == "other" else 1)
 
 
 @per_example_rule(torch.sub, torch.Tensor.sub, torch.Tensor.__sub__)
-def _sub(wanted: str, input: Tensor | float, other: Tensor | float) -> OfDelta | None:
-    added = _add(wanted, input, other)
-    return added if added is None or wanted == "input" else lambda delta: -added(delta)
+def _sub(
+    wanted: str, input: Tensor | float, other: Tensor | float, *, alpha: float = 1
+) -> Contribution | None:
+    return _add(wanted, input, other, alpha=-alpha)
 
 
 @per_example_rule(torch.mul, torch.Tensor.mul, torch.Tensor.__mul__)
-def _mul(wanted: str, input: Tensor | float, other: Tensor | float) -> OfDelta | None:
-    return _times(wanted, input, other, lambda weight, x: x)
+def _mul(wanted: str, input: Tensor | float, other: Tensor | float) -> Contribution | None:
+    operands = _operands(wanted, input, other)
+    return None if operands is None else scaling(operands[0].shape, operands[1])
 
 
 @per_example_rule(torch.div, torch.Tensor.div, torch.Tensor.__truediv__)
-def _div(wanted: str, input: Tensor | float, other: Tensor | float) -> OfDelta | None:
-    if wanted == "input":
-        return _times(wanted, input, other, lambda weight, x: 1 / x)
-    return _times(wanted, input, other, lambda weight, x: -x / weight**2)
-
-
-def _times(
-    wanted: str, input: Tensor | float, other: Tensor | float, slope: Callable[[Tensor, Tensor], Tensor]
-) -> OfDelta | None:
+def _div(wanted: str, input: Tensor | float, other: Tensor | float) -> Contribution | None:
     operands = _operands(wanted, input, other)
     if operands is None:
         return None
-    weight, activations = operands
-    return lambda delta: rows_summed_to(delta * slope(weight, activations), weight.shape)
+    weight, x = operands
+    return scaling(weight.shape, x, lambda x: 1 / x if wanted == "input" else -x / weight**2)

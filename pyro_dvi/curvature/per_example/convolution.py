@@ -4,17 +4,17 @@ r"""Per-example gradients of convolutions, :math:`g_i = \sum_l \delta_{il} x_{i,
 The transposed convolution exchanges the roles of x and :math:`\delta`, and is served by the same functions.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.grad import conv1d_weight, conv2d_weight, conv3d_weight
 
-from pyro_dvi.curvature.per_example.uses import OfDelta, Outer, outer_rule, per_example_rule, squares_rule
+from pyro_dvi.curvature.per_example.normalisation import over_positions
+from pyro_dvi.curvature.per_example.uses import Contribution, Outer, per_example_rule
 
 _OF_WEIGHT = {1: conv1d_weight, 2: conv2d_weight, 3: conv3d_weight}
 _SMALL = 1 << 14  # entries of a weight whose gradients are formed for many examples at once
@@ -85,59 +85,8 @@ class _Layer:
         return torch.stack(windows, 2).reshape(len(x), -1, positions.numel())
 
 
-Served = tuple[_Layer, Callable[[Tensor], tuple[Tensor, Tensor]]]
-
-
-def _layer(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Size = 1,
-    padding: Size | str = 0,
-    dilation: Size = 1,
-    groups: int = 1,
-) -> Served | None:
-    """The layer of a call, and what gives its (x, delta) for the gradient of the output."""
-    n = weight.dim() - 2
-    if input.dim() != weight.dim():  # a single picture
-        return None
-    stride, dilation = _per_dimension(stride, n), _per_dimension(dilation, n)
-    if padding == "same":
-        totals = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
-        sides = [side for total in reversed(totals) for side in (total // 2, total - total // 2)]
-        layer = _Layer(weight.shape, stride, (0,) * n, dilation, groups)
-        return layer, lambda delta: (F.pad(input, sides), delta)
-    zeros = padding == "valid"
-    sizes = (0,) * n if zeros else _per_dimension(padding, n)  # type: ignore[arg-type]
-    return _Layer(weight.shape, stride, sizes, dilation, groups), lambda delta: (input, delta)
-
-
-def _transposed_layer(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Size = 1,
-    padding: Size = 0,
-    output_padding: Size = 0,
-    groups: int = 1,
-    dilation: Size = 1,
-) -> Served | None:
-    n = weight.dim() - 2
-    if input.dim() != weight.dim():
-        return None
-    # Padding of a transposed convolution takes away from its output, what is put back here.
-    ends = zip(_per_dimension(padding, n), _per_dimension(output_padding, n), strict=True)
-    sides = [side for size, extra in reversed(list(ends)) for side in (size, size - extra)]
-    layer = _Layer(weight.shape, _per_dimension(stride, n), (0,) * n, _per_dimension(dilation, n), groups)
-    return layer, lambda delta: (F.pad(delta, sides), input)
-
-
 def _per_dimension(value: Size, n: int) -> tuple[int, ...]:
     return (value,) * n if isinstance(value, int) else tuple(value) * (n if len(value) == 1 else 1)
-
-
-def _over_positions(delta: Tensor) -> Tensor:
-    return delta.flatten(2).sum(2)
 
 
 @per_example_rule(F.conv1d, F.conv2d, F.conv3d)
@@ -150,30 +99,32 @@ def _convolution(
     padding: Size | str = 0,
     dilation: Size = 1,
     groups: int = 1,
-) -> OfDelta | None:
-    return _gradients(wanted, _layer(input, weight, bias, stride, padding, dilation, groups))
-
-
-@squares_rule(F.conv1d, F.conv2d, F.conv3d)
-def _convolution_squares(wanted: str, *args: Any, **kwargs: Any) -> OfDelta | None:
-    return _squares(wanted, _layer(*args, **kwargs))
-
-
-@outer_rule(F.conv1d, F.conv2d, F.conv3d)
-def _convolution_outer(wanted: str, input: Tensor, *args: Any, **kwargs: Any) -> Outer | None:
-    served = _layer(input, *args, **kwargs)
-    if served is None or served[0].groups != 1:
+) -> Contribution | None:
+    n = weight.dim() - 2
+    if input.dim() != weight.dim() or wanted == "input":  # a single picture
         return None
     if wanted == "bias":
-        return Outer(
-            lambda part: input.new_ones(len(input[part]), 1, 1), lambda d: d.flatten(2).sum(2)[:, None]
-        )
-    layer, operands = served
+        outer = Outer(lambda x: x.new_ones(len(x), 1, 1), lambda delta: over_positions(delta)[:, None])
+        return Contribution(lambda delta, x: over_positions(delta), (input,), outer=outer)
+    stride, dilation = _per_dimension(stride, n), _per_dimension(dilation, n)
+    sides: list[int] = []
+    if padding == "same":
+        totals = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
+        sides = [side for total in reversed(totals) for side in (total // 2, total - total // 2)]
+    around = (0,) * n if isinstance(padding, str) else _per_dimension(padding, n)
+    layer = _Layer(weight.shape, stride, around, dilation, groups)
 
-    def patches(part: slice) -> Tensor:
-        return layer.patches_of(operands(input)[0][part]).mT  # of (x, delta), x
+    def padded(x: Tensor) -> Tensor:
+        return F.pad(x, sides) if sides else x
 
-    return Outer(patches, lambda delta: delta.flatten(2).mT)
+    return Contribution(
+        lambda delta, x: layer.gradients(padded(x), delta),
+        (input,),
+        lambda delta, x: layer.squares(padded(x), delta),
+        Outer(lambda x: layer.patches_of(padded(x)).mT, lambda delta: delta.flatten(2).mT)
+        if groups == 1
+        else None,
+    )
 
 
 @per_example_rule(F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
@@ -187,25 +138,18 @@ def _transposed(
     output_padding: Size = 0,
     groups: int = 1,
     dilation: Size = 1,
-) -> OfDelta | None:
-    served = _transposed_layer(input, weight, bias, stride, padding, output_padding, groups, dilation)
-    return _gradients(wanted, served)
-
-
-@squares_rule(F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
-def _transposed_squares(wanted: str, *args: Any, **kwargs: Any) -> OfDelta | None:
-    return _squares(wanted, _transposed_layer(*args, **kwargs))
-
-
-def _gradients(wanted: str, served: Served | None) -> OfDelta | None:
-    if served is None or wanted == "input":
+) -> Contribution | None:
+    n = weight.dim() - 2
+    if input.dim() != weight.dim() or wanted == "input":
         return None
-    layer, operands = served
-    return _over_positions if wanted == "bias" else lambda delta: layer.gradients(*operands(delta))
-
-
-def _squares(wanted: str, served: Served | None) -> OfDelta | None:
-    if served is None or wanted != "weight":
-        return None
-    layer, operands = served
-    return lambda delta: layer.squares(*operands(delta))
+    if wanted == "bias":
+        return Contribution(over_positions)
+    # Padding of a transposed convolution takes away from its output, what is put back here.
+    ends = zip(_per_dimension(padding, n), _per_dimension(output_padding, n), strict=True)
+    sides = [side for size, extra in reversed(list(ends)) for side in (size, size - extra)]
+    layer = _Layer(weight.shape, _per_dimension(stride, n), (0,) * n, _per_dimension(dilation, n), groups)
+    return Contribution(
+        lambda delta, x: layer.gradients(F.pad(delta, sides), x),
+        (input,),
+        lambda delta, x: layer.squares(F.pad(delta, sides), x),
+    )

@@ -10,18 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pyro_dvi.curvature.per_example.broadcasting import is_broadcast, rows_summed_to, shift_outer
-from pyro_dvi.curvature.per_example.uses import OfDelta, Outer, outer_rule, per_example_rule, squares_rule
+from pyro_dvi.curvature.per_example.broadcasting import is_broadcast, rows_summed_to, shift
+from pyro_dvi.curvature.per_example.uses import Contribution, Outer, per_example_rule
 
 __all__ = ["summed_outer_squares"]
 
-_MATMULS = (
-    torch.matmul,
-    torch.mm,
-    torch.Tensor.matmul,
-    torch.Tensor.__matmul__,
-    torch.Tensor.mm,
-)
 _MAX_ROWS_IN_PAIRS = 4
 _BUDGET = 1 << 19  # entries of per-example gradients at a time: about a processor's cache
 
@@ -61,90 +54,81 @@ def summed_outer_squares(left: Tensor, right: Tensor) -> Tensor:
     return total
 
 
+def _products(x: Tensor, inputs_first: bool = False) -> Contribution:
+    """A matrix that is multiplied with x, laid out as ``[out, in]`` or with the inputs first."""
+
+    def gradients(delta: Tensor, x: Tensor) -> Tensor:
+        return _rows(x).mT @ _rows(delta) if inputs_first else _rows(delta).mT @ _rows(x)
+
+    def sum_of_squares(delta: Tensor, x: Tensor) -> Tensor:
+        left, right = (x, delta) if inputs_first else (delta, x)
+        return summed_outer_squares(_rows(left), _rows(right))
+
+    return Contribution(gradients, (x,), sum_of_squares, Outer(_rows, _rows, inputs_first))
+
+
 @per_example_rule(F.linear)
-def _linear(wanted: str, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> OfDelta | None:
+def _linear(wanted: str, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Contribution | None:
     if input.dim() < 2:  # a single row: the output's first dimension is that of the layer
         return None
-    if wanted == "weight" and weight.dim() == 2:
-        return lambda delta: _rows(delta).mT @ _rows(input)
     if wanted == "bias":
         assert bias is not None
-        shape = bias.shape
-        return lambda delta: rows_summed_to(delta, shape)
-    return None
+        return shift(bias.shape, input)
+    return _products(input) if wanted == "weight" and weight.dim() == 2 else None
 
 
-@squares_rule(F.linear)
-def _linear_squares(wanted: str, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> OfDelta | None:
-    return (lambda delta: summed_outer_squares(_rows(delta), _rows(input))) if wanted == "weight" else None
-
-
-@outer_rule(F.linear)
-def _linear_outer(wanted: str, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Outer | None:
-    if wanted == "bias" and bias is not None and bias.dim() == 1:
-        return shift_outer(input, len(bias))
-    return Outer(lambda part: _rows(input[part]), _rows) if wanted == "weight" else None
-
-
-@per_example_rule(*_MATMULS)
-def _matmul(wanted: str, input: Tensor, other: Tensor) -> OfDelta | None:
+@per_example_rule(
+    torch.matmul,
+    torch.mm,
+    torch.mv,
+    torch.Tensor.matmul,
+    torch.Tensor.__matmul__,
+    torch.Tensor.mm,
+    torch.Tensor.mv,
+)
+def _matmul(wanted: str, input: Tensor, other: Tensor) -> Contribution | None:
     if wanted == "other":  # x @ w
         if input.dim() < 2:
             return None
         if other.dim() == 1:
-            return lambda delta: (_rows(input) * delta.reshape(len(input), -1, 1)).sum(1)
+            outer = Outer(_rows, lambda delta: delta.reshape(len(delta), -1, 1))
+            return Contribution(
+                lambda delta, x: (_rows(x) * delta.reshape(len(x), -1, 1)).sum(1), (input,), outer=outer
+            )
         if other.dim() == 2:
-            return lambda delta: _rows(input).mT @ _rows(delta)
+            return _products(input, inputs_first=True)
         if not is_broadcast(other.shape, input.shape):
             return None
-        return lambda delta: rows_summed_to(input.mT @ delta, other.shape)
+        return Contribution(lambda delta, x: rows_summed_to(x.mT @ delta, other.shape), (input,))
     if other.dim() < 3 or not is_broadcast(input.shape, other.shape):  # w @ x, where x has the examples first
         return None
     if input.dim() == 1:
-        return lambda delta: rows_summed_to((other @ delta.unsqueeze(-1)).squeeze(-1), input.shape)
-    return lambda delta: rows_summed_to(delta @ other.mT, input.shape)
-
-
-@squares_rule(*_MATMULS)
-def _matmul_squares(wanted: str, input: Tensor, other: Tensor) -> OfDelta | None:
-    if wanted == "other" and other.dim() == 2:
-        return lambda delta: summed_outer_squares(_rows(input), _rows(delta))
-    return None
-
-
-@outer_rule(*_MATMULS)
-def _matmul_outer(wanted: str, input: Tensor, other: Tensor) -> Outer | None:
-    if wanted != "other":
-        return None
-    if other.dim() == 1:
-        return Outer(lambda part: _rows(input[part]), lambda delta: delta.reshape(len(delta), -1, 1))
-    return Outer(lambda part: _rows(input[part]), _rows, inputs_first=True) if other.dim() == 2 else None
+        return Contribution(
+            lambda delta, x: rows_summed_to((x @ delta.unsqueeze(-1)).squeeze(-1), input.shape), (other,)
+        )
+    return Contribution(lambda delta, x: rows_summed_to(delta @ x.mT, input.shape), (other,))
 
 
 @per_example_rule(torch.addmm, torch.Tensor.addmm)
-def _addmm(wanted: str, input: Tensor, mat1: Tensor, mat2: Tensor) -> OfDelta | None:
+def _addmm(
+    wanted: str, input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1
+) -> Contribution | None:
     if wanted == "mat2":
-        return lambda delta: mat1.unsqueeze(-1) * delta.unsqueeze(-2)
+        return _products(mat1 if alpha == 1 else alpha * mat1, inputs_first=True)
     if wanted == "input" and is_broadcast(input.shape, mat1.shape):
-        return lambda delta: rows_summed_to(delta, input.shape)
+        return shift(input.shape, mat1, beta)
     return None
-
-
-@outer_rule(torch.addmm, torch.Tensor.addmm)
-def _addmm_outer(wanted: str, input: Tensor, mat1: Tensor, mat2: Tensor) -> Outer | None:
-    if wanted == "mat2":
-        return Outer(lambda part: _rows(mat1[part]), _rows, inputs_first=True)
-    return shift_outer(mat1, len(input)) if wanted == "input" and input.dim() == 1 else None
 
 
 @per_example_rule(F.bilinear)
 def _bilinear(
     wanted: str, input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None
-) -> OfDelta | None:
+) -> Contribution | None:
     if input1.dim() < 2:
         return None
     if wanted == "weight":
-        return lambda delta: torch.einsum("bto,bti,btj->boij", _rows(delta), _rows(input1), _rows(input2))
-    if wanted == "bias":
-        return lambda delta: _rows(delta).sum(1)
-    return None
+        return Contribution(
+            lambda delta, x, z: torch.einsum("bto,bti,btj->boij", _rows(delta), _rows(x), _rows(z)),
+            (input1, input2),
+        )
+    return shift(bias.shape, input1) if wanted == "bias" and bias is not None else None

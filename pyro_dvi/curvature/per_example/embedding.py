@@ -1,20 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Per-example gradients of a table of embeddings; tokens that repeat within an example add up before squaring."""
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pyro_dvi.curvature.per_example.uses import OfDelta, per_example_rule, squares_rule
+from pyro_dvi.curvature.per_example.uses import Contribution, per_example_rule
 from pyro_dvi.errors import UnsupportedError
-
-
-def _serves(
-    wanted: str, input: Tensor, weight: Tensor, max_norm: float | None, scale_grad_by_freq: bool
-) -> bool:
-    return wanted == "weight" and input.dim() >= 1 and max_norm is None and not scale_grad_by_freq
 
 
 def _without_padding(delta: Tensor, tokens: Tensor, padding_idx: int | None, size: int) -> Tensor:
@@ -35,36 +27,22 @@ def _embedding(
     norm_type: float = 2.0,
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
-) -> OfDelta | None:
+) -> Contribution | None:
     if sparse:
         raise UnsupportedError(
             "an embedding with sparse=True has sparse gradients, but every entry of a latent table moves in every "
             "step, by its prior: use sparse=False"
         )
-    if not _serves(wanted, input, weight, max_norm, scale_grad_by_freq):
+    if wanted != "weight" or input.dim() < 1 or max_norm is not None or scale_grad_by_freq:
         return None
-    tokens, shape = input.reshape(len(input), -1), weight.shape
+    shape = weight.shape
 
-    def gradients(delta: Tensor) -> Tensor:
+    def gradients(delta: Tensor, tokens: Tensor) -> Tensor:
         delta = _without_padding(delta, tokens, padding_idx, shape[0])
         index = tokens.unsqueeze(-1).expand_as(delta)
         return delta.new_zeros(len(tokens), *shape).scatter_add(1, index, delta)
 
-    return gradients
-
-
-@squares_rule(F.embedding)
-def _embedding_squares(
-    wanted: str,
-    input: Tensor,
-    weight: Tensor,
-    padding_idx: int | None = None,
-    *_options: Any,  # which the rule above has looked at
-    **_named: Any,
-) -> OfDelta | None:
-    tokens, shape = input.reshape(len(input), -1), weight.shape
-
-    def squares(delta: Tensor) -> Tensor:
+    def sum_of_squares(delta: Tensor, tokens: Tensor) -> Tensor:
         """Sum within (example, token), then square: memory for the tokens seen, not for the whole table."""
         delta = _without_padding(delta, tokens, padding_idx, shape[0]).flatten(0, 1)
         examples = torch.arange(len(tokens), device=tokens.device).unsqueeze(-1)
@@ -76,4 +54,4 @@ def _embedding_squares(
         token = torch.zeros_like(keys).scatter_(0, segment, keys % shape[0])
         return delta.new_zeros(shape).index_add_(0, token, sums.square_())
 
-    return squares
+    return Contribution(gradients, (input.reshape(len(input), -1),), sum_of_squares)

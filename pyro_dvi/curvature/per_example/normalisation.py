@@ -6,19 +6,21 @@ from collections.abc import Callable, Sequence
 import torch.nn.functional as F
 from torch import Tensor
 
-from pyro_dvi.curvature.per_example.broadcasting import rows_summed_to
-from pyro_dvi.curvature.per_example.uses import OfDelta, per_example_rule
+from pyro_dvi.curvature.per_example.broadcasting import scaling, shift
+from pyro_dvi.curvature.per_example.uses import Contribution, per_example_rule
 
 
-def _over_positions(gradient: Tensor) -> Tensor:
+def over_positions(gradient: Tensor) -> Tensor:
     """Sum ``[M, channels, ...]`` over positions."""
     return gradient.flatten(2).sum(2) if gradient.dim() > 2 else gradient
 
 
-def _by_channel(wanted: str, normalised: Callable[[], Tensor]) -> OfDelta | None:
+def _by_channel(wanted: str, input: Tensor, normalise: Callable[[Tensor], Tensor]) -> Contribution | None:
     if wanted == "bias":
-        return _over_positions
-    return (lambda delta: _over_positions(delta * normalised())) if wanted == "weight" else None
+        return Contribution(over_positions)
+    if wanted == "weight":
+        return Contribution(lambda delta, x: over_positions(delta * normalise(x)), (input,))
+    return None
 
 
 @per_example_rule(F.batch_norm)
@@ -32,9 +34,9 @@ def _batch_norm(
     training: bool = False,
     momentum: float = 0.1,
     eps: float = 1e-5,
-) -> OfDelta | None:
+) -> Contribution | None:
     statistics = (None, None) if training else (running_mean, running_var)
-    return _by_channel(wanted, lambda: F.batch_norm(input, *statistics, None, None, training, 0.0, eps))
+    return _by_channel(wanted, input, lambda x: F.batch_norm(x, *statistics, None, None, training, 0.0, eps))
 
 
 @per_example_rule(F.instance_norm)
@@ -48,10 +50,10 @@ def _instance_norm(
     use_input_stats: bool = True,
     momentum: float = 0.1,
     eps: float = 1e-5,
-) -> OfDelta | None:
+) -> Contribution | None:
     if use_input_stats:
-        return _by_channel(wanted, lambda: F.instance_norm(input, eps=eps))
-    return _by_channel(wanted, lambda: F.batch_norm(input, running_mean, running_var, eps=eps))
+        return _by_channel(wanted, input, lambda x: F.instance_norm(x, eps=eps))
+    return _by_channel(wanted, input, lambda x: F.batch_norm(x, running_mean, running_var, eps=eps))
 
 
 @per_example_rule(F.group_norm)
@@ -62,8 +64,8 @@ def _group_norm(
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-5,
-) -> OfDelta | None:
-    return _by_channel(wanted, lambda: F.group_norm(input, num_groups, eps=eps))
+) -> Contribution | None:
+    return _by_channel(wanted, input, lambda x: F.group_norm(x, num_groups, eps=eps))
 
 
 @per_example_rule(F.layer_norm)
@@ -74,13 +76,13 @@ def _layer_norm(
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-5,
-) -> OfDelta | None:
+) -> Contribution | None:
     shape = (weight if wanted == "weight" else bias).shape  # type: ignore[union-attr]
     if input.dim() <= len(shape):  # a single example
         return None
     if wanted == "bias":
-        return lambda delta: rows_summed_to(delta, shape)
-    return lambda delta: rows_summed_to(delta * F.layer_norm(input, normalized_shape, eps=eps), shape)
+        return shift(shape, input)
+    return scaling(shape, input, lambda x: F.layer_norm(x, normalized_shape, eps=eps))
 
 
 @per_example_rule(F.rms_norm)
@@ -90,8 +92,7 @@ def _rms_norm(
     normalized_shape: Sequence[int],
     weight: Tensor | None = None,
     eps: float | None = None,
-) -> OfDelta | None:
+) -> Contribution | None:
     if wanted != "weight" or weight is None or input.dim() <= weight.dim():
         return None
-    shape = weight.shape
-    return lambda delta: rows_summed_to(delta * F.rms_norm(input, normalized_shape, eps=eps), shape)
+    return scaling(weight.shape, input, lambda x: F.rms_norm(x, normalized_shape, eps=eps))

@@ -48,7 +48,9 @@ def _by_layer(served: dict[int, list[Use]], outputs: Tensor, cotangent: Tensor) 
     found = {}
     for k, uses in served.items():
         per_use = [(use, next(deltas)) for use in uses]
-        gradients = [use.gradients(at_least_single(delta)) for use, delta in per_use if delta is not None]
+        gradients = [
+            use.contribution.gradients(at_least_single(delta)) for use, delta in per_use if delta is not None
+        ]
         if gradients:
             found[k] = sum(gradients[1:], gradients[0]).square().sum(0)
     return found

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a model uses its weights, and the tables of rules that say what an example contributes there."""
+"""Where a model uses its weights, and the table of rules that say what an example contributes there."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -14,21 +14,16 @@ from torch.overrides import TorchFunctionMode
 from pyro_dvi.registry import registering
 
 __all__ = [
+    "Contribution",
     "Outer",
     "Use",
     "WeightUses",
     "at_least_single",
-    "outer_rule",
     "per_example_rule",
-    "squares_rule",
     "with_examples_first",
 ]
 
-# A rule binds a call and returns what turns the gradient of the call's output into gradients (squares) of a weight.
-OfDelta = Callable[[Tensor], Tensor]
 _RULES: dict[Callable, Callable] = {}
-_SQUARES: dict[Callable, Callable] = {}
-_OUTER: dict[Callable, Callable] = {}
 # Questions about a tensor, which do not use its values (unless they return a tensor, as ``w.T`` does).
 _HARMLESS = {"__get__", "size", "dim", "numel", "is_floating_point", "is_complex", "stride", "is_contiguous"}
 
@@ -37,9 +32,8 @@ def per_example_rule(*functions: Callable) -> Callable[[Callable], Callable]:
     """Register per-example gradients of torch ``functions`` with respect to a weight among their arguments.
 
     The rule has the parameters of the torch function, after ``wanted``: the name of the parameter that is the weight.
-    It returns a function of the output's gradient, whose result has the shape ``[M, *weight.shape]``; or None where it
-    does not apply, and then the weight is served by a backward pass per example. What it returns is differentiated
-    again by some curvatures, so it consists of differentiable functions of its arguments.
+    It returns a :class:`Contribution`; or None where it does not apply, and then the weight is served by a backward
+    pass per example.
 
     Example:
         >>> @per_example_rule(torch.dot)
@@ -49,59 +43,71 @@ def per_example_rule(*functions: Callable) -> Callable[[Callable], Callable]:
     return registering(_RULES, functions)
 
 
-def squares_rule(*functions: Callable) -> Callable[[Callable], Callable]:
-    """Register a sum of squared per-example gradients that is cheaper than squaring those gradients.
-
-    A rule as for :func:`per_example_rule`, but what it returns maps the output's gradient to a tensor of the weight's
-    shape. It need not be differentiable. Each function needs a per-example rule as well, for weights that are used
-    several times.
-    """
-    return registering(_SQUARES, functions)
-
-
-def outer_rule(*functions: Callable) -> Callable[[Callable], Callable]:
-    r"""Register what gradients are made of where they are sums of outer products.
-
-    A rule as for :func:`per_example_rule` that returns an :class:`Outer`, or None where it does not apply. It spares
-    others the gradients themselves: Kronecker factors, products between layers, the rows of some examples only.
-    """
-    return registering(_OUTER, functions)
-
-
 @dataclass(frozen=True)
 class Outer:
     r"""Gradients :math:`g_i = \sum_t \delta_{it} a_{it}^\top` of a weight, or their transpose.
 
     Attributes:
-        inputs: a of some examples (a slice), ``[m, T, q]``.
-        deltas: :math:`\delta` as ``[m, T, p]`` from the gradient of the output of these examples.
+        inputs: a as ``[M, T, q]`` from the operands of the contribution.
+        deltas: :math:`\delta` as ``[M, T, p]`` from the gradient of the output.
         inputs_first: the weight is laid out as ``[q, p]`` and not as ``[p, q]``.
     """
 
-    inputs: Callable[[slice], Tensor]
+    inputs: Callable[..., Tensor]
     deltas: Callable[[Tensor], Tensor]
     inputs_first: bool = False
 
 
-@dataclass
+@dataclass(frozen=True)
+class Contribution:
+    r"""What each example adds to the gradient of a weight, :math:`g_i = f(\delta_i, x_i)`.
+
+    Attributes:
+        function: f, from the gradient :math:`\delta` of the output and the operands to ``[M, *weight.shape]``. Some
+            curvatures differentiate what it returns, so it consists of differentiable functions.
+        operands: what :math:`\delta` is multiplied with, with examples in the first dimension as there.
+        sum_of_squares: :math:`\sum_i g_i^2` from the same arguments, where that is cheaper than squares of the
+            gradients. It need not be differentiable.
+        outer: what gradients are made of where they are sums of outer products. It spares others the gradients
+            themselves: Kronecker factors, products between layers, the rows of some examples only.
+    """
+
+    function: Callable[..., Tensor]
+    operands: tuple[Tensor, ...] = ()
+    sum_of_squares: Callable[..., Tensor] | None = None
+    outer: Outer | None = None
+
+    def gradients(self, delta: Tensor) -> Tensor:
+        """Return :math:`g_i` of all examples."""
+        return self.function(delta, *self.operands)
+
+    def squares(self, delta: Tensor) -> Tensor:
+        """Return the sum of their squares."""
+        if self.sum_of_squares is not None:
+            return self.sum_of_squares(delta, *self.operands)
+        return self.gradients(delta).square().sum(0)
+
+    def outer_inputs(self, part: slice) -> Tensor:
+        """Return a of some examples, ``[m, T, q]``."""
+        assert self.outer is not None
+        return self.outer.inputs(*(operand[part] for operand in self.operands))
+
+
+@dataclass(frozen=True)
 class Use:
     """One use of a weight.
 
     Attributes:
         function: the torch function.
-        gradients: maps the output's gradient to per-example gradients.
-        squares: maps it to their sum of squares, or None without a rule.
+        contribution: what examples add to the weight's gradient there.
         shape: shape of the output.
         output: the place in the graph; not the tensor, which a later in-place function would move on.
-        outer: what the gradients are made of, or None without a rule.
     """
 
     function: Callable
-    gradients: OfDelta
-    squares: OfDelta | None
+    contribution: Contribution
     shape: torch.Size
     output: GradientEdge
-    outer: Outer | None = None
 
 
 @dataclass
@@ -189,14 +195,10 @@ class WeightUses(TorchFunctionMode):
         wanted = names[place] if isinstance(place, int) else place
         args = tuple(self.prepared(a) for a in args)
         kwargs = {name: self.prepared(a) for name, a in kwargs.items()}
-        gradients = rule(wanted, *args, **kwargs)
-        if gradients is None:
+        contribution = rule(wanted, *args, **kwargs)
+        if contribution is None:
             return None
-        direct = _SQUARES.get(func)
-        squares = None if direct is None else direct(wanted, *args, **kwargs)
-        parts = _OUTER.get(func)
-        outer = None if parts is None else parts(wanted, *args, **kwargs)
-        return Use(func, gradients, squares, output.shape, get_gradient_edge(output), outer)
+        return Use(func, contribution, output.shape, get_gradient_edge(output))
 
 
 def with_examples_first(uses: dict[int, list[Use]], num_examples: int) -> dict[int, list[Use]]:
