@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """From what a loader yields to the arguments of model and guide."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -129,30 +131,44 @@ def is_strided(value: Any) -> bool:
 
 
 def mapped(function: Callable[[Any], Any], value: Any) -> Any:
-    """Return nested tuples, lists and mappings with a function applied to everything in them.
+    """Return nested tuples, lists, mappings and data classes with a function applied to everything in them.
+
+    Containers keep their types, as a model may ask for them.
 
     Example:
         >>> mapped(abs, {"x": [-1, -2]})
         {'x': [1, 2]}
     """
-    if isinstance(value, Mapping):
-        return {key: mapped(function, item) for key, item in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(mapped(function, item) for item in value))
     if isinstance(value, (tuple, list)):
-        return type(value)(mapped(function, item) for item in value)
+        items = [mapped(function, item) for item in value]
+        if hasattr(value, "_fields"):  # a named tuple
+            return type(value)(*items)
+        return tuple(items) if isinstance(value, tuple) else items
+    if isinstance(value, Mapping):
+        entries = {key: mapped(function, item) for key, item in value.items()}
+        if not isinstance(value, MutableMapping):
+            return entries
+        applied = copy.copy(value)
+        applied.update(entries)
+        return applied
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(
+            value, **{f.name: mapped(function, getattr(value, f.name)) for f in fields(value) if f.init}
+        )
     return function(value)
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Give the tensors in nested tuples, lists and mappings, in order."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from tensors_in(tuple(value.values()))
-    elif isinstance(value, (tuple, list)):
-        for part in value:
-            yield from tensors_in(part)
+def tensors_in(value: Any) -> list[Tensor]:
+    """Return the tensors in what :func:`mapped` goes through, in order."""
+    found: list[Tensor] = []
+
+    def note(item: Any) -> Any:
+        if isinstance(item, Tensor):
+            found.append(item)
+        return item
+
+    mapped(note, value)
+    return found
 
 
 def _moved(value: Any, device: torch.device | None) -> Any:

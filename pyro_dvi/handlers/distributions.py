@@ -19,6 +19,7 @@ __all__ = [
     "Built",
     "arguments_kept",
     "arguments_of",
+    "building_by",
     "given_to",
     "innermost",
     "rewrapped",
@@ -101,26 +102,32 @@ def arguments_of(cls: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any
 def arguments_kept() -> Iterator[list[Built]]:
     """Keep every Pyro distribution that is built in the context with its arguments."""
     made: list[Built] = []
-    building = False
 
     def keep(cls: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        nonlocal building
-        if building:
-            return None
-        building = True
-        try:
-            distribution = cls(*args, **kwargs)
-        finally:
-            building = False
+        distribution = type.__call__(
+            cls, *args, **kwargs
+        )  # what Pyro does where nothing builds something else
         made.append(Built(distribution, arguments_of(cls, args, kwargs)))
         return distribution
 
-    coercions: list[Any] = pyro_distribution.COERCIONS
-    coercions.append(keep)  # after others, which may build something else
-    try:
+    with building_by(keep, len(pyro_distribution.COERCIONS)):  # after others, which may build something else
         yield made
+
+
+@contextmanager
+def building_by(build: Callable[[Any, tuple, dict[str, Any]], Any], place: int = 0) -> Iterator[None]:
+    """Build the Pyro distributions of the context by a function of their class and arguments.
+
+    Args:
+        build: returns the distribution, or None for the usual one.
+        place: of the function among those that others have given Pyro; the first to return something counts.
+    """
+    coercions: list[Any] = pyro_distribution.COERCIONS
+    coercions.insert(place, build)
+    try:
+        yield
     finally:
-        coercions.remove(keep)
+        coercions.remove(build)
 
 
 def given_to(site: str, base: Any, made: list[Built]) -> dict[str, Any]:

@@ -12,14 +12,13 @@ from typing import Any
 
 import pyro.distributions as dist
 import torch
-from pyro.distributions import distribution as pyro_distribution
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
 from torch import distributions as td
 
 from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.expectations import LogitEstimator, expected_log_prob
-from pyro_dvi.handlers.distributions import WRAPPERS, arguments_of, innermost, rewrapped
+from pyro_dvi.handlers.distributions import WRAPPERS, arguments_of, building_by, innermost, rewrapped
 from pyro_dvi.moments import GaussianMoments
 
 __all__ = [
@@ -132,13 +131,8 @@ def uncertain_likelihoods(estimator: LogitEstimator | None = None) -> Iterator[N
             return _uncertain(cls, args, kwargs, estimator)
         return None
 
-    coercions: list[Any] = pyro_distribution.COERCIONS
-    coercions.insert(0, coerce)  # before that of an outer context
-    try:
-        with _Repeated():
-            yield
-    finally:
-        coercions.remove(coerce)
+    with building_by(coerce), _Repeated():  # before that of an outer context
+        yield
 
 
 class _Repeated(Messenger):

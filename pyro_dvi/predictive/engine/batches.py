@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Batches for prediction: which of the model's arguments are inputs and which is the observation."""
 
-import copy
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
+from pyro_dvi.batches import mapped, tensors_in
 from pyro_dvi.choice import check_count
 from pyro_dvi.errors import ArgumentError, DataError
 from pyro_dvi.signatures import keyword_only, positional, takes_any_number
@@ -48,7 +48,9 @@ class Batch:
         return all(
             torch.equal(mine[: len(other)], other[: len(mine)].to(mine))
             for i, value in enumerate(self.inputs)
-            for mine, other in zip(_tensors(value), _tensors(first.get(i, first.get(names[i]))), strict=False)
+            for mine, other in zip(
+                tensors_in(value), tensors_in(first.get(i, first.get(names[i]))), strict=False
+            )
             if mine.dim() and other.dim()
         )
 
@@ -85,7 +87,7 @@ def batches(
 
     def moved(batch: Batch) -> Batch:  # once it has been looked at, which does not wait for the device then
         there: dict[int, Tensor] = {}  # the same tensor in two places stays the same
-        return _apply(lambda tensor: there.setdefault(id(tensor), tensor.to(device)), batch)
+        return mapped(lambda v: there.setdefault(id(v), v.to(device)) if torch.is_tensor(v) else v, batch)
 
     for args in _argument_tuples(model, data, batch_size):
         places = _observed_places(model, len(args), observed)
@@ -139,7 +141,7 @@ def _argument_tuples(model: Callable[..., Any], data: Any, batch_size: int) -> I
         data = (data,)
     if isinstance(data, (tuple, Mapping)):
         data = _positional_arguments(model, data)
-        rows = [t.shape[0] for t in _tensors(data) if t.dim() > 0]
+        rows = [t.shape[0] for t in tensors_in(data) if t.dim() > 0]
         if not rows:
             raise DataError("the data hold no tensor of examples: pass inputs such as x, (x,) or (x, y)")
         if len(set(rows)) > 1:
@@ -148,7 +150,7 @@ def _argument_tuples(model: Callable[..., Any], data: Any, batch_size: int) -> I
             )
         for i in range(0, rows[0], batch_size):
             part = slice(i, i + batch_size)
-            yield _apply(lambda t, part=part: t[part] if t.dim() > 0 else t, data)
+            yield mapped(lambda v, part=part: v[part] if torch.is_tensor(v) and v.dim() > 0 else v, data)
     elif isinstance(data, DataLoader) or _holds_batches(data):
         for batch in data:
             yield _positional_arguments(model, (batch,) if torch.is_tensor(batch) else batch)
@@ -188,49 +190,18 @@ def _positional_arguments(model: Callable[..., Any], batch: Any) -> tuple[Any, .
     return tuple(batch.get(name) for name in names[: last + 1])
 
 
-def _apply(function: Callable[..., Any], value: Any) -> Any:
-    """Apply ``function`` to every tensor in nested containers, as a network may take them; they keep their types."""
-    if torch.is_tensor(value):
-        return function(value)
-    if isinstance(value, (tuple, list)):
-        values = [_apply(function, v) for v in value]
-        if hasattr(value, "_fields"):  # a named tuple
-            return type(value)(*values)
-        return tuple(values) if isinstance(value, tuple) else values
-    if isinstance(value, MutableMapping):
-        applied = copy.copy(value)
-        applied.update((k, _apply(function, v)) for k, v in value.items())
-        return applied
-    if is_dataclass(value) and not isinstance(value, type):
-        return replace(
-            value, **{f.name: _apply(function, getattr(value, f.name)) for f in fields(value) if f.init}
-        )
-    return value
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    _apply(note, value)
-    return found
-
-
 def _check(inputs: tuple[Any, ...], targets: Sequence[Any]) -> int:
     for i, value in enumerate((*inputs, *targets)):
         what = f"input {i}" if i < len(inputs) else "the observation"
         if isinstance(value, np.ndarray) or (i >= len(inputs) and not isinstance(value, Tensor)):
             raise DataError(f"{what} is of type {type(value).__name__}: torch.as_tensor makes it a tensor")
-        for tensor in _tensors(value):
+        for tensor in tensors_in(value):
             if tensor.is_floating_point() and tensor.isnan().any():
                 raise DataError(
                     f"{what} (shape {tuple(tensor.shape)}) holds {int(tensor.isnan().sum())} NaN: drop or fill those "
                     "rows before predicting"
                 )
-    rows = [t.shape[0] for t in _tensors(inputs) if t.dim() > 0]
+    rows = [t.shape[0] for t in tensors_in(inputs) if t.dim() > 0]
     if not rows:
         raise DataError("a batch holds no input tensor with a row for each example")
     rows += [target.shape[0] for target in targets if target.dim() > 0]
