@@ -23,9 +23,8 @@ from pyro_dvi.moments import (
 )
 from pyro_dvi.moments.dispatch import observed_by
 from pyro_dvi.moments.floor import variance_floor
-from pyro_dvi.moments.link import Link
 from pyro_dvi.moments.rules import Kind, moment_rule, rule_for, rules
-from pyro_dvi.moments.value import GaussianMoments, MultiplicativeMoments
+from pyro_dvi.moments.value import GaussianMoments, Link, MultiplicativeMoments
 
 __all__ = [
     "Kind",

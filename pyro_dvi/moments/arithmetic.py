@@ -18,10 +18,9 @@ from torch import Tensor
 
 from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.moments.dispatch import broadcast
-from pyro_dvi.moments.link import Link
 from pyro_dvi.moments.rules import Kind, moment_rule
 from pyro_dvi.moments.through_link import through_link
-from pyro_dvi.moments.value import GaussianMoments, loc_of, variance_of
+from pyro_dvi.moments.value import GaussianMoments, Link, loc_of, variance_of
 
 __all__ = [
     "add",

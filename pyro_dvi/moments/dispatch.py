@@ -6,18 +6,18 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from enum import Enum
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from pyro_dvi.errors import UnsupportedError
-from pyro_dvi.moments.link import Link
-from pyro_dvi.moments.rules import Entry, Kind, find, name_of
-from pyro_dvi.moments.value import GaussianMoments
+from pyro_dvi.moments.tensor_like import call, name_of
+from pyro_dvi.moments.value import GaussianMoments, Link
 
-__all__ = ["Composed", "Observer", "broadcast", "dispatch", "observed_by"]
+__all__ = ["Composed", "Entry", "Kind", "Observer", "broadcast", "observed_by"]
 
 
 class Observer(Protocol):
@@ -57,51 +57,61 @@ def _observers(observers: tuple[Observer, ...]) -> Iterator[None]:
         _LOCAL.observers = before
 
 
-def dispatch(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Call the rule of ``func``.
+class Kind(Enum):
+    """What a function does to the way its argument came about, see :class:`~pyro_dvi.moments.Link`."""
 
-    Raises:
-        UnsupportedError: there is none, or what a user's rule returned are no moments.
+    ELEMENTWISE = "a function of each element"
+    AFFINE = "scaling and shift by certain numbers: Gaussians stay Gaussian"
+    REARRANGEMENT = "elements move but keep their value"
+    CONVERSION = "elements keep place and value, in another dtype or device, or without their history"
+    OTHER = "anything else"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A rule as it applies to one spelling of its function.
+
+    What a call needs to know is decided here, when rules are registered: looking at names at each call is slow, and
+    ``torch.compile`` cannot trace it.
     """
-    entry = find(func)
-    if entry is None:
-        raise UnsupportedError(_no_rule(func))
-    in_place = entry.in_place
-    if kwargs:
-        if kwargs.pop("out", None) is not None:
-            raise UnsupportedError(f"{name_of(func)}(out=...) cannot write moments into a tensor: drop out=")
-        in_place = bool(kwargs.pop("inplace", False)) or in_place
-    target = args[0] if args else None
-    if in_place and isinstance(target, GaussianMoments):
-        before = target.snapshot()
-        args = tuple(before if a is target else a for a in args)
-    result = _observed(entry.rule, args, kwargs) if _LOCAL.observers else entry.rule(*args, **kwargs)
-    if entry.from_user:
-        _check(func, entry.rule, result)
-    if entry.kind is not Kind.OTHER:
-        result = _with_link(entry, func, args, kwargs, result)
-    for observer in _LOCAL.observers:
-        result = observer(func, args, kwargs, result)
-    return _written(func, target, result) if in_place else result
+
+    rule: Callable[..., Any]
+    kind: Kind
+    in_place: bool
+    name: str  # of the function, without the underscore of forms in place
+    from_user: bool
+
+    def __call__(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Call the rule and complete its result.
+
+        Raises:
+            UnsupportedError: what a user's rule returned are no moments.
+        """
+        in_place = self.in_place
+        if kwargs:
+            if kwargs.pop("out", None) is not None:
+                raise UnsupportedError(
+                    f"{name_of(func)}(out=...) cannot write moments into a tensor: drop out="
+                )
+            in_place = bool(kwargs.pop("inplace", False)) or in_place
+        target = args[0] if args else None
+        if in_place and isinstance(target, GaussianMoments):
+            before = target.snapshot()
+            args = tuple(before if a is target else a for a in args)
+        result = _observed(self.rule, args, kwargs) if _LOCAL.observers else self.rule(*args, **kwargs)
+        if self.from_user:
+            _check(func, self.rule, result)
+        if self.kind is not Kind.OTHER:
+            result = _with_link(self, func, args, kwargs, result)
+        for observer in _LOCAL.observers:
+            result = observer(func, args, kwargs, result)
+        return _written(func, target, result) if in_place else result
 
 
 def _observed(rule: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     inner = tuple(o for o in _LOCAL.observers if not getattr(o, "outermost", False))
     with _observers(inner):
         return rule(*args, **kwargs)
-
-
-def _no_rule(func: Callable) -> str:
-    name = name_of(func)
-    return (
-        f"{name} has no rule for means and variances. Write one with the signature of the function:\n\n"
-        "    from pyro_dvi.moments import GaussianMoments, moment_rule\n\n"
-        f"    @moment_rule({name})\n"
-        f"    def {name.rsplit('.', 1)[-1].strip('_')}_moments(x, ...):\n"
-        "        return GaussianMoments(mean_of_the_result, variance_of_the_result)\n\n"
-        "(see 'Adding a moment rule' in the documentation), replace the function in the model by one that has a rule, "
-        "or train with TaylorELBO, which needs none."
-    )
 
 
 def _check(func: Callable, rule: Callable, result: Any) -> None:
@@ -124,27 +134,91 @@ def _with_link(entry: Entry, func: Callable, args: tuple, kwargs: dict[str, Any]
     uncertain = [k for k, a in enumerate(args) if isinstance(a, GaussianMoments)]
     if len(uncertain) != 1 or any(isinstance(a, GaussianMoments) for a in kwargs.values()):
         return result
-    position = uncertain[0]
-    x = args[position]
-    link = x.link
-    before, after = args[:position], args[position + 1 :]
-    call = _Call(func, before, after, kwargs, entry.in_place)
-    if entry.kind is Kind.REARRANGEMENT:
-        return result if link is None or result is x else _rearranged(entry.rule, call, x, result)
+    k = uncertain[0]
+    return _LINKS[entry.kind](_Call(func, entry, args[:k], args[k + 1 :], kwargs), args[k], result)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A torch function with all arguments but one."""
+
+    func: Callable
+    entry: Entry
+    before: tuple
+    after: tuple
+    kwargs: dict[str, Any]
+
+    @property
+    def uniform(self) -> bool:
+        others = (*self.before, *self.after, *self.kwargs.values())
+        return not any(isinstance(a, Tensor) and a.dim() > 0 for a in others)
+
+    def by_rule(self, value: GaussianMoments) -> Any:
+        return self.entry.rule(*self.before, value, *self.after, **self.kwargs)
+
+    def __call__(self, value: Any) -> Any:
+        value = value.clone() if self.entry.in_place else value
+        args = (*self.before, value, *self.after)
+        if isinstance(value, GaussianMoments):  # a method of Tensor takes tensors only
+            return call(self.func, args, dict(self.kwargs))
+        return self.func(*args, **self.kwargs)
+
+
+def _elementwise(step: _Call, x: GaussianMoments, result: Any) -> Any:
+    """Call one function more on the Gaussian behind x, or on x if that is Gaussian."""
     if not isinstance(result, GaussianMoments):
         return result
-    if entry.kind is Kind.CONVERSION:
-        return result if link is None or result is x else _converted(entry.rule, call, link, result)
+    link = x.link
     if link is None:
-        if entry.kind is Kind.AFFINE:
-            return result
         inner = broadcast(x.snapshot(), result)  # a copy of x, which may be changed in place later
-        return result.linked(Link(inner, call, entry.name, uniform=call.uniform))
+        return result.linked(Link(inner, step, step.entry.name, uniform=step.uniform))
     # A link of elements that moved is not broadcast: what it gives has the shape of x.
     inner = broadcast(link.inner, result) if link.elementwise else link.inner
-    function = Composed(link.function, call)
-    uniform = link.uniform and call.uniform
-    return result.linked(Link(inner, function, None, link.elementwise, uniform, link.moved))
+    uniform = link.uniform and step.uniform
+    return result.linked(
+        Link(inner, Composed(link.function, step), None, link.elementwise, uniform, link.moved)
+    )
+
+
+def _affine(step: _Call, x: GaussianMoments, result: Any) -> Any:
+    """Leave a Gaussian Gaussian."""
+    return result if x.link is None else _elementwise(step, x, result)
+
+
+def _rearranged(step: _Call, x: GaussianMoments, result: Any) -> Any:
+    """Move the elements of the Gaussian; where the function differs between elements, those that it returns."""
+    link = x.link
+    if link is None or not link.separate or result is x or isinstance(result, Tensor):
+        return result
+    parts = [result] if isinstance(result, GaussianMoments) else result
+    if link.elementwise and link.uniform:
+        inner = step.by_rule(link.inner)
+        inners = [inner] if isinstance(inner, GaussianMoments) else inner
+        links = [Link(i, link.function, link.name) for i in inners]
+    else:
+        places = [None] if parts[0] is result else range(len(parts))
+        functions = [Composed(link.function, _Moved(step, x.dim(), k)) for k in places]
+        links = [Link(link.inner, f, elementwise=False, uniform=False, moved=True) for f in functions]
+    linked = [part.linked(link) for part, link in zip(parts, links, strict=True)]
+    return linked[0] if parts[0] is result else type(result)(linked)
+
+
+def _converted(step: _Call, x: GaussianMoments, result: Any) -> Any:
+    """Convert the Gaussian if the function is known by its name, else what the function returns."""
+    link = x.link
+    if link is None or result is x or not isinstance(result, GaussianMoments):
+        return result
+    if link.uniform and link.name is not None:
+        return result.linked(replace(link, inner=step.by_rule(link.inner)))
+    return result.linked(replace(link, function=Composed(link.function, step), name=None))
+
+
+_LINKS = {
+    Kind.ELEMENTWISE: _elementwise,
+    Kind.AFFINE: _affine,
+    Kind.REARRANGEMENT: _rearranged,
+    Kind.CONVERSION: _converted,
+}
 
 
 def broadcast(inner: GaussianMoments, result: GaussianMoments) -> GaussianMoments:
@@ -152,59 +226,6 @@ def broadcast(inner: GaussianMoments, result: GaussianMoments) -> GaussianMoment
     if inner.shape == result.shape:
         return inner
     return GaussianMoments(inner.loc.expand(result.shape), inner.variance.expand(result.shape))
-
-
-def _rearranged(rule: Callable, call: _Call, x: GaussianMoments, result: Any) -> Any:
-    """Move the elements of the Gaussian; where the function differs between elements, those that it returns."""
-    link = x.link
-    assert link is not None
-    if not link.separate or isinstance(result, Tensor):
-        return result
-    if link.elementwise and link.uniform:
-        inner = call.of(rule, link.inner)
-        if isinstance(result, GaussianMoments):
-            return result.linked(Link(inner, link.function, link.name))
-        pairs = zip(result, inner, strict=True)
-        return type(result)(r.linked(Link(i, link.function, link.name)) for r, i in pairs)
-
-    def moved(place: int | None) -> Link:
-        function = Composed(link.function, _Moved(call, x.dim(), place))
-        return Link(link.inner, function, None, elementwise=False, uniform=False, moved=True)
-
-    if isinstance(result, GaussianMoments):
-        return result.linked(moved(None))
-    return type(result)(r.linked(moved(k)) for k, r in enumerate(result))
-
-
-def _converted(rule: Callable, call: _Call, link: Link, result: GaussianMoments) -> GaussianMoments:
-    """Convert the Gaussian if the function is known by its name, else what the function returns."""
-    if link.uniform and link.name is not None:
-        return result.linked(replace(link, inner=call.of(rule, link.inner)))
-    return result.linked(replace(link, function=Composed(link.function, call), name=None))
-
-
-class _Call:
-    """A torch function with all arguments but one."""
-
-    def __init__(
-        self, func: Callable, before: tuple, after: tuple, kwargs: dict[str, Any], in_place: bool
-    ) -> None:
-        self.func, self.before, self.after, self.kwargs, self.in_place = func, before, after, kwargs, in_place
-
-    @property
-    def uniform(self) -> bool:
-        others = (*self.before, *self.after, *self.kwargs.values())
-        return not any(isinstance(a, Tensor) and a.dim() > 0 for a in others)
-
-    def of(self, function: Callable, value: Any) -> Any:
-        """Call another function with the arguments."""
-        return function(*self.before, value, *self.after, **self.kwargs)
-
-    def __call__(self, value: Any) -> Any:
-        value = value.clone() if self.in_place else value
-        if isinstance(value, GaussianMoments):  # a method of Tensor takes tensors only
-            return dispatch(self.func, (*self.before, value, *self.after), dict(self.kwargs))
-        return self.of(self.func, value)
 
 
 class _Moved:

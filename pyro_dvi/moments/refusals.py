@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from pyro_dvi.errors import UnsupportedError
-from pyro_dvi.moments.rules import functions_of, moment_rule, name_of
+from pyro_dvi.moments.rules import functions_of, moment_rule
+from pyro_dvi.moments.tensor_like import name_of
 
 __all__ = ["refused"]
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from pyro_dvi.errors import UnsupportedError
-from pyro_dvi.moments.rules import name_of
+from pyro_dvi.moments.tensor_like import name_of
 from pyro_dvi.moments.value import GaussianMoments
 from pyro_dvi.moments.weight_spread import Spread, Weight, spread_rule_for
 from pyro_dvi.moments.weight_uses import WeightUses, parts_of

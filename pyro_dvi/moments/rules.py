@@ -8,45 +8,21 @@ forms that work in place (``x.relu_()``, ``F.relu(x, inplace=True)``, ``x += y``
 """
 
 from collections.abc import Callable, Iterator
-from enum import Enum
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
+from pyro_dvi.moments.dispatch import Entry, Kind
+from pyro_dvi.moments.tensor_like import ENTRIES
 from pyro_dvi.registry import registering
 
-__all__ = ["Entry", "Kind", "find", "functions_of", "moment_rule", "name_of", "rule_for", "rules"]
+__all__ = ["Kind", "find", "functions_of", "moment_rule", "rule_for", "rules"]
 
 Rule = TypeVar("Rule", bound=Callable[..., Any])
 
 
-class Kind(Enum):
-    """What a function does to the way its argument came about, see :class:`~pyro_dvi.moments.Link`."""
-
-    ELEMENTWISE = "a function of each element"
-    AFFINE = "scaling and shift by certain numbers: Gaussians stay Gaussian"
-    REARRANGEMENT = "elements move but keep their value"
-    CONVERSION = "elements keep place and value, in another dtype or device, or without their history"
-    OTHER = "anything else"
-
-
-class Entry(NamedTuple):
-    """A rule as it applies to one spelling of its function.
-
-    What a call needs to know is decided here, when rules are registered: looking at names at each call is slow, and
-    ``torch.compile`` cannot trace it.
-    """
-
-    rule: Callable[..., Any]
-    kind: Kind
-    in_place: bool
-    name: str  # of the function, without the underscore of forms in place
-    from_user: bool
-
-
 _RULES: dict[Callable, Callable] = {}
 _KINDS: dict[Callable, Kind] = {}
-_ENTRIES: dict[Callable, Entry] = {}  # by the function as it is called
 _OWNERS = (torch.Tensor, torch, torch.nn.functional)
 _INTERNAL = (
     torch._C._nn,
@@ -89,7 +65,7 @@ def moment_rule(*functions: Callable, kind: Kind = Kind.OTHER) -> Callable[[Rule
         for spelling in {s for function in functions for s in _spellings(function)}:
             entry = _entry(spelling)
             if entry is not None:
-                _ENTRIES[spelling] = entry
+                ENTRIES[spelling] = entry
         return rule
 
     return register
@@ -113,7 +89,7 @@ def rule_for(func: Callable) -> Callable | None:
 
 def find(func: Callable) -> Entry | None:
     """Return the rule that a call of ``func`` uses; None if there is none."""
-    return _ENTRIES.get(func)
+    return ENTRIES.get(func)
 
 
 def _spellings(function: Callable) -> Iterator[Callable]:
@@ -162,18 +138,3 @@ def _swapped(rule: Callable) -> Callable:
 
     swapped.__module__ = rule.__module__
     return swapped
-
-
-def name_of(func: Callable) -> str:
-    """Return the name of a torch function as users write it."""
-    name = getattr(func, "__name__", repr(func))
-    if getattr(torch.Tensor, name, None) is func and not hasattr(torch, name):
-        return f"torch.Tensor.{name}"
-    module = getattr(func, "__module__", None) or "torch"
-    if getattr(torch.nn.functional, name, None) is func and not hasattr(torch, name):
-        return f"torch.nn.functional.{name}"
-    for area in ("special", "linalg", "fft"):  # torch.special.erf is torch._C._special.special_erf
-        short = name.removeprefix(f"{area}_")
-        if getattr(getattr(torch, area), short, None) is func:
-            return f"torch.{area}.{short}"
-    return f"torch.{name}" if module in ("torch._C", "torch._tensor", "builtins") else f"{module}.{name}"

@@ -25,9 +25,8 @@ from torch import Tensor
 from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.moments.activations.sigmoidal import sigmoid
 from pyro_dvi.moments.dispatch import Composed
-from pyro_dvi.moments.link import Link
 from pyro_dvi.moments.rules import moment_rule
-from pyro_dvi.moments.value import GaussianMoments
+from pyro_dvi.moments.value import GaussianMoments, Link
 
 __all__ = ["gumbel_softmax", "log_softmax", "logsumexp", "probabilities", "softmax", "softmin"]
 

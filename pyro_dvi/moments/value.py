@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tensor of independent Gaussians that passes through torch functions."""
+"""A tensor of independent Gaussians that passes through torch functions, and how it came from other Gaussians."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn
 from weakref import ref
 
@@ -12,36 +12,80 @@ import torch
 from torch import Tensor
 
 from pyro_dvi.errors import ArgumentError, UnsupportedError
-from pyro_dvi.moments.link import Link
-from pyro_dvi.moments.memory import Memory
 from pyro_dvi.moments.square import squared
+from pyro_dvi.moments.tensor_like import TensorLike, call
 
-__all__ = ["GaussianMoments", "MultiplicativeMoments", "loc_of", "second_moment_of", "variance_of"]
-
-
-# Attributes and methods of a tensor that say nothing about its values.
-_DESCRIPTIVE = frozenset(
-    "shape dtype device ndim layout is_cuda is_cpu is_mps is_sparse is_quantized is_nested requires_grad itemsize "
-    "size dim numel nelement ndimension stride is_contiguous is_floating_point is_complex is_signed element_size "
-    "get_device".split()
-)
+__all__ = ["GaussianMoments", "Link", "MultiplicativeMoments", "loc_of", "second_moment_of", "variance_of"]
 
 
-def _operator(function: Callable) -> Callable[..., Any]:
-    def operator(self: GaussianMoments, *other: Any) -> Any:
-        return _dispatch(function, (self, *other), {})
+@dataclass(frozen=True)
+class Link:
+    """How moments came from Gaussian ones: ``function(inner)``, so that likelihoods can integrate over the Gaussian.
 
-    return operator
+    Attributes:
+        inner: the Gaussian.
+        function: the map from its values to those of the moments.
+        name: its name if it is one torch function and nothing else ("exp", "softmax", ...); else None.
+        elementwise: whether each element depends on one element of ``inner``, of the same shape.
+        uniform: whether ``function`` is the same at each element, so that it still holds after elements moved.
+        moved: whether each element depends on one element of ``inner``, but of another place or shape.
+    """
+
+    inner: GaussianMoments
+    function: Callable[[Tensor], Tensor]
+    name: str | None = None
+    elementwise: bool = True
+    uniform: bool = True
+    moved: bool = False
+
+    @property
+    def separate(self) -> bool:
+        """Whether each element depends on one element of ``inner``, wherever that is."""
+        return self.elementwise or self.moved
 
 
-def _reflected(function: Callable) -> Callable[..., Any]:
-    def operator(self: GaussianMoments, other: Any) -> Any:
-        return _dispatch(function, (other, self), {})
+class Memory:
+    """What moments that alias each other share: the count of changes in place.
 
-    return operator
+    Parts of moments (those of ``chunk``) have a memory each, below that of the whole: they do not overlap.
+    """
+
+    __slots__ = ("__weakref__", "parts", "version", "whole")
+
+    def __init__(self, whole: Memory | None = None) -> None:
+        self.version = 0
+        self.whole = whole
+        self.parts: list[list[ref[Memory]]] = []  # those of one call do not overlap each other
+
+    def divided(self, count: int) -> list[Memory]:
+        """Return memories for parts."""
+        memories = [Memory(self) for _ in range(count)]
+        living = [group for group in self.parts if any(m() is not None for m in group)]
+        self.parts = [*living, [ref(m) for m in memories]]
+        return memories
+
+    def changed(self, part: Memory | None = None) -> None:
+        """Count a change, of one part only if given, wherever it can be seen."""
+        self.version += 1
+        for group in self.parts:
+            memories = [memory for m in group if (memory := m()) is not None]
+            if not any(memory is part for memory in memories):
+                for memory in memories:
+                    memory.overwritten()
+        if self.whole is not None:
+            self.whole.changed(self)
+
+    def overwritten(self) -> None:
+        """Count a change that came from the whole."""
+        self.version += 1
+        for group in self.parts:
+            for m in group:
+                memory = m()
+                if memory is not None:
+                    memory.overwritten()
 
 
-class GaussianMoments:
+class GaussianMoments(TensorLike):
     r"""Mean and variance of a tensor of independent Gaussians, usable in place of a tensor.
 
     .. math:: x_i \sim \mathcal N(\mathrm{loc}_i, \mathrm{variance}_i)
@@ -112,7 +156,7 @@ class GaussianMoments:
 
     def detach(self) -> GaussianMoments:
         """Return the moments without their history. What is written into them is written into these as well."""
-        return _dispatch(torch.detach, (self,), {})
+        return call(torch.detach, (self,), {})
 
     def snapshot(self) -> GaussianMoments:
         """Return the same moments as another object, which changes in place do not reach."""
@@ -154,93 +198,6 @@ class GaussianMoments:
         self._loc, self._variance, self._link = other.loc, other.variance, other.link
         self._seen = self._memory.version
         return self
-
-    # Behaving as a tensor -----------------------------------------------------------------------------------
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        return _dispatch(func, args, kwargs or {})
-
-    def __getattr__(self, name: str) -> Any:
-        if name in _DESCRIPTIVE:
-            return getattr(self.loc, name)
-        method = None if name.startswith("__") else getattr(torch.Tensor, name, None)
-        if not callable(method):
-            raise AttributeError(f"GaussianMoments have no attribute {name!r}")
-        return partial(self._call, method)
-
-    def _call(self, method: Callable, *args: Any, **kwargs: Any) -> Any:
-        return _dispatch(method, (self, *args), kwargs)
-
-    @property
-    def T(self) -> GaussianMoments:
-        """Transpose of a matrix."""
-        return _dispatch(torch.t, (self,), {})
-
-    @property
-    def mT(self) -> GaussianMoments:
-        """Transpose of the last two dimensions."""
-        return _dispatch(torch.transpose, (self, -2, -1), {})
-
-    @property
-    def data(self) -> GaussianMoments:
-        """The moments without their history."""
-        return self.detach()
-
-    def __len__(self) -> int:
-        if not self.shape:
-            raise TypeError(
-                "an uncertain number has no length. If torch.tensor or torch.as_tensor asked for it: they hold certain "
-                "numbers, take x.loc"
-            )
-        return len(self.loc)
-
-    def __iter__(self) -> Iterator[GaussianMoments]:
-        return iter(_dispatch(torch.unbind, (self, 0), {}))
-
-    def __getitem__(self, index: Any) -> GaussianMoments:
-        return _dispatch(torch.Tensor.__getitem__, (self, index), {})
-
-    def __setitem__(self, index: Any, value: Any) -> None:
-        _dispatch(torch.Tensor.__setitem__, (self, index, value), {})
-
-    # Operators: forwards, with the other on the left, and in place.
-    __add__, __radd__, __iadd__ = _operator(torch.add), _reflected(torch.add), _operator(torch.Tensor.add_)
-    __sub__, __rsub__, __isub__ = _operator(torch.sub), _reflected(torch.sub), _operator(torch.Tensor.sub_)
-    __mul__, __rmul__, __imul__ = _operator(torch.mul), _reflected(torch.mul), _operator(torch.Tensor.mul_)
-    __truediv__, __rtruediv__ = _operator(torch.div), _reflected(torch.div)
-    __itruediv__ = _operator(torch.Tensor.div_)
-    __matmul__, __rmatmul__ = _operator(torch.matmul), _reflected(torch.matmul)
-    __pow__, __rpow__ = _operator(torch.pow), _reflected(torch.pow)
-    __mod__, __rmod__ = _operator(torch.remainder), _reflected(torch.remainder)
-    __floordiv__, __rfloordiv__ = _operator(torch.floor_divide), _reflected(torch.floor_divide)
-    __neg__, __abs__, __invert__ = _operator(torch.neg), _operator(torch.abs), _operator(torch.bitwise_not)
-
-    # What has no distribution -------------------------------------------------------------------------------
-
-    def _refuse_value(self, *args: Any) -> NoReturn:
-        raise UnsupportedError(
-            "the code asks for the value of something uncertain (a comparison, an if, .item(), a conversion to a "
-            "number or array). Moments have a mean and a variance but no value: decide on a tensor that is certain, on "
-            "x.loc if the mean may decide, or write the function as a rule with pyro_dvi.moments.moment_rule. If a "
-            "class of torch.distributions asked for it, use the class of the same name in pyro.distributions."
-        )
-
-    __bool__ = __float__ = __int__ = __index__ = __complex__ = __array__ = _refuse_value  # type: ignore[assignment]
-    __lt__ = __le__ = __gt__ = __ge__ = item = tolist = numpy = _refuse_value  # type: ignore[assignment]
-
-    def __format__(self, spec: str) -> str:
-        return self._refuse_value() if spec else str(self)
-
-    def __eq__(self, other: object) -> bool:
-        if isinstance(other, GaussianMoments | Tensor | int | float):
-            self._refuse_value()
-        return NotImplemented
-
-    __hash__ = object.__hash__
-    __array_ufunc__ = None  # so that numpy numbers on the left leave their operators to us
 
     def __repr__(self) -> str:
         loc, variance = self.loc.detach(), self.variance.detach()
@@ -294,12 +251,6 @@ class MultiplicativeMoments(GaussianMoments):
             "a weight is changed in place, which would change the model for its next use: write w = f(w) with the "
             "function that returns a new tensor"
         )
-
-
-def _dispatch(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    from pyro_dvi.moments.dispatch import dispatch  # which knows this type
-
-    return dispatch(func, args, kwargs)
 
 
 def loc_of(x: Any) -> Any:

@@ -23,7 +23,7 @@ from pyro_dvi.errors import ModelError
 from pyro_dvi.handlers.moment_run import PosteriorMoments, median
 from pyro_dvi.handlers.uncertain import uncertain_likelihoods
 from pyro_dvi.moments import GaussianMoments, observed_by
-from pyro_dvi.moments.rules import name_of
+from pyro_dvi.moments.tensor_like import name_of
 from pyro_dvi.moments.weight_uses import WeightUses, parts_of
 from pyro_dvi.predictive.engine.batches import batches
 from pyro_dvi.predictive.engine.run import Response, evaluation_mode, respond, seeded
