@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The example of continual learning, with a budget of two tasks and few epochs."""
 
-import importlib.util
 import sys
-from pathlib import Path
 
 import numpy as np
 import pyro
@@ -12,22 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+from tests.examples.scripts import imported
 
 
 @pytest.fixture(scope="module")
 def example():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(EXAMPLES))  # the example imports its neighbours, as a script does
-        spec = importlib.util.spec_from_file_location(
-            "continual_learning", EXAMPLES / "continual_learning.py"
-        )
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
+    with imported("continual_learning") as module:
         yield module
-    for name in ("continual_baselines", "idx_images"):
-        sys.modules.pop(name, None)
 
 
 def test_it_prints_tables_and_writes_a_plot(example, tmp_path, capsys):

@@ -3,7 +3,6 @@
 
 import gzip
 import importlib.util
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,21 +10,13 @@ import pytest
 import torch
 
 pytest.importorskip("torchvision")
-EXAMPLES = Path(__file__).parents[2] / "examples"
+from tests.examples.scripts import imported
 
 
 @pytest.fixture(scope="module")
 def example():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(EXAMPLES))  # the example imports its neighbour, as a script does
-        spec = importlib.util.spec_from_file_location(
-            "image_augmentation", EXAMPLES / "image_augmentation.py"
-        )
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
+    with imported("image_augmentation") as module:
         yield module
-    sys.modules.pop("idx_images", None)
 
 
 @pytest.fixture(scope="module")

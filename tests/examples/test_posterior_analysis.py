@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+from tests.examples.scripts import EXAMPLES
+
 REGRESSION, CLASSES = "posterior_analysis", "posterior_analysis_classes"
 METHODS = {"Variational Laplace", "MNVI", "VOGN", "Laplace"}
 

@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The main job, with a budget of one epoch."""
 
-import importlib.util
 import warnings
-from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "examples" / "quickstart.py"
+from tests.examples.scripts import imported
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", FutureWarning)  # ArviZ 0.23 announces version 1
@@ -16,11 +14,8 @@ with warnings.catch_warnings():
 
 @pytest.fixture(scope="module")
 def quickstart():
-    spec = importlib.util.spec_from_file_location("quickstart", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    with imported("quickstart") as module:
+        yield module
 
 
 def test_it_prints_a_table_and_writes_files_that_open(quickstart, tmp_path, capsys):

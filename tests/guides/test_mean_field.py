@@ -12,34 +12,18 @@ import torch
 from pyro.infer import SVI, Predictive, Trace_ELBO, TraceMeanField_ELBO
 from pyro.infer.autoguide import AutoNormal, init_to_value
 from pyro.infer.reparam import ProjectedNormalReparam
-from torch import Tensor, nn
+from torch import Tensor
 
 import pyro_dvi as dvi
 from pyro_dvi.curvature import GGN
 from pyro_dvi.elbos import TaylorELBO
 from pyro_dvi.errors import ModelError
 from pyro_dvi.guides import MeanFieldGuide, PerSite, PerWeight, SGDStepSize
+from tests.guides.networks import Net
 from tests.models import LinearRegression
 
 X = torch.randn(6, 3, generator=torch.Generator().manual_seed(0))
 Y = X.sum(1)
-
-
-class Net(pyro.nn.PyroModule):
-    """A converted network with batch normalisation, and a regression around it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Softplus(), nn.Linear(4, 1))
-        self.weights = {k: v.detach().clone() for k, v in self.net.named_parameters()}
-        dvi.to_bayesian_(self.net, prior_scale=0.5)
-
-    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
-        f = self.net(x)[:, 0]
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Normal(f, 0.5), obs=y)
-        return f
 
 
 def constrained(x: Tensor | None = None) -> None:

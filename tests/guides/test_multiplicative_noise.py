@@ -25,6 +25,7 @@ from pyro_dvi.guides import Deterministic, MeanField, MultiplicativeNoiseGuide, 
 from pyro_dvi.handlers.distributions import strip_event_dims
 from pyro_dvi.moments import GaussianMoments, MultiplicativeMoments
 from pyro_dvi.multiplicative_normal import MultiplicativeNormal
+from tests.guides.networks import Net
 from tests.models import LinearRegression
 from tests.training.problems import Net as TrainingNet
 from tests.training.problems import sequence
@@ -32,23 +33,6 @@ from tests.training.problems import sequence
 X = torch.randn(6, 3, generator=torch.Generator().manual_seed(0))
 Y = X.sum(1)
 ALPHA_0 = 0.04858735157374206  # log(1 + exp(-3))
-
-
-class Net(PyroModule):
-    """A converted network with batch normalisation, and a regression around it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Softplus(), nn.Linear(4, 1))
-        self.weights = {k: v.detach().clone() for k, v in self.net.named_parameters()}
-        dvi.to_bayesian_(self.net, prior_scale=0.5)
-
-    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
-        f = self.net(x)[:, 0]
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Normal(f, 0.5), obs=y)
-        return f
 
 
 def started(model: Any, *args: Any, **options: Any) -> MultiplicativeNoiseGuide:
