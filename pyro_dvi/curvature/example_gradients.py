@@ -13,7 +13,8 @@ from torch import Tensor
 
 from pyro_dvi.curvature.per_example.uses import Contribution, Use
 from pyro_dvi.curvature.products import LinearMap
-from pyro_dvi.curvature.squared_gradients import SquaredGradients, bits_of_rows, squares_without_rules
+from pyro_dvi.curvature.rows import bits_of_rows
+from pyro_dvi.curvature.squared_gradients import SquaredGradients, squares_without_rules
 
 __all__ = ["ExampleGradients", "OuterGradients", "by_examples"]
 

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sampled Fisher information: the default curvature of Variational Laplace."""
+"""Curvatures that square the gradient of a sum over examples.
+
+That of labels drawn from the model is the sampled Fisher information, the default of Variational Laplace; that of the
+observed labels is what stochastic gradient descent implicitly penalises.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,11 +12,11 @@ import torch
 from torch import Tensor
 
 from pyro_dvi.curvature.base import Curvature, half_weighted_squares, sum_of
-from pyro_dvi.curvature.likelihood import Linearisation, SliceArguments, private_random_state
+from pyro_dvi.curvature.likelihood import Linearisation, ObservedSite, SliceArguments, private_random_state
 from pyro_dvi.curvature.second_derivatives import FastSecondDerivatives
 from pyro_dvi.errors import ArgumentError, UnsupportedError
 
-__all__ = ["Fisher"]
+__all__ = ["Fisher", "MinibatchGradient"]
 
 
 class Fisher(Curvature):
@@ -37,7 +41,7 @@ class Fisher(Curvature):
         slice_args: ``(args, kwargs, rows) -> (args, kwargs)`` for ``fraction``; by default every tensor argument as
             long as the first one is indexed along its first dimension.
 
-    Source: Unlu & Aitchison (2021), Eq. 12-16; :math:`\tilde g` there is ``g`` with sampled labels.
+    Source: Unlu & Aitchison (2021), Eqs. 25-30; :math:`\tilde g` there is ``g`` with sampled labels.
 
     Example:
         >>> Fisher(num_label_samples=2, every=4)
@@ -84,15 +88,7 @@ class Fisher(Curvature):
             ]
         penalties = []
         for labels in draws:
-            # The root of the scale belongs inside the sum: with several sites, scaling the joint gradient
-            # afterwards would weigh their cross terms wrongly.
-            log_prob = sum_of(
-                [
-                    (site.log_prob(y) * site.scale**0.5).sum()
-                    for site, y in zip(likelihood.sites, labels, strict=True)
-                ]
-            )
-            penalties.append(half_weighted_squares(likelihood.scales, likelihood.gradients(log_prob)))
+            penalties.append(_squared_gradient(likelihood, likelihood.sites, labels))
         return sum_of(penalties) / self.num_label_samples
 
     def state_dict(self) -> dict[str, Any]:
@@ -106,3 +102,44 @@ class Fisher(Curvature):
         defaults = {"num_label_samples": 1, "every": 1, "fraction": 1.0}
         changed = [f"{k}={getattr(self, k)}" for k, v in defaults.items() if getattr(self, k) != v]
         return f"Fisher({', '.join(changed)})"
+
+
+class MinibatchGradient(Curvature):
+    r"""Square of the summed gradient of the observed labels.
+
+    .. math:: c_\lambda = g_\lambda^2, \qquad g = \nabla_u \sum_s \sqrt{\mathrm{scale}_s}\,\log p_s(y_s \mid u)
+
+    Status: not an estimate of the Hessian. Away from the optimum the summed gradient grows with the minibatch, so
+    that :math:`c` grows with :math:`M^2`; averaged over minibatches the result differs from the full batch. With
+    ``MeanFieldGuide(scale=SGDStepSize(lr, batch_size))`` it is the objective that links the step size of SGD to the
+    variance of a fixed posterior. Deterministic: no labels are drawn.
+
+    Source: Unlu & Aitchison (2021), Eq. 29 (arXiv), whose mean gradient is written there as a sum; Smith et al. (2021)
+    for the implicit regulariser of SGD.
+
+    Example:
+        >>> MinibatchGradient()
+        MinibatchGradient()
+    """
+
+    def recorder(self, used_values: Sequence[Tensor | None]) -> FastSecondDerivatives:
+        return FastSecondDerivatives()
+
+    def penalty(self, likelihood: Linearisation) -> Tensor:
+        sites = [*likelihood.sites, *likelihood.factors]
+        return _squared_gradient(likelihood, sites, [site.value for site in sites])
+
+    def __repr__(self) -> str:
+        return "MinibatchGradient()"
+
+
+def _squared_gradient(
+    likelihood: Linearisation, sites: Sequence[ObservedSite], labels: Sequence[Tensor]
+) -> Tensor:
+    """Half the sum of squares of the gradient of all log-likelihoods, each with the root of its scale.
+
+    The root belongs inside the sum: with several sites, scaling the joint gradient afterwards would weigh their cross
+    terms wrongly.
+    """
+    terms = [(site.log_prob(y) * site.scale**0.5).sum() for site, y in zip(sites, labels, strict=True)]
+    return half_weighted_squares(likelihood.scales, likelihood.gradients(sum_of(terms)))

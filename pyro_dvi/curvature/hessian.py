@@ -38,7 +38,7 @@ class HessianDiagonal(Curvature):
     Raises:
         NonFiniteError: the average curvature leaves no finite variance (see ``patience``).
 
-    Source: Unlu & Aitchison (2021), Eq. 9-10, "VL (H)"; Hutchinson (1989).
+    Source: Unlu & Aitchison (2021), Eqs. 20-24, "VL (H)"; Hutchinson (1989).
 
     Example:
         >>> HessianDiagonal(num_probes=4)

@@ -23,11 +23,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyro_dvi.curvature.per_example.uses import Use, WeightUses, at_least_single
+from pyro_dvi.curvature.rows import halves, mixed_rows
 
 __all__ = [
     "SquaredGradients",
-    "bits_of_rows",
-    "mixed_rows",
+    "pass_per_example",
     "passes_of",
     "squares_without_rules",
 ]
@@ -101,47 +101,6 @@ class SquaredGradients(WeightUses):
         return {owners[n] for n in mixed_rows(edges, outputs, parts)}
 
 
-def halves(count: int, device: torch.device | None = None) -> list[Tensor]:
-    """Return the first half of that many rows, and every other row: two subsets that tell most mixtures of rows."""
-    rows = torch.arange(count, device=device)
-    return [rows < count // 2, rows % 2 == 0]
-
-
-def bits_of_rows(count: int, device: torch.device | None = None) -> list[Tensor]:
-    """Return the rows whose number has a certain bit, and those that have it not, for each bit.
-
-    Two rows differ in some bit: for any of them, some subset has the one and not the other.
-    """
-    rows = torch.arange(count, device=device)
-    having = [rows >> bit & 1 == 1 for bit in range((count - 1).bit_length())]
-    return [part for with_bit in having for part in (with_bit, ~with_bit)]
-
-
-def mixed_rows(places: Sequence[Any], outputs: Tensor, parts: Sequence[Tensor]) -> set[int]:
-    r"""Return which of ``places`` have rows that other examples than their own depend on.
-
-    A part of the examples must reach none of the rows outside that part. With :func:`bits_of_rows` any example that
-    reaches the row of another is found, at :math:`2 \log_2 B` backward passes; with :func:`halves` most are, at two.
-    Batch normalisation in training mode mixes all rows: run the model under ``ConstantStatistics`` for this question.
-
-    Args:
-        places: tensors or edges of the graph with examples in their first dimension.
-        outputs: f, one entry for each of B examples.
-        parts: subsets of the examples, as masks.
-    """
-    if not places or not outputs.requires_grad:
-        return set()
-    # Unequal weights, under which what two examples do to a third does not cancel by symmetry.
-    weights = torch.linspace(1, 2, len(outputs), device=outputs.device)
-    found: set[int] = set()
-    for part in parts:
-        seeds = (part * weights).to(outputs)
-        deltas = torch.autograd.grad(outputs, places, seeds, retain_graph=True, allow_unused=True)
-        reached = [(n, d[~part].count_nonzero()) for n, d in enumerate(deltas) if d is not None]
-        found |= {n for n, foreign in reached if foreign > 0}
-    return found
-
-
 class _Gathered:
     """What has come by of the uses of one weight."""
 
@@ -203,7 +162,7 @@ def squares_without_rules(outputs: Tensor, cotangent: Tensor, values: Sequence[T
         except RuntimeError:  # the model cannot be differentiated twice
             many = [*many, k]
     if many:
-        found = _pass_per_example(outputs, cotangent, [values[k] for k in many])
+        found = pass_per_example(outputs, cotangent, [values[k] for k in many])
         for k, squares in zip(many, found, strict=True):
             totals[k] = squares
     return totals
@@ -224,7 +183,11 @@ def _pass_per_element(outputs: Tensor, cotangent: Tensor, value: Tensor) -> Tens
     return torch.stack([column.square().sum() for column in columns]).reshape(value.shape)
 
 
-def _pass_per_example(outputs: Tensor, cotangent: Tensor, values: Sequence[Tensor]) -> list[Tensor]:
+def pass_per_example(
+    outputs: Tensor, cotangent: Tensor, values: Sequence[Tensor], *, create_graph: bool = False
+) -> list[Tensor]:
+    """As :func:`squares_without_rules`, by a backward pass per example, maybe to be differentiated again."""
+    outputs, cotangent = outputs.reshape(-1), cotangent.reshape(-1)
     totals = [torch.zeros_like(v) for v in values]
     chunk = max(1, min(64, _BUDGET // max(1, sum(v.numel() for v in values))))
     start = 0
@@ -232,7 +195,7 @@ def _pass_per_example(outputs: Tensor, cotangent: Tensor, values: Sequence[Tenso
         rows = torch.arange(start, min(start + chunk, len(outputs)), device=outputs.device)
         seeds = F.one_hot(rows, len(outputs)).to(outputs) * cotangent
         try:
-            grads = _pulled_back(outputs, seeds, values)
+            grads = _pulled_back(outputs, seeds, values, create_graph)
         except RuntimeError:
             if chunk == 1:
                 raise
@@ -245,8 +208,10 @@ def _pass_per_example(outputs: Tensor, cotangent: Tensor, values: Sequence[Tenso
     return totals
 
 
-def _pulled_back(outputs: Tensor, seeds: Tensor, values: Sequence[Tensor]) -> list[Tensor | None]:
-    options = {"retain_graph": True, "allow_unused": True}
+def _pulled_back(
+    outputs: Tensor, seeds: Tensor, values: Sequence[Tensor], create_graph: bool
+) -> list[Tensor | None]:
+    options = {"retain_graph": True, "allow_unused": True, "create_graph": create_graph}
     if len(seeds) == 1:
         grads = torch.autograd.grad(outputs, values, seeds[0], **options)
         return [None if g is None else g.unsqueeze(0) for g in grads]

@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from pyro_dvi.autograd_graph import enters, graph_of, leaves_of
 from pyro_dvi.curvature import ObservedSite
 from pyro_dvi.curvature.base import sum_of
+from pyro_dvi.curvature.rows import ConstantStatistics
 from pyro_dvi.curvature.squared_gradients import SquaredGradients
-from pyro_dvi.curvature.uncoupled import ConstantStatistics
 from pyro_dvi.divergences import kl_to_prior, normal_prior, refuse_not_normal
 from pyro_dvi.elbos.base import DeterministicELBO
 from pyro_dvi.elbos.rows import Run

@@ -12,7 +12,8 @@ from pyro_dvi.autograd_graph import graph_of
 from pyro_dvi.curvature import ObservedSite
 from pyro_dvi.curvature.per_example import Use
 from pyro_dvi.curvature.per_example.uses import with_examples_first
-from pyro_dvi.curvature.squared_gradients import SquaredGradients, bits_of_rows, mixed_rows
+from pyro_dvi.curvature.rows import bits_of_rows, mixed_rows
+from pyro_dvi.curvature.squared_gradients import SquaredGradients
 from pyro_dvi.errors import ModelError
 
 __all__ = ["RowCheck", "Run", "Served", "View"]

@@ -75,7 +75,7 @@ class TaylorELBO(DeterministicELBO):
         DataError: observed values outside the likelihood's support, or a minibatch without its scale.
         NonFiniteError: the loss is NaN or infinite; no update is made.
 
-    Source: Unlu & Aitchison (2021), "Variational Laplace for Bayesian neural networks", Eq. 5-17.
+    Source: Unlu & Aitchison (2021), "Gradient regularization as approximate variational inference".
 
     Example:
         >>> import pyro, pyro.distributions as dist

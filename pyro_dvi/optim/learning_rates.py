@@ -87,8 +87,8 @@ def learning_rates(
     Raises:
         ArgumentError: if a rate is not a positive finite number or the pattern is not a regular expression.
 
-    Source: the separate rate for log-variances in Unlu & Aitchison (2021), "Variational Laplace for Bayesian
-    neural networks".
+    Source: the separate rate for log-variances in Unlu & Aitchison (2021), "Gradient regularization as
+    approximate variational inference".
 
     Example:
         >>> from pyro.optim import ClippedAdam

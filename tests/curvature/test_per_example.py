@@ -8,13 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pyro_dvi.curvature import EmpiricalFisher, Linearisation
-from pyro_dvi.curvature.per_example import (
-    PerExampleRecorder,
-    per_example_rule,
-    recorder,
-    summed_squared_gradients,
-)
+from pyro_dvi.curvature import EmpiricalFisher, Linearisation, example_squares
+from pyro_dvi.curvature.example_squares import summed_squared_gradients
+from pyro_dvi.curvature.per_example import WeightUses, per_example_rule
 from pyro_dvi.curvature.per_example.uses import _RULES
 from tests.curvature.per_example_cases import CASES, M, head, loop
 
@@ -26,7 +22,7 @@ every_case = pytest.mark.parametrize(
 
 
 def fast(call: Callable[..., Tensor], x: Tensor, weights: list[Tensor], cotangent: Tensor) -> list[Tensor]:
-    noted = PerExampleRecorder(weights)
+    noted = WeightUses(weights)
     with noted:
         outputs = call(x, *weights)
     likelihood = Linearisation([str(k) for k in range(len(weights))], weights, [], [], recorder=noted)
@@ -37,7 +33,7 @@ def test_every_rule_has_a_case():
     used = set()
     for case in CASES:
         x, weights = case.inputs()
-        noted = PerExampleRecorder(weights)
+        noted = WeightUses(weights)
         with noted:
             outputs = case.call(x, *weights)
         used |= {use.function for uses in noted.served(len(outputs)).values() for use in uses}
@@ -64,13 +60,13 @@ def test_squares_and_their_gradient_are_those_of_a_loop(case):
 def test_coverage_of_the_fast_rules(case, monkeypatch):
     """Counts the weights that fall back on one backward pass per example."""
     slow: list[int] = []
-    original = recorder._one_pass_per_example
+    original = example_squares.pass_per_example
 
-    def counting(outputs: Tensor, cotangent: Tensor, values: list[Tensor]) -> list[Tensor]:
+    def counting(outputs: Tensor, cotangent: Tensor, values: list[Tensor], **options) -> list[Tensor]:
         slow.extend(id(v) for v in values)
-        return original(outputs, cotangent, values)
+        return original(outputs, cotangent, values, **options)
 
-    monkeypatch.setattr(recorder, "_one_pass_per_example", counting)
+    monkeypatch.setattr(example_squares, "pass_per_example", counting)
     x, weights = case.inputs()
     fast(case.call, x, weights, torch.ones(M, dtype=torch.float64))
     covered = case.covered or (True,) * len(weights)
@@ -155,4 +151,4 @@ def test_curvature_without_a_recorder_is_exact_as_well():
     likelihood = Linearisation(["w"], [w], [torch.ones(3, dtype=torch.float64)], [])
     squares = summed_squared_gradients(likelihood, torch.tanh(x @ w), torch.ones(M, dtype=torch.float64))
     torch.testing.assert_close(squares, loop(lambda x, w: torch.tanh(x @ w), x, [w], torch.ones(M)))
-    assert isinstance(EmpiricalFisher().recorder([w]), PerExampleRecorder)
+    assert isinstance(EmpiricalFisher().recorder([w]), WeightUses)

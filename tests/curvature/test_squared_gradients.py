@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from pyro_dvi.curvature.per_example.dense import summed_outer_squares
+from pyro_dvi.curvature.rows import ConstantStatistics
 from pyro_dvi.curvature.squared_gradients import (
     SquaredGradients,
     passes_of,
     squares_without_rules,
 )
-from pyro_dvi.curvature.uncoupled import ConstantStatistics
 from tests.curvature.per_example_cases import CASES, Case, M, head, loop
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding=.same.:UserWarning")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from pyro_dvi.bayesian import LearnedScale, classifier, to_bayesian_
-from pyro_dvi.curvature.squared_gradients import bits_of_rows
+from pyro_dvi.curvature.rows import bits_of_rows
 from pyro_dvi.elbos import NaturalGradientELBO
 from pyro_dvi.errors import DviWarning, ModelError, UnsupportedError
 from pyro_dvi.guides import NaturalGradientGuide

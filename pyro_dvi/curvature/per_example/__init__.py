@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Gradients of single examples, :math:`g_i = \partial_u \ell_i`, and sums of their squares.
+r"""Gradients of single examples, :math:`g_i = \partial_u \ell_i`.
 
 While the model runs, a :class:`~pyro_dvi.curvature.per_example.uses.WeightUses` notes where each latent weight is
 used. The gradient of example i is then an outer product of that layer's input and output gradient, and no pass per
@@ -10,13 +10,11 @@ Adding a rule: write it in the file of its family, as :func:`per_example_rule` s
 """
 
 from pyro_dvi.curvature.per_example import broadcasting, convolution, dense, embedding, normalisation
-from pyro_dvi.curvature.per_example.recorder import PerExampleRecorder, summed_squared_gradients
 from pyro_dvi.curvature.per_example.uses import Contribution, Outer, Use, WeightUses, per_example_rule
 
 __all__ = [
     "Contribution",
     "Outer",
-    "PerExampleRecorder",
     "Use",
     "WeightUses",
     "broadcasting",
@@ -25,5 +23,4 @@ __all__ = [
     "embedding",
     "normalisation",
     "per_example_rule",
-    "summed_squared_gradients",
 ]

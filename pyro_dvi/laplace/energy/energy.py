@@ -22,7 +22,8 @@ from torch import Tensor
 from pyro_dvi.curvature.example_gradients import ExampleGradients, by_examples
 from pyro_dvi.curvature.likelihood import ObservedSite, private_random_state
 from pyro_dvi.curvature.products import SavedBytes, information_pairs, vectors_together
-from pyro_dvi.curvature.squared_gradients import SquaredGradients, halves
+from pyro_dvi.curvature.rows import halves
+from pyro_dvi.curvature.squared_gradients import SquaredGradients
 from pyro_dvi.devices import widest
 from pyro_dvi.errors import DataError, DviWarning, NonFiniteError, UnsupportedError
 from pyro_dvi.handlers.explained import explained_errors
