@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check options that are objects or counts: another thing in their place fails later, with an error that misleads."""
+"""Check options that are objects, counts or positive: another thing in their place fails later, and misleads."""
 
+import math
 import reprlib
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any
 
 from pyro_dvi.errors import ArgumentError
 
-__all__ = ["check_choice", "check_count"]
+__all__ = ["check_choice", "check_count", "check_positive"]
 
 
 def check_choice(name: str, value: object, kind: type, examples: str) -> None:
@@ -40,3 +41,13 @@ def check_count(name: str, value: Any, least: int = 1) -> None:
     if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
         what = "a positive whole number" if least == 1 else f"a whole number of at least {least}"
         raise ArgumentError(f"{name} must be {what}, not {reprlib.repr(value)}")
+
+
+def check_positive(name: str, value: Any) -> None:
+    """Refuse what is no finite number above zero.
+
+    Raises:
+        ArgumentError: it is something else.
+    """
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 < value < math.inf:
+        raise ArgumentError(f"{name} must be a positive number, not {reprlib.repr(value)}")

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Gaussian whose standard deviation is proportional to its mean, and its divergence from a Normal."""
 
-import math
 from typing import Any
 
 import pyro.distributions as dist
@@ -12,6 +11,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributions import constraints, register_kl
 
 from pyro_dvi.bayesian.placement import broadcasts_to
+from pyro_dvi.choice import check_positive
 from pyro_dvi.errors import ArgumentError
 
 __all__ = ["MultiplicativeNormal", "divergence_from_normal", "squared_norm"]
@@ -55,8 +55,7 @@ class MultiplicativeNormal(dist.Normal):
     def __init__(
         self, loc: Tensor, alpha: Tensor, eps: float = 1e-8, validate_args: bool | None = None
     ) -> None:
-        if not (isinstance(eps, float | int) and eps > 0 and math.isfinite(eps)):
-            raise ArgumentError(f"eps must be a small positive number, got {eps!r}")
+        check_positive("eps", eps)
         if not broadcasts_to(alpha.shape, loc.shape):
             raise ArgumentError(
                 f"alpha of shape {tuple(alpha.shape)} does not broadcast to means of shape {tuple(loc.shape)}: it "

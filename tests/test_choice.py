@@ -4,7 +4,7 @@
 import numpy as np
 import pytest
 
-from pyro_dvi.choice import check_choice, check_count
+from pyro_dvi.choice import check_choice, check_count, check_positive
 from pyro_dvi.errors import ArgumentError
 
 
@@ -31,3 +31,10 @@ def test_a_class_in_place_of_an_object_is_answered_with_how_to_make_one():
         check_choice("order", "first", float, "float(1)")
     with pytest.raises(ArgumentError, match=r"not the class float itself: write float\(\.\.\.\)"):
         check_choice("order", float, float, "float(1)")
+
+
+@pytest.mark.parametrize("value", [0, -1.0, float("nan"), float("inf"), True, "3", None])
+def test_what_is_no_positive_number_is_refused_by_name(value):
+    check_positive("lr", 1e-3)
+    with pytest.raises(ArgumentError, match=f"lr must be a positive number, not {value!r}"):
+        check_positive("lr", value)

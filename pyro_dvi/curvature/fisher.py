@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyro_dvi.choice import check_count
 from pyro_dvi.curvature.base import Curvature, half_weighted_squares, sum_of
 from pyro_dvi.curvature.likelihood import Linearisation, ObservedSite, SliceArguments, private_random_state
 from pyro_dvi.curvature.second_derivatives import FastSecondDerivatives
@@ -56,10 +57,8 @@ class Fisher(Curvature):
         generator: torch.Generator | None = None,
         slice_args: SliceArguments | None = None,
     ) -> None:
-        if num_label_samples < 1 or every < 1:
-            raise ArgumentError(
-                f"num_label_samples ({num_label_samples}) and every ({every}) must be at least 1"
-            )
+        check_count("num_label_samples", num_label_samples)
+        check_count("every", every)
         if not 0 < fraction <= 1:
             raise ArgumentError(f"fraction must lie in (0, 1], got {fraction}")
         self.num_label_samples = num_label_samples

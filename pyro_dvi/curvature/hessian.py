@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pyro_dvi.choice import check_count
 from pyro_dvi.curvature.base import Curvature, half_sum, sum_of
 from pyro_dvi.curvature.likelihood import Linearisation, private_random_state
 from pyro_dvi.errors import ArgumentError, CheckpointError, NonFiniteError
@@ -54,10 +55,8 @@ class HessianDiagonal(Curvature):
         patience: int | None = 1000,
         generator: torch.Generator | None = None,
     ) -> None:
-        if num_probes is not None and num_probes < 1:
-            raise ArgumentError(
-                f"num_probes must be at least 1 (or None for the exact diagonal), got {num_probes}"
-            )
+        if num_probes is not None:
+            check_count("num_probes", num_probes)
         if not 0 <= margin < 1:
             raise ArgumentError(f"margin must lie in [0, 1), got {margin}")
         self.num_probes = num_probes

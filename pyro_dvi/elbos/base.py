@@ -11,6 +11,7 @@ from pyro.infer.elbo import ELBO
 from torch import Tensor
 
 from pyro_dvi.autograd_graph import leaves_of
+from pyro_dvi.choice import check_count
 from pyro_dvi.curvature.base import twice_differentiated
 from pyro_dvi.errors import (
     ArgumentError,
@@ -49,10 +50,9 @@ class DeterministicELBO(ELBO):
         num_data: int | None = None,
         num_particles: int = 1,
     ) -> None:
-        if num_particles < 1:
-            raise ArgumentError(f"num_particles must be at least 1, got {num_particles}")
-        if num_data is not None and num_data < 1:
-            raise ArgumentError(f"num_data must be at least 1, got {num_data}")
+        check_count("num_particles", num_particles)
+        if num_data is not None:
+            check_count("num_data", num_data)
         super().__init__(num_particles=num_particles)
         if not callable(kl_weight):
             _check_weight(kl_weight)

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from pyro_dvi.errors import ArgumentError
+from pyro_dvi.choice import check_count
 from pyro_dvi.expectations.points import shifted_sobol
 from pyro_dvi.moments import GaussianMoments
 
@@ -57,7 +57,8 @@ class Sobol(LogitEstimator):
     """
 
     def __init__(self, num_points: int = 64) -> None:
-        self.num_points = _at_least_one("num_points", num_points)
+        check_count("num_points", num_points)
+        self.num_points = num_points
 
     def expected_logsumexp(self, logits: GaussianMoments) -> Tensor:
         """Average over the points, which all examples share."""
@@ -99,12 +100,6 @@ class _MeanLogSumExp(Function):
         return g * first, g * curvature, None
 
 
-def _at_least_one(name: str, number: int) -> int:
-    if number < 1:
-        raise ArgumentError(f"{name} must be at least 1, got {number}")
-    return number
-
-
 class MonteCarlo(LogitEstimator):
     """Independent random points for every example.
 
@@ -113,7 +108,8 @@ class MonteCarlo(LogitEstimator):
     """
 
     def __init__(self, num_samples: int = 64) -> None:
-        self.num_samples = _at_least_one("num_samples", num_samples)
+        check_count("num_samples", num_samples)
+        self.num_samples = num_samples
 
     def expected_logsumexp(self, logits: GaussianMoments) -> Tensor:
         """Average over the samples."""
@@ -145,7 +141,8 @@ class TiltedBound(LogitEstimator):
     """
 
     def __init__(self, num_iterations: int = 6) -> None:
-        self.num_iterations = _at_least_one("num_iterations", num_iterations)
+        check_count("num_iterations", num_iterations)
+        self.num_iterations = num_iterations
 
     def expected_logsumexp(self, logits: GaussianMoments) -> Tensor:
         """Minimise over the tilt, then evaluate; the gradient needs none of the tilt's at the optimum."""

@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from pyro_dvi.choice import check_count, check_positive
 from pyro_dvi.errors import ArgumentError
 
 __all__ = ["PerSite", "PerWeight", "SGDStepSize", "ScaleFamily"]
@@ -100,10 +101,8 @@ class SGDStepSize(ScaleFamily):
     batch_size: int
 
     def __post_init__(self) -> None:
-        if not self.lr > 0 or self.batch_size < 1:
-            raise ArgumentError(
-                f"lr ({self.lr}) must be positive and batch_size ({self.batch_size}) at least 1"
-            )
+        check_positive("lr", self.lr)
+        check_count("batch_size", self.batch_size)
 
     def initial(self, loc: Tensor, prior_scale: Tensor, event_dim: int) -> Tensor:
         return loc.new_full((), sqrt(self.lr / (2 * self.batch_size)))

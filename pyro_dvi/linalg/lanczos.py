@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pyro_dvi.choice import check_count
 from pyro_dvi.errors import ArgumentError, NonFiniteError
 from pyro_dvi.linalg.operator import Operator, apply, dots
 
@@ -135,8 +136,7 @@ def lanczos(operator: Operator, start: Tensor, steps: int) -> Tridiagonal:
     """
     if start.dim() != 1:
         raise ArgumentError(f"start is one vector [D], got shape {tuple(start.shape)}")
-    if steps < 1:
-        raise ArgumentError(f"steps must be at least 1, got {steps}")
+    check_count("steps", steps)
     process = LanczosProcess(operator, start.unsqueeze(0), steps)
     while not process.finished:
         process.advance()

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pyro_dvi.errors import ArgumentError, NotPositiveDefiniteError
+from pyro_dvi.choice import check_count
+from pyro_dvi.errors import NotPositiveDefiniteError
 from pyro_dvi.linalg.lanczos import LanczosProcess
 from pyro_dvi.linalg.operator import Operator
 
@@ -135,8 +136,7 @@ def trace_of_function(
         4.146...
     """
     for name, count in (("dim", dim), ("probes", probes), ("steps", steps)):
-        if count < 1:
-            raise ArgumentError(f"{name} must be at least 1, got {count}")
+        check_count(name, count)
     like = torch.empty(0) if like is None else like
     device = like.device if generator is None else generator.device
     signs = torch.randint(2, (probes, dim), generator=generator, device=device, dtype=like.dtype)

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from pyro_dvi.choice import check_count, check_positive
 from pyro_dvi.errors import ArgumentError, NonFiniteError, NotPositiveDefiniteError
 from pyro_dvi.linalg.conjugate_gradients import conjugate_gradients
 from pyro_dvi.linalg.smallest_eigenpair import Eigenpair, smallest_eigenpair
@@ -116,11 +117,9 @@ def minimise_newton(
     """
     if start.dim() != 1 or not start.is_floating_point():
         raise ArgumentError(f"start is a real vector [D], got {start.dtype} of shape {tuple(start.shape)}")
-    if tolerance <= 0 or max_iterations < 1 or krylov_steps < 1:
-        raise ArgumentError(
-            f"tolerance, max_iterations and krylov_steps must be positive, got {tolerance}, {max_iterations} and "
-            f"{krylov_steps}"
-        )
+    check_positive("tolerance", tolerance)
+    check_count("max_iterations", max_iterations)
+    check_count("krylov_steps", krylov_steps)
     if preconditioner is not None and (
         preconditioner.shape != start.shape or not bool((preconditioner > 0).all())
     ):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pyro_dvi.errors import ArgumentError
+from pyro_dvi.choice import check_count
 from pyro_dvi.linalg.lanczos import LanczosProcess
 from pyro_dvi.linalg.operator import Operator, gaussian_rows
 
@@ -74,8 +74,8 @@ def smallest_eigenpair(
         >>> round(smallest_eigenpair(lambda v: v * saddle, 3).value, 4)
         -0.5
     """
-    if dim < 1 or steps < 1:
-        raise ArgumentError(f"dim and steps must be at least 1, got {dim} and {steps}")
+    check_count("dim", dim)
+    check_count("steps", steps)
     like = torch.empty(0) if like is None else like
     process = LanczosProcess(operator, gaussian_rows(1, dim, like, generator), steps)
     rounding, next_look = 8 * torch.finfo(like.dtype).eps, 1

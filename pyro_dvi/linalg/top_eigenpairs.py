@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pyro_dvi.choice import check_count
 from pyro_dvi.errors import ArgumentError
 from pyro_dvi.linalg.operator import Operator, apply, gaussian_rows
 
@@ -76,8 +77,7 @@ def top_eigenpairs(
     if not 1 <= k <= dim:
         raise ArgumentError(f"k lies between 1 and the dimension {dim}, got {k}")
     block = min(k, 16) if block is None else min(block, dim)
-    if block < 1:
-        raise ArgumentError(f"block must be at least 1, got {block}")
+    check_count("block", block)
     like = torch.empty(0) if like is None else like
     generator = torch.Generator().manual_seed(0) if generator is None else generator
     budget = 20 * k + 400 if max_applications is None else max_applications

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch import distributions as td
 from torch.nn.functional import logsigmoid
 
+from pyro_dvi.choice import check_count
 from pyro_dvi.errors import ArgumentError
 from pyro_dvi.expectations.logistic import logit_of_expected_sigmoid
 from pyro_dvi.expectations.points import sobol_points
@@ -71,8 +72,7 @@ class SobolSoftmax(ClassLink):
     num_points: int = 256
 
     def __post_init__(self) -> None:
-        if self.num_points < 1:
-            raise ArgumentError(f"num_points must be at least 1, got {self.num_points}")
+        check_count("num_points", self.num_points)
 
     def _log_averaged(self, loc: Tensor, spread: Tensor, is_covariance: bool) -> Tensor:
         points = sobol_points(self.num_points, loc.shape[-1], loc)

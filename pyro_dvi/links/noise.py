@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch import distributions as td
 
-from pyro_dvi.errors import ArgumentError
+from pyro_dvi.choice import check_count
 from pyro_dvi.expectations.gaussian import check_domain, nodes_of
 from pyro_dvi.expectations.scales import power_of
 from pyro_dvi.links.mixture import weighted_mixture
@@ -64,8 +64,7 @@ class GaussHermite(NoiseLink):
     num_nodes: int = 16
 
     def __post_init__(self) -> None:
-        if self.num_nodes < 1:
-            raise ArgumentError(f"num_nodes must be at least 1, got {self.num_nodes}")
+        check_count("num_nodes", self.num_nodes)
 
     def predictive(
         self, loc: Tensor, variance: Tensor | float, scale: GaussianMoments, cls: Any

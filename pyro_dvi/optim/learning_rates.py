@@ -7,7 +7,6 @@ way when the means have converged. The functions here give scales a step size of
 optimizers (:func:`learning_rates`) and for torch's (:func:`parameter_groups`).
 """
 
-import math
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -18,6 +17,7 @@ from pyro.nn import PyroModule
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
+from pyro_dvi.choice import check_positive
 from pyro_dvi.errors import ArgumentError, GuideError, ModelError, UnsupportedError
 
 __all__ = ["SCALE_PATTERN", "LearningRates", "learning_rates", "parameter_groups", "parameter_names"]
@@ -247,9 +247,7 @@ def _require_initialised(module: nn.Module) -> None:
 
 
 def _positive(name: str, value: float) -> float:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not math.isfinite(value) or value <= 0:
-        raise ArgumentError(f"{name} must be a positive finite number, got {value!r}.")
+    check_positive(name, value)
     return float(value)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from numbers import Integral, Real
 from typing import Any
 
+from pyro_dvi.choice import check_positive
 from pyro_dvi.errors import ArgumentError
 
 __all__ = ["check_options", "refuse_unknown"]
@@ -27,9 +28,8 @@ def check_options(options: Mapping[str, Any]) -> None:
     """
     for name in ("lr", "data_augmentation", "deterministic_lr", "clip_radius", "initial_curvature"):
         value = options[name]
-        left_out = value is None and name in ("clip_radius", "initial_curvature")
-        if not (left_out or (_is_finite(value) and value > 0)):
-            raise ArgumentError(f"{name} must be a positive number, got {value!r}")
+        if value is not None or name not in ("clip_radius", "initial_curvature"):
+            check_positive(name, value)
     betas, damping = options["betas"], options["damping"]
     warmup_steps, total_steps = options["warmup_steps"], options["total_steps"]
     if not (isinstance(betas, tuple | list) and len(betas) == 2 and all(map(_is_decay_rate, betas))):

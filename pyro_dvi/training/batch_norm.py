@@ -13,7 +13,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from pyro_dvi.batches import batches, check_loader
-from pyro_dvi.errors import ArgumentError, DataError, GuideError, ModelError
+from pyro_dvi.choice import check_count
+from pyro_dvi.errors import DataError, GuideError, ModelError
 from pyro_dvi.handlers.means import PosteriorMeans
 
 __all__ = ["BatchNormStatistics", "recompute_batch_norm"]
@@ -36,8 +37,8 @@ class BatchNormStatistics:
     each_epoch: bool = False
 
     def __post_init__(self) -> None:
-        if self.num_batches is not None and self.num_batches < 1:
-            raise ArgumentError(f"BatchNormStatistics: num_batches must be positive, got {self.num_batches}.")
+        if self.num_batches is not None:
+            check_count("num_batches", self.num_batches)
 
 
 def recompute_batch_norm(

@@ -19,6 +19,7 @@ from pyro_dvi.batches import (
     dataset_size,
     number_of_batches,
 )
+from pyro_dvi.choice import check_count
 from pyro_dvi.errors import ArgumentError, DataError, ModelError
 from pyro_dvi.handlers.trained_for import note_trained_for
 from pyro_dvi.progress import progress_bar
@@ -160,8 +161,7 @@ def fit(
         >>> history["loss"][-1] < history["loss"][0], history.stopped
         (True, 'epochs')
     """
-    if not isinstance(epochs, int) or isinstance(epochs, bool) or epochs < (1 if history is None else 0):
-        raise ArgumentError(f"epochs must be a positive integer, got {epochs!r}.")
+    check_count("epochs", epochs, least=1 if history is None else 0)
     check_loader(loader, max(epochs, 1))
     if validate is not None and not callable(validate):
         check_loader(validate, epochs, role="validate")

@@ -181,5 +181,5 @@ def test_points_made_for_inference_serve_training():
 
 def test_mistakes_are_refused():
     for make in (Sobol, MonteCarlo, TiltedBound):
-        with pytest.raises(ArgumentError, match="at least 1, got 0"):
+        with pytest.raises(ArgumentError, match="must be a positive whole number, not 0"):
             make(0)

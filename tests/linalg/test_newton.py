@@ -269,7 +269,7 @@ def test_wrong_arguments():
     problem = Differentiated(lambda x: x.square().sum())
     with pytest.raises(ArgumentError, match="real vector"):
         minimise_newton(problem, torch.ones(1, 2))
-    with pytest.raises(ArgumentError, match="must be positive"):
+    with pytest.raises(ArgumentError, match="must be a positive"):
         minimise_newton(problem, torch.ones(2), tolerance=0)
     with pytest.raises(ArgumentError, match="preconditioner"):
         minimise_newton(problem, torch.ones(2), preconditioner=torch.zeros(2))

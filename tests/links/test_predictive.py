@@ -197,7 +197,7 @@ def test_mistakes_are_refused():
         predictive_distribution(td.Categorical, {"logits": f}, classes="probit")
     with pytest.raises(ArgumentError, match=r"noise must be an object such as MomentMatched\(\)"):
         predictive_distribution(td.Normal, {"loc": f, "scale": 1.0}, noise=GaussHermite)
-    with pytest.raises(ArgumentError, match="at least 1, got 0"):
+    with pytest.raises(ArgumentError, match="must be a positive whole number, not 0"):
         GaussHermite(0)
     with pytest.raises(UnsupportedError, match=r"Normal\(scale=.*softplus"):
         predictive_distribution(td.Normal, {"loc": 0.0, "scale": f}, noise=GaussHermite())

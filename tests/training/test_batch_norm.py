@@ -129,7 +129,7 @@ def test_bad_input():
     svi.guide(*sequence()[0])
     with pytest.raises(ModelError, match="no batch normalisation with running statistics"):
         recompute_batch_norm(svi.model, svi.guide, sequence())
-    with pytest.raises(ArgumentError, match="num_batches must be positive"):
+    with pytest.raises(ArgumentError, match="num_batches must be a positive whole number"):
         BatchNormStatistics(num_batches=0)
     pyro.clear_param_store()
     model = Net()

@@ -91,10 +91,10 @@ def run(loader=None, epochs=1, **options):
 
 
 MISTAKES = [
-    ("zero epochs", lambda: run(epochs=0), ArgumentError, "epochs must be a positive integer, got 0"),
-    ("negative epochs", lambda: run(epochs=-3), ArgumentError, "epochs must be a positive integer"),
-    ("half an epoch", lambda: run(epochs=0.5), ArgumentError, "epochs must be a positive integer"),
-    ("boolean epochs", lambda: run(epochs=True), ArgumentError, "epochs must be a positive integer"),
+    ("zero epochs", lambda: run(epochs=0), ArgumentError, "epochs must be a positive whole number, not 0"),
+    ("negative epochs", lambda: run(epochs=-3), ArgumentError, "epochs must be a positive whole number"),
+    ("half an epoch", lambda: run(epochs=0.5), ArgumentError, "epochs must be a positive whole number"),
+    ("boolean epochs", lambda: run(epochs=True), ArgumentError, "epochs must be a positive whole number"),
     ("empty list", lambda: run([]), DataError, "loader is empty"),
     ("drop_last of a small data set", lambda: run(short_loader()), DataError, "drop_last=True"),
     ("nothing yielded", lambda: run(EmptyIterable()), DataError, "no batch in epoch 1"),

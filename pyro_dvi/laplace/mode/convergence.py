@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from pyro_dvi.errors import ArgumentError, DataError, DviWarning, ModelError, UnconvergedError
+from pyro_dvi.choice import check_count, check_positive
+from pyro_dvi.errors import DataError, DviWarning, ModelError, UnconvergedError
 from pyro_dvi.laplace.energy.energy import Energy
 from pyro_dvi.laplace.energy.precision import GGN, Hessian
 from pyro_dvi.laplace.methods.conjugate_gradient import ConjugateGradient
@@ -57,10 +58,8 @@ class Refuse(Unconverged):
     steps: int = 100
 
     def __post_init__(self) -> None:
-        if not self.tolerance > 0 or self.steps < 1:
-            raise ArgumentError(
-                f"tolerance and steps must be positive, got {self.tolerance} and {self.steps}"
-            )
+        check_positive("tolerance", self.tolerance)
+        check_count("steps", self.steps)
 
     def method(self, wanted: Method, energies: Sequence[Energy]) -> Method:
         """Return the method that was asked for.

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pyro_dvi.errors import ArgumentError, DviWarning, NonFiniteError, PyroDviError, UnconvergedError
+from pyro_dvi.choice import check_count, check_positive
+from pyro_dvi.errors import DviWarning, NonFiniteError, PyroDviError, UnconvergedError
 from pyro_dvi.laplace.energy.energy import Energy
 from pyro_dvi.linalg import Minimum, minimise_newton
 from pyro_dvi.progress import progress_bar
@@ -97,10 +98,8 @@ def polish(
         NonFiniteError: U is NaN or infinite where the search starts.
         ArgumentError: a tolerance or a count is not positive.
     """
-    if not tolerance > 0 or max_iterations < 1:
-        raise ArgumentError(
-            f"tolerance and max_iterations must be positive, got {tolerance} and {max_iterations}"
-        )
+    check_positive("tolerance", tolerance)
+    check_count("max_iterations", max_iterations)
     start = energy.start
     spent = energy.evaluations
     local = energy.at(start)
