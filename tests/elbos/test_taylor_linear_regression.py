@@ -8,10 +8,10 @@ import pytest
 import torch
 from pyro.infer import SVI
 from pyro.optim import ExponentialLR
-from torch import Tensor
 
 from pyro_dvi.curvature import GGN, EmpiricalFisher, Fisher, HessianDiagonal
 from pyro_dvi.elbos import TaylorELBO
+from tests.elbos.closed_form import check_full_batch, check_minibatches, closed_form, minibatches
 from tests.models import GUIDES, POINT_GUIDE, GuideCase, LinearRegression, gradients
 
 EXACT = [GGN, HessianDiagonal]
@@ -24,44 +24,17 @@ def problem() -> LinearRegression:
     return LinearRegression()
 
 
-def closed_form(problem: LinearRegression, case: GuideCase, guide: object, kl_weight: float = 1.0) -> tuple:
-    loss = problem.loss(case.moments(guide), kl_weight)
-    loss.backward()
-    return loss.item(), gradients()
-
-
-def minibatches(problem: LinearRegression, size: int) -> list[tuple[Tensor, Tensor]]:
-    return list(zip(problem.x.split(size), problem.y.split(size), strict=True))
-
-
 @every_exact_curvature
 @every_guide
 @pytest.mark.parametrize("kl_weight", [1.0, 0.03, 0.0])
 def test_exact_curvatures_give_the_closed_form_elbo_and_its_gradient(problem, case, curvature, kl_weight):
-    guide = case.start(problem)
-    elbo = TaylorELBO(curvature=curvature(), kl_weight=kl_weight)
-    loss = elbo.loss_and_grads(problem.model, guide, problem.x, problem.y)
-    grads = gradients()
-    expected, expected_grads = closed_form(problem, case, guide, kl_weight)
-    assert loss == pytest.approx(expected, abs=1e-8)
-    assert grads.keys() == expected_grads.keys()
-    for name, grad in expected_grads.items():
-        torch.testing.assert_close(grads[name], grad, atol=1e-8, rtol=1e-8)
-    assert elbo.loss(problem.model, guide, problem.x, problem.y) == pytest.approx(expected, abs=1e-8)
+    check_full_batch(TaylorELBO(curvature=curvature(), kl_weight=kl_weight), problem, case, kl_weight)
 
 
 @every_exact_curvature
 @every_guide
 def test_minibatches_average_to_the_full_batch(problem, case, curvature):
-    guide = case.start(problem)
-    elbo = TaylorELBO(curvature=curvature(), num_data=problem.num_data)
-    batches = minibatches(problem, 4)
-    losses = [elbo.loss_and_grads(problem.model, guide, x, y) for x, y in batches]
-    grads = gradients()
-    expected, expected_grads = closed_form(problem, case, guide)
-    assert sum(losses) / len(batches) == pytest.approx(expected, abs=1e-8)
-    for name, grad in expected_grads.items():
-        torch.testing.assert_close(grads[name] / len(batches), grad, atol=1e-8, rtol=1e-8)
+    check_minibatches(TaylorELBO(curvature=curvature(), num_data=problem.num_data), problem, case)
 
 
 def penalty_deviation(problem: LinearRegression, case: GuideCase, guide: object) -> float:
