@@ -3,8 +3,6 @@
 
 from pathlib import Path
 
-import pytest
-
 import pyro_dvi
 
 TESTS = Path(__file__).parents[1]
@@ -24,14 +22,18 @@ WHOLE_CHAPTER = {
 }
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if p.parts[0] not in NO_CHAPTERS], ids=str)
-def test_a_test_is_called_after_what_it_tests(path: Path):
-    if not any(path.match(pattern) for pattern in WHOLE_CHAPTER):
-        place = PACKAGE / path.parent
-        tested = path.stem.removeprefix("test_") + "_"
-        modules = place.rglob("*.py") if place != PACKAGE else place.glob("*.py")
-        names = {file.parent.name if file.stem == "__init__" else file.stem for file in modules}
-        assert any(tested.startswith(name + "_") for name in names), f"no module below {place} has this name"
+def is_called_after_what_it_tests(path: Path) -> bool:
+    place = PACKAGE / path.parent
+    modules = place.rglob("*.py") if place != PACKAGE else place.glob("*.py")
+    names = {file.parent.name if file.stem == "__init__" else file.stem for file in modules}
+    tested = path.stem.removeprefix("test_") + "_"
+    return any(tested.startswith(name + "_") for name in names)
+
+
+def test_tests_are_called_after_what_they_test():
+    places = [path for path in FILES if path.parts[0] not in NO_CHAPTERS]
+    others = [path for path in places if not any(path.match(pattern) for pattern in WHOLE_CHAPTER)]
+    assert [str(path) for path in others if not is_called_after_what_it_tests(path)] == []
 
 
 def test_every_chapter_has_tests():
