@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyro_dvi.errors import UnsupportedError
-from pyro_dvi.moments.activations.partials import through
+from pyro_dvi.moments.activations.elementwise import through
 from pyro_dvi.moments.activations.piecewise import Piece, Piecewise
 from pyro_dvi.moments.activations.rectified import relu
 from pyro_dvi.moments.rules import Kind, moment_rule

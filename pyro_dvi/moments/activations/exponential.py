@@ -20,9 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pyro_dvi.moments.activations.blocks import in_blocks
-from pyro_dvi.moments.activations.partials import Result, through
-from pyro_dvi.moments.activations.piecewise import Cut, from_scores, truncated
+from pyro_dvi.moments.activations.elementwise import from_scores, through
+from pyro_dvi.moments.activations.piecewise import Cut, truncated
 from pyro_dvi.moments.rules import Kind, moment_rule
 from pyro_dvi.moments.value import GaussianMoments
 
@@ -91,10 +90,7 @@ class _ExponentialLinear:
     alpha: float
     rate: float = 1.0
 
-    def __call__(self, mu: Tensor, variance: Tensor, slopes: bool) -> Result:
-        return in_blocks(self._compute)(mu, variance, slopes)
-
-    def _compute(self, mu: Tensor, variance: Tensor, slopes: bool) -> list[Tensor]:
+    def __call__(self, mu: Tensor, variance: Tensor, slopes: bool) -> list[Tensor]:
         crossover = _CROSSOVER[mu.dtype is not torch.float64] / self.rate
         sigma = variance.sqrt()
         cut = Cut.at(-mu / sigma)
@@ -112,8 +108,7 @@ class _ExponentialLinear:
         second = [
             s + q * q * t[k] + sigma * (2 * q * t[k + 1] + sigma * t[k + 2]) for k, s in enumerate(second)
         ]
-        mean, spread, partials = from_scores(centre, sigma, variance, first, second, slopes)
-        return [mean, spread, *(partials or ())]
+        return from_scores(centre, sigma, variance, first, second, slopes)
 
     def _closed(self, mu: Tensor, sigma: Tensor, cut: Cut, centre: Tensor) -> Integrals:
         a, b = self.alpha, self.rate

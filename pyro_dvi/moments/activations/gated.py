@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pyro_dvi.moments.activations.normal import GELU
-from pyro_dvi.moments.activations.partials import through
+from pyro_dvi.moments.activations.elementwise import through
+from pyro_dvi.moments.activations.normal import moments_of_gelu
 from pyro_dvi.moments.activations.smooth import Rescaled, Smooth
 from pyro_dvi.moments.rules import Kind, moment_rule
 from pyro_dvi.moments.value import GaussianMoments
@@ -145,7 +145,7 @@ def gelu(input: GaussianMoments, *, approximate: str = "none") -> GaussianMoment
         >>> gelu(GaussianMoments(torch.zeros(1), torch.ones(1))).loc
         tensor([0.2821])
     """
-    return through(_GELU_TANH if approximate == "tanh" else GELU, input)
+    return through(_GELU_TANH if approximate == "tanh" else moments_of_gelu, input)
 
 
 @moment_rule(F.mish, kind=Kind.ELEMENTWISE)

@@ -32,9 +32,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pyro_dvi.moments.activations.blocks import in_blocks
-
-__all__ = ["ERF", "GELU", "gauss_legendre"]
+__all__ = ["gauss_legendre", "moments_of_erf", "moments_of_gelu"]
 
 _ROOT_HALF = math.sqrt(0.5)
 _DENSITY = 1 / math.sqrt(2 * math.pi)
@@ -73,8 +71,8 @@ class _Integrals:
         self.e = wide.mul_(per_variance).mul_(h).mul_(_DENSITY)
 
 
-def _erf(mu: Tensor, variance: Tensor, slopes: bool) -> list[Tensor]:
-    r"""Moments of :math:`\mathrm{erf}(x) = 2\Phi(\sqrt2 x) - 1`."""
+def moments_of_erf(mu: Tensor, variance: Tensor, slopes: bool) -> list[Tensor]:
+    r"""Moments of :math:`\mathrm{erf}(x) = 2\Phi(\sqrt2 x) - 1`, and their slopes."""
     mu, variance = mu * math.sqrt(2), variance * 2
     i = _Integrals(mu, variance)
     mean, spread = torch.erf(i.h * _ROOT_HALF), (i.d * variance).mul_(4)
@@ -93,7 +91,8 @@ def _erf(mu: Tensor, variance: Tensor, slopes: bool) -> list[Tensor]:
     ]
 
 
-def _gelu(mu: Tensor, variance: Tensor, slopes: bool) -> list[Tensor]:
+def moments_of_gelu(mu: Tensor, variance: Tensor, slopes: bool) -> list[Tensor]:
+    r"""Moments of :math:`x\,\Phi(x)`, and their slopes."""
     i = _Integrals(mu, variance)
     tau, h, a, cdf, f, d, e = i.tau, i.h, i.a, i.cdf, i.density, i.d, i.e
     e_v = e * variance
@@ -128,7 +127,3 @@ def _gelu(mu: Tensor, variance: Tensor, slopes: bool) -> list[Tensor]:
         by_mu,
         by_variance,
     ]
-
-
-ERF = in_blocks(_erf)
-GELU = in_blocks(_gelu)

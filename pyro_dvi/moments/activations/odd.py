@@ -19,10 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pyro_dvi.moments.activations.blocks import in_blocks
+from pyro_dvi.moments.activations.elementwise import from_scores, through
 from pyro_dvi.moments.activations.normal import gauss_legendre
-from pyro_dvi.moments.activations.partials import through
-from pyro_dvi.moments.activations.piecewise import from_scores
 from pyro_dvi.moments.rules import Kind, moment_rule
 from pyro_dvi.moments.value import GaussianMoments
 
@@ -69,8 +67,7 @@ class _Odd:
                     first[k].add_(weighted, alpha=side if k % 2 == 0 else 1.0)
                     second[k].addcmul_(weighted, d, value=1.0 if k % 2 == 0 else side)
                     weight.mul_(z)
-        result = from_scores(self.function(mu), sigma, variance, first, second, slopes)
-        return [result.mean, result.variance, *(result.partials or ())]
+        return from_scores(self.function(mu), sigma, variance, first, second, slopes)
 
 
 def _softsign_difference(x: Tensor, mu: Tensor, delta: Tensor) -> Tensor:
@@ -83,8 +80,8 @@ def _tanhshrink_difference(x: Tensor, mu: Tensor, delta: Tensor) -> Tensor:
     return torch.addcmul(delta - tanh, tanh, torch.tanh(x) * torch.tanh(mu))
 
 
-_SOFTSIGN = in_blocks(_Odd(F.softsign, _softsign_difference, 1.0))
-_TANHSHRINK = in_blocks(_Odd(F.tanhshrink, _tanhshrink_difference, 10.0))
+_SOFTSIGN = _Odd(F.softsign, _softsign_difference, 1.0)
+_TANHSHRINK = _Odd(F.tanhshrink, _tanhshrink_difference, 10.0)
 
 
 @moment_rule(F.softsign, kind=Kind.ELEMENTWISE)

@@ -9,11 +9,7 @@ Polynomials are written around f(μ): with :math:`d = f(x) - f(\mu)`,
 
 .. math:: m = f(\mu) + \mathrm E[d], \qquad v = \mathrm E[d^2] - \mathrm E[d]^2.
 
-Slopes come from the score of the Gaussian, so that functions with jumps are served as well,
-
-.. math::
-    \frac{\partial}{\partial\mu}\mathrm E[g] = \frac{\mathrm E[g z]}{\sigma}, \qquad
-    \frac{\partial}{\partial\sigma^2}\mathrm E[g] = \frac{\mathrm E[g\,(z^2 - 1)]}{2\sigma^2}.
+Slopes come from the score of the Gaussian, so that functions with jumps are served as well.
 """
 
 import math
@@ -24,10 +20,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_dvi.moments.activations.blocks import in_blocks
-from pyro_dvi.moments.activations.partials import Partials, Result
+from pyro_dvi.moments.activations.elementwise import from_scores
 
-__all__ = ["Cut", "Piece", "Piecewise", "from_scores", "truncated"]
+__all__ = ["Cut", "Piece", "Piecewise", "truncated"]
 
 _ROOT_HALF = math.sqrt(0.5)
 _DENSITY = 1 / math.sqrt(2 * math.pi)
@@ -55,11 +50,8 @@ class Piecewise:
     pieces: tuple[Piece, ...]
     function: Callable[[Tensor], Tensor] | None = None
 
-    def __call__(self, mu: Tensor, variance: Tensor, slopes: bool) -> Result:
-        """Return mean and variance."""
-        return in_blocks(self._compute)(mu, variance, slopes)
-
-    def _compute(self, mu: Tensor, variance: Tensor, slopes: bool) -> list[Tensor]:
+    def __call__(self, mu: Tensor, variance: Tensor, slopes: bool) -> list[Tensor]:
+        """Return mean and variance, and their slopes."""
         sigma = variance.sqrt()
         cuts = [Cut.at((c - mu) / sigma) for c in self.breaks]
         right = [mu > c for c in self.breaks]
@@ -79,8 +71,7 @@ class Piecewise:
             for k in range(3 if slopes else 1):
                 first[k] = first[k] + sum(c * moments[i + k] for i, c in enumerate(q))
                 second[k] = second[k] + sum(c * moments[i + k] for i, c in enumerate(squared))
-        mean, spread, partials = from_scores(centre, sigma, variance, first, second, slopes)
-        return [mean, spread, *(partials or ())]
+        return from_scores(centre, sigma, variance, first, second, slopes)
 
     def _value(self, x: Tensor, right: Sequence[Tensor]) -> Tensor:
         value = _polynomial(self.pieces[0], x)
@@ -156,31 +147,3 @@ def truncated(below: Cut | None, above: Cut | None, highest: int) -> list[Tensor
         moments.append(boundary + (k - 1) * moments[k - 2] if k > 1 else boundary)
         edges = [0.0 if c is None else e * c.z for e, c in zip(edges, (below, above), strict=True)]
     return moments
-
-
-def from_scores(
-    centre: Tensor,
-    sigma: Tensor,
-    variance: Tensor,
-    first: Sequence[Tensor],
-    second: Sequence[Tensor],
-    slopes: bool,
-) -> Result:
-    """Return moments of f, and their slopes by the score of the Gaussian.
-
-    Args:
-        centre: f(μ).
-        sigma: σ.
-        variance: σ².
-        first: expectations of d, d z and d z².
-        second: those of d², d² z and d² z².
-        slopes: whether to look beyond the first of each.
-    """
-    shift = first[0]
-    mean, spread = centre + shift, torch.addcmul(second[0], shift, shift, value=-1)
-    if not slopes:
-        return Result(mean, spread, None)
-    by_mu, by_variance = first[1] / sigma, (first[2] - shift) * 0.5 / variance
-    spread_by_mu = second[1] / sigma - 2 * shift * by_mu
-    spread_by_variance = (second[2] - second[0]) * 0.5 / variance - 2 * shift * by_variance
-    return Result(mean, spread, Partials(by_mu, by_variance, spread_by_mu, spread_by_variance))

@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pyro_dvi.moments.activations.normal import ERF
-from pyro_dvi.moments.activations.partials import through
+from pyro_dvi.moments.activations.elementwise import through
+from pyro_dvi.moments.activations.normal import moments_of_erf
 from pyro_dvi.moments.activations.smooth import Rescaled, Smooth
 from pyro_dvi.moments.rules import Kind, moment_rule
 from pyro_dvi.moments.value import GaussianMoments
@@ -58,4 +58,4 @@ def erf(input: GaussianMoments) -> GaussianMoments:
 
     Status: exact, by closed forms and Owen's T function (:mod:`pyro_dvi.moments.activations.normal`).
     """
-    return through(ERF, input)
+    return through(moments_of_erf, input)

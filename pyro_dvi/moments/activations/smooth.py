@@ -40,9 +40,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pyro_dvi.moments.activations.blocks import in_blocks
-from pyro_dvi.moments.activations.partials import Partials, Result
-
 __all__ = ["Rescaled", "Smooth"]
 
 _ROOT_HALF = math.sqrt(0.5)
@@ -80,65 +77,48 @@ class Smooth:
     def __post_init__(self) -> None:
         object.__setattr__(self, "_tables", (_Table.of(self, 0), _Table.of(self, 1)))
 
-    def around(self, mu: Tensor, variance: Tensor, slopes: bool) -> Result:
-        """Return the difference of the mean from f(μ), and the variance."""
-        return in_blocks(self._block)(mu, variance, slopes)
-
-    def _block(self, mu: Tensor, variance: Tensor, slopes: bool) -> list[Tensor]:
-        # -1 on the right. Products: torch.where is slow on CPU.
-        side = torch.copysign(torch.ones_like(mu), -mu)
-        y = -mu.abs()
+    def around(self, mu: Tensor, variance: Tensor, slopes: bool) -> list[Tensor]:
+        """Return the difference of the mean from f(μ) and the variance, and the slopes of both."""
+        # The side is -1 on the right. Products: torch.where is slow on CPU.
+        block = _Block(-mu.abs(), variance, torch.copysign(torch.ones_like(mu), -mu), slopes)
         table = self._tables[mu.dtype is not torch.float64]
-        g = self._split(table, y, variance, side, slopes)
-        return self._mirrored_back(g or self._everywhere(table, y, variance, side, slopes), variance, side)
+        return self._mirrored_back(block, self._split(table, block) or self._everywhere(table, block))
 
-    def _everywhere(
-        self, table: "_Table", y: Tensor, variance: Tensor, side: Tensor, slopes: bool
-    ) -> list[Tensor]:
+    def _everywhere(self, table: "_Table", block: "_Block") -> list[Tensor]:
         """Run both quadratures on all elements."""
         limit, nodes = table.levels[-1]
-        near = self._near(table, nodes, y, variance.clamp_max(limit), side, slopes, True)
-        far = self._far(table, y, variance.clamp_min(limit), side, slopes)
+        variance = block.variance
+        near = self._near(table, nodes, block._replace(variance=variance.clamp_max(limit)), True)
+        far = self._far(table, block._replace(variance=variance.clamp_min(limit)))
         return [torch.where(variance > limit, a, b) for a, b in zip(far, near, strict=True)]
 
-    def _split(
-        self, table: "_Table", y: Tensor, variance: Tensor, side: Tensor, slopes: bool
-    ) -> list[Tensor]:
+    def _split(self, table: "_Table", block: "_Block") -> list[Tensor]:
         """Run on each element the quadrature it needs, where a look at the values costs nothing; elsewhere nothing."""
+        y = block.y
         if y.device.type != "cpu" or torch.compiler.is_compiling() or y.numel() == 0:
             return []
-        low, high = (t.item() for t in variance.aminmax())
-        limit = table.levels[-1][0]
+        low, high = (t.item() for t in block.variance.aminmax())
+        limit, finest = table.levels[-1]
         if high <= limit:
             nodes = next(nodes for largest, nodes in table.levels if high <= largest)
-            return self._near(table, nodes, y, variance, side, slopes, low < table.series)
+            return self._near(table, nodes, block, low < table.series)
         if low > limit:
-            return self._far(table, y, variance, side, slopes)
-        wide = variance > limit
-        whole: list[Tensor] = []
-        for mask in (wide, ~wide):
-            index = mask.nonzero()[:, 0]
-            at, spread, on = (t.index_select(0, index) for t in (y, variance, side))
-            if mask is wide:
-                values = self._far(table, at, spread, on, slopes)
-            else:
-                values = self._near(table, table.levels[-1][1], at, spread, on, slopes, low < table.series)
-            whole = whole or [torch.empty_like(y) for _ in values]
+            return self._far(table, block)
+        wide = block.variance > limit
+        far, near = wide.nonzero()[:, 0], (~wide).nonzero()[:, 0]
+        pairs = [
+            (far, self._far(table, block.at(far))),
+            (near, self._near(table, finest, block.at(near), low < table.series)),
+        ]
+        whole = [torch.empty_like(y) for _ in pairs[0][1]]
+        for index, values in pairs:
             for total, value in zip(whole, values, strict=True):
                 total.scatter_(0, index, value)
         return whole
 
-    def _near(
-        self,
-        table: "_Table",
-        nodes: "_Nodes",
-        y: Tensor,
-        variance: Tensor,
-        side: Tensor,
-        slopes: bool,
-        some_tiny: bool,
-    ) -> list[Tensor]:
+    def _near(self, table: "_Table", nodes: "_Nodes", block: "_Block", some_tiny: bool) -> list[Tensor]:
         """Gauss-Hermite around f(y): shift of the mean, variance, E f', then slopes and E f'''."""
+        y, variance, side, slopes = block
         sigma = variance.sqrt()
         centre = self._values(y, side)[0]
         # E d, E d², E f', E[f' z], E[f' z²], then E[d f'] and E[d f' z]
@@ -179,9 +159,10 @@ class Smooth:
             return [shift, spread, first]
         return [shift, spread, first, second.div_(sigma).mul_(0.5), by_mu, by_variance, third_slope]
 
-    def _far(self, table: "_Table", y: Tensor, variance: Tensor, side: Tensor, slopes: bool) -> list[Tensor]:
+    def _far(self, table: "_Table", block: "_Block") -> list[Tensor]:
         """The same by closed forms of the ends, and the lattice."""
-        rest = self._rest(table, y, variance, side, slopes)
+        y, variance, side, slopes = block
+        rest = self._rest(table, block)
         ends = _straight_ends(y, variance, self.smoothing, self.ramp)
         if slopes:
             f, f1, f2, f3, s, s1, s2 = (a.add_(b) for a, b in zip(rest, ends, strict=True))
@@ -202,12 +183,13 @@ class Smooth:
         left = 1 - right
         return (g[0] * right).addcmul_(f[0], left), (g[1] * right).addcmul_(f[1], left)
 
-    def _mirrored_back(self, g: list[Tensor], variance: Tensor, side: Tensor) -> list[Tensor]:
+    def _mirrored_back(self, block: "_Block", g: list[Tensor]) -> list[Tensor]:
         r"""Undo the reflection of means on the right.
 
         A step is :math:`1 - g(-x)`. A ramp is :math:`x + g(-x)`, of variance
         :math:`\mathrm{Var}\,g + \sigma^2 - 2\sigma^2\,\mathrm E[g']` by Stein's lemma.
         """
+        variance, side = block.variance, block.side
         shift, spread, a, *rest = g
         if not self.ramp:
             shift = shift.mul_(side)
@@ -226,10 +208,9 @@ class Smooth:
         d = d.add_(excess).addcmul_(right_variance, third, value=-1)
         return [shift, spread, a.mul_(side).add_(right), b, c, d]
 
-    def _rest(
-        self, table: "_Table", y: Tensor, variance: Tensor, side: Tensor, slopes: bool
-    ) -> tuple[Tensor, ...]:
+    def _rest(self, table: "_Table", block: "_Block") -> tuple[Tensor, ...]:
         """Expected remainders of f (to the third derivative in the mean) and f² (to the second); else fewer."""
+        y, variance, side, slopes = block
         inverse = variance.rsqrt()
         start, right = y * -inverse, (1 - side).mul_(0.5)
         of_f, of_square = ([torch.zeros_like(y) for _ in range(n)] for n in ((4, 3) if slopes else (2, 1)))
@@ -275,17 +256,16 @@ class Rescaled:
     inner: float = 1.0
     outer: float = 1.0
 
-    def __call__(self, mu: Tensor, variance: Tensor, slopes: bool) -> Result:
-        """Return mean and variance."""
+    def __call__(self, mu: Tensor, variance: Tensor, slopes: bool) -> list[Tensor]:
+        """Return mean and variance, and their slopes."""
         i, o = self.inner, self.outer
         if i == o == 1:
-            shift, spread, partials = self.smooth.around(mu, variance, slopes)
-            return Result(shift.add_(self.centre(mu)), spread, partials)
-        shift, spread, partials = self.smooth.around(i * mu, i * i * variance, slopes)
-        if partials is not None:
-            a, b, c, d = partials
-            partials = Partials(o * i * a, o * i * i * b, o * o * i * c, (o * i) ** 2 * d)
-        return Result(torch.add(self.centre(mu), shift, alpha=o), o * o * spread, partials)
+            shift, *rest = self.smooth.around(mu, variance, slopes)
+            return [shift.add_(self.centre(mu)), *rest]
+        shift, *rest = self.smooth.around(i * mu, i * i * variance, slopes)
+        factors = (o * o, o * i, o * i * i, o * o * i, (o * i) ** 2)
+        scaled = [factor * part for factor, part in zip(factors, rest, strict=False)]
+        return [torch.add(self.centre(mu), shift, alpha=o), *scaled]
 
 
 def _straight_ends(y: Tensor, variance: Tensor, smoothing: float, ramp: bool) -> tuple[Tensor, ...]:
@@ -317,6 +297,20 @@ def _straight_ends(y: Tensor, variance: Tensor, smoothing: float, ramp: bool) ->
         g0 + y * g1 + variance * g2,
         2 * g1 + y * g2 + variance * g3,
     )
+
+
+class _Block(NamedTuple):
+    """Elements whose means are mirrored to the left of zero; the side is -1 for those that were on the right."""
+
+    y: Tensor
+    variance: Tensor
+    side: Tensor
+    slopes: bool
+
+    def at(self, index: Tensor) -> "_Block":
+        """Return some of the elements."""
+        y, variance, side = (t.index_select(0, index) for t in self[:3])
+        return _Block(y, variance, side, self.slopes)
 
 
 _Nodes = tuple[tuple[float, float], ...]
