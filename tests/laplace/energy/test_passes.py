@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The data of a solve are compared between passes, and looked at once where they are the same tensors."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader, TensorDataset
+
+from pyro_dvi.errors import DataError
+from pyro_dvi.laplace.energy.passes import Passes
+
+
+class Counted(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operators[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def batches():
+    return [(torch.randn(4, 2), torch.randn(4)) for _ in range(3)]
+
+
+def test_a_list_of_batches_is_looked_at_once():
+    passes = Passes(batches(), None)
+    first = list(passes)
+    checksum = passes.checksum
+    with Counted() as counted:
+        again = list(passes)
+    assert not counted.operators
+    assert passes.checksum == checksum and not passes.reordered
+    assert all(
+        a is b for one, other in zip(first, again, strict=True) for a, b in zip(one[0], other[0], strict=True)
+    )
+
+
+def test_a_change_in_place_is_noticed():
+    data = batches()
+    passes = Passes(data, None)
+    list(passes)
+    data[1][0].mul_(2)
+    with pytest.raises(DataError, match="changed between two passes"):
+        list(passes)
+
+
+def test_a_loader_makes_new_tensors_which_are_compared():
+    data = TensorDataset(torch.arange(12.0))
+    passes = Passes(DataLoader(data, batch_size=4, shuffle=True), None)
+    list(passes)
+    assert not passes.reordered
+    for _ in range(3):
+        list(passes)
+    assert passes.reordered
+    data.tensors[0].add_(1)
+    with pytest.raises(DataError, match="changed between two passes"):
+        list(passes)
