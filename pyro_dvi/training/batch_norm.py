@@ -16,6 +16,8 @@ from pyro_dvi.batches import batches, check_loader
 from pyro_dvi.choice import check_count
 from pyro_dvi.errors import DataError, GuideError, ModelError
 from pyro_dvi.handlers.means import PosteriorMeans
+from pyro_dvi.training.random_state import preserve_random_state
+from pyro_dvi.training.routes import Route
 
 __all__ = ["BatchNormStatistics", "recompute_batch_norm"]
 
@@ -38,7 +40,19 @@ class BatchNormStatistics:
 
     def __post_init__(self) -> None:
         if self.num_batches is not None:
-            check_count("num_batches", self.num_batches)
+            check_count("BatchNormStatistics: num_batches", self.num_batches)
+
+    @classmethod
+    def of(cls, given: "bool | BatchNormStatistics") -> "BatchNormStatistics | None":
+        """Turn what :func:`~pyro_dvi.training.fit` accepts into statistics, or None where they stay as they are."""
+        return (cls() if given else None) if isinstance(given, bool) else given
+
+    def recompute(self, route: Route, loader: Iterable[Any], device: torch.device | None) -> None:
+        """Recompute the statistics of what is being trained, without a trace in its random numbers."""
+        with preserve_random_state(loader):
+            recompute_batch_norm(
+                route.model, route.guide, loader, num_batches=self.num_batches, device=device
+            )
 
 
 def recompute_batch_norm(

@@ -2,7 +2,7 @@
 """One file with everything that a run needs to go on as if it had never stopped."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from pyro_dvi.batches import arguments
 from pyro_dvi.choice import check_count
-from pyro_dvi.errors import CheckpointError
+from pyro_dvi.errors import CheckpointError, ModelError
 from pyro_dvi.handlers.fingerprint import Fingerprint, central_values
 from pyro_dvi.handlers.trained_for import note_trained_for
 from pyro_dvi.training.checkpoint_file import first_line, read_file, write_file
@@ -27,9 +27,8 @@ from pyro_dvi.training.random_state import (
     restore_random_state,
 )
 from pyro_dvi.training.routes import Route, route_of
-from pyro_dvi.training.snapshot import copy_weights, restore_weights
 
-__all__ = ["Checkpoint", "fingerprint_of", "load", "save", "write"]
+__all__ = ["Checkpoint", "Contents", "fingerprint_of", "load", "save"]
 
 
 def fingerprint_of(route: Route, args: Any, kwargs: Any, known: Any = None) -> Fingerprint | None:
@@ -57,6 +56,25 @@ class Checkpoint:
 
     def __post_init__(self) -> None:
         check_count("Checkpoint: every", self.every)
+
+    @classmethod
+    def of(cls, given: "Checkpoint | str | os.PathLike[str]") -> "Checkpoint":
+        """Turn what :func:`~pyro_dvi.training.fit` accepts into a checkpoint."""
+        return given if isinstance(given, Checkpoint) else cls(given)
+
+    def check_covers(self, called: Iterable[nn.Module]) -> None:
+        """Refuse modules with buffers that a model which is a function calls, and which the file would not hold.
+
+        Raises:
+            ModelError: naming one.
+        """
+        covered = {id(module) for part in self.modules.values() for module in part.modules()}
+        for module in (module for part in called for module in part.modules()):
+            if id(module) not in covered and any(True for _ in module.buffers(recurse=False)):
+                raise ModelError(
+                    f"The model is a function that calls {type(module).__name__}, whose buffers a checkpoint does not "
+                    "see: pass Checkpoint(path, modules={'net': net})."
+                )
 
 
 def save(
@@ -92,47 +110,7 @@ def save(
         CheckpointError: if the file cannot be written.
     """
     route = route_of(svi, optimizer, train=False)
-    write(path, route, lr_schedule=lr_schedule, history=history, loader=loader, modules=modules or {})
-
-
-def write(
-    path: str | os.PathLike[str],
-    route: Route,
-    *,
-    lr_schedule: Any,
-    history: History | None,
-    loader: Any,
-    modules: Mapping[str, nn.Module],
-) -> None:
-    """Write the checkpoint of a route; see :func:`save`."""
-    store = pyro.get_param_store()
-    own = route.store_parameters()
-    last = None if history is None else history.fingerprint
-    fingerprint = last and fingerprint_of(route, *last.placed(route.device()), last.sites)
-    held = {
-        id(value): [role, name] for role, part in modules.items() for name, value in part.named_parameters()
-    }
-    elbo_state = route.elbo.state_dict() if hasattr(route.elbo, "state_dict") else None
-    content = {
-        "route": route.kind,
-        "guide": type(route.guide).__name__,
-        "states": {role: part.state_dict() for role, part in {**route.modules(), **modules}.items()},
-        "store": {
-            "params": {name: value.detach().clone() for name, value in own.items()},
-            "constraints": {name: store._constraints[name] for name in own},
-            # pyro.module puts a network's own parameters into the store, and there they must be the same tensors.
-            "aliases": {name: held[id(value)] for name, value in own.items() if id(value) in held},
-        },
-        "elbo": {"type": _elbo_name(route.elbo), "state": elbo_state, "kl_weight": _kl_weight(route.elbo)},
-        "optimizer": {"type": route.optimizer_name, "state": route.optimizer_state()},
-        "lr_schedule": None if lr_schedule is None else lr_schedule.state_dict(),
-        "random": random_state(loader),
-        "history": None if history is None else history.to_dict(),
-        "best_weights": None if history is None else history.best_weights,
-        "unfinished": None if history is None else history.unfinished,
-        "fingerprint": None if fingerprint is None else fingerprint.state(),
-    }
-    write_file(Path(path), content)
+    Contents(route, modules or {}, lr_schedule, loader).write(path, history)
 
 
 def load(
@@ -175,94 +153,209 @@ def load(
         CheckpointError: if the file is missing, truncated or foreign, or does not fit the objects; keys are named.
         GuideError: if Pyro's store holds parameters of another guide under the same names.
     """
-    route = route_of(svi, optimizer, train=False)
-    content = read_file(Path(path), map_location, weights_only)
-    modules = {**route.modules(), **(modules or {})}
-    _check_kind(content, route, set(modules), with_optimizer=optimizer is not None or route.kind == "SVI")
-    check_parameters(route)
-    if lr_schedule is not None and content["lr_schedule"] is None:
-        raise CheckpointError("The checkpoint holds no learning rate schedule; leave out lr_schedule.")
-    if best and content["best_weights"] is None:
+    contents = Contents(route_of(svi, optimizer, train=False), modules or {}, lr_schedule, loader)
+    saved = read_file(Path(path), map_location, weights_only)
+    if best and saved["best_weights"] is None:
         raise CheckpointError("The checkpoint holds no best weights: early stopping did not watch this run.")
     # Without a loader there is no generator to restore; with one, its generators must be those of the file.
-    random = content["random"] if loader is not None else {**content["random"], "loaders": []}
+    random = saved["random"] if loader is not None else {**saved["random"], "loaders": []}
+    contents.check(saved)
     if restore_random:
         check_generators(random, loader)
-    states = content["states"]
-    for role in modules:
-        if role != "guide":
-            _check_state(role, modules[role].state_dict(), states[role])
-    stored = content.get("fingerprint")  # as "unfinished", not in version 1 of the format
-    fingerprint = None if stored is None else Fingerprint(**stored)
-    if example is not None:
-        route.initialise(*arguments(example, route.device()))
-    elif fingerprint is not None:
-        try:
-            with preserve_random_state():
-                route.initialise(*fingerprint.placed(route.device()))
-        except Exception as error:
+    history = contents.load(saved, example)
+    if best:
+        contents.route.set_weights(saved["best_weights"])
+    if restore_random:
+        restore_random_state(random, loader)
+    return history
+
+
+@dataclass(frozen=True)
+class Contents:
+    """The objects that a checkpoint is of, written to a file and read from one.
+
+    Args:
+        route: model, guide, ELBO and optimizer.
+        extra: modules whose buffers no module of the route lists, by name.
+        lr_schedule: a torch scheduler, or None.
+        loader: the training loader, or None.
+    """
+
+    route: Route
+    extra: Mapping[str, nn.Module]
+    lr_schedule: Any
+    loader: Any
+
+    @property
+    def modules(self) -> dict[str, nn.Module]:
+        """Everything with a ``state_dict``, by name."""
+        return {**self.route.modules(), **self.extra}
+
+    def write(self, path: str | os.PathLike[str], history: History | None) -> None:
+        """Write the file; see :func:`save`."""
+        route, record = self.route, History() if history is None else history
+        last = record.fingerprint
+        fingerprint = last and fingerprint_of(route, *last.placed(route.device()), last.sites)
+        content = {
+            "route": route.kind,
+            "guide": type(route.guide).__name__,
+            "states": {role: part.state_dict() for role, part in self.modules.items()},
+            "store": self._stored(),
+            "elbo": {
+                "type": _elbo_name(route.elbo),
+                "state": route.elbo.state_dict() if hasattr(route.elbo, "state_dict") else None,
+                "kl_weight": _kl_weight(route.elbo),
+            },
+            "optimizer": {"type": route.optimizer_name, "state": route.optimizer_state()},
+            "lr_schedule": None if self.lr_schedule is None else self.lr_schedule.state_dict(),
+            "random": random_state(self.loader),
+            "history": None if history is None else record.to_dict(),
+            "best_weights": record.best_weights,
+            "unfinished": record.unfinished,
+            "fingerprint": fingerprint and fingerprint.state(),
+        }
+        write_file(Path(path), content)
+
+    def _stored(self) -> dict[str, Any]:
+        """What Pyro's store holds of this route, and no module does."""
+        own, constraints = self.route.store_parameters(), pyro.get_param_store()._constraints
+        held = {
+            id(value): [role, name]
+            for role, part in self.extra.items()
+            for name, value in part.named_parameters()
+        }
+        return {
+            "params": {name: value.detach().clone() for name, value in own.items()},
+            "constraints": {name: constraints[name] for name in own},
+            # pyro.module puts a network's own parameters into the store, and there they must be the same tensors.
+            "aliases": {name: held[id(value)] for name, value in own.items() if id(value) in held},
+        }
+
+    def check(self, saved: Mapping[str, Any]) -> None:
+        """Refuse a file of other objects, as far as these can be known before the model has run.
+
+        Raises:
+            CheckpointError: naming what differs.
+            GuideError: if Pyro's store holds parameters of another guide under the same names.
+        """
+        route = self.route
+        if saved["route"] != route.kind:
             raise CheckpointError(
-                "The checkpoint belongs to another model or guide, which do not run on the rows of data in the file "
-                f"({first_line(error)})"
-            ) from error
-    if "guide" in modules and next(modules["guide"].parameters(), None) is not None:
-        own = modules["guide"].state_dict()
-        if content["version"] == 1 and "_extra_state" not in states["guide"]:
-            own.pop("_extra_state", None)  # the rule of prediction, which those files do not hold
-        _check_state("guide", own, states["guide"])
-    store = pyro.get_param_store()
-    saved = content["store"]
-    existing = {name: value for name, value in store.named_parameters() if name in saved["params"]}
-    _check_state("parameter store", existing, {name: saved["params"][name] for name in existing})
+                f"The checkpoint was saved from an {saved['route']}, but the target is an {route.kind}. Build the same "
+                "kind of object."
+            )
+        roles = set(saved["states"]), set(self.modules)
+        if roles[0] != roles[1]:
+            raise CheckpointError(
+                f"The checkpoint holds modules {sorted(roles[0])}, the objects given are {sorted(roles[1])}. A model "
+                "or guide must be a module or a function as it was, and modules= the same as for save."
+            )
+        # The scales of two guides may have the same names and shapes, but one stores their logarithm.
+        if saved["guide"] != type(route.guide).__name__:
+            raise CheckpointError(
+                f"The checkpoint does not fit the guide: it holds a {saved['guide']}, the target has a "
+                f"{type(route.guide).__name__}."
+            )
+        trained = [(saved["elbo"]["type"], _elbo_name(route.elbo))]
+        if route.steered is not None:  # None: to predict only
+            trained.append((saved["optimizer"]["type"], route.optimizer_name))
+        for before, now in trained:
+            if before != now:
+                raise CheckpointError(f"The checkpoint was trained with {before}, the target has {now}.")
+        weights = saved["elbo"].get("kl_weight"), _kl_weight(route.elbo)
+        if None not in weights and weights[0] != weights[1]:
+            raise CheckpointError(
+                f"The checkpoint was trained with kl_weight={weights[0]}, the target has {weights[1]}. Build it as it "
+                "was; to go on with another weight, set elbo.kl_weight after load."
+            )
+        check_parameters(route)
+        if self.lr_schedule is not None and saved["lr_schedule"] is None:
+            raise CheckpointError("The checkpoint holds no learning rate schedule; leave out lr_schedule.")
+        for role, module in self.modules.items():
+            if role != "guide":
+                _check_state(role, module.state_dict(), saved["states"][role])
 
-    new = {
-        name: _new_parameter(name, value, saved["aliases"], modules)
-        for name, value in saved["params"].items()
-        if name not in existing
-    }
+    def load(self, saved: Mapping[str, Any], example: Any) -> History:
+        """Write a file that :meth:`check` has passed into the objects, and return the history.
 
-    before = copy_weights(route)
-    # Of all that is written now, a fresh guide is the likeliest to refuse: it goes first.
-    for role in sorted(modules, key=lambda role: role != "guide"):
-        _load_state(role, modules[role], states[role])
-    with torch.no_grad():
-        for name, value in existing.items():
-            value.copy_(saved["params"][name])
-    store.set_state({"params": new, "constraints": {name: saved["constraints"][name] for name in new}})
-    if fingerprint is not None:
-        inputs = fingerprint.placed(route.device())
-        differences = fingerprint.differences(route.model, central_values(route.guide, *inputs))
+        Raises:
+            CheckpointError: if it does not fit them after all; model and guide are then as they were.
+        """
+        route = self.route
+        stored = saved.get("fingerprint")  # as "unfinished", not in version 1 of the format
+        fingerprint = None if stored is None else Fingerprint(**stored)
+        self._initialise(fingerprint, example)
+        self._load_weights(saved, fingerprint)
+        note_trained_for(route.guide, getattr(route.elbo, "trains_for", "Samples"))
+        if saved["elbo"]["state"] is not None:
+            route.elbo.load_state_dict(saved["elbo"]["state"])
+        if route.steered is not None:
+            try:
+                route.load_optimizer_state(saved["optimizer"]["state"])
+            except (ValueError, KeyError) as error:
+                raise CheckpointError(
+                    f"The optimizer's state does not fit: {error}. Build it as it was built."
+                ) from error
+            if hasattr(route.elbo, "serve"):  # for a loop of the user's own
+                route.elbo.serve(route.steered)
+        if self.lr_schedule is not None:
+            self.lr_schedule.load_state_dict(saved["lr_schedule"])
+        history = History() if saved["history"] is None else History.from_dict(saved["history"])
+        history.best_weights, history.unfinished = saved["best_weights"], saved.get("unfinished")
+        history.fingerprint = fingerprint
+        return history
+
+    def _initialise(self, fingerprint: Fingerprint | None, example: Any) -> None:
+        """Make the parameters that a first run creates, by a batch or by the rows of data in the file."""
+        route = self.route
+        if example is not None:
+            route.initialise(*arguments(example, route.device()))
+        elif fingerprint is not None:
+            try:
+                with preserve_random_state():
+                    route.initialise(*fingerprint.placed(route.device()))
+            except Exception as error:
+                raise CheckpointError(
+                    "The checkpoint belongs to another model or guide, which do not run on the rows of data in the "
+                    f"file ({first_line(error)})"
+                ) from error
+
+    def _load_weights(self, saved: Mapping[str, Any], fingerprint: Fingerprint | None) -> None:
+        """Load modules and Pyro's store; back to what they were if the model then says something else than before."""
+        route, modules, states, stored = self.route, self.modules, saved["states"], saved["store"]
+        if "guide" in modules and next(modules["guide"].parameters(), None) is not None:
+            own = modules["guide"].state_dict()
+            if saved["version"] == 1 and "_extra_state" not in states["guide"]:
+                own.pop("_extra_state", None)  # the rule of prediction, which those files do not hold
+            _check_state("guide", own, states["guide"])
+        store = pyro.get_param_store()
+        existing = {name: value for name, value in store.named_parameters() if name in stored["params"]}
+        _check_state("parameter store", existing, {name: stored["params"][name] for name in existing})
+        new = {
+            name: _new_parameter(name, value, stored["aliases"], modules)
+            for name, value in stored["params"].items()
+            if name not in existing
+        }
+        before = route.weights()
+        # Of all that is written now, a fresh guide is the likeliest to refuse: it goes first.
+        for role in sorted(modules, key=lambda role: role != "guide"):
+            _load_state(role, modules[role], states[role])
+        with torch.no_grad():
+            for name, value in existing.items():
+                value.copy_(stored["params"][name])
+        store.set_state({"params": new, "constraints": {name: stored["constraints"][name] for name in new}})
+        if fingerprint is None:
+            return
+        centre = central_values(route.guide, *fingerprint.placed(route.device()))
+        differences = fingerprint.differences(route.model, centre)
         if differences:
-            restore_weights(route, before)
+            route.set_weights(before)
             raise CheckpointError(
                 f"The checkpoint belongs to another model: {differences} (saved → now, in evaluation mode, at the "
                 "centre of the posterior). Build the model as it was, with attributes that training moves (annealed "
                 "noise, a plate that grows) as they were when it was saved; or start from the weights alone: "
                 "guide.load_state_dict(...)."
             )
-    note_trained_for(route.guide, getattr(route.elbo, "trains_for", "Samples"))
-    if content["elbo"]["state"] is not None:
-        route.elbo.load_state_dict(content["elbo"]["state"])
-    if optimizer is not None or route.kind == "SVI":
-        try:
-            route.load_optimizer_state(content["optimizer"]["state"])
-        except (ValueError, KeyError) as error:
-            raise CheckpointError(
-                f"The optimizer's state does not fit: {error}. Build it as it was built."
-            ) from error
-    if route.steered is not None and hasattr(route.elbo, "serve"):  # for a loop of the user's own
-        route.elbo.serve(route.steered)
-    if lr_schedule is not None:
-        lr_schedule.load_state_dict(content["lr_schedule"])
-    history = History() if content["history"] is None else History.from_dict(content["history"])
-    history.best_weights = content["best_weights"]
-    history.unfinished = content.get("unfinished")
-    history.fingerprint = fingerprint
-    if best:
-        restore_weights(route, content["best_weights"])
-    if restore_random:
-        restore_random_state(random, loader)
-    return history
 
 
 def _elbo_name(elbo: Any) -> str:
@@ -276,41 +369,6 @@ def _kl_weight(elbo: Any) -> float | str | None:
     if is_dataclass(weight):
         return repr(weight)
     return None if weight is None or callable(weight) else float(weight)
-
-
-def _check_kind(content: dict[str, Any], route: Route, roles: set[str], with_optimizer: bool) -> None:
-    if content["route"] != route.kind:
-        raise CheckpointError(
-            f"The checkpoint was saved from an {content['route']}, but the target is an {route.kind}. Build the same "
-            "kind of object."
-        )
-    saved = set(content["states"])
-    if saved != roles:
-        raise CheckpointError(
-            f"The checkpoint holds modules {sorted(saved)}, the objects given are {sorted(roles)}. A model or guide "
-            "must be a module or a function as it was, and modules= the same as for save."
-        )
-    # The scales of two guides may have the same names and shapes, but one stores their logarithm.
-    if content["guide"] != type(route.guide).__name__:
-        raise CheckpointError(
-            f"The checkpoint does not fit the guide: it holds a {content['guide']}, the target has a "
-            f"{type(route.guide).__name__}."
-        )
-    elbo, optimizer = content["elbo"]["type"], content["optimizer"]["type"]
-    if elbo != _elbo_name(route.elbo):
-        raise CheckpointError(
-            f"The checkpoint was trained with {elbo}, the target has {_elbo_name(route.elbo)}."
-        )
-    weights = content["elbo"].get("kl_weight"), _kl_weight(route.elbo)
-    if None not in weights and weights[0] != weights[1]:
-        raise CheckpointError(
-            f"The checkpoint was trained with kl_weight={weights[0]}, the target has {weights[1]}. Build it as it "
-            "was; to go on with another weight, set elbo.kl_weight after load."
-        )
-    if with_optimizer and optimizer != route.optimizer_name:
-        raise CheckpointError(
-            f"The checkpoint was trained with {optimizer}, the target has {route.optimizer_name}."
-        )
 
 
 def _check_state(role: str, current: Mapping[str, Any], saved: Mapping[str, Any]) -> None:

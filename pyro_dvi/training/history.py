@@ -101,6 +101,15 @@ class History:
         """Number of training steps."""
         return int(self.steps["step"][-1]) if self.steps.rows else 0
 
+    def epoch_of(self, steps: int) -> dict[str, float]:
+        """Average the last ``steps`` steps to the row of an epoch; rate and weight are those of the last one."""
+        columns = {name: column[-steps:] for name, column in self.steps.items()}
+        last = ("epoch", "step", "kl_weight", "lr")
+        return {
+            name: column[-1] if name in last else math.fsum(column) / steps
+            for name, column in columns.items()
+        }
+
     def __getitem__(self, column: str) -> list[float]:
         return self.epochs[column]
 

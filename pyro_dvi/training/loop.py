@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The training loop."""
 
-import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,23 +19,18 @@ from pyro_dvi.batches import (
     number_of_batches,
 )
 from pyro_dvi.choice import check_count
-from pyro_dvi.errors import ArgumentError, DataError, ModelError
+from pyro_dvi.errors import ArgumentError, DataError
 from pyro_dvi.handlers.trained_for import note_trained_for
 from pyro_dvi.progress import progress_bar
-from pyro_dvi.training.batch_norm import BatchNormStatistics, recompute_batch_norm
-from pyro_dvi.training.checkpoint import Checkpoint, fingerprint_of, write
-from pyro_dvi.training.data_size import PlateCheck, known_data_size
-from pyro_dvi.training.diagnosis import diagnose, non_finite_tensors
+from pyro_dvi.training.batch_norm import BatchNormStatistics
+from pyro_dvi.training.checkpoint import Checkpoint, Contents, fingerprint_of
 from pyro_dvi.training.early_stopping import EarlyStopping
 from pyro_dvi.training.history import History
-from pyro_dvi.training.interrupts import Interrupts
+from pyro_dvi.training.interruption import Interrupts, Replay
 from pyro_dvi.training.lr_schedule import EveryStep, Schedule
 from pyro_dvi.training.ownership import check_parameters, claim_parameters
-from pyro_dvi.training.random_state import preserve_random_state
-from pyro_dvi.training.replay import Replay
 from pyro_dvi.training.rollback import Rollback
-from pyro_dvi.training.routes import ModuleRoute, Route, route_of
-from pyro_dvi.training.snapshot import copy_weights, restore_weights
+from pyro_dvi.training.routes import Route, route_of
 from pyro_dvi.training.validation import training_mode, validation_metrics
 
 __all__ = ["TrainingState", "fit"]
@@ -167,20 +161,12 @@ def fit(
         check_loader(validate, epochs, role="validate")
     if early_stopping is not None and validate is None:
         raise ArgumentError("early_stopping needs validate=: a loader or a callable that returns the metric.")
-    if isinstance(checkpoint, (str, os.PathLike)):
-        checkpoint = Checkpoint(checkpoint)
-    if isinstance(recompute_batch_norm, bool):
-        statistics = BatchNormStatistics() if recompute_batch_norm else None
-    else:
-        statistics = recompute_batch_norm
     route = route_of(svi, optimizer)
     if device is not None:
         for part in route.modules().values():
             part.to(device)
-    if isinstance(route, ModuleRoute):
-        route.check_optimizer()
+    route.check_optimizer()
     check_parameters(route)
-    history = History() if history is None else history
     run = _Run(
         route=route,
         loader=loader,
@@ -188,23 +174,12 @@ def fit(
         callbacks=callbacks,
         learning_rate=Schedule(route, lr_schedule),
         early_stopping=early_stopping,
-        statistics=statistics,
-        checkpoint=checkpoint,
+        statistics=BatchNormStatistics.of(recompute_batch_norm),
+        checkpoint=None if checkpoint is None else Checkpoint.of(checkpoint),
         device=None if device is None else torch.device(device),
-        history=history,
-        rollback=Rollback(route, history),
+        history=History() if history is None else history,
     )
-    steps = number_of_batches(loader)
-    if steps is not None and hasattr(route.elbo, "check_number_of_batches"):  # of several processes
-        route.elbo.check_number_of_batches(steps)
-    if steps is not None and run.learning_rate.scheduler is None:  # else that one says how the rate falls
-        route.announce_length((run.history.epoch + epochs) * steps)
-    with ExitStack() as stack:
-        run.bar = stack.enter_context(progress_bar(progress, None if steps is None else epochs * steps))
-        stack.enter_context(route.serving())
-        stack.enter_context(training_mode(route))
-        stack.enter_context(known_data_size(route, dataset_size(loader)))
-        return run.train(epochs)
+    return run.train(epochs, progress)
 
 
 @dataclass
@@ -221,35 +196,47 @@ class _Run:
     checkpoint: Checkpoint | None
     device: torch.device | None
     history: History
-    rollback: Rollback
-    bar: Any = None
-    watch: PlateCheck | None = None
-    replay: Replay | None = None
     interrupts: Interrupts = field(default_factory=Interrupts)
+    rollback: Rollback = field(init=False)
+    replay: Replay = field(init=False)
+    bar: Any = None
 
-    def train(self, epochs: int) -> History:
-        history = self.history
-        last = history.epoch + epochs
+    def __post_init__(self) -> None:
+        self.rollback = Rollback(self.route, self.history)
+
+    def train(self, epochs: int, progress: bool) -> History:
+        """Train, and do what comes after the last epoch."""
+        last = self.history.epoch + epochs
+        steps = number_of_batches(self.loader)
+        if steps is not None:
+            self.route.announce_length(steps, last * steps if self.learning_rate.scheduler is None else None)
+        with ExitStack() as stack:
+            total = None if steps is None else epochs * steps
+            self.bar = stack.enter_context(progress_bar(progress, total))
+            stack.enter_context(self.route.serving())
+            stack.enter_context(training_mode(self.route))
+            stack.enter_context(self.route.knowing_size(dataset_size(self.loader)))
+            self._train_until(last)
+            self._finish()
+        return self.history
+
+    def _train_until(self, last: int) -> None:
+        """Train epochs until the last, or until there is a reason to stop, which the history then has."""
+        history, checkpoint = self.history, self.checkpoint
         history.stopped = self._stopped_before()
         try:
             with self.interrupts.caught():
                 while history.stopped is None and history.epoch < last:
                     history.stopped = self._epoch(history.epoch + 1)
                     unfinished = history.stopped is None and history.epoch < last
-                    if (
-                        unfinished
-                        and self.checkpoint is not None
-                        and history.epoch % self.checkpoint.every == 0
-                    ):
-                        self._save(self.checkpoint)
+                    if unfinished and checkpoint is not None and history.epoch % checkpoint.every == 0:
+                        self._save()
         except KeyboardInterrupt:
             history.stopped = "interrupted"
         finally:
-            if self.replay is not None:
+            if hasattr(self, "replay"):
                 self.replay.note_last()
         history.stopped = history.stopped or "epochs"
-        self._finish()
-        return history
 
     def _stopped_before(self) -> str | None:
         """The reason why a history that is continued has ended already, if there is one."""
@@ -262,18 +249,18 @@ class _Run:
         """Leave the weights of the best epoch and statistics of theirs, and save: the best beside the last ones."""
         history, last = self.history, None
         if self.early_stopping is not None and self.early_stopping.restore_best and history.best_weights:
-            last = copy_weights(self.route)
-            restore_weights(self.route, history.best_weights)
+            last = self.route.weights()
+            self.route.set_weights(history.best_weights)
         try:
             if self.statistics is not None and history.stopped != "interrupted":
-                self._recompute_batch_norm(self.statistics)
+                self.statistics.recompute(self.route, self.loader, self._target_device())
                 if last is not None:
-                    history.best_weights = copy_weights(self.route)
+                    history.best_weights = self.route.weights()
         finally:
             if self.checkpoint is not None:
-                restore_weights(self.route, last or {})
-                self._save(self.checkpoint)
-                restore_weights(self.route, history.best_weights if last and history.best_weights else {})
+                self.route.set_weights(last or {})
+                self._save()
+                self.route.set_weights(history.best_weights if last and history.best_weights else {})
 
     def _epoch(self, epoch: int) -> str | None:
         """Train an epoch; return the reason to stop, if there is one."""
@@ -281,30 +268,16 @@ class _Run:
         for args, kwargs in self._batches():
             with self.interrupts.deferred():
                 self._step(epoch, args, kwargs)
-        assert self.history.unfinished is not None
-        self.history.unfinished["read"] = True
-        steps = self.history.unfinished["batches"]
+        steps = self.replay.note_read()
         if not steps:
             raise DataError(f"The loader yielded no batch in epoch {epoch}. Can it be read more than once?")
-        if non_finite_tensors(self.route):
-            finding = diagnose(self.route, (), {})
-            raise self.rollback.report(epoch, f"The loss was finite until the last step. {finding}")
-        seconds = time.perf_counter() - started
-        record = {"epoch": float(epoch), "step": float(self.history.step)}
-        columns = {name: column[-steps:] for name, column in self.history.steps.items() if name not in record}
-        record |= {
-            name: column[-1] if name in ("kl_weight", "lr") else math.fsum(column) / steps
-            for name, column in columns.items()
-        }
-        record["seconds"] = seconds
+        self.rollback.check_after_epoch(epoch)
+        record = self.history.epoch_of(steps)
+        record["seconds"] = time.perf_counter() - started
         scale = self.route.posterior_scale()
         if scale is not None:
             record["posterior_scale"] = scale
-        if self.validate is not None:
-            if self.statistics is not None and self.statistics.each_epoch:
-                self._recompute_batch_norm(self.statistics)
-            metrics = self.route.agreed(validation_metrics(self.route, self.validate, self._target_device()))
-            record |= {f"validation_{name}": value for name, value in metrics.items()}
+        record |= self._validated()
         with self.interrupts.deferred():
             self.history.epochs.append(**record)
             self.history.unfinished = None
@@ -314,18 +287,28 @@ class _Run:
 
     def _batches(self) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
         """Yield the arguments of every batch of an epoch, but for those that an interrupted epoch has used."""
-        replay = self.replay = Replay(self.loader, self.history)
-        if replay.last_used and not self.rollback.snapshots:
-            self._prepare(*arguments(replay.last_used[0], self._target_device()))
-        for batch in replay:
+        self.replay = Replay(self.loader, self.history)
+        if self.replay.last_used and not self.rollback.snapshots:
+            self._prepare(*arguments(self.replay.last_used[0], self._target_device()))
+        for batch in self.replay:
             yield arguments(batch, self._target_device())
+
+    def _validated(self) -> dict[str, float]:
+        """Evaluate what ``validate`` says, in columns of the history."""
+        if self.validate is None:
+            return {}
+        device = self._target_device()
+        if self.statistics is not None and self.statistics.each_epoch:
+            self.statistics.recompute(self.route, self.loader, device)
+        metrics = self.route.agreed(validation_metrics(self.route, self.validate, device))
+        return {f"validation_{name}": value for name, value in metrics.items()}
 
     def _after_epoch(self, epoch: int) -> str | None:
         exhausted = False
         if self.early_stopping is not None:
             values = self.early_stopping.monitored(self.history)
             if self.early_stopping.best_epoch(values) == len(values):
-                self.history.best_epoch, self.history.best_weights = epoch, copy_weights(self.route)
+                self.history.best_epoch, self.history.best_weights = epoch, self.route.weights()
             exhausted = self.early_stopping.exhausted(values)
         state = TrainingState(epoch, self.history, self.route.model, self.route.guide, self.route.elbo)
         for callback in self.callbacks:
@@ -338,25 +321,19 @@ class _Run:
         for module in self.route.loose_modules:
             module.train()
         if self.checkpoint is not None:
-            self._check_buffers(self.checkpoint)
+            self.checkpoint.check_covers(self.route.loose_modules)
         check_parameters(self.route)
         claim_parameters(self.route)
         note_trained_for(self.route.guide, getattr(self.route.elbo, "trains_for", "Samples"))
         if self.history.fingerprint is None:
             self.history.fingerprint = fingerprint_of(self.route, args, kwargs)
         self.rollback.remember()
-        size = dataset_size(self.loader)
-        self.watch = None if size is None or hasattr(self.route.elbo, "num_data") else PlateCheck(size)
 
     def _step(self, epoch: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         try:
             if not self.rollback.snapshots:
                 self._prepare(args, kwargs)
-            with ExitStack() as stack:
-                if self.watch is not None:
-                    stack.enter_context(self.watch)
-                loss = self.route.step(args, kwargs)
-            self.watch = None
+            loss = self.route.checked_step(args, kwargs)
             self.rollback.trust()
         except Exception as error:
             diverged = self.rollback.after(error, epoch, args, kwargs)
@@ -368,42 +345,15 @@ class _Run:
         row |= {name: float(terms[name]) for name in _TERMS if name in terms}
         row["lr"] = self.route.learning_rate()
         self.history.steps.append(**row)
-        assert self.replay is not None
         self.replay.note_used()
         self.learning_rate.after_step()
         self.bar.update()
         self.bar.set_postfix(epoch=epoch, loss=f"{loss:.5g}", refresh=False)
 
-    def _recompute_batch_norm(self, statistics: BatchNormStatistics) -> None:
-        with preserve_random_state(self.loader):
-            recompute_batch_norm(
-                self.route.model,
-                self.route.guide,
-                self.loader,
-                num_batches=statistics.num_batches,
-                device=self._target_device(),
-            )
-
-    def _save(self, checkpoint: Checkpoint) -> None:
-        scheduler = self.learning_rate.scheduler if isinstance(self.route, ModuleRoute) else None
-        write(
-            checkpoint.path,
-            self.route,
-            lr_schedule=scheduler,
-            history=self.history,
-            loader=self.loader,
-            modules=checkpoint.modules,
-        )
-
-    def _check_buffers(self, checkpoint: Checkpoint) -> None:
-        covered = {id(module) for part in checkpoint.modules.values() for module in part.modules()}
-        for part in self.route.loose_modules:
-            for module in part.modules():
-                if id(module) not in covered and any(True for _ in module.buffers(recurse=False)):
-                    raise ModelError(
-                        f"The model is a function that calls {type(module).__name__}, whose buffers a checkpoint does "
-                        "not see: pass Checkpoint(path, modules={'net': net})."
-                    )
+    def _save(self) -> None:
+        assert self.checkpoint is not None
+        contents = Contents(self.route, self.checkpoint.modules, self.learning_rate.saved, self.loader)
+        contents.write(self.checkpoint.path, self.history)
 
     def _target_device(self) -> torch.device | None:
         return self.device or self.route.device()

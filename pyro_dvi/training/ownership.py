@@ -7,6 +7,8 @@ changes the other.
 """
 
 import weakref
+from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import pyro
@@ -17,7 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from pyro_dvi.errors import GuideError, ModelError
 from pyro_dvi.handlers.posterior_prior import without_posterior_prior
 from pyro_dvi.optim import parameter_names
-from pyro_dvi.training.routes import Route
+from pyro_dvi.training.routes import Route, is_uninitialised
 
 __all__ = ["claim_parameters", "check_parameters", "check_still_own"]
 
@@ -40,19 +42,16 @@ def check_parameters(route: Route) -> None:
     """
     if pyro.settings.get("module_local_params"):
         return
-    store = {name.replace("$$$", "."): value for name, value in pyro.get_param_store().named_parameters()}
-    if isinstance(route.guide, AutoGuide) and next(route.guide.parameters(), None) is None:
-        taken = [name for name in store if name.startswith(f"{route.guide._pyro_name}.")]
-        if taken and route.guide.prototype_trace is None:
+    guide = route.guide
+    if isinstance(guide, AutoGuide) and is_uninitialised(guide):
+        taken = [name for name in _stored() if name.startswith(f"{guide._pyro_name}.")]
+        if taken:
             raise GuideError(
                 f"Pyro's parameter store already holds {taken[0]!r} and {len(taken) - 1} other parameters "
-                f"of another {route.guide._pyro_name}; this new guide would share them. {_WAY_OUT}"
+                f"of another {guide._pyro_name}; this new guide would share them. {_WAY_OUT}"
             )
     for role, part in route.modules().items():
-        for name, parameter in parameter_names(part):
-            stored = store.get(name)
-            if stored is None or stored is parameter:
-                continue
+        for name, parameter, _ in _supplanted(part):
             if not parameter.is_contiguous():
                 raise ModelError(
                     f"Parameter {name!r} of the {role} is not contiguous (channels_last?), so that Pyro's "
@@ -64,14 +63,10 @@ def check_parameters(route: Route) -> None:
                 f"Pyro's parameter store holds another parameter under the name {name!r} of this {role}: it "
                 f"was put there by a different {type(part).__name__}. {_WAY_OUT}"
             )
+    own = (None, without_posterior_prior(route.model), guide)
     for name, tensor in route.parameters().items():
-        owner = _owners.get(tensor)
-        owner = owner() if owner is not None else None
-        if (
-            owner is not None
-            and owner is not without_posterior_prior(route.model)
-            and owner is not route.guide
-        ):
+        owner = _owner_of(tensor)
+        if not any(owner is one for one in own):
             raise GuideError(
                 f"Parameter {name!r} belongs to another {_describe(owner)} that was trained before; "
                 f"training here would change it as well. {_WAY_OUT}"
@@ -82,14 +77,13 @@ def claim_parameters(route: Route) -> None:
     """Remember that these parameters are trained with this model and guide."""
     if pyro.settings.get("module_local_params"):
         return
-    in_model: set[int] = set()
+    in_model = set(route.model_parameters)
     if isinstance(route.model, nn.Module):
-        in_model = {id(parameter) for parameter in route.model.parameters()}
+        in_model |= {id(parameter) for parameter in route.model.parameters()}
     for parameter in route.parameters().values():
-        if id(parameter) not in route.model_parameters | in_model:
-            _claim(parameter, route.guide)
-        else:
-            _claim(parameter, without_posterior_prior(route.model))
+        owner = without_posterior_prior(route.model) if id(parameter) in in_model else route.guide
+        with suppress(TypeError):  # a bound method of an object that cannot be referred to weakly
+            _owners[parameter] = weakref.ref(owner)
 
 
 def check_still_own(model: Any, guide: Any) -> None:
@@ -102,16 +96,10 @@ def check_still_own(model: Any, guide: Any) -> None:
     """
     if pyro.settings.get("module_local_params"):
         return
-    store = {name.replace("$$$", "."): value for name, value in pyro.get_param_store().named_parameters()}
     own = (model, without_posterior_prior(model), guide)
     for role, part in (("model", model), ("guide", guide)):
-        if not isinstance(part, nn.Module):
-            continue
-        for name, parameter in parameter_names(part):
-            stored = store.get(name)
-            if stored is None or stored is parameter or stored not in _owners:
-                continue
-            if not any(_owners[stored]() is one for one in own):
+        for name, _, stored in _supplanted(part) if isinstance(part, nn.Module) else ():
+            if stored in _owners and not any(_owner_of(stored) is one for one in own):
                 raise GuideError(
                     f"Pyro's parameter store holds another parameter under the name {name!r} of this {role}: another "
                     "model or guide of the same names was trained since, and its values would be taken for these. "
@@ -120,11 +108,22 @@ def check_still_own(model: Any, guide: Any) -> None:
                 )
 
 
-def _claim(parameter: Tensor, owner: Any) -> None:
-    try:
-        _owners[parameter] = weakref.ref(owner)
-    except TypeError:  # a bound method of an object that cannot be referred to weakly
-        pass
+def _stored() -> dict[str, Tensor]:
+    """The parameters in Pyro's store, under names with dots."""
+    return {name.replace("$$$", "."): value for name, value in pyro.get_param_store().named_parameters()}
+
+
+def _supplanted(part: nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Name the parameters of a module under whose names the store holds others, and give both."""
+    store = _stored()
+    for name, parameter in parameter_names(part):
+        if store.get(name, parameter) is not parameter:
+            yield name, parameter, store[name]
+
+
+def _owner_of(parameter: Tensor) -> Any:
+    owner = _owners.get(parameter)
+    return None if owner is None else owner()
 
 
 def _describe(owner: Any) -> str:

@@ -3,7 +3,7 @@
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -11,12 +11,16 @@ import pyro
 import torch
 from pyro import poutine
 from pyro.infer.autoguide import AutoGuide
+from pyro.poutine.messenger import Messenger
 from torch import Tensor, nn
 from torch.distributions import transform_to
 from torch.optim import Optimizer
 
+from pyro_dvi.curvature import ObservedSite
 from pyro_dvi.errors import DeviceError, NonFiniteError, UnsupportedError
+from pyro_dvi.handlers.observed import check_num_data, observation
 from pyro_dvi.optim import SCALE_PATTERN, parameter_names
+from pyro_dvi.sites import is_data
 from pyro_dvi.training.random_state import preserve_random_state
 from pyro_dvi.undisturbed import modules_met, preserve_buffers
 
@@ -51,6 +55,7 @@ class Route(ABC):
         self.loose_modules: list[nn.Module] = []
         self.model_parameters: set[int] = set()
         self._rate: tuple[Any, int] | None = None
+        self._watch: _PlateCheck | None = None
 
     @abstractmethod
     def step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
@@ -59,6 +64,9 @@ class Route(ABC):
     @abstractmethod
     def evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
         """Return the loss of a batch without training."""
+
+    def check_optimizer(self) -> None:  # noqa: B027 (Pyro's optimizers take every parameter that they meet)
+        """Refuse an optimizer that does not hold the parameters to be trained."""
 
     @abstractmethod
     def optimizer_state(self) -> dict[str, Any]:
@@ -83,11 +91,17 @@ class Route(ABC):
         agreed = getattr(self.elbo, "agreed", None)
         return value if agreed is None else agreed(value)
 
-    def announce_length(self, total_steps: int) -> None:
-        """Tell an optimizer with a schedule of its own how long training will be."""
-        tell = getattr(self.steered, "set_total_steps", None)
-        if tell is not None:
-            tell(total_steps)
+    def announce_length(self, steps: int, total_steps: int | None) -> None:
+        """Compare the steps of an epoch with other processes, and tell an optimizer with a schedule how long it has.
+
+        Args:
+            steps: of an epoch.
+            total_steps: in all; None where a scheduler says how the rate falls.
+        """
+        if hasattr(self.elbo, "check_number_of_batches"):
+            self.elbo.check_number_of_batches(steps)
+        if total_steps is not None and hasattr(self.steered, "set_total_steps"):
+            self.steered.set_total_steps(total_steps)
 
     @contextmanager
     def serving(self) -> Iterator[None]:
@@ -101,6 +115,36 @@ class Route(ABC):
             yield
         finally:
             serve(before)
+
+    @contextmanager
+    def knowing_size(self, size: int | None) -> Iterator[None]:
+        """Compare the plate of the model with the size of the data set, as long as this loader is used.
+
+        An ELBO that can do so is told the size if it does not know it; for others the first step is watched.
+        """
+        untold = size is not None and getattr(self.elbo, "num_data", size) is None
+        if untold:
+            self.elbo.num_data = size
+        elif size is not None and not hasattr(self.elbo, "num_data"):
+            self._watch = _PlateCheck(size)
+        try:
+            yield
+        finally:
+            self._watch = None
+            if untold:
+                self.elbo.num_data = None
+
+    def checked_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+        """Take a training step; the first one only with a plate that fits the data set.
+
+        Raises:
+            DataError: if the plate of the model does not scale the minibatch up to the data set.
+            NonFiniteLossError: before the update.
+        """
+        with nullcontext() if self._watch is None else self._watch:
+            loss = self.step(args, kwargs)
+        self._watch = None
+        return loss
 
     @abstractmethod
     def _groups(self) -> Iterator[tuple[str, Optimizer, int]]:
@@ -139,6 +183,18 @@ class Route(ABC):
         for name, buffer in nn.ModuleDict(parts).named_buffers():
             named[f"buffer {name}"] = buffer.detach()
         return named
+
+    def weights(self) -> dict[str, Tensor]:
+        """Copy parameters and buffers, by name."""
+        return {name: tensor.clone() for name, tensor in self.tensors().items()}
+
+    @torch.no_grad()
+    def set_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Write ``weights`` into the tensors that exist, so that optimizers and Pyro's store still hold them."""
+        current = self.tensors()
+        for name, value in weights.items():
+            if name in current:
+                current[name].copy_(value)
 
     def device(self) -> torch.device | None:
         """Device of the parameters, or None while there are none.
@@ -200,22 +256,22 @@ class Route(ABC):
         # guide is part of the training: it draws the start.
         draws_start = looks and is_uninitialised(self.guide)
         aside: AbstractContextManager[None] = nullcontext() if draws_start else preserve_random_state()
-        called: dict[int, nn.Module] = {}
-
-        def remember(module: nn.Module) -> None:
-            called.setdefault(id(module), module)
-
-        with modules_met(remember), aside, torch.no_grad(), preserve_buffers(), poutine.block():
+        called: list[nn.Module] = []
+        with modules_met(called.append), aside, torch.no_grad(), preserve_buffers(), poutine.block():
             with torch.enable_grad():  # as in training, where a LaplaceGuide is a point mass
                 trace = poutine.trace(self.guide).get_trace(*args, **kwargs)
             if not isinstance(self.model, nn.Module):
                 replayed = poutine.trace(poutine.replay(self.model, trace=trace), param_only=True)
                 sites = replayed.get_trace(*args, **kwargs).nodes.values()
                 self.model_parameters = {id(site["value"].unconstrained()) for site in sites}
-        covered = {id(module) for part in self.modules().values() for module in part.modules()}
-        loose = [module for key, module in called.items() if key not in covered]
-        inner = {id(child) for module in loose for child in module.modules() if child is not module}
-        self.loose_modules = [module for module in loose if id(module) not in inner]
+        self.loose_modules = self._outermost(called)
+
+    def _outermost(self, called: Sequence[nn.Module]) -> list[nn.Module]:
+        """Those modules, once, that are part of no other one among them, nor of model and guide."""
+        parts = self.modules().values()
+        inner = {id(module) for part in parts for module in part.modules()}
+        inner |= {id(child) for module in called for child in module.modules() if child is not module}
+        return [module for module in dict.fromkeys(called) if id(module) not in inner]
 
     def _constraints(self) -> dict[int, Any]:
         store = pyro.get_param_store()
@@ -248,3 +304,22 @@ def finite(loss: Any) -> float:
     if value != value or value in (float("inf"), float("-inf")):
         raise NonFiniteLossError(f"the loss is {value}")
     return value
+
+
+class _PlateCheck(Messenger):
+    """Compare the scale of observed sites with the loader, for ELBOs that do not do so themselves."""
+
+    def __init__(self, num_data: int) -> None:
+        super().__init__()
+        self.num_data = num_data
+        self.sites: list[ObservedSite] = []
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        sites, self.sites = self.sites, []
+        if error[0] is None and sites:
+            check_num_data(sites, self.num_data)
+
+    def _pyro_post_sample(self, msg: Any) -> None:
+        if is_data(msg):
+            self.sites.append(observation(msg))

@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The batches of an epoch, from where an interrupted one stopped."""
+"""Training that is interrupted: signals wait until a step is done, and an epoch goes on where it stopped."""
 
 import math
+import signal
+import threading
 import warnings
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from itertools import islice
+from types import FrameType
 from typing import Any
 
 import torch
@@ -14,7 +18,49 @@ from pyro_dvi.errors import CheckpointError, DviWarning
 from pyro_dvi.training.history import History
 from pyro_dvi.training.random_state import random_state, restore_random_state
 
-__all__ = ["Replay"]
+__all__ = ["Interrupts", "Replay"]
+
+
+class Interrupts:
+    """Let Ctrl-C, and the SIGTERM of a scheduler, end training with a ``KeyboardInterrupt`` after the current step.
+
+    A second signal within a step passes at once. Where Python's own handlers are not in charge (another thread, a host
+    with handlers of its own), nothing is changed.
+    """
+
+    def __init__(self) -> None:
+        self._inside = self._held_back = False
+
+    @contextmanager
+    def caught(self) -> Iterator[None]:
+        """Handle both signals in the block."""
+        usual: dict[int, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+        main = threading.current_thread() is threading.main_thread()
+        ours = [number for number, handler in usual.items() if main and signal.getsignal(number) == handler]
+        for number in ours:
+            signal.signal(number, self._handle)
+        try:
+            yield
+        finally:
+            for number in ours:
+                signal.signal(number, usual[number])
+
+    @contextmanager
+    def deferred(self) -> Iterator[None]:
+        """Hold a first signal back until the block is done, so that no optimizer stops halfway."""
+        self._inside = True
+        try:
+            yield
+        finally:
+            self._inside = False
+        if self._held_back:
+            self._held_back = False
+            raise KeyboardInterrupt
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if not self._inside or self._held_back:
+            raise KeyboardInterrupt
+        self._held_back = True
 
 
 class Replay:
@@ -48,6 +94,12 @@ class Replay:
         assert self.history.unfinished is not None
         self.history.unfinished["batches"] += 1
         self.last_used = [self._given]
+
+    def note_read(self) -> int:
+        """Note that the loader has ended, and return how many batches the epoch had."""
+        assert self.history.unfinished is not None
+        self.history.unfinished["read"] = True
+        return int(self.history.unfinished["batches"])
 
     def note_last(self) -> None:
         """Put into the history of an unfinished epoch what its last batch will be recognised by."""
