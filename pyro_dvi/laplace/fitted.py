@@ -6,33 +6,21 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import pyro.distributions as dist
 import torch
 from torch import Tensor
+from torch.distributions import constraints
 
 from pyro_dvi.batches import mapped
 from pyro_dvi.errors import CheckpointError, DviWarning, GuideError, UnsupportedError
 from pyro_dvi.handlers.fingerprint import Fingerprint
-from pyro_dvi.laplace.draws import draw
 from pyro_dvi.laplace.energy.layout import Layout
 from pyro_dvi.laplace.energy.precision import GGN, PrecisionMatrix
-from pyro_dvi.laplace.energy.query import Query
 from pyro_dvi.laplace.energy.torch_modes import refuse_torch_modes
 from pyro_dvi.laplace.methods.posterior import LaplacePosterior
-from pyro_dvi.laplace.outputs import GaussianOutputs
+from pyro_dvi.laplace.point_mass import PointMass
 
-__all__ = ["Fitted"]
-
-_ENTRIES = {
-    "posterior",
-    "kind",
-    "sites",
-    "mode",
-    "scale_factors",
-    "kl_weight",
-    "curvature",
-    "model",
-    "data",
-}
+__all__ = ["Draws", "Fitted"]
 
 
 @dataclass(frozen=True)
@@ -42,9 +30,7 @@ class Fitted:
     Attributes:
         posterior: the Gaussian.
         layout: the sites that vary, in the order of its vectors.
-        mode: unconstrained mode of every site.
-        scale_factors: what multiplied the scales of sites in the fit.
-        kl_weight: that of the fit.
+        point: the mode, and the U that it belongs to.
         curvature: which matrix its precision is.
         model: what the model said at the mode; None where it could not be asked.
         data: checksum of the batches, if a whole pass was made.
@@ -52,30 +38,17 @@ class Fitted:
 
     posterior: LaplacePosterior
     layout: Layout
-    mode: dict[str, Tensor]
-    scale_factors: dict[str, float] = field(default_factory=dict)
-    kl_weight: float = 1.0
+    point: PointMass
     curvature: PrecisionMatrix = field(default_factory=GGN)
     model: Fingerprint | None = None
     data: float | None = None
 
-    @torch.enable_grad()  # Jacobians need it, whoever asks
-    def gaussian_outputs(self, query: Query, *, joint: bool = False) -> GaussianOutputs:
-        """Return the Gaussian over the outputs of a query; with ``joint`` also over all its examples."""
-        outputs = query.outputs.detached()
-        if not joint:
-            return GaussianOutputs(outputs, self.posterior.covariance(query).detach())
-        count, size = query.num_rows, query.size
-        whole = self.posterior.joint_covariance(query).detach().reshape(count, size, count, size)
-        rows = torch.arange(count, device=whole.device)
-        return GaussianOutputs(outputs, whole[rows, :, rows], whole)
-
     def draw(self, count: int) -> dict[str, Tensor]:
         """Draw unconstrained values ``[count, *site]`` of every site."""
-        drawn = self.layout.named(draw(self.posterior, count))
+        drawn = self.layout.named(_draw(self.posterior, count))
         return {
             name: drawn[name] if name in drawn else loc.expand(count, *loc.shape)
-            for name, loc in self.mode.items()
+            for name, loc in self.point.locs.items()
         }
 
     def value_of(self, name: str, vectors: Tensor, event_dim: int) -> Tensor:
@@ -83,24 +56,13 @@ class Fitted:
 
         Leading dimensions belong to plates outside the guide, so the site's own plates lie to their right.
         """
-        loc = self.mode[name]
+        loc = self.point.locs[name]
         if name not in self.layout.shapes:
             return loc
         value = self.layout.named(vectors)[name]
         lead = vectors.shape[:-1]
         shape = torch.broadcast_shapes(loc.shape, (*lead, *(1,) * event_dim))
         return value.reshape(shape)
-
-    def stale(self, mode: dict[str, Tensor], scale_factors: dict[str, float], kl_weight: float) -> str | None:
-        """Say what is no longer as it was in the fit; None if all is."""
-        moved = next((name for name, u in mode.items() if not torch.equal(u, self.mode[name])), None)
-        if moved is not None:
-            return f"site {moved!r} has moved since guide.fit, so that its Gaussian belongs to another mode"
-        if scale_factors != self.scale_factors:
-            return "guide.scale_factors has changed since guide.fit"
-        if kl_weight != self.kl_weight:
-            return f"the Gaussian was fitted with kl_weight={self.kl_weight:g}, and guide.kl_weight is {kl_weight:g}"
-        return None
 
     def check(self, model: Callable[..., Any], latents: dict[str, Tensor], plates: bool = False) -> None:
         """Refuse a model that is not the one of the fit.
@@ -114,7 +76,7 @@ class Fitted:
             GuideError: a prior, the likelihood or a deterministic part of the model is another one.
             UnsupportedError: in half precision, which would look like another model.
         """
-        refuse_torch_modes(next(iter(self.mode.values())).device)
+        refuse_torch_modes(self.posterior.mode.device)
         differences = "" if self.model is None else self.model.differences(model, latents, plates)
         if differences:
             raise GuideError(
@@ -140,9 +102,9 @@ class Fitted:
             "posterior": posterior,
             "kind": type(self.posterior).__name__,
             "sites": list(self.layout.names),
-            "mode": dict(self.mode),
-            "scale_factors": dict(self.scale_factors),
-            "kl_weight": self.kl_weight,
+            "mode": dict(self.point.locs),
+            "scale_factors": dict(self.point.scale_factors),
+            "kl_weight": self.point.kl_weight,
             "curvature": type(self.curvature).__name__,
             "model": None if self.model is None else self.model.state(),
             "data": self.data,
@@ -157,25 +119,21 @@ class Fitted:
         """
         if state is None:
             return None
-        missing = sorted(_ENTRIES - state.keys())
-        if missing:
-            raise CheckpointError(
-                f"the Gaussian in this state has no {', '.join(missing)}: it was saved by another version. Load the "
-                "guide without it (state['_extra_state'] = None), fit again, and save"
+        try:
+            point = PointMass(state["mode"], dict(state["scale_factors"]), state["kl_weight"])
+            return Fitted(
+                LaplacePosterior.of_kind(state["kind"], state["posterior"]),
+                Layout({name: point.locs[name].shape for name in state["sites"]}),
+                point,
+                PrecisionMatrix.of_kind(state["curvature"]),
+                None if state["model"] is None else Fingerprint(**state["model"]),
+                state["data"],
             )
-        mode = state["mode"]
-        layout = Layout({name: mode[name].shape for name in state["sites"]})
-        posterior = LaplacePosterior.of_kind(state["kind"], state["posterior"])
-        return Fitted(
-            posterior,
-            layout,
-            mode,
-            dict(state["scale_factors"]),
-            state["kl_weight"],
-            PrecisionMatrix.of_kind(state["curvature"]),
-            None if state["model"] is None else Fingerprint(**state["model"]),
-            state["data"],
-        )
+        except KeyError as missing:
+            raise CheckpointError(
+                f"the Gaussian in this state has no {missing.args[0]}: it was saved by another version. Load the guide "
+                "without it (state['_extra_state'] = None), fit again, and save"
+            ) from missing
 
     def moved(self, function: Callable[[Tensor], Tensor]) -> "Fitted | None":
         """Return it with ``function`` (to another device or dtype) applied to every tensor; None as :meth:`state`."""
@@ -187,3 +145,41 @@ class Fitted:
 
     def __reduce__(self) -> Any:
         return Fitted.from_state, (self.state(),)
+
+
+class Draws(dist.TorchDistribution):
+    """The Gaussian over the flat vector, known by draws.
+
+    Args:
+        posterior: the Gaussian.
+        batch_shape: of independent copies.
+    """
+
+    arg_constraints: dict[str, Any] = {}  # noqa: RUF012 (as in torch)
+    support = constraints.real_vector
+
+    def __init__(self, posterior: LaplacePosterior, batch_shape: Any = ()) -> None:
+        self.posterior = posterior
+        super().__init__(torch.Size(batch_shape), posterior.mode.shape, validate_args=False)
+
+    def expand(self, batch_shape: Any, _instance: Any = None) -> "Draws":
+        """Return as many independent copies."""
+        return Draws(self.posterior, batch_shape)
+
+    def sample(self, sample_shape: Any = ()) -> Tensor:
+        """Draw vectors ``[*sample_shape, *batch_shape, D]``."""
+        shape = torch.Size(sample_shape) + self.batch_shape
+        return _draw(self.posterior, shape.numel()).reshape(*shape, -1)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Refuse: a method knows draws or covariances, not always the density."""
+        raise UnsupportedError(
+            "a fitted LaplaceGuide gives draws without gradients, and these have no density for a loss: compute losses "
+            "of the mode before guide.fit, or with gradients enabled, as svi.step does"
+        )
+
+
+def _draw(posterior: LaplacePosterior, count: int) -> Tensor:
+    """Draw flat vectors ``[count, D]`` with random numbers that follow from torch's global generator."""
+    generator = torch.Generator(posterior.mode.device).manual_seed(int(torch.randint(2**31 - 1, ())))
+    return posterior.draw(count, generator).detach()

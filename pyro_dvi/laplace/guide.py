@@ -1,48 +1,71 @@
 # SPDX-License-Identifier: Apache-2.0
 """The posterior as a Gaussian around its mode."""
 
+import warnings
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from itertools import chain
+from operator import attrgetter
 from typing import Any
 
-from torch import Tensor
+import pyro
+import pyro.distributions as dist
+import torch
+from torch import Tensor, nn
 
+from pyro_dvi.bayesian import init_to_module
 from pyro_dvi.choice import check_choice
+from pyro_dvi.errors import ArgumentError, DviWarning, GuideError
+from pyro_dvi.guides.base import FactorisedGuide
+from pyro_dvi.guides.factors import Deterministic, Factor
 from pyro_dvi.handlers.fingerprint import Fingerprint
+from pyro_dvi.handlers.latents import unconstraining_transform
+from pyro_dvi.laplace.energy.energy import Energy
+from pyro_dvi.laplace.energy.passes import Passes
 from pyro_dvi.laplace.energy.precision import GGN, PrecisionMatrix
 from pyro_dvi.laplace.energy.query import Query, ReadOutputs
+from pyro_dvi.laplace.energy.torch_modes import refuse_torch_modes
 from pyro_dvi.laplace.evidence.by_evidence import ByEvidence
 from pyro_dvi.laplace.evidence.evidence import Evidence, log_evidence
 from pyro_dvi.laplace.evidence.scales import PriorPrecision, Scale, rescaled_model
 from pyro_dvi.laplace.evidence.spectrum import Determinant, default_determinant
 from pyro_dvi.laplace.evidence.tuning import Criterion, Tuning, TuningCurve, tune
-from pyro_dvi.laplace.fitted import Fitted
-from pyro_dvi.laplace.gaussian_guide import DRAWN_WEIGHTS, GaussianGuide
+from pyro_dvi.laplace.fitted import Draws, Fitted
 from pyro_dvi.laplace.methods.dense import Dense
 from pyro_dvi.laplace.methods.posterior import LaplacePosterior, Method, check_method
 from pyro_dvi.laplace.mode.convergence import Refuse, Unconverged
+from pyro_dvi.laplace.mode.diagnosis import Diagnosis, diagnose
+from pyro_dvi.laplace.mode.polish import Polished, polish
 from pyro_dvi.laplace.outputs import GaussianOutputs
+from pyro_dvi.laplace.point_mass import PointMass
 from pyro_dvi.progress import progress_bar
 from pyro_dvi.signatures import with_missing
 
 __all__ = ["DRAWN_WEIGHTS", "LaplaceGuide"]
 
+DRAWN_WEIGHTS = (
+    "weights are drawn from a Laplace posterior: a network run at them leaves the neighbourhood in which the Gaussian "
+    "was fitted, and predicts too widely. predict(model, guide, x, method=Linearised()) stays at the mode."
+)
 
-class LaplaceGuide(GaussianGuide):
+
+class LaplaceGuide(FactorisedGuide):
     r"""Train a mode, then put a Gaussian around it.
 
     .. math:: q(u) = \mathcal N(\hat u, P^{-1}), \qquad \hat u = \arg\min_u U(u), \qquad
-        U(u) = -\tfrac1\kappa\log p(D \mid u) - \log p(u)
+        U(u) = -\tfrac1\beta\log p(D \mid u) - \log p(u)
 
     In training it is a point mass in unconstrained space, for ``SVI`` with any ELBO: its loss is
-    :math:`\kappa U` up to a constant. Then :meth:`polish` finds the minimum itself, :meth:`fit` the Gaussian, and
+    :math:`\beta U` up to a constant. Then :meth:`polish` finds the minimum itself, :meth:`fit` the Gaussian, and
     :meth:`predictive`, ``predict`` and :meth:`log_evidence` use it. Predictions linearise the model around the mode.
 
     Status: the Gaussian is exact for linear models with Gaussian noise; elsewhere a local approximation.
 
     Args:
         model: a Pyro model whose latents are continuous.
-        kl_weight: :math:`\kappa`, as the objective had it in training; the posterior is that of the tempered
-            likelihood :math:`p(D \mid u)^{1/\kappa}`.
+        kl_weight: :math:`\beta`, as the objective had it in training; the posterior is that of the tempered
+            likelihood :math:`p(D \mid u)^{1/\beta}`.
         init_loc_fn: Pyro initialisation strategy of the mode; by default the weights that a network had before
             :func:`~pyro_dvi.to_bayesian_`: a trained network is a mode already.
         create_plates: as in Pyro's guides.
@@ -50,6 +73,8 @@ class LaplaceGuide(GaussianGuide):
     Attributes:
         locs: module of modes, ``guide.locs.<site>``.
         posterior: what the last :meth:`fit` made; None before.
+        scale_factors: what multiplies the scale of a site's distribution in U, latent or observed; :meth:`tune` sets
+            it, training does not use it.
 
     Raises:
         ModelError: a latent is discrete, or there is none.
@@ -71,6 +96,176 @@ class LaplaceGuide(GaussianGuide):
         >>> guide.predictive(x).variance
         tensor([0.2500, 0.2500, 0.2500])
     """
+
+    _method: Method | None = None
+    _fitted: Fitted | None = None
+
+    def __init__(
+        self,
+        model: Callable,
+        *,
+        kl_weight: float = 1.0,
+        init_loc_fn: Callable = init_to_module,
+        create_plates: Callable | None = None,
+    ) -> None:
+        if callable(kl_weight) or isinstance(kl_weight, str):
+            raise ArgumentError(
+                f"kl_weight must be a positive number, the one that training ended with, not {kl_weight!r}: schedules "
+                "are for the objective"
+            )
+        if not kl_weight > 0:
+            raise ArgumentError(f"kl_weight must be positive, got {kl_weight!r}")
+        super().__init__(model, init_loc_fn=init_loc_fn, create_plates=create_plates)
+        self.kl_weight = float(kl_weight)
+        self.scale_factors: dict[str, float] = {}
+        self._plain_model = _ModelReference(model)  # without the initialisation of means, and no submodule
+
+    # The mode ---------------------------------------------------------------------------------------------------------
+
+    def _factor_of(self, name: str, site: Any, loc: Tensor) -> Factor:
+        return Deterministic()
+
+    def unconstrained_mode(self) -> dict[str, Tensor]:
+        """Return a copy of the mode of every site in unconstrained space."""
+        return {name: attrgetter(name)(self.locs).detach().clone() for name, _ in self._sites()}
+
+    @torch.no_grad()
+    def median(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """Return the mode of every site; in unconstrained space that is the median."""
+        return self._constrained(self.unconstrained_mode())
+
+    def _constrained(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
+        transforms = {name: unconstraining_transform(site["fn"].support) for name, site in self._sites()}
+        return {name: u if (t := transforms[name]) is None else t(u) for name, u in values.items()}
+
+    def _point_mass(self, batches: Iterable[Any] | None = None) -> PointMass:
+        """The mode as it is now; a guide that has not seen its model yet looks at it with the first batch."""
+        if batches is not None:
+            model = self._plain_model.get()
+            refuse_torch_modes(_device_of(model))
+            if self.prototype_trace is None:
+                args, kwargs = next(iter(Passes(batches, _device_of(model))))
+                self.initialize(*args, **kwargs)
+        return PointMass(self.unconstrained_mode(), dict(self.scale_factors), self.kl_weight)
+
+    def energy(self, batches: Iterable[Any], *, subset: str | Iterable[str] | None = None) -> Energy:
+        """Return U on these batches, with its gradient and products.
+
+        A guide that has not seen its model yet looks at it with the first batch.
+
+        Args:
+            batches: all the data: a loader or a list of batches, as for :func:`~pyro_dvi.fit`.
+            subset: sites that vary, by name or pattern; the others stay at their mode. None: all.
+        """
+        return self._point_mass(batches).energy(self._plain_model.get(), batches, subset)
+
+    def query(
+        self, *inputs: Any, site: str | None = None, subset: str | Iterable[str] | None = None
+    ) -> Query:
+        """Return the outputs at the mode for some inputs, with products of their Jacobian.
+
+        ``guide.predictive(x)`` does with it what is usually wanted; ``guide.posterior`` takes it for the rest.
+
+        Args:
+            inputs: positional arguments of the model; observations may be left out.
+            site: an observed site, or one of ``pyro.deterministic``; None for the one observed site.
+            subset: sites that vary, as in ``guide.fit``.
+        """
+        point = self._point_mass()
+        return point.query(self._plain_model.get(), inputs, point.layout(subset), site)
+
+    def polish(
+        self,
+        batches: Iterable[Any],
+        *,
+        subset: str | Iterable[str] | None = None,
+        tolerance: float = 1e-10,
+        max_iterations: int = 200,
+        progress: bool = True,
+        callback: Callable[[int, float, float, float], None] | None = None,
+    ) -> Polished:
+        r"""Bring the mode to the minimum of U, by Newton's method with its true Hessian.
+
+        First-order training ends near a saddle point as often as not, where a Gaussian does not exist. The Hessian is
+        known by its products only. Ctrl-C ends the search; the best point so far is kept then, and after any error.
+
+        Status: a local minimum with a positive definite Hessian, as far as 200 Lanczos steps show.
+
+        Args:
+            batches: all the data, the same in every pass.
+            subset: sites that may move, by name or pattern; None: all.
+            tolerance: on the Newton decrement :math:`g^\top P^{-1} g`, in squared posterior standard deviations.
+            max_iterations: steps at most, of some ten gradients of all data each.
+            progress: show a progress bar where there is a terminal or notebook.
+            callback: called after each step with its number, U, the norm of its gradient, and the decrement before.
+
+        Returns:
+            What was done; ``print`` it.
+
+        Raises:
+            UnconvergedError: no minimum was found; ``report`` says how far it came.
+            NonFiniteError: U is NaN or infinite at the mode.
+            DataError: batches that do not hold all data, or change.
+
+        Example:
+            >>> import pyro, pyro.distributions as dist
+            >>> from pyro_dvi.laplace import LaplaceGuide
+            >>> def model(x, y=None):
+            ...     slope = pyro.sample("slope", dist.Normal(0.0, 1.0))
+            ...     with pyro.plate("data", len(x)):
+            ...         return pyro.sample("y", dist.Normal(slope * x, 1.0), obs=y)
+            >>> x = torch.ones(3)
+            >>> guide = LaplaceGuide(model)
+            >>> guide.initialize(x, x)
+            >>> guide.polish([(x, x)], progress=False).converged, guide.median()["slope"]
+            (True, tensor(0.7500))
+            >>> guide.diagnose([(x, x)]).verdict
+            'Converged: a minimum with a positive definite Hessian.'
+        """
+
+        def keep(point: Tensor) -> None:
+            with torch.no_grad():
+                for name, value in energy.layout.named(point).items():
+                    attrgetter(name)(self.locs).copy_(value)
+
+        energy = self.energy(batches, subset=subset)
+        return polish(
+            energy,
+            keep,
+            tolerance=tolerance,
+            max_iterations=max_iterations,
+            progress=progress,
+            callback=callback,
+        )
+
+    def diagnose(
+        self,
+        batches: Iterable[Any],
+        *,
+        subset: str | Iterable[str] | None = None,
+        tolerance: float = 1e-2,
+        steps: int = 200,
+    ) -> Diagnosis:
+        r"""Say whether the mode is a minimum of U, and what is wrong if it is not; nothing moves.
+
+        After ``tune``, U has the tuned scales, of which a mode that was trained before is no minimum.
+
+        Args:
+            batches: all the data.
+            subset: sites that vary, by name or pattern; None: all.
+            tolerance: on the Newton decrement :math:`g^\top P^{-1} g`; 0.01 is a tenth of a standard
+                deviation.
+            steps: of the Lanczos recursion, and of conjugate gradients; up to two gradients of all data each.
+
+        Returns:
+            Gradient norm, decrement, smallest eigenvalue and a ``verdict`` in words; ``print`` it.
+
+        Raises:
+            DataError: batches that do not hold all data, or change.
+        """
+        return diagnose(self.energy(batches, subset=subset), tolerance=tolerance, steps=steps)
+
+    # The Gaussian -----------------------------------------------------------------------------------------------------
 
     def fit(
         self,
@@ -108,27 +303,65 @@ class LaplaceGuide(GaussianGuide):
         unconverged = Refuse() if unconverged is None else unconverged
         check_method(method)
         check_choice("unconverged", unconverged, Unconverged, "Refuse(), UseGGN() or Accept()")
-        energy = self.energy(batches, subset=subset)
+        model, point = self._plain_model.get(), self._point_mass(batches)
+        energy = point.energy(model, batches, subset)
         energies = [energy]
         if self.scale_factors:  # a mode of before :meth:`tune`, or polished since
-            energies.insert(0, self._trained_energy(batches, subset))
+            energies.insert(0, replace(point, scale_factors={}).energy(model, batches, subset))
         method = unconverged.method(method, energies)
         with progress_bar(progress, None, unit="gradient") as bar:
             energy.report = bar.update
             posterior = method.fit(energy.at(energy.start), seed=seed, progress=progress)
             energy.report = None
+        seen = Fingerprint.of(model, *next(iter(energy.passes)), self.median())
+        checksum = energy.passes.checksum
         self._method = method
-        self._fitted = Fitted(
-            posterior,
-            energy.layout,
-            self.unconstrained_mode(),
-            dict(self.scale_factors),
-            self.kl_weight,
-            method.curvature,
-            Fingerprint.of(self._plain_model.get(), *next(iter(energy.passes)), self.median()),
-            energy.passes.checksum,
-        )
+        self._fitted = Fitted(posterior, energy.layout, point, method.curvature, seen, checksum)
         return posterior
+
+    @property
+    def posterior(self) -> LaplacePosterior | None:
+        """The Gaussian of the last :meth:`fit`; None before.
+
+        Raises:
+            GuideError: the mode has moved since.
+        """
+        return None if self._fitted is None else self.fitted.posterior
+
+    @property
+    def fitted(self) -> Fitted:
+        """The Gaussian with its mode and the sites that it is over.
+
+        Raises:
+            GuideError: not fitted yet, or the mode has moved since.
+        """
+        if self._fitted is None:
+            raise GuideError(
+                "this LaplaceGuide is a point mass so far: call guide.fit(batches, method) after training. "
+                "predict(..., method=AtMean()) predicts at the mode"
+            )
+        stale = self._stale()
+        if stale is not None:
+            raise GuideError(f"{stale}: fit again")
+        return self._fitted
+
+    def check_model(self, model: Callable[..., Any], plates: bool = False) -> None:
+        """Refuse a model that is not the one of the fit. Does nothing before a fit, or after the mode has moved.
+
+        Args:
+            model: the model.
+            plates: see :meth:`Fitted.check`.
+
+        Raises:
+            GuideError: naming what differs.
+        """
+        if self._fitted is not None and self._stale() is None:
+            self._fitted.check(model, self.median(), plates)
+
+    def _stale(self) -> str | None:
+        """What is no longer as it was in the fit."""
+        assert self._fitted is not None
+        return self._point_mass().change_since(self._fitted.point)
 
     def log_evidence(
         self,
@@ -226,11 +459,10 @@ class LaplaceGuide(GaussianGuide):
         check_choice("criterion", criterion, Criterion, "ByEvidence() or ByValidation(batches)")
         if values is None:
             values = scale.grid()
-        sites = scale.sites(self.energy(batches, subset=subset))
+        model, point = self._plain_model.get(), self._point_mass(batches)
+        sites = scale.sites(point.energy(model, batches, subset))
         others = {name: factor for name, factor in self.scale_factors.items() if name not in sites}
-        energy = self._trained_energy(batches, subset).with_model(
-            rescaled_model(self._plain_model.get(), others)
-        )
+        energy = replace(point, scale_factors=others).energy(model, batches, subset)
         curve = tune(
             Tuning(energy, scale, sites, chosen, seed),
             criterion,
@@ -263,8 +495,8 @@ class LaplaceGuide(GaussianGuide):
             self.initialize_loaded(*with_missing(self._plain_model.get(), inputs))
         fitted = self.fitted
         self.check_model(self._plain_model.get())
-        query = Query(self._current_model(), inputs, fitted.mode, fitted.layout, site=site)
-        return fitted.gaussian_outputs(query, joint=joint)
+        query = fitted.point.query(self._plain_model.get(), inputs, fitted.layout, site)
+        return GaussianOutputs.of(fitted.posterior, query, joint=joint)
 
     # What predictions ask of a guide, this one or another's -------------------------------------------------------
 
@@ -291,4 +523,125 @@ class LaplaceGuide(GaussianGuide):
             GuideError: not fitted yet, or the mode has moved since.
         """
         fitted = self.fitted
-        return fitted.gaussian_outputs(Query(read, inputs, fitted.mode, fitted.layout, read=read))
+        query = Query(read, inputs, fitted.point.locs, fitted.layout, read=read)
+        return GaussianOutputs.of(fitted.posterior, query)
+
+    # What a guide is to Pyro, to files and to devices -----------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """Give every latent site a value; Pyro calls it with the arguments of the model.
+
+        With gradients enabled, as in training, this is the mode. Without (``Predictive``, ``Samples``) and after
+        :meth:`fit` it is a draw from the Gaussian, with a warning: a network run at such weights is no linearised
+        prediction.
+        """
+        self.initialize(*args, **kwargs)
+        if self._fitted is None or torch.is_grad_enabled():
+            return super().forward(*args, **kwargs)
+        stale = self._stale()
+        if stale is not None:
+            warnings.warn(f"{stale}: a point mass until it is fitted again", DviWarning, stacklevel=2)
+            return super().forward(*args, **kwargs)
+        warnings.warn(DRAWN_WEIGHTS, DviWarning, stacklevel=2)
+        vectors = pyro.sample(
+            f"_{self._pyro_name}_latent", Draws(self._fitted.posterior), infer={"is_auxiliary": True}
+        )
+        plates = self._create_plates(*args, **kwargs)
+        result = {}
+        for name, site in self._sites():
+            u = self._fitted.value_of(name, vectors, self._event_dims[name])
+            transform = unconstraining_transform(site["fn"].support)
+            value = u if transform is None else transform(u)
+            with ExitStack() as stack:
+                for frame in site["cond_indep_stack"]:
+                    stack.enter_context(plates[frame.name])
+                result[name] = pyro.sample(name, dist.Delta(value, event_dim=site["fn"].event_dim))
+        return result
+
+    @torch.no_grad()
+    def sample(self, sample_shape: Sequence[int] | int = ()) -> dict[str, Tensor]:
+        """Draw all sites at once: from the Gaussian after :meth:`fit`, the mode before.
+
+        Args:
+            sample_shape: leading dimensions of the draws; a number of draws, or a shape.
+
+        Returns:
+            draws of shape ``[*sample_shape, *site]`` by site name, in their own (constrained) space.
+
+        Raises:
+            GuideError: the mode has moved since the fit.
+            UnsupportedError: the method of the fit has no draws.
+        """
+        if self._fitted is None:
+            return super().sample(sample_shape)
+        shape = torch.Size([sample_shape] if isinstance(sample_shape, int) else sample_shape)
+        drawn = self.fitted.draw(shape.numel())
+        return self._constrained({name: u.reshape(shape + u.shape[1:]) for name, u in drawn.items()})
+
+    def _marginals(self) -> dict[str, Any]:
+        marginals = super()._marginals()
+        if self._fitted is not None:
+            for name, variance in self.fitted.marginal_variances().items():
+                normal = dist.Normal(marginals[name].mean.detach(), variance.sqrt(), validate_args=False)
+                marginals[name] = normal.to_event(self._event_dims[name])
+        return marginals
+
+    def get_extra_state(self) -> dict[str, Any] | None:
+        """Return the Gaussian of the last fit, and tuned scales, for ``state_dict``, in tensors and plain values.
+
+        A method that needs the model and the data to predict (conjugate gradients, say) is left out, with a warning.
+        """
+        if self._fitted is None and not self.scale_factors:
+            return None
+        return {
+            "gaussian": None if self._fitted is None else self._fitted.state(),
+            "scale_factors": dict(self.scale_factors),
+        }
+
+    def set_extra_state(self, state: Any) -> None:
+        """Take over what :meth:`get_extra_state` returned."""
+        self.scale_factors = {} if state is None else dict(state["scale_factors"])
+        self._fitted = None if state is None else Fitted.from_state(state["gaussian"])
+        self._method = None
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)
+        if self._fitted is not None:
+            self._fitted = self._fitted.moved(fn)
+        return self
+
+
+def _device_of(model: object) -> torch.device | None:
+    """Where the tensors of a module are; None if it has none."""
+    tensors = chain(model.parameters(), model.buffers()) if isinstance(model, nn.Module) else iter(())
+    return next((tensor.device for tensor in tensors), None)
+
+
+class _ModelReference:
+    """Hold a model: copies share it, pickles leave it out, as Pyro's guides do.
+
+    Args:
+        model: a Pyro model; None in what was loaded.
+    """
+
+    def __init__(self, model: Callable | None = None) -> None:
+        self._model = model
+
+    def get(self) -> Callable:
+        """Return the model.
+
+        Raises:
+            GuideError: it was left out of the file that the guide comes from.
+        """
+        if self._model is None:
+            raise GuideError(
+                "this LaplaceGuide comes from a file, which has no model: use predict(model, guide, x), or build "
+                "LaplaceGuide(model), call its initialize(*args) and load_state_dict(loaded.state_dict())"
+            )
+        return self._model
+
+    def __deepcopy__(self, memo: Any) -> "_ModelReference":
+        return self
+
+    def __reduce__(self) -> Any:
+        return _ModelReference, ()

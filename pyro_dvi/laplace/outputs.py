@@ -8,6 +8,8 @@ from torch import Tensor
 
 from pyro_dvi.errors import ArgumentError
 from pyro_dvi.handlers.outputs import Outputs
+from pyro_dvi.laplace.energy.query import Query
+from pyro_dvi.laplace.methods.posterior import LaplacePosterior
 
 __all__ = ["GaussianOutputs"]
 
@@ -28,6 +30,18 @@ class GaussianOutputs:
     outputs: Outputs
     full_covariance: Tensor
     full_joint_covariance: Tensor | None = None
+
+    @classmethod
+    @torch.enable_grad()  # Jacobians need it, whoever asks
+    def of(cls, posterior: LaplacePosterior, query: Query, *, joint: bool = False) -> "GaussianOutputs":
+        """Return those of a query; with ``joint`` also over all its examples."""
+        outputs = query.outputs.detached()
+        if not joint:
+            return cls(outputs, posterior.covariance(query).detach())
+        count, size = query.num_rows, query.size
+        whole = posterior.joint_covariance(query).detach().reshape(count, size, count, size)
+        rows = torch.arange(count, device=whole.device)
+        return cls(outputs, whole[rows, :, rows], whole)
 
     @property
     def mean(self) -> Tensor:

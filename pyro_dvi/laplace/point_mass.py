@@ -1,229 +1,70 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A point mass, trained and brought to the mode."""
+"""Where a Laplace guide is, and of which U that is the mode."""
 
-from collections.abc import Callable, Iterable
-from itertools import chain
-from operator import attrgetter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from pyro_dvi.bayesian import init_to_module
-from pyro_dvi.choice import check_positive
 from pyro_dvi.errors import ArgumentError
-from pyro_dvi.guides.base import FactorisedGuide
-from pyro_dvi.guides.factors import Deterministic, Factor
-from pyro_dvi.handlers.latents import unconstraining_transform
+from pyro_dvi.sites import sites_named
 from pyro_dvi.laplace.energy.energy import Energy
 from pyro_dvi.laplace.energy.layout import Layout
-from pyro_dvi.laplace.energy.passes import Passes
 from pyro_dvi.laplace.energy.query import Query
-from pyro_dvi.laplace.energy.torch_modes import refuse_torch_modes
 from pyro_dvi.laplace.evidence.scales import rescaled_model
-from pyro_dvi.laplace.mode.diagnosis import Diagnosis, diagnose
-from pyro_dvi.laplace.mode.polish import Polished, polish
-from pyro_dvi.laplace.model_reference import ModelReference
-from pyro_dvi.sites import sites_named
 
-__all__ = ["PointMassGuide"]
+__all__ = ["PointMass"]
 
 
-class PointMassGuide(FactorisedGuide):
-    r"""What a Laplace guide is before it has a Gaussian: :math:`\hat u = \arg\min_u U(u)`.
-
-    Args:
-        model: a Pyro model whose latents are continuous.
-        kl_weight: of the objective in training.
-        init_loc_fn: Pyro initialisation strategy of the mode.
-        create_plates: as in Pyro's guides.
+@dataclass(frozen=True)
+class PointMass:
+    r"""A mode :math:`\hat u`, with what belongs to the U that it minimises.
 
     Attributes:
-        scale_factors: what multiplies the scale of a site's distribution in U, latent or observed; ``tune`` sets it,
-            training does not use it.
-
-    Raises:
-        ModelError: a latent is discrete, or there is none.
-        ArgumentError: a KL weight that is not positive.
+        locs: the unconstrained mode of every site.
+        scale_factors: what multiplies the scales of sites in U.
+        kl_weight: :math:`\beta`.
     """
 
-    def __init__(
-        self,
-        model: Callable,
-        *,
-        kl_weight: float = 1.0,
-        init_loc_fn: Callable = init_to_module,
-        create_plates: Callable | None = None,
-    ) -> None:
-        if callable(kl_weight) or isinstance(kl_weight, str):
+    locs: Mapping[str, Tensor]
+    scale_factors: Mapping[str, float] = field(default_factory=dict)
+    kl_weight: float = 1.0
+
+    def layout(self, subset: str | Iterable[str] | None = None) -> Layout:
+        """Return the order of the sites that vary, by name or pattern; None: all.
+
+        Raises:
+            ArgumentError: no site fits.
+        """
+        names = list(self.locs) if subset is None else sites_named("subset", subset, list(self.locs))
+        if not names:
             raise ArgumentError(
-                f"kl_weight must be a positive number, the one that training ended with, not {kl_weight!r}: schedules "
-                "are for the objective"
+                f"subset is empty: name sites or patterns, or leave it None for all of {list(self.locs)}"
             )
-        check_positive("kl_weight", kl_weight)
-        super().__init__(model, init_loc_fn=init_loc_fn, create_plates=create_plates)
-        self.kl_weight = float(kl_weight)
-        self.scale_factors: dict[str, float] = {}
-        self._plain_model = ModelReference(model)  # without the initialisation of means, and no submodule
+        return Layout({name: self.locs[name].shape for name in names})
 
-    def _factor_of(self, name: str, site: Any, loc: Tensor) -> Factor:
-        return Deterministic()
+    def energy(self, model: Callable, batches: Iterable[Any], subset: str | Iterable[str] | None) -> Energy:
+        """Return U of a model, whose scales are as it is written, on all the data."""
+        names = self.layout(subset).names
+        model = rescaled_model(model, self.scale_factors)
+        return Energy(model, batches, self.locs, subset=names, kl_weight=self.kl_weight)
 
-    def unconstrained_mode(self) -> dict[str, Tensor]:
-        """Return a copy of the mode of every site in unconstrained space."""
-        return {name: attrgetter(name)(self.locs).detach().clone() for name, _ in self._sites()}
+    def query(self, model: Callable, inputs: tuple[Any, ...], layout: Layout, site: str | None) -> Query:
+        """Return the outputs of such a model at the mode."""
+        return Query(rescaled_model(model, self.scale_factors), inputs, self.locs, layout, site=site)
 
-    @torch.no_grad()
-    def median(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """Return the mode of every site; in unconstrained space that is the median."""
-        return self._constrained(self.unconstrained_mode())
-
-    def _constrained(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
-        transforms = {name: unconstraining_transform(site["fn"].support) for name, site in self._sites()}
-        return {name: u if (t := transforms[name]) is None else t(u) for name, u in values.items()}
-
-    def energy(self, batches: Iterable[Any], *, subset: str | Iterable[str] | None = None) -> Energy:
-        """Return U on these batches, with its gradient and products.
-
-        A guide that has not seen its model yet looks at it with the first batch.
-
-        Args:
-            batches: all the data: a loader or a list of batches, as for :func:`~pyro_dvi.fit`.
-            subset: sites that vary, by name or pattern; the others stay at their mode. None: all.
-        """
-        return self._trained_energy(batches, subset).with_model(self._current_model())
-
-    def query(
-        self, *inputs: Any, site: str | None = None, subset: str | Iterable[str] | None = None
-    ) -> Query:
-        """Return the outputs at the mode for some inputs, with products of their Jacobian.
-
-        ``guide.predictive(x)`` does with it what is usually wanted; ``guide.posterior`` takes it for the rest.
-
-        Args:
-            inputs: positional arguments of the model; observations may be left out.
-            site: an observed site, or one of ``pyro.deterministic``; None for the one observed site.
-            subset: sites that vary, as in ``guide.fit``.
-        """
-        locs = self.unconstrained_mode()
-        names = list(locs) if subset is None else _selected(list(locs), subset)
-        layout = Layout({name: locs[name].shape for name in names})
-        return Query(self._current_model(), inputs, locs, layout, site=site)
-
-    def _trained_energy(self, batches: Iterable[Any], subset: str | Iterable[str] | None) -> Energy:
-        """U as it was trained, with every scale as the model has it."""
-        model = self._plain_model.get()
-        refuse_torch_modes(_device_of(model))
-        if self.prototype_trace is None:
-            args, kwargs = next(iter(Passes(batches, _device_of(model))))
-            self.initialize(*args, **kwargs)
-        locs = self.unconstrained_mode()
-        names = None if subset is None else _selected(list(locs), subset)
-        return Energy(model, batches, locs, subset=names, kl_weight=self.kl_weight)
-
-    def _current_model(self) -> Callable:
-        return rescaled_model(self._plain_model.get(), self.scale_factors)
-
-    def polish(
-        self,
-        batches: Iterable[Any],
-        *,
-        subset: str | Iterable[str] | None = None,
-        tolerance: float = 1e-10,
-        max_iterations: int = 200,
-        progress: bool = True,
-        callback: Callable[[int, float, float, float], None] | None = None,
-    ) -> Polished:
-        r"""Bring the mode to the minimum of U, by Newton's method with its true Hessian.
-
-        First-order training ends near a saddle point as often as not, where a Gaussian does not exist. The Hessian is
-        known by its products only. Ctrl-C ends the search; the best point so far is kept then, and after any error.
-
-        Status: a local minimum with a positive definite Hessian, as far as 200 Lanczos steps show.
-
-        Args:
-            batches: all the data, the same in every pass.
-            subset: sites that may move, by name or pattern; None: all.
-            tolerance: on the Newton decrement :math:`g^\top P^{-1} g`, in squared posterior standard deviations.
-            max_iterations: steps at most, of some ten gradients of all data each.
-            progress: show a progress bar where there is a terminal or notebook.
-            callback: called after each step with its number, U, the norm of its gradient, and the decrement before.
-
-        Returns:
-            What was done; ``print`` it.
-
-        Raises:
-            UnconvergedError: no minimum was found; ``report`` says how far it came.
-            NonFiniteError: U is NaN or infinite at the mode.
-            DataError: batches that do not hold all data, or change.
-
-        Example:
-            >>> import pyro, pyro.distributions as dist
-            >>> from pyro_dvi.laplace import LaplaceGuide
-            >>> def model(x, y=None):
-            ...     slope = pyro.sample("slope", dist.Normal(0.0, 1.0))
-            ...     with pyro.plate("data", len(x)):
-            ...         return pyro.sample("y", dist.Normal(slope * x, 1.0), obs=y)
-            >>> x = torch.ones(3)
-            >>> guide = LaplaceGuide(model)
-            >>> guide.initialize(x, x)
-            >>> guide.polish([(x, x)], progress=False).converged, guide.median()["slope"]
-            (True, tensor(0.7500))
-            >>> guide.diagnose([(x, x)]).verdict
-            'Converged: a minimum with a positive definite Hessian.'
-        """
-
-        def keep(point: Tensor) -> None:
-            with torch.no_grad():
-                for name, value in energy.layout.named(point).items():
-                    attrgetter(name)(self.locs).copy_(value)
-
-        energy = self.energy(batches, subset=subset)
-        return polish(
-            energy,
-            keep,
-            tolerance=tolerance,
-            max_iterations=max_iterations,
-            progress=progress,
-            callback=callback,
-        )
-
-    def diagnose(
-        self,
-        batches: Iterable[Any],
-        *,
-        subset: str | Iterable[str] | None = None,
-        tolerance: float = 1e-2,
-        steps: int = 200,
-    ) -> Diagnosis:
-        r"""Say whether the mode is a minimum of U, and what is wrong if it is not; nothing moves.
-
-        After ``tune``, U has the tuned scales, of which a mode that was trained before is no minimum.
-
-        Args:
-            batches: all the data.
-            subset: sites that vary, by name or pattern; None: all.
-            tolerance: on the Newton decrement :math:`g^\top P^{-1} g`; 0.01 is a tenth of a standard
-                deviation.
-            steps: of the Lanczos recursion, and of conjugate gradients; up to two gradients of all data each.
-
-        Returns:
-            Gradient norm, decrement, smallest eigenvalue and a ``verdict`` in words; ``print`` it.
-
-        Raises:
-            DataError: batches that do not hold all data, or change.
-        """
-        return diagnose(self.energy(batches, subset=subset), tolerance=tolerance, steps=steps)
-
-
-def _device_of(model: object) -> torch.device | None:
-    """Where the tensors of a module are; None if it has none."""
-    tensors = chain(model.parameters(), model.buffers()) if isinstance(model, nn.Module) else iter(())
-    return next((tensor.device for tensor in tensors), None)
-
-
-def _selected(names: list[str], subset: str | Iterable[str]) -> list[str]:
-    selected = sites_named("subset", subset, names)
-    if not selected:
-        raise ArgumentError(f"subset is empty: name sites or patterns, or leave it None for all of {names}")
-    return selected
+    def change_since(self, fit: "PointMass") -> str | None:
+        """Say what is no longer as it was in a fit; None if all is."""
+        moved = next((name for name, u in self.locs.items() if not torch.equal(u, fit.locs[name])), None)
+        if moved is not None:
+            return f"site {moved!r} has moved since guide.fit, so that its Gaussian belongs to another mode"
+        if self.scale_factors != fit.scale_factors:
+            return "guide.scale_factors has changed since guide.fit"
+        if self.kl_weight != fit.kl_weight:
+            return (
+                f"the Gaussian was fitted with kl_weight={fit.kl_weight:g}, and guide.kl_weight is "
+                f"{self.kl_weight:g}"
+            )
+        return None

@@ -38,7 +38,7 @@ def _jacobian_covariance(guide: LaplaceGuide, x: Tensor) -> Tensor:
     from pyro_dvi.laplace.energy.query import Query
 
     fitted = guide.fitted
-    query = Query(guide._plain_model.get(), (x,), fitted.mode, fitted.layout)
+    query = Query(guide._plain_model.get(), (x,), fitted.point.locs, fitted.layout)
     step = 1e-5
     columns = []
     for direction in torch.eye(fitted.layout.size, dtype=query.mode.dtype):

@@ -10,11 +10,13 @@ import torch
 
 from pyro_dvi.errors import ArgumentError, DataError, NotPositiveDefiniteError
 from pyro_dvi.handlers.log_joint import run_joint
+from pyro_dvi.laplace.energy.energy import Energy
 from pyro_dvi.laplace.energy.passes import Passes
 from pyro_dvi.laplace.energy.query import Query
 from pyro_dvi.laplace.evidence.candidates import Candidates
 from pyro_dvi.laplace.evidence.tuning import Criterion, Tuning
-from pyro_dvi.laplace.fitted import Fitted
+from pyro_dvi.laplace.methods.posterior import LaplacePosterior
+from pyro_dvi.laplace.outputs import GaussianOutputs
 from pyro_dvi.links import ClassLink, Probit
 from pyro_dvi.predictive.integrated import integrated
 from pyro_dvi.undisturbed import evaluating
@@ -74,27 +76,26 @@ class ByValidation(Criterion):
                 posterior = candidates.posterior(value)
             except NotPositiveDefiniteError:
                 return math.nan
-            fitted = Fitted(posterior, candidate.layout, dict(candidate.locs))
             total, count = 0.0, 0
             for args, kwargs in passes:
                 if kwargs:
                     raise ArgumentError(
                         "validation batches are tuples of positional arguments, such as (x, y), not mappings"
                     )
-                log_density = self._log_density(candidate.model, args, fitted)
+                log_density = self._log_density(candidate, args, posterior)
                 total, count = total + float(log_density.sum()), count + log_density.numel()
             return total / count
 
         return score
 
     @torch.no_grad()
-    def _log_density(self, model: Callable, args: tuple, fitted: Fitted) -> torch.Tensor:
+    def _log_density(self, energy: Energy, args: tuple, posterior: LaplacePosterior) -> torch.Tensor:
         """Log predictive density of every observation of a batch that is not masked."""
-        query = Query(model, args, fitted.mode, fitted.layout, site=self.site)
-        gaussian = fitted.gaussian_outputs(query)
+        query = Query(energy.model, args, energy.locs, energy.layout, site=self.site)
+        gaussian = GaussianOutputs.of(posterior, query)
         distribution = integrated(gaussian.outputs, gaussian.full_covariance, self.link, self.num_points)
-        with evaluating(model):
-            run = run_joint(model, args, {}, fitted.mode)
+        with evaluating(energy.model):
+            run = run_joint(energy.model, args, {}, energy.locs)
         found = [site for site in run.sites if site.name == gaussian.outputs.site]
         if not found:
             raise DataError("validation batches need the observations as well: (x, y)")
