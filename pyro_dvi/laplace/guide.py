@@ -5,14 +5,13 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from itertools import chain
 from operator import attrgetter
 from typing import Any
 
 import pyro
 import pyro.distributions as dist
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pyro_dvi.bayesian import init_to_module
 from pyro_dvi.choice import check_choice
@@ -38,7 +37,7 @@ from pyro_dvi.laplace.mode.convergence import Refuse, Unconverged
 from pyro_dvi.laplace.mode.diagnosis import Diagnosis, diagnose
 from pyro_dvi.laplace.mode.polish import Polished, polish
 from pyro_dvi.laplace.outputs import GaussianOutputs
-from pyro_dvi.laplace.point_mass import PointMass
+from pyro_dvi.laplace.point_mass import ModelReference, PointMass
 from pyro_dvi.progress import progress_bar
 from pyro_dvi.signatures import with_missing
 
@@ -118,7 +117,7 @@ class LaplaceGuide(FactorisedGuide):
         super().__init__(model, init_loc_fn=init_loc_fn, create_plates=create_plates)
         self.kl_weight = float(kl_weight)
         self.scale_factors: dict[str, float] = {}
-        self._plain_model = _ModelReference(model)  # without the initialisation of means, and no submodule
+        self._plain_model = ModelReference(model)  # without the initialisation of means, and no submodule
 
     # The mode ---------------------------------------------------------------------------------------------------------
 
@@ -141,10 +140,10 @@ class LaplaceGuide(FactorisedGuide):
     def _point_mass(self, batches: Iterable[Any] | None = None) -> PointMass:
         """The mode as it is now; a guide that has not seen its model yet looks at it with the first batch."""
         if batches is not None:
-            model = self._plain_model.get()
-            refuse_torch_modes(_device_of(model))
+            device = self._plain_model.device
+            refuse_torch_modes(device)
             if self.prototype_trace is None:
-                args, kwargs = next(iter(Passes(batches, _device_of(model))))
+                args, kwargs = next(iter(Passes(batches, device)))
                 self.initialize(*args, **kwargs)
         return PointMass(self.unconstrained_mode(), dict(self.scale_factors), self.kl_weight)
 
@@ -609,39 +608,3 @@ class LaplaceGuide(FactorisedGuide):
         if self._fitted is not None:
             self._fitted = self._fitted.moved(fn)
         return self
-
-
-def _device_of(model: object) -> torch.device | None:
-    """Where the tensors of a module are; None if it has none."""
-    tensors = chain(model.parameters(), model.buffers()) if isinstance(model, nn.Module) else iter(())
-    return next((tensor.device for tensor in tensors), None)
-
-
-class _ModelReference:
-    """Hold a model: copies share it, pickles leave it out, as Pyro's guides do.
-
-    Args:
-        model: a Pyro model; None in what was loaded.
-    """
-
-    def __init__(self, model: Callable | None = None) -> None:
-        self._model = model
-
-    def get(self) -> Callable:
-        """Return the model.
-
-        Raises:
-            GuideError: it was left out of the file that the guide comes from.
-        """
-        if self._model is None:
-            raise GuideError(
-                "this LaplaceGuide comes from a file, which has no model: use predict(model, guide, x), or build "
-                "LaplaceGuide(model), call its initialize(*args) and load_state_dict(loaded.state_dict())"
-            )
-        return self._model
-
-    def __deepcopy__(self, memo: Any) -> "_ModelReference":
-        return self
-
-    def __reduce__(self) -> Any:
-        return _ModelReference, ()

@@ -3,19 +3,20 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from pyro_dvi.errors import ArgumentError
+from pyro_dvi.errors import ArgumentError, GuideError
 from pyro_dvi.sites import sites_named
 from pyro_dvi.laplace.energy.energy import Energy
 from pyro_dvi.laplace.energy.layout import Layout
 from pyro_dvi.laplace.energy.query import Query
 from pyro_dvi.laplace.evidence.scales import rescaled_model
 
-__all__ = ["PointMass"]
+__all__ = ["ModelReference", "PointMass"]
 
 
 @dataclass(frozen=True)
@@ -68,3 +69,40 @@ class PointMass:
                 f"{self.kl_weight:g}"
             )
         return None
+
+
+class ModelReference:
+    """Hold a model: copies share it, pickles leave it out, as Pyro's guides do.
+
+    Args:
+        model: a Pyro model; None in what was loaded.
+    """
+
+    def __init__(self, model: Callable | None = None) -> None:
+        self._model = model
+
+    def get(self) -> Callable:
+        """Return the model.
+
+        Raises:
+            GuideError: it was left out of the file that the guide comes from.
+        """
+        if self._model is None:
+            raise GuideError(
+                "this LaplaceGuide comes from a file, which has no model: use predict(model, guide, x), or build "
+                "LaplaceGuide(model), call its initialize(*args) and load_state_dict(loaded.state_dict())"
+            )
+        return self._model
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where the tensors of a module are; None if it has none."""
+        model: Any = self.get()
+        tensors = chain(model.parameters(), model.buffers()) if isinstance(model, nn.Module) else iter(())
+        return next((tensor.device for tensor in tensors), None)
+
+    def __deepcopy__(self, memo: Any) -> "ModelReference":
+        return self
+
+    def __reduce__(self) -> Any:
+        return ModelReference, ()
