@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pyro_dvi.bayesian import init_to_module
-from pyro_dvi.choice import check_choice
+from pyro_dvi.choice import check_choice, check_positive
 from pyro_dvi.errors import ArgumentError, DviWarning, GuideError
 from pyro_dvi.guides.base import FactorisedGuide
 from pyro_dvi.guides.factors import Deterministic, Factor
@@ -112,8 +112,7 @@ class LaplaceGuide(FactorisedGuide):
                 f"kl_weight must be a positive number, the one that training ended with, not {kl_weight!r}: schedules "
                 "are for the objective"
             )
-        if not kl_weight > 0:
-            raise ArgumentError(f"kl_weight must be positive, got {kl_weight!r}")
+        check_positive("kl_weight", kl_weight)
         super().__init__(model, init_loc_fn=init_loc_fn, create_plates=create_plates)
         self.kl_weight = float(kl_weight)
         self.scale_factors: dict[str, float] = {}
