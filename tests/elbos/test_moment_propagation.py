@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributions import constraints
 
 import pyro_dvi as dvi
-from pyro_dvi.elbos import MomentPropagationELBO, VarianceWeighted
+from pyro_dvi.elbos import MomentPropagationELBO
 from pyro_dvi.expectations import MonteCarlo, Sobol, Taylor2, TiltedBound
 from pyro_dvi.guides import MeanFieldGuide, MultiplicativeNoiseGuide
 from tests.models import gradients
@@ -256,27 +256,6 @@ def test_it_works_through_pyro_and_torch_interfaces(data):
     assert elbo.step == step
     with torch.no_grad():
         assert not elbo.differentiable_loss(model, guide, *data).requires_grad
-
-
-def test_weighted_training_ends_on_the_plain_objective(data):
-    model = dvi.regressor(network(2), num_data=12, noise_scale=dvi.bayesian.Heteroscedastic())
-    guide = MeanFieldGuide(model)
-    plain = MomentPropagationELBO().loss(model, guide, *data)
-    exponent = dvi.schedules.LinearWarmup(steps=2, start=1.0, end=0.0)
-    elbo = MomentPropagationELBO(weighting=VarianceWeighted(exponent))
-    losses = [elbo.loss_and_grads(model, guide, *data) for _ in range(3)]
-    assert losses[0] != pytest.approx(plain)
-    assert losses[2] == pytest.approx(plain)
-    assert elbo.loss(model, guide, *data) == pytest.approx(plain)  # evaluation is never weighted
-
-
-def test_weights_are_powers_of_the_variance_with_mean_one():
-    fn = dist.Normal(torch.zeros(2, 3), torch.tensor([[1.0, 2.0, 3.0], [1.0, 1.0, 2.0]]))
-    weights = VarianceWeighted(1.0, dim=-1).weights(fn, 0)
-    torch.testing.assert_close(
-        weights, torch.tensor([[1.0, 4.0, 9.0], [1.0, 1.0, 4.0]]) / torch.tensor([[14 / 3], [2.0]])
-    )
-    assert VarianceWeighted(0.0).weights(fn, 0) == 1
 
 
 def test_the_variance_floor_reaches_the_network(data):

@@ -9,7 +9,7 @@ from pyro.infer import SVI
 from pyro.infer.autoguide import AutoLowRankMultivariateNormal, AutoMultivariateNormal
 
 import pyro_dvi as dvi
-from pyro_dvi.elbos import MomentPropagationELBO, VarianceWeighted
+from pyro_dvi.elbos import MomentPropagationELBO
 from pyro_dvi.errors import (
     ArgumentError,
     DataError,
@@ -224,13 +224,6 @@ def test_a_loss_that_is_not_finite_makes_no_update(data):
 def test_options_that_cannot_be_right(options, error):
     with pytest.raises(error):
         MomentPropagationELBO(**options)
-
-
-def test_weighting_needs_a_variance_and_a_sensible_exponent():
-    with pytest.raises(ModelError, match="no variance"):
-        VarianceWeighted(0.5).weights(dist.VonMises3D(torch.ones(3)), 0)
-    with pytest.raises(ArgumentError, match="between 0 and 1"):
-        VarianceWeighted(-1.0)
 
 
 @pytest.mark.parametrize(
