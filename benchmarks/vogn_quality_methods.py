@@ -123,7 +123,7 @@ class LocalReparametrisation(DeterministicELBO):
         with _NoisyLayers(variances):
             model_trace = poutine.trace(poutine.replay(model, trace=guide_trace)).get_trace(*args, **kwargs)
         latents = match_latents(model_trace, guide_trace, gaussians, guide)
-        log_likelihood = sum(checked_log_likelihood(site) for site in observed_sites(model_trace)[0])
+        log_likelihood = sum(checked_log_likelihood(site) for site in observed_sites(model_trace).sites)
         kl = sum(kl_to_prior(latent) for latent in latents)
         return {"loss": kl_weight * kl - log_likelihood, "log_likelihood": log_likelihood, "kl": kl}
 

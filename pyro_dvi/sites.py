@@ -5,6 +5,7 @@ A site is a node of a trace, or the message that a messenger sees. Every sample 
 factor, deterministic, or Pyro's own (the rows that a plate draws).
 """
 
+import math
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
@@ -16,7 +17,16 @@ from pyro.poutine.util import site_is_factor, site_is_subsample
 
 from pyro_dvi.errors import ArgumentError
 
-__all__ = ["AllRows", "SetLatents", "is_data", "is_deterministic", "is_factor", "is_latent", "sites_named"]
+__all__ = [
+    "AllRows",
+    "SetLatents",
+    "is_data",
+    "is_deterministic",
+    "is_factor",
+    "is_latent",
+    "sites_named",
+    "subsampled_share",
+]
 
 
 def is_latent(site: Any) -> bool:
@@ -40,6 +50,12 @@ def is_deterministic(site: Any) -> bool:
     while hasattr(fn, "base_dist"):
         fn = fn.base_dist
     return site["type"] == "sample" and site["is_observed"] and type(fn).__name__ == "Delta"
+
+
+def subsampled_share(site: Any) -> float:
+    """Return which part of the rows of its plates a site has in this run."""
+    frames = [frame for frame in site["cond_indep_stack"] if frame.full_size is not None]
+    return math.prod(frame.size / frame.full_size for frame in frames)
 
 
 def _is_sample(site: Any) -> bool:

@@ -8,7 +8,7 @@ import torch
 from pyro.poutine.messenger import Messenger
 
 from pyro_dvi.errors import DataError, ModelError, UnsupportedError
-from pyro_dvi.sites import is_data
+from pyro_dvi.sites import is_data, subsampled_share
 
 __all__ = ["Fractions", "weights_of"]
 
@@ -23,10 +23,7 @@ class Fractions(Messenger):
     def _pyro_post_sample(self, msg: Any) -> None:
         if not is_data(msg):
             return
-        fraction = 1.0
-        for frame in msg["cond_indep_stack"]:
-            if frame.full_size is not None:
-                fraction *= frame.size / frame.full_size
+        fraction = subsampled_share(msg)
         scale = msg["scale"]
         if fraction == 1.0 and not (torch.is_tensor(scale) and scale.numel() > 1):
             fraction = 1.0 / float(scale)

@@ -21,6 +21,8 @@ from pyro_dvi.errors import (
     PyroDviError,
     UnsupportedError,
 )
+from pyro_dvi.handlers.minibatch import check_num_data
+from pyro_dvi.handlers.observed import Observed, observed_sites
 from pyro_dvi.handlers.trained_for import note_trained_for
 
 __all__ = ["DeterministicELBO"]
@@ -69,6 +71,13 @@ class DeterministicELBO(ELBO):
         self, model: Callable, guide: Callable, args: tuple, kwargs: dict, kl_weight: float, training: bool
     ) -> dict[str, Tensor]:
         """Return the terms of one run: at least "loss", "log_likelihood" and "kl" (unweighted)."""
+
+    def _observed(self, trace: Any) -> Observed:
+        """Return the observed sites of a run of the model, whose scales agree with the size of the data set."""
+        observed = observed_sites(trace)
+        if self.num_data is not None:
+            check_num_data(observed.sites, self.num_data)
+        return observed
 
     def current_kl_weight(self) -> float:
         """Return the KL weight of the next training step."""

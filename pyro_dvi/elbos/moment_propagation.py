@@ -18,7 +18,6 @@ from pyro_dvi.expectations import LogitEstimator
 from pyro_dvi.handlers.equal_units import start_apart
 from pyro_dvi.handlers.latents import Latent
 from pyro_dvi.handlers.moment_run import run_with_moments
-from pyro_dvi.handlers.observed import check_num_data, checked_log_likelihood, observed_sites
 from pyro_dvi.handlers.structure import reached_by, structure_of
 from pyro_dvi.handlers.uncertain import at_mean, refuse_moments
 from pyro_dvi.moments import variance_floor
@@ -123,16 +122,14 @@ class MomentPropagationELBO(DeterministicELBO):
         with floor:
             recorder = warned_of_repeated_uses if first else nullcontext
             run = run_with_moments(model, guide, args, kwargs, structure.sampled, self.estimator, recorder)
-        sites, factors = observed_sites(run.model_trace)
-        for site in sites:
+        observed = self._observed(run.model_trace)
+        for site in observed.sites:
             refuse_moments(site.fn, site.name)
             if first:
                 _check_shape(site, structure.shapes.get(site.name))
-        if self.num_data is not None:
-            check_num_data(sites, self.num_data)
         if self.weighting is not None and training:
-            sites = [self._weighted(site, self.weighting) for site in sites]
-        log_likelihood = sum_of([checked_log_likelihood(site) for site in (*sites, *factors)])
+            observed.sites = [self._weighted(site, self.weighting) for site in observed.sites]
+        log_likelihood = observed.log_likelihood()
         if first:
             _check_reached(log_likelihood, run.latents, structure.reached)
         kl = sum_of([kl_to_prior(latent) for latent in run.latents] or [torch.zeros_like(log_likelihood)])

@@ -26,7 +26,7 @@ from pyro_dvi.errors import ArgumentError, DviWarning, GuideError, ModelError, U
 from pyro_dvi.handlers.draws import TrackedDraws
 from pyro_dvi.handlers.explained import explained_errors
 from pyro_dvi.handlers.latents import Latent, match_latents
-from pyro_dvi.handlers.observed import check_num_data, checked_log_likelihood, observed_sites
+from pyro_dvi.handlers.observed import observed_sites
 from pyro_dvi.natural_state import NaturalState, Statistics, attach, natural_state_of, note_trained, wanted_of
 from pyro_dvi.sites import is_data, is_factor
 from pyro_dvi.undisturbed import undisturbed
@@ -138,14 +138,12 @@ class NaturalGradientELBO(DeterministicELBO):
         with explained_errors(model, draws.leaves.values(), args, kwargs), recorder:
             model_trace = poutine.trace(poutine.replay(model, trace=guide_trace)).get_trace(*args, **kwargs)
         latents = match_latents(model_trace, guide_trace, draws.gaussians, guide)
-        sites, factors = observed_sites(model_trace)
-        if self.num_data is not None:
-            check_num_data(sites, self.num_data)
-        log_likelihood = sum_of([checked_log_likelihood(site) for site in (*sites, *factors)])
+        observed = self._observed(model_trace)
+        log_likelihood = observed.log_likelihood()
         kl = sum_of([kl_to_prior(_detached(latent)) for latent in latents])
         if training:
             log_likelihood = _with_idle_draws(log_likelihood, draws)
-            terms = [*sites, *factors]
+            terms = observed.terms
             states = [self._state(name, draws, latents, guide) for name in draws.gaussians]
             num_data = max(_num_data(site) for site in terms)
             self._check_minibatches(terms)
@@ -320,9 +318,11 @@ def _uncoupled_run(model: Callable, guide_trace: Any, draws: TrackedDraws, args:
     recorder = _recorder(draws, guide_trace)
     with undisturbed(), ConstantStatistics(), recorder:
         trace = poutine.trace(poutine.replay(model, trace=guide_trace)).get_trace(*args, **kwargs)
-    sites, factors = observed_sites(trace)
     return Run(
-        model, recorder, [*sites, *factors], partial(_uncoupled_run, model, guide_trace, draws, args, kwargs)
+        model,
+        recorder,
+        observed_sites(trace).terms,
+        partial(_uncoupled_run, model, guide_trace, draws, args, kwargs),
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_dvi.curvature import Curvature, Fisher, Linearisation
+from pyro_dvi.curvature import Curvature, Fisher, Linearisation, ObservedSite
 from pyro_dvi.curvature.base import sum_of
 from pyro_dvi.curvature.likelihood import SliceArguments
 from pyro_dvi.divergences import kl_to_prior, prior_precision
@@ -17,7 +17,6 @@ from pyro_dvi.errors import CheckpointError, DviWarning
 from pyro_dvi.handlers.equal_units import start_apart
 from pyro_dvi.handlers.means import MeanRun, run_at_means
 from pyro_dvi.handlers.minibatch import run_on_part
-from pyro_dvi.handlers.observed import check_num_data, checked_log_likelihood, observed_sites
 from pyro_dvi.handlers.structure import structure_of
 
 __all__ = ["TaylorELBO"]
@@ -119,22 +118,20 @@ class TaylorELBO(DeterministicELBO):
         run = run_at_means(model, guide, args, kwargs, structure.sampled, recorder)
         if first and run.gaussians:  # a point mass has no penalty
             _warn_of_kinks(structure.function_names)
-        sites, factors = observed_sites(run.model_trace)
-        if self.num_data is not None:
-            check_num_data(sites, self.num_data)
-        log_likelihood = sum_of([checked_log_likelihood(site) for site in (*sites, *factors)])
+        observed = self._observed(run.model_trace)
+        log_likelihood = observed.log_likelihood()
         kl = sum_of([kl_to_prior(latent) for latent in run.latents] or [torch.zeros_like(log_likelihood)])
         penalty = torch.zeros_like(log_likelihood)
         if penalty_weight and run.gaussians:
 
-            def linearise(observed: list[Any]) -> Linearisation:
+            def linearise(sites: list[ObservedSite]) -> Linearisation:
                 return Linearisation(
                     names=[g.name for g in run.gaussians],
                     values=[g.value for g in run.gaussians],
                     scales=[g.expanded_scale() for g in run.gaussians],
-                    sites=observed,
+                    sites=sites,
                     precision_limits=lambda: _precision_limits(run, kl_weight),
-                    factors=factors,
+                    factors=observed.factors,
                     local=frozenset(_local_names(run)),
                     recorder=run.recorder,
                     subset=subset,
@@ -144,7 +141,7 @@ class TaylorELBO(DeterministicELBO):
                 with self.curvature.recorder([]):
                     return linearise(run_on_part(model, run, args, kwargs, fraction, slice_args))
 
-            penalty = penalty_weight * self.curvature.penalty(linearise(sites))
+            penalty = penalty_weight * self.curvature.penalty(linearise(observed.sites))
         loss = penalty - log_likelihood + kl_weight * kl
         return {"loss": loss, "log_likelihood": log_likelihood, "penalty": penalty, "kl": kl}
 

@@ -10,18 +10,17 @@ import torch
 from pyro.distributions.util import scale_and_mask, sum_rightmost
 from torch import Tensor
 
-from pyro_dvi.curvature import ObservedSite
 from pyro_dvi.errors import ModelError, UnsupportedError
 from pyro_dvi.handlers.latents import unconstraining_transform
 from pyro_dvi.handlers.means import twice_differentiable
-from pyro_dvi.handlers.observed import checked_log_likelihood, observed_sites
-from pyro_dvi.sites import AllRows, SetLatents, is_latent
+from pyro_dvi.handlers.observed import Observed, observed_sites
+from pyro_dvi.sites import AllRows, SetLatents, is_latent, subsampled_share
 
 __all__ = ["AtUnconstrained", "JointRun", "run_joint"]
 
 
 @dataclass
-class JointRun:
+class JointRun(Observed):
     r"""One run of the model on one batch.
 
     Attributes:
@@ -32,8 +31,6 @@ class JointRun:
         trace: the model's trace.
     """
 
-    sites: list[ObservedSite]
-    factors: list[ObservedSite]
     log_priors: dict[str, Tensor]
     rows: dict[str, tuple[int, int]]
     trace: Any
@@ -42,13 +39,6 @@ class JointRun:
     def log_prior(self) -> Tensor:
         r""":math:`\log p(u)` of all latents, a scalar."""
         return torch.stack(list(self.log_priors.values())).sum()
-
-    def log_likelihood(self) -> Tensor:
-        """Log-likelihood of the batch, a scalar."""
-        total = next(iter(self.log_priors.values())).new_zeros(())
-        for site in (*self.sites, *self.factors):
-            total = total + checked_log_likelihood(site)
-        return total
 
 
 def run_joint(model: Callable, args: tuple, kwargs: dict[str, Any], values: Mapping[str, Tensor]) -> JointRun:
@@ -87,19 +77,10 @@ def run_joint(model: Callable, args: tuple, kwargs: dict[str, Any], values: Mapp
             f"the model did not sample {unvisited[0]!r}, which the guide has: it was set up with another model, or the "
             "model chooses its latent variables by its arguments"
         )
-    sites, factors = observed_sites(trace)
-    for site in (*sites, *factors):
-        site.scale = site.scale * _each_row_once(trace.nodes[site.name])
-    return JointRun(sites, factors, latents.log_priors(trace), rows, trace)
-
-
-def _each_row_once(node: Any) -> float:
-    """Factor that takes the scale of subsampled plates back."""
-    factor = 1.0
-    for frame in node["cond_indep_stack"]:
-        if frame.full_size is not None:
-            factor *= frame.size / frame.full_size
-    return factor
+    observed = observed_sites(trace)
+    for site in observed.terms:
+        site.scale = site.scale * subsampled_share(trace.nodes[site.name])  # each row counts once
+    return JointRun(observed.sites, observed.factors, latents.log_priors(trace), rows, trace)
 
 
 class AtUnconstrained(SetLatents):

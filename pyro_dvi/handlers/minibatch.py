@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run a model again on part of its minibatch."""
+"""How much of the data a minibatch is: is its likelihood scaled up to all of them, and what does a part of it say?"""
 
 import math
 from collections.abc import Callable
@@ -12,12 +12,50 @@ from torch import Tensor
 from pyro_dvi.batches import mapped, tensors_in
 from pyro_dvi.curvature import ObservedSite
 from pyro_dvi.curvature.likelihood import SliceArguments
-from pyro_dvi.errors import ModelError, UnsupportedError
+from pyro_dvi.errors import DataError, ModelError, UnsupportedError
 from pyro_dvi.handlers.means import MeanRun, twice_differentiable
 from pyro_dvi.handlers.observed import observed_sites
 from pyro_dvi.undisturbed import preserve_buffers
 
-__all__ = ["run_on_part"]
+__all__ = ["check_num_data", "run_on_part"]
+
+
+def check_num_data(sites: list[ObservedSite], num_data: int) -> None:
+    """Compare the plate's scale of every site with the size of the data set.
+
+    Once a site agrees, others may be data of their own, with a plate of another size or none: only those as long as
+    the minibatch have to agree as well.
+
+    Raises:
+        DataError: a minibatch whose likelihood is not scaled up to the data set.
+    """
+    agreeing: set[int] = set()
+    others = []
+    for site in sites:
+        if torch.is_tensor(site.scale) and site.scale.numel() > 1:
+            continue  # weights per example are the user's own business
+        scale = float(site.scale)
+        lengths = [n for n in (*site.fn.batch_shape, *site.value.shape) if n > 0] or [1]
+        nearest = min(lengths, key=lambda n: abs(n * scale - num_data))
+        # A last, shorter minibatch under a fixed scale is off by less than one minibatch's worth.
+        if abs(nearest * scale - num_data) <= max(scale, 1.0) * 1e-4 * num_data or nearest == num_data:
+            agreeing.add(nearest)
+        else:
+            others.append((site, scale, nearest))
+    for site, scale, nearest in sorted(others, key=lambda other: abs(other[1] * other[2] - num_data)):
+        if agreeing and nearest not in agreeing:
+            continue
+        if scale == 1.0 and nearest < num_data:
+            raise DataError(
+                f"observed site {site.name!r} sees {nearest} of {num_data} examples but its likelihood is not scaled "
+                f"up: put it in pyro.plate('data', size={num_data}, subsample_size=len(x)), or pass "
+                f"num_data={nearest} if these are all. It is the number of examples in the data set, not of batches."
+            )
+        raise DataError(
+            f"observed site {site.name!r}: plate scale {scale:.6g} times {nearest} examples gives "
+            f"{scale * nearest:.6g}, not num_data={num_data}. Both are the number of examples in the whole "
+            "data set, not of batches: correct the size of the plate, or num_data, which fit takes from loader.dataset."
+        )
 
 
 def run_on_part(
@@ -61,7 +99,7 @@ def run_on_part(
             raise ModelError(
                 f"the model failed on {len(rows)} of {length} rows for Fisher(fraction={fraction}): {error}. {advice}"
             ) from error
-    sites, _ = observed_sites(trace)
+    sites = observed_sites(trace).sites
     for site in sites:
         whole = run.model_trace.nodes[site.name]
         before, after = _weight(whole["scale"], whole["fn"]), _weight(site.scale, site.fn)

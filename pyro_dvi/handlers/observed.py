@@ -2,6 +2,7 @@
 """Read the observed sites of a model's run, and check what they say about the data."""
 
 import math
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
@@ -9,15 +10,38 @@ import torch
 from torch import Tensor
 
 from pyro_dvi.curvature import ObservedSite
+from pyro_dvi.curvature.base import sum_of
 from pyro_dvi.errors import DataError, ModelError, PyroDviError
 from pyro_dvi.handlers.distributions import untransformed
 from pyro_dvi.sites import is_data, is_factor
 
-__all__ = ["check_num_data", "observed_sites"]
+__all__ = ["Observed", "checked_log_likelihood", "observation", "observed_sites"]
 
 
-def observed_sites(trace: Any) -> tuple[list[ObservedSite], list[ObservedSite]]:
-    """Return the observed sites and the ``pyro.factor`` terms.
+@dataclass
+class Observed:
+    """What a run of a model says about its data.
+
+    Attributes:
+        sites: observed sites.
+        factors: ``pyro.factor`` terms.
+    """
+
+    sites: list[ObservedSite]
+    factors: list[ObservedSite]
+
+    @property
+    def terms(self) -> list[ObservedSite]:
+        """Observed sites and factors."""
+        return [*self.sites, *self.factors]
+
+    def log_likelihood(self) -> Tensor:
+        """Return the scaled log-likelihood of all terms, a scalar, with errors that name the site."""
+        return sum_of([checked_log_likelihood(site) for site in self.terms])
+
+
+def observed_sites(trace: Any) -> Observed:
+    """Return the observed sites and the ``pyro.factor`` terms of a run.
 
     Raises:
         ModelError: the model observes nothing.
@@ -36,7 +60,7 @@ def observed_sites(trace: Any) -> tuple[list[ObservedSite], list[ObservedSite]]:
             "the model has no observed site: pass the observed values and give them to "
             "pyro.sample(name, distribution, obs=values). Without data the posterior is the prior."
         )
-    return sites, factors
+    return Observed(sites, factors)
 
 
 def observation(site: Any) -> ObservedSite:
@@ -99,41 +123,3 @@ def _check_shape(node: Any) -> None:
                 f"{tuple(fn.event_shape)}. Give values of the shape of a draw, as f.squeeze(-1) and y of one column; "
                 "or put dimensions into a plate or to_event"
             )
-
-
-def check_num_data(sites: list[ObservedSite], num_data: int) -> None:
-    """Compare the plate's scale of every site with the size of the data set.
-
-    Once a site agrees, others may be data of their own, with a plate of another size or none: only those as long as
-    the minibatch have to agree as well.
-
-    Raises:
-        DataError: a minibatch whose likelihood is not scaled up to the data set.
-    """
-    agreeing: set[int] = set()
-    others = []
-    for site in sites:
-        if torch.is_tensor(site.scale) and site.scale.numel() > 1:
-            continue  # weights per example are the user's own business
-        scale = float(site.scale)
-        lengths = [n for n in (*site.fn.batch_shape, *site.value.shape) if n > 0] or [1]
-        nearest = min(lengths, key=lambda n: abs(n * scale - num_data))
-        # A last, shorter minibatch under a fixed scale is off by less than one minibatch's worth.
-        if abs(nearest * scale - num_data) <= max(scale, 1.0) * 1e-4 * num_data or nearest == num_data:
-            agreeing.add(nearest)
-        else:
-            others.append((site, scale, nearest))
-    for site, scale, nearest in sorted(others, key=lambda other: abs(other[1] * other[2] - num_data)):
-        if agreeing and nearest not in agreeing:
-            continue
-        if scale == 1.0 and nearest < num_data:
-            raise DataError(
-                f"observed site {site.name!r} sees {nearest} of {num_data} examples but its likelihood is not scaled "
-                f"up: put it in pyro.plate('data', size={num_data}, subsample_size=len(x)), or pass "
-                f"num_data={nearest} if these are all. It is the number of examples in the data set, not of batches."
-            )
-        raise DataError(
-            f"observed site {site.name!r}: plate scale {scale:.6g} times {nearest} examples gives "
-            f"{scale * nearest:.6g}, not num_data={num_data}. Both are the number of examples in the whole "
-            "data set, not of batches: correct the size of the plate, or num_data, which fit takes from loader.dataset."
-        )

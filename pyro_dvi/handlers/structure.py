@@ -15,13 +15,12 @@ from torch import Tensor
 
 from pyro_dvi.autograd_graph import enters, graph_of
 from pyro_dvi.bayesian.placement import tensors_of
-from pyro_dvi.curvature.base import sum_of
 from pyro_dvi.errors import GuideError, ModelError
 from pyro_dvi.handlers.distributions import strip_event_dims
 from pyro_dvi.handlers.equal_units import Starts, equal_units
 from pyro_dvi.handlers.latents import GaussianSite, Latent, unconstraining_transform, vector_elements
 from pyro_dvi.handlers.means import MeanRun, run_at_means
-from pyro_dvi.handlers.observed import checked_log_likelihood, observed_sites
+from pyro_dvi.handlers.observed import observed_sites
 from pyro_dvi.undisturbed import undisturbed
 
 __all__ = ["Structure", "reached_by", "refuse_dependent", "structure_of"]
@@ -87,8 +86,8 @@ def structure_of(model: Callable, guide: Callable, args: tuple, kwargs: dict) ->
 
 
 def _look(run: MeanRun, guide: Callable) -> Structure:
-    sites, factors = observed_sites(run.model_trace)
-    log_likelihood = sum_of([checked_log_likelihood(site) for site in (*sites, *factors)])
+    observed = observed_sites(run.model_trace)
+    log_likelihood = observed.log_likelihood()
     if is_validation_enabled():
         _check_shapes(prune_subsample_sites(run.model_trace))
     refuse_dependent(run.gaussians)
@@ -111,9 +110,9 @@ def _look(run: MeanRun, guide: Callable) -> Structure:
             old = sampled.get(parent.source.name, False)
             both = elements if old is False else torch.as_tensor(old) | torch.as_tensor(elements)
             sampled[parent.source.name] = both
-    graph = graph_of(t for site in (*sites, *factors) for t in _tensors(site.fn))
+    graph = graph_of(t for site in observed.terms for t in _tensors(site.fn))
     names = frozenset(type(node).__name__ for node in graph if not _keeps_probabilities(node))
-    shapes = {site.name: site.fn.batch_shape + site.fn.event_shape for site in sites}
+    shapes = {site.name: site.fn.batch_shape + site.fn.event_shape for site in observed.sites}
     reached = reached_by(log_likelihood, {g.name: g.value for g in run.gaussians})
     return Structure(sampled, names, shapes, reached, equal_units(run.latents, log_likelihood))
 

@@ -18,7 +18,8 @@ from torch.optim import Optimizer
 
 from pyro_dvi.curvature import ObservedSite
 from pyro_dvi.errors import DeviceError, NonFiniteError, UnsupportedError
-from pyro_dvi.handlers.observed import check_num_data, observation
+from pyro_dvi.handlers.minibatch import check_num_data
+from pyro_dvi.handlers.observed import observation
 from pyro_dvi.optim import SCALE_PATTERN, parameter_names
 from pyro_dvi.sites import is_data
 from pyro_dvi.training.random_state import preserve_random_state
