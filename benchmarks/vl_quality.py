@@ -35,7 +35,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tqdm import tqdm
 
 from pyro_dvi.bayesian import classifier, fan_in, init_to_module, to_bayesian_
-from pyro_dvi.curvature import GGN, Fisher, MinibatchGradient
+from pyro_dvi.curvature import Fisher, GGNDiagonal, MinibatchGradient
 from pyro_dvi.elbos import TaylorELBO
 from pyro_dvi.guides import MeanFieldGuide, PerSite, SGDStepSize
 from pyro_dvi.metrics import accuracy, expected_calibration_error
@@ -110,7 +110,7 @@ _CURVATURES: dict[str, Any] = {
     "VL, SGD variance, minibatch gradient": MinibatchGradient,
     "VL, every 8th step": lambda: Fisher(every=8),
     "VL, quarter of the batch in every 4th step": lambda: Fisher(every=4, fraction=0.25),
-    "VL, exact GGN": GGN,
+    "VL, exact GGN": GGNDiagonal,
 }
 VARIANTS = (
     "VL, every 8th step",

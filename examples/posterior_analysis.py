@@ -114,7 +114,7 @@ save("prior_check")
 # around the mode. The KL weight is 1 throughout, which is Bayes' rule.
 
 METHODS = {
-    "Variational Laplace": (dvi.MeanFieldGuide, dvi.TaylorELBO(curvature=dvi.curvature.GGN())),
+    "Variational Laplace": (dvi.MeanFieldGuide, dvi.TaylorELBO(curvature=dvi.curvature.GGNDiagonal())),
     "MNVI": (dvi.MultiplicativeNoiseGuide, dvi.MomentPropagationELBO()),
     "VOGN": (dvi.NaturalGradientGuide, dvi.NaturalGradientELBO()),
     "Laplace": (dvi.LaplaceGuide, Trace_ELBO()),

@@ -2,7 +2,7 @@
 """Curvatures of the log-likelihood: torch only, nothing of Pyro."""
 
 from pyro_dvi.curvature.base import Curvature
-from pyro_dvi.curvature.example_squares import GGN, EmpiricalFisher
+from pyro_dvi.curvature.example_squares import EmpiricalFisher, GGNDiagonal
 from pyro_dvi.curvature.fisher import Fisher, MinibatchGradient
 from pyro_dvi.curvature.hessian import HessianDiagonal
 from pyro_dvi.curvature.likelihood import Linearisation, ObservedSite
@@ -11,7 +11,7 @@ __all__ = [
     "Curvature",
     "EmpiricalFisher",
     "Fisher",
-    "GGN",
+    "GGNDiagonal",
     "HessianDiagonal",
     "Linearisation",
     "MinibatchGradient",

@@ -12,10 +12,10 @@ from pyro_dvi.curvature.likelihood import Linearisation
 from pyro_dvi.curvature.per_example.uses import Use, WeightUses, at_least_single
 from pyro_dvi.curvature.squared_gradients import pass_per_example
 
-__all__ = ["GGN", "EmpiricalFisher", "summed_squared_gradients"]
+__all__ = ["GGNDiagonal", "EmpiricalFisher", "summed_squared_gradients"]
 
 
-class GGN(Curvature):
+class GGNDiagonal(Curvature):
     r"""Expected Fisher information in closed form: the diagonal without sampled labels.
 
     .. math::
@@ -31,15 +31,15 @@ class GGN(Curvature):
     Source: Unlu & Aitchison (2021), Eqs. 25-30, there with labels drawn; Martens (2020) for the equivalence.
 
     Example:
-        >>> GGN()
-        GGN()
+        >>> GGNDiagonal()
+        GGNDiagonal()
     """
 
     def recorder(self, used_values: Sequence[Tensor | None]) -> WeightUses:
         return WeightUses(used_values)
 
     def penalty(self, likelihood: Linearisation) -> Tensor:
-        likelihood.require_labels("GGN")
+        likelihood.require_labels("GGNDiagonal")
         total = [torch.zeros_like(u) for u in likelihood.values]
         for site in likelihood.sites:
             for f, w in of_site(expected_information(site.fn, site.name), site):
@@ -49,7 +49,7 @@ class GGN(Curvature):
         return half_sum(likelihood.scales, total)
 
     def __repr__(self) -> str:
-        return "GGN()"
+        return "GGNDiagonal()"
 
 
 class EmpiricalFisher(Curvature):

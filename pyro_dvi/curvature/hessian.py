@@ -111,7 +111,7 @@ class HessianDiagonal(Curvature):
                 if bad:
                     raise NonFiniteError(
                         f"site {name!r}: the average Hessian leaves {bad} of {new.numel()} weights without a finite "
-                        "variance. Use a positive curvature such as Fisher() or GGN(), a narrower prior, or "
+                        "variance. Use a positive curvature such as Fisher() or GGNDiagonal(), a narrower prior, or "
                         "HessianDiagonal(patience=None) to keep the clamp."
                     )
 

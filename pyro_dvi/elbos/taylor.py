@@ -103,7 +103,9 @@ class TaylorELBO(DeterministicELBO):
         num_particles: int = 1,
     ) -> None:
         if curvature is not None and not isinstance(curvature, Curvature):
-            raise TypeError(f"curvature must be an object such as Fisher() or GGN(), got {curvature!r}")
+            raise TypeError(
+                f"curvature must be an object such as Fisher() or GGNDiagonal(), got {curvature!r}"
+            )
         super().__init__(kl_weight=kl_weight, num_data=num_data, num_particles=num_particles)
         self.curvature = Fisher() if curvature is None else curvature
 

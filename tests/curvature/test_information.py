@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pyro_dvi.curvature import GGN, EmpiricalFisher, Linearisation, ObservedSite, information
+from pyro_dvi.curvature import EmpiricalFisher, GGNDiagonal, Linearisation, ObservedSite, information
 from pyro_dvi.curvature.information import expected_information, information_rule
 from pyro_dvi.errors import ModelError, UnsupportedError
 
@@ -265,7 +265,7 @@ def test_ggn_is_the_expected_empirical_fisher_over_labels(case):
     def penalty(v: Tensor) -> Tensor:
         fn = case.make(v, x)
         site = ObservedSite("y", fn, fn.sample(), scale=2.5, mask=keep)
-        return GGN().penalty(Linearisation(["u"], [v], [scale], [site]))
+        return GGNDiagonal().penalty(Linearisation(["u"], [v], [scale], [site]))
 
     part = Case(case.name, lambda v, x: case.make(v, x).mask(keep), case.labels)
     expected = 0.5 * 2.5 * (scale.square() * expected_squares(part, u.detach(), x)).sum()
@@ -281,7 +281,7 @@ def test_weights_per_example_scale_the_information():
     def penalty(scale: Tensor | float, rows: slice) -> Tensor:
         fn = dist.Bernoulli(logits=x[rows] @ u)
         site = ObservedSite("y", fn, fn.sample(), scale)
-        return GGN().penalty(Linearisation(["u"], [u], [torch.ones(4, dtype=torch.float64)], [site]))
+        return GGNDiagonal().penalty(Linearisation(["u"], [u], [torch.ones(4, dtype=torch.float64)], [site]))
 
     parts = [penalty(float(s), slice(k, k + 1)) for k, s in enumerate(scales)]
     torch.testing.assert_close(penalty(scales, slice(None)), torch.stack(parts).sum())
@@ -290,7 +290,9 @@ def test_weights_per_example_scale_the_information():
 def test_a_fixed_parameter_costs_nothing_and_gives_no_curvature():
     u = torch.zeros(1, dtype=torch.float64, requires_grad=True)
     fn = dist.Normal(torch.zeros(M, dtype=torch.float64), torch.ones(M, dtype=torch.float64))
-    penalty = GGN().penalty(Linearisation(["u"], [u], [torch.ones(1)], [ObservedSite("y", fn, fn.sample())]))
+    penalty = GGNDiagonal().penalty(
+        Linearisation(["u"], [u], [torch.ones(1)], [ObservedSite("y", fn, fn.sample())])
+    )
     assert penalty == 0
 
 
@@ -342,5 +344,5 @@ def test_factors_have_no_labels():
     factor = ObservedSite("penalty_term", dist.Unit(torch.zeros(1)), torch.zeros(1, 0))
     likelihood = Linearisation(["u"], [torch.zeros(1)], [torch.ones(1)], [site], factors=[factor])
     with pytest.raises(ModelError, match=r"pyro.factor site 'penalty_term'"):
-        GGN().penalty(likelihood)
-    assert repr(GGN()) == "GGN()" and repr(EmpiricalFisher()) == "EmpiricalFisher()"
+        GGNDiagonal().penalty(likelihood)
+    assert repr(GGNDiagonal()) == "GGNDiagonal()" and repr(EmpiricalFisher()) == "EmpiricalFisher()"

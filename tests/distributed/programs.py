@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 import pyro_dvi as dvi
-from pyro_dvi.curvature import GGN
+from pyro_dvi.curvature import GGNDiagonal
 from pyro_dvi.distributed import DataParallel, JointBatches, OwnDraws
 from pyro_dvi.errors import DataError, NonFiniteError, PyroDviError, UnsupportedError
 from pyro_dvi.guides import MeanFieldGuide, MultiplicativeNoiseGuide, NaturalGradientGuide
@@ -71,7 +71,7 @@ CASES = {
     "IVON": (NaturalGradientGuide, dvi.NaturalGradientELBO, lambda: IVON({"lr": 0.05})),
     "Taylor": (
         MeanFieldGuide,
-        lambda: dvi.TaylorELBO(curvature=GGN(), kl_weight=dvi.schedules.LinearWarmup(5)),
+        lambda: dvi.TaylorELBO(curvature=GGNDiagonal(), kl_weight=dvi.schedules.LinearWarmup(5)),
         lambda: pyro.optim.Adam(dvi.learning_rates(0.01)),
     ),
     "moments": (

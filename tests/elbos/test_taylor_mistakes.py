@@ -24,7 +24,14 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_dvi.bayesian import classifier, smooth_activations_, to_bayesian_
-from pyro_dvi.curvature import GGN, Curvature, EmpiricalFisher, Fisher, HessianDiagonal, MinibatchGradient
+from pyro_dvi.curvature import (
+    Curvature,
+    EmpiricalFisher,
+    Fisher,
+    GGNDiagonal,
+    HessianDiagonal,
+    MinibatchGradient,
+)
 from pyro_dvi.elbos import TaylorELBO
 from pyro_dvi.errors import (
     CheckpointError,
@@ -257,10 +264,10 @@ MISTAKES = [
     ),
     Mistake("only a factor", lambda: evaluate(factor_model), ModelError, r"pyro.factor site 'contrast'"),
     Mistake(
-        "factor under GGN",
-        lambda: evaluate(mixed_factor, curvature=GGN()),
+        "factor under GGNDiagonal",
+        lambda: evaluate(mixed_factor, curvature=GGNDiagonal()),
         ModelError,
-        r"pyro.factor site 'contrast'.*GGN",
+        r"pyro.factor site 'contrast'.*GGNDiagonal",
     ),
     # The guide
     Mistake(
@@ -404,11 +411,11 @@ MISTAKES = [
         "curvature as text",
         lambda: TaylorELBO(curvature="fisher"),
         TypeError,
-        r"Fisher\(\) or GGN\(\), got 'fisher'",
+        r"Fisher\(\) or GGNDiagonal\(\), got 'fisher'",
     ),  # type: ignore[arg-type]
     Mistake(
         "curvature class",
-        lambda: TaylorELBO(curvature=GGN),
+        lambda: TaylorELBO(curvature=GGNDiagonal),
         TypeError,
         r"must be an object such as Fisher\(\)",
     ),  # type: ignore[arg-type]
@@ -473,13 +480,13 @@ MISTAKES = [
     ),
     Mistake(
         "no closed form",
-        lambda: evaluate(likelihood(lambda f: dist.VonMises(f, 1.0)), curvature=GGN()),
+        lambda: evaluate(likelihood(lambda f: dist.VonMises(f, 1.0)), curvature=GGNDiagonal()),
         UnsupportedError,
         r"VonMises at site 'y'.*Fisher\(\)",
     ),
     Mistake(
         "learned degrees of freedom",
-        lambda: evaluate(learned_df, curvature=GGN()),
+        lambda: evaluate(learned_df, curvature=GGNDiagonal()),
         UnsupportedError,
         r"degrees of freedom.*Fisher\(\)",
     ),
@@ -645,12 +652,12 @@ class Halved(Curvature):
     """What a user would write."""
 
     def penalty(self, likelihood: Any) -> Tensor:
-        return 0.5 * GGN().penalty(likelihood)
+        return 0.5 * GGNDiagonal().penalty(likelihood)
 
 
 def test_a_users_own_curvature():
     guide = initialised()
-    mine, whole = TaylorELBO(curvature=Halved()), TaylorELBO(curvature=GGN())
+    mine, whole = TaylorELBO(curvature=Halved()), TaylorELBO(curvature=GGNDiagonal())
     mine.loss(regression, guide, X, Y)
     whole.loss(regression, guide, X, Y)
     torch.testing.assert_close(2 * mine.terms["penalty"], whole.terms["penalty"])

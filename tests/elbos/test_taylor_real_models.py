@@ -15,7 +15,14 @@ from pyro.infer.autoguide.initialization import init_to_median
 from torch import Tensor, nn
 
 import pyro_dvi as dvi
-from pyro_dvi.curvature import GGN, Curvature, EmpiricalFisher, Fisher, HessianDiagonal, MinibatchGradient
+from pyro_dvi.curvature import (
+    Curvature,
+    EmpiricalFisher,
+    Fisher,
+    GGNDiagonal,
+    HessianDiagonal,
+    MinibatchGradient,
+)
 from pyro_dvi.elbos import TaylorELBO
 from pyro_dvi.guides import MeanFieldGuide
 from tests.models import residual_network
@@ -112,7 +119,7 @@ def plain_weights(model: Classifier) -> dict[str, Tensor]:
 
 CURVATURES: list[Curvature] = [
     Fisher(),
-    GGN(),
+    GGNDiagonal(),
     EmpiricalFisher(),
     MinibatchGradient(),
     HessianDiagonal(num_probes=2),
@@ -267,7 +274,7 @@ def test_dropout_is_drawn_once_per_step_and_kept_by_the_penalty():
     model = Classifier(net, num_data=4)
     x, y = torch.randn(4, 3), torch.arange(4)
     guide = MeanFieldGuide(model)
-    elbo = TaylorELBO(curvature=GGN())
+    elbo = TaylorELBO(curvature=GGNDiagonal())
     elbo.loss(model, guide, x, y)
     values = {elbo.loss(model, guide, x, y) for _ in range(3)}
     assert len(values) == 3
@@ -291,7 +298,7 @@ def test_attention():
     dvi.to_bayesian_(net)
     model = Classifier(net, num_data=40)
     x, y = torch.randn(6, 5, 8), torch.arange(6)
-    for curvature in (Fisher(), GGN()):
+    for curvature in (Fisher(), GGNDiagonal()):
         pyro.clear_param_store()
         guide = MeanFieldGuide(model)
         loss = TaylorELBO(curvature=curvature).loss_and_grads(model, guide, x, y)

@@ -17,7 +17,7 @@ from pyro.infer import SVI
 from torch import Tensor, nn
 
 import pyro_dvi as dvi
-from pyro_dvi.curvature import GGN, EmpiricalFisher, HessianDiagonal, MinibatchGradient
+from pyro_dvi.curvature import EmpiricalFisher, GGNDiagonal, HessianDiagonal, MinibatchGradient
 from pyro_dvi.errors import DviWarning, UnsupportedError
 from pyro_dvi.natural_state import natural_state_of
 from pyro_dvi.optim import OGN
@@ -109,7 +109,7 @@ def one_hidden_layer(seed: int) -> None:
 def taylor_penalty(seed: int) -> None:
     """Loss and gradient of Variational Laplace are those of penalties by loops over examples and outputs."""
     case = Case(seed, smooth=True)
-    curvature = [GGN(), EmpiricalFisher(), MinibatchGradient()][seed % 3]
+    curvature = [GGNDiagonal(), EmpiricalFisher(), MinibatchGradient()][seed % 3]
     guide = dvi.MeanFieldGuide(case)
     guide.initialize(*case.data)
     elbo = dvi.TaylorELBO(curvature=curvature, kl_weight=0.0)
@@ -118,7 +118,7 @@ def taylor_penalty(seed: int) -> None:
     variance = math.exp(-6)
     f = case.outputs_at(values)
     log_prob = case.distribution(f).log_prob(case.y)
-    if isinstance(curvature, GGN):
+    if isinstance(curvature, GGNDiagonal):
         jacobian = rows_of(f, values, create_graph=True)
         squares = torch.einsum("bkd,bkl,bld->", jacobian, case.information(f), jacobian)
     elif isinstance(curvature, EmpiricalFisher):

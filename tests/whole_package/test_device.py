@@ -82,7 +82,7 @@ METHODS: dict[str, Callable[[Any], SVI]] = {
     "Taylor, empirical Fisher": taylor(curvature.EmpiricalFisher()),
     "Taylor, Fisher": taylor(curvature.Fisher()),
     "Taylor, Fisher of a fraction": taylor(curvature.Fisher(fraction=0.5)),
-    "Taylor, Gauss-Newton": taylor(curvature.GGN()),
+    "Taylor, Gauss-Newton": taylor(curvature.GGNDiagonal()),
     "Taylor, Hessian": taylor(curvature.HessianDiagonal()),
     "Taylor, minibatch gradient": taylor(curvature.MinibatchGradient()),
     "multiplicative noise": moments(dvi.MultiplicativeNoiseGuide),
