@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every objective of the library does: count steps, keep its terms, go on after a resume, and train by either interface."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pyro
+import pytest
+import torch
+from pyro.infer import SVI
+from torch import Tensor
+
+from pyro_dvi.curvature import Fisher
+from pyro_dvi.elbos import TaylorELBO
+from pyro_dvi.guides import MeanFieldGuide
+from tests.elbos.networks import Classifier, images, small_net
+
+
+def test_torch_optimizers_take_the_same_steps_as_svi():
+    """`elbo(model, guide)` with torch.optim.Adam, against SVI with Pyro's Adam, from the same start."""
+    x, y = images(size=8, pixels=8)
+
+    def start() -> tuple[Classifier, MeanFieldGuide, TaylorELBO]:
+        pyro.clear_param_store()
+        model = small_net()
+        guide = MeanFieldGuide(model)
+        guide.initialize(x, y)
+        return model, guide, TaylorELBO(curvature=Fisher(generator=torch.Generator().manual_seed(1)))
+
+    model, guide, elbo = start()
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), loss=elbo)
+    by_svi = [svi.step(x, y) for _ in range(5)]
+    weights = guide.median()
+
+    with pyro.settings.context(module_local_params=True):
+        model, guide, elbo = start()
+        module = elbo(model, guide)
+        parameters = [p for p in module.parameters() if p.requires_grad]
+        optimizer = torch.optim.Adam(parameters, lr=0.01)
+        by_torch = []
+        for _ in range(5):
+            optimizer.zero_grad()
+            loss = module(x, y)
+            loss.backward()
+            optimizer.step()
+            by_torch.append(loss.item())
+        assert by_torch == pytest.approx(by_svi, rel=1e-5)
+        torch.testing.assert_close(guide.median(), weights, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("evaluate", ["svi", "no_grad", "loss"])
+def test_evaluation_counts_no_step_and_leaves_no_gradient(evaluate):
+    x, y = images(pixels=8)
+    model = small_net()
+    guide = MeanFieldGuide(model)
+    elbo = TaylorELBO(kl_weight=lambda step: 0.1 * (step + 1), curvature=Fisher(every=2))
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), loss=elbo)
+    svi.step(x, y)
+    assert elbo.step == 1 and elbo.terms["kl_weight"] == pytest.approx(0.1) and elbo.terms["penalty"] > 0
+    calls: dict[str, Callable[[], Any]] = {
+        "svi": lambda: svi.evaluate_loss(x, y),
+        "loss": lambda: elbo.loss(model, guide, x, y),
+        "no_grad": lambda: no_grad(elbo.differentiable_loss, model, guide, x, y).item(),
+    }
+    for _ in range(2):
+        assert calls[evaluate]() > 0
+    assert elbo.step == 1
+    assert elbo.terms["penalty"] > 0, (
+        "an evaluation sees the whole penalty, even between the steps that compute it"
+    )
+    assert all(p.grad is None or not p.grad.any() for p in guide.parameters())
+    svi.step(x, y)
+    assert elbo.step == 2 and elbo.terms["kl_weight"] == pytest.approx(0.2) and elbo.terms["penalty"] == 0
+
+
+def no_grad(function: Callable, *args: Any) -> Tensor:
+    with torch.no_grad():
+        return function(*args)
+
+
+def test_terms_add_up():
+    x, y = images(pixels=8)
+    model = small_net()
+    elbo = TaylorELBO(kl_weight=0.3)
+    loss = elbo.loss(model, MeanFieldGuide(model), x, y)
+    t = elbo.terms
+    assert set(t) == {"loss", "log_likelihood", "penalty", "kl", "kl_weight"}
+    assert all(v.shape == () and not v.requires_grad for v in t.values())
+    assert loss == pytest.approx((t["penalty"] - t["log_likelihood"] + 0.3 * t["kl"]).item(), rel=1e-5)
+
+
+def test_a_resumed_elbo_continues_its_schedule_and_label_draws():
+    x, y = images(pixels=8)
+    model = small_net()
+    guide = MeanFieldGuide(model)
+
+    def make() -> TaylorELBO:
+        curvature = Fisher(generator=torch.Generator().manual_seed(4))
+        return TaylorELBO(kl_weight=lambda step: 0.1 * (step + 1), curvature=curvature)
+
+    elbo = make()
+    for _ in range(3):
+        elbo.loss_and_grads(model, guide, x, y)
+    resumed = make()
+    resumed.load_state_dict(elbo.state_dict())
+    expected = elbo.loss_and_grads(model, guide, x, y)
+    model.net[1].reset_running_stats()
+    assert resumed.loss_and_grads(model, guide, x, y) == pytest.approx(expected)
+    assert resumed.step == elbo.step == 4
