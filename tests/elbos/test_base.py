@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every objective of the library does: count steps, keep its terms, go on after a resume, and train by either interface."""
+"""What every objective of the library does: count steps, keep its terms, resume, and train by either interface."""
 
 from collections.abc import Callable
 from typing import Any
