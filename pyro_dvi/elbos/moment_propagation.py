@@ -21,7 +21,7 @@ from pyro_dvi.handlers.moment_run import run_with_moments
 from pyro_dvi.handlers.structure import reached_by, structure_of
 from pyro_dvi.handlers.uncertain import at_mean, refuse_moments
 from pyro_dvi.moments import variance_floor
-from pyro_dvi.moments.repeated_uses import warned_of_repeated_uses
+from pyro_dvi.moments.weight_uses import warned_of_repeated_uses
 
 __all__ = ["MomentPropagationELBO"]
 

@@ -23,7 +23,8 @@ __all__ = ["Composed", "Entry", "Kind", "Observer", "broadcast", "observed_by"]
 class Observer(Protocol):
     """Sees every function of moments with its result, and returns what shall be the result.
 
-    One with an attribute ``outermost`` that is true does not see functions that the rule of another one calls.
+    One with an attribute ``outermost`` that is true does not see functions that the rule of another one calls. One
+    with a method ``entering`` is told when a rule is about to be called, so that it knows which lie inside of others.
     """
 
     def __call__(self, func: Callable, args: tuple, kwargs: dict[str, Any], result: Any) -> Any:
@@ -109,6 +110,9 @@ class Entry:
 
 
 def _observed(rule: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    for observer in _LOCAL.observers:
+        if hasattr(observer, "entering"):
+            observer.entering()
     inner = tuple(o for o in _LOCAL.observers if not getattr(o, "outermost", False))
     with _observers(inner):
         return rule(*args, **kwargs)

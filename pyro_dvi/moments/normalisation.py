@@ -230,21 +230,11 @@ def _standardised(
 
 
 def _affine(mean: Tensor, variance: Tensor | None, weight: Any, bias: Any) -> GaussianMoments:
-    """Multiply by an independent weight and add a bias: elementwise, exact."""
-    loc = mean if weight is None else mean * loc_of(weight)
-    loc = loc if bias is None else loc + loc_of(bias)
-    parts = []
-    if variance is not None:
-        parts.append(variance if weight is None else variance * loc_of(weight).square())
-    if isinstance(weight, GaussianMoments):
-        second = mean.square() if variance is None else torch.addcmul(variance, mean, mean)
-        parts.append(second * weight.variance)
-    if isinstance(bias, GaussianMoments):
-        parts.append(bias.variance)
-    return GaussianMoments(loc, sum(parts[1:], parts[0]))
+    """Multiply by an independent weight and add a bias, exactly."""
+    y: Any = mean if variance is None else GaussianMoments(mean, variance)
+    y = y if weight is None else y * weight
+    return y if bias is None else y + bias
 
 
 def _reshaped(x: Any, shape: tuple[int, ...]) -> Any:
-    if isinstance(x, GaussianMoments):
-        return GaussianMoments(x.loc.reshape(shape), x.variance.reshape(shape))
     return None if x is None else x.reshape(shape)

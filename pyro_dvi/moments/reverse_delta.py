@@ -79,6 +79,10 @@ class ReverseDeltaRecorder:
 
     # While the model runs ------------------------------------------------------------------------------------
 
+    def entering(self) -> None:
+        """Note that a rule is about to be called."""
+        self._weights.entering()
+
     def __call__(self, func: Callable, args: tuple, kwargs: dict[str, Any], result: Any) -> Any:
         """Hold variances constant, and note the uses of weights."""
         found = self._weights.found(func, args, kwargs, result)

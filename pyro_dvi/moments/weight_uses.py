@@ -1,15 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which functions use the latent weights, as seen while a model runs with moments."""
+"""Which functions use the latent weights, as seen while a model runs with moments.
 
+A result may depend on weights by two ways: a network applied twice, tied layers. Moments drop the covariance of both.
+"""
+
+import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pyro_dvi.errors import DviWarning
+from pyro_dvi.moments.dispatch import observed_by
 from pyro_dvi.moments.value import GaussianMoments
 
-__all__ = ["WeightUses", "leaves_of", "parts_of"]
+__all__ = ["WeightUses", "leaves_of", "parts_of", "warned_of_repeated_uses"]
 
 # What gives the elements of a weight another place, each once: the result is the weight again.
 _MOVES = frozenset(
@@ -26,10 +34,7 @@ class WeightUses:
 
     Attributes:
         used: identities of weights that a function has used.
-        composite: functions whose rule calls others, which are seen one by one.
     """
-
-    composite = frozenset(["multi_head_attention_forward"])
 
     def __init__(self, weights: Mapping[str, GaussianMoments]) -> None:
         self.weights = weights
@@ -38,16 +43,27 @@ class WeightUses:
         self._moved: list[tuple[GaussianMoments, str]] = []  # kept, so that their identities stay taken
         self._parts: dict[int, list[int]] = {}  # identities of what was moved, by the weight's
         self._taken: dict[int, Tensor] = {}  # elements of a weight that indices have taken
+        self._inside: list[
+            set[int]
+        ] = []  # of each rule that is at work, the weights that functions it calls use
+
+    def entering(self) -> None:
+        """Note that a rule is about to be called."""
+        self._inside.append(set())
 
     def found(
         self, func: Callable, args: tuple, kwargs: dict[str, Any], result: Any
     ) -> list[tuple[int, str]]:
-        """Return identities and names of the weights that a call uses; none if it only moves their elements."""
-        names = self.names()
+        """Return identities and names of the weights that a call uses.
+
+        None if it only moves their elements, or if functions that its rule called used them, which were seen before.
+        """
+        names, inside = self.names(), self._inside.pop()
         found = [(id(a), names[id(a)]) for a in leaves_of(args, kwargs) if id(a) in names]
+        if self._inside:
+            self._inside[-1].update(key for key, _ in found)
+        found = [(key, name) for key, name in found if key not in inside]
         name = getattr(func, "__name__", "").strip("_")
-        if name in self.composite:
-            return [(key, name) for key, name in found if key not in self.used]
         if len(found) == 1 and self._moves(name, args, found[0][0]):
             self.used.add(found[0][0])
             for part in parts_of(result):
@@ -96,3 +112,57 @@ def leaves_of(args: tuple, kwargs: dict[str, Any]) -> Iterator[Any]:
             yield from argument
         else:
             yield argument
+
+
+@contextmanager
+def warned_of_repeated_uses(weights: Mapping[str, GaussianMoments]) -> Iterator[None]:
+    """Warn at the end of the context if uses of one weight met, naming the weights.
+
+    Two uses that never meet in one function (a net that sees two data sets, each with its own likelihood) are fine, and
+    all that happens within the rule of one function (the steps of :class:`torch.nn.LSTM`) is one use.
+
+    Args:
+        weights: latent weights by name; may be filled while the model runs.
+    """
+    uses = _Uses(weights)
+    with observed_by(uses):
+        yield
+    if uses.repeated:
+        warnings.warn(
+            f"the result depends on {', '.join(map(repr, uses.repeated))} by two ways (a network applied twice, tied "
+            "layers). GaussianMoments drop the covariance of the two: variances come out too wide in "
+            "differences f(a) - f(b), too narrow in sums. compare_with_sampling says how much; where it matters, use "
+            "a weight once ((a - b) @ w), or train with TaylorELBO and predict with Samples(n).",
+            DviWarning,
+            stacklevel=3,
+        )
+
+
+class _Uses(WeightUses):
+    """Observe which uses of weights each result depends on."""
+
+    outermost = True
+
+    def __init__(self, weights: Mapping[str, GaussianMoments]) -> None:
+        super().__init__(weights)
+        self.repeated: dict[str, None] = {}  # in the order in which they were found
+        self._number = count()
+        self._behind: dict[int, tuple[Tensor, dict[int, int]]] = {}  # by the tensor of means, kept alive
+
+    def __call__(self, func: Callable, args: tuple, kwargs: dict[str, Any], result: Any) -> Any:
+        uses: dict[int, int] = {}
+        found = self.found(func, args, kwargs, result)
+        number = next(self._number)
+        before = [self._behind[id(a._loc)][1] for a in leaves_of(args, kwargs) if self._is_known(a)]
+        here = {part: number for key, _ in found for part in (key, *self._parts.get(key, ()))}
+        for origin in (*before, here):
+            for key, use in origin.items():
+                if uses.setdefault(key, use) != use:
+                    self.repeated[self.names()[key]] = None
+        self.used.update(key for key, _ in found)
+        for part in parts_of(result):
+            self._behind[id(part._loc)] = part._loc, uses
+        return result
+
+    def _is_known(self, argument: Any) -> bool:
+        return isinstance(argument, GaussianMoments) and id(argument._loc) in self._behind

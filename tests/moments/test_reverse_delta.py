@@ -358,11 +358,6 @@ MISTAKES = {
         "no dimension counts",
     ),
     "input changed in place": (changed_in_place, ((5, 4),), "changed in place"),
-    "batch norm in training": (
-        lambda x, w: F.batch_norm(x, None, None, w, training=True),
-        ((4,),),
-        "no dimension counts",
-    ),
 }
 
 

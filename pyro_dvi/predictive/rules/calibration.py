@@ -165,6 +165,9 @@ class _Uses:
     def start(self, weights: Mapping[str, GaussianMoments]) -> None:
         self.tracker, self.count = WeightUses(weights), 0
 
+    def entering(self) -> None:
+        self.tracker.entering()
+
     def __call__(self, func: Callable, args: tuple, kwargs: dict[str, Any], result: Any) -> Any:
         found = self.tracker.found(func, args, kwargs, result)
         outputs = list(parts_of(result))

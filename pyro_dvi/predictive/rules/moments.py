@@ -20,7 +20,7 @@ from pyro_dvi.handlers.structure import refuse_dependent
 from pyro_dvi.handlers.uncertain import predictive_of, uncertain_likelihoods
 from pyro_dvi.laplace import LaplaceGuide
 from pyro_dvi.links import ClassLink, MomentMatched, NoiseLink, SobolSoftmax, predictive_distribution
-from pyro_dvi.moments.repeated_uses import warned_of_repeated_uses
+from pyro_dvi.moments.weight_uses import warned_of_repeated_uses
 from pyro_dvi.predictive.engine.run import Respond, Response
 from pyro_dvi.predictive.rules.propagation import Independent, Propagation
 from pyro_dvi.predictive.rules.rule import PredictionRule, arguments, check_is_set_up, latents, seed_all
