@@ -10,9 +10,9 @@ from torch import Tensor
 
 from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.moments.arithmetic import plus, times
-from pyro_dvi.moments.bilinear import bilinear_moments, with_bias
+from pyro_dvi.moments.bilinear import MultiplicativeMoments, bilinear_moments, with_bias
 from pyro_dvi.moments.rules import moment_rule
-from pyro_dvi.moments.value import GaussianMoments, MultiplicativeMoments, loc_of, second_moment_of
+from pyro_dvi.moments.value import GaussianMoments, loc_of, second_moment_of
 
 __all__ = ["add_product", "bilinear_form", "dot", "linear", "matmul", "outer", "tensordot"]
 

@@ -26,11 +26,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyro_dvi.errors import UnsupportedError
+from pyro_dvi.moments.bilinear import MultiplicativeMoments
 from pyro_dvi.moments.rules import moment_rule
 from pyro_dvi.moments.softmax import probabilities
 from pyro_dvi.moments.value import (
     GaussianMoments,
-    MultiplicativeMoments,
     loc_of,
     second_moment_of,
     variance_of,

@@ -13,9 +13,9 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from pyro_dvi.moments.bilinear import bilinear_moments
+from pyro_dvi.moments.bilinear import MultiplicativeMoments, bilinear_moments
 from pyro_dvi.moments.rules import moment_rule
-from pyro_dvi.moments.value import GaussianMoments, MultiplicativeMoments, loc_of
+from pyro_dvi.moments.value import GaussianMoments, loc_of
 
 __all__: list[str] = []
 

@@ -1,24 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions that move elements: what they do to the mean they do to the variance.
+"""Functions that move, join, read and write elements: what they do to the mean they do to the variance.
 
 Status: exact, all of them. Mean and variance cannot be written through these views as through those of tensors: a
 change in place makes the other views unusable (:meth:`~pyro_dvi.moments.GaussianMoments.alias`), which raises an error
 instead of giving old values. Only ``x[index]`` writes through.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.moments.rules import Kind, functions_of, moment_rule
-from pyro_dvi.moments.value import GaussianMoments, loc_of
+from pyro_dvi.moments.value import GaussianMoments, loc_of, variance_of
 
-__all__ = ["fold", "masked_fill", "view"]
+__all__ = ["copy_", "fill_", "getitem", "pad", "setitem", "view", "zero_"]
 
 _VIEWS = [
     *functions_of(
@@ -44,8 +43,8 @@ _COPIES = [
     *functions_of(torch.Tensor, "repeat tile flip"),
 ]
 
-# Elements besides those that move are zero, so a link to the Gaussian behind them is lost.
-_ZEROING: tuple[Callable, ...] = (torch.tril, torch.triu, torch.diag, torch.diag_embed, F.unfold)
+# Elements besides those that move are zero, or elements are added, so a link to the Gaussian behind them is lost.
+_OTHERS: tuple[Callable, ...] = (torch.tril, torch.triu, torch.diag, torch.diag_embed, F.unfold, F.fold)
 
 
 def _certain(name: str, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -87,7 +86,7 @@ for _function in _VIEWS:
     moment_rule(_function, kind=Kind.REARRANGEMENT)(_moving(_function, view=True))
 for _function in _COPIES:
     moment_rule(_function, kind=Kind.REARRANGEMENT)(_moving(_function, view=False))
-for _function in _ZEROING:
+for _function in _OTHERS:
     moment_rule(_function)(_moving(_function, view=False))
 for _function in _PARTS:
     moment_rule(_function, kind=Kind.REARRANGEMENT)(_parting(_function))
@@ -126,15 +125,6 @@ def broadcast_tensors(*tensors: Any) -> list[Any]:
     return [torch.broadcast_to(t, shape) for t in tensors]
 
 
-@moment_rule(F.fold)
-def fold(input: GaussianMoments, *args: Any, **kwargs: Any) -> GaussianMoments:
-    """Moments of ``fold``, which adds what overlaps.
-
-    Status: exact for independent elements.
-    """
-    return _moving(F.fold, view=False)(input, *args, **kwargs)
-
-
 @moment_rule(F.pad)
 def pad(
     input: GaussianMoments, pad: Any, mode: str = "constant", value: float | None = None
@@ -144,27 +134,88 @@ def pad(
     return GaussianMoments(extend(input.loc, value=value), extend(input.variance))
 
 
-@moment_rule(torch.masked_fill, kind=Kind.AFFINE)
-def masked_fill(input: Any, mask: Tensor, value: Any) -> GaussianMoments:
-    """GaussianMoments where the mask is False, and a certain value where it is True."""
-    _certain("masked_fill", (mask, value), {})
-    return GaussianMoments(input.loc.masked_fill(mask, value), input.variance.masked_fill(mask, 0))
+# Joining ------------------------------------------------------------------------------------------------------
+
+_JOINING = functions_of(torch, "cat concat concatenate stack hstack vstack dstack column_stack row_stack")
 
 
-@moment_rule(torch.where, kind=Kind.AFFINE)
-def where(condition: Any, input: Any = None, other: Any = None) -> GaussianMoments:
-    """GaussianMoments chosen element by element by a certain condition."""
-    if isinstance(condition, GaussianMoments) or input is None or other is None:
-        raise UnsupportedError("torch.where takes a condition that is certain, and two things to choose from")
-    loc = torch.where(condition, loc_of(input), loc_of(other))
-    zero = loc.new_zeros(())
-    first, second = (
-        x.variance.to(loc.dtype) if isinstance(x, GaussianMoments) else zero for x in (input, other)
+def _joining(function: Callable) -> Callable:
+    def join(tensors: Sequence[Any], *args: Any, **kwargs: Any) -> GaussianMoments:
+        variances = [t.variance if isinstance(t, GaussianMoments) else torch.zeros_like(t) for t in tensors]
+        loc = function([loc_of(t) for t in tensors], *args, **kwargs)
+        return GaussianMoments(loc, function(variances, *args, **kwargs))
+
+    join.__doc__ = (
+        f"Moments of ``{function.__name__}`` of moments and tensors; what is certain has variance zero."
     )
-    return GaussianMoments(loc, torch.where(condition, first, second))
+    return join
 
 
-@moment_rule(torch.Tensor.where, kind=Kind.AFFINE)
-def where_method(input: Any, condition: Any, other: Any) -> GaussianMoments:
-    """Moments of ``x.where(condition, other)``, whose arguments come in another order."""
-    return where(condition, input, other)
+for _function in _JOINING:
+    moment_rule(_function)(_joining(_function))
+
+
+# Reading and writing by index ---------------------------------------------------------------------------------
+
+
+@moment_rule(torch.Tensor.__getitem__, kind=Kind.REARRANGEMENT)
+def getitem(input: Any, index: Any) -> GaussianMoments:
+    """Moments of ``x[index]``; a view where tensors give one (integers, slices, None, Ellipsis).
+
+    Status: exact.
+    """
+    _check(index)
+    part = GaussianMoments(input.loc[index], input.variance[index])
+    return part.alias(input, index) if _is_basic(index) else part
+
+
+@moment_rule(torch.Tensor.__setitem__)
+def setitem(input: Any, index: Any, value: Any) -> None:
+    """Write moments or numbers into moments. Views taken before cannot be used any more.
+
+    Status: exact.
+    """
+    _check(index)
+    if not isinstance(input, GaussianMoments):
+        raise UnsupportedError(
+            "moments are written into a tensor, which has no variance (x[index] = moments). Join the parts by "
+            "torch.stack or torch.cat instead"
+        )
+    spread = variance_of(value)
+    loc, variance = input.loc.clone(), input.variance.clone()
+    loc[index] = loc_of(value)
+    variance[index] = 0 if spread is None else spread
+    input.become(GaussianMoments(loc, variance))
+
+
+@moment_rule(torch.Tensor.copy_)
+def copy_(input: Any, src: Any, non_blocking: bool = False) -> Any:
+    """Overwrite moments by moments or certain numbers.
+
+    Status: exact.
+    """
+    setitem(input, ..., src)
+    return input
+
+
+@moment_rule(torch.Tensor.fill_, torch.fill_)
+def fill_(input: Any, value: Any) -> Any:
+    """Overwrite moments by a certain number."""
+    return copy_(input, value)
+
+
+@moment_rule(torch.Tensor.zero_, torch.zero_)
+def zero_(input: Any) -> Any:
+    """Overwrite moments by zero, for certain."""
+    return copy_(input, 0)
+
+
+def _check(index: Any) -> None:
+    for part in index if isinstance(index, tuple | list) else (index,):
+        if isinstance(part, GaussianMoments):
+            raise UnsupportedError("an index has to be certain: index by a tensor, such as x.loc.argmax()")
+
+
+def _is_basic(index: Any) -> bool:
+    parts = index if isinstance(index, tuple) else (index,)
+    return all(part is None or part is Ellipsis or type(part) in (int, slice) for part in parts)

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from pyro_dvi.errors import ArgumentError, UnsupportedError
-from pyro_dvi.moments.square import squared
 from pyro_dvi.moments.tensor_like import TensorLike, call
 
-__all__ = ["GaussianMoments", "Link", "MultiplicativeMoments", "loc_of", "second_moment_of", "variance_of"]
+__all__ = ["GaussianMoments", "Link", "loc_of", "second_moment_of", "variance_of"]
 
 
 @dataclass(frozen=True)
@@ -204,53 +203,6 @@ class GaussianMoments(TensorLike):
         if loc.dim() == 0:
             return f"GaussianMoments(loc={loc.item()}, variance={variance.item()})"
         return f"GaussianMoments(loc={loc}, variance={variance})"
-
-
-class MultiplicativeMoments(GaussianMoments):
-    r"""Gaussian weights whose noise multiplies them: :math:`\mathcal N(m, \alpha m^2)`.
-
-    Linear functions of certain or uncertain inputs then need one more product instead of two (see
-    :mod:`pyro_dvi.moments.bilinear`). Everything else uses the variance.
-
-    Args:
-        loc: m.
-        alpha: relative variance, broadcastable to ``loc``.
-
-    Source: Schmitt & Roth (2021), Eq. 5.
-    """
-
-    __slots__ = ("_alpha", "_squared")
-
-    def __init__(self, loc: Tensor, alpha: Tensor) -> None:
-        super().__init__(loc, loc)
-        self._alpha = alpha
-        self._squared: Tensor | None = None
-
-    @property
-    def alpha(self) -> Tensor:
-        """Relative variance."""
-        return self._alpha
-
-    @property
-    def squared_loc(self) -> Tensor:
-        """Squares of the means, computed once."""
-        if self._squared is None:
-            self._squared = squared(self.loc)
-        return self._squared
-
-    @property
-    def variance(self) -> Tensor:
-        """Variances."""
-        if self._squared is None or self._variance is self._loc:
-            self._variance = self.alpha * self.squared_loc
-        return self._variance
-
-    def become(self, other: GaussianMoments) -> GaussianMoments:
-        """Refuse to change weights."""
-        raise UnsupportedError(
-            "a weight is changed in place, which would change the model for its next use: write w = f(w) with the "
-            "function that returns a new tensor"
-        )
 
 
 def loc_of(x: Any) -> Any:

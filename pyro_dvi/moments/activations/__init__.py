@@ -4,23 +4,15 @@
 from pyro_dvi.moments.activations import (
     clipped,
     exponential,
-    gated,
-    halves,
     odd,
-    periodic,
     rectified,
     sigmoidal,
-    tangent,
 )
 
 __all__ = [
     "clipped",
     "exponential",
-    "gated",
-    "halves",
     "odd",
-    "periodic",
     "rectified",
     "sigmoidal",
-    "tangent",
 ]

@@ -1,8 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""The exponential, and the units that are exponential on the left: ELU, SELU, CELU.
+r"""Exponentials, sine and cosine in closed form, and the units that are exponential on the left: ELU, SELU, CELU.
 
-For :math:`x<0` these are :math:`a(e^{bx} - 1)`, else x. With :math:`x = \mu + \sigma z`, :math:`c = -\mu/\sigma` and
-:math:`S_j = \mathrm E[e^{jbx}; x < 0] = e^{jb\mu + (jb\sigma)^2/2}\,\Phi(c - jb\sigma)`,
+.. math::
+    \mathrm E[\sin x] = e^{-\sigma^2/2}\sin\mu, \qquad
+    \mathrm{Var}[\sin x] = \tfrac12(1 - e^{-\sigma^2})\bigl((1 - e^{-\sigma^2}) + 2e^{-\sigma^2}\cos^2\mu\bigr),
+
+and the same with sine and cosine exchanged: sums of what is not negative, so that no digits cancel.
+
+For :math:`x<0` the units are :math:`a(e^{bx} - 1)`, else x. With :math:`x = \mu + \sigma z`,
+:math:`c = -\mu/\sigma` and :math:`S_j = \mathrm E[e^{jbx}; x < 0] = e^{jb\mu + (jb\sigma)^2/2}\,\Phi(c - jb\sigma)`,
 
 .. math::
     \mathrm E[e^{jbx} z;\, x<0] = -\phi(c) + jb\sigma S_j, \qquad
@@ -25,7 +31,7 @@ from pyro_dvi.moments.activations.piecewise import Cut, truncated
 from pyro_dvi.moments.rules import Kind, moment_rule
 from pyro_dvi.moments.value import GaussianMoments
 
-__all__ = ["celu", "elu", "exp", "expm1", "selu"]
+__all__ = ["celu", "cos", "elu", "exp", "expm1", "selu", "sin"]
 
 _ROOT_HALF = math.sqrt(0.5)
 _SELU_ALPHA, _SELU_SCALE = 1.6732632423543772, 1.0507009873554805
@@ -55,6 +61,32 @@ def expm1(input: GaussianMoments) -> GaussianMoments:
     r"""Moments of :math:`e^x - 1`. Status: exact, as :func:`exp`."""
     exponent = torch.add(input.loc, input.variance, alpha=0.5)
     return GaussianMoments(torch.expm1(exponent), torch.exp(2 * exponent) * torch.expm1(input.variance))
+
+
+@moment_rule(torch.sin, kind=Kind.ELEMENTWISE)
+def sin(input: GaussianMoments) -> GaussianMoments:
+    """Moments of the sine.
+
+    Status: exact for Gaussian x.
+
+    Example:
+        >>> sin(GaussianMoments(torch.zeros(1), torch.ones(1))).variance
+        tensor([0.4323])
+    """
+    return _wave(torch.sin(input.loc), torch.cos(input.loc), input.variance)
+
+
+@moment_rule(torch.cos, kind=Kind.ELEMENTWISE)
+def cos(input: GaussianMoments) -> GaussianMoments:
+    """Moments of the cosine. Status: exact, as :func:`sin`."""
+    return _wave(torch.cos(input.loc), torch.sin(input.loc), input.variance)
+
+
+def _wave(value: Tensor, other: Tensor, variance: Tensor) -> GaussianMoments:
+    lost = -torch.expm1(-variance)
+    return GaussianMoments(
+        value * torch.exp(-0.5 * variance), 0.5 * lost * (lost + 2 * torch.exp(-variance) * other.square())
+    )
 
 
 @moment_rule(F.elu, kind=Kind.ELEMENTWISE)
