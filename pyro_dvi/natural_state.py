@@ -71,10 +71,14 @@ class NaturalState:
     noise_products: Tensor | None = None
     measured: Statistics = Statistics()
 
+    def measurements(self) -> list[str]:
+        """Name those that no optimizer has used."""
+        return [name for name in ("squares", "noise_products") if getattr(self, name) is not None]
+
     @property
     def is_fresh(self) -> bool:
         """Whether there are measurements that no optimizer has used."""
-        return self.squares is not None or self.noise_products is not None
+        return bool(self.measurements())
 
     def add_squares(self, squares: Tensor) -> None:
         """Add the share of one draw."""

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """An objective that several processes evaluate together."""
 
-import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import count, islice
 from typing import Any
 
 import torch
@@ -159,7 +159,7 @@ class DataParallel(ELBO):
         names = sorted({name for message in messages for name in message.leaves})
         return self._joint(loss, terms["loss"], names, model, guide, weights[td.get_rank(self.group)])
 
-    def check_number_of_batches(self, count: int) -> None:
+    def check_number_of_batches(self, number: int) -> None:
         """Compare the number of batches in a pass over the data with that of the other processes.
 
         Raises:
@@ -167,7 +167,7 @@ class DataParallel(ELBO):
         """
         if not several(self.group):
             return
-        counts = exchange(count, self.group)
+        counts = exchange(number, self.group)
         if len(set(counts)) > 1:
             raise DataError(
                 f"the processes have different numbers of batches: {counts}. Pass JointBatches(loader, elbo), which "
@@ -203,19 +203,16 @@ class DataParallel(ELBO):
             found = torch.autograd.grad(loss, leaves, allow_unused=True)
             gradients = [torch.zeros_like(p) if g is None else g for p, g in zip(leaves, found, strict=True)]
         states = [state for state in map(natural_state_of, leaves) if state is not None and state.is_fresh]
-        squares = [s for s in states if s.squares is not None]
-        products = [s for s in states if s.noise_products is not None]
+        measured = [(state, name) for state in states for name in state.measurements()]
         statistics = list(running_statistics(model))
-        tensors = [*gradients, *(s.squares for s in squares), *(s.noise_products for s in products)]
-        reduced = iter(weighted_sums([*tensors, *statistics], weight, self.group))
-        gradients = [next(reduced) for _ in gradients]
-        for state in squares:
-            state.squares = next(reduced)
-        for state in products:
-            state.noise_products = next(reduced)
+        tensors = [*gradients, *(getattr(state, name) for state, name in measured), *statistics]
+        sums = iter(weighted_sums(tensors, weight, self.group))
+        gradients = list(islice(sums, len(gradients)))
+        for (state, name), total in zip(measured, islice(sums, len(measured)), strict=True):
+            setattr(state, name, total)
         with torch.no_grad():
-            for statistic in statistics:
-                statistic.copy_(next(reduced))
+            for statistic, total in zip(statistics, sums, strict=True):
+                statistic.copy_(total)
         result: Tensor = _Joint.apply(loss.new_tensor(value), gradients, states, *leaves)
         return result
 
@@ -223,7 +220,7 @@ class DataParallel(ELBO):
         """Seeds of the guide's runs in this step."""
         assert self._seed is not None
         step, rank = self.elbo.step, td.get_rank(self.group)
-        for run in itertools.count():
+        for run in count():
             yield self.draws.seed(self._seed, step, run, rank)
 
     # The first step ---------------------------------------------------------------------------------------------

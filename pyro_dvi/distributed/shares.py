@@ -4,6 +4,7 @@
 import math
 from typing import Any
 
+import numpy as np
 import torch
 from pyro.poutine.messenger import Messenger
 
@@ -50,14 +51,16 @@ def weights_of(fractions: list[dict[str, float]], whole_data: bool) -> list[floa
             "processes cannot be put together: use pyro.plate('data', size=N, subsample_size=len(x)) with the "
             "number N of all examples. If every process has all of them, pass draws=OwnDraws()."
         )
-    by_site = []
-    for site in split:
-        total = math.fsum(other[site] for other in fractions)
-        by_site.append([other[site] / total for other in fractions])
-    for site, weights in zip(split, by_site, strict=True):
-        if any(abs(a - b) > 1e-9 for a, b in zip(weights, by_site[0], strict=True)):
+    first, *others = (_normalised([other[site] for other in fractions]) for site in split)
+    for site, weights in zip(split[1:], others, strict=True):
+        if not np.allclose(weights, first, rtol=0.0, atol=1e-9):
             raise UnsupportedError(
                 f"the observed sites {split[0]!r} and {site!r} are split among the processes in different proportions: "
                 "give each process the same share of all data"
             )
-    return by_site[0]
+    return first
+
+
+def _normalised(shares: list[float]) -> list[float]:
+    total = math.fsum(shares)
+    return [share / total for share in shares]

@@ -4,10 +4,10 @@
 import inspect
 import math
 from collections.abc import Iterable, Mapping
-from numbers import Integral, Real
+from numbers import Real
 from typing import Any
 
-from pyro_dvi.choice import check_positive
+from pyro_dvi.choice import check_count, check_positive
 from pyro_dvi.errors import ArgumentError
 
 __all__ = ["check_options", "refuse_unknown"]
@@ -26,23 +26,22 @@ def check_options(options: Mapping[str, Any]) -> None:
     Raises:
         ArgumentError: naming the first that is out of range.
     """
+    optional = ("clip_radius", "initial_curvature", "total_steps")
+    given = {name: value for name, value in options.items() if value is not None or name not in optional}
     for name in ("lr", "data_augmentation", "deterministic_lr", "clip_radius", "initial_curvature"):
-        value = options[name]
-        if value is not None or name not in ("clip_radius", "initial_curvature"):
-            check_positive(name, value)
+        if name in given:
+            check_positive(name, given[name])
+    for name, least in (("warmup_steps", 0), ("total_steps", 1)):
+        if name in given:
+            check_count(name, given[name], least)
     betas, damping = options["betas"], options["damping"]
-    warmup_steps, total_steps = options["warmup_steps"], options["total_steps"]
-    if not (isinstance(betas, tuple | list) and len(betas) == 2 and all(map(_is_decay_rate, betas))):
+    if not (isinstance(betas, tuple | list) and len(betas) == 2 and all(_is_in(0, b, 1) for b in betas)):
         raise ArgumentError(
             f"betas must be two numbers in [0, 1), the decay rates of momentum and curvature as in (0.9, 0.999), got "
             f"{betas!r}"
         )
-    if not (_is_finite(damping) and damping >= 0):
+    if not _is_in(0, damping, math.inf):
         raise ArgumentError(f"damping must be a finite number of at least 0, got {damping!r}")
-    if not (_is_whole(warmup_steps) and warmup_steps >= 0):
-        raise ArgumentError(f"warmup_steps must be a whole number of at least 0, got {warmup_steps!r}")
-    if total_steps is not None and not (_is_whole(total_steps) and total_steps >= 1):
-        raise ArgumentError(f"total_steps must be a whole number of at least 1, got {total_steps!r}")
 
 
 def refuse_unknown(optimizer: type, unknown: Iterable[str]) -> None:
@@ -68,13 +67,5 @@ def refuse_unknown(optimizer: type, unknown: Iterable[str]) -> None:
         )
 
 
-def _is_finite(value: Any) -> bool:
-    return isinstance(value, Real) and math.isfinite(value)
-
-
-def _is_decay_rate(value: Any) -> bool:
-    return isinstance(value, Real) and 0 <= float(value) < 1
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)
+def _is_in(least: float, value: Any, end: float) -> bool:
+    return isinstance(value, Real) and least <= float(value) < end

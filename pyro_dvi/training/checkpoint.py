@@ -30,6 +30,11 @@ from pyro_dvi.training.routes import Route, route_of
 
 __all__ = ["Checkpoint", "Contents", "fingerprint_of", "load", "save"]
 
+_WAYS_OUT = {
+    "the modules ": ": a model or guide is a module or a function as before, and modules= the same as for save.",
+    "kl_weight=": "; to go on with another weight, set elbo.kl_weight after load.",
+}
+
 
 def fingerprint_of(route: Route, args: Any, kwargs: Any, known: Any = None) -> Fingerprint | None:
     """Take the fingerprint of a model at the centre of its guide; no random numbers are used up."""
@@ -239,35 +244,23 @@ class Contents:
             GuideError: if Pyro's store holds parameters of another guide under the same names.
         """
         route = self.route
-        if saved["route"] != route.kind:
-            raise CheckpointError(
-                f"The checkpoint was saved from an {saved['route']}, but the target is an {route.kind}. Build the same "
-                "kind of object."
-            )
-        roles = set(saved["states"]), set(self.modules)
-        if roles[0] != roles[1]:
-            raise CheckpointError(
-                f"The checkpoint holds modules {sorted(roles[0])}, the objects given are {sorted(roles[1])}. A model "
-                "or guide must be a module or a function as it was, and modules= the same as for save."
-            )
-        # The scales of two guides may have the same names and shapes, but one stores their logarithm.
-        if saved["guide"] != type(route.guide).__name__:
-            raise CheckpointError(
-                f"The checkpoint does not fit the guide: it holds a {saved['guide']}, the target has a "
-                f"{type(route.guide).__name__}."
-            )
-        trained = [(saved["elbo"]["type"], _elbo_name(route.elbo))]
-        if route.steered is not None:  # None: to predict only
-            trained.append((saved["optimizer"]["type"], route.optimizer_name))
-        for before, now in trained:
+        weight, optimizer = saved["elbo"].get("kl_weight"), saved["optimizer"]["type"]
+        own_weight = _kl_weight(route.elbo)
+        pairs = {
+            "": (saved["route"], route.kind),
+            "the modules ": (sorted(saved["states"]), sorted(self.modules)),
+            # The scales of two guides may have the same names and shapes, but one stores their logarithm.
+            "the guide ": (saved["guide"], type(route.guide).__name__),
+            "the objective ": (saved["elbo"]["type"], _elbo_name(route.elbo)),
+            "kl_weight=": (weight, weight if own_weight is None or weight is None else own_weight),
+            "the optimizer ": (optimizer, route.optimizer_name if route.steered is not None else optimizer),
+        }
+        for what, (before, now) in pairs.items():
             if before != now:
-                raise CheckpointError(f"The checkpoint was trained with {before}, the target has {now}.")
-        weights = saved["elbo"].get("kl_weight"), _kl_weight(route.elbo)
-        if None not in weights and weights[0] != weights[1]:
-            raise CheckpointError(
-                f"The checkpoint was trained with kl_weight={weights[0]}, the target has {weights[1]}. Build it as it "
-                "was; to go on with another weight, set elbo.kl_weight after load."
-            )
+                raise CheckpointError(
+                    f"The checkpoint was trained with {what}{before}, the target has {now}. Build it as it was"
+                    f"{_WAYS_OUT.get(what, '.')}"
+                )
         check_parameters(route)
         if self.lr_schedule is not None and saved["lr_schedule"] is None:
             raise CheckpointError("The checkpoint holds no learning rate schedule; leave out lr_schedule.")

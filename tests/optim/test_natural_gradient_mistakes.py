@@ -74,7 +74,7 @@ def test_a_state_without_the_full_rate_can_be_loaded():
         ({"damping": float("nan")}, "damping must be a finite number"),
         ({"betas": 0.9}, r"betas must be two numbers.*got 0\.9"),
         ({"betas": (0.9,)}, "betas must be two numbers"),
-        ({"total_steps": 2.5}, r"total_steps must be a whole number.*2\.5"),
+        ({"total_steps": 2.5}, r"total_steps must be a positive whole number.*2\.5"),
         ({"warmup_steps": 2.5}, "warmup_steps must be a whole number"),
         ({"lr": "0.1"}, "lr must be a positive number"),
         ({"weight_decay": 0.1}, r"no option 'weight_decay'.*prior of the model plays its role.*betas"),

@@ -75,7 +75,7 @@ MISFITS = [
         "other guide",
         lambda: svi_of("MeanFieldGuide + TaylorELBO", elbo=Trace_ELBO()),
         {},
-        "does not fit the guide",
+        "with the guide AutoNormal, the target has MeanFieldGuide",
     ),
     (
         "other ELBO",
@@ -87,14 +87,14 @@ MISFITS = [
         "other optimizer",
         lambda: svi_of("AutoNormal + Trace_ELBO", optimizer=SGD({"lr": 0.1})),
         {},
-        "with Adam, the target has SGD",
+        "with the optimizer Adam, the target has SGD",
     ),
-    ("functional guide", functional_guide, {}, r"holds modules \['guide', 'model'\].*are \['model'\]"),
+    ("functional guide", functional_guide, {}, r"modules \['guide', 'model'\], the target has \['model'\]"),
     (
         "other route",
         lambda: module_of("AutoNormal + Trace_ELBO")[0],
         {},
-        "saved from an SVI, but.*ELBOModule",
+        "trained with SVI, the target has ELBOModule",
     ),
     (
         "superfluous modules",
