@@ -108,7 +108,7 @@ def divergence_from_normal(q: MultiplicativeNormal, prior_loc: Tensor, prior_sca
         prior_loc: :math:`m_0`, a scalar or broadcastable to the weights.
         prior_scale: s likewise.
 
-    Source: Schmitt & Roth (2021), Eq. 17, there for :math:`m_0 = 0` and up to a constant.
+    Source: Schmitt & Roth (2021), Eq. 17, there for :math:`m_0 = 0`.
 
     Example:
         >>> q = MultiplicativeNormal(torch.tensor([[1.0, -2.0]]), torch.tensor([[0.01, 0.25]]))

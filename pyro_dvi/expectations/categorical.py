@@ -52,7 +52,7 @@ def categorical(value: Tensor, estimator: LogitEstimator, probs: Any = None, log
     Status: the first term is exact, the second that of the estimator. Logits (or ``probs`` that are a softmax of
     them) are taken as independent Gaussians; logits that are some other function are averaged numerically.
 
-    Source: Schmitt & Roth (2021), Section 3.3.
+    Source: Schmitt & Roth (2021), Section 3.4, Eq. 16.
     """
     f = _logits_of("Categorical", logits, probs)
     if f is None:

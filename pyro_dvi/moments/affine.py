@@ -28,7 +28,7 @@ def linear(input: Any, weight: Any, bias: Any = None) -> GaussianMoments:
         weight: ``[out, in]``.
         bias: ``[out]``.
 
-    Source: Schmitt & Roth (2021), Eq. 9 and 17.
+    Source: Schmitt & Roth (2021), Eq. 9.
 
     Example:
         >>> x, weight = torch.ones(1, 4), MultiplicativeMoments(torch.ones(1, 4), torch.full((1, 4), 0.1))

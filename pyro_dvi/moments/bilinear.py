@@ -18,7 +18,7 @@ multiplicative noise, :math:`\mathrm{Var}[w_j] = \alpha_j \mathrm E[w_j]^2`, nee
 Status: exact for independent inputs and weights. Inputs of a deeper layer that share weights are not independent; that
 is the assumption of the method.
 
-Source: Schmitt & Roth (2021), Eq. 9 and 17; Wu et al. (2019), "Deterministic variational inference".
+Source: Schmitt & Roth (2021), Eq. 9; Wu et al. (2019), "Deterministic variational inference".
 """
 
 from collections.abc import Callable

@@ -4,7 +4,7 @@
 Status: exact for independent inputs and weights, with every stride, padding, dilation and number of groups. Outputs at
 different positions share weights and are correlated; the next layer takes them as independent.
 
-Source: Schmitt & Roth (2021), Eq. 9 and 17, :mod:`pyro_dvi.moments.bilinear`.
+Source: Schmitt & Roth (2021), Eq. 9, :mod:`pyro_dvi.moments.bilinear`.
 """
 
 from collections.abc import Callable

@@ -63,7 +63,7 @@ def batch_norm(
         momentum: share of the batch in the running statistics.
         eps: added to the variance of the channel.
 
-    Source: Schmitt & Roth (2021), the appendix on batch normalisation.
+    Source: Schmitt & Roth (2021), Section 3.3.3, Eq. 13.
     """
     loc, channels = loc_of(input), input.shape[1]
     if training and loc.numel() == channels:
