@@ -68,7 +68,7 @@ class MomentPropagationELBO(DeterministicELBO):
         NonFiniteError: the loss is NaN or infinite; no update is made.
 
     Source: Schmitt & Roth (2021), "Sampling-free variational inference for neural networks with multiplicative
-    activation noise", Eq. 6-15; Wu et al. (2019), "Deterministic variational inference for robust Bayesian neural
+    activation noise", Eq. 6-17; Wu et al. (2019), "Deterministic variational inference for robust Bayesian neural
     networks".
 
     Example:

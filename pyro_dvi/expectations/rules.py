@@ -7,24 +7,31 @@ A parameter that does not go well with the rule is declined by returning ``NotIm
 taken numerically, as for every distribution without a rule (:mod:`pyro_dvi.expectations.numerical`).
 """
 
+import inspect
 from collections.abc import Callable, Mapping
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from pyro_dvi.expectations.families import Found, find_rule
 from pyro_dvi.expectations.gaussian import are_distinct
 from pyro_dvi.expectations.logits import LogitEstimator, Sobol
 from pyro_dvi.expectations.numerical import numerical_expectation
 from pyro_dvi.moments import GaussianMoments
 from pyro_dvi.registry import registering
 
-__all__ = ["expectation_rule", "expected_log_prob", "families_with_rules"]
+__all__ = ["expectation_rule", "expected_log_prob", "families_with_rules", "find_rule"]
 
 _RULES: dict[type, Callable] = {}
 _DEFAULT_ESTIMATOR = Sobol()
+
+
+class Found(NamedTuple):
+    """A rule, and the names of its parameters."""
+
+    rule: Callable
+    names: frozenset[str]
 
 
 def expectation_rule(*families: type) -> Callable[[Callable], Callable]:
@@ -112,3 +119,23 @@ def _as_tensor(parameter: Any, like: Tensor) -> Any:
 @lru_cache(maxsize=256)
 def _find(family: type) -> Found | None:
     return find_rule(_RULES, family)
+
+
+def find_rule(table: Mapping[type, Callable], family: type) -> Found | None:
+    """Return the rule of the class, or of a parent whose density it has.
+
+    Pyro's classes keep the name of torch's. Any other subclass may redefine the density, as NanMaskedNormal does, and
+    is served only if it does not.
+
+    Args:
+        table: distribution class to rule.
+        family: the class.
+    """
+    for parent in family.__mro__:
+        if parent in table:
+            density = getattr(family, "log_prob", None)
+            if family.__name__ != parent.__name__ and density is not getattr(parent, "log_prob", None):
+                return None
+            names = inspect.signature(table[parent]).parameters
+            return Found(table[parent], frozenset(names))
+    return None

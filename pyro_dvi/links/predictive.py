@@ -11,10 +11,10 @@ from torch import distributions as td
 from pyro_dvi.choice import check_choice
 from pyro_dvi.expectations.bernoulli import is_gaussian_logit
 from pyro_dvi.expectations.categorical import gaussian_logits
-from pyro_dvi.expectations.families import find_rule
 from pyro_dvi.expectations.gaussian import are_distinct, gaussian_of
 from pyro_dvi.expectations.logistic import logit_of_expected_sigmoid
 from pyro_dvi.expectations.numerical import evaluation
+from pyro_dvi.expectations.rules import find_rule
 from pyro_dvi.links.classes import ClassLink, SobolSoftmax, average_logits
 from pyro_dvi.links.mixture import mixture_over_points
 from pyro_dvi.links.noise import MomentMatched, NoiseLink

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Likelihoods with a location: Normal, log-normal and multivariate normal, Laplace."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributions as td
+
+from pyro_dvi.expectations.rules import expectation_rule
+from pyro_dvi.expectations.scales import log_and_inverse_power
+from pyro_dvi.moments import GaussianMoments
+from pyro_dvi.moments.floor import floored
+from pyro_dvi.moments.value import loc_of, variance_of
+
+__all__ = ["laplace", "log_normal", "multivariate_normal", "normal"]
+
+_HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
+
+
+@expectation_rule(td.Normal)
+def normal(value: Tensor, loc: Any, scale: Any) -> Tensor:
+    r"""Expected log density of a Normal.
+
+    For a certain scale
+
+    .. math:: -\tfrac12\log 2\pi s^2 - \frac{v_\mu + (y - \bar\mu)^2}{2s^2},
+
+    and for a scale :math:`e^h`, that is a log-variance :math:`c = 2h` with :math:`v_c = 4v_h`,
+
+    .. math:: -\tfrac12\bigl(\log 2\pi + \bar c + e^{-\bar c + v_c/2}(v_\mu + (y - \bar\mu)^2)\bigr).
+
+    Status: exact for Gaussian loc and a scale that is certain or ``exp``; other scales by quadrature
+    (:func:`~pyro_dvi.expectations.scales.log_and_inverse_power`). The correlation of loc and scale is dropped.
+
+    Source: Schmitt & Roth (2021), Eq. 15, which prints :math:`e^{-c + v_c}`. That is a slip: the mean of a
+    log-normal variable has half the variance in its exponent.
+
+    Example:
+        >>> normal(torch.tensor(1.0), GaussianMoments(torch.tensor(0.0), torch.tensor(1.0)), torch.tensor(1.0))
+        tensor(-1.9189)
+    """
+    mean_log, precision = log_and_inverse_power(td.Normal, "scale", scale, 2)
+    squares = (value - loc_of(loc)).square()
+    spread = variance_of(loc)
+    if spread is not None:
+        squares = squares + spread
+    return -0.5 * squares * precision - mean_log - _HALF_LOG_2PI
+
+
+@expectation_rule(td.LogNormal)
+def log_normal(value: Tensor, loc: Any, scale: Any) -> Tensor:
+    r"""Expected log density of a LogNormal: the Normal's at :math:`\log y`, less :math:`\log y`.
+
+    Status: that of :func:`normal`.
+    """
+    logarithm = value.log()
+    return normal(logarithm, loc, scale) - logarithm
+
+
+@expectation_rule(td.MultivariateNormal)
+def multivariate_normal(
+    value: Tensor,
+    loc: Any,
+    covariance_matrix: Any = None,
+    precision_matrix: Any = None,
+    scale_tril: Any = None,
+) -> Tensor:
+    r"""Expected log density for an uncertain mean.
+
+    .. math:: \log\mathcal N(y; \bar\mu, \Sigma) - \tfrac12\operatorname{tr}\bigl(\Sigma^{-1}\operatorname{diag}v\bigr).
+
+    Status: exact for a certain covariance; an uncertain one is averaged numerically.
+
+    Args:
+        value: ``[*batch, D]``.
+        loc: ``[*batch, D]``.
+        covariance_matrix: ``[*batch, D, D]``; or one of the next two.
+        precision_matrix: likewise.
+        scale_tril: likewise.
+    """
+    shapes = {
+        "covariance_matrix": covariance_matrix,
+        "precision_matrix": precision_matrix,
+        "scale_tril": scale_tril,
+    }
+    given = {name: matrix for name, matrix in shapes.items() if matrix is not None}
+    if any(isinstance(matrix, GaussianMoments) for matrix in given.values()):
+        return NotImplemented
+    at_mean = td.MultivariateNormal(loc.loc, **given)
+    precision = torch.diagonal(at_mean.precision_matrix, dim1=-2, dim2=-1)
+    return at_mean.log_prob(value) - 0.5 * (precision * loc.variance).sum(-1)
+
+
+@expectation_rule(td.Laplace)
+def laplace(value: Tensor, loc: Any, scale: Any) -> Tensor:
+    r"""Expected log density, :math:`-\log 2 - \mathrm E[\log b] - \mathrm E|y - f|\,\mathrm E[1/b]`.
+
+    With :math:`d = y - \bar f`,
+
+    .. math::
+        \mathrm E|y - f| = d\,\mathrm{erf}\frac{d}{\sqrt{2v}} + \sqrt{\frac{2v}{\pi}}\,e^{-d^2/2v}.
+
+    Status: exact for Gaussian loc and a scale that is certain or ``exp``; other scales by quadrature
+    (:func:`~pyro_dvi.expectations.scales.log_and_inverse_power`). The correlation of loc and scale is dropped. A loc
+    that is some other function of a Gaussian is averaged numerically.
+    """
+    if isinstance(loc, GaussianMoments) and loc.link is not None:
+        return NotImplemented
+    mean_log, inverse = log_and_inverse_power(td.Laplace, "scale", scale, 1)
+    if isinstance(loc, GaussianMoments):
+        distance = _mean_distance(value - loc.loc, loc.variance)
+    else:
+        distance = (value - loc).abs()
+    return -distance * inverse - mean_log - math.log(2)
+
+
+def _mean_distance(d: Tensor, variance: Tensor) -> Tensor:
+    sigma = floored(variance).sqrt()
+    z = d / sigma
+    return d * torch.erf(z * math.sqrt(0.5)) + math.sqrt(2 / math.pi) * sigma * torch.exp(-0.5 * z.square())
