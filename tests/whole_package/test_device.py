@@ -5,7 +5,7 @@ The emulated device draws the numbers of the CPU, so that sampled methods compar
 Apple's does: all is in float32, and so has to be what the library computes there.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pyro
@@ -27,70 +27,26 @@ from pyro_dvi.laplace import (
     Dense,
     HessianFree,
     LabelShift,
-    LaplaceGuide,
     Pointwise,
     PriorPrecision,
 )
-from pyro_dvi.optim import IVON, OGN, VOGN
 from tests import emulated
 from tests.laplace.cases import CASES as LAPLACE
-
-NUM_DATA = 12
+from tests.whole_package.methods import (
+    METHODS,
+    NUM_DATA,
+    classifier,
+    images,
+    laplace_guide,
+    regression,
+    taylor,
+)
 
 
 @pytest.fixture(autouse=True)
 def _without_float64() -> Iterator[None]:
     with emulated.no_float64():
         yield
-
-
-def small_net(norm: type = nn.BatchNorm2d) -> nn.Module:
-    return nn.Sequential(nn.Conv2d(1, 3, 3), norm(3), nn.Softplus(), nn.Flatten(), nn.Linear(12, 3))
-
-
-def images(where: torch.device | str) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(NUM_DATA, 1, 4, 4, generator=generator).to(where), torch.arange(
-        NUM_DATA, device=where
-    ) % 3
-
-
-def classifier(where: torch.device | str, prior: Any = 1.0, norm: type = nn.BatchNorm2d) -> nn.Module:
-    torch.manual_seed(1)
-    return dvi.classifier(dvi.to_bayesian_(small_net(norm), prior), num_data=NUM_DATA).to(where)
-
-
-def taylor(curvature: Any) -> Callable[[Any], SVI]:
-    def make(model: Any) -> SVI:
-        optimizer = pyro.optim.Adam(dvi.learning_rates(0.01))
-        return SVI(model, dvi.MeanFieldGuide(model), optimizer, dvi.TaylorELBO(curvature=curvature))
-
-    return make
-
-
-def moments(guide: Any) -> Callable[[Any], SVI]:
-    return lambda model: SVI(model, guide(model), pyro.optim.Adam({"lr": 0.01}), dvi.MomentPropagationELBO())
-
-
-def natural(optimizer: Any) -> Callable[[Any], SVI]:
-    return lambda model: SVI(
-        model, dvi.NaturalGradientGuide(model), optimizer({"lr": 0.05}), dvi.NaturalGradientELBO()
-    )
-
-
-METHODS: dict[str, Callable[[Any], SVI]] = {
-    "Taylor, empirical Fisher": taylor(curvature.EmpiricalFisher()),
-    "Taylor, Fisher": taylor(curvature.Fisher()),
-    "Taylor, Fisher of a fraction": taylor(curvature.Fisher(fraction=0.5)),
-    "Taylor, Gauss-Newton": taylor(curvature.GGNDiagonal()),
-    "Taylor, Hessian": taylor(curvature.HessianDiagonal()),
-    "Taylor, minibatch gradient": taylor(curvature.MinibatchGradient()),
-    "multiplicative noise": moments(dvi.MultiplicativeNoiseGuide),
-    "mean-field moments": moments(dvi.MeanFieldGuide),
-    "VOGN": natural(VOGN),
-    "OGN": natural(OGN),
-    "IVON": natural(IVON),
-}
 
 
 def trained(method: str, where: torch.device | str, prior: Any = 1.0) -> SVI:
@@ -194,16 +150,6 @@ def test_moments_are_predicted_by_every_rule(device):
     check_device(results(device), expected, device, rtol=1e-3, atol=1e-4)
 
 
-def regression(where: torch.device | str, net: Any = None) -> tuple[Any, Any, tuple[Tensor, Tensor]]:
-    pyro.clear_param_store()
-    torch.manual_seed(0)
-    if net is None:
-        net = dvi.to_bayesian_(nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1), nn.Flatten(0)))
-    model = dvi.regressor(net, num_data=NUM_DATA, noise_scale=0.3).to(where)
-    x = torch.randn(NUM_DATA, 2, generator=torch.Generator().manual_seed(0))
-    return model, dvi.MultiplicativeNoiseGuide(model), (x.to(where), x.sum(1).to(where))
-
-
 def test_predictions_of_numbers(device):
     def results(where: torch.device | str) -> dict[str, Any]:
         model, guide, data = regression(where)
@@ -260,16 +206,6 @@ METRICS = [
 def test_metrics_of_tensors_on_the_device(metric, device):
     p, y = torch.softmax(torch.randn(20, 3), -1), torch.arange(20) % 3
     assert metric(p.to(device), y.to(device)) == pytest.approx(metric(p, y))
-
-
-def laplace_guide(where: torch.device | str) -> tuple[LaplaceGuide, list[tuple[Tensor, Tensor]], Any]:
-    """At the mode of a linear regression, which a few steps of Newton's method find exactly."""
-    model, _, (x, y) = regression(where, dvi.to_bayesian_(nn.Sequential(nn.Linear(2, 1), nn.Flatten(0))))
-    guide = LaplaceGuide(model)
-    guide.initialize(x, y)
-    batches = list(zip(x.split(5), y.split(5), strict=True))
-    guide.polish(batches, progress=False)
-    return guide, batches, model
 
 
 @pytest.mark.filterwarnings("ignore:weights are drawn from a Laplace posterior")

@@ -8,7 +8,7 @@ import torch
 import pyro_dvi as dvi
 from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.laplace import Dense
-from tests.whole_package.test_device import METHODS, classifier, images, laplace_guide
+from tests.whole_package.methods import METHODS, classifier, images, laplace_guide
 
 NAMES = [
     name for name in METHODS if name != "Taylor, Hessian"

@@ -12,7 +12,7 @@ from pyro.infer.autoguide import AutoNormal
 
 import pyro_dvi as dvi
 from tests import emulated
-from tests.whole_package.test_device import METHODS, classifier, images
+from tests.whole_package.methods import METHODS, classifier, images
 
 pytestmark = pytest.mark.skipif(not emulated.AVAILABLE, reason="this torch cannot emulate a device")
 NAMES = ["Taylor, empirical Fisher", "multiplicative noise", "mean-field moments", "VOGN", "OGN", "IVON"]
