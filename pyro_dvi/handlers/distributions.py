@@ -10,6 +10,7 @@ from typing import Any
 import pyro.distributions as dist
 import torch
 from pyro.distributions import distribution as pyro_distribution
+from torch import Tensor
 from torch import distributions as td
 
 from pyro_dvi.errors import UnsupportedError
@@ -24,6 +25,7 @@ __all__ = [
     "innermost",
     "rewrapped",
     "strip_event_dims",
+    "unexpanded",
     "untransformed",
     "without_checks",
 ]
@@ -78,6 +80,14 @@ def rewrapped(fn: Any, replace: Callable[[Any], Any], lead: tuple[int, ...] = ()
     if isinstance(fn, td.TransformedDistribution) and not _is_named(fn):
         return dist.TransformedDistribution(rewrapped(fn.base_dist, replace, lead), fn.transforms)
     return replace(fn)
+
+
+def unexpanded(value: Tensor) -> Tensor:
+    """Leave out what ``expand`` repeats: a prior that all weights share is one number again."""
+    for dim, (size, stride) in enumerate(zip(value.shape, value.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            value = value.narrow(dim, 0, 1)
+    return value
 
 
 # What the model gave: logits, say, before they are normalised ------------------------------------------------

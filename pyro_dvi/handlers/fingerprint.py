@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributions import Distribution, Transform
 
 from pyro_dvi.batches import arguments, is_strided, mapped, tensors_in
+from pyro_dvi.handlers.distributions import unexpanded
 from pyro_dvi.handlers.means import PosteriorMeans
 from pyro_dvi.sites import is_latent
 from pyro_dvi.undisturbed import evaluating, undisturbed
@@ -185,9 +186,7 @@ def _parameters(part: Any) -> Iterator[tuple[str, Tensor]]:
         if isinstance(value, float) and transform:
             yield name, torch.tensor([value])
         elif isinstance(value, Tensor) and (transform or name in part.arg_constraints):
-            for dim in range(value.dim()):  # what is expanded says the same again and again
-                value = value.narrow(dim, 0, 1) if value.stride(dim) == 0 and value.shape[dim] else value
-            flat = value.detach().reshape(-1)
+            flat = unexpanded(value.detach()).reshape(-1)
             places = torch.linspace(0, max(len(flat) - 1, 0), min(len(flat), _NUMBERS)).long()
             yield name, flat[places.to(flat.device)].cpu()
 

@@ -2,6 +2,7 @@
 """How much of the data a minibatch is: is its likelihood scaled up to all of them, and what does a part of it say?"""
 
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -12,12 +13,12 @@ from torch import Tensor
 from pyro_dvi.batches import mapped, tensors_in
 from pyro_dvi.curvature import ObservedSite
 from pyro_dvi.curvature.likelihood import SliceArguments
-from pyro_dvi.errors import DataError, ModelError, UnsupportedError
+from pyro_dvi.errors import DataError, DviWarning, ModelError, UnsupportedError
 from pyro_dvi.handlers.means import MeanRun, twice_differentiable
-from pyro_dvi.handlers.observed import observed_sites
+from pyro_dvi.handlers.observed import observation, observed_sites
 from pyro_dvi.undisturbed import preserve_buffers
 
-__all__ = ["check_num_data", "run_on_part"]
+__all__ = ["UnscaledMinibatches", "check_num_data", "num_data_of", "run_on_part"]
 
 
 def check_num_data(sites: list[ObservedSite], num_data: int) -> None:
@@ -56,6 +57,49 @@ def check_num_data(sites: list[ObservedSite], num_data: int) -> None:
             f"{scale * nearest:.6g}, not num_data={num_data}. Both are the number of examples in the whole "
             "data set, not of batches: correct the size of the plate, or num_data, which fit takes from loader.dataset."
         )
+
+
+class UnscaledMinibatches:
+    """Warns of minibatches whose likelihood nothing scales up: N is then taken for the size of a minibatch.
+
+    Attributes:
+        largest: examples of the largest minibatch so far.
+    """
+
+    def __init__(self) -> None:
+        self.largest = 0.0
+        self._warned = False
+
+    def see(self, terms: list[ObservedSite]) -> None:
+        """Compare a minibatch with those before."""
+        if self._warned or any(torch.is_tensor(site.scale) or site.scale != 1 for site in terms):
+            return
+        size = max(_unmasked(site) for site in terms)
+        if size < 0.9 * self.largest:
+            self._warned = True
+            warnings.warn(
+                f"the data were {self.largest:g} in one step and {size:g} in another, and no plate says how "
+                "large the data set is. If these are minibatches, N is the size of the minibatch, and the posterior is "
+                'far too wide: write pyro.plate("data", N, subsample_size=len(x)) around the observations, with N the '
+                "number of all data; NaturalGradientELBO(num_data=N) then checks it.",
+                DviWarning,
+                stacklevel=2,
+            )
+        self.largest = max(size, self.largest)
+
+
+def num_data_of(site: ObservedSite) -> float:
+    """Number of examples in the data set: the plate's scale times the minibatch."""
+    scale = float(site.scale.cpu().double().mean()) if torch.is_tensor(site.scale) else float(site.scale)
+    return scale * max(1, torch.Size(site.fn.batch_shape).numel())
+
+
+def _unmasked(site: ObservedSite) -> float:
+    """Number of examples in the minibatch without those that a mask leaves out, as padding."""
+    shape = torch.Size(site.fn.batch_shape)  # a plain tuple in some distributions of Pyro
+    if not torch.is_tensor(site.mask):
+        return float(shape.numel())
+    return float(site.mask.expand(torch.broadcast_shapes(shape, site.mask.shape)).sum())
 
 
 def run_on_part(
@@ -101,19 +145,13 @@ def run_on_part(
             ) from error
     sites = observed_sites(trace).sites
     for site in sites:
-        whole = run.model_trace.nodes[site.name]
-        before, after = _weight(whole["scale"], whole["fn"]), _weight(site.scale, site.fn)
+        before, after = num_data_of(observation(run.model_trace.nodes[site.name])), num_data_of(site)
         if abs(after / before - 1) > 1e-3:
             raise ModelError(
                 f"observed site {site.name!r} weighs {after:.6g} on {len(rows)} rows and {before:.6g} on {length}: the "
                 f"penalty of Fisher(fraction={fraction}) would be biased. {advice}"
             )
     return sites
-
-
-def _weight(scale: float | Tensor, fn: Any) -> float:
-    elements = torch.Size(fn.batch_shape).numel()
-    return (float(scale.cpu().double().mean()) if torch.is_tensor(scale) else scale) * elements
 
 
 def _slice_rows(args: tuple, kwargs: dict, rows: Tensor) -> tuple[tuple, dict]:

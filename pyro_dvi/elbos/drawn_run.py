@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One run of guide and model at draws that keep their noise."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pyro.poutine as poutine
+import torch
+from torch import Tensor
+
+from pyro_dvi.autograd_graph import enters, graph_of
+from pyro_dvi.curvature.base import sum_of
+from pyro_dvi.curvature.squared_gradients import SquaredGradients
+from pyro_dvi.curvature.rows import ConstantStatistics
+from pyro_dvi.divergences import normal_prior, refuse_not_normal
+from pyro_dvi.elbos.rows import Run
+from pyro_dvi.errors import ModelError
+from pyro_dvi.handlers.distributions import unexpanded
+from pyro_dvi.handlers.draws import TrackedDraws
+from pyro_dvi.handlers.explained import explained_errors
+from pyro_dvi.handlers.latents import Latent, match_latents
+from pyro_dvi.handlers.observed import Observed, observed_sites
+from pyro_dvi.natural_state import Statistics
+from pyro_dvi.sites import is_data, is_factor
+from pyro_dvi.undisturbed import undisturbed
+
+__all__ = ["DrawnRun"]
+
+
+@dataclass(frozen=True)
+class DrawnRun:
+    """The traces of one run, and what was recorded on the way.
+
+    Attributes:
+        model: what was run.
+        args: positional arguments of model and guide.
+        kwargs: keyword arguments of both.
+        guide_trace: the guide's trace.
+        draws: its Gaussian sites, drawn.
+        model_trace: the model's trace.
+        recorder: the uses of the draws.
+        latents: every latent site with its posterior marginal.
+    """
+
+    model: Callable
+    args: tuple
+    kwargs: dict[str, Any]
+    guide_trace: Any
+    draws: TrackedDraws
+    model_trace: Any
+    recorder: SquaredGradients
+    latents: list[Latent]
+
+    @classmethod
+    def of(
+        cls,
+        model: Callable,
+        guide: Callable,
+        args: tuple,
+        kwargs: dict,
+        wanted: Callable[[Tensor], Statistics],
+    ) -> "DrawnRun":
+        """Run the guide, then the model with what the guide drew.
+
+        Args:
+            model: a Pyro model.
+            guide: a guide of Normal sites.
+            args: positional arguments of both.
+            kwargs: keyword arguments of both.
+            wanted: what the optimizer wants measured for a parameter of means.
+        """
+        draws = TrackedDraws(wanted)
+        with explained_errors(model, [], args, kwargs), draws:
+            guide_trace = poutine.trace(guide).get_trace(*args, **kwargs)
+        recorder = _recorder(draws, guide_trace)
+        with explained_errors(model, draws.leaves.values(), args, kwargs), recorder:
+            model_trace = poutine.trace(poutine.replay(model, trace=guide_trace)).get_trace(*args, **kwargs)
+        latents = match_latents(model_trace, guide_trace, draws.gaussians, guide)
+        return cls(model, args, kwargs, guide_trace, draws, model_trace, recorder, latents)
+
+    def measured(self, observed: Observed) -> Run:
+        """Return what squared gradients are measured in."""
+        return Run(self.model, self.recorder, observed.terms, self._uncoupled)
+
+    def _uncoupled(self) -> Run:
+        """Run the model again with the same draws, to see which rows its layers keep apart."""
+        recorder = _recorder(self.draws, self.guide_trace)
+        with undisturbed(), ConstantStatistics(), recorder:
+            model = poutine.replay(self.model, trace=self.guide_trace)
+            trace = poutine.trace(model).get_trace(*self.args, **self.kwargs)
+        return Run(self.model, recorder, observed_sites(trace).terms, self._uncoupled)
+
+    def with_idle_draws(self, log_likelihood: Tensor) -> Tensor:
+        """Give latents that no observation depends on a gradient too, zero: their posterior becomes the prior."""
+        graph = graph_of([log_likelihood])
+        idle = [g.value.sum() * 0 for g in self.draws.gaussians.values() if g.value.grad_fn not in graph]
+        return log_likelihood + sum_of(idle) if idle else log_likelihood
+
+    def local(self) -> set[str]:
+        """Names of the guide's sites whose elements belong to one example each, by the plate of the observations."""
+        nodes = self.model_trace.nodes
+        observed = [node["cond_indep_stack"] for node in nodes.values() if is_data(node) or is_factor(node)]
+        plates = [{frame.name for frame in stack if frame.vectorized} for stack in observed]
+        if len(plates) != 1 or len(plates[0]) != 1:
+            return set()
+        sources = {latent.name: latent.source.name for latent in self.latents if latent.source is not None}
+        return {
+            source
+            for name, source in sources.items()
+            if {frame.name for frame in nodes[name]["cond_indep_stack"]} == plates[0]
+        }
+
+    def prior_of(self, name: str) -> tuple[Tensor, Tensor]:
+        """Mean and precision of the prior of a guide's site.
+
+        Raises:
+            ModelError: it is not Normal, another latent sets it, or it is scaled or masked.
+        """
+        latent = next(latent for latent in self.latents if latent.source is self.draws.gaussians[name])
+        _refuse_scaled(latent)
+        prior = normal_prior(latent)
+        if prior is None:
+            refuse_not_normal(latent.name, latent.prior)
+        values = [g.value for g in self.draws.gaussians.values()]
+        parents = enters(values, [prior.loc, prior.scale])
+        for parent, is_parent in zip(self.draws.gaussians, parents, strict=True):
+            if is_parent:
+                raise ModelError(
+                    f"the prior of site {latent.name!r} depends on site {parent!r}; natural-gradient updates need "
+                    "priors with fixed parameters. Learn the scale instead (bayesian.LearnedScale), or use TaylorELBO."
+                )
+        return unexpanded(prior.loc.detach()), unexpanded(prior.scale.detach()).pow(-2)
+
+
+def _refuse_scaled(latent: Latent) -> None:
+    """Refuse a prior of which the optimizer does not know all."""
+    scaled = torch.is_tensor(latent.plate_scale) or latent.plate_scale != 1
+    masked = latent.mask is not None and latent.mask is not True
+    if scaled or masked:
+        raise ModelError(
+            f"latent site {latent.name!r} is scaled or masked, as by a subsampled plate around it; "
+            "natural-gradient updates move every element in every step under its whole prior. Use the whole "
+            "data set in each step, or TaylorELBO or MomentPropagationELBO for this model."
+        )
+
+
+def _recorder(draws: TrackedDraws, guide_trace: Any) -> SquaredGradients:
+    return SquaredGradients([_used_value(name, draws, guide_trace) for name in draws.gaussians])
+
+
+def _used_value(name: str, draws: TrackedDraws, guide_trace: Any) -> Tensor | None:
+    """The tensor object that the model will compute with, if it is the draw itself."""
+    site = guide_trace.nodes.get(name.removesuffix("_unconstrained"))
+    value = draws.gaussians[name].value
+    return value if site is not None and site["value"] is value else None
