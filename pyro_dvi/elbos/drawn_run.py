@@ -11,8 +11,8 @@ from torch import Tensor
 
 from pyro_dvi.autograd_graph import enters, graph_of
 from pyro_dvi.curvature.base import sum_of
-from pyro_dvi.curvature.squared_gradients import SquaredGradients
 from pyro_dvi.curvature.rows import ConstantStatistics
+from pyro_dvi.curvature.squared_gradients import SquaredGradients
 from pyro_dvi.divergences import normal_prior, refuse_not_normal
 from pyro_dvi.elbos.rows import Run
 from pyro_dvi.errors import ModelError
