@@ -14,9 +14,9 @@ from torch.distributions import constraints
 from pyro_dvi.batches import mapped
 from pyro_dvi.errors import CheckpointError, DviWarning, GuideError, UnsupportedError
 from pyro_dvi.handlers.fingerprint import Fingerprint
-from pyro_dvi.laplace.energy.layout import Layout
+from pyro_dvi.laplace.energy.batch_graph import refuse_torch_modes
+from pyro_dvi.laplace.energy.energy import Layout
 from pyro_dvi.laplace.energy.precision import GGN, PrecisionMatrix
-from pyro_dvi.laplace.energy.torch_modes import refuse_torch_modes
 from pyro_dvi.laplace.methods.posterior import LaplacePosterior
 from pyro_dvi.laplace.point_mass import PointMass
 

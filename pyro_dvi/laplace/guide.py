@@ -20,11 +20,11 @@ from pyro_dvi.guides.base import FactorisedGuide
 from pyro_dvi.guides.factors import Deterministic, Factor
 from pyro_dvi.handlers.fingerprint import Fingerprint
 from pyro_dvi.handlers.latents import unconstraining_transform
+from pyro_dvi.laplace.energy.batch_graph import refuse_torch_modes
 from pyro_dvi.laplace.energy.energy import Energy
 from pyro_dvi.laplace.energy.passes import Passes
 from pyro_dvi.laplace.energy.precision import GGN, PrecisionMatrix
 from pyro_dvi.laplace.energy.query import Query, ReadOutputs
-from pyro_dvi.laplace.energy.torch_modes import refuse_torch_modes
 from pyro_dvi.laplace.evidence.by_evidence import ByEvidence
 from pyro_dvi.laplace.evidence.evidence import Evidence, log_evidence
 from pyro_dvi.laplace.evidence.scales import PriorPrecision, Scale, rescaled_model

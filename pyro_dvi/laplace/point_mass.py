@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pyro_dvi.errors import ArgumentError, GuideError
-from pyro_dvi.laplace.energy.energy import Energy
-from pyro_dvi.laplace.energy.layout import Layout
+from pyro_dvi.laplace.energy.energy import Energy, Layout
 from pyro_dvi.laplace.energy.query import Query
 from pyro_dvi.laplace.evidence.scales import rescaled_model
 from pyro_dvi.sites import sites_named

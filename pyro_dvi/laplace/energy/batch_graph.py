@@ -1,62 +1,73 @@
 # SPDX-License-Identifier: Apache-2.0
 """The graph of one batch's run, and the products through it."""
 
-from collections.abc import Sequence
-from functools import cached_property, partial
-from typing import TYPE_CHECKING
+import warnings
+from functools import cached_property
+from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor
 
-from pyro_dvi.curvature.likelihood import ObservedSite
+from pyro_dvi.curvature.likelihood import ObservedSite, private_random_state
 from pyro_dvi.curvature.products import LinearMap, hessian_product, information_outputs
-from pyro_dvi.errors import ModelError
+from pyro_dvi.errors import DataError, DviWarning, ModelError, UnsupportedError
 from pyro_dvi.handlers.log_joint import JointRun
+from pyro_dvi.laplace.energy.passes import Passes
 from pyro_dvi.linalg.operator import gaussian_rows
 
-if TYPE_CHECKING:
-    from pyro_dvi.laplace.energy.energy import Energy
-
-__all__ = ["BatchGraph", "sites_only"]
+__all__ = ["BatchGraph", "refuse_torch_modes", "DrawnLabels", "sites_only"]
 
 
 class BatchGraph:
-    """The graph of one batch's run, and the products through it; arguments as of :class:`Energy`.
+    r"""The graph of one batch's run, and the products through it; vectors and products are tensors ``[S, *site]``.
 
-    ``batch`` is its position in the pass; the prior comes with the first one.
+    Args:
+        values: the sites' tensors, in the graph.
+        run: the model at them.
+        kl_weight: :math:`\beta`.
+        with_prior: whether this batch, of all of a pass, brings the prior.
+        labels: gives labels of a site without a closed-form Fisher information; products of the prior need none.
+        vectors_at_once: how many vectors go through the graph together.
     """
 
     def __init__(
-        self, energy: "Energy", values: list[Tensor], run: JointRun, vectors_at_once: int, *, batch: int
+        self,
+        values: list[Tensor],
+        run: JointRun,
+        *,
+        kl_weight: float = 1.0,
+        with_prior: bool = True,
+        labels: Any = None,
+        vectors_at_once: int = 2,
     ) -> None:
-        self._owner, self.values, self.run = energy, values, run
-        self.batch, self.with_prior = batch, batch == 0
-        self._at_once = vectors_at_once
+        self.values, self.run = values, run
+        self._kl_weight, self._with_prior = kl_weight, with_prior
+        self._labels, self._at_once = labels, vectors_at_once
 
     @cached_property
     def energy(self) -> Tensor:
-        return self._owner.part(self.run, with_prior=self.with_prior)
+        """What the batch adds to U."""
+        energy = -self.run.log_likelihood() / self._kl_weight
+        return energy - self.run.log_prior if self._with_prior else energy
 
-    def flat_gradient(self) -> Tensor:
-        found = torch.autograd.grad(self.energy, self.values, retain_graph=True, allow_unused=True)
-        filled = [torch.zeros_like(v) if g is None else g for v, g in zip(self.values, found, strict=True)]
-        return self._owner.layout.flatten(filled)
+    def gradient(self) -> list[Tensor]:
+        """Its gradient."""
+        return _gradients(self.energy, self.values)
 
     @cached_property
     def _gradients(self) -> list[Tensor]:
-        return _differentiable(self.energy, self.values)
+        return _gradients(self.energy, self.values, create_graph=True)
 
     @cached_property
     def prior_gradients(self) -> list[Tensor]:
-        return _differentiable(self.run.log_prior, self.values)
+        return _gradients(self.run.log_prior, self.values, create_graph=True)
 
     @cached_property
     def _information(self) -> tuple[LinearMap, Tensor]:
-        outputs, weights = information_outputs(
-            sites_only(self.run), partial(self._owner.labels, batch=self.batch)
-        )
+        outputs, weights = information_outputs(sites_only(self.run), self._labels)
         jacobian = LinearMap(outputs, self.values, vectors_at_once=self._at_once)
-        return jacobian, weights.square() / self._owner.kl_weight
+        return jacobian, weights.square() / self._kl_weight
 
     def hessian(self, vectors: list[Tensor]) -> list[Tensor]:
         return hessian_product(self._gradients, self.values, vectors, self._at_once)
@@ -70,7 +81,7 @@ class BatchGraph:
             total = jacobian.transposed(jacobian.forward(vectors) * weights)
         else:
             total = [torch.zeros_like(v) for v in vectors]
-        if self.with_prior:
+        if self._with_prior:
             total = [a + b for a, b in zip(total, self.prior_hessian(vectors), strict=True)]
         return total
 
@@ -96,8 +107,76 @@ def sites_only(run: JointRun) -> list[ObservedSite]:
     return run.sites
 
 
-def _differentiable(scalar: Tensor, values: Sequence[Tensor]) -> list[Tensor]:
+def refuse_torch_modes(device: torch.device | None) -> None:
+    """Refuse to differentiate where nothing can be, and to solve equations in half precision.
+
+    Args:
+        device: of the model; None: not known, so the CPU.
+
+    Raises:
+        UnsupportedError: ``torch.inference_mode()`` or ``torch.autocast`` is on.
+    """
+    if torch.is_inference_mode_enabled():
+        raise UnsupportedError(
+            "a Laplace approximation differentiates the model, in predictions too, which torch.inference_mode() rules "
+            "out: leave it away, or use torch.no_grad(), and make the inputs outside of it"
+        )
+    if torch.is_autocast_enabled("cpu" if device is None else device.type):
+        raise UnsupportedError(
+            "a Laplace approximation solves equations, in predictions too, for which the precision of torch.autocast "
+            "is too low: train under it if you like, but leave it to polish, fit, tune and predict"
+        )
+
+
+class DrawnLabels:
+    """Labels for the Fisher information where it has no closed form, the same in every pass over the data.
+
+    Args:
+        passes: over the data.
+        count: labels for each observation.
+    """
+
+    def __init__(self, passes: Passes, count: int = 8) -> None:
+        self.passes, self.count = passes, count
+        self._announced: set[str] = set()
+
+    def __call__(self, site: ObservedSite, batch: int) -> list[Tensor]:
+        """Draw labels of a site from its own distribution, others for each batch.
+
+        Args:
+            site: an observed site without a closed-form Fisher information.
+            batch: the position of the batch in its pass.
+
+        Raises:
+            DataError: the rows come in another order each time, and would have other labels.
+        """
+        kind = type(site.fn).__name__
+        if self.passes.reordered:
+            raise DataError(
+                f"the Gauss-Newton matrix of observed site {site.name!r}, a {kind}, is estimated from drawn labels, "
+                "which belong to rows: it would change with each pass over shuffled batches. Give list(loader), or a "
+                "loader with shuffle=False"
+            )
+        if site.name not in self._announced:
+            self._announced.add(site.name)
+            warnings.warn(
+                f"the Fisher information of {kind} at observed site {site.name!r} has no closed form here: the "
+                f"Gauss-Newton matrix is estimated from {self.count} drawn labels for each observation. Use "
+                "curvature=Hessian(), or register it with pyro_dvi.curvature.information.information_rule",
+                DviWarning,
+                stacklevel=2,
+            )
+        seed = crc32(f"0/{batch}/{site.name}".encode())
+        generator = torch.Generator(device=site.value.device).manual_seed(seed)
+        with private_random_state(generator, site.value.device):
+            return [site.sample_labels() for _ in range(self.count)]
+
+
+def _gradients(scalar: Tensor, values: list[Tensor], create_graph: bool = False) -> list[Tensor]:
+    """Gradients by each value, zero where there are none; the graph is kept."""
     if not scalar.requires_grad:
         return [torch.zeros_like(v) for v in values]
-    found = torch.autograd.grad(scalar, values, create_graph=True, allow_unused=True)
+    found = torch.autograd.grad(
+        scalar, values, retain_graph=True, create_graph=create_graph, allow_unused=True
+    )
     return [torch.zeros_like(v) if g is None else g for v, g in zip(values, found, strict=True)]

@@ -1,40 +1,74 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""The function that the MAP minimises, over all data, with its derivatives.
 
-.. math:: U(u) = -\frac{1}{\kappa}\sum_i \log p(y_i \mid u) - \log p(u)
+.. math:: U(u) = -\frac{1}{\beta}\sum_i \log p(y_i \mid u) - \log p(u)
 
 in the unconstrained space of the latents, where :math:`\log p(u)` includes the Jacobian of the transforms and
-:math:`\kappa` is the ``kl_weight`` of training: :math:`e^{-U}` is the (tempered) posterior that a Gaussian is to
+:math:`\beta` is the ``kl_weight`` of training: :math:`e^{-U}` is the (tempered) posterior that a Gaussian is to
 approximate, and the prior is part of it with its full weight.
 """
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from copy import copy
 from functools import cached_property, partial
+from math import prod
 from typing import Any
-from zlib import crc32
 
 import torch
 from torch import Tensor
 
 from pyro_dvi.curvature.example_gradients import ExampleGradients, by_examples
-from pyro_dvi.curvature.likelihood import ObservedSite, private_random_state
 from pyro_dvi.curvature.products import SavedBytes, information_pairs, vectors_together
 from pyro_dvi.curvature.rows import halves
 from pyro_dvi.curvature.squared_gradients import SquaredGradients
 from pyro_dvi.devices import widest
-from pyro_dvi.errors import DataError, DviWarning, NonFiniteError, UnsupportedError
+from pyro_dvi.errors import NonFiniteError, UnsupportedError
 from pyro_dvi.handlers.explained import explained_errors
 from pyro_dvi.handlers.log_joint import JointRun, run_joint
-from pyro_dvi.laplace.energy.batch_graph import BatchGraph, sites_only
-from pyro_dvi.laplace.energy.layout import Layout
-from pyro_dvi.laplace.energy.passes import Passes
-from pyro_dvi.laplace.energy.rows import Rows
+from pyro_dvi.laplace.energy.batch_graph import BatchGraph, DrawnLabels, sites_only
+from pyro_dvi.laplace.energy.passes import Passes, Rows
 from pyro_dvi.undisturbed import constant_parameters, evaluating
 
-__all__ = ["Energy", "LocalEnergy", "diagonal_of", "within"]
+__all__ = ["Energy", "Layout", "LocalEnergy", "diagonal_of", "within"]
+
+
+class Layout:
+    """The order of sites in a flat vector.
+
+    Attributes:
+        shapes: shape of each site by name, in order.
+        size: D, the length of the vector.
+
+    Example:
+        >>> layout = Layout({"w": torch.Size([2, 2]), "b": torch.Size([2])})
+        >>> layout.split(torch.arange(6.0))[1]
+        tensor([4., 5.])
+    """
+
+    def __init__(self, shapes: Mapping[str, torch.Size]) -> None:
+        self.shapes = dict(shapes)
+        self._sizes = [prod(shape) for shape in self.shapes.values()]
+        self.size = sum(self._sizes)
+
+    @property
+    def names(self) -> list[str]:
+        """Sites in order."""
+        return list(self.shapes)
+
+    def flatten(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Return the vector ``[*lead, D]`` of tensors ``[*lead, *site]``, which come in order."""
+        lead = tensors[0].shape[: tensors[0].dim() - len(next(iter(self.shapes.values())))]
+        return torch.cat([t.reshape((*lead, -1)) for t in tensors], -1)
+
+    def split(self, vector: Tensor) -> list[Tensor]:
+        """Return the tensors ``[*lead, *site]`` in order of a vector ``[*lead, D]``."""
+        parts = vector.split(self._sizes, -1)
+        return [p.reshape((*vector.shape[:-1], *s)) for p, s in zip(parts, self.shapes.values(), strict=True)]
+
+    def named(self, vector: Tensor) -> dict[str, Tensor]:
+        """Return the tensors by site."""
+        return dict(zip(self.shapes, self.split(vector), strict=True))
 
 
 class Energy:
@@ -48,12 +82,8 @@ class Energy:
         batches: a loader or a list of batches of its arguments.
         locs: unconstrained value of every latent site.
         subset: sites that vary, in this order; the others stay at ``locs``. None: all of them.
-        kl_weight: :math:`\kappa`.
+        kl_weight: :math:`\beta`.
         memory: bytes of graphs to keep between products at one point; what does not fit is run again each time.
-        vectors_at_once: how many vectors one product pushes through the model together; None: as the size of its
-            activations suggests.
-        num_labels: labels drawn for each observation of a distribution without a closed-form Fisher information.
-        seed: of these labels.
 
     Raises:
         UnsupportedError: latents in half precision.
@@ -73,9 +103,6 @@ class Energy:
         subset: Sequence[str] | None = None,
         kl_weight: float = 1.0,
         memory: int = 2**30,
-        vectors_at_once: int | None = None,
-        num_labels: int = 8,
-        seed: int = 0,
     ) -> None:
         self.model = model
         self.locs = {name: loc.detach() for name, loc in locs.items()}
@@ -89,11 +116,10 @@ class Energy:
             )
         self.passes = Passes(batches, reference.device)
         self.kl_weight = kl_weight
-        self.memory, self.vectors_at_once = memory, vectors_at_once
-        self.num_labels, self.seed = num_labels, seed
+        self.memory = memory
+        self.labels = DrawnLabels(self.passes)
         self.evaluations = 0
         self.report: Callable[[int], object] | None = None
-        self._announced: set[str] = set()
         self._local: LocalEnergy | None = None
 
     @property
@@ -156,41 +182,6 @@ class Energy:
                 run = run_joint(model, args, kwargs, named)
             yield values, run
 
-    def part(self, run: JointRun, *, with_prior: bool) -> Tensor:
-        """What one batch adds to U; the prior comes with one of them."""
-        energy = -run.log_likelihood() / self.kl_weight
-        return energy - run.log_prior if with_prior else energy
-
-    def labels(self, site: ObservedSite, batch: int) -> list[Tensor]:
-        """Labels of a site from its own distribution, the same in every pass and others for each batch.
-
-        Args:
-            site: an observed site without a closed-form Fisher information.
-            batch: the position of the batch in its pass.
-
-        Raises:
-            DataError: the rows come in another order each time, and would have other labels.
-        """
-        if self.passes.reordered:
-            raise DataError(
-                f"the Gauss-Newton matrix of observed site {site.name!r}, a {type(site.fn).__name__}, is estimated "
-                "from drawn labels, which belong to rows: it would change with each pass over shuffled batches. "
-                "Give list(loader), or a loader with shuffle=False"
-            )
-        if site.name not in self._announced:
-            self._announced.add(site.name)
-            warnings.warn(
-                f"the Fisher information of {type(site.fn).__name__} at observed site {site.name!r} has no closed form "
-                f"here: the Gauss-Newton matrix is estimated from {self.num_labels} drawn labels for each observation. "
-                "Use curvature=Hessian(), or register it with pyro_dvi.curvature.information.information_rule",
-                DviWarning,
-                stacklevel=2,
-            )
-        seed = crc32(f"{self.seed}/{batch}/{site.name}".encode())
-        generator = torch.Generator(device=site.value.device).manual_seed(seed)
-        with private_random_state(generator, site.value.device):
-            return [site.sample_labels() for _ in range(self.num_labels)]
-
 
 class LocalEnergy:
     """U and its derivatives at one point.
@@ -215,7 +206,7 @@ class LocalEnergy:
         gradient = torch.zeros_like(self.point)
         for graph in self._graphs():
             total += graph.energy.detach()
-            gradient += graph.flat_gradient()
+            gradient += self.energy.layout.flatten(graph.gradient())
         self.energy.count(1)
         if not bool(torch.isfinite(total)):
             raise NonFiniteError(
@@ -322,10 +313,14 @@ class LocalEnergy:
                     break
                 values, run = item
                 rows.add(run)
-                together = self.energy.vectors_at_once or vectors_together(
-                    saved_by_run.total, self.point.device
+                graph = BatchGraph(
+                    values,
+                    run,
+                    kl_weight=self.energy.kl_weight,
+                    with_prior=rows.batches == 1,
+                    labels=partial(self.energy.labels, batch=rows.batches - 1),
+                    vectors_at_once=vectors_together(saved_by_run.total, self.point.device),
                 )
-                graph = BatchGraph(self.energy, values, run, together, batch=rows.batches - 1)
                 # Products differentiate twice: their graphs hold about three times what the run saved.
                 saved += 4 * saved_by_run.total
                 if kept is not None:

@@ -15,8 +15,8 @@ from pyro_dvi.curvature.squared_gradients import SquaredGradients
 from pyro_dvi.errors import DataError, PyroDviError
 from pyro_dvi.handlers.explained import explained_errors
 from pyro_dvi.handlers.outputs import Outputs, run_outputs
-from pyro_dvi.laplace.energy.layout import Layout
-from pyro_dvi.laplace.energy.torch_modes import refuse_torch_modes
+from pyro_dvi.laplace.energy.batch_graph import refuse_torch_modes
+from pyro_dvi.laplace.energy.energy import Layout
 from pyro_dvi.signatures import with_missing
 from pyro_dvi.undisturbed import constant_parameters, evaluating
 

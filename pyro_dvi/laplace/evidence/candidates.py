@@ -49,7 +49,7 @@ class Candidates:
         """Return the prior precision [D]; None unless it is diagonal and positive."""
         energy = self.tuning.energy
         with torch.enable_grad():
-            graph = BatchGraph(energy, self._values, self._prior_run(value), 2, batch=0)
+            graph = BatchGraph(self._values, self._prior_run(value))
 
             def product(vectors: Tensor) -> Tensor:
                 return energy.layout.flatten(graph.prior_hessian(energy.layout.split(vectors)))

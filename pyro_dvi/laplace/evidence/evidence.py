@@ -11,8 +11,7 @@ from pyro_dvi.autograd_graph import enters
 from pyro_dvi.choice import check_choice
 from pyro_dvi.errors import ArgumentError, UnsupportedError
 from pyro_dvi.handlers.log_joint import JointRun
-from pyro_dvi.laplace.energy.energy import Energy
-from pyro_dvi.laplace.energy.layout import Layout
+from pyro_dvi.laplace.energy.energy import Energy, Layout
 from pyro_dvi.laplace.energy.passes import same_data
 from pyro_dvi.laplace.energy.precision import PrecisionMatrix
 from pyro_dvi.laplace.evidence.spectrum import Determinant, Exactly

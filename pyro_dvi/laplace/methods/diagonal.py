@@ -8,8 +8,7 @@ from torch import Tensor
 
 from pyro_dvi.errors import ArgumentError, NotPositiveDefiniteError
 from pyro_dvi.laplace.energy.energy import LocalEnergy
-from pyro_dvi.laplace.energy.precision import GGN, PrecisionMatrix
-from pyro_dvi.laplace.energy.prior_precision import prior_diagonal
+from pyro_dvi.laplace.energy.precision import GGN, PrecisionMatrix, prior_diagonal
 from pyro_dvi.laplace.energy.query import Query
 from pyro_dvi.laplace.methods.posterior import LaplacePosterior, Method, blocks_by_rows
 from pyro_dvi.linalg.operator import gaussian_rows

@@ -11,8 +11,7 @@ from torch import Tensor
 from pyro_dvi.curvature.example_gradients import ExampleGradients
 from pyro_dvi.errors import DviWarning, UnsupportedError
 from pyro_dvi.laplace.energy.energy import LocalEnergy
-from pyro_dvi.laplace.energy.precision import GGN, PrecisionMatrix
-from pyro_dvi.laplace.energy.prior_precision import common_ratio, independent_prior_precision
+from pyro_dvi.laplace.energy.precision import GGN, PrecisionMatrix, common_ratio, independent_prior_precision
 from pyro_dvi.laplace.energy.query import Query
 from pyro_dvi.laplace.methods.kronecker_block import KroneckerBlock
 from pyro_dvi.laplace.methods.posterior import LaplacePosterior, Method, blocks_by_rows

@@ -9,8 +9,7 @@ from torch import Tensor
 from pyro_dvi.choice import check_count
 from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.laplace.energy.energy import LocalEnergy
-from pyro_dvi.laplace.energy.precision import GGN, PrecisionMatrix
-from pyro_dvi.laplace.energy.prior_precision import independent_prior_precision
+from pyro_dvi.laplace.energy.precision import GGN, PrecisionMatrix, independent_prior_precision
 from pyro_dvi.laplace.energy.query import Query
 from pyro_dvi.laplace.methods.conjugate_gradient import PrecisionSolver, check_tolerance
 from pyro_dvi.laplace.methods.posterior import LaplacePosterior, Method
