@@ -31,7 +31,7 @@ from pyro_dvi.expectations.gaussian import (
 from pyro_dvi.expectations.points import fixed_points
 from pyro_dvi.moments import GaussianMoments
 
-__all__ = ["Evaluation", "evaluation", "numerical_expectation"]
+__all__ = ["Evaluation", "aligned", "evaluation", "numerical_expectation", "without_checks"]
 
 _CHUNK = 2**22  # values of one parameter that are held at once
 
@@ -107,7 +107,7 @@ def evaluation(
         count += math.prod(shape)
     points, weights = fixed_points(count, like, num_points)
     rank = _batch_rank(family, parameters, value)
-    options = _without_checks(family)
+    options = without_checks(family)
 
     def parameters_at(points: Tensor) -> dict[str, Tensor]:
         found = {}
@@ -115,7 +115,7 @@ def evaluation(
             block = points[:, blocks[keys[name]]]
             values = at_points(p, block.reshape(len(points), *shapes[keys[name]]))
             check_domain(family, name, p, values)
-            found[name] = _aligned(values, rank + (event_dim_of(family, name) or 0))
+            found[name] = aligned(values, rank + (event_dim_of(family, name) or 0))
         return found
 
     def at(points: Tensor) -> Any:
@@ -138,16 +138,17 @@ def _coordinates(family: type, name: str, parameter: GaussianMoments) -> tuple[i
 def _batch_rank(family: type, parameters: Mapping[str, Any], value: Tensor | None) -> int:
     """How many batch dimensions the log density has."""
     means = {k: p.loc if isinstance(p, GaussianMoments) else p for k, p in parameters.items()}
-    fn = family(**means, **_without_checks(family))
+    fn = family(**means, **without_checks(family))
     rank = 0 if value is None else value.dim() - len(fn.event_shape)
     return max(rank, len(fn.batch_shape))
 
 
-def _aligned(values: Tensor, rank: int) -> Tensor:
+def aligned(values: Tensor, rank: int) -> Tensor:
     """Insert dimensions after the first, so that ``[S, *]`` broadcasts against tensors of that rank."""
     return values.reshape(len(values), *(1,) * (rank + 1 - values.dim()), *values.shape[1:])
 
 
-def _without_checks(family: type) -> dict[str, bool]:
+def without_checks(family: type) -> dict[str, bool]:
+    """Keyword arguments that build a distribution without checking its parameters."""
     names = inspect.signature(family).parameters
     return {"validate_args": False} if "validate_args" in names else {}

@@ -27,7 +27,6 @@ __all__ = [
     "strip_event_dims",
     "unexpanded",
     "untransformed",
-    "without_checks",
 ]
 
 # Distributions around another one, which take it as it is.
@@ -164,11 +163,6 @@ def given_to(site: str, base: Any, made: list[Built]) -> dict[str, Any]:
         "class of the same name in pyro.distributions, or name a pyro.deterministic site of the prediction instead: "
         "site='...'"
     )
-
-
-def without_checks(cls: Any) -> dict[str, bool]:
-    """Keyword arguments that build a distribution without checking its parameters."""
-    return {"validate_args": False} if "validate_args" in inspect.signature(cls).parameters else {}
 
 
 def _memory(fn: Any) -> dict[str, int]:

@@ -18,13 +18,13 @@ from torch import distributions as td
 from torch.distributions import biject_to, constraints
 
 from pyro_dvi.errors import DataError, ModelError, NonFiniteError, UnsupportedError
+from pyro_dvi.expectations.numerical import without_checks
 from pyro_dvi.handlers.distributions import (
     Built,
     arguments_kept,
     given_to,
     innermost,
     rewrapped,
-    without_checks,
 )
 from pyro_dvi.handlers.log_joint import AtUnconstrained
 from pyro_dvi.handlers.means import twice_differentiable

@@ -92,9 +92,9 @@ def predictive_of(fn: Any, predictive: Predictive) -> Any:
 
     Args:
         fn: the distribution of an observed site.
-        predictive: gives the predictive distribution of a family with uncertain parameters.
+        predictive: gives the predictive distribution, one of Pyro's, of a family with uncertain parameters.
     """
-    return _rebuilt(fn, lambda uncertain: _as_pyro(predictive(uncertain.family, uncertain.parameters)))
+    return _rebuilt(fn, lambda uncertain: predictive(uncertain.family, uncertain.parameters))
 
 
 def at_mean(fn: Any) -> Any:
@@ -195,19 +195,6 @@ def _draw(value: Any, sample_shape: Any) -> Any:
     noise = torch.randn((*sample_shape, *inner.shape), dtype=inner.dtype, device=inner.device)
     drawn = inner.loc + noise * inner.variance.sqrt()
     return drawn if value.link is None else value.link.function(drawn)
-
-
-def _as_pyro(distribution: td.Distribution) -> Any:
-    """Return a torch distribution as the Pyro class of the same name, with Pyro's methods."""
-    if isinstance(distribution, dist.Distribution):
-        return distribution
-    cls: Any = getattr(dist, type(distribution).__name__)
-    if isinstance(distribution, td.MixtureSameFamily):
-        parts = _as_pyro(distribution.mixture_distribution), _as_pyro(distribution.component_distribution)
-        return cls(*parts, validate_args=False)
-    twin = object.__new__(cls)
-    twin.__dict__.update(vars(distribution))
-    return twin
 
 
 def refuse_moments(fn: Any, name: str) -> None:

@@ -2,37 +2,59 @@
 """From an uncertain mean and an uncertain noise scale to a predictive distribution."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Size, Tensor
 from torch import distributions as td
 
 from pyro_dvi.choice import check_count
 from pyro_dvi.expectations.gaussian import check_domain, nodes_of
+from pyro_dvi.expectations.numerical import aligned
 from pyro_dvi.expectations.scales import power_of
-from pyro_dvi.links.mixture import weighted_mixture
+from pyro_dvi.links.joint import Joint
+from pyro_dvi.links.mixture import PointMixture
 from pyro_dvi.moments import GaussianMoments
 
-__all__ = ["GaussHermite", "MomentMatched", "NoiseLink"]
+__all__ = [
+    "GaussHermite",
+    "MomentMatched",
+    "NoiseLink",
+    "ShapedNormal",
+    "UncertainNoise",
+    "correlated_normal",
+]
+
+Noisy = Callable[[Tensor, Any, Any], Any]
+
+
+@dataclass(frozen=True)
+class UncertainNoise:
+    """Gaussian noise around a Gaussian mean.
+
+    Attributes:
+        loc: mean.
+        spread: its variances of the same shape, or covariances ``[*batch, n, n]`` of the n numbers of an event.
+        scale: of the noise.
+        joint: covariances of mean and scale; None where they are independent, number by number.
+        noisy: makes a distribution of a mean, its spread, and the variance of the noise.
+    """
+
+    loc: Tensor
+    spread: Any
+    scale: GaussianMoments
+    joint: Joint | None
+    noisy: Noisy
 
 
 class NoiseLink(ABC):
     """How Gaussian noise of uncertain scale becomes a predictive distribution."""
 
     @abstractmethod
-    def predictive(
-        self, loc: Tensor, variance: Tensor | float, scale: GaussianMoments, cls: Any
-    ) -> td.Distribution:
-        """Return the predictive distribution.
-
-        Args:
-            loc: mean.
-            variance: of the mean.
-            scale: of the noise.
-            cls: class of the components, ``Normal`` or ``LogNormal``.
-        """
+    def predictive(self, given: UncertainNoise) -> Any:
+        """Return the predictive distribution."""
 
 
 @dataclass(frozen=True)
@@ -40,15 +62,14 @@ class MomentMatched(NoiseLink):
     r"""One Normal with the right mean and variance, :math:`\mathcal N(\mu, v_\mu + \mathrm E[s^2])`.
 
     With a scale :math:`s = e^h`, that is a log-variance :math:`c = 2h`, :math:`\mathrm E[s^2] = e^{\bar c + v_c/2}`.
+    The variance is right whatever the correlation of mean and scale.
 
     Source: Schmitt & Roth (2021), Eq. 19.
     """
 
-    def predictive(
-        self, loc: Tensor, variance: Tensor | float, scale: GaussianMoments, cls: Any
-    ) -> td.Distribution:
-        """Return a Normal (LogNormal)."""
-        return cls(loc, (variance + power_of(td.Normal, "scale", scale, 2)).sqrt())
+    def predictive(self, given: UncertainNoise) -> Any:
+        """Return a Normal (LogNormal, MultivariateNormal)."""
+        return given.noisy(given.loc, given.spread, power_of(td.Normal, "scale", given.scale, 2))
 
 
 @dataclass(frozen=True)
@@ -56,6 +77,8 @@ class GaussHermite(NoiseLink):
     r"""A mixture over nodes of the Gaussian behind the scale, :math:`\sum_k w_k\,\mathcal N(\mu, v_\mu + s_k^2)`.
 
     It has the same mean and variance as :class:`MomentMatched` and the heavier tails that an uncertain scale gives.
+    Where mean and scale are correlated, each node has the mean and variance given its scale; where the scales of one
+    event are several Gaussians, Sobol points take the place of the nodes.
 
     Args:
         num_nodes: components.
@@ -66,12 +89,50 @@ class GaussHermite(NoiseLink):
     def __post_init__(self) -> None:
         check_count("num_nodes", self.num_nodes)
 
-    def predictive(
-        self, loc: Tensor, variance: Tensor | float, scale: GaussianMoments, cls: Any
-    ) -> td.Distribution:
-        """Return a mixture of Normals (LogNormals)."""
-        scales, weights = nodes_of(scale, self.num_nodes)
-        check_domain(cls, "scale", scale, scales)
-        spread = torch.as_tensor(variance, dtype=scales.dtype, device=scales.device)
-        total = (spread.unsqueeze(-1) + scales.movedim(0, -1).square()).sqrt()
-        return weighted_mixture(weights, cls(loc.unsqueeze(-1), total))
+    def predictive(self, given: UncertainNoise) -> Any:
+        """Return a mixture of Normals (LogNormals, MultivariateNormals)."""
+        loc, spread, scale = given.loc, given.spread, given.scale
+        if given.joint is not None:
+            loc, spread, scales, weights = given.joint.given_scale(loc, scale, self.num_nodes)
+        else:
+            scales, weights = nodes_of(scale, self.num_nodes)
+            check_domain(td.Normal, "scale", scale, scales)
+            scales = aligned(scales, max(loc.dim(), scale.dim()))
+        return PointMixture(given.noisy(loc, spread, scales.square()), weights)
+
+
+def correlated_normal(loc: Tensor, covariance: Tensor, variance: Any, shape: Size) -> Any:
+    """Return Gaussian noise of some variance around vectors, matrices or tensors of full covariance.
+
+    Args:
+        loc: mean, ``[*batch, *shape]``.
+        covariance: of all numbers of an event, ``[*batch, n, n]``.
+        variance: of the noise, broadcastable to ``loc``.
+        shape: of an event.
+    """
+    variance = torch.as_tensor(variance, dtype=loc.dtype, device=loc.device).expand(loc.shape)
+    total = covariance + torch.diag_embed(variance.flatten(-len(shape)))
+    vectors = td.MultivariateNormal(loc.flatten(-len(shape)), covariance_matrix=total)
+    return vectors if len(shape) == 1 else ShapedNormal(vectors, shape)
+
+
+class ShapedNormal(td.TransformedDistribution):
+    """Gaussian vectors as matrices or tensors.
+
+    Args:
+        vectors: the distribution of the vectors.
+        shape: of one observation.
+    """
+
+    def __init__(self, vectors: td.Distribution, shape: Size) -> None:
+        super().__init__(vectors, [td.ReshapeTransform(vectors.event_shape, shape)], validate_args=False)
+
+    @property
+    def mean(self) -> Tensor:
+        """Mean of each element."""
+        return self.base_dist.mean.reshape(*self.batch_shape, *self.event_shape)
+
+    @property
+    def variance(self) -> Tensor:
+        """Variance of each element."""
+        return self.base_dist.variance.reshape(*self.batch_shape, *self.event_shape)

@@ -47,7 +47,7 @@ class _Use:
     def refuse(self, problem: str) -> UnsupportedError:
         return UnsupportedError(
             f"the reverse delta method: {name_of(self.func)} uses the weight {' and '.join(map(repr, self.names))} "
-            f"{problem}. Predict with GaussianMoments(propagation=Independent()), or write the layer as F.linear, a "
+            f"{problem}. Predict with Moments(propagation=Independent()), or write the layer as F.linear, a "
             "convolution, x @ w, a broadcast x + b or x * w, an embedding or the affine part of a norm, with each "
             "weight used once (pyro_dvi.moments.weight_spread.spread_rule adds a function)."
         )

@@ -15,6 +15,7 @@ from pyro_dvi.links import (
     predictive_distribution,
     predictive_rule,
 )
+from pyro_dvi.links.mixture import PointMixture
 from pyro_dvi.links.predictive import _RULES
 from pyro_dvi.moments import GaussianMoments, Link
 from tests.expectations.cases import CLASSES, NUMERICAL, RULES, Case, Uncertain
@@ -57,7 +58,7 @@ def test_one_normal_has_the_moments_of_the_mixture(case):
     if case.parameters["scale"].name != "exp":
         pytest.skip("moment matching takes the moments of the scale as they are")
     one, mixture = ours(case, noise=MomentMatched()), ours(case, noise=GaussHermite(64))
-    assert isinstance(one, td.Normal) and isinstance(mixture, td.MixtureSameFamily)
+    assert isinstance(one, td.Normal) and isinstance(mixture, PointMixture)
     torch.testing.assert_close(one.mean, mixture.mean)
     torch.testing.assert_close(one.variance, mixture.variance)
 
@@ -92,7 +93,7 @@ def test_links_of_classes_are_passed_on():
     case = CLASSES[0]
     parameters = case.build(*case.gaussians())
     for link in (Probit(), LaplaceBridge()):
-        p = predictive_distribution(case.family, parameters, classes=link).probs
+        p = predictive_distribution(case.family, parameters, link=link).probs
         torch.testing.assert_close(
             p, link.probabilities(parameters["logits"].loc, parameters["logits"].variance)
         )
@@ -148,9 +149,9 @@ def test_classes_of_pyro():
     f = GaussianMoments(torch.zeros(3), torch.ones(3))
     normal = predictive_distribution(dist.Normal, {"loc": f, "scale": 1.0})
     torch.testing.assert_close(normal.scale, torch.full((3,), 2.0).sqrt())
-    assert type(predictive_distribution(dist.Categorical, {"logits": f})) is td.Categorical
+    assert type(predictive_distribution(dist.Categorical, {"logits": f})) is dist.Categorical
     heavy = predictive_distribution(dist.StudentT, {"df": 4.0, "loc": f, "scale": 1.0})
-    assert isinstance(heavy.component_distribution, dist.StudentT)
+    assert isinstance(heavy.components, dist.StudentT)
 
 
 def test_parameters_broadcast():
@@ -193,8 +194,8 @@ def test_certain_parameters_give_the_family():
 
 def test_mistakes_are_refused():
     f = GaussianMoments(torch.zeros(3), torch.ones(3))
-    with pytest.raises(ArgumentError, match="classes must be an object"):
-        predictive_distribution(td.Categorical, {"logits": f}, classes="probit")
+    with pytest.raises(ArgumentError, match="link must be an object"):
+        predictive_distribution(td.Categorical, {"logits": f}, link="probit")
     with pytest.raises(ArgumentError, match=r"noise must be an object such as MomentMatched\(\)"):
         predictive_distribution(td.Normal, {"loc": f, "scale": 1.0}, noise=GaussHermite)
     with pytest.raises(ArgumentError, match="must be a positive whole number, not 0"):

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch import distributions as td
 
 from pyro_dvi.handlers.distributions import untransformed
-from pyro_dvi.links.mixture import weighted_mixture
+from pyro_dvi.links.mixture import PointMixture
 from pyro_dvi.predictive.engine.run import Response
 from pyro_dvi.predictive.prediction.component import (
     both_masks,
@@ -171,11 +171,8 @@ class Mixture:
             return fn
         base = untransformed(fn)
         if isinstance(base, td.Normal) and kept:
-            normals: Any = dist.Normal(
-                kept["mean"].movedim(0, len(fn.batch_shape)),
-                kept["variance"].sqrt().movedim(0, len(fn.batch_shape)),
-            ).to_event(len(fn.event_shape))
-            return weighted_mixture(kept["mean"].new_full((self.count,), 1 / self.count), normals)
+            normals: Any = dist.Normal(kept["mean"], kept["variance"].sqrt()).to_event(len(fn.event_shape))
+            return PointMixture(normals, kept["mean"].new_full((self.count,), 1 / self.count))
         if log_probabilities is None:
             return None
         if len(fn.event_shape) > isinstance(base, td.OneHotCategorical):

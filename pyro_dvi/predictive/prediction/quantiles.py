@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Quantiles of predictive distributions, element by element, and the score of whole distributions.
 
-The distribution function is inverted: in closed form where the distribution has one, else by bisection between the
-limits that Cantelli's inequality gives for any distribution of this mean and standard deviation,
+The distribution function is inverted: in closed form where the distribution has one, else by bisection. A quantile of a
+mixture lies between the smallest and the largest of its components'; for any other distribution of this mean and
+standard deviation Cantelli's inequality gives limits,
 
 .. math:: m - s\sqrt{(1 - q)/q} \;\le\; Q(q) \;\le\; m + s\sqrt{q/(1 - q)}.
 """
@@ -18,8 +19,8 @@ from torch import distributions as td
 from pyro_dvi.devices import widest
 from pyro_dvi.errors import ArgumentError
 from pyro_dvi.handlers.distributions import untransformed
-from pyro_dvi.links.mixture import distribution_function
-from pyro_dvi.predictive.gaussian_noise import ShapedNormal
+from pyro_dvi.links.mixture import PointMixture, distribution_function
+from pyro_dvi.links.noise import ShapedNormal
 
 __all__ = ["crps", "marginal", "probabilities", "quantile"]
 
@@ -37,34 +38,13 @@ def marginal(fn: Any) -> Any:
         if isinstance(fn, dist.ExpandedDistribution):
             return inner.expand(fn.batch_shape + fn.event_shape)
         return inner
-    if isinstance(fn, td.MixtureSameFamily):
-        components = marginal(fn.component_distribution)
-        for _ in fn.event_shape:  # the dimension of components comes before the event: move it behind
-            components = _moved(components, len(fn.batch_shape), len(fn.event_shape))
-            break
-        logits = fn.mixture_distribution.logits
-        logits = logits.reshape(*fn.batch_shape, *[1] * len(fn.event_shape), logits.shape[-1])
-        return td.MixtureSameFamily(
-            td.Categorical(logits=logits.expand(components.batch_shape)), components, validate_args=False
-        )
-    if isinstance(fn, (td.MultivariateNormal, td.LowRankMultivariateNormal)):
+    if isinstance(fn, PointMixture):
+        return PointMixture(marginal(fn.components), fn.weights, fn.rank + len(fn.event_shape))
+    if isinstance(fn, (td.MultivariateNormal, td.LowRankMultivariateNormal, ShapedNormal)):
         return td.Normal(fn.mean, fn.variance.sqrt(), validate_args=False)
-    if isinstance(fn, ShapedNormal):
-        flat = marginal(fn.base_dist)
-        if not isinstance(flat, td.Normal):
-            raise NotImplementedError
-        shape = fn.batch_shape + fn.event_shape
-        return td.Normal(flat.loc.reshape(shape), flat.scale.reshape(shape), validate_args=False)
     if fn.event_shape or getattr(fn.support, "is_discrete", True):
         raise NotImplementedError
     return fn
-
-
-def _moved(components: Any, position: int, events: int) -> Any:
-    if not isinstance(components, td.Normal):
-        raise NotImplementedError
-    loc, scale = (p.movedim(position, position + events) for p in (components.loc, components.scale))
-    return td.Normal(loc, scale, validate_args=False)
 
 
 def probabilities(name: str, given: Any) -> Tensor:
@@ -99,11 +79,15 @@ def quantile(fn: Any, level: float) -> Tensor:
     except NotImplementedError:
         pass
     wide = widest(single.mean.device)
-    mean, spread = single.mean.to(wide), single.variance.to(wide).sqrt()
-    if not bool((mean.isfinite() & spread.isfinite()).all()):
-        raise NotImplementedError
-    low = mean - spread * math.sqrt((1 - level) / level)
-    high = mean + spread * math.sqrt(level / (1 - level))
+    if isinstance(single, PointMixture):
+        each = quantile(single.components, level).to(wide)
+        low, high = each.amin(-1 - single.rank), each.amax(-1 - single.rank)
+    else:
+        mean, spread = single.mean.to(wide), single.variance.to(wide).sqrt()
+        if not bool((mean.isfinite() & spread.isfinite()).all()):
+            raise NotImplementedError
+        low = mean - spread * math.sqrt((1 - level) / level)
+        high = mean + spread * math.sqrt(level / (1 - level))
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
         below = distribution_function(single, middle) < level
@@ -127,26 +111,23 @@ def crps(fn: Any, values: Tensor) -> Tensor:
     Source: Grimit et al. (2006), Eq. 5.
     """
     single = marginal(fn)
-    if isinstance(untransformed(single), td.Normal):
-        loc, scale = single.mean.unsqueeze(-1), single.stddev.unsqueeze(-1)
-        weights = torch.ones_like(loc)
-    elif isinstance(single, td.MixtureSameFamily) and isinstance(single.component_distribution, td.Normal):
-        loc, scale = single.component_distribution.loc, single.component_distribution.scale
-        weights = single.mixture_distribution.probs
-    else:
+    if not isinstance(single, PointMixture):
+        single = PointMixture(single.expand((1, *single.batch_shape)), single.mean.new_ones(1))
+    normals, weights = single.components, single.weights
+    if not isinstance(untransformed(normals), td.Normal):
         raise NotImplementedError
+    loc, scale = (value.movedim(-1 - single.rank, 0) for value in (normals.mean, normals.stddev))
     wide = widest(loc.device)
     loc, variance, weights = loc.to(wide), scale.to(wide).square(), weights.to(wide)
-    score = (weights * _absolute(values.to(wide).unsqueeze(-1) - loc, variance)).sum(-1)
-    for i in range(loc.shape[-1]):
-        one = slice(i, i + 1)
-        apart = _absolute(loc[..., one] - loc, variance[..., one] + variance)
-        score = score - 0.5 * weights[..., i] * (weights * apart).sum(-1)
+    score = torch.tensordot(weights, _absolute(values.to(wide) - loc, variance), 1)
+    for i, weight in enumerate(weights):
+        apart = _absolute(loc[i] - loc, variance[i] + variance)
+        score = score - 0.5 * weight * torch.tensordot(weights, apart, 1)
     return score
 
 
 def _absolute(distance: Tensor, variance: Tensor) -> Tensor:
-    """Return E|x| of a Gaussian x."""
+    """Return E|x| of Gaussian x."""
     scale = variance.sqrt()
     z = distance / scale.clamp_min(torch.finfo(scale.dtype).tiny)
     return scale * math.sqrt(2 / math.pi) * torch.exp(-0.5 * z.square()) + distance * torch.erf(

@@ -96,7 +96,7 @@ def calibrate(
         progress: show a progress bar over draws.
 
     Returns:
-        A propagation for ``GaussianMoments(propagation=...)``.
+        A propagation for ``Moments(propagation=...)``.
 
     Raises:
         ArgumentError: fewer than two draws.

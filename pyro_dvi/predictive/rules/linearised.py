@@ -13,9 +13,9 @@ from pyro_dvi.handlers.distributions import arguments_kept
 from pyro_dvi.handlers.log_joint import AtUnconstrained
 from pyro_dvi.handlers.means import twice_differentiable
 from pyro_dvi.handlers.outputs import Outputs, observed_outputs
-from pyro_dvi.links import ClassLink, Probit
+from pyro_dvi.links import ClassLink, GaussHermite, NoiseLink, Probit
+from pyro_dvi.links.outputs import integrated
 from pyro_dvi.predictive.engine.run import Respond, Response
-from pyro_dvi.predictive.integrated import integrated
 from pyro_dvi.predictive.rules.rule import PredictionRule, posterior_mean
 
 __all__ = ["Linearised"]
@@ -35,17 +35,19 @@ class Linearised(PredictionRule):
 
     Status: exact for models that are linear in their latents. Given the Gaussian of f: exact for Normal, LogNormal and
     MultivariateNormal with certain noise and for Bernoulli; class probabilities as exact as ``link``; an uncertain
-    noise scale by Gauss-Hermite quadrature, together with its correlation with the mean; any other distribution as a
-    mixture over points.
+    noise scale as ``noise`` says, together with its correlation with the mean; any other distribution as a mixture over
+    points.
 
     Args:
         link: from Gaussian logits, with their covariance, to class probabilities: ``Probit()``, ``SobolSoftmax(n)`` or
             ``LaplaceBridge()`` of :mod:`pyro_dvi.links`.
+        noise: from an uncertain noise scale to a predictive: ``GaussHermite(n)``, a mixture, or ``MomentMatched()``, a
+            Normal of the same mean and variance.
         num_points: Sobol points where more than two numbers of one observation are uncertain and there is no closed
             form.
 
     Raises:
-        ArgumentError: ``link`` is no link of classes, or less than one point.
+        ArgumentError: ``link`` or ``noise`` is no object of its kind, or less than one point.
         GuideError: the guide is no LaplaceGuide, or not fitted.
 
     Source: Immer, Korzepa & Bauer (2021), "Improving predictions of Bayesian neural nets via local linearization".
@@ -62,6 +64,7 @@ class Linearised(PredictionRule):
     """
 
     link: ClassLink = field(default_factory=Probit)
+    noise: NoiseLink = field(default_factory=lambda: GaussHermite(20))
     num_points: int = 256
 
     num_components = 1
@@ -69,6 +72,7 @@ class Linearised(PredictionRule):
 
     def __post_init__(self) -> None:
         check_choice("link", self.link, ClassLink, "Probit() or SobolSoftmax(256)")
+        check_choice("noise", self.noise, NoiseLink, "GaussHermite(n) or MomentMatched()")
         check_count("num_points", self.num_points)
 
     def components(
@@ -93,6 +97,8 @@ class Linearised(PredictionRule):
             return observed_outputs(response.site, response.distribution, response.axis, num_rows, made)
 
         gaussian = linearised(inputs, read)
-        distribution = integrated(gaussian.outputs, gaussian.full_covariance, self.link, self.num_points)
+        distribution = integrated(
+            gaussian.outputs, gaussian.full_covariance, self.link, self.noise, self.num_points
+        )
         first = responses[0]
         yield replace(first, distribution=distribution, value=first.value.detach())

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prediction by moment propagation: one pass, no draws."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,6 +20,7 @@ from pyro_dvi.handlers.structure import refuse_dependent
 from pyro_dvi.handlers.uncertain import predictive_of, uncertain_likelihoods
 from pyro_dvi.laplace import LaplaceGuide
 from pyro_dvi.links import ClassLink, MomentMatched, NoiseLink, SobolSoftmax, predictive_distribution
+from pyro_dvi.links.outputs import as_pyro
 from pyro_dvi.moments.weight_uses import warned_of_repeated_uses
 from pyro_dvi.predictive.engine.run import Respond, Response
 from pyro_dvi.predictive.rules.propagation import Independent, Propagation
@@ -46,7 +47,7 @@ class Moments(PredictionRule):
     covariances (:func:`~pyro_dvi.compare_with_sampling` says how much).
 
     Args:
-        classes: from moments of logits to probabilities: ``SobolSoftmax()``, ``Probit()``, ``LaplaceBridge()`` of
+        link: from moments of logits to probabilities: ``SobolSoftmax()``, ``Probit()``, ``LaplaceBridge()`` of
             :mod:`pyro_dvi.links`.
         noise: from an uncertain noise scale to a predictive: ``MomentMatched()``, a Normal, or ``GaussHermite(n)``, a
             mixture that keeps the heavier tails and is the sharper of the two.
@@ -63,7 +64,7 @@ class Moments(PredictionRule):
     Source: Schmitt & Roth (2021), Eq. 19-20.
     """
 
-    classes: ClassLink = field(default_factory=SobolSoftmax)
+    link: ClassLink = field(default_factory=SobolSoftmax)
     noise: NoiseLink = field(default_factory=MomentMatched)
     num_samples: int | None = None
     propagation: Propagation = field(default_factory=Independent)
@@ -74,7 +75,7 @@ class Moments(PredictionRule):
         if self.num_samples is not None:
             check_count("num_samples", self.num_samples)
             object.__setattr__(self, "num_samples", int(self.num_samples))  # of NumPy, say
-        check_choice("classes", self.classes, ClassLink, "SobolSoftmax() or Probit()")
+        check_choice("link", self.link, ClassLink, "SobolSoftmax() or Probit()")
         check_choice("noise", self.noise, NoiseLink, "MomentMatched() or GaussHermite(n)")
         what = "Independent(), ReverseDelta() or what calibrate returned"
         check_choice("propagation", self.propagation, Propagation, what)
@@ -89,7 +90,10 @@ class Moments(PredictionRule):
     ) -> Iterator[Response]:
         """Give the one component, or one for each draw of what cannot be propagated."""
         centre, gaussians = posterior_gaussians(guide, inputs)
-        predictive = partial(predictive_distribution, classes=self.classes, noise=self.noise)
+
+        def predictive(family: type, parameters: Mapping[str, Any]) -> Any:
+            return as_pyro(predictive_distribution(family, parameters, link=self.link, noise=self.noise))
+
         stand_in = propagated if self.num_samples is None else reparameterised
         # A seed for each draw, as in Samples: how many numbers the model draws at its observed site is then no matter.
         for seed in torch.randint(2**31 - 1, (self.num_components,)).tolist():

@@ -126,7 +126,7 @@ def _pulled_back(
         raise UnsupportedError(
             f"the reverse delta method: parameter {name!r} of {part.family.__name__} has the shape "
             f"{tuple(gaussian.shape)}, without a row for each of {num_rows} examples. Predict with "
-            "GaussianMoments(propagation=Independent())."
+            "Moments(propagation=Independent())."
         )
     inner = GaussianMoments(gaussian.loc.detach(), recorder.variance(gaussian, axis).detach())
     if value.link is None:

@@ -17,8 +17,8 @@ from pyro_dvi.laplace.evidence.candidates import Candidates
 from pyro_dvi.laplace.evidence.tuning import Criterion, Tuning
 from pyro_dvi.laplace.methods.posterior import LaplacePosterior
 from pyro_dvi.laplace.outputs import GaussianOutputs
-from pyro_dvi.links import ClassLink, Probit
-from pyro_dvi.predictive.integrated import integrated
+from pyro_dvi.links import ClassLink, GaussHermite, NoiseLink, Probit
+from pyro_dvi.links.outputs import integrated
 from pyro_dvi.undisturbed import evaluating
 
 __all__ = ["ByValidation"]
@@ -40,6 +40,7 @@ class ByValidation(Criterion):
     Args:
         batches: held-out data, positional arguments of the model with the observations.
         link: from Gaussian logits to class probabilities.
+        noise: from an uncertain noise scale to a predictive.
         num_points: Sobol points where there is no closed form.
         site: the observed site that is predicted; None for the one that the model has.
 
@@ -62,6 +63,7 @@ class ByValidation(Criterion):
 
     batches: Iterable[Any] = field(repr=False)
     link: ClassLink = field(default_factory=Probit)
+    noise: NoiseLink = field(default_factory=lambda: GaussHermite(20))
     num_points: int = 256
     site: str | None = None
 
@@ -93,7 +95,9 @@ class ByValidation(Criterion):
         """Log predictive density of every observation of a batch that is not masked."""
         query = Query(energy.model, args, energy.locs, energy.layout, site=self.site)
         gaussian = GaussianOutputs.of(posterior, query)
-        distribution = integrated(gaussian.outputs, gaussian.full_covariance, self.link, self.num_points)
+        distribution = integrated(
+            gaussian.outputs, gaussian.full_covariance, self.link, self.noise, self.num_points
+        )
         with evaluating(energy.model):
             run = run_joint(energy.model, args, {}, energy.locs)
         found = [site for site in run.sites if site.name == gaussian.outputs.site]

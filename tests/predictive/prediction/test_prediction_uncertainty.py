@@ -9,9 +9,12 @@ import pytest
 import torch
 from pyro.infer.autoguide import AutoNormal
 from scipy import optimize, stats
+from torch import distributions as td
 
 from pyro_dvi import AtMean, LaplaceGuide, Linearised, MeanFieldGuide, Moments, Samples, metrics, predict
 from pyro_dvi.errors import ArgumentError, DataError, UnsupportedError
+from pyro_dvi.links.mixture import PointMixture
+from pyro_dvi.predictive.prediction.quantiles import quantile
 
 N, K = 12, 15
 X = torch.linspace(-2, 2, N, dtype=torch.float64)
@@ -333,3 +336,9 @@ def test_autoguides_of_pyro_have_all_of_it():
     prediction = predict(line, automatic, (X, X), Samples(5), keep_draws=True)
     assert prediction.quantiles([0.1, 0.9]).shape == (2, N)
     assert prediction.draws["mean"].shape == (5, N)
+
+
+def test_quantiles_of_a_mixture_with_a_huge_variance():
+    scales = torch.tensor([0.1, 1.0, 9.0], dtype=torch.float64)
+    mixture = PointMixture(td.LogNormal(torch.zeros_like(scales), scales), torch.full_like(scales, 1 / 3))
+    torch.testing.assert_close(mixture.cdf(quantile(mixture, 0.4)).item(), 0.4)

@@ -50,17 +50,15 @@ def test_regression_agrees_with_many_samples(x, noise):
     torch.testing.assert_close(moments.log_likelihood(), sampled.log_likelihood(), atol=0.1, rtol=0)
 
 
-@pytest.mark.parametrize(
-    "classes", [SobolSoftmax(), Probit(), LaplaceBridge()], ids=lambda c: type(c).__name__
-)
-def test_class_probabilities_agree_with_many_samples(x, classes):
+@pytest.mark.parametrize("link", [SobolSoftmax(), Probit(), LaplaceBridge()], ids=lambda c: type(c).__name__)
+def test_class_probabilities_agree_with_many_samples(x, link):
     model = dvi.classifier(network(3), num_data=12)
     guide = dvi.MeanFieldGuide(model)
     guide.initialize(x, torch.arange(12) % 3)
-    moments = dvi.predict(model, guide, x, method=dvi.Moments(classes=classes))
+    moments = dvi.predict(model, guide, x, method=dvi.Moments(link=link))
     sampled = dvi.predict(model, guide, x, method=dvi.Samples(1000), seed=1)
     torch.testing.assert_close(moments.probabilities.sum(-1), torch.ones(12, dtype=torch.float64))
-    tolerance = 0.1 if isinstance(classes, LaplaceBridge) else 0.015
+    tolerance = 0.1 if isinstance(link, LaplaceBridge) else 0.015
     torch.testing.assert_close(moments.probabilities, sampled.probabilities, atol=tolerance, rtol=0)
 
 

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""The predictive of Gaussian outputs of a model, :math:`\int p(y \mid f)\,\mathcal N(f; \hat f, \Sigma)\,\mathrm df`.
+
+Outputs are the real-valued parameters of any observed distribution (:mod:`pyro_dvi.handlers.outputs`). Their whole
+covariance is used: between classes, between elements of a vector, between a mean and the logarithm of its noise scale.
+An example may have several densities, one for each row of an inner plate, say. Each depends on its own outputs only,
+so that integrals are over these few.
+"""
+
+from math import prod
+from typing import Any
+
+import pyro.distributions as dist
+import torch
+from pyro.distributions.torch_distribution import TorchDistributionMixin
+from torch import Size, Tensor
+from torch import distributions as td
+from torch.distributions import constraints
+
+from pyro_dvi.handlers.distributions import innermost, rewrapped
+from pyro_dvi.handlers.outputs import Outputs, Parameter
+from pyro_dvi.links.classes import ClassLink
+from pyro_dvi.links.joint import Joint
+from pyro_dvi.links.mixture import PointMixture
+from pyro_dvi.links.noise import NoiseLink
+from pyro_dvi.links.predictive import predictive_distribution
+from pyro_dvi.moments import GaussianMoments, Link
+
+__all__ = ["as_pyro", "integrated"]
+
+_CLASSES = (td.Bernoulli, td.Categorical, td.OneHotCategorical)
+# How parameters of these domains come from real numbers.
+_NAMES = {constraints.positive: "exp", constraints.unit_interval: "sigmoid", constraints.simplex: "softmax"}
+
+
+def integrated(
+    outputs: Outputs, covariance: Tensor, link: ClassLink, noise: NoiseLink, num_points: int
+) -> Any:
+    """Return the predictive distribution, of the batch and event shape of the observed one.
+
+    Status: as :func:`~pyro_dvi.links.predictive_distribution`. Several labels of one example (``to_event``) have the
+    right probabilities each, and count as independent of each other.
+
+    Args:
+        outputs: outputs at the mode.
+        covariance: of all outputs of each example, ``[B, K, K]``.
+        link: from Gaussian logits to class probabilities.
+        noise: from an uncertain scale of Gaussian noise to a distribution.
+        num_points: Sobol points where more than two numbers of one density are uncertain.
+    """
+    outputs, covariance = outputs.detached(), covariance.detach()
+    fn, base, parameters = outputs.distribution, innermost(outputs.distribution), outputs.parameters
+    variances = torch.diagonal(covariance, dim1=-2, dim2=-1)
+    parts = zip(parameters, outputs.split(outputs.values), outputs.split(variances), strict=True)
+    given = {**outputs.given, **{part[0].name: _uncertain(base, *part) for part in parts}}
+    uncertain = {name: value for name, value in given.items() if isinstance(value, GaussianMoments)}
+    if not uncertain:
+        return fn
+    # Dimensions of densities, without that of the examples.
+    shape = parameters[0].shape
+    others = shape[: len(shape) - base.arg_constraints[parameters[0].name].event_dim]
+    rank = len(fn.batch_shape) - 1
+    joined = len(others) > rank and not isinstance(base, _CLASSES)
+    if joined:  # by to_event: one density, whose numbers are dependent
+        others = others[:rank]
+    numbers = torch.arange(covariance.shape[-1], device=covariance.device).split([p.size for p in parameters])
+    places = {
+        p.name: own.reshape(prod(others), -1)
+        for p, own in zip(parameters, numbers, strict=True)
+        if p.name in uncertain
+    }
+    place = torch.cat(list(places.values()), -1)
+    between = covariance[:, place.unsqueeze(-1), place.unsqueeze(-2)]
+    between = between.reshape(len(covariance), *others, *between.shape[2:]).movedim(0, parameters[0].axis)
+    sizes = {name: own.shape[1] for name, own in places.items()}
+    joint = Joint(between, sizes, Size(shape[rank:] if joined else ()), num_points)
+
+    def predictive(base: Any) -> Any:
+        return as_pyro(predictive_distribution(type(base), given, link=link, noise=noise, joint=joint))
+
+    if not joined:
+        return rewrapped(fn, predictive)
+    if type(base) is dist.Normal and _is_plain(fn):
+        return predictive(base)
+    values, weights = joint.points(uncertain)
+    return PointMixture(outputs.rebuilt({**given, **values}, tuple(weights.shape)), weights)
+
+
+def _uncertain(base: Any, parameter: Parameter, real: Tensor, variance: Tensor) -> Any:
+    """A parameter as a function of its Gaussian real numbers, ``[B, *shape]``; a tensor if they have no variance."""
+    if not bool((variance > 0).any()):
+        return parameter.native(real)
+    inner = GaussianMoments(real.movedim(0, parameter.axis), variance.movedim(0, parameter.axis))
+    function = parameter.transform
+    if function is None:
+        return inner
+    # Its own variance is not known, and not asked for: that of an exponential is known from the Gaussian.
+    return GaussianMoments(
+        function(inner.loc),
+        inner.variance,
+        Link(inner, function, _NAMES.get(base.arg_constraints[parameter.name])),
+    )
+
+
+def _is_plain(fn: Any) -> bool:
+    """Whether there are no wrappers but ``to_event``."""
+    while isinstance(fn, td.Independent):
+        fn = fn.base_dist
+    return isinstance(fn, td.Normal)
+
+
+class _PyroMixture(PointMixture, TorchDistributionMixin):
+    """A mixture with Pyro's methods."""
+
+
+def as_pyro(distribution: Any) -> Any:
+    """Return a torch distribution as the Pyro class of the same name, with Pyro's methods; one of ours as it is."""
+    name = type(distribution).__name__
+    kind: Any = _PyroMixture if isinstance(distribution, PointMixture) else getattr(dist, name, None)
+    if kind is None or isinstance(distribution, dist.Distribution):
+        return distribution
+    twin = object.__new__(kind)
+    twin.__dict__.update(vars(distribution))
+    return twin
