@@ -11,7 +11,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from pyro_dvi.curvature.per_example.uses import Contribution, Use
+from pyro_dvi.curvature.per_example import Contribution, Use
 from pyro_dvi.curvature.products import LinearMap
 from pyro_dvi.curvature.rows import bits_of_rows
 from pyro_dvi.curvature.squared_gradients import SquaredGradients, squares_without_rules

@@ -10,7 +10,8 @@ Adding a rule: write it in the file of its family, as :func:`per_example_rule` s
 """
 
 from pyro_dvi.curvature.per_example import broadcasting, convolution, dense, embedding, normalisation
-from pyro_dvi.curvature.per_example.uses import Contribution, Outer, Use, WeightUses, per_example_rule
+from pyro_dvi.curvature.per_example.rules import Contribution, Outer, contribution, per_example_rule
+from pyro_dvi.curvature.per_example.uses import Use, WeightUses
 
 __all__ = [
     "Contribution",
@@ -18,6 +19,7 @@ __all__ = [
     "Use",
     "WeightUses",
     "broadcasting",
+    "contribution",
     "convolution",
     "dense",
     "embedding",

@@ -2,11 +2,12 @@
 """Per-example gradients of a weight that is added to, or multiplied with, the activations of all examples."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyro_dvi.curvature.per_example.uses import Contribution, Outer, per_example_rule
+from pyro_dvi.curvature.per_example.rules import Contribution, Outer, per_example_rule
 
 __all__ = ["is_broadcast", "rows_summed_to", "scaling", "shift"]
 
@@ -24,9 +25,13 @@ def rows_summed_to(gradient: Tensor, shape: torch.Size) -> Tensor:
     return gradient.sum_to_size(aligned).reshape(len(gradient), *shape)
 
 
-def scaling(shape: torch.Size, x: Tensor, factor: Callable[[Tensor], Tensor] = lambda x: x) -> Contribution:
-    """What is multiplied with a function of x, one number for each of the output."""
-    return Contribution(lambda delta, x: rows_summed_to(delta * factor(x), shape), (x,))
+def scaling(shape: torch.Size, x: Tensor, factor: Callable[[Tensor], Tensor] | None = None) -> Contribution:
+    """What is multiplied with x, or with a function of it, one number for each of the output."""
+
+    def gradients(delta: Tensor, x: Tensor) -> Tensor:
+        return rows_summed_to(delta * (x if factor is None else factor(x)), shape)
+
+    return Contribution(gradients, (x,), bilinear=factor is None)
 
 
 def shift(shape: torch.Size, activations: Tensor, factor: float = 1) -> Contribution:
@@ -83,3 +88,34 @@ def _div(wanted: str, input: Tensor | float, other: Tensor | float) -> Contribut
         return None
     weight, x = operands
     return scaling(weight.shape, x, lambda x: 1 / x if wanted == "input" else -x / weight**2)
+
+
+@per_example_rule(torch.Tensor.expand)
+def _expand(wanted: str, input: Tensor, *sizes: Any) -> Contribution | None:
+    return _copies(input, input.expand(*sizes).shape)
+
+
+@per_example_rule(torch.Tensor.repeat)
+def _repeat(wanted: str, input: Tensor, *sizes: Any) -> Contribution | None:
+    times = torch.Size(sizes[0] if isinstance(sizes[0], list | tuple) else sizes)
+    shape = torch.Size((*[1] * (len(times) - input.dim()), *input.shape))
+    return _copies(input, torch.Size((*times[:1], *shape[1:]))) if set(times[1:]) <= {1} else None
+
+
+def _copies(weight: Tensor, shape: torch.Size) -> Contribution | None:
+    """A weight of which every example has a copy, as a token that stands for the class of a picture."""
+    if not is_broadcast(weight.shape, shape):
+        return None
+    return Contribution(lambda delta: rows_summed_to(delta, weight.shape))
+
+
+@per_example_rule(torch.prelu)
+def _prelu(wanted: str, input: Tensor, weight: Tensor) -> Contribution | None:
+    if wanted == "input" or input.dim() < 2:
+        return None
+    shape = (len(weight), *[1] * (input.dim() - 2))
+
+    def gradients(delta: Tensor, x: Tensor) -> Tensor:
+        return rows_summed_to(delta * x.clamp_max(0), torch.Size(shape)).flatten(1)
+
+    return Contribution(gradients, (input,), bilinear=False)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyro_dvi.curvature.per_example.broadcasting import is_broadcast, rows_summed_to, shift
-from pyro_dvi.curvature.per_example.uses import Contribution, Outer, per_example_rule
+from pyro_dvi.curvature.per_example.rules import Contribution, Outer, per_example_rule
 
 __all__ = ["summed_outer_squares"]
 
@@ -132,3 +132,18 @@ def _bilinear(
             (input1, input2),
         )
     return shift(bias.shape, input1) if wanted == "bias" and bias is not None else None
+
+
+@per_example_rule(torch.einsum)
+def _einsum(wanted: str, equation: str, *operands: Tensor) -> Contribution | None:
+    left, arrow, output = equation.replace(" ", "").partition("->")
+    terms = left.split(",")
+    k = int(wanted.removeprefix("operands"))
+    if not arrow or "." in equation or len(terms) != 2 or len(operands) != 2:
+        return None
+    weight, x = terms[k], terms[1 - k]
+    known = all(len(set(term)) == len(term) for term in terms) and set(weight) <= {*output, *x}
+    if not known or not output or output[0] in weight or x[:1] != output[0]:
+        return None
+    pullback = f"{output},{x}->{output[0]}{weight}"
+    return Contribution(lambda delta, x: torch.einsum(pullback, delta, x), (operands[1 - k],))

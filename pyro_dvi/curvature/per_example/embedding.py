@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pyro_dvi.curvature.per_example.uses import Contribution, per_example_rule
+from pyro_dvi.curvature.per_example.rules import Contribution, per_example_rule
 from pyro_dvi.errors import UnsupportedError
 
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyro_dvi.curvature.per_example.broadcasting import scaling, shift
-from pyro_dvi.curvature.per_example.uses import Contribution, per_example_rule
+from pyro_dvi.curvature.per_example.rules import Contribution, per_example_rule
 
 
 def over_positions(gradient: Tensor) -> Tensor:
@@ -19,7 +19,7 @@ def _by_channel(wanted: str, input: Tensor, normalise: Callable[[Tensor], Tensor
     if wanted == "bias":
         return Contribution(over_positions)
     if wanted == "weight":
-        return Contribution(lambda delta, x: over_positions(delta * normalise(x)), (input,))
+        return Contribution(lambda delta, x: over_positions(delta * normalise(x)), (input,), bilinear=False)
     return None
 
 
