@@ -4,6 +4,7 @@
 Writing a new one: subclass :class:`Noise` and split the network's outputs into means and scales.
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,49 +21,37 @@ from pyro_dvi.errors import ArgumentError, ModelError
 __all__ = ["Heteroscedastic", "Noise", "as_noise"]
 
 
-class Noise:
+class Noise(ABC):
     """The scale of the observation noise, in units of the target."""
 
-    def attach(self, model: PyroModule, reference: Tensor) -> None:
-        """Add what the noise needs to the model: a latent or a parameter ``noise_scale``."""
+    def attach(self, model: PyroModule, reference: Tensor) -> None:  # noqa: B027 (not all need something)
+        """Add what the noise needs to the model, in the dtype and on the device of ``reference``."""
 
+    @abstractmethod
     def split(self, model: PyroModule, outputs: Tensor) -> tuple[Tensor, Tensor | float]:
         """Return the mean and the scale of the observations for the network's outputs ``[batch, columns]``."""
-        return outputs, model.noise_scale
 
 
-@dataclass(frozen=True)
-class FixedNoise(Noise):
-    """A known noise scale."""
+@dataclass(frozen=True, eq=False)
+class Homoscedastic(Noise):
+    """One scale for all observations, ``noise_scale`` of the model: a number, a latent site or a parameter."""
 
-    scale: float
+    scale: float | TorchDistributionMixin | LearnedScale
+
+    def attach(self, model: PyroModule, reference: Tensor) -> None:
+        """Add the attribute."""
+        scale: Any = self.scale
+        if isinstance(scale, LearnedScale):
+            start: Any = scale.init
+            scale = PyroParam(reference.new_full((), start), constraint=constraints.positive)
+        elif isinstance(scale, TorchDistributionMixin):
+            model.register_buffer("noise_like", reference.new_ones(()), persistent=False)
+            scale = PyroSample(ScalePrior(scale, "noise_like"))
+        model.noise_scale = scale
 
     def split(self, model: PyroModule, outputs: Tensor) -> tuple[Tensor, Tensor | float]:
         """All outputs are means."""
-        return outputs, self.scale
-
-
-@dataclass(frozen=True, eq=False)
-class SampledNoise(Noise):
-    """A noise scale with a prior: the latent site ``noise_scale``."""
-
-    prior: TorchDistributionMixin
-
-    def attach(self, model: PyroModule, reference: Tensor) -> None:
-        """Add the latent."""
-        model.register_buffer("noise_like", reference.new_ones(()), persistent=False)
-        model.noise_scale = PyroSample(ScalePrior(self.prior, "noise_like"))
-
-
-@dataclass(frozen=True, eq=False)
-class LearnedNoise(Noise):
-    """A noise scale that is optimised with the guide: the parameter ``noise_scale``."""
-
-    init: float
-
-    def attach(self, model: PyroModule, reference: Tensor) -> None:
-        """Add the parameter."""
-        model.noise_scale = PyroParam(reference.new_full((), self.init), constraint=constraints.positive)
+        return outputs, model.noise_scale
 
 
 @dataclass(frozen=True)
@@ -104,21 +93,21 @@ def as_noise(noise: Any) -> Noise:
 
     Example:
         >>> as_noise(0.1)
-        FixedNoise(scale=0.1)
+        Homoscedastic(scale=0.1)
     """
     if isinstance(noise, Noise):
         return noise
     if isinstance(noise, LearnedScale):
         if callable(noise.init):
             raise ArgumentError("noise_scale: the init of LearnedScale is a rule for weights; pass a number.")
-        return LearnedNoise(noise.init)
-    if isinstance(noise, TorchDistributionMixin):
+    elif isinstance(noise, TorchDistributionMixin):
         check_positive_support(noise, "noise_scale")
         check_no_gradient(noise, "noise_scale")
-        return SampledNoise(noise)
-    if isinstance(noise, int | float | Tensor):
-        return FixedNoise(positive(noise, "noise_scale"))
-    raise ArgumentError(
-        f"noise_scale is {noise!r}. Pass a number, a distribution over positive numbers (the scale becomes a "
-        "latent), LearnedScale() or Heteroscedastic()."
-    )
+    elif isinstance(noise, int | float | Tensor):
+        noise = positive(noise, "noise_scale")
+    else:
+        raise ArgumentError(
+            f"noise_scale is {noise!r}. Pass a number, a distribution over positive numbers (the scale becomes a "
+            "latent), LearnedScale() or Heteroscedastic()."
+        )
+    return Homoscedastic(noise)

@@ -19,6 +19,7 @@ from pyro_dvi.bayesian.scales import ScalePrior
 from pyro_dvi.bayesian.site_prior import SitePrior, TiedPrior
 from pyro_dvi.errors import ModelError
 from pyro_dvi.sites import is_data, is_factor, is_latent
+from pyro_dvi.table import text_table
 from pyro_dvi.undisturbed import undisturbed
 
 __all__ = ["SiteSummary", "Summary", "summary"]
@@ -72,32 +73,27 @@ class Summary:
         return sum(site.size for site in self.sites)
 
     def __str__(self) -> str:
-        columns = ["site", "shape", "weights", "prior", "start rms"]
-        with_guide = any(site.mean is not None for site in self.sites)
-        if with_guide:
-            columns += ["mean rms", "scale"]
-        rows = [columns]
+        titles = ["site", "shape", "prior", "weights", "start rms"]
+        numbers = ["mean rms", "scale"] if any(site.mean is not None for site in self.sites) else []
+        rows = []
         for site in self.sites:
             shape = "×".join(map(str, site.shape)) or "scalar"
-            row = [site.name, shape, f"{site.size:,}", site.prior, _number(site.start)]
-            rows.append(row + ([_number(site.mean), _number(site.scale)] if with_guide else []))
-        for name, owner in self.tied.items():
-            rows.append([name, "", "", f"= {owner}", ""] + ([""] * 2 if with_guide else []))
-        widths = [max(len(row[column]) for row in rows) for column in range(len(columns))]
-        right = {"weights", "start rms", "mean rms", "scale"}
-        lines = [
-            "  ".join(
-                cell.rjust(width) if name in right else cell.ljust(width)
-                for cell, width, name in zip(row, widths, columns, strict=True)
-            ).rstrip()
-            for row in rows
-        ]
-        rule = "-" * max(map(len, lines))
+            row = [
+                site.name,
+                shape,
+                site.prior,
+                f"{site.size:,}",
+                *map(_number, (site.start, site.mean, site.scale)),
+            ]
+            rows.append(row[: len(titles + numbers)])
+        empty = [""] * (2 + len(numbers))
+        rows += [[name, "", f"= {owner}", *empty] for name, owner in self.tied.items()]
+        lines = text_table([*titles, *numbers], rows, names=3)
         total = (
             f"{self.latent:,} latent weights in {len(self.sites)} sites; {self.deterministic:,} deterministic"
         )
         seen = f"; observed: {', '.join(self.observed)}" if self.observed else ""
-        return "\n".join([lines[0], rule, *lines[1:], rule, total + seen])
+        return "\n".join([*lines, lines[1], total + seen])
 
 
 def summary(model_or_net: Any, guide: Any = None, *args: Any, **kwargs: Any) -> Summary:

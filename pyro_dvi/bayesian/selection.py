@@ -104,34 +104,37 @@ def chosen(root: nn.Module, include: Selection, exclude: Selection) -> list[list
     including, excluding = _selectors(include, "include"), _selectors(exclude, "exclude")
     everything = _candidates(root)
     _check_that_all_match(everything, excluding if include is DEFAULT_LAYERS else (*including, *excluding))
-    excluded = {id(c) for c in everything if any(c.chosen_by(selector) for selector in excluding)}
-    included = {id(c) for c in everything if any(c.chosen_by(selector) for selector in including)}
+    included, excluded = _matching(everything, including), _matching(everything, excluding)
+    wanted = included - excluded
     groups: dict[int, list[Candidate]] = {}
     for candidate in everything:
         groups.setdefault(id(candidate.parameter), []).append(candidate)
+    touched = [group for group in groups.values() if any(id(c) in wanted for c in group)]
+    for group in touched:
+        _check_group(group, wanted, excluded)
+    trained = [group for group in touched if group[0].parameter.requires_grad]
+    if not trained:
+        raise ModelError(_why_nothing(everything, included, excluded, [group[0].name for group in touched]))
+    return trained
 
-    result = []
-    frozen = []
-    for group in groups.values():
-        wanted = [c for c in group if id(c) in included and id(c) not in excluded]
-        if not wanted:
-            continue
-        for candidate in group:
-            if id(candidate) in excluded:
-                raise ModelError(
-                    f"{wanted[0].name!r} and {candidate.name!r} are one shared parameter; the first is "
-                    "included and the second excluded. Exclude both or neither."
-                )
-            if candidate.obstacle is not None:
-                kind = UnsupportedError if _has_wrong_dtype(candidate) else ModelError
-                raise kind(f"{candidate.name!r} cannot become Bayesian: {candidate.obstacle}.")
-        if group[0].parameter.requires_grad:
-            result.append(group)
-        else:
-            frozen.append(group[0].name)
-    if not result:
-        raise ModelError(_why_nothing(everything, included, excluded, frozen))
-    return result
+
+def _matching(everything: Sequence[Candidate], selectors: Sequence[Selector]) -> set[int]:
+    return {id(c) for c in everything if any(c.chosen_by(selector) for selector in selectors)}
+
+
+def _check_group(group: Sequence[Candidate], wanted: set[int], excluded: set[int]) -> None:
+    """Refuse a parameter that cannot become Bayesian, or not in all the layers that share it."""
+    for candidate in group:
+        if id(candidate) in excluded:
+            name = next(c.name for c in group if id(c) in wanted)
+            raise ModelError(
+                f"{name!r} and {candidate.name!r} are one shared parameter; the first is included and the second "
+                "excluded. Exclude both or neither."
+            )
+        if candidate.obstacle is not None:
+            floating = candidate.parameter.is_floating_point()  # neither complex nor an integer
+            kind = ModelError if floating else UnsupportedError
+            raise kind(f"{candidate.name!r} cannot become Bayesian: {candidate.obstacle}.")
 
 
 def _check_that_all_match(everything: Sequence[Candidate], selectors: Sequence[Selector]) -> None:
@@ -255,10 +258,6 @@ def _unsuitable(parameter: Tensor) -> str | None:
     if parameter.requires_grad and not bool(torch.isfinite(parameter.detach()).all()):
         return "its value is not finite; initialise it or load a sound checkpoint first"
     return None
-
-
-def _has_wrong_dtype(candidate: Candidate) -> bool:
-    return candidate.parameter.is_complex() or not candidate.parameter.is_floating_point()
 
 
 def _why_nothing(

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pyro_dvi.diagnostics.table import text_table
 from pyro_dvi.errors import DataError
+from pyro_dvi.table import text_table
 
 __all__ = ["Comparison", "LayerComparison", "compared"]
 

@@ -13,7 +13,6 @@ from tqdm.auto import tqdm
 
 from pyro_dvi.choice import check_count
 from pyro_dvi.diagnostics.statistics import Statistic, applied, default_statistics
-from pyro_dvi.diagnostics.table import text_table
 from pyro_dvi.errors import ArgumentError, DataError, ModelError, NonFiniteError, UnsupportedError
 from pyro_dvi.handlers.response import choose_response, example_axis, responses
 from pyro_dvi.predictive.engine.batches import Batch, batches
@@ -21,6 +20,7 @@ from pyro_dvi.predictive.engine.run import check_observation, evaluation_mode, r
 from pyro_dvi.predictive.predict import device_of
 from pyro_dvi.predictive.prediction.mixture import class_log_probabilities
 from pyro_dvi.signatures import with_missing
+from pyro_dvi.table import text_table
 
 __all__ = ["PriorPredictiveCheck", "StatisticCheck", "prior_predictive_check"]
 

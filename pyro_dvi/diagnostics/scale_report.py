@@ -12,8 +12,8 @@ from torch import Tensor
 
 from pyro_dvi.diagnostics.posterior_spread import Spread, posterior_spread
 from pyro_dvi.diagnostics.scale_course import MOVING, ScaleCourse, scale_course
-from pyro_dvi.diagnostics.table import text_table
 from pyro_dvi.errors import ArgumentError, DataError
+from pyro_dvi.table import text_table
 
 __all__ = ["LEVELS", "ScaleReport", "SiteScales", "scale_report"]
 

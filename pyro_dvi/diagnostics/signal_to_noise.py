@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from pyro_dvi.diagnostics.posterior_spread import posterior_spread
-from pyro_dvi.diagnostics.table import text_table
 from pyro_dvi.errors import ArgumentError, GuideError
+from pyro_dvi.table import text_table
 
 __all__ = ["SignalToNoise", "signal_to_noise"]
 
