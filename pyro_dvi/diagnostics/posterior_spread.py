@@ -29,8 +29,8 @@ from pyro_dvi.handlers.distributions import strip_event_dims
 from pyro_dvi.handlers.latents import unconstraining_transform
 from pyro_dvi.laplace import LaplaceGuide
 from pyro_dvi.predictive.engine.run import AtValues, evaluation_mode
-from pyro_dvi.predictive.predict import at_tuned_scales, device_of
-from pyro_dvi.predictive.rules.rule import check_is_set_up
+from pyro_dvi.predictive.predict import device_of
+from pyro_dvi.predictive.rules.rule import at_tuned_scales, check_is_set_up
 from pyro_dvi.undisturbed import undisturbed
 
 __all__ = ["Spread", "posterior_spread", "scale_snapshot"]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pyro_dvi.inference_data.group import Coords, Dims, Group
-from pyro_dvi.inference_data.provenance import provenance
+from pyro_dvi.inference_data.records import provenance
 
 __all__ = ["assemble"]
 

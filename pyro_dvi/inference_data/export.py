@@ -4,12 +4,10 @@
 import re
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
-import torch
 from pyro.infer.autoguide import AutoLaplaceApproximation
 from torch import Tensor
 from tqdm.auto import tqdm
@@ -17,22 +15,20 @@ from tqdm.auto import tqdm
 from pyro_dvi.choice import check_count
 from pyro_dvi.errors import ArgumentError, DviWarning, GuideError, UnsupportedError
 from pyro_dvi.inference_data.assemble import assemble
-from pyro_dvi.inference_data.attributes import attributes
-from pyro_dvi.inference_data.group import Group, check_names
-from pyro_dvi.inference_data.loss_history import training_group
-from pyro_dvi.inference_data.names import listed
-from pyro_dvi.inference_data.observations import choose_responses
-from pyro_dvi.inference_data.one_pass import Posterior, pass_over
-from pyro_dvi.inference_data.posterior import Selection, Summaries, drawn_group, of_one_posterior
-from pyro_dvi.inference_data.prior import PriorSamples
+from pyro_dvi.inference_data.group import Group, check_names, listed
+from pyro_dvi.inference_data.posterior import LatentDraws, Selection, Summaries
+from pyro_dvi.inference_data.predictive import Predictions, choose_responses
+from pyro_dvi.inference_data.records import attributes, constant_data, training_group
 from pyro_dvi.inference_data.samples import GivenSamples
 from pyro_dvi.laplace.guide import DRAWN_WEIGHTS
 from pyro_dvi.predictive import PredictionRule, Samples
 from pyro_dvi.predictive.engine.batches import Batch, batches
+from pyro_dvi.predictive.engine.components import Components
 from pyro_dvi.predictive.engine.posterior_check import check_posterior
+from pyro_dvi.predictive.engine.prior import PriorSamples
 from pyro_dvi.predictive.engine.run import evaluation_mode, observed_run, seeded
-from pyro_dvi.predictive.predict import at_tuned_scales, device_of, names_of_sites, rule_of
-from pyro_dvi.predictive.rules.rule import example_latents
+from pyro_dvi.predictive.predict import device_of, names_of_sites, rule_of
+from pyro_dvi.predictive.rules.rule import at_tuned_scales, example_latents
 from pyro_dvi.training import History
 
 __all__ = ["to_arviz"]
@@ -161,26 +157,20 @@ def to_arviz(
         (1, 30)
     """
     device = device_of(model, guide)
-    given: GivenSamples | None = None
-    if isinstance(guide, Mapping):
-        given = GivenSamples(guide, device)
-        guide = given.guide
+    given = GivenSamples(guide, device) if isinstance(guide, Mapping) else None
+    guide = guide if given is None else given.guide
     rule = _rule(given, method, guide, num_samples)
     count = _number_of_draws(num_samples, rule)
+    _refuse_unfinished(guide)
     if prior is not None:
         check_count("prior", prior)
-    _refuse_unfinished(guide)
-    groups: dict[str, Group] = {} if history is None else {"training_metadata": training_group(history)}
-
     if observed is not None and not listed("observed", observed):
         raise ArgumentError("observed=[] names no argument: leave it out where the data hold no observation")
+    groups: dict[str, Group] = {} if history is None else {"training_metadata": training_group(history)}
     options: Any = {"observed": observed, "batch_size": batch_size, "device": device}
 
     def split(of: Any) -> Iterator[Batch]:
         return batches(model, of, sites=names_of_sites(model, guide), **options)
-
-    def shown(of: Iterable[Batch]) -> Iterable[Batch]:
-        return tqdm(of, desc="export", unit="batch", disable=not progress)
 
     with evaluation_mode(model, guide), seeded(seed, device) as used_seed:
         remaining = split(data)
@@ -190,53 +180,82 @@ def to_arviz(
             given.fit_to(_free_run(model, first, given), is_complete=first.observed is not None)
         latents = example_latents(guide, first.inputs)
         nodes = observed_run(model, first, latents)
-        posterior = Posterior(model, guide, rule, count, choose_responses(site, nodes, latents))
         selection = Selection.of(latents, nodes, sites, max_site_size, summarise)
-
-        def derived(batch: Batch, draw: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-            names = [name for name in selection.kept if name not in draw]
-            if not names:
-                return draw
-            sites_at_draw = at_tuned_scales(guide, partial(observed_run, model, batch))(draw)
-            return {**draw, **{name: sites_at_draw[name]["value"] for name in names}}
-
-        every = shown(chain([first], remaining))
-        if not selection.is_empty:
-            every = of_one_posterior(
-                every, lambda batch: derived(batch, example_latents(guide, batch.inputs)), used_seed
-            )
-            torch.manual_seed(used_seed)
-            draws = map(partial(derived, first), _draws(given, guide, first, count))
-            groups["posterior"] = drawn_group(draws, count, selection, nodes)
-        from_prior = None
+        tuned = at_tuned_scales(guide, model)
+        drawn = LatentDraws(tuned, guide, selection, first, nodes, used_seed)
+        passes = _Passes(model, guide, choose_responses(site, nodes, latents), used_seed, progress)
+        groups["posterior"] = drawn.group(given or _PosteriorDraws(count))
+        predicted = [passes.predictions(rule, count)]
         if prior is not None:
-            from_prior = PriorSamples(prior, at_tuned_scales(guide, model), first.inputs, tuple(latents))
-            if not selection.is_empty:
-                torch.manual_seed(used_seed)
-                groups["prior"] = drawn_group(
-                    map(partial(derived, first), from_prior.draws(guide, first.inputs)),
-                    prior,
-                    selection,
-                    nodes,
-                )
-        found = pass_over(every, posterior, used_seed, used_seed, from_prior)
-        groups["posterior_predictive"] = found.predictive
-        groups["prior_predictive"] = found.prior_predictive
-        groups["log_likelihood"] = found.log_likelihood
-        groups["observed_data"] = found.observed
-        groups["constant_data"] = found.inputs
-        inputs_left_out = list(found.inputs_left_out)
+            prior_rule = PriorSamples(prior, tuned, first.inputs, tuple(latents))
+            groups["prior"] = drawn.group(prior_rule)
+            predicted.append(passes.predictions(prior_rule, prior, 1, are_scored=False))
+        every = drawn.unchanged(chain([first], remaining))
+        inputs, inputs_left_out = passes.over(every, predicted)
+        names = ("posterior_predictive", "log_likelihood", "observed_data")
+        groups.update(zip(names, predicted[0].groups(), strict=True))
+        groups["constant_data"] = inputs
+        if prior is not None:
+            groups["prior_predictive"], *_ = predicted[1].groups()
         if predictions is not None:
-            unobserved = (replace(batch, observed=None) for batch in shown(split(predictions)))
-            ahead = pass_over(unobserved, posterior, used_seed, used_seed + 2 * len(posterior.sites))
-            groups["predictions"] = ahead.predictive
-            groups["predictions_constant_data"] = ahead.inputs
-            inputs_left_out += [f"{name} of predictions" for name in ahead.inputs_left_out]
+            unobserved = (replace(batch, observed=None) for batch in split(predictions))
+            ahead = passes.predictions(rule, count, 2)
+            inputs, left_out = passes.over(unobserved, [ahead])
+            groups["predictions"], *_ = ahead.groups()
+            groups["predictions_constant_data"] = inputs
+            inputs_left_out += [f"{name} of predictions" for name in left_out]
 
     recorded = attributes(guide, rule, elbo, history, used_seed)
     recorded["sites_left_out"] = ", ".join(selection.left_out)
     recorded["inputs_left_out"] = ", ".join(inputs_left_out)
     return _named(groups, recorded, selection.left_out, coords or {}, dims or {}, pred_coords or {})
+
+
+@dataclass(frozen=True)
+class _Passes:
+    """Passes over data with a model and its posterior.
+
+    Every site and batch has the same draws of the weights; the noise has a seed for each site and pass.
+    """
+
+    model: Callable[..., Any]
+    guide: Callable[..., Any]
+    sites: Sequence[str]
+    seed: int
+    progress: bool
+
+    def predictions(
+        self, rule: PredictionRule, count: int, number: int = 0, *, are_scored: bool = True
+    ) -> Predictions:
+        """Return predictions by a rule, of no batch yet; ``number`` sets their noise apart from that of others."""
+        components = Components(self.model, self.guide, rule, self.seed)
+        noise_seed = self.seed + number * len(self.sites)
+        return Predictions(self.sites, components, count, noise_seed, are_scored=are_scored)
+
+    def over(self, batches: Iterable[Batch], predicted: Sequence[Predictions]) -> tuple[Group, list[str]]:
+        """Predict all batches; return their inputs, and the names of those that are too big to copy."""
+        inputs = []
+        for batch in tqdm(batches, desc="export", unit="batch", disable=not self.progress):
+            latents = example_latents(self.guide, batch.inputs)
+            nodes = observed_run(self.model, batch, latents)
+            for own in predicted:
+                own.add(batch, nodes, latents)
+            inputs.append(batch.inputs)
+        return constant_data(self.model, inputs, predicted[0].rows)
+
+
+class _PosteriorDraws(Samples):
+    """Draws to export, with which nothing is predicted: a LaplaceGuide need not warn of them."""
+
+    def draws(self, guide: Callable[..., Any], inputs: tuple[Any, ...]) -> Iterator[dict[str, Tensor]]:
+        """Give the latent values of one draw after the other."""
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=re.escape(DRAWN_WEIGHTS), category=DviWarning)
+            try:
+                yield from super().draws(guide, inputs)
+            except UnsupportedError as error:  # of a LaplaceGuide
+                reason = str(error).splitlines()[0]  # Pyro adds the shapes of its trace
+                raise UnsupportedError(f"{reason}; sites=[] exports predictions alone") from error
 
 
 def _rule(given: GivenSamples | None, method: Any, guide: Any, num_samples: int | None) -> PredictionRule:
@@ -285,19 +304,6 @@ def _refuse_unfinished(guide: Any) -> None:
             "this AutoLaplaceApproximation is still a point mass: export guide.laplace_approximation(*args) with the "
             "arguments of the training, or train an AutoDelta if a point mass is meant"
         )
-
-
-def _draws(
-    given: GivenSamples | None, guide: Callable[..., Any], batch: Batch, count: int
-) -> Iterator[Mapping[str, Tensor]]:
-    with warnings.catch_warnings():
-        # Nothing is predicted with these draws, of which a LaplaceGuide warns.
-        warnings.filterwarnings("ignore", message=re.escape(DRAWN_WEIGHTS), category=DviWarning)
-        try:
-            yield from (given or Samples(count)).draws(guide, batch.inputs)
-        except UnsupportedError as error:  # of a LaplaceGuide
-            reason = str(error).splitlines()[0]  # Pyro adds the shapes of its trace
-            raise UnsupportedError(f"{reason}; sites=[] exports predictions alone") from error
 
 
 def _named(

@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One group of an ArviZ object before ArviZ sees it: arrays, and what is known of their dimensions."""
+"""One group of an ArviZ object before ArviZ sees it: arrays, and what is known of their names and dimensions."""
 
-from collections.abc import Mapping, Sequence
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from pyro_dvi.errors import ArgumentError, ModelError
-from pyro_dvi.inference_data.names import close_names, safe_name
 
-__all__ = ["Group", "check_names"]
+__all__ = ["Group", "as_array", "check_names", "close_names", "joined", "listed", "plate_names", "safe_name"]
 
 Dims = Mapping[Any, Sequence[Any]]
 Coords = Mapping[Any, Any]
@@ -112,23 +114,14 @@ def check_names(groups: Mapping[str, Group], dims: Dims, coords: Coords, left_ou
         ArgumentError: dimensions of a variable that no group has, more of them than it has, names that are no text or
             taken, or coordinates of no dimension.
     """
-    variables = [name for group in groups.values() for name in group.arrays]
+    ranks: dict[str, int] = {}
+    for group in groups.values():
+        for name in group.arrays:
+            ranks[name] = max(len(group.shape(name)), ranks.get(name, 0))
     for name, given in dims.items():
-        if name not in variables and name not in left_out:
-            raise ArgumentError(
-                f"dims names no variable {name!r}; close names: {close_names(name, variables)}"
-            )
-        if not isinstance(given, (list, tuple)):
-            raise ArgumentError(f"dims[{name!r}] = {given!r}, but it is a list of names, as in ArviZ")
-        longest = max((len(g.shape(name)) for g in groups.values() if name in g.arrays), default=len(given))
-        if len(given) > longest:
-            raise ArgumentError(f"dims[{name!r}] = {given!r}, but {name!r} has {longest} dimensions")
-        wrong = [dim for dim in given if dim in _SAMPLE_DIMS or not (dim is None or isinstance(dim, str))]
-        if wrong or len(set(given)) < sum(dim is not None for dim in given):
-            raise ArgumentError(
-                f"dims[{name!r}] = {given!r}: names of dimensions are different strings, not 'chain' or 'draw'; None "
-                "leaves one its usual name"
-            )
+        if name not in ranks and name not in left_out:
+            raise ArgumentError(f"dims names no variable {name!r}; close names: {close_names(name, ranks)}")
+        _check_dims(name, given, ranks.get(name))
     existing = {dim for group in groups.values() for mine in group.dims(dims).values() for dim in mine}
     existing |= {dim for given in dims.values() for dim in given}
     for dim, values in coords.items():
@@ -138,3 +131,85 @@ def check_names(groups: Mapping[str, Group], dims: Dims, coords: Coords, left_ou
             raise ArgumentError(
                 f"coords names no dimension {dim!r}; close names: {close_names(dim, map(str, existing))}"
             )
+
+
+def _check_dims(name: str, given: Any, rank: int | None) -> None:
+    if not isinstance(given, (list, tuple)):
+        raise ArgumentError(f"dims[{name!r}] = {given!r}, but it is a list of names, as in ArviZ")
+    if rank is not None and len(given) > rank:
+        raise ArgumentError(f"dims[{name!r}] = {given!r}, but {name!r} has {rank} dimensions")
+    named = [dim for dim in given if dim is not None]
+    if len(set(named)) < len(named) or any(not isinstance(d, str) or d in _SAMPLE_DIMS for d in named):
+        raise ArgumentError(
+            f"dims[{name!r}] = {given!r}: names of dimensions are different strings, not 'chain' or 'draw'; None "
+            "leaves one its usual name"
+        )
+
+
+def safe_name(name: str) -> str:
+    """Return the name without slashes, which would become groups of the file."""
+    return name.replace("/", ".")
+
+
+def close_names(name: object, names: Iterable[str]) -> list[str]:
+    """Return the names most like ``name``; the first ten where none is."""
+    known = list(names)
+    return difflib.get_close_matches(str(name), known, n=3, cutoff=0.4) or known[:10]
+
+
+def listed(option: str, names: str | Sequence[str]) -> list[str]:
+    """Return one name or several as a list.
+
+    Raises:
+        ArgumentError: anything else.
+    """
+    found = [names] if isinstance(names, str) else names
+    if not isinstance(found, (list, tuple)) or not all(isinstance(name, str) for name in found):
+        raise ArgumentError(f"{option} is a name or a list of names, not {names!r}")
+    return list(found)
+
+
+def plate_names(node: Any, shape: Sequence[int]) -> list[str | None]:
+    """Name the dimensions of a site's value after its plates.
+
+    Args:
+        node: the site in a trace of the model.
+        shape: of its value.
+
+    Returns:
+        one entry a dimension, None where no plate is responsible.
+    """
+    names: list[str | None] = [None] * len(shape)
+    for frame in node["cond_indep_stack"]:
+        if not frame.vectorized:
+            continue
+        dim = frame.dim - len(node["fn"].event_shape)
+        if len(shape) >= -dim and shape[dim] == frame.size:
+            names[dim] = safe_name(frame.name)
+    return names
+
+
+def as_array(value: Tensor) -> np.ndarray:
+    """Return the values on the CPU, half precision as single, truth values as 0 and 1."""
+    value = value.detach().cpu()
+    if value.dtype in (torch.bfloat16, torch.float16):  # NumPy has no bfloat16, netCDF no half precision
+        value = value.float()
+    if value.dtype == torch.bool:
+        value = value.to(torch.int8)
+    return value.numpy()
+
+
+def joined(pieces: list[np.ndarray], axis: int) -> np.ndarray:
+    """Concatenate along ``axis`` and empty the list on the way, so that nothing is held twice."""
+    if len(pieces) == 1:
+        return pieces.pop()
+    shape = list(pieces[0].shape)
+    shape[axis] = sum(piece.shape[axis] for piece in pieces)
+    whole = np.empty(shape, np.result_type(*pieces))
+    end = shape[axis]
+    along = np.moveaxis(whole, axis, 0)
+    while pieces:
+        piece = np.moveaxis(pieces.pop(), axis, 0)
+        along[end - len(piece) : end] = piece
+        end -= len(piece)
+    return whole

@@ -4,6 +4,7 @@
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -11,13 +12,14 @@ import torch
 from torch import Tensor
 
 from pyro_dvi.errors import ArgumentError, DataError, DviWarning
-from pyro_dvi.inference_data.arrays import as_array
-from pyro_dvi.inference_data.group import Group
-from pyro_dvi.inference_data.names import close_names, listed, plate_names
+from pyro_dvi.inference_data.group import Group, as_array, close_names, listed, plate_names
 from pyro_dvi.predictive.engine.batches import Batch
+from pyro_dvi.predictive.engine.run import Latents, observed_run, sites_at
+from pyro_dvi.predictive.engine.vectorised import ManyDraws
+from pyro_dvi.predictive.rules.rule import FromDraws, example_latents
 from pyro_dvi.sites import is_deterministic
 
-__all__ = ["Selection", "Summaries", "drawn_group", "of_one_posterior"]
+__all__ = ["LatentDraws", "Selection", "Summaries"]
 
 Summaries = Mapping[str, Callable[[Tensor], Tensor]]
 
@@ -55,20 +57,18 @@ class Selection:
             raise ArgumentError(
                 f"summarise must map names to functions of a draw, as {{'norm': torch.norm}}, not {summaries!r}"
             )
-        if sites is not None:
+        if sites is None:
+            kept = [name for name, value in latents.items() if value.numel() <= max_size]
+        else:
             kept = listed("sites", sites)
-            known = [
-                *latents,
-                *(n for n, node in nodes.items() if is_deterministic(node)),
-            ]
+            known = [*latents, *(name for name, node in nodes.items() if is_deterministic(node))]
             for name in kept:
                 if name not in known:
                     raise ArgumentError(
                         f"the guide has no site {name!r}; close names: {close_names(name, known)}"
                     )
-            return cls(kept, [name for name in latents if name not in kept], functions)
-        left_out = [name for name, value in latents.items() if value.numel() > max_size]
-        if left_out and not functions:
+        left_out = [name for name in latents if name not in kept]
+        if sites is None and left_out and not functions:
             sizes = ", ".join(f"{name!r} ({latents[name].numel():,})" for name in left_out)
             warnings.warn(
                 f"the exported posterior leaves out sites of more than {max_size:,} values: {sizes}. Name those to "
@@ -77,7 +77,7 @@ class Selection:
                 DviWarning,
                 stacklevel=3,  # the caller of to_arviz
             )
-        return cls([name for name in latents if name not in left_out], left_out, functions)
+        return cls(kept, left_out, functions)
 
     @property
     def is_empty(self) -> bool:
@@ -93,51 +93,90 @@ class Selection:
         return values
 
 
-def of_one_posterior(
-    batches: Iterable[Batch], draw: Callable[[Batch], Mapping[str, Tensor]], seed: int
-) -> Iterator[Batch]:
-    """Pass batches on, and make sure that the sites have the same draws for all of them.
-
-    Raises:
-        DataError: some depend on the inputs, so that each batch has a posterior of its own.
-    """
-    first: Mapping[str, Tensor] | None = None
-    for batch in batches:
-        yield batch  # before the comparison: latents of single examples are refused where the batch is predicted
-        torch.manual_seed(seed)
-        drawn = draw(batch)
-        first = drawn if first is None else first
-        changed = [name for name in first if name not in drawn or not torch.equal(first[name], drawn[name])]
-        if changed:
-            raise DataError(
-                f"the posterior draws sites {changed} according to its inputs, so that each batch has one of its own, "
-                "of which the export would hold the first alone: give the data in one batch (a tuple with a "
-                "batch_size of at least their number), or export predictions alone by sites=[]"
-            )
-
-
-def drawn_group(
-    draws: Iterable[Mapping[str, Tensor]], count: int, selection: Selection, nodes: Mapping[str, Any]
-) -> Group:
-    """Collect ``count`` draws of the sites that are kept.
+@dataclass(frozen=True)
+class LatentDraws:
+    """Draws of the latent sites, and of what the model computes from them, as groups.
 
     Args:
-        draws: values by site name, one draw after the other.
-        count: their number.
-        selection: what to keep of them.
-        nodes: the sites in a trace of the model, for the plates that they are in.
+        model: the Pyro model.
+        guide: its posterior.
+        selection: the sites to keep; with none of them there is nothing to draw.
+        batch: the first one, for whose inputs they are drawn.
+        nodes: the sites in a run of the model with it, for the plates that they are in.
+        seed: of the draws.
     """
-    arrays: dict[str, np.ndarray] = {}
-    for k, latents in enumerate(draws):
-        for name, value in selection.values(latents).items():
-            row = as_array(value)
-            if k == 0:
-                arrays[name] = np.empty((count, *row.shape), row.dtype)
-            arrays[name][k] = row
-    group = Group()
-    for name, array in arrays.items():
-        group.add(name, array, plate_names(nodes[name], array.shape[1:]) if name in nodes else ())
-    return group
+
+    model: Callable[..., Any]
+    guide: Callable[..., Any]
+    selection: Selection
+    batch: Batch
+    nodes: Mapping[str, Any]
+    seed: int
+
+    def group(self, rule: FromDraws) -> Group:
+        """Return all draws of a rule."""
+        group = Group()
+        if self.selection.is_empty:
+            return group
+        torch.manual_seed(self.seed)
+        draws = self._computed(self.batch, rule.draws(self.guide, self.batch.inputs))
+        arrays: dict[str, np.ndarray] = {}
+        for k, latents in enumerate(draws):
+            for name, value in self.selection.values(latents).items():
+                row = as_array(value)
+                if k == 0:
+                    arrays[name] = np.empty((rule.num_samples, *row.shape), row.dtype)
+                arrays[name][k] = row
+        for name, array in arrays.items():
+            node = self.nodes.get(name)
+            group.add(name, array, () if node is None else plate_names(node, array.shape[1:]))
+        return group
+
+    def unchanged(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Pass batches on, and make sure that the sites have the same draws for all of them.
+
+        Raises:
+            DataError: some depend on the inputs, so that each batch has a posterior of its own.
+        """
+        first: Mapping[str, Tensor] | None = None
+        for batch in batches:
+            yield batch  # before the comparison: latents of single examples are refused where the batch is predicted
+            if self.selection.is_empty:
+                continue
+            torch.manual_seed(self.seed)
+            drawn = next(self._computed(batch, iter([example_latents(self.guide, batch.inputs)])))
+            first = drawn if first is None else first
+            changed = [n for n in first if n not in drawn or not torch.equal(first[n], drawn[n])]
+            if changed:
+                raise DataError(
+                    f"the posterior draws sites {changed} according to its inputs, so that each batch has one of its "
+                    "own, of which the export would hold the first alone: give the data in one batch (a tuple with a "
+                    "batch_size of at least their number), or export predictions alone by sites=[]"
+                )
+
+    def _computed(self, batch: Batch, draws: Iterator[Latents]) -> Iterator[Latents]:
+        """Add the sites that the model computes, for many draws at a time where it can be run so."""
+        first = next(draws)
+        names = [name for name in self.selection.kept if name not in first]
+        if not names:
+            yield from chain([first], draws)
+            return
+
+        def plain(latents: Latents) -> Latents:
+            nodes = observed_run(self.model, batch, latents)
+            return {**latents, **{name: nodes[name]["value"] for name in names}}
+
+        run = sites_at(self.model, *batch.whole, names)
+
+        def read(latents: Latents) -> dict[str, Tensor]:
+            return {name: site["value"] for name, site in run(latents).items()}
+
+        yield plain(first)
+        for chunk, found in ManyDraws().chunks(first, draws, read):
+            for k, latents in enumerate(chunk):
+                yield (
+                    plain(latents) if found is None else {**latents, **{n: v[k] for n, v in found.items()}}
+                )
 
 
 def _summary(label: str, function: Callable[[Tensor], Any], site: str, value: Tensor) -> Tensor:

@@ -1,101 +1,160 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Predictive draws and pointwise log densities of one observed site, batch after batch."""
+"""Draws of every observed site, batch after batch, and the log densities of what was observed there."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from pyro_dvi.errors import DataError, UnsupportedError
-from pyro_dvi.inference_data.arrays import as_array, joined
-from pyro_dvi.inference_data.group import Group
-from pyro_dvi.inference_data.names import plate_names
-from pyro_dvi.inference_data.observations import Observation
-from pyro_dvi.predictive.engine.run import Response
-from pyro_dvi.predictive.prediction.component import both_masks, checked_log_prob, whole_events
-from pyro_dvi.predictive.rules.rule import seed_all
+from pyro_dvi.errors import DataError, ModelError
+from pyro_dvi.handlers.response import choose_response, counted, responses
+from pyro_dvi.inference_data.group import Group, as_array, joined, listed, plate_names, safe_name
+from pyro_dvi.predictive.engine.batches import Batch
+from pyro_dvi.predictive.engine.components import Components
+from pyro_dvi.predictive.engine.observations import Observation, ObservationDraws
+from pyro_dvi.predictive.prediction.component import whole_events
 
-__all__ = ["SiteExport"]
+__all__ = ["Predictions", "choose_responses"]
 
 
-class SiteExport:
-    """Fills one array a batch, component by component; examples come after the dimension of draws.
+def choose_responses(
+    site: str | Sequence[str] | None, nodes: Mapping[str, Any], latents: Mapping[str, Tensor]
+) -> list[str]:
+    """Return the sites to export: those that are named, else all that the model observes.
+
+    Raises:
+        ModelError: a name that is no observed site, no such site at all, or several of which some observe nothing.
+    """
+    names = responses(nodes, latents)
+    if site is not None:
+        asked = listed("site", site)
+        if not asked:
+            raise ModelError(f"site=[] asks for no observed site; the model has {names}")
+        return [choose_response(name, names) for name in asked]
+    if len(names) > 1 and all(nodes[name]["is_observed"] for name in names):
+        return names
+    return [choose_response(None, names)]
+
+
+def _observations(batch: Batch, sites: Sequence[str], nodes: Mapping[str, Any]) -> dict[str, Observation]:
+    """Return what each site observes in a run by :func:`~pyro_dvi.predictive.engine.run.observed_run`.
+
+    Raises:
+        DataError: the data hold an observation, and a site observes nothing.
+    """
+    found = {}
+    for name in sites:
+        node = nodes[name]
+        if node["is_observed"]:
+            found[name] = Observation(node["value"], counted(node))
+        elif batch.observed is not None:
+            raise DataError(
+                f"site {name!r} observes nothing when the model is given the observation of the data: choose the "
+                "argument that it observes by observed=..., or the site by site=..."
+            )
+    return found
+
+
+class Predictions:
+    r"""Predictions of every observed site by one rule, batch after batch.
 
     Args:
-        site: the observed site.
+        sites: the observed sites.
+        components: give their predictive distributions.
         count: draws in all.
-        num_components: distributions that they come from, in equal shares.
-        seed: of the noise. It has its own, since batches share the draws of the weights but not the noise.
+        noise_seed: of the noise of the first site; the others take the numbers after it.
+        are_scored: whether observations are scored, each site given those of the others: the distribution at a site is
+            then :math:`p(y_s \mid y_{\setminus s}, x, \theta)` in the order of the model, whose product over sites
+            is the likelihood, also where one site depends on another.
     """
 
-    def __init__(self, site: str, count: int, num_components: int, seed: int) -> None:
-        self.site = site
-        self._count, self._share = count, count // num_components
-        self._seeds = torch.Generator().manual_seed(seed)
-        self._drawn: list[np.ndarray] = []
-        self._log_probs: list[np.ndarray] = []
-        self._observed: list[np.ndarray] = []
-        self._cells: list[np.ndarray] = []
-        self._dims: list[str | None] = []
-        self._batch_dims = 0
+    def __init__(
+        self, sites: Sequence[str], components: Components, count: int, noise_seed: int, *, are_scored: bool
+    ) -> None:
+        self._sites = [_Site(name, components, count, noise_seed + s) for s, name in enumerate(sites)]
+        self._are_scored = are_scored
 
-    def add(self, components: Iterable[Response], observation: Observation | None, node: Any) -> None:
+    def add(self, batch: Batch, nodes: Mapping[str, Any], latents: Mapping[str, Tensor]) -> None:
         """Add a batch.
 
         Args:
-            components: predictive distributions, one for each draw of the weights.
-            observation: observed values; None where there are none.
-            node: the site in a trace of the model.
+            batch: arguments of the model.
+            nodes: the sites of a run by :func:`~pyro_dvi.predictive.engine.run.observed_run`.
+            latents: the latent values of this run.
 
         Raises:
             DataError: observations only in some batches, of another shape, or impossible.
             UnsupportedError: a mask that depends on the draw, or cuts events.
         """
-        if self._drawn and bool(self._log_probs) != (observation is not None):
+        names = [own.name for own in self._sites]
+        found = _observations(batch, names, nodes) if self._are_scored else {}
+        observed = {name for name in responses(nodes, latents) if nodes[name]["is_observed"]}
+        for own in self._sites:
+            given = observed - {own.name} if self._are_scored else ()
+            others = {name: nodes[name]["value"] for name in given}
+            own.add(batch, nodes[own.name], found.get(own.name), others)
+
+    def groups(self) -> tuple[Group, Group, Group]:
+        """Return draws of the observations, log densities of the observed values, and these values."""
+        drawn, densities, observed = Group(), Group(), Group(sampled=False)
+        for own in self._sites:
+            own.predictive(drawn)
+            own.log_likelihood(densities, observed)
+        return drawn, densities, observed
+
+    @property
+    def rows(self) -> str | None:
+        """The name of the dimension of examples, if a plate gives one."""
+        return self._sites[0].dims[0]
+
+
+class _Site:
+    """The same of one site; examples come after the dimension of draws.
+
+    The noise has a seed of its own, since batches share the draws of the weights but not the noise.
+    """
+
+    def __init__(self, name: str, components: Components, count: int, seed: int) -> None:
+        self.name = name
+        self.dims: list[str | None] = []
+        self._components, self._count = components, count
+        self._seeds = torch.Generator().manual_seed(seed)
+        self._drawn: list[np.ndarray] = []
+        self._log_probs: list[np.ndarray] = []
+        self._observed: list[np.ndarray] = []
+        self._cells: list[np.ndarray] = []
+        self._batch_dims = 0
+
+    def add(
+        self, batch: Batch, node: Any, observed: Observation | None, others: Mapping[str, Tensor]
+    ) -> None:
+        if self._drawn and bool(self._log_probs) != (observed is not None):
             raise DataError(
-                f"some batches hold observations of site {self.site!r} and some do not: give all of them, or inputs "
+                f"some batches hold observations of site {self.name!r} and some do not: give all of them, or inputs "
                 "alone"
             )
-        first: Response | None = None
-        counts: Tensor | None = None
-        for k, response in enumerate(components):
-            fn, axis = response.distribution, response.axis
-            value_axis = axis - len(fn.event_shape)
-            seed_all(int(torch.randint(2**31 - 1, (), generator=self._seeds)))
-            values = fn.sample((self._share,))
-            place = slice(k * self._share, (k + 1) * self._share)
-            rows = as_array(values.movedim(value_axis, 1))
-            if first is None:
-                first = response
-                self._drawn.append(np.empty((self._count, *rows.shape[1:]), rows.dtype))
-                self._name_dims(node, response)
-                if observation is not None:
-                    counts = both_masks(observation.counts, response.mask)
-            elif observation is not None and not _same(first.mask, response.mask):
-                raise UnsupportedError(
-                    f"the mask of site {self.site!r} depends on the latent values: which observations count then "
-                    "differs between draws, and log_likelihood has no common length. Export inputs alone"
-                )
-            self._drawn[-1][place] = rows
-            if observation is None:
-                continue
-            observed = observation.value
-            if counts is not None:  # what fills a masked place need not be possible
-                observed = torch.where(counts, observed, values[0].to(observed))
-            log_prob = as_array(checked_log_prob(fn, observed, self.site).movedim(axis, 0))
-            if k == 0:
-                self._log_probs.append(np.empty((self._count, *log_prob.shape), log_prob.dtype))
-                self._add_observed(observation.value, counts, response)
-            self._log_probs[-1][place] = log_prob
+        draws = ObservationDraws(self._count, self._components.count, self._seeds, observed)
+        self._components.read(draws, batch, self.name, others)
+        fn, axis = draws.first.distribution, draws.first.axis
+        event_dim = len(fn.event_shape)
+        self._drawn.append(as_array(draws.values))
+        self.dims = plate_names(node, fn.batch_shape + fn.event_shape)
+        self.dims.insert(0, self.dims.pop(axis - event_dim))
+        self._batch_dims = len(fn.batch_shape)
+        if observed is not None:
+            value = observed.value
+            counts = torch.ones_like(value, dtype=torch.bool) if draws.counts is None else draws.counts
+            self._log_probs.append(as_array(draws.log_prob))
+            self._observed.append(as_array(value.movedim(axis - event_dim, 0)))
+            self._cells.append(as_array(whole_events(counts, event_dim, self.name).movedim(axis, 0)) > 0)
 
     def predictive(self, group: Group) -> None:
-        """Add the draws to a group."""
-        group.add(self.site, joined(self._drawn, 1), self._dims)
+        group.add(self.name, joined(self._drawn, 1), self.dims)
 
     def log_likelihood(self, densities: Group, observed: Group) -> None:
-        """Add the log densities and the observed values to their groups; nothing where nothing was observed.
+        """Add the log densities and the observed values; nothing where nothing was observed.
 
         Where a mask leaves something out, both have one dimension of what is left, ``<site>_observed``, with the
         places in the (flattened) predictions as its coordinates.
@@ -104,40 +163,13 @@ class SiteExport:
             return
         log_probs, values = joined(self._log_probs, 1), joined(self._observed, 0)
         cells = joined(self._cells, 0)
-        dims: Sequence[str | None] = self._dims
+        dims: Sequence[str | None] = self.dims
         if not cells.all():
-            places = np.flatnonzero(cells)
             log_probs, values = log_probs[:, cells], values[cells]
-            dims = [f"{self.site.replace('/', '.')}_observed", *self._dims[self._batch_dims :]]
+            dims = [f"{safe_name(self.name)}_observed", *self.dims[self._batch_dims :]]
             for group in (densities, observed):
-                group.coords[str(dims[0])] = places
-        if self._share < self._count:  # else the same for every draw, of which ArviZ can make nothing
-            densities.add(self.site, log_probs, dims)
-        observed.add(self.site, values, dims)
-
-    def rows(self) -> str | None:
-        """Return the name of the dimension of examples, if a plate gives one."""
-        return self._dims[0]
-
-    def _name_dims(self, node: Any, response: Response) -> None:
-        fn = response.distribution
-        shape = fn.batch_shape + fn.event_shape
-        self._dims = plate_names(node, shape)
-        self._dims.insert(0, self._dims.pop(response.axis - len(fn.event_shape)))
-        self._batch_dims = len(fn.batch_shape)
-
-    def _add_observed(self, value: Tensor, counts: Tensor | None, response: Response) -> None:
-        fn, axis = response.distribution, response.axis
-        event_dim = len(fn.event_shape)
-        self._observed.append(as_array(value.movedim(axis - event_dim, 0)))
-        if counts is None:
-            cells = torch.ones(fn.batch_shape, dtype=torch.bool)
-        else:
-            cells = whole_events(counts, event_dim, self.site)
-        self._cells.append(cells.movedim(axis, 0).cpu().numpy())
-
-
-def _same(first: Tensor | None, second: Tensor | None) -> bool:
-    if first is None or second is None:
-        return first is second
-    return torch.equal(first, second)
+                group.coords[str(dims[0])] = np.flatnonzero(cells)
+        if len(log_probs) > 1:  # else the same for every draw, of which ArviZ can make nothing
+            share = self._count // len(log_probs)
+            densities.add(self.name, log_probs if share == 1 else log_probs.repeat(share, 0), dims)
+        observed.add(self.name, values, dims)

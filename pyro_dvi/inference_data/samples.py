@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pyro_dvi.errors import ArgumentError
-from pyro_dvi.inference_data.names import close_names
+from pyro_dvi.inference_data.group import close_names
 from pyro_dvi.predictive.rules.rule import FromDraws
 from pyro_dvi.sites import is_data, is_latent
 
@@ -43,6 +43,10 @@ class GivenSamples(FromDraws):
 
     def __repr__(self) -> str:
         return f"GivenSamples({self.num_samples})"
+
+    def repeats(self, guide: Callable[..., Any]) -> bool:
+        """Always: the draws are given."""
+        return True
 
     def draws(self, guide: Callable[..., Any], inputs: tuple[Any, ...]) -> Iterator[dict[str, Tensor]]:
         """Give the latent values of one draw after the other."""

@@ -3,7 +3,6 @@
 
 import warnings
 from collections.abc import Callable
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -15,33 +14,18 @@ from pyro_dvi.choice import check_choice
 from pyro_dvi.errors import DviWarning, GuideError
 from pyro_dvi.handlers.response import responses
 from pyro_dvi.handlers.trained_for import trained_for
-from pyro_dvi.laplace import LaplaceGuide
-from pyro_dvi.laplace.evidence.scales import rescaled_model
 from pyro_dvi.predictive.engine.batches import Batch, batches, keeps_order
+from pyro_dvi.predictive.engine.components import Components
 from pyro_dvi.predictive.engine.posterior_check import check_posterior
-from pyro_dvi.predictive.engine.run import (
-    check_observation,
-    distribution_at,
-    evaluation_mode,
-    observed_run,
-    respond,
-    seeded,
-)
-from pyro_dvi.predictive.engine.unseen import refuse_unseen
-from pyro_dvi.predictive.engine.vectorised import SampledComponents
+from pyro_dvi.predictive.engine.run import check_observation, evaluation_mode, observed_run, seeded
 from pyro_dvi.predictive.prediction.mixture import Mixture
 from pyro_dvi.predictive.prediction.part import Part
 from pyro_dvi.predictive.prediction.prediction import Prediction
 from pyro_dvi.predictive.rules.defaults import default_rule
 from pyro_dvi.predictive.rules.moments import Moments
-from pyro_dvi.predictive.rules.rule import (
-    PredictionRule,
-    Samples,
-    example_latents,
-    first_arguments,
-)
+from pyro_dvi.predictive.rules.rule import PredictionRule, Samples, example_latents
 
-__all__ = ["at_tuned_scales", "device_of", "names_of_sites", "predict", "rule_of"]
+__all__ = ["device_of", "names_of_sites", "predict", "rule_of"]
 
 
 def predict(
@@ -141,28 +125,12 @@ def predict(
     with evaluation_mode(model, guide), seeded(seed, device) as seed:
         first = next(split)
         check_posterior(model, guide, first.inputs)
-        sampled = SampledComponents(rule, guide) if isinstance(rule, Samples) else None
-        learnt_for = first_arguments(guide)
+        components = Components(model, guide, rule, seed)
         for batch in tqdm(chain([first], split), desc="predict", unit="batch", disable=not progress):
             if batch.observed is not None:
                 batch = check_observation(model, batch, example_latents(guide, batch.inputs), site)
-            torch.manual_seed(seed)
             mixture = Mixture(batch.observed, batch.num_rows, batch.mask, keep=keep_draws)
-            run = at_tuned_scales(guide, partial(respond, model, batch, site=site, learnt_for=learnt_for))
-            if sampled is None:
-                for response in rule.components(guide, batch.inputs, run):
-                    if response.drawn and not (rule.averages_draws or parts or mixture.count):
-                        again = distribution_at(model, batch.inputs, response.site)
-                        seen = example_latents(guide, batch.inputs)
-                        refuse_unseen(response, again, seen, type(rule).__name__)
-                    mixture.add(response)
-            else:
-
-                def distribution_of(name: str, batch: Batch = batch) -> Callable[..., Any]:
-                    # Inside of the run, which ends at the site before handlers around it have their turn.
-                    return distribution_at(at_tuned_scales(guide, model), batch.inputs, name)
-
-                sampled.add_to(mixture, batch.inputs, run, distribution_of)
+            components.read(mixture, batch, site)
             parts.append(mixture.finish())
             name = mixture.site
     assert name is not None, "there was a batch"
@@ -177,11 +145,6 @@ def names_of_sites(model: Callable[..., Any], guide: Callable[..., Any]) -> Call
         return responses(observed_run(model, batch, latents), latents)
 
     return names
-
-
-def at_tuned_scales(guide: Any, run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``run`` with the scales that ``guide.tune`` has set, those of the noise among them."""
-    return rescaled_model(run, guide.scale_factors) if isinstance(guide, LaplaceGuide) else run
 
 
 def rule_of(method: Any, guide: Any) -> PredictionRule:

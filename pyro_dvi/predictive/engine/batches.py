@@ -38,6 +38,11 @@ class Batch:
     complete: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
     mask: Tensor | None = None
 
+    @property
+    def whole(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments of a call in which the model sees the observations, if there are any."""
+        return (self.inputs, {}) if self.observed is None else self.complete
+
     def agrees_with(self, first: Mapping[int | str, Any], names: Sequence[str]) -> bool:
         """Whether inputs are the same as in another call, as far as both have rows and arguments.
 

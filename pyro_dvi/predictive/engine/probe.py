@@ -10,14 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch import distributions as td
-from torch.distributions import constraints
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pyro_dvi.devices import state_of
 
-__all__ = ["Probe", "agrees", "possible"]
+__all__ = ["Probe", "agrees"]
 
 LARGE = 1000  # entries of a container of which only the number is compared
 
@@ -62,24 +60,6 @@ class Probe:
                 self._seen[id(inner)] = (inner, _state(inner))
 
 
-def possible(fn: Any) -> Tensor:
-    """Whether the parameters of a distribution are in their domains, as one truth value, also inside ``vmap``.
-
-    NaN is left to those who look at the numbers, positive definiteness to the Cholesky factorisation.
-    """
-    found = torch.ones((), dtype=torch.bool)
-    if isinstance(fn, td.Uniform):
-        found = (fn.low < fn.high).all()
-    for name, constraint in getattr(fn, "arg_constraints", {}).items():
-        value = vars(fn).get(name)
-        if isinstance(value, Tensor) and not _is_left_out(constraint):
-            found = found & constraint.check(value).all()
-    for name in ("base_dist", "component_distribution", "mixture_distribution"):
-        if (inner := getattr(fn, name, None)) is not None:
-            found = found & possible(inner)
-    return found
-
-
 def agrees(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> bool:
     """Whether statistics are the same but for rounding."""
     for name, value in expected.items():
@@ -90,16 +70,6 @@ def agrees(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> bool:
         if not torch.allclose(found[name], value, rtol=tolerance, atol=tolerance * size, equal_nan=True):
             return False
     return True
-
-
-def _is_left_out(constraint: Any) -> bool:
-    while isinstance(constraint, constraints.independent):
-        constraint = constraint.base_constraint
-    return constraints.is_dependent(constraint) or constraint in (
-        constraints.real,
-        constraints.positive_definite,
-        constraints.positive_semidefinite,
-    )
 
 
 def _state(module: nn.Module) -> list[Any]:

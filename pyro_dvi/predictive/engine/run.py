@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run a model for prediction: evaluation mode, given latent values, one response read from the trace."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from pyro import poutine
+from pyro.poutine.condition_messenger import ConditionMessenger
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
@@ -26,15 +27,17 @@ __all__ = [
     "Respond",
     "Response",
     "check_observation",
-    "distribution_at",
     "evaluation_mode",
     "observed_run",
     "respond",
     "run_at",
     "seeded",
+    "sites_at",
+    "with_others",
 ]
 
 Latents = Mapping[str, Tensor]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -100,29 +103,42 @@ def respond(
     return Response(name, node["fn"], node["value"], node["is_observed"], axis, counted(node), drawn)
 
 
-def distribution_at(
-    model: Callable[..., Any], inputs: tuple[Any, ...], site: str
-) -> Callable[[Latents], Any]:
-    """Return a function of the latent values that gives the distribution at ``site``, as quickly as may be.
+def sites_at(
+    model: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], names: Collection[str]
+) -> Callable[[Latents], dict[str, Any]]:
+    """Return a function of the latent values that gives what the model says of some sites, as quickly as may be.
 
-    The model runs up to the site only, nothing is drawn there, nothing is recorded. Inputs, site and the model's
-    structure have been seen to be right by :func:`respond`.
+    The model runs up to the last of the sites only, nothing is drawn there, nothing is recorded. Arguments, names and
+    the model's structure have been seen to be right by :func:`respond` or :func:`run_at`.
 
     Raises:
-        ModelError: in a run: the model does not come to the site.
+        ModelError: in a run: the model does not come to one of the sites.
     """
-    args = with_missing(model, inputs)
+    args = with_missing(model, args)
 
-    def run(latents: Latents) -> Any:
-        stop = _StopAt(site)
+    def run(latents: Latents) -> dict[str, Any]:
+        stop = _StopAfter(names)
         try:
             with stop, AllRows(), AtValues(latents):
-                model(*args)
+                model(*args, **kwargs)
         except _ReachedError:
-            return stop.fn
-        raise ModelError(f"the model did not come to its site {site!r} with other latent values")
+            return stop.found
+        missing = [name for name in names if name not in stop.found]
+        raise ModelError(f"the model did not come to its sites {missing} with other latent values")
 
     return run
+
+
+def with_others(run: Callable[[Latents], T], others: Latents) -> Callable[[Latents], T]:
+    """Return ``run`` with further observed sites at their observed values."""
+    if not others:
+        return run
+
+    def conditioned(latents: Latents) -> T:
+        with ConditionMessenger(others):
+            return run(latents)
+
+    return conditioned
 
 
 def check_observation(model: Callable[..., Any], batch: Batch, latents: Latents, site: str | None) -> Batch:
@@ -154,7 +170,7 @@ def check_observation(model: Callable[..., Any], batch: Batch, latents: Latents,
 
 def observed_run(model: Callable[..., Any], batch: Batch, latents: Latents) -> Mapping[str, Any]:
     """Return the sites of a run in which the model sees the observations, if there are any."""
-    args, kwargs = (batch.inputs, {}) if batch.observed is None else batch.complete
+    args, kwargs = batch.whole
     return run_at(model, with_missing(model, args), kwargs, batch, latents)
 
 
@@ -231,18 +247,19 @@ class _ReachedError(Exception):
     """A run came to where it was to stop."""
 
 
-class _StopAt(Messenger):
-    """End the run of a model at a site, before anything is drawn there."""
+class _StopAfter(Messenger):
+    """End the run of a model at the last of some sites, before anything is drawn there."""
 
-    def __init__(self, site: str) -> None:
+    def __init__(self, names: Collection[str]) -> None:
         super().__init__()
-        self.site = site
-        self.fn: Any = None
+        self.names = names
+        self.found: dict[str, Any] = {}
 
     def _pyro_sample(self, msg: Any) -> None:
-        if msg["name"] == self.site:
-            self.fn = msg["fn"]
-            raise _ReachedError
+        if msg["name"] in self.names:
+            self.found[msg["name"]] = msg
+            if len(self.found) == len(self.names):
+                raise _ReachedError
 
 
 def _check_rows(msg: Any, value: Tensor, frame: Any) -> None:

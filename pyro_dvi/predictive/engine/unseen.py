@@ -1,27 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sites that the model draws on its way to the predicted one: does the prediction depend on them?"""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
 from pyro.poutine.messenger import Messenger
-from torch import Tensor
-from torch import distributions as td
 
 from pyro_dvi.devices import forked
 from pyro_dvi.errors import UnsupportedError
+from pyro_dvi.predictive.engine.distributions import tensors_of
 from pyro_dvi.predictive.engine.run import Latents, Response
 
 __all__ = ["refuse_unseen"]
 
 
-def refuse_unseen(response: Response, run: Callable[[Latents], Any], latents: Latents, rule: str) -> None:
+def refuse_unseen(
+    response: Response, run: Callable[[Latents], Mapping[str, Any]], latents: Latents, rule: str
+) -> None:
     """Refuse a prediction that one draw of such a site would decide.
 
     Args:
         response: of a run of the model.
-        run: gives the distribution at its site for latent values.
+        run: gives the site in a run with latent values.
         latents: values to look at the model with.
         rule: name of the rule that predicts, for the error.
 
@@ -32,10 +34,11 @@ def refuse_unseen(response: Response, run: Callable[[Latents], Any], latents: La
     for last in (False, True):
         with forked(*(value.device for value in latents.values())), _Elsewhere(response.drawn, last):
             torch.manual_seed(1 + last)
-            found.append(_tensors(run(latents)))
-    first, second = found
-    if len(first) == len(second) and all(map(torch.equal, first, second)):
-        return
+            found.append(run(latents)[response.site]["fn"])
+    with suppress(TypeError):  # of a distribution that cannot be looked into
+        first, second = map(tensors_of, found)
+        if len(first) == len(second) and all(map(torch.equal, first, second)):
+            return
     raise UnsupportedError(
         f"site {response.site!r} depends on sites {list(response.drawn)}, which are neither in the guide nor observed, "
         f"so that the model draws them: {rule}() would take one draw for the truth. Predict with Samples(n), which "
@@ -58,12 +61,3 @@ class _Elsewhere(Messenger):
             except NotImplementedError:  # of several labels in an event, which are then drawn
                 return
             msg["value"], msg["done"] = values[self.place].expand(fn.shape()), True
-
-
-def _tensors(fn: Any) -> list[Tensor]:
-    """Everything numerical in a distribution."""
-    if isinstance(fn, Tensor):
-        return [fn]
-    if isinstance(fn, (td.Distribution, td.Transform)):
-        fn = list(vars(fn).values())
-    return [tensor for part in fn for tensor in _tensors(part)] if isinstance(fn, (list, tuple)) else []

@@ -13,6 +13,7 @@ from pyro_dvi.errors import DataError, UnsupportedError
 from pyro_dvi.handlers.distributions import untransformed
 
 __all__ = [
+    "as_drawn",
     "both_masks",
     "check_events",
     "checked_log_prob",
@@ -53,7 +54,7 @@ def statistics(fn: Any, observed: Tensor | None) -> Statistics:
         except (NotImplementedError, AttributeError):
             found.clear()
     if observed is not None:
-        found["log_likelihood"] = fn.log_prob(_as_drawn(fn, observed))
+        found["log_likelihood"] = fn.log_prob(as_drawn(fn, observed))
     return found
 
 
@@ -84,7 +85,7 @@ def checked_log_prob(fn: Any, values: Tensor, site: str) -> Tensor:
         raise DataError(
             f"site {site!r} ({kind}): observed values have the dtype {values.dtype}, not a real one"
         )
-    values = _as_drawn(fn, values)
+    values = as_drawn(fn, values)
     inside = fn.support is None or bool(fn.support.check(values).all())
     if not inside:
         raise DataError(
@@ -159,7 +160,7 @@ def check_events(fn: Any, mask: Tensor | None, site: str) -> None:
         )
 
 
-def _as_drawn(fn: Any, values: Tensor) -> Tensor:
+def as_drawn(fn: Any, values: Tensor) -> Tensor:
     """Return whole numbers and truth values in the dtype that the distribution draws."""
     if values.is_floating_point() or isinstance(untransformed(fn), td.Categorical):
         return values

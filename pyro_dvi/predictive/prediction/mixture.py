@@ -90,11 +90,13 @@ class Mixture:
         self.last = response
         if self._scored is not None:
             checked_log_prob(fn, self._scored, response.site)
-        self.add_statistics({name: value.unsqueeze(0) for name, value in self.statistics(fn).items()}, 1)
+        self.add_statistics(
+            {name: value.unsqueeze(0) for name, value in statistics(fn, self._scored).items()}, 1
+        )
 
-    def statistics(self, fn: Any) -> dict[str, Tensor]:
-        """Return what is averaged over components, for one of them, without checks."""
-        return statistics(fn, self._scored)
+    def statistics(self, node: Any) -> dict[str, Tensor]:
+        """Return what is averaged over components, for the site of one of them, without checks."""
+        return statistics(node["fn"], self._scored)
 
     def add_statistics(self, many: Mapping[str, Tensor], count: int) -> None:
         """Add ``count`` components by their statistics, stacked in the first dimension."""

@@ -36,6 +36,7 @@ __all__ = [
     "PredictionRule",
     "Samples",
     "arguments",
+    "at_tuned_scales",
     "check_is_set_up",
     "example_latents",
     "first_arguments",
@@ -113,6 +114,10 @@ class FromDraws(PredictionRule):
         """Give one component for each draw."""
         return map(respond, self.draws(guide, inputs))
 
+    def repeats(self, guide: Callable[..., Any]) -> bool:
+        """Whether every batch has the same draws, whatever its inputs."""
+        return False
+
     @abstractmethod
     def draws(self, guide: Callable[..., Any], inputs: tuple[Any, ...]) -> Iterator[dict[str, Tensor]]:
         """Give the latent values of one draw after the other."""
@@ -140,6 +145,10 @@ class Samples(FromDraws):
     def __post_init__(self) -> None:
         check_count("num_samples", self.num_samples)
         object.__setattr__(self, "num_samples", int(self.num_samples))  # of NumPy, say
+
+    def repeats(self, guide: Callable[..., Any]) -> bool:
+        """Whether the guide is automatic and has no function in it that looks at the inputs."""
+        return ignores_inputs(guide)
 
     def draws(self, guide: Callable[..., Any], inputs: tuple[Any, ...]) -> Iterator[dict[str, Tensor]]:
         """Give the latent values of one draw after the other."""
@@ -238,6 +247,11 @@ def example_latents(guide: Callable[..., Any], inputs: tuple[Any, ...]) -> dict[
     """Return values to look at the model with: a draw, or the mode of a LaplaceGuide, which may have no draws."""
     check_is_set_up(guide, inputs)
     return posterior_mean(guide, inputs) if isinstance(guide, LaplaceGuide) else one_draw(guide, inputs)
+
+
+def at_tuned_scales(guide: Any, model: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``model`` with the scales that ``guide.tune`` has set, those of the noise among them."""
+    return guide.predicted_model(model) if hasattr(guide, "predicted_model") else model
 
 
 def _trace(guide: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:

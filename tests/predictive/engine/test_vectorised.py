@@ -15,7 +15,7 @@ from pyro_dvi import MeanFieldGuide, Samples, classifier, predict, regressor, to
 from pyro_dvi.bayesian import Heteroscedastic
 from pyro_dvi.errors import DataError
 from pyro_dvi.predictive import PredictionRule
-from pyro_dvi.predictive.engine import vectorised
+from pyro_dvi.predictive.engine import components, vectorised
 
 
 @dataclass(frozen=True)
@@ -327,7 +327,7 @@ def test_draws_serve_all_batches_unless_they_take_too_much_memory(monkeypatch):
     monkeypatch.setattr(guide, "forward", counted)
     expected = predict(model, guide, x, Samples(20), seed=5, batch_size=6)
     assert len(runs) == 20 + 3  # and the first draw of each of three more batches
-    monkeypatch.setattr(vectorised, "KEPT_LATENTS", 0)
+    monkeypatch.setattr(components, "KEPT_LATENTS", 0)
     runs.clear()
     check_equal(predict(model, guide, x, Samples(20), seed=5, batch_size=6), expected, 1e-6)
     assert len(runs) == 20 * 4

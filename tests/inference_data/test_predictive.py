@@ -7,11 +7,13 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro import poutine
+from pyro.infer.autoguide import AutoNormal
 from torch.utils.data import DataLoader, TensorDataset
 
 from pyro_dvi import AtMean, Samples, to_arviz
 from pyro_dvi.errors import ArgumentError, DataError, ModelError, UnsupportedError
 from tests.inference_data.reading import ARVIZ_1, az, groups, reopened, values
+from tests.predictive.engine.test_vectorised import Loop, made
 
 X = torch.linspace(-1, 1, 20)
 KEPT = X > -0.5
@@ -291,3 +293,44 @@ def test_a_mask_that_leaves_nothing_out_changes_nothing():
     exported = to_arviz(by_handler, slope, (X + 2, Y), 3)
     assert exported["log_likelihood"]["obs"].dims[-1] == "data"
     assert not ARVIZ_1 or "obs_observed" not in exported["log_likelihood"].dims
+
+
+# Many draws at a time ---------------------------------------------------------------------------------------------
+
+VECTORISED = ["regressor", "own noise", "functional", "Bernoulli", "labels", "Poisson", "vectors", "masked"]
+
+
+@pytest.mark.parametrize("name", [*VECTORISED, "no moments", "conv net", "branching", "local"])
+def test_a_vectorised_export_has_the_numbers_of_the_loop(name):
+    model, guide, x, y = made(name, torch.float64, AutoNormal)
+    exports = [
+        to_arviz(model, guide, (x, y), method=rule, sites=[], seed=5, predictions=x)
+        for rule in (Samples(70), Loop(70))
+    ]
+    site = next(iter(exports[0]["posterior_predictive"].data_vars))
+    for group in ("posterior_predictive", "log_likelihood", "predictions"):
+        found, expected = (values(exported, group, site) for exported in exports)
+        np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-9)
+    assert np.unique(values(exports[0], "posterior_predictive", site)[0, :, 0], axis=0).shape[0] > 1
+
+
+def test_few_runs_serve_all_draws():
+    inner, guide, x, y = made("own noise", torch.float32, AutoNormal)
+    runs = []
+
+    def model(x, y=None):
+        runs.append(1)
+        return inner(x, y)
+
+    to_arviz(model, guide, (x, y), method=Samples(100), max_site_size=10**6, seed=0)
+    assert (
+        len(runs) == 6
+    )  # a look at the model, the batch, a draw with every check, a probe, and two for the rest
+    runs.clear()
+    to_arviz(model, guide, (x, y), method=Samples(100), sites=[], prior=100, predictions=x, seed=0)
+    assert len(runs) <= 20
+    runs.clear()
+    with torch.no_grad():
+        given = {name: torch.stack([value] * 100) for name, value in guide(x, y).items()}
+    to_arviz(model, given, (x, y), max_site_size=10**6, seed=0)
+    assert len(runs) <= 8

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run a model with the latent values of a rule, batch after batch, for whoever reads its distributions."""
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from itertools import chain
+from types import MappingProxyType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from pyro_dvi.predictive.engine.batches import Batch
+from pyro_dvi.predictive.engine.distributions import possible
+from pyro_dvi.predictive.engine.run import Latents, Response, respond, sites_at, with_others
+from pyro_dvi.predictive.engine.unseen import refuse_unseen
+from pyro_dvi.predictive.engine.vectorised import POSSIBLE, ManyDraws, size_of
+from pyro_dvi.predictive.rules.rule import (
+    FromDraws,
+    PredictionRule,
+    at_tuned_scales,
+    example_latents,
+    first_arguments,
+)
+
+__all__ = ["Components", "Reader"]
+
+KEPT_LATENTS = 2**26  # numbers in all draws, if they are kept for later batches: 256 MiB of float32
+NOTHING: Latents = MappingProxyType({})
+
+
+class Reader(Protocol):
+    """Takes the predictive distributions of one batch: the first by itself and with every check, others in chunks."""
+
+    def add(self, response: Response) -> None:
+        """Add one component."""
+
+    def statistics(self, node: Any) -> dict[str, Tensor]:
+        """Return what is wanted of a component, from its site in a run without checks; ``vmap`` may compute it."""
+
+    def add_statistics(self, many: Mapping[str, Tensor], count: int) -> None:
+        """Add ``count`` components by their statistics, stacked in the first dimension."""
+
+
+class Components:
+    """The predictive distributions of a model by a rule, for one batch after the other.
+
+    Those of a rule that draws come from few runs of the model, see :mod:`~pyro_dvi.predictive.engine.vectorised`. Draws
+    that do not look at the inputs serve all batches, unless they take too much memory.
+
+    Args:
+        model: the Pyro model.
+        guide: its posterior.
+        rule: which latent values stand for it.
+        seed: of the draws, the same for every batch.
+    """
+
+    def __init__(self, model: Callable[..., Any], guide: Any, rule: PredictionRule, seed: int) -> None:
+        self._model, self._guide, self._rule, self._seed = at_tuned_scales(guide, model), guide, rule, seed
+        self._learnt_for = first_arguments(guide)
+        self._ways: dict[str | None, ManyDraws] = {}
+        self._kept: list[Latents] = []
+
+    @property
+    def count(self) -> int:
+        """How many there are for a batch."""
+        return self._rule.num_components
+
+    def read(self, reader: Reader, batch: Batch, site: str | None, others: Latents = NOTHING) -> None:
+        """Show the components for a batch to a reader.
+
+        Args:
+            reader: takes them.
+            batch: arguments of the model.
+            site: observed site, where the model has several.
+            others: values of further observed sites.
+
+        Raises:
+            UnsupportedError: one draw of a site that is neither latent nor observed would decide the prediction.
+        """
+        torch.manual_seed(self._seed)
+        run = partial(respond, self._model, batch, site=site, learnt_for=self._learnt_for)
+        if isinstance(self._rule, FromDraws):
+            self._read_draws(reader, batch, site, with_others(run, others), others)
+            return
+        components = self._rule.components(self._guide, batch.inputs, with_others(run, others))
+        for k, response in enumerate(components):
+            if k == 0 and response.drawn and not self._rule.averages_draws:
+                again = with_others(sites_at(self._model, batch.inputs, {}, [response.site]), others)
+                latents = example_latents(self._guide, batch.inputs)
+                refuse_unseen(response, again, latents, type(self._rule).__name__)
+            reader.add(response)
+
+    def _read_draws(
+        self,
+        reader: Reader,
+        batch: Batch,
+        site: str | None,
+        run: Callable[[Latents], Response],
+        others: Latents,
+    ) -> None:
+        way = self._ways.setdefault(site, ManyDraws())
+        draws = self._draws(batch.inputs, way)
+        first = next(draws)
+        response = run(way.laid_out(first))
+        reader.add(response)
+        nodes = with_others(sites_at(self._model, batch.inputs, {}, [response.site]), others)
+
+        def read(latents: Latents) -> dict[str, Tensor]:
+            node = nodes(latents)[response.site]
+            return {**reader.statistics(node), POSSIBLE: possible(node["fn"])}
+
+        for chunk, found in way.chunks(first, draws, read):
+            if found is not None:
+                reader.add_statistics(found, len(chunk))
+                continue
+            for latents in chunk:
+                reader.add(run(latents))
+
+    def _draws(self, inputs: tuple[Any, ...], way: ManyDraws) -> Iterator[Latents]:
+        """Give the draws for a batch: those of the first batch again where they cannot be others."""
+        draws = self._rule.draws(self._guide, inputs)
+        if not self._kept:
+            return self._keeping(draws, way) if self._rule.repeats(self._guide) else draws
+        first = next(draws)
+        same = first.keys() == self._kept[0].keys() != set() and torch.equal(
+            _flat(first), _flat(self._kept[0])
+        )
+        return iter(self._kept) if same else chain([first], draws)
+
+    def _keeping(self, draws: Iterator[Latents], way: ManyDraws) -> Iterator[Latents]:
+        count, kept = self._rule.num_components, []
+        for latents in draws:
+            if not kept or not (way.is_plain or count * size_of(latents) > KEPT_LATENTS):
+                kept.append(latents)
+            yield latents
+        if len(kept) == count:
+            self._kept = kept
+
+
+def _flat(latents: Latents) -> Tensor:
+    return torch.cat([latents[name].flatten() for name in sorted(latents)])
