@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The API reference lists what ``import pyro_dvi`` offers, and files that the pages name exist."""
+
+import re
+from pathlib import Path
+
+import pyro_dvi
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = Path(pyro_dvi.__file__).parent  # which may be installed elsewhere
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("docs/methods/*.md")]
+NAMED = re.compile(r"\b(?:pyro_dvi|tests|examples|benchmarks|docs)/[a-z][\w./]*\w")
+
+
+def test_every_public_name_stands_in_the_overview():
+    overview = (ROOT / "docs" / "api.md").read_text().split("\n## ")[0]
+    assert set(re.findall(r"``(\w+)``", overview)) == set(pyro_dvi.__all__)
+
+
+def test_files_that_the_pages_name_exist():
+    """But for the changelog, which also names what is gone."""
+    named = {
+        (page.name, path)
+        for page in PAGES
+        if page.name != "CHANGELOG.md"
+        for path in NAMED.findall(page.read_text())
+    }
+    roots = {PACKAGE.parent, ROOT}
+    assert [name for name in sorted(named) if not any(any(root.glob(f"{name[1]}*")) for root in roots)] == []
