@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from pyro_dvi.errors import DataError, ModelError
 from pyro_dvi.handlers.distributions import strip_event_dims
-from pyro_dvi.handlers.latents import Latent, is_identity
+from pyro_dvi.handlers.latents import Latent, elementary
 from pyro_dvi.multiplicative_normal import MultiplicativeNormal, divergence_from_normal, squared_norm
 
 __all__ = [
@@ -144,16 +144,8 @@ def normal_in_unconstrained_space(prior: Any, transform: Any) -> td.Normal | Non
         return prior if transform is None else None
     if isinstance(prior, td.TransformedDistribution) and transform is not None:
         base = strip_event_dims(prior.base_dist)
-        own = transform
-        while isinstance(own, td.IndependentTransform):
-            own = own.base_transform
-        parts = [
-            t for t in (own.parts if isinstance(own, td.ComposeTransform) else [own]) if not is_identity(t)
-        ]
-        same = len(parts) == len(prior.transforms) and all(
-            a == b for a, b in zip(parts, prior.transforms, strict=True)
-        )
-        return base if isinstance(base, td.Normal) and same else None
+        own = [part for each in prior.transforms for part in elementary(each)]
+        return base if isinstance(base, td.Normal) and elementary(transform) == own else None
     return None
 
 
@@ -170,15 +162,10 @@ def refuse_not_normal(site: str, prior: Any) -> NoReturn:
     )
 
 
-def _elementwise(transform: Any) -> bool:
-    while isinstance(transform, td.IndependentTransform):
-        transform = transform.base_transform
-    return transform is None or transform.domain.event_dim == 0
-
-
 def _factorises(latent: Latent) -> bool:
     prior = strip_event_dims(latent.prior)
-    return isinstance(prior, td.Distribution) and not prior.event_shape and _elementwise(latent.transform)
+    elementwise = all(part.domain.event_dim == 0 for part in elementary(latent.transform))
+    return isinstance(prior, td.Distribution) and not prior.event_shape and elementwise
 
 
 def _expectation(latent: Latent, function: Callable[[Latent, Tensor], Tensor]) -> Tensor:

@@ -2,7 +2,7 @@
 """Match the latent sites of a model with the Gaussians of a guide, whatever way the guide writes them."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,12 +19,11 @@ from pyro_dvi.sites import is_latent
 __all__ = [
     "GaussianSite",
     "Latent",
-    "is_identity",
+    "Marginals",
+    "elementary",
     "is_real",
     "match_latents",
     "unconstraining_transform",
-    "vector_elements",
-    "vector_parts",
 ]
 
 
@@ -81,19 +80,21 @@ class Latent:
         mask: the site's own mask.
         source: the guide's Gaussian that it comes from; None for a point mass.
         guide_scale: the scale of the guide's site, which weighs its density.
+        elements: mask of the elements of the guide's Gaussian that are the site's; True if all are.
     """
 
     name: str
     prior: Any
     value: Tensor
-    loc: Tensor | None
-    scale: Tensor | None
-    transform: Any
-    log_density: Tensor | float
-    plate_scale: float | Tensor
-    mask: Tensor | bool | None
-    source: GaussianSite | None
+    loc: Tensor | None = None
+    scale: Tensor | None = None
+    transform: Any = None
+    log_density: Tensor | float = 0.0
+    plate_scale: float | Tensor = 1.0
+    mask: Tensor | bool | None = None
+    source: GaussianSite | None = None
     guide_scale: float | Tensor = 1.0
+    elements: Tensor | bool = True
 
 
 def is_real(support: Any) -> bool:
@@ -108,26 +109,76 @@ def unconstraining_transform(support: Any) -> Any:
     return None if is_real(support) else biject_to(support)
 
 
-def is_identity(transform: Any) -> bool:
-    """Return whether a transform is the shift by nothing that PyTorch appends to exp for positive supports."""
-    shift = isinstance(transform, torch.distributions.AffineTransform)
-    return shift and type(transform.loc) in (int, float) and (transform.loc, transform.scale) == (0, 1)
+def elementary(transform: Any) -> list[Any]:
+    """Return the transforms that one consists of, without identities.
+
+    Such as the shift by nothing that PyTorch appends to exp for positive supports.
+    """
+    if isinstance(transform, td.IndependentTransform):
+        return elementary(transform.base_transform)
+    if isinstance(transform, td.ComposeTransform):
+        return [part for inner in transform.parts for part in elementary(inner)]
+    shift = isinstance(transform, td.AffineTransform) and type(transform.loc) in (int, float)
+    return [] if transform is None or (shift and (transform.loc, transform.scale) == (0, 1)) else [transform]
+
+
+@dataclass(frozen=True)
+class Marginal:
+    """The Gaussian that a latent site's value is a function of.
+
+    Attributes:
+        source: the guide's Gaussian.
+        loc: its mean, of the site's elements.
+        scale: its standard deviation.
+        transform: from the Gaussian to the site's value; None for the identity.
+        elements: mask of the elements of a joint vector that are the site's; True if all are.
+    """
+
+    source: GaussianSite
+    loc: Tensor
+    scale: Tensor
+    transform: Any
+    elements: Tensor | bool = True
+
+
+class Marginals:
+    """Where a guide has the Gaussians of latent sites.
+
+    Understood are Normal sites of the same name, auxiliary ``<name>_unconstrained`` Normals followed by a Delta (Pyro's
+    AutoNormal), and the joint vector of AutoDiagonalNormal.
+
+    Args:
+        guide: the guide.
+        gaussians: its Gaussian sites.
+    """
+
+    def __init__(self, guide: Callable, gaussians: dict[str, GaussianSite]) -> None:
+        self.gaussians = gaussians
+        self.joint = dict(_parts_of_vectors(guide, gaussians))
+
+    def of(self, name: str, prior: Any) -> Marginal | None:
+        """Return the Gaussian of a latent site with this prior; None if it has none."""
+        if name in self.gaussians:
+            source = self.gaussians[name]
+            transform = td.ComposeTransform(list(source.transforms)) if source.transforms else None
+            return Marginal(source, source.loc, source.scale, transform)
+        source = self.gaussians.get(f"{name}_unconstrained")
+        if source is not None:
+            return Marginal(source, source.loc, source.scale, unconstraining_transform(prior.support))
+        part = self.joint.get(name)
+        return None if part is None else replace(part, transform=unconstraining_transform(prior.support))
 
 
 def match_latents(
     model_trace: Any, guide_trace: Any, gaussians: dict[str, GaussianSite], guide: Callable
 ) -> list[Latent]:
-    """Pair every latent site of the model with its marginal in the guide.
-
-    Understood are Normal sites of the same name, auxiliary ``<name>_unconstrained`` Normals followed by a Delta (Pyro's
-    AutoNormal), the joint vector of AutoDiagonalNormal, and point masses.
+    """Pair every latent site of the model with its marginal in the guide, see :class:`Marginals`, or its point mass.
 
     Raises:
         ModelError: a site is neither observed nor in the guide.
         GuideError: the guide has Gaussians that belong to no latent site, or lacks an auxiliary that it needs.
     """
-    vectors = dict(vector_parts(guide, gaussians))
-    used = {part.source.name for part in vectors.values()}
+    marginals = Marginals(guide, gaussians)
     latents = []
     for name, site in model_trace.nodes.items():
         if not is_latent(site):
@@ -138,46 +189,17 @@ def match_latents(
                 f"site {name!r} is neither observed nor in the guide. If it is data, pass the observed values "
                 f"(y was None?); if it is a latent variable, add pyro.sample({name!r}, ...) to the guide."
             )
-        log_density: Tensor | float = 0.0
-        transform = None
-        loc = scale = None
-        source = gaussians.get(name)
-        if source is not None:
-            used.add(name)
-            loc, scale = source.loc, source.scale
-            if source.transforms:
-                transform = torch.distributions.ComposeTransform(list(source.transforms))
-        elif f"{name}_unconstrained" in gaussians:
-            source = gaussians[f"{name}_unconstrained"]
-            used.add(source.name)
-            loc, scale = source.loc, source.scale
-            transform = unconstraining_transform(site["fn"].support)
-        elif name in vectors:
-            part = vectors[name]
-            source, loc, scale = part.source, part.loc, part.scale
-            transform = unconstraining_transform(site["fn"].support)
+        latent = Latent(name, site["fn"], site["value"], plate_scale=site["scale"], mask=site["mask"])
+        marginal = marginals.of(name, site["fn"])
+        if marginal is None:
+            latent.log_density = _log_density_of_mass(guide_site["fn"])
+            latent.guide_scale = guide_site["scale"]
         else:
-            log_density = getattr(strip_event_dims(guide_site["fn"]), "log_density", 0.0)
-            if torch.is_tensor(log_density):  # of a Delta below to_event, one for each element
-                log_density = sum_rightmost(
-                    log_density, log_density.dim() - len(guide_site["fn"].batch_shape)
-                )
-        latents.append(
-            Latent(
-                name,
-                site["fn"],
-                site["value"],
-                loc,
-                scale,
-                transform,
-                log_density,
-                site["scale"],
-                site["mask"],
-                source,
-                guide_trace.nodes[name if source is None else source.name]["scale"],
-            )
-        )
-    left = sorted(set(gaussians) - used)
+            latent.loc, latent.scale, latent.transform = marginal.loc, marginal.scale, marginal.transform
+            latent.source, latent.elements = marginal.source, marginal.elements
+            latent.guide_scale = guide_trace.nodes[marginal.source.name]["scale"]
+        latents.append(latent)
+    left = sorted(set(gaussians) - {latent.source.name for latent in latents if latent.source is not None})
     if left:
         raise GuideError(
             f"guide site {left[0]!r} is a Normal that belongs to no latent site of the model, so latents computed from "
@@ -187,31 +209,26 @@ def match_latents(
     return latents
 
 
-@dataclass
-class _VectorPart:
-    source: GaussianSite
-    loc: Tensor
-    scale: Tensor
-    elements: Tensor  # mask of the joint vector
+def _log_density_of_mass(fn: Any) -> Tensor | float:
+    """Log-density that a point mass carries; of a Delta below to_event, it has one for each element."""
+    log_density = getattr(strip_event_dims(fn), "log_density", 0.0)
+    if not torch.is_tensor(log_density):
+        return log_density
+    return sum_rightmost(log_density, log_density.dim() - len(fn.batch_shape))
 
 
-def vector_parts(guide: Callable, gaussians: dict[str, GaussianSite]) -> Iterator[tuple[str, _VectorPart]]:
-    """Split the joint vector of AutoDiagonalNormal guides into the model's sites."""
+def _parts_of_vectors(guide: Callable, gaussians: dict[str, GaussianSite]) -> Iterator[tuple[str, Marginal]]:
+    """Split the joint vector of AutoDiagonalNormal guides into the model's sites; transforms are not known here."""
     for name, source in gaussians.items():
         owner = _vector_owner(guide, name)
         if owner is None:
             continue
         positions = torch.arange(source.loc.shape[-1], device=source.loc.device)
-        parts = zip(
-            owner._unpack_latent(source.loc),
-            owner._unpack_latent(source.scale),
-            owner._unpack_latent(positions),
-            strict=True,
-        )
-        for (site, loc), (_, scale), (_, index) in parts:
+        unpacked = map(owner._unpack_latent, (source.loc, source.scale, positions))
+        for (site, loc), (_, scale), (_, index) in zip(*unpacked, strict=True):
             elements = torch.zeros_like(positions, dtype=torch.bool)
             elements[index.reshape(-1)] = True
-            yield site["name"], _VectorPart(source, loc, scale, elements)
+            yield site["name"], Marginal(source, loc, scale, None, elements)
 
 
 def _vector_owner(guide: Callable, name: str) -> AutoContinuous | None:
@@ -221,11 +238,3 @@ def _vector_owner(guide: Callable, name: str) -> AutoContinuous | None:
         if isinstance(module, AutoContinuous) and f"_{module._pyro_name}_latent" == name:
             return module
     return None
-
-
-def vector_elements(guide: Callable, gaussians: dict[str, GaussianSite], name: str) -> Tensor | bool:
-    """Mask of the elements of a joint vector that belong to model site ``name``; True outside joint vectors."""
-    for site, part in vector_parts(guide, gaussians):
-        if site == name:
-            return part.elements
-    return True

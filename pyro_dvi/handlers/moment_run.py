@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One run of guide and model in which every Gaussian latent is its mean and variance."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -13,14 +13,7 @@ from torch import distributions as td
 
 from pyro_dvi.expectations import LogitEstimator
 from pyro_dvi.handlers.explained import explained_errors
-from pyro_dvi.handlers.latents import (
-    GaussianSite,
-    Latent,
-    is_identity,
-    match_latents,
-    unconstraining_transform,
-    vector_parts,
-)
+from pyro_dvi.handlers.latents import GaussianSite, Latent, Marginals, elementary, match_latents
 from pyro_dvi.handlers.means import run_guide
 from pyro_dvi.handlers.uncertain import uncertain_likelihoods
 from pyro_dvi.moments import GaussianMoments, Link, MultiplicativeMoments
@@ -82,49 +75,31 @@ def run_with_moments(
     return MomentRun(trace.trace, match_latents(trace.trace, guide_trace, gaussians, guide))
 
 
-StandIn = Callable[[Tensor, Tensor, tuple[Any, ...]], Any]
+StandIn = Callable[[Tensor, Tensor, Any], Any]
 
 
-def reparameterised(loc: Tensor, scale: Tensor, transforms: tuple[Any, ...]) -> Tensor:
+def reparameterised(loc: Tensor, scale: Tensor, transform: Any) -> Tensor:
     """Draw the value of a transformed Gaussian so that it can be differentiated."""
-    return _composed(transforms)(loc + scale * torch.randn_like(loc))
+    return median(loc + scale * torch.randn_like(loc), scale, transform)
 
 
-def median(loc: Tensor, scale: Tensor, transforms: tuple[Any, ...]) -> Tensor:
+def median(loc: Tensor, scale: Tensor, transform: Any) -> Tensor:
     """Return the median of a transformed Gaussian."""
-    return _composed(transforms)(loc)
+    return loc if transform is None else transform(loc)
 
 
-def propagated(loc: Tensor, scale: Tensor, transforms: tuple[Any, ...]) -> Any:
+def propagated(loc: Tensor, scale: Tensor, transform: Any) -> Any:
     """Return the moments of a transformed Gaussian, linked to it; the median where elements are mixed (a simplex)."""
-    function = _composed(transforms)
-    if any(t.domain.event_dim or t.codomain.event_dim for t in transforms):
-        return function(loc)
-    parts = [t for t in _flat(transforms) if not is_identity(t)]
+    if transform is None:
+        return GaussianMoments(loc, scale.square())
+    parts = elementary(transform)
+    if any(part.domain.event_dim or part.codomain.event_dim for part in parts):
+        return transform(loc)
     name = "exp" if len(parts) == 1 and isinstance(parts[0], td.ExpTransform) else None
-    link = Link(GaussianMoments(loc, scale.square()), function, name)
+    link = Link(GaussianMoments(loc, scale.square()), transform, name)
     moments = through_link(GaussianMoments(loc, scale.square(), link), lambda value: value)
     assert moments is not None
     return moments.linked(link)
-
-
-def _composed(transforms: tuple[Any, ...]) -> Callable[[Tensor], Tensor]:
-    def function(value: Tensor) -> Tensor:
-        for transform in transforms:
-            value = transform(value)
-        return value
-
-    return function
-
-
-def _flat(transforms: tuple[Any, ...]) -> Iterator[Any]:
-    for transform in transforms:
-        if isinstance(transform, td.IndependentTransform):
-            yield from _flat((transform.base_transform,))
-        elif isinstance(transform, td.ComposeTransform):
-            yield from _flat(tuple(transform.parts))
-        else:
-            yield transform
 
 
 class PosteriorMoments(SetLatents):
@@ -153,44 +128,26 @@ class PosteriorMoments(SetLatents):
         stand_in: StandIn = reparameterised,
     ) -> None:
         super().__init__()
-        self.gaussians = gaussians
         self.stand_in = stand_in
         self.given: dict[str, GaussianMoments] = {}
-        self.vectors = dict(vector_parts(guide, gaussians))
+        self.marginals = Marginals(guide, gaussians)
         self.sampled = {name for name in sampled if sampled[name] is True}
-        for site, part in self.vectors.items():
+        for site, part in self.marginals.joint.items():
             mask = sampled.get(part.source.name, False)
             if mask is not False and bool((torch.as_tensor(mask) & part.elements).any()):
                 self.sampled.add(site)
 
     def _value_of(self, site: Any) -> Any:
         name = site["name"]
-        if name in self.gaussians:
-            source = self.gaussians[name]
-            value = self._value(source, source.transforms)
-        elif f"{name}_unconstrained" in self.gaussians:
-            value = self._value(self.gaussians[f"{name}_unconstrained"], _transforms_to(site["fn"]))
-        elif name in self.vectors:
-            part = self.vectors[name]
-            value = self._moments(part.loc, part.scale, _transforms_to(site["fn"]), name in self.sampled)
-        else:
+        part = self.marginals.of(name, site["fn"])
+        if part is None:
             return None
-        if isinstance(value, GaussianMoments) and value.link is None:
-            self.given[name] = value
-        return value
-
-    def _value(self, source: GaussianSite, transforms: tuple[Any, ...]) -> Any:
-        sampled = source.name in self.sampled
-        if not transforms and not sampled and isinstance(source.base, MultiplicativeNormal):
-            return MultiplicativeMoments(source.loc, source.base.alpha)
-        return self._moments(source.loc, source.scale, transforms, sampled)
-
-    def _moments(self, loc: Tensor, scale: Tensor, transforms: tuple[Any, ...], sampled: bool) -> Any:
-        if not transforms and not sampled:
-            return GaussianMoments(loc, scale.square())
-        return self.stand_in(loc, scale, transforms)
-
-
-def _transforms_to(prior: Any) -> tuple[Any, ...]:
-    transform = unconstraining_transform(prior.support)
-    return () if transform is None else (transform,)
+        owner = name if name in self.marginals.joint else part.source.name
+        if part.transform is not None or owner in self.sampled:
+            return self.stand_in(part.loc, part.scale, part.transform)
+        base = part.source.base
+        if isinstance(base, MultiplicativeNormal):
+            self.given[name] = MultiplicativeMoments(part.loc, base.alpha)
+        else:
+            self.given[name] = GaussianMoments(part.loc, part.scale.square())
+        return self.given[name]

@@ -18,7 +18,7 @@ from pyro_dvi.bayesian.placement import tensors_of
 from pyro_dvi.errors import GuideError, ModelError
 from pyro_dvi.handlers.distributions import strip_event_dims
 from pyro_dvi.handlers.equal_units import Starts, equal_units
-from pyro_dvi.handlers.latents import GaussianSite, Latent, unconstraining_transform, vector_elements
+from pyro_dvi.handlers.latents import GaussianSite, Latent, unconstraining_transform
 from pyro_dvi.handlers.means import MeanRun, run_at_means
 from pyro_dvi.handlers.observed import observed_sites
 from pyro_dvi.undisturbed import undisturbed
@@ -91,7 +91,6 @@ def _look(run: MeanRun, guide: Callable) -> Structure:
     if is_validation_enabled():
         _check_shapes(prune_subsample_sites(run.model_trace))
     refuse_dependent(run.gaussians)
-    by_name = {g.name: g for g in run.gaussians}
     sampled: dict[str, Tensor | bool] = {}
     for child in run.latents:
         for parent in _parents(child, _tensors(child.prior), run.latents):
@@ -106,10 +105,10 @@ def _look(run: MeanRun, guide: Callable) -> Structure:
                         f"{child.name!r} non-centred."
                     )
                 continue
-            elements = vector_elements(guide, by_name, parent.name)
-            old = sampled.get(parent.source.name, False)
-            both = elements if old is False else torch.as_tensor(old) | torch.as_tensor(elements)
-            sampled[parent.source.name] = both
+            name, elements = parent.source.name, parent.elements
+            if name in sampled:
+                elements = torch.as_tensor(sampled[name]) | torch.as_tensor(elements)
+            sampled[name] = elements
     graph = graph_of(t for site in observed.terms for t in _tensors(site.fn))
     names = frozenset(type(node).__name__ for node in graph if not _keeps_probabilities(node))
     shapes = {site.name: site.fn.batch_shape + site.fn.event_shape for site in observed.sites}
