@@ -225,23 +225,15 @@ def prior_predictive_check(
         y = prior.observations()
         chosen = default_statistics(prior.likelihood) if statistics is None else statistics
         actual = applied(chosen, y)
-        draws: dict[str, list[float]] = {name: [] for name in chosen}
+        draws: list[dict[str, float]] = []
         confidence: list[float] = []
         for _ in tqdm(range(num_samples), desc="prior", unit="draw", disable=not progress):
             drawn, sure = prior.draw()
-            for name, value in applied(chosen, drawn).items():
-                draws[name].append(value)
+            draws.append(applied(chosen, drawn))
             confidence += [] if sure is None else [sure]
-    arrays = {name: np.array(values) for name, values in draws.items()}
-    for name, values in arrays.items():
-        if np.isnan(actual[name]) or np.isnan(values).any():
-            raise NonFiniteError(
-                f"statistic {name!r} is NaN for {'the data' if np.isnan(actual[name]) else 'some draws of the prior'}: "
-                "do draws overflow (an exponential of a wide prior), or does the statistic divide by zero?"
-            )
-    rows = tuple(_row(name, actual[name], values) for name, values in arrays.items())
+    arrays = {name: np.array([values[name] for values in draws]) for name in chosen}
     return PriorPredictiveCheck(
-        rows,
+        tuple(_row(name, actual[name], values) for name, values in arrays.items()),
         arrays,
         np.array(confidence) if confidence else None,
         1 / prior.num_classes if prior.num_classes else None,
@@ -330,6 +322,11 @@ def _examples_first(values: Tensor, node: Any, batch: Batch) -> Tensor:
 
 
 def _row(name: str, observed: float, values: np.ndarray) -> StatisticCheck:
+    if np.isnan(observed) or np.isnan(values).any():
+        raise NonFiniteError(
+            f"statistic {name!r} is NaN for {'the data' if np.isnan(observed) else 'some draws of the prior'}: "
+            "do draws overflow (an exponential of a wide prior), or does the statistic divide by zero?"
+        )
     above = float((values > observed).sum() + 0.5 * (values == observed).sum())
     total = len(values)
     a, b = above + 0.5, total - above + 0.5

@@ -13,6 +13,7 @@ from pyro_dvi.plots.style import (
     VERMILLION,
     axes_beside,
     blue,
+    dots,
     log_ticks,
     name_rows,
     own_axes,
@@ -66,16 +67,7 @@ def moment_comparison(report: Any, *, ax: Axes | None = None) -> Axes:
     for panel, values, color in panels:
         numbers = np.asarray(values, dtype=float)
         panel.plot(numbers, places, color=color, linewidth=1, alpha=0.5)
-        for chosen, face in ((~is_parameter, color), (is_parameter, ax.get_facecolor())):
-            panel.plot(
-                numbers[chosen],
-                places[chosen],
-                color=color,
-                linestyle="none",
-                marker="o",
-                markersize=row_size(ax, len(rows), 5),
-                markerfacecolor=face,
-            )
+        dots(panel, numbers, places, is_parameter, color=color, markersize=row_size(ax, len(rows), 5))
         panel.grid(axis="y", color=grey, alpha=0.15)
     low = min([0.5, *(row.sd_ratio for row in rows if row.sd_ratio > 0)])
     high = max([2.0, *(row.sd_ratio for row in rows if math.isfinite(row.sd_ratio))])

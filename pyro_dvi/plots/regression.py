@@ -81,26 +81,30 @@ def regression_band(
                 ax.plot(places, edge, color=main, linewidth=0.8, linestyle="--", alpha=0.7)
     ax.plot(places, mean, color=VERMILLION, label="mean", marker="o" if len(places) == 1 else None)
     if data is not None:
-        inputs, targets = column(data[0], "x of the data"), column(data[1], "y of the data")
-        if len(inputs) != len(targets):
-            raise DataError(f"the data have {len(inputs)} values of x and {len(targets)} of y")
-        many = len(inputs) > 300
-        ax.plot(
-            inputs,
-            targets,
-            linestyle="none",
-            marker="." if many else "o",
-            markersize=2.5 if many else 4,
-            color=quiet(ax, 0.85),
-            markeredgewidth=0,
-            alpha=0.4 if many else 0.7,
-            label=f"data ({len(inputs):,})",
-            zorder=2.5,
-        )
+        _draw_data(ax, *data)
     ax.set(xlabel="x", ylabel="y")
     ax.margins(x=0.02)
     legend_above(ax, ncols=2)
     return ax
+
+
+def _draw_data(ax: Axes, x: Any, y: Any) -> None:
+    inputs, targets = column(x, "x of the data"), column(y, "y of the data")
+    if len(inputs) != len(targets):
+        raise DataError(f"the data have {len(inputs)} values of x and {len(targets)} of y")
+    marker, size, alpha = (".", 2.5, 0.4) if len(inputs) > 300 else ("o", 4, 0.7)
+    ax.plot(
+        inputs,
+        targets,
+        linestyle="none",
+        marker=marker,
+        markersize=size,
+        color=quiet(ax, 0.85),
+        markeredgewidth=0,
+        alpha=alpha,
+        label=f"data ({len(inputs):,})",
+        zorder=2.5,
+    )
 
 
 def _of_output(prediction: Any, name: str, length: int, output: int | None) -> np.ndarray | None:

@@ -12,6 +12,7 @@ from pyro_dvi.errors import DataError
 from pyro_dvi.plots.style import (
     VERMILLION,
     blue,
+    dots,
     is_narrow,
     legend_above,
     log_ticks,
@@ -79,22 +80,8 @@ def posterior_scales(guide: Any, *, ax: Axes | None = None) -> Axes:
             zorder=4,
         )
     open_dots = np.array([row.state in ("moves", "at its start") for row in rows])
-    for chosen, face, label in (
-        (~open_dots, main, "median"),
-        (open_dots, ax.get_facecolor(), "median, not converged"),
-    ):
-        if chosen.any():
-            ax.plot(
-                median[chosen],
-                places[chosen],
-                color=main,
-                linestyle="none",
-                marker="o",
-                markersize=0.9 * size,
-                markerfacecolor=face,
-                label=label,
-                zorder=3,
-            )
+    labels = ("median", "median, not converged")
+    dots(ax, median, places, open_dots, color=main, markersize=0.9 * size, labels=labels, zorder=3)
     ax.axvline(1, color=quiet(ax), linestyle="--", linewidth=1, zorder=0)
     shown = np.concatenate([low, high, start[np.isfinite(start)], [1.0]])
     ax.set_xscale("log")

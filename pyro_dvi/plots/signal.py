@@ -48,13 +48,7 @@ def signal_to_noise(guide: Any, *, threshold: float | None = 1.0, ax: Axes | Non
     given = guide if isinstance(guide, diagnostics.SignalToNoise) else diagnostics.signal_to_noise(guide)
     sites = {name: np.sort(ratio, axis=None) for name, ratio in given.ratios.items()}
     everything = np.sort(np.concatenate(list(sites.values())))
-    positive = everything[everything > 0]
-    marks = positive if threshold is None else np.append(positive, threshold)
-    low, high = (marks.min(), marks.max()) if len(marks) else (0.1, 10.0)
-    if len(positive):  # a few tiny ratios would press all others to the right
-        low = min(high, max(low, np.quantile(positive, 0.002)))
-    low, high = low / 1.3, high * 1.3
-
+    low, high = _limits(everything[everything > 0], threshold)
     ax = own_axes(ax, figsize=(5.4, 3.8))
     levels = np.geomspace(low, high, POINTS)
     few = len(sites) <= NUM_COLORS
@@ -87,3 +81,12 @@ def signal_to_noise(guide: Any, *, threshold: float | None = 1.0, ax: Axes | Non
     ax.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     ax.legend(fontsize="small", frameon=False, loc="upper left")
     return ax
+
+
+def _limits(positive: np.ndarray, threshold: float | None) -> tuple[float, float]:
+    """Where the axis of ratios begins and ends."""
+    marks = positive if threshold is None else np.append(positive, threshold)
+    low, high = (marks.min(), marks.max()) if len(marks) else (0.1, 10.0)
+    if len(positive):  # a few tiny ratios would press all others to the right
+        low = min(high, max(low, np.quantile(positive, 0.002)))
+    return low / 1.3, high * 1.3

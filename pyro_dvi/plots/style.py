@@ -34,6 +34,7 @@ __all__ = [
     "blue",
     "color",
     "column",
+    "dots",
     "is_narrow",
     "legend_above",
     "log_ticks",
@@ -111,6 +112,25 @@ def own_panels(
     if len(drawn) != len(names):
         raise ArgumentError(f"{what} {list(names)}, but there are {len(drawn)} axes")
     return drawn
+
+
+def dots(ax: Axes, x: np.ndarray, y: np.ndarray, is_open: np.ndarray, **style: Any) -> None:
+    """Draw dots, some of them open; ``labels`` are those of full and open ones."""
+    full_label, open_label = style.pop("labels", (None, None))
+    for chosen, face, label in (
+        (~is_open, style["color"], full_label),
+        (is_open, ax.get_facecolor(), open_label),
+    ):
+        if chosen.any():
+            ax.plot(
+                x[chosen],
+                y[chosen],
+                linestyle="none",
+                marker="o",
+                markerfacecolor=face,
+                label=label,
+                **style,
+            )
 
 
 def quiet(ax: Axes, strength: float = 0.6) -> str:

@@ -57,12 +57,14 @@ def training_history(history: Any, *, axes: Sequence[Axes] | None = None) -> np.
             f"history is what fit returned, or a mapping of columns such as {{'loss': [3.0, 2.0]}}, not "
             f"{type(history).__name__}"
         )
-    panels = {
-        name: text for name, text in _TERMS.items() if name in columns and np.isfinite(columns[name]).any()
+    texts = _TERMS | {
+        name: name.removeprefix("validation_").replace("_", " ") + " (validation)"
+        for name in columns
+        if name.startswith("validation_")
     }
-    for name in columns:
-        if name.startswith("validation_") and np.isfinite(columns[name]).any():
-            panels[name] = name.removeprefix("validation_").replace("_", " ") + " (validation)"
+    panels = {
+        name: text for name, text in texts.items() if name in columns and np.isfinite(columns[name]).any()
+    }
     if not panels:
         raise DataError(
             f"the history has nothing to plot: it needs a finite value of {', '.join(_TERMS)} or validation_*, and has "
@@ -78,15 +80,19 @@ def training_history(history: Any, *, axes: Sequence[Axes] | None = None) -> np.
         values = np.asarray(columns[name], dtype=float)
         known = np.isfinite(values)  # a metric that is not measured every epoch is joined by lines
         line = color(ax, 2) if name.startswith("validation_") else blue(ax)
-        ax.plot(epochs[known], values[known], color=line, marker="o" if known.sum() < 20 else None)
+        _draw(ax, epochs[known], values[known], line)
         ax.set(xlabel="epoch", ylabel=text)
-        ax.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-        if known.sum() == 1:
-            ax.set_xlim(epochs[known][0] - 1, epochs[known][0] + 1)
-        ax.yaxis.set_major_locator(MaxNLocator(5))
         if name == "posterior_scale":
             _judge(ax, epochs[known], values[known])
     return drawn
+
+
+def _draw(ax: Axes, epochs: np.ndarray, values: np.ndarray, line: str) -> None:
+    ax.plot(epochs, values, color=line, marker="o" if len(epochs) < 20 else None)
+    ax.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+    ax.yaxis.set_major_locator(MaxNLocator(5))
+    if len(epochs) == 1:
+        ax.set_xlim(epochs[0] - 1, epochs[0] + 1)
 
 
 def _judge(ax: Axes, epochs: np.ndarray, scales: np.ndarray) -> None:
