@@ -10,17 +10,43 @@ Writing another schedule: any picklable callable that maps a step to a number th
 """
 
 import math
+from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
+from pyro_dvi.choice import check_count
 from pyro_dvi.errors import ArgumentError
 
 __all__ = ["CosineWarmup", "LinearWarmup", "Staged"]
 
 
 @dataclass(frozen=True)
-class LinearWarmup:
+class _Warmup(ABC):
+    """A way from ``start`` to ``end`` within a number of steps, and then constant."""
+
+    steps: int
+    start: float = 0.0
+    end: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_count(f"{type(self).__name__}: steps", self.steps)
+        _check_weights(self, (self.start, self.end))
+
+    def __call__(self, step: int) -> float:
+        """Return the weight at ``step``."""
+        if _checked_step(self, step) >= self.steps:
+            return float(self.end)
+        return self.start + (self.end - self.start) * self._share(step / self.steps)
+
+    @abstractmethod
+    def _share(self, time: float) -> float:
+        """Return the share of the way that is done after a share of the time."""
+
+
+@dataclass(frozen=True)
+class LinearWarmup(_Warmup):
     r"""A straight line from ``start`` to ``end``, then constant.
 
     .. math::
@@ -45,23 +71,12 @@ class LinearWarmup:
         (0.0, 0.5, 1.0, 1.0)
     """
 
-    steps: int
-    start: float = 0.0
-    end: float = 1.0
-
-    def __post_init__(self) -> None:
-        _check_length(self)
-        _check_weights(self, (self.start, self.end))
-
-    def __call__(self, step: int) -> float:
-        """Return the weight at ``step``."""
-        if _checked_step(self, step) >= self.steps:
-            return float(self.end)
-        return self.start + (self.end - self.start) * step / self.steps
+    def _share(self, time: float) -> float:
+        return time
 
 
 @dataclass(frozen=True)
-class CosineWarmup:
+class CosineWarmup(_Warmup):
     r"""Half a cosine wave from ``start`` to ``end``, then constant: flat at both ends.
 
     .. math::
@@ -85,19 +100,8 @@ class CosineWarmup:
         [0.1, 0.55, 1.0, 1.0]
     """
 
-    steps: int
-    start: float = 0.0
-    end: float = 1.0
-
-    def __post_init__(self) -> None:
-        _check_length(self)
-        _check_weights(self, (self.start, self.end))
-
-    def __call__(self, step: int) -> float:
-        """Return the weight at ``step``."""
-        if _checked_step(self, step) >= self.steps:
-            return float(self.end)
-        return self.start + (self.end - self.start) * 0.5 * (1.0 - math.cos(math.pi * step / self.steps))
+    def _share(self, time: float) -> float:
+        return 0.5 * (1.0 - math.cos(math.pi * time))
 
 
 @dataclass(frozen=True)
@@ -131,14 +135,8 @@ class Staged:
             raise ArgumentError(
                 "Staged needs at least one boundary; for a constant weight pass the number itself."
             )
-        previous = 0
-        for boundary in self.boundaries:
-            if not _is_integer(boundary) or boundary <= previous:
-                raise ArgumentError(
-                    "Staged: boundaries must be increasing positive integers (training steps), got "
-                    f"{self.boundaries}."
-                )
-            previous = boundary
+        for before, boundary in pairwise((0, *self.boundaries)):
+            check_count("Staged: each of the increasing boundaries", boundary, least=before + 1)
         if len(self.values) != len(self.boundaries) + 1:
             raise ArgumentError(
                 f"Staged: {len(self.boundaries)} boundaries separate {len(self.boundaries) + 1} values, got "
@@ -149,18 +147,6 @@ class Staged:
     def __call__(self, step: int) -> float:
         """Return the weight at ``step``."""
         return float(self.values[bisect_right(self.boundaries, _checked_step(self, step))])
-
-
-def _is_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _check_length(schedule: LinearWarmup | CosineWarmup) -> None:
-    if not _is_integer(schedule.steps) or schedule.steps < 1:
-        raise ArgumentError(
-            f"{type(schedule).__name__}: steps must be a positive integer, got {schedule.steps!r}. "
-            "For a constant weight pass the number itself."
-        )
 
 
 def _check_weights(schedule: object, weights: Sequence[float]) -> None:

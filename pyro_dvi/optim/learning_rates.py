@@ -20,7 +20,14 @@ from torch.nn.parameter import UninitializedParameter
 from pyro_dvi.choice import check_positive
 from pyro_dvi.errors import ArgumentError, GuideError, ModelError, UnsupportedError
 
-__all__ = ["SCALE_PATTERN", "LearningRates", "learning_rates", "parameter_groups", "parameter_names"]
+__all__ = [
+    "SCALE_PATTERN",
+    "LearningRates",
+    "is_uninitialised",
+    "learning_rates",
+    "parameter_groups",
+    "parameter_names",
+]
 
 # ``<Guide>.scales.<site>`` (MeanFieldGuide, AutoNormal), ``<Guide>.alphas.<site>`` (MultiplicativeNoiseGuide) and
 # ``<Guide>.scale`` (AutoDiagonalNormal), also as a part of an AutoGuideList. All are tied to the guide's name, a
@@ -227,13 +234,14 @@ def _root_name(module: nn.Module, path: str) -> str:
     return path
 
 
+def is_uninitialised(guide: AutoGuide) -> bool:
+    """Whether an automatic guide has neither seen its model nor been loaded, and so has no parameters."""
+    return guide.prototype_trace is None and next(guide.parameters(), None) is None
+
+
 def _require_initialised(module: nn.Module) -> None:
     for part in module.modules():
-        if (
-            isinstance(part, AutoGuide)
-            and not any(True for _ in part.parameters())
-            and part.prototype_trace is None
-        ):
+        if isinstance(part, AutoGuide) and is_uninitialised(part):
             raise GuideError(
                 f"parameter_groups: {type(part).__name__} has no parameters before its first call. Call it "
                 "once with the arguments of the model, guide(*batch), and build the optimizer afterwards."

@@ -18,8 +18,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from pyro_dvi.errors import GuideError, ModelError
 from pyro_dvi.handlers.posterior_prior import without_posterior_prior
-from pyro_dvi.optim import parameter_names
-from pyro_dvi.training.routes import Route, is_uninitialised
+from pyro_dvi.optim.learning_rates import is_uninitialised, parameter_names
+from pyro_dvi.training.routes import Route
 
 __all__ = ["claim_parameters", "check_parameters", "check_still_own"]
 

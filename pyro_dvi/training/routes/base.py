@@ -20,12 +20,12 @@ from pyro_dvi.curvature import ObservedSite
 from pyro_dvi.errors import DeviceError, NonFiniteError, UnsupportedError
 from pyro_dvi.handlers.minibatch import check_num_data
 from pyro_dvi.handlers.observed import observation
-from pyro_dvi.optim import SCALE_PATTERN, parameter_names
+from pyro_dvi.optim.learning_rates import SCALE_PATTERN, is_uninitialised, parameter_names
 from pyro_dvi.sites import is_data
 from pyro_dvi.training.random_state import preserve_random_state
 from pyro_dvi.undisturbed import modules_met, preserve_buffers
 
-__all__ = ["NonFiniteLossError", "Route", "finite", "is_uninitialised"]
+__all__ = ["NonFiniteLossError", "Route", "finite"]
 
 _SCALE = re.compile(SCALE_PATTERN)
 _PRECISION = re.compile(r"(^|\.)([A-Z]\w*|guide)(\.\d+)*\.precisions\.")  # as of NaturalGradientGuide
@@ -282,11 +282,6 @@ class Route(ABC):
                 for name, (constraint, _) in getattr(module, "_pyro_params", {}).items():
                     known[id(getattr(module, name + "_unconstrained"))] = constraint
         return known
-
-
-def is_uninitialised(guide: AutoGuide) -> bool:
-    """Whether an automatic guide has neither seen its model nor been loaded."""
-    return guide.prototype_trace is None and next(guide.parameters(), None) is None
 
 
 def finite(loss: Any) -> float:

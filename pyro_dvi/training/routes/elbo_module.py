@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pyro_dvi.errors import GuideError, UnsupportedError
-from pyro_dvi.training.routes.base import Route, finite, is_uninitialised
+from pyro_dvi.optim.learning_rates import is_uninitialised
+from pyro_dvi.training.routes.base import Route, finite
 
 __all__ = ["ModuleRoute"]
 
