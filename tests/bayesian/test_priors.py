@@ -58,65 +58,6 @@ def test_density(prior, expected, dtype):
     assert site["fn"].event_shape == (2, 3) and site["fn"].batch_shape == ()
 
 
-@pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize(("unit", "factor"), [(1.0, 1.0), (0.1, 0.1), (fan_in, 0.5)])
-def test_hierarchical_density_is_conditional_on_its_scale(shared, unit, factor):
-    net = to_bayesian_(nn.Linear(8, 2), HierarchicalScale(dist.HalfCauchy(1.0), unit=unit, shared=shared))
-    trace = pyro.poutine.trace(net).get_trace(torch.zeros(1, 8))
-    names = ["prior_scale"] if shared else ["bias_scale", "weight_scale"]
-    assert sorted(trace.stochastic_nodes) == sorted(["weight", "bias", *names])
-    scale = trace.nodes["prior_scale" if shared else "weight_scale"]["value"]
-    assert torch.allclose(trace.nodes["weight"]["fn"].base_dist.scale, scale * factor)
-    assert isinstance(trace.nodes[names[0]]["fn"], dist.HalfCauchy)
-
-
-def test_shared_scales_are_shared_by_those_that_get_the_same_object():
-    one, other = HierarchicalScale(shared=True), HierarchicalScale(shared=True)
-    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
-    to_bayesian_(net, {"0.*": one, "1.*": one, "2.*": other})
-    trace = pyro.poutine.trace(net).get_trace(torch.zeros(1, 2))
-    scales = {name for name in trace.stochastic_nodes if "scale" in name}
-    assert scales == {"prior_scale", "prior_scale_2"}
-    second = to_bayesian_(
-        nn.Linear(2, 2), one
-    )  # the object may serve another network, with a scale of its own
-    assert "prior_scale" in pyro.poutine.trace(second).get_trace(torch.zeros(1, 2)).nodes
-
-
-FAN_INS = [
-    (nn.Linear(50, 7), 50),
-    (nn.Bilinear(5, 3, 7), 15),
-    (nn.Conv2d(6, 9, (3, 5)), 90),
-    (nn.Conv2d(6, 9, 3, groups=3), 18),
-    (nn.Conv1d(4, 4, 3, groups=4), 3),
-    (nn.ConvTranspose2d(6, 9, 4, stride=2), 24),
-    (nn.ConvTranspose1d(6, 9, 3, groups=3), 6),
-    (nn.MultiheadAttention(8, 2), 8),
-]
-
-
-@pytest.mark.parametrize(("layer", "inputs"), FAN_INS)
-def test_fan_in(layer, inputs):
-    attribute = "in_proj_weight" if isinstance(layer, nn.MultiheadAttention) else "weight"
-    to_bayesian_(layer, fan_in)
-    assert layer._pyro_samples[attribute].given.scale.item() == pytest.approx(math.sqrt(2 / inputs))
-    bias = attribute.replace("weight", "bias")
-    assert layer._pyro_samples[bias].given.scale == 1.0
-
-
-@pytest.mark.parametrize("layer", [nn.Embedding(9, 5), nn.EmbeddingBag(9, 5)])
-def test_embeddings_have_no_fan_in(layer):
-    assert to_bayesian_(layer, fan_in)._pyro_samples["weight"].given.scale == 1.0
-
-
-def test_fan_in_keeps_the_second_moment_of_a_deep_relu_network():
-    layers = [layer for _ in range(20) for layer in (nn.Linear(256, 256, bias=False), nn.ReLU())]
-    net = to_bayesian_(nn.Sequential(*layers), fan_in)
-    x = torch.randn(64, 256)
-    ratio = torch.stack([net[:-1](x).square().mean() / 2 / x.square().mean() for _ in range(8)]).mean()
-    assert 0.5 < ratio < 2.0
-
-
 MIXTURE = dist.MixtureSameFamily(
     dist.Categorical(torch.ones(2)), dist.Normal(torch.zeros(2), torch.tensor([0.1, 1.0]))
 )
