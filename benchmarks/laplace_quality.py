@@ -42,6 +42,7 @@ import pyro_dvi
 from pyro_dvi.bayesian import classifier, to_bayesian_
 from pyro_dvi.laplace import (
     ByEvidence,
+    ByValidation,
     Dense,
     Diagonal,
     KroneckerFactored,
@@ -49,7 +50,6 @@ from pyro_dvi.laplace import (
     TopEigen,
 )
 from pyro_dvi.metrics import accuracy, auroc, expected_calibration_error, nll, predictive_entropy
-from pyro_dvi.predictive import ByValidation
 
 RESULTS = Path(__file__).parent / "results" / "laplace_quality.jsonl"
 NUM_TRAIN, NUM_VALIDATION, BATCH_SIZE = 1000, 297, 250

@@ -37,8 +37,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import pyro_dvi as dvi
 from pyro_dvi.diagnostics import compare_held_out
-from pyro_dvi.laplace import Dense
-from pyro_dvi.predictive import ByValidation
+from pyro_dvi.laplace import ByValidation, Dense
 
 parser = argparse.ArgumentParser(description="Compare four posteriors of a classifier.")
 parser.add_argument("--epochs", type=int, default=60, help="passes over the training data (default: 60)")

@@ -27,7 +27,6 @@ from pyro_dvi.errors import GuideError
 from pyro_dvi.guides.base import FactorisedGuide
 from pyro_dvi.handlers.distributions import strip_event_dims
 from pyro_dvi.handlers.latents import unconstraining_transform
-from pyro_dvi.laplace import LaplaceGuide
 from pyro_dvi.predictive.engine.run import AtValues, evaluation_mode
 from pyro_dvi.predictive.predict import device_of
 from pyro_dvi.predictive.rules.rule import at_tuned_scales, check_is_set_up
@@ -84,7 +83,7 @@ def posterior_spread(guide: Any) -> Iterator[Spread]:
     if not gaussians:
         remedy = (
             "call guide.fit(batches, method) first"
-            if isinstance(guide, LaplaceGuide)
+            if hasattr(guide, "fit")
             else "train a MeanFieldGuide or AutoNormal, or put a Gaussian around the mode by LaplaceGuide"
         )
         raise GuideError(f"{_name(guide)} is a point mass at every site and has no scales: {remedy}")

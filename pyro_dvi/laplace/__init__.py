@@ -3,6 +3,7 @@
 
 from pyro_dvi.laplace.energy.precision import GGN, Hessian, PrecisionMatrix
 from pyro_dvi.laplace.evidence.by_evidence import ByEvidence
+from pyro_dvi.laplace.evidence.by_validation import ByValidation
 from pyro_dvi.laplace.evidence.evidence import Evidence
 from pyro_dvi.laplace.evidence.scales import NoiseScale, PriorPrecision, Scale
 from pyro_dvi.laplace.evidence.spectrum import ByLanczos, Determinant, Exactly
@@ -43,6 +44,7 @@ __all__ = [
     "Accept",
     "ByEvidence",
     "ByLanczos",
+    "ByValidation",
     "ConjugateGradient",
     "Criterion",
     "Dense",

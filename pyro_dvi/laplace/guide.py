@@ -428,7 +428,7 @@ class LaplaceGuide(FactorisedGuide):
             batches: all the data.
             scale: ``PriorPrecision()`` for one multiplier of all priors (the default), ``PriorPrecision("net.0.*")``,
                 ``NoiseScale()``.
-            criterion: ``ByEvidence()``, the default, or ``ByValidation(batches)`` of :mod:`pyro_dvi.predictive`.
+            criterion: ``ByEvidence()``, the default, or ``ByValidation(batches)``.
             method: as for :meth:`fit`; None: that of the last fit.
             subset: as for :meth:`fit`; None: that of the last fit.
             values: to try; by default 25 from 0.001 to 1,000 for a precision, 0.1 to 10 for a noise.

@@ -8,11 +8,9 @@ from pyro_dvi.predictive.rules.linearised import Linearised
 from pyro_dvi.predictive.rules.moments import Moments
 from pyro_dvi.predictive.rules.propagation import Independent, Propagation, ReverseDelta
 from pyro_dvi.predictive.rules.rule import AtMean, PredictionRule, Samples
-from pyro_dvi.predictive.rules.validation import ByValidation
 
 __all__ = [
     "AtMean",
-    "ByValidation",
     "Calibrated",
     "Independent",
     "Linearised",

@@ -14,6 +14,7 @@ from pyro_dvi.laplace import (
     Accept,
     ByEvidence,
     ByLanczos,
+    ByValidation,
     ConjugateGradient,
     Dense,
     Diagonal,
@@ -28,7 +29,7 @@ from pyro_dvi.laplace import (
     TopEigen,
 )
 from pyro_dvi.laplace.energy.energy import Energy
-from pyro_dvi.predictive import ByValidation, Linearised
+from pyro_dvi.predictive import Linearised
 from tests.laplace.problems import LinearRegression, SineRegression, guide_at
 
 QUIET = {"progress": False}

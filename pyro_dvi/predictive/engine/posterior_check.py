@@ -8,7 +8,6 @@ from torch import nn
 
 from pyro_dvi.errors import NonFiniteError
 from pyro_dvi.handlers.explained import non_finite
-from pyro_dvi.laplace import LaplaceGuide
 from pyro_dvi.predictive.rules.rule import check_is_set_up
 from pyro_dvi.training.ownership import check_still_own
 
@@ -38,5 +37,5 @@ def check_posterior(model: Callable[..., Any], guide: Callable[..., Any], inputs
                 "finite: training has diverged, or a file is damaged. Go back to an earlier checkpoint, and train with "
                 "a lower learning rate (dvi.fit goes back by itself)."
             )
-    if isinstance(guide, LaplaceGuide):
+    if hasattr(guide, "check_model"):
         guide.check_model(model)

@@ -5,25 +5,30 @@ from typing import Any
 
 from pyro.infer.autoguide import AutoDelta
 
+from pyro_dvi.errors import GuideError
 from pyro_dvi.guides import MultiplicativeNoiseGuide
 from pyro_dvi.handlers.trained_for import trained_for
-from pyro_dvi.laplace import LaplaceGuide
 from pyro_dvi.predictive.rules.linearised import Linearised
 from pyro_dvi.predictive.rules.moments import Moments
 from pyro_dvi.predictive.rules.rule import AtMean, PredictionRule, Samples
 
 __all__ = ["default_rule"]
 
+_RULES = {"AtMean": AtMean(), "Linearised": Linearised(), "Moments": Moments(), "Samples": Samples(30)}
+
 
 def default_rule(guide: Any) -> PredictionRule:
     """Return the rule that suits a guide.
 
-    A rule in the attribute ``prediction_rule`` of the guide comes first. A :class:`~pyro_dvi.LaplaceGuide` is
-    predicted by :class:`~pyro_dvi.Linearised`, an ``AutoDelta`` by :class:`AtMean`, and others by the rule that their
-    objective trained them for: :class:`AtMean` after ``TaylorELBO``, :class:`Moments` after
-    ``MomentPropagationELBO``, 30 :class:`Samples` after ``NaturalGradientELBO`` and objectives of Pyro. What no
-    objective of this library has trained counts as trained by samples, but a
+    The attribute ``prediction_rule`` of the guide comes first, a rule or the name of one; a
+    :class:`~pyro_dvi.LaplaceGuide` says :class:`~pyro_dvi.Linearised` there. An ``AutoDelta`` is predicted by
+    :class:`AtMean`, others by the rule that their objective trained them for: :class:`AtMean` after ``TaylorELBO``,
+    :class:`Moments` after ``MomentPropagationELBO``, 30 :class:`Samples` after ``NaturalGradientELBO`` and objectives
+    of Pyro. What no objective of this library has trained counts as trained by samples, but a
     :class:`~pyro_dvi.MultiplicativeNoiseGuide` as trained by moments.
+
+    Raises:
+        GuideError: an attribute ``prediction_rule`` that is neither a rule nor the name of one.
 
     Example:
         >>> from pyro_dvi import MeanFieldGuide
@@ -33,10 +38,11 @@ def default_rule(guide: Any) -> PredictionRule:
     rule = getattr(guide, "prediction_rule", None)
     if isinstance(rule, PredictionRule):
         return rule
-    if isinstance(guide, LaplaceGuide):
-        return Linearised()
-    if isinstance(guide, AutoDelta):
-        return AtMean()
-    name = trained_for(guide) or ("Moments" if isinstance(guide, MultiplicativeNoiseGuide) else "Samples")
-    rules = {"AtMean": AtMean(), "Moments": Moments(), "Samples": Samples(30)}
-    return rules[name]
+    if rule is not None and rule not in _RULES:
+        raise GuideError(
+            f"the prediction_rule of {type(guide).__name__} is {rule!r}: it must be a rule, such as AtMean(), or one "
+            f"of the names {', '.join(_RULES)}"
+        )
+    trained = "Moments" if isinstance(guide, MultiplicativeNoiseGuide) else "Samples"
+    name = rule or ("AtMean" if isinstance(guide, AutoDelta) else trained_for(guide)) or trained
+    return _RULES[name]

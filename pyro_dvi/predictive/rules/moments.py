@@ -18,7 +18,6 @@ from pyro_dvi.handlers.means import run_guide
 from pyro_dvi.handlers.moment_run import PosteriorMoments, propagated, reparameterised
 from pyro_dvi.handlers.structure import refuse_dependent
 from pyro_dvi.handlers.uncertain import predictive_of, uncertain_likelihoods
-from pyro_dvi.laplace import LaplaceGuide
 from pyro_dvi.links import ClassLink, MomentMatched, NoiseLink, SobolSoftmax, predictive_distribution
 from pyro_dvi.links.outputs import as_pyro
 from pyro_dvi.moments.weight_uses import warned_of_repeated_uses
@@ -115,9 +114,9 @@ def posterior_gaussians(
         GuideError: the guide is not a factorised Gaussian, or has not seen its model.
     """
     check_is_set_up(guide)
-    if isinstance(guide, LaplaceGuide):
+    if not getattr(guide, "is_factorised", True):
         raise GuideError(
-            "the Gaussian of a LaplaceGuide is no product of independent ones: predict with Linearised()"
+            f"the Gaussian of a {type(guide).__name__} is no product of independent ones: predict with Linearised()"
         )
     with torch.enable_grad(), AllRows():
         guide_trace, gaussians = run_guide(guide, guide, arguments(guide, inputs), {})

@@ -25,7 +25,6 @@ from torch import distributions as td
 from pyro_dvi.choice import check_count
 from pyro_dvi.errors import GuideError
 from pyro_dvi.guides.base import FactorisedGuide
-from pyro_dvi.laplace import LaplaceGuide
 from pyro_dvi.predictive.engine.run import Respond, Response
 from pyro_dvi.signatures import with_missing
 from pyro_dvi.sites import AllRows, SetLatents, is_latent
@@ -244,9 +243,12 @@ def _drawing(guide: Any, inputs: tuple[Any, ...]) -> Callable[[], dict[str, Tens
 
 
 def example_latents(guide: Callable[..., Any], inputs: tuple[Any, ...]) -> dict[str, Tensor]:
-    """Return values to look at the model with: a draw, or the mode of a LaplaceGuide, which may have no draws."""
+    """Return values to look at the model with: those of the guide's method of this name, or a draw."""
     check_is_set_up(guide, inputs)
-    return posterior_mean(guide, inputs) if isinstance(guide, LaplaceGuide) else one_draw(guide, inputs)
+    own: dict[str, Tensor] = (
+        guide.example_latents() if hasattr(guide, "example_latents") else one_draw(guide, inputs)
+    )
+    return own
 
 
 def at_tuned_scales(guide: Any, model: Callable[..., Any]) -> Callable[..., Any]:
