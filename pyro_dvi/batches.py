@@ -21,6 +21,7 @@ __all__ = [
     "mapped",
     "non_finite_inputs",
     "number_of_batches",
+    "tensor_arguments",
     "tensors_in",
 ]
 
@@ -113,16 +114,17 @@ def dataset_size(loader: Any) -> int | None:
         return None
 
 
+def tensor_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Tensor]:
+    """Return the tensors among the arguments of a model by name, numbered from 1; without sparse and nested ones."""
+    named = {**{f"argument {i}": value for i, value in enumerate(args, start=1)}, **kwargs}
+    return {name: value for name, value in named.items() if is_strided(value)}
+
+
 def non_finite_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
-    """Describe the tensors among the arguments that hold NaN or infinities; sparse and nested ones are not read."""
-    named = {**{f"argument {i}": value for i, value in enumerate(args)}, **kwargs}
-    found = []
-    for name, value in named.items():
-        if is_strided(value) and value.is_floating_point():
-            bad = int((~torch.isfinite(value)).sum())
-            if bad:
-                found.append(f"{name} ({bad} of {value.numel()} elements)")
-    return found
+    """Describe the tensors among the arguments that hold NaN or infinities."""
+    bad = {name: ~torch.isfinite(value) for name, value in tensor_arguments(args, kwargs).items()}
+    counts = {name: (int(flags.sum()), flags.numel()) for name, flags in bad.items()}
+    return [f"{name} ({count} of {size} elements)" for name, (count, size) in counts.items() if count]
 
 
 def is_strided(value: Any) -> bool:

@@ -118,7 +118,6 @@ class DrawnRun:
             ModelError: it is not Normal, another latent sets it, or it is scaled or masked.
         """
         latent = next(latent for latent in self.latents if latent.source is self.draws.gaussians[name])
-        _refuse_scaled(latent)
         prior = normal_prior(latent)
         if prior is None:
             refuse_not_normal(latent.name, latent.prior)
@@ -130,6 +129,7 @@ class DrawnRun:
                     f"the prior of site {latent.name!r} depends on site {parent!r}; natural-gradient updates need "
                     "priors with fixed parameters. Learn the scale instead (bayesian.LearnedScale), or use TaylorELBO."
                 )
+        _refuse_scaled(latent)
         return unexpanded(prior.loc.detach()), unexpanded(prior.scale.detach()).pow(-2)
 
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from pyro_dvi.batches import is_strided
+from pyro_dvi.batches import tensor_arguments
 from pyro_dvi.errors import DataError, DeviceError, ModelError, PyroDviError
 
 __all__ = ["explained_errors", "non_finite"]
@@ -36,57 +36,82 @@ def explained_errors(
     except PyroDviError:
         raise
     except (RuntimeError, ValueError, ZeroDivisionError) as error:
-        named = [(f"argument {k + 1}", v) for k, v in enumerate(args)] + list(kwargs.items())
-        tensors = [(name, v) for name, v in named if is_strided(v)]
+        data = tensor_arguments(args, kwargs)
         module = model if isinstance(model, nn.Module) else nn.Module()
-        weights_by_name = dict((*module.named_parameters(), *module.named_buffers()))
-        owned = list(weights_by_name.values())
-        parameters = {t.device.type for t in (*owned, *posterior)}
-        data = {v.device.type for _, v in tensors}
-        if len(data | parameters) > 1:
-            raise DeviceError(
-                f"the data are on {sorted(data)} but the posterior is on {sorted(parameters) or 'the default device'}: "
-                "move both to one device, e.g. x.to(device), model.to(device), and build the guide after moving the "
-                "model"
-            ) from error
-        for name, v in tensors:
-            if v.is_floating_point() and not bool(torch.isfinite(v).all()):
-                raise DataError(
-                    f"{name} of the model holds NaN or infinite values, on which the model fails: drop those rows, or "
-                    "replace the values"
-                ) from error
-            if v.dim() and not len(v):
-                raise DataError(
-                    f"{name} of the model has no rows: leave out batches without examples"
-                ) from error
-        for name in non_finite(weights_by_name):
-            raise ModelError(
-                f"{name!r} of the model holds NaN or infinite values, on which it fails: start from finite weights"
-            ) from error
-        types = {v.dtype for _, v in tensors}
-        weights = {t.dtype for t in (*owned, *posterior) if t.is_floating_point()} or {
-            torch.get_default_dtype()
-        }
-        if any(word in str(error) for word in ("dtype", "scalar type")) and len(types | weights) > 1:
-            raise DataError(
-                f"the data are {sorted(map(str, types))} but the weights {sorted(map(str, weights))}: convert the "
-                "data, as by x.float(), or build model and guide in the data's type, as by model.double()"
-            ) from error
-        if "subsample_size does not match" in str(error):
-            raise DataError(
-                f"a minibatch has more rows than its plate is large: {str(error).splitlines()[0]}. The size of "
-                "pyro.plate(name, size, subsample_size=len(x)) is the number of examples in the whole data set."
-            ) from error
-        if "Shape mismatch inside plate" in str(error):
-            raise ModelError(
-                f"{str(error).splitlines()[0]}: dimensions of a site that do not belong to a plate need .to_event(n)"
-            ) from error
-        if "does not support sampling" in str(error):
-            raise ModelError(
-                f"{str(error).splitlines()[0]}: a latent site needs a proper prior, for its start and for the KL "
-                "divergence. Take a wide one, as Normal(0, 100)"
-            ) from error
-        raise
+        weights = dict((*module.named_parameters(), *module.named_buffers()))
+        explanation = (
+            _of_devices(data, [*weights.values(), *posterior])
+            or _of_values(data, weights)
+            or _of_types(str(error), data, [*weights.values(), *posterior])
+            or _of_text(str(error))
+        )
+        if explanation is None:
+            raise
+        raise explanation from error
+
+
+def _of_devices(data: Mapping[str, Tensor], weights: Iterable[Tensor]) -> PyroDviError | None:
+    parameters = {t.device.type for t in weights}
+    places = {v.device.type for v in data.values()}
+    if len(places | parameters) <= 1:
+        return None
+    return DeviceError(
+        f"the data are on {sorted(places)} but the posterior is on {sorted(parameters) or 'the default device'}: "
+        "move both to one device, e.g. x.to(device), model.to(device), and build the guide after moving the model"
+    )
+
+
+def _of_values(data: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> PyroDviError | None:
+    for name, value in data.items():
+        if value.is_floating_point() and not bool(torch.isfinite(value).all()):
+            return DataError(
+                f"{name} of the model holds NaN or infinite values, on which the model fails: drop those rows, or "
+                "replace the values"
+            )
+        if value.dim() and not len(value):
+            return DataError(f"{name} of the model has no rows: leave out batches without examples")
+    for name in non_finite(weights):
+        return ModelError(
+            f"{name!r} of the model holds NaN or infinite values, on which it fails: start from finite weights"
+        )
+    return None
+
+
+def _of_types(message: str, data: Mapping[str, Tensor], weights: Iterable[Tensor]) -> PyroDviError | None:
+    types = {v.dtype for v in data.values()}
+    own = {t.dtype for t in weights if t.is_floating_point()} or {torch.get_default_dtype()}
+    if len(types | own) == 1 or not ("dtype" in message or "scalar type" in message):
+        return None
+    return DataError(
+        f"the data are {sorted(map(str, types))} but the weights {sorted(map(str, own))}: convert the "
+        "data, as by x.float(), or build model and guide in the data's type, as by model.double()"
+    )
+
+
+# What Pyro and PyTorch say, and how to say it to somebody who can change it; {} is the first line of what they say.
+_TEXTS: dict[str, tuple[type[PyroDviError], str]] = {
+    "subsample_size does not match": (
+        DataError,
+        "a minibatch has more rows than its plate is large: {}. The size of "
+        "pyro.plate(name, size, subsample_size=len(x)) is the number of examples in the whole data set.",
+    ),
+    "Shape mismatch inside plate": (
+        ModelError,
+        "{}: dimensions of a site that do not belong to a plate need .to_event(n)",
+    ),
+    "does not support sampling": (
+        ModelError,
+        "{}: a latent site needs a proper prior, for its start and for the KL divergence. Take a wide one, as "
+        "Normal(0, 100)",
+    ),
+}
+
+
+def _of_text(message: str) -> PyroDviError | None:
+    for part, (kind, text) in _TEXTS.items():
+        if part in message:
+            return kind(text.format(message.partition("\n")[0]))
+    return None
 
 
 def non_finite(tensors: Mapping[str, Tensor]) -> list[str]:

@@ -207,7 +207,7 @@ def test_nan_is_named():
     x, y = problem.x.clone(), problem.y.clone()
     y[7] = math.nan
     found = problem.guide().diagnose(ragged(x, y))
-    assert found.non_finite == ("argument 1 (1 of 5 elements)",) and "argument 1" in found.verdict
+    assert found.non_finite == ("argument 2 (1 of 5 elements)",) and "argument 2" in found.verdict
     guide = problem.guide()
     with torch.no_grad():
         guide.locs.weight[0] = math.inf
@@ -296,7 +296,7 @@ def test_policies_are_checked():
         Refuse(tolerance=-1.0)
     problem = LinearRegression()
     bad = [(x * math.nan, y) for x, y in problem.batches]
-    with pytest.raises(DataError, match="argument 0"):
+    with pytest.raises(DataError, match="argument 1"):
         problem.guide().fit(bad, Dense())
 
 

@@ -67,7 +67,7 @@ def test_nan_restores_the_last_good_epoch(method, elbo_module, validate):
             fit(target, Poison(8, spoil), 5, **options)
     error = caught.value
     assert (error.epoch, error.step) == (3, 8)
-    assert "argument 0 (1 of 16 elements)" in str(error)
+    assert "argument 1 (1 of 16 elements)" in str(error)
     assert len(error.history) == 2 and error.history.step == 7
     assert error.history.stopped == "non-finite"
     assert same(weights_of(target), kept[-1])
@@ -188,7 +188,7 @@ def test_bad_numbers_in_the_first_batch_are_reported_as_in_later_ones(method, ba
         return x
 
     svi = svi_of(method)
-    with pytest.raises(NonFiniteError, match=r"argument 0 \(1 of 16 elements\).*Drop or mask") as caught:
+    with pytest.raises(NonFiniteError, match=r"argument 1 \(1 of 16 elements\).*Drop or mask") as caught:
         fit(svi, Poison(at, spoil), 1, progress=False)
     assert (caught.value.epoch, caught.value.step) == (1, at)
     assert fit(svi, sequence(), 1, history=caught.value.history, progress=False).epoch == 1
