@@ -38,21 +38,22 @@ class NonFiniteLossError(NonFiniteError):
 class Route(ABC):
     """A model, a guide, an ELBO and an optimizer, and how to take a step with them.
 
-    Attributes:
+    Args:
         model: the Pyro model, a module or a function.
         guide: the guide, a module or a function.
         elbo: the ELBO, or None where the loss is a plain function.
+        steered: the optimizer object that the user gave, or None to predict only.
+
+    Attributes:
         loose_modules: modules that a model or guide which is a function calls; found by :meth:`initialise`.
         model_parameters: identities of store parameters that a model which is a function asks for; found
             there too.
     """
 
     kind: str
-    model: Any
-    guide: Any
-    elbo: Any
 
-    def __init__(self) -> None:
+    def __init__(self, model: Any, guide: Any, elbo: Any, steered: Any) -> None:
+        self.model, self.guide, self.elbo, self.steered = model, guide, elbo, steered
         self.loose_modules: list[nn.Module] = []
         self.model_parameters: set[int] = set()
         self._rate: tuple[Any, int] | None = None
@@ -81,11 +82,6 @@ class Route(ABC):
     @abstractmethod
     def optimizer_name(self) -> str:
         """Name of the optimizer, to recognise a checkpoint of another one."""
-
-    @property
-    @abstractmethod
-    def steered(self) -> Any:
-        """The optimizer object that the user gave."""
 
     def agreed(self, value: Any) -> Any:
         """Return a value that all processes have to share, where several train: that of the first."""
@@ -151,9 +147,9 @@ class Route(ABC):
     def _groups(self) -> Iterator[tuple[str, Optimizer, int]]:
         """Yield names of parameters, the optimizer of each and the position of its group there."""
 
-    @abstractmethod
     def store_parameters(self) -> dict[str, Tensor]:
         """Parameters that live in Pyro's store only, under the names that they have there."""
+        return {}
 
     # -- what both have in common ---------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from pyro.infer.autoguide import AutoGuide
 from pyro.infer.elbo import ELBOModule
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from pyro_dvi.errors import GuideError, UnsupportedError
@@ -24,9 +24,8 @@ class ModuleRoute(Route):
     kind = "ELBOModule"
 
     def __init__(self, module: ELBOModule, optimizer: Optimizer | None) -> None:
-        super().__init__()
+        super().__init__(module.model, module.guide, module.elbo, optimizer)
         self.module, self.optimizer = module, optimizer
-        self.model, self.guide, self.elbo = module.model, module.guide, module.elbo
         for role, part in (("model", self.model), ("guide", self.guide)):
             if not isinstance(part, nn.Module):
                 raise UnsupportedError(
@@ -82,18 +81,9 @@ class ModuleRoute(Route):
         """Name of the torch class."""
         return type(self.optimizer).__name__
 
-    @property
-    def steered(self) -> Any:
-        """The torch optimizer."""
-        return self.optimizer
-
     def _groups(self) -> Iterator[tuple[str, Optimizer, int]]:
         assert self.optimizer is not None
         held = {id(p): i for i, group in enumerate(self.optimizer.param_groups) for p in group["params"]}
         for name, parameter in self.parameters().items():
             if id(parameter) in held:
                 yield name, self.optimizer, held[id(parameter)]
-
-    def store_parameters(self) -> dict[str, Tensor]:
-        """None: whatever a torch optimizer can train belongs to a module."""
-        return {}

@@ -24,7 +24,6 @@ class SVIRoute(Route):
     kind = "SVI"
 
     def __init__(self, svi: SVI) -> None:
-        super().__init__()
         if pyro.settings.get("module_local_params"):
             raise UnsupportedError(
                 "pyro.infer.SVI does not work with pyro.settings module_local_params=True: its optimizers "
@@ -33,9 +32,8 @@ class SVIRoute(Route):
                 "optimizer=torch.optim.Adam(parameter_groups(...)))."
             )
         self.svi = svi
-        self.model, self.guide = svi.model, svi.guide
         owner = getattr(svi.loss, "__self__", None)
-        self.elbo = owner if isinstance(owner, ELBO) else None
+        super().__init__(svi.model, svi.guide, owner if isinstance(owner, ELBO) else None, svi.optim)
 
     def step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
         """Take a step with ``svi.step``."""
@@ -72,11 +70,6 @@ class SVIRoute(Route):
         return " of ".join(
             getattr(part, "__name__", type(part).__name__) for part in parts if part is not None
         )
-
-    @property
-    def steered(self) -> Any:
-        """The Pyro optimizer."""
-        return self.svi.optim
 
     def _groups(self) -> Iterator[tuple[str, Optimizer, int]]:
         store = pyro.get_param_store()
