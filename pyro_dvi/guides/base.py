@@ -14,16 +14,15 @@ import torch
 from pyro.distributions.util import sum_rightmost
 from pyro.infer.autoguide import AutoGuide
 from pyro.infer.autoguide.initialization import InitMessenger
-from pyro.infer.autoguide.utils import deep_setattr
-from pyro.nn import PyroModule, PyroParam
+from pyro.nn import PyroModule
 from pyro.ops.tensor_utils import periodic_repeat
 from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_dvi.bayesian.placement import broadcasts_to
 from pyro_dvi.errors import ArgumentError, DviWarning, GuideError, ModelError
-from pyro_dvi.guides.factors import Factor
-from pyro_dvi.guides.transformed_value import TransformedValue
+from pyro_dvi.guides.factors import Factor, TransformedValue
+from pyro_dvi.guides.stores import Store, complete_loaded
 from pyro_dvi.handlers.distributions import strip_event_dims
 from pyro_dvi.handlers.explained import explained_errors
 from pyro_dvi.handlers.latents import unconstraining_transform
@@ -264,9 +263,10 @@ class FactorisedGuide(AutoGuide):
         with preserve_buffers(), torch.no_grad():
             super()._setup_prototype(*args, **kwargs)
         try:
-            owners = {name: self._owner_of_loaded("locs", name) for name, _ in self._sites()}
+            means = self._stores()[0]
+            loaded = {name for name, _ in self._sites() if means.owner_of(name) is not None}
             for name, site in self._sites() if self._only_loaded else ():
-                site["is_observed"] = owners[name] is None
+                site["is_observed"] = name not in loaded
             sites = dict(self._sites())
             if self._only_loaded:  # Pyro collected those of responses too
                 self._prototype_frames = {f.name: f for s in sites.values() for f in s["cond_indep_stack"]}
@@ -275,7 +275,7 @@ class FactorisedGuide(AutoGuide):
                     f"{type(self).__name__} found no latent site in the model: convert a network with to_bayesian_, "
                     "or use pyro.sample without obs="
                 )
-            fresh = [name for name in sites if owners[name] is None]
+            fresh = [name for name in sites if name not in loaded]
             if 0 < len(fresh) < len(sites):
                 raise GuideError(
                     f"the loaded state has no site {fresh[0]!r}, which is latent in this run of the model: call "
@@ -320,14 +320,13 @@ class FactorisedGuide(AutoGuide):
                 prior_scale = periodic_repeat(prior_scale.expand_as(loc), full_size, frame.dim - event_dim)
                 loc = periodic_repeat(loc, full_size, frame.dim - event_dim)
         spread = None if factor.store is None else factor.initial(loc, prior_scale, event_dim)
-        if self._complete_loaded(name, spread):
-            return
-        loc = loc.clone(memory_format=torch.contiguous_format)
-        deep_setattr(self.locs, name, PyroParam(loc, constraints.real, event_dim))
+        values = {"locs": loc.clone(memory_format=torch.contiguous_format)}
         if spread is not None:
-            store = str(factor.store)
-            parameter = PyroParam(spread, self._constraints[store], event_dim)
-            deep_setattr(getattr(self, store), name, parameter)
+            values[str(factor.store)] = spread
+        if not complete_loaded(self._stores(), name, values, event_dim, type(self).__name__):
+            for store in self._stores():
+                if store.name in values:
+                    store.create(name, values[store.name], event_dim)
 
     def _warn_of_shared_parameters(self, names: Iterable[str]) -> None:
         if pyro.settings.get("module_local_params"):
@@ -364,58 +363,16 @@ class FactorisedGuide(AutoGuide):
         """Remember what :meth:`get_extra_state` returned."""
         note_trained_for(self, RULES[int(state)])
 
-    # Loading a state_dict before the first look at the model -----------------------------------------------------
-
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         state_dict.setdefault(f"{prefix}_extra_state", self.get_extra_state())  # older states have none
         if self.prototype_trace is None:
-            for key, stored in state_dict.items():
-                for store, constraint in {"locs": constraints.real, **self._constraints}.items():
-                    start = f"{prefix}{store}."
-                    if key.startswith(start) and key.endswith("_unconstrained"):
-                        name = key.removeprefix(start).removesuffix("_unconstrained")
-                        value = torch.distributions.transform_to(constraint)(stored.detach().clone())
-                        deep_setattr(getattr(self, store), name, PyroParam(value, constraint))
+            for store in self._stores():
+                store.create_from(state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
-    def _complete_loaded(self, name: str, spread: Tensor | None) -> bool:
-        """Give loaded parameters the event dimension that only the model knows; False if there are none.
-
-        Raises:
-            GuideError: what was loaded belongs to another posterior of the site.
-        """
-        owners = {store: self._owner_of_loaded(store, name) for store in ("locs", *self._constraints)}
-        found = {store for store, owner in owners.items() if owner is not None}
-        if not found:
-            return False
-        store = self._factors[name].store
-        if found != {"locs", store} - {None}:
-            raise GuideError(
-                f"the loaded state has {' and '.join(sorted(found))} for site {name!r}, where this guide has "
-                f"{' and '.join(sorted({'locs', store or 'locs'}))}: build {type(self).__name__} with the options that "
-                "it was saved with"
-            )
-        leaf = name.rpartition(".")[2]
-        for owner in owners.values():
-            if owner is not None:
-                constraint, _ = owner._pyro_params[leaf]
-                owner._pyro_params[leaf] = (constraint, self._event_dims[name])
-        if spread is not None:
-            loaded = getattr(owners[str(store)], leaf)
-            if loaded.shape != spread.shape:
-                raise GuideError(
-                    f"the loaded {store} of site {name!r} have the shape {tuple(loaded.shape)}, this guide's have "
-                    f"{tuple(spread.shape)}: build {type(self).__name__} with the options that it was saved with"
-                )
-        return True
-
-    def _owner_of_loaded(self, store: str, name: str) -> Any:
-        """Return the module that holds a parameter of a site, or None."""
-        *path, leaf = name.split(".")
-        owner: Any = getattr(self, store)
-        for part in path:
-            owner = getattr(owner, "_modules", {}).get(part)
-        return owner if leaf in getattr(owner, "_pyro_params", {}) else None
+    def _stores(self) -> list[Store]:
+        constraints_of = {"locs": constraints.real, **self._constraints}
+        return [Store(name, getattr(self, name), constraint) for name, constraint in constraints_of.items()]
 
 
 def _prior_scale(prior: Any, loc: Tensor) -> Tensor:

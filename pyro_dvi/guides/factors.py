@@ -6,12 +6,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pyro.distributions as dist
+from pyro.distributions.distribution import Distribution
 from torch import Tensor
+from torch.distributions import register_kl
 
 from pyro_dvi.errors import ArgumentError
 from pyro_dvi.guides.scales import PerWeight, ScaleFamily
 
-__all__ = ["Deterministic", "Factor", "MeanField"]
+__all__ = ["Deterministic", "Factor", "MeanField", "TransformedValue"]
 
 
 class Factor(ABC):
@@ -84,3 +86,17 @@ class Deterministic(Factor):
 
     def distribution(self, loc: Tensor, spread: Tensor | None) -> dist.Delta:
         return dist.Delta(loc, validate_args=False)
+
+
+class TransformedValue(dist.Delta):
+    """The value of a constrained site: a point mass that carries the Jacobian of its transform as its log density.
+
+    Pyro takes the divergence of a point mass from a prior without its log density, so that ``TraceMeanField_ELBO``
+    would leave the Jacobian out.
+    """
+
+
+@register_kl(TransformedValue, Distribution)
+def _divergence(p: TransformedValue, q: Any) -> Tensor:
+    divergence: Tensor = p.log_density - q.log_prob(p.v)
+    return divergence
