@@ -16,6 +16,9 @@ from pyro_dvi.diagnostics.statistics import Statistic, applied, default_statisti
 from pyro_dvi.errors import ArgumentError, DataError, ModelError, NonFiniteError, UnsupportedError
 from pyro_dvi.handlers.response import choose_response, example_axis, responses
 from pyro_dvi.predictive.engine.batches import Batch, batches
+from pyro_dvi.predictive.engine.components import Components
+from pyro_dvi.predictive.engine.observations import ObservationDraws
+from pyro_dvi.predictive.engine.prior import PriorSamples
 from pyro_dvi.predictive.engine.run import check_observation, evaluation_mode, run_at, seeded
 from pyro_dvi.predictive.predict import device_of
 from pyro_dvi.predictive.prediction.mixture import class_log_probabilities
@@ -161,18 +164,18 @@ def prior_predictive_check(
         \theta \sim p(\theta), \quad y_{\mathrm{rep}} \sim p(y \mid x, \theta), \qquad
         p = P\bigl(T(y_{\mathrm{rep}}) > T(y)\bigr) + \tfrac12 P\bigl(T(y_{\mathrm{rep}}) = T(y)\bigr)
 
-    No training is needed, and no guide. Latents and noise are drawn together, one data set for each draw, and modules
-    run in evaluation mode: batch normalisation uses, and keeps, the statistics that it has. A prior should make the
-    data possible without being so wide that they are a needle in it; priors of single weights, which look harmless, can
-    make a deep network certain of one class.
+    No training is needed, and no guide. One data set is drawn for each draw of the latents, and modules run in
+    evaluation mode: batch normalisation uses, and keeps, the statistics that it has. A prior should make the data
+    possible without being so wide that they are a needle in it; priors of single weights, which look harmless, can make
+    a deep network certain of one class.
 
     Status: p-values are exact for the prior up to Monte-Carlo error, which is stated. If the data came from the prior,
     each statistic would be called unusual once in a hundred times.
 
     Args:
         model: the Pyro model, a module or a function.
-        data: as in :func:`~pyro_dvi.predict`, with observations: ``(x, y)`` or a loader. They are kept in memory, as is
-            one drawn data set; a few hundred examples will do.
+        data: as in :func:`~pyro_dvi.predict`, with observations: ``(x, y)`` or a loader. They are kept in memory, as
+            are the drawn data sets; a few hundred examples will do.
         statistics: functions from observations ``[N, ...]``, on the CPU, to a number, by name. By default mean,
             standard deviation, minimum and maximum; for classes the share of each (up to ten classes), the largest
             share and the number of classes that occur.
@@ -182,7 +185,7 @@ def prior_predictive_check(
             the one that is called like ``site``.
         batch_size: examples at a time; a loader has its own.
         seed: of the draws. The global random state is left as it was.
-        progress: show a progress bar over draws.
+        progress: show a progress bar over batches.
 
     Returns:
         The check, to print.
@@ -221,111 +224,83 @@ def prior_predictive_check(
         raise DataError("the check compares with observations: pass them with the inputs, as (x, y)")
     with evaluation_mode(model), seeded(seed, device) as used_seed:
         torch.manual_seed(used_seed)
-        prior = _Prior(model, split, site)
-        y = prior.observations()
-        chosen = default_statistics(prior.likelihood) if statistics is None else statistics
+        node, shared = _response(model, split[0], site)
+        name, fn = node["name"], node["fn"]
+        split = [check_observation(model, batch, shared, name) for batch in split]
+        if any(batch.mask is not None for batch in split):
+            raise UnsupportedError(
+                f"the model masks some of the observed values at site {name!r}, which statistics of whole data sets "
+                "would count: pass the examples that count alone"
+            )
+        rows = example_axis(name, node, split[0].num_rows) - len(fn.event_shape)
+        y = torch.cat([torch.as_tensor(batch.observed).movedim(rows, 0) for batch in split]).cpu()
+        chosen = default_statistics(fn) if statistics is None else statistics
         actual = applied(chosen, y)
-        draws: list[dict[str, float]] = []
-        confidence: list[float] = []
-        for _ in tqdm(range(num_samples), desc="prior", unit="draw", disable=not progress):
-            drawn, sure = prior.draw()
-            draws.append(applied(chosen, drawn))
-            confidence += [] if sure is None else [sure]
-    arrays = {name: np.array([values[name] for values in draws]) for name in chosen}
+        rule = PriorSamples(num_samples, model, split[0].inputs, tuple(shared))
+        components = Components(model, None, rule, used_seed)
+        noise = torch.Generator().manual_seed(used_seed + 1)  # other numbers than those of the latents
+        parts = [_DataSets(num_samples, num_samples, noise) for _ in split]
+        shown = tqdm(split, desc="prior", unit="batch", disable=not progress)
+        for part, batch in zip(parts, shown, strict=True):
+            components.read(part, batch, name)
+    values = [applied(chosen, drawn) for drawn in torch.cat([part.values for part in parts], 1)]
+    draws = {label: np.array([value[label] for value in values]) for label in chosen}
+    log_p = class_log_probabilities(fn)
     return PriorPredictiveCheck(
-        tuple(_row(name, actual[name], values) for name, values in arrays.items()),
-        arrays,
-        np.array(confidence) if confidence else None,
-        1 / prior.num_classes if prior.num_classes else None,
-        prior.site,
+        tuple(_row(label, actual[label], drawn) for label, drawn in draws.items()),
+        draws,
+        None if log_p is None else torch.cat([torch.stack(p.likeliest) for p in parts], 1).mean(1).numpy(),
+        None if log_p is None else 1 / log_p.shape[-1],
+        name,
         num_samples,
         len(y),
     )
 
 
-class _Prior:
-    """Data sets from the prior of a model, at the inputs of given data."""
+class _DataSets(ObservationDraws):
+    """Data sets at the inputs of one batch; for classes also the probability of the likeliest, for each label."""
 
-    def __init__(self, model: Callable[..., Any], split: list[Batch], site: str | None) -> None:
-        self.model = model
-        first = split[0]
-        args, kwargs = first.complete
-        nodes = self._run(first, {}, with_missing(model, args), kwargs)
-        seen = [name for name in responses(nodes, ()) if nodes[name]["is_observed"]]
-        self.site = choose_response(site, seen)
-        node: Any = nodes[self.site]
-        self.likelihood = node["fn"]
-        axis = example_axis(self.site, node, first.num_rows)
-        plates = {f.name for f in node["cond_indep_stack"] if f.vectorized and f.dim == axis}
-        # Latents of single examples are drawn with their batch.
-        self.shared = [
-            name
-            for name in responses(nodes, ())
-            if not nodes[name]["is_observed"]
-            and not plates & {frame.name for frame in nodes[name]["cond_indep_stack"]}
-        ]
-        latents = {name: nodes[name]["value"] for name in self.shared}
-        self.split = [check_observation(model, batch, latents, self.site) for batch in split]
-        if any(batch.mask is not None for batch in self.split):
-            raise UnsupportedError(
-                f"the model masks some of the observed values at site {self.site!r}, which statistics of whole data "
-                "sets would count: pass the examples that count alone"
-            )
-        log_p = class_log_probabilities(self.likelihood)
-        self.num_classes = None if log_p is None else log_p.shape[-1]
+    def __init__(self, count: int, num_components: int, seeds: torch.Generator) -> None:
+        super().__init__(count, num_components, seeds)
+        self.likeliest: list[Tensor] = []
 
-    def observations(self) -> Tensor:
-        """The observed values, examples first."""
-        latents = self._latents()
-        values = []
-        for batch in self.split:
-            node = self._response(batch, latents)
-            assert batch.observed is not None, "the caller has checked it"
-            values.append(_examples_first(batch.observed, node, batch))
-        return torch.cat(values).cpu()
-
-    def draw(self) -> tuple[Tensor, float | None]:
-        """Draw a data set; with it the mean probability of the likeliest class."""
-        latents = self._latents()
-        values, likeliest = [], []
-        for batch in self.split:
-            node = self._response(batch, latents)
-            values.append(_examples_first(node["fn"].sample(), node, batch))
-            log_p = class_log_probabilities(node["fn"])
-            if log_p is not None:
-                likeliest.append(log_p.amax(-1).exp().cpu().double().flatten())
-        return torch.cat(values).cpu(), float(torch.cat(likeliest).mean()) if likeliest else None
-
-    def _latents(self) -> dict[str, Tensor]:
-        first = self.split[0]
-        nodes = self._run(first, {}, with_missing(self.model, first.inputs), {})
-        return {name: nodes[name]["value"] for name in self.shared}
-
-    def _response(self, batch: Batch, latents: Mapping[str, Tensor]) -> Any:
-        return self._run(batch, latents, with_missing(self.model, batch.inputs), {})[self.site]
-
-    def _run(
-        self, batch: Batch, latents: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Mapping[str, Any]:
-        try:
-            return run_at(self.model, args, kwargs, batch, latents)
-        except NotImplementedError as error:
-            raise ModelError(
-                f"a prior of the model cannot be drawn from ({type(error).__name__} {error}): improper priors have no "
-                "prior predictive distribution"
-            ) from error
+    def sample(self, fn: Any) -> None:
+        """Draw one."""
+        super().sample(fn)
+        log_p = class_log_probabilities(fn)
+        if log_p is not None:
+            self.likeliest.append(log_p.amax(-1).exp().cpu().double().flatten())
 
 
-def _examples_first(values: Tensor, node: Any, batch: Batch) -> Tensor:
+def _response(model: Callable[..., Any], batch: Batch, site: str | None) -> tuple[Any, dict[str, Tensor]]:
+    """Return the observed site of a run with draws from the prior, and the latents that all batches share.
+
+    Latents of single examples are drawn with their batch.
+    """
+    args, kwargs = batch.complete
+    try:
+        nodes = run_at(model, with_missing(model, args), kwargs, batch, {})
+    except NotImplementedError as error:
+        raise ModelError(
+            f"a prior of the model cannot be drawn from ({type(error).__name__} {error}): improper priors have no "
+            "prior predictive distribution"
+        ) from error
+    names = responses(nodes, ())
+    node = nodes[choose_response(site, [name for name in names if nodes[name]["is_observed"]])]
     axis = example_axis(node["name"], node, batch.num_rows)
-    return values.movedim(axis - len(node["fn"].event_shape), 0)
+    plates = {f.name for f in node["cond_indep_stack"] if f.vectorized and f.dim == axis}
+    return node, {
+        name: nodes[name]["value"]
+        for name in names
+        if not (nodes[name]["is_observed"] or plates & {f.name for f in nodes[name]["cond_indep_stack"]})
+    }
 
 
 def _row(name: str, observed: float, values: np.ndarray) -> StatisticCheck:
     if np.isnan(observed) or np.isnan(values).any():
         raise NonFiniteError(
-            f"statistic {name!r} is NaN for {'the data' if np.isnan(observed) else 'some draws of the prior'}: "
-            "do draws overflow (an exponential of a wide prior), or does the statistic divide by zero?"
+            f"statistic {name!r} is NaN for {'the data' if np.isnan(observed) else 'some draws of the prior'}: do "
+            "draws overflow (an exponential of a wide prior), or does the statistic divide by zero?"
         )
     above = float((values > observed).sum() + 0.5 * (values == observed).sum())
     total = len(values)

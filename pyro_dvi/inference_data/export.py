@@ -229,7 +229,8 @@ class _Passes:
     ) -> Predictions:
         """Return predictions by a rule, of no batch yet; ``number`` sets their noise apart from that of others."""
         components = Components(self.model, self.guide, rule, self.seed)
-        noise_seed = self.seed + number * len(self.sites)
+        # One further than that of the weights: else the noise of a draw would be made of the numbers of its weights.
+        noise_seed = self.seed + 1 + number * len(self.sites)
         return Predictions(self.sites, components, count, noise_seed, are_scored=are_scored)
 
     def over(self, batches: Iterable[Batch], predicted: Sequence[Predictions]) -> tuple[Group, list[str]]:

@@ -82,6 +82,26 @@ def test_one_draw_of_the_latents_serves_all_batches():
     assert abs(check.draws["slope"].std() / sd - 1) < 4 / math.sqrt(2 * 300)
 
 
+def test_noise_does_not_repeat_the_numbers_of_the_latents():
+    """The variance of the first value is that of slope and noise together; four standard errors, fixed seed."""
+    x = torch.full((3,), 1.0)
+    check = prior_predictive_check(
+        line, (x, x), statistics={"first": lambda y: y[0]}, num_samples=400, seed=0
+    )
+    assert abs(check.draws["first"].std() / math.sqrt(4.25) - 1) < 4 / math.sqrt(2 * 400)
+
+
+def test_few_runs_of_the_model_serve_all_data_sets():
+    runs = []
+
+    def counted(x, y=None):
+        runs.append(1)
+        return line(x, y)
+
+    prior_predictive_check(counted, (X, X), num_samples=200, seed=0)
+    assert len(runs) <= 14
+
+
 def test_latents_of_single_examples_are_drawn_with_their_batch():
     def local(x, y=None):
         with pyro.plate("data", 30, subsample_size=len(x)):

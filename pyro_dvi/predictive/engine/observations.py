@@ -75,7 +75,7 @@ class ObservationDraws:
         if self._added == 0:
             self.first = response
             self.counts = both_masks(self.counts, response.mask)
-        self._sample(fn)
+        self.sample(fn)
         if self.observed is not None:
             self._check_mask(self._whole(response.mask, fn))
             self._score(checked_log_prob(fn, self._scored(), response.site)[None])
@@ -98,10 +98,11 @@ class ObservationDraws:
             self._score(many["log_prob"])
         tensors = [value for name, value in many.items() if name.isdigit()]
         for k in range(count):
-            self._sample(with_tensors(self._made, [tensor[k] for tensor in tensors]))
+            self.sample(with_tensors(self._made, [tensor[k] for tensor in tensors]))
             self._added += 1
 
-    def _sample(self, fn: Any) -> None:
+    def sample(self, fn: Any) -> None:
+        """Draw from a component."""
         seed_all(int(torch.randint(2**31 - 1, (), generator=self._seeds)))
         share = self._count // self._num_components
         drawn = fn.sample((share,))
