@@ -4,10 +4,8 @@
 from pyro_dvi.laplace.energy.precision import GGN, Hessian, PrecisionMatrix
 from pyro_dvi.laplace.evidence.by_evidence import ByEvidence
 from pyro_dvi.laplace.evidence.by_validation import ByValidation
-from pyro_dvi.laplace.evidence.evidence import Evidence
-from pyro_dvi.laplace.evidence.scales import NoiseScale, PriorPrecision, Scale
-from pyro_dvi.laplace.evidence.spectrum import ByLanczos, Determinant, Exactly
-from pyro_dvi.laplace.evidence.tuning import Criterion, TuningCurve
+from pyro_dvi.laplace.evidence.evidence import ByLanczos, Determinant, Evidence, Exactly
+from pyro_dvi.laplace.evidence.tuning import Criterion, NoiseScale, PriorPrecision, Scale, TuningCurve
 from pyro_dvi.laplace.guide import LaplaceGuide
 from pyro_dvi.laplace.methods.conjugate_gradient import ConjugateGradient
 from pyro_dvi.laplace.methods.dense import Dense

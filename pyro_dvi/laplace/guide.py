@@ -26,10 +26,16 @@ from pyro_dvi.laplace.energy.passes import Passes
 from pyro_dvi.laplace.energy.precision import GGN, PrecisionMatrix
 from pyro_dvi.laplace.energy.query import Query, ReadOutputs
 from pyro_dvi.laplace.evidence.by_evidence import ByEvidence
-from pyro_dvi.laplace.evidence.evidence import Evidence, log_evidence
-from pyro_dvi.laplace.evidence.scales import PriorPrecision, Scale, rescaled_model
-from pyro_dvi.laplace.evidence.spectrum import Determinant, default_determinant
-from pyro_dvi.laplace.evidence.tuning import Criterion, Tuning, TuningCurve, tune
+from pyro_dvi.laplace.evidence.evidence import Determinant, Evidence, default_determinant, log_evidence
+from pyro_dvi.laplace.evidence.tuning import (
+    Criterion,
+    PriorPrecision,
+    Scale,
+    Tuning,
+    TuningCurve,
+    rescaled_model,
+    tune,
+)
 from pyro_dvi.laplace.fitted import Draws, Fitted
 from pyro_dvi.laplace.methods.dense import Dense
 from pyro_dvi.laplace.methods.posterior import LaplacePosterior, Method, check_method

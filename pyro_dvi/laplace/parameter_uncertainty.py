@@ -10,9 +10,7 @@ from torch import Tensor
 
 from pyro_dvi.errors import DviWarning
 from pyro_dvi.laplace.guide import LaplaceGuide
-from pyro_dvi.laplace.methods.hessian_free.newton_cg import NewtonCG
-from pyro_dvi.laplace.methods.hessian_free.solver import Solver
-from pyro_dvi.laplace.methods.hessian_free.tilted_energy import Tilt
+from pyro_dvi.laplace.methods.hessian_free.solvers import NewtonCG, Solver, Tilt
 from pyro_dvi.laplace.methods.hessian_free.two_fits import TwoFits
 
 __all__ = ["parameter_uncertainty"]

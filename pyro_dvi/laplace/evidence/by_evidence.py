@@ -3,16 +3,130 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from pyro.distributions.util import scale_and_mask
+from torch import Tensor
 
 from pyro_dvi.choice import check_choice
-from pyro_dvi.errors import NotPositiveDefiniteError
-from pyro_dvi.laplace.evidence.candidates import Candidates
-from pyro_dvi.laplace.evidence.evidence import check_untempered
-from pyro_dvi.laplace.evidence.spectrum import Determinant, default_determinant
+from pyro_dvi.errors import NotPositiveDefiniteError, UnsupportedError
+from pyro_dvi.handlers.log_joint import JointRun
+from pyro_dvi.handlers.rescaled import rescaled
+from pyro_dvi.laplace.energy.batch_graph import BatchGraph
+from pyro_dvi.laplace.energy.energy import Energy, diagonal_of
+from pyro_dvi.laplace.evidence.evidence import Determinant, check_untempered, default_determinant, free_terms
 from pyro_dvi.laplace.evidence.tuning import Criterion, Tuning
+from pyro_dvi.laplace.methods.posterior import LaplacePosterior
 
-__all__ = ["ByEvidence"]
+__all__ = ["ByEvidence", "Candidates"]
+
+
+class Candidates:
+    r"""What depends on the value that is tuned, around a mode that does not.
+
+    The model runs once for the priors of all values. The method fits once where its Gaussian, of precision
+    :math:`G + \Pi`, can be made that of :math:`a G + \Pi_c`, and again for each value elsewhere.
+
+    Args:
+        tuning: what varies.
+    """
+
+    def __init__(self, tuning: Tuning) -> None:
+        self.tuning = tuning
+        with torch.enable_grad():
+            self._values, self._run = tuning.energy.first_run(tuning.energy.start)
+
+    def energy(self, value: float) -> Energy:
+        """Return U."""
+        return self.tuning.candidate(value)
+
+    def log_prior(self, value: float) -> float:
+        """Return the log prior of the sites that vary."""
+        with torch.enable_grad():
+            return free_terms(self._values, self._prior_run(value), self.tuning.energy.layout)
+
+    def prior_diagonal(self, value: float) -> Tensor | None:
+        """Return the prior precision [D]; None unless it is diagonal and positive."""
+        energy = self.tuning.energy
+        with torch.enable_grad():
+            graph = BatchGraph(self._values, self._prior_run(value))
+
+            def product(vectors: Tensor) -> Tensor:
+                return energy.layout.flatten(graph.prior_hessian(energy.layout.split(vectors)))
+
+            return diagonal_of(product, energy.start)
+
+    def prior_is_proportional(self, value: float = 4.0) -> bool:
+        """Whether all of the prior precision is multiplied by a number."""
+        before, after = self.prior_diagonal(1.0), self.prior_diagonal(value)
+        if before is None or after is None:
+            return False
+        return _close(after, self.tuning.scale.proportions(value)[1] * before)
+
+    @cached_property
+    def likelihood_is_proportional(self) -> bool:
+        """Whether the likelihood's part of P is multiplied by a number, seen by one product."""
+        value = 4.0
+        factor = self.tuning.scale.proportions(value)[0]
+        if factor == 1:
+            return True  # the scale of a prior, which is no part of the likelihood
+        before, after = (
+            self._likelihood_product(energy) for energy in (self.energy(1.0), self.energy(value))
+        )
+        return _close(after, factor * before)
+
+    def posterior(self, value: float) -> LaplacePosterior:
+        """Return the Gaussian.
+
+        Raises:
+            NotPositiveDefiniteError: there is none.
+        """
+        if self._fitted is not None and self.likelihood_is_proportional:
+            prior = self.prior_diagonal(value)
+            if prior is not None:
+                try:
+                    return self._fitted.reweighted(self.tuning.scale.proportions(value)[0], prior)
+                except UnsupportedError:
+                    pass
+        candidate = self.energy(value)
+        return self.tuning.method.fit(candidate.at(candidate.start), seed=self.tuning.seed, progress=False)
+
+    @cached_property
+    def _fitted(self) -> LaplacePosterior | None:
+        """The Gaussian of value 1, if it exists and can become that of another."""
+        method, energy = self.tuning.method, self.tuning.energy
+        if not method.reweights:
+            return None
+        try:
+            return method.fit(energy.at(energy.start), seed=self.tuning.seed, progress=False)
+        except NotPositiveDefiniteError:
+            return None
+
+    def _prior_run(self, value: float) -> JointRun:
+        """The run with other scales: values of sites are given, so that only their own densities change."""
+        terms = dict(self._run.log_priors)
+        factor = self.tuning.scale.factor(value)
+        for name in self.tuning.sites:
+            if factor != 1 and name in terms:
+                node = self._run.trace.nodes[name]
+                log_prob = rescaled(name, node["fn"], factor).log_prob(node["value"])
+                # Of real numbers, which need no transform.
+                terms[name] = scale_and_mask(log_prob, node["scale"], node["mask"]).sum()
+        return replace(self._run, log_priors=terms)
+
+    def _likelihood_product(self, energy: Energy) -> Tensor:
+        local = energy.at(energy.start)
+        probe = torch.randn(local.point.shape, generator=torch.Generator().manual_seed(0)).to(local.point)[
+            None
+        ]
+        return self.tuning.method.curvature.product(local, probe) - local.prior_hessian(probe)
+
+
+def _close(found: Tensor, expected: Tensor) -> bool:
+    tolerance = math.sqrt(torch.finfo(found.dtype).eps)
+    return float((found - expected).norm()) <= tolerance * float(expected.norm())
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from pyro_dvi.handlers.log_joint import run_joint
 from pyro_dvi.laplace.energy.energy import Energy
 from pyro_dvi.laplace.energy.passes import Passes
 from pyro_dvi.laplace.energy.query import Query
-from pyro_dvi.laplace.evidence.candidates import Candidates
+from pyro_dvi.laplace.evidence.by_evidence import Candidates
 from pyro_dvi.laplace.evidence.tuning import Criterion, Tuning
 from pyro_dvi.laplace.methods.posterior import LaplacePosterior
 from pyro_dvi.laplace.outputs import GaussianOutputs

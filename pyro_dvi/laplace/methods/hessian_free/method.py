@@ -13,10 +13,8 @@ from pyro_dvi.errors import DviWarning, NonFiniteError, NotPositiveDefiniteError
 from pyro_dvi.laplace.energy.energy import LocalEnergy
 from pyro_dvi.laplace.energy.precision import Hessian
 from pyro_dvi.laplace.energy.query import Query
-from pyro_dvi.laplace.methods.hessian_free.mode import Mode, PretrainedMode
-from pyro_dvi.laplace.methods.hessian_free.newton_cg import NewtonCG
-from pyro_dvi.laplace.methods.hessian_free.pointwise import Pointwise
-from pyro_dvi.laplace.methods.hessian_free.solver import Solver
+from pyro_dvi.laplace.methods.hessian_free.modes import Mode, Pointwise, PretrainedMode
+from pyro_dvi.laplace.methods.hessian_free.solvers import NewtonCG, Solver
 from pyro_dvi.laplace.methods.hessian_free.two_fits import Fits, TwoFits, check_step
 from pyro_dvi.laplace.methods.posterior import LaplacePosterior, Method
 

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from pyro_dvi.errors import ArgumentError, NotConvergedError
 from pyro_dvi.laplace.energy.energy import LocalEnergy
-from pyro_dvi.laplace.methods.hessian_free.solver import Solver, solve_at_mode
-from pyro_dvi.laplace.methods.hessian_free.tilted_energy import Tilt, TiltedEnergy
+from pyro_dvi.laplace.methods.hessian_free.solvers import Solver, Tilt, TiltedEnergy, solve_at_mode
 
 __all__ = ["Fits", "TwoFits", "check_step"]
 

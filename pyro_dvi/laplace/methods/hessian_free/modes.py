@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which tilted fits there are, and how variances are read off them: for each query, or from an evaluation set."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_dvi.laplace.energy.energy import LocalEnergy
+from pyro_dvi.laplace.energy.query import Query
+from pyro_dvi.laplace.methods.hessian_free.solvers import OutputTilt, Tilt
+from pyro_dvi.laplace.methods.hessian_free.two_fits import Fits, TwoFits
+
+__all__ = ["AbsoluteSum", "Mode", "Pointwise", "PretrainedMode", "Sum"]
+
+
+class Mode(ABC):
+    """Which functions U is tilted by.
+
+    Attributes:
+        reusable: whether the fits serve other queries of the same site.
+    """
+
+    reusable: bool = False
+
+    def check(self, local: LocalEnergy) -> None:  # noqa: B027 (most suit every model)
+        """Refuse models that the mode is not made for."""
+
+    @abstractmethod
+    def fits(self, two_fits: TwoFits, query: Query) -> Iterable[Fits | None]:
+        """Solve the tilted problems."""
+
+    @abstractmethod
+    def responses(self, fits: Iterable[Fits | None], query: Query) -> Tensor:
+        """Return ``[B, K, K]`` of either sign, read off the fits."""
+
+
+class PretrainedMode(Mode):
+    r"""One pair of fits for each output k, tilted by its mean over an evaluation set of M inputs.
+
+    .. math:: r_k(u) = \frac1M \sum_j f_k(x_j; u), \qquad
+        \frac{\partial f_k(x; u_\lambda)}{\partial\lambda} \to \frac1M \sum_j \operatorname{Cov}(f_k(x), f_k(x_j))
+
+    One pair of fits serves any number of inputs, but what it gives is the mean of a row of the covariance matrix, not
+    its diagonal: right for inputs that are as correlated with the evaluation set as with themselves, too small by the
+    mean correlation otherwise, and negative where that is negative.
+    """
+
+    @abstractmethod
+    def tilts(self, local: LocalEnergy, query: Query) -> list[Tilt]:
+        """Return one tilt for each output."""
+
+    def fits(self, two_fits: TwoFits, query: Query) -> list[Fits | None]:
+        """Fit once for each output."""
+        return list(two_fits.of(self.tilts(two_fits.local, query)))
+
+    def responses(self, fits: Iterable[Fits | None], query: Query) -> Tensor:
+        """Return the row means."""
+        slopes = [torch.zeros_like(query.mean) if pair is None else pair.slope(query.at) for pair in fits]
+        found = torch.stack(slopes, -1)  # derivatives [B, K] by the tilt of each output
+        return 0.5 * (found + found.mT)
+
+
+@dataclass(frozen=True)
+class Pointwise(Mode):
+    r"""Tilt by every output at every query input in turn.
+
+    .. math:: \frac{f_j(x; u_\lambda) - f_j(x; u_{-\lambda})}{2\lambda}
+        = \nabla f_j^\top P^{-1} \nabla f_k + O(\text{step}^2), \qquad u_\lambda = \arg\min_u U(u) - \lambda f_k(x; u)
+
+    Reading all outputs of a tilted fit gives a row of the K x K covariance.
+
+    Status: converges to the exact covariance of the linearised model; B K pairs of fits for B inputs and K outputs.
+
+    Source: McInerney & Kallus (2024), the method proper.
+    """
+
+    def fits(self, two_fits: TwoFits, query: Query) -> Iterator[Fits | None]:
+        """Solve lazily, some at a time."""
+        return two_fits.of(OutputTilt(query, weights) for weights in _unit_weights(query))
+
+    def responses(self, fits: Iterable[Fits | None], query: Query) -> Tensor:
+        """Return the covariances of single examples."""
+        size = query.size
+        found = [row[index // size] for index, row in enumerate(self._rows(fits, query))]
+        blocks = torch.stack(found).reshape(query.num_rows, size, size)
+        return 0.5 * (blocks + blocks.mT)
+
+    def joint(self, fits: Iterable[Fits | None], query: Query) -> Tensor:
+        """Return the covariance of all outputs of all examples, ``[B K, B K]``."""
+        whole = torch.stack([row.reshape(-1) for row in self._rows(fits, query)])
+        return 0.5 * (whole + whole.mT)
+
+    def _rows(self, fits: Iterable[Fits | None], query: Query) -> Iterator[Tensor]:
+        """Covariances ``[B, K]`` of all outputs with each one."""
+        for pair in fits:
+            yield torch.zeros_like(query.mean) if pair is None else pair.slope(query.at)
+
+
+def _unit_weights(query: Query) -> Iterator[Tensor]:
+    for index in range(query.mean.numel()):
+        weights = torch.zeros_like(query.mean)
+        weights.view(-1)[index] = 1
+        yield weights
+
+
+@dataclass(frozen=True, eq=False)
+class Sum(PretrainedMode):
+    r"""Tilt by the sum of an output over an evaluation set, divided by its size M.
+
+    .. math:: r_k(u) = \frac1M \sum_j f_k(x_j; u)
+
+    Status: gives :math:`\frac1M\sum_j \operatorname{Cov}(f_k(x), f_k(x_j))`, the mean of a row of the covariance matrix
+    and not the variance; see :class:`~pyro_dvi.laplace.methods.hessian_free.modes.PretrainedMode`.
+
+    Args:
+        inputs: arguments of the model for the evaluation set, a tensor or a tuple; None takes the inputs of each query,
+            and fits for each.
+
+    Source: McInerney & Kallus (2024), the pre-trained variant. The paper does not divide by M; without that, the
+        result grows with the evaluation set.
+    """
+
+    inputs: Any = None
+
+    @property
+    def reusable(self) -> bool:  # type: ignore[override]
+        """The fits belong to the evaluation set."""
+        return self.inputs is not None
+
+    def tilts(self, local: LocalEnergy, query: Query) -> list[Tilt]:
+        """Return one tilt for each output."""
+        evaluation = _evaluation_query(self.inputs, local, query)
+        return [OutputTilt(evaluation, weights) for weights in _columns(self.weights(evaluation))]
+
+    def weights(self, evaluation: Query) -> Tensor:
+        """Return what multiplies the outputs of the evaluation set in the sum."""
+        return torch.ones_like(evaluation.mean)
+
+
+def _evaluation_query(inputs: Any, local: LocalEnergy, query: Query) -> Query:
+    """Return the outputs of an evaluation set, or the query itself for None."""
+    if inputs is None:
+        return query
+    energy = local.energy
+    given = inputs if isinstance(inputs, tuple) else (inputs,)
+    return Query(energy.model, given, energy.locs, energy.layout, site=query.site)
+
+
+def _columns(weights: Tensor) -> list[Tensor]:
+    """Split weights ``[M, K]`` by output, each divided by M."""
+    size = weights.shape[1]
+    only = torch.eye(size, dtype=weights.dtype, device=weights.device)
+    return [weights * only[k] / len(weights) for k in range(size)]
+
+
+@dataclass(frozen=True, eq=False)
+class AbsoluteSum(Sum):
+    r"""Tilt by the sum of absolute outputs over an evaluation set, divided by its size M, and read absolute outputs.
+
+    .. math:: r_k(u) = \frac1M \sum_j |f_k(x_j; u)|, \qquad
+        \frac{\partial |f_k(x; u_\lambda)|}{\partial\lambda} \to
+        \frac{s(x)}M \sum_j s(x_j) \operatorname{Cov}(f_k(x), f_k(x_j)), \quad s = \operatorname{sign} f_k
+
+    Predictions of different signs are often negatively correlated; the signs then keep terms from cancelling.
+
+    Status: a signed row mean of the covariance matrix, not the variance; it can be negative, and depends on where the
+    zero of the output lies. The signs are those at the mode, which is the absolute value until an output crosses zero.
+
+    Args:
+        inputs: as for :class:`~pyro_dvi.laplace.methods.hessian_free.modes.Sum`.
+
+    Source: McInerney & Kallus (2024), the pre-trained variant with absolute values.
+    """
+
+    def weights(self, evaluation: Query) -> Tensor:
+        """Return the signs of the outputs at the mode."""
+        return torch.where(evaluation.mean < 0, -1.0, 1.0).to(evaluation.mean)
+
+    def responses(self, fits: Iterable[Fits | None], query: Query) -> Tensor:
+        """Return the signed row means."""
+        return self.weights(query).unsqueeze(-1) * super().responses(fits, query)
