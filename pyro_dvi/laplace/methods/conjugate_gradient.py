@@ -11,7 +11,7 @@ from pyro_dvi.errors import ArgumentError, NotConvergedError, NotPositiveDefinit
 from pyro_dvi.laplace.energy.energy import LocalEnergy
 from pyro_dvi.laplace.energy.precision import GGN, PrecisionMatrix
 from pyro_dvi.laplace.energy.query import Query
-from pyro_dvi.laplace.methods.posterior import LaplacePosterior, Method, blocks_by_rows
+from pyro_dvi.laplace.methods.posterior import LaplacePosterior, Method
 from pyro_dvi.linalg import Preconditioner, Solution, block_conjugate_gradients, conjugate_gradients
 
 __all__ = ["ConjugateGradient", "ConjugateGradientPosterior", "PrecisionSolver"]
@@ -143,22 +143,12 @@ class ConjugateGradientPosterior(LaplacePosterior):
     def solve(self, vectors: Tensor) -> Tensor:
         return self._solver(vectors)
 
-    def covariance(self, query: Query) -> Tensor:
-        def quadratic(rows: Tensor) -> Tensor:
-            return _symmetric(rows @ self._solver(rows.flatten(0, 1)).reshape(rows.shape).mT)
-
-        return blocks_by_rows(query, quadratic)
-
-    def joint_covariance(self, query: Query) -> Tensor:
-        columns = [query.forward(self._solver(rows)).flatten(1) for rows in query.rows()]
-        return _symmetric(torch.cat(columns))
+    def joint_covariance(self, query: Query) -> Tensor:  # never holds all rows
+        found = torch.cat([query.forward(self._solver(rows)).flatten(1) for rows in query.rows()])
+        return 0.5 * (found + found.mT)
 
 
 def check_tolerance(tolerance: float) -> None:
     """Refuse a tolerance that is no relative residual."""
     if not 0 < tolerance < 1:
         raise ArgumentError(f"tolerance is a relative residual between 0 and 1, got {tolerance!r}")
-
-
-def _symmetric(matrix: Tensor) -> Tensor:
-    return 0.5 * (matrix + matrix.mT)

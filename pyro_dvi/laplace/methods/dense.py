@@ -9,8 +9,7 @@ from torch import Tensor
 from pyro_dvi.errors import ArgumentError, NotPositiveDefiniteError
 from pyro_dvi.laplace.energy.energy import LocalEnergy
 from pyro_dvi.laplace.energy.precision import GGN, PrecisionMatrix
-from pyro_dvi.laplace.energy.query import Query
-from pyro_dvi.laplace.methods.posterior import LaplacePosterior, Method, blocks_by_rows
+from pyro_dvi.laplace.methods.posterior import LaplacePosterior, Method
 
 __all__ = ["Dense", "DensePosterior"]
 
@@ -84,15 +83,9 @@ class DensePosterior(LaplacePosterior):
             )
         self.factor = factor
 
-    def covariance(self, query: Query) -> Tensor:
-        def quadratic(rows: Tensor) -> Tensor:
-            half = self._half(rows.reshape(-1, rows.shape[-1])).reshape(rows.shape)
-            return half @ half.mT
-
-        return blocks_by_rows(query, quadratic)
-
-    def joint_covariance(self, query: Query) -> Tensor:
-        half = self._half(torch.cat(list(query.rows())))
+    def quadratic(self, rows: Tensor) -> Tensor:
+        flat = rows.reshape(-1, rows.shape[-1])
+        half = torch.linalg.solve_triangular(self.factor, flat.mT, upper=False).mT.reshape(rows.shape)
         return half @ half.mT
 
     def draw(self, count: int, generator: torch.Generator) -> Tensor:
@@ -116,7 +109,3 @@ class DensePosterior(LaplacePosterior):
 
     def log_determinant(self) -> Tensor:
         return 2 * self.factor.diagonal().log().sum()
-
-    def _half(self, rows: Tensor) -> Tensor:
-        """Rows h with h hᵀ = r P⁻¹ rᵀ."""
-        return torch.linalg.solve_triangular(self.factor, rows.mT, upper=False).mT

@@ -9,8 +9,7 @@ from torch import Tensor
 from pyro_dvi.errors import ArgumentError, NotPositiveDefiniteError
 from pyro_dvi.laplace.energy.energy import LocalEnergy
 from pyro_dvi.laplace.energy.precision import GGN, PrecisionMatrix, prior_diagonal
-from pyro_dvi.laplace.energy.query import Query
-from pyro_dvi.laplace.methods.posterior import LaplacePosterior, Method, blocks_by_rows
+from pyro_dvi.laplace.methods.posterior import LaplacePosterior, Method
 from pyro_dvi.linalg.operator import gaussian_rows
 
 __all__ = ["Diagonal", "DiagonalPosterior"]
@@ -92,13 +91,6 @@ class DiagonalPosterior(LaplacePosterior):
 
     def __init__(self, mode: Tensor, precision: Tensor, prior: Tensor | None = None) -> None:
         self.mode, self.precision, self.prior = mode, precision, prior
-
-    def covariance(self, query: Query) -> Tensor:
-        return blocks_by_rows(query, lambda rows: (rows / self.precision) @ rows.mT)
-
-    def joint_covariance(self, query: Query) -> Tensor:
-        rows = torch.cat(list(query.rows()))
-        return (rows / self.precision) @ rows.mT
 
     def draw(self, count: int, generator: torch.Generator) -> Tensor:
         noise = gaussian_rows(count, len(self.mode), self.mode, generator)

@@ -12,8 +12,7 @@ from pyro_dvi.curvature.example_gradients import ExampleGradients
 from pyro_dvi.errors import DviWarning, UnsupportedError
 from pyro_dvi.laplace.energy.energy import LocalEnergy
 from pyro_dvi.laplace.energy.precision import GGN, PrecisionMatrix, common_ratio, independent_prior_precision
-from pyro_dvi.laplace.energy.query import Query
-from pyro_dvi.laplace.methods.posterior import LaplacePosterior, Method, blocks_by_rows
+from pyro_dvi.laplace.methods.posterior import LaplacePosterior, Method
 from pyro_dvi.linalg.operator import gaussian_rows
 
 __all__ = ["KroneckerBlock", "KroneckerFactored", "KroneckerPosterior"]
@@ -297,15 +296,10 @@ class KroneckerPosterior(LaplacePosterior):
         for layer in self._layers:
             layer.put(self._outside, torch.zeros_like(layer.prior, dtype=torch.bool))
 
-    def covariance(self, query: Query) -> Tensor:
-        def quadratic(rows: Tensor) -> Tensor:
-            white = self._whitened(rows)
-            return white @ white.mT
-
-        return blocks_by_rows(query, quadratic)
-
-    def joint_covariance(self, query: Query) -> Tensor:
-        white = torch.cat([self._whitened(rows) for rows in query.rows()])
+    def quadratic(self, rows: Tensor) -> Tensor:
+        white = rows / self.diagonal.sqrt()
+        for layer in self._layers:
+            layer.put(white, layer.whitened(layer.get(rows)))
         return white @ white.mT
 
     def draw(self, count: int, generator: torch.Generator) -> Tensor:
@@ -342,10 +336,3 @@ class KroneckerPosterior(LaplacePosterior):
     def log_determinant(self) -> Tensor:
         total = self.diagonal[self._outside].log().sum()
         return total + sum(layer.log_determinant() for layer in self._layers)
-
-    def _whitened(self, rows: Tensor) -> Tensor:
-        """Rows h with h hᵀ = r P⁻¹ rᵀ."""
-        found = rows / self.diagonal.sqrt()
-        for layer in self._layers:
-            layer.put(found, layer.whitened(layer.get(rows)))
-        return found

@@ -2,23 +2,23 @@
 r"""The contract of a Laplace method, and of the Gaussian that it makes.
 
 Adding a method: subclass :class:`Method`, whose :meth:`~Method.fit` looks at U around the mode and returns a
-:class:`LaplacePosterior`; give that a :meth:`~LaplacePosterior.covariance`, and what else it can do at its cost.
+:class:`LaplacePosterior`; give that a :meth:`~LaplacePosterior.solve`, which covariances follow from, and what else it
+can do at its cost.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from pyro_dvi.choice import check_choice
-from pyro_dvi.errors import CheckpointError, UnsupportedError
+from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.laplace.energy.energy import LocalEnergy
-from pyro_dvi.laplace.energy.precision import PrecisionMatrix
+from pyro_dvi.laplace.energy.precision import NamedInFiles, PrecisionMatrix
 from pyro_dvi.laplace.energy.query import Query
 
-__all__ = ["LaplacePosterior", "Method", "blocks_by_rows", "check_method"]
+__all__ = ["LaplacePosterior", "Method", "check_method"]
 
 _ROWS, _ENTRIES = 512, 1 << 26  # rows of J, and entries of them, that are held together
 
@@ -58,7 +58,7 @@ def check_method(method: object) -> None:
     check_choice("curvature", method.curvature, PrecisionMatrix, "GGN() or Hessian()")
 
 
-class LaplacePosterior(ABC):
+class LaplacePosterior(NamedInFiles):
     r"""A Gaussian :math:`\mathcal N(\hat u, P^{-1})`, as far as its method knows it.
 
     Attributes:
@@ -69,11 +69,6 @@ class LaplacePosterior(ABC):
 
     mode: Tensor
     stored: ClassVar[tuple[str, ...] | None] = None
-    _kinds: ClassVar[dict[str, type["LaplacePosterior"]]] = {}
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        LaplacePosterior._kinds[cls.__name__] = cls
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {len(self.mode)} latents>"
@@ -91,27 +86,21 @@ class LaplacePosterior(ABC):
             )
         return {name: getattr(self, name) for name in self.stored}
 
-    @staticmethod
-    def of_kind(kind: str, state: dict[str, Any]) -> "LaplacePosterior":
-        """Make a posterior again from its :meth:`state`.
+    def quadratic(self, rows: Tensor) -> Tensor:
+        r"""Return :math:`R P^{-1} R^\top` as ``[*lead, n, n]`` for rows of J, ``[*lead, n, D]``; by :meth:`solve`.
 
         Raises:
-            CheckpointError: no such class, or one that is made of something else.
+            UnsupportedError: the method cannot solve.
         """
-        if kind not in LaplacePosterior._kinds:
-            raise CheckpointError(
-                f"the state holds a {kind}, which is unknown here: import the module that defines it"
-            )
-        try:
-            return LaplacePosterior._kinds[kind](**state)
-        except TypeError as error:
-            raise CheckpointError(
-                f"the state of a {kind} holds {sorted(state)}, of which this version makes none: fit again, and save"
-            ) from error
+        found = rows @ self.solve(rows.flatten(0, -2)).reshape(rows.shape).mT
+        return 0.5 * (found + found.mT)
 
-    @abstractmethod
     def covariance(self, query: Query) -> Tensor:
         r"""Return :math:`J_b P^{-1} J_b^\top` for each example, ``[B, K, K]``."""
+        size = query.size
+        at_once = max(1, min(_ROWS, _ENTRIES // query.layout.size) // size) * size
+        blocks = [self.quadratic(rows.unflatten(0, (-1, size))) for rows in query.rows(at_once)]
+        return torch.cat(blocks)
 
     def joint_covariance(self, query: Query) -> Tensor:
         r"""Return :math:`J P^{-1} J^\top` over all examples, ``[B K, B K]``.
@@ -119,9 +108,7 @@ class LaplacePosterior(ABC):
         Raises:
             UnsupportedError: the method knows the outputs of single examples only.
         """
-        raise UnsupportedError(
-            f"{type(self).__name__} has no joint covariance: use Dense() or ConjugateGradient()"
-        )
+        return self.quadratic(torch.cat(list(query.rows())))
 
     def draw(self, count: int, generator: torch.Generator) -> Tensor:
         """Draw from the Gaussian: flat vectors ``[count, D]``.
@@ -140,8 +127,8 @@ class LaplacePosterior(ABC):
             UnsupportedError: the method cannot.
         """
         raise UnsupportedError(
-            f"{type(self).__name__} has no solutions of P x = v: use Dense(), ConjugateGradient(), TopEigen(k), "
-            "Diagonal() or KroneckerFactored()"
+            f"{type(self).__name__} has no solutions of P x = v, so that it has no joint covariance either: use "
+            "Dense(), ConjugateGradient(), TopEigen(k), Diagonal() or KroneckerFactored()"
         )
 
     def marginal_variance(self) -> Tensor:
@@ -178,15 +165,3 @@ class LaplacePosterior(ABC):
             f"{type(self).__name__} has no log-determinant: use Dense(), or that of the matrix itself, which "
             "guide.log_evidence(batches, determinant=ByLanczos()) and ByEvidence(ByLanczos()) take"
         )
-
-
-def blocks_by_rows(query: Query, quadratic: Callable[[Tensor], Tensor]) -> Tensor:
-    """Covariances of single examples from rows of J.
-
-    Args:
-        query: the outputs.
-        quadratic: maps rows ``[n, K, D]`` of n examples to ``[n, K, K]``.
-    """
-    size = query.size
-    at_once = max(1, min(_ROWS, _ENTRIES // query.layout.size) // size) * size
-    return torch.cat([quadratic(rows.reshape(-1, size, rows.shape[-1])) for rows in query.rows(at_once)])

@@ -10,8 +10,7 @@ from pyro_dvi.choice import check_count
 from pyro_dvi.errors import NotConvergedError, NotPositiveDefiniteError
 from pyro_dvi.laplace.energy.energy import LocalEnergy
 from pyro_dvi.laplace.energy.precision import GGN, PrecisionMatrix, common_ratio, independent_prior_precision
-from pyro_dvi.laplace.energy.query import Query
-from pyro_dvi.laplace.methods.posterior import LaplacePosterior, Method, blocks_by_rows
+from pyro_dvi.laplace.methods.posterior import LaplacePosterior, Method
 from pyro_dvi.linalg import top_eigenpairs
 from pyro_dvi.linalg.operator import gaussian_rows
 
@@ -112,11 +111,10 @@ class TopEigenPosterior(LaplacePosterior):
     def __init__(self, mode: Tensor, prior: Tensor, values: Tensor, vectors: Tensor) -> None:
         self.mode, self.prior, self.values, self.vectors = mode, prior, values, vectors
 
-    def covariance(self, query: Query) -> Tensor:
-        return blocks_by_rows(query, lambda rows: self._quadratic(rows))
-
-    def joint_covariance(self, query: Query) -> Tensor:
-        return self._quadratic(torch.cat(list(query.rows())))
+    def quadratic(self, rows: Tensor) -> Tensor:
+        white = rows * self.prior.rsqrt()
+        seen = white @ self.vectors.mT
+        return white @ white.mT - (seen * self._kept()) @ seen.mT
 
     def draw(self, count: int, generator: torch.Generator) -> Tensor:
         noise = gaussian_rows(count, len(self.mode), self.mode, generator)
@@ -146,8 +144,3 @@ class TopEigenPosterior(LaplacePosterior):
 
     def _kept(self) -> Tensor:
         return self.values / (1 + self.values)
-
-    def _quadratic(self, rows: Tensor) -> Tensor:
-        white = rows * self.prior.rsqrt()
-        seen = white @ self.vectors.mT
-        return white @ white.mT - (seen * self._kept()) @ seen.mT
