@@ -23,7 +23,8 @@ from pyro_dvi.errors import ArgumentError, DataError
 from pyro_dvi.handlers.trained_for import note_trained_for
 from pyro_dvi.progress import progress_bar
 from pyro_dvi.training.batch_norm import BatchNormStatistics
-from pyro_dvi.training.checkpoint import Checkpoint, Contents, fingerprint_of
+from pyro_dvi.training.checkpoint import Checkpoint
+from pyro_dvi.training.checkpoint_contents import Contents, fingerprint_of
 from pyro_dvi.training.early_stopping import EarlyStopping
 from pyro_dvi.training.history import History
 from pyro_dvi.training.interruption import Interrupts, Replay
