@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyro_dvi.moments import GaussianMoments, observed_by
-from pyro_dvi.moments.reverse_delta import ReverseDeltaRecorder
+from pyro_dvi.reverse_delta import ReverseDeltaRecorder
 
 SEEDS, DRAWS = 20, 4000
 SCALES = (0.05, 0.1, 0.2)

@@ -10,7 +10,13 @@ Adding a rule: write it in the file of its family, as :func:`per_example_rule` s
 """
 
 from pyro_dvi.curvature.per_example import broadcasting, convolution, dense, embedding, normalisation
-from pyro_dvi.curvature.per_example.rules import Contribution, Outer, contribution, per_example_rule
+from pyro_dvi.curvature.per_example.rules import (
+    Contribution,
+    Outer,
+    contribution,
+    per_example_functions,
+    per_example_rule,
+)
 from pyro_dvi.curvature.per_example.uses import Use, WeightUses
 
 __all__ = [
@@ -24,5 +30,6 @@ __all__ = [
     "dense",
     "embedding",
     "normalisation",
+    "per_example_functions",
     "per_example_rule",
 ]

@@ -2,7 +2,7 @@
 """The table of rules that say what an example contributes to the gradient of a weight."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pyro_dvi.registry import registering
 
-__all__ = ["Contribution", "Outer", "contribution", "per_example_rule"]
+__all__ = ["Contribution", "Outer", "contribution", "per_example_functions", "per_example_rule"]
 
 _RULES: dict[Callable, Callable] = {}
 _PARAMETERS: dict[Callable, tuple[str, ...]] = {}
@@ -86,6 +86,11 @@ class Contribution:
         """Return a of some examples, ``[m, T, q]``."""
         assert self.outer is not None
         return self.outer.inputs(*self.part(part).operands)
+
+
+def per_example_functions() -> Set[Callable]:
+    """Return the functions that have a rule."""
+    return _RULES.keys()
 
 
 def contribution(

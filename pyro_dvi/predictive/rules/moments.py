@@ -98,7 +98,8 @@ class Moments(PredictionRule):
         for seed in torch.randint(2**31 - 1, (self.num_components,)).tolist():
             seed_all(seed)
             weights = PosteriorMoments(gaussians, guide, {}, stand_in)
-            recorder = nullcontext if _LOOKED_AT.get(id(guide)) is guide else warned_of_repeated_uses
+            known = _LOOKED_AT.get(id(guide)) is guide or self.propagation.counts_weights_once
+            recorder = nullcontext if known else warned_of_repeated_uses
             _LOOKED_AT[id(guide)] = guide
             with uncertain_likelihoods(), weights, recorder(weights.given):
                 response = self.propagation.respond(weights.given, partial(respond, centre))

@@ -8,21 +8,27 @@ wide the predictions are. A new one is a class with one method, :meth:`Propagati
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from pyro_dvi.errors import ArgumentError, UnsupportedError
 from pyro_dvi.handlers.uncertain import UncertainDistribution, uncertain_part, with_uncertain_part
 from pyro_dvi.moments import GaussianMoments, observed_by
-from pyro_dvi.moments.reverse_delta import ReverseDeltaRecorder
 from pyro_dvi.predictive.engine.run import Response
+from pyro_dvi.reverse_delta import ReverseDeltaRecorder
 
 __all__ = ["Independent", "Propagation", "ReverseDelta"]
 
 
 class Propagation(ABC):
-    """How variances come through a model."""
+    """How variances come through a model.
+
+    Attributes:
+        counts_weights_once: whether a weight that is used several times is the same weight each time.
+    """
+
+    counts_weights_once: ClassVar[bool] = False
 
     @abstractmethod
     def respond(self, weights: Mapping[str, GaussianMoments], run: Callable[[], Response]) -> Response:
@@ -55,7 +61,7 @@ class ReverseDelta(Propagation):
     .. math:: \mathrm{Var}[f_k] \approx \sum_w (\partial m_k / \partial \bar w)^2\, \mathrm{Var}[w] + \dots
 
     Slopes are averages over the noise (:math:`\Phi(\mu/\sigma)` for a rectifier). Paths that share a weight add up
-    before the square, so skip connections and convolutions keep their covariances.
+    before the square, so skip connections, convolutions and tied layers keep their covariances.
 
     Status: exact for linear models, a first-order approximation with smoothed slopes otherwise. Means are those of
     :class:`Independent`. Inputs count as certain: only the noise of weights is pulled back.
@@ -64,13 +70,16 @@ class ReverseDelta(Propagation):
         slopes: the run whose slopes are taken; one of :class:`~pyro_dvi.predictive.Calibrated` smooths
             with corrected widths.
 
-    Cost: one backward pass for each output of an example besides one run with gradients. See
-    :mod:`pyro_dvi.moments.reverse_delta`.
+    Cost: one backward pass for each output of an example besides one run with gradients; a pass for each example where
+    a function of a weight has no rule for gradients of examples, or rows that are not those of single examples. See
+    :mod:`pyro_dvi.reverse_delta`.
 
     Raises:
-        UnsupportedError: a weight is used in a way that has no rule, or twice, or examples depend on each other.
+        UnsupportedError: a parameter of the observed distribution has no row for each example, or the model changed a
+            certain input of a layer in place.
     """
 
+    counts_weights_once: ClassVar[bool] = True
     slopes: Propagation = field(default_factory=Independent)
 
     def __post_init__(self) -> None:

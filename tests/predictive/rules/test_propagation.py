@@ -131,6 +131,21 @@ def test_one_layer_of_logits_is_what_it_was(make_guide):
     torch.testing.assert_close(pulled.probabilities, plain.probabilities)
 
 
+def test_a_weight_that_is_used_twice_counts_once():
+    """Without a warning: for a linear model the variance is exact."""
+
+    def model(x, y=None):
+        w = pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+        with pyro.plate("data", 10, subsample_size=len(x)):
+            return pyro.sample("y", dist.Normal(x @ w + (2 * x) @ w, 0.5), obs=y)
+
+    x, y = torch.randn(4, 3), torch.randn(4)
+    guide = AutoNormal(model, init_scale=0.3)
+    guide(x, y)
+    found = predict(model, guide, x, Moments(propagation=ReverseDelta())).variance
+    torch.testing.assert_close(found, 0.09 * (3 * x).square().sum(1) + 0.25)
+
+
 def test_batches_and_gradient_modes_do_not_matter():
     x, y = torch.randn(9, 3), torch.randn(9, 1)
     model = regressor(to_bayesian_(skip_net()), num_data=9)
@@ -213,21 +228,6 @@ def test_factors_of_another_model_are_refused():
     ):
         with pytest.raises(ModelError, match=message):
             predict(model, guide, x, Moments(propagation=Calibrated((1.0,) * len(uses), uses)))
-
-
-def test_tied_weights_are_refused_by_name():
-    def model(x, y=None):
-        w = pyro.sample("w", dist.Normal(torch.zeros(3, 3), 1.0).to_event(2))
-        with pyro.plate("data", 10, subsample_size=len(x)):
-            return pyro.sample("y", dist.Normal(torch.relu(x @ w) @ w, 1.0).to_event(1), obs=y)
-
-    x = torch.randn(4, 3)
-    guide = AutoNormal(model)
-    guide(x, x)
-    with pytest.raises(
-        UnsupportedError, match=r"torch.matmul uses the weight 'w' a second time.*Independent\(\)"
-    ):
-        predict(model, guide, x, Moments(propagation=ReverseDelta()))
 
 
 def test_outputs_without_a_row_for_each_example_are_refused():

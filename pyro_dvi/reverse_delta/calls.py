@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls of functions of weights, kept so that they can be made again after the run of the model."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_dvi.curvature.products import LinearMap
+from pyro_dvi.moments import GaussianMoments, observed_by
+from pyro_dvi.moments.tensor_like import call
+from pyro_dvi.moments.value import loc_of
+from pyro_dvi.moments.weight_uses import leaves_of, parts_of
+
+__all__ = ["Call", "Slot", "hold_variances"]
+
+
+def hold_variances(func: Callable, args: tuple, kwargs: dict[str, Any], result: Any) -> list[GaussianMoments]:
+    """Let no slope pass through the variances of the moments that a function returned, and return them."""
+    arguments = list(leaves_of(args, kwargs))
+    parts = [part for part in parts_of(result) if not any(part is a for a in arguments)]
+    for part in parts:
+        part._variance = part.variance.detach()
+    return parts
+
+
+class _HeldVariances:
+    """Observe a function that is called again."""
+
+    def __call__(self, func: Callable, args: tuple, kwargs: dict[str, Any], result: Any) -> Any:
+        hold_variances(func, args, kwargs, result)
+        return result
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The place of a weight among the arguments of a call, by the identity of its moments."""
+
+    key: int
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """A call of a function with weights among its arguments, and one of the moments that it returned.
+
+    Attributes:
+        func: the function.
+        args: its arguments without history, with a :class:`Slot` in the place of each weight.
+        kwargs: likewise.
+        weights: the weights by their identity, without history.
+        place: which of several moments that the function returned.
+        result: these moments, kept so that their identity stays taken.
+        output: their means, as they were then: in place, the result may become another.
+        alone: whether the result is a function of nothing but weights. It is a weight itself for what follows.
+    """
+
+    func: Callable
+    args: tuple
+    kwargs: dict[str, Any]
+    weights: Mapping[int, GaussianMoments]
+    place: int
+    result: GaussianMoments
+    output: Tensor
+    alone: bool
+
+    @property
+    def others(self) -> list[GaussianMoments]:
+        """Uncertain arguments that are no weights, each once."""
+        found = {id(a): a for a in leaves_of(self.args, self.kwargs) if isinstance(a, GaussianMoments)}
+        return list(found.values())
+
+    def again(self, of_weight: Callable[[int], Any], of_other: Callable[[GaussianMoments], Any]) -> Any:
+        """Make the call with other weights, and with other uncertain arguments."""
+        copies: dict[int, Any] = {}  # the same object stays the same; a function in place gets one of its own
+
+        def replaced(argument: Any) -> Any:
+            if isinstance(argument, list | tuple):
+                return type(argument)(map(replaced, argument))
+            if not isinstance(argument, Slot | GaussianMoments):
+                return argument
+            key = argument.key if isinstance(argument, Slot) else id(argument)
+            if key not in copies:
+                new = of_weight(key) if isinstance(argument, Slot) else of_other(argument)
+                copies[key] = new.snapshot() if isinstance(new, GaussianMoments) else new
+            return copies[key]
+
+        kwargs = {name: replaced(a) for name, a in self.kwargs.items()}
+        result = call(self.func, tuple(map(replaced, self.args)), kwargs)
+        return result[self.place] if isinstance(result, tuple | list) else result
+
+    @torch.no_grad()
+    def interaction(self) -> Tensor | None:
+        """Return what noise of weights times that of other arguments adds to the variance; None if these are certain.
+
+        It is the variance less the variances that each argument brings by itself.
+        """
+        if not self.others:
+            return None
+        total = self.again(self.weights.__getitem__, lambda other: other).variance
+        for single in (*self.weights.values(), *self.others):
+            alone = self.again(
+                lambda key, single=single: self._only(self.weights[key], single),
+                lambda other, single=single: self._only(other, single),
+            )
+            total = total - alone.variance
+        return total.clamp_min(0)
+
+    @staticmethod
+    def _only(moments: GaussianMoments, single: GaussianMoments) -> Any:
+        return moments if moments is single else loc_of(moments)
+
+    def pulled_back(self, deltas: Tensor) -> dict[int, Tensor]:
+        """Return gradients ``[m, *weight]`` of each weight.
+
+        Args:
+            deltas: gradients ``[m, *output]``, each of all of the output.
+        """
+        if not self._linearised.outputs.requires_grad:
+            return {}
+        return dict(zip(self.weights, self._linearised.transposed(deltas), strict=True))
+
+    @cached_property
+    def _linearised(self) -> LinearMap:
+        leaves = {key: weight.loc.clone().requires_grad_() for key, weight in self.weights.items()}
+        with torch.enable_grad(), observed_by(_HeldVariances()):
+            result = self.again(
+                lambda key: GaussianMoments(leaves[key], self.weights[key].variance), lambda other: other
+            )
+        return LinearMap(result.loc, list(leaves.values()))
