@@ -101,16 +101,14 @@ class Call:
             return None
         total = self.again(self.weights.__getitem__, lambda other: other).variance
         for single in (*self.weights.values(), *self.others):
-            alone = self.again(
-                lambda key, single=single: self._only(self.weights[key], single),
-                lambda other, single=single: self._only(other, single),
-            )
-            total = total - alone.variance
+            total = total - self._with_noise_of(single).variance
         return total.clamp_min(0)
 
-    @staticmethod
-    def _only(moments: GaussianMoments, single: GaussianMoments) -> Any:
-        return moments if moments is single else loc_of(moments)
+    def _with_noise_of(self, single: GaussianMoments) -> GaussianMoments:
+        def only(moments: GaussianMoments) -> Any:
+            return moments if moments is single else loc_of(moments)
+
+        return self.again(lambda key: only(self.weights[key]), only)
 
     def pulled_back(self, deltas: Tensor) -> dict[int, Tensor]:
         """Return gradients ``[m, *weight]`` of each weight.

@@ -71,11 +71,13 @@ class Shares:
     """What each example adds to the gradients of the weights of a call.
 
     Attributes:
+        rows: where examples are in the output.
         contributions: by weight.
         arrange: brings the rows of the output into the order of the contributions.
         each: rows of an example among these.
     """
 
+    rows: Rows
     contributions: dict[int, Contribution]
     arrange: Arrange
     each: int = 1
@@ -114,9 +116,8 @@ def _plain(func: Callable) -> str:
 
 def _shares(call: Call, rows: Rows, arrange: Arrange, each: int) -> Shares | None:
     function = _spelled(call.func)
-    places = {
-        place: a.key for place, a in (*enumerate(call.args), *call.kwargs.items()) if isinstance(a, Slot)
-    }
+    named: list[tuple[int | str, Any]] = [*enumerate(call.args), *call.kwargs.items()]
+    places = {place: a.key for place, a in named if isinstance(a, Slot)}
     if function is None or len(places) != len(call.weights) or len(set(places.values())) < len(places):
         return None
     args, kwargs = _certain(call, rows, arrange, lambda weight: weight)
@@ -126,7 +127,7 @@ def _shares(call: Call, rows: Rows, arrange: Arrange, each: int) -> Shares | Non
         if share is None or not share.bilinear:
             return None
         found[key] = share
-    return Shares(found, arrange, each)
+    return Shares(rows, found, arrange, each)
 
 
 def _certain(

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.moments import GaussianMoments, MultiplicativeMoments, observed_by
-from pyro_dvi.reverse_delta import ReverseDeltaRecorder
-from pyro_dvi.reverse_delta import recorder as recorder_module
+from pyro_dvi.reverse_delta import ReverseDeltaRecorder, pullback
+from pyro_dvi.reverse_delta.pullback import uses_behind
 
 B = 3
 
@@ -427,7 +427,7 @@ def test_tiny_noise_is_multiplied_with_the_squares_of_plain_gradients(name):
     found = recorder.variance(out, 0) / TINY**2
     expected = torch.stack(expected).reshape(out.shape) / TINY**2
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-9)
-    uses = recorder._reached(out.loc.reshape(B, -1))
+    uses = uses_behind(out.loc.reshape(B, -1), recorder._uses())
     assert {use.call.func.__name__ for use in uses if use.shares is None} == set(net.slow)
 
 
@@ -459,7 +459,7 @@ def test_packed_multiplicative_weights_of_attention_are_not_lost():
 
 
 def test_examples_in_parts(monkeypatch):
-    monkeypatch.setattr(recorder_module, "_BUDGET", 50)
+    monkeypatch.setattr(pullback, "_BUDGET", 50)
     for name in ("tied", "class token", "convolution of windows", "weight on the left", "lstm"):
         test_tiny_noise_is_multiplied_with_the_squares_of_plain_gradients(name)
 
