@@ -33,22 +33,17 @@ from pyro_dvi.bayesian import regressor, to_bayesian_
 from pyro_dvi.errors import DviWarning, PyroDviError
 from pyro_dvi.laplace import (
     GGN,
-    LBFGS,
-    AbsoluteSum,
-    Adam,
     ConjugateGradient,
     Dense,
     Hessian,
     HessianFree,
-    InSample,
-    LabelShift,
     LaplaceGuide,
     Method,
     PosteriorSamples,
-    Sum,
     TopEigen,
 )
 from pyro_dvi.laplace.energy.query import Query
+from pyro_dvi.laplace.methods.hessian_free import LBFGS, AbsoluteSum, Adam, InSample, LabelShift, Sum
 from pyro_dvi.laplace.mode.convergence import Accept
 from pyro_dvi.metrics import coverage, crps_gaussian
 

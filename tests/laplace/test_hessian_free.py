@@ -18,19 +18,8 @@ from pyro_dvi.errors import (
     NotPositiveDefiniteError,
     UnconvergedError,
 )
-from pyro_dvi.laplace import (
-    LBFGS,
-    Accept,
-    Adam,
-    Dense,
-    Hessian,
-    HessianFree,
-    LabelShift,
-    LaplaceGuide,
-    NewtonCG,
-    Pointwise,
-    parameter_uncertainty,
-)
+from pyro_dvi.laplace import Accept, Dense, Hessian, HessianFree, LaplaceGuide, parameter_uncertainty
+from pyro_dvi.laplace.methods.hessian_free import LBFGS, Adam, LabelShift, NewtonCG, Pointwise
 from tests.laplace.minima import at_minimum, pretrained
 from tests.laplace.problems import LinearRegression, SineRegression, guide_at, ragged
 

@@ -11,14 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from pyro_dvi import to_bayesian_
-from pyro_dvi.laplace import (
-    GGN,
-    Dense,
-    Diagonal,
-    LaplaceGuide,
-    Method,
-    PrecisionMatrix,
-)
+from pyro_dvi.laplace import GGN, Dense, Diagonal, LaplaceGuide, Method
+from pyro_dvi.laplace.energy.precision import PrecisionMatrix
 from pyro_dvi.laplace.energy.query import Query
 from tests.laplace.cases import CASES, fit, query_of
 

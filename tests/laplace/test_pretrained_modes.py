@@ -14,19 +14,9 @@ from pyro_dvi.errors import (
     NotPositiveDefiniteError,
     UnsupportedError,
 )
-from pyro_dvi.laplace import (
-    AbsoluteSum,
-    Dense,
-    Hessian,
-    HessianFree,
-    InSample,
-    LabelShift,
-    LaplaceGuide,
-    NewtonCG,
-    Sum,
-    parameter_uncertainty,
-)
+from pyro_dvi.laplace import Dense, Hessian, HessianFree, LaplaceGuide, parameter_uncertainty
 from pyro_dvi.laplace.energy.query import Query
+from pyro_dvi.laplace.methods.hessian_free import AbsoluteSum, InSample, LabelShift, NewtonCG, Sum
 from tests.laplace.minima import at_minimum, pretrained
 from tests.laplace.problems import LinearRegression, SineRegression, ragged
 

@@ -20,16 +20,8 @@ import pyro_dvi as dvi
 from pyro_dvi import curvature, metrics
 from pyro_dvi.bayesian import HierarchicalScale, LearnedScale
 from pyro_dvi.curvature.information import expected_information
-from pyro_dvi.laplace import (
-    Accept,
-    ByEvidence,
-    ByLanczos,
-    Dense,
-    HessianFree,
-    LabelShift,
-    Pointwise,
-    PriorPrecision,
-)
+from pyro_dvi.laplace import Accept, ByEvidence, ByLanczos, Dense, HessianFree, PriorPrecision
+from pyro_dvi.laplace.methods.hessian_free import LabelShift, Pointwise
 from tests import emulated
 from tests.laplace.cases import CASES as LAPLACE
 from tests.whole_package.methods import (
