@@ -5,10 +5,14 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from pyro_dvi.inference_data.group import Coords, Dims, Group
-from pyro_dvi.inference_data.records import provenance
+import numpy as np
 
-__all__ = ["assemble"]
+from pyro_dvi.inference_data.group import Coords, Dims, Group, as_array, safe_name
+from pyro_dvi.inference_data.records import provenance
+from pyro_dvi.predictive import Prediction
+from pyro_dvi.predictive.prediction.component import whole_events
+
+__all__ = ["assemble", "of_prediction"]
 
 
 def assemble(
@@ -56,3 +60,28 @@ def assemble(
     tree = DataTree.from_dict(datasets)
     tree.attrs.update(attributes)
     return tree
+
+
+@Prediction.exported_by
+def of_prediction(prediction: Prediction, num_samples: int, seed: int | None) -> Any:
+    """Return a prediction as the object of ArviZ; see :meth:`~pyro_dvi.Prediction.to_arviz`."""
+    predictive, observed, log_likelihood = Group(), Group(sampled=False), Group()
+    site, values = prediction.site, prediction.observed
+    predictive.add(site, as_array(prediction.sample(num_samples, seed=seed)))
+    if values is not None:
+        density = prediction.log_likelihood()
+        own = prediction.draws.get("log_likelihood")
+        dims: list[str | None] = []
+        if prediction.mask is not None:
+            counts = whole_events(prediction.mask, values.dim() - density.dim(), site)
+            values, own = values[counts], None if own is None else own[:, counts]
+            name = f"{safe_name(site)}_observed"
+            dims = [name]
+            for group in (observed, log_likelihood):
+                group.coords[name] = np.flatnonzero(as_array(counts))
+        observed.add(site, as_array(values), dims)
+        if own is not None and len(own) == num_samples:
+            log_likelihood.add(site, as_array(own), dims)
+    groups = {"posterior_predictive": predictive, "log_likelihood": log_likelihood, "observed_data": observed}
+    attributes = {"method": repr(prediction.method), "site": site, **({} if seed is None else {"seed": seed})}
+    return assemble(groups, attributes, {}, {})

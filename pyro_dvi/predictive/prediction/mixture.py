@@ -39,6 +39,7 @@ __all__ = ["Mixture", "Part", "checked_log_prob", "class_log_probabilities"]
 
 _LOG = ("log_probabilities", "log_likelihood")  # averaged as probabilities
 _PLAIN = ("variance", "entropy")  # averaged as they are
+_AVERAGES = {"variance": "aleatoric", "entropy": "expected_entropy"}  # what their averages are called
 
 
 class Mixture:
@@ -126,46 +127,32 @@ class Mixture:
     def finish(self) -> Part:
         """Return the summary of everything added."""
         assert self.last is not None, "a rule gave no component"
-        fn, axis, log_count = self.last.distribution, self.last.axis, math.log(self.count)
-        event_dim = len(fn.event_shape)
-        base = untransformed(fn)
+        fn, axis = self.last.distribution, self.last.axis
+        base, event_dim = untransformed(fn), len(fn.event_shape)
         # Dimensions on the right of the batch shape: the moments of a class are those of its one-hot code.
-        of_moments = event_dim + (1 if isinstance(base, td.Categorical) else 0)
-        of_classes = event_dim + (0 if isinstance(base, td.OneHotCategorical) else 1)
-        of_labels = of_classes - 1
+        of_moments = event_dim + isinstance(base, td.Categorical)
+        of_labels = event_dim - isinstance(base, td.OneHotCategorical)
+        right = {"log_probabilities": of_labels + 1, "entropy": of_labels, "log_likelihood": 0}
+        right |= {"observed": event_dim, "mask": event_dim}
+        log_count = math.log(self.count)
         found = {name: value - log_count if name in _LOG else value for name, value in self.averages.items()}
         kept = {name: torch.cat([k[name] for k in self._kept]) for name in found} if self._keep else {}
-        right = {"log_probabilities": of_classes, "entropy": of_labels, "log_likelihood": 0}
-
-        def first(value: Tensor | None, more: int, to: int = 0) -> Tensor | None:
-            return None if value is None else value.movedim(axis - more, to)
-
-        log_likelihood = first(found.get("log_likelihood"), 0)
-        mask = first(self.mask, event_dim)
-        scored = None if mask is None else with_any(mask, event_dim)
-        if scored is not None and log_likelihood is not None:
-            log_likelihood = log_likelihood.masked_fill(~scored, math.nan)
-        draws = {name: value.movedim(axis - right.get(name, of_moments), 1) for name, value in kept.items()}
-        if scored is not None and "log_likelihood" in draws:
-            draws["log_likelihood"] = draws["log_likelihood"].masked_fill(~scored, math.nan)
         between = None if self.between is None else self.between / self.count
-        return Part(
-            kind=type(base).__name__,
-            mean=first(found.get("mean"), of_moments),
-            aleatoric=first(found.get("variance"), of_moments),
-            epistemic=first(between, of_moments),
-            log_probabilities=first(found.get("log_probabilities"), of_classes),
-            expected_entropy=first(found.get("entropy"), of_labels),
-            log_likelihood=log_likelihood,
-            observed=first(self.observed, event_dim),
-            mask=mask,
-            scored=scored,
-            distribution=self._distribution(fn, found.get("log_probabilities"), kept),
-            draws=draws,
-            count=self.count,
-            axis=axis,
-            num_rows=self.num_rows,
-        )
+        everything = {**found, "epistemic": between, "observed": self.observed, "mask": self.mask}
+        values = {
+            _AVERAGES.get(name, name): value.movedim(axis - right.get(name, of_moments), 0)
+            for name, value in everything.items()
+            if value is not None
+        }
+        draws = {name: value.movedim(axis - right.get(name, of_moments), 1) for name, value in kept.items()}
+        if "mask" in values:
+            left_out = ~with_any(values["mask"], event_dim)
+            for each in (values, draws):
+                each |= {
+                    n: v.masked_fill(left_out, math.nan) for n, v in each.items() if n == "log_likelihood"
+                }
+        distribution = self._distribution(fn, found.get("log_probabilities"), kept)
+        return Part(type(base).__name__, values, draws, distribution, self.count, axis, self.num_rows)
 
     def _distribution(self, fn: Any, log_probabilities: Tensor | None, kept: Mapping[str, Tensor]) -> Any:
         """Return the mixture as one distribution: classes mix into classes, kept Normals into a mixture of them."""

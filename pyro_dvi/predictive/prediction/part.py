@@ -10,55 +10,36 @@ import torch
 from torch import Tensor
 
 from pyro_dvi.errors import UnsupportedError
-from pyro_dvi.predictive.prediction.component import check_events, checked_log_prob, filled
+from pyro_dvi.predictive.prediction.component import check_events, checked_log_prob, filled, with_any
 
 __all__ = ["Part", "of_distributions"]
 
 
 @dataclass(frozen=True)
 class Part:
-    """The predictive distribution of one batch; tensors have the examples in their first dimension.
+    """The predictive distribution of one batch.
 
     Attributes:
         kind: name of the components' distribution.
-        mean: predictive mean, one-hot for classes; None where the distribution has none.
-        aleatoric: mean of the components' variances; None where there are none.
-        epistemic: variance of the components' means; None where there are none.
-        log_probabilities: of each class in the last dimension; None if the response is no class.
-        expected_entropy: mean of the components' entropies, for each label; None if the response is no class.
-        log_likelihood: of the observed values, NaN where none counts; None if there were none.
-        observed: the observed values; None if there were none.
-        mask: which values of the observation count; None if all do.
-        scored: which log-likelihoods count, those with any value that does; None if all do.
-        distribution: the mixture as one distribution object; None where it has no such form, or was not kept.
+        values: what is known, by name, examples first; what there is not is left out. ``mean``, one-hot for classes;
+            ``aleatoric``, the mean of the components' variances, and ``epistemic``, the variance of their means;
+            ``log_probabilities`` of each class in the last dimension; ``expected_entropy``, the mean of the
+            components' entropies, for each label; ``observed`` values, the ``mask`` of those that count, and their
+            ``log_likelihood``, NaN where none of an observation counts.
         draws: statistics of every component, ``[K, N, ...]``; empty unless they were asked for.
+        distribution: the mixture as one distribution object; None where it has no such form, or was not kept.
         count: number of components.
         axis: the dimension of its batch shape that counts examples, negative.
         num_rows: number of examples.
     """
 
     kind: str
-    mean: Tensor | None
-    aleatoric: Tensor | None
-    epistemic: Tensor | None
-    log_probabilities: Tensor | None
-    expected_entropy: Tensor | None
-    log_likelihood: Tensor | None
-    observed: Tensor | None
-    mask: Tensor | None
-    scored: Tensor | None
-    distribution: Any
+    values: Mapping[str, Tensor]
     draws: Mapping[str, Tensor]
+    distribution: Any
     count: int
     axis: int
     num_rows: int
-
-    @property
-    def variance(self) -> Tensor | None:
-        """Predictive variance; None where the distribution has none."""
-        if self.aleatoric is None or self.epistemic is None:
-            return None
-        return self.aleatoric + self.epistemic
 
     def log_prob(self, values: Tensor, site: str) -> Tensor:
         """Log density of other values, examples first; NaN where the mask leaves an observation out."""
@@ -69,11 +50,13 @@ class Part:
             )
         event_dim = len(self.distribution.event_shape)
         native = values.movedim(0, self.axis - event_dim) if values.dim() else values
-        mask = None if self.mask is None else self.mask.movedim(0, self.axis - event_dim)
+        mask = self.values.get("mask")
+        scored = None if mask is None else with_any(mask, event_dim)
+        mask = None if mask is None else mask.movedim(0, self.axis - event_dim)
         check_events(self.distribution, mask, site)
         log_prob = checked_log_prob(self.distribution, filled(native, mask, self.distribution), site)
         log_prob = log_prob.movedim(self.axis, 0)
-        return log_prob if self.scored is None else log_prob.masked_fill(~self.scored, math.nan)
+        return log_prob if scored is None else log_prob.masked_fill(~scored, math.nan)
 
     def entropy(self, site: str) -> Tensor:
         """Entropy of the predictive distribution in nats, examples first."""

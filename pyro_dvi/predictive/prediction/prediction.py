@@ -3,8 +3,8 @@
 
 import math
 from collections.abc import Callable, Sequence
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,13 +12,15 @@ from torch import Tensor
 from pyro_dvi.choice import check_count
 from pyro_dvi.errors import DataError, UnsupportedError
 from pyro_dvi.predictive.engine.run import seeded
+from pyro_dvi.predictive.prediction import scores
 from pyro_dvi.predictive.prediction.part import Part, of_distributions
 from pyro_dvi.predictive.prediction.quantiles import crps, probabilities, quantile
-from pyro_dvi.predictive.prediction.scores import scores
-from pyro_dvi.predictive.prediction.tables import arviz_of, dataframe, dataset
+from pyro_dvi.predictive.prediction.tables import dataframe, dataset
 from pyro_dvi.predictive.rules.rule import PredictionRule
 
 __all__ = ["Prediction"]
+
+T = TypeVar("T")
 
 
 class Prediction:
@@ -31,6 +33,8 @@ class Prediction:
         site: the observed site that is predicted.
         method: the rule of prediction.
     """
+
+    _exporter: ClassVar[Callable[..., Any] | None] = None
 
     def __init__(self, site: str, method: PredictionRule, parts: Sequence[Part], *, ordered: bool) -> None:
         self.site = site
@@ -52,7 +56,7 @@ class Prediction:
         Raises:
             UnsupportedError: the observed distribution has no mean.
         """
-        return self._collect(lambda part: part.mean, "mean")
+        return self._collect("mean", "mean")
 
     @cached_property
     def variance(self) -> Tensor:
@@ -64,7 +68,7 @@ class Prediction:
         Raises:
             UnsupportedError: the observed distribution has no variance.
         """
-        return self._collect(lambda part: part.variance, "variance")
+        return self._collect("aleatoric", "variance") + self._collect("epistemic", "variance")
 
     @property
     def std(self) -> Tensor:
@@ -82,7 +86,7 @@ class Prediction:
                 ``Linearised()`` do; the observed distribution has no variance.
         """
         self._check_is_split()
-        return self._collect(lambda part: part.aleatoric, "variance")
+        return self._collect("aleatoric", "variance")
 
     @cached_property
     def epistemic(self) -> Tensor:
@@ -94,7 +98,7 @@ class Prediction:
             UnsupportedError: as for :attr:`aleatoric`.
         """
         self._check_is_split()
-        return self._collect(lambda part: part.epistemic, "variance")
+        return self._collect("epistemic", "variance")
 
     @cached_property
     def probabilities(self) -> Tensor:
@@ -103,7 +107,7 @@ class Prediction:
         Raises:
             UnsupportedError: the observed distribution is not over classes.
         """
-        log_p = self._collect(lambda part: part.log_probabilities, "class probabilities")
+        log_p = self._collect("log_probabilities", "class probabilities")
         return log_p[..., 1].exp() if self.is_binary else log_p.exp()
 
     @cached_property
@@ -124,7 +128,7 @@ class Prediction:
                 noise and posterior together.
         """
         self._check_is_split()
-        return self._collect(lambda part: part.expected_entropy, "class probabilities")
+        return self._collect("expected_entropy", "class probabilities")
 
     @cached_property
     def mutual_information(self) -> Tensor:
@@ -135,7 +139,7 @@ class Prediction:
 
         Source: Houlsby et al. (2011), Eq. 2.
         """
-        log_p = self._collect(lambda part: part.log_probabilities, "class probabilities")
+        log_p = self._collect("log_probabilities", "class probabilities")
         return (torch.special.entr(log_p.exp()).sum(-1) - self.expected_entropy).clamp_min(0)
 
     @cached_property
@@ -230,7 +234,7 @@ class Prediction:
     @property
     def is_of_classes(self) -> bool:
         """Whether labels are predicted: a Bernoulli, Categorical or OneHotCategorical site."""
-        return self._parts[0].log_probabilities is not None
+        return "log_probabilities" in self._parts[0].values
 
     @property
     def is_one_hot(self) -> bool:
@@ -245,15 +249,15 @@ class Prediction:
     @property
     def has_moments(self) -> bool:
         """Whether there are a mean and a variance."""
-        return self._parts[0].mean is not None
+        return "mean" in self._parts[0].values
 
     @cached_property
     def mask(self) -> Tensor | None:
         """Which values of an observation the model lets count, ``[N, ...]``; None if all do."""
-        if all(part.mask is None for part in self._parts):
+        masks = [part.values.get("mask") for part in self._parts]
+        like = next((mask for mask in masks if mask is not None), None)
+        if like is None:
             return None
-        masks = [part.mask for part in self._parts]
-        like = next(mask for mask in masks if mask is not None)
         return torch.cat(
             [
                 like.new_ones(part.num_rows, *like.shape[1:]) if mask is None else mask
@@ -264,7 +268,7 @@ class Prediction:
     @cached_property
     def observed(self) -> Tensor | None:
         """The observed values that came with the data, or None."""
-        values = [part.observed for part in self._parts if part.observed is not None]
+        values = [part.values["observed"] for part in self._parts if "observed" in part.values]
         return torch.cat(values) if len(values) == len(self._parts) else None
 
     def log_likelihood(self, y: Any = None) -> Tensor:
@@ -282,7 +286,7 @@ class Prediction:
         """
         if y is None:
             self._values(None)
-            return self._collect(lambda part: part.log_likelihood, "log-likelihood")
+            return self._collect("log_likelihood", "log-likelihood")
         values = self._aligned(y)
         chunks = values.split([part.num_rows for part in self._parts])
         return torch.cat([part.log_prob(c, self.site) for part, c in zip(self._parts, chunks, strict=True)])
@@ -309,7 +313,27 @@ class Prediction:
             DataError: no observed values, of another shape or dtype, impossible ones, or none that counts.
             UnsupportedError: as in :meth:`log_likelihood`.
         """
-        return scores(self, y, self._values(y))
+        values, mask = self._values(y), self.mask
+        log_likelihood = self.log_likelihood(y)
+        scored = log_likelihood if mask is None else log_likelihood[~log_likelihood.isnan()]
+        if scored.numel() == 0:
+            raise DataError(f"the mask of site {self.site!r} leaves no observation to score")
+        found = scores.of_densities(scored)
+        if self.is_one_hot:
+            values, mask = values.argmax(-1), None if mask is None else mask.any(-1)
+
+        def counted(tensor: Tensor) -> Tensor:
+            return tensor if mask is None else tensor[mask]
+
+        if self.is_of_classes:
+            information = self._available(lambda: counted(self.mutual_information))
+            return found | scores.of_classes(counted(self.probabilities), counted(values), information)
+        if self.has_moments:
+            limits = self._available(lambda: self.interval(0.95))
+            interval = None if limits is None else (counted(limits[0]), counted(limits[1]))
+            crps = self._available(lambda: counted(self.crps(y)))
+            return found | scores.of_numbers(counted(values), counted(self.mean), interval, crps)
+        return found
 
     def to_dataframe(self) -> Any:
         """Return a ``pandas.DataFrame`` with a row for each example.
@@ -318,7 +342,7 @@ class Prediction:
         and ``mutual_information``; ``observed`` and ``log_likelihood`` where observed values came with the data.
         Several values for an example have a column each, as ``mean[0]``. What the rule does not give is left out.
         """
-        return dataframe(self)
+        return dataframe(self._columns(), len(self))
 
     def to_xarray(self) -> Any:
         """Return an ``xarray.Dataset`` with dimension ``example``; with ``draw``, if draws were kept.
@@ -326,7 +350,12 @@ class Prediction:
         Variables: as the columns of :meth:`to_dataframe`, classes in the dimension ``class``; draws as
         ``draws_mean`` and so on.
         """
-        return dataset(self)
+        values = self.probabilities if self.is_of_classes else self.mean if self.has_moments else None
+        cell_dims = (
+            0 if values is None else values.dim() - (2 if self.is_of_classes and not self.is_binary else 1)
+        )
+        attributes = {"site": self.site, "method": repr(self.method)}
+        return dataset(self._columns(), self.draws, cell_dims, attributes)
 
     def to_arviz(self, num_samples: int | None = None, *, seed: int | None = None) -> Any:
         """Return the prediction as ``InferenceData`` (ArviZ 0.x) or ``DataTree`` (1.x), for predictive checks.
@@ -344,7 +373,35 @@ class Prediction:
             UnsupportedError: a mixture whose components were not kept, or a mask that cuts single events.
         """
         kept = self._parts[0].count if self.draws else 500
-        return arviz_of(self, kept if num_samples is None else num_samples, seed)
+        assert self._exporter is not None, "pyro_dvi imports the chapter that registers it"
+        return self._exporter(kept if num_samples is None else num_samples, seed)
+
+    @classmethod
+    def exported_by(cls, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Register what :meth:`to_arviz` calls with the prediction, a number of draws and a seed.
+
+        A decorator, since the chapter that knows ArviZ comes after this one.
+        """
+        cls._exporter = function
+        return function
+
+    def _columns(self) -> dict[str, Tensor]:
+        """What there is to say about each example, examples first."""
+        names: tuple[str, ...] = ("mean", "std", "aleatoric", "epistemic") if self.has_moments else ()
+        if self.is_of_classes:
+            names = ("probabilities", "entropy", "mutual_information")
+        found = {name: self._available(partial(getattr, self, name)) for name in names}
+        if self.observed is not None:
+            found |= {"observed": self.observed, "log_likelihood": self.log_likelihood()}
+        return {name: value for name, value in found.items() if value is not None}
+
+    @staticmethod
+    def _available(read: Callable[[], T]) -> T | None:
+        """What is read, or None where it does not exist: the joint entropy of several labels, say."""
+        try:
+            return read()
+        except UnsupportedError:
+            return None
 
     def _values(self, y: Any) -> Tensor:
         if y is not None:
@@ -367,9 +424,7 @@ class Prediction:
 
     @property
     def _device(self) -> torch.device | None:
-        part = self._parts[0]
-        known = (part.mean, part.log_likelihood, part.observed)
-        return next((value.device for value in known if value is not None), None)
+        return next((value.device for value in self._parts[0].values.values()), None)
 
     def _aligned(self, y: Any) -> Tensor:
         """Return ``y`` on the predictions' device; one row for each example."""
@@ -388,8 +443,8 @@ class Prediction:
             )
         return values if self._device is None else values.to(self._device)
 
-    def _collect(self, read: Callable[[Part], Tensor | None], what: str) -> Tensor:
-        values = [value for part in self._parts if (value := read(part)) is not None]
-        if len(values) < len(self._parts):
+    def _collect(self, name: str, what: str) -> Tensor:
+        found = [part.values[name] for part in self._parts if name in part.values]
+        if len(found) < len(self._parts):
             raise UnsupportedError(f"site {self.site!r} is {self._parts[0].kind}, which has no {what}")
-        return torch.cat(values)
+        return torch.cat(found)

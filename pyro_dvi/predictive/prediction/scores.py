@@ -1,85 +1,62 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scores of a prediction, by the kind of what is predicted; only observations that count are scored."""
-
-from typing import TYPE_CHECKING, Any
+"""The scores of a prediction, by the kind of what is predicted."""
 
 import torch
 from torch import Tensor
 
 from pyro_dvi import metrics
-from pyro_dvi.errors import DataError, UnsupportedError
 
-if TYPE_CHECKING:
-    from pyro_dvi.predictive.prediction.prediction import Prediction
-
-__all__ = ["scores"]
+__all__ = ["of_classes", "of_densities", "of_numbers"]
 
 
-def scores(prediction: "Prediction", y: Any, values: Tensor) -> dict[str, float]:
-    """Return the scores of a prediction, as :meth:`Prediction.metrics` documents them.
+def of_densities(log_likelihood: Tensor) -> dict[str, float]:
+    """Return the scores of the log density of each observation."""
+    score = metrics.nll(log_likelihood)
+    return {"nll": score.value, "nll_standard_error": score.standard_error}
+
+
+def of_classes(probabilities: Tensor, labels: Tensor, information: Tensor | None) -> dict[str, float]:
+    """Return the scores of class probabilities.
 
     Args:
-        prediction: what is scored.
-        y: what the caller gave; None for the values that came with the data.
-        values: the one or the other, as a tensor.
-
-    Raises:
-        DataError: the mask of the model leaves nothing to score.
+        probabilities: ``[..., C]``, or those of label 1 of the shape of the labels.
+        labels: observed classes.
+        information: that each label would give on the weights; None where it is not known.
     """
-    log_likelihood = prediction.log_likelihood(y)
-    scored = log_likelihood if prediction.mask is None else log_likelihood[~log_likelihood.isnan()]
-    if scored.numel() == 0:
-        raise DataError(f"the mask of site {prediction.site!r} leaves no observation to score")
-    score = metrics.nll(scored)
-    found = {"nll": score.value, "nll_standard_error": score.standard_error}
-    if prediction.is_of_classes:
-        return found | _of_classes(prediction, values)
-    if prediction.has_moments:
-        return found | _of_numbers(prediction, y, values)
-    return found
-
-
-def _of_classes(prediction: "Prediction", labels: Tensor) -> dict[str, float]:
-    p, mask = prediction.probabilities, prediction.mask
-    if prediction.is_one_hot:
-        labels = labels.argmax(-1)
-        mask = None if mask is None else mask.any(-1)
-    if mask is not None:
-        p, labels = p[mask], labels[mask]
-    rows = torch.stack([1 - p, p], -1) if p.shape == labels.shape else p
+    rows = torch.stack([1 - probabilities, probabilities], -1)
     found = {
-        "accuracy": metrics.accuracy(p, labels),
-        "brier": metrics.brier(p, labels),
-        "ece": metrics.expected_calibration_error(p, labels),
-        "adaptive_ece": metrics.adaptive_calibration_error(p, labels),
-        "aurc": metrics.aurc(p, labels),
-        "aumrc": metrics.aumrc(p, labels),
-        "entropy": float(metrics.predictive_entropy(rows).mean()),
+        "accuracy": metrics.accuracy(probabilities, labels),
+        "brier": metrics.brier(probabilities, labels),
+        "ece": metrics.expected_calibration_error(probabilities, labels),
+        "adaptive_ece": metrics.adaptive_calibration_error(probabilities, labels),
+        "aurc": metrics.aurc(probabilities, labels),
+        "aumrc": metrics.aumrc(probabilities, labels),
+        "entropy": float(
+            metrics.predictive_entropy(rows if probabilities.shape == labels.shape else probabilities).mean()
+        ),
     }
-    if prediction.method.tells_noise_apart:
-        information = prediction.mutual_information
-        information = information if mask is None else information[mask]
+    if information is not None:
         found["mutual_information"] = float(information.cpu().double().mean())
     return found
 
 
-def _of_numbers(prediction: "Prediction", y: Any, values: Tensor) -> dict[str, float]:
-    mask = prediction.mask
+def of_numbers(
+    values: Tensor, mean: Tensor, interval: tuple[Tensor, Tensor] | None, crps: Tensor | None
+) -> dict[str, float]:
+    """Return the scores of predicted numbers.
 
-    def counted(tensor: Tensor) -> Tensor:
-        return tensor if mask is None else tensor[mask]
-
-    found, mean = {}, counted(prediction.mean)
+    Args:
+        values: what was observed.
+        mean: of the predictions, of the same shape.
+        interval: limits of their central 95 % intervals; None where there are none.
+        crps: their continuous ranked probability scores; None where there are none.
+    """
+    found = {}
     if mean.isfinite().all():  # there is none of a Cauchy distribution
-        found["rmse"] = metrics.rmse(mean, counted(values))
-    try:
-        low, high = (counted(limit) for limit in prediction.interval(0.95))
-        found["coverage_95"] = metrics.coverage(low, high, counted(values))
-        found["width_95"] = metrics.interval_width(low, high)
-    except UnsupportedError:
-        pass
-    try:
-        found["crps"] = float(counted(prediction.crps(y)).mean())
-    except UnsupportedError:
-        pass
+        found["rmse"] = metrics.rmse(mean, values)
+    if interval is not None:
+        found["coverage_95"] = metrics.coverage(*interval, values)
+        found["width_95"] = metrics.interval_width(*interval)
+    if crps is not None:
+        found["crps"] = float(crps.mean())
     return found

@@ -199,7 +199,7 @@ def check_equal(found, expected, tolerance):
             "expected_entropy",
             "log_likelihood",
         ):
-            values, reference = getattr(a, field), getattr(b, field)
+            values, reference = a.values.get(field), b.values.get(field)
             assert (values is None) == (reference is None), field
             if values is not None:
                 torch.testing.assert_close(
@@ -266,7 +266,9 @@ def test_a_site_that_the_guide_leaves_to_the_model_is_drawn_anew_for_every_draw(
         predict(extra_latent, guide, X, rule, seed=5, site="obs") for rule in (Samples(200), Loop(200))
     ]
     check_equal(*predictions, 1e-6)
-    assert float(predictions[0]._parts[0].epistemic.min()) > 0.6  # the variance of the shift, 1, among it
+    assert (
+        float(predictions[0]._parts[0].values["epistemic"].min()) > 0.6
+    )  # the variance of the shift, 1, among it
 
 
 def test_draws_that_start_to_be_random_later_are_still_right():
