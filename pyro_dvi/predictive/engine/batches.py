@@ -87,48 +87,26 @@ def batches(
             tuple or loader.
     """
     check_count("batch_size", batch_size)
-    names = [p.name for p in positional(model)] + keyword_only(model)
+    taken = _Arguments(model)
     start = 0
 
     def moved(batch: Batch) -> Batch:  # once it has been looked at, which does not wait for the device then
         there: dict[int, Tensor] = {}  # the same tensor in two places stays the same
         return mapped(lambda v: there.setdefault(id(v), v.to(device)) if torch.is_tensor(v) else v, batch)
 
-    for args in _argument_tuples(model, data, batch_size):
-        places = _observed_places(model, len(args), observed)
-        held = [i for i in places if i < len(args) and args[i] is not None]
+    for args in taken.split(data, batch_size):
+        places, held = taken.observations(args, observed)
         if observed is None and held and len(places) > 1:
-            called = sites(moved(_batch(model, args, held, start)))
-            held = [i for i in held if names[i] in called]
-            if not held:
-                raise ArgumentError(
-                    f"arguments {[names[i] for i in places]} of the model default to None or can be given by name "
-                    "only, so that any may be the observation: name it, "
-                    + " or ".join(f"observed={names[i]!r}" for i in places)
-                )
-        elif 0 < len(held) < len(places):
-            missing = [names[i] for i in places if i not in held]
-            raise DataError(
-                f"the data hold some of the observations {[names[i] for i in places]} but not {missing}: give all, or "
-                "inputs alone"
-            )
-        batch = _batch(model, args, held, start)
+            called = sites(moved(taken.batch(args, held, start)))
+            held = [i for i in held if taken.names[i] in called]
+            taken.check_called(places, held)
+        else:
+            taken.check_complete(places, held)
+        batch = taken.batch(args, held, start)
         yield moved(batch)
         start += batch.num_rows
     if start == 0:
         raise DataError("the data hold no examples to predict")
-
-
-def _batch(model: Callable[..., Any], args: tuple[Any, ...], held: Sequence[int], start: int) -> Batch:
-    """Set the observations at the places ``held`` of the arguments apart."""
-    inputs = tuple(None if i in held else a for i, a in enumerate(args))
-    _refuse_by_name_only(model, inputs)
-    while inputs and inputs[-1] is None:  # left out where the model has a default; see with_missing
-        inputs = inputs[:-1]
-    targets = [args[i] for i in held]
-    named = dict(zip(keyword_only(model), args[len(positional(model)) :], strict=False))
-    complete = args[: len(args) - len(named)], {k: v for k, v in named.items() if v is not None}
-    return Batch(inputs, targets[0] if targets else None, _check(inputs, targets), start, complete)
 
 
 def keeps_order(data: Any) -> bool:
@@ -141,29 +119,112 @@ def keeps_order(data: Any) -> bool:
     return type(sampler) is SequentialSampler
 
 
-def _argument_tuples(model: Callable[..., Any], data: Any, batch_size: int) -> Iterator[tuple[Any, ...]]:
-    if torch.is_tensor(data):
-        data = (data,)
-    if isinstance(data, (tuple, Mapping)):
-        data = _positional_arguments(model, data)
-        rows = [t.shape[0] for t in tensors_in(data) if t.dim() > 0]
-        if not rows:
-            raise DataError("the data hold no tensor of examples: pass inputs such as x, (x,) or (x, y)")
-        if len(set(rows)) > 1:
+class _Arguments:
+    """The arguments that a model takes: those that can be given by position, then those by name only."""
+
+    def __init__(self, model: Callable[..., Any]) -> None:
+        parameters = positional(model)
+        self.by_name, self.count = keyword_only(model), len(parameters)
+        self.names = [p.name for p in parameters] + self.by_name
+        self._optional = [i for i, p in enumerate(parameters) if p.default is None]
+        self._any_number = takes_any_number(model)
+
+    def split(self, data: Any, batch_size: int) -> Iterator[tuple[Any, ...]]:
+        """Give the arguments of every batch, in their order."""
+        if torch.is_tensor(data):
+            data = (data,)
+        if isinstance(data, (tuple, Mapping)):
+            data = self._in_order(data)
+            rows = _rows(data, "the data hold no tensor of examples: pass inputs such as x, (x,) or (x, y)")
+            for i in range(0, rows, batch_size):
+                part = slice(i, i + batch_size)
+                yield mapped(lambda v, part=part: v[part] if torch.is_tensor(v) and v.dim() else v, data)
+        elif isinstance(data, DataLoader) or _holds_batches(data):
+            for batch in data:
+                yield self._in_order((batch,) if torch.is_tensor(batch) else batch)
+        else:
             raise DataError(
-                f"the tensors of the data have {rows} rows: every tensor needs one row an example"
+                f"the data are of type {type(data).__name__}: pass a tensor (torch.as_tensor converts arrays), a tuple "
+                "of the model's arguments, or a DataLoader or list of such tuples"
             )
-        for i in range(0, rows[0], batch_size):
-            part = slice(i, i + batch_size)
-            yield mapped(lambda v, part=part: v[part] if torch.is_tensor(v) and v.dim() > 0 else v, data)
-    elif isinstance(data, DataLoader) or _holds_batches(data):
-        for batch in data:
-            yield _positional_arguments(model, (batch,) if torch.is_tensor(batch) else batch)
-    else:
-        raise DataError(
-            f"the data are of type {type(data).__name__}: pass a tensor (torch.as_tensor converts arrays), a tuple "
-            "of the model's arguments, or a DataLoader or list of such tuples"
-        )
+
+    def observations(
+        self, args: tuple[Any, ...], observed: str | Sequence[str] | None
+    ) -> tuple[list[int], list[int]]:
+        """Return the places of the arguments that are or may be observations, and those that the data fill."""
+        if observed is not None:
+            asked = [observed] if isinstance(observed, str) else list(observed)
+            for name in asked:
+                if name not in self.names:
+                    raise ArgumentError(f"the model has no argument {name!r} to observe; it has {self.names}")
+            places = [self.names.index(name) for name in asked]
+        else:
+            by_name = (
+                range(self.count, len(self.names)) if len(args) > self.count else ()
+            )  # the data reach that far
+            last = [len(args) - 1] if len(args) >= max(2, self.count) else []
+            places = [*self._optional, *by_name] or last
+        return places, [i for i in places if i < len(args) and args[i] is not None]
+
+    def check_called(self, places: Sequence[int], held: Sequence[int]) -> None:
+        """Refuse several arguments that may be the observation, none of which is called like an observed site."""
+        if not held:
+            names = [self.names[i] for i in places]
+            raise ArgumentError(
+                f"arguments {names} of the model default to None or can be given by name only, so that any may be the "
+                f"observation: name it, {' or '.join(f'observed={name!r}' for name in names)}"
+            )
+
+    def check_complete(self, places: Sequence[int], held: Sequence[int]) -> None:
+        """Refuse a part of the observations."""
+        if 0 < len(held) < len(places):
+            missing = [self.names[i] for i in places if i not in held]
+            raise DataError(
+                f"the data hold some of the observations {[self.names[i] for i in places]} but not {missing}: give "
+                "all, or inputs alone"
+            )
+
+    def batch(self, args: tuple[Any, ...], held: Collection[int], start: int) -> Batch:
+        """Set the observations at the places ``held`` apart."""
+        inputs = tuple(None if i in held else a for i, a in enumerate(args))
+        if by_name := [n for n, v in zip(self.by_name, inputs[self.count :], strict=False) if v is not None]:
+            raise DataError(
+                f"the model takes {by_name} by name only, but predictions pass inputs to model and guide by position: "
+                "move the * of the signature behind them, or wrap the model in a function of positional arguments; if "
+                f"one of them is the observation, name it: observed={by_name[0]!r}"
+            )
+        while inputs and inputs[-1] is None:  # left out where the model has a default; see with_missing
+            inputs = inputs[:-1]
+        targets = [args[i] for i in held]
+        for i, value in enumerate(inputs):
+            _check(f"input {i}", value)
+        for value in targets:
+            _check("the observation", value, is_tensor=True)
+        _rows(inputs, "a batch holds no input tensor with a row for each example")
+        rows = _rows((*inputs, *targets))
+        named = {n: v for n, v in zip(self.by_name, args[self.count :], strict=False) if v is not None}
+        whole = args[: self.count] if self.by_name else args, named
+        return Batch(inputs, targets[0] if targets else None, rows, start, whole)
+
+    def _in_order(self, batch: Any) -> tuple[Any, ...]:
+        if isinstance(batch, (tuple, list)):
+            if len(batch) > len(self.names) and not self._any_number:
+                raise DataError(
+                    f"the data have {len(batch)} entries, but the model has the arguments {self.names}: leave out the "
+                    "others, in the collate_fn of a DataLoader, say"
+                )
+            return tuple(batch)
+        if not isinstance(batch, Mapping):
+            raise DataError(
+                f"the loader gives batches of type {type(batch).__name__}: let it give a tensor, or a tuple or mapping "
+                "of the model's arguments (collate_fn of the DataLoader)"
+            )
+        if unknown := [name for name in batch if name not in self.names]:
+            raise DataError(
+                f"a batch has entries {unknown} that are no arguments of the model, which has {self.names}"
+            )
+        last = max((i for i, name in enumerate(self.names) if name in batch), default=-1)
+        return tuple(batch.get(name) for name in self.names[: last + 1])
 
 
 def _holds_batches(data: Any) -> bool:
@@ -173,73 +234,22 @@ def _holds_batches(data: Any) -> bool:
     return isinstance(data, Iterable) and not isinstance(data, (str, bytes)) and not hasattr(data, "dtype")
 
 
-def _positional_arguments(model: Callable[..., Any], batch: Any) -> tuple[Any, ...]:
-    names = [p.name for p in positional(model)] + keyword_only(model)
-    if isinstance(batch, (tuple, list)):
-        if len(batch) > len(names) and not takes_any_number(model):
+def _check(what: str, value: Any, *, is_tensor: bool = False) -> None:
+    if isinstance(value, np.ndarray) or (is_tensor and not isinstance(value, Tensor)):
+        raise DataError(f"{what} is of type {type(value).__name__}: torch.as_tensor makes it a tensor")
+    for tensor in tensors_in(value):
+        if tensor.is_floating_point() and tensor.isnan().any():
             raise DataError(
-                f"the data have {len(batch)} entries, but the model has the arguments {names}: leave out the others, "
-                "in the collate_fn of a DataLoader, say"
+                f"{what} (shape {tuple(tensor.shape)}) holds {int(tensor.isnan().sum())} NaN: drop or fill those rows "
+                "before predicting"
             )
-        return tuple(batch)
-    if not isinstance(batch, Mapping):
-        raise DataError(
-            f"the loader gives batches of type {type(batch).__name__}: let it give a tensor, or a tuple or mapping of "
-            "the model's arguments (collate_fn of the DataLoader)"
-        )
-    if unknown := [name for name in batch if name not in names]:
-        raise DataError(
-            f"a batch has entries {unknown} that are no arguments of the model, which has {names}"
-        )
-    last = max((i for i, name in enumerate(names) if name in batch), default=-1)
-    return tuple(batch.get(name) for name in names[: last + 1])
 
 
-def _check(inputs: tuple[Any, ...], targets: Sequence[Any]) -> int:
-    for i, value in enumerate((*inputs, *targets)):
-        what = f"input {i}" if i < len(inputs) else "the observation"
-        if isinstance(value, np.ndarray) or (i >= len(inputs) and not isinstance(value, Tensor)):
-            raise DataError(f"{what} is of type {type(value).__name__}: torch.as_tensor makes it a tensor")
-        for tensor in tensors_in(value):
-            if tensor.is_floating_point() and tensor.isnan().any():
-                raise DataError(
-                    f"{what} (shape {tuple(tensor.shape)}) holds {int(tensor.isnan().sum())} NaN: drop or fill those "
-                    "rows before predicting"
-                )
-    rows = [t.shape[0] for t in tensors_in(inputs) if t.dim() > 0]
+def _rows(values: Any, none: str = "") -> int:
+    """Return the number of rows of all tensors; ``none`` is the error where there is no tensor of rows."""
+    rows = [tensor.shape[0] for tensor in tensors_in(values) if tensor.dim() > 0]
     if not rows:
-        raise DataError("a batch holds no input tensor with a row for each example")
-    rows += [target.shape[0] for target in targets if target.dim() > 0]
+        raise DataError(none)
     if len(set(rows)) > 1:
         raise DataError(f"the tensors of a batch have {rows} rows: every tensor needs one row an example")
     return int(rows[0])
-
-
-def _refuse_by_name_only(model: Callable[..., Any], inputs: tuple[Any, ...]) -> None:
-    named = dict(zip(keyword_only(model), inputs[len(positional(model)) :], strict=False))
-    given = [name for name, value in named.items() if value is not None]
-    if given:
-        raise DataError(
-            f"the model takes {given} by name only, but predictions pass inputs to model and guide by position: move "
-            "the * of the signature behind them, or wrap the model in a function of positional arguments; if one of "
-            f"them is the observation, name it: observed={given[0]!r}"
-        )
-
-
-def _observed_places(
-    model: Callable[..., Any], num_args: int, observed: str | Sequence[str] | None
-) -> list[int]:
-    """Return which arguments are or may be observations; those by name only come after the positional ones."""
-    parameters = positional(model)
-    names = [p.name for p in parameters] + keyword_only(model)
-    if observed is not None:
-        asked = [observed] if isinstance(observed, str) else list(observed)
-        for name in asked:
-            if name not in names:
-                raise ArgumentError(f"the model has no argument {name!r} to observe; it has {names}")
-        return [names.index(name) for name in asked]
-    optional = [i for i, p in enumerate(parameters) if p.default is None]
-    if num_args > len(parameters):  # the data reach that far
-        optional += range(len(parameters), len(names))
-    last = num_args >= 2 and num_args >= len(parameters)
-    return optional or ([num_args - 1] if last else [])
