@@ -20,6 +20,7 @@ from pyro_dvi.errors import ArgumentError
 __all__ = [
     "AllRows",
     "SetLatents",
+    "core",
     "is_data",
     "is_deterministic",
     "is_factor",
@@ -46,10 +47,14 @@ def is_factor(site: Any) -> bool:
 
 def is_deterministic(site: Any) -> bool:
     """Whether a site is computed from others: by ``pyro.deterministic``, or by a reparameterisation of Pyro's."""
-    fn = site.get("fn")
+    return site["type"] == "sample" and site["is_observed"] and type(core(site["fn"])).__name__ == "Delta"
+
+
+def core(fn: Any) -> Any:
+    """Return the distribution that others wrap, transform or extend."""
     while hasattr(fn, "base_dist"):
         fn = fn.base_dist
-    return site["type"] == "sample" and site["is_observed"] and type(fn).__name__ == "Delta"
+    return fn
 
 
 def subsampled_share(site: Any) -> float:

@@ -14,7 +14,7 @@ from torch.distributions import Distribution, Transform
 from pyro_dvi.batches import arguments, is_strided, mapped, tensors_in
 from pyro_dvi.handlers.distributions import unexpanded
 from pyro_dvi.handlers.means import PosteriorMeans
-from pyro_dvi.sites import is_latent
+from pyro_dvi.sites import core, is_latent
 from pyro_dvi.undisturbed import evaluating, undisturbed
 
 __all__ = ["Fingerprint", "central_values"]
@@ -161,19 +161,13 @@ def _look(model: Any, args: Any, kwargs: Any, latents: Mapping[str, Tensor], see
     return {
         name: {
             "latent": name in latents or not node["is_observed"],
-            "family": type(_innermost(node["fn"])).__name__,
+            "family": type(core(node["fn"])).__name__,
             "shape": tuple(node["value"].shape),
             "plates": {f.name: f.full_size or f.size for f in node["cond_indep_stack"]},
             "parameters": dict(_parameters(node["fn"])),
         }
         for name, node in _sites(nodes)
     }
-
-
-def _innermost(fn: Any) -> Any:
-    while hasattr(fn, "base_dist"):
-        fn = fn.base_dist
-    return fn
 
 
 def _parameters(part: Any) -> Iterator[tuple[str, Tensor]]:
@@ -195,8 +189,7 @@ def _compared(before: Any, after: Any, plates: bool, tolerances: Mapping[Any, fl
     for name in [*before, *(set(after) - set(before))]:
         old, new = before.get(name), after.get(name)
         if old is None or new is None:
-            deterministic = (old or new or {}).get("family") == "Delta"  # may show more of a model, or less
-            if not deterministic:
+            if (old or new)["family"] != "Delta":  # deterministic ones may show more of a model, or less
                 yield f"site {name!r} is {'new' if old is None else 'missing'}"
             continue
         what = f"{'prior' if old['latent'] else 'distribution'} of site {name!r}"
@@ -204,16 +197,24 @@ def _compared(before: Any, after: Any, plates: bool, tolerances: Mapping[Any, fl
             if old[part] != new[part] and (plates or old["latent"] or part == "family"):
                 yield f"{what}: {part} {old[part]} → {new[part]}"
         for key in old["parameters"].keys() & new["parameters"].keys():
-            a, b = (side["parameters"][key].reshape(-1) for side in (old, new))
-            if min(len(a), len(b)) not in (1, max(len(a), len(b))):
-                yield f"{what}: {key} has other dimensions"
-                continue
-            tolerance = max(tolerances.get(v.dtype, 0.0) for v in (a, b))
-            a, b = torch.broadcast_tensors(a.cpu().double(), b.cpu().double())
-            gap = (a - b).abs().nan_to_num(nan=math.inf).masked_fill((a == b) | (a.isnan() & b.isnan()), 0.0)
-            if bool((gap > tolerance * max(1e-4, _scale(a), _scale(b))).any()):
-                at = int(gap.argmax())
-                yield f"{what}: {key} {float(a[at]):.5g} → {float(b[at]):.5g}"
+            change = _change(
+                old["parameters"][key].reshape(-1), new["parameters"][key].reshape(-1), tolerances
+            )
+            if change:
+                yield f"{what}: {key} {change}"
+
+
+def _change(a: Tensor, b: Tensor, tolerances: Mapping[Any, float]) -> str:
+    """Say how a parameter has changed by more than rounding; empty if it has not."""
+    if min(len(a), len(b)) not in (1, max(len(a), len(b))):
+        return "has other dimensions"
+    tolerance = max(tolerances.get(v.dtype, 0.0) for v in (a, b))
+    a, b = torch.broadcast_tensors(a.cpu().double(), b.cpu().double())
+    gap = (a - b).abs().nan_to_num(nan=math.inf).masked_fill((a == b) | (a.isnan() & b.isnan()), 0.0)
+    if not bool((gap > tolerance * max(1e-4, _scale(a), _scale(b))).any()):
+        return ""
+    at = int(gap.argmax())
+    return f"{float(a[at]):.5g} → {float(b[at]):.5g}"
 
 
 def _scale(values: Tensor) -> float:

@@ -64,7 +64,7 @@ class GaussianSite:
         )
 
 
-@dataclass
+@dataclass(eq=False)
 class Latent:
     """One latent site of the model and its posterior marginal in unconstrained space.
 

@@ -56,28 +56,37 @@ def example_axis(name: str, node: Any, num_rows: int) -> int:
     """
     shape = tuple(node["fn"].batch_shape)
     frames = [f for f in node["cond_indep_stack"] if f.vectorized]
-    fitting = [f for f in frames if f.size == num_rows and len(shape) >= -f.dim and shape[f.dim] == num_rows]
-    cut = [f for f in fitting if f.full_size not in (None, f.size)]
-    found = cut or fitting
+    found = _counting(frames, shape, num_rows)
     if len(found) == 1 or (found and num_rows == 1):  # of plates of one row any will do
         return int(found[0].dim)
+    if not frames and shape[:1] == (num_rows,):
+        return -len(shape)
     if found:
         raise DataError(
             f"observed site {name!r} is in {len(found)} plates of {num_rows} rows, {[f.name for f in found]}, and any "
             "of them may count the examples. Give that of the data its whole size and subsample_size=len(x), as "
             "pyro.plate('data', size, subsample_size=len(x)), or give another number of rows at a time."
         )
-    if not frames and shape and shape[0] == num_rows:
-        return -len(shape)
-    hint = (
-        "the model seems to choose rows itself (indexing by its plate); pass batches to the model instead"
-        if frames
-        else "put it in pyro.plate('data', size, subsample_size=len(x)), and let to_event take an example's own "
-        "dimensions only"
-    )
-    raise DataError(
-        f"observed site {name!r} has batch shape {shape} and event shape {tuple(node['fn'].event_shape)}: no "
-        f"dimension counts the {num_rows} examples. Either {hint}."
+    raise _no_axis(name, node, num_rows)
+
+
+def _counting(frames: list[Any], shape: tuple[int, ...], num_rows: int) -> list[Any]:
+    """Plates of a number of rows: those that are subsampled, if there are any."""
+    fitting = [f for f in frames if f.size == num_rows and len(shape) >= -f.dim and shape[f.dim] == num_rows]
+    return [f for f in fitting if f.full_size not in (None, f.size)] or fitting
+
+
+def _no_axis(name: str, node: Any, num_rows: int) -> DataError:
+    hint = "pass batches to the model; it seems to choose rows itself (indexing by its plate)"
+    if not any(frame.vectorized for frame in node["cond_indep_stack"]):
+        hint = (
+            "put it in pyro.plate('data', size, subsample_size=len(x)), and let to_event take an example's own "
+            "dimensions only"
+        )
+    shape, event_shape = tuple(node["fn"].batch_shape), tuple(node["fn"].event_shape)
+    return DataError(
+        f"observed site {name!r} has batch shape {shape} and event shape {event_shape}: no dimension counts the "
+        f"{num_rows} examples. To be predicted by example, {hint}."
     )
 
 

@@ -91,29 +91,35 @@ def _look(run: MeanRun, guide: Callable) -> Structure:
     if is_validation_enabled():
         _check_shapes(prune_subsample_sites(run.model_trace))
     refuse_dependent(run.gaussians)
-    sampled: dict[str, Tensor | bool] = {}
-    for child in run.latents:
-        for parent in _parents(child, _tensors(child.prior), run.latents):
-            if parent.source is None:
-                if child.source is None and any(
-                    p is parent for p in _parents(child, _shape_of(child.prior), run.latents)
-                ):
-                    raise GuideError(
-                        f"a point estimate of both {parent.name!r} and {child.name!r} is unbounded: the first sets "
-                        f"the prior of the second, so the density grows without limit as both shrink together. "
-                        f"Use a variational guide (MeanFieldGuide), integrate {parent.name!r} out, or write "
-                        f"{child.name!r} non-centred."
-                    )
-                continue
-            name, elements = parent.source.name, parent.elements
-            if name in sampled:
-                elements = torch.as_tensor(sampled[name]) | torch.as_tensor(elements)
-            sampled[name] = elements
     graph = graph_of(t for site in observed.terms for t in _tensors(site.fn))
     names = frozenset(type(node).__name__ for node in graph if not _keeps_probabilities(node))
     shapes = {site.name: site.fn.batch_shape + site.fn.event_shape for site in observed.sites}
     reached = reached_by(log_likelihood, {g.name: g.value for g in run.gaussians})
-    return Structure(sampled, names, shapes, reached, equal_units(run.latents, log_likelihood))
+    return Structure(_sampled(run.latents), names, shapes, reached, equal_units(run.latents, log_likelihood))
+
+
+def _sampled(latents: list[Latent]) -> dict[str, Tensor | bool]:
+    """Guide sites that set the prior of a latent, or masks of their elements.
+
+    Raises:
+        GuideError: point masses of a latent and of one that sets its prior.
+    """
+    sampled: dict[str, Tensor | bool] = {}
+    for child in latents:
+        for parent in _parents(child, _tensors(child.prior), latents):
+            if parent.source is not None:
+                name, elements = parent.source.name, parent.elements
+                if name in sampled:
+                    elements = torch.as_tensor(sampled[name]) | torch.as_tensor(elements)
+                sampled[name] = elements
+            elif child.source is None and parent in _parents(child, _shape_of(child.prior), latents):
+                raise GuideError(
+                    f"a point estimate of both {parent.name!r} and {child.name!r} is unbounded: the first sets "
+                    f"the prior of the second, so the density grows without limit as both shrink together. "
+                    f"Use a variational guide (MeanFieldGuide), integrate {parent.name!r} out, or write "
+                    f"{child.name!r} non-centred."
+                )
+    return sampled
 
 
 def reached_by(log_likelihood: Tensor, values: dict[str, Tensor]) -> frozenset[str]:
