@@ -54,7 +54,7 @@ class NaturalState:
         prior_loc: mean of the Normal prior.
         prior_precision: its precision :math:`\delta`.
         num_data: N.
-        temperature: :math:`\tau`, the weight of the KL divergence.
+        temperature: :math:`\beta`, the weight of the KL divergence.
         loss_factor: what the loss was multiplied with before the backward pass; gradients carry it, the rest does not.
         squares: :math:`\sum_i g_i^2` scaled up to the data set, a mean over draws; None if not measured.
         noise_products: gradient times noise over standard deviation, likewise; None if not measured.

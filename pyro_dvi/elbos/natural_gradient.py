@@ -31,7 +31,7 @@ class NaturalGradientELBO(DeterministicELBO):
 
     .. math::
         \mathrm{loss} = -\frac1K\sum_k \sum_s \mathrm{scale}_s \log p_s(y_s \mid w_k)
-            + \tau\,\mathrm{KL}(q \,\|\, p), \qquad w_k \sim q
+            + \beta\,\mathrm{KL}(q \,\|\, p), \qquad w_k \sim q
 
     The backward pass leaves the gradient of the log-likelihood at the draws with the means, and what the optimizer asks
     for beside it: sums of squared per-example gradients (:class:`~pyro_dvi.optim.VOGN`), the same at the
@@ -47,7 +47,8 @@ class NaturalGradientELBO(DeterministicELBO):
     get an ordinary Adam step from the same optimizer.
 
     Args:
-        kl_weight: :math:`\tau`, the temperature; positive; a float or a schedule of the training steps done.
+        kl_weight: :math:`\beta` (the papers' temperature :math:`\tau`); positive; a float or a schedule of the
+            training steps done.
         num_data: N, compared with the plate's scale; None skips the check.
         num_particles: K, draws of the weights a step.
 

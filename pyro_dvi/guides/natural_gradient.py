@@ -24,7 +24,7 @@ class NaturalGradientGuide(FactorisedGuide):
     r"""Independent Gaussians stored by mean and precision, for the natural-gradient optimizers.
 
     .. math:: q(u) = \prod_\lambda \mathcal N(u_\lambda; \mu_\lambda, \Lambda_\lambda^{-1}), \qquad
-        \Lambda = \frac{N (s + \tilde\delta)}{\tau}
+        \Lambda = \frac{N (s + \tilde\delta)}{\beta}
 
     Means are parameters with gradients. Precisions are parameters too, saved and loaded with the rest, but no gradient
     reaches them: :class:`~pyro_dvi.optim.VOGN`, ``OGN`` and ``IVON`` set them from the curvature s, the prior

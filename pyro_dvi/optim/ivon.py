@@ -25,7 +25,7 @@ class IVONOptimizer(NaturalGradientOptimizer):
             + \frac{(1-\beta_2)^2}{2}\frac{(h - \hat h)^2}{h + \tilde\delta}, \qquad
         \mu \leftarrow \mu - \alpha\,\frac{\hat m + \tilde\delta(\mu - m_0)}{h + \tilde\delta}
 
-    and :math:`\sigma^{-2} = \tfrac{N}{\tau}(h + \tilde\delta)`. The last term of h keeps it above
+    and :math:`\sigma^{-2} = \tfrac{N}{\beta}(h + \tilde\delta)`. The last term of h keeps it above
     :math:`-\tilde\delta` where that is constant. It is not where the temperature or a learned prior precision falls, so
     h is raised to :math:`-0.9\,\tilde\delta` before each update: the posterior variance of a weight is then less than
     some twenty times its prior's.

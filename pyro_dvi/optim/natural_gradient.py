@@ -2,11 +2,12 @@
 r"""What the natural-gradient optimizers share: measurements, momentum, the schedule, the posterior precision.
 
 Gradients come summed over the data, as Pyro's losses are; divided by N they are means over examples, :math:`\hat g`,
-and so are squares, :math:`\hat h`. With temperature :math:`\tau`, data-augmentation factor :math:`\rho` and prior
+and so are squares, :math:`\hat h`. With the weight :math:`\beta` of the KL (the papers' temperature
+:math:`\tau`; :math:`\beta_1` and :math:`\beta_2` are decay rates), data-augmentation factor :math:`\rho` and prior
 precision :math:`\delta`, the scaled prior precision and the posterior precision are
 
-.. math:: \tilde\delta = \frac{\tau\delta}{\rho N}, \qquad
-    \Lambda = \frac{\rho N}{\tau}(s + \tilde\delta) = \frac{\rho N s}{\tau} + \delta .
+.. math:: \tilde\delta = \frac{\beta\delta}{\rho N}, \qquad
+    \Lambda = \frac{\rho N}{\beta}(s + \tilde\delta) = \frac{\rho N s}{\beta} + \delta .
 """
 
 import math

@@ -23,7 +23,7 @@ class Step:
     Attributes:
         gradient: mean gradient of the examples with that of the prior.
         squares: mean squared gradient of the examples.
-        temperature: :math:`\tau`.
+        temperature: :math:`\beta`, the weight of the KL.
         num_data: :math:`\rho N`.
         prior: :math:`\tilde\delta`.
         damping: :math:`\gamma`.
@@ -66,9 +66,9 @@ class Consistent(Formulation):
     .. math::
         m \leftarrow \beta_1 m + (1-\beta_1) \hat g, \quad \hat m = \frac{m}{1-\beta_1^t}, \qquad
         s \leftarrow s + r_t (\hat h - s), \quad r_t = \max\Bigl(1-\beta_2, \frac{\eta+1}{\eta+t}\Bigr), \qquad
-        \Lambda = \frac{N}{\tau}(s + \tilde\delta)
+        \Lambda = \frac{N}{\beta}(s + \tilde\delta)
 
-    The precision at rest is :math:`N\hat h/\tau + \delta`, the optimum for temperature :math:`\tau`. Damping
+    The precision at rest is :math:`N\hat h/\beta + \delta`, the optimum for temperature :math:`\beta`. Damping
     shortens the step and leaves the posterior alone.
 
     Squared gradients shrink by orders of magnitude while a network learns. At a constant rate the first minibatch,
@@ -112,12 +112,12 @@ class AsPrinted(Formulation):
     r"""Algorithm 1 to the letter.
 
     .. math::
-        m \leftarrow \beta_1 m + \hat g, \qquad s \leftarrow (1 - \tau b)s + b\hat h, \quad b = 1 - \beta_2, \qquad
+        m \leftarrow \beta_1 m + \hat g, \qquad s \leftarrow (1 - \beta b)s + b\hat h, \quad b = 1 - \beta_2, \qquad
         \Lambda = N(s + \tilde\delta + \gamma)
 
-    The momentum is a sum, so that the step is :math:`1/(1-\beta_1)` times longer. At rest :math:`s = \hat h/\tau` and
-    the precision is :math:`N\hat h/\tau + \tau\delta + N\gamma`: the prior is tempered too, and damping narrows the
-    posterior. Both formulations agree at :math:`\tau = 1, \gamma = 0` up to the length of the step.
+    The momentum is a sum, so that the step is :math:`1/(1-\beta_1)` times longer. At rest :math:`s = \hat h/\beta` and
+    the precision is :math:`N\hat h/\beta + \beta\delta + N\gamma`: the prior is tempered too, and damping narrows the
+    posterior. Both formulations agree at :math:`\beta = 1, \gamma = 0` up to the length of the step.
 
     Three options are no part of the algorithm. It has no warm-up and no bound: give ``warmup_steps=0`` and
     ``clip_radius=None``. And it updates s in the first step too, which is left out where s starts from that very
