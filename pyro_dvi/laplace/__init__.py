@@ -6,8 +6,7 @@ is in ``hessian_free``.
 """
 
 from pyro_dvi.laplace.energy.precision import GGN, Hessian
-from pyro_dvi.laplace.evidence.by_evidence import ByEvidence
-from pyro_dvi.laplace.evidence.by_validation import ByValidation
+from pyro_dvi.laplace.evidence.criteria import ByEvidence, ByValidation
 from pyro_dvi.laplace.evidence.evidence import ByLanczos, Evidence, Exactly
 from pyro_dvi.laplace.evidence.tuning import NoiseScale, PriorPrecision, TuningCurve
 from pyro_dvi.laplace.guide import LaplaceGuide

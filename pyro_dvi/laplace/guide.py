@@ -25,7 +25,7 @@ from pyro_dvi.laplace.energy.energy import Energy
 from pyro_dvi.laplace.energy.passes import Passes
 from pyro_dvi.laplace.energy.precision import GGN, PrecisionMatrix
 from pyro_dvi.laplace.energy.query import Query, ReadOutputs
-from pyro_dvi.laplace.evidence.by_evidence import ByEvidence
+from pyro_dvi.laplace.evidence.criteria import ByEvidence
 from pyro_dvi.laplace.evidence.evidence import Determinant, Evidence, default_determinant, log_evidence
 from pyro_dvi.laplace.evidence.tuning import (
     Criterion,

@@ -3,7 +3,9 @@
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -81,14 +83,38 @@ class Spectrum:
 
 
 class Determinant(ABC):
-    """How the log determinant of the precision is found."""
+    """How the log determinant of the precision is found.
+
+    Attributes:
+        exact: by all the eigenvalues.
+    """
+
+    exact: ClassVar[bool] = False
 
     @abstractmethod
+    def quadrature(self, product: Callable[[Tensor], Tensor], like: Tensor) -> SpectralQuadrature:
+        """Return the eigenvalues, with weights, of a matrix ``[D, D]``.
+
+        Args:
+            product: of the matrix with rows ``[S, D]``.
+            like: a vector ``[D]``.
+        """
+
     def spectrum(self, local: LocalEnergy, curvature: PrecisionMatrix) -> Spectrum:
         """Return the spectrum of the precision at a point."""
+        prior = local.prior_diagonal()
+        half = None if prior is None else prior.rsqrt()
 
-    def _relative(self, local: LocalEnergy, curvature: PrecisionMatrix) -> "_Relative":
-        return _Relative(local, curvature, local.prior_diagonal())
+        def product(vectors: Tensor) -> Tensor:
+            if half is None:
+                return curvature.product(local, vectors)
+            return half * curvature.product(local, half * vectors) - vectors
+
+        found = self.quadrature(product, local.point)
+        rounding = 64 * torch.finfo(local.point.dtype).eps * (1 + found.nodes.abs().max())
+        nodes = torch.where((found.nodes < 0) & (found.nodes > -rounding), 0.0, found.nodes)
+        log_prior = None if prior is None else float(prior.cpu().double().log().sum())
+        return Spectrum(replace(found, nodes=nodes), log_prior, self.exact)
 
 
 @dataclass(frozen=True)
@@ -104,19 +130,19 @@ class Exactly(Determinant):
 
     max_size: int = 10_000
 
-    def spectrum(self, local: LocalEnergy, curvature: PrecisionMatrix) -> Spectrum:
-        """Return the exact spectrum."""
-        size = len(local.point)
+    exact = True
+
+    def quadrature(self, product: Callable[[Tensor], Tensor], like: Tensor) -> SpectralQuadrature:
+        """Return every eigenvalue once."""
+        size = len(like)
         if size > self.max_size:
             raise ArgumentError(
                 f"Exactly() would decompose a matrix of {size} x {size}: use ByLanczos(), or a larger max_size"
             )
-        matrix = self._relative(local, curvature)
-        rows = torch.eye(size, dtype=local.point.dtype, device=local.point.device).split(256)
-        dense = torch.cat([matrix.product(part) for part in rows]).to(widest(local.point.device))
+        rows = torch.eye(size, dtype=like.dtype, device=like.device).split(256)
+        dense = torch.cat([product(part) for part in rows]).to(widest(like.device))
         values = torch.linalg.eigvalsh(0.5 * (dense + dense.mT)).cpu().double()
-        quadrature = SpectralQuadrature(values[None], torch.full_like(values[None], 1 / size), size, size)
-        return matrix.spectrum(quadrature, exact=True)
+        return SpectralQuadrature(values[None], torch.full_like(values[None], 1 / size), size, size)
 
 
 @dataclass(frozen=True)
@@ -135,23 +161,22 @@ class ByLanczos(Determinant):
     steps: int = 60
     seed: int = 0
 
-    def spectrum(self, local: LocalEnergy, curvature: PrecisionMatrix) -> Spectrum:
-        """Return the estimated spectrum."""
-        matrix, size = self._relative(local, curvature), len(local.point)
+    def quadrature(self, product: Callable[[Tensor], Tensor], like: Tensor) -> SpectralQuadrature:
+        """Return what Lanczos recursions from random vectors give."""
         generator = torch.Generator().manual_seed(self.seed)
-        together = max(1, _BASIS_BYTES // (self.steps * size * local.point.element_size()))
+        together = max(1, _BASIS_BYTES // (self.steps * len(like) * like.element_size()))
         parts = [
             trace_of_function(
-                matrix.product,
-                size,
+                product,
+                len(like),
                 probes=min(together, self.probes - done),
                 steps=self.steps,
                 generator=generator,
-                like=local.point,
+                like=like,
             )
             for done in range(0, self.probes, together)
         ]
-        return matrix.spectrum(_joined(parts), exact=False)
+        return _joined(parts)
 
 
 def default_determinant(size: int) -> Determinant:
@@ -172,27 +197,6 @@ def _joined(parts: list[SpectralQuadrature]) -> SpectralQuadrature:
         parts[0].dim,
         sum(part.applications for part in parts),
     )
-
-
-class _Relative:
-    """A = D^(-1/2) (P - D) D^(-1/2), or P where D is None."""
-
-    def __init__(self, local: LocalEnergy, curvature: PrecisionMatrix, diagonal: Tensor | None) -> None:
-        self.local, self.curvature = local, curvature
-        self.scale = None if diagonal is None else diagonal.rsqrt()
-        self.log_prior_determinant = None if diagonal is None else float(diagonal.cpu().double().log().sum())
-
-    def spectrum(self, quadrature: SpectralQuadrature, *, exact: bool) -> Spectrum:
-        """Eigenvalues of A that rounding made negative are zero."""
-        nodes = quadrature.nodes
-        rounding = 64 * torch.finfo(self.local.point.dtype).eps * (1 + nodes.abs().max())
-        nodes = torch.where((nodes < 0) & (nodes > -rounding), 0.0, nodes)
-        return Spectrum(replace(quadrature, nodes=nodes), self.log_prior_determinant, exact)
-
-    def product(self, vectors: Tensor) -> Tensor:
-        if self.scale is None:
-            return self.curvature.product(self.local, vectors)
-        return self.scale * self.curvature.product(self.local, self.scale * vectors) - vectors
 
 
 @dataclass(frozen=True)
@@ -279,7 +283,7 @@ def log_evidence(
             pass
     if found is None:
         found = determinant.spectrum(energy.at(energy.start), curvature).log_determinant()
-        source = "exact" if isinstance(determinant, Exactly) else repr(determinant)
+        source = "exact" if determinant.exact else repr(determinant)
     with torch.enable_grad():
         log_prior = free_terms(*energy.first_run(energy.start), energy.layout)
     size = energy.layout.size

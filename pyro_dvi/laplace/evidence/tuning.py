@@ -187,7 +187,10 @@ class Criterion(ABC):
 
     @abstractmethod
     def score(self, tuning: Tuning) -> Callable[[float], float]:
-        """Return the function of the value that is to be as large as possible; NaN where it does not exist."""
+        """Return the function of the value that is to be as large as possible.
+
+        It raises ``NotPositiveDefiniteError`` for a value without a Gaussian.
+        """
 
 
 @dataclass(frozen=True)
@@ -263,7 +266,10 @@ def tune(
         score = criterion.score(tuning)
 
         def attempt(value: float) -> float:
-            tried[value] = score(value)
+            try:
+                tried[value] = score(value)
+            except NotPositiveDefiniteError:
+                tried[value] = math.nan
             bar.update()
             return -math.inf if math.isnan(tried[value]) else tried[value]
 

@@ -66,11 +66,7 @@ class ConjugateGradient(Method):
         self, local: LocalEnergy, *, seed: int = 0, progress: bool = False
     ) -> "ConjugateGradientPosterior":
         """Return the posterior."""
-        preconditioner = None
-        if self.preconditioner is not None:
-            preconditioner = self.preconditioner.fit(local, seed=seed, progress=progress).solve
-        solver = PrecisionSolver(local, self.curvature, self.tolerance, self.max_iterations, preconditioner)
-        return ConjugateGradientPosterior(solver)
+        return ConjugateGradientPosterior(PrecisionSolver.of(self, local, seed))
 
 
 @dataclass(frozen=True)
@@ -90,6 +86,13 @@ class PrecisionSolver:
     tolerance: float
     max_iterations: int | None
     preconditioner: Preconditioner | None
+
+    @classmethod
+    def of(cls, method: Any, local: LocalEnergy, seed: int) -> "PrecisionSolver":
+        """Return that of a method with a tolerance, a number of iterations, and a method for its preconditioner."""
+        near = method.preconditioner
+        preconditioner = None if near is None else near.fit(local, seed=seed, progress=False).solve
+        return cls(local, method.curvature, method.tolerance, method.max_iterations, preconditioner)
 
     def __call__(self, rhs: Tensor) -> Tensor:
         """Return v for the rows b, ``[S, D]``."""

@@ -85,11 +85,7 @@ class PosteriorSamples(Method):
         prior = independent_prior_precision(local, "PosteriorSamples()")
         noise = local.ggn_noise(self.num_samples, generator)
         noise += gaussian_rows(self.num_samples, len(prior), prior, generator) * prior.sqrt()
-        preconditioner = None
-        if self.preconditioner is not None:
-            preconditioner = self.preconditioner.fit(local, seed=seed, progress=progress).solve
-        solver = PrecisionSolver(local, self.curvature, self.tolerance, self.max_iterations, preconditioner)
-        return SamplesPosterior(local.point, solver(noise))
+        return SamplesPosterior(local.point, PrecisionSolver.of(self, local, seed)(noise))
 
 
 class SamplesPosterior(LaplacePosterior):

@@ -44,18 +44,22 @@ class InSample(PretrainedMode):
         return [_TrainingTilt(local.energy, query.site, k, query.size, rows) for k in range(query.size)]
 
 
+@dataclass(frozen=True)
 class _TrainingTilt(Tilt):
     """Mean of an output over the batches."""
 
-    def __init__(self, energy: Energy, site: str | None, output: int, size: int, rows: int) -> None:
-        self.energy, self.site, self.rows = energy, site, rows
-        self.only = torch.eye(size, dtype=energy.start.dtype, device=energy.start.device)[output]
+    energy: Energy
+    site: str | None
+    output: int
+    size: int
+    rows: int
 
     def value_and_gradient(self, point: Tensor) -> tuple[Tensor, Tensor]:
         """Return the mean and its gradient, a batch at a time."""
         value, gradient = point.new_zeros(()), torch.zeros_like(point)
         for batch in _queries(self.energy, self.site):
-            weights = self.only.expand(batch.num_rows, -1) / self.rows
+            weights = point.new_zeros(batch.num_rows, self.size)
+            weights[:, self.output] = 1 / self.rows
             part, slope = OutputTilt(batch, weights).value_and_gradient(point)
             value, gradient = value + part, gradient + slope
         return value, gradient
@@ -124,11 +128,15 @@ class LabelShift(PretrainedMode):
         return [_LabelTilt(local.energy, site, k, query.size, rows) for k in range(query.size)]
 
 
+@dataclass(frozen=True)
 class _LabelTilt(Tilt):
     """Mean of a column of the predictions, known by what a shift of its labels does to U."""
 
-    def __init__(self, energy: Energy, site: str, output: int, size: int, rows: int) -> None:
-        self.energy, self.site, self.output, self.size, self.rows = energy, site, output, size, rows
+    energy: Energy
+    site: str
+    output: int
+    size: int
+    rows: int
 
     def tilted(self, local: LocalEnergy, point: Tensor, strength: float) -> tuple[Tensor, Tensor]:
         """Return U on shifted labels and its gradient."""
