@@ -13,6 +13,7 @@ from pyro.infer.elbo import ELBO
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from pyro_dvi.choice import check_choice
 from pyro_dvi.distributed.draws import AnnouncedFunction, Draws, SharedDraws, seeded
 from pyro_dvi.distributed.messages import Message, exchange, exchange_or_fail, several
 from pyro_dvi.distributed.parameters import (
@@ -25,7 +26,7 @@ from pyro_dvi.distributed.parameters import (
     weighted_sums,
 )
 from pyro_dvi.distributed.shares import Fractions, weights_of
-from pyro_dvi.errors import DataError, NonFiniteError, PyroDviError, UnsupportedError
+from pyro_dvi.errors import ArgumentError, DataError, NonFiniteError, PyroDviError, UnsupportedError
 from pyro_dvi.natural_state import NaturalState, natural_state_of
 
 __all__ = ["DataParallel"]
@@ -71,7 +72,7 @@ class DataParallel(ELBO):
         stands_by: whether this process has no share in the next step; set by :class:`JointBatches`.
 
     Raises:
-        TypeError: the objective is none of this library.
+        ArgumentError: the objective is none of this library.
         PyroDviError: in a step: another process failed, or the processes do not have the same parameters.
         UnsupportedError: several processes but no process group; sites that are split in different proportions; or
             synchronised batch normalisation.
@@ -87,15 +88,14 @@ class DataParallel(ELBO):
 
     def __init__(self, elbo: Any, *, draws: Draws | None = None, group: Any = None) -> None:
         if isinstance(elbo, DataParallel) or not hasattr(elbo, "current_kl_weight"):
-            raise TypeError(
+            raise ArgumentError(
                 "DataParallel takes an objective of this library, such as TaylorELBO(), got "
                 f"{type(elbo).__name__}"
             )
-        if draws is not None and not isinstance(draws, Draws):
-            raise TypeError(f"draws must be SharedDraws() or OwnDraws(), got {draws!r}")
         super().__init__(num_particles=elbo.num_particles)
         self.elbo = elbo
         self.draws = SharedDraws() if draws is None else draws
+        check_choice("draws", self.draws, Draws, "SharedDraws() or OwnDraws()")
         self.group = group
         self.stands_by = False
         self._seed: int | None = None

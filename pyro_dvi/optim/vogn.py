@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from pyro_dvi.choice import check_choice
 from pyro_dvi.errors import ArgumentError
 from pyro_dvi.natural_state import NaturalState, Statistics
 from pyro_dvi.optim.natural_gradient import NaturalGradientOptimizer, move_along, scaled_prior
@@ -183,8 +184,7 @@ class VOGNOptimizer(NaturalGradientOptimizer):
     ) -> None:
         super().__init__(params, **options)
         self.formulation = Consistent() if formulation is None else formulation
-        if not isinstance(self.formulation, Formulation):
-            raise TypeError(f"formulation must be Consistent() or AsPrinted(), got {formulation!r}")
+        check_choice("formulation", self.formulation, Formulation, "Consistent() or AsPrinted()")
 
     def _move(
         self,

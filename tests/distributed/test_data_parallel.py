@@ -160,11 +160,11 @@ def test_the_wrapper_shows_the_objective():
 
 
 def test_options_of_the_wrong_type():
-    with pytest.raises(TypeError, match="Trace_ELBO"):
+    with pytest.raises(ArgumentError, match="Trace_ELBO"):
         DataParallel(Trace_ELBO())
-    with pytest.raises(TypeError, match="DataParallel"):
+    with pytest.raises(ArgumentError, match="DataParallel"):
         DataParallel(DataParallel(dvi.TaylorELBO()))
-    with pytest.raises(TypeError, match="SharedDraws"):
+    with pytest.raises(ArgumentError, match="SharedDraws"):
         DataParallel(dvi.TaylorELBO(), draws="own")
     with pytest.raises(ArgumentError, match="NaturalGradientELBO"):
         JointBatches([1, 2], dvi.NaturalGradientELBO())

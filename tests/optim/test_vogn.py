@@ -118,7 +118,7 @@ def test_forgetting_out_of_range(forgetting):
 
 
 def test_options_of_the_wrong_type():
-    with pytest.raises(TypeError, match="Consistent"):
+    with pytest.raises(ArgumentError, match="Consistent"):
         VOGNOptimizer([torch.zeros(1, requires_grad=True)], formulation="printed")
     with pytest.raises(ArgumentError, match="VOGN"):
         VOGN(0.1)
