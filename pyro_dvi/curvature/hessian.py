@@ -10,6 +10,7 @@ from torch import Tensor
 from pyro_dvi.choice import check_count
 from pyro_dvi.curvature.base import Curvature, half_sum, sum_of
 from pyro_dvi.curvature.likelihood import Linearisation, private_random_state
+from pyro_dvi.curvature.products import batched_gradients
 from pyro_dvi.errors import ArgumentError, CheckpointError, NonFiniteError
 
 __all__ = ["HessianDiagonal"]
@@ -142,13 +143,8 @@ def _diagonal(gradient: Tensor, value: Tensor) -> Tensor:
     if not flat.requires_grad:
         return torch.zeros_like(value)
     entries = []
-    for start in range(0, flat.numel(), 64):
-        rows = torch.arange(start, min(start + 64, flat.numel()), device=flat.device)
+    for rows in torch.arange(flat.numel(), device=flat.device).split(64):
         seeds = F.one_hot(rows, flat.numel()).to(flat)
-        (columns,) = torch.autograd.grad(
-            flat, value, seeds, is_grads_batched=True, create_graph=True, allow_unused=True
-        )
-        if columns is None:
-            return torch.zeros_like(value)
+        (columns,) = batched_gradients(flat, [value], seeds, 64, create_graph=True)
         entries.append(columns.reshape(len(rows), -1).gather(1, rows[:, None])[:, 0])
     return torch.cat(entries).reshape(value.shape)

@@ -11,6 +11,7 @@ where :math:`J v` is the derivative of :math:`J^\top c`, which is linear in c: e
 whatever can be differentiated twice can be multiplied. Many vectors share one graph.
 """
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,6 +27,7 @@ from pyro_dvi.errors import UnsupportedError
 __all__ = [
     "LinearMap",
     "SavedBytes",
+    "batched_gradients",
     "hessian_product",
     "information_outputs",
     "information_pairs",
@@ -75,7 +77,11 @@ class LinearMap:
             return self.outputs.new_zeros(count, *self.outputs.shape)
         # One scalar per vector: <J^T c, v>, whose derivative by c is J v.
         (result,) = batched_gradients(
-            [p for p, _ in linear], [cotangent], [v for _, v in linear], self.vectors_at_once
+            [p for p, _ in linear],
+            [cotangent],
+            [v for _, v in linear],
+            self.vectors_at_once,
+            allow_unused=False,  # it is used, unless a function of the model cannot be differentiated twice
         )
         return result
 
@@ -150,13 +156,54 @@ def information_pairs(
 
 
 def batched_gradients(
-    outputs: Any, values: Sequence[Tensor], cotangents: Any, vectors_at_once: int
+    outputs: Any,
+    values: Sequence[Tensor],
+    cotangents: Any,
+    vectors_at_once: int,
+    *,
+    create_graph: bool = False,
+    allow_unused: bool = True,
 ) -> list[Tensor]:
-    """Vector-Jacobian products for cotangents with a first dimension S more than the outputs, some at a time."""
+    """Vector-Jacobian products for cotangents with a first dimension S more than the outputs, some at a time.
+
+    Functions that cannot be vectorised are run one by one.
+    """
     outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
     cotangents = [cotangents] if isinstance(cotangents, Tensor) else list(cotangents)
-    chunks = zip(*[c.split(vectors_at_once) for c in cotangents], strict=True)
-    parts = [_vector_jacobian(outputs, values, list(chunk)) for chunk in chunks]
+
+    def products(vectors: tuple[Tensor, ...], batched: bool) -> list[Tensor]:
+        with twice_differentiated(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*performance drop.*", category=UserWarning)  # of vmap
+            found = torch.autograd.grad(
+                outputs,
+                values,
+                vectors,
+                retain_graph=True,
+                allow_unused=allow_unused,
+                create_graph=create_graph,
+                is_grads_batched=batched,
+            )
+        lead = vectors[0].shape[:1] if batched else ()
+        filled = [
+            v.new_zeros((*lead, *v.shape)) if g is None else g for v, g in zip(values, found, strict=True)
+        ]
+        return filled if create_graph else [g.detach() for g in filled]
+
+    def one_by_one(vectors: tuple[Tensor, ...]) -> list[Tensor]:
+        rows = [products(single, batched=False) for single in zip(*vectors, strict=True)]
+        return [torch.stack(column) for column in zip(*rows, strict=True)]
+
+    def some(vectors: tuple[Tensor, ...]) -> list[Tensor]:
+        if len(vectors[0]) == 1:
+            return one_by_one(vectors)
+        try:
+            return products(vectors, batched=True)
+        except RuntimeError as error:
+            if "vmap" not in str(error):
+                raise
+        return one_by_one(vectors)
+
+    parts = [some(chunk) for chunk in zip(*[c.split(vectors_at_once) for c in cotangents], strict=True)]
     return [torch.cat(column) if len(parts) > 1 else column[0] for column in zip(*parts, strict=True)]
 
 
@@ -167,39 +214,6 @@ def vectors_together(saved: int, device: torch.device) -> int:
     """
     budget = 1 << 22 if device.type == "cpu" else 1 << 28
     return max(1, min(256, budget // max(1, saved)))
-
-
-def _vector_jacobian(
-    outputs: list[Tensor], values: Sequence[Tensor], cotangents: list[Tensor]
-) -> list[Tensor]:
-    count = len(cotangents[0])
-    if count == 1:
-        return [
-            g.unsqueeze(0) for g in _gradients(outputs, values, [c[0] for c in cotangents], batched=False)
-        ]
-    try:
-        return _gradients(outputs, values, cotangents, batched=True)
-    except RuntimeError as error:
-        if "vmap" not in str(error):
-            raise
-    rows = [
-        _gradients(outputs, values, [c[s] for c in cotangents], batched=False) for s in range(count)
-    ]  # a function of the model cannot be vectorised
-    return [torch.stack(column) for column in zip(*rows, strict=True)]
-
-
-def _gradients(
-    outputs: list[Tensor], values: Sequence[Tensor], cotangents: list[Tensor], *, batched: bool
-) -> list[Tensor]:
-    with twice_differentiated():
-        found = torch.autograd.grad(
-            outputs, values, cotangents, retain_graph=True, allow_unused=True, is_grads_batched=batched
-        )
-    lead = cotangents[0].shape[:1] if batched else ()
-    return [
-        v.new_zeros((*lead, *v.shape)) if g is None else g.detach()
-        for v, g in zip(values, found, strict=True)
-    ]
 
 
 class SavedBytes(saved_tensors_hooks):

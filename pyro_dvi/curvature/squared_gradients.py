@@ -13,7 +13,6 @@ are exact.
 Every function with a rule in :mod:`pyro_dvi.curvature.per_example` is served.
 """
 
-import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -23,7 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyro_dvi.curvature.per_example.uses import Use, WeightUses, at_least_single
+from pyro_dvi.curvature.products import LinearMap, batched_gradients
 from pyro_dvi.curvature.rows import halves, mixed_rows
+from pyro_dvi.errors import UnsupportedError
 
 __all__ = [
     "SquaredGradients",
@@ -159,7 +160,7 @@ def squares_without_rules(outputs: Tensor, cotangent: Tensor, values: Sequence[T
     for k in few:
         try:
             totals[k] = _pass_per_element(outputs, cotangent, values[k])
-        except RuntimeError:  # the model cannot be differentiated twice
+        except (RuntimeError, UnsupportedError):  # the model cannot be differentiated twice
             many = [*many, k]
     if many:
         found = pass_per_example(outputs, cotangent, [values[k] for k in many])
@@ -174,13 +175,10 @@ def _split(num_examples: int, values: Sequence[Tensor]) -> tuple[list[int], list
 
 
 def _pass_per_element(outputs: Tensor, cotangent: Tensor, value: Tensor) -> Tensor:
-    """The gradient is linear in what is pulled back; its derivative there is a column of the Jacobian."""
-    seed = torch.zeros_like(cotangent, requires_grad=True)
-    (gradient,) = torch.autograd.grad(outputs, value, seed * cotangent, create_graph=True, allow_unused=True)
-    if gradient is None:
-        return torch.zeros_like(value)
-    columns = [torch.autograd.grad(g, seed, retain_graph=True)[0] for g in gradient.reshape(-1)]
-    return torch.stack([column.square().sum() for column in columns]).reshape(value.shape)
+    """By columns of the Jacobian."""
+    basis = torch.eye(value.numel(), dtype=value.dtype, device=value.device).reshape(-1, *value.shape)
+    columns = LinearMap(outputs, [value]).forward([basis])
+    return (columns * cotangent).square().sum(1).reshape(value.shape)
 
 
 def pass_per_example(
@@ -189,32 +187,9 @@ def pass_per_example(
     """As :func:`squares_without_rules`, by a backward pass per example, maybe to be differentiated again."""
     outputs, cotangent = outputs.reshape(-1), cotangent.reshape(-1)
     totals = [torch.zeros_like(v) for v in values]
-    chunk = max(1, min(64, _BUDGET // max(1, sum(v.numel() for v in values))))
-    start = 0
-    while start < len(outputs):
-        rows = torch.arange(start, min(start + chunk, len(outputs)), device=outputs.device)
+    together = max(1, min(64, _BUDGET // max(1, sum(v.numel() for v in values))))
+    for rows in torch.arange(len(outputs), device=outputs.device).split(together):
         seeds = F.one_hot(rows, len(outputs)).to(outputs) * cotangent
-        try:
-            grads = _pulled_back(outputs, seeds, values, create_graph)
-        except RuntimeError:
-            if chunk == 1:
-                raise
-            chunk = 1  # a function whose backward pass cannot be vectorised
-            continue
-        for total, grad in zip(totals, grads, strict=True):
-            if grad is not None:
-                total += grad.square().sum(0)
-        start += len(rows)
+        found = batched_gradients(outputs, values, seeds, together, create_graph=create_graph)
+        totals = [total + g.square().sum(0) for total, g in zip(totals, found, strict=True)]
     return totals
-
-
-def _pulled_back(
-    outputs: Tensor, seeds: Tensor, values: Sequence[Tensor], create_graph: bool
-) -> list[Tensor | None]:
-    options = {"retain_graph": True, "allow_unused": True, "create_graph": create_graph}
-    if len(seeds) == 1:
-        grads = torch.autograd.grad(outputs, values, seeds[0], **options)
-        return [None if g is None else g.unsqueeze(0) for g in grads]
-    with warnings.catch_warnings():  # vmap says which functions it runs one by one
-        warnings.filterwarnings("ignore", message=".*performance drop.*", category=UserWarning)
-        return list(torch.autograd.grad(outputs, values, seeds, is_grads_batched=True, **options))

@@ -11,12 +11,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from pyro_dvi.curvature.per_example.dense import summed_outer_squares
+from pyro_dvi.curvature.products import LinearMap
 from pyro_dvi.curvature.rows import ConstantStatistics
 from pyro_dvi.curvature.squared_gradients import (
     SquaredGradients,
     passes_of,
     squares_without_rules,
 )
+from pyro_dvi.errors import UnsupportedError
 from tests.curvature.per_example_cases import CASES, Case, M, head, loop
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding=.same.:UserWarning")
@@ -132,6 +134,13 @@ def test_functions_that_cannot_be_vectorised():
     s = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
     squares = squares_without_rules(Once.apply(x, s), torch.ones_like(x), [s])
     torch.testing.assert_close(squares, [x.square().sum()])
+
+
+def test_products_with_the_jacobian_refuse_functions_that_cannot_be_differentiated_twice():
+    x = torch.randn(20, dtype=torch.float64)
+    s = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
+    with pytest.raises(UnsupportedError, match="differentiate the model more than once"):
+        LinearMap(Once.apply(x, s), [s]).forward([torch.ones(1, dtype=torch.float64)])
 
 
 # Rows that are no examples --------------------------------------------------------------------------------------
