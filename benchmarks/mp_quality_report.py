@@ -14,10 +14,10 @@ DEFINITIONS = """\
 Scores of the test images; lower is better in all of them. NLL: mean negative log-likelihood in nats. ECE: 20 equally
 wide bins of confidence. AUMRC: area under the misclassification-rejection curve (`pyro_dvi.metrics.aumrc`): the test
 images are ranked by the entropy of their predicted class probabilities; k of n are rejected, the most uncertain
-first, and the error is the misclassified share of the n - k others, for k = 0 ... n - 1; at k = n, where nothing is
-left, it is 0; images of equal entropy count as the mean of their errors; the points are joined by straight lines; a
-curve of errors in % gives an area in %. ± is the standard deviation over seeds, each with its own training and
-validation images, initial weights and batches; all seeds share the test images.
+first, and the error is the misclassified share of the n - k others; the area is the mean over k = 0 ... n - 1; images
+of equal entropy count as the mean of their errors; a curve of errors in % gives an area in %. ± is the standard
+deviation over seeds, each with its own training and validation images, initial weights and batches; all seeds share
+the test images.
 
 Prediction: MNVI and MFVI by `Moments()` (one pass), the deterministic network at its weights, MC dropout by 20 random
 masks, sampled VI by 20 draws of weights. Parameters: what the optimizer changes. Inference: `predict` on 1,000 images

@@ -19,7 +19,13 @@ from pyro_dvi.metrics.detection import auroc, fpr_at_tpr
 from pyro_dvi.metrics.entropy import mutual_information, predictive_entropy
 from pyro_dvi.metrics.likelihood import Estimate, nll
 from pyro_dvi.metrics.regression import coverage, crps_gaussian, crps_samples, interval_width, rmse
-from pyro_dvi.metrics.rejection import RejectionCurve, aumrc, aurc, error_at_rejection, rejection_curve
+from pyro_dvi.metrics.rejection import (
+    RejectionCurve,
+    aumrc,
+    error_at_rejection,
+    rejection_curve,
+    trapezoidal_aumrc,
+)
 
 __all__ = [
     "Estimate",
@@ -29,7 +35,6 @@ __all__ = [
     "adaptive_calibration_error",
     "aumrc",
     "auroc",
-    "aurc",
     "brier",
     "coverage",
     "crps_gaussian",
@@ -44,4 +49,5 @@ __all__ = [
     "rejection_curve",
     "reliability_table",
     "rmse",
+    "trapezoidal_aumrc",
 ]

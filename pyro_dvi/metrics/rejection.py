@@ -10,7 +10,7 @@ from torch import Tensor
 from pyro_dvi.errors import ArgumentError, DataError
 from pyro_dvi.metrics.checks import classes_and_labels, numbers
 
-__all__ = ["RejectionCurve", "aumrc", "aurc", "error_at_rejection", "rejection_curve"]
+__all__ = ["RejectionCurve", "aumrc", "error_at_rejection", "rejection_curve", "trapezoidal_aumrc"]
 
 
 @dataclass(frozen=True)
@@ -76,11 +76,16 @@ def rejection_curve(probabilities: Any, labels: Any, uncertainty: Any = None) ->
 def aumrc(probabilities: Any, labels: Any, uncertainty: Any = None) -> float:
     r"""Area under the misclassification-rejection curve: low if errors are few and the uncertain ones.
 
-    .. math::
-        \mathrm{AUMRC} = \int_0^1 \mathrm{error}(r)\,\mathrm dr
+    The area of steps, which is the mean error over all numbers of kept examples,
 
-    of the straight lines between the points of :func:`rejection_curve`. For uncertainties that say nothing it is near
-    the error of all examples; ranking by who is right gives about half the square of that error.
+    .. math::
+        \mathrm{AUMRC} = \frac1n \sum_{k=0}^{n-1} \mathrm{error}\Bigl(\frac kn\Bigr)
+            = \frac1n \sum_{k=1}^{n} \frac1k \sum_{i=1}^{k} e_i,
+
+    with the curve and the :math:`e_i` of :func:`rejection_curve`. Read from the other end it is the area under the
+    risk-coverage curve, AURC. :func:`trapezoidal_aumrc` is the area below the straight lines between the points.
+    For uncertainties that say nothing it is near the error of all examples; ranking by who is right gives about half
+    the square of that error.
 
     Args:
         probabilities: class probabilities ``[..., C]``, or probabilities of label 1, ``[...]``.
@@ -93,43 +98,28 @@ def aumrc(probabilities: Any, labels: Any, uncertainty: Any = None) -> float:
     Raises:
         DataError: probabilities, labels or uncertainties that cannot be right.
 
-    Source: Schmitt & Roth (2021), appendix D.
+    Source: Nadeem, Zucker & Hanczar (2009) for the curve; Schmitt & Roth (2021), appendix D; as AURC Geifman, Uziel &
+    El-Yaniv (2019), section 2.
 
     Example:
         >>> aumrc([[0.9, 0.1], [0.6, 0.4]], [0, 1])
+        0.25
+    """
+    return float(rejection_curve(probabilities, labels, uncertainty).error[:-1].mean())
+
+
+def trapezoidal_aumrc(probabilities: Any, labels: Any, uncertainty: Any = None) -> float:
+    r"""Area below the straight lines between the points of the misclassification-rejection curve.
+
+    It is less than the area of steps, :func:`aumrc`, by the error of all n examples divided by 2 n. Arguments, returns
+    and raises as there.
+
+    Example:
+        >>> trapezoidal_aumrc([[0.9, 0.1], [0.6, 0.4]], [0, 1])
         0.125
     """
     curve = rejection_curve(probabilities, labels, uncertainty)
     return float(torch.trapezoid(curve.error, curve.rejected))
-
-
-def aurc(probabilities: Any, labels: Any, uncertainty: Any = None) -> float:
-    r"""Area under the risk-coverage curve: the mean error over all numbers of kept examples.
-
-    .. math::
-        \mathrm{AURC} = \frac1n \sum_{k=1}^{n} \frac1k \sum_{i=1}^{k} e_i
-
-    with the examples in the order of rising uncertainty, as in :func:`rejection_curve`. It is the sum of that curve
-    without its last point, where :func:`aumrc` is its trapezoidal area.
-
-    Args:
-        probabilities: class probabilities ``[..., C]``, or probabilities of label 1, ``[...]``.
-        labels: observed classes ``0..C-1``, shape ``[...]``.
-        uncertainty: what to rank by, shape ``[...]``; by default the predictive entropy.
-
-    Returns:
-        A number between 0 and 1.
-
-    Raises:
-        DataError: probabilities, labels or uncertainties that cannot be right.
-
-    Source: Geifman, Uziel & El-Yaniv (2019), section 2.
-
-    Example:
-        >>> aurc([[0.9, 0.1], [0.6, 0.4]], [0, 1])
-        0.25
-    """
-    return float(rejection_curve(probabilities, labels, uncertainty).error[:-1].mean())
 
 
 def error_at_rejection(probabilities: Any, labels: Any, rejected: float, uncertainty: Any = None) -> float:

@@ -26,7 +26,6 @@ _LOWER = (
     "adaptive_ece",
     "crps",
     "aumrc",
-    "aurc",
     "fpr",
     "error",
     "loss",

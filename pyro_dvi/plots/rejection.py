@@ -28,8 +28,7 @@ def rejection_curve(
 
     Below each curve, in its colour, lies the area that no ranking can undercut: that of an oracle, which rejects the
     wrong ones first and has the error :math:`\max(0, (e - r)/(1 - r))`. A ranking that says nothing keeps the error e,
-    a dotted line. The legend has the areas under the curve: AUMRC by trapezoids (Schmitt & Roth), AURC by the mean over
-    coverages. Low is good.
+    a dotted line. The legend has the area under the curve, :func:`~pyro_dvi.metrics.aumrc`. Low is good.
 
     Args:
         predictions: class probabilities ``[N, C]`` (``[N]`` of label 1), a :class:`~pyro_dvi.Prediction`, or a mapping
@@ -46,12 +45,12 @@ def rejection_curve(
     Raises:
         DataError: probabilities, labels or uncertainties that cannot be right, or a method without its own.
 
-    Source: Schmitt & Roth (2021), appendix D; Geifman, Uziel & El-Yaniv (2019) for AURC.
+    Source: Schmitt & Roth (2021), appendix D.
 
     Example:
         >>> ax = rejection_curve([[0.9, 0.1], [0.6, 0.4]], [0, 1])
         >>> ax.get_legend_handles_labels()[1]
-        ['AUMRC 0.125, AURC 0.250']
+        ['AUMRC 0.250']
     """
     methods = predictions if isinstance(predictions, Mapping) else {"": predictions}
     if not methods:
@@ -66,7 +65,7 @@ def rejection_curve(
                 raise DataError(f"method {name!r} has no uncertainty; there are those of {list(uncertainty)}")
             u = uncertainty[name]
         curve = metrics.rejection_curve(p, y, u)
-        areas = f"AUMRC {metrics.aumrc(p, y, u):.3f}, AURC {metrics.aurc(p, y, u):.3f}"
+        areas = f"AUMRC {metrics.aumrc(p, y, u):.3f}"
         error = float(curve.error[0])
         rejected = curve.rejected.numpy()
         ax.plot(

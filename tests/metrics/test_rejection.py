@@ -44,7 +44,9 @@ def test_the_area_is_that_under_the_loops_curve_and_does_not_depend_on_the_order
     wrong = [float(p[i].argmax() != y[i]) for i in order]
     errors = [sum(wrong[: len(y) - k]) / (len(y) - k) for k in range(len(y))] + [0.0]
     area = sum((a + b) / 2 / len(y) for a, b in pairwise(errors))
-    assert metrics.aumrc(p, y) == pytest.approx(area, abs=1e-12)
+    assert metrics.trapezoidal_aumrc(p, y) == pytest.approx(area, abs=1e-12)
+    assert metrics.aumrc(p, y) == pytest.approx(sum(errors) / len(y), abs=1e-12)
+    assert metrics.aumrc(p, y) == pytest.approx(area + errors[0] / (2 * len(y)), abs=1e-12)
     steps = np.arange(len(y)) // 50  # six groups of equal uncertainty
     assert metrics.aumrc(p[::-1].copy(), y[::-1].copy(), steps[::-1].copy()) == pytest.approx(
         metrics.aumrc(p, y, steps), abs=1e-12
@@ -69,7 +71,7 @@ def test_the_area_under_the_risk_coverage_curve_and_its_points_are_those_of_a_lo
     wrong, uncertainty = p.argmax(-1) != y, np.array([entropy(row) for row in p])
     ranked = wrong[np.argsort(uncertainty)]  # no ties
     curve = [np.mean(ranked[: len(y) - k]) for k in range(len(y))] + [0.0]
-    assert metrics.aurc(p, y) == pytest.approx(np.mean(curve[:-1]), abs=1e-12)
+    assert metrics.aumrc(p, y) == pytest.approx(np.mean(curve[:-1]), abs=1e-12)
     for rejected in (0.0, 0.1, 0.25, 0.5, 0.99, 1.0):
         expected = np.interp(rejected, np.arange(len(curve)) / len(y), curve)
         assert metrics.error_at_rejection(p, y, rejected) == pytest.approx(expected, abs=1e-12)

@@ -37,7 +37,7 @@ def test_the_curve_and_its_areas():
     np.testing.assert_allclose(ax.lines[0].get_xdata(), curve.rejected)
     np.testing.assert_allclose(ax.lines[0].get_ydata(), curve.error)
     (label,) = ax.get_legend_handles_labels()[1]
-    assert label == f"AUMRC {metrics.aumrc(p, y):.3f}, AURC {metrics.aurc(p, y):.3f}"
+    assert label == f"AUMRC {metrics.aumrc(p, y):.3f}"
 
 
 def test_the_references_are_the_oracle_and_chance():

@@ -188,7 +188,7 @@ def test_diagnostics_and_export(device):
 METRICS = [
     metrics.accuracy,
     metrics.adaptive_calibration_error,
-    metrics.aurc,
+    metrics.aumrc,
     metrics.brier,
     metrics.expected_calibration_error,
 ]

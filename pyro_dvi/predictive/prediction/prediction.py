@@ -300,8 +300,8 @@ class Prediction:
         Returns:
             A flat mapping, defined in :mod:`pyro_dvi.metrics`. Always ``nll`` and ``nll_standard_error``.
 
-            For classes ``accuracy``, ``brier``, ``ece`` and ``adaptive_ece`` (15 bins), ``aurc`` and ``aumrc`` (ranked
-            by the predictive entropy), and the means of ``entropy`` and ``mutual_information``; the last only where the
+            For classes ``accuracy``, ``brier``, ``ece`` and ``adaptive_ece`` (15 bins), ``aumrc`` (ranked by the
+            predictive entropy), and the means of ``entropy`` and ``mutual_information``; the last only where the
             rule tells noise and posterior apart.
 
             For numbers ``rmse``, where there is a mean; ``coverage_95`` and ``width_95`` of the central 95 % interval,

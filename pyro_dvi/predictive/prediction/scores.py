@@ -29,7 +29,6 @@ def of_classes(probabilities: Tensor, labels: Tensor, information: Tensor | None
         "brier": metrics.brier(probabilities, labels),
         "ece": metrics.expected_calibration_error(probabilities, labels),
         "adaptive_ece": metrics.adaptive_calibration_error(probabilities, labels),
-        "aurc": metrics.aurc(probabilities, labels),
         "aumrc": metrics.aumrc(probabilities, labels),
         "entropy": float(
             metrics.predictive_entropy(rows if probabilities.shape == labels.shape else probabilities).mean()
