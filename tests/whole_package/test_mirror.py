@@ -14,7 +14,6 @@ WHOLE_CHAPTER = {
     "*/test_mistakes.py",
     "*/test_device.py",
     "expectations/test_networks.py",
-    "laplace/*",
     "moments/test_brute_force.py",
     "moments/test_completeness.py",
     "moments/test_torchvision*.py",
