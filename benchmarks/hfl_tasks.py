@@ -144,7 +144,7 @@ def measured(guide: LaplaceGuide, batches: Any, method: Method, x: Tensor) -> tu
     """Variances of either sign at ``x``, the work in gradients of all data, and seconds."""
     energy = guide.energy(batches)
     begin = time.perf_counter()
-    posterior = method.fit(energy.at(energy.start), seed=0, progress=False)
+    posterior = method.fit(energy.at(energy.start), seed=0)
     query = Query(energy.model, (x,), guide.unconstrained_mode(), energy.layout)
     read = posterior.responses if isinstance(method, HessianFree) else posterior.covariance  # type: ignore[attr-defined]
     variance = read(query)[:, 0, 0]

@@ -315,7 +315,7 @@ class LaplaceGuide(FactorisedGuide):
         method = unconverged.method(method, energies)
         with progress_bar(progress, None, unit="gradient") as bar:
             energy.report = bar.update
-            posterior = method.fit(energy.at(energy.start), seed=seed, progress=progress)
+            posterior = method.fit(energy.at(energy.start), seed=seed)
             energy.report = None
         seen = Fingerprint.of(model, *next(iter(energy.passes)), self.median())
         checksum = energy.passes.checksum

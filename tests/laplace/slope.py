@@ -42,7 +42,7 @@ class PointSolver(Method):
 
     curvature = Hessian()
 
-    def fit(self, local, *, seed, progress):
+    def fit(self, local, *, seed):
         return Solutions(local)
 
 

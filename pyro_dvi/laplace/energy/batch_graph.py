@@ -2,6 +2,7 @@
 """The graph of one batch's run, and the products through it."""
 
 import warnings
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 from zlib import crc32
@@ -19,6 +20,7 @@ from pyro_dvi.linalg.operator import gaussian_rows
 __all__ = ["BatchGraph", "refuse_torch_modes", "DrawnLabels", "sites_only"]
 
 
+@dataclass(eq=False)
 class BatchGraph:
     r"""The graph of one batch's run, and the products through it; vectors and products are tensors ``[S, *site]``.
 
@@ -31,25 +33,18 @@ class BatchGraph:
         vectors_at_once: how many vectors go through the graph together.
     """
 
-    def __init__(
-        self,
-        values: list[Tensor],
-        run: JointRun,
-        *,
-        kl_weight: float = 1.0,
-        with_prior: bool = True,
-        labels: Any = None,
-        vectors_at_once: int = 2,
-    ) -> None:
-        self.values, self.run = values, run
-        self._kl_weight, self._with_prior = kl_weight, with_prior
-        self._labels, self._at_once = labels, vectors_at_once
+    values: list[Tensor]
+    run: JointRun
+    kl_weight: float = 1.0
+    with_prior: bool = True
+    labels: Any = None
+    vectors_at_once: int = 2
 
     @cached_property
     def energy(self) -> Tensor:
         """What the batch adds to U."""
-        energy = -self.run.log_likelihood() / self._kl_weight
-        return energy - self.run.log_prior if self._with_prior else energy
+        energy = -self.run.log_likelihood() / self.kl_weight
+        return energy - self.run.log_prior if self.with_prior else energy
 
     def gradient(self) -> list[Tensor]:
         """Its gradient."""
@@ -65,15 +60,15 @@ class BatchGraph:
 
     @cached_property
     def _information(self) -> tuple[LinearMap, Tensor]:
-        outputs, weights = information_outputs(sites_only(self.run), self._labels)
-        jacobian = LinearMap(outputs, self.values, vectors_at_once=self._at_once)
-        return jacobian, weights.square() / self._kl_weight
+        outputs, weights = information_outputs(sites_only(self.run), self.labels)
+        jacobian = LinearMap(outputs, self.values, vectors_at_once=self.vectors_at_once)
+        return jacobian, weights.square() / self.kl_weight
 
     def hessian(self, vectors: list[Tensor]) -> list[Tensor]:
-        return hessian_product(self._gradients, self.values, vectors, self._at_once)
+        return hessian_product(self._gradients, self.values, vectors, self.vectors_at_once)
 
     def prior_hessian(self, vectors: list[Tensor]) -> list[Tensor]:
-        return [-p for p in hessian_product(self.prior_gradients, self.values, vectors, self._at_once)]
+        return [-p for p in hessian_product(self.prior_gradients, self.values, vectors, self.vectors_at_once)]
 
     def ggn(self, vectors: list[Tensor]) -> list[Tensor]:
         jacobian, weights = self._information
@@ -81,7 +76,7 @@ class BatchGraph:
             total = jacobian.transposed(jacobian.forward(vectors) * weights)
         else:
             total = [torch.zeros_like(v) for v in vectors]
-        if self._with_prior:
+        if self.with_prior:
             total = [a + b for a, b in zip(total, self.prior_hessian(vectors), strict=True)]
         return total
 

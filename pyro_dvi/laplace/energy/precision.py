@@ -68,7 +68,7 @@ class PrecisionMatrix(NamedInFiles):
 
 @dataclass(frozen=True)
 class GGN(PrecisionMatrix):
-    r"""Gauss-Newton: :math:`P = \frac1\kappa\sum_i J_i^\top \Lambda_i J_i - \nabla^2\log p(u)`.
+    r"""Gauss-Newton: :math:`P = \frac1\beta\sum_i J_i^\top \Lambda_i J_i - \nabla^2\log p(u)`.
 
     :math:`\Lambda_i` is the expected Fisher information of the parameters of the observed distribution. Positive
     definite for log-concave priors, whether or not training has converged.

@@ -98,7 +98,7 @@ class Candidates:
                 except UnsupportedError:
                     pass
         candidate = self.energy(value)
-        return self.tuning.method.fit(candidate.at(candidate.start), seed=self.tuning.seed, progress=False)
+        return self.tuning.method.fit(candidate.at(candidate.start), seed=self.tuning.seed)
 
     @cached_property
     def _fitted(self) -> LaplacePosterior | None:
@@ -107,7 +107,7 @@ class Candidates:
         if not method.reweights:
             return None
         try:
-            return method.fit(energy.at(energy.start), seed=self.tuning.seed, progress=False)
+            return method.fit(energy.at(energy.start), seed=self.tuning.seed)
         except NotPositiveDefiniteError:
             return None
 

@@ -62,9 +62,7 @@ class ConjugateGradient(Method):
     def __post_init__(self) -> None:
         check_tolerance(self.tolerance)
 
-    def fit(
-        self, local: LocalEnergy, *, seed: int = 0, progress: bool = False
-    ) -> "ConjugateGradientPosterior":
+    def fit(self, local: LocalEnergy, *, seed: int = 0) -> "ConjugateGradientPosterior":
         """Return the posterior."""
         return ConjugateGradientPosterior(PrecisionSolver.of(self, local, seed))
 
@@ -91,7 +89,7 @@ class PrecisionSolver:
     def of(cls, method: Any, local: LocalEnergy, seed: int) -> "PrecisionSolver":
         """Return that of a method with a tolerance, a number of iterations, and a method for its preconditioner."""
         near = method.preconditioner
-        preconditioner = None if near is None else near.fit(local, seed=seed, progress=False).solve
+        preconditioner = None if near is None else near.fit(local, seed=seed).solve
         return cls(local, method.curvature, method.tolerance, method.max_iterations, preconditioner)
 
     def __call__(self, rhs: Tensor) -> Tensor:

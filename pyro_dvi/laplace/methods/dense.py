@@ -49,7 +49,7 @@ class Dense(Method):
 
     exact = reweights = True
 
-    def fit(self, local: LocalEnergy, *, seed: int = 0, progress: bool = False) -> "DensePosterior":
+    def fit(self, local: LocalEnergy, *, seed: int = 0) -> "DensePosterior":
         """Return the posterior."""
         size = len(local.point)
         if size > self.max_size:

@@ -50,7 +50,7 @@ class Diagonal(Method):
 
     reweights = True
 
-    def fit(self, local: LocalEnergy, *, seed: int = 0, progress: bool = False) -> "DiagonalPosterior":
+    def fit(self, local: LocalEnergy, *, seed: int = 0) -> "DiagonalPosterior":
         """Return the posterior."""
         prior = local.prior_diagonal()
         if isinstance(self.curvature, GGN):

@@ -2,7 +2,7 @@
 """A Kronecker product for each layer: what goes in, times what comes back."""
 
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,12 +20,13 @@ __all__ = ["KroneckerBlock", "KroneckerFactored", "KroneckerPosterior"]
 Span = tuple[int, int]
 
 
+@dataclass(eq=False)
 class KroneckerBlock:
     r"""The precision of the weights W ``[p, q]`` of a layer; the last column is its bias, if it has one.
 
     .. math::
         P = \Pi^{1/2} \Bigl(I + \hat B \otimes \hat A\Bigr) \Pi^{1/2}, \qquad \Pi = r c^\top, \quad
-        \hat B = r^{-1/2} B\, r^{-1/2} = U \beta\, U^\top, \quad \hat A = c^{-1/2} A\, c^{-1/2} = V \alpha V^\top,
+        \hat B = r^{-1/2} B\, r^{-1/2} = U D_B U^\top, \quad \hat A = c^{-1/2} A\, c^{-1/2} = V D_A V^\top,
 
     so that everything happens in the basis :math:`U^\top W V`, where P is diagonal.
 
@@ -36,21 +37,16 @@ class KroneckerBlock:
         prior: :math:`\Pi`, ``[p, q]``.
         left: U, ``[p, p]``.
         right: V, ``[q, q]``.
-        values: :math:`1 + \beta \alpha^\top`, ``[p, q]``.
+        values: :math:`1 + d_B d_A^\top` with these eigenvalues, ``[p, q]``.
     """
 
-    def __init__(
-        self,
-        weight: Span,
-        bias: Span | None,
-        inputs_first: bool,
-        prior: Tensor,
-        left: Tensor,
-        right: Tensor,
-        values: Tensor,
-    ) -> None:
-        self.weight, self.bias, self.inputs_first = tuple(weight), bias, inputs_first
-        self.prior, self.left, self.right, self.values = prior, left, right, values
+    weight: Span
+    bias: Span | None
+    inputs_first: bool
+    prior: Tensor
+    left: Tensor
+    right: Tensor
+    values: Tensor
 
     @classmethod
     def fitted(
@@ -86,8 +82,8 @@ class KroneckerBlock:
 
     def reweighted(self, likelihood: float, prior: float) -> "KroneckerBlock":
         """Return the block with both parts of its precision multiplied by numbers."""
-        changed = {"prior": self.prior * prior, "values": 1 + (self.values - 1) * (likelihood / prior)}
-        return KroneckerBlock(**{**self.state(), **changed})
+        values = 1 + (self.values - 1) * (likelihood / prior)
+        return replace(self, prior=self.prior * prior, values=values)
 
     def state(self) -> dict[str, Any]:
         """Return the arguments that make the block again."""
@@ -188,7 +184,7 @@ class KroneckerFactored(Method):
                 "curvature=GGN(), or Dense(curvature=Hessian())"
             )
 
-    def fit(self, local: LocalEnergy, *, seed: int = 0, progress: bool = False) -> "KroneckerPosterior":
+    def fit(self, local: LocalEnergy, *, seed: int = 0) -> "KroneckerPosterior":
         """Return the posterior."""
         prior = independent_prior_precision(local, "KroneckerFactored()")
         factors: _Factors | None = None

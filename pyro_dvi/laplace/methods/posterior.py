@@ -37,13 +37,12 @@ class Method(ABC):
     reweights: ClassVar[bool] = False
 
     @abstractmethod
-    def fit(self, local: LocalEnergy, *, seed: int, progress: bool) -> "LaplacePosterior":
+    def fit(self, local: LocalEnergy, *, seed: int) -> "LaplacePosterior":
         """Return the posterior around ``local.point``.
 
         Args:
             local: U around the mode.
             seed: of random numbers.
-            progress: show a progress bar of its own, if it has one; the guide shows the work that U does.
         """
 
 

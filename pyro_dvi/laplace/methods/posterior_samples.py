@@ -79,7 +79,7 @@ class PosteriorSamples(Method):
                 "ConjugateGradient(curvature=Hessian()) or Dense(curvature=Hessian())."
             )
 
-    def fit(self, local: LocalEnergy, *, seed: int = 0, progress: bool = False) -> "SamplesPosterior":
+    def fit(self, local: LocalEnergy, *, seed: int = 0) -> "SamplesPosterior":
         """Return the posterior."""
         generator = torch.Generator().manual_seed(seed)
         prior = independent_prior_precision(local, "PosteriorSamples()")

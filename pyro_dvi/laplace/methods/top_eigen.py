@@ -65,7 +65,7 @@ class TopEigen(Method):
     def __post_init__(self) -> None:
         check_count("k", self.k)
 
-    def fit(self, local: LocalEnergy, *, seed: int = 0, progress: bool = False) -> "TopEigenPosterior":
+    def fit(self, local: LocalEnergy, *, seed: int = 0) -> "TopEigenPosterior":
         """Return the posterior."""
         prior = independent_prior_precision(local, "TopEigen()")
         half = prior.rsqrt()

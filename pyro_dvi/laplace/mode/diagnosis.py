@@ -249,7 +249,7 @@ def _with_decrement(
 def _fitting_kl_weight(local: LocalEnergy) -> float | None:
     r"""Return the weight k' for which the gradients of likelihood and prior cancel, if there is another one.
 
-    With :math:`g = g_L/\kappa + g_P`, a minimum for :math:`\kappa'` has :math:`g_L = -\kappa' g_P`.
+    With :math:`g = g_L/\beta + g_P`, a minimum for :math:`\beta'` has :math:`g_L = -\beta' g_P`.
     """
     weight = local.energy.kl_weight
     prior = local.prior_gradient.cpu().double()

@@ -84,7 +84,7 @@ class HessianFree(Method):
         check_choice("solver", self.solver, Solver, "NewtonCG(), LBFGS() or Adam()")
         check_step(self.step)
 
-    def fit(self, local: LocalEnergy, *, seed: int = 0, progress: bool = False) -> "HessianFreePosterior":
+    def fit(self, local: LocalEnergy, *, seed: int = 0) -> "HessianFreePosterior":
         """Return the posterior; its fits follow when queries come."""
         self.mode.check(local)
         if isinstance(self.mode, PretrainedMode):

@@ -90,8 +90,8 @@ class LabelShift(PretrainedMode):
 
     For Gaussian noise with a known scale, completing the square shows that
 
-    .. math:: \frac{(y_i - f_i)^2}{2\kappa\sigma_i^2} - \frac\lambda N f_i =
-        \frac{(y_i + \lambda\kappa\sigma_i^2/N - f_i)^2}{2\kappa\sigma_i^2} + \text{const},
+    .. math:: \frac{(y_i - f_i)^2}{2\beta\sigma_i^2} - \frac\lambda N f_i =
+        \frac{(y_i + \lambda\beta\sigma_i^2/N - f_i)^2}{2\beta\sigma_i^2} + \text{const},
 
     so that training on shifted labels is the tilted fit, and a training loop needs no change at all. The result is that
     of :class:`~pyro_dvi.laplace.methods.hessian_free.training_modes.InSample`, at the cost of training.
