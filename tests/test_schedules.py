@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+"""Schedules start, rise and end where they say."""
+
 import dataclasses
 import pickle
 

@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+"""A look at a model leaves statistics and random numbers as they were."""
+
 import pytest
 import torch
 from torch import nn

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models at their modes, whose Gaussians are known or can be computed densely."""
 
 import math

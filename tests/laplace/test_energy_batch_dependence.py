@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What may not depend on the batch: the prior, and how much a row counts."""
 
 import warnings

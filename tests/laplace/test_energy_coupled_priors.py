@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Priors that couple latents: never taken for independent ones, wherever they stand in the flat vector."""
 
 from typing import Any

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gauss-Newton matrices that are estimated from drawn labels: of each batch its own, the same in every pass."""
 
 from typing import Any

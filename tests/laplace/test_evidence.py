@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The log evidence, against closed forms of linear regression."""
 
 import math

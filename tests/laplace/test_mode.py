@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Polishing a mode, telling what is wrong with one, and what a fit does about it."""
 
 import math

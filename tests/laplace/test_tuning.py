@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is tuned after training, against closed forms and against fits for each value."""
 
 import math

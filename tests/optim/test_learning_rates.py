@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+"""Rates for means and for scales, in Pyro's optimizers and in parameter groups of torch."""
+
 import inspect
 import pickle
 

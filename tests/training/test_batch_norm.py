@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+"""Statistics of batch normalisation, computed anew at the mean of the posterior."""
+
 import pyro
 import pyro.distributions as dist
 import pytest
