@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether the rows of a layer are those of single examples."""
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,6 +11,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 __all__ = ["ConstantStatistics", "bits_of_rows", "halves", "mixed_rows"]
+
+_BATCH_NORM = inspect.signature(F.batch_norm)
+_OF_TORCH = "input weight bias running_mean running_var training momentum eps cudnn_enabled".split()
 
 
 def halves(count: int, device: torch.device | None = None) -> list[Tensor]:
@@ -70,37 +74,17 @@ class ConstantStatistics(TorchFunctionMode):
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is F.batch_norm:
-            return _of_module(*args, **kwargs)
-        return _of_torch(*args, **kwargs) if func is torch.batch_norm else func(*args, **kwargs)
-
-
-def _of_module(
-    input: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Tensor:
-    if training:
-        dims = [k for k in range(input.dim()) if k != 1]
-        like = input if weight is None else weight  # which is wider than the input under autocast
-        running_var, running_mean = torch.var_mean(input.detach().to(like.dtype), dims, correction=0)
-    return F.batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
-
-
-def _of_torch(
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    training: bool,
-    momentum: float,
-    eps: float,
-    cudnn_enabled: bool,
-) -> Tensor:
-    return _of_module(input, running_mean, running_var, weight, bias, training, momentum, eps)
+        if func is torch.batch_norm:
+            kwargs = dict(zip(_OF_TORCH, args, strict=False)) | kwargs
+            func, args = F.batch_norm, ()
+            kwargs.pop("cudnn_enabled", None)
+        if func is not F.batch_norm:
+            return func(*args, **kwargs)
+        arguments = _BATCH_NORM.bind(*args, **kwargs).arguments
+        if arguments.get("training"):
+            x, weight = arguments["input"].detach(), arguments.get("weight")
+            if weight is not None:
+                x = x.to(weight.dtype)  # which is wider than the input under autocast
+            variance, mean = torch.var_mean(x, [k for k in range(x.dim()) if k != 1], correction=0)
+            arguments |= {"running_mean": mean, "running_var": variance, "training": False}
+        return F.batch_norm(**arguments)

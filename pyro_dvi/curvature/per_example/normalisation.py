@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Per-example gradients of the scales and shifts of normalisation layers."""
 
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -9,90 +11,48 @@ from torch import Tensor
 from pyro_dvi.curvature.per_example.broadcasting import scaling, shift
 from pyro_dvi.curvature.per_example.rules import Contribution, per_example_rule
 
+__all__ = ["over_positions"]
+
 
 def over_positions(gradient: Tensor) -> Tensor:
     """Sum ``[M, channels, ...]`` over positions."""
     return gradient.flatten(2).sum(2) if gradient.dim() > 2 else gradient
 
 
-def _by_channel(wanted: str, input: Tensor, normalise: Callable[[Tensor], Tensor]) -> Contribution | None:
-    if wanted == "bias":
-        return Contribution(over_positions)
-    if wanted == "weight":
-        return Contribution(lambda delta, x: over_positions(delta * normalise(x)), (input,), bilinear=False)
-    return None
+def _affine_norm(function: Callable[..., Tensor], by_channel: bool) -> None:
+    """Register a function that normalises, multiplies by a weight and adds a bias.
+
+    Args:
+        function: with arguments of these names, and ``input``.
+        by_channel: weights belong to channels, the second dimension; else to the last dimensions.
+    """
+    signature = inspect.signature(function)
+
+    def rule(wanted: str, *args: Any, **kwargs: Any) -> Contribution | None:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        x, shape = bound.arguments.pop("input"), bound.arguments[wanted].shape
+        if x.dim() <= len(shape):  # a single example
+            return None
+        arguments = bound.arguments | dict.fromkeys({"weight", "bias"} & bound.arguments.keys())
+        if arguments.get("training") or arguments.get("use_input_stats"):
+            arguments |= {"running_mean": None, "running_var": None}  # which it would update
+
+        def normalised(x: Tensor) -> Tensor:
+            return function(x, **arguments)
+
+        if not by_channel:
+            return shift(shape, x) if wanted == "bias" else scaling(shape, x, normalised)
+        if wanted == "bias":
+            return Contribution(over_positions)
+        return Contribution(lambda delta, x: over_positions(delta * normalised(x)), (x,), bilinear=False)
+
+    first = inspect.Parameter("wanted", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    rule.__signature__ = signature.replace(parameters=[first, *signature.parameters.values()])  # type: ignore[attr-defined]
+    per_example_rule(function)(rule)
 
 
-@per_example_rule(F.batch_norm)
-def _batch_norm(
-    wanted: str,
-    input: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Contribution | None:
-    statistics = (None, None) if training else (running_mean, running_var)
-    return _by_channel(wanted, input, lambda x: F.batch_norm(x, *statistics, None, None, training, 0.0, eps))
-
-
-@per_example_rule(F.instance_norm)
-def _instance_norm(
-    wanted: str,
-    input: Tensor,
-    running_mean: Tensor | None = None,
-    running_var: Tensor | None = None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    use_input_stats: bool = True,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Contribution | None:
-    if use_input_stats:
-        return _by_channel(wanted, input, lambda x: F.instance_norm(x, eps=eps))
-    return _by_channel(wanted, input, lambda x: F.batch_norm(x, running_mean, running_var, eps=eps))
-
-
-@per_example_rule(F.group_norm)
-def _group_norm(
-    wanted: str,
-    input: Tensor,
-    num_groups: int,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-) -> Contribution | None:
-    return _by_channel(wanted, input, lambda x: F.group_norm(x, num_groups, eps=eps))
-
-
-@per_example_rule(F.layer_norm)
-def _layer_norm(
-    wanted: str,
-    input: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-) -> Contribution | None:
-    shape = (weight if wanted == "weight" else bias).shape  # type: ignore[union-attr]
-    if input.dim() <= len(shape):  # a single example
-        return None
-    if wanted == "bias":
-        return shift(shape, input)
-    return scaling(shape, input, lambda x: F.layer_norm(x, normalized_shape, eps=eps))
-
-
-@per_example_rule(F.rms_norm)
-def _rms_norm(
-    wanted: str,
-    input: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None = None,
-    eps: float | None = None,
-) -> Contribution | None:
-    if wanted != "weight" or weight is None or input.dim() <= weight.dim():
-        return None
-    return scaling(weight.shape, input, lambda x: F.rms_norm(x, normalized_shape, eps=eps))
+for _function in (F.batch_norm, F.instance_norm, F.group_norm):
+    _affine_norm(_function, by_channel=True)
+for _function in (F.layer_norm, F.rms_norm):
+    _affine_norm(_function, by_channel=False)
