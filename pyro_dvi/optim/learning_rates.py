@@ -8,7 +8,8 @@ optimizers (:func:`learning_rates`) and for torch's (:func:`parameter_groups`).
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from pyro.infer.autoguide import AutoGuide
@@ -36,33 +37,33 @@ __all__ = [
 SCALE_PATTERN = r"(^|\.)([A-Z]\w*|guide)(\.\d+)*\.(scales\.|alphas\.|scale$)"
 
 
+@dataclass(frozen=True)
 class LearningRates:
     """What :func:`learning_rates` returns: a picklable function from parameter name to optimizer options."""
 
-    def __init__(
-        self,
-        base: float,
-        scale_multiplier: float,
-        scale_pattern: str | re.Pattern[str],
-        options: dict[str, Any],
-    ) -> None:
-        self.base = _positive("base", base)
-        self.scale_multiplier = _positive("scale_multiplier", scale_multiplier)
-        self.scale_pattern = _compiled(scale_pattern)
-        if "lr" in options:
+    base: float
+    scale_multiplier: float
+    scale_pattern: str | re.Pattern[str]
+    options: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        check_positive("base", self.base)
+        check_positive("scale_multiplier", self.scale_multiplier)
+        try:
+            re.compile(self.scale_pattern)
+        except (re.error, TypeError) as error:
+            raise ArgumentError(
+                f"scale_pattern must be a regular expression, got {self.scale_pattern!r}: {error}."
+            ) from error
+        if "lr" in self.options:
             raise ArgumentError("learning_rates: the step size is the first argument, base; leave out lr.")
-        self.options = dict(options)
 
     # One parameter, not two: PyroOptim counts them, and hands the old two-argument form (module, name) where
     # the name of a guide's parameter would arrive cut in pieces.
     def __call__(self, param_name: str) -> dict[str, Any]:
         """Return the options of the optimizer of one parameter."""
-        scale = self.scale_pattern.search(param_name) is not None
-        return {**self.options, "lr": self.base * self.scale_multiplier if scale else self.base}
-
-    def __repr__(self) -> str:
-        options = "".join(f", {name}={value!r}" for name, value in self.options.items())
-        return f"learning_rates({self.base}, scale_multiplier={self.scale_multiplier}{options})"
+        is_scale = re.search(self.scale_pattern, param_name) is not None
+        return {**self.options, "lr": float(self.base * (self.scale_multiplier if is_scale else 1))}
 
 
 def learning_rates(
@@ -157,18 +158,12 @@ def parameter_groups(
     """
     rates = LearningRates(base, scale_multiplier, scale_pattern, options)
     if isinstance(module, ELBOModule):
-        for role, part in (("model", module.model), ("guide", module.guide)):
-            if not isinstance(part, nn.Module):
-                raise UnsupportedError(
-                    f"parameter_groups: the {role} is a function, and the parameters of its pyro.param "
-                    "statements live in Pyro's store, not in a module. Train it with pyro.infer.SVI and "
-                    "learning_rates(...), or write it as a PyroModule."
-                )
+        check_parts(module)
     _require_initialised(module)
     groups: dict[str, list[nn.Parameter]] = {"parameters": [], "scales": []}
     for name, parameter in parameter_names(module):
         if parameter.requires_grad:
-            groups["scales" if rates.scale_pattern.search(name) else "parameters"].append(parameter)
+            groups["scales" if re.search(scale_pattern, name) else "parameters"].append(parameter)
     if not any(groups.values()):
         raise ModelError(
             f"parameter_groups: {type(module).__name__} has no parameter that requires gradients."
@@ -234,6 +229,21 @@ def _root_name(module: nn.Module, path: str) -> str:
     return path
 
 
+def check_parts(module: ELBOModule) -> None:
+    """Refuse a model or guide that is a function: its parameters are in Pyro's store, where no torch optimizer looks.
+
+    Raises:
+        UnsupportedError: naming which.
+    """
+    for role, part in (("model", module.model), ("guide", module.guide)):
+        if not isinstance(part, nn.Module):
+            raise UnsupportedError(
+                f"The {role} of the ELBOModule is a function, and the parameters of its pyro.param statements live in "
+                "Pyro's store, where a torch optimizer cannot find them. Train it with pyro.infer.SVI and "
+                "learning_rates(...), or write it as a PyroModule."
+            )
+
+
 def is_uninitialised(guide: AutoGuide) -> bool:
     """Whether an automatic guide has neither seen its model nor been loaded, and so has no parameters."""
     return guide.prototype_trace is None and next(guide.parameters(), None) is None
@@ -252,17 +262,3 @@ def _require_initialised(module: nn.Module) -> None:
                 f"parameter_groups: '{name}' belongs to a lazy module that has no shape yet. Run the "
                 "network once on a batch, and build the optimizer afterwards."
             )
-
-
-def _positive(name: str, value: float) -> float:
-    check_positive(name, value)
-    return float(value)
-
-
-def _compiled(pattern: str | re.Pattern[str]) -> re.Pattern[str]:
-    try:
-        return re.compile(pattern)
-    except (re.error, TypeError) as error:
-        raise ArgumentError(
-            f"scale_pattern must be a regular expression, got {pattern!r}: {error}."
-        ) from error

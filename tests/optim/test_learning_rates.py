@@ -198,7 +198,7 @@ def _frozen():
         (
             lambda: parameter_groups(Trace_ELBO()(lambda: None, AutoNormal(lambda: None)), 1e-3),
             UnsupportedError,
-            "model is a function",
+            "model of the ELBOModule is a function",
         ),
     ],
 )

@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from pyro.infer.autoguide import AutoGuide
 from pyro.infer.elbo import ELBOModule
-from torch import nn
 from torch.optim import Optimizer
 
-from pyro_dvi.errors import GuideError, UnsupportedError
-from pyro_dvi.optim.learning_rates import is_uninitialised
+from pyro_dvi.errors import GuideError
+from pyro_dvi.optim.learning_rates import check_parts, is_uninitialised
 from pyro_dvi.training.routes.base import Route, finite
 
 __all__ = ["ModuleRoute"]
@@ -26,12 +25,7 @@ class ModuleRoute(Route):
     def __init__(self, module: ELBOModule, optimizer: Optimizer | None) -> None:
         super().__init__(module.model, module.guide, module.elbo, optimizer)
         self.module, self.optimizer = module, optimizer
-        for role, part in (("model", self.model), ("guide", self.guide)):
-            if not isinstance(part, nn.Module):
-                raise UnsupportedError(
-                    f"The {role} of the ELBOModule is a function, whose parameters a torch optimizer cannot "
-                    "hold. Train it with pyro.infer.SVI, or write it as a PyroModule."
-                )
+        check_parts(module)
 
     def check_optimizer(self) -> None:
         """Refuse an optimizer that does not hold the parameters to be trained.
