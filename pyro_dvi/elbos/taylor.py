@@ -74,7 +74,8 @@ class TaylorELBO(DeterministicELBO):
         DataError: observed values outside the likelihood's support, or a minibatch without its scale.
         NonFiniteError: the loss is NaN or infinite; no update is made.
 
-    Source: Unlu & Aitchison (2021), "Gradient regularization as approximate variational inference".
+    Source: Unlu & Aitchison (2021), "Gradient regularization as approximate variational inference", Entropy 23(12),
+    1629, Eqs. 11-30.
 
     Example:
         >>> import pyro, pyro.distributions as dist

@@ -31,7 +31,7 @@ class ExampleWeighting(ABC):
 class VarianceWeighted(ExampleWeighting):
     r"""Weight each observation by a power of its noise variance, with mean one over the batch.
 
-    .. math:: w_i \propto \sigma_i^{2\beta_t}
+    .. math:: w_i \propto \sigma_i^{2\gamma_t}
 
     A network that predicts its own noise learns slowly where it believes the noise to be large, since those gradients
     are divided by :math:`\sigma^2`; it may then settle for noise instead of a fit. The weights undo the division. Let
@@ -40,7 +40,7 @@ class VarianceWeighted(ExampleWeighting):
     Status: with an exponent other than 0 the loss is no bound, only a path to one. The mean counts masked observations.
 
     Args:
-        exponent: :math:`\beta`, a number or a schedule of the step: 0 for none, 1 for squared errors.
+        exponent: :math:`\gamma` (the paper's :math:`\beta`), a number or a schedule of the step: 0 for none, 1 for squared errors.
         dim: dimension of the batch over which weights have mean one; None for all of it.
 
     Source: Seitzer et al. (2022), "On the pitfalls of heteroscedastic uncertainty estimation", Eq. 5.
