@@ -150,7 +150,7 @@ def normal_in_unconstrained_space(prior: Any, transform: Any) -> td.Normal | Non
 
 
 def refuse_not_normal(site: str, prior: Any) -> NoReturn:
-    """Say that a site's prior is none for natural gradients.
+    """Refuse a prior under which natural-gradient updates are not defined.
 
     Raises:
         ModelError: always.

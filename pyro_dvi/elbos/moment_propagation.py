@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from pyro_dvi.choice import check_choice
 from pyro_dvi.curvature import ObservedSite
 from pyro_dvi.curvature.base import sum_of
 from pyro_dvi.divergences import kl_to_prior
@@ -100,12 +101,10 @@ class MomentPropagationELBO(DeterministicELBO):
         num_particles: int = 1,
     ) -> None:
         super().__init__(kl_weight=kl_weight, num_data=num_data, num_particles=num_particles)
-        if estimator is not None and not isinstance(estimator, LogitEstimator):
-            raise TypeError(
-                f"estimator must be an object such as Sobol(64) or TiltedBound(), got {estimator!r}"
-            )
-        if weighting is not None and not isinstance(weighting, ExampleWeighting):
-            raise TypeError(f"weighting must be an object such as VarianceWeighted(), got {weighting!r}")
+        if estimator is not None:
+            check_choice("estimator", estimator, LogitEstimator, "Sobol(64) or TiltedBound()")
+        if weighting is not None:
+            check_choice("weighting", weighting, ExampleWeighting, "VarianceWeighted()")
         if variance_floor is not None and not variance_floor >= 0:
             raise ArgumentError(f"variance_floor must not be negative, got {variance_floor}")
         self.estimator = estimator

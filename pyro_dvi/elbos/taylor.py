@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyro_dvi.choice import check_choice
 from pyro_dvi.curvature import Curvature, Fisher, Linearisation, ObservedSite
 from pyro_dvi.curvature.base import sum_of
 from pyro_dvi.curvature.likelihood import SliceArguments
@@ -103,12 +104,10 @@ class TaylorELBO(DeterministicELBO):
         num_data: int | None = None,
         num_particles: int = 1,
     ) -> None:
-        if curvature is not None and not isinstance(curvature, Curvature):
-            raise TypeError(
-                f"curvature must be an object such as Fisher() or GGNDiagonal(), got {curvature!r}"
-            )
+        curvature = Fisher() if curvature is None else curvature
+        check_choice("curvature", curvature, Curvature, "Fisher() or GGNDiagonal()")
         super().__init__(kl_weight=kl_weight, num_data=num_data, num_particles=num_particles)
-        self.curvature = Fisher() if curvature is None else curvature
+        self.curvature = curvature
 
     def _evaluate(
         self, model: Callable, guide: Callable, args: tuple, kwargs: dict, kl_weight: float, training: bool

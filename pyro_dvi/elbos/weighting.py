@@ -40,7 +40,8 @@ class VarianceWeighted(ExampleWeighting):
     Status: with an exponent other than 0 the loss is no bound, only a path to one. The mean counts masked observations.
 
     Args:
-        exponent: :math:`\gamma` (the paper's :math:`\beta`), a number or a schedule of the step: 0 for none, 1 for squared errors.
+        exponent: :math:`\gamma` (the paper's :math:`\beta`), a number or a schedule of the step: 0 for none, 1 for
+            squared errors.
         dim: dimension of the batch over which weights have mean one; None for all of it.
 
     Source: Seitzer et al. (2022), "On the pitfalls of heteroscedastic uncertainty estimation", Eq. 5.

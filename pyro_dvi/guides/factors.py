@@ -10,7 +10,7 @@ from pyro.distributions.distribution import Distribution
 from torch import Tensor
 from torch.distributions import register_kl
 
-from pyro_dvi.errors import ArgumentError
+from pyro_dvi.choice import check_choice
 from pyro_dvi.guides.scales import PerWeight, ScaleFamily
 
 __all__ = ["Deterministic", "Factor", "MeanField", "TransformedValue"]
@@ -56,11 +56,9 @@ class MeanField(Factor):
     scale: ScaleFamily = field(default_factory=PerWeight)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.scale, ScaleFamily):
-            raise ArgumentError(
-                "scale must be a covariance family such as PerWeight(), PerSite() or SGDStepSize(lr, batch_size), "
-                f"got {self.scale!r}"
-            )
+        check_choice(
+            "scale", self.scale, ScaleFamily, "PerWeight(), PerSite() or SGDStepSize(lr, batch_size)"
+        )
 
     @property
     def store(self) -> str | None:

@@ -10,7 +10,7 @@ from torch.distributions import constraints
 from pyro_dvi.bayesian import init_to_module
 from pyro_dvi.guides.base import FactorisedGuide
 from pyro_dvi.guides.factors import Factor, MeanField
-from pyro_dvi.guides.scales import PerWeight, ScaleFamily
+from pyro_dvi.guides.scales import ScaleFamily
 
 __all__ = ["MeanFieldGuide"]
 
@@ -59,13 +59,9 @@ class MeanFieldGuide(FactorisedGuide):
         scale: ScaleFamily | None = None,
         create_plates: Callable | None = None,
     ) -> None:
-        if scale is not None and not isinstance(scale, ScaleFamily):
-            raise TypeError(
-                "scale must be a covariance family such as PerWeight(), PerSite() or SGDStepSize(lr, batch_size), "
-                f"got {scale!r}"
-            )
+        scale = MeanField().scale if scale is None else MeanField(scale).scale  # which checks it
         super().__init__(model, init_loc_fn=init_loc_fn, create_plates=create_plates)
-        self.scale_family = PerWeight() if scale is None else scale
+        self.scale_family = scale
 
     def _factor_of(self, name: str, site: Any, loc: Tensor) -> Factor:
         return MeanField(self.scale_family)

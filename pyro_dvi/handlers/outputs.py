@@ -15,7 +15,7 @@ import pyro.poutine as poutine
 import torch
 from torch import Tensor
 from torch import distributions as td
-from torch.distributions import biject_to, constraints
+from torch.distributions import constraints
 
 from pyro_dvi.errors import DataError, ModelError, NonFiniteError, UnsupportedError
 from pyro_dvi.expectations.numerical import without_checks
@@ -26,6 +26,7 @@ from pyro_dvi.handlers.distributions import (
     innermost,
     rewrapped,
 )
+from pyro_dvi.handlers.latents import unconstraining_transform
 from pyro_dvi.handlers.log_joint import AtUnconstrained
 from pyro_dvi.handlers.means import twice_differentiable
 from pyro_dvi.handlers.response import choose_response, example_axis, responses
@@ -161,7 +162,7 @@ def run_outputs(
 def _deterministic(site: str, value: Tensor, num_rows: int) -> Outputs:
     if value.dim() == 0 or len(value) != num_rows:
         raise DataError(
-            f"deterministic site {site!r} has shape {tuple(value.shape)}, whose first dimension does not count the "
+            f"deterministic site {site!r} has the shape {tuple(value.shape)}: its first dimension has to count the "
             f"{num_rows} examples"
         )
     if not value.requires_grad:
@@ -233,9 +234,9 @@ def _refuse_hidden(site: str, base: Any, name: str, value: Any) -> None:
     """Refuse parameters inside another distribution, as the components of a mixture are."""
     if isinstance(value, td.Distribution) or (torch.is_tensor(value) and value.requires_grad):
         raise UnsupportedError(
-            f"observed site {site!r}: {type(base).__name__} is made of {name!r}, which cannot be written as free real "
-            "numbers, so its prediction cannot be linearised. Name a pyro.deterministic site of the prediction: "
-            "guide.predictive(x, site='...')"
+            f"observed site {site!r}: {type(base).__name__} has the argument {name!r}, which cannot be written "
+            "as free real numbers, so its prediction cannot be linearised. Name a pyro.deterministic site of the "
+            "prediction: guide.predictive(x, site='...')"
         )
 
 
@@ -261,17 +262,11 @@ def _real_numbers(site: str, base: Any, name: str, constraint: Any) -> tuple[Any
             f"observed site {site!r}: the domain of {name!r} of {type(base).__name__} depends on other parameters, so "
             "it cannot be linearised. Name a pyro.deterministic site of the prediction instead: site='...'"
         )
-    event_dim = constraint.event_dim
-    inner = constraint
-    while isinstance(inner, constraints.independent):
-        inner = inner.base_constraint
-    if inner in (constraints.real, constraints.real_vector):
-        return None, event_dim
-    if inner is constraints.simplex:
-        # One number for each class, as for logits; stick-breaking would treat the classes unequally.
-        return td.SoftmaxTransform(), event_dim
     try:
-        return biject_to(constraint), event_dim
+        if constraint is constraints.simplex:
+            # One number for each class, as for logits; stick-breaking would treat the classes unequally.
+            return td.SoftmaxTransform(), constraint.event_dim
+        return unconstraining_transform(constraint), constraint.event_dim
     except NotImplementedError as error:
         raise UnsupportedError(
             f"observed site {site!r}: {name!r} of {type(base).__name__} lies in {constraint}, which no transform maps "

@@ -205,6 +205,6 @@ def refuse_moments(fn: Any, name: str) -> None:
     """
     if any(isinstance(part, GaussianMoments) for part in vars(fn).values()):
         raise UnsupportedError(
-            f"site {name!r}: {type(fn).__module__}.{type(fn).__name__} took uncertain parameters for certain. Use the "
-            "class of the same name in pyro.distributions."
+            f"site {name!r}: {type(fn).__module__}.{type(fn).__name__} was given uncertain parameters, of which it "
+            "knows nothing. Use the class of the same name in pyro.distributions."
         )

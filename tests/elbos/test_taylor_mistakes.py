@@ -321,7 +321,7 @@ MISTAKES = [
     Mistake(
         "scale as a string",
         lambda: MeanFieldGuide(regression, scale="diag"),
-        TypeError,
+        ValueError,
         r"PerWeight\(\), PerSite\(\).*'diag'",
     ),  # type: ignore[arg-type]
     Mistake("offset", lambda: PerWeight(30.0), ValueError, r"log_offset.*got 30.*try -3"),
@@ -410,13 +410,13 @@ MISTAKES = [
     Mistake(
         "curvature as text",
         lambda: TaylorELBO(curvature="fisher"),
-        TypeError,
-        r"Fisher\(\) or GGNDiagonal\(\), got 'fisher'",
+        ValueError,
+        r"Fisher\(\) or GGNDiagonal\(\), not 'fisher'",
     ),  # type: ignore[arg-type]
     Mistake(
         "curvature class",
         lambda: TaylorELBO(curvature=GGNDiagonal),
-        TypeError,
+        ValueError,
         r"must be an object such as Fisher\(\)",
     ),  # type: ignore[arg-type]
     Mistake(
