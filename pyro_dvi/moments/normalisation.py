@@ -35,7 +35,7 @@ from pyro_dvi.errors import ArgumentError, UnsupportedError
 from pyro_dvi.moments.rules import moment_rule
 from pyro_dvi.moments.value import GaussianMoments, loc_of, variance_of
 
-__all__ = ["batch_norm", "group_norm", "instance_norm", "layer_norm", "normalize", "rms_norm"]
+__all__ = ["batch_norm", "group_norm", "instance_norm", "layer_norm", "normalize", "rms_norm", "weight_norm"]
 
 
 @moment_rule(F.batch_norm)
@@ -200,6 +200,26 @@ def normalize(input: GaussianMoments, p: float = 2.0, dim: int = 1, eps: float =
     mean, variance = _standardised(x, x.shape, eps**2 / n, centred=False)
     assert variance is not None
     return GaussianMoments((mean / math.sqrt(n)).movedim(-1, dim), (variance / n).movedim(-1, dim))
+
+
+@moment_rule(torch._weight_norm)
+def weight_norm(v: Any, g: Any, dim: int = 0) -> GaussianMoments:
+    r"""Moments of :math:`g\,v / \lVert v \rVert`, the weight of :func:`torch.nn.utils.parametrizations.weight_norm`.
+
+    Status: that of :func:`normalize` in the direction v, exact in the length g. Elements of one row share both and are
+    correlated, which is dropped.
+
+    Args:
+        v: directions, certain or not.
+        g: lengths, of size 1 but for ``dim``; certain or not.
+        dim: the dimension that keeps its rows apart; -1 for one norm of all elements.
+    """
+    rows = v.reshape(1, -1) if dim == -1 else v.movedim(dim, 0).flatten(1)
+    direction = F.normalize(rows, dim=1)
+    if dim == -1:
+        return g * direction.reshape(v.shape)
+    others = [size for k, size in enumerate(v.shape) if k != dim]
+    return g * direction.unflatten(1, others).movedim(0, dim)
 
 
 def _standardised(

@@ -13,13 +13,10 @@ from pyro_dvi.moments.tensor_like import name_of
 
 __all__ = ["refused"]
 
-_COMPARISONS = (
-    "gt lt ge le eq ne greater less greater_equal less_equal not_equal isclose allclose equal "
-    "bitwise_not logical_not"
-)
+_COMPARISONS = "eq ne not_equal isclose allclose equal bitwise_not logical_not"
 _CHOICES = (
-    "max min amax amin aminmax argmax argmin maximum minimum fmax fmin cummax cummin topk sort argsort kthvalue "
-    "median quantile mode nonzero unique bernoulli multinomial"
+    "aminmax argmax argmin cummax cummin topk sort argsort kthvalue median quantile mode nonzero unique bernoulli "
+    "multinomial"
 )
 _SPREADS = "var std var_mean std_mean"
 _ROUNDINGS = "sign sgn round floor ceil trunc frac fmod remainder floor_divide heaviside"
@@ -32,8 +29,7 @@ _INSTEAD = {
     "comparison": "A comparison of something uncertain has no answer, only a probability. Compare x.loc if the mean "
     "may decide (as in torch.where(x.loc > 0, x, y)), or use the activation that the comparison spells out",
     "choice": "Which element is largest is itself uncertain. Choose by the mean (x.loc.argmax(-1), then x.gather), use "
-    "F.max_pool for features and torch.logsumexp or softmax for a smooth maximum, and relu(x - c) + c for the larger "
-    "of x and a number c",
+    "x.amax(-1) for the element with the largest mean, and torch.logsumexp or softmax for a smooth maximum",
     "spread": "The variance over elements is a sum of squares of correlated differences. Use F.layer_norm, "
     "F.batch_norm or F.group_norm, which have rules, or ((x - x.loc.mean()) ** 2).mean()",
     "loss": "A loss of something uncertain is its expectation over the Gaussian, not its value at one place: let the "
@@ -55,7 +51,7 @@ def refused(function: Callable, instead: str) -> Callable[..., NoReturn]:
 for _reason, _functions in {
     "comparison": [
         *functions_of(torch, _COMPARISONS),
-        *functions_of(torch.Tensor, "__gt__ __lt__ __ge__ __le__ __eq__ __ne__"),
+        *functions_of(torch.Tensor, "__eq__ __ne__"),
     ],
     "choice": functions_of(torch, _CHOICES),
     "spread": functions_of(torch, _SPREADS),

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.moments.rules import Kind, functions_of, moment_rule
+from pyro_dvi.moments.tensor_like import Uncertain, call
 from pyro_dvi.moments.value import GaussianMoments, loc_of, variance_of
 
 __all__ = ["copy_", "fill_", "getitem", "pad", "setitem", "view", "zero_"]
@@ -175,6 +176,9 @@ def setitem(input: Any, index: Any, value: Any) -> None:
 
     Status: exact.
     """
+    if isinstance(input, GaussianMoments) and isinstance(index, Uncertain):
+        input.become(call(torch.where, (index, value, input.snapshot()), {}))
+        return
     _check(index)
     if not isinstance(input, GaussianMoments):
         raise UnsupportedError(
@@ -212,7 +216,7 @@ def zero_(input: Any) -> Any:
 
 def _check(index: Any) -> None:
     for part in index if isinstance(index, tuple | list) else (index,):
-        if isinstance(part, GaussianMoments):
+        if isinstance(part, Uncertain):
             raise UnsupportedError("an index has to be certain: index by a tensor, such as x.loc.argmax()")
 
 

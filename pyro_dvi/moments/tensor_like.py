@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pyro_dvi.errors import UnsupportedError
 
-__all__ = ["ENTRIES", "TensorLike", "call", "name_of"]
+__all__ = ["ENTRIES", "TensorLike", "Uncertain", "call", "name_of"]
 
 # What answers a call, by the function as it is called.
 ENTRIES: dict[Callable, Any] = {}
@@ -83,7 +83,24 @@ def _reflected(function: Callable) -> Callable[..., Any]:
     return operator
 
 
-class TensorLike:
+class Uncertain:
+    """Has a distribution and no value: what needs a number is refused."""
+
+    __slots__ = ()
+
+    def _refuse_value(self, *args: Any) -> NoReturn:
+        raise UnsupportedError(
+            "the code asks for the value of something uncertain (a comparison, an if, .item(), a conversion to a "
+            "number or array). Moments have a mean and a variance but no value: decide on a tensor that is certain, on "
+            "x.loc if the mean may decide, or write the function as a rule with pyro_dvi.moments.moment_rule. If a "
+            "class of torch.distributions asked for it, use the class of the same name in pyro.distributions."
+        )
+
+    __bool__ = __float__ = __int__ = __index__ = __complex__ = __array__ = _refuse_value  # type: ignore[assignment]
+    item = tolist = numpy = _refuse_value
+
+
+class TensorLike(Uncertain):
     """Has the operators, methods and attributes of a tensor, but no value.
 
     Subclasses say by ``loc`` what their shape, dtype and device are.
@@ -156,19 +173,7 @@ class TensorLike:
     __mod__, __rmod__ = _operator(torch.remainder), _reflected(torch.remainder)
     __floordiv__, __rfloordiv__ = _operator(torch.floor_divide), _reflected(torch.floor_divide)
     __neg__, __abs__, __invert__ = _operator(torch.neg), _operator(torch.abs), _operator(torch.bitwise_not)
-
-    # What has no distribution -------------------------------------------------------------------------------
-
-    def _refuse_value(self, *args: Any) -> NoReturn:
-        raise UnsupportedError(
-            "the code asks for the value of something uncertain (a comparison, an if, .item(), a conversion to a "
-            "number or array). Moments have a mean and a variance but no value: decide on a tensor that is certain, on "
-            "x.loc if the mean may decide, or write the function as a rule with pyro_dvi.moments.moment_rule. If a "
-            "class of torch.distributions asked for it, use the class of the same name in pyro.distributions."
-        )
-
-    __bool__ = __float__ = __int__ = __index__ = __complex__ = __array__ = _refuse_value  # type: ignore[assignment]
-    __lt__ = __le__ = __gt__ = __ge__ = item = tolist = numpy = _refuse_value  # type: ignore[assignment]
+    __gt__, __ge__, __lt__, __le__ = map(_operator, (torch.gt, torch.ge, torch.lt, torch.le))
 
     def __format__(self, spec: str) -> str:
         return self._refuse_value() if spec else str(self)

@@ -104,6 +104,7 @@ class GaussianMoments(TensorLike):
 
     Attributes:
         shape, dtype, device: those of ``loc``.
+        origin: the Gaussian that these, Gaussian too, are a multiple of and a shift, if they are.
 
     Raises:
         ArgumentError: shapes, dtypes or devices differ.
@@ -114,7 +115,7 @@ class GaussianMoments(TensorLike):
         GaussianMoments(loc=8.0, variance=4.0)
     """
 
-    __slots__ = ("_link", "_loc", "_memory", "_place", "_seen", "_variance", "__weakref__")
+    __slots__ = ("_link", "_loc", "_memory", "_place", "_seen", "_variance", "__weakref__", "origin")
 
     def __init__(self, loc: Tensor, variance: Tensor, link: Link | None = None) -> None:
         if loc.shape != variance.shape:
@@ -127,6 +128,7 @@ class GaussianMoments(TensorLike):
         self._memory = Memory()
         self._seen = 0
         self._place: Any = None
+        self.origin: Link | None = None
 
     @property
     def loc(self) -> Tensor:
@@ -159,7 +161,9 @@ class GaussianMoments(TensorLike):
 
     def snapshot(self) -> GaussianMoments:
         """Return the same moments as another object, which changes in place do not reach."""
-        return GaussianMoments(self.loc, self.variance, self.link)
+        copy = GaussianMoments(self.loc, self.variance, self.link)
+        copy.origin = self.origin
+        return copy
 
     # In place -----------------------------------------------------------------------------------------------
 
@@ -195,6 +199,7 @@ class GaussianMoments(TensorLike):
         else:
             self._memory.changed()
         self._loc, self._variance, self._link = other.loc, other.variance, other.link
+        self.origin = other.origin
         self._seen = self._memory.version
         return self
 

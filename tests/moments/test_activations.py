@@ -81,6 +81,8 @@ ROOTS = [
 ]
 ODD = [
     Case(F.softsign, kinks=(0.0,)),
+    Case(torch.atan),
+    Case(torch.arctan),
     Case(F.tanhshrink, tolerance=(1e-8, 2e-4)),
 ]  # torch's x - tanh(x) loses digits near 0 itself
 CASES = [*ODD, *CORNERS, *STEPS, Case(torch.special.erf), *RAMPS, *EXPONENTIALS, *WAVES, *TANGENTS, *ROOTS]

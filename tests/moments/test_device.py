@@ -21,8 +21,10 @@ from tests.moments import (
     test_arithmetic,
     test_convolution,
     test_dropout,
+    test_maximum,
     test_normalisation,
     test_pooling,
+    test_reduction,
     test_shape,
 )
 
@@ -33,8 +35,10 @@ MODULES = (
     test_arithmetic,
     test_convolution,
     test_dropout,
+    test_maximum,
     test_normalisation,
     test_pooling,
+    test_reduction,
     test_shape,
 )
 # Random, of the CPU by name, refused, or with tests of their own.

@@ -68,14 +68,14 @@ def test_what_asks_for_a_value_is_refused(call: Callable) -> None:
 
 
 REFUSALS: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "tensor > x": (lambda x: T > x, r"torch\.where\(x\.loc > 0"),
+    "if tensor > x": (lambda x: bool(T > x), r"x\.loc"),
     "tensor == x": (lambda x: T == x, "probability"),
-    "torch.gt": (lambda x: torch.gt(x, 0), "probability"),
-    "x.lt(0)": (lambda x: x.lt(0), "probability"),
-    "x.max()": (lambda x: x.max(), "largest"),
+    "torch.ne": (lambda x: torch.ne(x, 0), "probability"),
+    "x.eq(0)": (lambda x: x.eq(0), "probability"),
+    "x.cummax(0)": (lambda x: x.cummax(0), "largest"),
     "x.argmax(-1)": (lambda x: x.argmax(-1), r"x\.loc\.argmax"),
     "x.topk(2)": (lambda x: x.topk(2), "gather"),
-    "torch.maximum": (lambda x: torch.maximum(x, T), r"relu\(x - c\) \+ c"),
+    "torch.aminmax": (lambda x: torch.aminmax(x), r"x\.amax"),
     "x.std(-1)": (lambda x: x.std(-1), "layer_norm"),
     "torch.var": (lambda x: torch.var(x, 1), "layer_norm"),
     "x.round()": (lambda x: x.round(), r"x\.loc"),
@@ -96,7 +96,7 @@ REFUSALS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "f-string": (lambda x: f"{x.sum():.2f}", r"x\.loc"),
     "torch.distributions": (lambda x: bool(x), r"pyro\.distributions"),
     "torch.special": (lambda x: torch.special.bessel_j0(x), r"^torch\.special\.bessel_j0 has no rule"),
-    "torch.linalg": (lambda x: torch.linalg.norm(x), r"@moment_rule\(torch\.linalg\.norm\)"),
+    "torch.linalg": (lambda x: torch.linalg.det(x), r"@moment_rule\(torch\.linalg\.det\)"),
     "no rule": (lambda x: torch.fft.fft(x), r"^torch\.fft\.fft has no rule"),
     "no rule, method": (lambda x: x.cholesky(), "moment_rule"),
 }

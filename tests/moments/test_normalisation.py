@@ -65,7 +65,8 @@ EXAMPLE_CASES = [  # by the statistics of each example
     Case(F.normalize, ((3, 5),)),
     Case(F.normalize, ((3, 2, 2),), {"dim": 0}),
 ]
-CASES = RUNNING_CASES + EXAMPLE_CASES
+WEIGHT_NORM = Case(torch._weight_norm, ((3, 5),), {"g": torch.linspace(0.5, 2, 3, dtype=FLOAT64)[:, None]})
+CASES = [*RUNNING_CASES, *EXAMPLE_CASES, WEIGHT_NORM]
 
 
 @pytest.mark.parametrize("check", multilinear.CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
@@ -244,3 +245,50 @@ def test_refusals() -> None:
             call()
     with pytest.raises(UnsupportedError, match="local_response_norm"):
         F.local_response_norm(x, 2)
+
+
+# --- weight norm ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("shape", "dim"), [((3, 5), 0), ((3, 5), 1), ((4, 3, 2, 2), 0), ((3, 2, 4), -1)])
+def test_weight_norm_of_certain_tensors(shape: tuple[int, ...], dim: int) -> None:
+    v = torch.randn(shape, dtype=FLOAT64)
+    g = torch.rand_like(torch.norm_except_dim(v, 2, dim))
+    expected = torch._weight_norm(v, g, dim)
+    certain = torch.zeros(())
+    weight = torch._weight_norm(GaussianMoments(v, certain.to(v)), GaussianMoments(g, certain.to(g)), dim)
+    torch.testing.assert_close(weight.loc, expected)
+    assert weight.variance.max() == 0
+    # Lengths that alone are uncertain: exact.
+    weight = torch._weight_norm(v, GaussianMoments(g, g.square()), dim)
+    torch.testing.assert_close(weight.variance, expected.square())
+
+
+def test_weight_norm_against_sampling() -> None:
+    generator = torch.Generator().manual_seed(0)
+    v = torch.randn(3, 64, generator=generator, dtype=FLOAT64)
+    g = torch.tensor([[1.0], [2.0], [0.5]], dtype=FLOAT64)
+    moments = GaussianMoments(v, 0.2 * torch.ones_like(v)), GaussianMoments(g, 0.04 * g.square())
+    weight = torch._weight_norm(*moments, 0)
+    draws = [
+        m.loc + m.variance.sqrt() * torch.randn(20_000, *m.shape, generator=generator, dtype=FLOAT64)
+        for m in moments
+    ]
+    samples = draws[1] * draws[0] / draws[0].norm(dim=-1, keepdim=True)
+    torch.testing.assert_close(weight.loc, samples.mean(0), rtol=0, atol=0.01)
+    torch.testing.assert_close(weight.variance.sqrt(), samples.std(0), rtol=0.05, atol=0)
+
+
+def test_a_parametrised_module_is_normalised() -> None:
+    layer = nn.utils.parametrizations.weight_norm(nn.Linear(4, 3, dtype=FLOAT64))
+    originals = layer.parametrizations.weight
+    g, v = (
+        GaussianMoments(t.detach(), 0.1 * t.detach().square())
+        for t in (originals.original0, originals.original1)
+    )
+    weight = originals[0](g, v)
+    expected = torch._weight_norm(v, g, 0)
+    assert weight.variance.equal(expected.variance)
+    torch.testing.assert_close(
+        F.linear(torch.ones(2, 4, dtype=FLOAT64), weight).variance[0], weight.variance.sum(1)
+    )

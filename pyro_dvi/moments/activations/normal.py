@@ -32,7 +32,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["gauss_legendre", "moments_of_erf", "moments_of_gelu"]
+__all__ = ["distribution", "gauss_legendre", "half_line", "moments_of_erf", "moments_of_gelu"]
 
 _ROOT_HALF = math.sqrt(0.5)
 _DENSITY = 1 / math.sqrt(2 * math.pi)
@@ -45,6 +45,17 @@ def gauss_legendre(order: int) -> list[tuple[float, float]]:
 
 
 _DOUBLE, _SINGLE = gauss_legendre(11), gauss_legendre(5)
+_HALF_LINES = (9.0, gauss_legendre(48)), (6.5, gauss_legendre(26))
+
+
+def distribution(z: Tensor) -> Tensor:
+    r"""Return :math:`\Phi(z)`, by erfc, which keeps its digits in the left tail."""
+    return torch.special.erfc(z * -_ROOT_HALF) * 0.5
+
+
+def half_line(dtype: torch.dtype) -> tuple[float, list[tuple[float, float]]]:
+    """Return how many deviations count, and nodes and weights on [0, 1] for one side of a cut."""
+    return _HALF_LINES[dtype is not torch.float64]
 
 
 class _Integrals:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Softsign and tanhshrink, odd functions, by quadrature on either side of zero.
+r"""Softsign, arctangent and tanhshrink, odd functions, by quadrature on either side of zero.
 
-Softsign has a corner in its second derivative and tails that fall slowly. On the right of zero (the left is its mirror
-image) the range :math:`\mu \pm R\sigma` from a to b is mapped to
+Softsign has a corner in its second derivative, and tails that fall slowly, as those of the arctangent do. On the right
+of zero (the left is its mirror image) the range :math:`\mu \pm R\sigma` from a to b is mapped to
 
 .. math:: x = (c + a)\,e^w - c, \qquad 0 \le w \le \log\frac{c + b}{c + a},
 
@@ -20,14 +20,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyro_dvi.moments.activations.elementwise import from_scores, through
-from pyro_dvi.moments.activations.normal import gauss_legendre
+from pyro_dvi.moments.activations.normal import half_line
 from pyro_dvi.moments.rules import Kind, moment_rule
 from pyro_dvi.moments.value import GaussianMoments
 
-__all__ = ["softsign", "tanhshrink"]
+__all__ = ["atan", "softsign", "tanhshrink"]
 
 _DENSITY = 0.3989422804014327
-_RULES = ((9.0, gauss_legendre(48)), (6.5, gauss_legendre(26)))  # R and nodes in float64 and float32
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ class _Odd:
         """Return mean, variance and their slopes."""
         sigma = variance.sqrt()
         first, second = ([torch.zeros_like(mu) for _ in range(3)] for _ in range(2))  # E[d z^k], E[d² z^k]
-        reach, nodes = _RULES[mu.dtype is not torch.float64]
+        reach, nodes = half_line(mu.dtype)
         for side in (1.0, -1.0):
             centre = side * mu
             start = torch.maximum(-centre, -reach * sigma)  # from the mean
@@ -80,6 +79,11 @@ def _tanhshrink_difference(x: Tensor, mu: Tensor, delta: Tensor) -> Tensor:
     return torch.addcmul(delta - tanh, tanh, torch.tanh(x) * torch.tanh(mu))
 
 
+def _atan_difference(x: Tensor, mu: Tensor, delta: Tensor) -> Tensor:
+    return torch.atan2(delta, torch.addcmul(torch.ones_like(x), x, mu))  # the angle between (1, μ) and (1, x)
+
+
+_ATAN = _Odd(torch.atan, _atan_difference, 1.0)
 _SOFTSIGN = _Odd(F.softsign, _softsign_difference, 1.0)
 _TANHSHRINK = _Odd(F.tanhshrink, _tanhshrink_difference, 10.0)
 
@@ -101,3 +105,9 @@ def softsign(input: GaussianMoments) -> GaussianMoments:
 def tanhshrink(input: GaussianMoments) -> GaussianMoments:
     """Moments of x - tanh(x). Status: as :func:`softsign`."""
     return through(_TANHSHRINK, input)
+
+
+@moment_rule(torch.atan, torch.arctan, kind=Kind.ELEMENTWISE)
+def atan(input: GaussianMoments) -> GaussianMoments:
+    """Moments of the arctangent. Status: as :func:`softsign`."""
+    return through(_ATAN, input)
