@@ -39,8 +39,8 @@ from pyro_dvi.handlers.uncertain import uncertain_likelihoods, uncertain_part
 from pyro_dvi.moments import observed_by
 from pyro_dvi.predictive.engine.batches import Batch
 from pyro_dvi.predictive.engine.run import evaluation_mode, respond
+from pyro_dvi.predictive.posterior import posterior_gaussians
 from pyro_dvi.predictive.rules.calibration import calibrate
-from pyro_dvi.predictive.rules.moments import posterior_gaussians
 from pyro_dvi.predictive.rules.propagation import Independent, Propagation, ReverseDelta
 from pyro_dvi.reverse_delta import ReverseDeltaRecorder
 

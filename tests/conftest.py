@@ -12,7 +12,7 @@ import pyro
 import pytest
 import torch
 
-from pyro_dvi.predictive.rules.rule import seed_all
+from pyro_dvi.predictive.engine.run import seed_all
 from tests import emulated
 
 SEED = 20211

@@ -28,8 +28,7 @@ from pyro_dvi.guides.base import FactorisedGuide
 from pyro_dvi.handlers.distributions import strip_event_dims
 from pyro_dvi.handlers.latents import unconstraining_transform
 from pyro_dvi.predictive.engine.run import AtValues, evaluation_mode
-from pyro_dvi.predictive.predict import device_of
-from pyro_dvi.predictive.rules.rule import at_tuned_scales, check_is_set_up
+from pyro_dvi.predictive.posterior import at_tuned_scales, check_is_set_up, device_of
 from pyro_dvi.undisturbed import undisturbed
 
 __all__ = ["Spread", "posterior_spread", "scale_snapshot"]

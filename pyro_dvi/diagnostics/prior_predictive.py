@@ -20,7 +20,7 @@ from pyro_dvi.predictive.engine.components import Components
 from pyro_dvi.predictive.engine.observations import ObservationDraws
 from pyro_dvi.predictive.engine.prior import PriorSamples
 from pyro_dvi.predictive.engine.run import check_observation, evaluation_mode, run_at, seeded
-from pyro_dvi.predictive.predict import device_of
+from pyro_dvi.predictive.posterior import device_of
 from pyro_dvi.predictive.prediction.mixture import class_log_probabilities
 from pyro_dvi.signatures import with_missing
 from pyro_dvi.table import text_table

@@ -19,8 +19,7 @@ from pyro_dvi.handlers.uncertain import uncertain_likelihoods, uncertain_part
 from pyro_dvi.moments import GaussianMoments
 from pyro_dvi.predictive.engine.batches import batches
 from pyro_dvi.predictive.engine.run import evaluation_mode, respond, seeded
-from pyro_dvi.predictive.predict import device_of
-from pyro_dvi.predictive.rules.moments import posterior_gaussians
+from pyro_dvi.predictive.posterior import device_of, posterior_gaussians
 from pyro_dvi.predictive.rules.propagation import Independent, Propagation
 from pyro_dvi.predictive.rules.rule import Samples
 

@@ -24,11 +24,11 @@ from pyro_dvi.laplace.guide import DRAWN_WEIGHTS
 from pyro_dvi.predictive import PredictionRule, Samples
 from pyro_dvi.predictive.engine.batches import Batch, batches
 from pyro_dvi.predictive.engine.components import Components
-from pyro_dvi.predictive.engine.posterior_check import check_posterior
 from pyro_dvi.predictive.engine.prior import PriorSamples
 from pyro_dvi.predictive.engine.run import evaluation_mode, observed_run, seeded
-from pyro_dvi.predictive.predict import device_of, names_of_sites, rule_of
-from pyro_dvi.predictive.rules.rule import at_tuned_scales, example_latents
+from pyro_dvi.predictive.posterior import at_tuned_scales, check_posterior, device_of, example_latents
+from pyro_dvi.predictive.predict import names_of_sites
+from pyro_dvi.predictive.rules.defaults import rule_of
 from pyro_dvi.training import History
 
 __all__ = ["to_arviz"]

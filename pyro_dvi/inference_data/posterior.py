@@ -16,7 +16,8 @@ from pyro_dvi.inference_data.group import Group, as_array, close_names, listed, 
 from pyro_dvi.predictive.engine.batches import Batch
 from pyro_dvi.predictive.engine.run import Latents, observed_run, sites_at
 from pyro_dvi.predictive.engine.vectorised import ManyDraws
-from pyro_dvi.predictive.rules.rule import FromDraws, example_latents
+from pyro_dvi.predictive.posterior import example_latents
+from pyro_dvi.predictive.rules.rule import FromDraws
 from pyro_dvi.sites import is_deterministic
 
 __all__ = ["LatentDraws", "Selection", "Summaries"]

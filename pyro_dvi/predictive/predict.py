@@ -1,31 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Predict with a model and the posterior of its weights."""
 
-import warnings
 from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
-import torch
-from torch import nn
 from tqdm.auto import tqdm
 
-from pyro_dvi.choice import check_choice
-from pyro_dvi.errors import DviWarning, GuideError
+from pyro_dvi.errors import GuideError
 from pyro_dvi.handlers.response import responses
-from pyro_dvi.handlers.trained_for import trained_for
 from pyro_dvi.predictive.engine.batches import Batch, batches, keeps_order
 from pyro_dvi.predictive.engine.components import Components
-from pyro_dvi.predictive.engine.posterior_check import check_posterior
 from pyro_dvi.predictive.engine.run import check_observation, evaluation_mode, observed_run, seeded
+from pyro_dvi.predictive.posterior import check_posterior, device_of, example_latents
 from pyro_dvi.predictive.prediction.mixture import Mixture
 from pyro_dvi.predictive.prediction.part import Part
 from pyro_dvi.predictive.prediction.prediction import Prediction
-from pyro_dvi.predictive.rules.defaults import default_rule
-from pyro_dvi.predictive.rules.moments import Moments
-from pyro_dvi.predictive.rules.rule import PredictionRule, Samples, example_latents
+from pyro_dvi.predictive.rules.defaults import rule_of
+from pyro_dvi.predictive.rules.rule import PredictionRule
 
-__all__ = ["device_of", "names_of_sites", "predict", "rule_of"]
+__all__ = ["names_of_sites", "predict"]
 
 
 def predict(
@@ -145,33 +139,3 @@ def names_of_sites(model: Callable[..., Any], guide: Callable[..., Any]) -> Call
         return responses(observed_run(model, batch, latents), latents)
 
     return names
-
-
-def rule_of(method: Any, guide: Any) -> PredictionRule:
-    """Return ``method``, or the guide's default.
-
-    Raises:
-        ArgumentError: a class or string instead of a rule.
-        DviWarning: the width of a posterior that was trained to be predicted at its mean.
-    """
-    if method is None:
-        return default_rule(guide)
-    check_choice("method", method, PredictionRule, "AtMean() or Samples(30)")
-    if trained_for(guide) == "AtMean" and isinstance(method, (Moments, Samples)):
-        warnings.warn(
-            f"{method} predicts with the width of a posterior that TaylorELBO trained for predictions at its mean. "
-            "Draws of a network's weights leave the neighbourhood where its expansion holds, and predict worse: use "
-            "AtMean(), the default, unless the model is nearly linear in its weights.",
-            DviWarning,
-            stacklevel=3,
-        )
-    return method
-
-
-def device_of(*functions: Any) -> torch.device | None:
-    """Return the device of the first parameter of the first module that has one; None if none has."""
-    for function in functions:
-        if isinstance(function, nn.Module):
-            for tensor in (*function.parameters(), *function.buffers()):
-                return tensor.device
-    return None

@@ -15,13 +15,8 @@ from pyro_dvi.predictive.engine.distributions import possible
 from pyro_dvi.predictive.engine.run import Latents, Response, respond, sites_at, with_others
 from pyro_dvi.predictive.engine.unseen import refuse_unseen
 from pyro_dvi.predictive.engine.vectorised import POSSIBLE, ManyDraws, size_of
-from pyro_dvi.predictive.rules.rule import (
-    FromDraws,
-    PredictionRule,
-    at_tuned_scales,
-    example_latents,
-    first_arguments,
-)
+from pyro_dvi.predictive.posterior import at_tuned_scales, example_latents, first_arguments
+from pyro_dvi.predictive.rules.rule import FromDraws, PredictionRule
 
 __all__ = ["Components", "Reader"]
 

@@ -11,9 +11,8 @@ from torch import Tensor
 from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.handlers.response import counted
 from pyro_dvi.predictive.engine.distributions import tensors_of, with_tensors
-from pyro_dvi.predictive.engine.run import Response
+from pyro_dvi.predictive.engine.run import Response, seed_all
 from pyro_dvi.predictive.prediction.component import as_drawn, both_masks, checked_log_prob
-from pyro_dvi.predictive.rules.rule import seed_all
 
 __all__ = ["Observation", "ObservationDraws"]
 

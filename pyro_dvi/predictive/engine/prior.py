@@ -11,9 +11,9 @@ from torch import Tensor
 
 from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.predictive.engine.distributions import tensors_of
-from pyro_dvi.predictive.engine.run import sites_at
+from pyro_dvi.predictive.engine.run import seed_all, sites_at
 from pyro_dvi.predictive.engine.vectorised import ManyDraws
-from pyro_dvi.predictive.rules.rule import FromDraws, seed_all
+from pyro_dvi.predictive.rules.rule import FromDraws
 from pyro_dvi.signatures import with_missing
 from pyro_dvi.sites import AllRows
 

@@ -27,10 +27,9 @@ from pyro_dvi.moments.tensor_like import name_of
 from pyro_dvi.moments.weight_uses import WeightUses, parts_of
 from pyro_dvi.predictive.engine.batches import batches
 from pyro_dvi.predictive.engine.run import Response, evaluation_mode, respond, seeded
-from pyro_dvi.predictive.predict import device_of
-from pyro_dvi.predictive.rules.moments import posterior_gaussians
+from pyro_dvi.predictive.posterior import check_is_set_up, device_of, posterior_gaussians
 from pyro_dvi.predictive.rules.propagation import Propagation
-from pyro_dvi.predictive.rules.rule import Samples, check_is_set_up
+from pyro_dvi.predictive.rules.rule import Samples
 
 __all__ = ["Calibrated", "calibrate"]
 

@@ -1,20 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which rule predicts where none is given."""
 
+import warnings
 from typing import Any
 
 from pyro.infer.autoguide import AutoDelta
 
-from pyro_dvi.errors import GuideError
+from pyro_dvi.choice import check_choice
+from pyro_dvi.errors import DviWarning, GuideError
 from pyro_dvi.guides import MultiplicativeNoiseGuide
 from pyro_dvi.handlers.trained_for import trained_for
 from pyro_dvi.predictive.rules.linearised import Linearised
 from pyro_dvi.predictive.rules.moments import Moments
 from pyro_dvi.predictive.rules.rule import AtMean, PredictionRule, Samples
 
-__all__ = ["default_rule"]
+__all__ = ["default_rule", "rule_of"]
 
 _RULES = {"AtMean": AtMean(), "Linearised": Linearised(), "Moments": Moments(), "Samples": Samples(30)}
+
+
+def rule_of(method: Any, guide: Any) -> PredictionRule:
+    """Return ``method``, or the guide's default.
+
+    Raises:
+        ArgumentError: a class or string instead of a rule.
+        DviWarning: the width of a posterior that was trained to be predicted at its mean.
+    """
+    if method is None:
+        return default_rule(guide)
+    check_choice("method", method, PredictionRule, "AtMean() or Samples(30)")
+    if trained_for(guide) == "AtMean" and isinstance(method, (Moments, Samples)):
+        warnings.warn(
+            f"{method} predicts with the width of a posterior that TaylorELBO trained for predictions at its mean. "
+            "Draws of a network's weights leave the neighbourhood where its expansion holds, and predict worse: use "
+            "AtMean(), the default, unless the model is nearly linear in its weights.",
+            DviWarning,
+            stacklevel=3,
+        )
+    return method
 
 
 def default_rule(guide: Any) -> PredictionRule:

@@ -16,7 +16,8 @@ from pyro_dvi.handlers.outputs import Outputs, observed_outputs
 from pyro_dvi.links import ClassLink, GaussHermite, NoiseLink, Probit
 from pyro_dvi.links.outputs import integrated
 from pyro_dvi.predictive.engine.run import Respond, Response
-from pyro_dvi.predictive.rules.rule import PredictionRule, posterior_mean
+from pyro_dvi.predictive.posterior import posterior_mean
+from pyro_dvi.predictive.rules.rule import PredictionRule
 
 __all__ = ["Linearised"]
 

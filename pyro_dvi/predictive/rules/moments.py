@@ -9,24 +9,19 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
-from torch import Tensor
 
 from pyro_dvi.choice import check_choice, check_count
-from pyro_dvi.errors import GuideError
-from pyro_dvi.handlers.latents import GaussianSite
-from pyro_dvi.handlers.means import run_guide
 from pyro_dvi.handlers.moment_run import PosteriorMoments, propagated, reparameterised
-from pyro_dvi.handlers.structure import refuse_dependent
 from pyro_dvi.handlers.uncertain import predictive_of, uncertain_likelihoods
 from pyro_dvi.links import ClassLink, MomentMatched, NoiseLink, SobolSoftmax, predictive_distribution
 from pyro_dvi.links.outputs import as_pyro
 from pyro_dvi.moments.weight_uses import warned_of_repeated_uses
-from pyro_dvi.predictive.engine.run import Respond, Response
+from pyro_dvi.predictive.engine.run import Respond, Response, seed_all
+from pyro_dvi.predictive.posterior import posterior_gaussians
 from pyro_dvi.predictive.rules.propagation import Independent, Propagation
-from pyro_dvi.predictive.rules.rule import PredictionRule, arguments, check_is_set_up, latents, seed_all
-from pyro_dvi.sites import AllRows
+from pyro_dvi.predictive.rules.rule import PredictionRule
 
-__all__ = ["Moments", "posterior_gaussians"]
+__all__ = ["Moments"]
 
 _LOOKED_AT: WeakValueDictionary[int, Any] = WeakValueDictionary()  # guides that were predicted with
 
@@ -104,22 +99,3 @@ class Moments(PredictionRule):
             with uncertain_likelihoods(), weights, recorder(weights.given):
                 response = self.propagation.respond(weights.given, partial(respond, centre))
             yield replace(response, distribution=predictive_of(response.distribution, predictive))
-
-
-def posterior_gaussians(
-    guide: Callable[..., Any], inputs: tuple[Any, ...]
-) -> tuple[dict[str, Tensor], dict[str, GaussianSite]]:
-    """Return every latent site at its centre, and the guide's Gaussians by site.
-
-    Raises:
-        GuideError: the guide is not a factorised Gaussian, or has not seen its model.
-    """
-    check_is_set_up(guide)
-    if not getattr(guide, "is_factorised", True):
-        raise GuideError(
-            f"the Gaussian of a {type(guide).__name__} is no product of independent ones: predict with Linearised()"
-        )
-    with torch.enable_grad(), AllRows():
-        guide_trace, gaussians = run_guide(guide, guide, arguments(guide, inputs), {})
-        refuse_dependent(list(gaussians.values()))
-    return latents(guide_trace), gaussians

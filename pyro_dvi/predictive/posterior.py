@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What predictions ask of a posterior: a guide of this library, of Pyro or of another library, or a function.
+
+A guide may say itself how it is predicted, by any of these: ``prediction_rule``, a rule or the name of one;
+``predicted_model(model)``, the model with the scales that it was tuned for; ``example_latents()``, values to look at
+the model with; ``linearised(inputs, read)``, the Gaussian of its outputs; ``is_factorised``, False where its Gaussian
+is no product of independent ones; ``check_model(model)``, which refuses another model than that of the fit.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from pyro import poutine
+from pyro.infer.autoguide import AutoCallable, AutoGuide
+from torch import Tensor, nn
+from torch import distributions as td
+
+from pyro_dvi.errors import GuideError, NonFiniteError
+from pyro_dvi.guides.base import FactorisedGuide
+from pyro_dvi.handlers.explained import non_finite
+from pyro_dvi.handlers.means import GaussianSite, run_guide
+from pyro_dvi.handlers.structure import refuse_dependent
+from pyro_dvi.signatures import with_missing
+from pyro_dvi.sites import AllRows, SetLatents, is_latent
+from pyro_dvi.training.ownership import check_still_own
+
+__all__ = [
+    "at_tuned_scales",
+    "check_is_set_up",
+    "check_posterior",
+    "device_of",
+    "drawing",
+    "example_latents",
+    "first_arguments",
+    "ignores_inputs",
+    "one_draw",
+    "posterior_gaussians",
+    "posterior_mean",
+]
+
+
+def check_posterior(model: Callable[..., Any], guide: Callable[..., Any], inputs: tuple[Any, ...]) -> None:
+    """Look at model and guide once.
+
+    Args:
+        model: the Pyro model.
+        guide: its guide; one that was loaded and has not seen its model yet sees it with these inputs.
+        inputs: arguments of the model, of the first batch.
+
+    Raises:
+        GuideError: the guide was never run, or belongs to another model.
+        NonFiniteError: parameters or running statistics hold NaN or infinities, or another buffer holds NaN.
+    """
+    check_is_set_up(guide, inputs)
+    check_still_own(model, guide)
+    for part in (guide, model):
+        tensors = [*part.named_parameters(), *part.named_buffers()] if isinstance(part, nn.Module) else []
+        bad = non_finite(dict(tensors))
+        if bad:
+            raise NonFiniteError(
+                f"{', '.join(map(repr, bad[:5]))} of {type(part).__name__} {'is' if len(bad) == 1 else 'are'} not "
+                "finite: training has diverged, or a file is damaged. Go back to an earlier checkpoint, and train with "
+                "a lower learning rate (dvi.fit goes back by itself)."
+            )
+    if hasattr(guide, "check_model"):
+        guide.check_model(model)
+
+
+def check_is_set_up(guide: Any, inputs: tuple[Any, ...] = ()) -> None:
+    """Refuse an automatic guide that has not seen its model yet; one of ours that was loaded sees it now.
+
+    Raises:
+        GuideError: setting it up without observations would make the response one of its latent sites, and latents of
+            single examples may have been learnt for others than these.
+    """
+    if isinstance(guide, AutoGuide) and guide.prototype_trace is None:
+        if (
+            isinstance(guide, FactorisedGuide)
+            and inputs
+            and guide.initialize_loaded(*_arguments(guide, inputs))
+        ):
+            return
+        raise GuideError(
+            f"{type(guide).__name__} has not seen its model: train it, or run it once with the training arguments "
+            "as guide(x, y), also after loading its state. Before loading a checkpoint into a fresh guide, call "
+            "guide.initialize(*args) where it has that, or give a batch of the training: load(..., example=batch)."
+        )
+
+
+def device_of(*functions: Any) -> torch.device | None:
+    """Return the device of the first parameter of the first module that has one; None if none has."""
+    for function in functions:
+        if isinstance(function, nn.Module):
+            for tensor in (*function.parameters(), *function.buffers()):
+                return tensor.device
+    return None
+
+
+def at_tuned_scales(guide: Any, model: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``model`` with the scales that ``guide.tune`` has set, those of the noise among them."""
+    return guide.predicted_model(model) if hasattr(guide, "predicted_model") else model
+
+
+def example_latents(guide: Callable[..., Any], inputs: tuple[Any, ...]) -> dict[str, Tensor]:
+    """Return values to look at the model with: those of the guide's method of this name, or a draw."""
+    check_is_set_up(guide, inputs)
+    own: dict[str, Tensor] = (
+        guide.example_latents() if hasattr(guide, "example_latents") else one_draw(guide, inputs)
+    )
+    return own
+
+
+def posterior_mean(guide: Callable[..., Any], inputs: tuple[Any, ...]) -> dict[str, Tensor]:
+    """Return every latent site at the guide's centre: its ``median``, else the mean of each of its sites.
+
+    Raises:
+        GuideError: a site of the guide has no mean, or the guide was never set up.
+    """
+    check_is_set_up(guide)
+    if isinstance(guide, AutoGuide):
+        try:
+            return {name: value.detach() for name, value in guide.median(*_arguments(guide, inputs)).items()}
+        except NotImplementedError as error:
+            raise GuideError(
+                f"{type(guide).__name__} has no median to predict at: use predict(..., method=Samples(30))"
+            ) from error
+    with _AtCentre():
+        return _latents(_trace(guide, inputs))
+
+
+def posterior_gaussians(
+    guide: Callable[..., Any], inputs: tuple[Any, ...]
+) -> tuple[dict[str, Tensor], dict[str, GaussianSite]]:
+    """Return every latent site at its centre, and the guide's Gaussians by site.
+
+    Raises:
+        GuideError: the guide is not a factorised Gaussian, or has not seen its model.
+    """
+    check_is_set_up(guide)
+    if not getattr(guide, "is_factorised", True):
+        raise GuideError(
+            f"the Gaussian of a {type(guide).__name__} is no product of independent ones: predict with Linearised()"
+        )
+    with torch.enable_grad(), AllRows():
+        guide_trace, gaussians = run_guide(guide, guide, _arguments(guide, inputs), {})
+        refuse_dependent(list(gaussians.values()))
+    return _latents(guide_trace), gaussians
+
+
+def one_draw(guide: Callable[..., Any], inputs: tuple[Any, ...]) -> dict[str, Tensor]:
+    """Return the latent values of one draw, with random numbers from the global generator."""
+    return _latents(_trace(guide, inputs))
+
+
+def drawing(guide: Any, inputs: tuple[Any, ...]) -> Callable[[], dict[str, Tensor]]:
+    """Return a function that draws as :func:`one_draw` does, with the same random numbers."""
+    factorised = (
+        isinstance(guide, FactorisedGuide)
+        and type(guide).forward is FactorisedGuide.forward
+        and type(guide)._sample_site is FactorisedGuide._sample_site
+    )
+    if not factorised:
+        return partial(one_draw, guide, inputs)
+    posterior = guide.get_posterior()  # of sites that are drawn one after the other, whatever the inputs
+    return lambda: {name: fn().detach() for name, fn in posterior.items()}
+
+
+def ignores_inputs(guide: Any) -> bool:
+    """Whether a guide is automatic, with no function in it that may look at the inputs."""
+    return isinstance(guide, AutoGuide) and not any(isinstance(m, AutoCallable) for m in guide.modules())
+
+
+def first_arguments(guide: Any) -> Mapping[int | str, Any]:
+    """Return the arguments, by place or name, for which a guide has learnt the latents of single examples.
+
+    They are those of its first look at the model. Empty for guides that may compute such latents from their inputs.
+    """
+    seen: Any = guide.prototype_trace.nodes["_INPUT"] if ignores_inputs(guide) else {}
+    return {**dict(enumerate(seen.get("args", ()))), **seen.get("kwargs", {})}
+
+
+def _arguments(guide: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Arguments for a guide; an automatic one takes those of its model."""
+    knows_model = (
+        isinstance(guide, AutoGuide) and guide._model is not None
+    )  # a copy or a loaded guide does not
+    return with_missing(guide.model if knows_model else guide, inputs)
+
+
+def _latents(trace: Any) -> dict[str, Tensor]:
+    """Return the values of a guide's run by the model's site names."""
+    return {
+        name: node["value"].detach()
+        for name, node in trace.nodes.items()
+        if is_latent(node) and not node["infer"].get("is_auxiliary")
+    }
+
+
+def _trace(guide: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:
+    with AllRows():
+        return poutine.trace(guide).get_trace(*_arguments(guide, inputs))
+
+
+class _AtCentre(SetLatents):
+    """Set every site of a guide to the mean of its distribution, taken before any transform."""
+
+    def _value_of(self, site: Any) -> Tensor:
+        try:
+            return _centre(site["fn"])
+        except NotImplementedError as error:
+            raise GuideError(
+                f"guide site {site['name']!r} ({type(site['fn']).__name__}) has no mean to predict at: use "
+                "predict(..., method=Samples(30))"
+            ) from error
+
+
+def _centre(fn: Any) -> Tensor:
+    if isinstance(fn, td.Independent):
+        return _centre(fn.base_dist)
+    if isinstance(fn, td.TransformedDistribution):
+        value = _centre(fn.base_dist)
+        for transform in fn.transforms:
+            value = transform(value)
+        return value
+    if getattr(fn, "has_enumerate_support", False):
+        raise NotImplementedError("discrete")
+    mean: Tensor = fn.mean
+    if not mean.isfinite().all():  # as of a half-Cauchy
+        raise NotImplementedError("the mean is infinite")
+    return mean
