@@ -36,6 +36,11 @@ class OuterGradients:
         self._inputs, self._of_output = contribution.outer_inputs, contribution.outer.deltas
         self._deltas = deltas
 
+    @property
+    def is_single(self) -> bool:
+        """Whether each is one outer product."""
+        return self._inputs(slice(0, 1)).shape[1] == 1
+
     def parts(self, part: slice) -> tuple[Tensor, Tensor]:
         """Return a ``[m, T, q]`` and delta ``[K, m, T, p]`` of some examples."""
         return self._inputs(part), torch.stack([self._of_output(d) for d in self._deltas[:, part]])

@@ -9,6 +9,8 @@ With gradients that are outer products, :math:`J_{ik} = \delta_{ik} a_i^\top`, t
 one product over examples where rows of J would need one over examples and outputs.
 """
 
+from itertools import combinations_with_replacement
+
 import torch
 from torch import Tensor
 
@@ -27,31 +29,32 @@ def add_gauss_newton_matrix(examples: ExampleGradients, weights: Tensor, total: 
         weights: :math:`w^2`, ``[B, K]``.
         total: laid out like the examples' tensors, one after the other.
     """
-    sizes = [value.numel() for value in examples.values]
-    ends = torch.tensor(sizes).cumsum(0).tolist()
-    spans = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
-    found = {k: examples.outer(k) for k in range(len(sizes))}
-    layers = {k: o for k, o in found.items() if o is not None and o.parts(slice(0, 1))[0].shape[1] == 1}
-    rest = [k for k in range(len(sizes)) if k not in layers]
-    if rest:
-        columns = torch.cat([torch.arange(spans[k].start, spans[k].stop) for k in rest]).to(total.device)
-        strip = total.new_zeros(len(columns), total.shape[1])
-        for part in examples.chunks():
-            rows = examples.rows(part)
-            rows = (rows * weights[part].sqrt().unsqueeze(-1)).flatten(0, 1)
-            strip.addmm_(rows[:, columns].mT, rows)
-        total[columns] += strip
-        others = torch.ones(total.shape[1], dtype=torch.bool, device=total.device)
-        others[columns] = False
-        total[others.nonzero(), columns] += strip[:, others].mT
-    for k, one in layers.items():
-        for other, two in layers.items():
-            if k == other:
-                total[spans[k], spans[k]] += _own_block(one, weights)
-            elif k < other:
-                block = _block(one, two, weights)
-                total[spans[k], spans[other]] += block
-                total[spans[other], spans[k]] += block.mT
+    ends = torch.tensor([value.numel() for value in examples.values]).cumsum(0).tolist()
+    spans = [slice(end - value.numel(), end) for end, value in zip(ends, examples.values, strict=True)]
+    layers = {
+        k: outer for k in range(len(spans)) if (outer := examples.outer(k)) is not None and outer.is_single
+    }
+    _add_strip(examples, weights, total, [spans[k] for k in range(len(spans)) if k not in layers])
+    for (k, one), (other, two) in combinations_with_replacement(layers.items(), 2):
+        block = _own_block(one, weights) if k == other else _block(one, two, weights)
+        total[spans[k], spans[other]] += block
+        if k != other:
+            total[spans[other], spans[k]] += block.mT
+
+
+def _add_strip(examples: ExampleGradients, weights: Tensor, total: Tensor, spans: list[slice]) -> None:
+    """Add the rows and columns of tensors whose gradients are no single outer products, from rows of J."""
+    if not spans:
+        return
+    columns = torch.cat([torch.arange(span.start, span.stop) for span in spans]).to(total.device)
+    strip = total.new_zeros(len(columns), total.shape[1])
+    for part in examples.chunks():
+        rows = (examples.rows(part) * weights[part].sqrt().unsqueeze(-1)).flatten(0, 1)
+        strip.addmm_(rows[:, columns].mT, rows)
+    total[columns] += strip
+    others = torch.ones(total.shape[1], dtype=torch.bool, device=total.device)
+    others[columns] = False
+    total[others.nonzero(), columns] += strip[:, others].mT
 
 
 def _own_block(layer: OuterGradients, weights: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ weights of weights, before they are squared: :math:`\sum_w g_w^2\,\mathrm{Var}[w
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -73,75 +73,81 @@ class Pullback:
     """
 
     def __init__(self, uses: Sequence[Use], makers: Sequence[Call], examples: int) -> None:
-        self.fast = [(use, use.shares) for use in uses if use.shares is not None]
-        self.slow = [use for use in uses if use.shares is None]
-        self.makers, self.examples = makers, examples
-        calls = [use.call for use in uses]
-        times = Counter(key for call in (*calls, *makers) for key in call.weights)
+        calls = [*(use.call for use in uses), *makers]
+        times = Counter(key for call in calls for key in call.weights)
         made = {id(call.result) for call in makers}
-        self.weights = {
-            key: w for call in (*calls, *makers) for key, w in call.weights.items() if key not in made
-        }
-        # A weight that is used once, with one row for each example, needs no gradients of these.
-        self.contracted = [
-            {
-                key: _contracted(share, self.weights[key].variance)
-                for key, share in shares.contributions.items()
-                if times[key] == 1 and key in self.weights and shares.each == 1 and _is_single(share)
-            }
-            for _, shares in self.fast
-        ]
+        self.weights = {k: w for call in calls for k, w in call.weights.items() if k not in made}
+        once = {key for key in self.weights if times[key] == 1}
+        self.makers, self.examples = makers, examples
+        self.fast = [_ByRules(use, use.shares, once) for use in uses if use.shares is not None]
+        self.slow = [use for use in uses if use.shares is None]
 
     def variance(self, outputs: Tensor) -> Tensor:
         """Return the variance of one output of each example."""
-        slopes = gradients_at([use.call for use, _ in self.fast], outputs.sum())
+        slopes = gradients_at([ruled.use.call for ruled in self.fast], outputs.sum())
+        reached = [(r, slope) for r, slope in zip(self.fast, slopes, strict=True) if slope is not None]
         with torch.no_grad():
-            return self._pulled_back(outputs, slopes)
-
-    def _pulled_back(self, outputs: Tensor, slopes: Sequence[Tensor | None]) -> Tensor:
-        total = torch.zeros_like(outputs)
-        deltas = []
-        for (use, shares), contracted, slope in zip(self.fast, self.contracted, slopes, strict=True):
-            if slope is None:
-                continue
-            if use.noise is not None:
-                total += shares.rows.first(slope.square() * use.noise).reshape(self.examples, -1).sum(1)
-            delta = shares.arrange(slope)
-            total += sum(spread(delta) for spread in contracted.values())
-            if len(contracted) < len(shares.contributions):
-                deltas.append((shares, contracted, delta))
-        if not deltas and not self.slow:
-            return total
-        step = max(1, _BUDGET // max(1, sum(w.variance.numel() for w in self.weights.values())))
-        for start in range(0, self.examples, step):
-            part = slice(start, min(start + step, self.examples))
-            gradients: dict[int, Tensor] = {}
-            for shares, contracted, delta in deltas:
-                _add(
-                    gradients, {k: g for k, g in shares.gradients(delta, part).items() if k not in contracted}
-                )
-            total[part] += self._without_rules(outputs, part, gradients)
-            for call in reversed(self.makers):
-                if id(call.result) in gradients:
-                    _add(gradients, call.pulled_back(gradients.pop(id(call.result))))
-            for key, gradient in gradients.items():
-                total[part] += (
-                    (gradient.square() * self.weights[key].variance).reshape(len(gradient), -1).sum(1)
-                )
+            total = torch.zeros_like(outputs)
+            for ruled, slope in reached:
+                total += ruled.without_gradients(slope)
+            deltas = [(r.shares, r.shares.arrange(slope)) for r, slope in reached if r.shares.contributions]
+            if deltas or self.slow:
+                size = sum(weight.variance.numel() for weight in self.weights.values())
+                for part in torch.arange(self.examples).split(max(1, _BUDGET // max(1, size))):
+                    rows = slice(int(part[0]), int(part[-1]) + 1)
+                    total[rows] += self._by_gradients(outputs, deltas, rows)
         return total
 
-    def _without_rules(self, outputs: Tensor, part: slice, gradients: dict[int, Tensor]) -> Tensor | float:
-        """Add gradients by a backward pass for each example; return what noise times noise adds."""
-        if not self.slow:
-            return 0.0
-        seeds = torch.eye(self.examples, dtype=outputs.dtype, device=outputs.device)[part]
-        slopes = LinearMap(outputs, [use.call.output for use in self.slow]).transposed(seeds)
+    def _by_gradients(
+        self, outputs: Tensor, deltas: Sequence[tuple[Shares, Tensor]], part: slice
+    ) -> Tensor | float:
+        """What is left for some examples, by their gradients."""
         total: Tensor | float = 0.0
-        for use, slope in zip(self.slow, slopes, strict=True):
-            _add(gradients, use.call.pulled_back(slope))
-            if use.noise is not None:
-                total = total + (slope.square() * use.noise).reshape(len(slope), -1).sum(1)
+        gradients: dict[int, Tensor] = {}
+        for shares, delta in deltas:
+            _add(gradients, shares.gradients(delta, part))
+        if self.slow:  # by a backward pass for each example
+            seeds = torch.eye(self.examples, dtype=outputs.dtype, device=outputs.device)[part]
+            slopes = LinearMap(outputs, [use.call.output for use in self.slow]).transposed(seeds)
+            for use, slope in zip(self.slow, slopes, strict=True):
+                _add(gradients, use.call.pulled_back(slope))
+                if use.noise is not None:
+                    total = total + (slope.square() * use.noise).reshape(len(slope), -1).sum(1)
+        for call in reversed(self.makers):
+            if id(call.result) in gradients:
+                _add(gradients, call.pulled_back(gradients.pop(id(call.result))))
+        for key, g in gradients.items():
+            total = total + (g.square() * self.weights[key].variance).reshape(len(g), -1).sum(1)
         return total
+
+
+class _ByRules:
+    """A use whose gradients of examples have rules.
+
+    Args:
+        use: the use.
+        shares: what each example adds.
+        once: weights that are used once. Those with one row for each example need no gradients of these.
+    """
+
+    def __init__(self, use: Use, shares: Shares, once: set[int]) -> None:
+        self.use, self._all = use, shares
+        self._contracted = {
+            key: _contracted(share, use.call.weights[key].variance)
+            for key, share in shares.contributions.items()
+            if key in once and shares.each == 1 and _is_single(share)
+        }
+        rest = {k: share for k, share in shares.contributions.items() if k not in self._contracted}
+        self.shares = replace(shares, contributions=rest)
+
+    def without_gradients(self, slope: Tensor) -> Tensor:
+        """Return what noise times noise adds, and weights that need no gradients."""
+        delta = self._all.arrange(slope)
+        total = sum((spread(delta) for spread in self._contracted.values()), slope.new_zeros(()))
+        if self.use.noise is None:
+            return total
+        noise = self._all.rows.first(slope.square() * self.use.noise)
+        return total + noise.reshape(len(noise), -1).sum(1)
 
 
 def _add(total: dict[int, Tensor], found: Mapping[int, Tensor]) -> None:

@@ -52,7 +52,7 @@ def _affine_norm(function: Callable[..., Tensor], by_channel: bool) -> None:
     per_example_rule(function)(rule)
 
 
-for _function in (F.batch_norm, F.instance_norm, F.group_norm):
-    _affine_norm(_function, by_channel=True)
-for _function in (F.layer_norm, F.rms_norm):
-    _affine_norm(_function, by_channel=False)
+_BY_CHANNEL: tuple[Callable[..., Tensor], ...] = (F.batch_norm, F.instance_norm, F.group_norm)
+_BY_FEATURE: tuple[Callable[..., Tensor], ...] = (F.layer_norm, F.rms_norm)
+for _function in _BY_CHANNEL + _BY_FEATURE:
+    _affine_norm(_function, _function in _BY_CHANNEL)
