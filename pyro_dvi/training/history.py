@@ -3,7 +3,7 @@
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from pyro_dvi.handlers.fingerprint import Fingerprint
 __all__ = ["History", "Table"]
 
 
-class Table(Mapping[str, list[float]]):
+class Table(dict[str, list[float]]):
     """Columns of equal length; a value that a row does not give is NaN.
 
     Example:
@@ -24,33 +24,23 @@ class Table(Mapping[str, list[float]]):
         {'loss': [2.0, 1.0], 'kl': [nan, 0.5]}
     """
 
-    def __init__(self, columns: Mapping[str, list[float]] | None = None) -> None:
-        given = columns or {}
-        self._columns: dict[str, list[float]] = {name: list(values) for name, values in given.items()}
-        self.rows = max((len(values) for values in self._columns.values()), default=0)
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return max(map(len, self.values()), default=0)
 
     def append(self, **values: float) -> None:
         """Add a row."""
-        for name in values:
-            self._columns.setdefault(name, [math.nan] * self.rows)
-        for name, column in self._columns.items():
-            column.append(float(values.get(name, math.nan)))
-        self.rows += 1
+        rows = self.rows
+        for name in {**self, **values}:
+            self.setdefault(name, [math.nan] * rows).append(float(values.get(name, math.nan)))
 
     def last(self) -> dict[str, float]:
         """Return the last row."""
-        return {name: column[-1] for name, column in self._columns.items()} if self.rows else {}
+        return {name: column[-1] for name, column in self.items()} if self.rows else {}
 
-    def __getitem__(self, name: str) -> list[float]:
-        if name not in self._columns:
-            raise KeyError(f"no column {name!r}; there are {', '.join(self._columns) or 'none yet'}")
-        return self._columns[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._columns)
-
-    def __len__(self) -> int:
-        return len(self._columns)
+    def __missing__(self, name: str) -> list[float]:
+        raise KeyError(f"no column {name!r}; there are {', '.join(self) or 'none yet'}")
 
 
 class History:
@@ -123,8 +113,8 @@ class History:
     def to_dict(self) -> dict[str, Any]:
         """Return plain lists and numbers; the weights of the best epoch are not included."""
         return {
-            "epochs": {name: list(column) for name, column in self.epochs.items()},
-            "steps": {name: list(column) for name, column in self.steps.items()},
+            "epochs": mapped(float, self.epochs),
+            "steps": mapped(float, self.steps),
             "stopped": self.stopped,
             "best_epoch": self.best_epoch,
         }
@@ -133,7 +123,7 @@ class History:
     def from_dict(cls, record: Mapping[str, Any]) -> "History":
         """Rebuild a history from :meth:`to_dict`."""
         history = cls()
-        history.epochs, history.steps = Table(record["epochs"]), Table(record["steps"])
+        history.epochs, history.steps = (Table(mapped(float, record[name])) for name in ("epochs", "steps"))
         history.stopped, history.best_epoch = record["stopped"], record["best_epoch"]
         return history
 
