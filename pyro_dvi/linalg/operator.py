@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Matrices that are known only by their products."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
 from pyro_dvi.errors import ArgumentError, NonFiniteError
 
-__all__ = ["Operator", "apply", "dots", "gaussian_rows"]
+__all__ = ["Operator", "apply", "dots", "gaussian_rows", "identity_rows"]
 
 Operator = Callable[[Tensor], Tensor]
 """A symmetric matrix A as a function of rows: ``[S, D] -> [S, D]``, each row v to A v.
@@ -41,6 +41,15 @@ def apply(operator: Operator, vectors: Tensor) -> Tensor:
 def dots(a: Tensor, b: Tensor) -> Tensor:
     """Return the inner products ``[S]`` of the rows of two ``[S, D]``, summed pairwise rather than by a matmul."""
     return (a * b).sum(-1)
+
+
+def identity_rows(like: Tensor, at_once: int = 256) -> Iterator[Tensor]:
+    """Give the rows of the identity ``[D, D]`` for a vector ``[D]``, at most ``at_once`` together."""
+    size = len(like)
+    for start in range(0, size, at_once):
+        rows = like.new_zeros(min(at_once, size - start), size)
+        rows.diagonal(start).fill_(1)
+        yield rows
 
 
 def gaussian_rows(count: int, dim: int, like: Tensor, generator: torch.Generator | None) -> Tensor:

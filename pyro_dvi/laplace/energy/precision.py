@@ -2,7 +2,7 @@
 """Which matrix is the precision of the Gaussian, a choice passed as an object; and what the prior adds to it."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from pyro_dvi.curvature.gauss_newton_matrix import add_gauss_newton_matrix
 from pyro_dvi.errors import CheckpointError, NotPositiveDefiniteError, UnsupportedError
 from pyro_dvi.laplace.energy.energy import LocalEnergy
+from pyro_dvi.linalg.operator import identity_rows
 
 __all__ = [
     "NamedInFiles",
@@ -63,7 +64,7 @@ class PrecisionMatrix(NamedInFiles):
 
     def matrix(self, local: LocalEnergy) -> Tensor:
         """Return P as ``[D, D]``."""
-        return torch.cat([self.product(local, rows) for rows in _identity_rows(local.point)])
+        return torch.cat([self.product(local, rows) for rows in identity_rows(local.point)])
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ class GGN(PrecisionMatrix):
         if diagonal is not None:
             found.diagonal().add_(diagonal)
             return found
-        return found.add_(torch.cat([local.prior_hessian(rows) for rows in _identity_rows(local.point)]))
+        return found.add_(torch.cat([local.prior_hessian(rows) for rows in identity_rows(local.point)]))
 
 
 @dataclass(frozen=True)
@@ -127,15 +128,6 @@ def _by_examples(local: LocalEnergy) -> Tensor | None:
             return None
         add_gauss_newton_matrix(examples, weights.square(), total)
     return total
-
-
-def _identity_rows(point: Tensor, at_once: int = 256) -> Iterator[Tensor]:
-    size = len(point)
-    for start in range(0, size, at_once):
-        count = min(at_once, size - start)
-        rows = point.new_zeros(count, size)
-        rows[torch.arange(count), torch.arange(start, start + count)] = 1
-        yield rows
 
 
 def independent_prior_precision(local: LocalEnergy, method: str) -> Tensor:

@@ -17,6 +17,7 @@ from pyro_dvi.handlers.explained import explained_errors
 from pyro_dvi.handlers.outputs import Outputs, run_outputs
 from pyro_dvi.laplace.energy.batch_graph import refuse_torch_modes
 from pyro_dvi.laplace.energy.energy import Layout
+from pyro_dvi.linalg.operator import identity_rows
 from pyro_dvi.signatures import with_missing
 from pyro_dvi.undisturbed import constant_parameters, evaluating
 
@@ -113,12 +114,8 @@ class Query:
             yield from rows.flatten(0, 1).split(at_once)
 
     def _rows_by_products(self, at_once: int) -> Iterator[Tensor]:
-        total = self.num_rows * self.size
-        for start in range(0, total, at_once):
-            count = min(at_once, total - start)
-            cotangents = self.mean.new_zeros(count, total)
-            cotangents[torch.arange(count), torch.arange(start, start + count)] = 1
-            yield self.transposed(cotangents.reshape(count, self.num_rows, self.size))
+        for rows in identity_rows(self.mean.flatten(), at_once):
+            yield self.transposed(rows.unflatten(1, self.mean.shape))
 
     @cached_property
     def _values(self) -> list[Tensor]:

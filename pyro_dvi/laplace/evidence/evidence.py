@@ -20,6 +20,7 @@ from pyro_dvi.laplace.energy.passes import same_data
 from pyro_dvi.laplace.energy.precision import PrecisionMatrix
 from pyro_dvi.laplace.methods.posterior import LaplacePosterior
 from pyro_dvi.linalg import LogDeterminant, SpectralQuadrature, TraceEstimate, trace_of_function
+from pyro_dvi.linalg.operator import identity_rows
 
 __all__ = [
     "ByLanczos",
@@ -139,8 +140,7 @@ class Exactly(Determinant):
             raise ArgumentError(
                 f"Exactly() would decompose a matrix of {size} x {size}: use ByLanczos(), or a larger max_size"
             )
-        rows = torch.eye(size, dtype=like.dtype, device=like.device).split(256)
-        dense = torch.cat([product(part) for part in rows]).to(widest(like.device))
+        dense = torch.cat([product(rows) for rows in identity_rows(like)]).to(widest(like.device))
         values = torch.linalg.eigvalsh(0.5 * (dense + dense.mT)).cpu().double()
         return SpectralQuadrature(values[None], torch.full_like(values[None], 1 / size), size, size)
 

@@ -13,6 +13,7 @@ from pyro_dvi.laplace.energy.energy import LocalEnergy
 from pyro_dvi.laplace.energy.query import Query
 from pyro_dvi.laplace.methods.hessian_free.solvers import OutputTilt, Tilt
 from pyro_dvi.laplace.methods.hessian_free.two_fits import Fits, TwoFits
+from pyro_dvi.linalg.operator import identity_rows
 
 __all__ = ["AbsoluteSum", "Mode", "Pointwise", "PretrainedMode", "Sum"]
 
@@ -80,7 +81,8 @@ class Pointwise(Mode):
 
     def fits(self, two_fits: TwoFits, query: Query) -> Iterator[Fits | None]:
         """Solve lazily, some at a time."""
-        return two_fits.of(OutputTilt(query, weights) for weights in _unit_weights(query))
+        units = identity_rows(query.mean.flatten(), at_once=1)
+        return two_fits.of(OutputTilt(query, weights.reshape(query.mean.shape)) for weights in units)
 
     def responses(self, fits: Iterable[Fits | None], query: Query) -> Tensor:
         """Return the covariances of single examples."""
@@ -98,13 +100,6 @@ class Pointwise(Mode):
         """Covariances ``[B, K]`` of all outputs with each one."""
         for pair in fits:
             yield torch.zeros_like(query.mean) if pair is None else pair.slope(query.at)
-
-
-def _unit_weights(query: Query) -> Iterator[Tensor]:
-    for index in range(query.mean.numel()):
-        weights = torch.zeros_like(query.mean)
-        weights.view(-1)[index] = 1
-        yield weights
 
 
 @dataclass(frozen=True, eq=False)
