@@ -129,6 +129,16 @@ def test_files_of_other_versions_are_named():
     state["_extra_state"] = None
     guide.load_state_dict(state)
     assert guide.posterior is None
+    for entry, kind in (
+        ("kind", "Thing"),
+        ("kind", "GGN"),
+        ("curvature", "Thing"),
+        ("curvature", "DensePosterior"),
+    ):
+        state = fitted().state_dict()
+        state["_extra_state"]["gaussian"][entry] = kind
+        with pytest.raises(CheckpointError, match=f"{kind}, which is unknown here"):
+            guide.load_state_dict(state)
 
 
 def test_work_is_shown(monkeypatch):
