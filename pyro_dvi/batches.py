@@ -21,8 +21,10 @@ __all__ = [
     "mapped",
     "non_finite_inputs",
     "number_of_batches",
+    "rows_cut",
     "tensor_arguments",
     "tensors_in",
+    "with_rows",
 ]
 
 
@@ -171,6 +173,25 @@ def tensors_in(value: Any) -> list[Tensor]:
 
     mapped(note, value)
     return found
+
+
+def with_rows(value: Any) -> Tensor | None:
+    """Return the first tensor with rows in nested arguments, which tells how many there are; None without one."""
+    return next((tensor for tensor in tensors_in(value) if is_strided(tensor) and tensor.dim()), None)
+
+
+def rows_cut(cut: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """Return nested arguments with a function applied to every tensor that has as many rows as the first.
+
+    Example:
+        >>> rows_cut(lambda tensor: tensor[:1], (torch.ones(2), torch.zeros(2), torch.ones(3)))
+        (tensor([1.]), tensor([0.]), tensor([1., 1., 1.]))
+    """
+    first = with_rows(value)
+    return mapped(
+        lambda v: cut(v) if first is not None and is_strided(v) and v.dim() and len(v) == len(first) else v,
+        value,
+    )
 
 
 def _moved(value: Any, device: torch.device | None) -> Any:

@@ -49,5 +49,5 @@ def check_positive(name: str, value: Any) -> None:
     Raises:
         ArgumentError: it is something else.
     """
-    if isinstance(value, bool) or not isinstance(value, Real) or not 0 < value < math.inf:
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 < float(value) < math.inf:
         raise ArgumentError(f"{name} must be a positive number, not {reprlib.repr(value)}")

@@ -11,7 +11,7 @@ from pyro import poutine
 from torch import Tensor
 from torch.distributions import Distribution, Transform
 
-from pyro_dvi.batches import arguments, is_strided, mapped, tensors_in
+from pyro_dvi.batches import arguments, is_strided, mapped, rows_cut, tensors_in
 from pyro_dvi.handlers.distributions import unexpanded
 from pyro_dvi.handlers.means import PosteriorMeans
 from pyro_dvi.sites import core, is_latent
@@ -67,7 +67,7 @@ class Fingerprint:
         """
         for rows in (_ROWS, None) if known is None else (None,):
             try:
-                some = _first_rows(args, kwargs, rows)
+                some = rows_cut(lambda v, rows=rows: v[:rows], (tuple(args), dict(kwargs)))
                 if sum(value.numel() for value in tensors_in(some) if is_strided(value)) > _LARGEST:
                     continue
                 few, named = mapped(lambda v: v.detach().clone() if is_strided(v) else v, some)
@@ -142,16 +142,6 @@ def _is_plain(value: Any) -> bool:
     if type(value) in (tuple, list, dict):
         return all(map(_is_plain, (*value, *value.values()) if type(value) is dict else value))
     return type(value) in _PLAIN or (type(value) is Tensor and is_strided(value))
-
-
-def _first_rows(args: Any, kwargs: Any, count: int | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    size = next((len(v) for v in tensors_in((args, kwargs)) if is_strided(v) and v.dim()), -1)
-
-    def cut(value: Any) -> Any:
-        rows = count is not None and is_strided(value) and value.dim() and len(value) == size
-        return value[:count] if rows else value
-
-    return mapped(cut, (tuple(args), dict(kwargs)))
 
 
 def _look(model: Any, args: Any, kwargs: Any, latents: Mapping[str, Tensor], seed: int) -> dict[str, Any]:

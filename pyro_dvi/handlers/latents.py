@@ -162,8 +162,8 @@ class Marginals:
             source = self.gaussians[name]
             transform = td.ComposeTransform(list(source.transforms)) if source.transforms else None
             return Marginal(source, source.loc, source.scale, transform)
-        source = self.gaussians.get(f"{name}_unconstrained")
-        if source is not None:
+        if f"{name}_unconstrained" in self.gaussians:
+            source = self.gaussians[f"{name}_unconstrained"]
             return Marginal(source, source.loc, source.scale, unconstraining_transform(prior.support))
         part = self.joint.get(name)
         return None if part is None else replace(part, transform=unconstraining_transform(prior.support))

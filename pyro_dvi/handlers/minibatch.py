@@ -4,13 +4,12 @@
 import math
 import warnings
 from collections.abc import Callable
-from typing import Any
 
 import pyro.poutine as poutine
 import torch
 from torch import Tensor
 
-from pyro_dvi.batches import mapped, tensors_in
+from pyro_dvi.batches import rows_cut, with_rows
 from pyro_dvi.curvature import ObservedSite
 from pyro_dvi.curvature.likelihood import SliceArguments
 from pyro_dvi.errors import DataError, DviWarning, ModelError, UnsupportedError
@@ -122,13 +121,13 @@ def run_on_part(
                 f"Fisher(fraction={fraction}) cannot take part of the rows: latent site {latent.name!r} is local to a "
                 "plate. Use Fisher(every=k) to save time instead."
             )
-    tensors = _with_rows(args, kwargs)
-    if not tensors:
+    first = with_rows((args, kwargs))
+    if first is None:
         raise UnsupportedError(
             f"Fisher(fraction={fraction}) found no tensor among the model's arguments to take rows of: pass slice_args"
         )
-    length = len(tensors[0])
-    rows = torch.randperm(length, device=tensors[0].device)[: max(1, math.ceil(fraction * length))]
+    length = len(first)
+    rows = torch.randperm(length, device=first.device)[: max(1, math.ceil(fraction * length))]
     part_args, part_kwargs = (slice_args or _slice_rows)(args, kwargs, rows)
     advice = (
         "Give the plate the length of the data (subsample_size=len(x)), so that its scale follows the part, or pass "
@@ -155,14 +154,5 @@ def run_on_part(
 
 
 def _slice_rows(args: tuple, kwargs: dict, rows: Tensor) -> tuple[tuple, dict]:
-    length = len(_with_rows(args, kwargs)[0])
-
-    def part(leaf: Any) -> Any:
-        return leaf[rows] if torch.is_tensor(leaf) and leaf.dim() and len(leaf) == length else leaf
-
-    return mapped(part, args), mapped(part, kwargs)
-
-
-def _with_rows(args: tuple, kwargs: dict) -> list[Tensor]:
-    """Tensors with a first dimension among the arguments."""
-    return [tensor for tensor in tensors_in((args, kwargs)) if tensor.dim()]
+    part: tuple[tuple, dict] = rows_cut(lambda tensor: tensor[rows], (args, kwargs))
+    return part
