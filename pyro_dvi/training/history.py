@@ -113,8 +113,8 @@ class History:
     def to_dict(self) -> dict[str, Any]:
         """Return plain lists and numbers; the weights of the best epoch are not included."""
         return {
-            "epochs": mapped(float, self.epochs),
-            "steps": mapped(float, self.steps),
+            "epochs": {name: list(column) for name, column in self.epochs.items()},
+            "steps": {name: list(column) for name, column in self.steps.items()},
             "stopped": self.stopped,
             "best_epoch": self.best_epoch,
         }
