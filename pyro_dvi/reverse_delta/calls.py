@@ -74,7 +74,7 @@ class Call:
 
     def again(self, of_weight: Callable[[int], Any], of_other: Callable[[GaussianMoments], Any]) -> Any:
         """Make the call with other weights, and with other uncertain arguments."""
-        copies: dict[int, Any] = {}  # the same object stays the same; a function in place gets one of its own
+        copies: dict[int, Any] = {}  # the same object stays the same
 
         def replaced(argument: Any) -> Any:
             if isinstance(argument, list | tuple):

@@ -97,7 +97,9 @@ class ReverseDeltaRecorder:
                 self._made[id(part)] = part
             elif not part._loc.requires_grad:
                 part._loc = part._loc.detach().requires_grad_()
-            self._calls.append(Call(func, args, kwargs, without_history, place, part, part._loc, alone))
+            self._calls.append(
+                Call(_not_in_place(func), args, kwargs, without_history, place, part, part._loc, alone)
+            )
 
     def _held(self, argument: Any) -> Any:
         """An argument as it is now, without its history."""
@@ -149,3 +151,10 @@ class ReverseDeltaRecorder:
 
     def _uses(self) -> list[Call]:
         return [call for call in self._calls if not call.alone]
+
+
+def _not_in_place(func: Callable) -> Callable:
+    """The form of a function that can be called again."""
+    name = getattr(func, "__name__", "")
+    in_place = name.endswith("_") and not name.endswith("__")
+    return getattr(torch.Tensor, name[:-1], func) if in_place else func

@@ -373,6 +373,9 @@ NETS = {
         (B, 5, 2),
         ((3, 2),),
     ),
+    "rows of examples, in place": Net(
+        lambda x, w, b: F.linear(x.reshape(-1, 2), w).add_(b).tanh().reshape(B, -1), (B, 4), ((5, 2), (5,))
+    ),
     "convolution of windows": Net(
         lambda x, w, b: F.conv2d(windows(x), w, b).tanh().reshape(B, -1), (B, 2, 4, 4), ((3, 2, 2, 2), (3,))
     ),
