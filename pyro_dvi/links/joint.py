@@ -3,7 +3,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -33,7 +32,7 @@ class Joint:
 
     def between(self, first: str, second: str) -> Tensor:
         """Return the covariances ``[*batch, n, m]`` of two parameters."""
-        return self.covariance[..., self._places[first], self._places[second]]
+        return self._part(self._part(self.covariance, first, -2), second, -1)
 
     def spread(self, name: str) -> Tensor:
         """Return variances ``[*batch]`` of single numbers, covariances ``[*batch, n, n]`` of those of an event."""
@@ -46,8 +45,7 @@ class Joint:
         half, _ = _root(self.covariance)
         points, weights = fixed_points(half.shape[-1], half, self.num_points)
         shifts = _combined(half, points)
-        names = self._places.items()
-        return {name: _shifted(parameters[name], shifts[..., places]) for name, places in names}, weights
+        return {n: _shifted(parameters[n], self._part(shifts, n, -1)) for n in self.sizes}, weights
 
     def given_scale(
         self, loc: Tensor, scale: GaussianMoments, num_nodes: int
@@ -84,13 +82,9 @@ class Joint:
     def _spread(self, covariance: Tensor) -> Tensor:
         return covariance if self.event_shape else covariance[..., 0, 0]
 
-    @cached_property
-    def _places(self) -> dict[str, slice]:
-        places, start = {}, 0
-        for name, size in self.sizes.items():
-            places[name] = slice(start, start + size)
-            start += size
-        return places
+    def _part(self, of_all: Tensor, name: str, dim: int) -> Tensor:
+        """The numbers of a parameter among those of all."""
+        return of_all.split(list(self.sizes.values()), dim)[list(self.sizes).index(name)]
 
 
 def _combined(half: Tensor, points: Tensor) -> Tensor:

@@ -162,12 +162,9 @@ class Mixture:
         if isinstance(base, td.Normal) and kept:
             normals: Any = dist.Normal(kept["mean"], kept["variance"].sqrt()).to_event(len(fn.event_shape))
             return PointMixture(normals, kept["mean"].new_full((self.count,), 1 / self.count))
-        if log_probabilities is None:
-            return None
-        if len(fn.event_shape) > isinstance(base, td.OneHotCategorical):
+        is_one_hot = isinstance(base, td.OneHotCategorical)
+        if log_probabilities is None or len(fn.event_shape) > is_one_hot:
             return None  # labels of one example are dependent under the mixture
-        if isinstance(base, td.OneHotCategorical):
-            return dist.OneHotCategorical(logits=log_probabilities)
         if isinstance(base, td.Bernoulli):
             return dist.Bernoulli(logits=log_probabilities[..., 1] - log_probabilities[..., 0])
-        return dist.Categorical(logits=log_probabilities)
+        return (dist.OneHotCategorical if is_one_hot else dist.Categorical)(logits=log_probabilities)

@@ -33,6 +33,8 @@ from pyro_dvi.predictive.rules.rule import Samples
 
 __all__ = ["Calibrated", "calibrate"]
 
+Use = tuple[str, str]  # names of the weights, and of the function
+
 
 @dataclass(frozen=True)
 class Calibrated(Propagation):
@@ -48,7 +50,7 @@ class Calibrated(Propagation):
     """
 
     factors: tuple[float, ...]
-    uses: tuple[tuple[str, str], ...]
+    uses: tuple[Use, ...]
 
     def respond(self, weights: Mapping[str, GaussianMoments], run: Callable[[], Response]) -> Response:
         """Run the model, multiplying variances on the way.
@@ -56,7 +58,13 @@ class Calibrated(Propagation):
         Raises:
             ModelError: the model uses other weights than it did in :func:`calibrate`.
         """
-        scaling = _Scaling(weights, self)
+
+        def scale(k: int, use: Use, output: GaussianMoments) -> None:
+            if k >= len(self.uses) or self.uses[k] != use:
+                raise _other_model(self.uses[k] if k < len(self.uses) else None, use)
+            output._variance = self.factors[k] * output.variance
+
+        scaling = _Uses(weights, scale)
         with observed_by(scaling):
             response = run()
         if scaling.count != len(self.uses):
@@ -131,14 +139,19 @@ def calibrate(
         for draw in tqdm(draws, total=num_samples, desc="calibrate", unit="draw", disable=not progress):
             values = {name: draw[name] if name in weights.given else centre[name] for name in centre}
             certain = _CertainMoments(weights.given.keys())
-            sampled.start(certain.given)
-            with uncertain_likelihoods(), certain, observed_by(sampled):
+            with uncertain_likelihoods(), certain, observed_by(_Uses(certain.given, sampled.see)):
                 run(values)
         weights = PosteriorMoments(gaussians, guide, {}, median)
-        fitting = _Fitting(weights.given, sampled.variances())
-        with uncertain_likelihoods(), weights, observed_by(fitting):
+        targets, factors = sampled.variances(), []
+
+        def fit(k: int, use: Use, output: GaussianMoments) -> None:
+            propagated = output.variance.mean().item()
+            factors.append(targets[k] / propagated if propagated > 0 else 1.0)
+            output._variance = factors[-1] * output.variance
+
+        with uncertain_likelihoods(), weights, observed_by(_Uses(weights.given, fit)):
             run(centre)
-    return Calibrated(tuple(fitting.factors), tuple(sampled.uses))
+    return Calibrated(tuple(factors), tuple(sampled.uses))
 
 
 class _CertainMoments(Messenger):
@@ -156,13 +169,17 @@ class _CertainMoments(Messenger):
 
 
 class _Uses:
-    """Observe the functions that use weights, one after the other."""
+    """Observe the functions that use weights, one after the other.
 
-    def __init__(self, weights: Mapping[str, GaussianMoments]) -> None:
-        self.start(weights)
+    Args:
+        weights: the moments of the latent sites.
+        see: is given the number of the use, its name and its output.
+    """
 
-    def start(self, weights: Mapping[str, GaussianMoments]) -> None:
-        self.tracker, self.count = WeightUses(weights), 0
+    def __init__(
+        self, weights: Mapping[str, GaussianMoments], see: Callable[[int, Use, GaussianMoments], None]
+    ) -> None:
+        self.tracker, self.see, self.count = WeightUses(weights), see, 0
 
     def entering(self) -> None:
         self.tracker.entering()
@@ -171,24 +188,19 @@ class _Uses:
         found = self.tracker.found(func, args, kwargs, result)
         outputs = list(parts_of(result))
         if found and len(outputs) == 1:
-            use = ", ".join(name for _, name in found), name_of(func)
-            self.see(self.count, use, outputs[0])
+            self.see(self.count, (", ".join(name for _, name in found), name_of(func)), outputs[0])
             self.count += 1
         return result
 
-    def see(self, k: int, use: tuple[str, str], output: GaussianMoments) -> None:
-        raise NotImplementedError
 
-
-class _Sampled(_Uses):
+class _Sampled:
     """Variances of the outputs over draws, by Welford's recursion."""
 
     def __init__(self) -> None:
-        super().__init__({})
-        self.uses: list[tuple[str, str]] = []
+        self.uses: list[Use] = []
         self._moments: list[tuple[int, Tensor, Tensor]] = []
 
-    def see(self, k: int, use: tuple[str, str], output: GaussianMoments) -> None:
+    def see(self, k: int, use: Use, output: GaussianMoments) -> None:
         value = output.loc
         if k == len(self.uses):
             self.uses.append(use)
@@ -204,35 +216,6 @@ class _Sampled(_Uses):
 
     def variances(self) -> list[float]:
         return [(squares / (n - 1)).mean().item() for n, _, squares in self._moments]
-
-
-class _Fitting(_Uses):
-    """Fit and apply the factor of one function after the other."""
-
-    def __init__(self, weights: Mapping[str, GaussianMoments], targets: list[float]) -> None:
-        super().__init__(weights)
-        self.targets = targets
-        self.factors: list[float] = []
-
-    def see(self, k: int, use: tuple[str, str], output: GaussianMoments) -> None:
-        propagated = output.variance.mean().item()
-        factor = self.targets[k] / propagated if propagated > 0 else 1.0
-        self.factors.append(factor)
-        output._variance = factor * output.variance
-
-
-class _Scaling(_Uses):
-    """Apply factors."""
-
-    def __init__(self, weights: Mapping[str, GaussianMoments], calibrated: Calibrated) -> None:
-        super().__init__(weights)
-        self.calibrated = calibrated
-
-    def see(self, k: int, use: tuple[str, str], output: GaussianMoments) -> None:
-        uses = self.calibrated.uses
-        if k >= len(uses) or uses[k] != use:
-            raise _other_model(uses[k] if k < len(uses) else None, use)
-        output._variance = self.calibrated.factors[k] * output.variance
 
 
 def _other_model(expected: Any, found: Any) -> ModelError:

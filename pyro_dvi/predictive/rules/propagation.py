@@ -96,7 +96,7 @@ class ReverseDelta(Propagation):
         part = uncertain_part(response.distribution)
         if part is None:
             return response
-        axis = response.axis - _event_dims(response.distribution)
+        axis = response.axis - len(response.distribution.event_shape) + len(part.event_shape)
         num_rows = response.distribution.batch_shape[response.axis]
         parameters = {
             name: _pulled_back(recorder, part, name, value, axis, num_rows)
@@ -106,15 +106,6 @@ class ReverseDelta(Propagation):
         }
         new = UncertainDistribution(part.family, parameters, part.estimator)
         return replace(response, distribution=with_uncertain_part(response.distribution, new))
-
-
-def _event_dims(fn: Any) -> int:
-    """Dimensions that ``to_event`` took from the right of a batch shape."""
-    taken = 0
-    while not isinstance(fn, UncertainDistribution):
-        taken += getattr(fn, "reinterpreted_batch_ndims", 0)
-        fn = fn.base_dist
-    return taken
 
 
 def _pulled_back(
