@@ -12,7 +12,8 @@ from torch import Tensor
 
 from pyro_dvi.autograd_graph import leaves_of
 from pyro_dvi.choice import check_count
-from pyro_dvi.curvature.base import twice_differentiated
+from pyro_dvi.curvature.base import sum_of, twice_differentiated
+from pyro_dvi.divergences import kl_to_prior
 from pyro_dvi.errors import (
     ArgumentError,
     CheckpointError,
@@ -21,8 +22,11 @@ from pyro_dvi.errors import (
     PyroDviError,
     UnsupportedError,
 )
+from pyro_dvi.handlers.equal_units import start_apart
+from pyro_dvi.handlers.latents import Latent
 from pyro_dvi.handlers.minibatch import check_num_data
 from pyro_dvi.handlers.observed import Observed, observed_sites
+from pyro_dvi.handlers.structure import Structure, structure_of
 from pyro_dvi.handlers.trained_for import note_trained_for
 
 __all__ = ["DeterministicELBO"]
@@ -71,6 +75,20 @@ class DeterministicELBO(ELBO):
         self, model: Callable, guide: Callable, args: tuple, kwargs: dict, kl_weight: float, training: bool
     ) -> dict[str, Tensor]:
         """Return the terms of one run: at least "loss", "log_likelihood" and "kl" (unweighted)."""
+
+    def _looked_at(
+        self, model: Callable, guide: Callable, args: tuple, kwargs: dict, training: bool
+    ) -> tuple[Structure, bool]:
+        """Return what the first run of model and guide shows, and whether this is it; leave a start at zero."""
+        structure, first = structure_of(model, guide, args, kwargs)
+        if training and self.step == 0:
+            start_apart(structure.starts)
+        return structure, first
+
+    @staticmethod
+    def _divergence(latents: list[Latent], like: Tensor) -> Tensor:
+        """Return the KL divergence of all latents, a scalar like another."""
+        return sum_of([kl_to_prior(latent) for latent in latents] or [torch.zeros_like(like)])
 
     def _observed(self, trace: Any) -> Observed:
         """Return the observed sites of a run of the model, whose scales agree with the size of the data set."""

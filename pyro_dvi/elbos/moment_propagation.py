@@ -10,16 +10,13 @@ from torch import Tensor
 
 from pyro_dvi.choice import check_choice
 from pyro_dvi.curvature import ObservedSite
-from pyro_dvi.curvature.base import sum_of
-from pyro_dvi.divergences import kl_to_prior
 from pyro_dvi.elbos.base import DeterministicELBO
 from pyro_dvi.elbos.weighting import ExampleWeighting
 from pyro_dvi.errors import ArgumentError, ModelError
 from pyro_dvi.expectations import LogitEstimator
-from pyro_dvi.handlers.equal_units import start_apart
 from pyro_dvi.handlers.latents import Latent
 from pyro_dvi.handlers.moment_run import run_with_moments
-from pyro_dvi.handlers.structure import reached_by, structure_of
+from pyro_dvi.handlers.structure import reached_by
 from pyro_dvi.handlers.uncertain import at_mean, refuse_moments
 from pyro_dvi.moments import variance_floor
 from pyro_dvi.moments.weight_uses import warned_of_repeated_uses
@@ -114,9 +111,7 @@ class MomentPropagationELBO(DeterministicELBO):
     def _evaluate(
         self, model: Callable, guide: Callable, args: tuple, kwargs: dict, kl_weight: float, training: bool
     ) -> dict[str, Tensor]:
-        structure, first = structure_of(model, guide, args, kwargs)
-        if training and self.step == 0:
-            start_apart(structure.starts)
+        structure, first = self._looked_at(model, guide, args, kwargs, training)
         floor = nullcontext() if self.variance_floor is None else variance_floor(self.variance_floor)
         with floor:
             recorder = warned_of_repeated_uses if first else nullcontext
@@ -131,7 +126,7 @@ class MomentPropagationELBO(DeterministicELBO):
         log_likelihood = observed.log_likelihood()
         if first:
             _check_reached(log_likelihood, run.latents, structure.reached)
-        kl = sum_of([kl_to_prior(latent) for latent in run.latents] or [torch.zeros_like(log_likelihood)])
+        kl = self._divergence(run.latents, log_likelihood)
         return {"loss": kl_weight * kl - log_likelihood, "log_likelihood": log_likelihood, "kl": kl}
 
     def _weighted(self, site: ObservedSite, weighting: ExampleWeighting) -> ObservedSite:

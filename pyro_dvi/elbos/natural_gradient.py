@@ -11,8 +11,6 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from pyro_dvi.autograd_graph import leaves_of
-from pyro_dvi.curvature.base import sum_of
-from pyro_dvi.divergences import kl_to_prior
 from pyro_dvi.elbos.base import DeterministicELBO
 from pyro_dvi.elbos.drawn_run import DrawnRun
 from pyro_dvi.elbos.measurements import Measurements
@@ -123,7 +121,7 @@ class NaturalGradientELBO(DeterministicELBO):
         run = DrawnRun.of(model, guide, args, kwargs, self._measurements.wanted)
         observed = self._observed(run.model_trace)
         log_likelihood = observed.log_likelihood()
-        kl = sum_of([kl_to_prior(_detached(latent)) for latent in run.latents])
+        kl = self._divergence([_detached(latent) for latent in run.latents], log_likelihood)
         if training:
             log_likelihood = run.with_idle_draws(log_likelihood)
             self._measure(run, observed, guide, kl_weight)

@@ -10,15 +10,12 @@ from torch import Tensor
 
 from pyro_dvi.choice import check_choice
 from pyro_dvi.curvature import Curvature, Fisher, Linearisation, ObservedSite
-from pyro_dvi.curvature.base import sum_of
 from pyro_dvi.curvature.likelihood import SliceArguments
-from pyro_dvi.divergences import kl_to_prior, prior_precision
+from pyro_dvi.divergences import prior_precision
 from pyro_dvi.elbos.base import DeterministicELBO
 from pyro_dvi.errors import CheckpointError, DviWarning
-from pyro_dvi.handlers.equal_units import start_apart
 from pyro_dvi.handlers.means import MeanRun, run_at_means
 from pyro_dvi.handlers.minibatch import run_on_part
-from pyro_dvi.handlers.structure import structure_of
 
 __all__ = ["TaylorELBO"]
 
@@ -112,9 +109,7 @@ class TaylorELBO(DeterministicELBO):
     def _evaluate(
         self, model: Callable, guide: Callable, args: tuple, kwargs: dict, kl_weight: float, training: bool
     ) -> dict[str, Tensor]:
-        structure, first = structure_of(model, guide, args, kwargs)
-        if training and self.step == 0:
-            start_apart(structure.starts)
+        structure, first = self._looked_at(model, guide, args, kwargs, training)
         penalty_weight = self.curvature.weight(self.step) if training else 1.0
         recorder = self.curvature.recorder if penalty_weight else None
         run = run_at_means(model, guide, args, kwargs, structure.sampled, recorder)
@@ -122,7 +117,7 @@ class TaylorELBO(DeterministicELBO):
             _warn_of_kinks(structure.function_names)
         observed = self._observed(run.model_trace)
         log_likelihood = observed.log_likelihood()
-        kl = sum_of([kl_to_prior(latent) for latent in run.latents] or [torch.zeros_like(log_likelihood)])
+        kl = self._divergence(run.latents, log_likelihood)
         penalty = torch.zeros_like(log_likelihood)
         if penalty_weight and run.gaussians:
 
