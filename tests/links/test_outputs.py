@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Full covariances of a model's outputs and independent moments go through one engine."""
 
+from typing import Any
+
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -85,7 +87,7 @@ def test_a_diagonal_covariance_is_that_of_independent_moments(name, noise):
     for parameter, real, variance in zip(
         outputs.parameters, outputs.split(outputs.values.detach()), variances, strict=True
     ):
-        moments = GaussianMoments(real, variance)
+        moments: Any = GaussianMoments(real, variance)
         if parameter.transform is not None:
             moments = moments.exp() if parameter.name == "scale" else torch.softmax(moments, -1)
         given[parameter.name] = moments

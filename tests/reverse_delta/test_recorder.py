@@ -339,8 +339,8 @@ def attended(x: Tensor, w: object, v: object) -> object:
 
 
 def recurrent(function: Callable, x: Tensor, gates: int, *weights: object) -> object:
-    state = torch.zeros(1, B, 3)
-    state = (state, state) if function is torch.lstm else state
+    zeros = torch.zeros(1, B, 3)
+    state = (zeros, zeros) if function is torch.lstm else zeros
     return function(x, state, list(weights), True, 1, 0.0, False, False, False)[0].transpose(0, 1)
 
 
@@ -423,12 +423,12 @@ def test_tiny_noise_is_multiplied_with_the_squares_of_plain_gradients(name):
         out = net.call(x, *weights)
     leaves = [w.loc.clone().requires_grad_() for w in weights]
     plain = net.call(x, *leaves)
-    expected = []
+    rows = []
     for value in plain.flatten():
         gradients = torch.autograd.grad(value, leaves, retain_graph=True)
-        expected.append(sum((g.square() * w.variance).sum() for g, w in zip(gradients, weights, strict=True)))
+        rows.append(sum((g.square() * w.variance).sum() for g, w in zip(gradients, weights, strict=True)))
     found = recorder.variance(out, 0) / TINY**2
-    expected = torch.stack(expected).reshape(out.shape) / TINY**2
+    expected = torch.stack(rows).reshape(out.shape) / TINY**2
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-9)
     uses = uses_behind(out.loc.reshape(B, -1), recorder._uses())
     assert {use.call.func.__name__ for use in uses if use.shares is None} == set(net.slow)

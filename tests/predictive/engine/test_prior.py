@@ -79,7 +79,7 @@ def test_the_draws_are_those_of_a_loop(name):
 def test_one_run_serves_many_draws_where_no_prior_depends_on_another():
     for name, most in (("network", 6), ("latents of single examples", 6), ("hierarchy", 205)):
         model, sites = MODELS[name]()
-        runs = []
+        runs: list[int] = []
 
         def counted(x, y=None, model=model, runs=runs):
             runs.append(1)
