@@ -211,43 +211,58 @@ class KroneckerFactored(Method):
         return KroneckerPosterior(local.point, *factors.precision(local, prior), prior)
 
 
+@dataclass(eq=False)
+class _Layer:
+    """Sums of both factors of a layer, whose weight and bias are values of these numbers."""
+
+    weight: int
+    bias: int | None
+    inputs_first: bool
+    inputs: Any = 0.0
+    deltas: Any = 0.0
+    positions: int = 0
+
+    def add(self, examples: ExampleGradients, weights: Tensor) -> None:
+        """Add a batch."""
+        outer = examples.outer(self.weight)
+        if outer is None:  # no gradient arrives in this batch
+            return
+        for part in examples.chunks():
+            a, delta = outer.parts(part)
+            if self.bias is not None:
+                a = torch.cat([a, a.new_ones(*a.shape[:-1], 1)], -1)
+            a, delta = a.flatten(0, 1), (delta * weights[part].mT[..., None, None]).flatten(0, 2)
+            self.positions += len(a)
+            self.inputs = self.inputs + a.mT @ a
+            self.deltas = self.deltas + delta.mT @ delta
+
+    def block(self, prior: Tensor, spans: list[Span]) -> KroneckerBlock:
+        """Return its block of the precision."""
+        bias = None if self.bias is None else spans[self.bias]
+        deltas = self.deltas / self.positions
+        return KroneckerBlock.fitted(prior, spans[self.weight], bias, self.inputs_first, self.inputs, deltas)
+
+
 class _Factors:
-    """Sums of both factors of each layer, and the diagonal of what has none."""
+    """The layers, and the diagonal of what belongs to none."""
 
     def __init__(self, examples: ExampleGradients) -> None:
-        with_parts = [k for k in range(len(examples.values)) if examples.outer(k) is not None]
-        self.layers: list[tuple[int, int | None]] = []
+        numbers = range(len(examples.values))
+        outer = {k: found for k in numbers if (found := examples.outer(k)) is not None}
+        self.layers: list[_Layer] = []
         paired: set[int] = set()
-        for k in sorted(with_parts, key=lambda k: -examples.values[k].dim()):  # weights before their biases
-            if k in paired:
-                continue
-            bias = [other for other in with_parts if other != k and examples.same_call(k, other)]
-            self.layers.append((k, bias[0] if bias else None))
-            paired |= {k, *bias}
-        self.rest = [k for k in range(len(examples.values)) if k not in paired]
-        self.inputs_first = {
-            k: o.inputs_first for k, _ in self.layers if (o := examples.outer(k)) is not None
-        }
-        self.inputs: dict[int, Tensor] = {}
-        self.deltas: dict[int, Tensor] = {}
-        self.positions = dict.fromkeys(self.inputs_first, 0)
+        for k in sorted(outer, key=lambda k: -examples.values[k].dim()):  # weights before their biases
+            if k not in paired:
+                same = [other for other in outer if other != k and examples.same_call(k, other)]
+                self.layers.append(_Layer(k, same[0] if same else None, outer[k].inputs_first))
+                paired |= {k, *same}
+        self.rest = [k for k in numbers if k not in paired]
         self.diagonal = [torch.zeros_like(v) for v in examples.values]
 
     def add(self, examples: ExampleGradients, weights: Tensor) -> None:
         """Add a batch."""
-        for k, bias in self.layers:
-            outer = examples.outer(k)
-            if outer is None:  # no gradient arrives in this batch
-                continue
-            for part in examples.chunks():
-                a, delta = outer.parts(part)
-                if bias is not None:
-                    a = torch.cat([a, a.new_ones(*a.shape[:-1], 1)], -1)
-                self.positions[k] += a.shape[0] * a.shape[1]
-                a = a.flatten(0, 1)
-                delta = (delta * weights[part].mT[..., None, None]).flatten(0, 2)
-                self.inputs[k] = self.inputs.get(k, 0) + a.mT @ a
-                self.deltas[k] = self.deltas.get(k, 0) + delta.mT @ delta
+        for layer in self.layers:
+            layer.add(examples, weights)
         if self.rest:
             for total, found in zip(self.diagonal, examples.squares(weights, self.rest), strict=True):
                 total += found
@@ -256,19 +271,7 @@ class _Factors:
         """Return the diagonal [D], to be used outside the blocks, and the blocks."""
         ends = torch.tensor([value.numel() for value in self.diagonal]).cumsum(0).tolist()
         spans = [(end - value.numel(), end) for end, value in zip(ends, self.diagonal, strict=True)]
-        blocks = []
-        for k, bias in self.layers:
-            if k not in self.inputs:
-                continue
-            block = KroneckerBlock.fitted(
-                prior,
-                spans[k],
-                None if bias is None else spans[bias],
-                self.inputs_first[k],
-                self.inputs[k],
-                self.deltas[k] / self.positions[k],
-            )
-            blocks.append(block.state())
+        blocks = [layer.block(prior, spans).state() for layer in self.layers if layer.positions]
         return prior + local.energy.layout.flatten(self.diagonal), blocks
 
 
