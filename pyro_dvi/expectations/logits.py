@@ -13,6 +13,7 @@ logits, whatever the number of points.
 """
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -44,6 +45,7 @@ class LogitEstimator(ABC):
         """
 
 
+@dataclass(frozen=True)
 class Sobol(LogitEstimator):
     """Quasi-random points, shifted afresh in each call.
 
@@ -56,17 +58,15 @@ class Sobol(LogitEstimator):
         num_points: a power of two keeps the points balanced.
     """
 
-    def __init__(self, num_points: int = 64) -> None:
-        check_count("num_points", num_points)
-        self.num_points = num_points
+    num_points: int = 64
+
+    def __post_init__(self) -> None:
+        check_count("num_points", self.num_points)
 
     def expected_logsumexp(self, logits: GaussianMoments) -> Tensor:
         """Average over the points, which all examples share."""
         points = shifted_sobol(self.num_points, logits.shape[-1], logits.loc)
         return _average(logits, points.reshape(-1, *(1,) * (logits.dim() - 1), logits.shape[-1]))
-
-    def __repr__(self) -> str:
-        return f"Sobol(num_points={self.num_points})"
 
 
 def _average(logits: GaussianMoments, points: Tensor) -> Tensor:
@@ -100,6 +100,7 @@ class _MeanLogSumExp(Function):
         return g * first, g * curvature, None
 
 
+@dataclass(frozen=True)
 class MonteCarlo(LogitEstimator):
     """Independent random points for every example.
 
@@ -107,9 +108,10 @@ class MonteCarlo(LogitEstimator):
         num_samples: points.
     """
 
-    def __init__(self, num_samples: int = 64) -> None:
-        check_count("num_samples", num_samples)
-        self.num_samples = num_samples
+    num_samples: int = 64
+
+    def __post_init__(self) -> None:
+        check_count("num_samples", self.num_samples)
 
     def expected_logsumexp(self, logits: GaussianMoments) -> Tensor:
         """Average over the samples."""
@@ -118,10 +120,8 @@ class MonteCarlo(LogitEstimator):
         )
         return _average(logits, points)
 
-    def __repr__(self) -> str:
-        return f"MonteCarlo(num_samples={self.num_samples})"
 
-
+@dataclass(frozen=True)
 class TiltedBound(LogitEstimator):
     r"""An upper bound, so that the objective stays a lower bound, without any points.
 
@@ -140,9 +140,10 @@ class TiltedBound(LogitEstimator):
     Source: Knowles & Minka (2011), "Non-conjugate variational message passing for multinomial and binary regression".
     """
 
-    def __init__(self, num_iterations: int = 6) -> None:
-        check_count("num_iterations", num_iterations)
-        self.num_iterations = num_iterations
+    num_iterations: int = 6
+
+    def __post_init__(self) -> None:
+        check_count("num_iterations", self.num_iterations)
 
     def expected_logsumexp(self, logits: GaussianMoments) -> Tensor:
         """Minimise over the tilt, then evaluate; the gradient needs none of the tilt's at the optimum."""
@@ -162,10 +163,8 @@ class TiltedBound(LogitEstimator):
             a = (a - (r + p * s) / diagonal).clamp_(0, 1)
         return a
 
-    def __repr__(self) -> str:
-        return f"TiltedBound(num_iterations={self.num_iterations})"
 
-
+@dataclass(frozen=True)
 class Taylor2(LogitEstimator):
     r"""Second-order expansion at the mean, :math:`\log\sum_c e^{\mu_c} + \tfrac12\sum_c p_c(1 - p_c)v_c`.
 
@@ -176,6 +175,3 @@ class Taylor2(LogitEstimator):
         """Evaluate the expansion."""
         p = torch.softmax(logits.loc, -1)
         return torch.logsumexp(logits.loc, -1) + 0.5 * (p * (1 - p) * logits.variance).sum(-1)
-
-    def __repr__(self) -> str:
-        return "Taylor2()"

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.moments.arithmetic import plus, times
-from pyro_dvi.moments.bilinear import MultiplicativeMoments, bilinear_moments, with_bias
+from pyro_dvi.moments.bilinear import MultiplicativeMoments, bilinear_moments
 from pyro_dvi.moments.rules import moment_rule
 from pyro_dvi.moments.value import GaussianMoments, loc_of, second_moment_of
 
@@ -59,12 +59,8 @@ def matmul(input: Any, other: Any) -> GaussianMoments:
         >>> x @ torch.ones(2, 1)
         GaussianMoments(loc=tensor([3.]), variance=tensor([0.2000]))
     """
-    if input is other:
-        if input.dim() == 1:
-            return dot(input, other)
-        raise UnsupportedError(
-            "the matrix product of uncertain x with itself has no rule: the factors are not independent"
-        )
+    if input is other and input.dim() == 1:
+        return dot(input, other)
     alpha = _alpha_of_rows(other)
     if alpha is not None and alpha.dim() > 1 and input.dim() == 1:
         alpha = alpha[0] if alpha.dim() == 2 else None
@@ -95,8 +91,6 @@ def dot(input: Any, tensor: Any) -> GaussianMoments:
 @moment_rule(torch.outer, torch.ger)
 def outer(input: Any, vec2: Any) -> GaussianMoments:
     """Moments of all products of an element of each vector. Status: exact but for ``outer(x, x)``, refused."""
-    if input is vec2:
-        raise UnsupportedError("outer(x, x) of uncertain x has no rule: the factors are not independent")
     return bilinear_moments(torch.outer, input, vec2)
 
 
@@ -107,11 +101,6 @@ def tensordot(a: Any, b: Any, dims: Any = 2, out: None = None) -> GaussianMoment
     Raises:
         UnsupportedError: both factors are the same uncertain object.
     """
-    if a is b:
-        raise UnsupportedError(
-            "tensordot(x, x) of uncertain x has no rule: the factors are not independent. For the sum of squares write "
-            "x.square().sum()"
-        )
     return bilinear_moments(partial(torch.tensordot, dims=dims), a, b)
 
 
@@ -160,7 +149,7 @@ def bilinear_form(input1: Any, input2: Any, weight: Any, bias: Any = None) -> Ga
     if isinstance(weight, GaussianMoments):
         parts.append(F.bilinear(second_moment_of(input1), second_moment_of(input2), weight.variance))
     variance = sum(parts[1:], parts[0]) if parts else torch.zeros_like(loc)
-    return with_bias(GaussianMoments(loc, variance), bias)
+    return plus(GaussianMoments(loc, variance), 0 if bias is None else bias)
 
 
 @moment_rule(torch.einsum)

@@ -30,9 +30,9 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from pyro_dvi.errors import UnsupportedError
-from pyro_dvi.moments.value import GaussianMoments, loc_of, variance_of
+from pyro_dvi.moments.value import GaussianMoments, loc_of
 
-__all__ = ["MultiplicativeMoments", "bilinear_moments", "with_bias"]
+__all__ = ["MultiplicativeMoments", "bilinear_moments"]
 
 
 class MultiplicativeMoments(GaussianMoments):
@@ -98,7 +98,15 @@ def bilinear_moments(
         alpha: relative variance of the weight, of a shape that multiplies ``x``: only given where the noise of
             :class:`~pyro_dvi.moments.MultiplicativeMoments` belongs to inputs.
         bias: what the product adds at the end, certain or not. Layers add it on the way, at no cost.
+
+    Raises:
+        UnsupportedError: x is the weight.
     """
+    if x is weight:
+        raise UnsupportedError(
+            "the product of uncertain x with itself (as x @ x, torch.outer(x, x)) has no rule: the factors are not "
+            "independent. For a sum of squares write x.square().sum()."
+        )
     shift = () if bias is None else (loc_of(bias),)
     spread = (bias.variance,) if isinstance(bias, GaussianMoments) else ()
     loc = product(loc_of(x), loc_of(weight), *shift)
@@ -117,14 +125,6 @@ def bilinear_moments(
 def _square(certain: Tensor, like: Tensor) -> Tensor:
     """Return the square; that of small integers would overflow."""
     return (certain if certain.is_floating_point() else certain.to(like.dtype)).square()
-
-
-def with_bias(y: GaussianMoments, bias: Any) -> GaussianMoments:
-    """Add a bias that broadcasts against the result, certain or not."""
-    if bias is None:
-        return y
-    spread = variance_of(bias)
-    return GaussianMoments(y.loc + loc_of(bias), y.variance if spread is None else y.variance + spread)
 
 
 # Squares and second moments, in fewer passes over memory than autograd takes for the formulas.

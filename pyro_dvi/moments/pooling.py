@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.moments.rules import moment_rule
 from pyro_dvi.moments.value import GaussianMoments
 
@@ -20,68 +19,20 @@ __all__ = ["interpolate"]
 
 
 def _max_pool(function: Callable[..., tuple[Tensor, Tensor]], dims: int) -> Callable[..., GaussianMoments]:
-    def max_pool(
-        input: GaussianMoments,
-        kernel_size: Any,
-        stride: Any = None,
-        padding: Any = 0,
-        dilation: Any = 1,
-        ceil_mode: bool = False,
-        return_indices: bool = False,
-    ) -> GaussianMoments:
+    def max_pool(input: GaussianMoments, *args: Any, **kwargs: Any) -> GaussianMoments:
         """Moments of the element with the largest mean. Status: exact where one is clearly the largest."""
-        loc, index = function(input.loc, kernel_size, stride or kernel_size, padding, dilation, ceil_mode)
-        return GaussianMoments(loc, _taken(input.variance, index, dims))
+        loc, index = function(input.loc, *args, **kwargs)
+        variance = input.variance.flatten(-dims).gather(-1, index.flatten(-dims)).view_as(index)
+        return GaussianMoments(loc, variance)
 
     return max_pool
 
 
-def _adaptive_max_pool(
-    function: Callable[..., tuple[Tensor, Tensor]], dims: int
-) -> Callable[..., GaussianMoments]:
-    def adaptive_max_pool(
-        input: GaussianMoments, output_size: Any, return_indices: bool = False
-    ) -> GaussianMoments:
-        """Moments of the element with the largest mean. Status: as :func:`max_pool`."""
-        loc, index = function(input.loc, output_size)
-        return GaussianMoments(loc, _taken(input.variance, index, dims))
-
-    return adaptive_max_pool
-
-
-def _taken(variance: Tensor, index: Tensor, dims: int) -> Tensor:
-    """Variances at flat positions in the last ``dims`` dimensions."""
-    return variance.flatten(-dims).gather(-1, index.flatten(-dims)).view_as(index)
-
-
-max_pool1d = moment_rule(F.max_pool1d, torch.max_pool1d)(_max_pool(F.max_pool1d_with_indices, 1))
-max_pool2d = moment_rule(F.max_pool2d, torch.max_pool2d)(_max_pool(F.max_pool2d_with_indices, 2))
-max_pool3d = moment_rule(F.max_pool3d, torch.max_pool3d)(_max_pool(F.max_pool3d_with_indices, 3))
-adaptive_max_pool1d = moment_rule(F.adaptive_max_pool1d)(
-    _adaptive_max_pool(F.adaptive_max_pool1d_with_indices, 1)
-)
-adaptive_max_pool2d = moment_rule(F.adaptive_max_pool2d)(
-    _adaptive_max_pool(F.adaptive_max_pool2d_with_indices, 2)
-)
-adaptive_max_pool3d = moment_rule(F.adaptive_max_pool3d)(
-    _adaptive_max_pool(F.adaptive_max_pool3d_with_indices, 3)
-)
-
-
-@moment_rule(
-    F.max_pool1d_with_indices,
-    F.max_pool2d_with_indices,
-    F.max_pool3d_with_indices,
-    F.adaptive_max_pool1d_with_indices,
-    F.adaptive_max_pool2d_with_indices,
-    F.adaptive_max_pool3d_with_indices,
-    torch.max_pool1d_with_indices,
-)
-def max_pool_with_indices(input: GaussianMoments, *args: Any, **kwargs: Any) -> GaussianMoments:
-    """Refuse: which element is largest is itself uncertain."""
-    raise UnsupportedError(
-        "max pooling of moments with return_indices=True: which element is largest is uncertain. Pool without indices, "
-        "or pool x.loc for the indices of the largest means."
+for _dims in (1, 2, 3):
+    for _name in (f"max_pool{_dims}d", f"adaptive_max_pool{_dims}d"):
+        moment_rule(getattr(F, _name))(_max_pool(getattr(F, f"{_name}_with_indices"), _dims))
+    moment_rule(getattr(torch, f"max_pool{_dims}d"))(
+        _max_pool(getattr(F, f"max_pool{_dims}d_with_indices"), _dims)
     )
 
 
@@ -140,11 +91,6 @@ def _each(value: Any, dims: int) -> list[int]:
     return values * dims if len(values) == 1 else values
 
 
-avg_pool1d = moment_rule(F.avg_pool1d)(_avg_pool(F.avg_pool1d, 1))
-avg_pool2d = moment_rule(F.avg_pool2d)(_avg_pool(F.avg_pool2d, 2))
-avg_pool3d = moment_rule(F.avg_pool3d)(_avg_pool(F.avg_pool3d, 3))
-
-
 def _adaptive_avg_pool(function: Callable[..., Tensor], dims: int) -> Callable[..., GaussianMoments]:
     def adaptive_avg_pool(input: GaussianMoments, output_size: Any) -> GaussianMoments:
         """Moments of means over windows that share out the input. Status: exact."""
@@ -164,9 +110,11 @@ def _adaptive_avg_pool(function: Callable[..., Tensor], dims: int) -> Callable[.
     return adaptive_avg_pool
 
 
-adaptive_avg_pool1d = moment_rule(F.adaptive_avg_pool1d)(_adaptive_avg_pool(F.adaptive_avg_pool1d, 1))
-adaptive_avg_pool2d = moment_rule(F.adaptive_avg_pool2d)(_adaptive_avg_pool(F.adaptive_avg_pool2d, 2))
-adaptive_avg_pool3d = moment_rule(F.adaptive_avg_pool3d)(_adaptive_avg_pool(F.adaptive_avg_pool3d, 3))
+for _dims in (1, 2, 3):
+    _function = getattr(F, f"avg_pool{_dims}d")
+    moment_rule(_function)(_avg_pool(_function, _dims))
+    _function = getattr(F, f"adaptive_avg_pool{_dims}d")
+    moment_rule(_function)(_adaptive_avg_pool(_function, _dims))
 
 
 # Resizing ------------------------------------------------------------------------------------------------------

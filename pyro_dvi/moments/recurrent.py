@@ -8,16 +8,17 @@ small where the state accumulates.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.moments.rules import moment_rule
 from pyro_dvi.moments.value import GaussianMoments, loc_of, variance_of
 
-__all__ = ["gru", "gru_cell", "lstm", "lstm_cell", "rnn", "rnn_relu_cell", "rnn_tanh_cell"]
+__all__: list[str] = []
 
 State = tuple[Any, ...]  # hidden state first, then the cell of an LSTM
 
@@ -61,59 +62,32 @@ def _rnn_step(activation: Callable, x: Any, state: State, w_hh: Any, b_hh: Any) 
     return (activation(x + F.linear(state[0], w_hh, b_hh)),)
 
 
-# --- cells ---------------------------------------------------------------------------------------------------
-
-
-@moment_rule(torch.lstm_cell)
-def lstm_cell(input: Any, hx: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh: Any = None) -> State:
-    """Moments of the next hidden and cell state."""
-    return _lstm_step(F.linear(input, w_ih, b_ih), tuple(hx), w_hh, b_hh)
-
-
-@moment_rule(torch.gru_cell)
-def gru_cell(input: Any, hx: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh: Any = None) -> Any:
-    """Moments of the next state."""
-    return _gru_step(F.linear(input, w_ih, b_ih), (hx,), w_hh, b_hh)[0]
-
-
-@moment_rule(torch.rnn_tanh_cell)
-def rnn_tanh_cell(input: Any, hx: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh: Any = None) -> Any:
-    """Moments of the next state."""
-    return _rnn_step(torch.tanh, F.linear(input, w_ih, b_ih), (hx,), w_hh, b_hh)[0]
-
-
-@moment_rule(torch.rnn_relu_cell)
-def rnn_relu_cell(input: Any, hx: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh: Any = None) -> Any:
-    """Moments of the next state."""
-    return _rnn_step(torch.relu, F.linear(input, w_ih, b_ih), (hx,), w_hh, b_hh)[0]
-
-
 # --- sequences -----------------------------------------------------------------------------------------------
 
 
-def _sequence(
-    step: Callable[..., State],
-    input: Any,
-    state: State,
-    params: Any,
-    has_biases: bool,
-    num_layers: int,
-    dropout: float,
-    train: bool,
-    bidirectional: bool,
-    batch_first: bool,
-) -> State:
+class _Options(NamedTuple):
+    """What torch's recurrent functions take after weights and biases."""
+
+    has_biases: bool
+    num_layers: int
+    dropout: float
+    train: bool
+    bidirectional: bool
+    batch_first: bool
+
+
+def _sequence(step: Callable[..., State], input: Any, state: State, params: Any, options: _Options) -> State:
     """Run all layers and directions; return outputs ``[L, B, H]`` (or batch first) and the last states."""
-    directions = 2 if bidirectional else 1
-    number = len(params) // (num_layers * directions)
-    x = input.transpose(0, 1) if batch_first else input
+    directions = 2 if options.bidirectional else 1
+    number = len(params) // (options.num_layers * directions)
+    x = input.transpose(0, 1) if options.batch_first else input
     last = []
-    for layer in range(num_layers):
+    for layer in range(options.num_layers):
         outputs = []
         for direction in range(directions):
             index = layer * directions + direction
             w_ih, w_hh, *rest = params[index * number : (index + 1) * number]
-            b_ih, b_hh = (rest.pop(0), rest.pop(0)) if has_biases else (None, None)
+            b_ih, b_hh = (rest.pop(0), rest.pop(0)) if options.has_biases else (None, None)
             steps = F.linear(x, w_ih, b_ih).unbind(0)
             now = tuple(s[index] for s in state)
             hidden = []
@@ -122,53 +96,50 @@ def _sequence(
                 hidden.append(now[0])
             outputs.append(torch.stack(hidden[::-1] if direction else hidden))
             last.append(now)
-        x = torch.cat(outputs, -1) if bidirectional else outputs[0]
-        if layer < num_layers - 1:
-            x = F.dropout(x, dropout, train)
-    output = x.transpose(0, 1) if batch_first else x
+        x = torch.cat(outputs, -1) if options.bidirectional else outputs[0]
+        if layer < options.num_layers - 1:
+            x = F.dropout(x, options.dropout, options.train)
+    output = x.transpose(0, 1) if options.batch_first else x
     return (output, *(torch.stack(parts) for parts in zip(*last, strict=True)))
 
 
-def _refuse_packed(name: str, params: Any) -> None:
-    if not isinstance(params, list | tuple) or not all(
-        torch.is_tensor(p) or isinstance(p, GaussianMoments) for p in params
-    ):
-        raise UnsupportedError(
-            f"{name} of moments has no rule for packed sequences: pass padded ones (pad_packed_sequence) and mask "
-            "what is padded in the likelihood"
-        )
+# --- the functions of torch ----------------------------------------------------------------------------------
 
 
-@moment_rule(torch.lstm)
-def lstm(input: Any, hx: Any, params: Any, *options: Any) -> State:
-    """Moments of the outputs, last hidden and last cell states of :class:`torch.nn.LSTM`.
+def _cell(step: Callable[..., State]) -> Callable[..., Any]:
+    def cell(input: Any, hx: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh: Any = None) -> Any:
+        """Moments of the next state: hidden and cell state of an LSTM."""
+        is_pair = isinstance(hx, tuple | list)
+        state = step(F.linear(input, w_ih, b_ih), tuple(hx) if is_pair else (hx,), w_hh, b_hh)
+        return state if is_pair else state[0]
+
+    return cell
+
+
+def _network(name: str, step: Callable[..., State]) -> Callable[..., State]:
+    def network(input: Any, hx: Any, params: Any, *options: Any) -> State:
+        if isinstance(hx, Tensor) and not hx.is_floating_point():  # the batch sizes of a packed sequence
+            raise UnsupportedError(
+                f"torch.{name} of moments has no rule for packed sequences: pass padded ones (pad_packed_sequence) and "
+                "mask what is padded in the likelihood"
+            )
+        state = tuple(hx) if isinstance(hx, tuple | list) else (hx,)
+        return _sequence(step, input, state, params, _Options(*options))
+
+    network.__doc__ = f"""Moments of the outputs and last states of ``torch.{name}``.
 
     Raises:
         UnsupportedError: a packed sequence.
     """
-    _refuse_packed("nn.LSTM", params if not torch.is_tensor(hx) else None)
-    return _sequence(_lstm_step, input, tuple(hx), params, *options)
+    return network
 
 
-@moment_rule(torch.gru)
-def gru(input: Any, hx: Any, params: Any, *options: Any) -> State:
-    """Moments of the outputs and last states of :class:`torch.nn.GRU`.
-
-    Raises:
-        UnsupportedError: a packed sequence.
-    """
-    _refuse_packed("nn.GRU", params)
-    return _sequence(_gru_step, input, (hx,), params, *options)
-
-
-def _rnn_rule(activation: Callable) -> Callable[..., State]:
-    def rnn(input: Any, hx: Any, params: Any, *options: Any) -> State:
-        _refuse_packed("nn.RNN", params)
-        return _sequence(partial(_rnn_step, activation), input, (hx,), params, *options)
-
-    rnn.__doc__ = f"Moments of the outputs and last states of torch.nn.RNN with {activation.__name__}."
-    return rnn
-
-
-rnn = moment_rule(torch.rnn_tanh)(_rnn_rule(torch.tanh))
-moment_rule(torch.rnn_relu)(_rnn_rule(torch.relu))
+_STEPS: dict[str, Callable[..., State]] = {
+    "lstm": _lstm_step,
+    "gru": _gru_step,
+    "rnn_tanh": partial(_rnn_step, torch.tanh),
+    "rnn_relu": partial(_rnn_step, torch.relu),
+}
+for _name, _step in _STEPS.items():
+    moment_rule(getattr(torch, f"{_name}_cell"))(_cell(_step))
+    moment_rule(getattr(torch, _name))(_network(_name, _step))

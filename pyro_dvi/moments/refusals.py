@@ -18,6 +18,7 @@ _CHOICES = (
     "aminmax argmax argmin cummax cummin topk sort argsort kthvalue median quantile mode nonzero unique bernoulli "
     "multinomial"
 )
+_POOLS = "max_pool1d max_pool2d max_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d"
 _SPREADS = "var std var_mean std_mean"
 _ROUNDINGS = "sign sgn round floor ceil trunc frac fmod remainder floor_divide heaviside"
 _LOSSES = (
@@ -29,7 +30,8 @@ _INSTEAD = {
     "comparison": "A comparison of something uncertain has no answer, only a probability. Compare x.loc if the mean "
     "may decide (as in torch.where(x.loc > 0, x, y)), or use the activation that the comparison spells out",
     "choice": "Which element is largest is itself uncertain. Choose by the mean (x.loc.argmax(-1), then x.gather), use "
-    "x.amax(-1) for the element with the largest mean, and torch.logsumexp or softmax for a smooth maximum",
+    "x.amax(-1) or pooling without indices for the element with the largest mean, and torch.logsumexp or softmax for a "
+    "smooth maximum",
     "spread": "The variance over elements is a sum of squares of correlated differences. Use F.layer_norm, "
     "F.batch_norm or F.group_norm, which have rules, or ((x - x.loc.mean()) ** 2).mean()",
     "loss": "A loss of something uncertain is its expectation over the Gaussian, not its value at one place: let the "
@@ -53,7 +55,10 @@ for _reason, _functions in {
         *functions_of(torch, _COMPARISONS),
         *functions_of(torch.Tensor, "__eq__ __ne__"),
     ],
-    "choice": functions_of(torch, _CHOICES),
+    "choice": [
+        *functions_of(torch, f"{_CHOICES} max_pool1d_with_indices"),
+        *functions_of(F, " ".join(f"{name}_with_indices" for name in _POOLS.split())),
+    ],
     "spread": functions_of(torch, _SPREADS),
     "loss": [*functions_of(F, _LOSSES), torch.Tensor.backward],
     "rounding": [
