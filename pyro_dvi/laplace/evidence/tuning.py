@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -31,23 +31,36 @@ __all__ = [
 
 
 class Scale(ABC):
-    """What is tuned: a positive number that multiplies something in the model."""
+    """What is tuned: a positive number that multiplies something in the model.
+
+    Attributes:
+        exponent: of the number, in what multiplies the scale of the sites' distributions.
+        of_prior: it changes the prior's part of P, not the likelihood's.
+        decades: above and below 1, in which values are tried where the caller names none.
+        num_values: how many.
+    """
+
+    exponent: ClassVar[float]
+    of_prior: ClassVar[bool]
+    decades: ClassVar[int]
+    num_values: ClassVar[int]
 
     @abstractmethod
     def sites(self, energy: Energy) -> list[str]:
         """Return the sites whose distributions change."""
 
-    @abstractmethod
     def factor(self, value: float) -> float:
         """Return what multiplies the scale of these sites."""
+        return value**self.exponent
 
-    @abstractmethod
     def grid(self) -> Tensor:
         """Return the values that are tried where the caller names none."""
+        return torch.logspace(-self.decades, self.decades, self.num_values, dtype=torch.float64)
 
-    @abstractmethod
     def proportions(self, value: float) -> tuple[float, float]:
         """Return what multiplies the likelihood's part of P and the prior's, if all sites of a kind change."""
+        precision = value ** (-2 * self.exponent)
+        return (1.0, precision) if self.of_prior else (precision, 1.0)
 
 
 @dataclass(frozen=True)
@@ -60,6 +73,8 @@ class PriorPrecision(Scale):
     """
 
     names: str | None = None
+
+    exponent, of_prior, decades, num_values = -0.5, True, 3, 25
 
     def sites(self, energy: Energy) -> list[str]:
         """Return the latent sites.
@@ -89,18 +104,6 @@ class PriorPrecision(Scale):
                 )
         return chosen
 
-    def factor(self, value: float) -> float:
-        """Return the factor of standard deviations."""
-        return value**-0.5
-
-    def grid(self) -> Tensor:
-        """Return six decades."""
-        return torch.logspace(-3, 3, 25, dtype=torch.float64)
-
-    def proportions(self, value: float) -> tuple[float, float]:
-        """Return that the prior's part is multiplied."""
-        return 1.0, value
-
 
 @dataclass(frozen=True)
 class NoiseScale(Scale):
@@ -112,6 +115,8 @@ class NoiseScale(Scale):
     """
 
     site: str | None = None
+
+    exponent, of_prior, decades, num_values = 1.0, False, 1, 17
 
     def sites(self, energy: Energy) -> list[str]:
         """Return the observed site.
@@ -131,18 +136,6 @@ class NoiseScale(Scale):
                 f"observed site {observed[0]!r}, a {type(nodes[observed[0]]['fn']).__name__}, has no noise scale"
             )
         return observed
-
-    def factor(self, value: float) -> float:
-        """Return the value itself."""
-        return value
-
-    def grid(self) -> Tensor:
-        """Return two decades."""
-        return torch.logspace(-1, 1, 17, dtype=torch.float64)
-
-    def proportions(self, value: float) -> tuple[float, float]:
-        """Return that the likelihood's part is divided by the square."""
-        return value**-2, 1.0
 
 
 def rescaled_model(model: Callable[..., Any], factors: Mapping[str, float]) -> Callable[..., Any]:
