@@ -17,7 +17,7 @@ from pyro_dvi.expectations import LogitEstimator
 from pyro_dvi.handlers.latents import Latent
 from pyro_dvi.handlers.moment_run import run_with_moments
 from pyro_dvi.handlers.structure import reached_by
-from pyro_dvi.handlers.uncertain import at_mean, refuse_moments
+from pyro_dvi.handlers.uncertain import at_mean, refuse_moments, uncertain_likelihoods
 from pyro_dvi.moments import variance_floor
 from pyro_dvi.moments.weight_uses import warned_of_repeated_uses
 
@@ -113,9 +113,9 @@ class MomentPropagationELBO(DeterministicELBO):
     ) -> dict[str, Tensor]:
         structure, first = self._looked_at(model, guide, args, kwargs, training)
         floor = nullcontext() if self.variance_floor is None else variance_floor(self.variance_floor)
-        with floor:
-            recorder = warned_of_repeated_uses if first else nullcontext
-            run = run_with_moments(model, guide, args, kwargs, structure.sampled, self.estimator, recorder)
+        recorder = warned_of_repeated_uses if first else nullcontext
+        with floor, uncertain_likelihoods(self.estimator):
+            run = run_with_moments(model, guide, args, kwargs, structure.sampled, recorder)
         observed = self._observed(run.model_trace)
         for site in observed.sites:
             refuse_moments(site.fn, site.name)

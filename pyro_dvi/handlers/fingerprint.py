@@ -4,6 +4,7 @@
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -67,7 +68,7 @@ class Fingerprint:
         """
         for rows in (_ROWS, None) if known is None else (None,):
             try:
-                some = rows_cut(lambda v, rows=rows: v[:rows], (tuple(args), dict(kwargs)))
+                some = rows_cut(itemgetter(slice(rows)), (tuple(args), dict(kwargs)))
                 if sum(value.numel() for value in tensors_in(some) if is_strided(value)) > _LARGEST:
                     continue
                 few, named = mapped(lambda v: v.detach().clone() if is_strided(v) else v, some)

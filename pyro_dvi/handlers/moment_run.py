@@ -11,11 +11,9 @@ import torch
 from torch import Tensor
 from torch import distributions as td
 
-from pyro_dvi.expectations import LogitEstimator
 from pyro_dvi.handlers.explained import explained_errors
 from pyro_dvi.handlers.latents import GaussianSite, Latent, Marginals, elementary, match_latents
 from pyro_dvi.handlers.means import run_guide
-from pyro_dvi.handlers.uncertain import uncertain_likelihoods
 from pyro_dvi.moments import GaussianMoments, Link, MultiplicativeMoments
 from pyro_dvi.moments.through_link import through_link
 from pyro_dvi.multiplicative_normal import MultiplicativeNormal
@@ -40,10 +38,11 @@ def run_with_moments(
     args: tuple,
     kwargs: dict,
     sampled: Mapping[str, Tensor | bool] | None = None,
-    estimator: LogitEstimator | None = None,
     recorder: Recorder = nullcontext,
 ) -> MomentRun:
     """Run the guide, then the model with the moments of the guide's Gaussians in place of values.
+
+    Belongs inside :func:`~pyro_dvi.handlers.uncertain.uncertain_likelihoods`, which lets distributions take moments.
 
     Args:
         model: a Pyro model.
@@ -51,7 +50,6 @@ def run_with_moments(
         args: positional arguments of both.
         kwargs: keyword arguments of both.
         sampled: guide sites to sample, see :class:`~pyro_dvi.handlers.structure.Structure`.
-        estimator: for likelihoods by logits.
         recorder: given the moments that the model will use, by name and filled while it runs, returns the context in
             which it runs.
 
@@ -66,7 +64,6 @@ def run_with_moments(
     with (
         explained_errors(model, [g.loc for g in gaussians.values()], args, kwargs),
         poutine.trace() as trace,
-        uncertain_likelihoods(estimator),
         moments,
         recorder(moments.given),
         poutine.replay(trace=guide_trace),
