@@ -24,6 +24,7 @@ from tests.moments import (
     test_maximum,
     test_normalisation,
     test_pooling,
+    test_powers,
     test_reduction,
     test_shape,
 )
@@ -38,6 +39,7 @@ MODULES = (
     test_maximum,
     test_normalisation,
     test_pooling,
+    test_powers,
     test_reduction,
     test_shape,
 )
