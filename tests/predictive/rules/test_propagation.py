@@ -146,6 +146,40 @@ def test_a_weight_that_is_used_twice_counts_once():
     torch.testing.assert_close(found, 0.09 * (3 * x).square().sum(1) + 0.25)
 
 
+def vision_transformer(models):
+    return models.VisionTransformer(
+        image_size=8, patch_size=4, num_layers=1, num_heads=2, hidden_dim=8, mlp_dim=8, num_classes=3
+    )
+
+
+def swin_transformer(models):
+    return models.SwinTransformer(
+        patch_size=[2, 2], embed_dim=4, depths=[1, 2], num_heads=[1, 2], window_size=[2, 2],
+        stochastic_depth_prob=0.0, num_classes=3,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("make", [vision_transformer, swin_transformer])
+def test_tokens_and_windows_keep_the_covariances_of_their_weights(make):
+    """Tiny noise of all parameters is multiplied with the squares of their gradients in the plain network."""
+    tiny = 1e-6
+    torch.manual_seed(0)
+    net = make(pytest.importorskip("torchvision.models")).eval()
+    for p in net.parameters():
+        p.data.add_(0.1 * torch.randn_like(p))
+    x = torch.randn(3, 3, 8, 8)
+    expected = []
+    outputs = net(x)
+    for output in outputs.flatten():
+        gradients = torch.autograd.grad(output, list(net.parameters()), retain_graph=True)
+        expected.append(torch.stack([g.square().sum() for g in gradients]).sum())
+    net = to_bayesian_(net, include=lambda name, module, parameter: True)
+    model = regressor(net, num_data=3, noise_scale=tiny)
+    guide = set_up(model, MeanFieldGuide, x, outputs.detach(), tiny)
+    found = predict(model, guide, x, Moments(propagation=ReverseDelta())).variance / tiny**2 - 1
+    torch.testing.assert_close(found, torch.stack(expected).reshape(outputs.shape), rtol=1e-5, atol=0)
+
+
 def test_batches_and_gradient_modes_do_not_matter():
     x, y = torch.randn(9, 3), torch.randn(9, 1)
     model = regressor(to_bayesian_(skip_net()), num_data=9)
