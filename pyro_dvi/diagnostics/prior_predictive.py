@@ -219,19 +219,12 @@ def prior_predictive_check(
         )
     device = device_of(model)
     options: Any = {"observed": observed, "batch_size": batch_size, "device": device}
-    split = list(batches(model, data, sites=lambda _: [site] if site else [], **options))
-    if any(batch.observed is None for batch in split):
-        raise DataError("the check compares with observations: pass them with the inputs, as (x, y)")
+    split = _observed(list(batches(model, data, sites=lambda _: [site] if site else [], **options)))
     with evaluation_mode(model), seeded(seed, device) as used_seed:
         torch.manual_seed(used_seed)
         node, shared = _response(model, split[0], site)
         name, fn = node["name"], node["fn"]
-        split = [check_observation(model, batch, shared, name) for batch in split]
-        if any(batch.mask is not None for batch in split):
-            raise UnsupportedError(
-                f"the model masks some of the observed values at site {name!r}, which statistics of whole data sets "
-                "would count: pass the examples that count alone"
-            )
+        split = [_checked(model, batch, shared, name) for batch in split]
         rows = example_axis(name, node, split[0].num_rows) - len(fn.event_shape)
         y = torch.cat([torch.as_tensor(batch.observed).movedim(rows, 0) for batch in split]).cpu()
         chosen = default_statistics(fn) if statistics is None else statistics
@@ -245,16 +238,31 @@ def prior_predictive_check(
             components.read(part, batch, name)
     values = [applied(chosen, drawn) for drawn in torch.cat([part.values for part in parts], 1)]
     draws = {label: np.array([value[label] for value in values]) for label in chosen}
-    log_p = class_log_probabilities(fn)
     return PriorPredictiveCheck(
         tuple(_row(label, actual[label], drawn) for label, drawn in draws.items()),
         draws,
-        None if log_p is None else torch.cat([torch.stack(p.likeliest) for p in parts], 1).mean(1).numpy(),
-        None if log_p is None else 1 / log_p.shape[-1],
+        *_confidence(fn, parts),
         name,
         num_samples,
         len(y),
     )
+
+
+def _observed(split: list[Batch]) -> list[Batch]:
+    if any(batch.observed is None for batch in split):
+        raise DataError("the check compares with observations: pass them with the inputs, as (x, y)")
+    return split
+
+
+def _checked(model: Callable[..., Any], batch: Batch, shared: Mapping[str, Tensor], name: str) -> Batch:
+    """Return a batch whose observations fit, and of which none is masked."""
+    batch = check_observation(model, batch, shared, name)
+    if batch.mask is not None:
+        raise UnsupportedError(
+            f"the model masks some of the observed values at site {name!r}, which statistics of whole data sets "
+            "would count: pass the examples that count alone"
+        )
+    return batch
 
 
 class _DataSets(ObservationDraws):
@@ -270,6 +278,14 @@ class _DataSets(ObservationDraws):
         log_p = class_log_probabilities(fn)
         if log_p is not None:
             self.likeliest.append(log_p.amax(-1).exp().cpu().double().flatten())
+
+
+def _confidence(fn: Any, parts: list[_DataSets]) -> tuple[np.ndarray | None, float | None]:
+    """Mean probability of the likeliest class for each draw, and by chance; None without classes."""
+    log_p = class_log_probabilities(fn)
+    if log_p is None:
+        return None, None
+    return torch.cat([torch.stack(part.likeliest) for part in parts], 1).mean(1).numpy(), 1 / log_p.shape[-1]
 
 
 def _response(model: Callable[..., Any], batch: Batch, site: str | None) -> tuple[Any, dict[str, Tensor]]:
