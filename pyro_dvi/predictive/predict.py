@@ -87,7 +87,7 @@ def predict(
             on others that are neither in the guide nor observed, and the rule does not average over their draws.
 
     Example:
-        >>> import pyro, pyro.distributions as dist
+        >>> import pyro, pyro.distributions as dist, torch
         >>> from pyro.infer.autoguide import AutoNormal
         >>> from pyro_dvi import AtMean, Samples
         >>> def model(x, y=None):
