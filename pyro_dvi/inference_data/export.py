@@ -9,7 +9,6 @@ from itertools import chain
 from typing import Any
 
 from pyro.infer.autoguide import AutoLaplaceApproximation
-from torch import Tensor
 from tqdm.auto import tqdm
 
 from pyro_dvi.choice import check_count
@@ -25,10 +24,11 @@ from pyro_dvi.predictive import PredictionRule, Samples
 from pyro_dvi.predictive.engine.batches import Batch, batches
 from pyro_dvi.predictive.engine.components import Components
 from pyro_dvi.predictive.engine.prior import PriorSamples
-from pyro_dvi.predictive.engine.run import evaluation_mode, observed_run, seeded
+from pyro_dvi.predictive.engine.run import Latents, evaluation_mode, observed_run, seeded
 from pyro_dvi.predictive.posterior import at_tuned_scales, check_posterior, device_of, example_latents
 from pyro_dvi.predictive.predict import names_of_sites
 from pyro_dvi.predictive.rules.defaults import rule_of
+from pyro_dvi.predictive.rules.rule import FromDraws
 from pyro_dvi.training import History
 
 __all__ = ["to_arviz"]
@@ -184,12 +184,16 @@ def to_arviz(
         tuned = at_tuned_scales(guide, model)
         drawn = LatentDraws(tuned, guide, selection, first, nodes, used_seed)
         passes = _Passes(model, guide, choose_responses(site, nodes, latents), used_seed, progress)
-        groups["posterior"] = drawn.group(given or _PosteriorDraws(count))
-        predicted = [passes.predictions(rule, count)]
+        own = Components(model, guide, rule, used_seed)
+        weights = own if isinstance(rule, FromDraws) else Components(model, guide, Samples(count), used_seed)
+        groups["posterior"] = drawn.group(_to_export(weights.draws(first.inputs)), count)
+        predicted = [passes.predictions(own, count)]
         if prior is not None:
-            prior_rule = PriorSamples(prior, tuned, first.inputs, tuple(latents))
-            groups["prior"] = drawn.group(prior_rule)
-            predicted.append(passes.predictions(prior_rule, prior, 1, are_scored=False))
+            of_prior = Components(
+                model, guide, PriorSamples(prior, tuned, first.inputs, tuple(latents)), used_seed
+            )
+            groups["prior"] = drawn.group(of_prior.draws(first.inputs), prior)
+            predicted.append(passes.predictions(of_prior, prior, 1, are_scored=False))
         every = drawn.unchanged(chain([first], remaining))
         inputs, inputs_left_out = passes.over(every, predicted)
         names = ("posterior_predictive", "log_likelihood", "observed_data")
@@ -199,7 +203,7 @@ def to_arviz(
             groups["prior_predictive"], *_ = predicted[1].groups()
         if predictions is not None:
             unobserved = (replace(batch, observed=None) for batch in split(predictions))
-            ahead = passes.predictions(rule, count, 2)
+            ahead = passes.predictions(Components(model, guide, rule, used_seed), count, 2)
             inputs, left_out = passes.over(unobserved, [ahead])
             groups["predictions"], *_ = ahead.groups()
             groups["predictions_constant_data"] = inputs
@@ -225,10 +229,9 @@ class _Passes:
     progress: bool
 
     def predictions(
-        self, rule: PredictionRule, count: int, number: int = 0, *, are_scored: bool = True
+        self, components: Components, count: int, number: int = 0, *, are_scored: bool = True
     ) -> Predictions:
-        """Return predictions by a rule, of no batch yet; ``number`` sets their noise apart from that of others."""
-        components = Components(self.model, self.guide, rule, self.seed)
+        """Return predictions of no batch yet; ``number`` sets their noise apart from that of others."""
         # One further than that of the weights: else the noise of a draw would be made of the numbers of its weights.
         noise_seed = self.seed + 1 + number * len(self.sites)
         return Predictions(self.sites, components, count, noise_seed, are_scored=are_scored)
@@ -245,18 +248,15 @@ class _Passes:
         return constant_data(self.model, inputs, predicted[0].rows)
 
 
-class _PosteriorDraws(Samples):
-    """Draws to export, with which nothing is predicted: a LaplaceGuide need not warn of them."""
-
-    def draws(self, guide: Callable[..., Any], inputs: tuple[Any, ...]) -> Iterator[dict[str, Tensor]]:
-        """Give the latent values of one draw after the other."""
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=re.escape(DRAWN_WEIGHTS), category=DviWarning)
-            try:
-                yield from super().draws(guide, inputs)
-            except UnsupportedError as error:  # of a LaplaceGuide
-                reason = str(error).splitlines()[0]  # Pyro adds the shapes of its trace
-                raise UnsupportedError(f"{reason}; sites=[] exports predictions alone") from error
+def _to_export(draws: Iterator[Latents]) -> Iterator[Latents]:
+    """Give draws with which nothing is predicted: a LaplaceGuide need not warn of them."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=re.escape(DRAWN_WEIGHTS), category=DviWarning)
+        try:
+            yield from draws
+        except UnsupportedError as error:  # of a LaplaceGuide
+            reason = str(error).splitlines()[0]  # Pyro adds the shapes of its trace
+            raise UnsupportedError(f"{reason}; sites=[] exports predictions alone") from error
 
 
 def _rule(given: GivenSamples | None, method: Any, guide: Any, num_samples: int | None) -> PredictionRule:

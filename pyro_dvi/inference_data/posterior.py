@@ -17,7 +17,6 @@ from pyro_dvi.predictive.engine.batches import Batch
 from pyro_dvi.predictive.engine.run import Latents, observed_run, sites_at
 from pyro_dvi.predictive.engine.vectorised import ManyDraws
 from pyro_dvi.predictive.posterior import example_latents
-from pyro_dvi.predictive.rules.rule import FromDraws
 from pyro_dvi.sites import is_deterministic
 
 __all__ = ["LatentDraws", "Selection", "Summaries"]
@@ -114,19 +113,17 @@ class LatentDraws:
     nodes: Mapping[str, Any]
     seed: int
 
-    def group(self, rule: FromDraws) -> Group:
-        """Return all draws of a rule."""
+    def group(self, draws: Iterator[Latents], count: int) -> Group:
+        """Return ``count`` draws for the first batch."""
         group = Group()
         if self.selection.is_empty:
             return group
-        torch.manual_seed(self.seed)
-        draws = self._computed(self.batch, rule.draws(self.guide, self.batch.inputs))
         arrays: dict[str, np.ndarray] = {}
-        for k, latents in enumerate(draws):
+        for k, latents in enumerate(self._computed(self.batch, draws)):
             for name, value in self.selection.values(latents).items():
                 row = as_array(value)
                 if k == 0:
-                    arrays[name] = np.empty((rule.num_samples, *row.shape), row.dtype)
+                    arrays[name] = np.empty((count, *row.shape), row.dtype)
                 arrays[name][k] = row
         for name, array in arrays.items():
             node = self.nodes.get(name)

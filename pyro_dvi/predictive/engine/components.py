@@ -73,11 +73,11 @@ class Components:
         Raises:
             UnsupportedError: one draw of a site that is neither latent nor observed would decide the prediction.
         """
-        torch.manual_seed(self._seed)
         run = partial(respond, self._model, batch, site=site, learnt_for=self._learnt_for)
         if isinstance(self._rule, FromDraws):
             self._read_draws(reader, batch, site, with_others(run, others), others)
             return
+        torch.manual_seed(self._seed)
         components = self._rule.components(self._guide, batch.inputs, with_others(run, others))
         for k, response in enumerate(components):
             if k == 0 and response.drawn and not self._rule.averages_draws:
@@ -85,6 +85,27 @@ class Components:
                 latents = example_latents(self._guide, batch.inputs)
                 refuse_unseen(response, again, latents, type(self._rule).__name__)
             reader.add(response)
+
+    def draws(self, inputs: tuple[Any, ...]) -> Iterator[Latents]:
+        """Give the draws for a batch: those of the first batch again where they cannot be others."""
+        draws = self._anew(inputs)
+        first = next(draws)
+        if self._kept and first.keys() == self._kept[0].keys() and _equal(first, self._kept[0]):
+            yield from self._kept
+        elif self._rule.repeats(self._guide) and self.count * size_of(first) <= KEPT_LATENTS:
+            kept = [first]
+            yield first
+            for latents in draws:
+                kept.append(latents)
+                yield latents
+            self._kept = kept
+        else:
+            yield from chain([first], draws)
+
+    def _anew(self, inputs: tuple[Any, ...]) -> Iterator[Latents]:
+        assert isinstance(self._rule, FromDraws), "the rule draws"
+        torch.manual_seed(self._seed)
+        return iter(self._rule.draws(self._guide, inputs))
 
     def _read_draws(
         self,
@@ -95,7 +116,8 @@ class Components:
         others: Latents,
     ) -> None:
         way = self._ways.setdefault(site, ManyDraws())
-        draws = self._draws(batch.inputs, way)
+        # Where the model draws numbers itself, each draw seeds them.
+        draws = self._anew(batch.inputs) if way.is_plain else self.draws(batch.inputs)
         first = next(draws)
         response = run(way.laid_out(first))
         reader.add(response)
@@ -112,26 +134,8 @@ class Components:
             for latents in chunk:
                 reader.add(run(latents))
 
-    def _draws(self, inputs: tuple[Any, ...], way: ManyDraws) -> Iterator[Latents]:
-        """Give the draws for a batch: those of the first batch again where they cannot be others."""
-        draws = self._rule.draws(self._guide, inputs)
-        if not self._kept:
-            return self._keeping(draws, way) if self._rule.repeats(self._guide) else draws
-        first = next(draws)
-        same = first.keys() == self._kept[0].keys() != set() and torch.equal(
-            _flat(first), _flat(self._kept[0])
-        )
-        return iter(self._kept) if same else chain([first], draws)
 
-    def _keeping(self, draws: Iterator[Latents], way: ManyDraws) -> Iterator[Latents]:
-        count, kept = self._rule.num_components, []
-        for latents in draws:
-            if not kept or not (way.is_plain or count * size_of(latents) > KEPT_LATENTS):
-                kept.append(latents)
-            yield latents
-        if len(kept) == count:
-            self._kept = kept
-
-
-def _flat(latents: Latents) -> Tensor:
-    return torch.cat([latents[name].flatten() for name in sorted(latents)])
+def _equal(first: Latents, second: Latents) -> bool:
+    """Whether two draws are the same, by one comparison on their device."""
+    one, other = (torch.cat([latents[name].flatten() for name in first]) for latents in (first, second))
+    return torch.equal(one, other)

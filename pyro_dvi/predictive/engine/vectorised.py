@@ -48,8 +48,8 @@ class ManyDraws:
 
     @property
     def is_plain(self) -> bool:
-        """Whether only the plain loop can tell what the model gives."""
-        return self._way is None
+        """Whether it is known that only the plain loop can tell what the model gives."""
+        return self._chunk > 0 and self._way is None
 
     def laid_out(self, latents: Latents) -> Latents:
         """Return latent values in the layout in which the model is run with the others."""
