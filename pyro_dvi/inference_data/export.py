@@ -4,6 +4,7 @@
 import re
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -24,7 +25,7 @@ from pyro_dvi.predictive import PredictionRule, Samples
 from pyro_dvi.predictive.engine.batches import Batch, batches
 from pyro_dvi.predictive.engine.components import Components
 from pyro_dvi.predictive.engine.prior import PriorSamples
-from pyro_dvi.predictive.engine.run import Latents, evaluation_mode, observed_run, seeded
+from pyro_dvi.predictive.engine.run import evaluation_mode, observed_run, seeded
 from pyro_dvi.predictive.posterior import at_tuned_scales, check_posterior, device_of, example_latents
 from pyro_dvi.predictive.predict import names_of_sites
 from pyro_dvi.predictive.rules.defaults import rule_of
@@ -186,7 +187,8 @@ def to_arviz(
         passes = _Passes(model, guide, choose_responses(site, nodes, latents), used_seed, progress)
         own = Components(model, guide, rule, used_seed)
         weights = own if isinstance(rule, FromDraws) else Components(model, guide, Samples(count), used_seed)
-        groups["posterior"] = drawn.group(_to_export(weights.draws(first.inputs)), count)
+        with _nothing_predicted():
+            groups["posterior"] = drawn.group(weights.draws(first.inputs), count)
         predicted = [passes.predictions(own, count)]
         if prior is not None:
             of_prior = Components(
@@ -248,12 +250,13 @@ class _Passes:
         return constant_data(self.model, inputs, predicted[0].rows)
 
 
-def _to_export(draws: Iterator[Latents]) -> Iterator[Latents]:
-    """Give draws with which nothing is predicted: a LaplaceGuide need not warn of them."""
+@contextmanager
+def _nothing_predicted() -> Iterator[None]:
+    """Draw weights to export them alone: a LaplaceGuide need not warn of them."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=re.escape(DRAWN_WEIGHTS), category=DviWarning)
         try:
-            yield from draws
+            yield
         except UnsupportedError as error:  # of a LaplaceGuide
             reason = str(error).splitlines()[0]  # Pyro adds the shapes of its trace
             raise UnsupportedError(f"{reason}; sites=[] exports predictions alone") from error

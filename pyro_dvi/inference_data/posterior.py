@@ -4,7 +4,7 @@
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from pyro_dvi.sites import is_deterministic
 
 __all__ = ["LatentDraws", "Selection", "Summaries"]
 
+CHUNK = 64  # draws that are copied together
 Summaries = Mapping[str, Callable[[Tensor], Tensor]]
 
 
@@ -119,12 +120,14 @@ class LatentDraws:
         if self.selection.is_empty:
             return group
         arrays: dict[str, np.ndarray] = {}
-        for k, latents in enumerate(self._computed(self.batch, draws)):
-            for name, value in self.selection.values(latents).items():
-                row = as_array(value)
-                if k == 0:
-                    arrays[name] = np.empty((count, *row.shape), row.dtype)
-                arrays[name][k] = row
+        kept = map(self.selection.values, self._computed(self.batch, draws))
+        for start in range(0, count, CHUNK):  # one copy from an accelerator for several draws
+            chunk = list(islice(kept, CHUNK))
+            for name in chunk[0]:
+                rows = as_array(torch.stack([values[name] for values in chunk]))
+                if start == 0:
+                    arrays[name] = np.empty((count, *rows.shape[1:]), rows.dtype)
+                arrays[name][start : start + len(rows)] = rows
         for name, array in arrays.items():
             node = self.nodes.get(name)
             group.add(name, array, () if node is None else plate_names(node, array.shape[1:]))

@@ -3,7 +3,6 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from itertools import chain
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -86,26 +85,32 @@ class Components:
                 refuse_unseen(response, again, latents, type(self._rule).__name__)
             reader.add(response)
 
-    def draws(self, inputs: tuple[Any, ...]) -> Iterator[Latents]:
-        """Give the draws for a batch: those of the first batch again where they cannot be others."""
+    def draws(self, inputs: tuple[Any, ...], way: ManyDraws | None = None) -> Iterator[Latents]:
+        """Give the draws for a batch: those of the first batch again where they cannot be others.
+
+        Args:
+            inputs: of the batch.
+            way: how the model is run with them, which is known after the first at the latest. In a plain loop they are
+                drawn one by one, since each seeds the numbers that the model draws itself.
+        """
         draws = self._anew(inputs)
         first = next(draws)
+        yield first
         if self._kept and first.keys() == self._kept[0].keys() and _equal(first, self._kept[0]):
-            yield from self._kept
-        elif self._rule.repeats(self._guide) and self.count * size_of(first) <= KEPT_LATENTS:
-            kept = [first]
-            yield first
-            for latents in draws:
-                kept.append(latents)
-                yield latents
-            self._kept = kept
+            yield from self._kept[1:]
+        elif (
+            (way is None or not way.is_plain)
+            and self._rule.repeats(self._guide)
+            and self.count * size_of(first) <= KEPT_LATENTS
+        ):
+            self._kept = [first, *draws]
+            yield from self._kept[1:]
         else:
-            yield from chain([first], draws)
+            yield from draws
 
     def _anew(self, inputs: tuple[Any, ...]) -> Iterator[Latents]:
-        assert isinstance(self._rule, FromDraws), "the rule draws"
         torch.manual_seed(self._seed)
-        return iter(self._rule.draws(self._guide, inputs))
+        return self._rule.draws(self._guide, inputs)
 
     def _read_draws(
         self,
@@ -116,8 +121,7 @@ class Components:
         others: Latents,
     ) -> None:
         way = self._ways.setdefault(site, ManyDraws())
-        # Where the model draws numbers itself, each draw seeds them.
-        draws = self._anew(batch.inputs) if way.is_plain else self.draws(batch.inputs)
+        draws = self._anew(batch.inputs) if way.is_plain else self.draws(batch.inputs, way)
         first = next(draws)
         response = run(way.laid_out(first))
         reader.add(response)
