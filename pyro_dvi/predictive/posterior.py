@@ -183,9 +183,8 @@ def first_arguments(guide: Any) -> Mapping[int | str, Any]:
 
 def _arguments(guide: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     """Arguments for a guide; an automatic one takes those of its model."""
-    knows_model = (
-        isinstance(guide, AutoGuide) and guide._model is not None
-    )  # a copy or a loaded guide does not
+    # A copy or a loaded guide does not know its model.
+    knows_model = isinstance(guide, AutoGuide) and guide._model is not None
     return with_missing(guide.model if knows_model else guide, inputs)
 
 

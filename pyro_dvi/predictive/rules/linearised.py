@@ -86,9 +86,8 @@ class Linearised(PredictionRule):
                 f"Linearised() predicts from a LaplaceGuide, not from a {type(guide).__name__}: use AtMean(), "
                 "Moments() or Samples(30)"
             )
-        centre = posterior_mean(
-            guide, inputs
-        )  # any value of every latent site: those that are read replace it
+        # Any value of every latent site: those that are read replace it.
+        centre = posterior_mean(guide, inputs)
         responses: list[Response] = []
 
         def read(named: Mapping[str, Tensor], num_rows: int) -> Outputs:
