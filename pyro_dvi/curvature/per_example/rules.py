@@ -24,6 +24,7 @@ def per_example_rule(*functions: Callable) -> Callable[[Callable], Callable]:
     pass per example.
 
     Example:
+        >>> import torch
         >>> @per_example_rule(torch.dot)
         ... def of_dot(wanted, input, tensor):
         ...     return None  # a sum over all entries keeps no examples apart
