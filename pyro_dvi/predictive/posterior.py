@@ -20,7 +20,8 @@ from torch import distributions as td
 from pyro_dvi.errors import GuideError, NonFiniteError
 from pyro_dvi.guides.base import FactorisedGuide
 from pyro_dvi.handlers.explained import non_finite
-from pyro_dvi.handlers.means import GaussianSite, run_guide
+from pyro_dvi.handlers.latents import GaussianSite
+from pyro_dvi.handlers.means import run_guide
 from pyro_dvi.handlers.structure import refuse_dependent
 from pyro_dvi.signatures import with_missing
 from pyro_dvi.sites import AllRows, SetLatents, is_latent
