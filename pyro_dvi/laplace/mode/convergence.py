@@ -50,7 +50,7 @@ class Refuse(Unconverged):
     standard deviation away (:math:`g^\top P^{-1} g > 1`).
 
     Args:
-        tolerance: on the Newton decrement :math:`g^\top P^{-1} g`; see :func:`~pyro_dvi.laplace.diagnose`.
+        tolerance: on the Newton decrement :math:`g^\top P^{-1} g`; see :meth:`~pyro_dvi.LaplaceGuide.diagnose`.
         steps: of the Lanczos recursion; up to 4 gradients of all data each.
     """
 
