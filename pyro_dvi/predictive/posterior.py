@@ -7,7 +7,7 @@ the model with; ``linearised(inputs, read)``, the Gaussian of its outputs; ``is_
 is no product of independent ones; ``check_model(model)``, which refuses another model than that of the fit.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,7 @@ from pyro_dvi.handlers.explained import non_finite
 from pyro_dvi.handlers.latents import GaussianSite
 from pyro_dvi.handlers.means import run_guide
 from pyro_dvi.handlers.structure import refuse_dependent
+from pyro_dvi.predictive.engine.run import seed_all
 from pyro_dvi.signatures import with_missing
 from pyro_dvi.sites import AllRows, SetLatents, is_latent
 from pyro_dvi.training.ownership import check_still_own
@@ -32,13 +33,13 @@ __all__ = [
     "check_is_set_up",
     "check_posterior",
     "device_of",
-    "drawing",
     "example_latents",
     "first_arguments",
     "ignores_inputs",
     "one_draw",
     "posterior_gaussians",
     "posterior_mean",
+    "seeded_draws",
 ]
 
 
@@ -155,7 +156,19 @@ def one_draw(guide: Callable[..., Any], inputs: tuple[Any, ...]) -> dict[str, Te
     return _latents(_trace(guide, inputs))
 
 
-def drawing(guide: Any, inputs: tuple[Any, ...]) -> Callable[[], dict[str, Tensor]]:
+def seeded_draws(guide: Any, inputs: tuple[Any, ...], count: int) -> Iterator[dict[str, Tensor]]:
+    """Give draws, each with a seed of its own from the global generator.
+
+    How many random numbers the model itself uses, which depends on the batch, then does not matter to the next draw.
+    """
+    check_is_set_up(guide)
+    draw = _drawing(guide, inputs)
+    for seed in torch.randint(2**31 - 1, (count,)).tolist():
+        seed_all(seed)
+        yield draw()
+
+
+def _drawing(guide: Any, inputs: tuple[Any, ...]) -> Callable[[], dict[str, Tensor]]:
     """Return a function that draws as :func:`one_draw` does, with the same random numbers."""
     factorised = (
         isinstance(guide, FactorisedGuide)

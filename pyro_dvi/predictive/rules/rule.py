@@ -15,12 +15,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from pyro_dvi.choice import check_count
-from pyro_dvi.predictive.engine.run import Respond, Response, seed_all
-from pyro_dvi.predictive.posterior import check_is_set_up, drawing, ignores_inputs, posterior_mean
+from pyro_dvi.predictive.engine.run import Respond, Response
+from pyro_dvi.predictive.posterior import ignores_inputs, posterior_mean, seeded_draws
 
 __all__ = ["AtMean", "FromDraws", "PredictionRule", "Samples"]
 
@@ -129,10 +128,4 @@ class Samples(FromDraws):
 
     def draws(self, guide: Callable[..., Any], inputs: tuple[Any, ...]) -> Iterator[dict[str, Tensor]]:
         """Give the latent values of one draw after the other."""
-        # A seed for each draw: how many random numbers the model itself uses, which depends on the batch, then
-        # does not matter to the next draw.
-        check_is_set_up(guide)
-        draw = drawing(guide, inputs)
-        for seed in torch.randint(2**31 - 1, (self.num_samples,)).tolist():
-            seed_all(seed)
-            yield draw()
+        return seeded_draws(guide, inputs, self.num_samples)
