@@ -186,12 +186,20 @@ def _elementwise(step: _Call, x: GaussianMoments, result: Any) -> Any:
     )
 
 
+_REMEMBERED = 4  # steps
+
+
 def _affine(step: _Call, x: GaussianMoments, result: Any) -> Any:
     """Leave a Gaussian Gaussian, and note which one it came from."""
     if x.link is not None:
         return _elementwise(step, x, result)
     if isinstance(result, GaussianMoments) and result.link is None and result is not x:
-        result.origin = Link(x.snapshot(), step)
+        inner, before = x.snapshot(), x.origin
+        for _ in range(_REMEMBERED - 1):
+            before = before and before.inner.origin
+        if before is not None:  # so that a long chain of such steps does not stay in memory
+            inner.origin = None
+        result.origin = Link(inner, step)
     return result
 
 
