@@ -158,8 +158,10 @@ def to_arviz(
         (1, 30)
     """
     device = device_of(model, guide)
-    given = GivenSamples(guide, device) if isinstance(guide, Mapping) else None
-    guide = guide if given is None else given.guide
+    given: GivenSamples | None = None
+    if isinstance(guide, Mapping):
+        given = GivenSamples(guide, device)
+        guide = given.guide
     rule = _rule(given, method, guide, num_samples)
     count = _number_of_draws(num_samples, rule)
     _refuse_unfinished(guide)

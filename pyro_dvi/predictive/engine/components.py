@@ -93,6 +93,7 @@ class Components:
             way: how the model is run with them, which is known after the first at the latest. In a plain loop they are
                 drawn one by one, since each seeds the numbers that the model draws itself.
         """
+        assert isinstance(self._rule, FromDraws), "the rule draws"
         draws = self._anew(inputs)
         first = next(draws)
         yield first
@@ -109,6 +110,7 @@ class Components:
             yield from draws
 
     def _anew(self, inputs: tuple[Any, ...]) -> Iterator[Latents]:
+        assert isinstance(self._rule, FromDraws), "the rule draws"
         torch.manual_seed(self._seed)
         return self._rule.draws(self._guide, inputs)
 

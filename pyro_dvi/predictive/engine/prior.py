@@ -69,7 +69,9 @@ class PriorSamples(FromDraws):
                 for name, prior in _priors(sites).items()
             )
             for k, draw in enumerate(chunk, place):
-                yield draw if are_draws else {n: site["value"] for n, site in self._run(seeds[k]).items()}
+                yield (
+                    dict(draw) if are_draws else {n: site["value"] for n, site in self._run(seeds[k]).items()}
+                )
             place += len(chunk)
 
     def _run(self, seed: int) -> Mapping[str, Any]:

@@ -136,7 +136,7 @@ def with_others(run: Callable[[Latents], T], others: Latents) -> Callable[[Laten
         return run
 
     def conditioned(latents: Latents) -> T:
-        with ConditionMessenger(others):
+        with ConditionMessenger(dict(others)):
             return run(latents)
 
     return conditioned
@@ -249,8 +249,8 @@ class AtValues(SetLatents):
 
     def _value_of(self, site: Any) -> Tensor | None:
         value = self.values.get(site["name"])
-        for frame in site["cond_indep_stack"] if value is not None else ():
-            if frame.vectorized:
+        for frame in site["cond_indep_stack"]:
+            if value is not None and frame.vectorized:
                 _check_rows(site, value, frame)
         return value
 
