@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """A natural-gradient step whose curvature needs no gradients of single examples."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from pyro_dvi.natural_state import NaturalState, Statistics
-from pyro_dvi.optim.natural_gradient import NaturalGradientOptimizer, move_along, scaled_prior
+from pyro_dvi.natural_state import Statistics
+from pyro_dvi.optim.natural_gradient import NaturalGradientOptimizer, Step
 
 __all__ = ["IVONOptimizer"]
 
@@ -60,28 +58,19 @@ class IVONOptimizer(NaturalGradientOptimizer):
 
     wanted = Statistics(squares=False)
 
-    def _move(
-        self,
-        loc: Tensor,
-        measured: NaturalState,
-        memory: dict[str, Any],
-        group: dict[str, Any],
-        factor: float,
-    ) -> Tensor:
-        assert loc.grad is not None
-        (beta1, beta2), count = group["betas"], memory["step"]
-        num_data, prior = scaled_prior(measured, group)
-        momentum = memory["momentum"].lerp_(loc.grad / measured.num_data, 1 - beta1)
-        curvature = memory["curvature"]
+    def _move(self, step: Step) -> Tensor:
+        measured, group, prior = step.measured, step.group, step.prior
+        (beta1, beta2), count = group["betas"], step.memory["step"]
+        momentum = step.memory["momentum"].lerp_(step.gradient / measured.num_data, 1 - beta1)
+        curvature = step.memory["curvature"]
         torch.maximum(curvature, -(1 - _LEAST_PRECISION) * prior, out=curvature)
         # The first step has measured where h starts; one after another optimizer has measured for that.
-        has_start = count > 1 or group["initial_curvature"] is not None
-        if has_start and measured.noise_products is not None:
+        if (count > 1 or step.has_start) and measured.noise_products is not None:
             estimate = measured.noise_products / measured.num_data
             distance = estimate - curvature
             correction = distance.square().div_(curvature + prior).mul_(0.5 * (1 - beta2) ** 2)
             curvature.lerp_(estimate, 1 - beta2).add_(correction)
-        direction = (momentum / (1 - beta1**count)).add_(prior * (loc - measured.prior_loc))
+        direction = (momentum / (1 - beta1**count)).add_(prior * (step.loc - measured.prior_loc))
         precision = curvature + prior
-        move_along(loc, direction.div_(precision + group["damping"]), measured, group, factor)
-        return precision.mul_(num_data / measured.temperature)
+        step.move_along(direction.div_(precision + group["damping"]))
+        return precision.mul_(step.num_data / measured.temperature)

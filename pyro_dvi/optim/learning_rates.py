@@ -201,16 +201,12 @@ def parameter_names(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         >>> [name for name, _ in parameter_names(guide)]
         ['AutoNormal.locs.z', 'AutoNormal.scales.z']
     """
-    seen: set[int] = set()
-    for prefix, parent in module.named_modules():
-        root = _root_name(module, prefix)
+    for path, parameter in module.named_parameters():
+        prefix, _, name = path.rpartition(".")
+        parent, bare = module.get_submodule(prefix), name.removesuffix("_unconstrained")
         constrained = parent._pyro_params if isinstance(parent, PyroModule) else {}
-        for name, parameter in parent.named_parameters(recurse=False):
-            if id(parameter) in seen:
-                continue
-            seen.add(id(parameter))
-            bare = name.removesuffix("_unconstrained")
-            yield ".".join(filter(None, (root, bare if bare in constrained else name))), parameter
+        root = _root_name(module, prefix)
+        yield ".".join(filter(None, (root, bare if bare in constrained else name))), parameter
 
 
 def _root_name(module: nn.Module, path: str) -> str:

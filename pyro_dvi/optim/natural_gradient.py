@@ -13,7 +13,7 @@ precision :math:`\delta`, the scaled prior precision and the posterior precision
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,7 +24,56 @@ from pyro_dvi.errors import GuideError
 from pyro_dvi.natural_state import NaturalState, Statistics, ask, is_trained, natural_state_of
 from pyro_dvi.optim.options import check_options, refuse_unknown
 
-__all__ = ["NaturalGradientOptimizer"]
+__all__ = ["NaturalGradientOptimizer", "Step"]
+
+
+@dataclass
+class Step:
+    r"""One step of the means of a site.
+
+    Attributes:
+        loc: the means.
+        measured: what was measured.
+        memory: "step" (this one, from 1), "momentum" and "curvature", to be updated.
+        group: the options.
+        factor: of the learning rate, by the schedule.
+        gradient: of minus the log-likelihood at the means, summed over the data.
+        num_data: :math:`\rho N`, the effective number of data.
+        prior: :math:`\tilde\delta`.
+        has_start: whether the user said where the curvature starts.
+    """
+
+    loc: Tensor
+    measured: NaturalState
+    memory: dict[str, Any]
+    group: dict[str, Any]
+    factor: float
+
+    def __post_init__(self) -> None:
+        assert self.loc.grad is not None
+        self.gradient = self.loc.grad
+        self.num_data: float = self.group["data_augmentation"] * self.measured.num_data
+        self.prior = self.measured.temperature * self.measured.prior_precision / self.num_data
+        self.has_start = self.group["initial_curvature"] is not None
+
+    def initial_curvature(self) -> Tensor:
+        r""":math:`s_0`: a number, or the squared gradients of the first minibatch.
+
+        Where another optimizer went before, which asked for no squares, it is that of the posterior as it stands.
+        """
+        measured = self.measured
+        if self.has_start:
+            return torch.full_like(self.loc, self.group["initial_curvature"])
+        if measured.squares is None:
+            return (measured.precision * (measured.temperature / self.num_data) - self.prior).clamp_(min=0)
+        return measured.squares / measured.num_data
+
+    def move_along(self, direction: Tensor) -> None:
+        """Move against a preconditioned direction, that of each weight bounded by ``clip_radius`` prior scales."""
+        if self.group["clip_radius"] is not None:
+            bound = self.measured.prior_precision.rsqrt().mul_(self.group["clip_radius"])
+            direction.clamp_(-bound, bound)
+        self.loc.add_(direction, alpha=-self.factor * self.group["lr"])
 
 
 class NaturalGradientOptimizer(Optimizer):
@@ -59,7 +108,6 @@ class NaturalGradientOptimizer(Optimizer):
         deterministic_lr: float = 1e-2,
         **unknown: Any,
     ) -> None:
-        refuse_unknown(type(self), unknown)
         defaults: dict[str, Any] = dict(
             lr=lr,
             betas=betas,
@@ -71,16 +119,19 @@ class NaturalGradientOptimizer(Optimizer):
             total_steps=total_steps,
             deterministic_lr=deterministic_lr,
         )
+        refuse_unknown(type(self), unknown, defaults)
         check_options(defaults)
         super().__init__(params, defaults)
-        for group in self.param_groups:
-            group["full_lr"] = group["lr"]  # before schedulers, some of which change it at once
         self._told_steps: int | None = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, as torch does, and tell objectives what to measure for them."""
         super().add_param_group(param_group)
-        self._ask(self.param_groups[-1]["params"])
+        group = self.param_groups[-1]
+        group["full_lr"] = group[
+            "lr"
+        ]  # before schedulers, which know one rate only and may change it at once
+        self._ask(group["params"])
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Load, as torch does, and tell objectives what is still to be measured."""
@@ -123,7 +174,8 @@ class NaturalGradientOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if getattr(self, "found_inf", 0):  # set by GradScaler while its step lasts
-            self._forget()
+            for state in self._states():
+                state.clear()  # of a step that is skipped
             return loss
         parameters = [p for group in self.param_groups for p in group["params"]]
         refuse_unmeasured(parameters, type(self).__name__)
@@ -145,7 +197,8 @@ class NaturalGradientOptimizer(Optimizer):
                 factor = cosine(memory["step"], total)
                 measured = natural_state_of(parameter)
                 if measured is None:
-                    _adam(parameter, memory, factor * _scheduled(group) * group["deterministic_lr"])
+                    rate = group["deterministic_lr"] * group["lr"] / group["full_lr"]
+                    _adam(parameter, memory, factor * rate)
                     continue
                 if not measured.is_fresh:
                     raise GuideError(
@@ -154,7 +207,14 @@ class NaturalGradientOptimizer(Optimizer):
                     )
                 rise = warm_up(memory["step"], group["warmup_steps"], total)
                 measured.temperature *= rise
-                self._natural_step(parameter, measured, memory, group, factor * rise)
+                # Any N serves as the unit of averages, as long as it stays the same: gradients and squares are sums
+                # over the data. That of a minibatch varies with padding and with scales of examples.
+                measured.num_data = memory.setdefault("num_data", measured.num_data)
+                step = Step(parameter, measured, memory, group, factor * rise)
+                if "curvature" not in memory:
+                    memory["momentum"] = torch.zeros_like(parameter)
+                    memory["curvature"] = step.initial_curvature()
+                measured.precision.data.copy_(self._move(step))
                 measured.clear()
                 ask(parameter, self.wanted)
         return loss
@@ -164,11 +224,6 @@ class NaturalGradientOptimizer(Optimizer):
             for state in map(natural_state_of, group["params"]):
                 if state is not None:
                     yield state
-
-    def _forget(self) -> None:
-        """Drop the measurements of a step that is skipped."""
-        for state in self._states():
-            state.clear()
 
     def _loss_factor(self) -> Tensor | float:
         """What gradients have to be divided by.
@@ -187,53 +242,9 @@ class NaturalGradientOptimizer(Optimizer):
             )
         return 1.0
 
-    def _natural_step(
-        self,
-        loc: Tensor,
-        measured: NaturalState,
-        memory: dict[str, Any],
-        group: dict[str, Any],
-        factor: float,
-    ) -> None:
-        # Any N serves as the unit of averages, as long as it stays the same: gradients and squares are sums over the
-        # data. That of a minibatch varies with padding and with scales of examples.
-        measured.num_data = memory.setdefault("num_data", measured.num_data)
-        if "curvature" not in memory:
-            memory["momentum"] = torch.zeros_like(loc)
-            memory["curvature"] = self._initial_curvature(loc, measured, group)
-        precision = self._move(loc, measured, memory, group, factor)
-        measured.precision.data.copy_(precision)
-
-    def _initial_curvature(self, loc: Tensor, measured: NaturalState, group: dict[str, Any]) -> Tensor:
-        r""":math:`s_0`: a number, or the squared gradients of the first minibatch.
-
-        Where another optimizer went before, which asked for no squares, it is that of the posterior as it stands.
-        """
-        if group["initial_curvature"] is not None:
-            return torch.full_like(loc, group["initial_curvature"])
-        if measured.squares is None:
-            num_data, prior = scaled_prior(measured, group)
-            return (measured.precision * (measured.temperature / num_data) - prior).clamp_(min=0)
-        return measured.squares / measured.num_data
-
     @abstractmethod
-    def _move(
-        self,
-        loc: Tensor,
-        measured: NaturalState,
-        memory: dict[str, Any],
-        group: dict[str, Any],
-        factor: float,
-    ) -> Tensor:
-        """Move ``loc`` in place by one step and return the posterior precision.
-
-        Args:
-            loc: the means; ``loc.grad`` is the gradient of minus the log-likelihood, summed over the data.
-            measured: what was measured.
-            memory: "step" (this one, from 1), "momentum" and "curvature", to be updated.
-            group: the options.
-            factor: of the learning rate, by the schedule.
-        """
+    def _move(self, step: Step) -> Tensor:
+        """Move the means in place and return the posterior precision."""
 
 
 def refuse_unmeasured(parameters: Iterable[Tensor], name: str) -> None:
@@ -265,22 +276,6 @@ def leave_out_measurements_elsewhere(parameters: Iterable[Tensor], wanted: Stati
     return True
 
 
-def scaled_prior(measured: NaturalState, group: dict[str, Any]) -> tuple[float, Tensor]:
-    r"""Return the effective number of data :math:`\rho N` and :math:`\tilde\delta`."""
-    num_data = group["data_augmentation"] * measured.num_data
-    return num_data, measured.temperature * measured.prior_precision / num_data
-
-
-def move_along(
-    loc: Tensor, direction: Tensor, measured: NaturalState, group: dict[str, Any], factor: float
-) -> None:
-    """Move means against a preconditioned direction, that of each weight bounded by ``clip_radius`` prior scales."""
-    if group["clip_radius"] is not None:
-        bound = measured.prior_precision.rsqrt().mul_(group["clip_radius"])
-        direction.clamp_(-bound, bound)
-    loc.add_(direction, alpha=-factor * group["lr"])
-
-
 def _adam(parameter: Tensor, memory: dict[str, Any], lr: float) -> None:
     """One step of Adam (Kingma & Ba, 2015) with its usual constants."""
     gradient = parameter.grad
@@ -292,13 +287,6 @@ def _adam(parameter: Tensor, memory: dict[str, Any], lr: float) -> None:
     step = memory["step"]
     scale = (square / (1 - 0.999**step)).sqrt_().add_(1e-8)
     parameter.addcdiv_(mean, scale, value=-lr / (1 - 0.9**step))
-
-
-def _scheduled(group: dict[str, Any]) -> float:
-    """Share of the learning rate that schedulers have left; theirs know one rate only."""
-    # Older states and later groups have no full_lr.
-    full: float = group.get("full_lr", group.get("initial_lr", group["lr"]))
-    return float(group["lr"] / full)
 
 
 def cosine(step: int, total_steps: int | None) -> float:

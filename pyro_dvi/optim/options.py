@@ -44,26 +44,18 @@ def check_options(options: Mapping[str, Any]) -> None:
         raise ArgumentError(f"damping must be a finite number of at least 0, got {damping!r}")
 
 
-def refuse_unknown(optimizer: type, unknown: Iterable[str]) -> None:
+def refuse_unknown(optimizer: type, unknown: Iterable[str], known: Iterable[str]) -> None:
     """Refuse options that an optimizer has not.
 
     Raises:
-        ArgumentError: naming those that it has.
+        ArgumentError: naming those that it has: the known ones, which all have, and its own.
     """
     for name in unknown:
-        known = sorted(
-            {
-                parameter.name
-                for base in optimizer.__mro__
-                if base.__module__.startswith("pyro_dvi.") and "__init__" in vars(base)
-                for parameter in inspect.signature(vars(base)["__init__"]).parameters.values()
-                if parameter.kind is parameter.KEYWORD_ONLY
-            }
-        )
-        advice = _NOT_HERE.get(name, "")
+        own = inspect.signature(optimizer).parameters.values()
+        names = sorted({*known, *(one.name for one in own if one.kind is one.KEYWORD_ONLY)})
+        advice = f" {_NOT_HERE[name]}" if name in _NOT_HERE else ""
         raise ArgumentError(
-            f"{optimizer.__name__} has no option {name!r}. {advice}{' ' if advice else ''}Its options are "
-            f"{', '.join(known)}."
+            f"{optimizer.__name__} has no option {name!r}.{advice} Its options are {', '.join(names)}."
         )
 
 

@@ -11,49 +11,28 @@ from torch import Tensor
 
 from pyro_dvi.choice import check_choice
 from pyro_dvi.errors import ArgumentError
-from pyro_dvi.natural_state import NaturalState, Statistics
-from pyro_dvi.optim.natural_gradient import NaturalGradientOptimizer, move_along, scaled_prior
+from pyro_dvi.natural_state import Statistics
+from pyro_dvi.optim.natural_gradient import NaturalGradientOptimizer, Step
 
 __all__ = ["AsPrinted", "Consistent", "Formulation", "OGNOptimizer", "VOGNOptimizer"]
-
-
-@dataclass(frozen=True)
-class Step:
-    r"""The quantities of a step, named as in the formulas.
-
-    Attributes:
-        gradient: mean gradient of the examples with that of the prior.
-        squares: mean squared gradient of the examples.
-        temperature: :math:`\beta`, the weight of the KL.
-        num_data: :math:`\rho N`.
-        prior: :math:`\tilde\delta`.
-        damping: :math:`\gamma`.
-        betas: decay rates of momentum and curvature.
-        count: number of this step, from 1.
-        has_start: whether the user said where the curvature starts.
-    """
-
-    gradient: Tensor
-    squares: Tensor
-    temperature: float
-    num_data: float
-    prior: Tensor
-    damping: float
-    betas: tuple[float, float]
-    count: int
-    has_start: bool
 
 
 class Formulation(ABC):
     """How momentum, curvature and precision follow from the measurements."""
 
     @abstractmethod
-    def direction(self, momentum: Tensor, step: Step) -> Tensor:
-        """Update the momentum in place and return the direction before preconditioning."""
+    def direction(self, momentum: Tensor, gradient: Tensor, step: Step) -> Tensor:
+        """Update the momentum in place and return the direction before preconditioning.
+
+        Args:
+            momentum: of the steps before.
+            gradient: mean gradient of the examples with that of the prior.
+            step: the options and the prior.
+        """
 
     @abstractmethod
-    def update_curvature(self, curvature: Tensor, step: Step) -> None:
-        """Update s in place."""
+    def update_curvature(self, curvature: Tensor, squares: Tensor, step: Step) -> None:
+        """Update s in place by the mean squared gradient of the examples."""
 
     @abstractmethod
     def precision(self, curvature: Tensor, step: Step) -> Tensor:
@@ -94,18 +73,18 @@ class Consistent(Formulation):
         if not 0 <= self.forgetting < math.inf:
             raise ArgumentError(f"forgetting must be a finite number of at least 0, got {self.forgetting}")
 
-    def direction(self, momentum: Tensor, step: Step) -> Tensor:
-        beta = step.betas[0]
-        return momentum.lerp_(step.gradient, 1 - beta) / (1 - beta**step.count)
+    def direction(self, momentum: Tensor, gradient: Tensor, step: Step) -> Tensor:
+        beta = step.group["betas"][0]
+        return momentum.lerp_(gradient, 1 - beta) / (1 - beta ** step.memory["step"])
 
-    def update_curvature(self, curvature: Tensor, step: Step) -> None:
-        rate = 1 - step.betas[1]
+    def update_curvature(self, curvature: Tensor, squares: Tensor, step: Step) -> None:
+        rate = 1 - step.group["betas"][1]
         if not step.has_start:
-            rate = max(rate, (self.forgetting + 1) / (self.forgetting + step.count))
-        curvature.lerp_(step.squares, rate)
+            rate = max(rate, (self.forgetting + 1) / (self.forgetting + step.memory["step"]))
+        curvature.lerp_(squares, rate)
 
     def precision(self, curvature: Tensor, step: Step) -> Tensor:
-        return (curvature + step.prior).mul_(step.num_data / step.temperature)
+        return (curvature + step.prior).mul_(step.num_data / step.measured.temperature)
 
 
 @dataclass(frozen=True)
@@ -125,15 +104,15 @@ class AsPrinted(Formulation):
     minibatch: give ``initial_curvature``.
     """
 
-    def direction(self, momentum: Tensor, step: Step) -> Tensor:
-        return momentum.mul_(step.betas[0]).add_(step.gradient)
+    def direction(self, momentum: Tensor, gradient: Tensor, step: Step) -> Tensor:
+        return momentum.mul_(step.group["betas"][0]).add_(gradient)
 
-    def update_curvature(self, curvature: Tensor, step: Step) -> None:
-        rate = 1 - step.betas[1]
-        curvature.mul_(1 - step.temperature * rate).add_(step.squares, alpha=rate)
+    def update_curvature(self, curvature: Tensor, squares: Tensor, step: Step) -> None:
+        rate = 1 - step.group["betas"][1]
+        curvature.mul_(1 - step.measured.temperature * rate).add_(squares, alpha=rate)
 
     def precision(self, curvature: Tensor, step: Step) -> Tensor:
-        return (curvature + step.prior + step.damping).mul_(step.num_data)
+        return (curvature + step.prior + step.group["damping"]).mul_(step.num_data)
 
 
 class VOGNOptimizer(NaturalGradientOptimizer):
@@ -186,33 +165,15 @@ class VOGNOptimizer(NaturalGradientOptimizer):
         self.formulation = Consistent() if formulation is None else formulation
         check_choice("formulation", self.formulation, Formulation, "Consistent() or AsPrinted()")
 
-    def _move(
-        self,
-        loc: Tensor,
-        measured: NaturalState,
-        memory: dict[str, Any],
-        group: dict[str, Any],
-        factor: float,
-    ) -> Tensor:
-        assert loc.grad is not None
-        curvature = memory["curvature"]
-        num_data, prior = scaled_prior(measured, group)
-        step = Step(
-            gradient=(loc - measured.prior_loc).mul_(prior).add_(loc.grad, alpha=1 / measured.num_data),
-            squares=curvature if measured.squares is None else measured.squares / measured.num_data,
-            temperature=measured.temperature,
-            num_data=num_data,
-            prior=prior,
-            damping=group["damping"],
-            betas=group["betas"],
-            count=memory["step"],
-            has_start=group["initial_curvature"] is not None,
-        )
-        direction = self.formulation.direction(memory["momentum"], step)
-        is_start = step.count == 1 and not step.has_start  # the curvature is that of this minibatch
+    def _move(self, step: Step) -> Tensor:
+        measured, curvature = step.measured, step.memory["curvature"]
+        of_prior = (step.loc - measured.prior_loc).mul_(step.prior)
+        gradient = of_prior.add_(step.gradient, alpha=1 / measured.num_data)
+        direction = self.formulation.direction(step.memory["momentum"], gradient, step)
+        is_start = step.memory["step"] == 1 and not step.has_start  # the curvature is that of this minibatch
         if measured.squares is not None and not is_start:  # a first step after IVON has none
-            self.formulation.update_curvature(curvature, step)
-        move_along(loc, direction / (curvature + (prior + step.damping)), measured, group, factor)
+            self.formulation.update_curvature(curvature, measured.squares / measured.num_data, step)
+        step.move_along(direction / (curvature + (step.prior + step.group["damping"])))
         return self.formulation.precision(curvature, step)
 
 

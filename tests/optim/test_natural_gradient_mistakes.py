@@ -60,14 +60,6 @@ def test_a_scheduler_steers_both_learning_rates(constructor):
     assert moved[1] < 0.0015 and moved[2] < 0.00015
 
 
-def test_a_state_without_the_full_rate_can_be_loaded():
-    optimizer = VOGNOptimizer([torch.zeros(1, requires_grad=True)], lr=0.1)
-    state = optimizer.state_dict()
-    del state["param_groups"][0]["full_lr"]
-    optimizer.load_state_dict(state)
-    assert optimizer.param_groups[0]["lr"] == 0.1
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [
