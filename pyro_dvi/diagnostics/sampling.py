@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Propagated moments against draws of the weights, at every layer of a model."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -13,20 +14,21 @@ from tqdm.auto import tqdm
 from pyro_dvi.choice import check_choice, check_count
 from pyro_dvi.diagnostics.comparison import Comparison, compared
 from pyro_dvi.errors import ModelError
-from pyro_dvi.handlers.distributions import Built, arguments_kept, innermost
+from pyro_dvi.handlers.distributions import Built, arguments_kept, given_to, innermost
 from pyro_dvi.handlers.moment_run import PosteriorMoments, median
 from pyro_dvi.handlers.uncertain import uncertain_likelihoods, uncertain_part
 from pyro_dvi.moments import GaussianMoments
 from pyro_dvi.predictive.engine.batches import batches
 from pyro_dvi.predictive.engine.run import evaluation_mode, respond, seeded
 from pyro_dvi.predictive.posterior import device_of, posterior_gaussians
+from pyro_dvi.predictive.rules.calibration import RunningMoments
 from pyro_dvi.predictive.rules.propagation import Independent, Propagation
 from pyro_dvi.predictive.rules.rule import Samples
 
 __all__ = ["compare_with_sampling"]
 
-# A module by identity and number of its call, or a parameter of the observed site.
-Place = tuple[int, int] | str
+# A module and the number of its call, or a parameter of the observed site.
+Place = tuple[nn.Module, int] | str
 
 
 def compare_with_sampling(
@@ -98,7 +100,7 @@ def compare_with_sampling(
         run = partial(respond, model, batch, site=site)
         weights = PosteriorMoments(gaussians, guide, {}, median)
         propagated = _Propagated()
-        with uncertain_likelihoods(), weights, propagated.watching():
+        with uncertain_likelihoods(), weights, _watching(propagated.see) as calls:
             response = propagation.respond(weights.given, partial(run, centre))
         propagated.read(response)
         if not propagated.moments:
@@ -112,48 +114,43 @@ def compare_with_sampling(
         for draw in tqdm(draws, total=num_samples, desc="compare", unit="draw", disable=not progress):
             # What did not enter as moments stays where it was.
             values = {name: draw[name] if name in weights.given else value for name, value in centre.items()}
-            with arguments_kept() as given, sampled.watching():
+            with arguments_kept() as made, _watching(sampled.see):
                 response = run(values)
-            sampled.read(response, given)
-    names = _names(model, propagated.modules)
+            sampled.read(response, made)
+    names = _names(model, calls)
     rows = []
     for place, (loc, variance) in propagated.moments.items():
-        if place in sampled.count:
-            name, kind, call = _title(place, names, propagated)
-            n, mean, squares = sampled.count[place], sampled.mean[place], sampled.squares[place]
-            if n == num_samples:
-                rows.append(compared(name, kind, call, loc, variance, mean, squares / (n - 1)))
+        found = sampled.moments.get(place)
+        if found is not None and found.count == num_samples:
+            if isinstance(place, str):
+                title = place, propagated.family, 0
+            else:
+                module, call = place
+                title = names[id(module)], type(module).__name__.removeprefix("Pyro"), call
+            rows.append(compared(*title, loc, variance, found.mean, found.variance))
     return Comparison(tuple(rows), num_samples, batch.num_rows, response.site)
 
 
-class _Watching:
-    """See what every module returns during one run."""
+@contextmanager
+def _watching(see: Callable[[Place, Any], None]) -> Iterator[Counter[nn.Module]]:
+    """Show what every module returns to ``see``; gives the number of calls of each."""
+    calls: Counter[nn.Module] = Counter()
+
+    def hook(module: nn.Module, _inputs: Any, output: Any) -> None:
+        see((module, calls[module]), output)
+        calls[module] += 1
+
+    handle = nn.modules.module.register_module_forward_hook(hook)
+    try:
+        yield calls
+    finally:
+        handle.remove()
+
+
+class _Propagated:
+    """Moments of one run."""
 
     def __init__(self) -> None:
-        self.modules: dict[int, nn.Module] = {}
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        calls: dict[int, int] = {}
-
-        def hook(module: nn.Module, _inputs: Any, output: Any) -> None:
-            call = calls[id(module)] = calls.get(id(module), -1) + 1
-            self.modules[id(module)] = module
-            self.see((id(module), call), output)
-
-        handle = nn.modules.module.register_module_forward_hook(hook)
-        try:
-            yield
-        finally:
-            handle.remove()
-
-    def see(self, place: Place, output: Any) -> None:
-        raise NotImplementedError
-
-
-class _Propagated(_Watching):
-    def __init__(self) -> None:
-        super().__init__()
         self.moments: dict[Place, tuple[Tensor, Tensor]] = {}
         self.family = ""
 
@@ -169,49 +166,23 @@ class _Propagated(_Watching):
                 self.see(f"{response.site}.{name}", value)
 
 
-class _Sampled(_Watching):
-    """Means and sums of squares over runs, by Welford's recursion."""
+class _Sampled:
+    """Moments over runs."""
 
     def __init__(self, shapes: Mapping[Place, torch.Size]) -> None:
-        super().__init__()
         self.shapes = shapes
-        self.count: dict[Place, int] = {}
-        self.mean: dict[Place, Tensor] = {}
-        self.squares: dict[Place, Tensor] = {}
+        self.moments: dict[Place, RunningMoments] = {}
 
     def see(self, place: Place, output: Any) -> None:
-        if not isinstance(output, Tensor) or self.shapes.get(place) != output.shape:
-            return
-        value = output.detach()
-        n = self.count[place] = self.count.get(place, 0) + 1
-        if n == 1:
-            self.mean[place], self.squares[place] = value.clone(), torch.zeros_like(value)
-            return
-        change = value - self.mean[place]
-        self.mean[place] += change / n
-        self.squares[place] += change * (value - self.mean[place])
+        if isinstance(output, Tensor) and self.shapes.get(place) == output.shape:
+            self.moments.setdefault(place, RunningMoments()).add(output.detach())
 
-    def read(self, response: Any, given: list[Built]) -> None:
-        fn = innermost(response.distribution)
+    def read(self, response: Any, made: list[Built]) -> None:
         names = [place.removeprefix(f"{response.site}.") for place in self.shapes if isinstance(place, str)]
-        for built in reversed(given):
-            if _same(built.distribution, fn, names):
-                for name in names:
-                    self.see(f"{response.site}.{name}", built.given.get(name))
-                return
-
-
-def _same(made: Any, fn: Any, names: list[str]) -> bool:
-    """Whether a plate made one distribution of the other, by expanding it."""
-    if type(made) is not type(fn):
-        return False
-    for name in names:
-        ours, theirs = getattr(made, name, None), getattr(fn, name, None)
-        if not isinstance(ours, Tensor) or not isinstance(theirs, Tensor):
-            return made is fn
-        if ours.dim() > theirs.dim() or not bool((ours == theirs).all()):
-            return False
-    return True
+        if names:
+            given = given_to(response.site, innermost(response.distribution), made)
+            for name in names:
+                self.see(f"{response.site}.{name}", given.get(name))
 
 
 @contextmanager
@@ -225,20 +196,12 @@ def _layer_by_layer() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(enabled)
 
 
-def _title(place: Place, names: dict[int, str], propagated: _Propagated) -> tuple[str, str, int]:
-    if isinstance(place, str):
-        return place, propagated.family, 0
-    key, call = place
-    kind = type(propagated.modules[key]).__name__
-    return names[key], kind.removeprefix("Pyro"), call
-
-
-def _names(model: Any, modules: dict[int, nn.Module]) -> dict[int, str]:
+def _names(model: Any, modules: Iterable[nn.Module]) -> dict[int, str]:
     """Paths of modules: inside the model or, for models that are functions, inside the largest module around."""
     names: dict[int, str] = {}
     if isinstance(model, nn.Module):
         names = {id(module): path or type(model).__name__ for path, module in model.named_modules()}
-    for root in sorted(modules.values(), key=lambda module: -sum(1 for _ in module.modules())):
+    for root in sorted(modules, key=lambda module: -sum(1 for _ in module.modules())):
         if id(root) in names:
             continue
         start = type(root).__name__.removeprefix("Pyro")

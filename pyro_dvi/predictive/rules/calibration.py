@@ -31,7 +31,7 @@ from pyro_dvi.predictive.posterior import check_is_set_up, device_of, posterior_
 from pyro_dvi.predictive.rules.propagation import Propagation
 from pyro_dvi.predictive.rules.rule import Samples
 
-__all__ = ["Calibrated", "calibrate"]
+__all__ = ["Calibrated", "RunningMoments", "calibrate"]
 
 Use = tuple[str, str]  # names of the weights, and of the function
 
@@ -134,15 +134,25 @@ def calibrate(
         weights = PosteriorMoments(gaussians, guide, {}, median)
         with uncertain_likelihoods(), weights:
             run(centre)  # to see which sites are moments
-        sampled = _Sampled()
+        uses: list[Use] = []
+        sampled: list[RunningMoments] = []
+
+        def see(k: int, use: Use, output: GaussianMoments) -> None:
+            if k == len(uses):
+                uses.append(use)
+                sampled.append(RunningMoments())
+            if use != uses[k]:
+                raise _other_model(uses[k], use)
+            sampled[k].add(output.loc)
+
         draws = Samples(num_samples).draws(guide, batch.inputs)
         for draw in tqdm(draws, total=num_samples, desc="calibrate", unit="draw", disable=not progress):
             values = {name: draw[name] if name in weights.given else centre[name] for name in centre}
             certain = _CertainMoments(weights.given.keys())
-            with uncertain_likelihoods(), certain, observed_by(_Uses(certain.given, sampled.see)):
+            with uncertain_likelihoods(), certain, observed_by(_Uses(certain.given, see)):
                 run(values)
         weights = PosteriorMoments(gaussians, guide, {}, median)
-        targets, factors = sampled.variances(), []
+        targets, factors = [found.variance.mean().item() for found in sampled], []
 
         def fit(k: int, use: Use, output: GaussianMoments) -> None:
             propagated = output.variance.mean().item()
@@ -151,7 +161,7 @@ def calibrate(
 
         with uncertain_likelihoods(), weights, observed_by(_Uses(weights.given, fit)):
             run(centre)
-    return Calibrated(tuple(factors), tuple(sampled.uses))
+    return Calibrated(tuple(factors), tuple(uses))
 
 
 class _CertainMoments(Messenger):
@@ -193,29 +203,26 @@ class _Uses:
         return result
 
 
-class _Sampled:
-    """Variances of the outputs over draws, by Welford's recursion."""
+class RunningMoments:
+    """Mean and variance of values that come one after the other, by Welford's recursion."""
 
     def __init__(self) -> None:
-        self.uses: list[Use] = []
-        self._moments: list[tuple[int, Tensor, Tensor]] = []
+        self.count, self.mean, self._squares = 0, torch.zeros(()), torch.zeros(())
 
-    def see(self, k: int, use: Use, output: GaussianMoments) -> None:
-        value = output.loc
-        if k == len(self.uses):
-            self.uses.append(use)
-            self._moments.append((1, value.clone(), torch.zeros_like(value)))
+    def add(self, value: Tensor) -> None:
+        """Add one value."""
+        self.count += 1
+        if self.count == 1:
+            self.mean, self._squares = value.clone(), torch.zeros_like(value)
             return
-        if use != self.uses[k]:
-            raise _other_model(self.uses[k], use)
-        n, mean, squares = self._moments[k]
-        change = value - mean
-        mean += change / (n + 1)
-        squares += change * (value - mean)
-        self._moments[k] = n + 1, mean, squares
+        change = value - self.mean
+        self.mean += change / self.count
+        self._squares += change * (value - self.mean)
 
-    def variances(self) -> list[float]:
-        return [(squares / (n - 1)).mean().item() for n, _, squares in self._moments]
+    @property
+    def variance(self) -> Tensor:
+        """Their variance."""
+        return self._squares / (self.count - 1)
 
 
 def _other_model(expected: Any, found: Any) -> ModelError:
