@@ -10,8 +10,13 @@ from pyro_dvi.diagnostics.prior_predictive import (
     prior_predictive_check,
 )
 from pyro_dvi.diagnostics.sampling import compare_with_sampling
-from pyro_dvi.diagnostics.scale_course import ScaleCourse, scale_course
-from pyro_dvi.diagnostics.scale_report import ScaleReport, SiteScales, scale_report
+from pyro_dvi.diagnostics.scale_report import (
+    ScaleCourse,
+    ScaleReport,
+    SiteScales,
+    scale_course,
+    scale_report,
+)
 from pyro_dvi.diagnostics.signal_to_noise import SignalToNoise, signal_to_noise
 
 __all__ = [

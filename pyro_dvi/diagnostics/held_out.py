@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which of several predictions of the same held-out data is better, and by how much more than chance."""
 
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -88,17 +89,15 @@ def compare_held_out(predictions: Mapping[str, Prediction], y: Any = None) -> An
 
 def _scores(predictions: Mapping[str, Prediction], y: Any) -> dict[str, Tensor]:
     """Log predictive density of every example, by name."""
-    if not isinstance(predictions, Mapping) or not predictions:
+    is_mapping = isinstance(predictions, Mapping) and len(predictions) > 0
+    if not is_mapping or not all(isinstance(own, Prediction) for own in predictions.values()):
         raise ArgumentError(
-            "predictions must map names to what predict returned, as {'at the mean': prediction}"
+            "predictions must map names to what predict returned, as {'at the mean': prediction}, not "
+            f"{reprlib.repr(predictions)}"
         )
     found: dict[str, Tensor] = {}
     first_name, first = next(iter(predictions.items()))
     for name, prediction in predictions.items():
-        if not isinstance(prediction, Prediction):
-            raise ArgumentError(
-                f"{name!r} is a {type(prediction).__name__}, not a Prediction: compare what predict returned"
-            )
         if prediction.site != first.site or len(prediction) != len(first):
             raise DataError(
                 f"{name!r} predicts {len(prediction)} examples of site {prediction.site!r}, {first_name!r} predicts "

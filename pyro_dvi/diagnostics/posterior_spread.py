@@ -198,14 +198,11 @@ def _priors(guide: Any) -> Mapping[str, Any]:
 def _prior_scale(prior: Any, transform: Any, loc: Tensor) -> Tensor | None:
     """Standard deviation of a prior in unconstrained space: of a Normal there, or of any on the real line."""
     normal = normal_in_unconstrained_space(prior, transform)
-    if normal is not None:
-        scale = normal.scale
-    elif transform is None:
-        try:
-            scale = prior.variance.sqrt()
-        except NotImplementedError:
-            return None
-    else:
+    if normal is None and transform is not None:
+        return None
+    try:
+        scale = prior.variance.sqrt() if normal is None else normal.scale
+    except NotImplementedError:
         return None
     scale = scale.detach().to(loc)
     scale = torch.where(scale.isfinite(), scale, torch.nan)

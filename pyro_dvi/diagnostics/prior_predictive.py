@@ -19,10 +19,9 @@ from pyro_dvi.predictive.engine.batches import Batch, batches
 from pyro_dvi.predictive.engine.components import Components
 from pyro_dvi.predictive.engine.observations import ObservationDraws
 from pyro_dvi.predictive.engine.prior import PriorSamples
-from pyro_dvi.predictive.engine.run import check_observation, evaluation_mode, run_at, seeded
+from pyro_dvi.predictive.engine.run import check_observation, evaluation_mode, observed_run, seeded
 from pyro_dvi.predictive.posterior import device_of
 from pyro_dvi.predictive.prediction.mixture import class_log_probabilities
-from pyro_dvi.signatures import with_missing
 from pyro_dvi.table import text_table
 
 __all__ = ["PriorPredictiveCheck", "StatisticCheck", "prior_predictive_check"]
@@ -219,7 +218,9 @@ def prior_predictive_check(
         )
     device = device_of(model)
     options: Any = {"observed": observed, "batch_size": batch_size, "device": device}
-    split = _observed(list(batches(model, data, sites=lambda _: [site] if site else [], **options)))
+    split = list(batches(model, data, sites=lambda _: [site] if site else [], **options))
+    if any(batch.observed is None for batch in split):
+        raise DataError("the check compares with observations: pass them with the inputs, as (x, y)")
     with evaluation_mode(model), seeded(seed, device) as used_seed:
         torch.manual_seed(used_seed)
         node, shared = _response(model, split[0], site)
@@ -246,12 +247,6 @@ def prior_predictive_check(
         num_samples,
         len(y),
     )
-
-
-def _observed(split: list[Batch]) -> list[Batch]:
-    if any(batch.observed is None for batch in split):
-        raise DataError("the check compares with observations: pass them with the inputs, as (x, y)")
-    return split
 
 
 def _checked(model: Callable[..., Any], batch: Batch, shared: Mapping[str, Tensor], name: str) -> Batch:
@@ -293,9 +288,8 @@ def _response(model: Callable[..., Any], batch: Batch, site: str | None) -> tupl
 
     Latents of single examples are drawn with their batch.
     """
-    args, kwargs = batch.complete
     try:
-        nodes = run_at(model, with_missing(model, args), kwargs, batch, {})
+        nodes = observed_run(model, batch, {})
     except NotImplementedError as error:
         raise ModelError(
             f"a prior of the model cannot be drawn from ({type(error).__name__} {error}): improper priors have no "

@@ -2,23 +2,24 @@
 """Have the posterior standard deviations converged?"""
 
 import math
-from collections.abc import Mapping
+import reprlib
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
+from pyro_dvi.choice import check_positive
 from pyro_dvi.diagnostics.posterior_spread import Spread, posterior_spread
-from pyro_dvi.diagnostics.scale_course import MOVING, ScaleCourse, scale_course
-from pyro_dvi.errors import ArgumentError, DataError
+from pyro_dvi.errors import DataError
 from pyro_dvi.table import text_table
 
-__all__ = ["LEVELS", "ScaleReport", "SiteScales", "scale_report"]
+__all__ = ["LEVELS", "ScaleCourse", "ScaleReport", "SiteScales", "scale_course", "scale_report"]
 
 LEVELS = (0.05, 0.25, 0.5, 0.75, 0.95)  # of the quantiles over the elements of a site
 
+MOVING = 0.01  # relative change above which scales are said to move
 AT_START = 0.05  # relative change since the start below which a scale was hardly trained
 LIKE_PRIOR = 0.9  # fraction of the prior scale above which an element has learned next to nothing
 
@@ -54,6 +55,29 @@ class SiteScales:
 
 
 @dataclass(frozen=True)
+class ScaleCourse:
+    r"""Change of the mean posterior scale over the last tenth of training.
+
+    Attributes:
+        epochs: number of epochs that the change is over.
+        change: relative change :math:`\bar\sigma_T / \bar\sigma_{T-k} - 1` over these k epochs.
+    """
+
+    epochs: int
+    change: float
+
+    @property
+    def moves(self) -> bool:
+        """Whether the scale changed by more than one per cent."""
+        return abs(self.change) > MOVING
+
+    def __str__(self) -> str:
+        last = "the last epoch" if self.epochs == 1 else f"the last {self.epochs} epochs"
+        what = f"still {'falls' if self.change < 0 else 'rises'}" if self.moves else "settled"
+        return f"{what}: {self.change:+.1%} in {last}"
+
+
+@dataclass(frozen=True)
 class ScaleReport:
     """Posterior scales of every site, and whether they have converged.
 
@@ -86,10 +110,8 @@ class ScaleReport:
         if all(row.state == "not trained" for row in self.rows):
             return "Scales are not trained but computed, or fixed: there is nothing to converge."
         findings = []
-        for state, what in (
-            ("at its start", "are where they started: hardly trained"),
-            ("moves", "still move"),
-        ):
+        states = {"at its start": "are where they started: hardly trained", "moves": "still move"}
+        for state, what in states.items():
             names = [row.site for row in self.rows if row.state == state]
             if names:
                 findings.append(f"{_sites(names, len(self.rows))} {what}.")
@@ -192,13 +214,40 @@ def scale_report(
         >>> report.rows[0].state, report.converged
         ('at its start', False)
     """
-    if not (isinstance(tolerance, (int, float)) and tolerance > 0 and math.isfinite(tolerance)):
-        raise ArgumentError(f"tolerance is a relative change such as 0.01, got {tolerance!r}")
+    check_positive("tolerance", tolerance)
     if earlier is not None and not isinstance(earlier, Mapping):
         raise DataError(f"earlier is what scale_snapshot(guide) returned, not {type(earlier).__name__}")
     course = None if history is None else _course(history)
     rows = tuple(_row(spread, earlier, tolerance) for spread in posterior_spread(guide))
     return ScaleReport(rows, course, type(guide).__name__)
+
+
+def scale_course(scales: Sequence[float]) -> ScaleCourse | None:
+    r"""Judge by the mean posterior scale of each epoch whether scales still move.
+
+    Status: a rule of thumb. Scales of single sites may move while their mean stands still;
+    :func:`~pyro_dvi.diagnostics.scale_report` with an earlier snapshot looks at each.
+
+    Args:
+        scales: mean posterior scale after each epoch, ``history["posterior_scale"]``; what is not finite is left out.
+
+    Returns:
+        The change over the last tenth of the epochs, at least one of them; None for fewer than three epochs.
+
+    Raises:
+        DataError: a scale that is not positive.
+
+    Example:
+        >>> print(scale_course([0.10, 0.05, 0.04, 0.03]))
+        still falls: -25.0% in the last epoch
+    """
+    finite = [float(scale) for scale in scales if math.isfinite(scale)]
+    if any(scale <= 0 for scale in finite):
+        raise DataError(f"posterior scales are positive, but the history holds {min(finite)!r}")
+    if len(finite) < 3:
+        return None
+    epochs = max(1, len(finite) // 10)
+    return ScaleCourse(epochs, finite[-1] / finite[-1 - epochs] - 1)
 
 
 def _row(spread: Spread, earlier: Mapping[str, Tensor] | None, tolerance: float) -> SiteScales:
@@ -247,29 +296,22 @@ def _then(spread: Spread, earlier: Mapping[str, Tensor]) -> Tensor:
             f"the snapshot has no site {spread.site!r}; it has {list(earlier)}. Make it by scale_snapshot(guide)."
         )
     then = earlier[spread.site]
-    if not torch.is_tensor(then):
+    if getattr(then, "shape", None) != spread.scale.shape or not bool((then > 0).all()):
         raise DataError(
-            f"the snapshot of site {spread.site!r} is of type {type(then).__name__}, not a tensor: make it by "
-            "scale_snapshot(guide)"
-        )
-    if then.shape != spread.scale.shape or not bool((then > 0).all()):
-        raise DataError(
-            f"the snapshot of site {spread.site!r} has the shape {tuple(then.shape)} and values from "
-            f"{float(then.min()):.3g}, where the guide has positive scales of shape {tuple(spread.scale.shape)}"
+            f"the snapshot of site {spread.site!r} is {reprlib.repr(then)}, where the guide has positive scales of "
+            f"shape {tuple(spread.scale.shape)}: make it by scale_snapshot(guide)"
         )
     return then
 
 
 def _course(history: Any) -> ScaleCourse | None:
     columns = getattr(history, "epochs", history)
-    if not isinstance(columns, Mapping):
+    if not isinstance(columns, Mapping) or "posterior_scale" not in columns:
+        what = list(columns) if isinstance(columns, Mapping) else type(history).__name__
         raise DataError(
-            f"history is what fit returned, or a mapping of columns, not {type(history).__name__}"
-        )
-    if "posterior_scale" not in columns:
-        raise DataError(
-            f"the history has no column 'posterior_scale', only {list(columns)}: fit records it where it recognises "
-            "the guide's scales. Compare with scale_snapshot(guide) of some epochs ago instead."
+            f"history is what fit returned, or a mapping of columns with 'posterior_scale' among them, not {what}: "
+            "fit records it where it recognises the guide's scales. Compare with scale_snapshot(guide) of some epochs "
+            "ago instead."
         )
     return scale_course(columns["posterior_scale"])
 

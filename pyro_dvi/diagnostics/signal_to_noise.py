@@ -56,12 +56,7 @@ class SignalToNoise:
 
         Args:
             share: between 0 and 1; Blundell et al. prune 0.75 and more.
-
-        Raises:
-            ArgumentError: a share outside of [0, 1].
         """
-        if not 0 <= share <= 1:
-            raise ArgumentError(f"share is between 0 and 1, got {share!r}")
         return float(np.quantile(np.concatenate([ratio.ravel() for ratio in self.ratios.values()]), share))
 
     def kept(self, threshold: float) -> dict[str, np.ndarray]:

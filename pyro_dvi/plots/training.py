@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from pyro_dvi.diagnostics.scale_course import scale_course
+from pyro_dvi.diagnostics.scale_report import scale_course
 from pyro_dvi.errors import DataError
 from pyro_dvi.plots.style import VERMILLION, blue, color, own_panels, quiet
 

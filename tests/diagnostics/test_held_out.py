@@ -96,7 +96,11 @@ def test_arviz_draws_the_table():
 MISTAKES = {
     "nothing": (lambda: compare_held_out({}), ArgumentError, "must map names"),
     "no names": (lambda: compare_held_out(list(predictions().values())), ArgumentError, "must map names"),
-    "no prediction": (lambda: compare_held_out({"a": X}), ArgumentError, "'a' is a Tensor, not a Prediction"),
+    "no prediction": (
+        lambda: compare_held_out({"a": X}),
+        ArgumentError,
+        "must map names .* not {'a': tensor",
+    ),
     "no observations": (lambda: compare_held_out(predictions(X)), DataError, "no observed values"),
     "other lengths": (
         lambda: compare_held_out({**predictions(), "short": predictions((X[:9], Y[:9]))["mean"]}),

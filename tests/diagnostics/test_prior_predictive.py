@@ -287,7 +287,7 @@ MISTAKES = {
     "a vector": (
         check(statistics={"all": lambda y: y}),
         ArgumentError,
-        r"'all' gave a Tensor of shape \(30,\)",
+        r"'all' failed for observations of shape \(30,\).*one number",
     ),
     "a quantile of whole numbers": (
         check(statistics={"90 %": lambda y: y.long().quantile(0.9)}),

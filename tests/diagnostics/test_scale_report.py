@@ -194,19 +194,19 @@ MISTAKES = {
     "another shape": (
         lambda: scale_report(guide_at()[0], earlier={"a": torch.ones(3)}),
         DataError,
-        r"shape \(3,\)",
+        r"is tensor\(\[1., 1., 1.\]\), where .* shape \(4,\)",
     ),
     "a number": (
         lambda: scale_report(guide_at()[0], earlier={"a": 1.0, "b": 1.0}),
         DataError,
-        "site 'a' is of type float, not a tensor",
+        "site 'a' is 1.0, where .* scale_snapshot",
     ),
     "no mapping": (lambda: scale_report(guide_at()[0], earlier=[1.0]), DataError, "scale_snapshot.*not list"),
     "no history": (lambda: scale_report(guide_at()[0], history=3), DataError, "history is .* not int"),
     "a history of losses": (
         lambda: scale_report(guide_at()[0], history={"loss": [1.0]}),
         DataError,
-        r"only \['loss'\]",
+        r"not \['loss'\]",
     ),
     "a scale of zero": (lambda: scale_course([1.0, 0.0]), DataError, "positive"),
 }

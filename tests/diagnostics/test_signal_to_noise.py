@@ -66,8 +66,6 @@ def test_mistakes():
     found = ratios()
     with pytest.raises(ArgumentError, match="threshold"):
         found.prunable(-1)
-    with pytest.raises(ArgumentError, match="share"):
-        found.threshold(2)
     guide = AutoNormal(lambda: pyro.sample("noise", dist.LogNormal(0.0, 1.0)))
     guide()
     with pytest.raises(GuideError, match="constrained support"):
