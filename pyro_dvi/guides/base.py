@@ -3,7 +3,7 @@
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from operator import attrgetter
 from typing import Any
@@ -102,13 +102,19 @@ class FactorisedGuide(AutoGuide):
             the draws by site name.
         """
         self.initialize(*args, **kwargs)
+        return self._within_plates(self._sample_site, *args, **kwargs)
+
+    def _within_plates(
+        self, sample: Callable[[str, Any], Tensor], *args: Any, **kwargs: Any
+    ) -> dict[str, Tensor]:
+        """Draw every site by a function of its name and prior, within its plates."""
         plates = self._create_plates(*args, **kwargs)
         result = {}
         for name, site in self._sites():
             with ExitStack() as stack:
                 for frame in site["cond_indep_stack"]:
                     stack.enter_context(plates[frame.name])
-                result[name] = self._sample_site(name, site["fn"])
+                result[name] = sample(name, site["fn"])
         return result
 
     def _sample_site(self, name: str, prior: Any) -> Tensor:
@@ -177,18 +183,21 @@ class FactorisedGuide(AutoGuide):
         asked = torch.as_tensor(quantiles)
         if bool(((asked < 0) | (asked > 1)).any()):
             raise ArgumentError(f"quantiles must lie between 0 and 1, got {quantiles}")
-        for name, site in self._sites():
+        for name, _ in self._sites():
             posterior = strip_event_dims(marginals[name])
             centre = posterior.mean
             levels = torch.as_tensor(quantiles, dtype=centre.dtype, device=centre.device)
             levels = levels.reshape(-1, *[1] * centre.dim())
             if isinstance(posterior, dist.Delta):
-                u = centre.expand(len(levels), *centre.shape).clone()
+                results[name] = centre.expand(len(levels), *centre.shape).clone()
             else:
-                u = posterior.icdf(levels)
-            transform = unconstraining_transform(site["fn"].support)
-            results[name] = u if transform is None else transform(u)
-        return results
+                results[name] = posterior.icdf(levels)
+        return self._constrained(results)
+
+    def _constrained(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the sites' own values, given unconstrained ones."""
+        transforms = {name: unconstraining_transform(site["fn"].support) for name, site in self._sites()}
+        return {name: u if (t := transforms[name]) is None else t(u) for name, u in values.items()}
 
     @torch.no_grad()
     def initial_scales(self) -> dict[str, Tensor]:

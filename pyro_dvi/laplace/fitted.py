@@ -2,7 +2,7 @@
 """What a fit leaves in the guide: a Gaussian, the sites that it is over, and the mode that it belongs to."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,24 +45,19 @@ class Fitted:
 
     def draw(self, count: int) -> dict[str, Tensor]:
         """Draw unconstrained values ``[count, *site]`` of every site."""
-        drawn = self.layout.named(_draw(self.posterior, count))
-        return {
-            name: drawn[name] if name in drawn else loc.expand(count, *loc.shape)
-            for name, loc in self.point.locs.items()
-        }
+        fixed = {name: loc.expand(count, *loc.shape) for name, loc in self.point.locs.items()}
+        return {**fixed, **self.layout.named(_draw(self.posterior, count))}
 
-    def value_of(self, name: str, vectors: Tensor, event_dim: int) -> Tensor:
-        """Return the unconstrained value of a site in flat vectors ``[*lead, D]``; at its mode where it is fixed.
+    def values_of(self, vectors: Tensor, event_dims: Mapping[str, int]) -> dict[str, Tensor]:
+        """Return the unconstrained value of every site in flat vectors ``[*lead, D]``; at its mode where it is fixed.
 
-        Leading dimensions belong to plates outside the guide, so the site's own plates lie to their right.
+        Leading dimensions belong to plates outside the guide, so the sites' own plates lie to their right.
         """
-        loc = self.point.locs[name]
-        if name not in self.layout.shapes:
-            return loc
-        value = self.layout.named(vectors)[name]
-        lead = vectors.shape[:-1]
-        shape = torch.broadcast_shapes(loc.shape, (*lead, *(1,) * event_dim))
-        return value.reshape(shape)
+        values = dict(self.point.locs)
+        for name, value in self.layout.named(vectors).items():
+            lead = (*vectors.shape[:-1], *(1,) * event_dims[name])
+            values[name] = value.reshape(torch.broadcast_shapes(values[name].shape, lead))
+        return values
 
     def check(self, model: Callable[..., Any], latents: dict[str, Tensor], plates: bool = False) -> None:
         """Refuse a model that is not the one of the fit.

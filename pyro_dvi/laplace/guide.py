@@ -3,9 +3,7 @@
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
-from operator import attrgetter
 from typing import Any
 
 import pyro
@@ -13,16 +11,9 @@ import pyro.distributions as dist
 import torch
 from torch import Tensor
 
-from pyro_dvi.bayesian import init_to_module
-from pyro_dvi.choice import check_choice, check_positive
-from pyro_dvi.errors import ArgumentError, DviWarning, GuideError
-from pyro_dvi.guides.base import FactorisedGuide
-from pyro_dvi.guides.factors import Deterministic, Factor
+from pyro_dvi.choice import check_choice
+from pyro_dvi.errors import DviWarning, GuideError
 from pyro_dvi.handlers.fingerprint import Fingerprint
-from pyro_dvi.handlers.latents import unconstraining_transform
-from pyro_dvi.laplace.energy.batch_graph import refuse_torch_modes
-from pyro_dvi.laplace.energy.energy import Energy
-from pyro_dvi.laplace.energy.passes import Passes
 from pyro_dvi.laplace.energy.precision import GGN, PrecisionMatrix
 from pyro_dvi.laplace.energy.query import Query, ReadOutputs
 from pyro_dvi.laplace.evidence.criteria import ByEvidence
@@ -40,10 +31,8 @@ from pyro_dvi.laplace.fitted import Draws, Fitted
 from pyro_dvi.laplace.methods.dense import Dense
 from pyro_dvi.laplace.methods.posterior import LaplacePosterior, Method, check_method
 from pyro_dvi.laplace.mode.convergence import Refuse, Unconverged
-from pyro_dvi.laplace.mode.diagnosis import Diagnosis, diagnose
-from pyro_dvi.laplace.mode.polish import Polished, polish
+from pyro_dvi.laplace.mode_guide import ModeGuide
 from pyro_dvi.laplace.outputs import GaussianOutputs
-from pyro_dvi.laplace.point_mass import ModelReference, PointMass
 from pyro_dvi.progress import progress_bar
 from pyro_dvi.signatures import with_missing
 
@@ -55,7 +44,7 @@ DRAWN_WEIGHTS = (
 )
 
 
-class LaplaceGuide(FactorisedGuide):
+class LaplaceGuide(ModeGuide):
     r"""Train a mode, then put a Gaussian around it.
 
     .. math:: q(u) = \mathcal N(\hat u, P^{-1}), \qquad \hat u = \arg\min_u U(u), \qquad
@@ -104,170 +93,6 @@ class LaplaceGuide(FactorisedGuide):
 
     _method: Method | None = None
     _fitted: Fitted | None = None
-
-    def __init__(
-        self,
-        model: Callable,
-        *,
-        kl_weight: float = 1.0,
-        init_loc_fn: Callable = init_to_module,
-        create_plates: Callable | None = None,
-    ) -> None:
-        if callable(kl_weight) or isinstance(kl_weight, str):
-            raise ArgumentError(
-                f"kl_weight must be a positive number, the one that training ended with, not {kl_weight!r}: schedules "
-                "are for the objective"
-            )
-        check_positive("kl_weight", kl_weight)
-        super().__init__(model, init_loc_fn=init_loc_fn, create_plates=create_plates)
-        self.kl_weight = float(kl_weight)
-        self.scale_factors: dict[str, float] = {}
-        self._plain_model = ModelReference(model)  # without the initialisation of means, and no submodule
-
-    # The mode ---------------------------------------------------------------------------------------------------------
-
-    def _factor_of(self, name: str, site: Any, loc: Tensor) -> Factor:
-        return Deterministic()
-
-    def unconstrained_mode(self) -> dict[str, Tensor]:
-        """Return a copy of the mode of every site in unconstrained space."""
-        return {name: attrgetter(name)(self.locs).detach().clone() for name, _ in self._sites()}
-
-    @torch.no_grad()
-    def median(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """Return the mode of every site; in unconstrained space that is the median."""
-        return self._constrained(self.unconstrained_mode())
-
-    def _constrained(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
-        transforms = {name: unconstraining_transform(site["fn"].support) for name, site in self._sites()}
-        return {name: u if (t := transforms[name]) is None else t(u) for name, u in values.items()}
-
-    def _point_mass(self, batches: Iterable[Any] | None = None) -> PointMass:
-        """The mode as it is now; a guide that has not seen its model yet looks at it with the first batch."""
-        if batches is not None:
-            device = self._plain_model.device
-            refuse_torch_modes(device)
-            if self.prototype_trace is None:
-                args, kwargs = next(iter(Passes(batches, device)))
-                self.initialize(*args, **kwargs)
-        return PointMass(self.unconstrained_mode(), dict(self.scale_factors), self.kl_weight)
-
-    def energy(self, batches: Iterable[Any], *, subset: str | Iterable[str] | None = None) -> Energy:
-        """Return U on these batches, with its gradient and products.
-
-        A guide that has not seen its model yet looks at it with the first batch.
-
-        Args:
-            batches: all the data: a loader or a list of batches, as for :func:`~pyro_dvi.fit`.
-            subset: sites that vary, by name or pattern; the others stay at their mode. None: all.
-        """
-        return self._point_mass(batches).energy(self._plain_model.get(), batches, subset)
-
-    def query(
-        self, *inputs: Any, site: str | None = None, subset: str | Iterable[str] | None = None
-    ) -> Query:
-        """Return the outputs at the mode for some inputs, with products of their Jacobian.
-
-        ``guide.predictive(x)`` does with it what is usually wanted; ``guide.posterior`` takes it for the rest.
-
-        Args:
-            inputs: positional arguments of the model; observations may be left out.
-            site: an observed site, or one of ``pyro.deterministic``; None for the one observed site.
-            subset: sites that vary, as in ``guide.fit``.
-        """
-        point = self._point_mass()
-        return point.query(self._plain_model.get(), inputs, point.layout(subset), site)
-
-    def polish(
-        self,
-        batches: Iterable[Any],
-        *,
-        subset: str | Iterable[str] | None = None,
-        tolerance: float = 1e-10,
-        max_iterations: int = 200,
-        progress: bool = True,
-        callback: Callable[[int, float, float, float], None] | None = None,
-    ) -> Polished:
-        r"""Bring the mode to the minimum of U, by Newton's method with its true Hessian.
-
-        First-order training ends near a saddle point as often as not, where a Gaussian does not exist. The Hessian is
-        known by its products only. Ctrl-C ends the search; the best point so far is kept then, and after any error.
-
-        Status: a local minimum with a positive definite Hessian, as far as 200 Lanczos steps show.
-
-        Args:
-            batches: all the data, the same in every pass.
-            subset: sites that may move, by name or pattern; None: all.
-            tolerance: on the Newton decrement :math:`g^\top P^{-1} g`, in squared posterior standard deviations.
-            max_iterations: steps at most, of some ten gradients of all data each.
-            progress: show a progress bar where there is a terminal or notebook.
-            callback: called after each step with its number, U, the norm of its gradient, and the decrement before.
-
-        Returns:
-            What was done; ``print`` it.
-
-        Raises:
-            UnconvergedError: no minimum was found; ``report`` says how far it came.
-            NonFiniteError: U is NaN or infinite at the mode.
-            DataError: batches that do not hold all data, or change.
-
-        Example:
-            >>> import pyro, pyro.distributions as dist
-            >>> from pyro_dvi.laplace import LaplaceGuide
-            >>> def model(x, y=None):
-            ...     slope = pyro.sample("slope", dist.Normal(0.0, 1.0))
-            ...     with pyro.plate("data", len(x)):
-            ...         return pyro.sample("y", dist.Normal(slope * x, 1.0), obs=y)
-            >>> x = torch.ones(3)
-            >>> guide = LaplaceGuide(model)
-            >>> guide.initialize(x, x)
-            >>> guide.polish([(x, x)], progress=False).converged, guide.median()["slope"]
-            (True, tensor(0.7500))
-            >>> guide.diagnose([(x, x)]).verdict
-            'Converged: a minimum with a positive definite Hessian.'
-        """
-
-        def keep(point: Tensor) -> None:
-            with torch.no_grad():
-                for name, value in energy.layout.named(point).items():
-                    attrgetter(name)(self.locs).copy_(value)
-
-        energy = self.energy(batches, subset=subset)
-        return polish(
-            energy,
-            keep,
-            tolerance=tolerance,
-            max_iterations=max_iterations,
-            progress=progress,
-            callback=callback,
-        )
-
-    def diagnose(
-        self,
-        batches: Iterable[Any],
-        *,
-        subset: str | Iterable[str] | None = None,
-        tolerance: float = 1e-2,
-        steps: int = 200,
-    ) -> Diagnosis:
-        r"""Say whether the mode is a minimum of U, and what is wrong if it is not; nothing moves.
-
-        After ``tune``, U has the tuned scales, of which a mode that was trained before is no minimum.
-
-        Args:
-            batches: all the data.
-            subset: sites that vary, by name or pattern; None: all.
-            tolerance: on the Newton decrement :math:`g^\top P^{-1} g`; 0.01 is a tenth of a standard
-                deviation.
-            steps: of the Lanczos recursion, and of conjugate gradients; up to two gradients of all data each.
-
-        Returns:
-            Gradient norm, decrement, smallest eigenvalue and a ``verdict`` in words; ``print`` it.
-
-        Raises:
-            DataError: batches that do not hold all data, or change.
-        """
-        return diagnose(self.energy(batches, subset=subset), tolerance=tolerance, steps=steps)
 
     # The Gaussian -----------------------------------------------------------------------------------------------------
 
@@ -550,17 +375,12 @@ class LaplaceGuide(FactorisedGuide):
         vectors = pyro.sample(
             f"_{self._pyro_name}_latent", Draws(self._fitted.posterior), infer={"is_auxiliary": True}
         )
-        plates = self._create_plates(*args, **kwargs)
-        result = {}
-        for name, site in self._sites():
-            u = self._fitted.value_of(name, vectors, self._event_dims[name])
-            transform = unconstraining_transform(site["fn"].support)
-            value = u if transform is None else transform(u)
-            with ExitStack() as stack:
-                for frame in site["cond_indep_stack"]:
-                    stack.enter_context(plates[frame.name])
-                result[name] = pyro.sample(name, dist.Delta(value, event_dim=site["fn"].event_dim))
-        return result
+        values = self._constrained(self._fitted.values_of(vectors, self._event_dims))
+
+        def drawn(name: str, prior: Any) -> Tensor:
+            return pyro.sample(name, dist.Delta(values[name], event_dim=prior.event_dim))
+
+        return self._within_plates(drawn, *args, **kwargs)
 
     @torch.no_grad()
     def sample(self, sample_shape: Sequence[int] | int = ()) -> dict[str, Tensor]:
