@@ -36,7 +36,7 @@ class _Warmup(ABC):
 
     def __call__(self, step: int) -> float:
         """Return the weight at ``step``."""
-        if _checked_step(self, step) >= self.steps:
+        if step >= self.steps:
             return float(self.end)
         return self.start + (self.end - self.start) * self._share(step / self.steps)
 
@@ -146,7 +146,7 @@ class Staged:
 
     def __call__(self, step: int) -> float:
         """Return the weight at ``step``."""
-        return float(self.values[bisect_right(self.boundaries, _checked_step(self, step))])
+        return float(self.values[bisect_right(self.boundaries, step)])
 
 
 def _check_weights(schedule: object, weights: Sequence[float]) -> None:
@@ -157,9 +157,3 @@ def _check_weights(schedule: object, weights: Sequence[float]) -> None:
                 f"{type(schedule).__name__}: a KL weight must be a finite number that is not negative, got "
                 f"{weight!r}."
             )
-
-
-def _checked_step(schedule: object, step: int) -> int:
-    if step < 0:
-        raise ArgumentError(f"{type(schedule).__name__}: steps are counted from 0, got {step}.")
-    return step

@@ -3,9 +3,8 @@
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from itertools import count, islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as td
@@ -15,7 +14,7 @@ from torch.autograd import Function
 
 from pyro_dvi.choice import check_choice
 from pyro_dvi.distributed.draws import AnnouncedFunction, Draws, SharedDraws, seeded
-from pyro_dvi.distributed.messages import Message, exchange, exchange_or_fail, several
+from pyro_dvi.distributed.messages import exchange, exchange_results, several
 from pyro_dvi.distributed.parameters import (
     create_parameters,
     modules_of,
@@ -134,30 +133,28 @@ class DataParallel(ELBO):
         if not torch.is_grad_enabled() or not several(self.group):
             return self.elbo.differentiable_loss(model, guide, *args, **kwargs)  # type: ignore[no-any-return]
         self._prepare(model, guide, args, kwargs)
-        fractions, local, failure, loss = Fractions(), _Message(), None, None
-        try:
-            with seeded(self._guide, self._seeds()), fractions:
+        losses: list[Tensor] = []
+        stands_by, self.stands_by = self.stands_by, False
+
+        def evaluate() -> _Evaluation:
+            with seeded(self._guide, self._seeds()), Fractions() as fractions:
                 loss = self.elbo.differentiable_loss(model, self._guide, *args, **kwargs)
-            leaves = named_leaves(loss, model, guide)
-            local.terms = {name: float(value) for name, value in self.elbo.terms.items()}
-            local.fractions, local.leaves = fractions.found, sorted(leaves)
-            if self.stands_by:
-                local.fractions = dict.fromkeys(local.fractions, 0.0)
-        except Exception as error:
-            failure = error
-        self.stands_by = False
-        messages = exchange_or_fail(local, failure, self.group)
-        assert loss is not None
+            losses.append(loss)
+            found = dict.fromkeys(fractions.found, 0.0) if stands_by else fractions.found
+            terms = {name: float(value) for name, value in self.elbo.terms.items()}
+            return _Evaluation(found, terms, sorted(named_leaves(loss, model, guide)))
+
+        messages = exchange_results(evaluate, self.group)
         weights = weights_of([m.fractions for m in messages], self.draws.whole_data)
         terms = {
             name: math.fsum(w * m.terms[name] for w, m in zip(weights, messages, strict=True))
-            for name in local.terms
+            for name in messages[0].terms
         }
         self.elbo.terms = {name: self.elbo.terms[name].new_tensor(value) for name, value in terms.items()}
         if not all(math.isfinite(m.terms["loss"]) for m in messages):
             raise NonFiniteError(_diagnosis(messages))
         names = sorted({name for message in messages for name in message.leaves})
-        return self._joint(loss, terms["loss"], names, model, guide, weights[td.get_rank(self.group)])
+        return self._joint(losses[0], terms["loss"], names, model, guide, weights[td.get_rank(self.group)])
 
     def check_number_of_batches(self, number: int) -> None:
         """Compare the number of batches in a pass over the data with that of the other processes.
@@ -229,43 +226,36 @@ class DataParallel(ELBO):
         """Create the parameters, and give those of process 0 to the others."""
         if self._prepared is not None and self._prepared[0] is model and self._prepared[1] is guide:
             return
-        message, failure = _Message(), None
-        try:
+
+        def create() -> tuple[set[str], int]:
             refuse_synchronised(model)
             create_parameters(model, guide, args, kwargs)
-            tensors = named_parameters(model, guide)
-            message.leaves = [
-                f"{name} {tuple(tensors[name].shape)} {tensors[name].dtype}" for name in sorted(tensors)
-            ]
-            message.seed = torch.initial_seed() if self._seed is None else self._seed
-        except Exception as error:
-            failure = error
-        messages = exchange_or_fail(message, failure, self.group)
-        for k, other in enumerate(messages):
-            different = sorted(set(other.leaves) ^ set(messages[0].leaves))
+            found = {f"{n} {tuple(p.shape)} {p.dtype}" for n, p in named_parameters(model, guide).items()}
+            return found, torch.initial_seed() if self._seed is None else self._seed
+
+        (first, self._seed), *others = exchange_results(create, self.group)
+        for k, (other, _) in enumerate(others, start=1):
+            different = sorted(other ^ first)
             if different:
                 raise PyroDviError(
                     f"processes 0 and {k} do not have the same parameters: {different[:3]}. Build the same model and "
                     "guide in all of them."
                 )
-        self._seed = messages[0].seed
         buffers = dict(modules_of(model, guide).named_buffers())
         source = 0 if self.group is None else td.get_global_rank(self.group, 0)
-        for values in (tensors, buffers):
+        for values in (named_parameters(model, guide), buffers):
             for name in sorted(values):
                 td.broadcast(values[name].data, src=source, group=self.group)
         self._prepared = (model, guide)
         self._guide = guide if isinstance(guide, nn.Module) else AnnouncedFunction(guide)
 
 
-@dataclass
-class _Message(Message):
+class _Evaluation(NamedTuple):
     """What a process tells the others about its evaluation."""
 
-    fractions: dict[str, float] = field(default_factory=dict)
-    terms: dict[str, float] = field(default_factory=dict)
-    leaves: list[str] = field(default_factory=list)
-    seed: int = 0
+    fractions: dict[str, float]
+    terms: dict[str, float]
+    leaves: list[str]
 
 
 class _Joint(Function):
@@ -285,7 +275,7 @@ class _Joint(Function):
         return (None, None, None, *(out * gradient for gradient in ctx.gradients))
 
 
-def _diagnosis(messages: list[_Message]) -> str:
+def _diagnosis(messages: list[_Evaluation]) -> str:
     bad = [k for k, message in enumerate(messages) if not math.isfinite(message.terms["loss"])]
     listed = ", ".join(f"{name}={value:.4g}" for name, value in messages[bad[0]].terms.items())
     return (

@@ -86,7 +86,8 @@ def seeded(guide: nn.Module | AnnouncedFunction, seeds: Iterator[int]) -> Iterat
 
     def enter(*_: Any) -> None:
         fork.close()
-        fork.enter_context(_forked(next(seeds)))
+        fork.enter_context(forked(*accelerators()))
+        torch.manual_seed(next(seeds))
 
     handle = None
     if isinstance(guide, AnnouncedFunction):
@@ -112,10 +113,3 @@ class _AtObservation(Messenger):
     def _pyro_post_sample(self, msg: Any) -> None:
         if msg["is_observed"]:
             self.function()
-
-
-@contextmanager
-def _forked(seed: int) -> Iterator[None]:
-    with forked(*accelerators()):
-        torch.manual_seed(seed)
-        yield

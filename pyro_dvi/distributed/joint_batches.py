@@ -2,12 +2,11 @@
 """As many steps in every process, where some have fewer batches than others."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from pyro_dvi.batches import number_of_batches
 from pyro_dvi.distributed.data_parallel import DataParallel
-from pyro_dvi.distributed.messages import Message, exchange, exchange_or_fail, several
+from pyro_dvi.distributed.messages import exchange, exchange_results, several
 from pyro_dvi.errors import ArgumentError, DataError
 
 __all__ = ["JointBatches"]
@@ -69,37 +68,23 @@ class JointBatches:
         if not several(self.elbo.group):
             yield from self.loader
             return
-        batches: Iterator[Any] = iter(())
-        last: Any = _END
-        started = False
+        batches: Iterator[Any] | None = None
+        batch = last = _END
+
+        def read() -> tuple[bool, bool]:
+            """Take the next batch; whether there is one, and whether there has been any."""
+            nonlocal batches, batch
+            batches = iter(self.loader) if batches is None else batches
+            batch = next(batches, _END)
+            return batch is not _END, batch is not _END or last is not _END
+
         while True:
-            news, failure, batch = _News(), None, _END
-            try:
-                if not started:
-                    batches, started = iter(self.loader), True
-                batch = next(batches, _END)
-            except Exception as error:
-                failure = error
-            news.has_batch, news.has_any = batch is not _END, batch is not _END or last is not _END
-            everyone = exchange_or_fail(news, failure, self.elbo.group, "the loader of ")
-            _check(everyone)
-            if not any(other.has_batch for other in everyone):
+            everyone = exchange_results(read, self.elbo.group, "the loader of ")
+            empty = [k for k, (_, has_any) in enumerate(everyone) if not has_any]
+            if empty and len(empty) < len(everyone):
+                raise DataError(f"process {empty[0]} has no batch at all: give every process at least one")
+            if not any(has_batch for has_batch, _ in everyone):
                 return
             self.elbo.stands_by = batch is _END
             last = last if batch is _END else batch
             yield last
-
-
-@dataclass
-class _News(Message):
-    """What a process tells the others before a step."""
-
-    has_batch: bool = False
-    has_any: bool = False
-
-
-def _check(everyone: list[_News]) -> None:
-    if any(other.has_any for other in everyone):
-        empty = [k for k, other in enumerate(everyone) if not other.has_any]
-        if empty:
-            raise DataError(f"process {empty[0]} has no batch at all: give every process at least one")

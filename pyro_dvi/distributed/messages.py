@@ -2,26 +2,16 @@
 """Words between processes: whether there are others, and what each has to say."""
 
 import os
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch.distributed as td
 
 from pyro_dvi.errors import PyroDviError, UnsupportedError
 
-__all__ = ["Message", "exchange", "exchange_or_fail", "several"]
+__all__ = ["exchange", "exchange_results", "several"]
 
 T = TypeVar("T")
-
-
-@dataclass
-class Message:
-    """What a process tells the others, and why it failed, if it did."""
-
-    failure: str | None = None
-
-
-M = TypeVar("M", bound=Message)
 
 
 def several(group: Any) -> bool:
@@ -59,19 +49,23 @@ def exchange(message: T, group: Any) -> list[T]:
     return messages
 
 
-def exchange_or_fail(message: M, failure: Exception | None, group: Any, what: str = "") -> list[M]:
-    """Exchange messages after work that each process did by itself, of which ``failure`` is the error.
+def exchange_results(work: Callable[[], T], group: Any, what: str = "") -> list[T]:
+    """Let each process do some work by itself, and return the results of all, in their order.
 
     Raises:
-        Exception: the failure of this process.
-        PyroDviError: another process failed.
+        Exception: the work of this process failed.
+        PyroDviError: that of another process failed.
     """
-    if failure is not None:
-        message.failure = f"{type(failure).__name__}: {failure}"
-    messages = exchange(message, group)
+    result: Any = None
+    failure: Exception | None = None
+    try:
+        result = work()
+    except Exception as error:
+        failure = error
+    messages = exchange((result, failure and f"{type(failure).__name__}: {failure}"), group)
     if failure is not None:
         raise failure
-    for k, other in enumerate(messages):
-        if other.failure is not None:
-            raise PyroDviError(f"{what}process {k} failed: {other.failure}")
-    return messages
+    for k, (_, failed) in enumerate(messages):
+        if failed is not None:
+            raise PyroDviError(f"{what}process {k} failed: {failed}")
+    return [other for other, _ in messages]

@@ -51,7 +51,8 @@ def weights_of(fractions: list[dict[str, float]], whole_data: bool) -> list[floa
             "processes cannot be put together: use pyro.plate('data', size=N, subsample_size=len(x)) with the "
             "number N of all examples. If every process has all of them, pass draws=OwnDraws()."
         )
-    first, *others = (_normalised([other[site] for other in fractions]) for site in split)
+    totals = {site: math.fsum(other[site] for other in fractions) for site in split}
+    first, *others = ([other[site] / totals[site] for other in fractions] for site in split)
     for site, weights in zip(split[1:], others, strict=True):
         if not np.allclose(weights, first, rtol=0.0, atol=1e-9):
             raise UnsupportedError(
@@ -59,8 +60,3 @@ def weights_of(fractions: list[dict[str, float]], whole_data: bool) -> list[floa
                 "give each process the same share of all data"
             )
     return first
-
-
-def _normalised(shares: list[float]) -> list[float]:
-    total = math.fsum(shares)
-    return [share / total for share in shares]
