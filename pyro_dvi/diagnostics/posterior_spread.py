@@ -28,7 +28,7 @@ from pyro_dvi.guides.base import FactorisedGuide
 from pyro_dvi.handlers.distributions import strip_event_dims
 from pyro_dvi.handlers.latents import unconstraining_transform
 from pyro_dvi.predictive.engine.run import AtValues, evaluation_mode
-from pyro_dvi.predictive.posterior import at_tuned_scales, check_is_set_up, device_of
+from pyro_dvi.predictive.posterior import check_is_set_up, device_of, predicted_model
 from pyro_dvi.undisturbed import undisturbed
 
 __all__ = ["Spread", "posterior_spread", "scale_snapshot"]
@@ -188,7 +188,7 @@ def _priors(guide: Any) -> Mapping[str, Any]:
         for name, value in guide.median(*args, **kwargs).items()
         if not any(frame.vectorized for frame in prototype.nodes[name]["cond_indep_stack"])
     }
-    model = at_tuned_scales(guide, guide.model)
+    model = predicted_model(guide, guide.model)
     with undisturbed(), evaluation_mode(model), poutine.trace() as recorder, AtValues(whole):
         model(*args, **kwargs)
     nodes = recorder.trace.nodes

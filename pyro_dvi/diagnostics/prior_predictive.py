@@ -2,7 +2,7 @@
 """Could the prior have produced these data?"""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,13 +15,13 @@ from pyro_dvi.choice import check_count
 from pyro_dvi.diagnostics.statistics import Statistic, applied, default_statistics
 from pyro_dvi.errors import ArgumentError, DataError, ModelError, NonFiniteError, UnsupportedError
 from pyro_dvi.handlers.response import choose_response, example_axis, responses
+from pyro_dvi.predictive.components import Components
 from pyro_dvi.predictive.engine.batches import Batch, batches
-from pyro_dvi.predictive.engine.components import Components
-from pyro_dvi.predictive.engine.observations import ObservationDraws
-from pyro_dvi.predictive.engine.prior import PriorSamples
 from pyro_dvi.predictive.engine.run import check_observation, evaluation_mode, observed_run, seeded
 from pyro_dvi.predictive.posterior import device_of
 from pyro_dvi.predictive.prediction.mixture import class_log_probabilities
+from pyro_dvi.predictive.prediction.observations import ObservationDraws
+from pyro_dvi.predictive.rules.prior import PriorSamples
 from pyro_dvi.table import text_table
 
 __all__ = ["PriorPredictiveCheck", "StatisticCheck", "prior_predictive_check"]
@@ -219,11 +219,9 @@ def prior_predictive_check(
     device = device_of(model)
     options: Any = {"observed": observed, "batch_size": batch_size, "device": device}
     split = list(batches(model, data, sites=lambda _: [site] if site else [], **options))
-    if any(batch.observed is None for batch in split):
-        raise DataError("the check compares with observations: pass them with the inputs, as (x, y)")
     with evaluation_mode(model), seeded(seed, device) as used_seed:
         torch.manual_seed(used_seed)
-        node, shared = _response(model, split[0], site)
+        node, shared = _response(model, split, site)
         name, fn = node["name"], node["fn"]
         split = [_checked(model, batch, shared, name) for batch in split]
         rows = example_axis(name, node, split[0].num_rows) - len(fn.event_shape)
@@ -283,13 +281,17 @@ def _confidence(fn: Any, parts: list[_DataSets]) -> tuple[np.ndarray | None, flo
     return torch.cat([torch.stack(part.likeliest) for part in parts], 1).mean(1).numpy(), 1 / log_p.shape[-1]
 
 
-def _response(model: Callable[..., Any], batch: Batch, site: str | None) -> tuple[Any, dict[str, Tensor]]:
+def _response(
+    model: Callable[..., Any], split: Sequence[Batch], site: str | None
+) -> tuple[Any, dict[str, Tensor]]:
     """Return the observed site of a run with draws from the prior, and the latents that all batches share.
 
     Latents of single examples are drawn with their batch.
     """
+    if any(batch.observed is None for batch in split):
+        raise DataError("the check compares with observations: pass them with the inputs, as (x, y)")
     try:
-        nodes = observed_run(model, batch, {})
+        nodes = observed_run(model, split[0], {})
     except NotImplementedError as error:
         raise ModelError(
             f"a prior of the model cannot be drawn from ({type(error).__name__} {error}): improper priors have no "
@@ -297,7 +299,7 @@ def _response(model: Callable[..., Any], batch: Batch, site: str | None) -> tupl
         ) from error
     names = responses(nodes, ())
     node = nodes[choose_response(site, [name for name in names if nodes[name]["is_observed"]])]
-    axis = example_axis(node["name"], node, batch.num_rows)
+    axis = example_axis(node["name"], node, split[0].num_rows)
     plates = {f.name for f in node["cond_indep_stack"] if f.vectorized and f.dim == axis}
     return node, {
         name: nodes[name]["value"]

@@ -22,13 +22,12 @@ from pyro_dvi.inference_data.records import attributes, constant_data, training_
 from pyro_dvi.inference_data.samples import GivenSamples
 from pyro_dvi.laplace.guide import DRAWN_WEIGHTS
 from pyro_dvi.predictive import PredictionRule, Samples
+from pyro_dvi.predictive.components import Components
 from pyro_dvi.predictive.engine.batches import Batch, batches
-from pyro_dvi.predictive.engine.components import Components
-from pyro_dvi.predictive.engine.prior import PriorSamples
 from pyro_dvi.predictive.engine.run import evaluation_mode, observed_run, seeded
-from pyro_dvi.predictive.posterior import at_tuned_scales, check_posterior, device_of, example_latents
-from pyro_dvi.predictive.predict import names_of_sites
-from pyro_dvi.predictive.rules.defaults import rule_of
+from pyro_dvi.predictive.posterior import check_posterior, device_of, example_latents, predicted_model
+from pyro_dvi.predictive.predict import names_of_sites, rule_of
+from pyro_dvi.predictive.rules.prior import PriorSamples
 from pyro_dvi.predictive.rules.rule import FromDraws
 from pyro_dvi.training import History
 
@@ -184,7 +183,7 @@ def to_arviz(
         latents = example_latents(guide, first.inputs)
         nodes = observed_run(model, first, latents)
         selection = Selection.of(latents, nodes, sites, max_site_size, summarise)
-        tuned = at_tuned_scales(guide, model)
+        tuned = predicted_model(guide, model)
         drawn = LatentDraws(tuned, guide, selection, first, nodes, used_seed)
         passes = _Passes(model, guide, choose_responses(site, nodes, latents), used_seed, progress)
         own = Components(model, guide, rule, used_seed)

@@ -11,10 +11,10 @@ from torch import Tensor
 from pyro_dvi.errors import DataError, ModelError
 from pyro_dvi.handlers.response import choose_response, counted, responses
 from pyro_dvi.inference_data.group import Group, as_array, joined, listed, plate_names, safe_name
+from pyro_dvi.predictive.components import Components
 from pyro_dvi.predictive.engine.batches import Batch
-from pyro_dvi.predictive.engine.components import Components
-from pyro_dvi.predictive.engine.observations import Observation, ObservationDraws
 from pyro_dvi.predictive.prediction.component import whole_events
+from pyro_dvi.predictive.prediction.observations import Observation, ObservationDraws
 
 __all__ = ["Predictions", "choose_responses"]
 

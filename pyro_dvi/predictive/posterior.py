@@ -29,7 +29,6 @@ from pyro_dvi.sites import AllRows, SetLatents, is_latent
 from pyro_dvi.training.ownership import check_still_own
 
 __all__ = [
-    "at_tuned_scales",
     "check_is_set_up",
     "check_posterior",
     "device_of",
@@ -39,6 +38,7 @@ __all__ = [
     "one_draw",
     "posterior_gaussians",
     "posterior_mean",
+    "predicted_model",
     "seeded_draws",
 ]
 
@@ -100,8 +100,8 @@ def device_of(*functions: Any) -> torch.device | None:
     return None
 
 
-def at_tuned_scales(guide: Any, model: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``model`` with the scales that ``guide.tune`` has set, those of the noise among them."""
+def predicted_model(guide: Any, model: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the model that a guide is predicted with: what its method of this name makes of ``model``, or that."""
     return guide.predicted_model(model) if hasattr(guide, "predicted_model") else model
 
 

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from pyro_dvi import MeanFieldGuide, Samples, classifier, predict, regressor, to_bayesian_
 from pyro_dvi.bayesian import Heteroscedastic
 from pyro_dvi.errors import DataError
-from pyro_dvi.predictive import PredictionRule
-from pyro_dvi.predictive.engine import components, vectorised
+from pyro_dvi.predictive import PredictionRule, components
+from pyro_dvi.predictive.engine import vectorised
 
 
 @dataclass(frozen=True)

@@ -2,19 +2,22 @@
 """Run a model with the latent values of a rule, batch after batch, for whoever reads its distributions."""
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
+from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
+from pyro_dvi.devices import forked
+from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.predictive.engine.batches import Batch
-from pyro_dvi.predictive.engine.distributions import possible
+from pyro_dvi.predictive.engine.distributions import possible, tensors_of
 from pyro_dvi.predictive.engine.run import Latents, Response, respond, sites_at, with_others
-from pyro_dvi.predictive.engine.unseen import refuse_unseen
 from pyro_dvi.predictive.engine.vectorised import POSSIBLE, ManyDraws, size_of
-from pyro_dvi.predictive.posterior import at_tuned_scales, example_latents, first_arguments
+from pyro_dvi.predictive.posterior import example_latents, first_arguments, predicted_model
 from pyro_dvi.predictive.rules.rule import FromDraws, PredictionRule
 
 __all__ = ["Components", "Reader"]
@@ -50,7 +53,7 @@ class Components:
     """
 
     def __init__(self, model: Callable[..., Any], guide: Any, rule: PredictionRule, seed: int) -> None:
-        self._model, self._guide, self._rule, self._seed = at_tuned_scales(guide, model), guide, rule, seed
+        self._model, self._guide, self._rule, self._seed = predicted_model(guide, model), guide, rule, seed
         self._learnt_for = first_arguments(guide)
         self._ways: dict[str | None, ManyDraws] = {}
         self._kept: list[Latents] = []
@@ -82,7 +85,7 @@ class Components:
             if k == 0 and response.drawn and not self._rule.averages_draws:
                 again = with_others(sites_at(self._model, batch.inputs, {}, [response.site]), others)
                 latents = example_latents(self._guide, batch.inputs)
-                refuse_unseen(response, again, latents, type(self._rule).__name__)
+                _refuse_unseen(response, again, latents, type(self._rule).__name__)
             reader.add(response)
 
     def draws(self, inputs: tuple[Any, ...], way: ManyDraws | None = None) -> Iterator[Latents]:
@@ -145,3 +148,50 @@ def _equal(first: Latents, second: Latents) -> bool:
     """Whether two draws are the same, by one comparison on their device."""
     one, other = (torch.cat([latents[name].flatten() for name in first]) for latents in (first, second))
     return torch.equal(one, other)
+
+
+def _refuse_unseen(
+    response: Response, run: Callable[[Latents], Mapping[str, Any]], latents: Latents, rule: str
+) -> None:
+    """Refuse a prediction that one draw of such a site would decide.
+
+    Args:
+        response: of a run of the model.
+        run: gives the site in a run with latent values.
+        latents: values to look at the model with.
+        rule: name of the rule that predicts, for the error.
+
+    Raises:
+        UnsupportedError: with the same latent values and other draws of these sites, the distribution is another.
+    """
+    found = []
+    for last in (False, True):
+        with forked(*(value.device for value in latents.values())), _Elsewhere(response.drawn, last):
+            torch.manual_seed(1 + last)
+            found.append(run(latents)[response.site]["fn"])
+    with suppress(TypeError):  # of a distribution that cannot be looked into
+        first, second = map(tensors_of, found)
+        if len(first) == len(second) and all(map(torch.equal, first, second)):
+            return
+    raise UnsupportedError(
+        f"site {response.site!r} depends on sites {list(response.drawn)}, which are neither in the guide nor observed, "
+        f"so that the model draws them: {rule}() would take one draw for the truth. Predict with Samples(n), which "
+        "averages over them, or let the model take their values from the data"
+    )
+
+
+class _Elsewhere(Messenger):
+    """Take the first or the last possible value of discrete sites, which two draws might have in common."""
+
+    def __init__(self, sites: tuple[str, ...], last: bool) -> None:
+        super().__init__()
+        self.sites, self.place = sites, -1 if last else 0
+
+    def _pyro_sample(self, msg: Any) -> None:
+        fn = msg["fn"]
+        if msg["name"] in self.sites and not msg["done"] and fn.has_enumerate_support:
+            try:
+                values = fn.enumerate_support(expand=False)
+            except NotImplementedError:  # of several labels in an event, which are then drawn
+                return
+            msg["value"], msg["done"] = values[self.place].expand(fn.shape()), True

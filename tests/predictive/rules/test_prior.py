@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from pyro_dvi import regressor, to_bayesian_
-from pyro_dvi.predictive.engine.prior import PriorSamples
 from pyro_dvi.predictive.engine.run import seed_all
+from pyro_dvi.predictive.rules.prior import PriorSamples
 from pyro_dvi.sites import is_latent
 from pyro_dvi.undisturbed import evaluating
 
