@@ -103,14 +103,7 @@ SMOOTH: Mapping[type[nn.Module], Replacement] = {
 }
 """What replaces what by default. Pass ``{**SMOOTH, nn.ReLU: nn.GELU}`` to change one entry."""
 
-_KINKED = (
-    *SMOOTH,
-    nn.PReLU,
-    nn.RReLU,
-    nn.Threshold,
-    nn.Hardshrink,
-    nn.Softshrink,
-)
+_KINKED = (*SMOOTH, nn.PReLU, nn.RReLU, nn.Threshold, nn.Hardshrink, nn.Softshrink)
 _SMOOTH_ALREADY = (nn.Softplus, nn.GELU, nn.SiLU, nn.Mish, nn.Tanh, nn.Sigmoid, nn.ELU, nn.SELU, nn.CELU)
 _FUNCTIONS = (F.relu, torch.relu, torch.relu_, F.relu_)
 

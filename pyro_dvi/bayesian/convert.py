@@ -110,7 +110,7 @@ def to_bayesian_(
         _make_site(owner, PyroSample(site_prior))
         for other in others:
             del other.module._parameters[other.attribute]
-            tied = TiedPrior(other.attribute, owner.module, owner.attribute, f"= {owner.name}")
+            tied = TiedPrior(other.attribute, f"= {owner.name}", owner.module, owner.attribute)
             _make_site(other, PyroSample(tied))
     return module
 

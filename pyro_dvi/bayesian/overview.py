@@ -203,7 +203,7 @@ def _with_posterior(rows: list[SiteSummary], guide: Any) -> list[SiteSummary]:
             # abs: a decreasing transform, such as that of an upper bound, swaps the two
             scale = float((torch.as_tensor(high) - torch.as_tensor(low)).abs().mean() / 2)
         mean = _rms(means[row.name]) if row.name in means else None
-        result.append(SiteSummary(row.name, row.shape, row.prior, row.start, mean, scale))
+        result.append(replace(row, mean=mean, scale=scale))
     return result
 
 

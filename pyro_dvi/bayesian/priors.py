@@ -76,7 +76,7 @@ class Given(Prior):
 
     def place(self, target: Candidate, root: PyroModule) -> SitePrior:
         """Return the distribution, expanded to the parameter's shape with all dimensions as one event."""
-        return DistributionPrior(target.attribute, self.distribution, described(self.distribution))
+        return DistributionPrior(target.attribute, described(self.distribution), self.distribution)
 
     def check(self, target: Candidate) -> None:
         """Compare shape and support with the parameter."""
@@ -166,7 +166,7 @@ def normal_prior(target: Candidate, scale: float) -> SitePrior:
     # In double precision, so that a weight of any dtype gets the value that was given. Validation waits for the device.
     deviation = torch.tensor(scale, dtype=torch.float64)
     normal = dist.Normal(torch.zeros_like(deviation), deviation, validate_args=False)
-    return DistributionPrior(target.attribute, normal, f"Normal(0, {scale:.4g})")
+    return DistributionPrior(target.attribute, f"Normal(0, {scale:.4g})", normal)
 
 
 def as_prior(prior: PriorLike, place: str = "prior_scale") -> Prior:

@@ -126,7 +126,7 @@ class _OwnScale(Prior):
             self._attach(target.module, name, target, start=unit)
             unit = 1.0 if self.starts_at_unit else unit
         text = f"Normal(0, {'' if unit == 1.0 else f'{unit:.4g}·'}{self._said(name)}"
-        return ScaleMixturePrior(target.attribute, name, holder, unit, text)
+        return ScaleMixturePrior(target.attribute, text, name, holder, unit)
 
     def _unit(self, target: Candidate) -> float:
         unit = getattr(self, self.rule)
@@ -252,13 +252,13 @@ class HierarchicalScale(_OwnScale):
         return f"{name}), {name} ~ {described(self.prior)}"
 
 
+@dataclass(eq=False, repr=False)
 class ScalePrior:
     """The prior of a sampled scale, which follows the dtype and device of a buffer of its module."""
 
-    def __init__(self, given: TorchDistributionMixin, reference: str) -> None:
-        self.given = given
-        self.reference = reference
-        self._built: tuple[Tensor, TorchDistributionMixin] | None = None
+    given: TorchDistributionMixin
+    reference: str
+    _built: tuple[Tensor, TorchDistributionMixin] | None = field(default=None, init=False)
 
     def __call__(self, module: PyroModule) -> TorchDistributionMixin:
         """Return the distribution, moved once for each dtype and device."""

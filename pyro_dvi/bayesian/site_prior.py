@@ -8,6 +8,8 @@ module, that carries the module's own weight as ``initial_value``.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pyro.distributions as dist
@@ -36,6 +38,7 @@ def buffer_name(attribute: str) -> str:
     return f"{attribute}_initial"
 
 
+@dataclass(eq=False, repr=False)
 class SitePrior(ABC):
     """The prior of one converted parameter.
 
@@ -44,9 +47,8 @@ class SitePrior(ABC):
         text: how a summary prints the prior.
     """
 
-    def __init__(self, attribute: str, text: str) -> None:
-        self.attribute = attribute
-        self.text = text
+    attribute: str
+    text: str
 
     @abstractmethod
     def distribution(self, module: PyroModule, initial: Tensor) -> TorchDistributionMixin:
@@ -99,19 +101,18 @@ class SitePrior(ABC):
                 )
 
 
+@dataclass(eq=False, repr=False)
 class DistributionPrior(SitePrior):
     """A given distribution, expanded to the parameter's shape with all dimensions as one event.
 
     Args:
         attribute: as in :class:`SitePrior`.
-        given: the distribution of a single weight, or of the whole weight.
         text: as in :class:`SitePrior`.
+        given: the distribution of a single weight, or of the whole weight.
     """
 
-    def __init__(self, attribute: str, given: TorchDistributionMixin, text: str) -> None:
-        super().__init__(attribute, text)
-        self.given = given
-        self._built: TorchDistributionMixin | None = None
+    given: TorchDistributionMixin
+    _built: TorchDistributionMixin | None = field(default=None, init=False)
 
     def distribution(self, module: PyroModule, initial: Tensor) -> TorchDistributionMixin:
         """Return one object as long as the buffer is the same: a training step allocates nothing."""
@@ -129,29 +130,21 @@ class DistributionPrior(SitePrior):
         return {**vars(self), "_built": None}
 
 
+@dataclass(eq=False, repr=False)
 class ScaleMixturePrior(SitePrior):
     """``N(0, (unit·scale)²)`` with a scale that is itself an attribute of a module: learned or sampled.
 
     Args:
         attribute: as in :class:`SitePrior`.
+        text: as in :class:`SitePrior`.
         scale_name: the attribute that holds the scale.
         holder: the module that holds it, or ``None`` for the parameter's own module.
         unit: the factor in front of the scale.
-        text: as in :class:`SitePrior`.
     """
 
-    def __init__(
-        self,
-        attribute: str,
-        scale_name: str,
-        holder: nn.Module | None,
-        unit: float,
-        text: str,
-    ) -> None:
-        super().__init__(attribute, text)
-        self.scale_name = scale_name
-        self.holder = holder
-        self.unit = unit
+    scale_name: str
+    holder: nn.Module | None
+    unit: float
 
     def distribution(self, module: PyroModule, initial: Tensor) -> TorchDistributionMixin:
         """Return a Normal around zero with the present scale; only scalars are allocated."""
@@ -163,13 +156,12 @@ class ScaleMixturePrior(SitePrior):
         return normal.expand(initial.shape).to_event(initial.dim())
 
 
+@dataclass(eq=False, repr=False)
 class TiedPrior(SitePrior):
     """The value that another module has sampled: weights that two modules share stay one latent variable."""
 
-    def __init__(self, attribute: str, owner: nn.Module, owner_attribute: str, text: str) -> None:
-        super().__init__(attribute, text)
-        self.owner = owner
-        self.owner_attribute = owner_attribute
+    owner: nn.Module
+    owner_attribute: str
 
     def __call__(self, module: PyroModule) -> Tensor:
         """Return the owner's weight; Pyro records it as a deterministic site."""
@@ -214,19 +206,9 @@ def init_to_module(
         True
     """
     if site is None:
-        return _Strategy(fallback)
+        return partial(init_to_module, fallback=fallback)  # which can be pickled with its guide
     value = getattr(site["fn"], "initial_value", None)
     if value is None:
         return fallback(site)
     # Pyro's guides train the tensor that they are given: without a copy they would train the module's buffer.
     return value.detach().clone()
-
-
-class _Strategy:
-    """:func:`init_to_module` with another fallback; a class, so that guides that hold it can be pickled."""
-
-    def __init__(self, fallback: Callable[[dict[str, Any]], Tensor]) -> None:
-        self.fallback = fallback
-
-    def __call__(self, site: dict[str, Any]) -> Any:
-        return init_to_module(site, fallback=self.fallback)
