@@ -19,9 +19,9 @@ from torch.distributions import constraints
 
 from pyro_dvi.handlers.distributions import innermost, rewrapped
 from pyro_dvi.handlers.outputs import Outputs, Parameter
+from pyro_dvi.links import mixture
 from pyro_dvi.links.classes import ClassLink
 from pyro_dvi.links.joint import Joint
-from pyro_dvi.links.mixture import PointMixture
 from pyro_dvi.links.noise import NoiseLink
 from pyro_dvi.links.predictive import predictive_distribution
 from pyro_dvi.moments import GaussianMoments, Link
@@ -83,7 +83,7 @@ def integrated(
     if type(base) is dist.Normal and _is_plain(fn):
         return predictive(base)
     values, weights = joint.points(uncertain)
-    return PointMixture(outputs.rebuilt({**given, **values}, tuple(weights.shape)), weights)
+    return mixture.PointMixture(outputs.rebuilt({**given, **values}, tuple(weights.shape)), weights)
 
 
 def _uncertain(base: Any, parameter: Parameter, real: Tensor, variance: Tensor) -> Any:
@@ -109,14 +109,14 @@ def _is_plain(fn: Any) -> bool:
     return isinstance(fn, td.Normal)
 
 
-class _PyroMixture(PointMixture, TorchDistributionMixin):
+class PointMixture(mixture.PointMixture, TorchDistributionMixin):
     """A mixture with Pyro's methods."""
 
 
 def as_pyro(distribution: Any) -> Any:
     """Return a torch distribution as the Pyro class of the same name, with Pyro's methods; one of ours as it is."""
     name = type(distribution).__name__
-    kind: Any = _PyroMixture if isinstance(distribution, PointMixture) else getattr(dist, name, None)
+    kind: Any = PointMixture if isinstance(distribution, mixture.PointMixture) else getattr(dist, name, None)
     if kind is None or isinstance(distribution, dist.Distribution):
         return distribution
     twin = object.__new__(kind)

@@ -100,7 +100,7 @@ class Components:
         draws = self._anew(inputs)
         first = next(draws)
         yield first
-        if self._kept and first.keys() == self._kept[0].keys() and _equal(first, self._kept[0]):
+        if self._kept and first.keys() == self._kept[0].keys() != set() and _equal(first, self._kept[0]):
             yield from self._kept[1:]
         elif (
             (way is None or not way.is_plain)

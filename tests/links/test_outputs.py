@@ -120,3 +120,9 @@ def test_what_is_around_a_distribution_stays_around_its_predictive():
     found = integrated(outputs, correlated(deviations), Probit(), MomentMatched(), 64)
     assert isinstance(found, dist.MaskedDistribution) and isinstance(found.base_dist, td.Normal)
     assert found.log_prob(y).shape == (B,)
+
+
+def test_a_mixture_is_called_by_a_public_name_where_it_is_shown():
+    outputs, _, deviations = problem("poisson")
+    mixture = integrated(outputs, correlated(deviations), Probit(), MomentMatched(), 16)
+    assert isinstance(mixture, dist.TorchDistribution) and type(mixture).__name__ == "PointMixture"

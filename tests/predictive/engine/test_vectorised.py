@@ -335,6 +335,16 @@ def test_draws_serve_all_batches_unless_they_take_too_much_memory(monkeypatch):
     assert len(runs) == 20 * 4
 
 
+def test_a_model_without_latents_is_predicted_in_batches():
+    def model(x, y=None):
+        with pyro.plate("data", len(x)):
+            return pyro.sample("obs", dist.Normal(x, 1.0), obs=y)
+
+    guide, x = AutoNormal(model), torch.arange(5.0)
+    guide(x, x)
+    assert torch.equal(predict(model, guide, x, Samples(3), batch_size=2).mean, x)
+
+
 def test_validation_and_the_random_state_are_left_as_they_were():
     model, guide, x, _ = made("own noise", torch.float32, MeanFieldGuide)
     state = torch.get_rng_state()
