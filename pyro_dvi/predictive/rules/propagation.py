@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 
 from pyro_dvi.errors import ArgumentError, UnsupportedError
+from pyro_dvi.expectations.gaussian import event_dim_of
 from pyro_dvi.handlers.uncertain import UncertainDistribution, uncertain_part, with_uncertain_part
 from pyro_dvi.moments import GaussianMoments, observed_by
 from pyro_dvi.predictive.engine.run import Response
@@ -118,8 +119,7 @@ def _pulled_back(
 ) -> GaussianMoments:
     """Moments of a parameter from those of the Gaussian behind it."""
     gaussian = value if value.link is None else value.link.inner
-    constraint: Any = getattr(part.family, "arg_constraints", {}).get(name)
-    axis -= getattr(constraint, "event_dim", 0)
+    axis -= event_dim_of(part.family, name) or 0
     if gaussian.dim() < -axis or gaussian.shape[axis] != num_rows:
         if not recorder.reaches(gaussian):  # one number for all examples, as an uncertain noise scale
             return value.detach()

@@ -264,6 +264,19 @@ def test_factors_of_another_model_are_refused():
             predict(model, guide, x, Moments(propagation=Calibrated((1.0,) * len(uses), uses)))
 
 
+def test_a_family_whose_constraints_are_known_of_its_objects_only():
+    def model(x, y=None):
+        w = pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+        with pyro.plate("data", 10, subsample_size=len(x)):
+            return pyro.sample("y", dist.Uniform(x @ w - 9, x @ w + 9), obs=y)
+
+    x, y = torch.randn(4, 3), torch.randn(4)
+    guide = AutoNormal(model, init_scale=0.3)
+    guide(x, y)
+    found = predict(model, guide, x, Moments(propagation=ReverseDelta())).mean
+    torch.testing.assert_close(found, x @ guide.median()["w"])
+
+
 def test_outputs_without_a_row_for_each_example_are_refused():
     def model(x, y=None):
         w = pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
