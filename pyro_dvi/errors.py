@@ -54,8 +54,9 @@ class NotPositiveDefiniteError(PyroDviError, ArithmeticError):
     quotient (or the eigenvalue that gave the matrix away).
     """
 
-    direction: Any = None
-    curvature: float | None = None
+    def __init__(self, *args: Any, direction: Any = None, curvature: float | None = None) -> None:
+        super().__init__(*args)
+        self.direction, self.curvature = direction, curvature
 
 
 class NotConvergedError(PyroDviError, ArithmeticError):

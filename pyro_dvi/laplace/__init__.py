@@ -8,7 +8,8 @@ is in ``hessian_free``.
 from pyro_dvi.laplace.energy.precision import GGN, Hessian
 from pyro_dvi.laplace.evidence.criteria import ByEvidence, ByValidation
 from pyro_dvi.laplace.evidence.evidence import ByLanczos, Evidence, Exactly
-from pyro_dvi.laplace.evidence.tuning import NoiseScale, PriorPrecision, TuningCurve
+from pyro_dvi.laplace.evidence.scales import NoiseScale, PriorPrecision
+from pyro_dvi.laplace.evidence.tuning import TuningCurve
 from pyro_dvi.laplace.guide import LaplaceGuide
 from pyro_dvi.laplace.methods import hessian_free
 from pyro_dvi.laplace.methods.conjugate_gradient import ConjugateGradient

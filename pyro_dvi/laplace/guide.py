@@ -16,17 +16,10 @@ from pyro_dvi.errors import DviWarning, GuideError
 from pyro_dvi.handlers.fingerprint import Fingerprint
 from pyro_dvi.laplace.energy.precision import GGN, PrecisionMatrix
 from pyro_dvi.laplace.energy.query import Query, ReadOutputs
-from pyro_dvi.laplace.evidence.criteria import ByEvidence
-from pyro_dvi.laplace.evidence.evidence import Determinant, Evidence, default_determinant, log_evidence
-from pyro_dvi.laplace.evidence.tuning import (
-    Criterion,
-    PriorPrecision,
-    Scale,
-    Tuning,
-    TuningCurve,
-    rescaled_model,
-    tune,
-)
+from pyro_dvi.laplace.evidence.criteria import ByEvidence, Candidates, Criterion
+from pyro_dvi.laplace.evidence.evidence import Determinant, Evidence, log_evidence
+from pyro_dvi.laplace.evidence.scales import PriorPrecision, Scale, rescaled_model
+from pyro_dvi.laplace.evidence.tuning import TuningCurve, tune
 from pyro_dvi.laplace.fitted import Draws, Fitted
 from pyro_dvi.laplace.methods.dense import Dense
 from pyro_dvi.laplace.methods.posterior import LaplacePosterior, Method, check_method
@@ -226,9 +219,8 @@ class LaplaceGuide(ModeGuide):
         energy = self.energy(batches, subset=subset if fitted is None else fitted.layout.names)
         if fitted is not None:
             self.check_model(self._plain_model.get(), plates=True)
-        chosen = default_determinant(energy.layout.size) if determinant is None else determinant
-        known = () if fitted is None or determinant is not None else (fitted.posterior, fitted.data)
-        return log_evidence(energy, self._curvature, chosen, *known)
+        known = () if fitted is None else (fitted.posterior, fitted.data)
+        return log_evidence(energy, self._curvature, determinant, *known)
 
     @property
     def _curvature(self) -> PrecisionMatrix:
@@ -286,19 +278,12 @@ class LaplaceGuide(ModeGuide):
         check_method(chosen)
         check_choice("scale", scale, Scale, "PriorPrecision('net.0.*') or NoiseScale()")
         check_choice("criterion", criterion, Criterion, "ByEvidence() or ByValidation(batches)")
-        if values is None:
-            values = scale.grid()
         model, point = self._plain_model.get(), self._point_mass(batches)
         sites = scale.sites(point.energy(model, batches, subset))
         others = {name: factor for name, factor in self.scale_factors.items() if name not in sites}
         energy = replace(point, scale_factors=others).energy(model, batches, subset)
-        curve = tune(
-            Tuning(energy, scale, sites, chosen, seed),
-            criterion,
-            values=values,
-            refinements=refinements,
-            progress=progress,
-        )
+        candidates = Candidates(energy, scale, sites, chosen, seed)
+        curve = tune(candidates, criterion, values=values, refinements=refinements, progress=progress)
         self.scale_factors = {**others, **dict.fromkeys(sites, scale.factor(curve.best))}
         self.fit(batches, chosen, subset=subset, unconverged=unconverged, seed=seed, progress=progress)
         return curve

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from pyro_dvi.errors import ArgumentError, GuideError
 from pyro_dvi.laplace.energy.energy import Energy, Layout
 from pyro_dvi.laplace.energy.query import Query
-from pyro_dvi.laplace.evidence.tuning import rescaled_model
+from pyro_dvi.laplace.evidence.scales import rescaled_model
 from pyro_dvi.sites import sites_named
 
 __all__ = ["ModelReference", "PointMass"]

@@ -82,10 +82,11 @@ def _cholesky(matrix: Tensor, directions: Tensor) -> Tensor:
         return factor
     values, vectors = torch.linalg.eigh(0.5 * (matrix + matrix.mT))
     direction = directions @ vectors[:, 0]
-    error = NotPositiveDefiniteError(
-        f"block conjugate gradients met a direction d with d'A d / d'd = "
-        f"{float(values[0] / direction.square().sum()):.3g}. Reach a minimum first (minimise_newton), or use a "
-        "positive definite curvature; where the matrix is known to be positive, use float64."
+    curvature = float(values[0] / direction.square().sum())
+    raise NotPositiveDefiniteError(
+        f"block conjugate gradients met a direction d with d'A d / d'd = {curvature:.3g}. Reach a minimum first "
+        "(minimise_newton), or use a positive definite curvature; where the matrix is known to be positive, use "
+        "float64.",
+        direction=direction,
+        curvature=curvature,
     )
-    error.direction, error.curvature = direction, float(values[0] / direction.square().sum())
-    raise error

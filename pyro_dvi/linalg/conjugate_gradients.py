@@ -180,10 +180,10 @@ def _check_positive(d: Tensor, curvature: Tensor, rounding: Tensor) -> None:
         return
     row = int((curvature - rounding).argmin())
     quotient = float(curvature[row] / d[row].square().sum())
-    error = NotPositiveDefiniteError(
+    raise NotPositiveDefiniteError(
         f"conjugate gradients met a direction d with d'A d / d'd = {quotient:.3g}, which is not above the rounding "
         f"error of {d.dtype}. Reach a minimum first (minimise_newton), or use a positive definite curvature (the "
-        "Gauss-Newton matrix, a damped Hessian); where the matrix is known to be positive, use float64."
+        "Gauss-Newton matrix, a damped Hessian); where the matrix is known to be positive, use float64.",
+        direction=d[row].clone(),
+        curvature=quotient,
     )
-    error.direction, error.curvature = d[row].clone(), quotient
-    raise error

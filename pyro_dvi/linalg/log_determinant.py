@@ -85,12 +85,11 @@ class LogDeterminant:
     def _estimate(self) -> TraceEstimate:
         used = self.quadrature.nodes[self.quadrature.weights > 0] + self.shift
         if float(used.min()) <= 0:
-            error = NotPositiveDefiniteError(
+            raise NotPositiveDefiniteError(
                 f"log det(A + c I) with c = {self.shift:.6g}: an eigenvalue of A + c I is at most "
-                f"{float(used.min()):.3g}. Use a positive definite curvature, or shifted(c) with a larger c."
+                f"{float(used.min()):.3g}. Use a positive definite curvature, or shifted(c) with a larger c.",
+                curvature=float(used.min()),
             )
-            error.curvature = float(used.min())
-            raise error
         return self.quadrature.trace(lambda nodes: (nodes + self.shift).log())
 
 

@@ -29,7 +29,7 @@ from pyro_dvi.laplace import (
     TopEigen,
 )
 from pyro_dvi.laplace.energy.energy import Energy
-from pyro_dvi.laplace.evidence.tuning import Scale
+from pyro_dvi.laplace.evidence.scales import Scale
 from pyro_dvi.predictive import Linearised
 from tests.laplace.problems import LinearRegression, SineRegression, guide_at
 

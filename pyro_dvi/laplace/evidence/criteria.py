@@ -2,7 +2,8 @@
 """What makes one value of a scale better than another: the evidence, or predictions of data that were held out."""
 
 import math
-from collections.abc import Callable, Iterable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -11,78 +12,85 @@ import torch
 from pyro.distributions.util import scale_and_mask
 from torch import Tensor
 
-from pyro_dvi.choice import check_choice
-from pyro_dvi.errors import ArgumentError, DataError, NotPositiveDefiniteError, UnsupportedError
+from pyro_dvi.errors import ArgumentError, DataError, NotPositiveDefiniteError
 from pyro_dvi.handlers.log_joint import JointRun, run_joint
 from pyro_dvi.handlers.rescaled import rescaled
 from pyro_dvi.laplace.energy.batch_graph import BatchGraph
-from pyro_dvi.laplace.energy.energy import Energy, diagonal_of
+from pyro_dvi.laplace.energy.energy import Energy, LocalEnergy, diagonal_of
 from pyro_dvi.laplace.energy.passes import Passes
 from pyro_dvi.laplace.energy.query import Query
-from pyro_dvi.laplace.evidence.evidence import Determinant, check_untempered, default_determinant, free_terms
-from pyro_dvi.laplace.evidence.tuning import Criterion, Tuning
-from pyro_dvi.laplace.methods.posterior import LaplacePosterior
+from pyro_dvi.laplace.evidence.evidence import Determinant, check_untempered, chosen_determinant, free_terms
+from pyro_dvi.laplace.evidence.scales import Scale, rescaled_model
+from pyro_dvi.laplace.methods.posterior import LaplacePosterior, Method
 from pyro_dvi.laplace.outputs import GaussianOutputs
 from pyro_dvi.links import ClassLink, GaussHermite, NoiseLink, Probit
 from pyro_dvi.links.outputs import integrated
 from pyro_dvi.undisturbed import evaluating
 
-__all__ = ["ByEvidence", "ByValidation", "Candidates"]
+__all__ = ["ByEvidence", "ByValidation", "Candidates", "Criterion"]
 
 
+_ANOTHER = 4.0  # a value to compare with 1
+
+
+@dataclass(frozen=True)
 class Candidates:
-    r"""What depends on the value that is tuned, around a mode that does not.
+    r"""What depends on the value that is tuned, around a mode that does not; a criterion compares values by it.
 
     The model runs once for the priors of all values. The method fits once where its Gaussian, of precision
     :math:`G + \Pi`, can be made that of :math:`a G + \Pi_c`, and again for each value elsewhere.
 
-    Args:
-        tuning: what varies.
+    Attributes:
+        energy: U with value 1.
+        scale: what is tuned.
+        sites: the sites that change.
+        method: how the Gaussian is represented.
+        seed: of random numbers.
     """
 
-    def __init__(self, tuning: Tuning) -> None:
-        self.tuning = tuning
-        with torch.enable_grad():
-            self._values, self._run = tuning.energy.first_run(tuning.energy.start)
+    energy: Energy
+    scale: Scale
+    sites: Sequence[str]
+    method: Method
+    seed: int
 
-    def energy(self, value: float) -> Energy:
-        """Return U."""
-        return self.tuning.candidate(value)
+    def local(self, value: float) -> LocalEnergy:
+        """Return U with another value around the mode, which stays where it is."""
+        factors = dict.fromkeys(self.sites, self.scale.factor(value))
+        energy = self.energy.with_model(rescaled_model(self.energy.model, factors))
+        return energy.at(energy.start)
 
     def log_prior(self, value: float) -> float:
         """Return the log prior of the sites that vary."""
         with torch.enable_grad():
-            return free_terms(self._values, self._prior_run(value), self.tuning.energy.layout)
+            return free_terms(self._first[0], self._prior_run(value), self.energy.layout)
 
     def prior_diagonal(self, value: float) -> Tensor | None:
         """Return the prior precision [D]; None unless it is diagonal and positive."""
-        energy = self.tuning.energy
+        layout = self.energy.layout
         with torch.enable_grad():
-            graph = BatchGraph(self._values, self._prior_run(value))
+            graph = BatchGraph(self._first[0], self._prior_run(value))
 
             def product(vectors: Tensor) -> Tensor:
-                return energy.layout.flatten(graph.prior_hessian(energy.layout.split(vectors)))
+                return layout.flatten(graph.prior_hessian(layout.split(vectors)))
 
-            return diagonal_of(product, energy.start)
+            return diagonal_of(product, self.energy.start)
 
-    def prior_is_proportional(self, value: float = 4.0) -> bool:
-        """Whether all of the prior precision is multiplied by a number."""
-        before, after = self.prior_diagonal(1.0), self.prior_diagonal(value)
+    @cached_property
+    def prior_is_proportional(self) -> bool:
+        """Whether all of the prior precision is multiplied by a number, seen by another value."""
+        before, after = self.prior_diagonal(1.0), self.prior_diagonal(_ANOTHER)
         if before is None or after is None:
             return False
-        return _close(after, self.tuning.scale.proportions(value)[1] * before)
+        return _close(after, self.scale.proportions(_ANOTHER)[1] * before)
 
     @cached_property
     def likelihood_is_proportional(self) -> bool:
         """Whether the likelihood's part of P is multiplied by a number, seen by one product."""
-        value = 4.0
-        factor = self.tuning.scale.proportions(value)[0]
+        factor = self.scale.proportions(_ANOTHER)[0]
         if factor == 1:
             return True  # the scale of a prior, which is no part of the likelihood
-        before, after = (
-            self._likelihood_product(energy) for energy in (self.energy(1.0), self.energy(value))
-        )
-        return _close(after, factor * before)
+        return _close(self._likelihood_product(_ANOTHER), factor * self._likelihood_product(1.0))
 
     def posterior(self, value: float) -> LaplacePosterior:
         """Return the Gaussian.
@@ -93,47 +101,59 @@ class Candidates:
         if self._fitted is not None and self.likelihood_is_proportional:
             prior = self.prior_diagonal(value)
             if prior is not None:
-                try:
-                    return self._fitted.reweighted(self.tuning.scale.proportions(value)[0], prior)
-                except UnsupportedError:
-                    pass
-        candidate = self.energy(value)
-        return self.tuning.method.fit(candidate.at(candidate.start), seed=self.tuning.seed)
+                found = self._fitted.reweighted(self.scale.proportions(value)[0], prior)
+                if found is not None:
+                    return found
+        return self.method.fit(self.local(value), seed=self.seed)
+
+    @cached_property
+    def _first(self) -> tuple[list[Tensor], JointRun]:
+        with torch.enable_grad():
+            return self.energy.first_run(self.energy.start)
 
     @cached_property
     def _fitted(self) -> LaplacePosterior | None:
         """The Gaussian of value 1, if it exists and can become that of another."""
-        method, energy = self.tuning.method, self.tuning.energy
-        if not method.reweights:
+        if not self.method.reweights:
             return None
         try:
-            return method.fit(energy.at(energy.start), seed=self.tuning.seed)
+            return self.method.fit(self.energy.at(self.energy.start), seed=self.seed)
         except NotPositiveDefiniteError:
             return None
 
     def _prior_run(self, value: float) -> JointRun:
         """The run with other scales: values of sites are given, so that only their own densities change."""
-        terms = dict(self._run.log_priors)
-        factor = self.tuning.scale.factor(value)
-        for name in self.tuning.sites:
+        _, run = self._first
+        terms = dict(run.log_priors)
+        factor = self.scale.factor(value)
+        for name in self.sites:
             if factor != 1 and name in terms:
-                node = self._run.trace.nodes[name]
+                node = run.trace.nodes[name]
                 log_prob = rescaled(name, node["fn"], factor).log_prob(node["value"])
                 # Of real numbers, which need no transform.
                 terms[name] = scale_and_mask(log_prob, node["scale"], node["mask"]).sum()
-        return replace(self._run, log_priors=terms)
+        return replace(run, log_priors=terms)
 
-    def _likelihood_product(self, energy: Energy) -> Tensor:
-        local = energy.at(energy.start)
-        probe = torch.randn(local.point.shape, generator=torch.Generator().manual_seed(0)).to(local.point)[
-            None
-        ]
-        return self.tuning.method.curvature.product(local, probe) - local.prior_hessian(probe)
+    def _likelihood_product(self, value: float) -> Tensor:
+        local = self.local(value)
+        probe = torch.randn(1, len(local.point), generator=torch.Generator().manual_seed(0)).to(local.point)
+        return self.method.curvature.product(local, probe) - local.prior_hessian(probe)
 
 
 def _close(found: Tensor, expected: Tensor) -> bool:
     tolerance = math.sqrt(torch.finfo(found.dtype).eps)
     return float((found - expected).norm()) <= tolerance * float(expected.norm())
+
+
+class Criterion(ABC):
+    """What makes one value better than another."""
+
+    @abstractmethod
+    def score(self, candidates: Candidates) -> Callable[[float], float]:
+        """Return the function of the value that is to be as large as possible.
+
+        It raises ``NotPositiveDefiniteError`` for a value without a Gaussian.
+        """
 
 
 @dataclass(frozen=True)
@@ -162,47 +182,40 @@ class ByEvidence(Criterion):
 
     determinant: Determinant | None = None
 
-    def score(self, tuning: Tuning) -> Callable[[float], float]:
+    def score(self, candidates: Candidates) -> Callable[[float], float]:
         """Return the log evidence in nats."""
-        energy = tuning.energy
+        energy = candidates.energy
         check_untempered(energy)
-        candidates = Candidates(tuning)
         log_determinant = self._log_determinant(candidates)
-        likelihood_changes = tuning.scale.proportions(2.0)[0] != 1
+        likelihood_changes = candidates.scale.proportions(2.0)[0] != 1
         log_likelihood = float(energy.log_joint(energy.start)[0])
         constant = 0.5 * energy.layout.size * math.log(2 * math.pi)
 
         def score(value: float) -> float:
             fit = log_likelihood
             if likelihood_changes:
-                fit = float(candidates.energy(value).log_joint(energy.start)[0])
+                fit = float(candidates.local(value).energy.log_joint(energy.start)[0])
             return fit + candidates.log_prior(value) + constant - 0.5 * log_determinant(value)
 
         return score
 
     def _log_determinant(self, candidates: Candidates) -> Callable[[float], float]:
-        tuning = candidates.tuning
-        if self.determinant is None and not tuning.method.exact:
+        energy, method = candidates.energy, candidates.method
+        if self.determinant is None and not method.exact:
             return lambda value: float(candidates.posterior(value).log_determinant())
-        energy, curvature = tuning.energy, tuning.method.curvature
-        determinant = (
-            default_determinant(energy.layout.size) if self.determinant is None else self.determinant
-        )
-        check_choice("determinant", determinant, Determinant, "Exactly() or ByLanczos()")
-        spectrum = determinant.spectrum(energy.at(energy.start), curvature)
-        proportional = (
+        determinant = chosen_determinant(self.determinant, energy.layout.size)
+        spectrum = determinant.spectrum(energy.at(energy.start), method.curvature)
+        if (
             spectrum.log_prior_determinant is not None
-            and candidates.prior_is_proportional()
+            and candidates.prior_is_proportional
             and candidates.likelihood_is_proportional
-        )
+        ):
+            return lambda value: spectrum.log_determinant(*candidates.scale.proportions(value)).value
 
-        def of(value: float) -> float:
-            if proportional:
-                return spectrum.log_determinant(*tuning.scale.proportions(value)).value
-            candidate = candidates.energy(value)
-            return determinant.spectrum(candidate.at(candidate.start), curvature).log_determinant().value
+        def of_candidate(value: float) -> float:
+            return determinant.spectrum(candidates.local(value), method.curvature).log_determinant().value
 
-        return of
+        return of_candidate
 
 
 @dataclass(frozen=True)
@@ -248,20 +261,19 @@ class ByValidation(Criterion):
     num_points: int = 256
     site: str | None = None
 
-    def score(self, tuning: Tuning) -> Callable[[float], float]:
+    def score(self, candidates: Candidates) -> Callable[[float], float]:
         """Return the mean log predictive density as a function of the value."""
-        passes = Passes(self.batches, tuning.energy.start.device)
-        candidates = Candidates(tuning)
+        passes = Passes(self.batches, candidates.energy.start.device)
 
         def score(value: float) -> float:
-            candidate, posterior = candidates.energy(value), candidates.posterior(value)
+            energy, posterior = candidates.local(value).energy, candidates.posterior(value)
             total, count = 0.0, 0
             for args, kwargs in passes:
                 if kwargs:
                     raise ArgumentError(
                         "validation batches are tuples of positional arguments, such as (x, y), not mappings"
                     )
-                log_density = self._log_density(candidate, args, posterior)
+                log_density = self._log_density(energy, args, posterior)
                 total, count = total + float(log_density.sum()), count + log_density.numel()
             return total / count
 

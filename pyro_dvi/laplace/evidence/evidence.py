@@ -29,7 +29,7 @@ __all__ = [
     "Exactly",
     "Spectrum",
     "check_untempered",
-    "default_determinant",
+    "chosen_determinant",
     "free_terms",
     "log_evidence",
 ]
@@ -57,30 +57,24 @@ class Spectrum:
     def log_determinant(self, likelihood: float = 1.0, prior: float = 1.0) -> TraceEstimate:
         """Return log det(likelihood * G + prior * D).
 
+        Factors other than 1 need a positive diagonal D.
+
         Raises:
             NotPositiveDefiniteError: it has an eigenvalue that is not positive.
-            ArgumentError: D is no positive diagonal, and a factor is not 1.
         """
-        if self.log_prior_determinant is None:
-            if likelihood != 1 or prior != 1:
-                raise ArgumentError(
-                    "the prior precision is no positive diagonal, so its eigenvalues do not scale"
-                )
-            found = LogDeterminant(self.quadrature)
-            offset = 0.0
-        else:
-            found = LogDeterminant(self.quadrature).shifted(prior / likelihood)
+        shift, offset = 0.0, 0.0
+        if self.log_prior_determinant is not None:
+            shift = prior / likelihood
             offset = self.log_prior_determinant + self.quadrature.dim * math.log(likelihood)
+        found = LogDeterminant(self.quadrature, shift)
         try:
-            value, error = found.value + offset, found.standard_error
-        except NotPositiveDefiniteError as reason:
-            error_ = NotPositiveDefiniteError(
+            return TraceEstimate(found.value + offset, 0.0 if self.exact else found.standard_error)
+        except NotPositiveDefiniteError as error:
+            raise NotPositiveDefiniteError(
                 "the precision is not positive definite, so that its log determinant does not exist: run "
-                "guide.polish(batches), or use curvature=GGN()"
-            )
-            error_.curvature = reason.curvature
-            raise error_ from reason
-        return TraceEstimate(value, 0.0 if self.exact else error)
+                "guide.polish(batches), or use curvature=GGN()",
+                curvature=error.curvature,
+            ) from error
 
 
 class Determinant(ABC):
@@ -179,9 +173,16 @@ class ByLanczos(Determinant):
         return _joined(parts)
 
 
-def default_determinant(size: int) -> Determinant:
-    """Return the exact way where it costs no more than the other."""
-    return Exactly() if size <= _EXACT_SIZE else ByLanczos()
+def chosen_determinant(given: Determinant | None, size: int) -> Determinant:
+    """Return what was given; by default the exact way where it costs no more than the other.
+
+    Raises:
+        ArgumentError: something else than an object was given.
+    """
+    if given is None:
+        return Exactly() if size <= _EXACT_SIZE else ByLanczos()
+    check_choice("determinant", given, Determinant, "Exactly() or ByLanczos()")
+    return given
 
 
 def _joined(parts: list[SpectralQuadrature]) -> SpectralQuadrature:
@@ -250,7 +251,7 @@ class Evidence:
 def log_evidence(
     energy: Energy,
     curvature: PrecisionMatrix,
-    determinant: Determinant,
+    determinant: Determinant | None,
     posterior: LaplacePosterior | None = None,
     data: float | None = None,
 ) -> Evidence:
@@ -262,7 +263,7 @@ def log_evidence(
     Args:
         energy: U around the mode.
         curvature: the precision.
-        determinant: how its log determinant is found, unless the posterior knows it.
+        determinant: how its log determinant is found; None: by the posterior, or by :func:`chosen_determinant`.
         posterior: the Gaussian of a fit; its own log determinant is taken where it has one, which is as good as its
             approximation of P.
         data: checksum of the batches of that fit; with others the posterior is of no use.
@@ -271,19 +272,19 @@ def log_evidence(
         ArgumentError: ``kl_weight`` is not 1.
         NotPositiveDefiniteError: the precision is not positive definite.
     """
-    check_choice("determinant", determinant, Determinant, "Exactly() or ByLanczos()")
     check_untempered(energy)
     log_likelihood = float(energy.log_joint(energy.start)[0])
     found, source = None, ""
-    if posterior is not None and same_data(data, energy.passes.checksum):
+    if determinant is None and posterior is not None and same_data(data, energy.passes.checksum):
         try:
             found = TraceEstimate(float(posterior.log_determinant()), 0.0)
             source = type(posterior).__name__
         except UnsupportedError:
             pass
     if found is None:
-        found = determinant.spectrum(energy.at(energy.start), curvature).log_determinant()
-        source = "exact" if determinant.exact else repr(determinant)
+        chosen = chosen_determinant(determinant, energy.layout.size)
+        found = chosen.spectrum(energy.at(energy.start), curvature).log_determinant()
+        source = "exact" if chosen.exact else repr(chosen)
     with torch.enable_grad():
         log_prior = free_terms(*energy.first_run(energy.start), energy.layout)
     size = energy.layout.size

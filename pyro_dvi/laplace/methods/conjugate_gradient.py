@@ -98,12 +98,13 @@ class PrecisionSolver:
         try:
             x, found = self._solve(rhs, tolerance)
         except NotPositiveDefiniteError as error:
-            translated = NotPositiveDefiniteError(
-                f"{self.curvature!r} has curvature {error.curvature:.3g} along a direction: the mode is no minimum, or "
-                "the prior does not determine every latent. Run guide.polish(batches), use curvature=GGN(), or float64."
-            )
-            translated.direction, translated.curvature = error.direction, error.curvature
-            raise translated from error
+            raise NotPositiveDefiniteError(
+                f"{self.curvature!r} has curvature {error.curvature:.3g} along a direction: the mode is no minimum, "
+                "or the prior does not determine every latent. Run guide.polish(batches), use curvature=GGN(), or "
+                "float64.",
+                direction=error.direction,
+                curvature=error.curvature,
+            ) from error
         if not found.converged:
             worst = float(found.residuals.max())
             raise NotConvergedError(

@@ -100,9 +100,9 @@ class DensePosterior(LaplacePosterior):
     def marginal_variance(self) -> Tensor:
         return torch.cholesky_inverse(self.factor).diagonal()
 
-    def reweighted(self, likelihood: float, prior: Tensor) -> "DensePosterior":
+    def reweighted(self, likelihood: float, prior: Tensor) -> "DensePosterior | None":
         if self.prior is None:
-            return super().reweighted(likelihood, prior)  # type: ignore[return-value]
+            return None
         precision = likelihood * self.precision
         precision.diagonal().add_(prior - likelihood * self.prior)
         return DensePosterior(self.mode, precision, prior)

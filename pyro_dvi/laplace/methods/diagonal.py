@@ -102,9 +102,9 @@ class DiagonalPosterior(LaplacePosterior):
     def marginal_variance(self) -> Tensor:
         return 1 / self.precision
 
-    def reweighted(self, likelihood: float, prior: Tensor) -> "DiagonalPosterior":
+    def reweighted(self, likelihood: float, prior: Tensor) -> "DiagonalPosterior | None":
         if self.prior is None:
-            return super().reweighted(likelihood, prior)  # type: ignore[return-value]
+            return None
         precision = likelihood * (self.precision - self.prior) + prior
         if not bool((precision > 0).all()):
             raise NotPositiveDefiniteError(

@@ -320,14 +320,14 @@ class KroneckerPosterior(LaplacePosterior):
             layer.put(found, layer.variance())
         return found
 
-    def reweighted(self, likelihood: float, prior: Tensor) -> "KroneckerPosterior":
+    def reweighted(self, likelihood: float, prior: Tensor) -> "KroneckerPosterior | None":
         if self.prior is None:
-            return super().reweighted(likelihood, prior)  # type: ignore[return-value]
+            return None
         blocks = []
         for layer in self._layers:
             factor = common_ratio(layer.get(prior), layer.get(self.prior))
             if factor is None:  # the eigenvectors are others then
-                return super().reweighted(likelihood, prior)  # type: ignore[return-value]
+                return None
             blocks.append(layer.reweighted(likelihood, factor).state())
         diagonal = likelihood * (self.diagonal - self.prior) + prior
         return KroneckerPosterior(self.mode, diagonal, blocks, prior)

@@ -141,18 +141,17 @@ class LaplacePosterior(NamedInFiles):
             "PosteriorSamples(n)"
         )
 
-    def reweighted(self, likelihood: float, prior: Tensor) -> "LaplacePosterior":
-        r"""Return the Gaussian of precision :math:`a G + \Pi_c` in place of :math:`G + \Pi`.
+    def reweighted(self, likelihood: float, prior: Tensor) -> "LaplacePosterior | None":
+        r"""Return the Gaussian of precision :math:`a G + \Pi_c` in place of :math:`G + \Pi`; None: it takes a fit.
 
         Args:
             likelihood: a, positive.
             prior: the diagonal of :math:`\Pi_c`, positive, [D].
 
         Raises:
-            UnsupportedError: it takes another fit.
             NotPositiveDefiniteError: that precision is not positive definite.
         """
-        raise UnsupportedError(f"{type(self).__name__} has to be fitted again for another prior")
+        return None
 
     def log_determinant(self) -> Tensor:
         """Return log det P, a scalar.

@@ -88,12 +88,12 @@ class TopEigen(Method):
                 "smaller k, or a larger tolerance"
             )
         if not bool((found.values > -1).all()):
-            error = NotPositiveDefiniteError(
-                f"{self.curvature!r} has curvature {1 + float(found.values.min()):.3g} times the prior's along a "
-                "direction: the mode is no minimum. Run guide.polish(batches), or use curvature=GGN()."
+            lowest = 1 + float(found.values.min())
+            raise NotPositiveDefiniteError(
+                f"{self.curvature!r} has curvature {lowest:.3g} times the prior's along a direction: the mode is no "
+                "minimum. Run guide.polish(batches), or use curvature=GGN().",
+                curvature=lowest,
             )
-            error.curvature = 1 + float(found.values.min())
-            raise error
         return TopEigenPosterior(local.point, prior, found.values, found.vectors)
 
 
@@ -128,10 +128,10 @@ class TopEigenPosterior(LaplacePosterior):
     def marginal_variance(self) -> Tensor:
         return (1 - self._kept() @ self.vectors.square()) / self.prior
 
-    def reweighted(self, likelihood: float, prior: Tensor) -> "TopEigenPosterior":
+    def reweighted(self, likelihood: float, prior: Tensor) -> "TopEigenPosterior | None":
         factor = common_ratio(prior, self.prior)
         if factor is None:  # the directions are others then
-            return super().reweighted(likelihood, prior)  # type: ignore[return-value]
+            return None
         values = self.values * (likelihood / factor)
         if not bool((values > -1).all()):
             raise NotPositiveDefiniteError(
