@@ -18,6 +18,7 @@ from pyro_dvi.errors import DataError, GuideError, ModelError
 from pyro_dvi.handlers.means import PosteriorMeans
 from pyro_dvi.training.random_state import preserve_random_state
 from pyro_dvi.training.routes import Route
+from pyro_dvi.undisturbed import modules_met
 
 __all__ = ["BatchNormStatistics", "recompute_batch_norm"]
 
@@ -41,11 +42,6 @@ class BatchNormStatistics:
     def __post_init__(self) -> None:
         if self.num_batches is not None:
             check_count("BatchNormStatistics: num_batches", self.num_batches)
-
-    @classmethod
-    def of(cls, given: "bool | BatchNormStatistics") -> "BatchNormStatistics | None":
-        """Turn what :func:`~pyro_dvi.training.fit` accepts into statistics, or None where they stay as they are."""
-        return (cls() if given else None) if isinstance(given, bool) else given
 
     def recompute(self, route: Route, loader: Iterable[Any], device: torch.device | None) -> None:
         """Recompute the statistics of what is being trained, without a trace in its random numbers."""
@@ -133,7 +129,7 @@ def _cumulative_statistics(parts: tuple[Any, ...], found: dict[int, _BatchNorm])
     modes: dict[int, tuple[nn.Module, bool]] = {}
     before: dict[int, tuple[float | None, dict[str, torch.Tensor]]] = {}
 
-    def meet(module: nn.Module, _inputs: object) -> None:
+    def meet(module: nn.Module) -> None:
         if id(module) not in modes:
             modes[id(module)] = (module, module.training)
             module.training = False
@@ -149,18 +145,17 @@ def _cumulative_statistics(parts: tuple[Any, ...], found: dict[int, _BatchNorm])
         if isinstance(part, nn.Module):
             modes.update({id(module): (module, module.training) for module in part.modules()})
             part.eval()
-    hook = nn.modules.module.register_module_forward_pre_hook(meet)
-    failed = True
     try:
-        yield
-        failed = False
-    finally:
-        hook.remove()
+        with modules_met(meet):
+            yield
+    except BaseException:
         for key, module in found.items():
-            module.momentum, copies = before[key]
-            if failed:
-                for name, buffer in module.named_buffers(recurse=False):
-                    buffer.copy_(copies[name])
+            for name, buffer in module.named_buffers(recurse=False):
+                buffer.copy_(before[key][1][name])
+        raise
+    finally:
+        for key, module in found.items():
+            module.momentum = before[key][0]
         for module_, training in modes.values():
             module_.training = training
 

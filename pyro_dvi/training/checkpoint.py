@@ -41,11 +41,6 @@ class Checkpoint:
     def __post_init__(self) -> None:
         check_count("Checkpoint: every", self.every)
 
-    @classmethod
-    def of(cls, given: "Checkpoint | str | os.PathLike[str]") -> "Checkpoint":
-        """Turn what :func:`~pyro_dvi.training.fit` accepts into a checkpoint."""
-        return given if isinstance(given, Checkpoint) else cls(given)
-
     def check_covers(self, called: Iterable[nn.Module]) -> None:
         """Refuse modules with buffers that a model which is a function calls, and which the file would not hold.
 

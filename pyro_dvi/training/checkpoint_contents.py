@@ -104,7 +104,7 @@ class Contents:
             GuideError: if Pyro's store holds parameters of another guide under the same names.
         """
         route = self.route
-        weight, optimizer = saved["elbo"].get("kl_weight"), saved["optimizer"]["type"]
+        weight, optimizer = saved["elbo"]["kl_weight"], saved["optimizer"]["type"]
         own_weight = _kl_weight(route.elbo)
         pairs = {
             "": (saved["route"], route.kind),
@@ -135,7 +135,7 @@ class Contents:
             CheckpointError: if it does not fit them after all; model and guide are then as they were.
         """
         route = self.route
-        stored = saved.get("fingerprint")  # as "unfinished", not in version 1 of the format
+        stored = saved["fingerprint"]
         fingerprint = None if stored is None else Fingerprint(**stored)
         self._initialise(fingerprint, example)
         self._load_weights(saved, fingerprint)
@@ -154,7 +154,7 @@ class Contents:
         if self.lr_schedule is not None:
             self.lr_schedule.load_state_dict(saved["lr_schedule"])
         history = History() if saved["history"] is None else History.from_dict(saved["history"])
-        history.best_weights, history.unfinished = saved["best_weights"], saved.get("unfinished")
+        history.best_weights, history.unfinished = saved["best_weights"], saved["unfinished"]
         history.fingerprint = fingerprint
         return history
 
@@ -177,10 +177,7 @@ class Contents:
         """Load modules and Pyro's store; back to what they were if the model then says something else than before."""
         route, modules, states, stored = self.route, self.modules, saved["states"], saved["store"]
         if "guide" in modules and next(modules["guide"].parameters(), None) is not None:
-            own = modules["guide"].state_dict()
-            if saved["version"] == 1 and "_extra_state" not in states["guide"]:
-                own.pop("_extra_state", None)  # the rule of prediction, which those files do not hold
-            _check_state("guide", own, states["guide"])
+            _check_state("guide", modules["guide"].state_dict(), states["guide"])
         store = pyro.get_param_store()
         existing = {name: value for name, value in store.named_parameters() if name in stored["params"]}
         _check_state("parameter store", existing, {name: stored["params"][name] for name in existing})

@@ -17,13 +17,14 @@ from pyro_dvi.errors import CheckpointError
 
 __all__ = ["first_line", "read_file", "write_file"]
 
-_FORMAT, _VERSION = "pyro_dvi checkpoint", 2
+_FORMAT, _VERSION = "pyro_dvi checkpoint", 1
 _ENTRIES = {
-    "": "version route guide states store elbo optimizer lr_schedule random history best_weights",
+    "": "version route guide states store elbo optimizer lr_schedule random history best_weights unfinished "
+    "fingerprint",
     "store": "params constraints aliases",
-    "elbo": "type state",
+    "elbo": "type state kl_weight",
     "optimizer": "type state",
-    "random": "torch numpy python loaders",
+    "random": "torch accelerators numpy python loaders",
     "history": "epochs steps stopped best_epoch",
 }
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training that is interrupted: signals wait until a step is done, and an epoch goes on where it stopped."""
 
-import math
 import signal
 import threading
 import warnings
@@ -11,9 +10,10 @@ from itertools import islice
 from types import FrameType
 from typing import Any
 
+import numpy as np
 import torch
 
-from pyro_dvi.batches import tensors_in
+from pyro_dvi.batches import is_strided, tensors_in
 from pyro_dvi.errors import CheckpointError, DviWarning
 from pyro_dvi.training.history import History
 from pyro_dvi.training.random_state import random_state, restore_random_state
@@ -140,9 +140,7 @@ def _sums(batch: Any) -> list[float]:
     """Shape and weighted sum of every plain tensor of a batch; the weights tell orders of rows apart."""
     found: list[float] = []
     for value in tensors_in(batch):
-        if value.layout == torch.strided and not (
-            value.is_nested or value.is_complex() or value.is_quantized
-        ):
+        if is_strided(value) and not (value.is_complex() or value.is_quantized):
             flat = value.detach().cpu().double().nan_to_num(0.0, 0.0, 0.0).flatten()
             weights = torch.linspace(1, 2, len(flat), dtype=flat.dtype, device=flat.device)
             found += [*value.shape, float(flat @ weights)]
@@ -151,5 +149,4 @@ def _sums(batch: Any) -> list[float]:
 
 def _alike(first: list[float], second: list[float]) -> bool:
     # Another processor rounds otherwise.
-    pairs = zip(first, second, strict=False)
-    return len(first) == len(second) and all(math.isclose(a, b, rel_tol=1e-6, abs_tol=1e-9) for a, b in pairs)
+    return len(first) == len(second) and np.allclose(first, second, rtol=1e-6, atol=1e-9)

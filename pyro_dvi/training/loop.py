@@ -36,8 +36,6 @@ from pyro_dvi.training.validation import training_mode, validation_metrics
 
 __all__ = ["TrainingState", "fit"]
 
-_TERMS = ("log_likelihood", "penalty", "kl", "kl_weight")
-
 
 @dataclass
 class TrainingState:
@@ -175,8 +173,8 @@ def fit(
         callbacks=callbacks,
         learning_rate=Schedule(route, lr_schedule),
         early_stopping=early_stopping,
-        statistics=BatchNormStatistics.of(recompute_batch_norm),
-        checkpoint=None if checkpoint is None else Checkpoint.of(checkpoint),
+        statistics=BatchNormStatistics() if recompute_batch_norm is True else recompute_batch_norm or None,
+        checkpoint=Checkpoint(checkpoint) if isinstance(checkpoint, (str, os.PathLike)) else checkpoint,
         device=None if device is None else torch.device(device),
         history=History() if history is None else history,
     )
@@ -343,7 +341,8 @@ class _Run:
             raise diverged from error
         row = {"epoch": float(epoch), "step": float(self.history.step + 1), "loss": loss}
         terms = getattr(self.route.elbo, "terms", {})
-        row |= {name: float(terms[name]) for name in _TERMS if name in terms}
+        kinds = ("log_likelihood", "penalty", "kl", "kl_weight")
+        row |= {name: float(terms[name]) for name in kinds if name in terms}
         row["lr"] = self.route.learning_rate()
         self.history.steps.append(**row)
         self.replay.note_used()

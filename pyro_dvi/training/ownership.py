@@ -67,8 +67,13 @@ def check_parameters(route: Route) -> None:
     for name, tensor in route.parameters().items():
         owner = _owner_of(tensor)
         if not any(owner is one for one in own):
+            which = (
+                type(owner).__name__
+                if isinstance(owner, nn.Module)
+                else f"function {getattr(owner, '__name__', owner)!r}"
+            )
             raise GuideError(
-                f"Parameter {name!r} belongs to another {_describe(owner)} that was trained before; "
+                f"Parameter {name!r} belongs to another {which} that was trained before; "
                 f"training here would change it as well. {_WAY_OUT}"
             )
 
@@ -124,11 +129,3 @@ def _supplanted(part: nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
 def _owner_of(parameter: Tensor) -> Any:
     owner = _owners.get(parameter)
     return None if owner is None else owner()
-
-
-def _describe(owner: Any) -> str:
-    return (
-        f"{type(owner).__name__}"
-        if isinstance(owner, nn.Module)
-        else f"function {getattr(owner, '__name__', owner)!r}"
-    )

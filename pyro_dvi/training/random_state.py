@@ -4,6 +4,7 @@
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -25,11 +26,7 @@ def random_state(*loaders: Any) -> dict[str, Any]:
     return {
         "torch": torch.get_rng_state(),
         "accelerators": {str(device): state_of(device)[0]() for device in accelerators()},
-        "numpy": (
-            str(kind),
-            torch.from_numpy(np.asarray(keys, dtype=np.int64)),
-            *(_number(value) for value in rest),
-        ),
+        "numpy": (kind, torch.from_numpy(keys.astype(np.int64)), *rest),
         "python": random.getstate(),
         "loaders": [generator.get_state() for generator in _generators(loaders)],
     }
@@ -58,11 +55,9 @@ def restore_random_state(state: dict[str, Any], *loaders: Any) -> None:
     """
     check_generators(state, *loaders)
     torch.set_rng_state(state["torch"].cpu())
-    older = {f"cuda:{k}": entry for k, entry in enumerate(state.get("cuda", []))}  # files of version 1
-    states = state.get("accelerators", older)
     for device in accelerators():
-        if str(device) in states:
-            state_of(device)[1](states[str(device)].cpu())
+        if str(device) in state["accelerators"]:
+            state_of(device)[1](state["accelerators"][str(device)].cpu())
     kind, keys, *rest = state["numpy"]
     np.random.set_state((kind, keys.cpu().numpy().astype(np.uint32), *rest))
     version, internal, gauss = state["python"]
@@ -91,18 +86,11 @@ def preserve_random_state(*loaders: Any) -> Iterator[None]:
 def _generators(loaders: tuple[Any, ...]) -> list[torch.Generator]:
     found: dict[int, torch.Generator] = {}
     for loader in loaders:
-        batch_sampler = getattr(loader, "batch_sampler", None)
-        for holder in (
-            loader,
-            getattr(loader, "sampler", None),
-            batch_sampler,
-            getattr(batch_sampler, "sampler", None),
-        ):
-            generator = getattr(holder, "generator", None)
+        for holder in ("", "sampler.", "batch_sampler.", "batch_sampler.sampler."):
+            try:
+                generator = attrgetter(f"{holder}generator")(loader)
+            except AttributeError:
+                continue
             if isinstance(generator, torch.Generator):
                 found.setdefault(id(generator), generator)
     return list(found.values())
-
-
-def _number(value: Any) -> int | float:
-    return float(value) if isinstance(value, (float, np.floating)) else int(value)

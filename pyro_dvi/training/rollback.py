@@ -12,6 +12,7 @@ from torch import linalg
 from pyro_dvi.batches import non_finite_inputs
 from pyro_dvi.errors import NonFiniteError, PyroDviError
 from pyro_dvi.handlers.explained import non_finite
+from pyro_dvi.training.checkpoint_file import first_line
 from pyro_dvi.training.history import History
 from pyro_dvi.training.random_state import preserve_random_state
 from pyro_dvi.training.routes import Route
@@ -82,7 +83,7 @@ class Rollback:
         ours = isinstance(error, PyroDviError) and bool(self.snapshots)
         inputs = non_finite_inputs(args, kwargs) if diverged or not ours else []
         certain = bool(diverged or inputs or non_finite_tensors(self.route))
-        if not certain and not _may_be_divergence(error):
+        if not certain and (isinstance(error, PyroDviError) or not isinstance(error, _NUMERICAL)):
             return None
         finding = f"{_sentence(error)} {_diagnosis(self.route, args, kwargs)}"  # before weights are touched
         if not certain and self._is_finite(args, kwargs):
@@ -192,17 +193,13 @@ def _largest(route: Route) -> str:
     )
 
 
-def _may_be_divergence(error: Exception) -> bool:
-    return isinstance(error, _NUMERICAL) and not isinstance(error, PyroDviError)
-
-
 def _shortened(names: list[str], limit: int = 5) -> str:
     rest = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + rest
 
 
 def _sentence(error: BaseException) -> str:
-    text = (str(error) or type(error).__name__).strip().splitlines()[0]
+    text = first_line(error)
     # Messages of our own may begin anywhere in a sentence; others stay as their authors wrote them.
     start = text[:1].upper() if isinstance(error, PyroDviError) else text[:1]
     return start + text[1:] + ("" if text.endswith(".") else ".")

@@ -6,9 +6,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from pyro_dvi.batches import batches
+from pyro_dvi.batches import batches, with_rows
 from pyro_dvi.errors import ArgumentError, DataError
 from pyro_dvi.training.random_state import preserve_random_state
 from pyro_dvi.training.routes import Route
@@ -33,7 +33,8 @@ def validation_metrics(
             return _as_metrics(validate())
         total = weight = 0.0
         for args, kwargs in batches(validate, device):
-            size = _size(args, kwargs)
+            rows = with_rows((*args, *kwargs.values()))
+            size = 1 if rows is None else len(rows)
             total, weight = total + size * route.evaluate(args, kwargs), weight + size
         if not weight:
             raise DataError("validate: the loader yielded no batch.")
@@ -81,9 +82,3 @@ def _as_metrics(result: Any) -> dict[str, float]:
         raise ArgumentError(
             f"validate must return a number or a mapping from names to numbers, got {type(result).__name__} ({error})."
         ) from error
-
-
-def _size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    return next(
-        (len(value) for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.dim()), 1
-    )

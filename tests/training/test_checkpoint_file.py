@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The file of a checkpoint: safe to load, found out where it is damaged, and read as the first version wrote it."""
+"""The file of a checkpoint: safe to load, and found out where it is damaged."""
 
 import pickle
 import random
@@ -12,14 +12,11 @@ import torch
 from pyro_dvi.errors import CheckpointError
 from pyro_dvi.training import fit, load, save
 from tests.training.problems import (
-    BOTH,
     FunctionalProblem,
     fresh_start,
-    same,
     sequence,
     shuffled,
     svi_of,
-    weights_of,
 )
 
 
@@ -61,20 +58,3 @@ def test_a_bit_that_flips_anywhere_in_a_tensor_is_found(tmp_path, checksums):
             load(tmp_path / "run.pt", svi, example=sequence()[0])
     (tmp_path / "run.pt").write_bytes(sound)
     load(tmp_path / "run.pt", svi)
-
-
-@BOTH
-@pytest.mark.parametrize("looked", [False, True], ids=["fresh guide", "guide with parameters"])
-def test_files_of_the_first_version_are_read(method, looked, tmp_path):
-    svi = svi_of(method)
-    fit(svi, sequence(), 1, checkpoint=tmp_path / "old.pt", progress=False)
-    content = torch.load(tmp_path / "old.pt", weights_only=True)
-    content["states"]["guide"].pop("_extra_state", None)
-    old = {k: v for k, v in content.items() if k not in ("unfinished", "fingerprint")}
-    torch.save({**old, "version": 1}, tmp_path / "old.pt")
-    fresh_start()
-    again = svi_of(method, seed=3)
-    if looked:
-        again.guide(*sequence()[0])
-    assert load(tmp_path / "old.pt", again, example=sequence()[0]).epoch == 1
-    assert same(weights_of(again), weights_of(svi))

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What training needs of a model, a guide, an ELBO and an optimizer, however they come."""
 
+import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -293,7 +294,7 @@ def finite(loss: Any) -> float:
             "one. Write the loop over svi.step yourself."
         )
     value = float(loss)
-    if value != value or value in (float("inf"), float("-inf")):
+    if not math.isfinite(value):
         raise NonFiniteLossError(f"the loss is {value}")
     return value
 
