@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["accelerators", "forked", "state_of", "widest"]
+__all__ = ["accelerators", "forked", "seeder", "state_of", "widest"]
 
 
 def accelerators() -> list[torch.device]:
@@ -51,6 +51,15 @@ def forked(*devices: torch.device | None) -> Iterator[None]:
     finally:
         for (_, put), state in zip(generators, before, strict=True):
             put(state)
+
+
+def seeder() -> Callable[[int], Any]:
+    """Return what seeds all global generators.
+
+    Where there is no accelerator this is not ``torch.manual_seed``, which notes down the seed for one, with a stack
+    trace; that takes longer than a small model.
+    """
+    return torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed
 
 
 def widest(device: torch.device) -> torch.dtype:

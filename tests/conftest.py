@@ -12,7 +12,7 @@ import pyro
 import pytest
 import torch
 
-from pyro_dvi.predictive.engine.run import seed_all
+from pyro_dvi.devices import seeder
 from tests import emulated
 
 SEED = 20211
@@ -82,7 +82,7 @@ def _fresh_state() -> Iterator[None]:
     pyro.clear_param_store()
     random.seed(SEED)
     np.random.seed(SEED)
-    seed_all(SEED)  # of torch: its own function takes a millisecond where there is no accelerator
+    seeder()(SEED)  # of torch: its own function takes a millisecond where there is no accelerator
     torch.set_default_dtype(torch.float32)
     pyro.enable_validation(True)  # Pyro's and torch's: contexts that switch one may leave the other behind
     with pyro.settings.context(module_local_params=False):

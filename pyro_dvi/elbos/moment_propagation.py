@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sampling-free variational inference: means and variances flow through the model in one pass."""
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from pyro_dvi.handlers.latents import Latent
 from pyro_dvi.handlers.moment_run import run_with_moments
 from pyro_dvi.handlers.structure import reached_by
 from pyro_dvi.handlers.uncertain import at_mean, refuse_moments, uncertain_likelihoods
-from pyro_dvi.moments import variance_floor
+from pyro_dvi.moments import GaussianMoments, variance_floor
 from pyro_dvi.moments.weight_uses import warned_of_repeated_uses
 
 __all__ = ["MomentPropagationELBO"]
@@ -113,9 +114,9 @@ class MomentPropagationELBO(DeterministicELBO):
     ) -> dict[str, Tensor]:
         structure, first = self._looked_at(model, guide, args, kwargs, training)
         floor = nullcontext() if self.variance_floor is None else variance_floor(self.variance_floor)
-        recorder = warned_of_repeated_uses if first else nullcontext
-        with floor, uncertain_likelihoods(self.estimator):
-            run = run_with_moments(model, guide, args, kwargs, structure.sampled, recorder)
+        around = partial(self._likelihoods, first)
+        with floor:
+            run = run_with_moments(model, guide, args, kwargs, structure.sampled, around)
         observed = self._observed(run.model_trace)
         for site in observed.sites:
             refuse_moments(site.fn, site.name)
@@ -128,6 +129,14 @@ class MomentPropagationELBO(DeterministicELBO):
             _check_reached(log_likelihood, run.latents, structure.reached)
         kl = self._divergence(run.latents, log_likelihood)
         return {"loss": kl_weight * kl - log_likelihood, "log_likelihood": log_likelihood, "kl": kl}
+
+    @contextmanager
+    def _likelihoods(self, first: bool, given: Mapping[str, GaussianMoments]) -> Iterator[None]:
+        with (
+            uncertain_likelihoods(self.estimator),
+            warned_of_repeated_uses(given) if first else nullcontext(),
+        ):
+            yield
 
     def _weighted(self, site: ObservedSite, weighting: ExampleWeighting) -> ObservedSite:
         return replace(site, scale=site.scale * weighting.weights(at_mean(site.fn), self.step))

@@ -21,7 +21,7 @@ from pyro_dvi.sites import SetLatents
 
 __all__ = ["MomentRun", "PosteriorMoments", "median", "propagated", "reparameterised", "run_with_moments"]
 
-Recorder = Callable[[Mapping[str, GaussianMoments]], AbstractContextManager[Any]]
+Around = Callable[[Mapping[str, GaussianMoments]], AbstractContextManager[Any]]
 
 
 @dataclass
@@ -38,11 +38,9 @@ def run_with_moments(
     args: tuple,
     kwargs: dict,
     sampled: Mapping[str, Tensor | bool] | None = None,
-    recorder: Recorder = nullcontext,
+    around: Around = nullcontext,
 ) -> MomentRun:
     """Run the guide, then the model with the moments of the guide's Gaussians in place of values.
-
-    Belongs inside :func:`~pyro_dvi.handlers.uncertain.uncertain_likelihoods`, which lets distributions take moments.
 
     Args:
         model: a Pyro model.
@@ -50,8 +48,9 @@ def run_with_moments(
         args: positional arguments of both.
         kwargs: keyword arguments of both.
         sampled: guide sites to sample, see :class:`~pyro_dvi.handlers.structure.Structure`.
-        recorder: given the moments that the model will use, by name and filled while it runs, returns the context in
-            which it runs.
+        around: given the moments that the model will use, by name and filled while it runs, returns the context in
+            which it runs: :func:`~pyro_dvi.handlers.uncertain.uncertain_likelihoods`, which lets distributions take
+            moments, and what is to watch.
 
     Raises:
         GuideError: the guide is not a factorised Gaussian.
@@ -65,7 +64,7 @@ def run_with_moments(
         explained_errors(model, [g.loc for g in gaussians.values()], args, kwargs),
         poutine.trace() as trace,
         moments,
-        recorder(moments.given),
+        around(moments.given),
         poutine.replay(trace=guide_trace),
     ):
         model(*args, **kwargs)

@@ -124,7 +124,7 @@ def uncertain_likelihoods(estimator: LogitEstimator | None = None) -> Iterator[N
 
     def coerce(cls: type, args: tuple, kwargs: dict[str, Any]) -> Any:
         values = (*args, *kwargs.values())
-        if any(uncertain_part(value) is not None for value in values):
+        if any(isinstance(value, td.Distribution) and uncertain_part(value) is not None for value in values):
             _check_wrapper(cls, values)
             return None
         if any(isinstance(value, GaussianMoments) for value in values):

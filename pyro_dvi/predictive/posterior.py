@@ -17,13 +17,13 @@ from pyro.infer.autoguide import AutoCallable, AutoGuide
 from torch import Tensor, nn
 from torch import distributions as td
 
+from pyro_dvi.devices import seeder
 from pyro_dvi.errors import GuideError, NonFiniteError
 from pyro_dvi.guides.base import FactorisedGuide
 from pyro_dvi.handlers.explained import non_finite
 from pyro_dvi.handlers.latents import GaussianSite
 from pyro_dvi.handlers.means import run_guide
 from pyro_dvi.handlers.structure import refuse_dependent
-from pyro_dvi.predictive.engine.run import seed_all
 from pyro_dvi.signatures import with_missing
 from pyro_dvi.sites import AllRows, SetLatents, is_latent
 from pyro_dvi.training.ownership import check_still_own
@@ -162,7 +162,7 @@ def seeded_draws(guide: Any, inputs: tuple[Any, ...], count: int) -> Iterator[di
     How many random numbers the model itself uses, which depends on the batch, then does not matter to the next draw.
     """
     check_is_set_up(guide)
-    draw = _drawing(guide, inputs)
+    draw, seed_all = _drawing(guide, inputs), seeder()
     for seed in torch.randint(2**31 - 1, (count,)).tolist():
         seed_all(seed)
         yield draw()

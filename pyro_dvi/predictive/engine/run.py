@@ -31,7 +31,6 @@ __all__ = [
     "observed_run",
     "respond",
     "run_at",
-    "seed_all",
     "seeded",
     "sites_at",
     "with_others",
@@ -227,17 +226,6 @@ def seeded(seed: int | None, device: torch.device | None) -> Iterator[int]:
         seed = int(torch.randint(2**31 - 1, ()))
     with forked(device):
         yield seed
-
-
-def seed_all(seed: int) -> None:
-    """Seed the global generators, without the note that ``torch.manual_seed`` leaves for an absent accelerator.
-
-    That note, with a stack trace, takes longer than a small model.
-    """
-    if torch.accelerator.is_available():
-        torch.manual_seed(seed)
-    else:
-        torch.default_generator.manual_seed(seed)
 
 
 class AtValues(SetLatents):

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyro_dvi.devices import seeder
 from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.handlers.response import counted
 from pyro_dvi.predictive.engine.distributions import tensors_of, with_tensors
-from pyro_dvi.predictive.engine.run import Response, seed_all
+from pyro_dvi.predictive.engine.run import Response
 from pyro_dvi.predictive.prediction.component import as_drawn, both_masks, checked_log_prob
 
 __all__ = ["Observation", "ObservationDraws"]
@@ -102,7 +103,7 @@ class ObservationDraws:
 
     def sample(self, fn: Any) -> None:
         """Draw from a component."""
-        seed_all(int(torch.randint(2**31 - 1, (), generator=self._seeds)))
+        seeder()(int(torch.randint(2**31 - 1, (), generator=self._seeds)))
         share = self._count // self._num_components
         drawn = fn.sample((share,))
         self._draw = drawn[0]

@@ -11,12 +11,13 @@ from weakref import WeakValueDictionary
 import torch
 
 from pyro_dvi.choice import check_choice, check_count
+from pyro_dvi.devices import seeder
 from pyro_dvi.handlers.moment_run import PosteriorMoments, propagated, reparameterised
 from pyro_dvi.handlers.uncertain import predictive_of, uncertain_likelihoods
 from pyro_dvi.links import ClassLink, MomentMatched, NoiseLink, SobolSoftmax, predictive_distribution
 from pyro_dvi.links.outputs import as_pyro
 from pyro_dvi.moments.weight_uses import warned_of_repeated_uses
-from pyro_dvi.predictive.engine.run import Respond, Response, seed_all
+from pyro_dvi.predictive.engine.run import Respond, Response
 from pyro_dvi.predictive.posterior import posterior_gaussians
 from pyro_dvi.predictive.rules.propagation import Independent, Propagation
 from pyro_dvi.predictive.rules.rule import PredictionRule
@@ -90,6 +91,7 @@ class Moments(PredictionRule):
 
         stand_in = propagated if self.num_samples is None else reparameterised
         # A seed for each draw, as in Samples: how many numbers the model draws at its observed site is then no matter.
+        seed_all = seeder()
         for seed in torch.randint(2**31 - 1, (self.num_components,)).tolist():
             seed_all(seed)
             weights = PosteriorMoments(gaussians, guide, {}, stand_in)

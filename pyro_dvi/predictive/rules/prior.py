@@ -9,9 +9,10 @@ import torch
 from pyro import poutine
 from torch import Tensor
 
+from pyro_dvi.devices import seeder
 from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.predictive.engine.distributions import tensors_of
-from pyro_dvi.predictive.engine.run import seed_all, sites_at
+from pyro_dvi.predictive.engine.run import sites_at
 from pyro_dvi.predictive.engine.vectorised import ManyDraws
 from pyro_dvi.predictive.rules.rule import FromDraws
 from pyro_dvi.signatures import with_missing
@@ -57,6 +58,7 @@ class PriorSamples(FromDraws):
         yield first
 
         def drawn() -> Iterator[dict[str, Tensor]]:
+            seed_all = seeder()
             for seed in seeds[1:]:
                 seed_all(seed)
                 yield {name: site["fn"]() for name, site in sites.items()}
@@ -75,7 +77,7 @@ class PriorSamples(FromDraws):
             place += len(chunk)
 
     def _run(self, seed: int) -> Mapping[str, Any]:
-        seed_all(seed)
+        seeder()(seed)
         try:
             with AllRows():
                 trace = poutine.trace(self.model).get_trace(*with_missing(self.model, self.inputs))

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from pyro_dvi import regressor, to_bayesian_
-from pyro_dvi.predictive.engine.run import seed_all
+from pyro_dvi.devices import seeder
 from pyro_dvi.predictive.rules.prior import PriorSamples
 from pyro_dvi.sites import is_latent
 from pyro_dvi.undisturbed import evaluating
@@ -69,7 +69,7 @@ def test_the_draws_are_those_of_a_loop(name):
         found = list(PriorSamples(150, model, (X,), sites).draws(None, (X,)))
         torch.manual_seed(3)
         for draw, seed in zip(found, torch.randint(2**31 - 1, (150,)).tolist(), strict=True):
-            seed_all(seed)
+            seeder()(seed)
             nodes = pyro.poutine.trace(model).get_trace(X).nodes
             assert draw.keys() == set(sites) and len(sites) > 0
             for site in sites:
