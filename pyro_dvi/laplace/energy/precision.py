@@ -86,14 +86,16 @@ class GGN(PrecisionMatrix):
 
     def matrix(self, local: LocalEnergy) -> Tensor:
         """Return P, from gradients of single examples where these are cheap."""
-        found = _by_examples(local)
-        if found is None:
-            return super().matrix(local)
+        total = local.point.new_zeros(len(local.point), len(local.point))
+        for examples, weights in local.examples():
+            if not examples.cheap:
+                return super().matrix(local)
+            add_gauss_newton_matrix(examples, weights.square(), total)
         diagonal = local.prior_diagonal()
-        if diagonal is not None:
-            found.diagonal().add_(diagonal)
-            return found
-        return found.add_(torch.cat([local.prior_hessian(rows) for rows in identity_rows(local.point)]))
+        if diagonal is None:
+            return total.add_(torch.cat([local.prior_hessian(rows) for rows in identity_rows(local.point)]))
+        total.diagonal().add_(diagonal)
+        return total
 
 
 @dataclass(frozen=True)
@@ -120,16 +122,6 @@ class Hessian(PrecisionMatrix):
         return local.hessian(vectors)
 
 
-def _by_examples(local: LocalEnergy) -> Tensor | None:
-    """The likelihood's part of the Gauss-Newton matrix; None where gradients of single examples are not cheap."""
-    total = local.point.new_zeros(len(local.point), len(local.point))
-    for examples, weights in local.examples():
-        if not examples.cheap:
-            return None
-        add_gauss_newton_matrix(examples, weights.square(), total)
-    return total
-
-
 def independent_prior_precision(local: LocalEnergy, method: str) -> Tensor:
     """Return the diagonal [D] of the Hessian of minus the log prior, which has nothing else.
 
@@ -141,16 +133,18 @@ def independent_prior_precision(local: LocalEnergy, method: str) -> Tensor:
         UnsupportedError: latents are coupled by their prior, as the scale of a hierarchical prior with what it scales.
         NotPositiveDefiniteError: the prior has no positive curvature at some latent.
     """
-    diagonal = local.prior_diagonal()
-    if diagonal is not None:
-        return diagonal
     diagonal, coupled = _diagonal_by_sites(local)
     if coupled:
         raise UnsupportedError(
             f"{method} needs a prior of independent latents; that of {' and '.join(map(repr, coupled))} couples them. "
             "Use Dense() or ConjugateGradient(), or subset=... without those that enter the prior of others"
         )
-    _check_positive(local, diagonal)
+    for name, part in local.energy.layout.named(diagonal).items():
+        if not bool((part > 0).all()):
+            raise NotPositiveDefiniteError(
+                f"the prior of {name!r} has curvature {part.min().item():.3g} at the mode, which is not positive (a "
+                "flat or heavy-tailed prior): use Dense() or ConjugateGradient(), or another prior"
+            )
     return diagonal
 
 
@@ -160,9 +154,6 @@ def prior_diagonal(local: LocalEnergy, method: str) -> Tensor:
     Raises:
         UnsupportedError: elements of one site are coupled by their prior.
     """
-    found = local.prior_diagonal()
-    if found is not None:
-        return found
     found, coupled = _diagonal_by_sites(local)
     if len(coupled) == 1:
         raise UnsupportedError(
@@ -180,7 +171,10 @@ def common_ratio(new: Tensor, old: Tensor) -> float | None:
 
 
 def _diagonal_by_sites(local: LocalEnergy) -> tuple[Tensor, list[str]]:
-    """The diagonal, found with one probe a site, and the names of a site or two that are coupled."""
+    """The diagonal, and the names of a site or two that are coupled: by one probe a site where one was not enough."""
+    known = local.prior_diagonal()
+    if known is not None:
+        return known, []
     layout, generator = local.energy.layout, torch.Generator().manual_seed(0)
     diagonal, coupled = torch.zeros_like(local.point), list[str]()
     ones = layout.named(torch.ones_like(local.point))
@@ -198,12 +192,3 @@ def _diagonal_by_sites(local: LocalEnergy) -> tuple[Tensor, list[str]]:
         if found and not coupled:
             coupled = [name, found[0]]
     return diagonal, coupled
-
-
-def _check_positive(local: LocalEnergy, diagonal: Tensor) -> None:
-    for name, part in local.energy.layout.named(diagonal).items():
-        if not bool((part > 0).all()):
-            raise NotPositiveDefiniteError(
-                f"the prior of {name!r} has curvature {part.min().item():.3g} at the mode, which is not positive (a "
-                "flat or heavy-tailed prior): use Dense() or ConjugateGradient(), or another prior"
-            )

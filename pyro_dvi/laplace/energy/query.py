@@ -106,16 +106,13 @@ class Query:
     def rows(self, at_once: int = 64) -> Iterator[Tensor]:
         """Give the rows of J in order, example by example: tensors ``[n, D]``, n at most ``at_once``."""
         if not self._examples.cheap:
-            yield from self._rows_by_products(at_once)
+            for units in identity_rows(self.mean.flatten(), at_once):
+                yield self.transposed(units.unflatten(1, self.mean.shape))
             return
         together = max(1, at_once // self.size)
         for start in range(0, self.num_rows, together):
             rows = self._examples.rows(slice(start, start + together))
             yield from rows.flatten(0, 1).split(at_once)
-
-    def _rows_by_products(self, at_once: int) -> Iterator[Tensor]:
-        for rows in identity_rows(self.mean.flatten(), at_once):
-            yield self.transposed(rows.unflatten(1, self.mean.shape))
 
     @cached_property
     def _values(self) -> list[Tensor]:

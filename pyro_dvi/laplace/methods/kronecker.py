@@ -48,46 +48,10 @@ class KroneckerBlock:
     right: Tensor
     values: Tensor
 
-    @classmethod
-    def fitted(
-        cls,
-        prior: Tensor,
-        weight: Span,
-        bias: Span | None,
-        inputs_first: bool,
-        inputs: Tensor,
-        deltas: Tensor,
-    ) -> "KroneckerBlock":
-        """Make the block of a layer.
-
-        Args:
-            prior: prior precision of all latents, [D].
-            weight: see the class.
-            bias: see the class.
-            inputs_first: see the class.
-            inputs: A, ``[q, q]``.
-            deltas: B, ``[p, p]``.
-        """
-        p, q = len(deltas), len(inputs)
-        blank = prior.new_zeros(p, q)
-        block = cls(weight, bias, inputs_first, blank, deltas, inputs, blank)
-        logs = block.get(prior).log()
-        r = (logs.mean(1) - logs.mean() / 2).exp()
-        c = (logs.mean(0) - logs.mean() / 2).exp()
-        block.prior = r.unsqueeze(-1) * c
-        beta, block.left = _eigen(deltas / (r.unsqueeze(-1) * r).sqrt())
-        alpha, block.right = _eigen(inputs / (c.unsqueeze(-1) * c).sqrt())
-        block.values = 1 + beta.unsqueeze(-1) * alpha
-        return block
-
     def reweighted(self, likelihood: float, prior: float) -> "KroneckerBlock":
         """Return the block with both parts of its precision multiplied by numbers."""
         values = 1 + (self.values - 1) * (likelihood / prior)
         return replace(self, prior=self.prior * prior, values=values)
-
-    def state(self) -> dict[str, Any]:
-        """Return the arguments that make the block again."""
-        return dict(vars(self))
 
     def get(self, vectors: Tensor) -> Tensor:
         """Return W ``[*lead, p, q]`` of flat vectors ``[*lead, D]``."""
@@ -237,10 +201,19 @@ class _Layer:
             self.deltas = self.deltas + delta.mT @ delta
 
     def block(self, prior: Tensor, spans: list[Span]) -> KroneckerBlock:
-        """Return its block of the precision."""
+        """Return its block of the precision, given the prior's and where each value lies in a flat vector."""
+        blank = prior.new_zeros(len(self.deltas), len(self.inputs))
         bias = None if self.bias is None else spans[self.bias]
-        deltas = self.deltas / self.positions
-        return KroneckerBlock.fitted(prior, spans[self.weight], bias, self.inputs_first, self.inputs, deltas)
+        block = KroneckerBlock(
+            spans[self.weight], bias, self.inputs_first, blank, self.deltas, self.inputs, blank
+        )
+        logs = block.get(prior).log()
+        r = (logs.mean(1, keepdim=True) - logs.mean() / 2).exp()
+        c = (logs.mean(0) - logs.mean() / 2).exp()
+        beta, left = _eigen(self.deltas / self.positions / (r * r.mT).sqrt())
+        alpha, right = _eigen(self.inputs / (c.unsqueeze(-1) * c).sqrt())
+        values = 1 + beta.unsqueeze(-1) * alpha
+        return replace(block, prior=r * c, left=left, right=right, values=values)
 
 
 class _Factors:
@@ -271,7 +244,7 @@ class _Factors:
         """Return the diagonal [D], to be used outside the blocks, and the blocks."""
         ends = torch.tensor([value.numel() for value in self.diagonal]).cumsum(0).tolist()
         spans = [(end - value.numel(), end) for end, value in zip(ends, self.diagonal, strict=True)]
-        blocks = [layer.block(prior, spans).state() for layer in self.layers if layer.positions]
+        blocks = [vars(layer.block(prior, spans)) for layer in self.layers if layer.positions]
         return prior + local.energy.layout.flatten(self.diagonal), blocks
 
 
@@ -328,7 +301,7 @@ class KroneckerPosterior(LaplacePosterior):
             factor = common_ratio(layer.get(prior), layer.get(self.prior))
             if factor is None:  # the eigenvectors are others then
                 return None
-            blocks.append(layer.reweighted(likelihood, factor).state())
+            blocks.append(vars(layer.reweighted(likelihood, factor)))
         diagonal = likelihood * (self.diagonal - self.prior) + prior
         return KroneckerPosterior(self.mode, diagonal, blocks, prior)
 

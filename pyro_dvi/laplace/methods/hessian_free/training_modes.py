@@ -45,14 +45,18 @@ class InSample(PretrainedMode):
 
 
 @dataclass(frozen=True)
-class _TrainingTilt(Tilt):
-    """Mean of an output over the batches."""
+class _ColumnTilt(Tilt):
+    """Mean of an output over the data, or of a column of the labels' predictions."""
 
     energy: Energy
     site: str | None
     output: int
     size: int
     rows: int
+
+
+class _TrainingTilt(_ColumnTilt):
+    """The mean, batch by batch."""
 
     def value_and_gradient(self, point: Tensor) -> tuple[Tensor, Tensor]:
         """Return the mean and its gradient, a batch at a time."""
@@ -124,23 +128,18 @@ class LabelShift(PretrainedMode):
             raise UnsupportedError(
                 f"LabelShift() tilts the mean of observed site {site!r}, which {outputs.site!r} is not: use InSample()"
             )
-        rows = sum(run.sites[0].value.numel() for _, run in _without_gradients(local)) // query.size
+        with torch.no_grad():
+            labels = sum(run.sites[0].value.numel() for _, run in local.energy.runs(local.point))
+        rows = labels // query.size
         return [_LabelTilt(local.energy, site, k, query.size, rows) for k in range(query.size)]
 
 
-@dataclass(frozen=True)
-class _LabelTilt(Tilt):
-    """Mean of a column of the predictions, known by what a shift of its labels does to U."""
-
-    energy: Energy
-    site: str
-    output: int
-    size: int
-    rows: int
+class _LabelTilt(_ColumnTilt):
+    """The mean, known by what a shift of its labels does to U."""
 
     def tilted(self, local: LocalEnergy, point: Tensor, strength: float) -> tuple[Tensor, Tensor]:
         """Return U on shifted labels and its gradient."""
-        shift = _Shift(self.site, self.output, self.size, strength * self.energy.kl_weight / self.rows)
+        shift = _Shift(self, strength * self.energy.kl_weight / self.rows)
         energy = self.energy.with_model(within(shift, self.energy.model))
         found = energy.at(point).value_and_gradient
         self.energy.evaluations += energy.evaluations
@@ -157,25 +156,21 @@ class _LabelTilt(Tilt):
 class _Shift(Messenger):
     """Add ``strength * scale^2`` to a column of the labels of a Normal site."""
 
-    def __init__(self, site: str, output: int, size: int, strength: float) -> None:
+    def __init__(self, tilt: _ColumnTilt, strength: float) -> None:
         super().__init__()
-        self.site, self.output, self.size, self.strength = site, output, size, strength
+        self.tilt, self.strength = tilt, strength
 
     def _pyro_sample(self, msg: Any) -> None:
-        if msg["name"] != self.site or not msg["is_observed"]:
+        site, value = str(self.tilt.site), msg["value"]
+        if msg["name"] != site or not msg["is_observed"]:
             return
-        variance = normal_of(msg["fn"], self.site).scale.square()
-        value = msg["value"]
-        msg["value"] = value + self.strength * variance * self._column(msg, value)
-
-    def _column(self, msg: Any, value: Tensor) -> Tensor:
-        """One where the labels belong to the column, zero elsewhere."""
-        rows = value.numel() // self.size
-        axis = example_axis(self.site, msg, rows) - len(msg["fn"].event_shape) + value.dim()
+        variance = normal_of(msg["fn"], site).scale.square()
+        rows = value.numel() // self.tilt.size
+        axis = example_axis(site, msg, rows) - len(msg["fn"].event_shape) + value.dim()
         others = [n for i, n in enumerate(value.shape) if i != axis]
-        column = value.new_zeros(rows, self.size)
-        column[:, self.output] = 1
-        return column.reshape(rows, *others).movedim(0, axis)
+        column = value.new_zeros(rows, self.tilt.size)  # one where the labels belong to the column
+        column[:, self.tilt.output] = 1
+        msg["value"] = value + self.strength * variance * column.reshape(rows, *others).movedim(0, axis)
 
 
 def normal_of(fn: Any, name: str) -> Any:
@@ -196,8 +191,3 @@ def normal_of(fn: Any, name: str) -> Any:
             "shift is a multiple of its square. Use InSample(), Sum(inputs) or Pointwise()."
         )
     return fn
-
-
-def _without_gradients(local: LocalEnergy) -> Any:
-    with torch.no_grad():
-        yield from local.energy.runs(local.point)
