@@ -19,7 +19,7 @@ from pyro_dvi.predictive.components import Components
 from pyro_dvi.predictive.engine.batches import Batch, batches
 from pyro_dvi.predictive.engine.run import check_observation, evaluation_mode, observed_run, seeded
 from pyro_dvi.predictive.posterior import device_of
-from pyro_dvi.predictive.prediction.mixture import class_log_probabilities
+from pyro_dvi.predictive.prediction.component import class_log_probabilities
 from pyro_dvi.predictive.prediction.observations import ObservationDraws
 from pyro_dvi.predictive.rules.prior import PriorSamples
 from pyro_dvi.table import text_table

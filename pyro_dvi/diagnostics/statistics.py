@@ -2,6 +2,7 @@
 """Summaries of a set of observations, for checks of a model against its data."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,9 +40,12 @@ def default_statistics(fn: Any) -> dict[str, Statistic]:
             counts = torch.bincount(labels.long().flatten(), minlength=num_classes)
             return counts.double() / counts.sum()
 
+        def share(k: int, y: Tensor) -> Tensor:
+            return shares(y)[k]
+
         followed = range(num_classes if num_classes <= MANY_CLASSES else 0)
         return {
-            **{f"share of class {k}": lambda y, k=k: shares(y)[k] for k in followed},
+            **{f"share of class {k}": partial(share, k) for k in followed},
             "largest share": lambda y: shares(y).max(),
             "classes seen": lambda y: (shares(y) > 0).sum(),
         }

@@ -5,9 +5,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
-from pyro_dvi.inference_data.group import Coords, Dims, Group, as_array, safe_name
+from pyro_dvi.inference_data.group import Coords, Dims, Group, as_array
 from pyro_dvi.inference_data.records import provenance
 from pyro_dvi.predictive import Prediction
 from pyro_dvi.predictive.prediction.component import whole_events
@@ -70,18 +68,13 @@ def of_prediction(prediction: Prediction, num_samples: int, seed: int | None) ->
     predictive.add(site, as_array(prediction.sample(num_samples, seed=seed)))
     if values is not None:
         density = prediction.log_likelihood()
-        own = prediction.draws.get("log_likelihood")
-        dims: list[str | None] = []
+        counts = None
         if prediction.mask is not None:
-            counts = whole_events(prediction.mask, values.dim() - density.dim(), site)
-            values, own = values[counts], None if own is None else own[:, counts]
-            name = f"{safe_name(site)}_observed"
-            dims = [name]
-            for group in (observed, log_likelihood):
-                group.coords[name] = np.flatnonzero(as_array(counts))
-        observed.add(site, as_array(values), dims)
+            counts = as_array(whole_events(prediction.mask, values.dim() - density.dim(), site)) > 0
+        observed.add(site, as_array(values), (), counts)
+        own = prediction.draws.get("log_likelihood")
         if own is not None and len(own) == num_samples:
-            log_likelihood.add(site, as_array(own), dims)
+            log_likelihood.add(site, as_array(own), (), counts)
     groups = {"posterior_predictive": predictive, "log_likelihood": log_likelihood, "observed_data": observed}
     attributes = {"method": repr(prediction.method), "site": site, **({} if seed is None else {"seed": seed})}
     return assemble(groups, attributes, {}, {})

@@ -11,8 +11,18 @@ import torch
 from torch import Tensor
 
 from pyro_dvi.errors import ArgumentError, ModelError
+from pyro_dvi.predictive.prediction.tables import array_of
 
-__all__ = ["Group", "as_array", "check_names", "close_names", "joined", "listed", "plate_names", "safe_name"]
+__all__ = [
+    "Group",
+    "as_array",
+    "check_names",
+    "close_names",
+    "joined",
+    "listed",
+    "plate_names",
+    "safe_name",
+]
 
 Dims = Mapping[Any, Sequence[Any]]
 Coords = Mapping[Any, Any]
@@ -36,13 +46,32 @@ class Group:
     suggested: dict[str, Sequence[str | None]] = field(default_factory=dict)
     coords: dict[str, np.ndarray] = field(default_factory=dict)
 
-    def add(self, name: str, array: np.ndarray, suggested: Sequence[str | None] = ()) -> None:
+    def add(
+        self,
+        name: str,
+        array: np.ndarray,
+        suggested: Sequence[str | None] = (),
+        counts: np.ndarray | None = None,
+    ) -> None:
         """Add a variable; draws come without their chain.
+
+        Where a mask leaves something out, what is left has one dimension, ``<name>_observed``, with the places in the
+        flattened array as its coordinates.
+
+        Args:
+            name: of the variable.
+            array: its values.
+            suggested: names of their dimensions.
+            counts: which of the values of a draw are kept, by their first dimensions; None if all are.
 
         Raises:
             ModelError: its name is that of one of ArviZ's dimensions.
         """
         name = safe_name(name)
+        if counts is not None and not counts.all():
+            array = array[:, counts] if self.sampled else array[counts]
+            suggested = [f"{name}_observed", *suggested[counts.ndim :]]
+            self.coords[f"{name}_observed"] = np.flatnonzero(counts)
         if name in _SAMPLE_DIMS:
             raise ModelError(
                 f"ArviZ calls a dimension {name!r}: rename the site or input of this name in the model"
@@ -191,12 +220,7 @@ def plate_names(node: Any, shape: Sequence[int]) -> list[str | None]:
 
 def as_array(value: Tensor) -> np.ndarray:
     """Return the values on the CPU, half precision as single, truth values as 0 and 1."""
-    value = value.detach().cpu()
-    if value.dtype in (torch.bfloat16, torch.float16):  # NumPy has no bfloat16, netCDF no half precision
-        value = value.float()
-    if value.dtype == torch.bool:
-        value = value.to(torch.int8)
-    return value.numpy()
+    return array_of(value.to(torch.int8) if value.dtype == torch.bool else value)
 
 
 def joined(pieces: list[np.ndarray], axis: int) -> np.ndarray:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pyro_dvi.errors import DataError, ModelError
 from pyro_dvi.handlers.response import choose_response, counted, responses
-from pyro_dvi.inference_data.group import Group, as_array, joined, listed, plate_names, safe_name
+from pyro_dvi.inference_data.group import Group, as_array, joined, listed, plate_names
 from pyro_dvi.predictive.components import Components
 from pyro_dvi.predictive.engine.batches import Batch
 from pyro_dvi.predictive.prediction.component import whole_events
@@ -125,7 +125,6 @@ class _Site:
         self._log_probs: list[np.ndarray] = []
         self._observed: list[np.ndarray] = []
         self._cells: list[np.ndarray] = []
-        self._batch_dims = 0
 
     def add(
         self, batch: Batch, node: Any, observed: Observation | None, others: Mapping[str, Tensor]
@@ -142,7 +141,6 @@ class _Site:
         self._drawn.append(as_array(draws.values))
         self.dims = plate_names(node, fn.batch_shape + fn.event_shape)
         self.dims.insert(0, self.dims.pop(axis - event_dim))
-        self._batch_dims = len(fn.batch_shape)
         if observed is not None:
             value = observed.value
             counts = torch.ones_like(value, dtype=torch.bool) if draws.counts is None else draws.counts
@@ -154,22 +152,12 @@ class _Site:
         group.add(self.name, joined(self._drawn, 1), self.dims)
 
     def log_likelihood(self, densities: Group, observed: Group) -> None:
-        """Add the log densities and the observed values; nothing where nothing was observed.
-
-        Where a mask leaves something out, both have one dimension of what is left, ``<site>_observed``, with the
-        places in the (flattened) predictions as its coordinates.
-        """
+        """Add the log densities and the observed values; nothing where nothing was observed."""
         if not self._log_probs:
             return
-        log_probs, values = joined(self._log_probs, 1), joined(self._observed, 0)
-        cells = joined(self._cells, 0)
-        dims: Sequence[str | None] = self.dims
-        if not cells.all():
-            log_probs, values = log_probs[:, cells], values[cells]
-            dims = [f"{safe_name(self.name)}_observed", *self.dims[self._batch_dims :]]
-            for group in (densities, observed):
-                group.coords[str(dims[0])] = np.flatnonzero(cells)
+        log_probs, cells = joined(self._log_probs, 1), joined(self._cells, 0)
         if len(log_probs) > 1:  # else the same for every draw, of which ArviZ can make nothing
             share = self._count // len(log_probs)
-            densities.add(self.name, log_probs if share == 1 else log_probs.repeat(share, 0), dims)
-        observed.add(self.name, values, dims)
+            log_probs = log_probs if share == 1 else log_probs.repeat(share, 0)
+            densities.add(self.name, log_probs, self.dims, cells)
+        observed.add(self.name, joined(self._observed, 0), self.dims, cells)

@@ -17,7 +17,7 @@ from torch import Size, Tensor
 from torch import distributions as td
 from torch.distributions import constraints
 
-from pyro_dvi.handlers.distributions import innermost, rewrapped
+from pyro_dvi.handlers.distributions import innermost, rewrapped, strip_event_dims
 from pyro_dvi.handlers.outputs import Outputs, Parameter
 from pyro_dvi.links import mixture
 from pyro_dvi.links.classes import ClassLink
@@ -80,7 +80,7 @@ def integrated(
 
     if not joined:
         return rewrapped(fn, predictive)
-    if type(base) is dist.Normal and _is_plain(fn):
+    if type(strip_event_dims(fn)) is dist.Normal:
         return predictive(base)
     values, weights = joint.points(uncertain)
     return mixture.PointMixture(outputs.rebuilt({**given, **values}, tuple(weights.shape)), weights)
@@ -100,13 +100,6 @@ def _uncertain(base: Any, parameter: Parameter, real: Tensor, variance: Tensor) 
         inner.variance,
         Link(inner, function, _NAMES.get(base.arg_constraints[parameter.name])),
     )
-
-
-def _is_plain(fn: Any) -> bool:
-    """Whether there are no wrappers but ``to_event``."""
-    while isinstance(fn, td.Independent):
-        fn = fn.base_dist
-    return isinstance(fn, td.Normal)
 
 
 class PointMixture(mixture.PointMixture, TorchDistributionMixin):

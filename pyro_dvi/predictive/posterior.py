@@ -9,6 +9,7 @@ is no product of independent ones; ``check_model(model)``, which refuses another
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -93,11 +94,9 @@ def check_is_set_up(guide: Any, inputs: tuple[Any, ...] = ()) -> None:
 
 def device_of(*functions: Any) -> torch.device | None:
     """Return the device of the first parameter of the first module that has one; None if none has."""
-    for function in functions:
-        if isinstance(function, nn.Module):
-            for tensor in (*function.parameters(), *function.buffers()):
-                return tensor.device
-    return None
+    modules = [function for function in functions if isinstance(function, nn.Module)]
+    tensors = chain.from_iterable(chain(module.parameters(), module.buffers()) for module in modules)
+    return next((tensor.device for tensor in tensors), None)
 
 
 def predicted_model(guide: Any, model: Callable[..., Any]) -> Callable[..., Any]:
@@ -108,10 +107,8 @@ def predicted_model(guide: Any, model: Callable[..., Any]) -> Callable[..., Any]
 def example_latents(guide: Callable[..., Any], inputs: tuple[Any, ...]) -> dict[str, Tensor]:
     """Return values to look at the model with: those of the guide's method of this name, or a draw."""
     check_is_set_up(guide, inputs)
-    own: dict[str, Tensor] = (
-        guide.example_latents() if hasattr(guide, "example_latents") else one_draw(guide, inputs)
-    )
-    return own
+    own: Any = getattr(guide, "example_latents", None)
+    return one_draw(guide, inputs) if own is None else own()
 
 
 def posterior_mean(guide: Callable[..., Any], inputs: tuple[Any, ...]) -> dict[str, Tensor]:
@@ -129,7 +126,7 @@ def posterior_mean(guide: Callable[..., Any], inputs: tuple[Any, ...]) -> dict[s
                 f"{type(guide).__name__} has no median to predict at: use predict(..., method=Samples(30))"
             ) from error
     with _AtCentre():
-        return _latents(_trace(guide, inputs))
+        return one_draw(guide, inputs)
 
 
 def posterior_gaussians(
@@ -153,7 +150,8 @@ def posterior_gaussians(
 
 def one_draw(guide: Callable[..., Any], inputs: tuple[Any, ...]) -> dict[str, Tensor]:
     """Return the latent values of one draw, with random numbers from the global generator."""
-    return _latents(_trace(guide, inputs))
+    with AllRows():
+        return _latents(poutine.trace(guide).get_trace(*_arguments(guide, inputs)))
 
 
 def seeded_draws(guide: Any, inputs: tuple[Any, ...], count: int) -> Iterator[dict[str, Tensor]]:
@@ -209,11 +207,6 @@ def _latents(trace: Any) -> dict[str, Tensor]:
         for name, node in trace.nodes.items()
         if is_latent(node) and not node["infer"].get("is_auxiliary")
     }
-
-
-def _trace(guide: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:
-    with AllRows():
-        return poutine.trace(guide).get_trace(*_arguments(guide, inputs))
 
 
 class _AtCentre(SetLatents):

@@ -28,14 +28,13 @@ from pyro_dvi.predictive.prediction.component import (
     both_masks,
     check_events,
     checked_log_prob,
-    class_log_probabilities,
     filled,
     statistics,
     with_any,
 )
 from pyro_dvi.predictive.prediction.part import Part
 
-__all__ = ["Mixture", "Part", "checked_log_prob", "class_log_probabilities"]
+__all__ = ["Mixture"]
 
 _LOG = ("log_probabilities", "log_likelihood")  # averaged as probabilities
 _PLAIN = ("variance", "entropy")  # averaged as they are

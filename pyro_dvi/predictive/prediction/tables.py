@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["dataframe", "dataset"]
+__all__ = ["array_of", "dataframe", "dataset"]
 
 
 def dataframe(columns: Mapping[str, Tensor], num_rows: int) -> Any:
@@ -17,7 +17,7 @@ def dataframe(columns: Mapping[str, Tensor], num_rows: int) -> Any:
 
     found: dict[str, np.ndarray] = {}
     for name, value in columns.items():
-        array = _array(value)
+        array = array_of(value)
         if array.ndim == 1:
             found[name] = array
             continue
@@ -40,14 +40,15 @@ def dataset(
     import xarray
 
     dims = ["example", *(f"dim_{i}" for i in range(cell_dims)), "class"]
-    variables = {name: (dims[: value.dim()], _array(value)) for name, value in columns.items()}
+    variables = {name: (dims[: value.dim()], array_of(value)) for name, value in columns.items()}
     for name, value in draws.items():
-        variables[f"draws_{name}"] = (["draw", *dims[: value.dim() - 1]], _array(value))
+        variables[f"draws_{name}"] = (["draw", *dims[: value.dim() - 1]], array_of(value))
     return xarray.Dataset(variables, attrs=dict(attributes))
 
 
-def _array(value: Tensor) -> np.ndarray:
+def array_of(value: Tensor) -> np.ndarray:
+    """Return the values on the CPU, half precision as single."""
     value = value.detach().cpu()
-    if value.dtype in (torch.bfloat16, torch.float16):  # NumPy has no bfloat16
+    if value.dtype in (torch.bfloat16, torch.float16):  # NumPy has no bfloat16, netCDF no half precision
         value = value.float()
     return value.numpy()
