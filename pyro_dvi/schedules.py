@@ -131,10 +131,6 @@ class Staged:
         # Tuples keep the schedule hashable and safe from later changes of the caller's lists.
         object.__setattr__(self, "boundaries", tuple(self.boundaries))
         object.__setattr__(self, "values", tuple(self.values))
-        if not self.boundaries:
-            raise ArgumentError(
-                "Staged needs at least one boundary; for a constant weight pass the number itself."
-            )
         for before, boundary in pairwise((0, *self.boundaries)):
             check_count("Staged: each of the increasing boundaries", boundary, least=before + 1)
         if len(self.values) != len(self.boundaries) + 1:

@@ -3,7 +3,7 @@
 
 import copy
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -144,46 +144,40 @@ def smooth_activations_(
         >>> smooth_activations_(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 1)))[1]
         Softplus(beta=1.0, threshold=20.0)
     """
-    _check(module, mapping)
-    made: dict[int, nn.Module] = {}  # one activation module may be used in several places
-
-    def smooth(old: nn.Module, pyro: bool) -> nn.Module:
-        replacement = mapping.get(plain_type(old) or type(old))
-        if replacement is None:
-            return old
-        if id(old) not in made:
-            new = _made(replacement, old)
-            new.train(old.training)
-            if pyro:
-                to_pyro_module_(new)
-            made[id(old)] = new
-        return made[id(old)]
-
-    if (new_root := smooth(module, isinstance(module, PyroModule))) is not module:
-        return new_root
-    functions = 0
-    for parent in list(module.modules()):
-        for name, child in list(parent._modules.items()):
-            if child is not None and (new := smooth(child, isinstance(child, PyroModule))) is not child:
-                parent._modules[name] = new
-                _leave_fused_path(parent)
-        functions += _smooth_functions(parent)
-    _leave_nested_path(module)
-    _report(module, len(made) + functions)
-    return module
-
-
-def _check(module: object, mapping: Mapping[type[nn.Module], Replacement]) -> None:
-    if not isinstance(module, nn.Module):
-        raise ArgumentError(
-            f"smooth_activations_ changes a torch.nn.Module, and got a {type(module).__name__}."
-        )
     for old, new in mapping.items():
         if not (isinstance(old, type) and issubclass(old, nn.Module)) or not callable(new):
             raise ArgumentError(
                 f"smooth_activations_: the entry {old!r}: {new!r} of mapping is not of the form type of "
                 "module -> module, class or callable, such as nn.ReLU: nn.GELU."
             )
+    made: dict[int, nn.Module] = {}  # one activation module may be used in several places
+
+    def smooth(old: nn.Module) -> nn.Module:
+        replacement = mapping.get(plain_type(old) or type(old))
+        if replacement is None:
+            return old
+        if id(old) not in made:
+            new = _made(replacement, old)
+            new.train(old.training)
+            if isinstance(old, PyroModule):
+                to_pyro_module_(new)
+            made[id(old)] = new
+        return made[id(old)]
+
+    if (new_root := smooth(module)) is not module:
+        return new_root
+    changed = []
+    for parent in list(module.modules()):
+        children = {name: smooth(child) for name, child in parent._modules.items() if child is not None}
+        replaced = {name: child for name, child in children.items() if child is not parent._modules[name]}
+        functions = [name for name, value in vars(parent).items() if any(value is f for f in _FUNCTIONS)]
+        parent._modules.update(replaced)
+        vars(parent).update(dict.fromkeys(functions, F.softplus))
+        if replaced or functions:
+            changed.append(parent)
+    _leave_fused_paths(module, changed)
+    _report(module, bool(changed))
+    return module
 
 
 def _made(replacement: Replacement, old: nn.Module) -> nn.Module:
@@ -198,23 +192,14 @@ def _made(replacement: Replacement, old: nn.Module) -> nn.Module:
     return new
 
 
-def _smooth_functions(module: nn.Module) -> int:
-    """Replace relu functions that ``module`` keeps as attributes; return how many."""
-    names = [name for name, value in vars(module).items() if any(value is f for f in _FUNCTIONS)]
-    for name in names:
-        setattr(module, name, F.softplus)
-        _leave_fused_path(module)
-    return len(names)
+def _leave_fused_paths(root: nn.Module, changed: Sequence[nn.Module]) -> None:
+    """Tell transformers whose activation has been replaced not to use their fused path, which knows only relu and gelu.
 
-
-def _leave_fused_path(module: nn.Module) -> None:
-    """Tell a transformer layer not to use its fused inference path, which knows only relu and gelu."""
-    if isinstance(module, nn.TransformerEncoderLayer):
-        module.activation_relu_or_gelu = 0
-
-
-def _leave_nested_path(root: nn.Module) -> None:
-    """Tell encoders of such layers not to pack padded batches: only the fused path can read packed ones."""
+    Only that path can read padded batches in packed form, so the encoders around such layers do not pack them.
+    """
+    for layer in changed:
+        if isinstance(layer, nn.TransformerEncoderLayer):
+            layer.activation_relu_or_gelu = 0
     for encoder in root.modules():
         if isinstance(encoder, nn.TransformerEncoder) and any(
             isinstance(layer, nn.TransformerEncoderLayer) and not layer.activation_relu_or_gelu
@@ -223,7 +208,7 @@ def _leave_nested_path(root: nn.Module) -> None:
             encoder.use_nested_tensor = False
 
 
-def _report(module: nn.Module, replaced: int) -> None:
+def _report(module: nn.Module, replaced: bool) -> None:
     """Warn about kinks that are left, and about networks without any activation module."""
     left = sorted({type(m).__name__ for m in module.modules() if isinstance(m, _KINKED)})
     if left:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ready Pyro models: a network followed by a likelihood, in a plate over a minibatch of the data set."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import pyro
@@ -47,7 +48,7 @@ class LikelihoodModule(PyroModule):
         if isinstance(x, tuple | list):
             outputs = self.net(*x)
         else:
-            outputs = self.net(**x) if isinstance(x, dict) else self.net(x)
+            outputs = self.net(**x) if isinstance(x, Mapping) else self.net(x)
         return (
             outputs.float() if getattr(outputs, "dtype", None) in (torch.bfloat16, torch.float16) else outputs
         )

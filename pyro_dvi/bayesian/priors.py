@@ -26,7 +26,7 @@ from pyro_dvi.bayesian.selection import Candidate, suggestion
 from pyro_dvi.bayesian.site_prior import DistributionPrior, SitePrior
 from pyro_dvi.errors import ArgumentError, ModelError
 
-__all__ = ["Prior", "PriorLike", "as_prior", "check_no_gradient", "described", "normal_prior", "positive"]
+__all__ = ["Prior", "PriorLike", "as_prior", "FixedScale", "check_no_gradient", "described", "positive"]
 
 PriorLike = Any
 """A float, a distribution, a :class:`Prior`, a callable of ``(name, parameter)`` that returns one of these,
@@ -65,7 +65,11 @@ class FixedScale(Prior):
 
     def place(self, target: Candidate, root: PyroModule) -> SitePrior:
         """Return the Normal prior."""
-        return normal_prior(target, self.scale)
+        # In double precision, so that a weight of any dtype gets the value that was given. Validation waits for the
+        # device.
+        deviation = torch.tensor(self.scale, dtype=torch.float64)
+        normal = dist.Normal(torch.zeros_like(deviation), deviation, validate_args=False)
+        return DistributionPrior(target.attribute, f"Normal(0, {self.scale:.4g})", normal)
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,14 +163,6 @@ class ByName(Prior):
     @staticmethod
     def _matches(pattern: str, target: Candidate) -> bool:
         return any(fnmatchcase(name, pattern) for name in target.names)
-
-
-def normal_prior(target: Candidate, scale: float) -> SitePrior:
-    """Return ``N(0, scale²)`` for every entry of ``target``."""
-    # In double precision, so that a weight of any dtype gets the value that was given. Validation waits for the device.
-    deviation = torch.tensor(scale, dtype=torch.float64)
-    normal = dist.Normal(torch.zeros_like(deviation), deviation, validate_args=False)
-    return DistributionPrior(target.attribute, f"Normal(0, {scale:.4g})", normal)
 
 
 def as_prior(prior: PriorLike, place: str = "prior_scale") -> Prior:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributions import constraints
 
 from pyro_dvi.bayesian.placement import placed_like
-from pyro_dvi.bayesian.priors import Prior, check_no_gradient, described, normal_prior, positive
+from pyro_dvi.bayesian.priors import FixedScale, Prior, check_no_gradient, described, positive
 from pyro_dvi.bayesian.selection import Candidate
 from pyro_dvi.bayesian.site_prior import ScaleMixturePrior, SitePrior, buffer_name
 from pyro_dvi.errors import ArgumentError, ModelError
@@ -78,8 +78,7 @@ class FanIn(Prior):
 
     def place(self, target: Candidate, root: PyroModule) -> SitePrior:
         """Return a Normal prior of that scale."""
-        scale = self(target.name, target.parameter, target.module)
-        return normal_prior(target, scale)
+        return FixedScale(self(target.name, target.parameter, target.module)).place(target, root)
 
 
 fan_in = FanIn()

@@ -5,7 +5,7 @@ import signal
 import threading
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import islice
 from types import FrameType
 from typing import Any
@@ -110,18 +110,17 @@ class Replay:
         """The loader behind the batches that were used; None, with a warning, if it cannot give those again."""
         now, count = random_state(loader), used["batches"]
         source: Iterator[Any] = iter(())
-        try:
+        with suppress(CheckpointError):
             restore_random_state(used["random"], loader)
             if not isinstance(loader, Iterator):
                 source = iter(loader)
                 self.last_used = list(islice(source, max(count - 1, 0), count))
-        except CheckpointError:
-            pass
+        if count:
+            restore_random_state(now, loader)
         last = used.get("last")
         if self.last_used and last is not None and not _alike(_sums(self.last_used[0]), last):
             self.last_used = []
         if not self.last_used and count:
-            restore_random_state(now, loader)
             warnings.warn(
                 f"The history ends within an epoch, after {count} batches, and this loader cannot give those again: it "
                 "is an iterator, has other batches or other generators, or draws random numbers while it is read. The "
@@ -130,8 +129,6 @@ class Replay:
                 stacklevel=2,
             )
             return None
-        if count:
-            restore_random_state(now, loader)
         # Asked for a batch after the last, a loader may draw random numbers once more.
         return iter(()) if used["read"] else source
 

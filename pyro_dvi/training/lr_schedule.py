@@ -44,9 +44,8 @@ class Schedule:
                 f"lr_schedule must be a torch.optim.lr_scheduler of the optimizer, got {type(scheduler).__name__}."
             )
         self.scheduler: Any = scheduler
-        self.saved = (
-            None if isinstance(route, SVIRoute) else scheduler
-        )  # an SVI's is saved with its optimizer
+        # That of an SVI is saved with its optimizer.
+        self.saved = None if isinstance(route, SVIRoute) else scheduler
         kind = getattr(scheduler, "pt_scheduler_constructor", type(scheduler))
         self.needs_metric = isinstance(kind, type) and issubclass(kind, ReduceLROnPlateau)
         if self.needs_metric and self.every_step:

@@ -26,7 +26,7 @@ def random_state(*loaders: Any) -> dict[str, Any]:
     return {
         "torch": torch.get_rng_state(),
         "accelerators": {str(device): state_of(device)[0]() for device in accelerators()},
-        "numpy": (kind, torch.from_numpy(keys.astype(np.int64)), *rest),
+        "numpy": (kind, torch.from_numpy(np.asarray(keys, dtype=np.int64)), *rest),
         "python": random.getstate(),
         "loaders": [generator.get_state() for generator in _generators(loaders)],
     }

@@ -174,13 +174,9 @@ def _found(route: Route, effects: bool) -> dict[str, list[str]]:
         ],
     }
     if effects and not (found["parameters"] or found["terms of the loss"]):
-        found["gradients"] = _bad_gradients(route)
+        gradients = {name: p.grad for name, p in route.parameters().items() if p.grad is not None}
+        found["gradients"] = [name for name, g in gradients.items() if not bool(torch.isfinite(g).all())]
     return found
-
-
-def _bad_gradients(route: Route) -> list[str]:
-    gradients = {name: value.grad for name, value in route.parameters().items() if value.grad is not None}
-    return [name for name, gradient in gradients.items() if not bool(torch.isfinite(gradient).all())]
 
 
 def _largest(route: Route) -> str:

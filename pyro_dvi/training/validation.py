@@ -13,7 +13,7 @@ from pyro_dvi.errors import ArgumentError, DataError
 from pyro_dvi.training.random_state import preserve_random_state
 from pyro_dvi.training.routes import Route
 
-__all__ = ["evaluation_mode", "training_mode", "validation_metrics"]
+__all__ = ["training_mode", "validation_metrics"]
 
 
 def validation_metrics(
@@ -28,7 +28,9 @@ def validation_metrics(
         ArgumentError: if the callable returns neither a number nor a mapping of numbers.
         DataError: if the loader is empty.
     """
-    with evaluation_mode(route), preserve_random_state(validate):
+    with _preserved_modes(route) as parts, preserve_random_state(validate):
+        for part in parts:
+            part.eval()
         if callable(validate):
             return _as_metrics(validate())
         total = weight = 0.0
@@ -42,36 +44,25 @@ def validation_metrics(
 
 
 @contextmanager
-def evaluation_mode(route: Route) -> Iterator[None]:
-    """Put model and guide into evaluation mode, and each of their modules back into its own afterwards."""
-    with _preserved_modes(route):
-        for part in _roots(route):
-            part.eval()
-        yield
-
-
-@contextmanager
 def training_mode(route: Route) -> Iterator[None]:
     """Train what is in evaluation mode as a whole; a module that is frozen within a training model stays frozen."""
-    with _preserved_modes(route):
-        for part in _roots(route):
+    with _preserved_modes(route) as parts:
+        for part in parts:
             if not part.training:
                 part.train()
         yield
 
 
 @contextmanager
-def _preserved_modes(route: Route) -> Iterator[None]:
-    modes = [(module, module.training) for part in _roots(route) for module in part.modules()]
+def _preserved_modes(route: Route) -> Iterator[list[nn.Module]]:
+    """Give model, guide and what they call, and put each of their modules back into its own mode afterwards."""
+    parts = [*route.modules().values(), *route.loose_modules]
+    modes = [(module, module.training) for part in parts for module in part.modules()]
     try:
-        yield
+        yield parts
     finally:
         for module, training in modes:
             module.training = training
-
-
-def _roots(route: Route) -> list[nn.Module]:
-    return [*route.modules().values(), *route.loose_modules]
 
 
 def _as_metrics(result: Any) -> dict[str, float]:

@@ -3,6 +3,7 @@
 
 import copy
 import io
+from collections import UserDict
 from typing import Any
 
 import pyro
@@ -105,7 +106,7 @@ def test_inputs_may_be_tuples_or_mappings():
             return a + b
 
     a, b = torch.randn(4, 3), torch.randn(4, 3)
-    for x in ((a, b), [a, b], {"b": b, "a": a}):
+    for x in ((a, b), [a, b], {"b": b, "a": a}, UserDict(b=b, a=a)):
         assert torch.allclose(observed(classifier(Sum(), 4), x)["fn"].logits, (a + b).log_softmax(-1))
 
 

@@ -260,7 +260,6 @@ CONSTRUCTORS = [
         lambda: regressor(mlp(), 9, noise_scale=LearnedScale(fan_in)),
         "init of LearnedScale is a rule for weights",
     ),
-    (lambda: smooth_activations_(3), "smooth_activations_ changes a torch.nn.Module"),
     (lambda: smooth_activations_(mlp(), {nn.ReLU: 3}), "ReLU.*not of the form"),
     (lambda: smooth_activations_(nn.ReLU(), {nn.ReLU: lambda old: 3}), "replacement of ReLU returned a int"),
     (lambda: to_deterministic("net", {}), "to_deterministic got a str"),

@@ -18,6 +18,8 @@ from pyro_dvi.errors import DataError
 from pyro_dvi.optim import learning_rates
 from pyro_dvi.schedules import LinearWarmup
 from pyro_dvi.training import EveryStep, fit
+from pyro_dvi.training.routes import route_of
+from pyro_dvi.training.validation import validation_metrics
 from pyro_dvi.undisturbed import preserve_buffers
 from tests.training.problems import (
     BATCH,
@@ -181,6 +183,15 @@ def test_validation_callable_runs_in_evaluation_mode():
     assert modes == [False, False]
     assert history["validation_nll"] == [0.5, 0.5]
     assert history["validation_accuracy"] == [1.0, 1.0]
+
+
+def test_validation_batches_of_nested_tensors_count_by_their_size():
+    def nothing(batch):
+        pass
+
+    svi = SVI(nothing, nothing, Adam({"lr": 0.1}), loss=lambda model, guide, batch: batch["x"].mean())
+    batches = [[{"x": torch.zeros(3)}], [{"x": torch.ones(1)}]]
+    assert validation_metrics(route_of(svi), batches, None) == {"loss": 0.25}
 
 
 def test_a_callback_can_stop():

@@ -200,20 +200,18 @@ class Route(ABC):
         Raises:
             DeviceError: if they live on several.
         """
-        first: tuple[str, torch.device] | None = None
+        places: dict[torch.device, str] = {}
         for name, parameter in self.parameters().items():
-            if first is None:
-                first = name, parameter.device
-            elif parameter.device != first[1]:
-                raise DeviceError(
-                    f"Parameter {first[0]!r} is on {first[1]}, parameter {name!r} on {parameter.device}. "
-                    "Move model and guide to one device before training: fit(..., device=...)."
-                )
-        if first is not None:
-            return first[1]
+            places.setdefault(parameter.device, name)
+        if len(places) > 1:
+            (one, first), (two, second), *_ = places.items()
+            raise DeviceError(
+                f"Parameter {first!r} is on {one}, parameter {second!r} on {two}. Move model and guide to one device "
+                "before training: fit(..., device=...)."
+            )
         # A network whose weights are all latent has no parameters before its guide has run, but buffers.
-        buffers = (buffer for part in self.modules().values() for buffer in part.buffers())
-        return next((buffer.device for buffer in buffers), None)
+        buffers = (buffer.device for part in self.modules().values() for buffer in part.buffers())
+        return next(iter(places or buffers), None)
 
     def learning_rate(self) -> float:
         """Learning rate of the means (of the first parameter that is not a posterior scale)."""
