@@ -77,7 +77,7 @@ class Mixture:
 
         Raises:
             DataError: observed values of another shape, or impossible under this component.
-        UnsupportedError: a mask cuts observations that the distribution scores as a whole.
+            UnsupportedError: a mask cuts observations that the distribution scores as a whole.
         """
         fn = response.distribution
         if self.last is None:

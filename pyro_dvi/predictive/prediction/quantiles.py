@@ -40,6 +40,14 @@ def marginal(fn: Any) -> Any:
         return inner
     if isinstance(fn, PointMixture):
         return PointMixture(marginal(fn.components), fn.weights, fn.rank + len(fn.event_shape))
+    if isinstance(fn, td.MixtureSameFamily) and isinstance(
+        normals := marginal(fn.component_distribution), td.Normal
+    ):
+        # The dimension of components goes behind those of an event.
+        loc, scale = (v.movedim(-1 - len(fn.event_shape), -1) for v in (normals.loc, normals.scale))
+        logits = fn.mixture_distribution.logits
+        logits = logits.reshape(*fn.batch_shape, *[1] * len(fn.event_shape), -1).expand(loc.shape)
+        return td.MixtureSameFamily(td.Categorical(logits=logits), td.Normal(loc, scale), validate_args=False)
     if isinstance(fn, (td.MultivariateNormal, td.LowRankMultivariateNormal, ShapedNormal)):
         return td.Normal(fn.mean, fn.variance.sqrt(), validate_args=False)
     if fn.event_shape or getattr(fn.support, "is_discrete", True):
@@ -111,18 +119,23 @@ def crps(fn: Any, values: Tensor) -> Tensor:
     Source: Grimit et al. (2006), Eq. 5.
     """
     single = marginal(fn)
-    if not isinstance(single, PointMixture):
-        single = PointMixture(single.expand((1, *single.batch_shape)), single.mean.new_ones(1))
-    normals, weights = single.components, single.weights
+    if isinstance(single, td.MixtureSameFamily):
+        normals, weights = single.component_distribution, single.mixture_distribution.probs.movedim(-1, 0)
+        dim = -1
+    elif isinstance(single, PointMixture):
+        normals, weights, dim = single.components, single.weights, -1 - single.rank
+    else:
+        normals, weights, dim = single.expand((1, *single.batch_shape)), single.mean.new_ones(1), 0
     if not isinstance(untransformed(normals), td.Normal):
         raise NotImplementedError
-    loc, scale = (value.movedim(-1 - single.rank, 0) for value in (normals.mean, normals.stddev))
-    wide = widest(loc.device)
-    loc, variance, weights = loc.to(wide), scale.to(wide).square(), weights.to(wide)
-    score = torch.tensordot(weights, _absolute(values.to(wide) - loc, variance), 1)
+    wide = widest(weights.device)
+    loc, scale = (value.to(wide).movedim(dim, 0) for value in (normals.mean, normals.stddev))
+    weights = weights.to(wide).reshape(*weights.shape, *[1] * (loc.dim() - weights.dim()))
+    variance = scale.square()
+    score = (weights * _absolute(values.to(wide) - loc, variance)).sum(0)
     for i, weight in enumerate(weights):
         apart = _absolute(loc[i] - loc, variance[i] + variance)
-        score = score - 0.5 * weight * torch.tensordot(weights, apart, 1)
+        score = score - 0.5 * weight * (weights * apart).sum(0)
     return score
 
 

@@ -14,7 +14,7 @@ from torch import distributions as td
 from pyro_dvi import AtMean, LaplaceGuide, Linearised, MeanFieldGuide, Moments, Samples, metrics, predict
 from pyro_dvi.errors import ArgumentError, DataError, UnsupportedError
 from pyro_dvi.links.mixture import PointMixture
-from pyro_dvi.predictive.prediction.quantiles import quantile
+from pyro_dvi.predictive.prediction.quantiles import crps, quantile
 
 N, K = 12, 15
 X = torch.linspace(-2, 2, N, dtype=torch.float64)
@@ -342,3 +342,18 @@ def test_quantiles_of_a_mixture_with_a_huge_variance():
     scales = torch.tensor([0.1, 1.0, 9.0], dtype=torch.float64)
     mixture = PointMixture(td.LogNormal(torch.zeros_like(scales), scales), torch.full_like(scales, 1 / 3))
     torch.testing.assert_close(mixture.cdf(quantile(mixture, 0.4)).item(), 0.4)
+
+
+@pytest.mark.parametrize("event_dim", [0, 1])
+def test_mixtures_of_a_model_have_the_quantiles_and_scores_of_ours(event_dim):
+    loc, weights = torch.linspace(-2, 2, 12).reshape(3, 2, 2), torch.tensor([0.2, 0.5, 0.3])
+    ours = PointMixture(td.Independent(td.Normal(loc, loc.exp()), event_dim), weights)
+    theirs = td.MixtureSameFamily(
+        td.Categorical(probs=weights.expand(*ours.batch_shape, 3)),
+        td.Independent(
+            td.Normal(loc.movedim(0, -1 - event_dim), loc.exp().movedim(0, -1 - event_dim)), event_dim
+        ),
+    )
+    values = torch.tensor([[0.3, -1.0], [2.0, 0.0]])
+    torch.testing.assert_close(crps(theirs, values), crps(ours, values))
+    torch.testing.assert_close(quantile(theirs, 0.3), quantile(ours, 0.3))
