@@ -4,12 +4,13 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-__all__ = ["accelerators", "forked", "seeder", "state_of", "widest"]
+__all__ = ["accelerators", "device_of", "forked", "seeder", "state_of", "widest"]
 
 
 def accelerators() -> list[torch.device]:
@@ -21,6 +22,13 @@ def accelerators() -> list[torch.device]:
     if not getattr(module, "is_initialized", lambda: True)():  # to look would be to initialise it
         return []
     return [torch.device(kind.type, k) for k in range(module.device_count())]
+
+
+def device_of(*functions: Any) -> torch.device | None:
+    """Return the device of the first parameter of the first module that has one; None if none has."""
+    modules = [function for function in functions if isinstance(function, nn.Module)]
+    tensors = chain.from_iterable(chain(module.parameters(), module.buffers()) for module in modules)
+    return next((tensor.device for tensor in tensors), None)
 
 
 def state_of(device: torch.device) -> tuple[Callable[[], Tensor], Callable[[Tensor], Any]]:

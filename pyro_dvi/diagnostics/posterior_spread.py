@@ -22,13 +22,14 @@ from torch import Tensor
 from torch import distributions as td
 
 from pyro_dvi.batches import arguments
+from pyro_dvi.devices import device_of
 from pyro_dvi.divergences import normal_in_unconstrained_space
 from pyro_dvi.errors import GuideError
 from pyro_dvi.guides.base import FactorisedGuide
 from pyro_dvi.handlers.distributions import strip_event_dims
 from pyro_dvi.handlers.latents import unconstraining_transform
 from pyro_dvi.predictive.engine.run import AtValues, evaluation_mode
-from pyro_dvi.predictive.posterior import check_is_set_up, device_of, predicted_model
+from pyro_dvi.predictive.posterior import check_is_set_up, predicted_model
 from pyro_dvi.undisturbed import undisturbed
 
 __all__ = ["Spread", "posterior_spread", "scale_snapshot"]

@@ -12,13 +12,13 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from pyro_dvi.choice import check_count
+from pyro_dvi.devices import device_of
 from pyro_dvi.diagnostics.statistics import Statistic, applied, default_statistics
 from pyro_dvi.errors import ArgumentError, DataError, ModelError, NonFiniteError, UnsupportedError
 from pyro_dvi.handlers.response import choose_response, example_axis, responses
 from pyro_dvi.predictive.components import Components
 from pyro_dvi.predictive.engine.batches import Batch, batches
 from pyro_dvi.predictive.engine.run import check_observation, evaluation_mode, observed_run, seeded
-from pyro_dvi.predictive.posterior import device_of
 from pyro_dvi.predictive.prediction.component import class_log_probabilities
 from pyro_dvi.predictive.prediction.observations import ObservationDraws
 from pyro_dvi.predictive.rules.prior import PriorSamples

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from pyro_dvi.choice import check_choice, check_count
+from pyro_dvi.devices import device_of
 from pyro_dvi.diagnostics.comparison import Comparison, compared
 from pyro_dvi.errors import ModelError
 from pyro_dvi.handlers.distributions import Built, arguments_kept, given_to, innermost
@@ -20,7 +21,7 @@ from pyro_dvi.handlers.uncertain import uncertain_likelihoods, uncertain_part
 from pyro_dvi.moments import GaussianMoments
 from pyro_dvi.predictive.engine.batches import batches
 from pyro_dvi.predictive.engine.run import evaluation_mode, respond, seeded
-from pyro_dvi.predictive.posterior import device_of, posterior_gaussians
+from pyro_dvi.predictive.posterior import posterior_gaussians
 from pyro_dvi.predictive.rules.calibration import RunningMoments
 from pyro_dvi.predictive.rules.propagation import Independent, Propagation
 from pyro_dvi.predictive.rules.rule import Samples

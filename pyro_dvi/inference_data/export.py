@@ -13,6 +13,7 @@ from pyro.infer.autoguide import AutoLaplaceApproximation
 from tqdm.auto import tqdm
 
 from pyro_dvi.choice import check_count
+from pyro_dvi.devices import device_of
 from pyro_dvi.errors import ArgumentError, DviWarning, GuideError, UnsupportedError
 from pyro_dvi.inference_data.assemble import assemble
 from pyro_dvi.inference_data.group import Group, check_names, listed
@@ -25,7 +26,7 @@ from pyro_dvi.predictive import PredictionRule, Samples
 from pyro_dvi.predictive.components import Components
 from pyro_dvi.predictive.engine.batches import Batch, batches
 from pyro_dvi.predictive.engine.run import evaluation_mode, observed_run, seeded
-from pyro_dvi.predictive.posterior import check_posterior, device_of, example_latents, predicted_model
+from pyro_dvi.predictive.posterior import check_posterior, example_latents, predicted_model
 from pyro_dvi.predictive.predict import names_of_sites, rule_of
 from pyro_dvi.predictive.rules.prior import PriorSamples
 from pyro_dvi.predictive.rules.rule import FromDraws

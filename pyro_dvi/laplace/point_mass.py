@@ -3,12 +3,12 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from pyro_dvi.devices import device_of
 from pyro_dvi.errors import ArgumentError, GuideError
 from pyro_dvi.laplace.energy.energy import Energy, Layout
 from pyro_dvi.laplace.energy.query import Query
@@ -96,9 +96,7 @@ class ModelReference:
     @property
     def device(self) -> torch.device | None:
         """Where the tensors of a module are; None if it has none."""
-        model: Any = self.get()
-        tensors = chain(model.parameters(), model.buffers()) if isinstance(model, nn.Module) else iter(())
-        return next((tensor.device for tensor in tensors), None)
+        return device_of(self.get())
 
     def __deepcopy__(self, memo: Any) -> "ModelReference":
         return self

@@ -14,6 +14,8 @@ from pyro_dvi.linalg.operator import Operator
 
 __all__ = ["LogDeterminant", "SpectralQuadrature", "TraceEstimate", "log_determinant", "trace_of_function"]
 
+_BASIS_BYTES = 2**31
+
 
 @dataclass(frozen=True)
 class TraceEstimate:
@@ -116,8 +118,8 @@ def trace_of_function(
     Args:
         operator: A, symmetric.
         dim: D.
-        probes: P, applied together in each step.
-        steps: Lanczos steps. ``probes * steps * dim`` numbers are held; several calls with fewer probes need less.
+        probes: P, applied together in each step, as many as fit.
+        steps: Lanczos steps. ``steps * dim`` numbers are held for as many probes together as fit 2 GiB.
         generator: of the probes; the global one by default.
         like: tensor whose dtype and device the probes get; the default dtype on the CPU otherwise.
 
@@ -139,14 +141,20 @@ def trace_of_function(
     like = torch.empty(0) if like is None else like
     device = like.device if generator is None else generator.device
     signs = torch.randint(2, (probes, dim), generator=generator, device=device, dtype=like.dtype)
-    process = LanczosProcess(operator, signs.mul_(2).sub_(1).to(like.device), steps)
-    while not process.finished:
-        process.advance()
-    nodes, weights = torch.zeros(2, probes, process.steps, dtype=torch.float64).unbind()
-    for p in range(probes):
-        values, vectors = torch.linalg.eigh(process.tridiagonal(p).dense())
-        nodes[p, : len(values)], weights[p, : len(values)] = values, vectors[0].square()
-    return SpectralQuadrature(nodes, weights, dim, process.applications)
+    signs = signs.mul_(2).sub_(1).to(like.device)
+    nodes, weights = torch.zeros(2, probes, steps, dtype=torch.float64).unbind()
+    together, applications = max(1, _BASIS_BYTES // (steps * dim * like.element_size())), 0
+    for start in range(0, probes, together):
+        some = signs[start : start + together]
+        process = LanczosProcess(operator, some, steps)
+        while not process.finished:
+            process.advance()
+        applications += process.applications
+        for p in range(len(some)):
+            values, vectors = torch.linalg.eigh(process.tridiagonal(p).dense())
+            nodes[start + p, : len(values)] = values
+            weights[start + p, : len(values)] = vectors[0].square()
+    return SpectralQuadrature(nodes, weights, dim, applications)
 
 
 def log_determinant(

@@ -9,7 +9,6 @@ is no product of independent ones; ``check_model(model)``, which refuses another
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -32,7 +31,6 @@ from pyro_dvi.training.ownership import check_still_own
 __all__ = [
     "check_is_set_up",
     "check_posterior",
-    "device_of",
     "example_latents",
     "first_arguments",
     "ignores_inputs",
@@ -90,13 +88,6 @@ def check_is_set_up(guide: Any, inputs: tuple[Any, ...] = ()) -> None:
             "as guide(x, y), also after loading its state. Before loading a checkpoint into a fresh guide, call "
             "guide.initialize(*args) where it has that, or give a batch of the training: load(..., example=batch)."
         )
-
-
-def device_of(*functions: Any) -> torch.device | None:
-    """Return the device of the first parameter of the first module that has one; None if none has."""
-    modules = [function for function in functions if isinstance(function, nn.Module)]
-    tensors = chain.from_iterable(chain(module.parameters(), module.buffers()) for module in modules)
-    return next((tensor.device for tensor in tensors), None)
 
 
 def predicted_model(guide: Any, model: Callable[..., Any]) -> Callable[..., Any]:

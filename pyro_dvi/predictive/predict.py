@@ -10,6 +10,7 @@ from pyro.infer.autoguide import AutoDelta
 from tqdm.auto import tqdm
 
 from pyro_dvi.choice import check_choice
+from pyro_dvi.devices import device_of
 from pyro_dvi.errors import DviWarning, GuideError
 from pyro_dvi.guides import MultiplicativeNoiseGuide
 from pyro_dvi.handlers.response import responses
@@ -17,7 +18,7 @@ from pyro_dvi.handlers.trained_for import trained_for
 from pyro_dvi.predictive.components import Components
 from pyro_dvi.predictive.engine.batches import Batch, batches, keeps_order
 from pyro_dvi.predictive.engine.run import check_observation, evaluation_mode, observed_run, seeded
-from pyro_dvi.predictive.posterior import check_posterior, device_of, example_latents
+from pyro_dvi.predictive.posterior import check_posterior, example_latents
 from pyro_dvi.predictive.prediction.mixture import Mixture
 from pyro_dvi.predictive.prediction.part import Part
 from pyro_dvi.predictive.prediction.prediction import Prediction

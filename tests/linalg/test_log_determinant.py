@@ -2,12 +2,13 @@
 """Stochastic Lanczos quadrature against exact log determinants and traces."""
 
 import math
+from importlib import import_module
 
 import pytest
 import torch
 
 from pyro_dvi.errors import ArgumentError, NotPositiveDefiniteError
-from pyro_dvi.linalg import log_determinant, trace_of_function
+from pyro_dvi.linalg import SpectralQuadrature, log_determinant, trace_of_function
 from tests.linalg.matrices import Counting, with_eigenvalues
 
 SPECTRUM = torch.logspace(-1, 2, 60, dtype=torch.float64)
@@ -125,3 +126,18 @@ def test_float32_one_dimension_and_log_of_what_is_not_positive():
     assert math.isfinite(estimate.shifted(1.0).value)
     with pytest.raises(ArgumentError, match="probes"):
         log_determinant(lambda v: v, 3, probes=0)
+
+
+def test_probes_one_after_the_other_give_what_they_give_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    diagonal = torch.linspace(1, 4, 40, dtype=torch.float64)
+
+    def quadrature() -> SpectralQuadrature:
+        return trace_of_function(
+            lambda v: v * diagonal, 40, probes=5, steps=10, generator=seeded(1), like=diagonal
+        )
+
+    together = quadrature()
+    monkeypatch.setattr(import_module("pyro_dvi.linalg.log_determinant"), "_BASIS_BYTES", 1)
+    found = quadrature()
+    torch.testing.assert_close((found.nodes, found.weights), (together.nodes, together.weights))
+    assert found.applications == together.applications == 50

@@ -19,6 +19,8 @@ from pyro_dvi.linalg.operator import gaussian_rows
 
 __all__ = ["BatchGraph", "refuse_torch_modes", "DrawnLabels", "sites_only"]
 
+_LABELS = 8  # for each observation
+
 
 @dataclass(eq=False)
 class BatchGraph:
@@ -128,11 +130,10 @@ class DrawnLabels:
 
     Args:
         passes: over the data.
-        count: labels for each observation.
     """
 
-    def __init__(self, passes: Passes, count: int = 8) -> None:
-        self.passes, self.count = passes, count
+    def __init__(self, passes: Passes) -> None:
+        self.passes = passes
         self._announced: set[str] = set()
 
     def __call__(self, site: ObservedSite, batch: int) -> list[Tensor]:
@@ -156,7 +157,7 @@ class DrawnLabels:
             self._announced.add(site.name)
             warnings.warn(
                 f"the Fisher information of {kind} at observed site {site.name!r} has no closed form here: the "
-                f"Gauss-Newton matrix is estimated from {self.count} drawn labels for each observation. Use "
+                f"Gauss-Newton matrix is estimated from {_LABELS} drawn labels for each observation. Use "
                 "curvature=Hessian(), or register it with pyro_dvi.curvature.information.information_rule",
                 DviWarning,
                 stacklevel=2,
@@ -164,7 +165,7 @@ class DrawnLabels:
         seed = crc32(f"0/{batch}/{site.name}".encode())
         generator = torch.Generator(device=site.value.device).manual_seed(seed)
         with private_random_state(generator, site.value.device):
-            return [site.sample_labels() for _ in range(self.count)]
+            return [site.sample_labels() for _ in range(_LABELS)]
 
 
 def _gradients(scalar: Tensor, values: list[Tensor], create_graph: bool = False) -> list[Tensor]:

@@ -2,6 +2,7 @@
 """Go through the same data again and again, and notice when they are not the same, or not each row once."""
 
 import warnings
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -110,11 +111,10 @@ class Rows:
 
     def __init__(self) -> None:
         self.batches = 0
-        self._seen: dict[str, int] = {}
-        self._full: dict[str, set[int]] = {}
-        self._subsampled: set[str] = set()
         self._log_priors: Tensor | None = None
-        self._scales: dict[str, list[tuple[int, float]]] = {}
+        # For each batch: the rows of a plate and its size; the observations of a site and their scale.
+        self._plates: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
+        self._scales: defaultdict[str, list[tuple[int, float]]] = defaultdict(list)
 
     def add(self, run: JointRun) -> None:
         """Take a batch in.
@@ -127,12 +127,9 @@ class Rows:
         for site in run.sites:
             if not torch.is_tensor(site.scale) or site.scale.numel() == 1:  # else weights of single examples
                 size = torch.Size(site.fn.batch_shape).numel()
-                self._scales.setdefault(site.name, []).append((size, float(site.scale)))
-        for name, (size, full) in run.rows.items():
-            self._seen[name] = self._seen.get(name, 0) + size
-            self._full.setdefault(name, set()).add(full)
-            if size != full:
-                self._subsampled.add(name)
+                self._scales[site.name].append((size, float(site.scale)))
+        for name, counts in run.rows.items():
+            self._plates[name].append(counts)
 
     def check(self) -> None:
         """Compare what was seen with the size of each subsampled plate.
@@ -144,11 +141,11 @@ class Rows:
         Raises:
             DataError: rows are missing, or there are too many.
         """
-        for name in sorted(self._subsampled):
-            sizes = self._full[name]
-            if sizes != {self._seen[name]}:
+        for name, counts in sorted(self._plates.items()):
+            rows, sizes = sum(size for size, _ in counts), {full for _, full in counts}
+            if sizes != {rows} and any(size != full for size, full in counts):
                 raise DataError(
-                    f"the batches hold {self._seen[name]} rows of plate {name!r}, whose size is {max(sizes)}. The "
+                    f"the batches hold {rows} rows of plate {name!r}, whose size is {max(sizes)}. The "
                     "posterior needs all the data once: a loader with drop_last=False over the whole data set, and a "
                     "plate of its size"
                 )

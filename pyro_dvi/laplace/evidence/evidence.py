@@ -35,7 +35,6 @@ __all__ = [
 ]
 
 _EXACT_SIZE = 1000  # both ways cost about the same there
-_BASIS_BYTES = 2**31
 
 
 @dataclass(frozen=True)
@@ -157,20 +156,14 @@ class ByLanczos(Determinant):
 
     def quadrature(self, product: Callable[[Tensor], Tensor], like: Tensor) -> SpectralQuadrature:
         """Return what Lanczos recursions from random vectors give."""
-        generator = torch.Generator().manual_seed(self.seed)
-        together = max(1, _BASIS_BYTES // (self.steps * len(like) * like.element_size()))
-        parts = [
-            trace_of_function(
-                product,
-                len(like),
-                probes=min(together, self.probes - done),
-                steps=self.steps,
-                generator=generator,
-                like=like,
-            )
-            for done in range(0, self.probes, together)
-        ]
-        return _joined(parts)
+        return trace_of_function(
+            product,
+            len(like),
+            probes=self.probes,
+            steps=self.steps,
+            generator=torch.Generator().manual_seed(self.seed),
+            like=like,
+        )
 
 
 def chosen_determinant(given: Determinant | None, size: int) -> Determinant:
@@ -183,21 +176,6 @@ def chosen_determinant(given: Determinant | None, size: int) -> Determinant:
         return Exactly() if size <= _EXACT_SIZE else ByLanczos()
     check_choice("determinant", given, Determinant, "Exactly() or ByLanczos()")
     return given
-
-
-def _joined(parts: list[SpectralQuadrature]) -> SpectralQuadrature:
-    """Return the quadrature over the probes of all parts."""
-    steps = max(part.nodes.shape[1] for part in parts)
-
-    def padded(rows: Tensor) -> Tensor:
-        return torch.nn.functional.pad(rows, (0, steps - rows.shape[1]))
-
-    return SpectralQuadrature(
-        torch.cat([padded(part.nodes) for part in parts]),
-        torch.cat([padded(part.weights) for part in parts]),
-        parts[0].dim,
-        sum(part.applications for part in parts),
-    )
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from pyro_dvi.laplace.energy.energy import LocalEnergy
 from pyro_dvi.laplace.energy.precision import GGN, PrecisionMatrix
 from pyro_dvi.laplace.energy.query import Query
 from pyro_dvi.laplace.methods.posterior import LaplacePosterior, Method
-from pyro_dvi.linalg import Preconditioner, Solution, block_conjugate_gradients, conjugate_gradients
+from pyro_dvi.linalg import Solution, block_conjugate_gradients, conjugate_gradients
 
 __all__ = ["ConjugateGradient", "ConjugateGradientPosterior", "PrecisionSolver"]
 
@@ -64,64 +64,57 @@ class ConjugateGradient(Method):
 
     def fit(self, local: LocalEnergy, *, seed: int = 0) -> "ConjugateGradientPosterior":
         """Return the posterior."""
-        return ConjugateGradientPosterior(PrecisionSolver.of(self, local, seed))
+        return ConjugateGradientPosterior(PrecisionSolver(self, local, seed))
 
 
-@dataclass(frozen=True)
 class PrecisionSolver:
     """Solutions of P v = b.
 
-    Attributes:
+    Args:
+        method: with a curvature, a tolerance, a number of iterations, and a method for its preconditioner; see
+            :class:`ConjugateGradient`.
         local: U around the mode.
-        curvature: which matrix P is.
-        tolerance: bound on ``|b - P v| / |b|``.
-        max_iterations: by default ``min(10 D, 1000)``.
-        preconditioner: see :data:`pyro_dvi.linalg.Preconditioner`; None: a block method relative to the prior.
+        seed: of random numbers.
     """
 
-    local: LocalEnergy
-    curvature: PrecisionMatrix
-    tolerance: float
-    max_iterations: int | None
-    preconditioner: Preconditioner | None
-
-    @classmethod
-    def of(cls, method: Any, local: LocalEnergy, seed: int) -> "PrecisionSolver":
-        """Return that of a method with a tolerance, a number of iterations, and a method for its preconditioner."""
+    def __init__(self, method: Any, local: LocalEnergy, seed: int) -> None:
         near = method.preconditioner
-        preconditioner = None if near is None else near.fit(local, seed=seed).solve
-        return cls(local, method.curvature, method.tolerance, method.max_iterations, preconditioner)
+        self.method, self.local = method, local
+        self._preconditioner = None if near is None else near.fit(local, seed=seed).solve
 
     def __call__(self, rhs: Tensor) -> Tensor:
         """Return v for the rows b, ``[S, D]``."""
-        tolerance = max(self.tolerance, 1000 * torch.finfo(rhs.dtype).eps)
+        matrix, tolerance = (
+            self.method.curvature,
+            max(self.method.tolerance, 1000 * torch.finfo(rhs.dtype).eps),
+        )
         try:
             x, found = self._solve(rhs, tolerance)
         except NotPositiveDefiniteError as error:
             raise NotPositiveDefiniteError(
-                f"{self.curvature!r} has curvature {error.curvature:.3g} along a direction: the mode is no minimum, "
-                "or the prior does not determine every latent. Run guide.polish(batches), use curvature=GGN(), or "
-                "float64.",
+                f"{matrix!r} has curvature {error.curvature:.3g} along a direction: the mode is no "
+                "minimum, or the prior does not determine every latent. Run guide.polish(batches), use "
+                "curvature=GGN(), or float64.",
                 direction=error.direction,
                 curvature=error.curvature,
             ) from error
         if not found.converged:
             worst = float(found.residuals.max())
             raise NotConvergedError(
-                f"after {found.iterations} iterations a solve with {self.curvature!r} has the residual {worst:.2g}, "
+                f"after {found.iterations} iterations a solve with {matrix!r} has the residual {worst:.2g}, "
                 f"not {tolerance:.2g}: allow more max_iterations or a larger tolerance, use float64, or another "
                 "preconditioner such as TopEigen(k)"
             )
         return x
 
     def _solve(self, rhs: Tensor, tolerance: float) -> tuple[Tensor, Solution]:
-        options: Any = {"tolerance": tolerance, "max_iterations": self.max_iterations}
+        options: Any = {"tolerance": tolerance, "max_iterations": self.method.max_iterations}
 
         def product(vectors: Tensor) -> Tensor:
-            return self.curvature.product(self.local, vectors)
+            return self.method.curvature.product(self.local, vectors)
 
-        if self.preconditioner is not None:
-            found = conjugate_gradients(product, rhs, preconditioner=self.preconditioner, **options)
+        if self._preconditioner is not None:
+            found = conjugate_gradients(product, rhs, preconditioner=self._preconditioner, **options)
             return found.x, found
         prior = self.local.prior_diagonal()
         if prior is None:

@@ -85,7 +85,7 @@ class PosteriorSamples(Method):
         prior = independent_prior_precision(local, "PosteriorSamples()")
         noise = local.ggn_noise(self.num_samples, generator)
         noise += gaussian_rows(self.num_samples, len(prior), prior, generator) * prior.sqrt()
-        return SamplesPosterior(local.point, PrecisionSolver.of(self, local, seed)(noise))
+        return SamplesPosterior(local.point, PrecisionSolver(self, local, seed)(noise))
 
 
 class SamplesPosterior(LaplacePosterior):

@@ -19,6 +19,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from pyro_dvi.choice import check_count
+from pyro_dvi.devices import device_of
 from pyro_dvi.errors import ModelError
 from pyro_dvi.handlers.moment_run import PosteriorMoments, median
 from pyro_dvi.handlers.uncertain import uncertain_likelihoods
@@ -27,7 +28,7 @@ from pyro_dvi.moments.tensor_like import name_of
 from pyro_dvi.moments.weight_uses import WeightUses, parts_of
 from pyro_dvi.predictive.engine.batches import batches
 from pyro_dvi.predictive.engine.run import Response, evaluation_mode, respond, seeded
-from pyro_dvi.predictive.posterior import check_is_set_up, device_of, posterior_gaussians
+from pyro_dvi.predictive.posterior import check_is_set_up, posterior_gaussians
 from pyro_dvi.predictive.rules.propagation import Propagation
 from pyro_dvi.predictive.rules.rule import Samples
 
