@@ -4,6 +4,7 @@
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -87,53 +88,29 @@ class Group:
         """Name every dimension: as the user says, else after plates, else ``<variable>_dim_<i>``.
 
         A plate gives no name where it would be that of a variable, or of another length in this group.
-
-        Raises:
-            ArgumentError: the user calls dimensions of unequal lengths alike.
         """
         lengths: dict[Any, int] = {}
         named: dict[str, list[Any]] = {}
         for name in self.arrays:
             shape = self.shape(name)
-            suggested = (*self.suggested[name], *(None,) * len(shape))[: len(shape)]
+            suggested = self.suggested[name][: len(shape)]
             is_flat = any(dim in self.coords for dim in suggested)  # without the user's dimensions
             users = () if is_flat else given.get(name, ())
             mine: list[Any] = []
-            for i in range(len(shape)):
-                if i < len(users) and users[i] is not None:
-                    mine.append(users[i])
-                    continue
-                dim = suggested[i]
-                fits = lengths.get(dim, shape[i]) == shape[i] and dim not in mine
-                if dim is None or not fits or dim in self.arrays or dim in _SAMPLE_DIMS:
-                    dim = f"{name}_dim_{i}"
+            for i, (length, dim, plate) in enumerate(zip_longest(shape, users[: len(shape)], suggested)):
+                if dim is None:
+                    fits = plate is not None and lengths.get(plate, length) == length and plate not in mine
+                    is_free = plate not in self.arrays and plate not in _SAMPLE_DIMS
+                    dim = plate if fits and is_free else f"{name}_dim_{i}"
                 mine.append(dim)
-            for dim, length in zip(mine, shape, strict=True):
-                if lengths.setdefault(dim, length) != length:
-                    raise ArgumentError(
-                        f"dims calls a dimension of {name!r} {dim!r}, which is {length} long, but that of another "
-                        f"variable is {lengths[dim]} long: give them different names"
-                    )
+            lengths |= dict(zip(mine, shape, strict=True))
             named[name] = mine
         return named
 
     def coordinates(self, dims: Mapping[str, Sequence[Any]], given: Coords) -> dict[Any, Any]:
-        """Return the coordinates of this group's dimensions.
-
-        Raises:
-            ArgumentError: the user's are not as many as the dimension is long.
-        """
-        found: dict[Any, Any] = dict(self.coords)
-        for name, mine in dims.items():
-            for dim, length in zip(mine, self.shape(name), strict=True):
-                if dim in given and dim not in self.coords:
-                    if len(given[dim]) != length:
-                        raise ArgumentError(
-                            f"coords[{dim!r}] has {len(given[dim])} values, but this dimension of {name!r} is "
-                            f"{length} long"
-                        )
-                    found[dim] = given[dim]
-        return found
+        """Return the coordinates of this group's dimensions."""
+        used = {dim for mine in dims.values() for dim in mine}
+        return {**{dim: values for dim, values in given.items() if dim in used}, **self.coords}
 
 
 def check_names(groups: Mapping[str, Group], dims: Dims, coords: Coords, left_out: Sequence[str]) -> None:

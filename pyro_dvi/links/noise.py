@@ -23,38 +23,28 @@ __all__ = [
     "MomentMatched",
     "NoiseLink",
     "ShapedNormal",
-    "UncertainNoise",
     "correlated_normal",
 ]
 
 Noisy = Callable[[Tensor, Any, Any], Any]
 
 
-@dataclass(frozen=True)
-class UncertainNoise:
-    """Gaussian noise around a Gaussian mean.
-
-    Attributes:
-        loc: mean.
-        spread: its variances of the same shape, or covariances ``[*batch, n, n]`` of the n numbers of an event.
-        scale: of the noise.
-        joint: covariances of mean and scale; None where they are independent, number by number.
-        noisy: makes a distribution of a mean, its spread, and the variance of the noise.
-    """
-
-    loc: Tensor
-    spread: Any
-    scale: GaussianMoments
-    joint: Joint | None
-    noisy: Noisy
-
-
 class NoiseLink(ABC):
     """How Gaussian noise of uncertain scale becomes a predictive distribution."""
 
     @abstractmethod
-    def predictive(self, given: UncertainNoise) -> Any:
-        """Return the predictive distribution."""
+    def predictive(
+        self, noisy: Noisy, loc: Tensor, spread: Any, scale: GaussianMoments, joint: Joint | None = None
+    ) -> Any:
+        """Return the predictive distribution of Gaussian noise around a Gaussian mean.
+
+        Args:
+            noisy: makes a distribution of a mean, its spread, and the variance of the noise.
+            loc: mean.
+            spread: its variances of the same shape, or covariances ``[*batch, n, n]`` of the n numbers of an event.
+            scale: of the noise.
+            joint: covariances of mean and scale; None where they are independent, number by number.
+        """
 
 
 @dataclass(frozen=True)
@@ -67,9 +57,11 @@ class MomentMatched(NoiseLink):
     Source: Schmitt & Roth (2021), Eq. 19.
     """
 
-    def predictive(self, given: UncertainNoise) -> Any:
+    def predictive(
+        self, noisy: Noisy, loc: Tensor, spread: Any, scale: GaussianMoments, joint: Joint | None = None
+    ) -> Any:
         """Return a Normal (LogNormal, MultivariateNormal)."""
-        return given.noisy(given.loc, given.spread, power_of(td.Normal, "scale", given.scale, 2))
+        return noisy(loc, spread, power_of(td.Normal, "scale", scale, 2))
 
 
 @dataclass(frozen=True)
@@ -89,16 +81,17 @@ class GaussHermite(NoiseLink):
     def __post_init__(self) -> None:
         check_count("num_nodes", self.num_nodes)
 
-    def predictive(self, given: UncertainNoise) -> Any:
+    def predictive(
+        self, noisy: Noisy, loc: Tensor, spread: Any, scale: GaussianMoments, joint: Joint | None = None
+    ) -> Any:
         """Return a mixture of Normals (LogNormals, MultivariateNormals)."""
-        loc, spread, scale = given.loc, given.spread, given.scale
-        if given.joint is not None:
-            loc, spread, scales, weights = given.joint.given_scale(loc, scale, self.num_nodes)
+        if joint is not None:
+            loc, spread, scales, weights = joint.given_scale(loc, scale, self.num_nodes)
         else:
             scales, weights = nodes_of(scale, self.num_nodes)
             check_domain(td.Normal, "scale", scale, scales)
             scales = aligned(scales, max(loc.dim(), scale.dim()))
-        return PointMixture(given.noisy(loc, spread, scales.square()), weights)
+        return PointMixture(noisy(loc, spread, scales.square()), weights)
 
 
 def correlated_normal(loc: Tensor, covariance: Tensor, variance: Any, shape: Size) -> Any:

@@ -18,7 +18,7 @@ from pyro_dvi.expectations.rules import find_rule
 from pyro_dvi.links.classes import ClassLink, SobolSoftmax, average_logits
 from pyro_dvi.links.joint import Joint
 from pyro_dvi.links.mixture import PointMixture
-from pyro_dvi.links.noise import MomentMatched, NoiseLink, UncertainNoise, correlated_normal
+from pyro_dvi.links.noise import MomentMatched, NoiseLink, correlated_normal
 from pyro_dvi.moments import GaussianMoments
 from pyro_dvi.moments.value import loc_of, variance_of
 from pyro_dvi.registry import registering
@@ -118,7 +118,7 @@ def normal(family: Any, loc: Any, scale: Any, noise: NoiseLink, joint: Joint | N
         if not are_distinct([loc, scale]):
             return NotImplemented  # mean and variance are the same as if independent, the density is not
     mean = torch.as_tensor(mean, dtype=scale.dtype, device=scale.device)
-    return noise.predictive(UncertainNoise(mean, 0.0 if spread is None else spread, scale, joint, noisy))
+    return noise.predictive(noisy, mean, 0.0 if spread is None else spread, scale, joint)
 
 
 @predictive_rule(td.MultivariateNormal)

@@ -315,10 +315,6 @@ MISTAKES = {
         lambda: export(coords={"date": np.arange(12)}),
         r"coords names no dimension 'date'; close names: \['data'",
     ),
-    "coords of another length": (
-        lambda: export(coords={"data": np.arange(11)}),
-        r"coords\['data'\] has 11 values, but this dimension of 'obs' is 12 long",
-    ),
     "dims of nothing": (
         lambda: export(dims={"slop": ["a"]}),
         r"dims names no variable 'slop'; close names: \['slope'\]",

@@ -151,8 +151,7 @@ def check_observation(model: Callable[..., Any], batch: Batch, latents: Latents,
     Raises:
         DataError: it observes nothing, or other values, when the model is given the observation.
     """
-    if batch.observed is None:
-        return batch
+    assert batch.observed is not None, "there is something to check"
     nodes = observed_run(model, batch, latents)
     name = choose_response(site, responses(nodes, latents))
     node: Any = nodes[name]
