@@ -13,7 +13,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from pyro_dvi.bayesian.converted import accept_old_keys, remember
 from pyro_dvi.bayesian.priors import Prior, PriorLike, as_prior
 from pyro_dvi.bayesian.selection import DEFAULT_LAYERS, Candidate, Selection, chosen
-from pyro_dvi.bayesian.site_prior import TiedPrior, buffer_name
+from pyro_dvi.bayesian.site_prior import SitePrior, TiedPrior, buffer_name, set_attribute
 from pyro_dvi.errors import ArgumentError, DviWarning, ModelError, UnsupportedError
 
 __all__ = ["to_bayesian_"]
@@ -103,15 +103,10 @@ def to_bayesian_(
     remember(module)
     root = cast(PyroModule, module)
     for (owner, *others), its_prior in zip(groups, priors, strict=True):
-        site_prior = its_prior.place(owner, root)
-        value = owner.parameter.detach()
-        del owner.module._parameters[owner.attribute]
-        owner.module.register_buffer(buffer_name(owner.attribute), value)
-        _make_site(owner, PyroSample(site_prior))
+        _make_site(owner, its_prior.place(owner, root))
+        owner.module.register_buffer(buffer_name(owner.attribute), owner.parameter.detach())
         for other in others:
-            del other.module._parameters[other.attribute]
-            tied = TiedPrior(other.attribute, f"= {owner.name}", owner.module, owner.attribute)
-            _make_site(other, PyroSample(tied))
+            _make_site(other, TiedPrior(other.attribute, f"= {owner.name}", owner.module, owner.attribute))
     return module
 
 
@@ -128,9 +123,9 @@ def _warn_of_padding(groups: Sequence[Sequence[Candidate]]) -> None:
             )
 
 
-def _make_site(target: Candidate, sample: PyroSample) -> None:
-    # Past the module's own __setattr__: recurrent layers intercept it.
-    PyroModule.__setattr__(target.module, target.attribute, sample)  # type: ignore[arg-type]
+def _make_site(target: Candidate, prior: SitePrior) -> None:
+    del target.module._parameters[target.attribute]
+    set_attribute(target.module, target.attribute, PyroSample(prior))
     accept_old_keys(target.module)
 
 

@@ -18,7 +18,7 @@ from torch.distributions import constraints
 from pyro_dvi.bayesian.placement import placed_like
 from pyro_dvi.bayesian.priors import FixedScale, Prior, check_no_gradient, described, positive
 from pyro_dvi.bayesian.selection import Candidate
-from pyro_dvi.bayesian.site_prior import ScaleMixturePrior, SitePrior, buffer_name
+from pyro_dvi.bayesian.site_prior import ScaleMixturePrior, SitePrior, buffer_name, set_attribute
 from pyro_dvi.errors import ArgumentError, ModelError
 
 __all__ = ["FanIn", "HierarchicalScale", "LearnedScale", "ScalePrior", "check_positive_support", "fan_in"]
@@ -177,7 +177,9 @@ class LearnedScale(_OwnScale):
             positive(self.init, "LearnedScale: init")
 
     def _attach(self, holder: nn.Module, name: str, target: Candidate, start: float) -> None:
-        _add(holder, name, PyroParam(target.parameter.new_full((), start), constraint=constraints.positive))
+        set_attribute(
+            holder, name, PyroParam(target.parameter.new_full((), start), constraint=constraints.positive)
+        )
 
     def _said(self, name: str) -> str:
         return f"{name} learned)"
@@ -245,7 +247,7 @@ class HierarchicalScale(_OwnScale):
             # The root may own no parameter: a scalar of the first one's kind tells dtype and device.
             reference = f"{name}_like"
             holder.register_buffer(reference, target.parameter.new_ones(()), persistent=False)
-        _add(holder, name, PyroSample(ScalePrior(self.prior, reference)))
+        set_attribute(holder, name, PyroSample(ScalePrior(self.prior, reference)))
 
     def _said(self, name: str) -> str:
         return f"{name}), {name} ~ {described(self.prior)}"
@@ -284,8 +286,3 @@ def check_positive_support(distribution: TorchDistributionMixin, place: str) -> 
             f"{place} is a {type(distribution).__name__} over {support}; a scale is positive. Use LogNormal, "
             "HalfNormal, HalfCauchy or Gamma."
         )
-
-
-def _add(module: nn.Module, name: str, value: PyroParam | PyroSample) -> None:
-    # Past the module's own __setattr__: recurrent layers intercept it.
-    PyroModule.__setattr__(module, name, value)  # type: ignore[arg-type]

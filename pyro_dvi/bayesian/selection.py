@@ -228,10 +228,10 @@ def _owned(module: nn.Module, paths: Sequence[str]) -> Iterator[Candidate]:
 def _reparametrised_by_hooks(module: nn.Module) -> dict[str, str]:
     """Return the parameters that the hooks of the old ``weight_norm`` or ``spectral_norm`` compute from."""
     found = {}
+    removers = {"WeightNorm": "remove_weight_norm", "SpectralNorm": "remove_spectral_norm"}
     for hook in module._forward_pre_hooks.values():
         kind = type(hook).__name__
-        if kind in ("WeightNorm", "SpectralNorm"):
-            remover = "remove_weight_norm" if kind == "WeightNorm" else "remove_spectral_norm"
+        if remover := removers.get(kind):
             target = str(hook.name)  # type: ignore[attr-defined]
             for attribute in module._parameters:
                 if attribute.startswith(f"{target}_"):

@@ -16,7 +16,7 @@ import pyro.distributions as dist
 import torch
 from pyro.distributions.torch_distribution import TorchDistributionMixin
 from pyro.infer.autoguide.initialization import init_to_median
-from pyro.nn.module import PyroModule
+from pyro.nn.module import PyroModule, PyroParam, PyroSample
 from pyro.poutine.runtime import am_i_wrapped, get_plates
 from torch import Tensor, nn
 
@@ -30,12 +30,18 @@ __all__ = [
     "TiedPrior",
     "buffer_name",
     "init_to_module",
+    "set_attribute",
 ]
 
 
 def buffer_name(attribute: str) -> str:
     """Return the name of the buffer that keeps the module's own value of a converted parameter."""
     return f"{attribute}_initial"
+
+
+def set_attribute(module: nn.Module, name: str, value: PyroParam | PyroSample) -> None:
+    """Set a Pyro attribute past the module's own ``__setattr__``, which recurrent layers have to intercept it."""
+    PyroModule.__setattr__(module, name, value)  # type: ignore[arg-type]
 
 
 @dataclass(eq=False, repr=False)

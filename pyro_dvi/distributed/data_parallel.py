@@ -2,7 +2,7 @@
 """An objective that several processes evaluate together."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import count, islice
 from typing import Any, NamedTuple
 
@@ -97,7 +97,7 @@ class DataParallel(ELBO):
         check_choice("draws", self.draws, Draws, "SharedDraws() or OwnDraws()")
         self.group = group
         self.stands_by = False
-        self._seed: int | None = None
+        self._seed: Any = None  # a number from the first step on
         self._prepared: tuple[Any, Any] | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -134,10 +134,12 @@ class DataParallel(ELBO):
             return self.elbo.differentiable_loss(model, guide, *args, **kwargs)  # type: ignore[no-any-return]
         self._prepare(model, guide, args, kwargs)
         losses: list[Tensor] = []
+        seed, step, rank = self._seed, self.elbo.step, td.get_rank(self.group)
+        seeds = (self.draws.seed(seed, step, run, rank) for run in count())
         stands_by, self.stands_by = self.stands_by, False
 
         def evaluate() -> _Evaluation:
-            with seeded(self._guide, self._seeds()), Fractions() as fractions:
+            with seeded(self._guide, seeds), Fractions() as fractions:
                 loss = self.elbo.differentiable_loss(model, self._guide, *args, **kwargs)
             losses.append(loss)
             found = dict.fromkeys(fractions.found, 0.0) if stands_by else fractions.found
@@ -154,7 +156,7 @@ class DataParallel(ELBO):
         if not all(math.isfinite(m.terms["loss"]) for m in messages):
             raise NonFiniteError(_diagnosis(messages))
         names = sorted({name for message in messages for name in message.leaves})
-        return self._joint(losses[0], terms["loss"], names, model, guide, weights[td.get_rank(self.group)])
+        return self._joint(losses[0], terms["loss"], names, model, guide, weights[rank])
 
     def check_number_of_batches(self, number: int) -> None:
         """Compare the number of batches in a pass over the data with that of the other processes.
@@ -212,13 +214,6 @@ class DataParallel(ELBO):
                 statistic.copy_(total)
         result: Tensor = _Joint.apply(loss.new_tensor(value), gradients, states, *leaves)
         return result
-
-    def _seeds(self) -> Iterator[int]:
-        """Seeds of the guide's runs in this step."""
-        assert self._seed is not None
-        step, rank = self.elbo.step, td.get_rank(self.group)
-        for run in count():
-            yield self.draws.seed(self._seed, step, run, rank)
 
     # The first step ---------------------------------------------------------------------------------------------
 

@@ -86,13 +86,9 @@ def named_leaves(loss: Tensor, model: Any, guide: Any) -> dict[str, Tensor]:
 
 def running_statistics(model: Any) -> Iterator[Tensor]:
     """Yield means and variances that batch normalisation has just updated."""
-    if not isinstance(model, nn.Module):
-        return
-    for module in model.modules():
+    for module in model.modules() if isinstance(model, nn.Module) else ():
         if isinstance(module, _BatchNorm) and module.training and module.running_mean is not None:
-            assert module.running_var is not None
-            yield module.running_mean
-            yield module.running_var
+            yield from (module.running_mean, module.running_var)  # type: ignore[misc]
 
 
 def weighted_sums(tensors: list[Any], weight: float, group: Any) -> list[Tensor]:

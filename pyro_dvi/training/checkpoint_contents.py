@@ -74,7 +74,7 @@ class Contents:
             "optimizer": {"type": route.optimizer_name, "state": route.optimizer_state()},
             "lr_schedule": None if self.lr_schedule is None else self.lr_schedule.state_dict(),
             "random": random_state(self.loader),
-            "history": None if history is None else record.to_dict(),
+            "history": record.to_dict(),
             "best_weights": record.best_weights,
             "unfinished": record.unfinished,
             "fingerprint": fingerprint and fingerprint.state(),
@@ -153,7 +153,7 @@ class Contents:
                 route.elbo.serve(route.steered)
         if self.lr_schedule is not None:
             self.lr_schedule.load_state_dict(saved["lr_schedule"])
-        history = History() if saved["history"] is None else History.from_dict(saved["history"])
+        history = History.from_dict(saved["history"])
         history.best_weights, history.unfinished = saved["best_weights"], saved["unfinished"]
         history.fingerprint = fingerprint
         return history

@@ -89,8 +89,7 @@ def read_file(path: Path, map_location: Any, weights_only: bool) -> dict[str, An
             "Install a newer pyro-dvi."
         )
     for part, entries in _ENTRIES.items():
-        held = content[part] if part else content
-        missing = set() if held is None else set(entries.split()).difference(held)
+        missing = set(entries.split()).difference(content[part] if part else content)
         if missing:
             raise CheckpointError(
                 f"{str(path)!r} has no {sorted(missing)} in its {part or 'contents'}: it was changed after it was "

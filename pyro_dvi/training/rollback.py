@@ -35,9 +35,7 @@ class _Snapshot:
         self.epoch = epoch
         self.weights = route.weights()
         self._optimizer = copy.deepcopy(route.optimizer_state())
-        self._elbo: Any = None
-        if hasattr(route.elbo, "state_dict"):
-            self._elbo = copy.deepcopy(route.elbo.state_dict())
+        self._elbo = copy.deepcopy(route.elbo.state_dict()) if hasattr(route.elbo, "state_dict") else None
 
     def restore(self, route: Route) -> None:
         """Put everything back, and drop the gradients of the step that failed."""

@@ -86,8 +86,7 @@ class Route(ABC):
 
     def agreed(self, value: Any) -> Any:
         """Return a value that all processes have to share, where several train: that of the first."""
-        agreed = getattr(self.elbo, "agreed", None)
-        return value if agreed is None else agreed(value)
+        return getattr(self.elbo, "agreed", lambda own: own)(value)
 
     def announce_length(self, steps: int, total_steps: int | None) -> None:
         """Compare the steps of an epoch with other processes, and tell an optimizer with a schedule how long it has.
@@ -104,10 +103,7 @@ class Route(ABC):
     @contextmanager
     def serving(self) -> Iterator[None]:
         """Tell an objective which measures for its optimizer which one it is, for as long as training lasts."""
-        serve = getattr(self.elbo, "serve", None)
-        if serve is None:
-            yield
-            return
+        serve = getattr(self.elbo, "serve", lambda optimizer: None)
         before = serve(self.steered)
         try:
             yield
