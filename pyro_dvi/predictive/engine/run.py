@@ -131,13 +131,7 @@ def sites_at(
 
 def with_others(run: Callable[[Latents], T], others: Latents) -> Callable[[Latents], T]:
     """Return ``run`` with further observed sites at their observed values."""
-    if not others:
-        return run
-
-    def conditioned(latents: Latents) -> T:
-        with ConditionMessenger(dict(others)):
-            return run(latents)
-
+    conditioned: Callable[[Latents], T] = ConditionMessenger(dict(others))(run) if others else run
     return conditioned
 
 

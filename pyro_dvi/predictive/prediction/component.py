@@ -126,13 +126,16 @@ def whole_events(counts: Tensor, event_dim: int, site: str) -> Tensor:
     Raises:
         UnsupportedError: a mask leaves out a part of an event, whose density is one number.
     """
-    whole = with_any(counts, event_dim)
-    if bool((whole & with_any(~counts, event_dim)).any()):
+    if _cuts_events(counts, event_dim):
         raise UnsupportedError(
             f"the mask of site {site!r} leaves out parts of single events: an event has one log density and is "
             "exported whole or not at all. Give these values a plate in place of to_event, or predict from inputs alone"
         )
-    return whole
+    return with_any(counts, event_dim)
+
+
+def _cuts_events(mask: Tensor, event_dim: int) -> bool:
+    return bool((with_any(mask, event_dim) & with_any(~mask, event_dim)).any())
 
 
 def both_masks(first: Tensor | None, second: Tensor | None) -> Tensor | None:
@@ -145,19 +148,17 @@ def both_masks(first: Tensor | None, second: Tensor | None) -> Tensor | None:
 def check_events(fn: Any, mask: Tensor | None, site: str) -> None:
     """Refuse to score a part of an event with a distribution that knows nothing of the mask."""
     event_dim = len(fn.event_shape)
-    if mask is None or not event_dim:
+    if mask is None or not event_dim or not _cuts_events(mask, event_dim):
         return
-    cut = with_any(mask, event_dim) & with_any(~mask, event_dim)
     while isinstance(fn, (td.Independent, dist.MaskedDistribution, dist.ExpandedDistribution)):
         if isinstance(fn, dist.MaskedDistribution):
             return
         fn = fn.base_dist
-    if cut.any():
-        raise UnsupportedError(
-            f"the mask of site {site!r} leaves out parts of single observations, which its distribution does not know "
-            "by this rule: mask the distribution before to_event, as dist.Normal(...).mask(mask).to_event(1), also "
-            "where the model is given no observation"
-        )
+    raise UnsupportedError(
+        f"the mask of site {site!r} leaves out parts of single observations, which its distribution does not know by "
+        "this rule: mask the distribution before to_event, as dist.Normal(...).mask(mask).to_event(1), also where the "
+        "model is given no observation"
+    )
 
 
 def as_drawn(fn: Any, values: Tensor) -> Tensor:
