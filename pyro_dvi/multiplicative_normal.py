@@ -77,11 +77,6 @@ class MultiplicativeNormal(dist.Normal):
             self._scale = self.variance.sqrt()
         return self._scale
 
-    @property
-    def stddev(self) -> Tensor:
-        """Standard deviations."""
-        return self.scale
-
     def expand(self, batch_shape: Any, _instance: Any = None) -> "MultiplicativeNormal":
         """Return the distribution with its mean expanded; ``alpha`` stays as it is and broadcasts."""
         new = self._get_checked_instance(MultiplicativeNormal, _instance)

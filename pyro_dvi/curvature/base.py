@@ -55,6 +55,9 @@ class Curvature(ABC):
         """Return the context in which the model runs; it is handed back as ``likelihood.recorder``."""
         return nullcontext()
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
     def weight(self, step: int) -> float:
         """Factor of the penalty in training step ``step``; 0 skips its computation."""
         return 1.0

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Curvatures that sum squared gradients of single examples, :math:`\sum_i (\partial_u \ell_i)^2`."""
 
-from collections.abc import Sequence
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -15,7 +16,25 @@ from pyro_dvi.curvature.squared_gradients import pass_per_example
 __all__ = ["GGNDiagonal", "EmpiricalFisher", "summed_squared_gradients"]
 
 
-class GGNDiagonal(Curvature):
+class _ExampleSquares(Curvature):
+    """Sums over terms of the likelihood of squared gradients of single examples."""
+
+    def recorder(self, used_values: Sequence[Tensor | None]) -> WeightUses:
+        return WeightUses(used_values)
+
+    def penalty(self, likelihood: Linearisation) -> Tensor:
+        total = None
+        for outputs, cotangent in self._terms(likelihood):
+            squares = summed_squared_gradients(likelihood, outputs, cotangent)
+            total = squares if total is None else [a + b for a, b in zip(total, squares, strict=True)]
+        return half_sum(likelihood.scales, total or [torch.zeros_like(u) for u in likelihood.values])
+
+    @abstractmethod
+    def _terms(self, likelihood: Linearisation) -> Iterator[tuple[Tensor, Tensor]]:
+        """Give f and w of :func:`summed_squared_gradients`."""
+
+
+class GGNDiagonal(_ExampleSquares):
     r"""Expected Fisher information in closed form: the diagonal without sampled labels.
 
     .. math::
@@ -35,24 +54,14 @@ class GGNDiagonal(Curvature):
         GGNDiagonal()
     """
 
-    def recorder(self, used_values: Sequence[Tensor | None]) -> WeightUses:
-        return WeightUses(used_values)
-
-    def penalty(self, likelihood: Linearisation) -> Tensor:
+    def _terms(self, likelihood: Linearisation) -> Iterator[tuple[Tensor, Tensor]]:
         likelihood.require_labels("GGNDiagonal")
-        total = [torch.zeros_like(u) for u in likelihood.values]
         for site in likelihood.sites:
             for f, w in of_site(expected_information(site.fn, site.name), site):
-                for output, weight in zip(f.unbind(-1), w.unbind(-1), strict=True):
-                    squares = summed_squared_gradients(likelihood, output, weight)
-                    total = [a + b for a, b in zip(total, squares, strict=True)]
-        return half_sum(likelihood.scales, total)
-
-    def __repr__(self) -> str:
-        return "GGNDiagonal()"
+                yield from zip(f.unbind(-1), w.unbind(-1), strict=True)
 
 
-class EmpiricalFisher(Curvature):
+class EmpiricalFisher(_ExampleSquares):
     r"""Sum over examples of squared gradients at the observed labels.
 
     .. math:: c_\lambda = \sum_s \mathrm{scale}_s \sum_i \bigl(\partial_\lambda \log p_s(y_{si} \mid u)\bigr)^2
@@ -68,21 +77,10 @@ class EmpiricalFisher(Curvature):
         EmpiricalFisher()
     """
 
-    def recorder(self, used_values: Sequence[Tensor | None]) -> WeightUses:
-        return WeightUses(used_values)
-
-    def penalty(self, likelihood: Linearisation) -> Tensor:
-        total = None
+    def _terms(self, likelihood: Linearisation) -> Iterator[tuple[Tensor, Tensor]]:
         for site in (*likelihood.sites, *likelihood.factors):
             log_prob = site.log_prob(site.value)
-            root = (log_prob.new_ones(()) * site.scale**0.5).expand_as(log_prob)
-            squares = summed_squared_gradients(likelihood, log_prob, root)
-            total = squares if total is None else [a + b for a, b in zip(total, squares, strict=True)]
-        assert total is not None
-        return half_sum(likelihood.scales, total)
-
-    def __repr__(self) -> str:
-        return "EmpiricalFisher()"
+            yield log_prob, (log_prob.new_ones(()) * site.scale**0.5).expand_as(log_prob)
 
 
 def summed_squared_gradients(likelihood: Linearisation, outputs: Tensor, cotangent: Tensor) -> list[Tensor]:

@@ -85,9 +85,7 @@ class Fisher(Curvature):
             draws = [
                 [site.sample_labels() for site in likelihood.sites] for _ in range(self.num_label_samples)
             ]
-        penalties = []
-        for labels in draws:
-            penalties.append(_squared_gradient(likelihood, likelihood.sites, labels))
+        penalties = [_squared_gradient(likelihood, likelihood.sites, labels) for labels in draws]
         return sum_of(penalties) / self.num_label_samples
 
     def state_dict(self) -> dict[str, Any]:
@@ -127,9 +125,6 @@ class MinibatchGradient(Curvature):
     def penalty(self, likelihood: Linearisation) -> Tensor:
         sites = [*likelihood.sites, *likelihood.factors]
         return _squared_gradient(likelihood, sites, [site.value for site in sites])
-
-    def __repr__(self) -> str:
-        return "MinibatchGradient()"
 
 
 def _squared_gradient(

@@ -130,11 +130,7 @@ class HessianDiagonal(Curvature):
             self.generator.set_state(state["generator"].cpu())
 
     def __repr__(self) -> str:
-        return (
-            "HessianDiagonal()"
-            if self.num_probes is None
-            else f"HessianDiagonal(num_probes={self.num_probes})"
-        )
+        return f"HessianDiagonal({'' if self.num_probes is None else f'num_probes={self.num_probes}'})"
 
 
 def _diagonal(gradient: Tensor, value: Tensor) -> Tensor:

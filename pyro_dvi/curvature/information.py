@@ -74,8 +74,7 @@ def expected_information(fn: td.Distribution, site: str) -> Pairs:
     for mask in masks:  # one set below to_event has more dimensions than one above it
         keep = mask[(...,) + (None,) * (len(base.batch_shape) - mask.dim())]
         pairs = [(f, w * keep[(...,) + (None,) * (f.dim() - keep.dim())].to(w.device)) for f, w in pairs]
-    pairs = [(f.reshape(*shape, -1), w.expand_as(f).reshape(*shape, -1)) for f, w in pairs]
-    return pairs
+    return [(f.reshape(*shape, -1), w.expand_as(f).reshape(*shape, -1)) for f, w in pairs]
 
 
 def of_site(pairs: Pairs, site: ObservedSite) -> Pairs:
@@ -103,8 +102,13 @@ def _finite_support(fn: td.Distribution, site: str) -> Pairs:
     return [(log_prob, (0.5 * log_prob).exp())]
 
 
-@information_rule(td.Normal)
-def _normal(fn: td.Normal) -> Pairs:
+def _check_fixed(parameter: Tensor, name: str) -> None:
+    if parameter.requires_grad:
+        raise UnsupportedError(f"GGN needs fixed {name}; use Fisher() where they are learned or uncertain")
+
+
+@information_rule(td.Normal, td.LogNormal)
+def _normal(fn: td.Normal | td.LogNormal) -> Pairs:  # of the logarithm
     return [(fn.loc, 1 / fn.scale), (fn.scale, 2**0.5 / fn.scale)]
 
 
@@ -116,10 +120,7 @@ def _laplace(fn: td.Laplace) -> Pairs:
 @information_rule(td.StudentT)
 def _student_t(fn: td.StudentT) -> Pairs:
     # Lange, Little & Taylor (1989). The degrees of freedom must be fixed: their information has cross terms.
-    if fn.df.requires_grad:
-        raise UnsupportedError(
-            "GGN needs fixed degrees of freedom in StudentT; use Fisher() for learned ones"
-        )
+    _check_fixed(fn.df, "degrees of freedom in StudentT")
     root = (fn.df + 3).rsqrt() / fn.scale
     return [(fn.loc, (fn.df + 1).sqrt() * root), (fn.scale, (2 * fn.df).sqrt() * root)]
 
@@ -134,18 +135,10 @@ def _exponential(fn: td.Exponential) -> Pairs:
     return [(fn.rate, 1 / fn.rate)]
 
 
-@information_rule(td.LogNormal)
-def _log_normal(fn: td.LogNormal) -> Pairs:
-    return _normal(fn)  # the Normal of the logarithm
-
-
 @information_rule(td.MultivariateNormal)
 def _multivariate_normal(fn: td.MultivariateNormal) -> Pairs:
     root = fn._unbroadcasted_scale_tril
-    if root.requires_grad:
-        raise UnsupportedError(
-            "GGN needs a fixed covariance in MultivariateNormal; use Fisher() for a learned or uncertain one"
-        )
+    _check_fixed(root, "covariance in MultivariateNormal")
     whitened = torch.linalg.solve_triangular(root, fn.loc.unsqueeze(-1), upper=False).squeeze(-1)
     return [(whitened, torch.ones_like(whitened))]
 
@@ -159,20 +152,13 @@ def _multinomial(fn: td.Multinomial) -> Pairs:
 @information_rule(td.Binomial)
 def _binomial(fn: td.Binomial) -> Pairs:
     # n p (1 - p) in the logits; by logarithms, which do not round 1 - p to zero.
-    return [
-        (
-            fn.logits,
-            fn.total_count.sqrt() * (0.5 * (F.logsigmoid(fn.logits) + F.logsigmoid(-fn.logits))).exp(),
-        )
-    ]
+    log_variance = F.logsigmoid(fn.logits) + F.logsigmoid(-fn.logits)
+    return [(fn.logits, fn.total_count.sqrt() * (0.5 * log_variance).exp())]
 
 
 @information_rule(td.NegativeBinomial)
 def _negative_binomial(fn: td.NegativeBinomial) -> Pairs:
-    if fn.total_count.requires_grad:
-        raise UnsupportedError(
-            "GGN needs a fixed total_count in NegativeBinomial; use Fisher() for a learned or uncertain one"
-        )
+    _check_fixed(fn.total_count, "total_count in NegativeBinomial")
     return [(fn.logits, fn.total_count.sqrt() * (0.5 * F.logsigmoid(fn.logits)).exp())]
 
 

@@ -134,5 +134,4 @@ class Linearisation:
         """Differentiable gradient of ``scalar`` with respect to every latent mean."""
         if not scalar.requires_grad:  # everything is masked, or no latent reaches the observed sites
             return [torch.zeros_like(u) for u in self.values]
-        grads = torch.autograd.grad(scalar, self.values, create_graph=True, allow_unused=True)
-        return [torch.zeros_like(u) if g is None else g for u, g in zip(self.values, grads, strict=True)]
+        return list(torch.autograd.grad(scalar, self.values, create_graph=True, materialize_grads=True))

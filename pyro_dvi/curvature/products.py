@@ -13,6 +13,7 @@ whatever can be differentiated twice can be multiplied. Many vectors share one g
 
 import warnings
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -48,7 +49,6 @@ class LinearMap:
         self.outputs = outputs
         self.values = list(values)
         self.vectors_at_once = vectors_at_once
-        self._transposed: tuple[Tensor, list[Tensor]] | None = None
 
     def transposed(self, cotangents: Tensor) -> list[Tensor]:
         r"""Return :math:`J^\top c` for each c.
@@ -70,7 +70,7 @@ class LinearMap:
         Returns:
             Shape ``[S, *outputs]``.
         """
-        cotangent, pulled = self._dual()
+        cotangent, pulled = self._dual
         linear = [(p, v) for p, v in zip(pulled, vectors, strict=True) if p.requires_grad]
         count = len(vectors[0])
         if not linear:
@@ -85,18 +85,15 @@ class LinearMap:
         )
         return result
 
+    @cached_property
     def _dual(self) -> tuple[Tensor, list[Tensor]]:
-        if self._transposed is None:
-            cotangent = torch.zeros_like(self.outputs).requires_grad_()
-            with torch.enable_grad():
-                pulled = torch.autograd.grad(
-                    self.outputs, self.values, cotangent, create_graph=True, allow_unused=True
-                )
-            filled = [
-                torch.zeros_like(v) if p is None else p for v, p in zip(self.values, pulled, strict=True)
-            ]
-            self._transposed = cotangent, filled
-        return self._transposed
+        """A cotangent, and its product with J as a function of it."""
+        cotangent = torch.zeros_like(self.outputs).requires_grad_()
+        with torch.enable_grad():
+            pulled = torch.autograd.grad(
+                self.outputs, self.values, cotangent, create_graph=True, materialize_grads=True
+            )
+        return cotangent, list(pulled)
 
 
 def hessian_product(

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 
+from pyro_dvi.curvature.per_example.convolution import per_dimension
 from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.registry import registering
 
@@ -108,10 +109,6 @@ class _ConvolutionBackward(Function):
         return dg, dx, dw, None, None
 
 
-def _per_dimension(value: int | tuple[int, ...], n: int) -> list[int]:
-    return [value] * n if isinstance(value, int) else list(value) * (n if len(value) == 1 else 1)
-
-
 @fast_second_derivative(F.conv1d, F.conv2d, F.conv3d)
 def _convolution(
     input: Tensor,
@@ -126,14 +123,8 @@ def _convolution(
     plain = isinstance(padding, (int, tuple, list)) and input.dim() == weight.dim()
     if not plain or not input.is_floating_point() or torch.is_autocast_enabled(input.device.type):
         return NotImplemented
-    geometry = (
-        _per_dimension(stride, n),
-        _per_dimension(padding, n),
-        _per_dimension(dilation, n),
-        False,  # not transposed
-        [0] * n,
-        groups,
-    )
+    sizes = (per_dimension(size, n) for size in (stride, padding, dilation))
+    geometry = (*sizes, False, [0] * n, groups)  # not transposed
     return _Convolution.apply(input, weight, bias, geometry)
 
 

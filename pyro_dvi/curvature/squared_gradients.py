@@ -26,12 +26,7 @@ from pyro_dvi.curvature.products import LinearMap, batched_gradients
 from pyro_dvi.curvature.rows import halves, mixed_rows
 from pyro_dvi.errors import UnsupportedError
 
-__all__ = [
-    "SquaredGradients",
-    "pass_per_example",
-    "passes_of",
-    "squares_without_rules",
-]
+__all__ = ["SquaredGradients", "pass_per_example", "passes_of", "squares_without_rules"]
 
 _BUDGET = 1 << 26  # entries of gradients that the vectorised fallback may hold at a time
 Deliver = Callable[[int, Tensor], None]

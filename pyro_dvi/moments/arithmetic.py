@@ -12,13 +12,13 @@ from torch import Tensor
 
 from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.moments.rules import Kind, moment_rule
-from pyro_dvi.moments.value import GaussianMoments, loc_of, variance_of
+from pyro_dvi.moments.value import GaussianMoments, loc_of, second_moment_of, variance_of
 
 __all__ = ["add", "addcmul", "lerp", "mul", "neg", "plus", "rsub", "squarable", "square", "sub", "times"]
 
 
 def promoted(loc: Tensor, variance: Tensor) -> GaussianMoments:
-    """GaussianMoments whose variance follows the dtype of the mean, as certain operands may raise it."""
+    """Return moments whose variance follows the dtype of the mean, as certain operands may raise it."""
     return GaussianMoments(loc, variance if variance.dtype is loc.dtype else variance.to(loc.dtype))
 
 
@@ -89,9 +89,7 @@ def mul(input: Any, other: Any) -> GaussianMoments:
         loc = torch.mul(input.loc, other)
         other = squarable(other, loc)
         return promoted(loc, input.variance * (other * other))
-    spread = input.loc.square() * other.variance + input.variance * torch.addcmul(
-        other.variance, other.loc, other.loc
-    )
+    spread = input.loc.square() * other.variance + input.variance * second_moment_of(other)
     return promoted(input.loc * other.loc, spread)
 
 

@@ -29,12 +29,7 @@ from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.moments.bilinear import MultiplicativeMoments
 from pyro_dvi.moments.rules import moment_rule
 from pyro_dvi.moments.softmax import probabilities
-from pyro_dvi.moments.value import (
-    GaussianMoments,
-    loc_of,
-    second_moment_of,
-    variance_of,
-)
+from pyro_dvi.moments.value import GaussianMoments, loc_of, second_moment_of, variance_of
 
 __all__ = ["multi_head_attention", "scaled_dot_product_attention"]
 
@@ -160,13 +155,7 @@ def multi_head_attention(
     Raises:
         UnsupportedError: ``add_bias_kv``, ``add_zero_attn`` or static keys.
     """
-    if (
-        bias_k is not None
-        or bias_v is not None
-        or add_zero_attn
-        or static_k is not None
-        or static_v is not None
-    ):
+    if add_zero_attn or any(t is not None for t in (bias_k, bias_v, static_k, static_v)):
         raise UnsupportedError(
             "attention of moments has no rule for add_bias_kv, add_zero_attn, static_k and static_v: build "
             "nn.MultiheadAttention without them"
@@ -189,9 +178,9 @@ def multi_head_attention(
     if attn_mask is not None and attn_mask.dim() == 3:
         attn_mask = attn_mask.reshape(-1, num_heads, *attn_mask.shape[1:])
     scores = _scores(queries, keys, None)
-    scores = _masked(scores, _added(attn_mask, scores.dtype), is_causal and attn_mask is None)
+    scores = _masked(scores, _attended(attn_mask), is_causal and attn_mask is None)
     if key_padding_mask is not None:
-        scores = _masked(scores, _added(key_padding_mask[:, None, None], scores.dtype), False)
+        scores = _masked(scores, _attended(key_padding_mask[:, None, None]), False)
 
     q, a = _weights(scores)
     dropout_p = dropout_p if training else 0.0
@@ -216,11 +205,9 @@ def multi_head_attention(
     return result, attention
 
 
-def _added(mask: Any, dtype: torch.dtype) -> Any:
-    """Mask as what is added to scores: in multi-head attention, True means to leave out."""
-    if mask is None or mask.dtype is not torch.bool:
-        return mask
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(mask, -math.inf)
+def _attended(mask: Any) -> Any:
+    """The mask with True where a query attends: in multi-head attention, True means to leave out."""
+    return ~mask if mask is not None and mask.dtype is torch.bool else mask
 
 
 def _heads(x: Any, number: int) -> Any:

@@ -18,7 +18,6 @@ Status: exact where both branches are certain, multiples or shifts of x; for all
 either side of the cut, exact to 1e-8 (float64), 3e-4 (float32) for what is smooth there.
 """
 
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
@@ -26,7 +25,7 @@ import torch
 from torch import Tensor
 
 from pyro_dvi.errors import UnsupportedError
-from pyro_dvi.moments.activations.normal import distribution, half_line
+from pyro_dvi.moments.activations.normal import DENSITY, distribution, half_line
 from pyro_dvi.moments.activations.rectified import relu
 from pyro_dvi.moments.dispatch import Composed, broadcast
 from pyro_dvi.moments.floor import floored
@@ -184,7 +183,7 @@ def _by_quadrature(x: GaussianMoments, cut: Tensor, lower: Function, upper: Func
     for function, start, length in ((lower, -reach, z + reach), (upper, z, reach - z)):
         for node, weight in nodes:
             place = start + node * length
-            density = torch.exp(-0.5 * place.square()) * length * (weight / math.sqrt(2 * math.pi))
+            density = torch.exp(-0.5 * place.square()) * length * (weight * DENSITY)
             shift = function(x.loc + place * scale) - centre
             first, second = first + density * shift, second + density * shift.square()
     return GaussianMoments(centre + first, (second - first.square()).clamp_min(0))

@@ -8,17 +8,16 @@ the moments are an integral of something smooth.
 
 from collections.abc import Callable
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from pyro_dvi.moments.activations.normal import gauss_hermite
 from pyro_dvi.moments.floor import floored
 from pyro_dvi.moments.value import GaussianMoments
 
 __all__ = ["through_link"]
 
-_NODES, _WEIGHTS = np.polynomial.hermite_e.hermegauss(32)
-_POINTS = tuple(zip(_NODES.tolist(), (_WEIGHTS / _WEIGHTS.sum()).tolist(), strict=True))
+_POINTS = gauss_hermite(32)
 
 
 def through_link(x: GaussianMoments, function: Callable[[Tensor], Tensor]) -> GaussianMoments | None:

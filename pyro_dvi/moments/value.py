@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
-from weakref import ref
+from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor
@@ -54,22 +54,20 @@ class Memory:
     def __init__(self, whole: Memory | None = None) -> None:
         self.version = 0
         self.whole = whole
-        self.parts: list[list[ref[Memory]]] = []  # those of one call do not overlap each other
+        self.parts: list[WeakSet[Memory]] = []  # those of one call do not overlap each other
 
     def divided(self, count: int) -> list[Memory]:
         """Return memories for parts."""
         memories = [Memory(self) for _ in range(count)]
-        living = [group for group in self.parts if any(m() is not None for m in group)]
-        self.parts = [*living, [ref(m) for m in memories]]
+        self.parts = [*filter(len, self.parts), WeakSet(memories)]
         return memories
 
     def changed(self, part: Memory | None = None) -> None:
         """Count a change, of one part only if given, wherever it can be seen."""
         self.version += 1
         for group in self.parts:
-            memories = [memory for m in group if (memory := m()) is not None]
-            if not any(memory is part for memory in memories):
-                for memory in memories:
+            if part not in group:
+                for memory in group:
                     memory.overwritten()
         if self.whole is not None:
             self.whole.changed(self)
@@ -78,10 +76,8 @@ class Memory:
         """Count a change that came from the whole."""
         self.version += 1
         for group in self.parts:
-            for m in group:
-                memory = m()
-                if memory is not None:
-                    memory.overwritten()
+            for memory in group:
+                memory.overwritten()
 
 
 class GaussianMoments(TensorLike):
@@ -104,6 +100,7 @@ class GaussianMoments(TensorLike):
 
     Attributes:
         shape, dtype, device: those of ``loc``.
+        link: as above.
         origin: the Gaussian that these, Gaussian too, are a multiple of and a shift, if they are.
 
     Raises:
@@ -115,7 +112,7 @@ class GaussianMoments(TensorLike):
         GaussianMoments(loc=8.0, variance=4.0)
     """
 
-    __slots__ = ("_link", "_loc", "_memory", "_place", "_seen", "_variance", "__weakref__", "origin")
+    __slots__ = ("_loc", "_memory", "_place", "_seen", "_variance", "__weakref__", "link", "origin")
 
     def __init__(self, loc: Tensor, variance: Tensor, link: Link | None = None) -> None:
         if loc.shape != variance.shape:
@@ -124,7 +121,7 @@ class GaussianMoments(TensorLike):
             raise ArgumentError(
                 f"loc is {loc.dtype} on {loc.device}, variance {variance.dtype} on {variance.device}: they must agree"
             )
-        self._loc, self._variance, self._link = loc, variance, link
+        self._loc, self._variance, self.link = loc, variance, link
         self._memory = Memory()
         self._seen = 0
         self._place: Any = None
@@ -143,11 +140,6 @@ class GaussianMoments(TensorLike):
         if self._seen != self._memory.version:
             _refuse_stale()
         return self._variance
-
-    @property
-    def link(self) -> Link | None:
-        """How these moments came from Gaussian ones, if they did."""
-        return self._link
 
     def linked(self, link: Link | None) -> GaussianMoments:
         """Return these moments with another link."""
@@ -198,7 +190,7 @@ class GaussianMoments(TensorLike):
             base.become(GaussianMoments(loc, variance))
         else:
             self._memory.changed()
-        self._loc, self._variance, self._link = other.loc, other.variance, other.link
+        self._loc, self._variance, self.link = other.loc, other.variance, other.link
         self.origin = other.origin
         self._seen = self._memory.version
         return self

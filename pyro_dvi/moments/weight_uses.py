@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from pyro_dvi.errors import DviWarning
 from pyro_dvi.moments.dispatch import observed_by
 from pyro_dvi.moments.value import GaussianMoments
 
-__all__ = ["WeightUses", "leaves_of", "parts_of", "warned_of_repeated_uses"]
+__all__ = ["WeightTracker", "parts_of", "warned_of_repeated_uses"]
 
 # What gives the elements of a weight another place, each once: the result is the weight again.
 _MOVES = frozenset(
@@ -26,7 +27,7 @@ _MOVES = frozenset(
 )
 
 
-class WeightUses:
+class WeightTracker:
     """Recognise weights among the arguments of a function, by identity.
 
     Args:
@@ -43,9 +44,8 @@ class WeightUses:
         self._moved: list[tuple[GaussianMoments, str]] = []  # kept, so that their identities stay taken
         self._parts: dict[int, list[int]] = {}  # identities of what was moved, by the weight's
         self._taken: dict[int, Tensor] = {}  # elements of a weight that indices have taken
-        self._inside: list[
-            set[int]
-        ] = []  # of each rule that is at work, the weights that functions it calls use
+        # Of each rule that is at work, the weights that functions it calls use.
+        self._inside: list[set[int]] = []
 
     def entering(self) -> None:
         """Note that a rule is about to be called."""
@@ -56,10 +56,10 @@ class WeightUses:
     ) -> list[tuple[int, str]]:
         """Return identities and names of the weights that a call uses.
 
-        None if it only moves their elements, or if functions that its rule called used them, which were seen before.
+        There are none if it only moves their elements, or if functions that its rule called used them: these were seen.
         """
         names, inside = self.names(), self._inside.pop()
-        found = [(id(a), names[id(a)]) for a in leaves_of(args, kwargs) if id(a) in names]
+        found = [(id(a), names[id(a)]) for a in tree_leaves((args, kwargs)) if id(a) in names]
         if self._inside:
             self._inside[-1].update(key for key, _ in found)
         found = [(key, name) for key, name in found if key not in inside]
@@ -105,15 +105,6 @@ def parts_of(result: Any) -> Iterator[GaussianMoments]:
             yield part
 
 
-def leaves_of(args: tuple, kwargs: dict[str, Any]) -> Iterator[Any]:
-    """Arguments of a call, those in lists one by one."""
-    for argument in (*args, *kwargs.values()):
-        if isinstance(argument, list | tuple):
-            yield from argument
-        else:
-            yield argument
-
-
 @contextmanager
 def warned_of_repeated_uses(weights: Mapping[str, GaussianMoments]) -> Iterator[None]:
     """Warn at the end of the context if uses of one weight met, naming the weights.
@@ -139,7 +130,7 @@ def warned_of_repeated_uses(weights: Mapping[str, GaussianMoments]) -> Iterator[
         )
 
 
-class _Uses(WeightUses):
+class _Uses(WeightTracker):
     """Observe which uses of weights each result depends on."""
 
     outermost = True
@@ -154,7 +145,7 @@ class _Uses(WeightUses):
         uses: dict[int, int] = {}
         found = self.found(func, args, kwargs, result)
         number = next(self._number)
-        before = [self._behind[id(a._loc)][1] for a in leaves_of(args, kwargs) if self._is_known(a)]
+        before = [self._behind[id(a._loc)][1] for a in tree_leaves((args, kwargs)) if self._is_known(a)]
         here = {part: number for key, _ in found for part in (key, *self._parts.get(key, ()))}
         for origin in (*before, here):
             for key, use in origin.items():

@@ -8,31 +8,30 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 
 from pyro_dvi.curvature.products import LinearMap
 from pyro_dvi.moments import GaussianMoments, observed_by
 from pyro_dvi.moments.tensor_like import call
 from pyro_dvi.moments.value import loc_of
-from pyro_dvi.moments.weight_uses import leaves_of, parts_of
+from pyro_dvi.moments.weight_uses import parts_of
 
 __all__ = ["Call", "Slot", "hold_variances"]
 
 
 def hold_variances(func: Callable, args: tuple, kwargs: dict[str, Any], result: Any) -> list[GaussianMoments]:
     """Let no slope pass through the variances of the moments that a function returned, and return them."""
-    arguments = list(leaves_of(args, kwargs))
-    parts = [part for part in parts_of(result) if not any(part is a for a in arguments)]
+    arguments = {id(a) for a in tree_leaves((args, kwargs))}
+    parts = [part for part in parts_of(result) if id(part) not in arguments]
     for part in parts:
         part._variance = part.variance.detach()
     return parts
 
 
-class _HeldVariances:
+def _holding_variances(func: Callable, args: tuple, kwargs: dict[str, Any], result: Any) -> Any:
     """Observe a function that is called again."""
-
-    def __call__(self, func: Callable, args: tuple, kwargs: dict[str, Any], result: Any) -> Any:
-        hold_variances(func, args, kwargs, result)
-        return result
+    hold_variances(func, args, kwargs, result)
+    return result
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,7 @@ class Call:
     @property
     def others(self) -> list[GaussianMoments]:
         """Uncertain arguments that are no weights, each once."""
-        found = {id(a): a for a in leaves_of(self.args, self.kwargs) if isinstance(a, GaussianMoments)}
+        found = {id(a): a for a in tree_leaves((self.args, self.kwargs)) if isinstance(a, GaussianMoments)}
         return list(found.values())
 
     def again(self, of_weight: Callable[[int], Any], of_other: Callable[[GaussianMoments], Any]) -> Any:
@@ -77,8 +76,6 @@ class Call:
         copies: dict[int, Any] = {}  # the same object stays the same
 
         def replaced(argument: Any) -> Any:
-            if isinstance(argument, list | tuple):
-                return type(argument)(map(replaced, argument))
             if not isinstance(argument, Slot | GaussianMoments):
                 return argument
             key = argument.key if isinstance(argument, Slot) else id(argument)
@@ -87,8 +84,7 @@ class Call:
                 copies[key] = new.snapshot() if isinstance(new, GaussianMoments) else new
             return copies[key]
 
-        kwargs = {name: replaced(a) for name, a in self.kwargs.items()}
-        result = call(self.func, tuple(map(replaced, self.args)), kwargs)
+        result = call(self.func, *tree_map(replaced, (self.args, self.kwargs)))
         return result[self.place] if isinstance(result, tuple | list) else result
 
     @torch.no_grad()
@@ -123,7 +119,7 @@ class Call:
     @cached_property
     def _linearised(self) -> LinearMap:
         leaves = {key: weight.loc.clone().requires_grad_() for key, weight in self.weights.items()}
-        with torch.enable_grad(), observed_by(_HeldVariances()):
+        with torch.enable_grad(), observed_by(_holding_variances):
             result = self.again(
                 lambda key: GaussianMoments(leaves[key], self.weights[key].variance), lambda other: other
             )

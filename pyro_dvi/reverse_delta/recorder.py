@@ -7,10 +7,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 
 from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.moments.value import GaussianMoments
-from pyro_dvi.moments.weight_uses import leaves_of
 from pyro_dvi.reverse_delta.calls import Call, Slot, hold_variances
 from pyro_dvi.reverse_delta.pullback import Pullback, gradients_at, uses_behind
 
@@ -57,7 +57,7 @@ class ReverseDeltaRecorder:
         start = self._starts.pop()
         outputs = hold_variances(func, args, kwargs, result)
         known = {id(weight) for weight in self._weights.values()} | self._made.keys()
-        weights = {id(a): a for a in leaves_of(args, kwargs) if id(a) in known}
+        weights = {id(a): a for a in tree_leaves((args, kwargs)) if id(a) in known}
         inside = {key for call in self._calls[start:] for key in call.weights}
         if weights.keys() <= inside or not outputs:  # of no weights; or its rule called what uses them
             return result
@@ -81,13 +81,11 @@ class ReverseDeltaRecorder:
         def held(argument: Any) -> Any:
             if id(argument) in weights:
                 return Slot(id(argument))
-            if isinstance(argument, list | tuple):
-                return type(argument)(map(held, argument))
             if not isinstance(argument, Tensor | GaussianMoments):
                 return argument
             return copies.setdefault(id(argument), self._held(argument))
 
-        args, kwargs = tuple(map(held, args)), {name: held(a) for name, a in kwargs.items()}
+        args, kwargs = tree_map(held, (args, kwargs))
         alone = not copies and func not in _COPYING
         without_history = {key: self._held(weight) for key, weight in weights.items()}
         for place, part in enumerate(result if isinstance(result, tuple | list) else (result,)):
@@ -104,9 +102,8 @@ class ReverseDeltaRecorder:
     def _held(self, argument: Any) -> Any:
         """An argument as it is now, without its history."""
         if isinstance(argument, GaussianMoments):
-            return GaussianMoments(
-                argument.loc.detach(), argument.variance.detach()
-            )  # detach() would be a view
+            # Its own detach() would be a view.
+            return GaussianMoments(argument.loc.detach(), argument.variance.detach())
         held = argument.detach()
         self._versions.append((held, held._version))
         return held

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from pyro_dvi.curvature.per_example import Contribution, contribution, per_example_functions
 from pyro_dvi.moments.rules import rule_for
@@ -143,7 +144,8 @@ def _certain(
         has_rows = isinstance(value, Tensor) and value.shape[: rows.axis + 1] == leading
         return arrange(value) if has_rows else value
 
-    return tuple(map(replaced, call.args)), {name: replaced(a) for name, a in call.kwargs.items()}
+    arguments: tuple[tuple, dict[str, Any]] = tree_map(replaced, (call.args, call.kwargs))
+    return arguments
 
 
 def _commutes(call: Call, rows: Rows) -> bool:

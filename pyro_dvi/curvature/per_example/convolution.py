@@ -16,6 +16,8 @@ from torch.nn.grad import conv1d_weight, conv2d_weight, conv3d_weight
 from pyro_dvi.curvature.per_example.normalisation import over_positions
 from pyro_dvi.curvature.per_example.rules import Contribution, Outer, per_example_rule
 
+__all__ = ["per_dimension"]
+
 _OF_WEIGHT = {1: conv1d_weight, 2: conv2d_weight, 3: conv3d_weight}
 _SMALL = 1 << 14  # entries of a weight whose gradients are formed for many examples at once
 _BUDGET = 1 << 19  # entries of such gradients at a time: about a processor's cache
@@ -85,7 +87,8 @@ class _Layer:
         return torch.stack(windows, 2).reshape(len(x), -1, positions.numel())
 
 
-def _per_dimension(value: Size, n: int) -> tuple[int, ...]:
+def per_dimension(value: Size, n: int) -> tuple[int, ...]:
+    """Return an option of a convolution as one number for each of n dimensions."""
     return (value,) * n if isinstance(value, int) else tuple(value) * (n if len(value) == 1 else 1)
 
 
@@ -106,12 +109,12 @@ def _convolution(
     if wanted == "bias":
         outer = Outer(lambda x: x.new_ones(len(x), 1, 1), lambda delta: over_positions(delta)[:, None])
         return Contribution(lambda delta, x: over_positions(delta), (input,), outer=outer)
-    stride, dilation = _per_dimension(stride, n), _per_dimension(dilation, n)
+    stride, dilation = per_dimension(stride, n), per_dimension(dilation, n)
     sides: list[int] = []
     if padding == "same":
         totals = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
         sides = [side for total in reversed(totals) for side in (total // 2, total - total // 2)]
-    around = (0,) * n if isinstance(padding, str) else _per_dimension(padding, n)
+    around = (0,) * n if isinstance(padding, str) else per_dimension(padding, n)
     layer = _Layer(weight.shape, stride, around, dilation, groups)
 
     def padded(x: Tensor) -> Tensor:
@@ -145,9 +148,9 @@ def _transposed(
     if wanted == "bias":
         return Contribution(over_positions)
     # Padding of a transposed convolution takes away from its output, what is put back here.
-    ends = zip(_per_dimension(padding, n), _per_dimension(output_padding, n), strict=True)
+    ends = zip(per_dimension(padding, n), per_dimension(output_padding, n), strict=True)
     sides = [side for size, extra in reversed(list(ends)) for side in (size, size - extra)]
-    layer = _Layer(weight.shape, _per_dimension(stride, n), (0,) * n, _per_dimension(dilation, n), groups)
+    layer = _Layer(weight.shape, per_dimension(stride, n), (0,) * n, per_dimension(dilation, n), groups)
     return Contribution(
         lambda delta, x: layer.gradients(F.pad(delta, sides), x),
         (input,),

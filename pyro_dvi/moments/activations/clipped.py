@@ -13,7 +13,7 @@ from pyro_dvi.moments.activations.elementwise import through
 from pyro_dvi.moments.activations.piecewise import Piece, Piecewise
 from pyro_dvi.moments.activations.rectified import relu
 from pyro_dvi.moments.rules import Kind, moment_rule
-from pyro_dvi.moments.value import GaussianMoments, loc_of, variance_of
+from pyro_dvi.moments.value import GaussianMoments, loc_of, second_moment_of, variance_of
 
 __all__ = [
     "absolute",
@@ -171,7 +171,7 @@ def rrelu(
     if not training:
         return middle
     negative = relu(GaussianMoments(-input.loc, input.variance))
-    random = torch.addcmul(negative.variance, negative.loc, negative.loc) * ((upper - lower) ** 2 / 12)
+    random = second_moment_of(negative) * ((upper - lower) ** 2 / 12)
     return GaussianMoments(middle.loc, middle.variance + random)
 
 
@@ -200,5 +200,5 @@ def prelu(input: Any, weight: Any) -> GaussianMoments:
     above, below = relu(input), relu(GaussianMoments(-input.loc, input.variance))
     variance = above.variance + a.square() * below.variance + 2 * a * above.loc * below.loc
     if spread is not None:
-        variance = torch.addcmul(variance, spread, torch.addcmul(below.variance, below.loc, below.loc))
+        variance = torch.addcmul(variance, spread, second_moment_of(below))
     return GaussianMoments(above.loc - a * below.loc, variance.clamp_min(0))

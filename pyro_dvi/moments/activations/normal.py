@@ -32,10 +32,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["distribution", "gauss_legendre", "half_line", "moments_of_erf", "moments_of_gelu"]
+__all__ = [
+    "DENSITY",
+    "distribution",
+    "gauss_hermite",
+    "gauss_legendre",
+    "half_line",
+    "moments_of_erf",
+    "moments_of_gelu",
+]
 
 _ROOT_HALF = math.sqrt(0.5)
-_DENSITY = 1 / math.sqrt(2 * math.pi)
+DENSITY = 1 / math.sqrt(2 * math.pi)  # at zero
+
+
+def gauss_hermite(order: int) -> tuple[tuple[float, float], ...]:
+    """Return nodes and weights for the standard Gaussian; weights sum to one."""
+    z, w = np.polynomial.hermite_e.hermegauss(order)
+    return tuple(zip(z.tolist(), (w / w.sum()).tolist(), strict=True))
 
 
 def gauss_legendre(order: int) -> list[tuple[float, float]]:
@@ -68,7 +82,7 @@ class _Integrals:
         self.h = h = (mu * root).clamp_(-1e4, 1e4)  # so that h^k φ(h) is 0, not inf times 0
         self.cdf = torch.special.erfc(h * -_ROOT_HALF).mul_(0.5)
         half = (h * h).mul_(-0.5)
-        self.density = density = half.exp().mul_(_DENSITY)
+        self.density = density = half.exp().mul_(DENSITY)
         length = variance * a.square().mul_(2).div_(a + 1)  # 1 - a
         wide, narrow = torch.zeros_like(h), torch.zeros_like(h)
         for x, w in _DOUBLE if h.dtype is torch.float64 else _SINGLE:
@@ -79,7 +93,7 @@ class _Integrals:
             narrow.add_(term.div_(t.add_(1)), alpha=w)
         per_variance = length.div_(variance)
         self.d = narrow.mul_(per_variance).mul_(density).mul_(math.sqrt(2 / math.pi))
-        self.e = wide.mul_(per_variance).mul_(h).mul_(_DENSITY)
+        self.e = wide.mul_(per_variance).mul_(h).mul_(DENSITY)
 
 
 def moments_of_erf(mu: Tensor, variance: Tensor, slopes: bool) -> list[Tensor]:
@@ -91,7 +105,7 @@ def moments_of_erf(mu: Tensor, variance: Tensor, slopes: bool) -> list[Tensor]:
         return [mean, spread]
     slope = i.density * i.root  # the density of N(0, 1 + v) at μ
     e = i.e.mul_(variance)
-    far = (i.h * i.a).square_().mul_(-0.5).exp_().mul_(_DENSITY).mul_(i.a)  # a φ(k)
+    far = (i.h * i.a).square_().mul_(-0.5).exp_().mul_(DENSITY).mul_(i.a)  # a φ(k)
     return [
         mean,
         spread,
@@ -108,7 +122,7 @@ def moments_of_gelu(mu: Tensor, variance: Tensor, slopes: bool) -> list[Tensor]:
     tau, h, a, cdf, f, d, e = i.tau, i.h, i.a, i.cdf, i.density, i.d, i.e
     e_v = e * variance
     hh = h * h
-    far = (hh * a.square()).mul_(-0.5).exp_().mul_(_DENSITY).mul_(a)  # a φ(k)
+    far = (hh * a.square()).mul_(-0.5).exp_().mul_(DENSITY).mul_(a)  # a φ(k)
     slope = f * i.root  # the density of N(0, 1 + v) at μ
     ratio = 1 - tau  # v / (1 + v)
     second = (variance + 1).mul_(hh).add_(variance).mul_(d)

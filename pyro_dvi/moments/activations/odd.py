@@ -20,13 +20,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyro_dvi.moments.activations.elementwise import from_scores, through
-from pyro_dvi.moments.activations.normal import half_line
+from pyro_dvi.moments.activations.normal import DENSITY, half_line
 from pyro_dvi.moments.rules import Kind, moment_rule
 from pyro_dvi.moments.value import GaussianMoments
 
 __all__ = ["atan", "softsign", "tanhshrink"]
-
-_DENSITY = 0.3989422804014327
 
 
 @dataclass(frozen=True)
@@ -53,7 +51,7 @@ class _Odd:
             start = torch.maximum(-centre, -reach * sigma)  # from the mean
             scale = (centre + start).add_(self.width)
             length = torch.log1p((reach * sigma - start).clamp_min_(0) / scale)
-            density = length * scale * _DENSITY / sigma
+            density = length * scale * DENSITY / sigma
             for x, w in nodes:
                 growth = length * x
                 step = torch.expm1(growth).mul_(scale)

@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from pyro_dvi.moments.activations.elementwise import from_scores
+from pyro_dvi.moments.activations.normal import DENSITY
 
 __all__ = ["Cut", "Piece", "Piecewise", "truncated"]
 
 _ROOT_HALF = math.sqrt(0.5)
-_DENSITY = 1 / math.sqrt(2 * math.pi)
 
 
 class Piece(NamedTuple):
@@ -103,7 +103,7 @@ class Cut(NamedTuple):
         z = z.clamp(-1e4, 1e4)  # so that z^k φ(z) is 0, not inf times 0
         scaled = z * _ROOT_HALF
         below, above = torch.special.erfc(-scaled).mul_(0.5), torch.special.erfc(scaled).mul_(0.5)
-        return cls(z, torch.exp(-scaled * scaled) * _DENSITY, below, above)
+        return cls(z, torch.exp(-scaled * scaled) * DENSITY, below, above)
 
 
 def _polynomial(piece: Piece, x: Tensor) -> Tensor:

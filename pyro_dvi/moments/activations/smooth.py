@@ -36,14 +36,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from pyro_dvi.moments.activations.normal import DENSITY, distribution, gauss_hermite
+
 __all__ = ["Rescaled", "Smooth"]
 
-_ROOT_HALF = math.sqrt(0.5)
-_DENSITY = 1 / math.sqrt(2 * math.pi)
 _SERIES = (1e-6, 1e-3)  # variances in float64 and float32
 Form = Callable[[Tensor], tuple[Tensor, Tensor]]
 Levels = tuple[tuple[float, int], ...]
@@ -277,8 +276,8 @@ def _straight_ends(y: Tensor, variance: Tensor, smoothing: float, ramp: bool) ->
     inverse = (variance + smoothing**2).rsqrt()
     z = y * inverse
     zz = z * z
-    p0 = torch.special.erfc(z * -_ROOT_HALF) * 0.5
-    p1 = torch.exp(-0.5 * zz) * (_DENSITY * inverse)
+    p0 = distribution(z)
+    p1 = torch.exp(-0.5 * zz) * (DENSITY * inverse)
     p2 = -z * p1 * inverse
     p3 = (zz - 1) * p1 * inverse**2
     if not ramp:
@@ -335,7 +334,7 @@ class _Table(NamedTuple):
 
     @classmethod
     def of(cls, function: Smooth, precision: int) -> "_Table":
-        levels = tuple((sigma**2, _gauss_hermite(n)) for sigma, n in function.levels[precision])
+        levels = tuple((sigma**2, gauss_hermite(n)) for sigma, n in function.levels[precision])
         spacing = function.spacing[precision]
         count = math.ceil(function.reach[precision] / spacing)
         x = torch.arange(-count, count + 1, dtype=torch.float64, device="cpu") * spacing
@@ -344,7 +343,7 @@ class _Table(NamedTuple):
 
         def remainders(form: Form) -> list[_Pair]:
             f = form(x)[0]
-            rows = [(spacing * _DENSITY * (f**p - end**p * step)).tolist() for p in (1, 2)]
+            rows = [(spacing * DENSITY * (f**p - end**p * step)).tolist() for p in (1, 2)]
             return list(zip(*rows, strict=True))
 
         direct = remainders(function.value_and_slope)
@@ -355,8 +354,3 @@ class _Table(NamedTuple):
             levels,
             tuple(zip(x.tolist(), direct, mirrored, strict=True)),
         )
-
-
-def _gauss_hermite(order: int) -> _Nodes:
-    z, w = np.polynomial.hermite.hermgauss(order)
-    return tuple(zip((z * math.sqrt(2)).tolist(), (w / math.sqrt(math.pi)).tolist(), strict=True))

@@ -25,7 +25,7 @@ from pyro_dvi.handlers.moment_run import PosteriorMoments, median
 from pyro_dvi.handlers.uncertain import uncertain_likelihoods
 from pyro_dvi.moments import GaussianMoments, observed_by
 from pyro_dvi.moments.tensor_like import name_of
-from pyro_dvi.moments.weight_uses import WeightUses, parts_of
+from pyro_dvi.moments.weight_uses import WeightTracker, parts_of
 from pyro_dvi.predictive.engine.batches import batches
 from pyro_dvi.predictive.engine.run import Response, evaluation_mode, respond, seeded
 from pyro_dvi.predictive.posterior import check_is_set_up, posterior_gaussians
@@ -190,7 +190,7 @@ class _Uses:
     def __init__(
         self, weights: Mapping[str, GaussianMoments], see: Callable[[int, Use, GaussianMoments], None]
     ) -> None:
-        self.tracker, self.see, self.count = WeightUses(weights), see, 0
+        self.tracker, self.see, self.count = WeightTracker(weights), see, 0
 
     def entering(self) -> None:
         self.tracker.entering()
