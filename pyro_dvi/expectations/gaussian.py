@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Gaussian behind a parameter, and the values of the parameter at points of that Gaussian."""
+"""The Gaussian behind a parameter, and values and averages of the parameter at points of that Gaussian."""
 
 import math
 from collections.abc import Hashable, Iterable
@@ -22,7 +22,7 @@ __all__ = [
     "event_dim_of",
     "gaussian_of",
     "identity_of",
-    "mean_at_nodes",
+    "log_and_inverse_power",
     "nodes_of",
     "within_example",
 ]
@@ -103,11 +103,6 @@ def are_distinct(parameters: Iterable[GaussianMoments]) -> bool:
     return len(gaussians) < 2 or len({identity_of(g) for g in gaussians}) == len(gaussians)
 
 
-def mean_at_nodes(values: Tensor, weights: Tensor) -> Tensor:
-    """Average over the first dimension."""
-    return torch.tensordot(weights, values, 1)
-
-
 def constraint_of(family: type, name: str) -> Any:
     """Return the domain of a parameter of the family, None if it is not known."""
     table = getattr(family, "arg_constraints", None)
@@ -155,3 +150,29 @@ def _admitted(constraint: Any, values: Tensor) -> bool:
     if constraint is constraints.simplex:  # families normalise
         return bool((values >= 0).all())
     return bool(constraint.check(values).all())
+
+
+def log_and_inverse_power(family: type, name: str, scale: Any, power: int) -> tuple[Tensor, Tensor]:
+    r"""Return :math:`\mathrm E[\log s]` and :math:`\mathrm E[s^{-p}]`.
+
+    For :math:`s = e^h` with Gaussian h these are :math:`\bar h` and :math:`e^{-p\bar h + p^2 v_h/2}`.
+
+    Status: exact for a certain scale and for ``exp``; Gauss-Hermite with 32 nodes over the Gaussian behind any other
+    scale, through its function: 1e-8 relative for softplus at standard deviations up to 1.
+
+    Args:
+        family: distribution, for messages.
+        name: of the parameter.
+        scale: moments, tensor or number.
+        power: p.
+    """
+    if not isinstance(scale, GaussianMoments):
+        return scale.log(), scale.pow(-power)
+    link = scale.link
+    if link is not None and link.name == "exp":
+        h = gaussian_of(scale)
+        return h.loc, torch.exp(torch.add(-power * h.loc, h.variance, alpha=0.5 * power**2))
+    values, weights = nodes_of(scale)
+    check_domain(family, name, scale, values)
+    mean_log, mean_power = (torch.tensordot(weights, f, 1) for f in (values.log(), values.pow(-power)))
+    return mean_log, mean_power

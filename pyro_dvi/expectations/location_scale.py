@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Likelihoods with a location: Normal, log-normal and multivariate normal, Laplace."""
+"""Likelihoods with a location (Normal and its kin, Laplace) or a rate (Poisson, exponential, gamma)."""
 
 import math
 from typing import Any
@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 from torch import distributions as td
 
+from pyro_dvi.expectations.gaussian import log_and_inverse_power
 from pyro_dvi.expectations.rules import expectation_rule
-from pyro_dvi.expectations.scales import log_and_inverse_power
 from pyro_dvi.moments import GaussianMoments
 from pyro_dvi.moments.floor import floored
 from pyro_dvi.moments.value import loc_of, variance_of
 
-__all__ = ["laplace", "log_normal", "multivariate_normal", "normal"]
+__all__ = ["exponential", "gamma", "laplace", "log_normal", "multivariate_normal", "normal", "poisson"]
 
 _HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
 
@@ -32,7 +32,7 @@ def normal(value: Tensor, loc: Any, scale: Any) -> Tensor:
     .. math:: -\tfrac12\bigl(\log 2\pi + \bar c + e^{-\bar c + v_c/2}(v_\mu + (y - \bar\mu)^2)\bigr).
 
     Status: exact for Gaussian loc and a scale that is certain or ``exp``; other scales by quadrature
-    (:func:`~pyro_dvi.expectations.scales.log_and_inverse_power`). The correlation of loc and scale is dropped.
+    (:func:`~pyro_dvi.expectations.gaussian.log_and_inverse_power`). The correlation of loc and scale is dropped.
 
     Source: Schmitt & Roth (2021), Eq. 15, which prints :math:`e^{-c + v_c}`. That is a slip: the mean of a
     log-normal variable has half the variance in its exponent.
@@ -103,7 +103,7 @@ def laplace(value: Tensor, loc: Any, scale: Any) -> Tensor:
         \mathrm E|y - f| = d\,\mathrm{erf}\frac{d}{\sqrt{2v}} + \sqrt{\frac{2v}{\pi}}\,e^{-d^2/2v}.
 
     Status: exact for Gaussian loc and a scale that is certain or ``exp``; other scales by quadrature
-    (:func:`~pyro_dvi.expectations.scales.log_and_inverse_power`). The correlation of loc and scale is dropped. A loc
+    (:func:`~pyro_dvi.expectations.gaussian.log_and_inverse_power`). The correlation of loc and scale is dropped. A loc
     that is some other function of a Gaussian is averaged numerically.
     """
     if isinstance(loc, GaussianMoments) and loc.link is not None:
@@ -120,3 +120,40 @@ def _mean_distance(d: Tensor, variance: Tensor) -> Tensor:
     sigma = floored(variance).sqrt()
     z = d / sigma
     return d * torch.erf(z * math.sqrt(0.5)) + math.sqrt(2 / math.pi) * sigma * torch.exp(-0.5 * z.square())
+
+
+@expectation_rule(td.Poisson)
+def poisson(value: Tensor, rate: Any) -> Tensor:
+    r"""Expected log probability of a count, :math:`y\,\mathrm E[\log r] - \mathrm E[r] - \log y!`.
+
+    Status: exact for a rate that is ``exp`` of a Gaussian; Gauss-Hermite with 32 nodes for other functions.
+
+    Example:
+        >>> f = GaussianMoments(torch.zeros(1), torch.ones(1))
+        >>> from pyro_dvi.moments import Link
+        >>> rate = GaussianMoments(f.loc.exp(), f.variance, Link(f, torch.exp, "exp"))  # as from a rule for exp
+        >>> poisson(torch.zeros(1), rate)
+        tensor([-1.6487])
+    """
+    logarithm, mean = log_and_inverse_power(td.Poisson, "rate", rate, -1)
+    return value * logarithm - mean - torch.lgamma(value + 1)
+
+
+@expectation_rule(td.Exponential)
+def exponential(value: Tensor, rate: Any) -> Tensor:
+    r"""Expected log density, :math:`\mathrm E[\log r] - y\,\mathrm E[r]`; the status is that of :func:`poisson`."""
+    logarithm, mean = log_and_inverse_power(td.Exponential, "rate", rate, -1)
+    return logarithm - value * mean
+
+
+@expectation_rule(td.Gamma)
+def gamma(value: Tensor, concentration: Any, rate: Any) -> Tensor:
+    r"""Expected log density, :math:`a\,\mathrm E[\log r] - \log\Gamma(a) + (a - 1)\log y - y\,\mathrm E[r]`.
+
+    Status: that of :func:`poisson`; an uncertain concentration is averaged numerically.
+    """
+    if isinstance(concentration, GaussianMoments):
+        return NotImplemented
+    logarithm, mean = log_and_inverse_power(td.Gamma, "rate", rate, -1)
+    a = concentration
+    return a * logarithm - torch.lgamma(a) + (a - 1) * value.log() - value * mean

@@ -7,7 +7,6 @@ blurred by a Gaussian of deviation s, has a closed-form average, and the even re
 narrow, over r when it is wide.
 """
 
-import math
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from pyro_dvi.moments import GaussianMoments
+from pyro_dvi.moments.activations.normal import DENSITY, distribution
 from pyro_dvi.moments.floor import floored
 
 __all__ = ["expected_sigmoid", "expected_softplus", "logit_of_expected_sigmoid"]
@@ -23,8 +23,6 @@ __all__ = ["expected_sigmoid", "expected_softplus", "logit_of_expected_sigmoid"]
 _S = 1.7  # the logistic density is about as wide as a Gaussian of this deviation
 _NODES = 61
 _WIDE = 2.25  # deviation above which the nodes stay where r is
-_ROOT_HALF = math.sqrt(0.5)
-_DENSITY = 1 / math.sqrt(2 * math.pi)
 
 
 def expected_softplus(h: GaussianMoments) -> Tensor:
@@ -94,21 +92,16 @@ def _averages(mu: Tensor, variance: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     h = torch.addcmul(centre, k.reshape(-1, *(1,) * mu.dim()), step)
     # (h - mu)/sigma, without cancellation where the nodes follow the mean
     z = torch.where(wide, (h - mu) / sigma, (k / 3).reshape(-1, *(1,) * mu.dim()))
-    weight = (step / sigma) * _DENSITY * torch.exp(-0.5 * z.square())
-    tail, density = _tail(-h.abs() / _S), _DENSITY * torch.exp(-0.5 * (h / _S).square())
+    weight = (step / sigma) * DENSITY * torch.exp(-0.5 * z.square())
+    tail, density = distribution(-h.abs() / _S), DENSITY * torch.exp(-0.5 * (h / _S).square())
     p = torch.sigmoid(-h.abs())  # of the smaller side
     r = torch.nn.functional.softplus(-h.abs()) - (_S * density - h.abs() * tail)
     r_slope = torch.sign(h) * (tail - p)
     r_curvature = p * (1 - p) - density / _S
     spread = (variance + _S**2).sqrt()
-    cdf, phi = _tail(mu / spread), _DENSITY * torch.exp(-0.5 * (mu / spread).square())
+    cdf, phi = distribution(mu / spread), DENSITY * torch.exp(-0.5 * (mu / spread).square())
     return (
         mu * cdf + spread * phi + (weight * r).sum(0),
         cdf + (weight * r_slope).sum(0),
         0.5 * (phi / spread + (weight * r_curvature).sum(0)),
     )
-
-
-def _tail(z: Tensor) -> Tensor:
-    """The Gaussian distribution function, by erfc, which keeps its digits in the left tail."""
-    return 0.5 * torch.special.erfc(z * -_ROOT_HALF)

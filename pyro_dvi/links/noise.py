@@ -13,10 +13,10 @@ from torch import distributions as td
 from pyro_dvi.choice import check_count
 from pyro_dvi.expectations.gaussian import check_domain, nodes_of
 from pyro_dvi.expectations.numerical import aligned
-from pyro_dvi.expectations.scales import power_of
 from pyro_dvi.links.joint import Joint
 from pyro_dvi.links.mixture import PointMixture
 from pyro_dvi.moments import GaussianMoments
+from pyro_dvi.moments.value import second_moment_of
 
 __all__ = [
     "GaussHermite",
@@ -61,7 +61,16 @@ class MomentMatched(NoiseLink):
         self, noisy: Noisy, loc: Tensor, spread: Any, scale: GaussianMoments, joint: Joint | None = None
     ) -> Any:
         """Return a Normal (LogNormal, MultivariateNormal)."""
-        return noisy(loc, spread, power_of(td.Normal, "scale", scale, 2))
+        return noisy(loc, spread, _mean_square(scale))
+
+
+def _mean_square(scale: GaussianMoments) -> Tensor:
+    """Exact, also where only the Gaussian behind an exponential is known, and not its own variance."""
+    if scale.link is not None and scale.link.name == "exp":
+        h = scale.link.inner
+        return torch.exp(2 * (h.loc + h.variance))
+    square: Tensor = second_moment_of(scale)
+    return square
 
 
 @dataclass(frozen=True)
