@@ -80,10 +80,6 @@ class Fitted:
                 "the fit, with its state, or fit again"
             )
 
-    def marginal_variances(self) -> dict[str, Tensor]:
-        """Return the variances of the sites that vary."""
-        return self.layout.named(self.posterior.marginal_variance().detach())
-
     # In files: tensors and plain values ---------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any] | None:

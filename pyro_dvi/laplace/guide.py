@@ -390,7 +390,8 @@ class LaplaceGuide(ModeGuide):
     def _marginals(self) -> dict[str, Any]:
         marginals = super()._marginals()
         if self._fitted is not None:
-            for name, variance in self.fitted.marginal_variances().items():
+            variances = self.fitted.posterior.marginal_variance().detach()
+            for name, variance in self.fitted.layout.named(variances).items():
                 normal = dist.Normal(marginals[name].mean.detach(), variance.sqrt(), validate_args=False)
                 marginals[name] = normal.to_event(self._event_dims[name])
         return marginals

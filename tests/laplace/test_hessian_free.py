@@ -210,8 +210,12 @@ def test_names_instead_of_objects() -> None:
         HessianFree("pointwise")  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match=r"NewtonCG\(\), LBFGS\(\) or Adam\(\)"):
         HessianFree(solver="adam")  # type: ignore[arg-type]
-    with pytest.raises(ArgumentError, match="tolerances"):
+    with pytest.raises(ArgumentError, match="^tolerance must be a relative error"):
         NewtonCG(tolerance=0.0)
+    with pytest.raises(ArgumentError, match="^solve_tolerance must be a relative error"):
+        NewtonCG(solve_tolerance=1.0)
+    with pytest.raises(ArgumentError, match="max_corrections"):
+        NewtonCG(max_corrections=0)
     assert HessianFree().mode == Pointwise()
 
 

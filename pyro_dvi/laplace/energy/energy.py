@@ -193,7 +193,6 @@ class LocalEnergy:
     def __init__(self, energy: Energy, point: Tensor) -> None:
         self.energy, self.point = energy, point
         self._kept: list[BatchGraph] | None = None
-        self._prior_diagonal: tuple[Tensor | None] | None = None
 
     @cached_property
     def value_and_gradient(self) -> tuple[Tensor, Tensor]:
@@ -248,9 +247,11 @@ class LocalEnergy:
 
         Independent Normal priors have one. Latents in the prior of others couple them.
         """
-        if self._prior_diagonal is None:
-            self._prior_diagonal = (diagonal_of(self.prior_hessian, self.point),)
-        return self._prior_diagonal[0]
+        return self._prior_diagonal
+
+    @cached_property
+    def _prior_diagonal(self) -> Tensor | None:
+        return diagonal_of(self.prior_hessian, self.point)
 
     def prior_hessian(self, vectors: Tensor) -> Tensor:
         """Product of vectors [S, D] with the Hessian of minus the log prior."""

@@ -60,7 +60,7 @@ class ConjugateGradient(Method):
     exact = True
 
     def __post_init__(self) -> None:
-        check_tolerance(self.tolerance)
+        check_tolerance("tolerance", self.tolerance)
 
     def fit(self, local: LocalEnergy, *, seed: int = 0) -> "ConjugateGradientPosterior":
         """Return the posterior."""
@@ -143,7 +143,7 @@ class ConjugateGradientPosterior(LaplacePosterior):
         return 0.5 * (found + found.mT)
 
 
-def check_tolerance(tolerance: float) -> None:
+def check_tolerance(name: str, tolerance: float) -> None:
     """Refuse a tolerance that is no relative residual."""
     if not 0 < tolerance < 1:
-        raise ArgumentError(f"tolerance is a relative residual between 0 and 1, got {tolerance!r}")
+        raise ArgumentError(f"{name} must be a relative error between 0 and 1, not {tolerance!r}")

@@ -70,7 +70,7 @@ class PosteriorSamples(Method):
     exact = True
 
     def __post_init__(self) -> None:
-        check_tolerance(self.tolerance)
+        check_tolerance("tolerance", self.tolerance)
         check_count("num_samples", self.num_samples)
         if not isinstance(self.curvature, GGN):
             raise UnsupportedError(

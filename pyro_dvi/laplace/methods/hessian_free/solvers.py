@@ -14,9 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pyro_dvi.errors import ArgumentError
+from pyro_dvi.choice import check_count
 from pyro_dvi.laplace.energy.energy import LocalEnergy
 from pyro_dvi.laplace.energy.query import Query
+from pyro_dvi.laplace.methods.conjugate_gradient import check_tolerance
 from pyro_dvi.linalg import conjugate_gradients
 
 __all__ = [
@@ -154,12 +155,9 @@ class NewtonCG(Solver):
     max_corrections: int = 10
 
     def __post_init__(self) -> None:
-        if not (0 < self.tolerance < 1 and 0 < self.solve_tolerance < 1 and self.max_corrections >= 1):
-            raise ArgumentError(
-                "NewtonCG takes tolerances between 0 and 1 and at least one correction, got "
-                f"tolerance={self.tolerance}, solve_tolerance={self.solve_tolerance}, "
-                f"max_corrections={self.max_corrections}"
-            )
+        check_tolerance("tolerance", self.tolerance)
+        check_tolerance("solve_tolerance", self.solve_tolerance)
+        check_count("max_corrections", self.max_corrections)
 
     def directions(self, local: LocalEnergy, gradients: Tensor) -> Tensor:
         """Return the first Newton steps for strength one."""
