@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import pyro_dvi
+from pyro_dvi.curvature.per_example import rules
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -43,6 +44,12 @@ def docstring_examples() -> list[doctest.DocTest]:
     finder = doctest.DocTestFinder()
     found = [test for name in MODULES for test in finder.find(importlib.import_module(name), name)]
     return [test for test in found if test.examples]
+
+
+@pytest.fixture(autouse=True)
+def _rules_end_with_their_example(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another test asks that every rule for gradients of single examples has a case."""
+    monkeypatch.setattr(rules, "_RULES", rules._RULES.copy())
 
 
 @pytest.mark.parametrize(
