@@ -17,7 +17,7 @@ from pyro_dvi.bayesian.export import posterior_means
 from pyro_dvi.bayesian.priors import described
 from pyro_dvi.bayesian.scales import ScalePrior
 from pyro_dvi.bayesian.site_prior import SitePrior, TiedPrior
-from pyro_dvi.errors import ModelError
+from pyro_dvi.errors import ArgumentError, ModelError
 from pyro_dvi.sites import is_data, is_factor, is_latent
 from pyro_dvi.table import text_table
 from pyro_dvi.undisturbed import undisturbed
@@ -116,6 +116,7 @@ def summary(model_or_net: Any, guide: Any = None, *args: Any, **kwargs: Any) -> 
 
     Raises:
         ModelError: if there is nothing to list.
+        ArgumentError: if the second argument is no guide.
         GuideError: if the guide has not been run yet.
 
     Example:
@@ -127,6 +128,11 @@ def summary(model_or_net: Any, guide: Any = None, *args: Any, **kwargs: Any) -> 
         >>> table.sites[0].prior
         'Normal(0, 0.5)'
     """
+    if guide is not None and not hasattr(guide, "median"):
+        raise ArgumentError(
+            f"the second argument of summary is a guide with median(), got {type(guide).__name__}: "
+            "summary(model, None, x, y) lists a model before there is one"
+        )
     # A model whose priors are the posterior of an earlier task knows their sites, and wraps the model.
     replaced = model_or_net.priors() if callable(getattr(model_or_net, "priors", None)) else {}
     inner = model_or_net.model if replaced else model_or_net

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributions import constraints
 
 from pyro_dvi.bayesian import HierarchicalScale, classifier, init_to_module, regressor, summary, to_bayesian_
-from pyro_dvi.errors import GuideError
+from pyro_dvi.errors import ArgumentError, GuideError
 
 
 def network() -> nn.Sequential:
@@ -109,3 +109,9 @@ def test_scale_is_positive_where_the_transform_decreases():
     guide = AutoNormal(model, init_loc_fn=init_to_value(values={"a": torch.tensor(-1.0)}), init_scale=0.01)
     guide()
     assert summary(model, guide).sites[0].scale == pytest.approx(0.01, rel=0.01)
+
+
+def test_data_in_place_of_the_guide_are_refused():
+    net = to_bayesian_(nn.Linear(2, 1))
+    with pytest.raises(ArgumentError, match=r"second argument .* Tensor.*summary\(model, None, x, y\)"):
+        summary(classifier(net, num_data=4), torch.ones(4, 2), torch.ones(4, 1))
