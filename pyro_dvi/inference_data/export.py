@@ -164,11 +164,7 @@ def to_arviz(
         guide = given.guide
     rule = _rule(given, method, guide, num_samples)
     count = _number_of_draws(num_samples, rule)
-    _refuse_unfinished(guide)
-    if prior is not None:
-        check_count("prior", prior)
-    if observed is not None and not listed("observed", observed):
-        raise ArgumentError("observed=[] names no argument: leave it out where the data hold no observation")
+    _check_options(guide, prior, observed)
     groups: dict[str, Group] = {} if history is None else {"training_metadata": training_group(history)}
     options: Any = {"observed": observed, "batch_size": batch_size, "device": device}
 
@@ -304,7 +300,11 @@ def _number_of_draws(num_samples: int | None, rule: PredictionRule) -> int:
     return num_samples
 
 
-def _refuse_unfinished(guide: Any) -> None:
+def _check_options(guide: Any, prior: Any, observed: Any) -> None:
+    if prior is not None:
+        check_count("prior", prior)
+    if observed is not None and not listed("observed", observed):
+        raise ArgumentError("observed=[] names no argument: leave it out where the data hold no observation")
     if isinstance(guide, AutoLaplaceApproximation):
         raise GuideError(
             "this AutoLaplaceApproximation is still a point mass: export guide.laplace_approximation(*args) with the "

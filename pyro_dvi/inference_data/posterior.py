@@ -61,13 +61,8 @@ class Selection:
         if sites is None:
             kept = [name for name, value in latents.items() if value.numel() <= max_size]
         else:
-            kept = listed("sites", sites)
-            known = [*latents, *(name for name, node in nodes.items() if is_deterministic(node))]
-            for name in kept:
-                if name not in known:
-                    raise ArgumentError(
-                        f"the guide has no site {name!r}; close names: {close_names(name, known)}"
-                    )
+            computed = [name for name, node in nodes.items() if is_deterministic(node)]
+            kept = _known(listed("sites", sites), [*latents, *computed])
         left_out = [name for name in latents if name not in kept]
         if sites is None and left_out and not functions:
             sizes = ", ".join(f"{name!r} ({latents[name].numel():,})" for name in left_out)
@@ -178,6 +173,13 @@ class LatentDraws:
                 yield (
                     plain(latents) if found is None else {**latents, **{n: v[k] for n, v in found.items()}}
                 )
+
+
+def _known(sites: list[str], known: list[str]) -> list[str]:
+    for name in sites:
+        if name not in known:
+            raise ArgumentError(f"the guide has no site {name!r}; close names: {close_names(name, known)}")
+    return sites
 
 
 def _summary(label: str, function: Callable[[Tensor], Any], site: str, value: Tensor) -> Tensor:
