@@ -159,9 +159,10 @@ def given_to(site: str, base: Any, made: list[Built]) -> dict[str, Any]:
         if common and all(memory[name] == other[name] for name in common):
             return built.given
     raise UnsupportedError(
-        f"observed site {site!r}: {type(base).__module__}.{type(base).__name__} does not tell what it was built "
-        "with; use the class of the same name in pyro.distributions, which does, or name a pyro.deterministic site of "
-        "the prediction instead: site='...'"
+        f"observed site {site!r}: {type(base).__module__}.{type(base).__name__} does not tell which tensors it was "
+        "built from. A class of torch.distributions has one of the same name in pyro.distributions, which does. For a "
+        "mixture, or another distribution of distributions, name a pyro.deterministic site of the prediction instead: "
+        "site='...'"
     )
 
 
