@@ -128,7 +128,7 @@ def summary(model_or_net: Any, guide: Any = None, *args: Any, **kwargs: Any) -> 
         >>> table.sites[0].prior
         'Normal(0, 0.5)'
     """
-    if guide is not None and not hasattr(guide, "median"):
+    if isinstance(guide, torch.Tensor) or (guide is not None and not hasattr(guide, "median")):
         raise ArgumentError(
             f"the second argument of summary is a guide with median(), got {type(guide).__name__}: "
             "summary(model, None, x, y) lists a model before there is one"
