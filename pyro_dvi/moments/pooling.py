@@ -119,10 +119,8 @@ for _dims in (1, 2, 3):
 
 # Resizing ------------------------------------------------------------------------------------------------------
 
-_FLAT = {
-    "linear": "bilinear",
-    "trilinear": "bilinear",
-}  # modes that F.interpolate has for one number of dimensions
+# Modes that F.interpolate has for one number of dimensions.
+_FLAT = {"linear": "bilinear", "trilinear": "bilinear"}
 
 
 @moment_rule(F.interpolate)

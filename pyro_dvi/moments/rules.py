@@ -20,15 +20,11 @@ __all__ = ["Kind", "find", "functions_of", "moment_rule", "rule_for", "rules"]
 
 Rule = TypeVar("Rule", bound=Callable[..., Any])
 
-
 _RULES: dict[Callable, Callable] = {}
 _KINDS: dict[Callable, Kind] = {}
 _OWNERS = (torch.Tensor, torch, torch.nn.functional)
-_INTERNAL = (
-    torch._C._nn,
-    torch._C.TensorBase,
-    torch._C._VariableFunctions,
-)  # what some of their functions call
+# What some of their functions call.
+_INTERNAL = (torch._C._nn, torch._C.TensorBase, torch._C._VariableFunctions)
 _OPERATORS = frozenset("add sub mul truediv div matmul pow".split())
 
 

@@ -48,9 +48,8 @@ class _Layer:
         if size <= _SMALL or x.device.type != "cpu":
             chunk = max(1, (_BUDGET if x.device.type == "cpu" else 128 * _BUDGET) // size)
             total = delta.new_zeros(self.shape)
-            for start in range(0, len(x), chunk):
-                part = slice(start, start + chunk)
-                total += self.gradients(x[part], delta[part]).square_().sum(0)
+            for inputs, deltas in zip(x.split(chunk), delta.split(chunk), strict=True):
+                total += self.gradients(inputs, deltas).square_().sum(0)
             return total
         total = delta.new_zeros(self.shape)
         one_by_one = self._by_product if positions <= _FEW_POSITIONS and self.groups == 1 else self._by_torch

@@ -31,7 +31,7 @@ def summed_outer_squares(left: Tensor, right: Tensor) -> Tensor:
         left: a, of shape ``[M, T, p]``.
         right: b, of shape ``[M, T, q]``.
     """
-    examples, rows = left.shape[:2]
+    rows = left.shape[1]
     size = left.shape[-1] * right.shape[-1]
     if rows == 1:
         return left[:, 0].square().mT @ right[:, 0].square()
@@ -48,9 +48,8 @@ def summed_outer_squares(left: Tensor, right: Tensor) -> Tensor:
             torch.mm(a.mT, b, out=buffer)
             total.addcmul_(buffer, buffer)
         return total
-    for start in range(0, examples, chunk):
-        part = slice(start, start + chunk)
-        total += torch.bmm(left[part].mT, right[part]).square_().sum(0)
+    for a, b in zip(left.split(chunk), right.split(chunk), strict=True):
+        total += torch.bmm(a.mT, b).square_().sum(0)
     return total
 
 

@@ -73,7 +73,6 @@ SILU = Smooth(
     smoothing=1.7,
     reach=(28.0, 14.0),
     levels=(((0.3, 14), (1.0, 28)), ((0.5, 8), (1.0, 13))),
-    spacing=(0.55, 0.9),
 )
 GELU_TANH = Smooth(
     _gelu_tanh,
