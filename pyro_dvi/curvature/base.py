@@ -19,11 +19,14 @@ __all__ = ["Curvature", "half_sum", "half_weighted_squares", "twice_differentiat
 
 @contextmanager
 def twice_differentiated() -> Iterator[None]:
-    """Refuse functions of torch without a second (third) derivative, as ``embedding_bag``, with a way out."""
+    """Refuse functions of torch without a second (third) derivative, as ``embedding_bag``, with a way out.
+
+    Torch reports a transposed convolution with ``output_padding`` in words of its own.
+    """
     try:
         yield
     except RuntimeError as error:
-        if not any(word in str(error) for word in ("derivative", "differentiat")):
+        if not any(word in str(error) for word in ("derivative", "differentiat", "output_padding")):
             raise
         raise UnsupportedError(
             f"{str(error).rstrip('.')}. Variational Laplace and products with curvatures differentiate the model more "

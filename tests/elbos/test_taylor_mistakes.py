@@ -698,3 +698,22 @@ def test_activations_without_second_derivative_are_smoothed_by_the_function_that
         refused = pytest.raises(UnsupportedError, match="hardsi.*smooth_activations_ replaces nn.Hardsigmoid")
         with nullcontext() if smooth else refused:
             run()
+
+
+def test_a_function_that_torch_differentiates_only_twice_is_refused_with_a_way_out():
+    net = torch.nn.Sequential(
+        torch.nn.Conv2d(1, 1, 1),
+        torch.nn.Tanh(),
+        torch.nn.ConvTranspose2d(1, 1, 3, stride=2, output_padding=1),
+        torch.nn.Flatten(),
+        torch.nn.Linear(64, 2),
+    )
+    model = classifier(to_bayesian_(net), num_data=2)
+    svi = SVI(
+        model,
+        MeanFieldGuide(model),
+        pyro.optim.Adam({"lr": 0.01}),
+        loss=TaylorELBO(curvature=HessianDiagonal(num_probes=1)),
+    )
+    with pytest.raises(UnsupportedError, match="output_padding.*another curvature than HessianDiagonal"):
+        svi.step(torch.randn(2, 1, 3, 3), torch.tensor([0, 1]))
