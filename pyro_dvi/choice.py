@@ -8,7 +8,7 @@ from typing import Any
 
 from pyro_dvi.errors import ArgumentError
 
-__all__ = ["check_choice", "check_count", "check_positive"]
+__all__ = ["check_choice", "check_count", "check_kl_weight", "check_positive"]
 
 
 def check_choice(name: str, value: object, kind: type, examples: str) -> None:
@@ -51,3 +51,16 @@ def check_positive(name: str, value: Any) -> None:
     """
     if isinstance(value, bool) or not isinstance(value, Real) or not 0 < float(value) < math.inf:
         raise ArgumentError(f"{name} must be a positive number, not {reprlib.repr(value)}")
+
+
+def check_kl_weight(name: str, value: Any) -> None:
+    """Refuse what is no finite number of zero or more.
+
+    Raises:
+        ArgumentError: it is something else.
+    """
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) < math.inf:
+        raise ArgumentError(
+            f"{name} must be a finite number >= 0, not {reprlib.repr(value)}: as a weight of the KL divergence, 1 is "
+            "the Bayesian posterior, smaller values temper it, 0 switches the prior off"
+        )

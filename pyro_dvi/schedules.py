@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from pyro_dvi.choice import check_count
+from pyro_dvi.choice import check_count, check_kl_weight
 from pyro_dvi.errors import ArgumentError
 
 __all__ = ["CosineWarmup", "LinearWarmup", "Staged"]
@@ -32,7 +32,8 @@ class _Warmup(ABC):
 
     def __post_init__(self) -> None:
         check_count(f"{type(self).__name__}: steps", self.steps)
-        _check_weights(self, (self.start, self.end))
+        for name in ("start", "end"):
+            check_kl_weight(f"{type(self).__name__}: {name}", getattr(self, name))
 
     def __call__(self, step: int) -> float:
         """Return the weight at ``step``."""
@@ -138,18 +139,9 @@ class Staged:
                 f"Staged: {len(self.boundaries)} boundaries separate {len(self.boundaries) + 1} values, got "
                 f"{len(self.values)} values."
             )
-        _check_weights(self, self.values)
+        for value in self.values:
+            check_kl_weight("Staged: each of the values", value)
 
     def __call__(self, step: int) -> float:
         """Return the weight at ``step``."""
         return float(self.values[bisect_right(self.boundaries, step)])
-
-
-def _check_weights(schedule: object, weights: Sequence[float]) -> None:
-    for weight in weights:
-        number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
-        if not number or not math.isfinite(weight) or weight < 0:
-            raise ArgumentError(
-                f"{type(schedule).__name__}: a KL weight must be a finite number that is not negative, got "
-                f"{weight!r}."
-            )

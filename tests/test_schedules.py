@@ -50,13 +50,13 @@ def test_warmup_may_go_down():
         (lambda: LinearWarmup(0), "steps must be a positive whole number"),
         (lambda: LinearWarmup(2.5), "steps must be a positive whole number"),
         (lambda: CosineWarmup(True), "steps must be a positive whole number"),
-        (lambda: CosineWarmup(5, start=-0.1), "not negative"),
+        (lambda: CosineWarmup(5, start=-0.1), "start must be a finite number >= 0"),
         (lambda: LinearWarmup(5, end=float("nan")), "finite number"),
         (lambda: LinearWarmup(5, end="1"), "finite number"),
         (lambda: Staged([5, 5], [0.0, 0.5, 1.0]), "increasing boundaries must be"),
         (lambda: Staged([0], [0.0, 1.0]), "increasing boundaries must be"),
         (lambda: Staged([5], [1.0]), "separate 2 values"),
-        (lambda: Staged([5], [1.0, -1.0]), "not negative"),
+        (lambda: Staged([5], [1.0, -1.0]), "values must be a finite number >= 0"),
     ],
 )
 def test_bad_schedules(build, message):

@@ -11,11 +11,10 @@ from pyro.infer.elbo import ELBO
 from torch import Tensor
 
 from pyro_dvi.autograd_graph import leaves_of
-from pyro_dvi.choice import check_count
+from pyro_dvi.choice import check_count, check_kl_weight
 from pyro_dvi.curvature.base import sum_of, twice_differentiated
 from pyro_dvi.divergences import kl_to_prior
 from pyro_dvi.errors import (
-    ArgumentError,
     CheckpointError,
     GuideError,
     NonFiniteError,
@@ -24,6 +23,7 @@ from pyro_dvi.errors import (
 )
 from pyro_dvi.handlers.equal_units import start_apart
 from pyro_dvi.handlers.latents import Latent
+from pyro_dvi.handlers.means import Call
 from pyro_dvi.handlers.minibatch import check_num_data
 from pyro_dvi.handlers.observed import Observed, observed_sites
 from pyro_dvi.handlers.structure import Structure, structure_of
@@ -61,7 +61,7 @@ class DeterministicELBO(ELBO):
             check_count("num_data", num_data)
         super().__init__(num_particles=num_particles)
         if not callable(kl_weight):
-            _check_weight(kl_weight)
+            check_kl_weight("kl_weight", kl_weight)
         self.kl_weight = kl_weight
         self.num_data = num_data
         self.step = 0
@@ -71,16 +71,12 @@ class DeterministicELBO(ELBO):
     trains_for = "Samples"  # the rule of prediction
 
     @abstractmethod
-    def _evaluate(
-        self, model: Callable, guide: Callable, args: tuple, kwargs: dict, kl_weight: float, training: bool
-    ) -> dict[str, Tensor]:
+    def _evaluate(self, call: Call, kl_weight: float, training: bool) -> dict[str, Tensor]:
         """Return the terms of one run: at least "loss", "log_likelihood" and "kl" (unweighted)."""
 
-    def _looked_at(
-        self, model: Callable, guide: Callable, args: tuple, kwargs: dict, training: bool
-    ) -> tuple[Structure, bool]:
+    def _looked_at(self, call: Call, training: bool) -> tuple[Structure, bool]:
         """Return what the first run of model and guide shows, and whether this is it; leave a start at zero."""
-        structure, first = structure_of(model, guide, args, kwargs)
+        structure, first = structure_of(call)
         if training and self.step == 0:
             start_apart(structure.starts)
         return structure, first
@@ -100,12 +96,12 @@ class DeterministicELBO(ELBO):
     def current_kl_weight(self) -> float:
         """Return the KL weight of the next training step."""
         weight = self.kl_weight(self.step) if callable(self.kl_weight) else self.kl_weight
-        _check_weight(weight)
+        check_kl_weight("kl_weight, or what its schedule gives,", weight)
         return float(weight)
 
     def loss(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> float:
         """Return the loss as a number, without counting a training step."""
-        return self._total(model, guide, args, kwargs, training=False).item()
+        return self._total(Call(model, guide, args, kwargs), training=False).item()
 
     def differentiable_loss(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> Tensor:
         """Return the loss as a tensor to call ``backward`` on; counts a training step if gradients are recorded."""
@@ -115,7 +111,7 @@ class DeterministicELBO(ELBO):
                 f"{type(self).__name__} cannot train a {type(guide).__name__}, whose precisions get no gradients: "
                 "train it with NaturalGradientELBO and pyro_dvi.optim.VOGN, OGN or IVON, or use MeanFieldGuide"
             )
-        loss = self._total(model, guide, args, kwargs, training)
+        loss = self._total(Call(model, guide, args, kwargs), training)
         if not training:
             return loss.detach()
         note_trained_for(guide, self.trains_for)
@@ -149,7 +145,7 @@ class DeterministicELBO(ELBO):
             raise CheckpointError(f"not the state of a {type(self).__name__}: the entry 'step' is missing")
         self.step = int(state["step"])
 
-    def _total(self, model: Callable, guide: Callable, args: tuple, kwargs: dict, training: bool) -> Tensor:
+    def _total(self, call: Call, training: bool) -> Tensor:
         if torch.is_inference_mode_enabled():
             raise PyroDviError(
                 f"{type(self).__name__} differentiates the model even when it only evaluates the loss, which "
@@ -157,9 +153,9 @@ class DeterministicELBO(ELBO):
             )
         weight = self.current_kl_weight()
         with torch.enable_grad():
-            terms = self._evaluate(model, guide, args, kwargs, weight, training)
+            terms = self._evaluate(call, weight, training)
             for _ in range(self.num_particles - 1):
-                more = self._evaluate(model, guide, args, kwargs, weight, training)
+                more = self._evaluate(call, weight, training)
                 terms = {k: terms[k] + more[k] for k in terms}
             if self.num_particles > 1:
                 terms = {k: v / self.num_particles for k, v in terms.items()}
@@ -185,11 +181,3 @@ class DeterministicELBO(ELBO):
 
     def _get_trace(self, model: Callable, guide: Callable, args: tuple, kwargs: dict) -> Any:
         raise UnsupportedError(f"{type(self).__name__} does not sample traces; see its loss methods")
-
-
-def _check_weight(weight: Any) -> None:
-    if not isinstance(weight, (int, float)) or not math.isfinite(weight) or weight < 0:
-        raise ArgumentError(
-            f"kl_weight must be a finite number >= 0 (or a schedule that returns one), got {weight!r}. 1 is the "
-            "Bayesian posterior, smaller values temper it, 0 switches the prior off."
-        )

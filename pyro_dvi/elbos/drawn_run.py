@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import pyro.poutine as poutine
 import torch
 from torch import Tensor
 
@@ -18,8 +17,8 @@ from pyro_dvi.elbos.rows import Run
 from pyro_dvi.errors import ModelError
 from pyro_dvi.handlers.distributions import unexpanded
 from pyro_dvi.handlers.draws import TrackedDraws
-from pyro_dvi.handlers.explained import explained_errors
 from pyro_dvi.handlers.latents import Latent, match_latents
+from pyro_dvi.handlers.means import Call
 from pyro_dvi.handlers.observed import Observed, observed_sites
 from pyro_dvi.natural_state import Statistics
 from pyro_dvi.sites import is_data, is_factor
@@ -33,9 +32,7 @@ class DrawnRun:
     """The traces of one run, and what was recorded on the way.
 
     Attributes:
-        model: what was run.
-        args: positional arguments of model and guide.
-        kwargs: keyword arguments of both.
+        call: what was run.
         guide_trace: the guide's trace.
         draws: its Gaussian sites, drawn.
         model_trace: the model's trace.
@@ -43,9 +40,7 @@ class DrawnRun:
         latents: every latent site with its posterior marginal.
     """
 
-    model: Callable
-    args: tuple
-    kwargs: dict[str, Any]
+    call: Call
     guide_trace: Any
     draws: TrackedDraws
     model_trace: Any
@@ -53,43 +48,32 @@ class DrawnRun:
     latents: list[Latent]
 
     @classmethod
-    def of(
-        cls,
-        model: Callable,
-        guide: Callable,
-        args: tuple,
-        kwargs: dict,
-        wanted: Callable[[Tensor], Statistics],
-    ) -> "DrawnRun":
+    def of(cls, call: Call, wanted: Callable[[Tensor], Statistics]) -> "DrawnRun":
         """Run the guide, then the model with what the guide drew.
 
         Args:
-            model: a Pyro model.
-            guide: a guide of Normal sites.
-            args: positional arguments of both.
-            kwargs: keyword arguments of both.
+            call: of a model and a guide of Normal sites.
             wanted: what the optimizer wants measured for a parameter of means.
         """
         draws = TrackedDraws(wanted)
-        with explained_errors(model, [], args, kwargs), draws:
-            guide_trace = poutine.trace(guide).get_trace(*args, **kwargs)
+        with call.explained(), draws:
+            guide_trace = call.trace_guide()
         recorder = _recorder(draws, guide_trace)
-        with explained_errors(model, draws.leaves.values(), args, kwargs), recorder:
-            model_trace = poutine.trace(poutine.replay(model, trace=guide_trace)).get_trace(*args, **kwargs)
-        latents = match_latents(model_trace, guide_trace, draws.gaussians, guide)
-        return cls(model, args, kwargs, guide_trace, draws, model_trace, recorder, latents)
+        with call.explained(draws.leaves.values()), recorder:
+            model_trace = call.trace_model(guide_trace)
+        latents = match_latents(model_trace, guide_trace, draws.gaussians, call.guide)
+        return cls(call, guide_trace, draws, model_trace, recorder, latents)
 
     def measured(self, observed: Observed) -> Run:
         """Return what squared gradients are measured in."""
-        return Run(self.model, self.recorder, observed.terms, self._uncoupled)
+        return Run(self.call.model, self.recorder, observed.terms, self._uncoupled)
 
     def _uncoupled(self) -> Run:
         """Run the model again with the same draws, to see which rows its layers keep apart."""
         recorder = _recorder(self.draws, self.guide_trace)
         with undisturbed(), ConstantStatistics(), recorder:
-            model = poutine.replay(self.model, trace=self.guide_trace)
-            trace = poutine.trace(model).get_trace(*self.args, **self.kwargs)
-        return Run(self.model, recorder, observed_sites(trace).terms, self._uncoupled)
+            trace = self.call.trace_model(self.guide_trace)
+        return Run(self.call.model, recorder, observed_sites(trace).terms, self._uncoupled)
 
     def with_idle_draws(self, log_likelihood: Tensor) -> Tensor:
         """Give latents that no observation depends on a gradient too, zero: their posterior becomes the prior."""

@@ -16,6 +16,7 @@ from pyro_dvi.elbos.weighting import ExampleWeighting
 from pyro_dvi.errors import ArgumentError, ModelError
 from pyro_dvi.expectations import LogitEstimator
 from pyro_dvi.handlers.latents import Latent
+from pyro_dvi.handlers.means import Call
 from pyro_dvi.handlers.moment_run import run_with_moments
 from pyro_dvi.handlers.structure import reached_by
 from pyro_dvi.handlers.uncertain import at_mean, refuse_moments, uncertain_likelihoods
@@ -109,14 +110,12 @@ class MomentPropagationELBO(DeterministicELBO):
         self.weighting = weighting
         self.variance_floor = variance_floor
 
-    def _evaluate(
-        self, model: Callable, guide: Callable, args: tuple, kwargs: dict, kl_weight: float, training: bool
-    ) -> dict[str, Tensor]:
-        structure, first = self._looked_at(model, guide, args, kwargs, training)
+    def _evaluate(self, call: Call, kl_weight: float, training: bool) -> dict[str, Tensor]:
+        structure, first = self._looked_at(call, training)
         floor = nullcontext() if self.variance_floor is None else variance_floor(self.variance_floor)
         around = partial(self._likelihoods, first)
         with floor:
-            run = run_with_moments(model, guide, args, kwargs, structure.sampled, around)
+            run = run_with_moments(call, structure.sampled, around)
         observed = self._observed(run.model_trace)
         for site in observed.sites:
             refuse_moments(site.fn, site.name)

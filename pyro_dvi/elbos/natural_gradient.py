@@ -17,6 +17,7 @@ from pyro_dvi.elbos.measurements import Measurements
 from pyro_dvi.elbos.squares import Draw, SquareMeasurement
 from pyro_dvi.errors import ArgumentError, GuideError, UnsupportedError
 from pyro_dvi.handlers.latents import Latent
+from pyro_dvi.handlers.means import Call
 from pyro_dvi.handlers.minibatch import UnscaledMinibatches, num_data_of
 from pyro_dvi.handlers.observed import Observed
 from pyro_dvi.natural_state import NaturalState, note_trained
@@ -114,27 +115,25 @@ class NaturalGradientELBO(DeterministicELBO):
         """
         return self._measurements.serve(optimizer)
 
-    def _evaluate(
-        self, model: Callable, guide: Callable, args: tuple, kwargs: dict, kl_weight: float, training: bool
-    ) -> dict[str, Tensor]:
-        _check(guide, kl_weight, training)
-        run = DrawnRun.of(model, guide, args, kwargs, self._measurements.wanted)
+    def _evaluate(self, call: Call, kl_weight: float, training: bool) -> dict[str, Tensor]:
+        _check(call.guide, kl_weight, training)
+        run = DrawnRun.of(call, self._measurements.wanted)
         observed = self._observed(run.model_trace)
         log_likelihood = observed.log_likelihood()
         kl = self._divergence([_detached(latent) for latent in run.latents], log_likelihood)
         if training:
             log_likelihood = run.with_idle_draws(log_likelihood)
-            self._measure(run, observed, guide, kl_weight)
+            self._measure(run, observed, kl_weight)
             note_trained(leaves_of([log_likelihood, kl]))
         return {"loss": kl_weight * kl - log_likelihood, "log_likelihood": log_likelihood, "kl": kl}
 
-    def _measure(self, run: DrawnRun, observed: Observed, guide: Any, kl_weight: float) -> None:
+    def _measure(self, run: DrawnRun, observed: Observed, kl_weight: float) -> None:
         """Have the backward pass of the loss leave what the optimizer wants with the means."""
         draws, states = run.draws, []
         num_data, local = max(map(num_data_of, observed.terms)), run.local()
         self._unscaled.see(observed.terms)
         for name, leaf in draws.leaves.items():
-            precision = partial(guide.precision_parameter, name.removesuffix("_unconstrained"))
+            precision = partial(run.call.guide.precision_parameter, name.removesuffix("_unconstrained"))
             state = self._measurements.open(leaf, precision, run.prior_of(name), draws.asked[name])
             state.num_data, state.temperature = num_data, kl_weight
             states.append(state)

@@ -14,7 +14,7 @@ from pyro_dvi.curvature.likelihood import SliceArguments
 from pyro_dvi.divergences import prior_precision
 from pyro_dvi.elbos.base import DeterministicELBO
 from pyro_dvi.errors import CheckpointError, DviWarning
-from pyro_dvi.handlers.means import MeanRun, run_at_means
+from pyro_dvi.handlers.means import Call, MeanRun, run_at_means
 from pyro_dvi.handlers.minibatch import run_on_part
 
 __all__ = ["TaylorELBO"]
@@ -106,13 +106,11 @@ class TaylorELBO(DeterministicELBO):
         super().__init__(kl_weight=kl_weight, num_data=num_data, num_particles=num_particles)
         self.curvature = curvature
 
-    def _evaluate(
-        self, model: Callable, guide: Callable, args: tuple, kwargs: dict, kl_weight: float, training: bool
-    ) -> dict[str, Tensor]:
-        structure, first = self._looked_at(model, guide, args, kwargs, training)
+    def _evaluate(self, call: Call, kl_weight: float, training: bool) -> dict[str, Tensor]:
+        structure, first = self._looked_at(call, training)
         penalty_weight = self.curvature.weight(self.step) if training else 1.0
         recorder = self.curvature.recorder if penalty_weight else None
-        run = run_at_means(model, guide, args, kwargs, structure.sampled, recorder)
+        run = run_at_means(call, structure.sampled, recorder)
         if first and run.gaussians:  # a point mass has no penalty
             _warn_of_kinks(structure.function_names)
         observed = self._observed(run.model_trace)
@@ -136,7 +134,7 @@ class TaylorELBO(DeterministicELBO):
 
             def subset(fraction: float, slice_args: SliceArguments | None) -> Linearisation:
                 with self.curvature.recorder([]):
-                    return linearise(run_on_part(model, run, args, kwargs, fraction, slice_args))
+                    return linearise(run_on_part(call, run, fraction, slice_args))
 
             penalty = penalty_weight * self.curvature.penalty(linearise(observed.sites))
         loss = penalty - log_likelihood + kl_weight * kl

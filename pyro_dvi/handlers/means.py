@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One run of guide and model with every Gaussian site at its mean, and what an ELBO reads from it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -20,7 +20,38 @@ from pyro_dvi.handlers.latents import GaussianSite, Latent, match_latents
 from pyro_dvi.sites import SetLatents
 from pyro_dvi.undisturbed import preserve_buffers
 
-__all__ = ["MeanRun", "PosteriorMeans", "run_at_means", "run_guide", "twice_differentiable"]
+__all__ = ["Call", "MeanRun", "PosteriorMeans", "run_at_means", "run_guide", "twice_differentiable"]
+
+
+@dataclass(frozen=True)
+class Call:
+    """A model and its guide, both called with the same arguments.
+
+    Attributes:
+        model: a Pyro model.
+        guide: its guide.
+        args: positional arguments of both.
+        kwargs: keyword arguments of both.
+    """
+
+    model: Callable
+    guide: Callable
+    args: tuple = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+    def explained(self, posterior: Iterable[Tensor] = ()) -> AbstractContextManager[None]:
+        """Explain what goes wrong with these arguments, see :func:`~pyro_dvi.handlers.explained.explained_errors`."""
+        return explained_errors(self.model, posterior, self.args, self.kwargs)
+
+    def trace_guide(self) -> Any:
+        """Run the guide."""
+        return poutine.trace(self.guide).get_trace(*self.args, **self.kwargs)
+
+    def trace_model(self, guide_trace: Any) -> Any:
+        """Run the model with the values of a run of the guide."""
+        return poutine.trace(poutine.replay(self.model, trace=guide_trace)).get_trace(
+            *self.args, **self.kwargs
+        )
 
 
 @dataclass
@@ -42,20 +73,14 @@ class MeanRun:
 
 
 def run_at_means(
-    model: Callable,
-    guide: Callable,
-    args: tuple,
-    kwargs: dict,
+    call: Call,
     sampled: dict[str, Tensor | bool] | None = None,
     recorder: Callable[[list[Tensor | None]], AbstractContextManager[Any]] | None = None,
 ) -> MeanRun:
     """Run the guide at its means, then the model with those values.
 
     Args:
-        model: a Pyro model.
-        guide: a guide of factorised Gaussians and point masses.
-        args: positional arguments of both.
-        kwargs: keyword arguments of both.
+        call: of a model and a guide of factorised Gaussians and point masses.
         sampled: see :class:`~pyro_dvi.handlers.structure.Structure`.
         recorder: given the values that the model will use, returns the context in which it runs.
 
@@ -65,30 +90,26 @@ def run_at_means(
         DeviceError: data and parameters live on different devices.
         DataError: the model fails on data that hold NaN.
     """
-    guide_trace, gaussians = run_guide(model, guide, args, kwargs, sampled)
+    guide_trace, gaussians = run_guide(call, sampled)
     expanded = [g for g in gaussians.values() if g.sampled is not True]
     context = nullcontext() if recorder is None else recorder([_used_value(g, guide_trace) for g in expanded])
     attention = nullcontext() if recorder is None else twice_differentiable()
     values = [g.value for g in gaussians.values()]
-    with explained_errors(model, values, args, kwargs), attention, context:
-        model_trace = poutine.trace(poutine.replay(model, trace=guide_trace)).get_trace(*args, **kwargs)
-    latents = match_latents(model_trace, guide_trace, gaussians, guide)
+    with call.explained(values), attention, context:
+        model_trace = call.trace_model(guide_trace)
+    latents = match_latents(model_trace, guide_trace, gaussians, call.guide)
     return MeanRun(guide_trace, model_trace, latents, expanded, context)
 
 
 def run_guide(
-    model: Callable,
-    guide: Callable,
-    args: tuple,
-    kwargs: dict,
-    sampled: dict[str, Tensor | bool] | None = None,
+    call: Call, sampled: dict[str, Tensor | bool] | None = None
 ) -> tuple[Any, dict[str, GaussianSite]]:
     """Run the guide at its means; return its trace and its Gaussian sites by name."""
     means = PosteriorMeans(sampled=sampled or {})
     # A guide that has not seen the model yet runs it to look at its sites.
-    fresh = getattr(guide, "prototype_trace", 0) is None
-    with explained_errors(model, [], args, kwargs), preserve_buffers() if fresh else nullcontext(), means:
-        guide_trace = poutine.trace(guide).get_trace(*args, **kwargs)
+    fresh = getattr(call.guide, "prototype_trace", 0) is None
+    with call.explained(), preserve_buffers() if fresh else nullcontext(), means:
+        guide_trace = call.trace_guide()
     return guide_trace, means.gaussians
 
 

@@ -3,9 +3,8 @@
 
 import math
 import warnings
-from collections.abc import Callable
+from dataclasses import replace
 
-import pyro.poutine as poutine
 import torch
 from torch import Tensor
 
@@ -13,7 +12,7 @@ from pyro_dvi.batches import rows_cut, with_rows
 from pyro_dvi.curvature import ObservedSite
 from pyro_dvi.curvature.likelihood import SliceArguments
 from pyro_dvi.errors import DataError, DviWarning, ModelError, UnsupportedError
-from pyro_dvi.handlers.means import MeanRun, twice_differentiable
+from pyro_dvi.handlers.means import Call, MeanRun, twice_differentiable
 from pyro_dvi.handlers.observed import observation, observed_sites
 from pyro_dvi.undisturbed import preserve_buffers
 
@@ -102,10 +101,8 @@ def _unmasked(site: ObservedSite) -> float:
 
 
 def run_on_part(
-    model: Callable,
+    call: Call,
     run: MeanRun,
-    args: tuple,
-    kwargs: dict,
     fraction: float,
     slice_args: SliceArguments | None,
 ) -> list[ObservedSite]:
@@ -121,23 +118,21 @@ def run_on_part(
                 f"Fisher(fraction={fraction}) cannot take part of the rows: latent site {latent.name!r} is local to a "
                 "plate. Use Fisher(every=k) to save time instead."
             )
-    first = with_rows((args, kwargs))
+    first = with_rows((call.args, call.kwargs))
     if first is None:
         raise UnsupportedError(
             f"Fisher(fraction={fraction}) found no tensor among the model's arguments to take rows of: pass slice_args"
         )
     length = len(first)
     rows = torch.randperm(length, device=first.device)[: max(1, math.ceil(fraction * length))]
-    part_args, part_kwargs = (slice_args or _slice_rows)(args, kwargs, rows)
+    part_args, part_kwargs = (slice_args or _slice_rows)(call.args, call.kwargs, rows)
     advice = (
         "Give the plate the length of the data (subsample_size=len(x)), so that its scale follows the part, or pass "
         "Fisher(slice_args=...) that fits the model's arguments."
     )
     with preserve_buffers(), twice_differentiable():
         try:
-            trace = poutine.trace(poutine.replay(model, trace=run.guide_trace)).get_trace(
-                *part_args, **part_kwargs
-            )
+            trace = replace(call, args=part_args, kwargs=part_kwargs).trace_model(run.guide_trace)
         except (ValueError, RuntimeError) as error:
             raise ModelError(
                 f"the model failed on {len(rows)} of {length} rows for Fisher(fraction={fraction}): {error}. {advice}"

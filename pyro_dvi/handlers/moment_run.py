@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 from torch import distributions as td
 
-from pyro_dvi.handlers.explained import explained_errors
 from pyro_dvi.handlers.latents import GaussianSite, Latent, Marginals, elementary, match_latents
-from pyro_dvi.handlers.means import run_guide
+from pyro_dvi.handlers.means import Call, run_guide
 from pyro_dvi.moments import GaussianMoments, Link, MultiplicativeMoments
 from pyro_dvi.moments.through_link import through_link
 from pyro_dvi.multiplicative_normal import MultiplicativeNormal
@@ -33,20 +32,14 @@ class MomentRun:
 
 
 def run_with_moments(
-    model: Callable,
-    guide: Callable,
-    args: tuple,
-    kwargs: dict,
+    call: Call,
     sampled: Mapping[str, Tensor | bool] | None = None,
     around: Around = nullcontext,
 ) -> MomentRun:
     """Run the guide, then the model with the moments of the guide's Gaussians in place of values.
 
     Args:
-        model: a Pyro model.
-        guide: a guide of factorised Gaussians and point masses.
-        args: positional arguments of both.
-        kwargs: keyword arguments of both.
+        call: of a model and a guide of factorised Gaussians and point masses.
         sampled: guide sites to sample, see :class:`~pyro_dvi.handlers.structure.Structure`.
         around: given the moments that the model will use, by name and filled while it runs, returns the context in
             which it runs: :func:`~pyro_dvi.handlers.uncertain.uncertain_likelihoods`, which lets distributions take
@@ -58,17 +51,17 @@ def run_with_moments(
         UnsupportedError: the model uses a function or distribution without a rule.
         DeviceError, DataError: as :func:`~pyro_dvi.handlers.means.run_at_means`.
     """
-    guide_trace, gaussians = run_guide(model, guide, args, kwargs)
-    moments = PosteriorMoments(gaussians, guide, sampled or {})
+    guide_trace, gaussians = run_guide(call)
+    moments = PosteriorMoments(gaussians, call.guide, sampled or {})
     with (
-        explained_errors(model, [g.loc for g in gaussians.values()], args, kwargs),
+        call.explained(g.loc for g in gaussians.values()),
         poutine.trace() as trace,
         moments,
         around(moments.given),
         poutine.replay(trace=guide_trace),
     ):
-        model(*args, **kwargs)
-    return MomentRun(trace.trace, match_latents(trace.trace, guide_trace, gaussians, guide))
+        call.model(*call.args, **call.kwargs)
+    return MomentRun(trace.trace, match_latents(trace.trace, guide_trace, gaussians, call.guide))
 
 
 StandIn = Callable[[Tensor, Tensor, Any], Any]

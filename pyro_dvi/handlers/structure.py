@@ -19,7 +19,7 @@ from pyro_dvi.errors import GuideError, ModelError
 from pyro_dvi.handlers.distributions import strip_event_dims
 from pyro_dvi.handlers.equal_units import Starts, equal_units
 from pyro_dvi.handlers.latents import GaussianSite, Latent, unconstraining_transform
-from pyro_dvi.handlers.means import MeanRun, run_at_means
+from pyro_dvi.handlers.means import Call, MeanRun, run_at_means
 from pyro_dvi.handlers.observed import observed_sites
 from pyro_dvi.undisturbed import undisturbed
 
@@ -60,32 +60,32 @@ def _owner(function: Callable) -> tuple[Any, Any]:
     return (function.__self__, function.__func__) if inspect.ismethod(function) else (function, None)
 
 
-def structure_of(model: Callable, guide: Callable, args: tuple, kwargs: dict) -> tuple[Structure, bool]:
+def structure_of(call: Call) -> tuple[Structure, bool]:
     """Look at a model and guide once; later calls for the same pair return the same answer.
 
     Returns:
         the structure, and whether this was the first look.
     """
-    (model_owner, model_function), (guide_owner, guide_function) = _owner(model), _owner(guide)
+    (model_owner, model_function), (guide_owner, guide_function) = _owner(call.model), _owner(call.guide)
     functions = (guide_function, model_function)
     for guide_ref, model_ref, called, structure in _STRUCTURES:
         if guide_ref() is guide_owner and model_ref() is model_owner and called == functions:
             return structure, False
-    fresh = getattr(guide, "prototype_trace", 0) is None
+    fresh = getattr(call.guide, "prototype_trace", 0) is None
     try:
         with undisturbed():  # a look must not shift the random numbers of a resumed run
-            run = run_at_means(model, guide, args, kwargs)
-            structure = _look(run, guide)
+            run = run_at_means(call)
+            structure = _look(run)
     except Exception:
         if fresh:
-            guide.prototype_trace = None  # type: ignore[attr-defined]  # look again when the call is corrected
+            call.guide.prototype_trace = None  # type: ignore[attr-defined]  # look again when the call is corrected
         raise
     _STRUCTURES[:] = [known for known in _STRUCTURES if known[0]() is not None and known[1]() is not None]
     _STRUCTURES.append((weakref.ref(guide_owner), weakref.ref(model_owner), functions, structure))
     return structure, True
 
 
-def _look(run: MeanRun, guide: Callable) -> Structure:
+def _look(run: MeanRun) -> Structure:
     observed = observed_sites(run.model_trace)
     log_likelihood = observed.log_likelihood()
     if is_validation_enabled():

@@ -22,7 +22,7 @@ from pyro_dvi.errors import GuideError, NonFiniteError
 from pyro_dvi.guides.base import FactorisedGuide
 from pyro_dvi.handlers.explained import non_finite
 from pyro_dvi.handlers.latents import GaussianSite
-from pyro_dvi.handlers.means import run_guide
+from pyro_dvi.handlers.means import Call, run_guide
 from pyro_dvi.handlers.structure import refuse_dependent
 from pyro_dvi.signatures import with_missing
 from pyro_dvi.sites import AllRows, SetLatents, is_latent
@@ -134,7 +134,7 @@ def posterior_gaussians(
             f"the Gaussian of a {type(guide).__name__} is no product of independent ones: predict with Linearised()"
         )
     with torch.enable_grad(), AllRows():
-        guide_trace, gaussians = run_guide(guide, guide, _arguments(guide, inputs), {})
+        guide_trace, gaussians = run_guide(Call(guide, guide, _arguments(guide, inputs)))
         refuse_dependent(list(gaussians.values()))
     return _latents(guide_trace), gaussians
 

@@ -22,7 +22,7 @@ from pyro_dvi.divergences import kl_to_prior
 from pyro_dvi.guides import MeanFieldGuide
 from pyro_dvi.handlers.distributions import strip_event_dims
 from pyro_dvi.handlers.latents import unconstraining_transform
-from pyro_dvi.handlers.means import PosteriorMeans, run_at_means
+from pyro_dvi.handlers.means import Call, PosteriorMeans, run_at_means
 from pyro_dvi.handlers.structure import structure_of
 
 
@@ -57,9 +57,9 @@ GUIDES: dict[str, Callable] = {
 @pytest.mark.parametrize("make", GUIDES.values(), ids=GUIDES)
 def test_every_latent_finds_its_marginal(make):
     guide = make(model)
-    structure, first = structure_of(model, guide, (), {})
-    assert first and structure_of(model, guide, (), {})[1] is False
-    run = run_at_means(model, guide, (), {})
+    structure, first = structure_of(Call(model, guide))
+    assert first and structure_of(Call(model, guide))[1] is False
+    run = run_at_means(Call(model, guide))
     latents = {latent.name: latent for latent in run.latents}
     assert list(latents) == ["s", "w", "p", "z"]
     assert {k: tuple(v.loc.shape) for k, v in latents.items() if v.loc is not None} == {
@@ -83,8 +83,8 @@ def test_every_latent_finds_its_marginal(make):
 @pytest.mark.parametrize("make", GUIDES.values(), ids=GUIDES)
 def test_sampled_elements_move_and_the_others_stay(make):
     guide = make(model)
-    structure, _ = structure_of(model, guide, (), {})
-    runs = [run_at_means(model, guide, (), {}, structure.sampled) for _ in range(2)]
+    structure, _ = structure_of(Call(model, guide))
+    runs = [run_at_means(Call(model, guide), structure.sampled) for _ in range(2)]
     first, second = ({latent.name: latent.value for latent in run.latents} for run in runs)
     assert not torch.equal(first["s"], second["s"])
     for name in ("w", "p", "z"):
@@ -97,7 +97,7 @@ def test_sampled_elements_move_and_the_others_stay(make):
 def test_the_first_look_leaves_random_numbers_and_parameters_alone():
     guide = AutoNormal(model)
     state = torch.get_rng_state()
-    structure_of(model, guide, (), {})
+    structure_of(Call(model, guide))
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -107,7 +107,7 @@ def test_point_masses_have_no_marginal(make):
         w = pyro.sample("w", dist.LogNormal(torch.zeros(2), 1.0).to_event(1))
         pyro.sample("y", dist.Normal(w.sum(), 1.0), obs=torch.tensor(0.0))
 
-    run = run_at_means(simple, make(simple), (), {})
+    run = run_at_means(Call(simple, make(simple)))
     assert run.gaussians == [] and [latent.source for latent in run.latents] == [None]
 
 
@@ -115,7 +115,7 @@ def test_guides_in_a_list_keep_their_vectors_apart():
     guide = AutoGuideList(model)
     guide.append(AutoDiagonalNormal(poutine.block(model, expose=["s", "w"])))
     guide.append(AutoDiagonalNormal(poutine.block(model, expose=["p", "z"])))
-    run = run_at_means(model, guide, (), {})
+    run = run_at_means(Call(model, guide))
     assert [g.loc.shape[0] for g in run.gaussians] == [7, 8]
     assert all(latent.source is not None for latent in run.latents)
 
@@ -156,6 +156,6 @@ def test_the_density_of_a_point_mass_below_to_event_counts_once():
     def guide(x):
         pyro.sample("b", dist.Delta(torch.ones(3, requires_grad=True)).to_event(1))
 
-    (latent,) = run_at_means(model, guide, (torch.zeros(()),), {}).latents
+    (latent,) = run_at_means(Call(model, guide, (torch.zeros(()),))).latents
     expected = -dist.Normal(0.0, 2.0).log_prob(torch.ones(3)).sum()
     torch.testing.assert_close(kl_to_prior(latent), expected)
