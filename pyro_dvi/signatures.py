@@ -25,7 +25,10 @@ def parameter_names(fn: Callable[..., Any], count: int) -> list[str]:
 
 def _signature(fn: Callable[..., Any]) -> list[inspect.Parameter]:
     try:
-        return list(inspect.signature(fn.forward if isinstance(fn, nn.Module) else fn).parameters.values())
+        inner = inspect.unwrap(fn)  # below Pyro's handlers
+        return list(
+            inspect.signature(inner.forward if isinstance(inner, nn.Module) else fn).parameters.values()
+        )
     except (TypeError, ValueError):  # builtins and the like do not tell
         return []
 

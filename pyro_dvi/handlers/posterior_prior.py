@@ -24,8 +24,8 @@ __all__ = ["PosteriorPrior", "posterior_prior", "without_posterior_prior"]
 class PosteriorPrior:
     """Gaussians that take the place of a model's priors; ``guide.as_prior()`` makes one.
 
-    Calling it with a model returns that model with these priors. A module becomes a module, with the Gaussians as
-    buffers and all its parts under ``.model``; site names, parameters and running statistics are the model's own.
+    Calling it with a model returns that model with these priors. It is a module, with the Gaussians as buffers and the
+    model under ``.model``; site names, parameters and running statistics are the model's own.
     Called with a model that has such priors already, it replaces them.
 
     Attributes:
@@ -42,20 +42,15 @@ class PosteriorPrior:
         Raises:
             ModelError: when it runs, if a site is missing, has another shape or is not real.
         """
-        if not callable(model):
-            raise TypeError(f"model must be callable, got {type(model).__name__}")
         gaussians = dict(self.gaussians)
-        if isinstance(model, _ModuleWithPrior | _FunctionWithPrior):
-            gaussians = {**model.priors(), **gaussians}
-            model = without_posterior_prior(model)
-        if isinstance(model, nn.Module):
-            return _ModuleWithPrior(model, gaussians, self.origin)
-        return _FunctionWithPrior(model, gaussians, self.origin)
+        if isinstance(model, _WithPrior):
+            gaussians, model = {**model.priors(), **gaussians}, model.model
+        return _WithPrior(model, gaussians, self.origin)
 
 
 def without_posterior_prior(model: Callable[..., Any]) -> Callable[..., Any]:
     """Return the model of the first task, whose modules and parameters those of later tasks share."""
-    return model.model if isinstance(model, _ModuleWithPrior | _FunctionWithPrior) else model
+    return model.model if isinstance(model, _WithPrior) else model
 
 
 def posterior_prior(
@@ -137,10 +132,12 @@ class _Priors(Messenger):
             )
 
 
-class _ModuleWithPrior(nn.Module):
-    """A module whose runs see other priors."""
+class _WithPrior(nn.Module):
+    """A model whose runs see other priors."""
 
-    def __init__(self, model: nn.Module, gaussians: Mapping[str, tuple[Tensor, Tensor]], origin: str) -> None:
+    def __init__(
+        self, model: Callable[..., Any], gaussians: Mapping[str, tuple[Tensor, Tensor]], origin: str
+    ) -> None:
         super().__init__()
         self.model = model
         self.origin = origin
@@ -148,20 +145,20 @@ class _ModuleWithPrior(nn.Module):
         for k, (loc, scale) in enumerate(gaussians.values()):
             self.register_buffer(f"prior_loc_{k}", loc)
             self.register_buffer(f"prior_scale_{k}", scale)
-        self.train(model.training)
+        self.train(getattr(model, "training", True))
 
     def priors(self) -> dict[str, tuple[Tensor, Tensor]]:
         """Return mean and standard deviation by site name."""
-        parts = self._buffers
-        found = {
-            name: (parts[f"prior_loc_{k}"], parts[f"prior_scale_{k}"]) for k, name in enumerate(self.sites)
+        return {
+            name: (self.get_buffer(f"prior_loc_{k}"), self.get_buffer(f"prior_scale_{k}"))
+            for k, name in enumerate(self.sites)
         }
-        return found  # type: ignore[return-value]
 
     @property
     def forward(self) -> Callable[..., Any]:  # type: ignore[override]
         """The model's own, with its signature, which tells predictions what its observation is."""
-        return functools.update_wrapper(functools.partial(self._run), self.model.forward)
+        run = self.model.forward if isinstance(self.model, nn.Module) else self.model
+        return functools.update_wrapper(functools.partial(self._run), run)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         with _Priors(self.priors(), self.origin):
@@ -174,23 +171,3 @@ class _ModuleWithPrior(nn.Module):
             if name == "model":
                 raise
             return getattr(self.model, name)
-
-
-class _FunctionWithPrior:
-    """A function whose runs see other priors."""
-
-    def __init__(
-        self, model: Callable[..., Any], gaussians: Mapping[str, tuple[Tensor, Tensor]], origin: str
-    ) -> None:
-        functools.update_wrapper(self, model)
-        self.model = model
-        self.origin = origin
-        self.gaussians = gaussians
-
-    def priors(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return mean and standard deviation by site name."""
-        return dict(self.gaussians)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with _Priors(self.gaussians, self.origin):
-            return self.model(*args, **kwargs)

@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model with other scales of some of its distributions: a tighter prior, a larger noise."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pyro.distributions as dist
 from pyro.poutine.messenger import Messenger
 from torch import distributions as td
-from torch import nn
 
 from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.handlers.distributions import rewrapped, untransformed
 
-__all__ = ["RescaledModel", "rescaled", "scale_names"]
+__all__ = ["Rescaled", "rescaled", "scale_names"]
 
 # Distributions of location and scale, with what multiplies their spread.
 _SCALES: dict[type, str] = {
@@ -24,13 +23,10 @@ _SCALES: dict[type, str] = {
 }
 
 
-class RescaledModel:
-    """A model whose sites have their scales multiplied by constants.
-
-    Called like the model itself, and with its signature.
+class Rescaled(Messenger):
+    """Multiply the scales of sites by constants.
 
     Args:
-        model: a Pyro model.
         factors: what multiplies the scale of a site, by its name, latent or observed; sites that are left out, or that
             a run does not meet, stay as they are.
 
@@ -41,25 +37,14 @@ class RescaledModel:
         >>> import pyro, torch
         >>> def model():
         ...     return pyro.sample("w", dist.Normal(0.0, 2.0), obs=torch.tensor(0.0))
-        >>> trace = pyro.poutine.trace(RescaledModel(model, {"w": 0.5})).get_trace()
+        >>> trace = pyro.poutine.trace(Rescaled({"w": 0.5})(model)).get_trace()
         >>> trace.nodes["w"]["fn"].scale
         tensor(1.)
     """
 
-    def __init__(self, model: Callable, factors: Mapping[str, float]) -> None:
-        self.model, self.factors = model, dict(factors)
-        self.__wrapped__ = model.forward if isinstance(model, nn.Module) else model  # for its signature
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model."""
-        with Rescaled(self.factors):
-            return self.model(*args, **kwargs)
-
-
-class Rescaled(Messenger):
     def __init__(self, factors: Mapping[str, float]) -> None:
         super().__init__()
-        self.factors = factors
+        self.factors = dict(factors)
 
     def _pyro_sample(self, msg: Any) -> None:
         factor = self.factors.get(msg["name"])

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What can be tuned after training: the scale of priors, and that of the noise."""
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pyro_dvi.errors import ArgumentError, ModelError, UnsupportedError
-from pyro_dvi.handlers.rescaled import RescaledModel, scale_names
+from pyro_dvi.handlers.rescaled import Rescaled, scale_names
 from pyro_dvi.laplace.energy.energy import Energy
 
 __all__ = ["NoiseScale", "PriorPrecision", "Scale", "rescaled_model"]
@@ -128,7 +129,10 @@ class NoiseScale(Scale):
 def rescaled_model(model: Callable[..., Any], factors: Mapping[str, float]) -> Callable[..., Any]:
     """Return the model with scales multiplied; the model itself where nothing changes."""
     changed = {name: factor for name, factor in factors.items() if factor != 1}
-    return RescaledModel(model, changed) if changed else model
+    if not changed:
+        return model
+    # As by Pyro's own handlers, so that the signature stays known.
+    return functools.update_wrapper(Rescaled(changed)(model), model, assigned=(), updated=())
 
 
 def _nodes(energy: Energy) -> Any:

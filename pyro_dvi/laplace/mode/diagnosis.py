@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Is the mode a minimum, and if not, why?"""
 
+import inspect
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,7 +13,6 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from pyro_dvi.batches import non_finite_inputs
 from pyro_dvi.errors import ModelError, NotPositiveDefiniteError
-from pyro_dvi.handlers.rescaled import RescaledModel
 from pyro_dvi.laplace.energy.energy import Energy, LocalEnergy
 from pyro_dvi.laplace.energy.precision import GGN, Hessian, PrecisionMatrix
 from pyro_dvi.linalg import Eigenpair, conjugate_gradients, smallest_eigenpair
@@ -214,8 +215,8 @@ def _first_look(energy: Energy, tolerance: float) -> Diagnosis:
     return replace(found, gradient_norm=float(energy.at(energy.start).gradient.norm()))
 
 
-def _in_training(model: object) -> tuple[str, ...]:
-    model = model.model if isinstance(model, RescaledModel) else model
+def _in_training(model: Any) -> tuple[str, ...]:
+    model = inspect.unwrap(model)  # without other scales
     modules = model.named_modules() if isinstance(model, nn.Module) else ()
     return tuple(
         name or type(m).__name__
