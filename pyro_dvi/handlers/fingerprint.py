@@ -172,8 +172,9 @@ def _parameters(part: Any) -> Iterator[tuple[str, Tensor]]:
             yield name, torch.tensor([value])
         elif isinstance(value, Tensor) and (transform or name in part.arg_constraints):
             flat = unexpanded(value.detach()).reshape(-1)
-            places = torch.linspace(0, max(len(flat) - 1, 0), min(len(flat), _NUMBERS)).long()
-            yield name, flat[places.to(flat.device)].cpu()
+            if len(flat) > _NUMBERS:
+                flat = flat[torch.linspace(0, len(flat) - 1, _NUMBERS).long().to(flat.device)]
+            yield name, flat.to("cpu", copy=True)
 
 
 def _compared(before: Any, after: Any, plates: bool, tolerances: Mapping[Any, float]) -> Iterator[str]:
@@ -188,10 +189,8 @@ def _compared(before: Any, after: Any, plates: bool, tolerances: Mapping[Any, fl
             if old[part] != new[part] and (plates or old["latent"] or part == "family"):
                 yield f"{what}: {part} {old[part]} → {new[part]}"
         for key in old["parameters"].keys() & new["parameters"].keys():
-            change = _change(
-                old["parameters"][key].reshape(-1), new["parameters"][key].reshape(-1), tolerances
-            )
-            if change:
+            values = old["parameters"][key].cpu(), new["parameters"][key]
+            if not torch.equal(*values) and (change := _change(*values, tolerances)):
                 yield f"{what}: {key} {change}"
 
 
@@ -200,7 +199,7 @@ def _change(a: Tensor, b: Tensor, tolerances: Mapping[Any, float]) -> str:
     if min(len(a), len(b)) not in (1, max(len(a), len(b))):
         return "has other dimensions"
     tolerance = max(tolerances.get(v.dtype, 0.0) for v in (a, b))
-    a, b = torch.broadcast_tensors(a.cpu().double(), b.cpu().double())
+    a, b = torch.broadcast_tensors(a.double(), b.double())
     gap = (a - b).abs().nan_to_num(nan=math.inf).masked_fill((a == b) | (a.isnan() & b.isnan()), 0.0)
     if not bool((gap > tolerance * max(1e-4, _scale(a), _scale(b))).any()):
         return ""

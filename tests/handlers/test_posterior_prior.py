@@ -345,5 +345,3 @@ def test_models_that_do_not_fit():
         prior(positive)(x, y)
     with pytest.raises(ModelError, match="no site 'w'"):
         prior(lambda x, y: None)(x, y)
-    with pytest.raises(TypeError, match="callable"):
-        prior(3)
