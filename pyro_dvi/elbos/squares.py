@@ -51,7 +51,6 @@ class SquareMeasurement:
     def __init__(self) -> None:
         self._rows = RowCheck()
         self._warned: set[str] = set()
-        self._slow_sites: set[str] = set()
 
     def measure(
         self,
@@ -128,40 +127,34 @@ class SquareMeasurement:
         ordered = sorted(rest)
         slow = [draw.values[k] for k in ordered]
         if log_prob.requires_grad:
-            several = [k for k in ordered if passes_of(log_prob, [draw.values[k]]) > _MANY_PASSES]
-            self._warn(draw, several, site, log_prob.numel())
+            for k in ordered:
+                if passes_of(log_prob, [draw.values[k]]) > _MANY_PASSES:
+                    self._warn_once(
+                        f"latent site {draw.names[k]!r}",
+                        f"{draw.run.recorder.obstacle(k)}, so its squared gradients take one backward pass per "
+                        f"example: {log_prob.numel()} in each step for observed site {site.name!r}. That is exact but "
+                        "slow. Use the weight in a layer such as F.linear as it is, register a rule with "
+                        "pyro_dvi.curvature.per_example.per_example_rule, take smaller minibatches, or use IVON, "
+                        "which needs no gradients of examples.",
+                    )
         squares = squares_without_rules(log_prob, _root(site, log_prob), slow)
         for k, total in zip(ordered, squares, strict=True):
             draw.add(k, total / draw.num_particles)
 
-    def _warn(self, draw: Draw, rest: Sequence[int], site: ObservedSite, passes: int) -> None:
-        for k in rest:
-            name, recorder = draw.names[k], draw.run.recorder
-            if name not in self._warned:
-                self._warned.add(name)
-                warnings.warn(
-                    f"latent site {name!r} {recorder.obstacle(k)}, so its squared gradients take one backward pass "
-                    f"per example: {passes} in each step for observed site {site.name!r}. That is exact but slow. Use "
-                    "the weight in a layer such as F.linear as it is, register a rule with "
-                    "pyro_dvi.curvature.per_example.per_example_rule, take smaller minibatches, or use IVON, which "
-                    "needs no gradients of examples.",
-                    DviWarning,
-                    stacklevel=2,
-                )
-
     def _warn_of_columns(self, site: ObservedSite, log_prob: Tensor, passes: int) -> None:
-        if passes <= _MANY_PASSES or site.name in self._slow_sites:
-            return
-        self._slow_sites.add(site.name)
-        more = log_prob.dim() - 1
-        warnings.warn(
-            f"observed site {site.name!r} has the batch shape {tuple(log_prob.shape)}, and each entry is an example of "
-            f"its own: squared gradients take {passes} backward passes in each step. If a row is one example, as an "
-            f"image is, say so with .to_event({more}) on its distribution; or use IVON, which needs no gradients of "
-            "examples.",
-            DviWarning,
-            stacklevel=2,
-        )
+        if passes > _MANY_PASSES:
+            self._warn_once(
+                f"observed site {site.name!r}",
+                f"has the batch shape {tuple(log_prob.shape)}, and each entry is an example of its own: squared "
+                f"gradients take {passes} backward passes in each step. If a row is one example, as an image is, say "
+                f"so with .to_event({log_prob.dim() - 1}) on its distribution; or use IVON, which needs no gradients "
+                "of examples.",
+            )
+
+    def _warn_once(self, site: str, trouble: str) -> None:
+        if site not in self._warned:
+            self._warned.add(site)
+            warnings.warn(f"{site} {trouble}", DviWarning, stacklevel=2)
 
 
 def _refuse_checkpoints(graph: set[Any]) -> None:

@@ -23,9 +23,9 @@ class Factor(ABC):
     """
 
     @property
-    @abstractmethod
     def store(self) -> str | None:
         """Attribute of the guide that holds the spread of each site; None if nothing but the mean is learned."""
+        return None
 
     def initial(self, loc: Tensor, prior_scale: Tensor, event_dim: int) -> Tensor:
         """Return the spread at the start, in the shape in which it is stored.
@@ -76,11 +76,6 @@ class MeanField(Factor):
 @dataclass(frozen=True)
 class Deterministic(Factor):
     """A point mass: the value is learned, its uncertainty left out. It pays minus its log prior in the ELBO."""
-
-    @property
-    def store(self) -> str | None:
-        """Nowhere."""
-        return None
 
     def distribution(self, loc: Tensor, spread: Tensor | None) -> dist.Delta:
         return dist.Delta(loc, validate_args=False)

@@ -3,7 +3,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch.nn.functional as F
 from pyro.distributions import constraints as pyro_constraints
@@ -172,11 +172,7 @@ class MultiplicativeNoise(Factor):
 
     units: InputUnits
     initial_rho: float
-
-    @property
-    def store(self) -> str | None:
-        """The guide's ``alphas``."""
-        return "alphas"
+    store: ClassVar[str] = "alphas"
 
     def initial(self, loc: Tensor, prior_scale: Tensor, event_dim: int) -> Tensor:
         return F.softplus(loc.new_full(self.units.shape(loc.shape), self.initial_rho))

@@ -4,7 +4,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
+from typing import Any, ClassVar
 
 import pyro.distributions as dist
 from torch import Tensor
@@ -86,11 +86,7 @@ class Precision(Factor):
     """
 
     initial_scale: float
-
-    @property
-    def store(self) -> str | None:
-        """The guide's ``precisions``."""
-        return "precisions"
+    store: ClassVar[str] = "precisions"
 
     def initial(self, loc: Tensor, prior_scale: Tensor, event_dim: int) -> Tensor:
         return (self.initial_scale * prior_scale.expand_as(loc)).pow(-2).contiguous()

@@ -35,7 +35,7 @@ class Call:
     """
 
     model: Callable
-    guide: Callable
+    guide: Any
     args: tuple = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
 

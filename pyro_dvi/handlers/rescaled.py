@@ -11,7 +11,7 @@ from torch import distributions as td
 from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.handlers.distributions import rewrapped, untransformed
 
-__all__ = ["Rescaled", "rescaled", "scale_names"]
+__all__ = ["Rescaled", "rescaled", "scale_name"]
 
 # Distributions of location and scale, with what multiplies their spread.
 _SCALES: dict[type, str] = {
@@ -52,13 +52,10 @@ class Rescaled(Messenger):
             msg["fn"] = rescaled(msg["name"], msg["fn"], factor)
 
 
-def scale_names(fn: Any) -> tuple[type, str] | None:
-    """Return the family of a distribution and the name of its scale, or None where it has none to multiply."""
+def scale_name(fn: Any) -> str | None:
+    """Return the name of the scale of a distribution, or None where it has none to multiply."""
     fn = untransformed(fn)  # what a factor inside does to the value is another matter for every transform
-    for family, name in _SCALES.items():
-        if isinstance(fn, family):
-            return family, name
-    return None
+    return next((name for family, name in _SCALES.items() if isinstance(fn, family)), None)
 
 
 def rescaled(site: str, fn: Any, factor: float) -> Any:
@@ -72,13 +69,12 @@ def rescaled(site: str, fn: Any, factor: float) -> Any:
     Raises:
         UnsupportedError: it has no scale to multiply.
     """
-    found = scale_names(fn)
-    if found is None:
+    name = scale_name(fn)
+    if name is None:
         raise UnsupportedError(
             f"site {site!r} has a {type(fn).__name__}, whose scale cannot be multiplied: Normal, MultivariateNormal, "
             "StudentT, Laplace and Cauchy can. Make the scale an argument of the model, and compare models."
         )
-    _, name = found
 
     def replaced(base: Any) -> Any:
         given = {"loc": base.loc, name: getattr(base, name) * factor}

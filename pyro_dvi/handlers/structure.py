@@ -78,7 +78,7 @@ def structure_of(call: Call) -> tuple[Structure, bool]:
             structure = _look(run)
     except Exception:
         if fresh:
-            call.guide.prototype_trace = None  # type: ignore[attr-defined]  # look again when the call is corrected
+            call.guide.prototype_trace = None  # look again when the call is corrected
         raise
     _STRUCTURES[:] = [known for known in _STRUCTURES if known[0]() is not None and known[1]() is not None]
     _STRUCTURES.append((weakref.ref(guide_owner), weakref.ref(model_owner), functions, structure))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pyro_dvi.errors import ArgumentError, ModelError, UnsupportedError
-from pyro_dvi.handlers.rescaled import Rescaled, scale_names
+from pyro_dvi.handlers.rescaled import Rescaled, scale_name
 from pyro_dvi.laplace.energy.energy import Energy
 
 __all__ = ["NoiseScale", "PriorPrecision", "Scale", "rescaled_model"]
@@ -72,7 +72,7 @@ class PriorPrecision(Scale):
             UnsupportedError: the prior of a site has no scale to multiply.
         """
         nodes = _nodes(energy)
-        scalable = [name for name in energy.layout.names if scale_names(nodes[name]["fn"]) is not None]
+        scalable = [name for name in energy.layout.names if scale_name(nodes[name]["fn"]) is not None]
         if self.names is None:
             if not scalable:
                 raise UnsupportedError(
@@ -119,7 +119,7 @@ class NoiseScale(Scale):
         ]
         if len(observed) != 1:
             raise ModelError(f"NoiseScale(site) needs one observed site; {observed or 'none'} would do")
-        if scale_names(nodes[observed[0]]["fn"]) is None:
+        if scale_name(nodes[observed[0]]["fn"]) is None:
             raise UnsupportedError(
                 f"observed site {observed[0]!r}, a {type(nodes[observed[0]]['fn']).__name__}, has no noise scale"
             )
