@@ -60,6 +60,7 @@ class ObservationDraws:
         self.observed = observed
         self.counts = None if observed is None else observed.counts
         self._count, self._num_components, self._seeds = count, num_components, seeds
+        self._seed_all = seeder()
         self._added = 0
         self._draw: Tensor  # the first of a component
         self._made: Any  # a component of a run without checks, for its structure
@@ -103,7 +104,7 @@ class ObservationDraws:
 
     def sample(self, fn: Any) -> None:
         """Draw from a component."""
-        seeder()(int(torch.randint(2**31 - 1, (), generator=self._seeds)))
+        self._seed_all(int(torch.randint(2**31 - 1, (), generator=self._seeds)))
         share = self._count // self._num_components
         drawn = fn.sample((share,))
         self._draw = drawn[0]
