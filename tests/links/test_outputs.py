@@ -126,3 +126,9 @@ def test_a_mixture_is_called_by_a_public_name_where_it_is_shown():
     outputs, _, deviations = problem("poisson")
     mixture = integrated(outputs, correlated(deviations), Probit(), MomentMatched(), 16)
     assert isinstance(mixture, dist.Distribution) and type(mixture).__name__ == "PointMixture"
+
+
+@pytest.mark.parametrize("name", ["bernoulli", "categorical", "normal", "poisson"])
+def test_predictives_do_not_check_values_a_second_time(name):
+    outputs, _, deviations = problem(name)
+    assert integrated(outputs, correlated(deviations), Probit(), MomentMatched(), 16)._validate_args is False
