@@ -7,7 +7,7 @@ factor, deterministic, or Pyro's own (the rows that a plate draws).
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -26,6 +26,7 @@ __all__ = [
     "is_factor",
     "is_latent",
     "sites_named",
+    "sites_of",
     "subsampled_share",
 ]
 
@@ -48,6 +49,11 @@ def is_factor(site: Any) -> bool:
 def is_deterministic(site: Any) -> bool:
     """Whether a site is computed from others: by ``pyro.deterministic``, or by a reparameterisation of Pyro's."""
     return site["type"] == "sample" and site["is_observed"] and type(core(site["fn"])).__name__ == "Delta"
+
+
+def sites_of(trace: Any, kind: Callable[[Any], bool]) -> list[Any]:
+    """Return the sites of a run that are of a kind, such as :func:`is_latent`, in their order."""
+    return [site for site in trace.nodes.values() if kind(site)]
 
 
 def core(fn: Any) -> Any:

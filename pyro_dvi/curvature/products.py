@@ -71,7 +71,7 @@ class LinearMap:
             Shape ``[S, *outputs]``.
         """
         cotangent, pulled = self._dual
-        linear = [(p, v) for p, v in zip(pulled, vectors, strict=True) if p.requires_grad]
+        linear = [(p, v) for p, v in zip(pulled, vectors, strict=True) if p is not None and p.requires_grad]
         count = len(vectors[0])
         if not linear:
             return self.outputs.new_zeros(count, *self.outputs.shape)
@@ -86,12 +86,12 @@ class LinearMap:
         return result
 
     @cached_property
-    def _dual(self) -> tuple[Tensor, list[Tensor]]:
-        """A cotangent, and its product with J as a function of it."""
+    def _dual(self) -> tuple[Tensor, list[Tensor | None]]:
+        """A cotangent, and its product with J as a function of it; None for a value that no output depends on."""
         cotangent = torch.zeros_like(self.outputs).requires_grad_()
         with torch.enable_grad():
-            pulled = torch.autograd.grad(
-                self.outputs, self.values, cotangent, create_graph=True, materialize_grads=True
+            pulled: tuple[Tensor | None, ...] = torch.autograd.grad(
+                self.outputs, self.values, cotangent, create_graph=True, allow_unused=True
             )
         return cotangent, list(pulled)
 

@@ -14,7 +14,7 @@ from torch.distributions import biject_to, constraints
 
 from pyro_dvi.errors import GuideError, ModelError
 from pyro_dvi.handlers.distributions import strip_event_dims
-from pyro_dvi.sites import is_latent
+from pyro_dvi.sites import is_latent, sites_of
 
 __all__ = [
     "GaussianSite",
@@ -180,9 +180,8 @@ def match_latents(
     """
     marginals = Marginals(guide, gaussians)
     latents = []
-    for name, site in model_trace.nodes.items():
-        if not is_latent(site):
-            continue
+    for site in sites_of(model_trace, is_latent):
+        name = site["name"]
         guide_site = guide_trace.nodes.get(name)
         if guide_site is None:
             raise ModelError(

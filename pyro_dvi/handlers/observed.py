@@ -13,7 +13,7 @@ from pyro_dvi.curvature import ObservedSite
 from pyro_dvi.curvature.base import sum_of
 from pyro_dvi.errors import DataError, ModelError, PyroDviError
 from pyro_dvi.handlers.distributions import untransformed
-from pyro_dvi.sites import is_data, is_factor
+from pyro_dvi.sites import is_data, is_factor, sites_of
 
 __all__ = ["Observed", "checked_log_likelihood", "observation", "observed_sites"]
 
@@ -47,14 +47,10 @@ def observed_sites(trace: Any) -> Observed:
         ModelError: the model observes nothing.
         DataError: values do not have the shape of a draw.
     """
-    sites: list[ObservedSite] = []
-    factors: list[ObservedSite] = []
-    for site in trace.nodes.values():
-        if is_factor(site):
-            factors.append(observation(site))
-        elif is_data(site):
-            _check_shape(site)
-            sites.append(observation(site))
+    data = sites_of(trace, is_data)
+    for site in data:
+        _check_shape(site)
+    sites, factors = [[observation(s) for s in found] for found in (data, sites_of(trace, is_factor))]
     if not sites and not factors:
         raise ModelError(
             "the model has no observed site: pass the observed values and give them to "
