@@ -52,10 +52,8 @@ def contestants(
         return Predictive(model, guide=guide, num_samples=count, return_sites=["obs"])(x)
 
     return {
-        "to_arviz": lambda: to_arviz(model, guide, (x, y), method=rule, sites=[], seed=0),
-        "to_arviz, prior=n": lambda: to_arviz(
-            model, guide, (x, y), method=rule, sites=[], prior=count, seed=0
-        ),
+        "to_arviz": lambda: to_arviz(model, guide, (x, y), method=rule, seed=0),
+        "to_arviz, prior=n": lambda: to_arviz(model, guide, (x, y), method=rule, prior=count, seed=0),
         "predict": lambda: predict(model, guide, (x, y), rule, seed=0),
         "predict, keep_draws=True": lambda: predict(model, guide, (x, y), rule, seed=0, keep_draws=True),
         "Predictive": looped,

@@ -87,8 +87,8 @@ class Smooth:
         """Run both quadratures on all elements."""
         limit, nodes = table.levels[-1]
         variance = block.variance
-        near = self._near(table, nodes, block._replace(variance=variance.clamp_max(limit)), True)
-        far = self._far(table, block._replace(variance=variance.clamp_min(limit)))
+        near = self._near(table, nodes, block.with_variance(variance.clamp_max(limit)), True)
+        far = self._far(table, block.with_variance(variance.clamp_min(limit)))
         return [torch.where(variance > limit, a, b) for a, b in zip(far, near, strict=True)]
 
     def _split(self, table: "_Table", block: "_Block") -> list[Tensor]:
@@ -310,6 +310,10 @@ class _Block(NamedTuple):
         """Return some of the elements."""
         y, variance, side = (t.index_select(0, index) for t in self[:3])
         return _Block(y, variance, side, self.slopes)
+
+    def with_variance(self, variance: Tensor) -> "_Block":
+        """Return the same means with other variances; the compiler of torch 2.8 does not know ``_replace``."""
+        return _Block(self.y, variance, self.side, self.slopes)
 
 
 _Nodes = tuple[tuple[float, float], ...]
