@@ -101,10 +101,17 @@ def main() -> None:
     lines += [f"| {row['contestant']} | {row['runs']} | {row['seconds']:.3f} |" for row in rows]
     lines += [
         "",
-        f"{options.num_samples} draws, {options.num_rows} rows, medians of {options.rounds} rounds.",
+        f"{options.num_samples} draws, {options.num_rows} rows, medians of {options.rounds} rounds. torch "
+        f"{torch.__version__}, {platform.machine()} CPU, {torch.get_num_threads()} threads.",
     ]
     print("\n".join(lines))
-    record = {"rows": rows, "torch": torch.__version__, "machine": platform.processor(), **vars(options)}
+    options_used = {name: value for name, value in vars(options).items() if name != "output_dir"}
+    record = {
+        "rows": rows,
+        "torch": torch.__version__,
+        "machine": f"{platform.machine()} CPU",
+        **options_used,
+    }
     options.output_dir.mkdir(parents=True, exist_ok=True)
     (options.output_dir / "export_speed.json").write_text(json.dumps(record, default=str, indent=1) + "\n")
     (options.output_dir / "export_speed.md").write_text("\n".join(lines) + "\n")
