@@ -1,0 +1,356 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a trained network to its Laplace approximation with default arguments: how often it ends well, at which cost.
+
+Each problem is trained to its mode as networks are (3,000 full-batch steps of Adam, a rate of .01 that falls to a
+tenth), then ``guide.polish(batches)`` and ``guide.fit(batches, ...)`` run with their defaults: with the Hessian where
+the activations are smooth, with the Gauss-Newton matrix where they have kinks. It ends well where neither raises an
+error, and the covariance is positive definite. Work is counted in gradients of all data; time is that of the processor,
+relative to the training in the same process.
+
+    python benchmarks/laplace_modes.py                       # writes results/laplace_modes.md
+    python benchmarks/laplace_modes.py --only tanh --verbose # problems whose name contains a word; nothing is written
+
+UCI sets are added where ``--data-dir`` or PYRO_DVI_DATA says where they are.
+"""
+
+import argparse
+import os
+import platform
+import statistics
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import torch
+from sklearn import datasets
+from torch import Tensor, nn
+from uci_data import load
+
+import pyro_dvi as dvi
+from pyro_dvi.bayesian import init_to_module
+from pyro_dvi.laplace import ConjugateGradient, Dense, Hessian
+
+RESULTS = Path(__file__).parent / "results" / "laplace_modes.md"
+STEPS, RATE = 3000, 1e-2
+DENSE = 700  # latents up to which the Hessian is built
+SMOOTH: dict[str, Callable[[], nn.Module]] = {
+    "tanh": nn.Tanh,
+    "softplus": nn.Softplus,
+    "gelu": nn.GELU,
+    "silu": nn.SiLU,
+}
+KINKED: dict[str, Callable[[], nn.Module]] = {"relu": nn.ReLU, "leaky": nn.LeakyReLU}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A network, its data and its prior."""
+
+    data: str
+    activation: str
+    widths: tuple[int, ...] = (20,)
+    dtype: torch.dtype = torch.float64
+    prior_scale: float = 1.0
+    kind: str = "mlp"
+    noise: float | None = 0.3  # None: a latent one
+    subset: str | None = None
+    batches: int = 1
+
+    @property
+    def smooth(self) -> bool:
+        """Whether U has derivatives of every order."""
+        return self.activation in SMOOTH
+
+    def __str__(self) -> str:
+        parts = [
+            self.data,
+            self.kind if self.kind != "mlp" else "-".join(map(str, self.widths)),
+            self.activation,
+        ]
+        parts += [str(self.dtype).removeprefix("torch."), f"prior {self.prior_scale:g}"]
+        parts += ["latent noise"] if self.noise is None else []
+        parts += [f"only {self.subset}"] if self.subset else []
+        parts += [f"{self.batches} batches"] if self.batches > 1 else []
+        return ", ".join(parts)
+
+
+def battery(with_uci: bool) -> list[Problem]:
+    """Return the problems."""
+    f32 = torch.float32
+    found = [
+        Problem("cosine", "tanh", prior_scale=3**0.5, noise=0.1),
+        Problem("cosine", "tanh", prior_scale=3**0.5, noise=0.1, dtype=f32),
+        Problem("gap", "tanh", (50,), prior_scale=1.0, noise=0.1),
+        Problem("gap", "softplus", (50,), noise=0.1),
+        Problem("gap", "gelu", (10, 10), noise=0.1),
+        Problem("gap", "silu", (10, 10, 10), noise=0.1),
+        Problem("gap", "tanh", (10, 10), noise=None),
+        Problem("gap", "tanh", (10, 10), noise=None, dtype=f32),
+        Problem("gap", "gelu", (50,), noise=0.1, dtype=f32),
+        Problem("diabetes", "tanh", noise=0.7),
+        Problem("diabetes", "gelu", (20, 20), noise=0.7),
+        Problem("diabetes", "softplus", (20,), noise=None),
+        Problem("diabetes", "tanh", prior_scale=0.1, noise=0.7),
+        Problem("diabetes", "tanh", prior_scale=10.0, noise=0.7),
+        Problem("diabetes", "tanh", noise=0.7, dtype=f32),
+        Problem("diabetes", "gelu", (20, 20), noise=0.7, dtype=f32, batches=4),
+        Problem("wine", "tanh"),
+        Problem("wine", "tanh", prior_scale=10.0),
+        Problem("wine", "gelu", (20, 20)),
+        Problem("wine", "softplus", prior_scale=0.3),
+        Problem("wine", "tanh", dtype=f32),
+        Problem("wine", "gelu", (20, 20), dtype=f32, prior_scale=3.0),
+        Problem("breast cancer", "tanh"),
+        Problem("breast cancer", "silu", (20, 20, 20)),
+        Problem("breast cancer", "tanh", prior_scale=10.0),
+        Problem("breast cancer", "gelu", kind="batch norm"),
+        Problem("breast cancer", "tanh", dtype=f32),
+        Problem("breast cancer", "gelu", kind="batch norm", dtype=f32),
+        Problem("digits", "tanh", (20,)),
+        Problem("digits", "gelu", (50,), batches=4),
+        Problem("digits", "tanh", (50,), subset="net.2.*"),
+        Problem("digits", "tanh", (50,), subset="net.2.*", dtype=f32),
+        Problem("digits", "gelu", kind="cnn"),
+        Problem("digits", "gelu", kind="cnn", dtype=f32),
+        Problem("digits", "tanh", (50,), dtype=f32, batches=4),
+        Problem("gap", "relu", (50,), noise=0.1),
+        Problem("gap", "relu", (10, 10), noise=0.1, dtype=f32),
+        Problem("diabetes", "relu", (20, 20), noise=0.7),
+        Problem("wine", "relu", (20,), prior_scale=10.0),
+        Problem("breast cancer", "relu", (20, 20), dtype=f32),
+        Problem("breast cancer", "leaky", (20, 20)),
+        Problem("breast cancer", "relu", kind="batch norm"),
+        Problem("digits", "relu", (50,), dtype=f32),
+        Problem("digits", "relu", kind="max-pool cnn"),
+        Problem("digits", "relu", kind="max-pool cnn", dtype=f32),
+    ]
+    if with_uci:
+        for name, activation in (
+            ("yacht", "tanh"),
+            ("boston", "gelu"),
+            ("energy", "softplus"),
+            ("concrete", "tanh"),
+        ):
+            found += [Problem(name, activation, (50,)), Problem(name, activation, (50,), dtype=f32)]
+        found += [Problem("boston", "relu", (50,)), Problem("yacht", "relu", (50,), dtype=f32)]
+    return found
+
+
+def data_of(problem: Problem, data_dir: str | None) -> tuple[Tensor, Tensor]:
+    """Return inputs and targets; targets of regressions are standardised but for the curves."""
+    name, generator = problem.data, torch.Generator().manual_seed(0)
+    if name in ("cosine", "gap"):
+        x = torch.linspace(-1, 1, 60, dtype=torch.float64)
+        if name == "gap":
+            x = torch.cat([x[:30] * 0.6 - 0.4, x[30:] * 0.6 + 0.4])
+        noise = torch.randn(60, generator=generator, dtype=torch.float64)
+        y = (3 * x).cos() + 0.1 * noise if name == "cosine" else (4 * x).sin() + 0.1 * noise
+        return x.unsqueeze(-1).to(problem.dtype), y.to(problem.dtype)
+    bunches = {
+        "wine": datasets.load_wine,
+        "breast cancer": datasets.load_breast_cancer,
+        "digits": datasets.load_digits,
+    }
+    if name in bunches:
+        rows = bunches[name]()
+        rows_x, y = torch.as_tensor(rows.data), torch.as_tensor(rows.target)
+        order = torch.randperm(len(y), generator=generator)[:600]
+        x = rows_x[order].double()
+        x = x / 16 if name == "digits" else (x - x.mean(0)) / x.std(0)
+        return x.to(problem.dtype), y[order]
+    if name == "diabetes":
+        rows = datasets.load_diabetes()
+        x, y = torch.as_tensor(rows.data), torch.as_tensor(rows.target)
+    else:
+        x, y = load(name, data_dir)
+        order = torch.randperm(len(y), generator=generator)[:400]
+        x, y = x[order], y[order]
+    x, y = (x - x.mean(0)) / x.std(0).clamp(min=1e-9), (y - y.mean()) / y.std()
+    return x.to(problem.dtype), y.to(problem.dtype)
+
+
+def network(problem: Problem, inputs: int, outputs: int) -> nn.Sequential:
+    """Return an untrained network."""
+    act = {**SMOOTH, **KINKED}[problem.activation]
+    if problem.kind in ("cnn", "max-pool cnn"):
+        pool = nn.MaxPool2d(2) if problem.kind == "max-pool cnn" else nn.AvgPool2d(2)
+        layers = [nn.Unflatten(1, (1, 8, 8)), nn.Conv2d(1, 6, 3, padding=1), nn.BatchNorm2d(6), act(), pool]
+        return nn.Sequential(
+            *layers, nn.Conv2d(6, 8, 3, stride=2, padding=1), act(), nn.Flatten(), nn.Linear(32, outputs)
+        )
+    layers: list[nn.Module] = []
+    for width in problem.widths:
+        norm = [nn.BatchNorm1d(width)] if problem.kind == "batch norm" else []
+        layers += [nn.Linear(inputs, width), *norm, act()]
+        inputs = width
+    return nn.Sequential(*layers, nn.Linear(inputs, outputs))
+
+
+def trained(problem: Problem, x: Tensor, y: Tensor) -> tuple[Any, dvi.LaplaceGuide, float]:
+    """Return a model at its mode, its guide, and the seconds of its training."""
+    torch.manual_seed(0)
+    pyro.clear_param_store()
+    classes = 0 if y.is_floating_point() else int(y.max()) + 1
+    net = network(problem, x.shape[1], classes or 1).to(problem.dtype)
+    latent = problem.noise is None
+    log_noise = torch.zeros((), dtype=problem.dtype, requires_grad=latent)
+    parameters = [*net.parameters(), *([log_noise] if latent else [])]
+    adam = torch.optim.Adam(parameters, lr=RATE)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(adam, STEPS, eta_min=RATE / 10)
+    start = time.process_time()
+    for _ in range(STEPS):
+        adam.zero_grad()
+        output = net(x)
+        if classes:
+            loss = nn.functional.cross_entropy(output, y, reduction="sum")
+        else:
+            scale = log_noise.exp() if latent else problem.noise
+            loss = -dist.Normal(output.squeeze(-1), scale).log_prob(y).sum()
+            if latent:
+                loss = loss + 0.5 * scale.square() - log_noise
+        (loss + sum(p.square().sum() for p in net.parameters()) / (2 * problem.prior_scale**2)).backward()
+        adam.step()
+        schedule.step()
+    seconds = time.process_time() - start
+    net.eval()
+    dvi.to_bayesian_(net, prior_scale=problem.prior_scale)
+    if classes:
+        return *_guided(dvi.classifier(net, len(y)), {}), seconds
+    noise = dist.HalfNormal(torch.ones((), dtype=problem.dtype)) if latent else problem.noise
+    known = {"noise_scale": log_noise.detach().exp()} if latent else {}
+    return *_guided(dvi.regressor(net, len(y), noise), known), seconds
+
+
+def _guided(model: Any, known: dict[str, Tensor]) -> tuple[Any, dvi.LaplaceGuide]:
+    if not known:
+        return model, dvi.LaplaceGuide(model)
+
+    def init(site: Any) -> Tensor:
+        return known[site["name"]] if site["name"] in known else init_to_module(site)
+
+    return model, dvi.LaplaceGuide(model, init_loc_fn=init)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one problem ended."""
+
+    problem: Problem
+    size: int
+    work: int
+    time: float
+    ended: str
+    warned: str = ""
+
+    @property
+    def well(self) -> bool:
+        """Whether there is a Gaussian."""
+        return self.ended == "well"
+
+
+def run(problem: Problem, data_dir: str | None, verbose: bool = False) -> Outcome:
+    """Train, polish, fit and predict."""
+    x, y = data_of(problem, data_dir)
+    _model, guide, training = trained(problem, x, y)
+    batches = list(zip(x.chunk(problem.batches), y.chunk(problem.batches), strict=True))
+    options = {} if problem.subset is None else {"subset": problem.subset}
+    work, ended = 0, "well"
+    size = len(guide.energy(batches, **options).start)
+    start = time.process_time()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            report = guide.polish(batches, progress=False, **options)
+            work = report.evaluations
+            if verbose:
+                print(report)
+            method = Dense()
+            if problem.smooth:
+                method = Dense(Hessian()) if size <= DENSE else ConjugateGradient(Hessian())
+            guide.fit(batches, method, **options)
+            spent = time.process_time() - start
+            variance = guide.predictive(x[:5]).variance
+            if not bool((variance > 0).all() & variance.isfinite().all()):
+                ended = "a variance that is not positive"
+        except Exception as error:
+            spent = time.process_time() - start
+            report = getattr(error, "report", None)
+            work = work or getattr(report, "evaluations", 0)
+            ended = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            if verbose:
+                traceback.print_exc()
+        warned = [
+            str(w.message).splitlines()[0] for w in caught if issubclass(w.category, dvi.errors.DviWarning)
+        ]
+    return Outcome(problem, size, work, spent / training, ended, "; ".join(warned))
+
+
+def groups(outcomes: list[Outcome]) -> Iterator[tuple[str, list[Outcome]]]:
+    """Give the outcomes of each kind of problem."""
+    for name, chosen in (
+        ("smooth, float64, Hessian()", lambda p: p.smooth and p.dtype == torch.float64),
+        ("smooth, float32, Hessian()", lambda p: p.smooth and p.dtype == torch.float32),
+        ("with kinks, GGN()", lambda p: not p.smooth),
+    ):
+        found = [o for o in outcomes if chosen(o.problem)]
+        if found:
+            yield name, found
+
+
+def report(outcomes: list[Outcome]) -> str:
+    """Return the tables as Markdown."""
+    lines = [
+        "# From a trained network to its Laplace approximation",
+        "",
+        f"{STEPS} steps of Adam, then `polish` and `fit` with default arguments; torch {torch.__version__}, "
+        f"{platform.machine()}, one thread. Work of `polish` in gradients of all data; time of polish and fit relative "
+        "to the training.",
+        "",
+        "| problems | end well | work: median | largest | time: median | largest |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, found in groups(outcomes):
+        work, times = [o.work for o in found], [o.time for o in found]
+        lines.append(
+            f"| {name} | {sum(o.well for o in found)} of {len(found)} "
+            f"| {statistics.median(work):,.0f} | {max(work):,} | {statistics.median(times):.2f} | {max(times):.2f} |"
+        )
+    lines += ["", "| problem | D | work | time | ended | warned |", "|---|---|---|---|---|---|"]
+    lines += [
+        f"| {o.problem} | {o.size:,} | {o.work:,} | {o.time:.2f} | {o.ended} | {o.warned} |" for o in outcomes
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Run the battery."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", default="", help="problems whose name contains this")
+    parser.add_argument("--data-dir", default=os.environ.get("PYRO_DVI_DATA"))
+    parser.add_argument("--verbose", action="store_true")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    outcomes = []
+    for problem in battery(args.data_dir is not None):
+        if args.only in str(problem):
+            outcomes.append(run(problem, args.data_dir, args.verbose))
+            o = outcomes[-1]
+            print(
+                f"{o.problem}: D {o.size}, work {o.work}, time {o.time:.2f}, {o.ended} {o.warned and '| ' + o.warned}"
+            )
+    text = report(outcomes)
+    print(text.split("| problem |")[0])
+    if not args.only:
+        RESULTS.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
