@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["enters", "graph_of", "leaves_of"]
+__all__ = ["enters", "graph_between", "graph_of", "leaves_of"]
 
 
 def graph_of(outputs: Iterable[Tensor]) -> set[Any]:
@@ -20,6 +20,30 @@ def graph_of(outputs: Iterable[Tensor]) -> set[Any]:
             seen.add(node)
             stack.extend(parent for parent, _ in node.next_functions)
     return seen
+
+
+def graph_between(inputs: Sequence[Tensor], outputs: Iterable[Tensor]) -> set[Any]:
+    """Nodes of that graph which depend on some of ``inputs``, leaves themselves.
+
+    Example:
+        >>> a, b = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+        >>> sorted(node.name() for node in graph_between([a], [a.exp() * b.sin()]))
+        ['ExpBackward0', 'MulBackward0', 'torch::autograd::AccumulateGrad']
+    """
+    nodes = graph_of(outputs)
+    users: dict[Any, list[Any]] = {node: [] for node in nodes}
+    for node in nodes:
+        for parent, _ in node.next_functions:
+            if parent is not None:
+                users[parent].append(node)
+    found: set[Any] = set()
+    stack = [n for n in nodes if any(getattr(n, "variable", None) is value for value in inputs)]
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack.extend(users[node])
+    return found
 
 
 def leaves_of(outputs: Iterable[Tensor]) -> list[Tensor]:
