@@ -21,7 +21,7 @@ from pyro_dvi.inference_data.posterior import LatentDraws, Selection, Summaries
 from pyro_dvi.inference_data.predictive import Predictions, choose_responses
 from pyro_dvi.inference_data.records import attributes, constant_data, training_group
 from pyro_dvi.inference_data.samples import GivenSamples
-from pyro_dvi.laplace.guide import DRAWN_WEIGHTS
+from pyro_dvi.laplace.gaussian_guide import DRAWN_WEIGHTS
 from pyro_dvi.predictive import PredictionRule, Samples
 from pyro_dvi.predictive.components import Components
 from pyro_dvi.predictive.engine.batches import Batch, batches

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A point mass that a fit has given a Gaussian: what that is to predictions, to Pyro and to files."""
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import torch
+from torch import Tensor
+
+from pyro_dvi.errors import DviWarning, GuideError
+from pyro_dvi.laplace.energy.query import Query, ReadOutputs
+from pyro_dvi.laplace.evidence.scales import rescaled_model
+from pyro_dvi.laplace.fitted import Draws, Fitted
+from pyro_dvi.laplace.methods.posterior import LaplacePosterior, Method
+from pyro_dvi.laplace.mode_guide import ModeGuide
+from pyro_dvi.laplace.outputs import GaussianOutputs
+
+__all__ = ["DRAWN_WEIGHTS", "GaussianGuide"]
+
+DRAWN_WEIGHTS = (
+    "weights are drawn from a Laplace posterior: a network run at them leaves the neighbourhood in which the Gaussian "
+    "was fitted, and predicts too widely. predict(model, guide, x, method=Linearised()) stays at the mode."
+)
+
+
+class GaussianGuide(ModeGuide):
+    """A point mass in training; after a fit, the Gaussian around it.
+
+    A subclass fits: it sets ``_fitted``, and ``_method``, by which it was made.
+    """
+
+    _method: Method | None = None
+    _fitted: Fitted | None = None
+
+    @property
+    def posterior(self) -> LaplacePosterior | None:
+        """The Gaussian of the last :meth:`fit`; None before.
+
+        Raises:
+            GuideError: the mode has moved since.
+        """
+        return None if self._fitted is None else self.fitted.posterior
+
+    @property
+    def fitted(self) -> Fitted:
+        """The Gaussian with its mode and the sites that it is over.
+
+        Raises:
+            GuideError: not fitted yet, or the mode has moved since.
+        """
+        if self._fitted is None:
+            raise GuideError(
+                "this LaplaceGuide is a point mass so far: call guide.fit(batches, method) after training. "
+                "predict(..., method=AtMean()) predicts at the mode"
+            )
+        stale = self._stale()
+        if stale is not None:
+            raise GuideError(f"{stale}: fit again")
+        return self._fitted
+
+    def check_model(self, model: Callable[..., Any], plates: bool = False) -> None:
+        """Refuse a model that is not the one of the fit. Does nothing before a fit, or after the mode has moved.
+
+        Args:
+            model: the model.
+            plates: see :meth:`Fitted.check`.
+
+        Raises:
+            GuideError: naming what differs.
+        """
+        if self._fitted is not None and self._stale() is None:
+            self._fitted.check(model, self.median(), plates)
+
+    def _stale(self) -> str | None:
+        """What is no longer as it was in the fit."""
+        assert self._fitted is not None
+        return self._point_mass().change_since(self._fitted.point)
+
+    # What predictions ask of a guide, this one or another's -------------------------------------------------------
+
+    prediction_rule: Any = "Linearised"  # the name of a rule, or a rule
+    is_factorised = False  # the Gaussian couples latents, so that their marginals do not determine it
+
+    def predicted_model(self, model: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the model as it is predicted with: its scales times those that :meth:`tune` has set."""
+        return rescaled_model(model, self.scale_factors)
+
+    def example_latents(self) -> dict[str, Tensor]:
+        """Return values to look at the model with: the mode, since not every method has draws."""
+        return self.median()
+
+    def linearised(self, inputs: tuple[Any, ...], read: ReadOutputs) -> GaussianOutputs:
+        """Return the Gaussian over outputs that someone else reads.
+
+        Args:
+            inputs: positional arguments of the model.
+            read: returns the outputs at unconstrained values of the latents, as nodes of the graph of these; it is
+                also given the number of rows.
+
+        Raises:
+            GuideError: not fitted yet, or the mode has moved since.
+        """
+        fitted = self.fitted
+        query = Query(read, inputs, fitted.point.locs, fitted.layout, read=read)
+        return GaussianOutputs.of(fitted.posterior, query)
+
+    # What a guide is to Pyro, to files and to devices -----------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """Give every latent site a value; Pyro calls it with the arguments of the model.
+
+        With gradients enabled, as in training, this is the mode. Without (``Predictive``, ``Samples``) and after
+        :meth:`fit` it is a draw from the Gaussian, with a warning: a network run at such weights is no linearised
+        prediction.
+        """
+        self.initialize(*args, **kwargs)
+        if self._fitted is None or torch.is_grad_enabled():
+            return super().forward(*args, **kwargs)
+        stale = self._stale()
+        if stale is not None:
+            warnings.warn(f"{stale}: a point mass until it is fitted again", DviWarning, stacklevel=2)
+            return super().forward(*args, **kwargs)
+        warnings.warn(DRAWN_WEIGHTS, DviWarning, stacklevel=2)
+        vectors = pyro.sample(
+            f"_{self._pyro_name}_latent", Draws(self._fitted.posterior), infer={"is_auxiliary": True}
+        )
+        values = self._constrained(self._fitted.values_of(vectors, self._event_dims))
+
+        def drawn(name: str, prior: Any) -> Tensor:
+            return pyro.sample(name, dist.Delta(values[name], event_dim=prior.event_dim))
+
+        return self._within_plates(drawn, *args, **kwargs)
+
+    @torch.no_grad()
+    def sample(self, sample_shape: Sequence[int] | int = ()) -> dict[str, Tensor]:
+        """Draw all sites at once: from the Gaussian after :meth:`fit`, the mode before.
+
+        Args:
+            sample_shape: leading dimensions of the draws; a number of draws, or a shape.
+
+        Returns:
+            draws of shape ``[*sample_shape, *site]`` by site name, in their own (constrained) space.
+
+        Raises:
+            GuideError: the mode has moved since the fit.
+            UnsupportedError: the method of the fit has no draws.
+        """
+        if self._fitted is None:
+            return super().sample(sample_shape)
+        shape = torch.Size([sample_shape] if isinstance(sample_shape, int) else sample_shape)
+        drawn = self.fitted.draw(shape.numel())
+        return self._constrained({name: u.reshape(shape + u.shape[1:]) for name, u in drawn.items()})
+
+    def _marginals(self) -> dict[str, Any]:
+        marginals = super()._marginals()
+        if self._fitted is not None:
+            variances = self.fitted.posterior.marginal_variance().detach()
+            for name, variance in self.fitted.layout.named(variances).items():
+                normal = dist.Normal(marginals[name].mean.detach(), variance.sqrt(), validate_args=False)
+                marginals[name] = normal.to_event(self._event_dims[name])
+        return marginals
+
+    def get_extra_state(self) -> dict[str, Any] | None:
+        """Return the Gaussian of the last fit, and tuned scales, for ``state_dict``, in tensors and plain values.
+
+        A method that needs the model and the data to predict (conjugate gradients, say) is left out, with a warning.
+        """
+        if self._fitted is None and not self.scale_factors:
+            return None
+        return {
+            "gaussian": None if self._fitted is None else self._fitted.state(),
+            "scale_factors": dict(self.scale_factors),
+        }
+
+    def set_extra_state(self, state: Any) -> None:
+        """Take over what :meth:`get_extra_state` returned."""
+        self.scale_factors = {} if state is None else dict(state["scale_factors"])
+        self._fitted = None if state is None else Fitted.from_state(state["gaussian"])
+        self._method = None
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)
+        if self._fitted is not None:
+            self._fitted = self._fitted.moved(fn)
+        return self
