@@ -98,8 +98,8 @@ METHODS: dict[str, Method] = {
     "HFL label shift": HessianFree(LabelShift()),
 }
 SLOW: dict[str, Method] = {  # on a few points of one task
-    "HFL pointwise, L-BFGS": HessianFree(solver=LBFGS()),
-    "HFL pointwise, Adam": HessianFree(solver=Adam()),
+    "HFL pointwise, L-BFGS": HessianFree(solver=LBFGS(0.1)),
+    "HFL pointwise, Adam": HessianFree(solver=Adam(1.0, 1e-3, 1000)),
 }
 
 

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyro_dvi.choice import check_choice
 from pyro_dvi.errors import DviWarning
 from pyro_dvi.laplace.guide import LaplaceGuide
-from pyro_dvi.laplace.methods.hessian_free.solvers import NewtonCG, Solver, Tilt
-from pyro_dvi.laplace.methods.hessian_free.two_fits import TwoFits
+from pyro_dvi.laplace.methods.hessian_free.newton_cg import NewtonCG
+from pyro_dvi.laplace.methods.hessian_free.solvers import Solver, Tilt
 
 __all__ = ["parameter_uncertainty"]
 
@@ -21,9 +22,8 @@ def parameter_uncertainty(
     batches: Iterable[Any],
     *,
     subset: str | Iterable[str] | None = None,
-    step: float = 0.01,
-    central: bool = True,
     solver: Solver | None = None,
+    central: bool = True,
 ) -> dict[str, Tensor]:
     r"""Return a variance for every latent from a pair of fits that are tilted by the L1 norm.
 
@@ -43,15 +43,14 @@ def parameter_uncertainty(
         guide: at a minimum of U (``guide.polish``).
         batches: all the data.
         subset: sites that vary, as in ``guide.fit``.
-        step: distance of the fits from the mode in posterior standard deviations of the norm.
+        solver: of the tilted fits; ``NewtonCG()`` by default.
         central: fit on both sides.
-        solver: finds the tilted minima; ``NewtonCG()`` by default.
 
     Returns:
         For each site the variances of its unconstrained values, in squared units of these.
 
     Raises:
-        ArgumentError: the step is out of range.
+        ArgumentError: the solver is no such object.
         NotPositiveDefiniteError: the mode is no minimum.
         NotConvergedError: a tilted minimum was not found.
 
@@ -70,12 +69,12 @@ def parameter_uncertainty(
         >>> parameter_uncertainty(guide, [(x, x)])["slope"].round(decimals=3)
         tensor(0.2500)
     """
+    solver = NewtonCG() if solver is None else solver
+    check_choice("solver", solver, Solver, "NewtonCG(), LBFGS(strength) or Adam(strength)")
     energy = guide.energy(batches, subset=subset)
     local = energy.at(energy.start)
     tilt = _NormTilt(local.point)
-    two_fits = TwoFits(local, step, central, NewtonCG() if solver is None else solver)
-    (pair,) = two_fits.of([tilt])
-    assert pair is not None  # the gradient of the norm is not zero
+    (pair,) = solver.fits(local, [tilt], central)
     variances = pair.slope(lambda point: tilt.signs * point)
     negative = variances < 0
     if bool(negative.any()):

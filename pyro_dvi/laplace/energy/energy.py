@@ -27,7 +27,7 @@ from pyro_dvi.errors import NonFiniteError, UnsupportedError
 from pyro_dvi.handlers.explained import explained_errors
 from pyro_dvi.handlers.log_joint import JointRun, run_joint
 from pyro_dvi.laplace.energy.batch_graph import BatchGraph, DrawnLabels, sites_only
-from pyro_dvi.laplace.energy.passes import Passes, Rows
+from pyro_dvi.laplace.energy.passes import Arguments, Passes, Rows
 from pyro_dvi.undisturbed import constant_parameters, evaluating
 
 __all__ = ["Energy", "Layout", "LocalEnergy", "diagonal_of", "within"]
@@ -173,14 +173,29 @@ class Energy:
         self, point: Tensor, recorder: Callable[[list[Tensor]], AbstractContextManager[Any]] | None = None
     ) -> Iterator[tuple[list[Tensor], JointRun]]:
         """Run the model on every batch, within ``recorder`` of the sites' tensors; give these with each run."""
-        for args, kwargs in self.passes:
-            values = [v.detach().requires_grad_(torch.is_grad_enabled()) for v in self.layout.split(point)]
-            named = {**self.locs, **dict(zip(self.layout.names, values, strict=True))}
-            model = self.model if recorder is None else within(recorder(values), self.model)
-            checked = explained_errors(self.model, values, args, kwargs)
-            with checked, evaluating(self.model), constant_parameters(self.model):
-                run = run_joint(model, args, kwargs, named)
-            yield values, run
+        for batch in self.passes:
+            yield self._run(batch, point, recorder)
+
+    def _run(
+        self,
+        batch: Arguments,
+        point: Tensor,
+        recorder: Callable[[list[Tensor]], AbstractContextManager[Any]] | None = None,
+    ) -> tuple[list[Tensor], JointRun]:
+        args, kwargs = batch
+        values = [v.detach().requires_grad_(torch.is_grad_enabled()) for v in self.layout.split(point)]
+        named = {**self.locs, **dict(zip(self.layout.names, values, strict=True))}
+        model = self.model if recorder is None else within(recorder(values), self.model)
+        checked = explained_errors(self.model, values, args, kwargs)
+        with checked, evaluating(self.model), constant_parameters(self.model):
+            return values, run_joint(model, args, kwargs, named)
+
+    def batch_gradient(self, batch: Arguments, point: Tensor) -> Tensor:
+        """Gradient [D] of U as a batch estimates it: its likelihood, times the number of batches, is that of all."""
+        with torch.enable_grad():
+            values, run = self._run(batch, point)
+            graph = BatchGraph(values, run, kl_weight=self.kl_weight / self.passes.num_batches)
+            return self.layout.flatten(graph.gradient())
 
 
 class LocalEnergy:

@@ -15,7 +15,7 @@ from pyro_dvi.devices import widest
 from pyro_dvi.errors import DataError, DviWarning, ModelError
 from pyro_dvi.handlers.log_joint import JointRun
 
-__all__ = ["Passes", "Rows", "same_data"]
+__all__ = ["Arguments", "Passes", "Rows", "same_data"]
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -47,6 +47,12 @@ class Passes:
     def checksum(self) -> float | None:
         """That of the rows, in whatever order; None before the first whole pass."""
         return None if self._first is None else self._first[1]
+
+    @property
+    def num_batches(self) -> int:
+        """Those of the first whole pass."""
+        assert self._first is not None
+        return self._first[0]
 
     def __iter__(self) -> Iterator[Arguments]:
         """Yield the arguments of every batch.

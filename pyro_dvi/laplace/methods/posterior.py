@@ -30,11 +30,13 @@ class Method(ABC):
         curvature: which matrix is its precision: ``GGN()`` or ``Hessian()``.
         exact: the precision of the Gaussian is that matrix itself, but for rounding, sampling and unfinished solves.
         reweights: its posterior may have :meth:`LaplacePosterior.reweighted`.
+        needs_minimum: whether the policy for unconverged modes is asked; else no mode is looked at.
     """
 
     curvature: PrecisionMatrix
     exact: ClassVar[bool] = False
     reweights: ClassVar[bool] = False
+    needs_minimum: bool = True
 
     @abstractmethod
     def fit(self, local: LocalEnergy, *, seed: int) -> "LaplacePosterior":

@@ -67,6 +67,8 @@ class Refuse(Unconverged):
         Raises:
             UnconvergedError: the precision is the Hessian, and the mode no minimum.
         """
+        if not wanted.needs_minimum:
+            return wanted
         if not isinstance(wanted.curvature, Hessian):
             _warn_if_far(energies)
             return wanted

@@ -14,8 +14,8 @@ from pyro_dvi.laplace.energy.energy import LocalEnergy
 from pyro_dvi.laplace.energy.precision import Hessian
 from pyro_dvi.laplace.energy.query import Query
 from pyro_dvi.laplace.methods.hessian_free.modes import Mode, Pointwise, PretrainedMode
-from pyro_dvi.laplace.methods.hessian_free.solvers import NewtonCG, Solver
-from pyro_dvi.laplace.methods.hessian_free.two_fits import Fits, TwoFits, check_step
+from pyro_dvi.laplace.methods.hessian_free.newton_cg import NewtonCG
+from pyro_dvi.laplace.methods.hessian_free.solvers import Fits, Solver
 from pyro_dvi.laplace.methods.posterior import LaplacePosterior, Method
 
 __all__ = ["HessianFree", "HessianFreePosterior"]
@@ -29,27 +29,27 @@ class HessianFree(Method):
         \frac{f(x; u_\lambda) - f(x; u_{-\lambda})}{2\lambda} \to \nabla f^\top (\nabla^2 U)^{-1} \nabla f
 
     with U as in :class:`~pyro_dvi.LaplaceGuide`: a sum over all data, the likelihood divided by the KL weight, the
-    prior in full. The strength is chosen for each f, :math:`\lambda = \text{step}/\hat\sigma_f`, so that the second
-    fit lies ``step`` posterior standard deviations from the mode.
+    prior in full.
 
-    Status: with ``Pointwise()`` and ``NewtonCG()`` the exact Hessian's covariance up to terms of the order of
-    ``step`` squared and the tolerance of the solver. The other modes target something else, and the other solvers may
-    miss the minimum; see there.
+    Status: it depends on the solver. With ``Pointwise()`` and ``NewtonCG()``, which takes products of the Hessian, it
+    is the exact Hessian's covariance up to terms of the order of the step squared and the tolerance. ``Adam``, ``SGD``
+    and ``LBFGS`` take gradients only, and start from any network without a look at it, as the paper does; what is read
+    off is then as wrong as the fits are unfinished, by a factor of several for ``Adam`` and ``SGD``, mostly too
+    small. The modes other than ``Pointwise()`` target something else.
 
-    It rests on a minimum of U: after training run ``guide.polish(batches)``. ``ConjugateGradient(Hessian())`` gives the
-    same numbers with one linear solve in the place of two fits, in our benchmark at about a ninth of the cost (923
-    gradients of all data against 8,067).
+    ``ConjugateGradient(Hessian())`` gives the numbers of ``NewtonCG()`` with one linear solve in the place of two fits,
+    in our benchmark at about a ninth of the cost (923 gradients of all data against 8,067).
 
     Args:
         mode: ``Pointwise()``, or one of the pre-trained modes ``Sum(inputs)``, ``AbsoluteSum(inputs)``, ``InSample()``
             and ``LabelShift()``, which fit once for all queries.
-        step: distance of the second fits from the mode in posterior standard deviations.
-        central: fit on both sides of the mode; False on one side only, for half the cost and an error of the order of
-            ``step`` itself.
-        solver: ``NewtonCG()``, ``LBFGS()`` or ``Adam()``.
+        solver: ``NewtonCG()`` at a minimum (``guide.polish(batches)``); elsewhere ``Adam(strength)``, ``SGD(strength,
+            learning_rate)`` or ``LBFGS(strength)``.
+        central: fit with strengths of both signs; False: with one and without a tilt, for half the cost with
+            ``NewtonCG`` and an error of the order of the step itself.
 
     Raises:
-        ArgumentError: an option that is no such object, or a step out of range.
+        ArgumentError: an option that is no such object.
         NotPositiveDefiniteError: at a query: the mode is no minimum, or a variance came out negative.
         NotConvergedError: at a query: a tilted minimum was not found.
 
@@ -71,9 +71,8 @@ class HessianFree(Method):
     """
 
     mode: Mode = field(default_factory=Pointwise)
-    step: float = 0.01
-    central: bool = True
     solver: Solver = field(default_factory=NewtonCG)
+    central: bool = True
 
     curvature = Hessian()  # what second fits of U amount to; no field
     exact = True
@@ -81,8 +80,12 @@ class HessianFree(Method):
     def __post_init__(self) -> None:
         modes = "Pointwise(), Sum(inputs), AbsoluteSum(inputs), InSample() or LabelShift()"
         check_choice("mode", self.mode, Mode, modes)
-        check_choice("solver", self.solver, Solver, "NewtonCG(), LBFGS() or Adam()")
-        check_step(self.step)
+        check_choice("solver", self.solver, Solver, "NewtonCG(), LBFGS(strength) or Adam(strength)")
+
+    @property
+    def needs_minimum(self) -> bool:  # type: ignore[override]
+        """Whether the solver does."""
+        return self.solver.needs_minimum
 
     def fit(self, local: LocalEnergy, *, seed: int = 0) -> "HessianFreePosterior":
         """Return the posterior; its fits follow when queries come."""
@@ -95,25 +98,25 @@ class HessianFree(Method):
                 DviWarning,
                 stacklevel=3,
             )
-        return HessianFreePosterior(TwoFits(local, self.step, self.central, self.solver), self.mode)
+        return HessianFreePosterior(local, self)
 
 
 class HessianFreePosterior(LaplacePosterior):
     """A Gaussian that is known by second fits only.
 
     Args:
-        two_fits: solves tilted problems.
-        fit_mode: which problems.
+        local: U around the mode.
+        method: which fits.
     """
 
-    def __init__(self, two_fits: TwoFits, fit_mode: Mode) -> None:
-        self.two_fits, self.fit_mode = two_fits, fit_mode
-        self.mode = two_fits.local.point
-        self._kept: dict[str | None, list[Fits | None]] = {}
+    def __init__(self, local: LocalEnergy, method: HessianFree) -> None:
+        self.local, self.method = local, method
+        self.mode = local.point
+        self._kept: dict[str | None, list[Fits]] = {}
 
     def responses(self, query: Query) -> Tensor:
         """Return what the mode of the fit gives in the place of covariances, ``[B, K, K]``, of either sign."""
-        return self.fit_mode.responses(self._fits(query), query)
+        return self.method.mode.responses(self._fits(query), query)
 
     def covariance(self, query: Query) -> Tensor:
         """Return the covariances, checked.
@@ -123,23 +126,26 @@ class HessianFreePosterior(LaplacePosterior):
             NonFiniteError: one is NaN or infinite.
         """
         found = self.responses(query)
-        _check_variances(found.diagonal(dim1=-2, dim2=-1), self.fit_mode)
+        _check_variances(found.diagonal(dim1=-2, dim2=-1), self.method.mode)
         return found
 
     def joint_covariance(self, query: Query) -> Tensor:
-        if not isinstance(self.fit_mode, Pointwise):
+        if not isinstance(self.method.mode, Pointwise):
             raise UnsupportedError(
-                f"{type(self.fit_mode).__name__}() knows nothing of pairs of inputs: use HessianFree(Pointwise())"
+                f"{type(self.method.mode).__name__}() knows nothing of pairs of inputs: use HessianFree(Pointwise())"
             )
-        found = self.fit_mode.joint(self._fits(query), query)
-        _check_variances(found.diagonal(), self.fit_mode)
+        found = self.method.mode.joint(self._fits(query), query)
+        _check_variances(found.diagonal(), self.method.mode)
         return found
 
-    def _fits(self, query: Query) -> Iterable[Fits | None]:
-        if not self.fit_mode.reusable:
-            return self.fit_mode.fits(self.two_fits, query)
-        if query.site not in self._kept:
-            self._kept[query.site] = list(self.fit_mode.fits(self.two_fits, query))
+    def _fits(self, query: Query) -> Iterable[Fits]:
+        if query.site in self._kept:
+            return self._kept[query.site]
+        method = self.method
+        found = method.solver.fits(self.local, method.mode.tilts(self.local, query), method.central)
+        if not method.mode.reusable:
+            return found
+        self._kept[query.site] = list(found)
         return self._kept[query.site]
 
 
@@ -147,7 +153,7 @@ def _check_variances(variances: Tensor, mode: Mode) -> None:
     if not bool(torch.isfinite(variances).all()):
         raise NonFiniteError(
             f"{int((~torch.isfinite(variances)).sum())} of {variances.numel()} variances are NaN or infinite: the "
-            "second fits have failed. Use solver=NewtonCG(), or float64."
+            "second fits have failed. Use solver=NewtonCG(), a lower learning rate, or float64."
         )
     negative = int((variances < 0).sum())
     if not negative:

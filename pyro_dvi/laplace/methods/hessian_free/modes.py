@@ -11,8 +11,7 @@ from torch import Tensor
 
 from pyro_dvi.laplace.energy.energy import LocalEnergy
 from pyro_dvi.laplace.energy.query import Query
-from pyro_dvi.laplace.methods.hessian_free.solvers import OutputTilt, Tilt
-from pyro_dvi.laplace.methods.hessian_free.two_fits import Fits, TwoFits
+from pyro_dvi.laplace.methods.hessian_free.solvers import Fits, OutputTilt, Tilt
 from pyro_dvi.linalg.operator import identity_rows
 
 __all__ = ["AbsoluteSum", "Mode", "Pointwise", "PretrainedMode", "Sum"]
@@ -31,11 +30,11 @@ class Mode(ABC):
         """Refuse models that the mode is not made for."""
 
     @abstractmethod
-    def fits(self, two_fits: TwoFits, query: Query) -> Iterable[Fits | None]:
-        """Solve the tilted problems."""
+    def tilts(self, local: LocalEnergy, query: Query) -> Iterable[Tilt]:
+        """Return these functions."""
 
     @abstractmethod
-    def responses(self, fits: Iterable[Fits | None], query: Query) -> Tensor:
+    def responses(self, fits: Iterable[Fits], query: Query) -> Tensor:
         """Return ``[B, K, K]`` of either sign, read off the fits."""
 
 
@@ -50,18 +49,9 @@ class PretrainedMode(Mode):
     mean correlation otherwise, and negative where that is negative.
     """
 
-    @abstractmethod
-    def tilts(self, local: LocalEnergy, query: Query) -> list[Tilt]:
-        """Return one tilt for each output."""
-
-    def fits(self, two_fits: TwoFits, query: Query) -> list[Fits | None]:
-        """Fit once for each output."""
-        return list(two_fits.of(self.tilts(two_fits.local, query)))
-
-    def responses(self, fits: Iterable[Fits | None], query: Query) -> Tensor:
+    def responses(self, fits: Iterable[Fits], query: Query) -> Tensor:
         """Return the row means."""
-        slopes = [torch.zeros_like(query.mean) if pair is None else pair.slope(query.at) for pair in fits]
-        found = torch.stack(slopes, -1)  # derivatives [B, K] by the tilt of each output
+        found = torch.stack([pair.slope(query.at) for pair in fits], -1)  # [B, K] by the tilt of each output
         return 0.5 * (found + found.mT)
 
 
@@ -79,27 +69,22 @@ class Pointwise(Mode):
     Source: McInerney & Kallus (2024), the method proper.
     """
 
-    def fits(self, two_fits: TwoFits, query: Query) -> Iterator[Fits | None]:
-        """Solve lazily, some at a time."""
+    def tilts(self, local: LocalEnergy, query: Query) -> Iterator[Tilt]:
+        """Give one tilt for each output of each input."""
         units = identity_rows(query.mean.flatten(), at_once=1)
-        return two_fits.of(OutputTilt(query, weights.reshape(query.mean.shape)) for weights in units)
+        return (OutputTilt(query, weights.reshape(query.mean.shape)) for weights in units)
 
-    def responses(self, fits: Iterable[Fits | None], query: Query) -> Tensor:
+    def responses(self, fits: Iterable[Fits], query: Query) -> Tensor:
         """Return the covariances of single examples."""
         size = query.size
-        found = [row[index // size] for index, row in enumerate(self._rows(fits, query))]
+        found = [pair.slope(query.at)[index // size] for index, pair in enumerate(fits)]
         blocks = torch.stack(found).reshape(query.num_rows, size, size)
         return 0.5 * (blocks + blocks.mT)
 
-    def joint(self, fits: Iterable[Fits | None], query: Query) -> Tensor:
+    def joint(self, fits: Iterable[Fits], query: Query) -> Tensor:
         """Return the covariance of all outputs of all examples, ``[B K, B K]``."""
-        whole = torch.stack([row.reshape(-1) for row in self._rows(fits, query)])
+        whole = torch.stack([pair.slope(query.at).reshape(-1) for pair in fits])
         return 0.5 * (whole + whole.mT)
-
-    def _rows(self, fits: Iterable[Fits | None], query: Query) -> Iterator[Tensor]:
-        """Covariances ``[B, K]`` of all outputs with each one."""
-        for pair in fits:
-            yield torch.zeros_like(query.mean) if pair is None else pair.slope(query.at)
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,6 +160,6 @@ class AbsoluteSum(Sum):
         """Return the signs of the outputs at the mode."""
         return torch.where(evaluation.mean < 0, -1.0, 1.0).to(evaluation.mean)
 
-    def responses(self, fits: Iterable[Fits | None], query: Query) -> Tensor:
+    def responses(self, fits: Iterable[Fits], query: Query) -> Tensor:
         """Return the signed row means."""
         return self.weights(query).unsqueeze(-1) * super().responses(fits, query)

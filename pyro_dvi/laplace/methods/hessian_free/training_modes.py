@@ -2,7 +2,6 @@
 """One pair of fits that is tilted by the predictions for the training data, or trained on shifted labels."""
 
 import inspect
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +14,7 @@ from pyro_dvi.errors import ModelError, UnsupportedError
 from pyro_dvi.handlers.distributions import untransformed
 from pyro_dvi.handlers.response import example_axis
 from pyro_dvi.laplace.energy.energy import Energy, LocalEnergy, within
+from pyro_dvi.laplace.energy.passes import Arguments
 from pyro_dvi.laplace.energy.query import Query
 from pyro_dvi.laplace.methods.hessian_free.modes import PretrainedMode
 from pyro_dvi.laplace.methods.hessian_free.solvers import OutputTilt, Tilt
@@ -28,7 +28,8 @@ class InSample(PretrainedMode):
 
     .. math:: r_k(u) = \frac1N \sum_{i=1}^N f_k(x_i; u)
 
-    No evaluation set is needed, and minibatches will do: a step costs about twice that of training.
+    No evaluation set is needed. With ``Adam`` or ``SGD`` a step takes a minibatch, as in training, at about twice the
+    cost; ``NewtonCG`` and ``LBFGS`` go through all data for each gradient.
 
     Status: gives :math:`\frac1N\sum_i \operatorname{Cov}(f_k(x), f_k(x_i))`, a row mean against the training data, not
     the variance. Away from the data it can fall where the variance rises, or be negative.
@@ -40,8 +41,9 @@ class InSample(PretrainedMode):
 
     def tilts(self, local: LocalEnergy, query: Query) -> list[Tilt]:
         """Return one tilt for each output."""
-        rows = sum(batch.num_rows for batch in _queries(local.energy, query.site))
-        return [_TrainingTilt(local.energy, query.site, k, query.size, rows) for k in range(query.size)]
+        energy, site = local.energy, query.site
+        rows = sum(_query(energy, batch, site).num_rows for batch in energy.passes)
+        return [_TrainingTilt(energy, site, k, query.size, rows) for k in range(query.size)]
 
 
 @dataclass(frozen=True)
@@ -61,19 +63,28 @@ class _TrainingTilt(_ColumnTilt):
     def value_and_gradient(self, point: Tensor) -> tuple[Tensor, Tensor]:
         """Return the mean and its gradient, a batch at a time."""
         value, gradient = point.new_zeros(()), torch.zeros_like(point)
-        for batch in _queries(self.energy, self.site):
-            weights = point.new_zeros(batch.num_rows, self.size)
-            weights[:, self.output] = 1 / self.rows
-            part, slope = OutputTilt(batch, weights).value_and_gradient(point)
+        for batch in self.energy.passes:
+            part, slope = self._part(batch, point)
             value, gradient = value + part, gradient + slope
         return value, gradient
 
+    def batch_gradient(self, batch: Arguments, point: Tensor) -> Tensor:
+        """Return the gradient of what the batch adds, times the number of batches."""
+        return self.energy.passes.num_batches * self._part(batch, point)[1]
 
-def _queries(energy: Energy, site: str | None) -> Iterator[Query]:
-    """The training data as queries."""
-    for args, kwargs in energy.passes:
-        inputs = _positional(energy.model, args, kwargs) if kwargs else args
-        yield Query(energy.model, inputs, energy.locs, energy.layout, site=site)
+    def _part(self, batch: Arguments, point: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what a batch adds to the mean, and its gradient."""
+        query = _query(self.energy, batch, self.site)
+        weights = point.new_zeros(query.num_rows, self.size)
+        weights[:, self.output] = 1 / self.rows
+        return OutputTilt(query, weights).value_and_gradient(point)
+
+
+def _query(energy: Energy, batch: Arguments, site: str | None) -> Query:
+    """Return a batch of the training data as a query."""
+    args, kwargs = batch
+    inputs = _positional(energy.model, args, kwargs) if kwargs else args
+    return Query(energy.model, inputs, energy.locs, energy.layout, site=site)
 
 
 def _positional(model: object, args: tuple, kwargs: dict) -> tuple:
@@ -137,20 +148,27 @@ class LabelShift(PretrainedMode):
 class _LabelTilt(_ColumnTilt):
     """The mean, known by what a shift of its labels does to U."""
 
-    def tilted(self, local: LocalEnergy, point: Tensor, strength: float) -> tuple[Tensor, Tensor]:
+    def tilted(self, energy: Energy, point: Tensor, strength: float) -> tuple[Tensor, Tensor]:
         """Return U on shifted labels and its gradient."""
-        shift = _Shift(self, strength * self.energy.kl_weight / self.rows)
-        energy = self.energy.with_model(within(shift, self.energy.model))
-        found = energy.at(point).value_and_gradient
-        self.energy.evaluations += energy.evaluations
+        shifted = self._shifted(energy, strength)
+        found = shifted.at(point).value_and_gradient
+        energy.evaluations += shifted.evaluations
         return found
+
+    def tilted_batch_gradient(
+        self, energy: Energy, batch: Arguments, point: Tensor, strength: float
+    ) -> Tensor:
+        """Return the gradient of U as the shifted labels of a batch estimate it."""
+        return self._shifted(energy, strength).batch_gradient(batch, point)
 
     def value_and_gradient(self, point: Tensor) -> tuple[Tensor, Tensor]:
         """Return r, up to a constant, and its gradient: U is linear in the strength."""
-        (below, falling), (above, rising) = (
-            self.tilted(self.energy.at(point), point, strength) for strength in (-0.5, 0.5)
-        )
+        (below, falling), (above, rising) = (self.tilted(self.energy, point, s) for s in (-0.5, 0.5))
         return below - above, falling - rising
+
+    def _shifted(self, energy: Energy, strength: float) -> Energy:
+        shift = _Shift(self, strength * energy.kl_weight / self.rows)
+        return energy.with_model(within(shift, energy.model))
 
 
 class _Shift(Messenger):
