@@ -13,7 +13,6 @@ from torch import Tensor
 
 from pyro_dvi.curvature.per_example import Contribution, Use
 from pyro_dvi.curvature.products import LinearMap
-from pyro_dvi.curvature.rows import bits_of_rows
 from pyro_dvi.curvature.squared_gradients import SquaredGradients, squares_without_rules
 
 __all__ = ["ExampleGradients", "OuterGradients", "by_examples"]
@@ -56,14 +55,12 @@ class OuterGradients:
 class ExampleGradients:
     r"""The Jacobian of outputs f with respect to several tensors, example by example.
 
-    Status: exact. That the rows of a layer are those of examples is tested, not believed.
+    Status: exact. That the rows of a layer are those of examples is tested, not believed, by two backward passes.
 
     Args:
         recorder: the context in which the model ran.
         values: the tensors u that the recorder watched.
         outputs: f, ``[B, K]``, a node of the graph of ``values``.
-        parts: subsets of the examples by which that is tested; None: such that any two examples differ in one, for
-            :math:`2 \log_2 B` backward passes.
     """
 
     def __init__(
@@ -71,14 +68,12 @@ class ExampleGradients:
         recorder: SquaredGradients,
         values: Sequence[Tensor],
         outputs: Tensor,
-        parts: Sequence[Tensor] | None = None,
     ) -> None:
         self.recorder, self.values, self.outputs = recorder, list(values), outputs
         served = recorder.served(len(outputs))
         # All outputs at once, with weights under which they do not cancel (log-probabilities would, with equal ones).
         weights = torch.arange(1, outputs.shape[1] + 1, device=outputs.device).to(outputs).sqrt().sin()
-        parts = bits_of_rows(len(outputs), outputs.device) if parts is None else parts
-        mixed = recorder.mixed(served, outputs @ weights, parts)
+        mixed = recorder.mixed(served, outputs @ weights)
         self._uses = {k: uses for k, uses in served.items() if k not in mixed}
 
     @property

@@ -10,51 +10,75 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["ConstantStatistics", "bits_of_rows", "halves", "mixed_rows"]
+__all__ = ["ConstantStatistics", "kept_apart", "mixed_rows", "row_weights"]
 
 _BATCH_NORM = inspect.signature(F.batch_norm)
 _OF_TORCH = "input weight bias running_mean running_var training momentum eps cudnn_enabled".split()
 
 
-def halves(count: int, device: torch.device | None = None) -> list[Tensor]:
-    """Return the first half of that many rows, and every other row: two subsets that tell most mixtures of rows."""
-    rows = torch.arange(count, device=device)
-    return [rows < count // 2, rows % 2 == 0]
+def row_weights(count: int, like: Tensor, seed: int = 0) -> Tensor:
+    r"""Return a weight c for each row, by which :func:`kept_apart` sees whether rows depend on each other.
 
+    They are powers of two of both signs, so that multiplying by them rounds nothing. Up to 32 rows have 32 different
+    weights; of more rows, any two have different ones with probability 31/32.
 
-def bits_of_rows(count: int, device: torch.device | None = None) -> list[Tensor]:
-    """Return the rows whose number has a certain bit, and those that have it not, for each bit.
-
-    Two rows differ in some bit: for any of them, some subset has the one and not the other.
+    Args:
+        count: the number of rows.
+        like: of the type and on the device that the weights shall have.
+        seed: of the order of the weights.
     """
-    rows = torch.arange(count, device=device)
-    having = [rows >> bit & 1 == 1 for bit in range((count - 1).bit_length())]
-    return [part for with_bit in having for part in (with_bit, ~with_bit)]
+    places = torch.randperm(count, generator=torch.Generator().manual_seed(seed)) % 32
+    return (torch.exp2(places // 2 - 8.0) * (1 - 2 * (places % 2))).to(like)
 
 
-def mixed_rows(places: Sequence[Any], outputs: Tensor, parts: Sequence[Tensor]) -> set[int]:
+def kept_apart(plain: Tensor, weighted: Tensor, weights: Tensor) -> Tensor:
+    r"""Whether no row of a gradient comes from the output of another row, a boolean scalar.
+
+    With :math:`M_{jb}` for what output j adds to row b, rows that come from their own outputs alone are multiplied by
+    the weights of these, and others are not,
+
+    .. math:: \delta_b(c) - c_b\,\delta_b(1) = \sum_j (c_j - c_b)\, M_{jb} .
+
+    Args:
+        plain: :math:`\delta(1)`, the gradient of the sum of the outputs, ``[B, ...]``.
+        weighted: :math:`\delta(c)`, that of their weighted sum.
+        weights: c, from :func:`row_weights`.
+    """
+    if not plain.numel():
+        return torch.ones((), dtype=torch.bool, device=plain.device)
+    plain, weighted = (d.reshape(len(d), -1) for d in (plain, weighted))
+    expected = plain * weights.to(plain).unsqueeze(1)
+    error, size = (d.abs().amax(1) for d in (weighted - expected, expected))
+    # Two different weights differ by half of either at least; without an influence of others only sums in a random
+    # order, as on devices, and numbers too small for their type are rounded.
+    rounding = torch.finfo(plain.dtype).eps
+    return (error <= rounding**0.5 * size + rounding**2 * plain.abs().max()).all()
+
+
+def mixed_rows(places: Sequence[Any], outputs: Tensor, seed: int = 0) -> set[int]:
     r"""Return which of ``places`` have rows that other examples than their own depend on.
 
-    A part of the examples must reach none of the rows outside that part. With :func:`bits_of_rows` any example that
-    reaches the row of another is found, at :math:`2 \log_2 B` backward passes; with :func:`halves` most are, at two.
+    Costs two backward passes. An example that alone reads a single other one is overlooked with probability 1/32 among
+    more than 32 examples, n such pairs with probability :math:`32^{-n}`.
     Batch normalisation in training mode mixes all rows: run the model under ``ConstantStatistics`` for this question.
 
     Args:
         places: tensors or edges of the graph with examples in their first dimension.
         outputs: f, one entry for each of B examples.
-        parts: subsets of the examples, as masks.
+        seed: of the order of the weights, so that another look sees what the first has overlooked.
     """
-    if not places or not outputs.requires_grad:
+    if not places or not outputs.requires_grad or len(outputs) < 2:
         return set()
-    # Unequal weights, under which what two examples do to a third does not cancel by symmetry.
-    weights = torch.linspace(1, 2, len(outputs), device=outputs.device)
-    found: set[int] = set()
-    for part in parts:
-        seeds = (part * weights).to(outputs)
-        deltas = torch.autograd.grad(outputs, places, seeds, retain_graph=True, allow_unused=True)
-        reached = [(n, d[~part].count_nonzero()) for n, d in enumerate(deltas) if d is not None]
-        found |= {n for n, foreign in reached if foreign > 0}
-    return found
+    weights = row_weights(len(outputs), outputs, seed)
+    plain, weighted = (
+        torch.autograd.grad(outputs, places, seeds, retain_graph=True, allow_unused=True)
+        for seeds in (torch.ones_like(outputs), weights)
+    )
+    reached = [n for n, d in enumerate(plain) if d is not None]
+    if not reached:
+        return set()
+    apart = torch.stack([kept_apart(plain[n], weighted[n], weights) for n in reached]).tolist()
+    return {n for n, alone in zip(reached, apart, strict=True) if not alone}
 
 
 class ConstantStatistics(TorchFunctionMode):

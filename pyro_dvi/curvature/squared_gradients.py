@@ -23,7 +23,7 @@ from torch import Tensor
 
 from pyro_dvi.curvature.per_example.uses import Use, WeightUses, at_least_single
 from pyro_dvi.curvature.products import LinearMap, batched_gradients
-from pyro_dvi.curvature.rows import halves, mixed_rows
+from pyro_dvi.curvature.rows import mixed_rows
 from pyro_dvi.errors import UnsupportedError
 
 __all__ = ["SquaredGradients", "pass_per_example", "passes_of", "squares_without_rules"]
@@ -78,9 +78,7 @@ class SquaredGradients(WeightUses):
             found[k] = torch.zeros_like(self._values[k]) if squares is None else squares
         return found
 
-    def mixed(
-        self, served: dict[int, list[Use]], outputs: Tensor, parts: Sequence[Tensor] | None = None
-    ) -> set[int]:
+    def mixed(self, served: dict[int, list[Use]], outputs: Tensor, seed: int = 0) -> set[int]:
         """Return the tensors in ``served`` with a use whose rows are no examples.
 
         Shapes can deceive: the first dimension may be one of positions or of features that has as many entries as
@@ -89,12 +87,11 @@ class SquaredGradients(WeightUses):
         Args:
             served: a part of what :meth:`served` returned.
             outputs: one entry per example.
-            parts: see :func:`mixed_rows`; None takes :func:`halves`.
+            seed: see :func:`mixed_rows`.
         """
         owners = [k for k, uses in served.items() for _ in uses]
         edges = [use.output for uses in served.values() for use in uses]
-        parts = halves(len(outputs), outputs.device) if parts is None else parts
-        return {owners[n] for n in mixed_rows(edges, outputs, parts)}
+        return {owners[n] for n in mixed_rows(edges, outputs, seed)}
 
 
 class _Gathered:

@@ -12,7 +12,7 @@ from pyro_dvi.autograd_graph import graph_of
 from pyro_dvi.curvature import ObservedSite
 from pyro_dvi.curvature.per_example import Use
 from pyro_dvi.curvature.per_example.uses import with_examples_first
-from pyro_dvi.curvature.rows import bits_of_rows, mixed_rows
+from pyro_dvi.curvature.rows import mixed_rows
 from pyro_dvi.curvature.squared_gradients import SquaredGradients
 from pyro_dvi.errors import ModelError
 
@@ -68,10 +68,9 @@ class View:
 
 
 class RowCheck:
-    r"""Looks at every layout of a model's minibatches, and remembers which rows were no examples.
+    """Looks at every layout of a model's minibatches, and remembers which rows were no examples.
 
-    The first look is thorough and costs :math:`2 \log_2 M` backward passes. Later ones, in calls 2, 4, 8, ..., 1000,
-    2000, ..., see whether that has changed, by two passes.
+    A look costs two backward passes. Later ones, in calls 2, 4, 8, ..., 1000, 2000, ..., see whether that has changed.
     """
 
     def __init__(self) -> None:
@@ -88,8 +87,8 @@ class RowCheck:
         """
         served = with_examples_first(uses, len(outputs))
 
-        def look(run: Run, outputs: Tensor, parts: Sequence[Tensor]) -> set[int]:
-            return run.recorder.mixed(run.uses(set(served), outputs), outputs, parts)
+        def look(run: Run, outputs: Tensor, seed: int) -> set[int]:
+            return run.recorder.mixed(run.uses(set(served), outputs), outputs, seed)
 
         mixed = self._mixed(run, view, outputs, _layout(served), look) if served else set()
         return {k: calls for k, calls in served.items() if k not in mixed}
@@ -104,8 +103,8 @@ class RowCheck:
         """
         ordered = sorted(k for k in local if values[k].shape[:1] == (len(outputs),))
 
-        def look(run: Run, outputs: Tensor, parts: Sequence[Tensor]) -> set[int]:
-            return {ordered[n] for n in mixed_rows([values[k] for k in ordered], outputs, parts)}
+        def look(run: Run, outputs: Tensor, seed: int) -> set[int]:
+            return {ordered[n] for n in mixed_rows([values[k] for k in ordered], outputs, seed)}
 
         layout = tuple((k, values[k].shape) for k in ordered)
         mixed = self._mixed(run, view, outputs, layout, look) if ordered else set()
@@ -117,15 +116,13 @@ class RowCheck:
         verdict = verdicts.get(key)
         if verdict is not None and not verdict.is_due():
             return verdict.mixed
-        parts = bits_of_rows(len(outputs), outputs.device)
         if run.recorder.couples_rows:
             run = run.uncoupled()
             outputs = view.outputs(run.log_prob(view.place))
         if verdict is None:
-            verdict = verdicts[key] = _Verdict(look(run, outputs, parts))
-        elif parts:
-            pair = 2 * verdict.looks % len(parts)
-            verdict.renew(look(run, outputs, parts[pair : pair + 2]), run.sites[view.place].name)
+            verdict = verdicts[key] = _Verdict(look(run, outputs, 0))
+        else:
+            verdict.renew(look(run, outputs, 1 + verdict.looks), run.sites[view.place].name)
         return verdict.mixed
 
     def _verdicts_on(self, model: Callable) -> "dict[tuple, _Verdict]":

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pyro_dvi.curvature.per_example import Contribution
 from pyro_dvi.curvature.products import LinearMap
-from pyro_dvi.curvature.rows import halves
+from pyro_dvi.curvature.rows import row_weights
 from pyro_dvi.reverse_delta.calls import Call
 from pyro_dvi.reverse_delta.rows import Shares, rows_of, shares_of
 
@@ -40,17 +40,14 @@ class Use:
 
 def uses_behind(outputs: Tensor, calls: Sequence[Call]) -> list[Use]:
     """Return the uses of weights that outputs ``[B, K]`` depend on."""
-    # Unequal weights, under which what several outputs do to a layer does not cancel by symmetry.
-    weights = [torch.linspace(1, 2, n, dtype=outputs.dtype, device=outputs.device) for n in outputs.shape]
-    sums = (outputs @ weights[1]) * weights[0]
-    parts = halves(len(outputs), outputs.device)
-    slopes = [gradients_at(calls, sums[part].sum()) for part in parts]
+    # Unequal numbers, under which what several outputs do to a layer does not cancel by symmetry.
+    sums = outputs @ torch.linspace(1, 2, outputs.shape[1], dtype=outputs.dtype, device=outputs.device)
+    weights = row_weights(len(outputs), outputs)
+    slopes = [gradients_at(calls, total.sum()) for total in (sums, sums * weights)]
     found = []
-    for call, *per_part in zip(calls, *slopes, strict=True):
-        known = [slope for slope in per_part if slope is not None]
-        if known:
-            filled = [torch.zeros_like(known[0]) if slope is None else slope for slope in per_part]
-            rows = rows_of(filled, parts)
+    for call, plain, weighted in zip(calls, *slopes, strict=True):
+        if plain is not None and weighted is not None:
+            rows = rows_of(plain, weighted, weights)
             found.append(Use(call, None if rows is None else shares_of(call, rows), call.interaction()))
     return found
 

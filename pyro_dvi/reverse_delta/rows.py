@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where in the output of a function the rows of each example are, and what they add to gradients of its weights."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from pyro_dvi.curvature.per_example import Contribution, contribution, per_example_functions
+from pyro_dvi.curvature.rows import kept_apart
 from pyro_dvi.moments.rules import rule_for
 from pyro_dvi.moments.value import loc_of
 from pyro_dvi.reverse_delta.calls import Call, Slot
@@ -49,20 +50,21 @@ class Rows:
         return self.first(x).flatten(0, 1)
 
 
-def rows_of(slopes: Sequence[Tensor], parts: Sequence[Tensor]) -> Rows | None:
+def rows_of(plain: Tensor, weighted: Tensor, weights: Tensor) -> Rows | None:
     """Return where the examples are; None if no dimension tells.
 
     Args:
-        slopes: gradients of the outputs of some examples, for each part.
-        parts: which examples these were, as masks. They must reach no rows of others.
+        plain: gradient of the sum of the outputs of all examples.
+        weighted: that of their weighted sum.
+        weights: from :func:`~pyro_dvi.curvature.rows.row_weights`; see ``kept_apart`` there.
     """
-    count = len(parts[0])
-    for axis, size in enumerate(slopes[0].shape):
+    count = len(weights)
+    for axis, size in enumerate(plain.shape):
         if size == 0 or size % count:
             continue
         for innermost in (False, True)[: 1 if size == count else 2]:
             rows = Rows(axis, count, size // count, innermost)
-            if not any(bool(rows.first(d)[~part].any()) for d, part in zip(slopes, parts, strict=True)):
+            if kept_apart(rows.first(plain), rows.first(weighted), weights):
                 return rows
     return None
 

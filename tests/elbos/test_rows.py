@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from pyro_dvi.bayesian import LearnedScale, classifier, to_bayesian_
-from pyro_dvi.curvature.rows import bits_of_rows
 from pyro_dvi.elbos import NaturalGradientELBO
 from pyro_dvi.errors import DviWarning, ModelError, UnsupportedError
 from pyro_dvi.guides import NaturalGradientGuide
@@ -98,15 +97,6 @@ def test_examples_that_read_far_away_ones_are_found_out(rows, lag, forwards):
         assert_equal(
             *squares_at_mean(classifier(net, num_data=rows), torch.randn(rows, 3), torch.arange(rows) % 2)
         )
-
-
-def test_any_two_examples_are_told_apart():
-    parts = bits_of_rows(11)
-    assert len(parts) == 8
-    for i in range(11):
-        for j in range(11):
-            assert i == j or any(part[i] and not part[j] for part in parts)
-    assert bits_of_rows(1) == []
 
 
 def test_examples_that_begin_to_see_others_are_an_error():

@@ -82,7 +82,7 @@ def test_matrix_and_rows_from_single_examples_are_those_of_products(
 
 
 def test_examples_that_see_the_next_but_one_are_not_taken_apart() -> None:
-    """Pairs (0, 2), (1, 3), (4, 6), ...: neither halves of the rows nor every other row tell them apart."""
+    """Pairs (0, 2), (1, 3), (4, 6), ..."""
     torch.manual_seed(4)
     net = nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 1)).double()
     to_bayesian_(net)

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from pyro_dvi.curvature.example_gradients import ExampleGradients, by_examples
 from pyro_dvi.curvature.products import SavedBytes, information_pairs, vectors_together
-from pyro_dvi.curvature.rows import halves
 from pyro_dvi.curvature.squared_gradients import SquaredGradients
 from pyro_dvi.devices import widest
 from pyro_dvi.errors import NonFiniteError, UnsupportedError
@@ -296,9 +295,7 @@ class LocalEnergy:
                 rows.add(run)
                 labels = partial(self.energy.labels, batch=rows.batches - 1)
                 for outputs, weights in by_examples(information_pairs(sites_only(run), labels)):
-                    # Thoroughly in the first batch, where other batches go through the same layers.
-                    parts = None if rows.batches == 1 else halves(len(outputs), outputs.device)
-                    examples = ExampleGradients(recorders[-1], values, outputs, parts)
+                    examples = ExampleGradients(recorders[-1], values, outputs)
                     if rows.batches == 1:  # a backward pass for each output, through every batch
                         self.energy.count(outputs.shape[1])
                     yield examples, weights * self.energy.kl_weight**-0.5
