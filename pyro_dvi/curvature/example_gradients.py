@@ -5,7 +5,7 @@ One backward pass per output k reaches every layer with the gradients of all exa
 (:mod:`pyro_dvi.curvature.per_example`) makes rows of them. Tensors without rules take products with J.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 
 import torch
@@ -27,18 +27,19 @@ class OuterGradients:
     Args:
         contribution: says what they are made of.
         deltas: gradients of the layer's output, ``[K, B, ...]``.
+        entries: the entries of the flat weight that rows are to have; None: all.
     """
 
-    def __init__(self, contribution: Contribution, deltas: Tensor) -> None:
+    def __init__(self, contribution: Contribution, deltas: Tensor, entries: Tensor | None = None) -> None:
         assert contribution.outer is not None
         self.inputs_first = contribution.outer.inputs_first
         self._inputs, self._of_output = contribution.outer_inputs, contribution.outer.deltas
-        self._deltas = deltas
+        self._deltas, self._entries = deltas, entries
 
     @property
     def is_single(self) -> bool:
-        """Whether each is one outer product."""
-        return self._inputs(slice(0, 1)).shape[1] == 1
+        """Whether each is one outer product, all of it."""
+        return self._entries is None and self._inputs(slice(0, 1)).shape[1] == 1
 
     def parts(self, part: slice) -> tuple[Tensor, Tensor]:
         """Return a ``[m, T, q]`` and delta ``[K, m, T, p]`` of some examples."""
@@ -48,8 +49,12 @@ class OuterGradients:
         """Return the gradients ``[m, K, size]``."""
         a, delta = self.parts(part)
         left, right = (a, delta) if self.inputs_first else (delta, a)
-        found = left.mT @ right  # broadcasts over outputs
-        return found.flatten(2).transpose(0, 1)
+        if self._entries is None:
+            return (left.mT @ right).flatten(2).transpose(0, 1)  # broadcasts over outputs
+        i, j = self._entries // right.shape[-1], self._entries % right.shape[-1]
+        count = max(1, _CHUNK // max(1, delta[:, 0, :, 0].numel() * len(i)))  # examples at a time
+        pairs = zip(left.split(count, -3), right.split(count, -3), strict=True)
+        return torch.cat([(x[..., i] * y[..., j]).sum(-2) for x, y in pairs], -2).transpose(0, 1)
 
 
 class ExampleGradients:
@@ -61,6 +66,8 @@ class ExampleGradients:
         recorder: the context in which the model ran.
         values: the tensors u that the recorder watched.
         outputs: f, ``[B, K]``, a node of the graph of ``values``.
+        entries: the entries of flat tensors that rows and squares are to have, by the number of the tensor; all of
+            the tensors that are left out.
     """
 
     def __init__(
@@ -68,8 +75,10 @@ class ExampleGradients:
         recorder: SquaredGradients,
         values: Sequence[Tensor],
         outputs: Tensor,
+        entries: Mapping[int, Tensor] | None = None,
     ) -> None:
         self.recorder, self.values, self.outputs = recorder, list(values), outputs
+        self._entries = {} if entries is None else entries
         served = recorder.served(len(outputs))
         # All outputs at once, with weights under which they do not cancel (log-probabilities would, with equal ones).
         weights = torch.arange(1, outputs.shape[1] + 1, device=outputs.device).to(outputs).sqrt().sin()
@@ -77,9 +86,14 @@ class ExampleGradients:
         self._uses = {k: uses for k, uses in served.items() if k not in mixed}
 
     @property
+    def sizes(self) -> list[int]:
+        """Entries of a row that belong to each tensor."""
+        return [len(self._entries[k]) if k in self._entries else v.numel() for k, v in enumerate(self.values)]
+
+    @property
     def size(self) -> int:
         """D, entries of a row."""
-        return sum(value.numel() for value in self.values)
+        return sum(self.sizes)
 
     @property
     def held(self) -> int:
@@ -90,7 +104,7 @@ class ExampleGradients:
     @property
     def cheap(self) -> bool:
         """Whether most of a row comes from rules, and what they need is small enough to be held."""
-        covered = sum(self.values[k].numel() for k in self._uses)
+        covered = sum(self.sizes[k] for k in self._uses)
         return 2 * covered > self.size and self.held <= _KEPT
 
     def squares(self, weights: Tensor, tensors: Sequence[int] | None = None) -> list[Tensor]:
@@ -111,7 +125,7 @@ class ExampleGradients:
                 others = squares_without_rules(output, weight, [self.values[k] for k in rest])
                 for k, found in zip(rest, others, strict=True):
                     totals[k] += found
-        return totals
+        return [t.flatten()[self._entries[k]] if k in self._entries else t for k, t in enumerate(totals)]
 
     def outer(self, k: int) -> OuterGradients | None:
         """Return what the gradients of tensor ``k`` are made of; None without such a rule, or with several uses."""
@@ -119,7 +133,9 @@ class ExampleGradients:
         if len(uses) != 1 or uses[0].contribution.outer is None:
             return None
         deltas = self._deltas[uses[0].output]
-        return None if deltas is None else OuterGradients(uses[0].contribution, deltas)
+        if deltas is None:
+            return None
+        return OuterGradients(uses[0].contribution, deltas, self._entries.get(k))
 
     def same_call(self, k: int, other: int) -> bool:
         """Whether two tensors are used once each, and by the same call: weight and bias of a layer."""
@@ -142,8 +158,9 @@ class ExampleGradients:
             outer = self.outer(k)
             if outer is not None:
                 columns.append(outer.rows(part))
-            else:
-                columns.append(found[k] if k in found else self._whole[k][part])
+                continue
+            whole = found[k] if k in found else self._whole[k][part]
+            columns.append(whole[..., self._entries[k]] if k in self._entries else whole)
         return torch.cat(columns, -1)
 
     @cached_property

@@ -29,8 +29,8 @@ def add_gauss_newton_matrix(examples: ExampleGradients, weights: Tensor, total: 
         weights: :math:`w^2`, ``[B, K]``.
         total: laid out like the examples' tensors, one after the other.
     """
-    ends = torch.tensor([value.numel() for value in examples.values]).cumsum(0).tolist()
-    spans = [slice(end - value.numel(), end) for end, value in zip(ends, examples.values, strict=True)]
+    ends = torch.tensor(examples.sizes).cumsum(0).tolist()
+    spans = [slice(end - size, end) for end, size in zip(ends, examples.sizes, strict=True)]
     layers = {
         k: outer for k in range(len(spans)) if (outer := examples.outer(k)) is not None and outer.is_single
     }

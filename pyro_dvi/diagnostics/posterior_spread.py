@@ -60,7 +60,7 @@ class Spread:
 
 @torch.no_grad()
 def posterior_spread(guide: Any) -> Iterator[Spread]:
-    """Give the Gaussian of every latent site, one after the other; point masses are left out.
+    """Give the Gaussian of every latent site, one after the other; point masses are left out, entries of sites too.
 
     Priors are those that the model has at the posterior median, so that a scale that is itself a latent or a parameter
     is counted as it is now. For a guide from a file, without its model, they are those of its first look at it.
@@ -90,15 +90,12 @@ def posterior_spread(guide: Any) -> Iterator[Spread]:
     priors = _priors(guide)
     for site, loc, scale, initial, is_learned in gaussians:
         transform = unconstraining_transform(priors[site].support)
-        yield Spread(
-            site,
-            loc.detach(),
-            scale.detach().expand_as(loc),
-            _prior_scale(priors[site], transform, loc),
-            initial,
-            transform is None,
-            is_learned,
-        )
+        prior, scale = _prior_scale(priors[site], transform, loc), scale.expand_as(loc)
+        if not is_learned and not bool(scale.all()):  # of a Laplace fit, some entries of which are fixed
+            varies = scale > 0
+            prior = None if prior is None else prior.expand_as(loc)[varies]
+            loc, scale = loc[varies], scale[varies]
+        yield Spread(site, loc.detach(), scale.detach(), prior, initial, transform is None, is_learned)
 
 
 def scale_snapshot(guide: Any) -> dict[str, Tensor]:

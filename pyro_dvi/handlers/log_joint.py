@@ -11,12 +11,13 @@ from pyro.distributions.util import scale_and_mask, sum_rightmost
 from torch import Tensor
 
 from pyro_dvi.errors import ModelError, UnsupportedError
+from pyro_dvi.handlers.distributions import strip_event_dims
 from pyro_dvi.handlers.latents import unconstraining_transform
 from pyro_dvi.handlers.means import twice_differentiable
 from pyro_dvi.handlers.observed import Observed, observed_sites
 from pyro_dvi.sites import AllRows, SetLatents, is_latent, subsampled_share
 
-__all__ = ["AtUnconstrained", "JointRun", "run_joint"]
+__all__ = ["AtUnconstrained", "JointRun", "log_prior_of_entries", "run_joint"]
 
 
 @dataclass
@@ -123,3 +124,30 @@ class AtUnconstrained(SetLatents):
                 term = scale_and_mask(log_prob, node["scale"], node["mask"]).sum()
                 terms[name] = term + self._jacobians[name] if name in self._jacobians else term
         return terms
+
+
+def log_prior_of_entries(node: Any, entries: Tensor) -> Tensor:
+    """Log density of some entries of a latent in unconstrained space, given the others; a scalar.
+
+    Args:
+        node: the latent in a trace.
+        entries: where these are in the flattened site.
+
+    Raises:
+        UnsupportedError: the prior couples the entries of the site.
+    """
+    fn, value = node["fn"], node["value"]
+    base = strip_event_dims(fn)
+    if base.event_shape:
+        raise UnsupportedError(
+            f"the prior of {node['name']!r}, a {type(base).__name__}, couples its entries, so that the evidence of "
+            "some of them is not known: let the whole site vary, or none of it"
+        )
+    mask = torch.zeros(value.shape, dtype=torch.bool, device=value.device).flatten()
+    mask = mask.index_fill_(0, entries, True).reshape(value.shape)
+    log_prob = base.mask(mask).to_event(len(fn.event_shape)).log_prob(value)
+    found = scale_and_mask(log_prob, node["scale"], node["mask"]).sum()
+    transform = unconstraining_transform(base.support)
+    if transform is not None:
+        found = found + transform.log_abs_det_jacobian(transform.inv(value), value)[mask].sum()
+    return found

@@ -25,6 +25,7 @@ from pyro_dvi.laplace.mode.diagnosis import Diagnosis
 from pyro_dvi.laplace.mode.polish import Polished
 from pyro_dvi.laplace.outputs import GaussianOutputs
 from pyro_dvi.laplace.parameter_uncertainty import parameter_uncertainty
+from pyro_dvi.laplace.subnetwork import largest_variance
 
 __all__ = [
     "GGN",
@@ -54,5 +55,6 @@ __all__ = [
     "TuningCurve",
     "UseGGN",
     "hessian_free",
+    "largest_variance",
     "parameter_uncertainty",
 ]

@@ -15,7 +15,7 @@ from pyro_dvi.batches import mapped
 from pyro_dvi.errors import CheckpointError, DviWarning, GuideError, UnsupportedError
 from pyro_dvi.handlers.fingerprint import Fingerprint
 from pyro_dvi.laplace.energy.batch_graph import refuse_torch_modes
-from pyro_dvi.laplace.energy.energy import Layout
+from pyro_dvi.laplace.energy.layout import Layout
 from pyro_dvi.laplace.energy.precision import GGN, PrecisionMatrix
 from pyro_dvi.laplace.methods.posterior import LaplacePosterior
 from pyro_dvi.laplace.point_mass import PointMass
@@ -29,7 +29,7 @@ class Fitted:
 
     Attributes:
         posterior: the Gaussian.
-        layout: the sites that vary, in the order of its vectors.
+        layout: what varies, in the order of its vectors.
         point: the mode, and the U that it belongs to.
         curvature: which matrix its precision is.
         model: what the model said at the mode; None where it could not be asked.
@@ -46,7 +46,8 @@ class Fitted:
     def draw(self, count: int) -> dict[str, Tensor]:
         """Draw unconstrained values ``[count, *site]`` of every site."""
         fixed = {name: loc.expand(count, *loc.shape) for name, loc in self.point.locs.items()}
-        return {**fixed, **self.layout.named(_draw(self.posterior, count))}
+        pieces = self.layout.split(_draw(self.posterior, count))
+        return {**fixed, **self.layout.place(pieces, self.point.locs)}
 
     def values_of(self, vectors: Tensor, event_dims: Mapping[str, int]) -> dict[str, Tensor]:
         """Return the unconstrained value of every site in flat vectors ``[*lead, D]``; at its mode where it is fixed.
@@ -54,7 +55,7 @@ class Fitted:
         Leading dimensions belong to plates outside the guide, so the sites' own plates lie to their right.
         """
         values = dict(self.point.locs)
-        for name, value in self.layout.named(vectors).items():
+        for name, value in self.layout.place(self.layout.split(vectors), self.point.locs).items():
             lead = (*vectors.shape[:-1], *(1,) * event_dims[name])
             values[name] = value.reshape(torch.broadcast_shapes(values[name].shape, lead))
         return values
@@ -92,7 +93,7 @@ class Fitted:
         return {
             "posterior": posterior,
             "kind": type(self.posterior).__name__,
-            "sites": list(self.layout.names),
+            "sites": {name: self.layout.chosen.get(name) for name in self.layout.names},
             "mode": dict(self.point.locs),
             "scale_factors": dict(self.point.scale_factors),
             "kl_weight": self.point.kl_weight,
@@ -112,9 +113,10 @@ class Fitted:
             return None
         try:
             point = PointMass(state["mode"], dict(state["scale_factors"]), state["kl_weight"])
+            chosen = {name: entries for name, entries in state["sites"].items() if entries is not None}
             return Fitted(
                 LaplacePosterior.of_kind(state["kind"], state["posterior"]),
-                Layout({name: point.locs[name].shape for name in state["sites"]}),
+                Layout({name: point.locs[name].shape for name in state["sites"]}, chosen),
                 point,
                 PrecisionMatrix.of_kind(state["curvature"]),
                 None if state["model"] is None else Fingerprint(**state["model"]),

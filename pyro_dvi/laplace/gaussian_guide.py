@@ -158,7 +158,8 @@ class GaussianGuide(ModeGuide):
         marginals = super()._marginals()
         if self._fitted is not None:
             variances = self.fitted.posterior.marginal_variance().detach()
-            for name, variance in self.fitted.layout.named(variances).items():
+            layout = self.fitted.layout
+            for name, variance in layout.place(layout.split(variances)).items():
                 normal = dist.Normal(marginals[name].mean.detach(), variance.sqrt(), validate_args=False)
                 marginals[name] = normal.to_event(self._event_dims[name])
         return marginals

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from pyro_dvi.choice import check_choice
 from pyro_dvi.handlers.fingerprint import Fingerprint
+from pyro_dvi.laplace.energy.layout import Subset
 from pyro_dvi.laplace.energy.precision import GGN, PrecisionMatrix
 from pyro_dvi.laplace.evidence.criteria import ByEvidence, Candidates, Criterion
 from pyro_dvi.laplace.evidence.evidence import Determinant, Evidence, log_evidence
@@ -78,7 +79,7 @@ class LaplaceGuide(GaussianGuide):
         batches: Iterable[Any],
         method: Method | None = None,
         *,
-        subset: str | Iterable[str] | None = None,
+        subset: Subset | None = None,
         unconverged: Unconverged | None = None,
         seed: int = 0,
         progress: bool = False,
@@ -90,8 +91,9 @@ class LaplaceGuide(GaussianGuide):
         Args:
             batches: all the data: a loader or a list of batches, as for :func:`~pyro_dvi.fit`.
             method: how the Gaussian is represented.
-            subset: sites that are uncertain, by name or pattern (``"net.4.*"`` for a last layer); the others stay at
-                their mode. None: all.
+            subset: sites that are uncertain, by name or pattern (``"net.4.*"`` for a last layer), or a mapping of these
+                to True, False or boolean masks of their entries (of their unconstrained values, where a latent is
+                transformed); see :func:`~pyro_dvi.laplace.largest_variance`. The rest stays at its mode. None: all.
             unconverged: what to do about a mode that is no minimum: ``Refuse()``, the default, raises where the
                 precision is the Hessian and warns otherwise; ``UseGGN()``, ``Accept()``.
             seed: of random numbers.
@@ -130,7 +132,7 @@ class LaplaceGuide(GaussianGuide):
         batches: Iterable[Any],
         *,
         determinant: Determinant | None = None,
-        subset: str | Iterable[str] | None = None,
+        subset: Subset | None = None,
     ) -> Evidence:
         r"""Estimate the log evidence of the model by Laplace's method, with every constant.
 
@@ -145,7 +147,7 @@ class LaplaceGuide(GaussianGuide):
         Args:
             batches: all the data.
             determinant: ``Exactly()`` or ``ByLanczos(probes, steps)``, instead of the one of the fit.
-            subset: without a fit: sites that are uncertain. None: those of the fit, or all.
+            subset: without a fit: what is uncertain. None: that of the fit, or all.
 
         Returns:
             ``value`` in nats, ``standard_error``, and the parts.
@@ -156,7 +158,7 @@ class LaplaceGuide(GaussianGuide):
             NotPositiveDefiniteError: the precision is not positive definite.
         """
         fitted = None if self._fitted is None or subset is not None else self.fitted
-        energy = self.energy(batches, subset=subset if fitted is None else fitted.layout.names)
+        energy = self.energy(batches, subset=subset if fitted is None else fitted.layout)
         if fitted is not None:
             self.check_model(self._plain_model.get(), plates=True)
         known = () if fitted is None else (fitted.posterior, fitted.data)
@@ -173,7 +175,7 @@ class LaplaceGuide(GaussianGuide):
         criterion: Criterion | None = None,
         *,
         method: Method | None = None,
-        subset: str | Iterable[str] | None = None,
+        subset: Subset | None = None,
         values: Sequence[float] | Tensor | None = None,
         refinements: int = 12,
         unconverged: Unconverged | None = None,
@@ -211,7 +213,7 @@ class LaplaceGuide(GaussianGuide):
             ModelError, UnsupportedError: there is no such scale in the model.
         """
         if self._fitted is not None and subset is None:
-            subset = self._fitted.layout.names
+            subset = self._fitted.layout
         chosen = method or self._method or Dense(self._curvature)
         scale = PriorPrecision() if scale is None else scale
         criterion = ByEvidence() if criterion is None else criterion

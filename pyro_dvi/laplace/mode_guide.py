@@ -15,6 +15,7 @@ from pyro_dvi.guides.base import FactorisedGuide
 from pyro_dvi.guides.factors import Deterministic, Factor
 from pyro_dvi.laplace.energy.batch_graph import refuse_torch_modes
 from pyro_dvi.laplace.energy.energy import Energy
+from pyro_dvi.laplace.energy.layout import Subset
 from pyro_dvi.laplace.energy.passes import Passes
 from pyro_dvi.laplace.energy.query import Query
 from pyro_dvi.laplace.mode.diagnosis import Diagnosis, diagnose
@@ -80,20 +81,18 @@ class ModeGuide(FactorisedGuide):
                 self.initialize(*args, **kwargs)
         return PointMass(self.unconstrained_mode(), dict(self.scale_factors), self.kl_weight)
 
-    def energy(self, batches: Iterable[Any], *, subset: str | Iterable[str] | None = None) -> Energy:
+    def energy(self, batches: Iterable[Any], *, subset: Subset | None = None) -> Energy:
         """Return U on these batches, with its gradient and products.
 
         A guide that has not seen its model yet looks at it with the first batch.
 
         Args:
             batches: all the data: a loader or a list of batches, as for :func:`~pyro_dvi.fit`.
-            subset: sites that vary, by name or pattern; the others stay at their mode. None: all.
+            subset: what varies, as in ``guide.fit``; the rest stays at its mode. None: all.
         """
         return self._point_mass(batches).energy(self._plain_model.get(), batches, subset)
 
-    def query(
-        self, *inputs: Any, site: str | None = None, subset: str | Iterable[str] | None = None
-    ) -> Query:
+    def query(self, *inputs: Any, site: str | None = None, subset: Subset | None = None) -> Query:
         """Return the outputs at the mode for some inputs, with products of their Jacobian.
 
         ``guide.predictive(x)`` does with it what is usually wanted; ``guide.posterior`` takes it for the rest.
@@ -101,7 +100,7 @@ class ModeGuide(FactorisedGuide):
         Args:
             inputs: positional arguments of the model; observations may be left out.
             site: an observed site, or one of ``pyro.deterministic``; None for the one observed site.
-            subset: sites that vary, as in ``guide.fit``.
+            subset: what varies, as in ``guide.fit``.
         """
         point = self._point_mass()
         return point.query(self._plain_model.get(), inputs, point.layout(subset), site)
@@ -110,7 +109,7 @@ class ModeGuide(FactorisedGuide):
         self,
         batches: Iterable[Any],
         *,
-        subset: str | Iterable[str] | None = None,
+        subset: Subset | None = None,
         tolerance: float = 1e-10,
         max_iterations: int = 200,
         progress: bool = True,
@@ -125,7 +124,7 @@ class ModeGuide(FactorisedGuide):
 
         Args:
             batches: all the data, the same in every pass.
-            subset: sites that may move, by name or pattern; None: all.
+            subset: what may move, as in ``guide.fit``; None: all.
             tolerance: on the Newton decrement :math:`g^\top P^{-1} g`, in squared posterior standard deviations.
             max_iterations: steps at most, of some ten gradients of all data each.
             progress: show a progress bar where there is a terminal or notebook.
@@ -157,7 +156,7 @@ class ModeGuide(FactorisedGuide):
 
         def keep(point: Tensor) -> None:
             with torch.no_grad():
-                for name, value in energy.layout.named(point).items():
+                for name, value in energy.layout.place(energy.layout.split(point), energy.locs).items():
                     attrgetter(name)(self.locs).copy_(value)
 
         energy = self.energy(batches, subset=subset)
@@ -174,7 +173,7 @@ class ModeGuide(FactorisedGuide):
         self,
         batches: Iterable[Any],
         *,
-        subset: str | Iterable[str] | None = None,
+        subset: Subset | None = None,
         tolerance: float = 1e-2,
         steps: int = 200,
     ) -> Diagnosis:
@@ -184,7 +183,7 @@ class ModeGuide(FactorisedGuide):
 
         Args:
             batches: all the data.
-            subset: sites that vary, by name or pattern; None: all.
+            subset: what varies, as in ``guide.fit``; None: all.
             tolerance: on the Newton decrement :math:`g^\top P^{-1} g`; 0.01 is a tenth of a standard
                 deviation.
             steps: of the Lanczos recursion, and of conjugate gradients; up to two gradients of all data each.

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pyro_dvi.choice import check_choice
 from pyro_dvi.errors import DviWarning
+from pyro_dvi.laplace.energy.layout import Subset
 from pyro_dvi.laplace.guide import LaplaceGuide
 from pyro_dvi.laplace.methods.hessian_free.newton_cg import NewtonCG
 from pyro_dvi.laplace.methods.hessian_free.solvers import Solver, Tilt
@@ -21,7 +22,7 @@ def parameter_uncertainty(
     guide: LaplaceGuide,
     batches: Iterable[Any],
     *,
-    subset: str | Iterable[str] | None = None,
+    subset: Subset | None = None,
     solver: Solver | None = None,
     central: bool = True,
 ) -> dict[str, Tensor]:
@@ -42,12 +43,12 @@ def parameter_uncertainty(
     Args:
         guide: at a minimum of U (``guide.polish``).
         batches: all the data.
-        subset: sites that vary, as in ``guide.fit``.
+        subset: what varies, as in ``guide.fit``.
         solver: of the tilted fits; ``NewtonCG()`` by default.
         central: fit on both sides.
 
     Returns:
-        For each site the variances of its unconstrained values, in squared units of these.
+        For each site the variances of its unconstrained values, in squared units of these; zero outside a mask.
 
     Raises:
         ArgumentError: the solver is no such object.
@@ -84,7 +85,7 @@ def parameter_uncertainty(
             DviWarning,
             stacklevel=2,
         )
-    return energy.layout.named(torch.where(negative, torch.nan, variances))
+    return energy.layout.place(energy.layout.split(torch.where(negative, torch.nan, variances)))
 
 
 class _NormTilt(Tilt):

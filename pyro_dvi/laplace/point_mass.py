@@ -10,7 +10,8 @@ from torch import Tensor
 
 from pyro_dvi.devices import device_of
 from pyro_dvi.errors import ArgumentError, GuideError
-from pyro_dvi.laplace.energy.energy import Energy, Layout
+from pyro_dvi.laplace.energy.energy import Energy
+from pyro_dvi.laplace.energy.layout import Layout, Subset
 from pyro_dvi.laplace.energy.query import Query
 from pyro_dvi.laplace.evidence.scales import rescaled_model
 from pyro_dvi.sites import sites_named
@@ -32,24 +33,46 @@ class PointMass:
     scale_factors: Mapping[str, float] = field(default_factory=dict)
     kl_weight: float = 1.0
 
-    def layout(self, subset: str | Iterable[str] | None = None) -> Layout:
-        """Return the order of the sites that vary, by name or pattern; None: all.
+    def layout(self, subset: Subset | None = None) -> Layout:
+        """Return the order of what varies.
+
+        Args:
+            subset: sites by name or pattern, or a mapping of these to masks: True, or a boolean tensor of the shape of
+                the site's unconstrained values. Of several patterns that fit a site the last one counts. None: all.
 
         Raises:
-            ArgumentError: no site fits.
+            ArgumentError: a pattern fits no site, a mask does not fit its site, or nothing is left.
         """
-        names = list(self.locs) if subset is None else sites_named("subset", subset, list(self.locs))
-        if not names:
+        if isinstance(subset, Layout):
+            return subset
+        given: Mapping[str, Tensor | bool] = {}
+        if subset is None:
+            given = {"*": True}
+        elif isinstance(subset, Mapping):
+            given = subset
+        else:
+            given = dict.fromkeys([subset] if isinstance(subset, str) else subset, True)
+        masks = {
+            name: mask for p, mask in given.items() for name in sites_named("subset", p, list(self.locs))
+        }
+        shapes: dict[str, torch.Size] = {}
+        chosen: dict[str, Tensor] = {}
+        for name, loc in self.locs.items():
+            mask = _mask(name, masks.get(name, False), loc)
+            if bool(mask.any()):
+                shapes[name] = loc.shape
+                if not bool(mask.all()):
+                    chosen[name] = mask.flatten().nonzero()[:, 0]
+        if not shapes:
             raise ArgumentError(
                 f"subset is empty: name sites or patterns, or leave it None for all of {list(self.locs)}"
             )
-        return Layout({name: self.locs[name].shape for name in names})
+        return Layout(shapes, chosen)
 
-    def energy(self, model: Callable, batches: Iterable[Any], subset: str | Iterable[str] | None) -> Energy:
+    def energy(self, model: Callable, batches: Iterable[Any], subset: Subset | None) -> Energy:
         """Return U of a model, whose scales are as it is written, on all the data."""
-        names = self.layout(subset).names
         model = rescaled_model(model, self.scale_factors)
-        return Energy(model, batches, self.locs, subset=names, kl_weight=self.kl_weight)
+        return Energy(model, batches, self.locs, layout=self.layout(subset), kl_weight=self.kl_weight)
 
     def query(self, model: Callable, inputs: tuple[Any, ...], layout: Layout, site: str | None) -> Query:
         """Return the outputs of such a model at the mode."""
@@ -68,6 +91,17 @@ class PointMass:
                 f"{self.kl_weight:g}"
             )
         return None
+
+
+def _mask(name: str, given: Tensor | bool, loc: Tensor) -> Tensor:
+    """Return which entries of a site vary, of its shape."""
+    mask = torch.as_tensor(given, device=loc.device)
+    if mask.dtype != torch.bool or mask.shape not in (loc.shape, ()):
+        raise ArgumentError(
+            f"subset[{name!r}] must be True, False, or a boolean tensor of shape {tuple(loc.shape)}, that of the "
+            f"site's unconstrained values; got {mask.dtype} of shape {tuple(mask.shape)}"
+        )
+    return mask.expand(loc.shape)
 
 
 class ModelReference:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Methods on a network with convolutions, normalisation and dense layers."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pyro_dvi import to_bayesian_
-from pyro_dvi.laplace import GGN, Dense, Diagonal, LaplaceGuide, Method
+from pyro_dvi.laplace import GGN, Dense, Diagonal, Hessian, LaplaceGuide, Method
 from pyro_dvi.laplace.energy.precision import PrecisionMatrix
 from pyro_dvi.laplace.energy.query import Query
 from tests.laplace.cases import CASES, fit, query_of
@@ -61,14 +62,23 @@ def rows_by_products(query: Query) -> Tensor:
     return query.transposed(units.unflatten(1, query.mean.shape))
 
 
+def every_third(*shape: int) -> Tensor:
+    return torch.arange(math.prod(shape)).reshape(shape) % 3 == 1
+
+
+MASKS = {
+    "0.weight": every_third(3, 1, 3, 3),
+    "0.bias": every_third(3),
+    "5.weight": every_third(4, 12),
+    "7.*": True,
+}
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("subset", [None, "net.7.*", "*.bias"])
-def test_matrix_and_rows_from_single_examples_are_those_of_products(
-    dtype: torch.dtype, subset: str | None
-) -> None:
+@pytest.mark.parametrize("subset", [None, "7.*", "*.bias", MASKS], ids=["all", "last", "biases", "masks"])
+def test_matrix_and_rows_from_single_examples_are_those_of_products(dtype: torch.dtype, subset: Any) -> None:
     network = Network(dtype)
     guide = network.guide()
-    subset = None if subset is None else subset.removeprefix("net.")
     energy = guide.energy(network.batches, subset=subset)
     local = energy.at(energy.start)
     expected = PrecisionMatrix.matrix(GGN(), local)
@@ -77,8 +87,21 @@ def test_matrix_and_rows_from_single_examples_are_those_of_products(
     posterior = fit(guide, network.batches, Diagonal(), subset=subset)
     torch.testing.assert_close(posterior.precision, expected.diagonal(), **tolerance)
     query = Query(network.model, (network.x,), guide.unconstrained_mode(), energy.layout)
+    assert query._examples.cheap
     rows = torch.cat(list(query.rows(8)))
     torch.testing.assert_close(rows, rows_by_products(query), **tolerance)
+
+
+def test_the_matrix_of_masks_has_rows_and_columns_of_the_whole() -> None:
+    network = Network()
+    guide = network.guide()
+    whole, part = (guide.energy(network.batches, subset=subset) for subset in (None, MASKS))
+    numbers = whole.layout.named(torch.arange(whole.layout.size))
+    places = part.layout.flatten(part.layout.pieces(numbers))
+    assert places.numel() == 9 + 1 + 16 + 15
+    for curvature in (GGN(), Hessian()):
+        expected = curvature.matrix(whole.at(whole.start))[places][:, places]
+        torch.testing.assert_close(curvature.matrix(part.at(part.start)), expected)
 
 
 def test_examples_that_see_the_next_but_one_are_not_taken_apart() -> None:

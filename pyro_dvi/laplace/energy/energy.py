@@ -8,11 +8,10 @@ in the unconstrained space of the latents, where :math:`\log p(u)` includes the 
 approximate, and the prior is part of it with its full weight.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from copy import copy
 from functools import cached_property, partial
-from math import prod
 from typing import Any
 
 import torch
@@ -26,48 +25,11 @@ from pyro_dvi.errors import NonFiniteError, UnsupportedError
 from pyro_dvi.handlers.explained import explained_errors
 from pyro_dvi.handlers.log_joint import JointRun, run_joint
 from pyro_dvi.laplace.energy.batch_graph import BatchGraph, DrawnLabels, sites_only
+from pyro_dvi.laplace.energy.layout import Layout
 from pyro_dvi.laplace.energy.passes import Arguments, Passes, Rows
 from pyro_dvi.undisturbed import constant_parameters, evaluating
 
-__all__ = ["Energy", "Layout", "LocalEnergy", "diagonal_of", "within"]
-
-
-class Layout:
-    """The order of sites in a flat vector.
-
-    Attributes:
-        shapes: shape of each site by name, in order.
-        size: D, the length of the vector.
-
-    Example:
-        >>> layout = Layout({"w": torch.Size([2, 2]), "b": torch.Size([2])})
-        >>> layout.split(torch.arange(6.0))[1]
-        tensor([4., 5.])
-    """
-
-    def __init__(self, shapes: Mapping[str, torch.Size]) -> None:
-        self.shapes = dict(shapes)
-        self._sizes = [prod(shape) for shape in self.shapes.values()]
-        self.size = sum(self._sizes)
-
-    @property
-    def names(self) -> list[str]:
-        """Sites in order."""
-        return list(self.shapes)
-
-    def flatten(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return the vector ``[*lead, D]`` of tensors ``[*lead, *site]``, which come in order."""
-        lead = tensors[0].shape[: tensors[0].dim() - len(next(iter(self.shapes.values())))]
-        return torch.cat([t.reshape((*lead, -1)) for t in tensors], -1)
-
-    def split(self, vector: Tensor) -> list[Tensor]:
-        """Return the tensors ``[*lead, *site]`` in order of a vector ``[*lead, D]``."""
-        parts = vector.split(self._sizes, -1)
-        return [p.reshape((*vector.shape[:-1], *s)) for p, s in zip(parts, self.shapes.values(), strict=True)]
-
-    def named(self, vector: Tensor) -> dict[str, Tensor]:
-        """Return the tensors by site."""
-        return dict(zip(self.shapes, self.split(vector), strict=True))
+__all__ = ["Energy", "LocalEnergy", "diagonal_of", "within"]
 
 
 class Energy:
@@ -80,7 +42,7 @@ class Energy:
         model: a Pyro model.
         batches: a loader or a list of batches of its arguments.
         locs: unconstrained value of every latent site.
-        subset: sites that vary, in this order; the others stay at ``locs``. None: all of them.
+        layout: what varies; the rest stays at ``locs``. None: all of every site.
         kl_weight: :math:`\beta`.
         memory: bytes of graphs to keep between products at one point; what does not fit is run again each time.
 
@@ -88,7 +50,7 @@ class Energy:
         UnsupportedError: latents in half precision.
 
     Attributes:
-        layout: the sites in the flat vector.
+        layout: what varies, in the flat vector.
         evaluations: work done so far in gradients of all data: 1 for a gradient, 2 for the product with a vector.
         report: called with such work as it is done; None: nobody.
     """
@@ -99,18 +61,18 @@ class Energy:
         batches: Iterable[Any],
         locs: Mapping[str, Tensor],
         *,
-        subset: Sequence[str] | None = None,
+        layout: Layout | None = None,
         kl_weight: float = 1.0,
         memory: int = 2**30,
     ) -> None:
         self.model = model
         self.locs = {name: loc.detach() for name, loc in locs.items()}
-        names = list(locs) if subset is None else list(subset)
-        self.layout = Layout({name: self.locs[name].shape for name in names})
-        reference = self.locs[names[0]]
+        self.layout = Layout({name: loc.shape for name, loc in locs.items()}) if layout is None else layout
+        first = self.layout.names[0]
+        reference = self.locs[first]
         if reference.dtype.itemsize < 4:
             raise UnsupportedError(
-                f"latent site {names[0]!r} is {reference.dtype}, in which the curvature around a mode is lost to "
+                f"latent site {first!r} is {reference.dtype}, in which the curvature around a mode is lost to "
                 "rounding: convert model and data by .float(), and make a LaplaceGuide for them"
             )
         self.passes = Passes(batches, reference.device)
@@ -124,7 +86,7 @@ class Energy:
     @property
     def start(self) -> Tensor:
         """The flat vector of ``locs``."""
-        return self.layout.flatten([self.locs[name] for name in self.layout.names])
+        return self.layout.flatten(self.layout.pieces(self.locs))
 
     def at(self, point: Tensor) -> "LocalEnergy":
         """Return U around a flat vector [D]; the last one is remembered."""
@@ -171,7 +133,7 @@ class Energy:
     def runs(
         self, point: Tensor, recorder: Callable[[list[Tensor]], AbstractContextManager[Any]] | None = None
     ) -> Iterator[tuple[list[Tensor], JointRun]]:
-        """Run the model on every batch, within ``recorder`` of the sites' tensors; give these with each run."""
+        """Run the model on every batch, within ``recorder`` of the sites' tensors; give what varies with each run."""
         for batch in self.passes:
             yield self._run(batch, point, recorder)
 
@@ -183,11 +145,11 @@ class Energy:
     ) -> tuple[list[Tensor], JointRun]:
         args, kwargs = batch
         values = [v.detach().requires_grad_(torch.is_grad_enabled()) for v in self.layout.split(point)]
-        named = {**self.locs, **dict(zip(self.layout.names, values, strict=True))}
-        model = self.model if recorder is None else within(recorder(values), self.model)
+        sites = self.layout.place(values, self.locs)
+        model = self.model if recorder is None else within(recorder(list(sites.values())), self.model)
         checked = explained_errors(self.model, values, args, kwargs)
         with checked, evaluating(self.model), constant_parameters(self.model):
-            return values, run_joint(model, args, kwargs, named)
+            return values, run_joint(model, args, kwargs, {**self.locs, **sites})
 
     def batch_gradient(self, batch: Arguments, point: Tensor) -> Tensor:
         """Gradient [D] of U as a batch estimates it: its likelihood, times the number of batches, is that of all."""
@@ -284,22 +246,22 @@ class LocalEnergy:
     def examples(self) -> Iterator[tuple[ExampleGradients, Tensor]]:
         """Give, batch by batch, the rows of J and the weights ``[B, K]`` of the Gauss-Newton matrix."""
         with torch.enable_grad():
-            recorders: list[SquaredGradients] = []
+            watched: list[tuple[SquaredGradients, list[Tensor]]] = []
 
-            def recorder(values: list[Tensor]) -> SquaredGradients:
-                recorders.append(SquaredGradients(values))
-                return recorders[-1]
+            def recorder(sites: list[Tensor]) -> SquaredGradients:
+                watched.append((SquaredGradients(sites), sites))
+                return watched[-1][0]
 
-            rows = Rows()
-            for values, run in self.energy.runs(self.point, recorder):
+            rows, entries = Rows(), self.energy.layout.entries
+            for _, run in self.energy.runs(self.point, recorder):
                 rows.add(run)
                 labels = partial(self.energy.labels, batch=rows.batches - 1)
                 for outputs, weights in by_examples(information_pairs(sites_only(run), labels)):
-                    examples = ExampleGradients(recorders[-1], values, outputs)
+                    examples = ExampleGradients(*watched[-1], outputs, entries)
                     if rows.batches == 1:  # a backward pass for each output, through every batch
                         self.energy.count(outputs.shape[1])
                     yield examples, weights * self.energy.kl_weight**-0.5
-                recorders.clear()
+                watched.clear()
             rows.check()
 
     def _sum(self, vectors: Tensor, product: Callable[["BatchGraph", list[Tensor]], list[Tensor]]) -> Tensor:

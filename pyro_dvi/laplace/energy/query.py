@@ -16,7 +16,7 @@ from pyro_dvi.errors import DataError, PyroDviError
 from pyro_dvi.handlers.explained import explained_errors
 from pyro_dvi.handlers.outputs import Outputs, run_outputs
 from pyro_dvi.laplace.energy.batch_graph import refuse_torch_modes
-from pyro_dvi.laplace.energy.energy import Layout
+from pyro_dvi.laplace.energy.layout import Layout
 from pyro_dvi.linalg.operator import identity_rows
 from pyro_dvi.signatures import with_missing
 from pyro_dvi.undisturbed import constant_parameters, evaluating
@@ -33,7 +33,7 @@ class Query:
         model: a Pyro model.
         inputs: its positional arguments; observations may be left out.
         locs: unconstrained value of every latent site.
-        layout: the sites that vary.
+        layout: what varies.
         site: which outputs; see :func:`~pyro_dvi.handlers.outputs.run_outputs`.
         read: returns the outputs, given unconstrained values of the latents by name and the number of rows; None: the
             model is run by :func:`~pyro_dvi.handlers.outputs.run_outputs`.
@@ -69,13 +69,13 @@ class Query:
     @property
     def mode(self) -> Tensor:
         """The flat vector at which J is taken."""
-        return self.layout.flatten([self._locs[name] for name in self.layout.names])
+        return self.layout.flatten(self.layout.pieces(self._locs))
 
     @cached_property
     def outputs(self) -> Outputs:
         """The outputs at the mode, with their graph."""
         with self._recorder, self._saved:
-            return self._run(self._values)
+            return self._run(self._sites)
 
     @property
     def mean(self) -> Tensor:
@@ -89,11 +89,10 @@ class Query:
 
     def at(self, point: Tensor) -> Tensor:
         """Return the outputs [B, K] at another flat vector [D], as a node of its graph if it has one."""
-        if point.requires_grad:
-            return self._run(self.layout.split(point)).values
         with torch.enable_grad():  # which parameters are outputs shows in their graph
-            values = self.layout.split(point.detach().requires_grad_())
-        return self._run(values).values.detach()
+            start = point if point.requires_grad else point.detach().requires_grad_()
+            found = self._run(self.layout.place(self.layout.split(start), self._locs)).values
+        return found if point.requires_grad else found.detach()
 
     def forward(self, vectors: Tensor) -> Tensor:
         """Return J v as ``[S, B, K]`` for vectors ``[S, D]``."""
@@ -116,11 +115,16 @@ class Query:
 
     @cached_property
     def _values(self) -> list[Tensor]:
-        return [self._locs[name].clone().requires_grad_() for name in self.layout.names]
+        return [piece.clone().requires_grad_() for piece in self.layout.pieces(self._locs)]
+
+    @cached_property
+    @torch.enable_grad()
+    def _sites(self) -> dict[str, Tensor]:
+        return self.layout.place(self._values, self._locs)
 
     @cached_property
     def _recorder(self) -> SquaredGradients:
-        return SquaredGradients(self._values)
+        return SquaredGradients(list(self._sites.values()))
 
     @cached_property
     def _saved(self) -> SavedBytes:
@@ -128,7 +132,8 @@ class Query:
 
     @cached_property
     def _examples(self) -> ExampleGradients:
-        return ExampleGradients(self._recorder, self._values, self.outputs.values)
+        outputs, sites = self.outputs.values, list(self._sites.values())
+        return ExampleGradients(self._recorder, sites, outputs, entries=self.layout.entries)
 
     @cached_property
     def _jacobian(self) -> LinearMap:
@@ -136,11 +141,10 @@ class Query:
         together = vectors_together(self._saved.total, outputs.device)
         return LinearMap(outputs, self._values, vectors_at_once=together)
 
-    def _run(self, values: list[Tensor]) -> Outputs:
-        named = {**self._locs, **dict(zip(self.layout.names, values, strict=True))}
+    def _run(self, sites: Mapping[str, Tensor]) -> Outputs:
         try:
-            with torch.enable_grad(), explained_errors(self.model, values, self.inputs, {}):
-                return self._read(named, self.num_rows)
+            with torch.enable_grad(), explained_errors(self.model, sites.values(), self.inputs, {}):
+                return self._read({**self._locs, **sites}, self.num_rows)
         except PyroDviError:
             raise
         except (RuntimeError, IndexError) as error:
@@ -148,7 +152,7 @@ class Query:
                 raise
             shapes = ", ".join(f"{tuple(t.shape)} {t.dtype}" for t in tensors_in(self.inputs))
             raise DataError(
-                f"the model fails on the query ({shapes}), with latents of {values[0].dtype}: {error}. A query has the "
+                f"the model fails on the query ({shapes}), with latents of {self.mode.dtype}: {error}. A query has the "
                 "shape and dtype of the training inputs, but for the number of rows"
             ) from error
 

@@ -124,15 +124,16 @@ class Candidates:
     def _prior_run(self, value: float) -> JointRun:
         """The run with other scales: values of sites are given, so that only their own densities change."""
         _, run = self._first
-        terms = dict(run.log_priors)
+        terms, trace = dict(run.log_priors), run.trace.copy()
         factor = self.scale.factor(value)
         for name in self.sites:
             if factor != 1 and name in terms:
                 node = run.trace.nodes[name]
-                log_prob = rescaled(name, node["fn"], factor).log_prob(node["value"])
+                trace.nodes[name] = {**node, "fn": rescaled(name, node["fn"], factor)}
+                log_prob = trace.nodes[name]["fn"].log_prob(node["value"])
                 # Of real numbers, which need no transform.
                 terms[name] = scale_and_mask(log_prob, node["scale"], node["mask"]).sum()
-        return replace(run, log_priors=terms)
+        return replace(run, log_priors=terms, trace=trace)
 
     def _likelihood_product(self, value: float) -> Tensor:
         local = self.local(value)

@@ -14,8 +14,9 @@ from pyro_dvi.autograd_graph import enters
 from pyro_dvi.choice import check_choice
 from pyro_dvi.devices import widest
 from pyro_dvi.errors import ArgumentError, NotPositiveDefiniteError, UnsupportedError
-from pyro_dvi.handlers.log_joint import JointRun
-from pyro_dvi.laplace.energy.energy import Energy, Layout, LocalEnergy
+from pyro_dvi.handlers.log_joint import JointRun, log_prior_of_entries
+from pyro_dvi.laplace.energy.energy import Energy, LocalEnergy
+from pyro_dvi.laplace.energy.layout import Layout
 from pyro_dvi.laplace.energy.passes import same_data
 from pyro_dvi.laplace.energy.precision import PrecisionMatrix
 from pyro_dvi.laplace.methods.posterior import LaplacePosterior
@@ -288,18 +289,24 @@ def check_untempered(energy: Energy) -> None:
 
 
 def free_terms(values: list[Tensor], run: JointRun, layout: Layout) -> float:
-    """Return the log prior of the sites that vary, given those that do not.
+    """Return the log prior of what varies, given what does not.
 
-    Where the prior of a fixed site depends on one that varies, as weights do on their scale, it says something about
-    the latter and counts as well.
+    Where the prior of something fixed depends on a site that varies, as weights do on their scale, it says something
+    about the latter and counts as well.
 
     Args:
-        values: tensors of the sites that vary, in the graph of the run.
+        values: tensors of what varies, in the graph of the run.
         run: the model at them.
-        layout: these sites.
+        layout: what that is.
+
+    Raises:
+        UnsupportedError: the prior couples the entries of a site of which some vary.
     """
-    return math.fsum(
-        float(term.detach())
-        for name, term in run.log_priors.items()
-        if name in layout.shapes or any(enters(values, [term]))
-    )
+    found = []
+    for name, term in run.log_priors.items():
+        others = [value for site, value in zip(layout.shapes, values, strict=True) if site != name]
+        if (name in layout.shapes and name not in layout.chosen) or any(enters(others, [term])):
+            found.append(term)
+        elif name in layout.chosen:
+            found.append(log_prior_of_entries(run.trace.nodes[name], layout.chosen[name]))
+    return math.fsum(float(term.detach()) for term in found)

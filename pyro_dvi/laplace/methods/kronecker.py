@@ -120,8 +120,8 @@ class KroneckerFactored(Method):
         curvature: ``GGN()``.
 
     Raises:
-        UnsupportedError: the curvature is not ``GGN()``, the prior couples latents, or observed sites differ in their
-            number of rows.
+        UnsupportedError: the curvature is not ``GGN()``, the prior couples latents, observed sites differ in their
+            number of rows, or ``subset`` has masks.
 
     Source: Martens & Grosse (2015); Grosse & Martens (2016), Eq. 25-27, for convolutions;
         Ritter, Botev & Barber (2018).
@@ -150,6 +150,11 @@ class KroneckerFactored(Method):
 
     def fit(self, local: LocalEnergy, *, seed: int = 0) -> "KroneckerPosterior":
         """Return the posterior."""
+        if local.energy.layout.chosen:
+            raise UnsupportedError(
+                f"KroneckerFactored() takes whole sites, not masks of {', '.join(local.energy.layout.chosen)}: their "
+                "precision is no Kronecker product. Use Dense(), Diagonal() or PosteriorSamples(n)"
+            )
         prior = independent_prior_precision(local, "KroneckerFactored()")
         factors: _Factors | None = None
         previous: Any = None
