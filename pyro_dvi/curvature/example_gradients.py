@@ -63,21 +63,19 @@ class ExampleGradients:
     Status: exact. That the rows of a layer are those of examples is tested, not believed, by two backward passes.
 
     Args:
-        recorder: the context in which the model ran.
-        values: the tensors u that the recorder watched.
-        outputs: f, ``[B, K]``, a node of the graph of ``values``.
-        entries: the entries of flat tensors that rows and squares are to have, by the number of the tensor; all of
-            the tensors that are left out.
+        recorder: the context in which the model ran, with the tensors u.
+        outputs: f, ``[B, K]``, a node of the graph of these.
+        entries: the entries of flat tensors that rows are to have, by the number of the tensor; None, as for tensors
+            that are left out: all.
     """
 
     def __init__(
         self,
         recorder: SquaredGradients,
-        values: Sequence[Tensor],
         outputs: Tensor,
         entries: Mapping[int, Tensor] | None = None,
     ) -> None:
-        self.recorder, self.values, self.outputs = recorder, list(values), outputs
+        self.recorder, self.values, self.outputs = recorder, list(recorder.values.values()), outputs
         self._entries = {} if entries is None else entries
         served = recorder.served(len(outputs))
         # All outputs at once, with weights under which they do not cancel (log-probabilities would, with equal ones).
@@ -108,7 +106,7 @@ class ExampleGradients:
         return 2 * covered > self.size and self.held <= _KEPT
 
     def squares(self, weights: Tensor, tensors: Sequence[int] | None = None) -> list[Tensor]:
-        r"""Return :math:`\sum_{ik} (w_{ik} J_{ik})^2` for each tensor; zero for those that are not asked for.
+        r"""Return :math:`\sum_{ik} (w_{ik} J_{ik})^2` for each whole tensor; zero for those that are not asked for.
 
         Args:
             weights: w, ``[B, K]``.
@@ -125,7 +123,7 @@ class ExampleGradients:
                 others = squares_without_rules(output, weight, [self.values[k] for k in rest])
                 for k, found in zip(rest, others, strict=True):
                     totals[k] += found
-        return [t.flatten()[self._entries[k]] if k in self._entries else t for k, t in enumerate(totals)]
+        return totals
 
     def outer(self, k: int) -> OuterGradients | None:
         """Return what the gradients of tensor ``k`` are made of; None without such a rule, or with several uses."""
@@ -133,9 +131,7 @@ class ExampleGradients:
         if len(uses) != 1 or uses[0].contribution.outer is None:
             return None
         deltas = self._deltas[uses[0].output]
-        if deltas is None:
-            return None
-        return OuterGradients(uses[0].contribution, deltas, self._entries.get(k))
+        return None if deltas is None else OuterGradients(uses[0].contribution, deltas, self._entries.get(k))
 
     def same_call(self, k: int, other: int) -> bool:
         """Whether two tensors are used once each, and by the same call: weight and bias of a layer."""
@@ -158,9 +154,9 @@ class ExampleGradients:
             outer = self.outer(k)
             if outer is not None:
                 columns.append(outer.rows(part))
-                continue
-            whole = found[k] if k in found else self._whole[k][part]
-            columns.append(whole[..., self._entries[k]] if k in self._entries else whole)
+            else:
+                whole = found[k] if k in found else self._whole[k][part]
+                columns.append(whole[..., self._entries.get(k, slice(None))])
         return torch.cat(columns, -1)
 
     @cached_property

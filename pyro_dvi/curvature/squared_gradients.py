@@ -33,11 +33,15 @@ Deliver = Callable[[int, Tensor], None]
 
 
 class SquaredGradients(WeightUses):
-    """Note every use of the given tensors, for squares that are numbers."""
+    """Note every use of the given tensors, for squares that are numbers.
+
+    Attributes:
+        values: these tensors by their numbers, until :meth:`watch` is called.
+    """
 
     def __init__(self, values: Sequence[Tensor | None]) -> None:
         super().__init__(values)
-        self._values = {k: v for k, v in enumerate(values) if v is not None}
+        self.values = {k: v for k, v in enumerate(values) if v is not None}
 
     def prepared(self, argument: Any) -> Any:
         """Cut tensors out of the graph: it must not be held by its own hooks."""
@@ -54,8 +58,8 @@ class SquaredGradients(WeightUses):
             gathered = _Gathered(len(uses) > 1)
             for use in uses:
                 use.output.node.register_prehook(partial(gathered.arrived, use))
-            self._values[k].register_hook(partial(_deliver, k, gathered, deliver))
-        self._weights, self._values = {}, {}  # hooks hold what they need; the graph must not be held twice
+            self.values[k].register_hook(partial(_deliver, k, gathered, deliver))
+        self._weights, self.values = {}, {}  # hooks hold what they need; the graph must not be held twice
 
     def measured(self, served: dict[int, list[Use]], outputs: Tensor, cotangent: Tensor) -> dict[int, Tensor]:
         r"""Return :math:`\sum_i (w_i\,\partial f_i)^2` for the tensors in ``served``, by a backward pass of its own.
@@ -67,7 +71,7 @@ class SquaredGradients(WeightUses):
         """
         edges = [use.output for uses in served.values() for use in uses]
         if not edges or not outputs.requires_grad:
-            return {k: torch.zeros_like(self._values[k]) for k in served}
+            return {k: torch.zeros_like(self.values[k]) for k in served}
         deltas = iter(torch.autograd.grad(outputs, edges, cotangent, retain_graph=True, allow_unused=True))
         found = {}
         for k, uses in served.items():
@@ -75,7 +79,7 @@ class SquaredGradients(WeightUses):
             for use in uses:
                 gathered.add(use, next(deltas))
             squares = gathered.squares()
-            found[k] = torch.zeros_like(self._values[k]) if squares is None else squares
+            found[k] = torch.zeros_like(self.values[k]) if squares is None else squares
         return found
 
     def mixed(self, served: dict[int, list[Use]], outputs: Tensor, seed: int = 0) -> set[int]:

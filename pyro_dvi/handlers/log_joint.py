@@ -143,8 +143,9 @@ def log_prior_of_entries(node: Any, entries: Tensor) -> Tensor:
             f"the prior of {node['name']!r}, a {type(base).__name__}, couples its entries, so that the evidence of "
             "some of them is not known: let the whole site vary, or none of it"
         )
-    mask = torch.zeros(value.shape, dtype=torch.bool, device=value.device).flatten()
-    mask = mask.index_fill_(0, entries, True).reshape(value.shape)
+    mask = (
+        torch.zeros_like(value, dtype=torch.bool).flatten().index_fill(0, entries, True).reshape(value.shape)
+    )
     log_prob = base.mask(mask).to_event(len(fn.event_shape)).log_prob(value)
     found = scale_and_mask(log_prob, node["scale"], node["mask"]).sum()
     transform = unconstraining_transform(base.support)

@@ -113,10 +113,9 @@ class Fitted:
             return None
         try:
             point = PointMass(state["mode"], dict(state["scale_factors"]), state["kl_weight"])
-            chosen = {name: entries for name, entries in state["sites"].items() if entries is not None}
             return Fitted(
                 LaplacePosterior.of_kind(state["kind"], state["posterior"]),
-                Layout({name: point.locs[name].shape for name in state["sites"]}, chosen),
+                Layout({name: point.locs[name].shape for name in state["sites"]}, state["sites"]),
                 point,
                 PrecisionMatrix.of_kind(state["curvature"]),
                 None if state["model"] is None else Fingerprint(**state["model"]),

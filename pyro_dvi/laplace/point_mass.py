@@ -45,29 +45,18 @@ class PointMass:
         """
         if isinstance(subset, Layout):
             return subset
-        given: Mapping[str, Tensor | bool] = {}
-        if subset is None:
-            given = {"*": True}
-        elif isinstance(subset, Mapping):
-            given = subset
-        else:
-            given = dict.fromkeys([subset] if isinstance(subset, str) else subset, True)
-        masks = {
-            name: mask for p, mask in given.items() for name in sites_named("subset", p, list(self.locs))
-        }
-        shapes: dict[str, torch.Size] = {}
-        chosen: dict[str, Tensor] = {}
-        for name, loc in self.locs.items():
-            mask = _mask(name, masks.get(name, False), loc)
-            if bool(mask.any()):
-                shapes[name] = loc.shape
-                if not bool(mask.all()):
-                    chosen[name] = mask.flatten().nonzero()[:, 0]
-        if not shapes:
+        names = list(self.locs)
+        asked = "*" if subset is None else subset
+        patterns = [asked] if isinstance(asked, str) else asked
+        given = patterns if isinstance(patterns, Mapping) else dict.fromkeys(patterns, True)
+        masks = {name: given[p] for p in given for name in sites_named("subset", p, names)}
+        entries = {name: _entries(name, masks[name], self.locs[name]) for name in names if name in masks}
+        varying = {name: places for name, places in entries.items() if places is None or len(places)}
+        if not varying:
             raise ArgumentError(
-                f"subset is empty: name sites or patterns, or leave it None for all of {list(self.locs)}"
+                f"subset is empty: name sites or patterns, or leave it None for all of {names}"
             )
-        return Layout(shapes, chosen)
+        return Layout({name: self.locs[name].shape for name in varying}, varying)
 
     def energy(self, model: Callable, batches: Iterable[Any], subset: Subset | None) -> Energy:
         """Return U of a model, whose scales are as it is written, on all the data."""
@@ -93,15 +82,17 @@ class PointMass:
         return None
 
 
-def _mask(name: str, given: Tensor | bool, loc: Tensor) -> Tensor:
-    """Return which entries of a site vary, of its shape."""
+def _entries(name: str, given: Tensor | bool, loc: Tensor) -> Tensor | None:
+    """Return where the entries of a site that vary are in the flattened site; None: all of them vary."""
+    if given is True:
+        return None
     mask = torch.as_tensor(given, device=loc.device)
     if mask.dtype != torch.bool or mask.shape not in (loc.shape, ()):
         raise ArgumentError(
             f"subset[{name!r}] must be True, False, or a boolean tensor of shape {tuple(loc.shape)}, that of the "
             f"site's unconstrained values; got {mask.dtype} of shape {tuple(mask.shape)}"
         )
-    return mask.expand(loc.shape)
+    return None if bool(mask.all()) else mask.expand(loc.shape).flatten().nonzero()[:, 0]
 
 
 class ModelReference:

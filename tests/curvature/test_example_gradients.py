@@ -20,7 +20,7 @@ def of_case(case) -> ExampleGradients:
     recorder = SquaredGradients(weights)
     with recorder:
         first = case.call(x, *weights)
-    return ExampleGradients(recorder, weights, torch.stack([first, first.square().sin()], -1))
+    return ExampleGradients(recorder, torch.stack([first, first.square().sin()], -1))
 
 
 def jacobian(outputs: Tensor, values: list[Tensor]) -> Tensor:
@@ -57,5 +57,5 @@ def test_rows_that_are_no_examples_are_found_by_looking():
     recorder = SquaredGradients([w])
     with recorder:
         outputs = F.softmax((x * w).T, 0).sum(1, keepdim=True).cumsum(0)
-    examples = ExampleGradients(recorder, [w], outputs)
+    examples = ExampleGradients(recorder, outputs)
     torch.testing.assert_close(examples.rows(slice(0, 3)), jacobian(outputs, [w]))

@@ -246,22 +246,22 @@ class LocalEnergy:
     def examples(self) -> Iterator[tuple[ExampleGradients, Tensor]]:
         """Give, batch by batch, the rows of J and the weights ``[B, K]`` of the Gauss-Newton matrix."""
         with torch.enable_grad():
-            watched: list[tuple[SquaredGradients, list[Tensor]]] = []
+            recorders: list[SquaredGradients] = []
 
             def recorder(sites: list[Tensor]) -> SquaredGradients:
-                watched.append((SquaredGradients(sites), sites))
-                return watched[-1][0]
+                recorders.append(SquaredGradients(sites))
+                return recorders[-1]
 
             rows, entries = Rows(), self.energy.layout.entries
             for _, run in self.energy.runs(self.point, recorder):
                 rows.add(run)
                 labels = partial(self.energy.labels, batch=rows.batches - 1)
                 for outputs, weights in by_examples(information_pairs(sites_only(run), labels)):
-                    examples = ExampleGradients(*watched[-1], outputs, entries)
+                    examples = ExampleGradients(recorders[-1], outputs, entries)
                     if rows.batches == 1:  # a backward pass for each output, through every batch
                         self.energy.count(outputs.shape[1])
                     yield examples, weights * self.energy.kl_weight**-0.5
-                watched.clear()
+                recorders.clear()
             rows.check()
 
     def _sum(self, vectors: Tensor, product: Callable[["BatchGraph", list[Tensor]], list[Tensor]]) -> Tensor:

@@ -16,9 +16,11 @@ class Layout:
 
     Args:
         shapes: shape of each site by name, in order.
-        chosen: for sites of which not all entries vary, where these are in the flattened site, ``[n]`` integers.
+        chosen: where the entries that vary are in a flattened site, ``[n]`` integers; None, as for sites that are left
+            out: all of them vary.
 
     Attributes:
+        chosen: of sites of which not all entries vary.
         size: D, the length of the vector.
 
     Example:
@@ -31,13 +33,13 @@ class Layout:
                 [1., 9.]])
     """
 
-    def __init__(self, shapes: Mapping[str, torch.Size], chosen: Mapping[str, Tensor] | None = None) -> None:
+    def __init__(
+        self, shapes: Mapping[str, torch.Size], chosen: Mapping[str, Tensor | None] | None = None
+    ) -> None:
         self.shapes = dict(shapes)
-        self.chosen = {} if chosen is None else dict(chosen)
-        self._pieces = [
-            torch.Size([len(self.chosen[name])]) if name in self.chosen else shape
-            for name, shape in self.shapes.items()
-        ]
+        self.chosen = {name: places for name, places in (chosen or {}).items() if places is not None}
+        sizes = {name: places.shape for name, places in self.chosen.items()}
+        self._pieces = list({**self.shapes, **sizes}.values())
         self._sizes = [piece.numel() for piece in self._pieces]
         self.size = sum(self._sizes)
 
@@ -67,10 +69,8 @@ class Layout:
 
     def pieces(self, sites: Mapping[str, Tensor]) -> list[Tensor]:
         """Return what varies of whole sites, in order."""
-        return [
-            sites[name].flatten()[self.chosen[name]] if name in self.chosen else sites[name]
-            for name in self.shapes
-        ]
+        chosen = {name: sites[name].flatten()[places] for name, places in self.chosen.items()}
+        return [chosen[name] if name in chosen else sites[name] for name in self.shapes]
 
     def place(
         self, pieces: Sequence[Tensor], elsewhere: Mapping[str, Tensor] | None = None

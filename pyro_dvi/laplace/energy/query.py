@@ -132,8 +132,7 @@ class Query:
 
     @cached_property
     def _examples(self) -> ExampleGradients:
-        outputs, sites = self.outputs.values, list(self._sites.values())
-        return ExampleGradients(self._recorder, sites, outputs, entries=self.layout.entries)
+        return ExampleGradients(self._recorder, self.outputs.values, self.layout.entries)
 
     @cached_property
     def _jacobian(self) -> LinearMap:

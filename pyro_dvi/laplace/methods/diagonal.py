@@ -73,9 +73,10 @@ class Diagonal(Method):
 
 def likelihood_diagonal(local: LocalEnergy) -> Tensor:
     """Return the diagonal [D] of the likelihood's Gauss-Newton matrix."""
-    total = torch.zeros_like(local.point)
+    total, layout = torch.zeros_like(local.point), local.energy.layout
     for examples, weights in local.examples():
-        total += local.energy.layout.flatten(examples.squares(weights))
+        squares = dict(zip(layout.names, examples.squares(weights), strict=True))
+        total += layout.flatten(layout.pieces(squares))
     return total
 
 
