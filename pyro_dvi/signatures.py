@@ -2,12 +2,12 @@
 """What the signature of a model says about its arguments."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
 
-__all__ = ["keyword_only", "parameter_names", "positional", "takes_any_number", "with_missing"]
+__all__ = ["keyword_only", "misfit", "parameter_names", "positional", "takes_any_number", "with_missing"]
 
 
 def with_missing(fn: Callable[..., Any], inputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -48,3 +48,18 @@ def takes_any_number(fn: Callable[..., Any]) -> bool:
     """Whether ``fn`` takes any number of arguments by position, or does not tell."""
     parameters = _signature(fn)
     return not parameters or any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters)
+
+
+def misfit(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
+    """Say why ``fn`` does not take these arguments; None where it does, or does not tell.
+
+    Example:
+        >>> misfit(lambda x, y=None: None, (1, 2, 3), {})
+        'too many positional arguments; it takes (x, y)'
+    """
+    parameters = _signature(fn)
+    try:
+        inspect.Signature(parameters).bind(*args, **kwargs)
+    except TypeError as error:
+        return f"{error}; it takes ({', '.join(p.name for p in parameters)})" if parameters else None
+    return None

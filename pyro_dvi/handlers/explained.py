@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Say what is wrong with the data where a model merely stumbles over them."""
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
-from pyro_dvi.batches import tensor_arguments
+from pyro_dvi.batches import non_finite_inputs, tensor_arguments
 from pyro_dvi.errors import DataError, DeviceError, ModelError, PyroDviError
+from pyro_dvi.signatures import misfit
 
-__all__ = ["explained_errors", "non_finite"]
+__all__ = ["bad_values", "explained_errors", "non_finite"]
 
 
 @contextmanager
@@ -27,27 +29,42 @@ def explained_errors(
 
     Raises:
         DeviceError: data and parameters live on different devices.
-        DataError: the model fails on data that hold NaN, or are of another type than its weights; or a minibatch has
-            no rows, or more than its plate.
+        DataError: the model does not take these arguments, or fails on data that hold NaN, or are of another type than
+            its weights, or of a shape that it does not take; or a minibatch has no rows, or more than its plate.
         ModelError: the model fails on weights that are NaN, a site does not fit its plate, or a prior is improper.
     """
     try:
         yield
-    except PyroDviError:
+    except PyroDviError as error:
+        error.args = (str(error).partition("\nTrace Shapes:")[0],)  # Pyro adds those of every weight
         raise
-    except (RuntimeError, ValueError, ZeroDivisionError) as error:
-        data = tensor_arguments(args, kwargs)
-        module = model if isinstance(model, nn.Module) else nn.Module()
+    except (RuntimeError, ValueError, IndexError, TypeError, ZeroDivisionError) as error:
+        data, message = tensor_arguments(args, kwargs), str(error).partition("\n")[0]
+        inner = inspect.unwrap(model)
+        module = inner if isinstance(inner, nn.Module) else nn.Module()
         weights = dict((*module.named_parameters(), *module.named_buffers()))
-        explanation = (
-            _of_devices(data, [*weights.values(), *posterior])
-            or _of_values(data, weights)
-            or _of_types(str(error), data, [*weights.values(), *posterior])
-            or _of_text(str(error))
-        )
+        explanation = _of_arguments(inner, args, kwargs)
+        if explanation is None and not isinstance(error, (TypeError, torch.OutOfMemoryError)):
+            explanation = (
+                _of_devices(data, [*weights.values(), *posterior])
+                or _of_values(args, kwargs, weights)
+                or _of_types(message, data, [*weights.values(), *posterior])
+                or _of_text(message)
+                or _of_shapes(error, message, data)
+            )
         if explanation is None:
             raise
         raise explanation from error
+
+
+def _of_arguments(model: Callable, args: tuple, kwargs: dict) -> PyroDviError | None:
+    for name, value in [*((f"argument {i}", v) for i, v in enumerate(args, start=1)), *kwargs.items()]:
+        if hasattr(value, "__array__") and not isinstance(value, Tensor):
+            return DataError(
+                f"{name} of the model is of type {type(value).__name__}: torch.as_tensor makes it a tensor"
+            )
+    reason = misfit(model, args, kwargs)
+    return None if reason is None else DataError(f"a batch does not hold the arguments of the model: {reason}")
 
 
 def _of_devices(data: Mapping[str, Tensor], weights: Iterable[Tensor]) -> PyroDviError | None:
@@ -61,13 +78,11 @@ def _of_devices(data: Mapping[str, Tensor], weights: Iterable[Tensor]) -> PyroDv
     )
 
 
-def _of_values(data: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> PyroDviError | None:
-    for name, value in data.items():
-        if value.is_floating_point() and not bool(torch.isfinite(value).all()):
-            return DataError(
-                f"{name} of the model holds NaN or infinite values, on which the model fails: drop those rows, or "
-                "replace the values"
-            )
+def _of_values(args: tuple, kwargs: dict, weights: Mapping[str, Tensor]) -> PyroDviError | None:
+    bad = bad_values(args, kwargs)
+    if bad is not None:
+        return bad
+    for name, value in tensor_arguments(args, kwargs).items():
         if value.dim() and not len(value):
             return DataError(f"{name} of the model has no rows: leave out batches without examples")
     for name in non_finite(weights):
@@ -78,14 +93,29 @@ def _of_values(data: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> Pyr
 
 
 def _of_types(message: str, data: Mapping[str, Tensor], weights: Iterable[Tensor]) -> PyroDviError | None:
-    types = {v.dtype for v in data.values()}
-    own = {t.dtype for t in weights if t.is_floating_point()} or {torch.get_default_dtype()}
-    if len(types | own) == 1 or not ("dtype" in message or "scalar type" in message):
+    own = {t.dtype for t in weights if t.is_floating_point()}
+    if {v.dtype for v in data.values()} == own or not ("dtype" in message or "scalar type" in message):
         return None
     return DataError(
-        f"the data are {sorted(map(str, types))} but the weights {sorted(map(str, own))}: convert the "
-        "data, as by x.float(), or build model and guide in the data's type, as by model.double()"
+        f"the data are {_described(data)}, but the weights {sorted(map(str, own)) or 'of another type'}: convert the "
+        "data, as by x.float(), or build model and guide in the data's type, as by model.double(). A batch holds the "
+        "arguments of the model in their order"
     )
+
+
+def _of_shapes(error: Exception, message: str, data: Mapping[str, Tensor]) -> PyroDviError | None:
+    # A ValueError with a shape is that of a distribution, whose parameters training may have made impossible.
+    words = ("shape", "size", "dimension", "channels")
+    if isinstance(error, ValueError) or not any(word in message for word in words):
+        return None
+    return DataError(
+        f"the model fails on data of these shapes, {_described(data)}: {message}. A batch holds the arguments of the "
+        "model in their order; inputs differ from those that a network was made for by their number of rows only"
+    )
+
+
+def _described(data: Mapping[str, Tensor]) -> str:
+    return ", ".join(f"{name} {value.dtype} {list(value.shape)}" for name, value in data.items())
 
 
 # What Pyro and PyTorch say, and how to say it to somebody who can change it; {} is the first line of what they say.
@@ -110,8 +140,19 @@ _TEXTS: dict[str, tuple[type[PyroDviError], str]] = {
 def _of_text(message: str) -> PyroDviError | None:
     for part, (kind, text) in _TEXTS.items():
         if part in message:
-            return kind(text.format(message.partition("\n")[0]))
+            return kind(text.format(message))
     return None
+
+
+def bad_values(args: tuple, kwargs: dict) -> DataError | None:
+    """Return an error that names NaN or infinities among the arguments of a model; None where there are none."""
+    found = non_finite_inputs(args, kwargs)
+    if not found:
+        return None
+    return DataError(
+        f"{' and '.join(found)} of the model: NaN or infinite values. Drop those rows, or replace the values by "
+        "numbers, those of missing observations with pyro.poutine.mask around their site"
+    )
 
 
 def non_finite(tensors: Mapping[str, Tensor]) -> list[str]:

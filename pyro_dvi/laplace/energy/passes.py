@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Go through the same data again and again, and notice when they are not the same, or not each row once."""
 
+import math
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -13,6 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from pyro_dvi.batches import arguments, check_loader, tensors_in
 from pyro_dvi.devices import widest
 from pyro_dvi.errors import DataError, DviWarning, ModelError
+from pyro_dvi.handlers.explained import bad_values
 from pyro_dvi.handlers.log_joint import JointRun
 
 __all__ = ["Arguments", "Passes", "Rows", "same_data"]
@@ -58,13 +60,16 @@ class Passes:
         """Yield the arguments of every batch.
 
         Raises:
-            DataError: the loader yields nothing, or other data than the first time.
+            DataError: the loader yields nothing, NaN or infinities, or other data than the first time.
         """
         count, total = 0, 0.0
         for batch in self.batches:
             found = arguments(batch, self.device)
             sums = list(map(self._checksums, tensors_in(batch), tensors_in(found)))
             total += sum(anyhow for anyhow, _ in sums)
+            bad = None if math.isfinite(total) else bad_values(*found)
+            if bad is not None:
+                raise bad
             self._compare_order(count, sum(ordered for _, ordered in sums))
             count += 1
             yield found
