@@ -6,7 +6,7 @@ from functools import partial
 from pyro import poutine
 from torch import nn
 
-from pyro_dvi.signatures import keyword_only, parameter_names, with_missing
+from pyro_dvi.signatures import keyword_only, misfit, parameter_names, with_missing
 
 
 class Model(nn.Module):
@@ -20,3 +20,14 @@ def test_handlers_of_pyro_have_the_signature_of_their_model():
     assert keyword_only(model) == ["weight"]
     assert with_missing(model, (1,)) == (1, None)
     assert with_missing(partial(Model().forward, 1), ()) == (None,)
+
+
+def test_arguments_that_a_model_does_not_take_are_told_with_those_that_it_takes():
+    model = poutine.scale(Model(), scale=2.0)
+    assert misfit(model, (1, 2), {"weight": 3.0}) is None
+    assert misfit(model, (1,), {"y": 2}) is None
+    assert misfit(model, (1, 2, 3), {}) == "too many positional arguments; it takes (x, y, weight)"
+    assert misfit(model, (1,), {}) == "missing a required argument: 'y'; it takes (x, y, weight)"
+    assert "unexpected keyword argument 'label'" in misfit(model, (1, 2), {"label": 2})
+    assert misfit(lambda *args, **kwargs: None, (1, 2, 3), {"label": 2}) is None
+    assert misfit(getattr, (), {}) is None  # signatures of builtins are not always known

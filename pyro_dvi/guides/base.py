@@ -53,7 +53,9 @@ class FactorisedGuide(AutoGuide):
     ) -> None:
         if not callable(model):
             raise TypeError(f"model must be callable, got {type(model).__name__}")
-        super().__init__(InitMessenger(init_loc_fn)(model), create_plates=create_plates)
+        started: Any = InitMessenger(init_loc_fn)(model)
+        started.__wrapped__ = model  # for who asks for its signature or its weights
+        super().__init__(started, create_plates=create_plates)
         self.locs = PyroModule()
         for store in self._constraints:
             setattr(self, store, PyroModule())

@@ -2,6 +2,7 @@
 """Say what is wrong with the data where a model merely stumbles over them."""
 
 import inspect
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
@@ -36,14 +37,14 @@ def explained_errors(
     try:
         yield
     except PyroDviError as error:
-        error.args = (str(error).partition("\nTrace Shapes:")[0],)  # Pyro adds those of every weight
+        error.args = (re.split(r"\s*Trace Shapes:", str(error))[0],)  # Pyro adds those of every site
         raise
     except (RuntimeError, ValueError, IndexError, TypeError, ZeroDivisionError) as error:
         data, message = tensor_arguments(args, kwargs), str(error).partition("\n")[0]
         inner = inspect.unwrap(model)
         module = inner if isinstance(inner, nn.Module) else nn.Module()
         weights = dict((*module.named_parameters(), *module.named_buffers()))
-        explanation = _of_arguments(inner, args, kwargs)
+        explanation = _of_arguments(error, inner, args, kwargs)
         if explanation is None and not isinstance(error, (TypeError, torch.OutOfMemoryError)):
             explanation = (
                 _of_devices(data, [*weights.values(), *posterior])
@@ -57,14 +58,16 @@ def explained_errors(
         raise explanation from error
 
 
-def _of_arguments(model: Callable, args: tuple, kwargs: dict) -> PyroDviError | None:
-    for name, value in [*((f"argument {i}", v) for i, v in enumerate(args, start=1)), *kwargs.items()]:
+def _of_arguments(error: Exception, model: Callable, args: tuple, kwargs: dict) -> PyroDviError | None:
+    named = [*((f"argument {i}", value) for i, value in enumerate(args, start=1)), *kwargs.items()]
+    for name, value in named:
         if hasattr(value, "__array__") and not isinstance(value, Tensor):
-            return DataError(
-                f"{name} of the model is of type {type(value).__name__}: torch.as_tensor makes it a tensor"
-            )
-    reason = misfit(model, args, kwargs)
-    return None if reason is None else DataError(f"a batch does not hold the arguments of the model: {reason}")
+            kind = type(value).__name__
+            return DataError(f"{name} of the model is of type {kind}: torch.as_tensor makes it a tensor")
+    reason = misfit(model, args, kwargs) if isinstance(error, TypeError) else None
+    if reason is None:
+        return None
+    return DataError(f"a batch does not hold the arguments of the model: {reason}")
 
 
 def _of_devices(data: Mapping[str, Tensor], weights: Iterable[Tensor]) -> PyroDviError | None:
@@ -96,9 +99,10 @@ def _of_types(message: str, data: Mapping[str, Tensor], weights: Iterable[Tensor
     own = {t.dtype for t in weights if t.is_floating_point()}
     if {v.dtype for v in data.values()} == own or not ("dtype" in message or "scalar type" in message):
         return None
+    known = f" ({', '.join(sorted(map(str, own)))})" if own else ""
     return DataError(
-        f"the data are {_described(data)}, but the weights {sorted(map(str, own)) or 'of another type'}: convert the "
-        "data, as by x.float(), or build model and guide in the data's type, as by model.double(). A batch holds the "
+        f"the data ({_described(data)}) are of another type than the weights{known}: convert the data, as "
+        "by x.float(), or build model and guide in their type, as by model.double(). A batch holds the "
         "arguments of the model in their order"
     )
 
@@ -109,13 +113,13 @@ def _of_shapes(error: Exception, message: str, data: Mapping[str, Tensor]) -> Py
     if isinstance(error, ValueError) or not any(word in message for word in words):
         return None
     return DataError(
-        f"the model fails on data of these shapes, {_described(data)}: {message}. A batch holds the arguments of the "
+        f"the model fails on data of these shapes ({_described(data)}): {message}. A batch holds the arguments of the "
         "model in their order; inputs differ from those that a network was made for by their number of rows only"
     )
 
 
 def _described(data: Mapping[str, Tensor]) -> str:
-    return ", ".join(f"{name} {value.dtype} {list(value.shape)}" for name, value in data.items())
+    return ", ".join(f"{name} {value.dtype} {tuple(value.shape)}" for name, value in data.items())
 
 
 # What Pyro and PyTorch say, and how to say it to somebody who can change it; {} is the first line of what they say.

@@ -75,8 +75,8 @@ def run_joint(model: Callable, args: tuple, kwargs: dict[str, Any], values: Mapp
     unvisited = [name for name in values if name not in trace.nodes]
     if unvisited:
         raise ModelError(
-            f"the model did not sample {unvisited[0]!r}, which the guide has: it was set up with another model, or the "
-            "model chooses its latent variables by its arguments"
+            f"the model did not sample {unvisited[0]!r}, which the guide has: it was set up with another model, or "
+            "without the observations, or the model chooses its latent variables by its arguments"
         )
     observed = observed_sites(trace)
     for site in observed.terms:
@@ -104,7 +104,7 @@ class AtUnconstrained(SetLatents):
             if frame.full_size is not None and frame.full_size != frame.size:
                 raise UnsupportedError(
                     f"latent site {name!r} has a value for each row of the subsampled plate {frame.name!r}: "
-                    "give all the data in one batch, without subsampling"
+                    "give all the data in one batch, without subsampling. If it is data, pass the observed values"
                 )
         u = self.values[name]
         transform = unconstraining_transform(fn.support)

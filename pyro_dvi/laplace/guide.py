@@ -121,7 +121,7 @@ class LaplaceGuide(GaussianGuide):
             energy.report = bar.update
             posterior = method.fit(energy.at(energy.start), seed=seed)
             energy.report = None
-        seen = Fingerprint.of(model, *next(iter(energy.passes)), self.median())
+        seen = Fingerprint.of(model, *energy.passes.first_again(), self.median())
         checksum = energy.passes.checksum
         self._method = method
         self._fitted = Fitted(posterior, energy.layout, point, method.curvature, seen, checksum)

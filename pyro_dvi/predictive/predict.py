@@ -7,12 +7,14 @@ from itertools import chain
 from typing import Any
 
 from pyro.infer.autoguide import AutoDelta
+from torch import nn
 from tqdm.auto import tqdm
 
 from pyro_dvi.choice import check_choice
 from pyro_dvi.devices import device_of
 from pyro_dvi.errors import DviWarning, GuideError
 from pyro_dvi.guides import MultiplicativeNoiseGuide
+from pyro_dvi.handlers.explained import explained_errors
 from pyro_dvi.handlers.response import responses
 from pyro_dvi.handlers.trained_for import trained_for
 from pyro_dvi.predictive.components import Components
@@ -25,6 +27,7 @@ from pyro_dvi.predictive.prediction.prediction import Prediction
 from pyro_dvi.predictive.rules.linearised import Linearised
 from pyro_dvi.predictive.rules.moments import Moments
 from pyro_dvi.predictive.rules.rule import AtMean, PredictionRule, Samples
+from pyro_dvi.signatures import with_missing
 
 __all__ = ["default_rule", "names_of_sites", "predict", "rule_of"]
 
@@ -121,6 +124,7 @@ def predict(
         )
     rule = rule_of(method, guide)
     device = device_of(model, guide)
+    posterior = list(guide.parameters()) if isinstance(guide, nn.Module) else []
     parts: list[Part] = []
     name = site
     sites = names_of_sites(model, guide) if site is None else lambda _: [site]
@@ -130,10 +134,12 @@ def predict(
         check_posterior(model, guide, first.inputs)
         components = Components(model, guide, rule, seed)
         for batch in tqdm(chain([first], split), desc="predict", unit="batch", disable=not progress):
-            if batch.observed is not None:
-                batch = check_observation(model, batch, example_latents(guide, batch.inputs), site)
-            mixture = Mixture(batch.observed, batch.num_rows, batch.mask, keep=keep_draws)
-            components.read(mixture, batch, site)
+            args, kwargs = batch.whole
+            with explained_errors(model, posterior, with_missing(model, args), kwargs):
+                if batch.observed is not None:
+                    batch = check_observation(model, batch, example_latents(guide, batch.inputs), site)
+                mixture = Mixture(batch.observed, batch.num_rows, batch.mask, keep=keep_draws)
+                components.read(mixture, batch, site)
             parts.append(mixture.finish())
             name = mixture.site
     assert name is not None, "there was a batch"

@@ -350,7 +350,7 @@ MISTAKES = [
         "NaN input",
         lambda: evaluate(args=(with_nan(X), Y)),
         DataError,
-        r"argument 1 of the model holds NaN.*drop those rows",
+        r"argument 1 .* of the model: NaN.*Drop those rows",
     ),
     Mistake(
         "label out of range",

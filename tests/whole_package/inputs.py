@@ -265,9 +265,9 @@ def two_parts(f: Tensor) -> Any:
 
 BROADCAST = every(DataError, r"'y'.*would be broadcast.*shape of a draw")
 NOT_THESE = every(DataError, r"'y' \(.*cannot have these values")
-NOT_FINITE = every(DataError, "argument 1 of the model holds NaN or infinite")
+NOT_FINITE = every(DataError, "argument 1 .* of the model: NaN or infinite")
 NO_LOSS = every(NonFiniteError, "not finite: log_likelihood")
-TYPES = every(DataError, "the data are .*but the weights .*convert")
+TYPES = every(DataError, r"the data \(.*other type than the weights.*convert")
 NOT_SCALED = every(DataError, "'y' sees 8 of 32 examples.*subsample_size")
 DISCRETE = every(ModelError, "'z' is discrete.*sum it out")
 IMPROPER = every(ModelError, "needs a proper prior")

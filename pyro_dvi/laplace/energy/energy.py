@@ -186,7 +186,7 @@ class LocalEnergy:
         if not bool(torch.isfinite(total)):
             raise NonFiniteError(
                 f"the negative log joint density is {total.item()} at these values: train further, or lower the "
-                "learning rate; NaN in the data are named by guide.diagnose(batches)"
+                "learning rate"
             )
         return total.to(self.point.dtype), gradient
 

@@ -3,7 +3,7 @@
 
 import math
 import warnings
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -83,6 +83,17 @@ class Passes:
                 "augmentation, sampling with replacement, or drop_last of a shuffled loader. list(loader) fixes one "
                 "pass."
             )
+
+    def first_again(self) -> Arguments:
+        """Return the first batch of another pass, which is gone through where its rows have changed or moved.
+
+        Raises:
+            DataError: as a pass.
+        """
+        first = next(iter(self))
+        if self.reordered:
+            deque(self, maxlen=0)
+        return first
 
     def _checksums(self, given: Tensor, placed: Tensor) -> tuple[float, float]:
         """Those of a tensor; a list of batches gives the same tensors in each pass, which are looked at once."""

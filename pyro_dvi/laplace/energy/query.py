@@ -12,7 +12,7 @@ from pyro_dvi.batches import tensors_in
 from pyro_dvi.curvature.example_gradients import ExampleGradients
 from pyro_dvi.curvature.products import LinearMap, SavedBytes, vectors_together
 from pyro_dvi.curvature.squared_gradients import SquaredGradients
-from pyro_dvi.errors import DataError, PyroDviError
+from pyro_dvi.errors import DataError
 from pyro_dvi.handlers.explained import explained_errors
 from pyro_dvi.handlers.outputs import Outputs, run_outputs
 from pyro_dvi.laplace.energy.batch_graph import refuse_torch_modes
@@ -141,19 +141,9 @@ class Query:
         return LinearMap(outputs, self._values, vectors_at_once=together)
 
     def _run(self, sites: Mapping[str, Tensor]) -> Outputs:
-        try:
-            with torch.enable_grad(), explained_errors(self.model, sites.values(), self.inputs, {}):
-                return self._read({**self._locs, **sites}, self.num_rows)
-        except PyroDviError:
-            raise
-        except (RuntimeError, IndexError) as error:
-            if isinstance(error, torch.OutOfMemoryError):
-                raise
-            shapes = ", ".join(f"{tuple(t.shape)} {t.dtype}" for t in tensors_in(self.inputs))
-            raise DataError(
-                f"the model fails on the query ({shapes}), with latents of {self.mode.dtype}: {error}. A query has the "
-                "shape and dtype of the training inputs, but for the number of rows"
-            ) from error
+        args = with_missing(self.model, self.inputs)
+        with torch.enable_grad(), explained_errors(self.model, sites.values(), args, {}):
+            return self._read({**self._locs, **sites}, self.num_rows)
 
     def _run_model(self, named: Mapping[str, Tensor], num_rows: int) -> Outputs:
         """Run the model at unconstrained values and read its outputs."""

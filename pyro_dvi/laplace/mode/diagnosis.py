@@ -11,7 +11,6 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-from pyro_dvi.batches import non_finite_inputs
 from pyro_dvi.errors import ModelError, NotPositiveDefiniteError
 from pyro_dvi.laplace.energy.energy import Energy, LocalEnergy
 from pyro_dvi.laplace.energy.precision import GGN, Hessian, PrecisionMatrix
@@ -29,7 +28,7 @@ class Diagnosis:
     r"""What is known about the mode, without moving it.
 
     Attributes:
-        non_finite: inputs and latents that hold NaN or infinities; everything below is then unknown.
+        non_finite: latents that hold NaN or infinities; everything below is then unknown.
         value: U at the mode.
         randomness: by how much two evaluations of U at the same point differ beyond rounding; zero in a proper model.
         gradient_norm: of the gradient of U.
@@ -199,11 +198,9 @@ def glance(energy: Energy, *, tolerance: float = 1.0, steps: int = 3) -> Diagnos
 
 
 def _first_look(energy: Energy, tolerance: float) -> Diagnosis:
-    """Return what inputs, two values and one gradient show."""
+    """Return what two values and one gradient show."""
     found = Diagnosis(kl_weight=energy.kl_weight, tolerance=tolerance)
     bad = [f"latent {name!r}" for name, u in energy.locs.items() if not bool(torch.isfinite(u).all())]
-    for args, kwargs in energy.passes:
-        bad += [text for text in non_finite_inputs(args, kwargs) if text not in bad]
     if bad:
         return replace(found, non_finite=tuple(bad))
     first, second = (float(energy.value(energy.start)) for _ in range(2))

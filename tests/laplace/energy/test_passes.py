@@ -60,3 +60,48 @@ def test_a_loader_makes_new_tensors_which_are_compared():
     data.tensors[0].add_(1)
     with pytest.raises(DataError, match="changed between two passes"):
         list(passes)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_values_that_are_not_finite_are_named_where_they_are_read(value):
+    data = batches()
+    data[1][1][2] = value
+    with pytest.raises(DataError, match=r"argument 2 \(1 of 4 elements\) of the model: NaN or infinite"):
+        list(Passes(data, None))
+
+
+def test_numbers_beyond_float32_are_no_fault():
+    list(Passes([(torch.full((3,), 1e200, dtype=torch.float64),)], None))
+
+
+def test_the_first_batch_again_tells_rows_that_move_from_rows_that_change():
+    data = TensorDataset(torch.arange(12.0))
+    shuffled = Passes(DataLoader(data, batch_size=4, shuffle=True), None)
+    list(shuffled)
+    for _ in range(3):
+        shuffled.first_again()
+    assert shuffled.reordered
+
+    class Augmented:
+        def __iter__(self):
+            yield from ((torch.randn(4),) for _ in range(3))
+
+    augmented = Passes(Augmented(), None)
+    list(augmented)
+    with pytest.raises(DataError, match="changed between two passes"):
+        augmented.first_again()
+
+
+def test_batches_in_their_places_are_read_once_for_the_first_again():
+    read = []
+
+    class Loader:
+        def __iter__(self):
+            for k in range(3):
+                read.append(k)
+                yield (torch.full((4,), float(k)),)
+
+    passes = Passes(Loader(), None)
+    list(passes)
+    passes.first_again()
+    assert read == [0, 1, 2, 0]
