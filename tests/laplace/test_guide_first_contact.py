@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mistakes that people make first, in whichever call they make them: each has an answer that names it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+import pyro_dvi as dvi
+from pyro_dvi.errors import ArgumentError, DataError, ModelError
+from pyro_dvi.laplace import Accept, Diagonal
+
+N = 6
+X = torch.tensor([[1.0, -1.0], [0.5, 2.0], [-1.5, 0.3], [0.2, 0.1], [2.0, 1.0], [-0.7, -0.4]])
+LABELS = torch.tensor([0, 1, 2, 0, 1, 2])
+
+
+class Augmented(Dataset):
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, k: int) -> tuple[Tensor, Tensor]:
+        return X[k] + 0.1 * torch.randn(2), LABELS[k]
+
+
+def halves(x: Any, y: Any) -> list[Any]:
+    return [(x[:3], y[:3]), (x[3:], y[3:])]
+
+
+def with_value(tensor: Tensor, value: float) -> Tensor:
+    return tensor.index_fill(0, torch.tensor(0), value)
+
+
+LOADER = TensorDataset(X, LABELS)
+MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "NaN": (lambda: halves(with_value(X, torch.nan), LABELS), DataError, r"argument 1 \(2 of 6 elem.*NaN"),
+    "infinite": (lambda: halves(with_value(X, torch.inf), LABELS), DataError, "argument 1 .*infinite.*Drop"),
+    "float64": (lambda: halves(X.double(), LABELS), DataError, r"argument 1 torch.float64.*x.float\(\)"),
+    "whole numbers": (lambda: halves(X.long(), LABELS), DataError, r"argument 1 torch.int64.*x.float\(\)"),
+    "labels first": (lambda: halves(LABELS, X), DataError, r"argument 1 torch.int64 \(3,\).*in their order"),
+    "columns": (
+        lambda: halves(X[:, :1], LABELS),
+        DataError,
+        r"argument 1 torch.float32 \(3, 1\).*multiplied",
+    ),
+    "label columns": (
+        lambda: halves(X, LABELS[:, None]),
+        DataError,
+        r"y has the shape \(3, 1\).*need \(3,\)",
+    ),
+    "few labels": (lambda: [(X, LABELS[:3])], DataError, r"y has the shape \(3,\).*need \(6,\)\.$"),
+    "class 3": (lambda: halves(X, LABELS + 1), DataError, r"labels from 1 to 3.*in 0\.\.2"),
+    "floats": (lambda: halves(X, LABELS.float()), DataError, r"pass y.long\(\)"),
+    "empty batch": (lambda: [(X[:0], LABELS[:0])], DataError, "argument 1 of the model has no rows"),
+    "too many": (lambda: [(X, LABELS, LABELS)], DataError, r"too many.*it takes \(x, y\)"),
+    "names": (lambda: [{"input": X, "y": LABELS}], DataError, r"'x'.*it takes \(x, y\)"),
+    "arrays": (lambda: [(X.numpy(), LABELS.numpy())], DataError, "argument 1 .*ndarray: torch.as_tensor"),
+    "no labels": (lambda: [(X,)], ModelError, "'obs' .*pass the observed values"),
+    "no batches": (list, DataError, "no batches"),
+    "a tensor": (lambda: X, ArgumentError, r"is a tensor.*\[\(x, y\)\]"),
+    "a tuple": (lambda: (X, LABELS), ArgumentError, r"is one batch: pass \[\(x, y\)\]"),
+    "a generator": (lambda: iter(halves(X, LABELS)), DataError, "ends after one pass"),
+    "drop_last": (lambda: DataLoader(LOADER, batch_size=4, drop_last=True), DataError, "drop_last=False"),
+    "augmented": (lambda: DataLoader(Augmented(), batch_size=4), DataError, "changed between two passes"),
+}
+CALLS: dict[str, Callable[[dvi.LaplaceGuide, Any], Any]] = {
+    "polish": lambda guide, batches: guide.polish(batches, progress=False),
+    "diagnose": lambda guide, batches: guide.diagnose(batches),
+    "fit": lambda guide, batches: guide.fit(batches),
+    "fit as it is": lambda guide, batches: guide.fit(batches, Diagonal(), unconverged=Accept()),
+    "evidence": lambda guide, batches: guide.log_evidence(batches),
+    "tune": lambda guide, batches: guide.tune(batches, values=[1.0, 2.0], progress=False),
+}
+
+
+def classifier() -> Any:
+    torch.manual_seed(0)
+    return dvi.classifier(dvi.to_bayesian_(nn.Linear(2, 3)), num_data=N)
+
+
+@pytest.mark.parametrize("seen", [False, True], ids=["fresh", "initialized"])
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize("mistake", MISTAKES.values(), ids=MISTAKES)
+def test_mistakes_in_the_data_are_named_by_every_call(mistake, call, seen):
+    batches, error, message = mistake
+    guide = dvi.LaplaceGuide(classifier())
+    if seen:
+        guide.initialize(X, LABELS)
+    with pytest.raises(error, match=message):
+        call(guide, batches())
+
+
+@pytest.mark.filterwarnings("ignore:the Gaussian is put around a mode", "ignore:the best of PriorPrecision")
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize(
+    "batches",
+    [
+        [{"x": x, "y": y} for x, y in halves(X, LABELS)],
+        halves(X, LABELS.to(torch.uint8)),
+        DataLoader(LOADER, batch_size=4, shuffle=True),
+    ],
+    ids=["mappings", "bytes", "shuffled"],
+)
+def test_what_is_no_mistake(batches, call):
+    call(dvi.LaplaceGuide(classifier()), batches)
+
+
+@pytest.mark.parametrize("name", ["float64", "whole numbers", "labels first", "columns", "empty batch"])
+def test_predictions_name_them_too(name):
+    batches, error, message = MISTAKES[name]
+    model = classifier()
+    guide = dvi.LaplaceGuide(model)
+    guide.fit(halves(X, LABELS), Diagonal(), unconverged=Accept())
+    with pytest.raises(error, match=message):
+        dvi.predict(model, guide, batches())
+
+
+def test_data_of_less_precision_than_a_model():
+    model = dvi.classifier(dvi.to_bayesian_(nn.Linear(2, 3).double()), num_data=N)
+    with pytest.raises(DataError, match=r"argument 1 torch.float32.*the weights \(torch.float64\)"):
+        dvi.LaplaceGuide(model).initialize(X, LABELS)
