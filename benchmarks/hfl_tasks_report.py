@@ -32,7 +32,7 @@ def tables(rows: list[Row], machine: str) -> str:
         "work at the time, so that seconds are rough and the work is the measure.",
         "## Errors and work",
         "Relative error of the variance against the dense Hessian: the median and the largest over all points, seeds "
-        "and tasks; L-BFGS and Adam on four points of the first task.",
+        "and tasks.",
         _errors(rows),
         "## HFL pointwise by task",
         _by_task(rows),
