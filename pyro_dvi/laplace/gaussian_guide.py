@@ -15,6 +15,7 @@ from pyro_dvi.laplace.energy.query import Query, ReadOutputs
 from pyro_dvi.laplace.evidence.scales import rescaled_model
 from pyro_dvi.laplace.fitted import Draws, Fitted
 from pyro_dvi.laplace.methods.posterior import LaplacePosterior, Method
+from pyro_dvi.laplace.mode.certificate import Certificate
 from pyro_dvi.laplace.mode_guide import ModeGuide
 from pyro_dvi.laplace.outputs import GaussianOutputs
 
@@ -29,15 +30,17 @@ DRAWN_WEIGHTS = (
 class GaussianGuide(ModeGuide):
     """A point mass in training; after a fit, the Gaussian around it.
 
-    A subclass fits: it sets ``_fitted``, and ``_method``, by which it was made.
+    A subclass fits: it sets ``_fitted``, and ``_method``, by which it was made; ``_refused``, the method of a fit that
+    ended in an error.
     """
 
     _method: Method | None = None
+    _refused: Method | None = None
     _fitted: Fitted | None = None
 
     @property
     def posterior(self) -> LaplacePosterior | None:
-        """The Gaussian of the last :meth:`fit`; None before.
+        """The Gaussian of the last :meth:`fit`; None before, and after an error.
 
         Raises:
             GuideError: the mode has moved since.
@@ -49,8 +52,13 @@ class GaussianGuide(ModeGuide):
         """The Gaussian with its mode and the sites that it is over.
 
         Raises:
-            GuideError: not fitted yet, or the mode has moved since.
+            GuideError: not fitted yet, or the mode has moved since, or the last fit ended in an error.
         """
+        if self._refused is not None:
+            raise GuideError(
+                f"the last guide.fit, by {self._refused!r}, ended in an error, so that there is no Gaussian: run "
+                "guide.polish(batches) and fit again, or fit with another method or GGN(), which exists at any mode"
+            )
         if self._fitted is None:
             raise GuideError(
                 "this LaplaceGuide is a point mass so far: call guide.fit(batches, method) after training. "
@@ -165,25 +173,29 @@ class GaussianGuide(ModeGuide):
         return marginals
 
     def get_extra_state(self) -> dict[str, Any] | None:
-        """Return the Gaussian of the last fit, and tuned scales, for ``state_dict``, in tensors and plain values.
+        """Return the Gaussian of the last fit, tuned scales and what was shown of the mode, for ``state_dict``.
 
         A method that needs the model and the data to predict (conjugate gradients, say) is left out, with a warning.
         """
-        if self._fitted is None and not self.scale_factors:
+        if self._fitted is None and self._certificate is None and not self.scale_factors:
             return None
         return {
             "gaussian": None if self._fitted is None else self._fitted.state(),
             "scale_factors": dict(self.scale_factors),
+            "certificate": None if self._certificate is None else self._certificate.state(),
         }
 
     def set_extra_state(self, state: Any) -> None:
         """Take over what :meth:`get_extra_state` returned."""
         self.scale_factors = {} if state is None else dict(state["scale_factors"])
         self._fitted = None if state is None else Fitted.from_state(state["gaussian"])
-        self._method = None
+        self._certificate = None if state is None else Certificate.from_state(state.get("certificate"))
+        self._method = self._refused = None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         super()._apply(fn, recurse)
         if self._fitted is not None:
             self._fitted = self._fitted.moved(fn)
+        if self._certificate is not None:
+            self._certificate = self._certificate.moved(fn)
         return self

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from pyro_dvi.choice import check_choice
+from pyro_dvi.choice import check_choice, check_count
 from pyro_dvi.handlers.fingerprint import Fingerprint
 from pyro_dvi.laplace.energy.layout import Subset
 from pyro_dvi.laplace.energy.precision import GGN, PrecisionMatrix
@@ -19,7 +19,7 @@ from pyro_dvi.laplace.fitted import Fitted
 from pyro_dvi.laplace.gaussian_guide import GaussianGuide
 from pyro_dvi.laplace.methods.dense import Dense
 from pyro_dvi.laplace.methods.posterior import LaplacePosterior, Method, check_method
-from pyro_dvi.laplace.mode.convergence import Refuse, Unconverged
+from pyro_dvi.laplace.mode.convergence import Unconverged, chosen_policy, warned_if_far
 from pyro_dvi.laplace.outputs import GaussianOutputs
 from pyro_dvi.progress import progress_bar
 from pyro_dvi.signatures import with_missing
@@ -108,22 +108,24 @@ class LaplaceGuide(GaussianGuide):
             ModelError: the model draws random numbers of its own.
         """
         method = Dense() if method is None else method
-        unconverged = Refuse() if unconverged is None else unconverged
+        policy = chosen_policy(unconverged)
         check_method(method)
-        check_choice("unconverged", unconverged, Unconverged, "Refuse(), UseGGN() or Accept()")
         model, point = self._plain_model.get(), self._point_mass(batches)
         energy = point.energy(model, batches, subset)
-        energies = [energy]
-        if self.scale_factors:  # a mode of before :meth:`tune`, or polished since
-            energies.insert(0, replace(point, scale_factors={}).energy(model, batches, subset))
-        method = unconverged.method(method, energies)
+        self._fitted, self._refused = None, method  # an error leaves no Gaussian
+        place = self._place(point, energy)
+        method, found = policy.look(method, place)
         with progress_bar(progress, None, unit="gradient") as bar:
             energy.report = bar.update
             posterior = method.fit(energy.at(energy.start), seed=seed)
             energy.report = None
-        seen = Fingerprint.of(model, *energy.passes.first_again(), self.median())
         checksum = energy.passes.checksum
-        self._method = method
+        if found is not None:
+            found = warned_if_far(found, posterior, place.energy)
+            if found.near:
+                self._certify(place.point, place.energy, found)
+        seen = Fingerprint.of(model, *energy.passes.first_again(), self.median())
+        self._method, self._refused = method, None
         self._fitted = Fitted(posterior, energy.layout, point, method.curvature, seen, checksum)
         return posterior
 
@@ -154,10 +156,10 @@ class LaplaceGuide(GaussianGuide):
 
         Raises:
             ArgumentError: ``kl_weight`` is not 1: a tempered posterior has no evidence.
-            GuideError: the mode, or the model, has changed since the fit.
+            GuideError: the mode, or the model, has changed since the fit, or the fit ended in an error.
             NotPositiveDefiniteError: the precision is not positive definite.
         """
-        fitted = None if self._fitted is None or subset is not None else self.fitted
+        fitted = self.fitted if self._refused or (self._fitted is not None and subset is None) else None
         energy = self.energy(batches, subset=subset if fitted is None else fitted.layout)
         if fitted is not None:
             self.check_model(self._plain_model.get(), plates=True)
@@ -220,6 +222,8 @@ class LaplaceGuide(GaussianGuide):
         check_method(chosen)
         check_choice("scale", scale, Scale, "PriorPrecision('net.0.*') or NoiseScale()")
         check_choice("criterion", criterion, Criterion, "ByEvidence() or ByValidation(batches)")
+        check_count("refinements", refinements, least=0)
+        policy = chosen_policy(unconverged)
         model, point = self._plain_model.get(), self._point_mass(batches)
         sites = scale.sites(point.energy(model, batches, subset))
         others = {name: factor for name, factor in self.scale_factors.items() if name not in sites}
@@ -227,7 +231,7 @@ class LaplaceGuide(GaussianGuide):
         candidates = Candidates(energy, scale, sites, chosen, seed)
         curve = tune(candidates, criterion, values=values, refinements=refinements, progress=progress)
         self.scale_factors = {**others, **dict.fromkeys(sites, scale.factor(curve.best))}
-        self.fit(batches, chosen, subset=subset, unconverged=unconverged, seed=seed, progress=progress)
+        self.fit(batches, chosen, subset=subset, unconverged=policy, seed=seed, progress=progress)
         return curve
 
     def predictive(self, *inputs: Any, site: str | None = None, joint: bool = False) -> GaussianOutputs:

@@ -2,6 +2,7 @@
 """A guide that is a point mass: trained first, then brought to the minimum, and asked what U is around it."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
@@ -18,6 +19,7 @@ from pyro_dvi.laplace.energy.energy import Energy
 from pyro_dvi.laplace.energy.layout import Subset
 from pyro_dvi.laplace.energy.passes import Passes
 from pyro_dvi.laplace.energy.query import Query
+from pyro_dvi.laplace.mode.certificate import Certificate, Place
 from pyro_dvi.laplace.mode.diagnosis import Diagnosis, diagnose
 from pyro_dvi.laplace.mode.polish import Polished, polish
 from pyro_dvi.laplace.point_mass import ModelReference, PointMass
@@ -39,6 +41,8 @@ class ModeGuide(FactorisedGuide):
     Raises:
         ArgumentError: a KL weight that is not positive.
     """
+
+    _certificate: Certificate | None = None
 
     def __init__(
         self,
@@ -160,7 +164,7 @@ class ModeGuide(FactorisedGuide):
                     attrgetter(name)(self.locs).copy_(value)
 
         energy = self.energy(batches, subset=subset)
-        return polish(
+        report = polish(
             energy,
             keep,
             tolerance=tolerance,
@@ -168,6 +172,24 @@ class ModeGuide(FactorisedGuide):
             progress=progress,
             callback=callback,
         )
+        if report.converged:
+            self._certify(self._point_mass(), energy, report)
+        return report
+
+    def _certify(self, point: PointMass, energy: Energy, shown: Polished | Diagnosis) -> None:
+        assert shown.newton_decrement is not None
+        whole = tuple(name for name in energy.layout.names if name not in energy.layout.chosen)
+        self._certificate = Certificate(
+            point, whole, energy.passes.checksum, shown.curvature, shown.newton_decrement
+        )
+
+    def _place(self, point: PointMass, energy: Energy) -> Place:
+        """Of which U the mode should be a minimum: not of the tuned one, unless it was polished since."""
+        known = self._certificate
+        if point.scale_factors and not (known and known.is_of(point)):
+            point = replace(point, scale_factors={})
+            energy = energy.with_model(self._plain_model.get())
+        return Place(point, energy, known if known and known.covers(point, energy) else None)
 
     def diagnose(
         self,
@@ -194,4 +216,8 @@ class ModeGuide(FactorisedGuide):
         Raises:
             DataError: batches that do not hold all data, or change.
         """
-        return diagnose(self.energy(batches, subset=subset), tolerance=tolerance, steps=steps)
+        energy = self.energy(batches, subset=subset)
+        found = diagnose(energy, tolerance=tolerance, steps=steps)
+        if found.near:
+            self._certify(self._point_mass(), energy, found)
+        return found

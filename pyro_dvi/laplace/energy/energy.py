@@ -151,6 +151,13 @@ class Energy:
         with checked, evaluating(self.model), constant_parameters(self.model):
             return values, run_joint(model, args, kwargs, {**self.locs, **sites})
 
+    def change_between_runs(self, point: Tensor) -> float:
+        """By how much two runs of the same batch differ in what they add to U: by rounding, unless they are random."""
+        batch = next(iter(self.passes))
+        with torch.no_grad():
+            graphs = [BatchGraph(*self._run(batch, point), kl_weight=self.kl_weight) for _ in range(2)]
+        return float((graphs[0].energy - graphs[1].energy).abs())
+
     def batch_gradient(self, batch: Arguments, point: Tensor) -> Tensor:
         """Gradient [D] of U as a batch estimates it: its likelihood, times the number of batches, is that of all."""
         with torch.enable_grad():

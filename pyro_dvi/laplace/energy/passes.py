@@ -46,9 +46,12 @@ class Passes:
         self.reordered = False
 
     @property
-    def checksum(self) -> float | None:
-        """That of the rows, in whatever order; None before the first whole pass."""
-        return None if self._first is None else self._first[1]
+    def checksum(self) -> float:
+        """That of the rows, in whatever order; goes through the data where no pass was made yet."""
+        if self._first is None:
+            deque(self, maxlen=0)
+        assert self._first is not None
+        return self._first[1]
 
     @property
     def num_batches(self) -> int:

@@ -3,32 +3,31 @@
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from pyro_dvi.choice import check_count, check_positive
+from pyro_dvi.choice import check_choice, check_count, check_positive
 from pyro_dvi.errors import DataError, DviWarning, ModelError, UnconvergedError
 from pyro_dvi.laplace.energy.energy import Energy
 from pyro_dvi.laplace.energy.precision import GGN, Hessian
 from pyro_dvi.laplace.methods.conjugate_gradient import ConjugateGradient
-from pyro_dvi.laplace.methods.posterior import Method
-from pyro_dvi.laplace.mode.diagnosis import Diagnosis, diagnose, glance
+from pyro_dvi.laplace.methods.posterior import LaplacePosterior, Method
+from pyro_dvi.laplace.mode.certificate import Place
+from pyro_dvi.laplace.mode.diagnosis import Diagnosis, diagnose, distance_by, first_look, look_at_kinks
 
-__all__ = ["Accept", "Refuse", "Unconverged", "UseGGN"]
+__all__ = ["Accept", "Refuse", "Unconverged", "UseGGN", "chosen_policy"]
 
 
 class Unconverged(ABC):
     """What to do about a mode that is no minimum."""
 
     @abstractmethod
-    def method(self, wanted: Method, energies: Sequence[Energy]) -> Method:
-        """Return the method to fit with.
+    def look(self, wanted: Method, place: Place) -> tuple[Method, Diagnosis | None]:
+        """Return the method to fit with, and what was seen of the mode; None: nobody looked.
 
         Args:
             wanted: the method that was asked for.
-            energies: U as it is to be fitted; also U as it was trained, if that is another one: the mode may be a
-                minimum of either.
+            place: of which U the mode should be a minimum.
         """
 
 
@@ -36,9 +35,9 @@ class Unconverged(ABC):
 class Accept(Unconverged):
     """Do not look. Methods with the Hessian still refuse one that is not positive definite, if they come across it."""
 
-    def method(self, wanted: Method, energies: Sequence[Energy]) -> Method:
+    def look(self, wanted: Method, place: Place) -> tuple[Method, Diagnosis | None]:
         """Return the method that was asked for."""
-        return wanted
+        return wanted, None
 
 
 @dataclass(frozen=True)
@@ -46,12 +45,15 @@ class Refuse(Unconverged):
     r"""Raise an error where the precision is the Hessian, whose Gaussian exists at a minimum only.
 
     The Gauss-Newton matrix is positive definite anywhere, and its Gaussian belongs to the linearised model, so that
-    there a warning is enough; it is given where a cheap lower bound shows that the minimum is more than one posterior
+    there a warning is enough; it is given where a lower bound shows that the minimum is more than one posterior
     standard deviation away (:math:`g^\top P^{-1} g > 1`).
+
+    A mode that ``polish``, ``diagnose`` or an earlier fit has found to be a minimum of the same U on the same data is
+    not looked at again. Where U has kinks, as that of ReLU networks, no Hessian is taken for a precision.
 
     Args:
         tolerance: on the Newton decrement :math:`g^\top P^{-1} g`; see :meth:`~pyro_dvi.LaplaceGuide.diagnose`.
-        steps: of the Lanczos recursion; up to 4 gradients of all data each.
+        steps: of the Lanczos recursion, and of conjugate gradients; up to 2 gradients of all data each.
     """
 
     tolerance: float = 1e-2
@@ -61,19 +63,26 @@ class Refuse(Unconverged):
         check_positive("tolerance", self.tolerance)
         check_count("steps", self.steps)
 
-    def method(self, wanted: Method, energies: Sequence[Energy]) -> Method:
-        """Return the method that was asked for.
+    def look(self, wanted: Method, place: Place) -> tuple[Method, Diagnosis | None]:
+        """Return the method that was asked for, and the diagnosis.
 
         Raises:
-            UnconvergedError: the precision is the Hessian, and the mode no minimum.
+            UnconvergedError: the precision is the Hessian, and the mode no minimum, or U has kinks.
+            DataError, ModelError: NaN in the data, or a model that is random.
         """
         if not wanted.needs_minimum:
-            return wanted
+            return wanted, None
+        known, energy = place.known, place.energy
         if not isinstance(wanted.curvature, Hessian):
-            _warn_if_far(energies)
-            return wanted
-        found = _best([diagnose(energy, tolerance=self.tolerance, steps=self.steps) for energy in energies])
-        return wanted if found.converged else self._otherwise(wanted, found)
+            return wanted, None if known else _sound(first_look(energy))
+        if known and known.curvature == "Hessian" and known.decrement <= self.tolerance:
+            return wanted, None
+        found = look_at_kinks(energy)
+        if not found.kinks:
+            found = _sound(diagnose(energy, tolerance=self.tolerance, steps=self.steps))
+            if found.converged:
+                return wanted, found
+        return self._otherwise(wanted, found), found
 
     def _otherwise(self, wanted: Method, found: Diagnosis) -> Method:
         way = "fit(..., unconverged=UseGGN()) takes the Gauss-Newton matrix instead."
@@ -96,8 +105,6 @@ class UseGGN(Refuse):
     """
 
     def _otherwise(self, wanted: Method, found: Diagnosis) -> Method:
-        if found.randomness or found.non_finite:
-            return super()._otherwise(wanted, found)
         changed: Any = wanted
         other = replace(changed, curvature=GGN()) if _has_curvature(wanted) else ConjugateGradient(GGN())
         by = (
@@ -116,18 +123,36 @@ def _has_curvature(method: Any) -> bool:
     return any(field.name == "curvature" and field.init for field in fields(method))
 
 
-def _warn_if_far(energies: Sequence[Energy]) -> None:
-    found = _best([glance(energy) for energy in energies])
+def _sound(found: Diagnosis) -> Diagnosis:
+    """Refuse data and models for which no U is there to be minimised."""
     if found.non_finite:
         raise DataError(found.verdict)
     if found.randomness:
         raise ModelError(found.verdict)
-    if found.newton_decrement is not None and not found.near:
-        warnings.warn(
-            f"the Gaussian is put around a mode that is no minimum. {found}", DviWarning, stacklevel=4
-        )
+    return found
 
 
-def _best(found: list[Diagnosis]) -> Diagnosis:
-    """Return the first that is converged, else the first."""
-    return next((d for d in found if d.converged or d.near), found[0])
+def warned_if_far(found: Diagnosis, posterior: LaplacePosterior, energy: Energy) -> Diagnosis:
+    """Return what is known of the mode with the distance that the Gaussian shows, if that is not known yet.
+
+    Warns:
+        DviWarning: the minimum is more than a standard deviation away.
+    """
+    if found.newton_decrement is None:
+        found = distance_by(posterior, found, energy.at(energy.start))
+        if found.decrement_at_least > found.tolerance:
+            warnings.warn(
+                f"the Gaussian is put around a mode that is no minimum. {found}", DviWarning, stacklevel=3
+            )
+    return found
+
+
+def chosen_policy(given: Unconverged | None) -> Unconverged:
+    """Return what was given, ``Refuse()`` by default.
+
+    Raises:
+        ArgumentError: something else than an object was given.
+    """
+    if given is not None:
+        check_choice("unconverged", given, Unconverged, "Refuse(), UseGGN() or Accept()")
+    return given or Refuse()

@@ -4,6 +4,7 @@
 import inspect
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,15 +12,18 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-from pyro_dvi.errors import ModelError, NotPositiveDefiniteError
+from pyro_dvi.errors import ModelError, NotPositiveDefiniteError, UnsupportedError
 from pyro_dvi.laplace.energy.energy import Energy, LocalEnergy
 from pyro_dvi.laplace.energy.precision import GGN, Hessian, PrecisionMatrix
+from pyro_dvi.laplace.methods.posterior import LaplacePosterior
+from pyro_dvi.laplace.mode.kinks import TIES, kinks
 from pyro_dvi.linalg import Eigenpair, conjugate_gradients, smallest_eigenpair
 from pyro_dvi.undisturbed import undisturbed
 
-__all__ = ["Diagnosis", "diagnose", "glance"]
+__all__ = ["Diagnosis", "diagnose", "distance_by", "first_look", "look_at_kinks"]
 
 _COLLINEAR = 0.99  # cosine above which the prior's gradient explains that of the likelihood
+_STEPS_AT_SADDLE = 10  # of conjugate gradients, for a distance that nothing depends on
 _ANOTHER_WEIGHT = 0.05  # relative difference from which another kl_weight is worth mentioning
 
 
@@ -32,10 +36,12 @@ class Diagnosis:
         value: U at the mode.
         randomness: by how much two evaluations of U at the same point differ beyond rounding; zero in a proper model.
         gradient_norm: of the gradient of U.
+        kinks: functions of which the Hessian knows half (ReLU and others), if they are between latents and U.
         newton_decrement: :math:`g^\top P^{-1} g`, the squared distance to the minimum in posterior standard deviations;
-            no functional of the latents has its mean shifted by more standard deviations than its square root. None
-            where P is not positive definite.
-        decrement_is_bound: the decrement is a lower bound only.
+            no functional of the latents has its mean shifted by more standard deviations than its square root. An
+            estimate from above: where conjugate gradients leave a residual r, :math:`|r|^2 / \lambda_{\min}` is
+            added, with the smallest eigenvalue found. None where it was not looked for.
+        decrement_at_least: the same from below.
         curvature: the matrix P of the decrement, ``"Hessian"`` or ``"GGN"``.
         smallest_eigenvalue: of the Hessian of U, with its residual; an upper bound, so that a negative one is a proof.
             None where it was not looked for.
@@ -51,8 +57,9 @@ class Diagnosis:
     value: float = math.nan
     randomness: float = 0.0
     gradient_norm: float = math.nan
+    kinks: tuple[str, ...] = ()
     newton_decrement: float | None = None
-    decrement_is_bound: bool = False
+    decrement_at_least: float = 0.0
     curvature: str = "Hessian"
     smallest_eigenvalue: Eigenpair | None = None
     in_prior_units: bool = False
@@ -69,20 +76,14 @@ class Diagnosis:
 
     @property
     def near(self) -> bool:
-        """Whether the minimum is within the tolerance as far as the decrement shows."""
+        """Whether the point is stationary within the tolerance, in the norm of :attr:`curvature`."""
         return self.newton_decrement is not None and self.newton_decrement <= self.tolerance
 
     @property
     def converged(self) -> bool:
         """Whether this is a minimum within the tolerance, with a positive definite Hessian."""
-        return (
-            not self.non_finite
-            and not self.randomness
-            and self.smallest_eigenvalue is not None
-            and not self.at_saddle
-            and self.near
-            and not self.decrement_is_bound
-        )
+        lowest = self.smallest_eigenvalue
+        return self.near and self.curvature == "Hessian" and lowest is not None and not self.at_saddle
 
     @property
     def verdict(self) -> str:
@@ -114,38 +115,59 @@ class Diagnosis:
             )
         if self.converged:
             return "Converged: a minimum with a positive definite Hessian."
+        return self._distance + modules * (not self.near) + self._of_kinks
+
+    @property
+    def _distance(self) -> str:
+        if self.newton_decrement is None:
+            return "" if self.kinks else "The distance to the minimum is not known."
+        low, high = math.sqrt(max(self.decrement_at_least, 0.0)), math.sqrt(self.newton_decrement)
         if self.near:
-            return "As near to a minimum as this look shows; guide.diagnose(batches) looks closer."
-        distance = "" if self.newton_decrement is None else f" {math.sqrt(self.newton_decrement):.3g}"
-        least = " at least" if self.decrement_is_bound else ""
+            return f"Stationary: U has no slope at most {high:.2g} standard deviations of {self.curvature}() away."
+        least = " at least" if high > 1.1 * low else ""
+        if self.decrement_at_least > self.tolerance:
+            return (
+                f"Not converged: the minimum is{least} {low:.3g} posterior standard deviations away. Train further or "
+                "run guide.polish(batches)."
+            )
         return (
-            f"Not converged: the minimum is{least}{distance} posterior standard deviations away. Train further or run "
-            f"guide.polish(batches).{modules}"
+            f"Not settled: the minimum is between {low:.2g} and {high:.2g} posterior standard deviations away, as far "
+            "as these steps show. guide.diagnose(batches, steps=...) looks closer, guide.polish(batches) goes there."
+        )
+
+    @property
+    def _of_kinks(self) -> str:
+        if not self.kinks:
+            return ""
+        return (
+            f" U has kinks ({', '.join(self.kinks)}), of which a Hessian knows nothing: take GGN(), or "
+            "smooth_activations_(net) before training."
         )
 
     def __str__(self) -> str:
         rows = [("value of U", f"{self.value:.8g}"), ("gradient norm", f"{self.gradient_norm:.3g}")]
         if self.newton_decrement is not None:
-            bound = "at least " if self.decrement_is_bound else ""
-            rows.append(("Newton decrement", f"{bound}{self.newton_decrement:.3g} ({self.curvature})"))
+            low, high = self.decrement_at_least, self.newton_decrement
+            span = f"{high:.3g}" if high <= 1.1 * low else f"{low:.3g} to {high:.3g}, an estimate"
+            rows.append(("Newton decrement", f"{span} ({self.curvature})"))
         if self.smallest_eigenvalue is not None:
             lowest = self.smallest_eigenvalue
             unit = " prior precisions" if self.in_prior_units else ""
             rows.append(
                 ("smallest eigenvalue", f"{lowest.value:.3g} ± {lowest.residual:.1g}{unit} (Hessian)")
             )
-        known = rows if not self.non_finite else []
-        return "\n".join([self.verdict, *(f"  {name:<20} {text}" for name, text in known)])
+        known = [] if math.isnan(self.gradient_norm) else rows
+        return "\n".join([self.verdict.strip(), *(f"  {name:<20} {text}" for name, text in known)])
 
 
 def diagnose(energy: Energy, *, tolerance: float = 1e-2, steps: int = 200) -> Diagnosis:
-    r"""Look at U around the mode with its true Hessian.
+    r"""Look at U around the mode with its true Hessian; where it has kinks, with the Gauss-Newton matrix.
 
     The cost is at most :math:`2 \cdot \text{steps}` gradients of all data for the eigenvalue, and as many for the
-    decrement.
+    decrement, which takes none where the gradient alone shows that it is within the tolerance.
 
     Status: the eigenvalue is an upper bound, so that negative curvature which ``steps`` of the Lanczos recursion do not
-    reveal is not seen.
+    reveal is not seen; the decrement is an estimate by that eigenvalue.
 
     Args:
         energy: U on fixed batches.
@@ -153,10 +175,13 @@ def diagnose(energy: Energy, *, tolerance: float = 1e-2, steps: int = 200) -> Di
         steps: of the Lanczos recursion, and of conjugate gradients.
     """
     with undisturbed():
-        found = _first_look(energy, tolerance)
+        found = first_look(energy, tolerance)
         if found.non_finite or found.randomness:
             return found
+        found = replace(found, kinks=look_at_kinks(energy).kinks)
         local = energy.at(energy.start)
+        if found.kinks:
+            return _with_decrement(found, local, GGN(), steps)
         diagonal = local.prior_diagonal()
         scale = torch.ones_like(local.point) if diagonal is None else diagonal.rsqrt()
         lowest = smallest_eigenpair(
@@ -167,49 +192,85 @@ def diagnose(energy: Energy, *, tolerance: float = 1e-2, steps: int = 200) -> Di
             like=local.point,
         )
         found = replace(found, smallest_eigenvalue=lowest, in_prior_units=diagonal is not None)
-        choices: list[PrecisionMatrix] = [GGN()] if found.at_saddle else [Hessian(), GGN()]
-        for curvature in choices:
+        if not found.at_saddle:
             try:
-                return _with_decrement(found, local, curvature, steps)
-            except (NotPositiveDefiniteError, ModelError):  # ModelError: no Gauss-Newton matrix
-                continue
-        return replace(found, fitting_kl_weight=_fitting_kl_weight(local))
+                return _with_decrement(found, local, Hessian(), steps)
+            except NotPositiveDefiniteError as error:  # a direction that the recursion has not seen
+                assert error.curvature is not None
+                found = replace(found, smallest_eigenvalue=replace(lowest, value=error.curvature))
+        try:
+            return _with_decrement(found, local, GGN(), _STEPS_AT_SADDLE)
+        except (NotPositiveDefiniteError, ModelError):  # ModelError: no Gauss-Newton matrix
+            return replace(found, fitting_kl_weight=_fitting_kl_weight(local))
 
 
-def glance(energy: Energy, *, tolerance: float = 1.0, steps: int = 3) -> Diagnosis:
-    """Look at U around the mode without its Hessian, for about ``2 * steps + 4`` gradients of all data.
+@undisturbed()
+def look_at_kinks(energy: Energy) -> Diagnosis:
+    """Say which kinks there are, but for those where two values are equal, which are rarely met; nothing else."""
+    return Diagnosis(kinks=tuple(name for name in kinks(energy) if name not in TIES))
 
-    A few steps of conjugate gradients with the Gauss-Newton matrix give a lower bound of the Newton decrement, so that
-    a bound above the tolerance shows that training has not converged; one below shows nothing.
+
+@undisturbed()
+def first_look(energy: Energy, tolerance: float = 1.0) -> Diagnosis:
+    """Return what one gradient shows, and two runs of the first batch; NaN is looked for where U has no value.
 
     Args:
         energy: U on fixed batches.
-        tolerance: on the bound; 1 is a whole posterior standard deviation.
-        steps: of conjugate gradients.
+        tolerance: on the decrement, which others look for.
     """
-    with undisturbed():
-        found = _first_look(energy, tolerance)
-        if found.non_finite or found.randomness:
-            return found
-        try:
-            return _with_decrement(found, energy.at(energy.start), GGN(), steps)
-        except NotPositiveDefiniteError:
-            return found
-
-
-def _first_look(energy: Energy, tolerance: float) -> Diagnosis:
-    """Return what two values and one gradient show."""
-    found = Diagnosis(kl_weight=energy.kl_weight, tolerance=tolerance)
+    found = Diagnosis(
+        kl_weight=energy.kl_weight, tolerance=tolerance, stochastic_modules=_in_training(energy.model)
+    )
     bad = [f"latent {name!r}" for name, u in energy.locs.items() if not bool(torch.isfinite(u).all())]
     if bad:
         return replace(found, non_finite=tuple(bad))
-    first, second = (float(energy.value(energy.start)) for _ in range(2))
-    rounding = math.sqrt(torch.finfo(energy.start.dtype).eps) * (1 + abs(first))
-    randomness = abs(first - second) if abs(first - second) > rounding else 0.0
-    found = replace(found, value=first, randomness=randomness, stochastic_modules=_in_training(energy.model))
-    if randomness:
-        return found
-    return replace(found, gradient_norm=float(energy.at(energy.start).gradient.norm()))
+    local = energy.at(energy.start)
+    value, gradient = local.value_and_gradient
+    change, rounding = energy.change_between_runs(energy.start), torch.finfo(local.point.dtype).eps ** 0.5
+    return replace(
+        found,
+        value=float(value),
+        gradient_norm=float(gradient.norm()),
+        randomness=change if change > rounding * (1 + abs(float(value))) else 0.0,
+    )
+
+
+def distance_by(posterior: LaplacePosterior, found: Diagnosis, local: LocalEnergy) -> Diagnosis:
+    r"""Add how far the minimum is in standard deviations of a Gaussian with the Gauss-Newton matrix, by that Gaussian.
+
+    .. math:: v = \tilde P^{-1} g, \qquad g^\top P^{-1} g \ge \frac{(g^\top v)^2}{v^\top P v}
+
+    Where its own distance :math:`g^\top v` is more than one, one product with P shows whether that is so in fact. A
+    Gaussian that cannot solve at once leaves v to three steps of conjugate gradients.
+
+    Args:
+        posterior: the Gaussian around the mode, of a precision close to P.
+        found: what is known.
+        local: U around the mode.
+    """
+    gradient, matrix, least = local.gradient, GGN(), 0.0
+    try:
+        step = posterior.solve(gradient.unsqueeze(0)) if posterior.stored is not None else None
+    except UnsupportedError:
+        step = None
+    if step is None:
+        product, preconditioner = partial(matrix.product, local), local.prior_diagonal()
+        step = conjugate_gradients(
+            product, gradient.unsqueeze(0), max_iterations=3, preconditioner=preconditioner
+        ).x
+    decrement = float(step[0] @ gradient)
+    if decrement > 1:
+        least = decrement**2 / float((step * matrix.product(local, step)).sum())
+    return replace(
+        found,
+        value=float(local.value),
+        gradient_norm=float(gradient.norm()),
+        newton_decrement=max(decrement, least),
+        decrement_at_least=least,
+        curvature="GGN",
+        tolerance=1.0,
+        fitting_kl_weight=_fitting_kl_weight(local) if least > 1 else None,
+    )
 
 
 def _in_training(model: Any) -> tuple[str, ...]:
@@ -225,20 +286,31 @@ def _in_training(model: Any) -> tuple[str, ...]:
 def _with_decrement(
     found: Diagnosis, local: LocalEnergy, curvature: PrecisionMatrix, steps: int
 ) -> Diagnosis:
-    """Add g' P^-1 g, and whether it is a lower bound: the iterates of conjugate gradients rise towards it."""
-    gradient = local.gradient
+    r"""Add :math:`g^\top P^{-1} g` from both sides, in coordinates in which the prior precision is one.
+
+    With the residual r of an x from conjugate gradients it is :math:`g^\top x + r^\top P^{-1} r`.
+    """
+    diagonal, lowest = local.prior_diagonal(), found.smallest_eigenvalue
+    scale = torch.ones_like(local.point) if diagonal is None else diagonal.rsqrt()
+    if isinstance(curvature, Hessian) and lowest is not None:
+        floor = max(lowest.value - lowest.residual, 0.5 * lowest.value)
+    else:
+        floor = 0.0 if diagonal is None else 1.0  # the likelihood's part has no negative curvature
+    gradient = scale * local.gradient
+    size = float(gradient.norm())
     solution = conjugate_gradients(
-        lambda v: curvature.product(local, v),
+        lambda v: scale * curvature.product(local, scale * v),
         gradient.unsqueeze(0),
-        tolerance=1e-3,
+        tolerance=max(1e-3 * (floor == 0), 0.1 * math.sqrt(found.tolerance * floor) / max(size, 1e-300)),
         max_iterations=steps,
-        preconditioner=local.prior_diagonal(),
     )
-    decrement = float(solution.x[0] @ gradient)
+    least = float(solution.x[0] @ gradient)
+    rest = (float(solution.residuals[0]) * size) ** 2
+    decrement = least + (rest / floor if floor > 0 else math.inf * (not solution.converged or 0))
     return replace(
         found,
         newton_decrement=decrement,
-        decrement_is_bound=not solution.converged,
+        decrement_at_least=least,
         curvature=type(curvature).__name__,
         fitting_kl_weight=None if decrement <= found.tolerance else _fitting_kl_weight(local),
     )

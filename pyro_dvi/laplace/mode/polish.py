@@ -34,6 +34,7 @@ class Polished:
         gradient_norm: where it ended.
         newton_decrement: :math:`g^\top P^{-1} g` before the last step: the squared distance to the minimum in posterior
             standard deviations.
+        curvature: the matrix P of the decrement, ``"Hessian"`` or ``"GGN"``.
         smallest_eigenvalue: of the Hessian, relative to the prior precision where that is diagonal (1 is a direction
             that only the prior holds); None where the search ended before it was looked for.
         iterations: steps of Newton's method.
@@ -53,6 +54,7 @@ class Polished:
     evaluations: int
     converged: bool
     reason: str
+    curvature: str = "Hessian"
 
     def __str__(self) -> str:
         lowest = "" if self.smallest_eigenvalue is None else f"{self.smallest_eigenvalue:.3g}"

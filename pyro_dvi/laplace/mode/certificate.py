@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a search, or a look, has shown of a mode, so that nobody looks again."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from pyro_dvi.laplace.energy.energy import Energy
+from pyro_dvi.laplace.energy.passes import same_data
+from pyro_dvi.laplace.point_mass import PointMass
+
+__all__ = ["Certificate", "Place"]
+
+
+@dataclass(frozen=True)
+class Certificate:
+    r"""That a mode is a minimum, or has no slope; nothing changes it, and any move of the mode ends it.
+
+    Attributes:
+        point: the mode, and the U that it belongs to.
+        sites: those all of whose entries varied.
+        data: checksum of the batches.
+        curvature: ``"Hessian"`` for a minimum with a positive definite Hessian; ``"GGN"`` where there is only no slope.
+        decrement: :math:`g^\top P^{-1} g` with that matrix, from above.
+    """
+
+    point: PointMass
+    sites: tuple[str, ...]
+    data: float
+    curvature: str
+    decrement: float
+
+    def is_of(self, point: PointMass) -> bool:
+        """Whether it is about this mode of this U."""
+        return point.change_since(self.point) is None
+
+    def covers(self, point: PointMass, energy: Energy) -> bool:
+        """Whether it is so with these data, too; a minimum over more sites is one over fewer."""
+        return (
+            self.is_of(point)
+            and set(energy.layout.names) <= set(self.sites)
+            and same_data(self.data, energy.passes.checksum)
+        )
+
+    def moved(self, function: Callable[[Tensor], Tensor]) -> "Certificate":
+        """Return it with ``function`` (to another device or dtype) applied to the mode."""
+        locs = {name: function(u) for name, u in self.point.locs.items()}
+        return replace(self, point=replace(self.point, locs=locs))
+
+    def state(self) -> dict[str, Any]:
+        """Return tensors and plain values, for files."""
+        return asdict(self)
+
+    @staticmethod
+    def from_state(state: Mapping[str, Any] | None) -> "Certificate | None":
+        """Make what :meth:`state` describes."""
+        return None if state is None else Certificate(**{**state, "point": PointMass(**state["point"])})
+
+
+@dataclass(frozen=True)
+class Place:
+    """Of which U the mode should be a minimum.
+
+    Attributes:
+        point: the mode, and what belongs to this U.
+        energy: U on all data.
+        known: what was shown of it before; None: nothing.
+    """
+
+    point: PointMass
+    energy: Energy
+    known: Certificate | None
