@@ -30,6 +30,13 @@ def model(x, y=None):
         return pyro.sample("y", dist.Normal(w * x, 0.3), obs=y)
 
 
+class Unasked(ByEvidence):
+    """Mistakes are found before the search."""
+
+    def score(self, candidates):
+        raise AssertionError
+
+
 @pytest.fixture
 def guide():
     guide = guide_at(model, (X, X), {"w": torch.tensor(0.9)})
@@ -46,6 +53,11 @@ def guide():
         (lambda guide: guide.fit(BATCHES, Dense(Hessian)), r"curvature must .*Hessian\(...\)"),
         (lambda guide: guide.fit(BATCHES, subset=[]), "subset is empty"),
         (lambda guide: guide.tune(BATCHES, criterion=ByEvidence, progress=False), "criterion must"),
+        (
+            lambda guide: guide.tune(BATCHES, criterion=Unasked(), unconverged=UseGGN),
+            r"unconverged must .*UseGGN\(...\)",
+        ),
+        (lambda guide: guide.tune(BATCHES, criterion=Unasked(), refinements="3"), "refinements must"),
         (lambda guide: guide.tune(BATCHES, "w", progress=False), r"scale must .*PriorPrecision\("),
         (lambda guide: guide.tune(BATCHES, method=Dense, progress=False), r"Dense\(...\)"),
         (lambda guide: guide.log_evidence(BATCHES, determinant="exact"), r"determinant must .*Exactly\(\)"),

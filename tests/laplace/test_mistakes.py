@@ -19,6 +19,7 @@ from pyro_dvi.errors import (
 )
 from pyro_dvi.laplace import (
     Accept,
+    ConjugateGradient,
     Dense,
     Hessian,
 )
@@ -53,8 +54,9 @@ class TestMistakes:
             def __iter__(self):
                 yield X + 0.01 * torch.randn(10), Y
 
-        with pytest.raises(DataError, match="changed between two passes"):
-            guide_at(model, (X, Y), LOCS).fit(Augmented(), Dense())
+        for method, unconverged in ((Dense(), None), (Dense(), Accept()), (ConjugateGradient(), Accept())):
+            with pytest.raises(DataError, match="changed between two passes"):
+                guide_at(model, (X, Y), LOCS).fit(Augmented(), method, unconverged=unconverged)
 
     def test_rows_that_are_dropped(self):
         loader = DataLoader(TensorDataset(X, Y), batch_size=4, drop_last=True)

@@ -11,11 +11,20 @@ import torch
 import torch.nn.functional as F
 from pyro.infer.autoguide import init_to_value
 
-from pyro_dvi import to_bayesian_
-from pyro_dvi.errors import ArgumentError, DataError, DviWarning, ModelError, NonFiniteError, UnconvergedError
+from pyro_dvi import regressor, to_bayesian_
+from pyro_dvi.errors import (
+    ArgumentError,
+    DataError,
+    DviWarning,
+    GuideError,
+    ModelError,
+    NonFiniteError,
+    UnconvergedError,
+)
 from pyro_dvi.laplace import (
     GGN,
     Accept,
+    ConjugateGradient,
     Dense,
     Hessian,
     HessianFree,
@@ -23,6 +32,7 @@ from pyro_dvi.laplace import (
     Refuse,
     UseGGN,
 )
+from pyro_dvi.laplace.energy.energy import LocalEnergy
 from tests.laplace.problems import LinearRegression, SineRegression, guide_at, ragged
 
 QUIET = {"progress": False}
@@ -299,6 +309,82 @@ def test_policies_are_checked():
     bad = [(x * math.nan, y) for x, y in problem.batches]
     with pytest.raises(DataError, match="argument 1"):
         problem.guide().fit(bad, Dense())
+
+
+def test_a_refused_fit_leaves_no_gaussian_and_no_evidence(saddle):
+    problem, guide, batches = at_saddle(saddle)
+    guide.fit(batches, Dense(), unconverged=Accept())
+    with pytest.raises(UnconvergedError):
+        guide.fit(batches, ConjugateGradient(Hessian()))
+    for use in (
+        lambda: guide.log_evidence(batches),
+        lambda: guide.log_evidence(batches, subset="w2"),
+        lambda: guide.predictive(problem.x),
+    ):
+        with pytest.raises(GuideError, match=r"ConjugateGradient\(.*ended in an error.*polish.*GGN\(\)"):
+            use()
+    assert "w1" in guide.median() and guide.posterior is None
+    guide.fit(batches, Dense(), unconverged=Accept())
+    assert guide.log_evidence(batches).determinant == "DensePosterior"
+
+
+@pytest.mark.parametrize("shift", [0.01, 1.0])
+@pytest.mark.parametrize("stiff", [False, True])
+def test_a_mode_that_was_trained_well_passes_by_an_estimate(shift, stiff):
+    problem = LinearRegression(num_data=40, noise=0.01)
+    values, vectors = torch.linalg.eigh(problem.precision())
+    direction = vectors[:, -1] / values[-1].sqrt() if stiff else vectors[:, 0] / values[0].sqrt()
+    mode = problem.mode() + shift * direction  # that many standard deviations away
+    guide = guide_at(problem.model, problem.batches[0], {"weight": mode})
+    found = guide.diagnose(problem.batches)
+    assert found.decrement_at_least <= shift**2 * (1 + 1e-6) and found.newton_decrement >= shift**2 * (
+        1 - 1e-6
+    )
+    assert found.converged == (shift == 0.01)
+    if found.converged:
+        guide.fit(problem.batches, Dense(Hessian()))
+        return
+    guide._certificate = None
+    with pytest.raises(UnconvergedError, match="Not converged: the minimum is 1 posterior"):
+        guide.fit(problem.batches, Dense(Hessian()))
+
+
+@pytest.mark.parametrize("steps", [2, 4, 8, 13])
+def test_the_decrement_lies_between_its_bounds_after_any_number_of_steps(steps):
+    problem = LinearRegression(num_data=40, num_features=13, noise=0.1)
+    generator = torch.Generator().manual_seed(0)
+    shift = 0.02 * torch.randn(13, dtype=torch.float64, generator=generator)
+    guide = guide_at(problem.model, problem.batches[0], {"weight": problem.mode() + shift})
+    true = float(shift @ problem.precision() @ shift)
+    for tolerance in (0.5 * true, 2 * true):
+        found = guide.diagnose(problem.batches, steps=steps, tolerance=tolerance)
+        assert found.decrement_at_least <= true * (1 + 1e-9) and true <= found.newton_decrement * (1 + 1e-9)
+        assert found.converged == (found.newton_decrement <= tolerance)
+        start = "Converged" if found.converged else "Not settled: the minimum is between"
+        assert found.verdict.startswith("Not converged" if found.decrement_at_least > tolerance else start)
+    assert found.converged or steps < 13
+
+
+def test_kinks_refuse_the_hessian_at_once(monkeypatch):
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(1, 20), torch.nn.ReLU(), torch.nn.Linear(20, 1)).double()
+    x = torch.linspace(-1, 1, 12).double().unsqueeze(-1)
+    model = regressor(to_bayesian_(net), num_data=12, noise_scale=0.1)
+    guide, batches = LaplaceGuide(model), [(x, x.sin())]
+    with monkeypatch.context() as patched:
+        patched.setattr(LocalEnergy, "hessian", None)
+        with pytest.raises(UnconvergedError, match=r"kinks \(relu\).*GGN\(\).*smooth_activations_") as caught:
+            guide.fit(batches, Dense(Hessian()))
+        assert caught.value.diagnosis.kinks == ("relu",)
+        found = guide.diagnose(batches)
+        assert found.curvature == "GGN" and not found.near and "kinks (relu)" in found.verdict
+        with pytest.warns(DviWarning) as warned:
+            guide.fit(batches, Dense(Hessian()), unconverged=UseGGN())
+        assert (
+            len(warned) == 2 and "kinks" in str(warned[0].message) and "no minimum" in str(warned[1].message)
+        )
+    guide.polish(batches, subset="net.2.*", **QUIET)
+    guide.fit(batches, Dense(Hessian()), subset="net.2.*")  # linear in these
 
 
 def test_accept_leaves_it_to_the_method(saddle):

@@ -57,7 +57,7 @@ class Refuse(Unconverged):
     """
 
     tolerance: float = 1e-2
-    steps: int = 100
+    steps: int = 200
 
     def __post_init__(self) -> None:
         check_positive("tolerance", self.tolerance)

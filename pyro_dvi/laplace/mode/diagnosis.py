@@ -288,31 +288,32 @@ def _with_decrement(
 ) -> Diagnosis:
     r"""Add :math:`g^\top P^{-1} g` from both sides, in coordinates in which the prior precision is one.
 
-    With the residual r of an x from conjugate gradients it is :math:`g^\top x + r^\top P^{-1} r`.
+    With the residual r of an x from conjugate gradients it is :math:`g^\top x + r^\top P^{-1} r`. Eigenvalues of the
+    Gauss-Newton matrix are at least that of the prior, one; the smallest of the Hessian was looked for.
     """
     diagonal, lowest = local.prior_diagonal(), found.smallest_eigenvalue
     scale = torch.ones_like(local.point) if diagonal is None else diagonal.rsqrt()
+    floor = 0.0 if diagonal is None else 1.0
     if isinstance(curvature, Hessian) and lowest is not None:
-        floor = max(lowest.value - lowest.residual, 0.5 * lowest.value)
-    else:
-        floor = 0.0 if diagonal is None else 1.0  # the likelihood's part has no negative curvature
+        shown = lowest.value - lowest.residual
+        floor = shown if diagonal is None else min(shown, 1.0)  # a larger one was found in too few steps
     gradient = scale * local.gradient
     size = float(gradient.norm())
+    enough = 0.1 * math.sqrt(found.tolerance * floor) / max(size, 1e-300) if floor > 0 else 1e-3
     solution = conjugate_gradients(
         lambda v: scale * curvature.product(local, scale * v),
         gradient.unsqueeze(0),
-        tolerance=max(1e-3 * (floor == 0), 0.1 * math.sqrt(found.tolerance * floor) / max(size, 1e-300)),
+        tolerance=enough,
         max_iterations=steps,
     )
     least = float(solution.x[0] @ gradient)
-    rest = (float(solution.residuals[0]) * size) ** 2
-    decrement = least + (rest / floor if floor > 0 else math.inf * (not solution.converged or 0))
+    rest = (float(solution.residuals[0]) * size) ** 2 / floor if floor > 0 else math.inf
     return replace(
         found,
-        newton_decrement=decrement,
+        newton_decrement=least + rest,
         decrement_at_least=least,
         curvature=type(curvature).__name__,
-        fitting_kl_weight=None if decrement <= found.tolerance else _fitting_kl_weight(local),
+        fitting_kl_weight=None if least + rest <= found.tolerance else _fitting_kl_weight(local),
     )
 
 
