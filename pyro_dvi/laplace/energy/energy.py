@@ -153,7 +153,7 @@ class Energy:
 
     def change_between_runs(self, point: Tensor) -> float:
         """By how much two runs of the same batch differ in what they add to U: by rounding, unless they are random."""
-        batch = next(iter(self.passes))
+        batch = self.passes.first_again()
         with torch.no_grad():
             graphs = [BatchGraph(*self._run(batch, point), kl_weight=self.kl_weight) for _ in range(2)]
         return float((graphs[0].energy - graphs[1].energy).abs())
