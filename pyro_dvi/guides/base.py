@@ -120,7 +120,9 @@ class FactorisedGuide(AutoGuide):
         return result
 
     def _sample_site(self, name: str, prior: Any) -> Tensor:
-        posterior = self._posterior(name)
+        return self._sample_from(self._posterior(name), name, prior)
+
+    def _sample_from(self, posterior: Any, name: str, prior: Any) -> Tensor:
         transform = unconstraining_transform(prior.support)
         if transform is None:
             return pyro.sample(name, posterior)

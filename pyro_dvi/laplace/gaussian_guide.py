@@ -90,7 +90,21 @@ class GaussianGuide(ModeGuide):
     # What predictions ask of a guide, this one or another's -------------------------------------------------------
 
     prediction_rule: Any = "Linearised"  # the name of a rule, or a rule
-    is_factorised = False  # the Gaussian couples latents, so that their marginals do not determine it
+
+    @property
+    def factorised(self) -> Callable[..., dict[str, Tensor]] | None:
+        """The Gaussian as a guide of independent sites; None where it couples latents.
+
+        Raises:
+            GuideError: not fitted yet, or the mode has moved since.
+        """
+        return self._at_marginals if self.fitted.posterior.independent else None
+
+    def _at_marginals(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        marginals = self._marginals()
+        return self._within_plates(
+            lambda name, prior: self._sample_from(marginals[name], name, prior), *args, **kwargs
+        )
 
     def predicted_model(self, model: Callable[..., Any]) -> Callable[..., Any]:
         """Return the model as it is predicted with: its scales times those that :meth:`tune` has set."""

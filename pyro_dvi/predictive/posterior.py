@@ -3,8 +3,8 @@
 
 A guide may say itself how it is predicted, by any of these: ``prediction_rule``, a rule or the name of one;
 ``predicted_model(model)``, the model with the scales that it was tuned for; ``example_latents()``, values to look at
-the model with; ``linearised(inputs, read)``, the Gaussian of its outputs; ``is_factorised``, False where its Gaussian
-is no product of independent ones; ``check_model(model)``, which refuses another model than that of the fit.
+the model with; ``linearised(inputs, read)``, the Gaussian of its outputs; ``factorised``, the posterior as a guide of
+independent Gaussians, None where it is none; ``check_model(model)``, which refuses another model than that of the fit.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -129,12 +129,14 @@ def posterior_gaussians(
         GuideError: the guide is not a factorised Gaussian, or has not seen its model.
     """
     check_is_set_up(guide)
-    if not getattr(guide, "is_factorised", True):
+    factorised = getattr(guide, "factorised", guide)
+    if factorised is None:
         raise GuideError(
-            f"the Gaussian of a {type(guide).__name__} is no product of independent ones: predict with Linearised()"
+            f"the Gaussian of this {type(guide).__name__} is no product of independent ones: predict with "
+            "Linearised(); that of a LaplaceGuide is one after guide.fit(batches, Diagonal())"
         )
     with torch.enable_grad(), AllRows():
-        guide_trace, gaussians = run_guide(Call(guide, guide, _arguments(guide, inputs)))
+        guide_trace, gaussians = run_guide(Call(factorised, factorised, _arguments(guide, inputs)))
         refuse_dependent(list(gaussians.values()))
     return _latents(guide_trace), gaussians
 

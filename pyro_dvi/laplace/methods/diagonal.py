@@ -88,6 +88,7 @@ class DiagonalPosterior(LaplacePosterior):
         prior: the prior's part, [D], if it is all of that.
     """
 
+    independent = True
     stored = ("mode", "precision")
 
     def __init__(self, mode: Tensor, precision: Tensor, prior: Tensor | None = None) -> None:

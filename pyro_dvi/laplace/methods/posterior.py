@@ -64,11 +64,13 @@ class LaplacePosterior(NamedInFiles):
 
     Attributes:
         mode: :math:`\hat u`, flat, [D].
+        independent: its precision is diagonal.
         stored: the arguments of the class, tensors and plain values, that its attributes of the same names hold: what
             a file keeps of it. None: it needs the model and the data to work, and is not saved.
     """
 
     mode: Tensor
+    independent: ClassVar[bool] = False
     stored: ClassVar[tuple[str, ...] | None] = None
 
     def __repr__(self) -> str:

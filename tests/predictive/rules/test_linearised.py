@@ -31,7 +31,7 @@ class ForeignGuide:
     """A full Gaussian over the weights, whose scales of the noise are to be doubled."""
 
     prediction_rule: Any = "Linearised"
-    is_factorised = False
+    factorised = None
 
     def __init__(self) -> None:
         root = torch.tensor([[0.3, 0.0], [0.2, 0.1]], dtype=torch.float64)
@@ -89,7 +89,7 @@ def test_other_rules_take_its_model(name):
 
 
 def test_a_guide_that_is_no_product_is_not_predicted_as_one():
-    with pytest.raises(GuideError, match=r"a ForeignGuide is no product.*Linearised\(\)"):
+    with pytest.raises(GuideError, match=r"this ForeignGuide is no product.*Linearised\(\)"):
         dvi.predict(model, ForeignGuide(), X, dvi.Moments())
 
 
