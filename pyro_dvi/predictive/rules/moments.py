@@ -34,8 +34,8 @@ class Moments(PredictionRule):
     .. math:: p(y \mid x) \approx \int p(y \mid f)\, \mathcal N(f; m_f(x), v_f(x))\, \mathrm df
 
     The rule for posteriors trained by :class:`~pyro_dvi.MomentPropagationELBO`; it serves any factorised Gaussian
-    guide, and a :class:`~pyro_dvi.LaplaceGuide` after ``guide.fit(batches, Diagonal())``. Numbers with Gaussian noise have mean :math:`m` and variance :math:`v + \mathrm E[\sigma^2]`; class
-    probabilities are the average softmax.
+    guide, and a :class:`~pyro_dvi.LaplaceGuide` after ``guide.fit(batches, Diagonal())``. Numbers with Gaussian noise
+    have mean :math:`m` and variance :math:`v + \mathrm E[\sigma^2]`; class probabilities are the average softmax.
 
     Status: exact where every weight enters each output once, as in linear models and, up to the Gaussian form of the
     output, networks with one hidden layer. Deeper networks, shared kernels and weights that are used twice drop
