@@ -21,7 +21,7 @@ from pyro_dvi import curvature, metrics
 from pyro_dvi.bayesian import HierarchicalScale, LearnedScale
 from pyro_dvi.curvature.information import expected_information
 from pyro_dvi.laplace import Accept, ByEvidence, ByLanczos, Dense, HessianFree, PriorPrecision
-from pyro_dvi.laplace.methods.hessian_free import LabelShift, Pointwise
+from pyro_dvi.laplace.methods.hessian_free import Adam, LabelShift
 from tests import emulated
 from tests.laplace.cases import CASES as LAPLACE
 from tests.whole_package.methods import (
@@ -236,14 +236,14 @@ def test_evidence_and_tuning_of_laplace(device):
 
 @pytest.mark.filterwarnings("ignore:.*gives means of rows of the covariance matrix")
 @pytest.mark.parametrize(
-    "mode",
-    [Pointwise(), LabelShift()],
-    ids=lambda mode: type(mode).__name__,
+    "method",
+    [HessianFree(), HessianFree(LabelShift()), HessianFree(solver=Adam(1.0, epochs=2))],
+    ids=lambda method: f"{type(method.mode).__name__}-{type(method.solver).__name__}",
 )
-def test_variances_from_second_fits(mode, device):
+def test_variances_from_second_fits(method, device):
     def variance(where: torch.device | str) -> dict[str, Tensor]:
         guide, batches, _ = laplace_guide(where)
-        guide.fit(batches, HessianFree(mode))
+        guide.fit(batches, method)
         return {"variance": guide.predictive(batches[0][0]).variance}
 
     check_device(variance(device), variance("cpu"), device, rtol=1e-2, atol=1e-4)

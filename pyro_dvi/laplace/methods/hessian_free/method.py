@@ -160,12 +160,15 @@ def _check_variances(variances: Tensor, mode: Mode) -> None:
         return
     if isinstance(mode, PretrainedMode):
         reason = (
-            f"{type(mode).__name__}() gives means of rows of the covariance matrix, which have either sign; "
-            "posterior.responses(query) holds them. Use Pointwise() for variances."
+            f"{type(mode).__name__}() gives means of rows of the covariance matrix, which have either sign. Use "
+            "Pointwise() for variances"
         )
     else:
         reason = (
             "the mode is no minimum, or a second fit has missed its own. Run guide.polish(batches), and use "
-            "solver=NewtonCG()."
+            "solver=NewtonCG()"
         )
-    raise NotPositiveDefiniteError(f"{negative} of {variances.numel()} variances came out negative: {reason}")
+    raise NotPositiveDefiniteError(
+        f"{negative} of {variances.numel()} variances came out negative: {reason}; posterior.responses(query) holds "
+        "the numbers."
+    )
