@@ -12,13 +12,15 @@ import torch
 from torch import Tensor
 
 from pyro_dvi.curvature.per_example import Contribution, Use
-from pyro_dvi.curvature.products import LinearMap
-from pyro_dvi.curvature.squared_gradients import SquaredGradients, squares_without_rules
+from pyro_dvi.curvature.per_example.uses import at_least_single
+from pyro_dvi.curvature.products import LinearMap, gradients_at, vectors_together
+from pyro_dvi.curvature.squared_gradients import SquaredGradients, squares_of, squares_without_rules
 
 __all__ = ["ExampleGradients", "OuterGradients", "by_examples"]
 
 _KEPT = 1 << 26  # entries of gradients at layers that may be held
 _CHUNK = 1 << 23  # entries of rows of J that are formed at a time
+_CACHE = 1 << 19  # entries that a processor's cache holds
 
 
 class OuterGradients:
@@ -41,20 +43,50 @@ class OuterGradients:
         """Whether each is one outer product, all of it."""
         return self._entries is None and self._inputs(slice(0, 1)).shape[1] == 1
 
+    @property
+    def num_examples(self) -> int:
+        """B."""
+        return self._deltas.shape[1]
+
+    @property
+    def _together(self) -> int:
+        return _CACHE if self._deltas.device.type == "cpu" else _CHUNK
+
+    def chunks(self, size: int = 0) -> Iterator[slice]:
+        """Give parts of the examples to be worked on together, with so many numbers more for each example."""
+        a, delta = self.parts(slice(0, 1))
+        count = max(1, self._together // (a.numel() + delta.numel() + size))
+        for start in range(0, self.num_examples, count):
+            yield slice(start, start + count)
+
     def parts(self, part: slice) -> tuple[Tensor, Tensor]:
         """Return a ``[m, T, q]`` and delta ``[K, m, T, p]`` of some examples."""
-        return self._inputs(part), torch.stack([self._of_output(d) for d in self._deltas[:, part]])
+        delta = self._deltas[:, part]
+        return self._inputs(part), self._of_output(delta.flatten(0, 1)).unflatten(0, delta.shape[:2])
 
     def rows(self, part: slice) -> Tensor:
         """Return the gradients ``[m, K, size]``."""
         a, delta = self.parts(part)
-        left, right = (a, delta) if self.inputs_first else (delta, a)
         if self._entries is None:
-            return (left.mT @ right).flatten(2).transpose(0, 1)  # broadcasts over outputs
+            found = (delta.permute(1, 0, 3, 2).flatten(1, 2) @ a).unflatten(1, (len(delta), -1))
+            return (found.mT if self.inputs_first else found).flatten(2)
+        left, right = (a, delta) if self.inputs_first else (delta, a)
         i, j = self._entries // right.shape[-1], self._entries % right.shape[-1]
         count = max(1, _CHUNK // max(1, delta[:, 0, :, 0].numel() * len(i)))  # examples at a time
         pairs = zip(left.split(count, -3), right.split(count, -3), strict=True)
         return torch.cat([(x[..., i] * y[..., j]).sum(-2) for x, y in pairs], -2).transpose(0, 1)
+
+    def squares(self) -> Tensor | None:
+        """Return the sum of the squares of all gradients; None where those of an example do not fit a cache."""
+        a, delta = self.parts(slice(0, 1))
+        if self.is_single:
+            a, delta = self.parts(slice(None))
+            found = delta.square().sum(0)[:, 0].mT @ a[:, 0].square()
+            return found.mT if self.inputs_first else found
+        size = len(delta) * delta.shape[-1] * a.shape[-1]
+        if size > self._together:
+            return None
+        return sum((self.rows(part).square_().sum((0, 1)) for part in self.chunks(size)), a.new_zeros(()))
 
 
 class ExampleGradients:
@@ -64,7 +96,7 @@ class ExampleGradients:
 
     Args:
         recorder: the context in which the model ran, with the tensors u.
-        outputs: f, ``[B, K]``, a node of the graph of these.
+        outputs: f, ``[B, K]``, a node of the graph of these; what is to be weighted comes with its weight.
         entries: the entries of flat tensors that rows are to have, by the number of the tensor; None, as for tensors
             that are left out: all.
     """
@@ -96,8 +128,8 @@ class ExampleGradients:
     @property
     def held(self) -> int:
         """Entries of gradients at layers that rows need to be held."""
-        per_use = [use.shape.numel() for uses in self._uses.values() for use in uses]
-        return self.outputs.shape[1] * sum(per_use)
+        places = {use.output: use.shape.numel() for uses in self._uses.values() for use in uses}
+        return self.outputs.shape[1] * sum(places.values())
 
     @property
     def cheap(self) -> bool:
@@ -105,32 +137,32 @@ class ExampleGradients:
         covered = sum(self.sizes[k] for k in self._uses)
         return 2 * covered > self.size and self.held <= _KEPT
 
-    def squares(self, weights: Tensor, tensors: Sequence[int] | None = None) -> list[Tensor]:
-        r"""Return :math:`\sum_{ik} (w_{ik} J_{ik})^2` for each whole tensor; zero for those that are not asked for.
+    def squares(self, tensors: Sequence[int] | None = None) -> list[Tensor]:
+        r"""Return :math:`\sum_{ik} J_{ik}^2` for each whole tensor; zero for those that are not asked for.
 
         Args:
-            weights: w, ``[B, K]``.
             tensors: which tensors; None: all.
         """
         totals = [torch.zeros_like(v) for v in self.values]
         wanted = range(len(self.values)) if tensors is None else tensors
         uses = {k: self._uses[k] for k in wanted if k in self._uses}
+        at_once = max(1, _KEPT * self.outputs.shape[1] // max(1, self.held))
+        for units in self._units.split(at_once) if uses else ():
+            deltas = self._deltas if len(units) == len(self._units) else self._deltas_of(units)
+            for k, calls in uses.items():
+                for found in _squares(calls, [deltas[use.output] for use in calls]):
+                    totals[k] += found.reshape(totals[k].shape)
         rest = [k for k in wanted if k not in uses]
-        for output, weight in zip(self.outputs.unbind(1), weights.unbind(1), strict=True):
-            for k, found in self.recorder.measured(uses, output, weight).items():
-                totals[k] += found.reshape(totals[k].shape)
-            if rest:
-                others = squares_without_rules(output, weight, [self.values[k] for k in rest])
-                for k, found in zip(rest, others, strict=True):
-                    totals[k] += found
+        for output in self.outputs.unbind(1) if rest else ():
+            others = squares_without_rules(output, torch.ones_like(output), [self.values[k] for k in rest])
+            for k, found in zip(rest, others, strict=True):
+                totals[k] += found
         return totals
 
     def outer(self, k: int) -> OuterGradients | None:
         """Return what the gradients of tensor ``k`` are made of; None without such a rule, or with several uses."""
         uses = self._uses.get(k, [])
-        if len(uses) != 1 or uses[0].contribution.outer is None:
-            return None
-        deltas = self._deltas[uses[0].output]
+        deltas = self._deltas[uses[0].output] if _is_outer(uses) else None
         return None if deltas is None else OuterGradients(uses[0].contribution, deltas, self._entries.get(k))
 
     def same_call(self, k: int, other: int) -> bool:
@@ -160,21 +192,25 @@ class ExampleGradients:
         return torch.cat(columns, -1)
 
     @cached_property
+    def _units(self) -> Tensor:
+        """The outputs one by one, ``[K, K]``."""
+        return torch.eye(self.outputs.shape[1]).to(self.outputs)
+
+    @cached_property
     def _deltas(self) -> dict:
         """Gradients ``[K, B, ...]`` of all outputs at each use; None where none arrives."""
+        return self._deltas_of(self._units)
+
+    def _deltas_of(self, units: Tensor) -> dict:
         edges = list(dict.fromkeys(use.output for uses in self._uses.values() for use in uses))
-        if not edges:
-            return {}
-        per_output = []
-        for output in self.outputs.unbind(1):
-            ones = torch.ones_like(output)
-            per_output.append(torch.autograd.grad(output, edges, ones, retain_graph=True, allow_unused=True))
-        found = {}
-        for edge, column in zip(edges, zip(*per_output, strict=True), strict=True):
-            known = [delta for delta in column if delta is not None]
-            filled = [torch.zeros_like(known[0]) if d is None else d for d in column] if known else []
-            found[edge] = torch.stack(filled).detach() if known else None
-        return found
+        # The graph has saved about two numbers for each that passes through it.
+        saved = 2 * self.held // len(self._units) * self.outputs.element_size()
+        seeds = units.unsqueeze(1).expand(-1, len(self.outputs), -1)
+        found = (
+            gradients_at(self.outputs, edges, seeds, vectors_together(saved, seeds.device)) if edges else []
+        )
+        single = (None if delta is None else at_least_single(delta) for delta in found)
+        return dict(zip(edges, single, strict=True))
 
     @cached_property
     def _whole(self) -> dict[int, Tensor]:
@@ -215,13 +251,27 @@ class ExampleGradients:
         return [g.reshape(-1, outputs, g[0].numel()) for g in found]
 
 
-def by_examples(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
-    """Gather pairs (f, w) of shape ``[*batch_shape, K]`` into ``[B, K]``, one for each number of examples B."""
-    groups: dict[int, list[tuple[Tensor, Tensor]]] = {}
+def _is_outer(uses: Sequence[Use]) -> bool:
+    return len(uses) == 1 and uses[0].contribution.outer is not None
+
+
+def _squares(uses: Sequence[Use], deltas: Sequence[Tensor | None]) -> Iterator[Tensor]:
+    """Give sums of squares of a weight from gradients ``[S, B, ...]`` at each use: of all outputs, or one by one."""
+    reached = [(use, delta) for use, delta in zip(uses, deltas, strict=True) if delta is not None]
+    together = None
+    if _is_outer(uses) and reached:
+        together = OuterGradients(uses[0].contribution, reached[0][1]).squares()
+    if together is not None:
+        yield together
+        return
+    for single in zip(*(delta for _, delta in reached), strict=True):
+        yield squares_of([use for use, _ in reached], single)
+
+
+def by_examples(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    """Gather w f of pairs of shape ``[*batch_shape, K]`` into ``[B, K]``, one for each number of examples B."""
+    groups: dict[int, list[Tensor]] = {}
     for f, w in pairs:
         rows = len(f) if f.dim() > 1 else 1
-        groups.setdefault(rows, []).append((f.reshape(rows, -1), w.reshape(rows, -1)))
-    return [
-        (torch.cat([f for f, _ in group], 1), torch.cat([w for _, w in group], 1))
-        for group in groups.values()
-    ]
+        groups.setdefault(rows, []).append((f * w).reshape(rows, -1))
+    return [torch.cat(group, 1) for group in groups.values()]

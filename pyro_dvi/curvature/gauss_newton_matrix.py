@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""The Gauss-Newton matrix as a matrix, :math:`G = \sum_{ik} w_{ik}^2 J_{ik}^\top J_{ik}`.
+r"""The Gauss-Newton matrix as a matrix, :math:`G = \sum_{ik} J_{ik}^\top J_{ik}`, J being that of weighted outputs.
 
 With gradients that are outer products, :math:`J_{ik} = \delta_{ik} a_i^\top`, the block of two layers is
 
 .. math::
-    G_{(p,q),(p',q')} = \sum_i \Bigl(\sum_k w_{ik}^2\,\delta_{ikp}\,\delta'_{ikp'}\Bigr)\,a_{iq}\,a'_{iq'},
+    G_{(p,q),(p',q')} = \sum_i \Bigl(\sum_k \delta_{ikp}\,\delta'_{ikp'}\Bigr)\,a_{iq}\,a'_{iq'},
 
 one product over examples where rows of J would need one over examples and outputs.
 """
@@ -21,12 +21,11 @@ __all__ = ["add_gauss_newton_matrix"]
 _CHUNK = 1 << 24  # entries of products of factors that are formed at a time
 
 
-def add_gauss_newton_matrix(examples: ExampleGradients, weights: Tensor, total: Tensor) -> None:
+def add_gauss_newton_matrix(examples: ExampleGradients, total: Tensor) -> None:
     """Add G to ``total`` [D, D] in place.
 
     Args:
         examples: J of B examples with K outputs.
-        weights: :math:`w^2`, ``[B, K]``.
         total: laid out like the examples' tensors, one after the other.
     """
     ends = torch.tensor(examples.sizes).cumsum(0).tolist()
@@ -34,22 +33,22 @@ def add_gauss_newton_matrix(examples: ExampleGradients, weights: Tensor, total: 
     layers = {
         k: outer for k in range(len(spans)) if (outer := examples.outer(k)) is not None and outer.is_single
     }
-    _add_strip(examples, weights, total, [spans[k] for k in range(len(spans)) if k not in layers])
+    _add_strip(examples, total, [spans[k] for k in range(len(spans)) if k not in layers])
     for (k, one), (other, two) in combinations_with_replacement(layers.items(), 2):
-        block = _own_block(one, weights) if k == other else _block(one, two, weights)
+        block = _own_block(one) if k == other else _block(one, two)
         total[spans[k], spans[other]] += block
         if k != other:
             total[spans[other], spans[k]] += block.mT
 
 
-def _add_strip(examples: ExampleGradients, weights: Tensor, total: Tensor, spans: list[slice]) -> None:
+def _add_strip(examples: ExampleGradients, total: Tensor, spans: list[slice]) -> None:
     """Add the rows and columns of tensors whose gradients are no single outer products, from rows of J."""
     if not spans:
         return
     columns = torch.cat([torch.arange(span.start, span.stop) for span in spans]).to(total.device)
     strip = total.new_zeros(len(columns), total.shape[1])
     for part in examples.chunks():
-        rows = (examples.rows(part) * weights[part].sqrt().unsqueeze(-1)).flatten(0, 1)
+        rows = examples.rows(part).flatten(0, 1)
         strip.addmm_(rows[:, columns].mT, rows)
     total[columns] += strip
     others = torch.ones(total.shape[1], dtype=torch.bool, device=total.device)
@@ -57,16 +56,16 @@ def _add_strip(examples: ExampleGradients, weights: Tensor, total: Tensor, spans
     total[others.nonzero(), columns] += strip[:, others].mT
 
 
-def _own_block(layer: OuterGradients, weights: Tensor) -> Tensor:
+def _own_block(layer: OuterGradients) -> Tensor:
     """The block of a layer with itself, from pairs of units in one order only."""
     total, pairs = None, None
-    for part in _chunks(layer, layer, weights):
-        a, delta, squared = _factors(layer, weights, part)
+    for part in _chunks(layer, layer):
+        a, delta = _factors(layer, part)
         if pairs is None:
             p, q = delta.shape[-1], a.shape[-1]
             pairs = [torch.triu_indices(n, n, device=a.device) for n in (p, q)]
         (i, j), (r, s) = pairs
-        left = torch.einsum("kmi,kmj->mij", delta * squared, delta)[:, i, j]
+        left = torch.einsum("kmi,kmj->mij", delta, delta)[:, i, j]
         product = left.mT @ (a[:, r] * a[:, s])
         total = product if total is None else total.add_(product)
     assert total is not None and pairs is not None
@@ -75,12 +74,12 @@ def _own_block(layer: OuterGradients, weights: Tensor) -> Tensor:
     return _laid_out(block, layer, layer)
 
 
-def _block(one: OuterGradients, two: OuterGradients, weights: Tensor) -> Tensor:
+def _block(one: OuterGradients, two: OuterGradients) -> Tensor:
     total = None
-    for part in _chunks(one, two, weights):
-        a, delta, squared = _factors(one, weights, part)
-        b, gamma, _ = _factors(two, weights, part)
-        left = torch.einsum("kmi,kmj->mij", delta * squared, gamma).flatten(1)
+    for part in _chunks(one, two):
+        a, delta = _factors(one, part)
+        b, gamma = _factors(two, part)
+        left = torch.einsum("kmi,kmj->mij", delta, gamma).flatten(1)
         right = torch.einsum("mi,mj->mij", a, b).flatten(1)
         product = left.mT @ right
         total = product if total is None else total.add_(product)
@@ -89,18 +88,18 @@ def _block(one: OuterGradients, two: OuterGradients, weights: Tensor) -> Tensor:
     return _laid_out(total.reshape(sizes), one, two)
 
 
-def _factors(layer: OuterGradients, weights: Tensor, part: slice) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a ``[m, q]``, delta ``[K, m, p]`` and the squared weights ``[K, m, 1]``."""
+def _factors(layer: OuterGradients, part: slice) -> tuple[Tensor, Tensor]:
+    """Return a ``[m, q]`` and delta ``[K, m, p]``."""
     a, delta = layer.parts(part)
-    return a[:, 0], delta[:, :, 0], weights[part].mT.unsqueeze(-1)
+    return a[:, 0], delta[:, :, 0]
 
 
-def _chunks(one: OuterGradients, two: OuterGradients, weights: Tensor) -> list[slice]:
-    a, delta, _ = _factors(one, weights, slice(0, 1))
-    b, gamma, _ = _factors(two, weights, slice(0, 1))
+def _chunks(one: OuterGradients, two: OuterGradients) -> list[slice]:
+    a, delta = _factors(one, slice(0, 1))
+    b, gamma = _factors(two, slice(0, 1))
     entries = delta.shape[-1] * gamma.shape[-1] + a.shape[-1] * b.shape[-1]
     count = max(1, _CHUNK // entries)
-    return [slice(start, start + count) for start in range(0, len(weights), count)]
+    return [slice(start, start + count) for start in range(0, one.num_examples, count)]
 
 
 def _pair_places(n: int, pairs: Tensor) -> Tensor:

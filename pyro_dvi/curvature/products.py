@@ -29,6 +29,7 @@ __all__ = [
     "LinearMap",
     "SavedBytes",
     "batched_gradients",
+    "gradients_at",
     "hessian_product",
     "information_outputs",
     "information_pairs",
@@ -161,37 +162,49 @@ def batched_gradients(
     create_graph: bool = False,
     allow_unused: bool = True,
 ) -> list[Tensor]:
-    """Vector-Jacobian products for cotangents with a first dimension S more than the outputs, some at a time.
+    """Vector-Jacobian products for cotangents with a first dimension S more than the outputs, some at a time."""
+    found = gradients_at(
+        outputs, values, cotangents, vectors_at_once, create_graph=create_graph, allow_unused=allow_unused
+    )
+    lead = len(cotangents if isinstance(cotangents, Tensor) else cotangents[0])
+    return [v.new_zeros((lead, *v.shape)) if g is None else g for v, g in zip(values, found, strict=True)]
+
+
+def gradients_at(
+    outputs: Any,
+    places: Sequence[Any],
+    cotangents: Any,
+    vectors_at_once: int,
+    *,
+    create_graph: bool = False,
+    allow_unused: bool = True,
+) -> list[Tensor | None]:
+    """As :func:`batched_gradients`, at tensors or edges of the graph; None where the outputs do not depend on one.
 
     Functions that cannot be vectorised are run one by one.
     """
     outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
     cotangents = [cotangents] if isinstance(cotangents, Tensor) else list(cotangents)
 
-    def products(vectors: tuple[Tensor, ...], batched: bool) -> list[Tensor]:
+    def products(vectors: tuple[Tensor, ...], batched: bool) -> list[Tensor | None]:
         with twice_differentiated(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*performance drop.*", category=UserWarning)  # of vmap
             found = torch.autograd.grad(
                 outputs,
-                values,
+                places,
                 vectors,
                 retain_graph=True,
                 allow_unused=allow_unused,
                 create_graph=create_graph,
                 is_grads_batched=batched,
             )
-        lead = vectors[0].shape[:1] if batched else ()
-        filled = [
-            v.new_zeros((*lead, *v.shape)) if g is None else g for v, g in zip(values, found, strict=True)
-        ]
-        return filled if create_graph else [g.detach() for g in filled]
+        return [g if create_graph or g is None else g.detach() for g in found]
 
-    def one_by_one(vectors: tuple[Tensor, ...]) -> list[Tensor]:
-        rows = [products(single, batched=False) for single in zip(*vectors, strict=True)]
-        return [torch.stack(column) for column in zip(*rows, strict=True)]
+    def one_by_one(vectors: tuple[Tensor, ...]) -> list[Tensor | None]:
+        return _joined([products(v, batched=False) for v in zip(*vectors, strict=True)], torch.stack)
 
-    def some(vectors: tuple[Tensor, ...]) -> list[Tensor]:
-        if len(vectors[0]) == 1:
+    def some(vectors: tuple[Tensor, ...]) -> list[Tensor | None]:
+        if min(len(vectors[0]), vectors_at_once) == 1:
             return one_by_one(vectors)
         try:
             return products(vectors, batched=True)
@@ -200,8 +213,14 @@ def batched_gradients(
                 raise
         return one_by_one(vectors)
 
-    parts = [some(chunk) for chunk in zip(*[c.split(vectors_at_once) for c in cotangents], strict=True)]
-    return [torch.cat(column) if len(parts) > 1 else column[0] for column in zip(*parts, strict=True)]
+    together = len(cotangents[0]) if vectors_at_once == 1 else vectors_at_once
+    parts = [some(chunk) for chunk in zip(*[c.split(together) for c in cotangents], strict=True)]
+    return _joined(parts, torch.cat) if len(parts) > 1 else parts[0]
+
+
+def _joined(parts: list[list[Tensor | None]], join: Callable[[Any], Tensor]) -> list[Tensor | None]:
+    """The parts of each place together; None where there are none."""
+    return [None if column[0] is None else join(column) for column in zip(*parts, strict=True)]
 
 
 def vectors_together(saved: int, device: torch.device) -> int:

@@ -26,7 +26,7 @@ from pyro_dvi.curvature.products import LinearMap, batched_gradients
 from pyro_dvi.curvature.rows import mixed_rows
 from pyro_dvi.errors import UnsupportedError
 
-__all__ = ["SquaredGradients", "pass_per_example", "passes_of", "squares_without_rules"]
+__all__ = ["SquaredGradients", "pass_per_example", "passes_of", "squares_of", "squares_without_rules"]
 
 _BUDGET = 1 << 26  # entries of gradients that the vectorised fallback may hold at a time
 Deliver = Callable[[int, Tensor], None]
@@ -73,13 +73,11 @@ class SquaredGradients(WeightUses):
         if not edges or not outputs.requires_grad:
             return {k: torch.zeros_like(self.values[k]) for k in served}
         deltas = iter(torch.autograd.grad(outputs, edges, cotangent, retain_graph=True, allow_unused=True))
-        found = {}
+        found = {k: torch.zeros_like(self.values[k]) for k in served}
         for k, uses in served.items():
-            gathered = _Gathered(len(uses) > 1)
-            for use in uses:
-                gathered.add(use, next(deltas))
-            squares = gathered.squares()
-            found[k] = torch.zeros_like(self.values[k]) if squares is None else squares
+            reached = [(use, delta) for use in uses if (delta := next(deltas)) is not None]
+            if reached:
+                found[k] = squares_of(*zip(*reached, strict=True))
         return found
 
     def mixed(self, served: dict[int, list[Use]], outputs: Tensor, seed: int = 0) -> set[int]:
@@ -96,6 +94,16 @@ class SquaredGradients(WeightUses):
         owners = [k for k, uses in served.items() for _ in uses]
         edges = [use.output for uses in served.values() for use in uses]
         return {owners[n] for n in mixed_rows(edges, outputs, seed)}
+
+
+def squares_of(uses: Sequence[Use], deltas: Sequence[Tensor]) -> Tensor:
+    """Return the sum of squares of a weight, given the gradients of the outputs of all its uses."""
+    gathered = _Gathered(len(uses) > 1)
+    for use, delta in zip(uses, deltas, strict=True):
+        gathered.add(use, delta)
+    squares = gathered.squares()
+    assert squares is not None
+    return squares
 
 
 class _Gathered:

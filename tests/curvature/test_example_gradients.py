@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pyro_dvi.curvature import example_gradients
 from pyro_dvi.curvature.example_gradients import ExampleGradients
 from pyro_dvi.curvature.gauss_newton_matrix import add_gauss_newton_matrix
 from pyro_dvi.curvature.squared_gradients import SquaredGradients
@@ -20,7 +21,8 @@ def of_case(case) -> ExampleGradients:
     recorder = SquaredGradients(weights)
     with recorder:
         first = case.call(x, *weights)
-    return ExampleGradients(recorder, torch.stack([first, first.square().sin()], -1))
+    weighted = torch.linspace(0.5, 1.5, 2 * M, dtype=torch.float64).reshape(M, 2)
+    return ExampleGradients(recorder, torch.stack([first, first.square().sin()], -1) * weighted)
 
 
 def jacobian(outputs: Tensor, values: list[Tensor]) -> Tensor:
@@ -41,13 +43,23 @@ def test_rows_squares_and_matrix_are_those_of_the_jacobian(case):
     close = {"atol": 1e-9, "rtol": 1e-9}
     torch.testing.assert_close(examples.rows(slice(0, M)), expected, **close)
     torch.testing.assert_close(examples.rows(slice(1, 3)), expected[1:3], **close)
-    weights = torch.linspace(0.5, 1.5, 2 * M, dtype=torch.float64).reshape(M, 2)
-    weighted = (expected * weights.unsqueeze(-1)).flatten(0, 1)
-    squares = torch.cat([s.reshape(-1) for s in examples.squares(weights)])
-    torch.testing.assert_close(squares, weighted.square().sum(0), **close)
+    expected = expected.flatten(0, 1)
+    squares = torch.cat([s.reshape(-1) for s in examples.squares()])
+    torch.testing.assert_close(squares, expected.square().sum(0), **close)
     matrix = torch.zeros(examples.size, examples.size, dtype=torch.float64)
-    add_gauss_newton_matrix(examples, weights.square(), matrix)
-    torch.testing.assert_close(matrix, weighted.T @ weighted, **close)
+    add_gauss_newton_matrix(examples, matrix)
+    torch.testing.assert_close(matrix, expected.T @ expected, **close)
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if not c.heavy][::4], ids=lambda c: c.name)
+def test_squares_of_what_memory_does_not_hold(case, monkeypatch):
+    """One output at a time, and gradients of single examples that fit no cache."""
+    monkeypatch.setattr(example_gradients, "_KEPT", 1)
+    monkeypatch.setattr(example_gradients, "_CACHE", 1)
+    examples = of_case(case)
+    expected = jacobian(examples.outputs, examples.values).flatten(0, 1).square().sum(0)
+    squares = torch.cat([s.reshape(-1) for s in examples.squares()])
+    torch.testing.assert_close(squares, expected, atol=1e-9, rtol=1e-9)
 
 
 def test_rows_that_are_no_examples_are_found_by_looking():

@@ -250,8 +250,8 @@ class LocalEnergy:
         self.energy.count(count)
         return total
 
-    def examples(self) -> Iterator[tuple[ExampleGradients, Tensor]]:
-        """Give, batch by batch, the rows of J and the weights ``[B, K]`` of the Gauss-Newton matrix."""
+    def examples(self) -> Iterator[ExampleGradients]:
+        r"""Give, batch by batch, the rows of :math:`\Lambda^{1/2} J`, of which the Gauss-Newton matrix is made."""
         with torch.enable_grad():
             recorders: list[SquaredGradients] = []
 
@@ -263,11 +263,11 @@ class LocalEnergy:
             for _, run in self.energy.runs(self.point, recorder):
                 rows.add(run)
                 labels = partial(self.energy.labels, batch=rows.batches - 1)
-                for outputs, weights in by_examples(information_pairs(sites_only(run), labels)):
-                    examples = ExampleGradients(recorders[-1], outputs, entries)
+                for outputs in by_examples(information_pairs(sites_only(run), labels)):
+                    outputs = outputs * self.energy.kl_weight**-0.5
                     if rows.batches == 1:  # a backward pass for each output, through every batch
                         self.energy.count(outputs.shape[1])
-                    yield examples, weights * self.energy.kl_weight**-0.5
+                    yield ExampleGradients(recorders[-1], outputs, entries)
                 recorders.clear()
             rows.check()
 

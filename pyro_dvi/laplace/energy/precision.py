@@ -87,10 +87,10 @@ class GGN(PrecisionMatrix):
     def matrix(self, local: LocalEnergy) -> Tensor:
         """Return P, from gradients of single examples where these are cheap."""
         total = local.point.new_zeros(len(local.point), len(local.point))
-        for examples, weights in local.examples():
+        for examples in local.examples():
             if not examples.cheap:
                 return super().matrix(local)
-            add_gauss_newton_matrix(examples, weights.square(), total)
+            add_gauss_newton_matrix(examples, total)
         diagonal = local.prior_diagonal()
         if diagonal is None:
             return total.add_(torch.cat([local.prior_hessian(rows) for rows in identity_rows(local.point)]))

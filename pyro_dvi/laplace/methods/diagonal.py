@@ -74,8 +74,8 @@ class Diagonal(Method):
 def likelihood_diagonal(local: LocalEnergy) -> Tensor:
     """Return the diagonal [D] of the likelihood's Gauss-Newton matrix."""
     total, layout = torch.zeros_like(local.point), local.energy.layout
-    for examples, weights in local.examples():
-        squares = dict(zip(layout.names, examples.squares(weights), strict=True))
+    for examples in local.examples():
+        squares = dict(zip(layout.names, examples.squares(), strict=True))
         total += layout.flatten(layout.pieces(squares))
     return total
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from pyro_dvi.curvature.example_gradients import ExampleGradients
@@ -98,6 +99,13 @@ def _eigen(matrix: Tensor) -> tuple[Tensor, Tensor]:
     return values.clamp_min(0), vectors
 
 
+def _gram(rows: Tensor) -> Tensor:
+    """The sum of x x' over rows x ``[..., T, n]``: where there are many together, without a copy of them."""
+    if rows.shape[-2] < rows.shape[-1]:
+        rows = rows.flatten(0, -2)
+    return (rows.mT @ rows).reshape(-1, rows.shape[-1], rows.shape[-1]).sum(0)
+
+
 @dataclass(frozen=True)
 class KroneckerFactored(Method):
     r"""Approximate the block of each dense or convolutional layer, with its bias, by a Kronecker product.
@@ -158,7 +166,7 @@ class KroneckerFactored(Method):
         prior = independent_prior_precision(local, "KroneckerFactored()")
         factors: _Factors | None = None
         previous: Any = None
-        for examples, weights in local.examples():
+        for examples in local.examples():
             if examples.recorder is previous:
                 raise UnsupportedError(
                     "KroneckerFactored() needs observed sites with the same number of rows: use Diagonal() or "
@@ -166,7 +174,7 @@ class KroneckerFactored(Method):
                 )
             previous = examples.recorder
             factors = _Factors(examples) if factors is None else factors
-            factors.add(examples, weights)
+            factors.add(examples)
         assert factors is not None
         names = [local.energy.layout.names[k] for k in factors.rest]
         if names:
@@ -191,19 +199,20 @@ class _Layer:
     deltas: Any = 0.0
     positions: int = 0
 
-    def add(self, examples: ExampleGradients, weights: Tensor) -> None:
+    def add(self, examples: ExampleGradients) -> None:
         """Add a batch."""
         outer = examples.outer(self.weight)
         if outer is None:  # no gradient arrives in this batch
             return
-        for part in examples.chunks():
+        for part in outer.chunks():
             a, delta = outer.parts(part)
-            if self.bias is not None:
-                a = torch.cat([a, a.new_ones(*a.shape[:-1], 1)], -1)
-            a, delta = a.flatten(0, 1), (delta * weights[part].mT[..., None, None]).flatten(0, 2)
-            self.positions += len(a)
-            self.inputs = self.inputs + a.mT @ a
-            self.deltas = self.deltas + delta.mT @ delta
+            inputs, count = _gram(a), a[..., 0].numel()
+            if self.bias is not None:  # which has an input of 1
+                sums = a.sum((0, 1)).unsqueeze(0)
+                inputs = torch.cat([torch.cat([inputs, sums]), F.pad(sums, (0, 1), value=count).mT], 1)
+            self.positions += count
+            self.inputs = self.inputs + inputs
+            self.deltas = self.deltas + _gram(delta)
 
     def block(self, prior: Tensor, spans: list[Span]) -> KroneckerBlock:
         """Return its block of the precision, given the prior's and where each value lies in a flat vector."""
@@ -237,12 +246,12 @@ class _Factors:
         self.rest = [k for k in numbers if k not in paired]
         self.diagonal = [torch.zeros_like(v) for v in examples.values]
 
-    def add(self, examples: ExampleGradients, weights: Tensor) -> None:
+    def add(self, examples: ExampleGradients) -> None:
         """Add a batch."""
         for layer in self.layers:
-            layer.add(examples, weights)
+            layer.add(examples)
         if self.rest:
-            for total, found in zip(self.diagonal, examples.squares(weights, self.rest), strict=True):
+            for total, found in zip(self.diagonal, examples.squares(self.rest), strict=True):
                 total += found
 
     def precision(self, local: LocalEnergy, prior: Tensor) -> tuple[Tensor, list[dict[str, Any]]]:
