@@ -7,6 +7,7 @@ One backward pass per output k reaches every layer with the gradients of all exa
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -39,9 +40,19 @@ class OuterGradients:
         self._deltas, self._entries = deltas, entries
 
     @property
+    def is_whole(self) -> bool:
+        """Whether rows have all entries."""
+        return self._entries is None
+
+    @property
     def is_single(self) -> bool:
         """Whether each is one outer product, all of it."""
-        return self._entries is None and self._inputs(slice(0, 1)).shape[1] == 1
+        return self.is_whole and self._inputs(slice(0, 1)).shape[1] == 1
+
+    @property
+    def num_outputs(self) -> int:
+        """K."""
+        return len(self._deltas)
 
     @property
     def num_examples(self) -> int:
@@ -63,6 +74,13 @@ class OuterGradients:
         """Return a ``[m, T, q]`` and delta ``[K, m, T, p]`` of some examples."""
         delta = self._deltas[:, part]
         return self._inputs(part), self._of_output(delta.flatten(0, 1)).unflatten(0, delta.shape[:2])
+
+    def by_unit(self, entries: Tensor) -> Tensor:
+        """Return what belongs to the entries of the weight, ``[size, ...]``, as ``[p, q, ...]``."""
+        units = self.parts(slice(0, 1))[1].shape[-1]
+        if self.inputs_first:
+            return entries.unflatten(0, (-1, units)).transpose(0, 1)
+        return entries.unflatten(0, (units, -1))
 
     def rows(self, part: slice) -> Tensor:
         """Return the gradients ``[m, K, size]``."""
@@ -124,6 +142,11 @@ class ExampleGradients:
     def size(self) -> int:
         """D, entries of a row."""
         return sum(self.sizes)
+
+    @property
+    def spans(self) -> list[slice]:
+        """Where each tensor lies in a row."""
+        return [slice(end - size, end) for end, size in zip(accumulate(self.sizes), self.sizes, strict=True)]
 
     @property
     def held(self) -> int:

@@ -28,8 +28,7 @@ def add_gauss_newton_matrix(examples: ExampleGradients, total: Tensor) -> None:
         examples: J of B examples with K outputs.
         total: laid out like the examples' tensors, one after the other.
     """
-    ends = torch.tensor(examples.sizes).cumsum(0).tolist()
-    spans = [slice(end - size, end) for end, size in zip(ends, examples.sizes, strict=True)]
+    spans = examples.spans
     layers = {
         k: outer for k in range(len(spans)) if (outer := examples.outer(k)) is not None and outer.is_single
     }

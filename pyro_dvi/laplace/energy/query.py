@@ -104,13 +104,13 @@ class Query:
 
     def rows(self, at_once: int = 64) -> Iterator[Tensor]:
         """Give the rows of J in order, example by example: tensors ``[n, D]``, n at most ``at_once``."""
-        if not self._examples.cheap:
+        if not self.examples.cheap:
             for units in identity_rows(self.mean.flatten(), at_once):
                 yield self.transposed(units.unflatten(1, self.mean.shape))
             return
         together = max(1, at_once // self.size)
         for start in range(0, self.num_rows, together):
-            rows = self._examples.rows(slice(start, start + together))
+            rows = self.examples.rows(slice(start, start + together))
             yield from rows.flatten(0, 1).split(at_once)
 
     @cached_property
@@ -131,7 +131,8 @@ class Query:
         return SavedBytes()
 
     @cached_property
-    def _examples(self) -> ExampleGradients:
+    def examples(self) -> ExampleGradients:
+        """The rows of J, and what they are made of."""
         return ExampleGradients(self._recorder, self.outputs.values, self.layout.entries)
 
     @cached_property

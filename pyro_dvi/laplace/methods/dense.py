@@ -1,15 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """The precision as a matrix: exact, for small models."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from pyro_dvi.curvature.example_gradients import ExampleGradients, OuterGradients
+from pyro_dvi.devices import widest
 from pyro_dvi.errors import ArgumentError, NotPositiveDefiniteError
 from pyro_dvi.laplace.energy.energy import LocalEnergy
 from pyro_dvi.laplace.energy.precision import GGN, PrecisionMatrix
-from pyro_dvi.laplace.methods.posterior import LaplacePosterior, Method
+from pyro_dvi.laplace.energy.query import Query
+from pyro_dvi.laplace.methods.layerwise import LayerwisePosterior
+from pyro_dvi.laplace.methods.posterior import Method
 
 __all__ = ["Dense", "DensePosterior"]
 
@@ -61,7 +67,7 @@ class Dense(Method):
         return DensePosterior(local.point, 0.5 * (precision + precision.mT), local.prior_diagonal())
 
 
-class DensePosterior(LaplacePosterior):
+class DensePosterior(LayerwisePosterior):
     """A Gaussian by the Cholesky factor of its precision.
 
     Attributes:
@@ -82,11 +88,46 @@ class DensePosterior(LaplacePosterior):
                 "curvature=GGN()."
             )
         self.factor = factor
+        self._rows_asked = 0
 
     def quadratic(self, rows: Tensor) -> Tensor:
         flat = rows.reshape(-1, rows.shape[-1])
         half = torch.linalg.solve_triangular(self.factor, flat.mT, upper=False).mT.reshape(rows.shape)
         return half @ half.mT
+
+    def covariance(self, query: Query) -> Tensor:
+        self._rows_asked += query.num_rows * query.size
+        if self._rows_asked < len(self.mode):  # solves for so few rows take less work than the inverse
+            return super(LayerwisePosterior, self).covariance(query)
+        return super().covariance(query)
+
+    def covariance_of_examples(self, examples: ExampleGradients) -> Tensor:
+        return torch.cat([self._of_part(examples, part) for part in examples.chunks()])
+
+    def _of_part(self, examples: ExampleGradients, part: slice) -> Tensor:
+        half, spans = self._half_inverse, examples.spans
+        factors = _factors(examples, part, half)
+
+        def times_rows(vectors: Tensor) -> Tensor:  # [m, s, n] of the first n columns to [m, s, K]
+            known = zip(factors, spans, strict=True)
+            found = [f.times_rows(vectors[..., s]) for f, s in known if s.stop <= vectors.shape[-1]]
+            return torch.stack(found).sum(0)
+
+        blocks = [half[span, : span.stop] for span in spans]
+        found = [f.rows_times(block, times_rows) for f, block in zip(factors, blocks, strict=True)]
+        total = torch.stack(found).sum(0)
+        return (total + total.mT).to(self.mode)
+
+    @cached_property
+    def _half_inverse(self) -> Tensor:
+        r"""The lower triangle S of the covariance, with half of its diagonal, so that it is :math:`S + S^\top`.
+
+        In double precision: variances among the data are small differences of the large ones that the prior leaves.
+        """
+        wide = self.precision.to(widest(self.mode.device))
+        half = torch.cholesky_inverse(torch.linalg.cholesky(wide)).tril_()
+        half.diagonal().mul_(0.5)
+        return half
 
     def draw(self, count: int, generator: torch.Generator) -> Tensor:
         noise = torch.randn(
@@ -109,3 +150,51 @@ class DensePosterior(LaplacePosterior):
 
     def log_determinant(self) -> Tensor:
         return 2 * self.factor.diagonal().log().sum()
+
+
+def _factors(examples: ExampleGradients, part: slice, like: Tensor) -> "list[_Rows | _Single]":
+    """What J of some examples is made of, tensor by tensor."""
+    tensors = range(len(examples.values))
+    outer = {k: found for k in tensors if (found := examples.outer(k)) and found.is_single}
+    rest = [k for k in tensors if k not in outer]
+    sizes = [examples.sizes[k] for k in rest]
+    rows = iter(examples.rows(part, rest).to(like).split(sizes, -1) if rest else ())
+    return [_Single.of(outer[k], part, like) if k in outer else _Rows(next(rows)) for k in tensors]
+
+
+@dataclass
+class _Rows:
+    """Rows of J for a tensor, ``[m, K, n]``."""
+
+    rows: Tensor
+
+    def times_rows(self, vectors: Tensor) -> Tensor:
+        """Return products ``[m, s, K]`` of vectors ``[m, s, n]`` with the rows of their example."""
+        return vectors @ self.rows.mT
+
+    def rows_times(self, block: Tensor, then: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return ``then`` of the rows times a matrix ``[n, n']``, a linear function to ``[m, K, K]``."""
+        return then(self.rows @ block)
+
+
+@dataclass
+class _Single:
+    r"""The same for a weight where a row is one product :math:`\delta_k a^\top`: a ``[m, q]``, delta ``[m, K, p]``."""
+
+    a: Tensor
+    delta: Tensor
+    outer: OuterGradients
+
+    @classmethod
+    def of(cls, outer: OuterGradients, part: slice, like: Tensor) -> "_Single":
+        """Return that of some examples."""
+        a, delta = (factor.to(like) for factor in outer.parts(part))
+        return cls(a.squeeze(1), delta.squeeze(2).transpose(0, 1), outer)
+
+    def times_rows(self, vectors: Tensor) -> Tensor:
+        units = self.outer.by_unit(vectors.movedim(-1, 0))  # [p, q, m, s]
+        return torch.einsum("pqms,mq->msp", units, self.a) @ self.delta.mT
+
+    def rows_times(self, block: Tensor, then: Callable[[Tensor], Tensor]) -> Tensor:
+        units = self.outer.by_unit(block)
+        return self.delta @ torch.cat([then((self.a @ unit).unsqueeze(1)) for unit in units], 1)

@@ -6,10 +6,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from pyro_dvi.curvature.example_gradients import ExampleGradients
 from pyro_dvi.errors import ArgumentError, NotPositiveDefiniteError
 from pyro_dvi.laplace.energy.energy import LocalEnergy
 from pyro_dvi.laplace.energy.precision import GGN, PrecisionMatrix, prior_diagonal
-from pyro_dvi.laplace.methods.posterior import LaplacePosterior, Method
+from pyro_dvi.laplace.methods.layerwise import LayerwisePosterior, products_of_diagonal
+from pyro_dvi.laplace.methods.posterior import Method
 from pyro_dvi.linalg.operator import gaussian_rows
 
 __all__ = ["Diagonal", "DiagonalPosterior"]
@@ -80,7 +82,7 @@ def likelihood_diagonal(local: LocalEnergy) -> Tensor:
     return total
 
 
-class DiagonalPosterior(LaplacePosterior):
+class DiagonalPosterior(LayerwisePosterior):
     """A Gaussian of independent latents.
 
     Attributes:
@@ -93,6 +95,9 @@ class DiagonalPosterior(LaplacePosterior):
 
     def __init__(self, mode: Tensor, precision: Tensor, prior: Tensor | None = None) -> None:
         self.mode, self.precision, self.prior = mode, precision, prior
+
+    def covariance_of_examples(self, examples: ExampleGradients) -> Tensor:
+        return products_of_diagonal(examples, 1 / self.precision)
 
     def draw(self, count: int, generator: torch.Generator) -> Tensor:
         noise = gaussian_rows(count, len(self.mode), self.mode, generator)

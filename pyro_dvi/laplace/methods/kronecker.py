@@ -13,7 +13,8 @@ from pyro_dvi.curvature.example_gradients import ExampleGradients
 from pyro_dvi.errors import DviWarning, UnsupportedError
 from pyro_dvi.laplace.energy.energy import LocalEnergy
 from pyro_dvi.laplace.energy.precision import GGN, PrecisionMatrix, common_ratio, independent_prior_precision
-from pyro_dvi.laplace.methods.posterior import LaplacePosterior, Method
+from pyro_dvi.laplace.methods.layerwise import LayerwisePosterior, products_at_layer, products_of_diagonal
+from pyro_dvi.laplace.methods.posterior import Method
 from pyro_dvi.linalg.operator import gaussian_rows
 
 __all__ = ["KroneckerBlock", "KroneckerFactored", "KroneckerPosterior"]
@@ -79,6 +80,13 @@ class KroneckerBlock:
     def whitened(self, matrix: Tensor) -> Tensor:
         """Return the half of P⁻¹ that takes W to the eigenbasis."""
         return self.left.mT @ (matrix / self.prior.sqrt()) @ self.right / self.values.sqrt()
+
+    def in_eigenbasis(self, inputs: Tensor, deltas: Tensor) -> tuple[Tensor, Tensor]:
+        """Return a and delta such that their outer product is :meth:`whitened`, but for the eigenvalues."""
+        if self.bias is not None:
+            inputs = F.pad(inputs, (0, 1), value=1.0)
+        c = self.prior[0] / self.prior[0, 0]  # the prior is an outer product
+        return inputs / c.sqrt() @ self.right, deltas / self.prior[:, 0].sqrt() @ self.left
 
     def coloured(self, matrix: Tensor) -> Tensor:
         """Return the other half, the transpose of :meth:`whitened`."""
@@ -245,6 +253,7 @@ class _Factors:
                 paired |= {k, *same}
         self.rest = [k for k in numbers if k not in paired]
         self.diagonal = [torch.zeros_like(v) for v in examples.values]
+        self.spans = examples.spans
 
     def add(self, examples: ExampleGradients) -> None:
         """Add a batch."""
@@ -256,13 +265,12 @@ class _Factors:
 
     def precision(self, local: LocalEnergy, prior: Tensor) -> tuple[Tensor, list[dict[str, Any]]]:
         """Return the diagonal [D], to be used outside the blocks, and the blocks."""
-        ends = torch.tensor([value.numel() for value in self.diagonal]).cumsum(0).tolist()
-        spans = [(end - value.numel(), end) for end, value in zip(ends, self.diagonal, strict=True)]
+        spans = [(span.start, span.stop) for span in self.spans]
         blocks = [vars(layer.block(prior, spans)) for layer in self.layers if layer.positions]
         return prior + local.energy.layout.flatten(self.diagonal), blocks
 
 
-class KroneckerPosterior(LaplacePosterior):
+class KroneckerPosterior(LayerwisePosterior):
     """A Gaussian of independent layers.
 
     Attributes:
@@ -287,6 +295,18 @@ class KroneckerPosterior(LaplacePosterior):
         for layer in self._layers:
             layer.put(white, layer.whitened(layer.get(rows)))
         return white @ white.mT
+
+    def covariance_of_examples(self, examples: ExampleGradients) -> Tensor:
+        numbers = {(span.start, span.stop): k for k, span in enumerate(examples.spans)}
+        rest, total = set(numbers.values()), self.mode.new_zeros(())
+        for layer in self._layers:
+            own = [numbers[span] for span in (layer.weight, layer.bias) if span is not None]
+            outer = examples.outer(own[0])
+            if outer is None or not examples.same_call(own[0], own[-1]):
+                return torch.cat([self.quadratic(examples.rows(part)) for part in examples.chunks()])
+            rest -= set(own)
+            total = total + products_at_layer(outer, 1 / layer.values, layer.in_eigenbasis)
+        return total + products_of_diagonal(examples, 1 / self.diagonal, sorted(rest))
 
     def draw(self, count: int, generator: torch.Generator) -> Tensor:
         noise = gaussian_rows(count, len(self.mode), self.mode, generator)
