@@ -87,7 +87,7 @@ def test_matrix_and_rows_from_single_examples_are_those_of_products(dtype: torch
     posterior = fit(guide, network.batches, Diagonal(), subset=subset)
     torch.testing.assert_close(posterior.precision, expected.diagonal(), **tolerance)
     query = Query(network.model, (network.x,), guide.unconstrained_mode(), energy.layout)
-    assert query._examples.cheap
+    assert query.examples.cheap
     rows = torch.cat(list(query.rows(8)))
     torch.testing.assert_close(rows, rows_by_products(query), **tolerance)
 
