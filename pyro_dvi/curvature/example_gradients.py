@@ -77,10 +77,13 @@ class OuterGradients:
 
     def by_unit(self, entries: Tensor) -> Tensor:
         """Return what belongs to the entries of the weight, ``[size, ...]``, as ``[p, q, ...]``."""
-        units = self.parts(slice(0, 1))[1].shape[-1]
         if self.inputs_first:
-            return entries.unflatten(0, (-1, units)).transpose(0, 1)
-        return entries.unflatten(0, (units, -1))
+            return entries.unflatten(0, (-1, self._num_units)).transpose(0, 1)
+        return entries.unflatten(0, (self._num_units, -1))
+
+    @cached_property
+    def _num_units(self) -> int:
+        return self.parts(slice(0, 1))[1].shape[-1]
 
     def rows(self, part: slice) -> Tensor:
         """Return the gradients ``[m, K, size]``."""

@@ -22,7 +22,9 @@ class LayerwisePosterior(LaplacePosterior):
     """A Gaussian whose covariance of outputs is a sum over layers."""
 
     def covariance(self, query: Query) -> Tensor:
-        return self.covariance_of_examples(query.examples) if query.examples.cheap else super().covariance(query)
+        return (
+            self.covariance_of_examples(query.examples) if query.examples.cheap else super().covariance(query)
+        )
 
     @abstractmethod
     def covariance_of_examples(self, examples: ExampleGradients) -> Tensor:
