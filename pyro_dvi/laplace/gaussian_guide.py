@@ -208,8 +208,7 @@ class GaussianGuide(ModeGuide):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         super()._apply(fn, recurse)
+        self._certificate = None
         if self._fitted is not None:
             self._fitted = self._fitted.moved(fn)
-        if self._certificate is not None:
-            self._certificate = self._certificate.moved(fn)
         return self

@@ -113,17 +113,17 @@ class LaplaceGuide(GaussianGuide):
         model, point = self._plain_model.get(), self._point_mass(batches)
         energy = point.energy(model, batches, subset)
         self._fitted, self._refused = None, method  # an error leaves no Gaussian
-        place = self._place(point, energy)
-        method, found = policy.look(method, place)
+        minimum_of, looked_at, known = self._place(point, energy)
+        method, found = policy.look(method, looked_at, known)
         with progress_bar(progress, None, unit="gradient") as bar:
             energy.report = bar.update
             posterior = method.fit(energy.at(energy.start), seed=seed)
             energy.report = None
         checksum = energy.passes.checksum
         if found is not None:
-            found = warned_if_far(found, posterior, place.energy)
+            found = warned_if_far(found, posterior, looked_at)
             if found.near:
-                self._certify(place.point, place.energy, found)
+                self._certify(minimum_of, looked_at, found)
         seen = Fingerprint.of(model, *energy.passes.first_again(), self.median())
         self._method, self._refused = method, None
         self._fitted = Fitted(posterior, energy.layout, point, method.curvature, seen, checksum)

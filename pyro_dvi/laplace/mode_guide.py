@@ -19,7 +19,7 @@ from pyro_dvi.laplace.energy.energy import Energy
 from pyro_dvi.laplace.energy.layout import Subset
 from pyro_dvi.laplace.energy.passes import Passes
 from pyro_dvi.laplace.energy.query import Query
-from pyro_dvi.laplace.mode.certificate import Certificate, Place
+from pyro_dvi.laplace.mode.certificate import Certificate
 from pyro_dvi.laplace.mode.diagnosis import Diagnosis, diagnose
 from pyro_dvi.laplace.mode.polish import Polished, polish
 from pyro_dvi.laplace.point_mass import ModelReference, PointMass
@@ -183,13 +183,13 @@ class ModeGuide(FactorisedGuide):
             point, whole, energy.passes.checksum, shown.curvature, shown.newton_decrement
         )
 
-    def _place(self, point: PointMass, energy: Energy) -> Place:
-        """Of which U the mode should be a minimum: not of the tuned one, unless it was polished since."""
+    def _place(self, point: PointMass, energy: Energy) -> tuple[PointMass, Energy, Certificate | None]:
+        """Of which U the mode should be a minimum: not of the tuned one, unless polished since; what is known of it."""
         known = self._certificate
         if point.scale_factors and not (known and known.is_of(point)):
             point = replace(point, scale_factors={})
             energy = energy.with_model(self._plain_model.get())
-        return Place(point, energy, known if known and known.covers(point, energy) else None)
+        return point, energy, known if known and known.covers(point, energy) else None
 
     def diagnose(
         self,

@@ -1,17 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a search, or a look, has shown of a mode, so that nobody looks again."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
-
-from torch import Tensor
 
 from pyro_dvi.laplace.energy.energy import Energy
 from pyro_dvi.laplace.energy.passes import same_data
 from pyro_dvi.laplace.point_mass import PointMass
 
-__all__ = ["Certificate", "Place"]
+__all__ = ["Certificate"]
 
 
 @dataclass(frozen=True)
@@ -44,11 +42,6 @@ class Certificate:
             and same_data(self.data, energy.passes.checksum)
         )
 
-    def moved(self, function: Callable[[Tensor], Tensor]) -> "Certificate":
-        """Return it with ``function`` (to another device or dtype) applied to the mode."""
-        locs = {name: function(u) for name, u in self.point.locs.items()}
-        return replace(self, point=replace(self.point, locs=locs))
-
     def state(self) -> dict[str, Any]:
         """Return tensors and plain values, for files."""
         return asdict(self)
@@ -57,18 +50,3 @@ class Certificate:
     def from_state(state: Mapping[str, Any] | None) -> "Certificate | None":
         """Make what :meth:`state` describes."""
         return None if state is None else Certificate(**{**state, "point": PointMass(**state["point"])})
-
-
-@dataclass(frozen=True)
-class Place:
-    """Of which U the mode should be a minimum.
-
-    Attributes:
-        point: the mode, and what belongs to this U.
-        energy: U on all data.
-        known: what was shown of it before; None: nothing.
-    """
-
-    point: PointMass
-    energy: Energy
-    known: Certificate | None

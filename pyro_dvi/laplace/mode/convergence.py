@@ -7,12 +7,12 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from pyro_dvi.choice import check_choice, check_count, check_positive
-from pyro_dvi.errors import DataError, DviWarning, ModelError, UnconvergedError
+from pyro_dvi.errors import DviWarning, ModelError, UnconvergedError
 from pyro_dvi.laplace.energy.energy import Energy
 from pyro_dvi.laplace.energy.precision import GGN, Hessian
 from pyro_dvi.laplace.methods.conjugate_gradient import ConjugateGradient
 from pyro_dvi.laplace.methods.posterior import LaplacePosterior, Method
-from pyro_dvi.laplace.mode.certificate import Place
+from pyro_dvi.laplace.mode.certificate import Certificate
 from pyro_dvi.laplace.mode.diagnosis import Diagnosis, diagnose, distance_by, first_look, look_at_kinks
 
 __all__ = ["Accept", "Refuse", "Unconverged", "UseGGN", "chosen_policy"]
@@ -22,12 +22,15 @@ class Unconverged(ABC):
     """What to do about a mode that is no minimum."""
 
     @abstractmethod
-    def look(self, wanted: Method, place: Place) -> tuple[Method, Diagnosis | None]:
+    def look(
+        self, wanted: Method, energy: Energy, known: Certificate | None
+    ) -> tuple[Method, Diagnosis | None]:
         """Return the method to fit with, and what was seen of the mode; None: nobody looked.
 
         Args:
             wanted: the method that was asked for.
-            place: of which U the mode should be a minimum.
+            energy: the U that the mode should be a minimum of.
+            known: what was shown of it before.
         """
 
 
@@ -35,7 +38,9 @@ class Unconverged(ABC):
 class Accept(Unconverged):
     """Do not look. Methods with the Hessian still refuse one that is not positive definite, if they come across it."""
 
-    def look(self, wanted: Method, place: Place) -> tuple[Method, Diagnosis | None]:
+    def look(
+        self, wanted: Method, energy: Energy, known: Certificate | None
+    ) -> tuple[Method, Diagnosis | None]:
         """Return the method that was asked for."""
         return wanted, None
 
@@ -63,16 +68,17 @@ class Refuse(Unconverged):
         check_positive("tolerance", self.tolerance)
         check_count("steps", self.steps)
 
-    def look(self, wanted: Method, place: Place) -> tuple[Method, Diagnosis | None]:
+    def look(
+        self, wanted: Method, energy: Energy, known: Certificate | None
+    ) -> tuple[Method, Diagnosis | None]:
         """Return the method that was asked for, and the diagnosis.
 
         Raises:
             UnconvergedError: the precision is the Hessian, and the mode no minimum, or U has kinks.
-            DataError, ModelError: NaN in the data, or a model that is random.
+            ModelError: the model is random, or a latent NaN.
         """
         if not wanted.needs_minimum:
             return wanted, None
-        known, energy = place.known, place.energy
         if not isinstance(wanted.curvature, Hessian):
             return wanted, None if known else _sound(first_look(energy))
         if known and known.curvature == "Hessian" and known.decrement <= self.tolerance:
@@ -124,10 +130,8 @@ def _has_curvature(method: Any) -> bool:
 
 
 def _sound(found: Diagnosis) -> Diagnosis:
-    """Refuse data and models for which no U is there to be minimised."""
-    if found.non_finite:
-        raise DataError(found.verdict)
-    if found.randomness:
+    """Refuse models for which there is no U to be minimised."""
+    if found.non_finite or found.randomness:
         raise ModelError(found.verdict)
     return found
 

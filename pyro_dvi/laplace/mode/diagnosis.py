@@ -3,8 +3,8 @@
 
 import inspect
 import math
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -89,7 +89,7 @@ class Diagnosis:
     def verdict(self) -> str:
         """What is the matter, in words, and what to do."""
         if self.non_finite:
-            return f"NaN or infinite values in {', '.join(self.non_finite)}: drop or replace them."
+            return f"NaN or infinite values in {', '.join(self.non_finite)}: train again, with a lower learning rate."
         if self.randomness:
             return (
                 "The model is random: two runs at the same latents differ. Modules run in evaluation mode, so that "
@@ -212,7 +212,7 @@ def look_at_kinks(energy: Energy) -> Diagnosis:
 
 @undisturbed()
 def first_look(energy: Energy, tolerance: float = 1.0) -> Diagnosis:
-    """Return what one gradient shows, and two runs of the first batch; NaN is looked for where U has no value.
+    """Return what one gradient shows, and two runs of the first batch.
 
     Args:
         energy: U on fixed batches.
@@ -240,27 +240,21 @@ def distance_by(posterior: LaplacePosterior, found: Diagnosis, local: LocalEnerg
 
     .. math:: v = \tilde P^{-1} g, \qquad g^\top P^{-1} g \ge \frac{(g^\top v)^2}{v^\top P v}
 
-    Where its own distance :math:`g^\top v` is more than one, one product with P shows whether that is so in fact. A
-    Gaussian that cannot solve at once leaves v to three steps of conjugate gradients.
+    Where its own distance :math:`g^\top v` is more than one, one product with P shows whether that is so in fact. Of a
+    Gaussian that cannot solve at once, the prior's part of its precision is taken.
 
     Args:
         posterior: the Gaussian around the mode, of a precision close to P.
         found: what is known.
         local: U around the mode.
     """
-    gradient, matrix, least = local.gradient, GGN(), 0.0
-    try:
-        step = posterior.solve(gradient.unsqueeze(0)) if posterior.stored is not None else None
-    except UnsupportedError:
-        step = None
-    if step is None:
-        product, preconditioner = partial(matrix.product, local), local.prior_diagonal()
-        step = conjugate_gradients(
-            product, gradient.unsqueeze(0), max_iterations=3, preconditioner=preconditioner
-        ).x
-    decrement = float(step[0] @ gradient)
+    gradient, diagonal, least = local.gradient.unsqueeze(0), local.prior_diagonal(), 0.0
+    step = gradient if diagonal is None else gradient / diagonal
+    with suppress(UnsupportedError):
+        step = step if posterior.stored is None else posterior.solve(gradient)
+    decrement = float((step * gradient).sum())
     if decrement > 1:
-        least = decrement**2 / float((step * matrix.product(local, step)).sum())
+        least = decrement**2 / float((step * GGN().product(local, step)).sum())
     return replace(
         found,
         value=float(local.value),

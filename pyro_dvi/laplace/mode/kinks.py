@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Functions with kinks between the latents and U: a Hessian knows nothing of the slope on the other side."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -46,13 +47,13 @@ def kinks(energy: Energy) -> tuple[str, ...]:
     found = set()
     for node in nodes:
         kind = node.name().rstrip("0123456789").removesuffix("Backward")
-        if kind in _TIES:
-            found.add(_TIES[kind])
+        if "MaxPool" in kind or kind in _TIES:
+            found.add(_TIES.get(kind, "max_pool"))
         elif kind in _PIECES:
-            name, pieces = _PIECES[kind]
-            piece = pieces(node)
+            piece = _PIECES[kind](node)
             if bool((piece != piece.flatten()[:1]).any()):
-                found.add(name)
+                words = re.findall("[A-Z][a-z]+", re.sub("Kernel|WithNoise", "", kind))
+                found.add("_".join(words).lower())
     return tuple(sorted(found))
 
 
@@ -72,31 +73,28 @@ def _elu(node: Any) -> Tensor:
     return _beyond(0)(node) * (node._saved_alpha * node._saved_input_scale != 1)
 
 
-# By the node that torch leaves in the graph: the name, and which linear or smooth piece each element is on.
-_PIECES: dict[str, tuple[str, Callable[[Any], Tensor]]] = {
-    "Abs": ("abs", _beyond(0)),
-    "Clamp": ("clamp", _beyond("min", "max")),
-    "ClampMax": ("clamp", _beyond("max")),
-    "ClampMin": ("clamp", _beyond("min")),
-    "Elu": ("elu", _elu),
-    "Fmax": ("maximum", lambda node: node._saved_self > node._saved_other),
-    "Fmin": ("minimum", lambda node: node._saved_self > node._saved_other),
-    "Hardshrink": ("hardshrink", lambda node: node._saved_self.abs() > node._saved_lambd),
-    "Hardsigmoid": ("hardsigmoid", _beyond(-3, 3)),
-    "Hardswish": ("hardswish", _beyond(-3, 3)),
-    "Hardtanh": ("hardtanh", _beyond("min_val", "max_val")),
-    "LeakyRelu": ("leaky_relu", _beyond(0)),
-    "Maximum": ("maximum", lambda node: node._saved_self > node._saved_other),
-    "Minimum": ("minimum", lambda node: node._saved_self > node._saved_other),
-    "PreluKernel": ("prelu", _beyond(0)),
-    "Relu": ("relu", _beyond(0)),
-    "RreluWithNoise": ("rrelu", _beyond(0)),
-    "Softshrink": ("softshrink", lambda node: node._saved_self.abs() > node._saved_lambd),
-    "Threshold": ("threshold", _beyond("threshold")),
+def _order(node: Any) -> Tensor:
+    return node._saved_self > node._saved_other
+
+
+def _outside(node: Any) -> Tensor:
+    return node._saved_self.abs() > node._saved_lambd
+
+
+# By the node that torch leaves in the graph: on which piece of the function each element is.
+_PIECES: dict[str, Callable[[Any], Tensor]] = {
+    **dict.fromkeys(("Abs", "LeakyRelu", "PreluKernel", "Relu", "RreluWithNoise"), _beyond(0)),
+    **dict.fromkeys(("Hardsigmoid", "Hardswish"), _beyond(-3, 3)),
+    **dict.fromkeys(("Hardshrink", "Softshrink"), _outside),
+    **dict.fromkeys(("Fmax", "Fmin", "Maximum", "Minimum"), _order),
+    "Clamp": _beyond("min", "max"),
+    "ClampMax": _beyond("max"),
+    "ClampMin": _beyond("min"),
+    "Elu": _elu,
+    "Hardtanh": _beyond("min_val", "max_val"),
+    "Threshold": _beyond("threshold"),
 }
-_POOLS = ("MaxPool2DWithIndices", "MaxPool3DWithIndices", "AdaptiveMaxPool2D", "AdaptiveMaxPool3D")
 _TIES = {
-    **dict.fromkeys((*_POOLS, "FractionalMaxPool2D", "FractionalMaxPool3D", "MkldnnMaxPool2D"), "max_pool"),
     **dict.fromkeys(("Amax", "Amin", "Aminmax", "Cummax", "Cummin", "Max", "Min"), "max"),
     **dict.fromkeys(("Kthvalue", "Median", "Sort", "Topk"), "sort"),
 }

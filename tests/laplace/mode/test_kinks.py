@@ -45,7 +45,8 @@ KINKED = {
     "hardtanh": lambda x: F.relu6(x),
     "leaky_relu": lambda x: F.leaky_relu(x + 0, 0.1, inplace=True),
     "maximum": lambda x: torch.maximum(x, -x),
-    "minimum": lambda x: torch.fmin(x, x.new_zeros(())),
+    "fmin": lambda x: torch.fmin(x, x.new_zeros(())),
+    "minimum": lambda x: torch.minimum(x, x.new_zeros(())),
     "prelu": lambda x: F.prelu(x, x.new_tensor([0.2])),
     "relu": lambda x: F.relu(x + 0, inplace=True),
     "rrelu": lambda x: F.rrelu(x),
@@ -71,16 +72,17 @@ def test_functions_with_kinks_are_named(name):
 
 
 @pytest.mark.parametrize(
-    "clamp",
+    ("name", "clamp"),
     [
-        lambda x: x.clamp(-1, 1),
-        lambda x: x.clamp(min=0.5),
-        lambda x: x.clamp(max=x.new_ones(4)),
-        lambda x: x.clamp_min(0),
+        ("clamp", lambda x: x.clamp(-1, 1)),
+        ("clamp", lambda x: x.clamp(min=0.5)),
+        ("clamp", lambda x: x.clamp(max=x.new_ones(4))),
+        ("clamp_min", lambda x: x.clamp_min(0)),
+        ("clamp_max", lambda x: x.clamp_max(1)),
     ],
 )
-def test_clamps_are_named(clamp):
-    assert found(through(clamp)) == ("clamp",)
+def test_clamps_are_named(name, clamp):
+    assert found(through(clamp)) == (name,)
 
 
 def test_smooth_functions_are_not():
