@@ -124,10 +124,12 @@ def _checksums(tensor: Tensor) -> tuple[float, float]:
     if tensor.numel() == 0 or tensor.is_complex():
         return float(tensor.numel()), 0.0
     rows = tensor.detach().reshape(len(tensor), -1) if tensor.dim() else tensor.detach().reshape(1, 1)
-    directions = torch.arange(rows.shape[1], device=rows.device, dtype=torch.float32).mul_(0.618).cos_()
-    marks = (rows.to(torch.float32) @ directions).cos()
-    places = torch.arange(len(rows), device=rows.device, dtype=torch.float32).mul_(0.618).sin_()
-    anyhow, ordered = torch.stack([marks, marks * places]).sum(1, dtype=widest(rows.device)).tolist()
+    # Sums over the pixels of an image are rounded in another way in a batch of another size.
+    exact = widest(rows.device)
+    directions = torch.arange(rows.shape[1], device=rows.device, dtype=exact).mul_(0.618).cos_()
+    marks = (rows.to(exact) @ directions).cos()
+    places = torch.arange(len(rows), device=rows.device, dtype=exact).mul_(0.618).sin_()
+    anyhow, ordered = torch.stack([marks, marks * places]).sum(1).tolist()
     return anyhow, anyhow + ordered
 
 

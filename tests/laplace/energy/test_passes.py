@@ -62,6 +62,17 @@ def test_a_loader_makes_new_tensors_which_are_compared():
         list(passes)
 
 
+def test_images_may_be_shuffled_in_single_precision():
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(24, 3, 32, 32))  # sums over 3,072 pixels, in batches of 10, 10 and 4
+    passes = Passes(DataLoader(data, batch_size=10, shuffle=True), None)
+    for _ in range(5):
+        list(passes)
+    data.tensors[0][3, 0, 0, 0] += 1e-3
+    with pytest.raises(DataError, match="changed between two passes"):
+        list(passes)
+
+
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_values_that_are_not_finite_are_named_where_they_are_read(value):
     data = batches()
