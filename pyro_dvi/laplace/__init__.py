@@ -15,6 +15,7 @@ from pyro_dvi.laplace.methods import hessian_free
 from pyro_dvi.laplace.methods.conjugate_gradient import ConjugateGradient
 from pyro_dvi.laplace.methods.dense import Dense
 from pyro_dvi.laplace.methods.diagonal import Diagonal
+from pyro_dvi.laplace.methods.functional import Functional
 from pyro_dvi.laplace.methods.hessian_free.method import HessianFree
 from pyro_dvi.laplace.methods.kronecker import KroneckerFactored
 from pyro_dvi.laplace.methods.posterior import LaplacePosterior, Method
@@ -39,6 +40,7 @@ __all__ = [
     "Diagonal",
     "Evidence",
     "Exactly",
+    "Functional",
     "GaussianOutputs",
     "Hessian",
     "HessianFree",

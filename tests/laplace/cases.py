@@ -13,6 +13,7 @@ from pyro_dvi.laplace import (
     ConjugateGradient,
     Dense,
     Diagonal,
+    Functional,
     Hessian,
     KroneckerFactored,
     LaplaceGuide,
@@ -50,6 +51,7 @@ CASES = {
         ConjugateGradient(tolerance=1e-9, preconditioner=Diagonal()),
         unsupported=("draw", "marginal_variance", "log_determinant"),
     ),
+    "functional": Case(Functional()),
     "top eigenvectors": Case(TopEigen(1000)),
     "samples": Case(
         PosteriorSamples(DRAWS),

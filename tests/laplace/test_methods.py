@@ -21,6 +21,7 @@ from pyro_dvi.laplace import (
     ConjugateGradient,
     Dense,
     Diagonal,
+    Functional,
     Hessian,
     KroneckerFactored,
     LaplaceGuide,
@@ -167,7 +168,9 @@ def at_hierarchical() -> tuple[LaplaceGuide, list, LinearRegression]:
     return guide_at(hierarchical, (data.x, data.y), locs), [(data.x, data.y)], data
 
 
-@pytest.mark.parametrize("method", [PosteriorSamples(8), TopEigen(2), KroneckerFactored()], ids=repr)
+@pytest.mark.parametrize(
+    "method", [PosteriorSamples(8), TopEigen(2), KroneckerFactored(), Functional()], ids=repr
+)
 def test_a_hierarchical_prior_is_refused_by_name_where_it_has_no_diagonal(method: Method) -> None:
     guide, batches, _ = at_hierarchical()
     with pytest.raises(UnsupportedError, match="'scale' and 'weight'"):

@@ -20,6 +20,7 @@ from pyro_dvi.laplace import (
     Dense,
     Diagonal,
     Exactly,
+    Functional,
     Hessian,
     KroneckerFactored,
     LaplaceGuide,
@@ -224,7 +225,7 @@ def evidence_of(guide, batches, covariance):
     return log_joint + 0.5 * len(covariance) * math.log(2 * math.pi) + 0.5 * float(covariance.logdet())
 
 
-METHODS = [Diagonal(), Diagonal(Hessian()), KroneckerFactored(), TopEigen(4), Dense()]
+METHODS = [Diagonal(), Diagonal(Hessian()), KroneckerFactored(), TopEigen(4), Dense(), Functional()]
 SCALES: list[tuple[Scale, list[str]]] = [
     (PriorPrecision(), LAYERS),
     (PriorPrecision("0.*"), LAYERS[:2]),
@@ -295,7 +296,7 @@ def test_one_run_and_one_fit_serve_all_values(network, monkeypatch):
     assert len(curve.values) > 25 and counts["fits"] == 2 and counts["first"] <= 6
 
 
-@pytest.mark.parametrize("method", [ConjugateGradient(), PosteriorSamples(8)], ids=repr)
+@pytest.mark.parametrize("method", [ConjugateGradient(), PosteriorSamples(8), Functional()], ids=repr)
 def test_methods_with_the_matrix_itself_have_its_evidence(network, method):
     guide, batches = network
     guide.scale_factors = {}
