@@ -8,7 +8,6 @@ from typing import Any
 from torch import Tensor
 
 from pyro_dvi.choice import check_choice, check_count
-from pyro_dvi.handlers.fingerprint import Fingerprint
 from pyro_dvi.laplace.energy.layout import Subset
 from pyro_dvi.laplace.energy.precision import GGN, PrecisionMatrix
 from pyro_dvi.laplace.evidence.criteria import ByEvidence, Candidates, Criterion
@@ -119,12 +118,11 @@ class LaplaceGuide(GaussianGuide):
             energy.report = bar.update
             posterior = method.fit(energy.at(energy.start), seed=seed)
             energy.report = None
-        checksum = energy.passes.checksum
+        checksum, seen = energy.passes.checksum, self._fingerprint(energy)
         if found is not None:
             found = warned_if_far(found, posterior, looked_at)
             if found.near:
-                self._certify(minimum_of, looked_at, found)
-        seen = Fingerprint.of(model, *energy.passes.first_again(), self.median())
+                self._certify(minimum_of, looked_at, found, seen)
         self._method, self._refused = method, None
         self._fitted = Fitted(posterior, energy.layout, point, method.curvature, seen, checksum)
         return posterior

@@ -14,6 +14,7 @@ from pyro_dvi.choice import check_positive
 from pyro_dvi.errors import ArgumentError
 from pyro_dvi.guides.base import FactorisedGuide
 from pyro_dvi.guides.factors import Deterministic, Factor
+from pyro_dvi.handlers.fingerprint import Fingerprint
 from pyro_dvi.laplace.energy.batch_graph import refuse_torch_modes
 from pyro_dvi.laplace.energy.energy import Energy
 from pyro_dvi.laplace.energy.layout import Subset
@@ -173,23 +174,28 @@ class ModeGuide(FactorisedGuide):
             callback=callback,
         )
         if report.converged:
-            self._certify(self._point_mass(), energy, report)
+            self._certify(self._point_mass(), energy, report, self._fingerprint(energy))
         return report
 
-    def _certify(self, point: PointMass, energy: Energy, shown: Polished | Diagnosis) -> None:
+    def _fingerprint(self, energy: Energy) -> Fingerprint | None:
+        return Fingerprint.of(self._plain_model.get(), *energy.passes.first_again(), self.median())
+
+    def _certify(
+        self, point: PointMass, energy: Energy, shown: Polished | Diagnosis, seen: Fingerprint | None
+    ) -> None:
         assert shown.newton_decrement is not None
         whole = tuple(name for name in energy.layout.names if name not in energy.layout.chosen)
         self._certificate = Certificate(
-            point, whole, energy.passes.checksum, shown.curvature, shown.newton_decrement
+            point, whole, energy.passes.checksum, shown.curvature, shown.newton_decrement, seen
         )
 
     def _place(self, point: PointMass, energy: Energy) -> tuple[PointMass, Energy, Certificate | None]:
         """Of which U the mode should be a minimum: not of the tuned one, unless polished since; what is known of it."""
-        known = self._certificate
+        known, model = self._certificate, self._plain_model.get()
         if point.scale_factors and not (known and known.is_of(point)):
-            point = replace(point, scale_factors={})
-            energy = energy.with_model(self._plain_model.get())
-        return point, energy, known if known and known.covers(point, energy) else None
+            point, energy = replace(point, scale_factors={}), energy.with_model(model)
+        covered = known and known.is_of(point) and known.covers(energy, model, self.median())
+        return point, energy, known if covered else None
 
     def diagnose(
         self,
@@ -219,5 +225,5 @@ class ModeGuide(FactorisedGuide):
         energy = self.energy(batches, subset=subset)
         found = diagnose(energy, tolerance=tolerance, steps=steps)
         if found.near:
-            self._certify(self._point_mass(), energy, found)
+            self._certify(self._point_mass(), energy, found, self._fingerprint(energy))
         return found

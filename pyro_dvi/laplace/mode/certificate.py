@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a search, or a look, has shown of a mode, so that nobody looks again."""
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
+from pyro_dvi.handlers.fingerprint import Fingerprint
 from pyro_dvi.laplace.energy.energy import Energy
 from pyro_dvi.laplace.energy.passes import same_data
 from pyro_dvi.laplace.point_mass import PointMass
@@ -22,6 +25,7 @@ class Certificate:
         data: checksum of the batches.
         curvature: ``"Hessian"`` for a minimum with a positive definite Hessian; ``"GGN"`` where there is only no slope.
         decrement: :math:`g^\top P^{-1} g` with that matrix, from above.
+        model: what the model said at the mode; None where it could not be asked.
     """
 
     point: PointMass
@@ -29,24 +33,35 @@ class Certificate:
     data: float
     curvature: str
     decrement: float
+    model: Fingerprint | None = None
 
     def is_of(self, point: PointMass) -> bool:
         """Whether it is about this mode of this U."""
         return point.change_since(self.point) is None
 
-    def covers(self, point: PointMass, energy: Energy) -> bool:
-        """Whether it is so with these data, too; a minimum over more sites is one over fewer."""
+    def covers(self, energy: Energy, model: Callable[..., Any], latents: dict[str, Tensor]) -> bool:
+        """Whether it is so with these data, and the model as it is now; a minimum over more sites is one over fewer.
+
+        Args:
+            energy: U.
+            model: the model, with every scale as it is written.
+            latents: the mode, constrained.
+        """
         return (
-            self.is_of(point)
-            and set(energy.layout.names) <= set(self.sites)
+            set(energy.layout.names) <= set(self.sites)
             and same_data(self.data, energy.passes.checksum)
+            and (self.model is None or not self.model.differences(model, latents))
         )
 
     def state(self) -> dict[str, Any]:
         """Return tensors and plain values, for files."""
-        return asdict(self)
+        model = None if self.model is None else self.model.state()
+        return {**vars(self), "point": dict(vars(self.point)), "model": model}
 
     @staticmethod
     def from_state(state: Mapping[str, Any] | None) -> "Certificate | None":
         """Make what :meth:`state` describes."""
-        return None if state is None else Certificate(**{**state, "point": PointMass(**state["point"])})
+        if state is None:
+            return None
+        model = None if state["model"] is None else Fingerprint(**state["model"])
+        return Certificate(**{**state, "point": PointMass(**state["point"]), "model": model})

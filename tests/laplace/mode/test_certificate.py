@@ -93,6 +93,16 @@ def test_other_data_end_it(polished, spent):
     assert spent() > 1
 
 
+def test_another_model_ends_it(spent):
+    problem = SineRegression(hidden=4)
+    guide = problem.trained(2000)
+    guide.polish(problem.batches, **QUIET)
+    spent()
+    problem.noise = 0.31
+    guide.fit(problem.batches, Dense())
+    assert spent() > 1
+
+
 def test_a_minimum_over_some_sites_is_none_over_all(spent):
     guide = PROBLEM.trained(50)
     guide.polish(PROBLEM.batches, subset="*2", **QUIET)
