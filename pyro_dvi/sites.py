@@ -87,9 +87,9 @@ def sites_named(argument: str, patterns: str | Iterable[str], names: Sequence[st
     patterns = [patterns] if isinstance(patterns, str) else list(patterns)
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
-            raise ArgumentError(
-                f"{argument} names {pattern!r}, which is no site of the guide; there are {names}"
-            )
+            like = [name for name in names if fnmatchcase(name, f"*{pattern}")]
+            hint = f"write '*{pattern}' for {like}" if like else f"there are {names}"
+            raise ArgumentError(f"{argument} names {pattern!r}, which is no site of the guide; {hint}")
     return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
 
 

@@ -65,3 +65,5 @@ def test_a_pattern_without_sites_is_refused():
         ArgumentError, match=r"exclude names 'c', which is no site of the guide; there are \['b'\]"
     ):
         sites_named("exclude", ["c"], ["b"])
+    with pytest.raises(ArgumentError, match=r"write '\*fc\.\*' for \['net\.fc\.bias'\]"):
+        sites_named("subset", "fc.*", ["net.conv.bias", "net.fc.bias"])

@@ -163,7 +163,8 @@ def _deterministic(site: str, value: Tensor, num_rows: int) -> Outputs:
     if value.dim() == 0 or len(value) != num_rows:
         raise DataError(
             f"deterministic site {site!r} has the shape {tuple(value.shape)}: its first dimension has to count the "
-            f"{num_rows} examples"
+            f"{num_rows} examples. Where it has a value for each group, read the latents from guide.sample or "
+            "guide.quantiles, or name that of each example in the model, pyro.deterministic('own', value[group])"
         )
     if not value.requires_grad:
         raise _without_latents(f"deterministic site {site!r} does not depend")

@@ -31,7 +31,10 @@ def choose_response(site: str | None, names: list[str]) -> str:
     if site is not None:
         if site in names:
             return site
-        raise ModelError(f"the model has no observed site {site!r}; it has {names}")
+        raise ModelError(
+            f"the model has no observed site {site!r}; it has {names}. What is latent is in guide.sample and "
+            "guide.quantiles"
+        )
     if len(names) == 1:
         return names[0]
     if not names:

@@ -129,6 +129,21 @@ class GaussianGuide(ModeGuide):
         query = Query(read, inputs, fitted.point.locs, fitted.layout, read=read)
         return GaussianOutputs.of(fitted.posterior, query)
 
+    def extra_repr(self) -> str:
+        """Say in ``print`` what the guide has: its mode, what is known of that, and a Gaussian."""
+        if self.prototype_trace is None:
+            return "has not seen its model yet"
+        point, known = self._point_mass(), self._certificate
+        size, found = sum(u.numel() for u in point.locs.values()), "not known to be a minimum"
+        if known is not None and known.is_of(point):
+            found = "a minimum" if known.curvature == "Hessian" else "a point without slope"
+        mode = f"mode of {size} latents, {found}"
+        if self._fitted is None:
+            return f"{mode}; no Gaussian yet: guide.fit(batches)"
+        stale = self._stale()
+        matrix = type(self._fitted.curvature).__name__
+        return f"{mode}; {self._fitted.posterior!r}, precision {matrix}" + (f"; {stale}" if stale else "")
+
     # What a guide is to Pyro, to files and to devices -----------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:

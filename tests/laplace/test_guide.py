@@ -199,3 +199,16 @@ def test_the_first_batch_shows_the_model(batch):
     guide = LaplaceGuide(model)
     assert guide.polish([batch], progress=False).converged
     assert guide.fit([batch], Dense(Hessian())).mode.shape == (2,)
+
+
+def test_print_says_what_the_guide_has():
+    guide = LaplaceGuide(model)
+    assert "has not seen its model yet" in repr(guide)
+    guide.initialize(X, Y)
+    assert "mode of 2 latents, not known to be a minimum; no Gaussian yet" in repr(guide)
+    guide.polish([(X, Y)], progress=False)
+    guide.fit([(X, Y)], Dense(), subset="slope")
+    assert "mode of 2 latents, a minimum; <DensePosterior of 1 latents>, precision GGN\n" in repr(guide)
+    with torch.no_grad():
+        guide.locs.slope.add_(0.1)
+    assert "not known to be a minimum; <DensePosterior" in repr(guide) and "has moved since" in repr(guide)

@@ -56,6 +56,10 @@ class TuningCurve:
             f"  {v:<10.4g} {s:.6g}{'  <- best' if v == self.best else ''}"
             for v, s in zip(self.values.tolist(), self.scores.tolist(), strict=True)
         ]
+        if bool(self.scores.isnan().any()):
+            rows.append(
+                "  nan: no Gaussian, since this precision is not positive definite there; that of GGN() is"
+            )
         return "\n".join([self.what, *rows])
 
 

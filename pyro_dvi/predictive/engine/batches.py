@@ -136,7 +136,10 @@ class _Arguments:
             data = (data,)
         if isinstance(data, (tuple, Mapping)):
             data = self._in_order(data)
-            rows = _rows(data, "the data hold no tensor of examples: pass inputs such as x, (x,) or (x, y)")
+            rows = _rows(
+                data,
+                "the data hold no tensor of examples: pass tensors (torch.as_tensor), x, (x,) or (x, y)",
+            )
             for i in range(0, rows, batch_size):
                 yield mapped(partial(_rows_at, slice(i, i + batch_size)), data)
         elif isinstance(data, DataLoader) or _holds_batches(data):
