@@ -38,6 +38,7 @@ from pyro_dvi.laplace import (
     ConjugateGradient,
     Dense,
     Diagonal,
+    Functional,
     KroneckerFactored,
     PosteriorSamples,
     TopEigen,
@@ -98,6 +99,7 @@ GUIDES = {
     "NaturalGradientGuide": lambda: ready(NaturalGradientGuide(model)),
     "Dense": lambda: laplace(Dense()),
     "PosteriorSamples": lambda: laplace(PosteriorSamples(50)),
+    "Functional": lambda: laplace(Functional()),
     "TopEigen": lambda: laplace(TopEigen(2)),
     "Diagonal": lambda: laplace(Diagonal()),
 }
