@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The posterior as a Gaussian around its mode."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 from pyro_dvi.choice import check_choice, check_count
+from pyro_dvi.laplace.energy.energy import Energy, LocalEnergy
 from pyro_dvi.laplace.energy.layout import Subset
 from pyro_dvi.laplace.energy.precision import GGN, PrecisionMatrix
 from pyro_dvi.laplace.evidence.criteria import ByEvidence, Candidates, Criterion
@@ -109,15 +110,25 @@ class LaplaceGuide(GaussianGuide):
         method = Dense() if method is None else method
         policy = chosen_policy(unconverged)
         check_method(method)
-        model, point = self._plain_model.get(), self._point_mass(batches)
-        energy = point.energy(model, batches, subset)
-        self._fitted, self._refused = None, method  # an error leaves no Gaussian
-        minimum_of, looked_at, known = self._place(point, energy)
-        method, found = policy.look(method, looked_at, known)
+        energy = self._point_mass(batches).energy(self._plain_model.get(), batches, subset)
         with progress_bar(progress, None, unit="gradient") as bar:
             energy.report = bar.update
-            posterior = method.fit(energy.at(energy.start), seed=seed)
-            energy.report = None
+            return self._fit(energy, method, policy, lambda used, local: used.fit(local, seed=seed))
+
+    def _fit(
+        self,
+        energy: Energy,
+        method: Method,
+        policy: Unconverged,
+        posterior_of: Callable[[Method, LocalEnergy], LaplacePosterior],
+    ) -> LaplacePosterior:
+        """Look at the mode, make the Gaussian by the method that is taken then, and remember it."""
+        self._fitted, self._refused = None, method  # an error leaves no Gaussian
+        point = self._point_mass()
+        minimum_of, looked_at, known = self._place(point, energy)
+        method, found = policy.look(method, looked_at, known)
+        posterior = posterior_of(method, energy.at(energy.start))
+        energy.report = None
         checksum, seen = energy.passes.checksum, self._fingerprint(energy)
         if found is not None:
             found = warned_if_far(found, posterior, looked_at)
@@ -229,7 +240,15 @@ class LaplaceGuide(GaussianGuide):
         candidates = Candidates(energy, scale, sites, chosen, seed)
         curve = tune(candidates, criterion, values=values, refinements=refinements, progress=progress)
         self.scale_factors = {**others, **dict.fromkeys(sites, scale.factor(curve.best))}
-        self.fit(batches, chosen, subset=subset, unconverged=policy, seed=seed, progress=progress)
+
+        def posterior_of(used: Method, local: LocalEnergy) -> LaplacePosterior:
+            known = candidates.reweighted(curve.best) if used is chosen else None
+            return used.fit(local, seed=seed) if known is None else known
+
+        with progress_bar(progress, None, unit="gradient") as bar:
+            energy = candidates.local(curve.best).energy
+            energy.report = bar.update
+            self._fit(energy, chosen, policy, posterior_of)
         return curve
 
     def predictive(self, *inputs: Any, site: str | None = None, joint: bool = False) -> GaussianOutputs:

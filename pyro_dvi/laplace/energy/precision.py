@@ -18,6 +18,7 @@ __all__ = [
     "NamedInFiles",
     "GGN",
     "Hessian",
+    "KnownMatrix",
     "PrecisionMatrix",
     "common_ratio",
     "independent_prior_precision",
@@ -120,6 +121,21 @@ class Hessian(PrecisionMatrix):
     def product(self, local: LocalEnergy, vectors: Tensor) -> Tensor:
         """Return P v."""
         return local.hessian(vectors)
+
+
+@dataclass(frozen=True, eq=False)
+class KnownMatrix(PrecisionMatrix):
+    """A matrix ``[D, D]`` that is there already."""
+
+    values: Tensor
+
+    def product(self, local: LocalEnergy, vectors: Tensor) -> Tensor:
+        """Return P v."""
+        return vectors @ self.values
+
+    def matrix(self, local: LocalEnergy) -> Tensor:
+        """Return P."""
+        return self.values
 
 
 def independent_prior_precision(local: LocalEnergy, method: str) -> Tensor:

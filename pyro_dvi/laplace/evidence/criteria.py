@@ -18,9 +18,11 @@ from pyro_dvi.handlers.rescaled import rescaled
 from pyro_dvi.laplace.energy.batch_graph import BatchGraph
 from pyro_dvi.laplace.energy.energy import Energy, LocalEnergy, diagonal_of
 from pyro_dvi.laplace.energy.passes import Passes
+from pyro_dvi.laplace.energy.precision import KnownMatrix, PrecisionMatrix
 from pyro_dvi.laplace.energy.query import Query
 from pyro_dvi.laplace.evidence.evidence import Determinant, check_untempered, chosen_determinant, free_terms
 from pyro_dvi.laplace.evidence.scales import Scale, rescaled_model
+from pyro_dvi.laplace.methods.dense import DensePosterior
 from pyro_dvi.laplace.methods.posterior import LaplacePosterior, Method
 from pyro_dvi.laplace.outputs import GaussianOutputs
 from pyro_dvi.links import ClassLink, GaussHermite, NoiseLink, Probit
@@ -67,6 +69,30 @@ class Candidates:
 
     def prior_diagonal(self, value: float) -> Tensor | None:
         """Return the prior precision [D]; None unless it is diagonal and positive."""
+        if self._pattern is None:
+            return self._prior_at(value)
+        before, multiplied = self._pattern
+        return torch.where(multiplied, self.scale.proportions(value)[1] * before, before)
+
+    @property
+    def prior_is_proportional(self) -> bool:
+        """Whether all of the prior precision is multiplied by a number, seen by another value."""
+        return self._pattern is not None and bool(self._pattern[1].all())
+
+    @cached_property
+    def _pattern(self) -> tuple[Tensor, Tensor] | None:
+        """The prior precision with value 1, and which entries a value multiplies; None where it does anything else."""
+        before, after = self._prior_at(1.0), self._prior_at(_ANOTHER)
+        if before is None or after is None:
+            return None
+        tolerance = math.sqrt(torch.finfo(before.dtype).eps)
+        same = torch.isclose(after, before, rtol=tolerance, atol=0)
+        multiplied = torch.isclose(
+            after, self.scale.proportions(_ANOTHER)[1] * before, rtol=tolerance, atol=0
+        )
+        return (before, multiplied) if bool((same | multiplied).all()) else None
+
+    def _prior_at(self, value: float) -> Tensor | None:
         layout = self.energy.layout
         with torch.enable_grad():
             graph = BatchGraph(self._first[0], self._prior_run(value))
@@ -75,14 +101,6 @@ class Candidates:
                 return layout.flatten(graph.prior_hessian(layout.split(vectors)))
 
             return diagonal_of(product, self.energy.start)
-
-    @cached_property
-    def prior_is_proportional(self) -> bool:
-        """Whether all of the prior precision is multiplied by a number, seen by another value."""
-        before, after = self.prior_diagonal(1.0), self.prior_diagonal(_ANOTHER)
-        if before is None or after is None:
-            return False
-        return _close(after, self.scale.proportions(_ANOTHER)[1] * before)
 
     @cached_property
     def likelihood_is_proportional(self) -> bool:
@@ -98,13 +116,28 @@ class Candidates:
         Raises:
             NotPositiveDefiniteError: there is none.
         """
-        if self._fitted is not None and self.likelihood_is_proportional:
+        found = self.reweighted(value)
+        return self.method.fit(self.local(value), seed=self.seed) if found is None else found
+
+    def reweighted(self, value: float) -> LaplacePosterior | None:
+        """Return the Gaussian made of that of value 1; None where it takes a fit.
+
+        Raises:
+            NotPositiveDefiniteError: there is none.
+        """
+        prior = None
+        if self.fitted is not None and self.likelihood_is_proportional:
             prior = self.prior_diagonal(value)
-            if prior is not None:
-                found = self._fitted.reweighted(self.scale.proportions(value)[0], prior)
-                if found is not None:
-                    return found
-        return self.method.fit(self.local(value), seed=self.seed)
+        if self.fitted is None or prior is None:
+            return None
+        return self.fitted.reweighted(self.scale.proportions(value)[0], prior)
+
+    def matrix(self, value: float) -> PrecisionMatrix:
+        """Return the precision: of a dense Gaussian, or by its products."""
+        posterior = self.posterior(value) if isinstance(self.fitted, DensePosterior) else None
+        if isinstance(posterior, DensePosterior):
+            return KnownMatrix(posterior.precision)
+        return self.method.curvature
 
     @cached_property
     def _first(self) -> tuple[list[Tensor], JointRun]:
@@ -112,7 +145,7 @@ class Candidates:
             return self.energy.first_run(self.energy.start)
 
     @cached_property
-    def _fitted(self) -> LaplacePosterior | None:
+    def fitted(self) -> LaplacePosterior | None:
         """The Gaussian of value 1, if it exists and can become that of another."""
         if not self.method.reweights:
             return None
@@ -205,7 +238,7 @@ class ByEvidence(Criterion):
         if self.determinant is None and not method.exact:
             return lambda value: float(candidates.posterior(value).log_determinant())
         determinant = chosen_determinant(self.determinant, energy.layout.size)
-        spectrum = determinant.spectrum(energy.at(energy.start), method.curvature)
+        spectrum = determinant.spectrum(energy.at(energy.start), candidates.matrix(1.0))
         if (
             spectrum.log_prior_determinant is not None
             and candidates.prior_is_proportional
@@ -214,7 +247,8 @@ class ByEvidence(Criterion):
             return lambda value: spectrum.log_determinant(*candidates.scale.proportions(value)).value
 
         def of_candidate(value: float) -> float:
-            return determinant.spectrum(candidates.local(value), method.curvature).log_determinant().value
+            matrix = candidates.matrix(value)
+            return determinant.spectrum(candidates.local(value), matrix).log_determinant().value
 
         return of_candidate
 

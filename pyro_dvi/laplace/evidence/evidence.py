@@ -3,7 +3,6 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -21,7 +20,6 @@ from pyro_dvi.laplace.energy.passes import same_data
 from pyro_dvi.laplace.energy.precision import PrecisionMatrix
 from pyro_dvi.laplace.methods.posterior import LaplacePosterior
 from pyro_dvi.linalg import LogDeterminant, SpectralQuadrature, TraceEstimate, trace_of_function
-from pyro_dvi.linalg.operator import identity_rows
 
 __all__ = [
     "ByLanczos",
@@ -87,25 +85,21 @@ class Determinant(ABC):
     exact: ClassVar[bool] = False
 
     @abstractmethod
-    def quadrature(self, product: Callable[[Tensor], Tensor], like: Tensor) -> SpectralQuadrature:
-        """Return the eigenvalues, with weights, of a matrix ``[D, D]``.
+    def quadrature(
+        self, local: LocalEnergy, curvature: PrecisionMatrix, prior: Tensor | None
+    ) -> SpectralQuadrature:
+        """Return the eigenvalues of the likelihood's part of P relative to the prior's, with weights.
 
         Args:
-            product: of the matrix with rows ``[S, D]``.
-            like: a vector ``[D]``.
+            local: U around the mode.
+            curvature: P.
+            prior: its diagonal part ``[D]``; None: the eigenvalues are those of P.
         """
 
     def spectrum(self, local: LocalEnergy, curvature: PrecisionMatrix) -> Spectrum:
         """Return the spectrum of the precision at a point."""
         prior = local.prior_diagonal()
-        half = None if prior is None else prior.rsqrt()
-
-        def product(vectors: Tensor) -> Tensor:
-            if half is None:
-                return curvature.product(local, vectors)
-            return half * curvature.product(local, half * vectors) - vectors
-
-        found = self.quadrature(product, local.point)
+        found = self.quadrature(local, curvature, prior)
         rounding = 64 * torch.finfo(local.point.dtype).eps * (1 + found.nodes.abs().max())
         nodes = torch.where((found.nodes < 0) & (found.nodes > -rounding), 0.0, found.nodes)
         log_prior = None if prior is None else float(prior.cpu().double().log().sum())
@@ -114,7 +108,7 @@ class Determinant(ABC):
 
 @dataclass(frozen=True)
 class Exactly(Determinant):
-    """By all eigenvalues of the matrix, for 2D gradients of all data and the time of a dense decomposition.
+    """By all eigenvalues of the matrix, for what :class:`Dense` costs and the time of a decomposition.
 
     Args:
         max_size: refuse a larger D.
@@ -127,14 +121,19 @@ class Exactly(Determinant):
 
     exact = True
 
-    def quadrature(self, product: Callable[[Tensor], Tensor], like: Tensor) -> SpectralQuadrature:
+    def quadrature(
+        self, local: LocalEnergy, curvature: PrecisionMatrix, prior: Tensor | None
+    ) -> SpectralQuadrature:
         """Return every eigenvalue once."""
-        size = len(like)
+        size = len(local.point)
         if size > self.max_size:
             raise ArgumentError(
                 f"Exactly() would decompose a matrix of {size} x {size}: use ByLanczos(), or a larger max_size"
             )
-        dense = torch.cat([product(rows) for rows in identity_rows(like)]).to(widest(like.device))
+        dense = curvature.matrix(local).to(widest(local.point.device))
+        if prior is not None:
+            half = prior.to(dense).rsqrt()
+            dense = half.unsqueeze(1) * dense * half - torch.eye(size).to(dense)
         values = torch.linalg.eigvalsh(0.5 * (dense + dense.mT)).cpu().double()
         return SpectralQuadrature(values[None], torch.full_like(values[None], 1 / size), size, size)
 
@@ -155,15 +154,24 @@ class ByLanczos(Determinant):
     steps: int = 60
     seed: int = 0
 
-    def quadrature(self, product: Callable[[Tensor], Tensor], like: Tensor) -> SpectralQuadrature:
+    def quadrature(
+        self, local: LocalEnergy, curvature: PrecisionMatrix, prior: Tensor | None
+    ) -> SpectralQuadrature:
         """Return what Lanczos recursions from random vectors give."""
+        half = None if prior is None else prior.rsqrt()
+
+        def product(vectors: Tensor) -> Tensor:
+            if half is None:
+                return curvature.product(local, vectors)
+            return half * curvature.product(local, half * vectors) - vectors
+
         return trace_of_function(
             product,
-            len(like),
+            len(local.point),
             probes=self.probes,
             steps=self.steps,
             generator=torch.Generator().manual_seed(self.seed),
-            like=like,
+            like=local.point,
         )
 
 
