@@ -29,7 +29,7 @@ from pyro_dvi.laplace import (
     PriorPrecision,
     TopEigen,
 )
-from pyro_dvi.laplace.energy.energy import Energy
+from pyro_dvi.laplace.energy.energy import Energy, LocalEnergy
 from pyro_dvi.laplace.evidence.scales import Scale
 from pyro_dvi.predictive import Linearised
 from tests.laplace.problems import LinearRegression, SineRegression, guide_at
@@ -277,24 +277,46 @@ def test_another_determinant_may_be_asked_for(network):
     torch.testing.assert_close(*scores)
 
 
-def test_one_run_and_one_fit_serve_all_values(network, monkeypatch):
+@pytest.mark.filterwarnings("ignore:the best of:pyro_dvi.errors.DviWarning")  # the largest of five values
+@pytest.mark.parametrize("criterion", ["evidence", "validation"])
+@pytest.mark.parametrize("method", [Diagonal(), KroneckerFactored(), Dense()], ids=repr)
+def test_one_run_and_one_fit_serve_all_values_and_the_tuned_guide(network, method, criterion, monkeypatch):
     guide, batches = network
-    counts = {"first": 0, "fits": 0}
-    first_run, fit = Energy.first_run, Diagonal.fit
+    counts = {"first": 0, "examples": 0}
+    first_run, examples = Energy.first_run, LocalEnergy.examples
 
     def counted_run(self, point):
         counts["first"] += 1
         return first_run(self, point)
 
-    def counted_fit(self, local, **options):
-        counts["fits"] += 1
-        return fit(self, local, **options)
+    def counted_examples(self):
+        counts["examples"] += 1
+        return examples(self)
 
     monkeypatch.setattr(Energy, "first_run", counted_run)
-    monkeypatch.setattr(Diagonal, "fit", counted_fit)
+    monkeypatch.setattr(LocalEnergy, "examples", counted_examples)
     guide.scale_factors = {}
-    curve = guide.tune(batches, method=Diagonal(), **QUIET)
-    assert len(curve.values) > 25 and counts["fits"] == 2 and counts["first"] <= 6
+    by = ByEvidence() if criterion == "evidence" else ByValidation(batches)
+    curve = guide.tune(batches, method=method, criterion=by, values=[0.5, 1.0, 2.0, 3.0, 4.0], **QUIET)
+    assert counts["examples"] == 1 and counts["first"] <= 3
+    found = guide.posterior
+    again = guide.fit(batches, method)
+    assert counts["examples"] == 2 and found.mode.equal(again.mode)
+    torch.testing.assert_close(found.marginal_variance(), again.marginal_variance())
+    assert math.isclose(guide.scale_factors["0.weight"] ** -2, curve.best)
+
+
+@pytest.mark.parametrize("names", ["0.weight", "*.bias"])
+def test_a_dense_matrix_serves_the_priors_of_some_sites(network, names):
+    """Against a fit with each value."""
+    guide, batches = network
+    guide.scale_factors = {}
+    values = [0.5, 1.0, 2.0, 3.0]
+    scores = guide.tune(batches, PriorPrecision(names), values=values, refinements=0, **QUIET).scores
+    for value, score in zip(values, scores.tolist(), strict=True):
+        guide.scale_factors = {name: value**-0.5 for name in guide.scale_factors}
+        guide.fit(batches, Dense())
+        assert guide.log_evidence(batches).value == pytest.approx(score, rel=1e-9)
 
 
 @pytest.mark.parametrize("method", [ConjugateGradient(), PosteriorSamples(8), Functional()], ids=repr)
