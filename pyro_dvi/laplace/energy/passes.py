@@ -41,17 +41,18 @@ class Passes:
         self.batches = batches
         self.device = device
         self._first: tuple[int, float] | None = None
+        self._tied = 0.0
         self._order: list[float] = []
         self._known = WeakIdKeyDictionary()
         self.reordered = False
 
     @property
     def checksum(self) -> float:
-        """That of the rows, in whatever order; goes through the data where no pass was made yet."""
+        """That of the rows with their labels, in whatever order; goes through the data if no pass was made yet."""
         if self._first is None:
             deque(self, maxlen=0)
         assert self._first is not None
-        return self._first[1]
+        return self._first[1] + self._tied
 
     @property
     def num_batches(self) -> int:
@@ -65,7 +66,7 @@ class Passes:
         Raises:
             DataError: the loader yields nothing, NaN or infinities, or other data than the first time.
         """
-        count, total = 0, 0.0
+        count, total, tied = 0, 0.0, 0.0
         for batch in self.batches:
             found = arguments(batch, self.device)
             sums = list(map(self._checksums, tensors_in(batch), tensors_in(found)))
@@ -74,12 +75,14 @@ class Passes:
             if bad is not None:
                 raise bad
             self._compare_order(count, sum(ordered for _, ordered in sums))
+            tied += _tied(tensors_in(found)) if self._first is None else 0.0
             count += 1
             yield found
         if count == 0:
             raise DataError("batches is empty: it has no batches")
         if self._first is None:
             self._first = count, total
+            self._tied = tied
         elif not same_data(self._first[1], total):
             raise DataError(
                 "the batches changed between two passes over the data. Solves need the same data each time: no random "
@@ -123,14 +126,26 @@ def _checksums(tensor: Tensor) -> tuple[float, float]:
     """A nonlinear sum over rows, so that rows may change places but not mix; and one in which they may not."""
     if tensor.numel() == 0 or tensor.is_complex():
         return float(tensor.numel()), 0.0
+    marks = _marks(tensor)
+    places = torch.arange(len(marks), device=marks.device, dtype=marks.dtype).mul_(0.618).sin_()
+    anyhow, ordered = torch.stack([marks, marks * places]).sum(1).tolist()
+    return anyhow, anyhow + ordered
+
+
+def _tied(tensors: Iterable[Tensor]) -> float:
+    """A sum over rows of products over the tensors of a batch, which labels of other rows would change."""
+    marks = [_marks(t) for t in tensors if t.numel() and t.dim() and not t.is_complex()]
+    together = [m for m in marks if len(m) == len(marks[0])]
+    return float(torch.stack(together).prod(0).sum()) if together else 0.0
+
+
+def _marks(tensor: Tensor) -> Tensor:
+    """A number for each row."""
     rows = tensor.detach().reshape(len(tensor), -1) if tensor.dim() else tensor.detach().reshape(1, 1)
     # Sums over the pixels of an image are rounded in another way in a batch of another size.
     exact = widest(rows.device)
     directions = torch.arange(rows.shape[1], device=rows.device, dtype=exact).mul_(0.618).cos_()
-    marks = (rows.to(exact) @ directions).cos()
-    places = torch.arange(len(rows), device=rows.device, dtype=exact).mul_(0.618).sin_()
-    anyhow, ordered = torch.stack([marks, marks * places]).sum(1).tolist()
-    return anyhow, anyhow + ordered
+    return (rows.to(exact) @ directions).cos()
 
 
 class Rows:

@@ -93,6 +93,15 @@ def test_other_data_end_it(polished, spent):
     assert spent() > 1
 
 
+def test_labels_of_other_rows_are_other_data(polished, spent):
+    order = torch.randperm(len(PROBLEM.x), generator=torch.Generator().manual_seed(1))
+    polished.fit([(PROBLEM.x[order], PROBLEM.y[order])], Dense())
+    assert spent() == 1
+    with pytest.warns(DviWarning, match="no minimum"):
+        polished.fit([(PROBLEM.x, PROBLEM.y[order])], Dense())
+    assert spent() > 1
+
+
 def test_another_model_ends_it(spent):
     problem = SineRegression(hidden=4)
     guide = problem.trained(2000)
