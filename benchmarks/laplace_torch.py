@@ -1,0 +1,370 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Laplace approximations of classifiers beside those of laplace-torch: time, memory, scores, and equal results.
+
+One process and one thread; both libraries take turns on the same trained weights and the same data. Each row is a
+network, a structure of the precision and a seed.
+
+    python -m benchmarks.laplace_torch --data-dir data            # some ten minutes
+    python -m benchmarks.laplace_torch --data-dir data --quick    # one seed, few images, no dense matrix: a check
+    python -m benchmarks.laplace_torch --report                   # only write the table again
+
+laplace-torch is no dependency: install it, with backpack-for-pytorch, into an environment of its own together with this
+project. Fashion-MNIST and CIFAR-10 are read from ``--data-dir`` or PYRO_DVI_DATA, see image_data.py.
+"""
+
+import argparse
+import copy
+import ctypes
+import json
+import platform
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from laplace import Laplace
+from laplace.curvature import BackPackGGN
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import pyro_dvi
+from benchmarks.image_data import digits_split, load_split, outside_images
+from benchmarks.laplace_torch_report import write_report
+from benchmarks.networks import lenet, mlp
+from pyro_dvi.bayesian import classifier, to_bayesian_
+from pyro_dvi.laplace import Accept, ByEvidence, ByValidation, Dense, Diagonal, KroneckerFactored
+from pyro_dvi.metrics import auroc, expected_calibration_error, nll, predictive_entropy
+
+RESULTS = Path(__file__).parent / "results" / "laplace_torch.jsonl"
+BATCH_SIZE, NUM_QUERIES, NUM_COMPARED = 250, 200, 50
+DECADES, GRID = (-1, 5), 7  # of the prior precision, for validation
+MANY, FEW_STEPS, FAST_RATE = (
+    2000,
+    10,
+    0.5,
+)  # a determinant of that size in each step of their tuning: few, larger steps
+LARGEST_DENSE = 8000
+
+STRUCTURES: dict[str, tuple[Any, str, str]] = {  # our method; their structure and subset
+    "last layer": (Dense(), "full", "last_layer"),
+    "Kronecker": (KroneckerFactored(), "kron", "all"),
+    "diagonal": (Diagonal(), "diag", "all"),
+    "dense": (Dense(), "full", "all"),
+}
+
+
+def small_cnn() -> nn.Module:
+    """Two convolutions and a dense layer, for 8x8 grey images."""
+    first, second = nn.Conv2d(1, 8, 3, padding=1), nn.Conv2d(8, 16, 3, stride=2, padding=1)
+    return nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), nn.Flatten(), nn.Linear(256, 10))
+
+
+def resnet18() -> nn.Module:
+    """Torchvision's, as it is."""
+    import torchvision
+
+    return torchvision.models.resnet18(num_classes=10)
+
+
+@dataclass(frozen=True)
+class Task:
+    """A network, its data, and what is fitted to it."""
+
+    build: Callable[[], nn.Module]
+    data: str
+    num_train: int
+    epochs: int
+    last: str
+    structures: tuple[str, ...]
+
+
+TASKS = {
+    "MLP 64-100-10": Task(
+        lambda: mlp((64, 100, 10), nn.ReLU),
+        "digits",
+        600,
+        100,
+        "3.*",
+        ("last layer", "Kronecker", "diagonal"),
+    ),
+    "CNN": Task(small_cnn, "digits", 600, 60, "5.*", tuple(STRUCTURES)),
+    "LeNet": Task(
+        lambda: lenet(activation=nn.ReLU),
+        "FashionMNIST",
+        2000,
+        10,
+        "11.*",
+        ("last layer", "Kronecker", "diagonal"),
+    ),
+    "ResNet-18": Task(resnet18, "CIFAR10", 1000, 3, "fc.*", ("last layer",)),
+}
+OUTSIDE = {"digits": "turned by 90 degrees", "FashionMNIST": "MNIST", "CIFAR10": "noise"}
+
+
+@dataclass
+class Data:
+    """Images and labels of a seed, and images of another kind."""
+
+    train: tuple[Tensor, Tensor]
+    validation: tuple[Tensor, Tensor]
+    test: tuple[Tensor, Tensor]
+    outside: Tensor
+
+    @property
+    def loader(self) -> DataLoader:
+        return DataLoader(TensorDataset(*self.train), BATCH_SIZE)
+
+
+def load(task: Task, seed: int, num_train: int, data_dir: str | None) -> Data:
+    """Return the data of a seed."""
+    if task.data == "digits":
+        split = digits_split(num_train, 200, seed)
+        test = (split.test[0][:500], split.test[1][:500])
+        return Data(split.train, split.validation, test, test[0].rot90(1, (2, 3)))
+    split = load_split(task.data, num_train, 200, 500, seed, data_dir)
+    return Data(
+        split.train,
+        split.validation,
+        split.test,
+        outside_images(OUTSIDE[task.data], task.data, 500, data_dir),
+    )
+
+
+def train(net: nn.Module, data: Data, epochs: int, decayed: list[Tensor]) -> None:
+    """Train to the mode under standard normal priors of some weights."""
+    loader = DataLoader(TensorDataset(*data.train), 100, shuffle=True)
+    optimizer = torch.optim.Adam(net.parameters(), lr=5e-3)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * len(loader))
+    for _ in range(epochs):
+        for x, y in loader:
+            optimizer.zero_grad()
+            squares = torch.stack([p.square().sum() for p in decayed]).sum()
+            (nn.functional.cross_entropy(net(x), y) + 0.5 * squares / len(data.train[0])).backward()
+            optimizer.step()
+            schedule.step()
+    net.eval()
+
+
+class Ours:
+    """This library."""
+
+    def __init__(self, net: nn.Module, task: Task, structure: str, data: Data) -> None:
+        include = {"include": task.last} if structure == "last layer" else {}
+        self.data, self.method = data, STRUCTURES[structure][0]
+        self.model = classifier(
+            to_bayesian_(copy.deepcopy(net), prior_scale=1.0, **include), num_data=len(data.train[0])
+        )
+        self.guide = pyro_dvi.LaplaceGuide(self.model)
+        self.guide.initialize(*(v[:2] for v in data.train))
+
+    def fit(self) -> None:
+        self.guide.scale_factors = {}
+        self.guide.fit(self.data.loader, self.method, unconverged=Accept())
+
+    def tune(self, by: str) -> float:
+        self.guide.scale_factors = {}
+        validation = {
+            "criterion": ByValidation([self.data.validation]),
+            "values": torch.logspace(*DECADES, GRID),
+            "refinements": 0,
+        }
+        options: dict[str, Any] = {"criterion": ByEvidence()} if by == "evidence" else validation
+        return self.guide.tune(self.data.loader, method=self.method, progress=False, **options).best
+
+    def predict(self, x: Tensor) -> Tensor:
+        return pyro_dvi.predict(self.model, self.guide, x).probabilities
+
+    def covariance(self, x: Tensor) -> Tensor:
+        return self.guide.predictive(x).covariance
+
+    def log_evidence(self) -> float:
+        return float(self.guide.log_evidence(self.data.loader).value)
+
+
+class Theirs:
+    """laplace-torch; for convolutions with the fastest of its backends."""
+
+    def __init__(self, net: nn.Module, task: Task, structure: str, data: Data) -> None:
+        _, self.structure, self.subset = STRUCTURES[structure]
+        self.net, self.data = copy.deepcopy(net), data
+        convolutions = any(isinstance(m, nn.Conv2d) for m in net.modules())
+        self.backend = {"backend": BackPackGGN} if convolutions and self.subset == "all" else {}
+
+    def fit(self) -> None:
+        self.la = Laplace(
+            self.net,
+            "classification",
+            subset_of_weights=self.subset,
+            hessian_structure=self.structure,
+            **self.backend,
+        )
+        self.la.fit(self.data.loader)
+
+    def tune(self, by: str) -> float:
+        self.fit()
+        if by == "evidence":
+            large = self.structure == "full" and self.la.n_params > MANY
+            few = {"n_steps": FEW_STEPS, "lr": FAST_RATE} if large else {}
+            self.la.optimize_prior_precision(method="marglik", prior_structure="scalar", **few)
+        else:
+            self.la.optimize_prior_precision(
+                method="gridsearch",
+                pred_type="glm",
+                link_approx="probit",
+                val_loader=DataLoader(TensorDataset(*self.data.validation), BATCH_SIZE),
+                log_prior_prec_min=DECADES[0],
+                log_prior_prec_max=DECADES[1],
+                grid_size=GRID,
+            )
+        return float(self.la.prior_precision)
+
+    def predict(self, x: Tensor) -> Tensor:
+        return self.la(x, pred_type="glm", link_approx="probit").detach()
+
+    def covariance(self, x: Tensor) -> Tensor:
+        return self.la._glm_predictive_distribution(x)[1].detach()
+
+    def log_evidence(self) -> float:
+        return float(self.la.log_marginal_likelihood())
+
+
+def measure(side: Ours | Theirs, data: Data, by: str) -> dict[str, Any]:
+    """Return times, memory (on Linux) and scores of one way of tuning."""
+    before = _memory(reset=True)["VmRSS"]
+    queries = data.test[0][:NUM_QUERIES]
+    start = time.process_time()
+    precision = side.tune(by)
+    tuned = time.process_time()
+    seconds = []
+    for _ in range(4):
+        begin = time.process_time()
+        side.predict(queries)
+        seconds.append(time.process_time() - begin)
+    peak = _memory()["VmHWM"] - before
+    parts = {"test": data.test[0], "outside": data.outside}
+    found = {
+        name: torch.cat([side.predict(x) for x in whole.split(BATCH_SIZE)]) for name, whole in parts.items()
+    }
+    return {
+        "fit_and_tune": tuned - start,
+        "first_prediction": seconds[0],
+        "predict": median(seconds[1:]),
+        "memory_mib": peak,
+        "precision": precision,
+        "log_evidence": side.log_evidence(),
+        **scores(found, data.test[1]),
+    }
+
+
+def scores(found: dict[str, Tensor], labels: Tensor) -> dict[str, float]:
+    """Scores of test images, and how well entropy tells them from the others."""
+    found = {name: p.double() / p.double().sum(-1, keepdim=True) for name, p in found.items()}
+    return {
+        "nll": float(nll(found["test"].log().gather(1, labels[:, None])[:, 0]).value),
+        "ece": float(expected_calibration_error(found["test"], labels)),
+        "auroc": float(auroc(*(predictive_entropy(found[name]) for name in ("test", "outside")))),
+    }
+
+
+def compare(ours: Ours, theirs: Theirs, exact: Ours | None, x: Tensor) -> dict[str, Any]:
+    """Return how far both are from each other, and from the exact matrix, with the prior of training."""
+    for side in (ours, theirs):
+        side.fit()
+    a, b = ours.covariance(x), theirs.covariance(x)
+    found: dict[str, Any] = {
+        "variance_gap": _distance(b, a),
+        "evidence_gap": theirs.log_evidence() - ours.log_evidence(),
+        "size": len(ours.guide.posterior.mode),
+    }
+    if exact is not None:
+        exact.fit()
+        c, evidence = exact.covariance(x), exact.log_evidence()
+        for name, side, covariance in (("ours", ours, a), ("theirs", theirs, b)):
+            found[f"{name}_from_exact"] = _distance(covariance, c)
+            # The evidences differ by half of the log determinants only.
+            found[f"{name}_log_determinant"] = 2 * (evidence - side.log_evidence())
+    return found
+
+
+def _distance(found: Tensor, exact: Tensor) -> float:
+    """Frobenius norm of the difference, relative, over all inputs."""
+    return float((found - exact).norm() / exact.norm())
+
+
+def _memory(reset: bool = False) -> dict[str, float]:
+    """Memory of the process in MiB, now (VmRSS) and at its peak (VmHWM) since the last reset."""
+    if reset:
+        ctypes.CDLL("libc.so.6").malloc_trim(0)  # what earlier runs have left would hide what this one needs
+        Path("/proc/self/clear_refs").write_text("5")
+    lines = [line.split() for line in Path("/proc/self/status").read_text().splitlines()]
+    return {line[0][:-1]: int(line[1]) / 1024 for line in lines if line[0] in ("VmRSS:", "VmHWM:")}
+
+
+def run(name: str, seed: int, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Train a network, and return a row for each structure."""
+    task = TASKS[name]
+    torch.manual_seed(seed)
+    quick = options.quick
+    data = load(task, seed, min(task.num_train, 300) if quick else task.num_train, options.data_dir)
+    net = task.build()
+    decayed = [
+        p for n, p in net.named_parameters() if task.structures != ("last layer",) or n.startswith("fc.")
+    ]
+    train(net, data, 1 if quick else task.epochs, decayed)
+    rows = []
+    for structure in task.structures:
+        if structure not in options.structures or (quick and structure == "dense"):
+            continue
+        sides = {"ours": Ours(net, task, structure, data), "theirs": Theirs(net, task, structure, data)}
+        row: dict[str, Any] = {"network": name, "structure": structure, "seed": seed, "quick": quick}
+        if seed == 0:
+            size = sum(p.numel() for p in decayed)
+            wanted = structure in ("Kronecker", "diagonal") and size <= LARGEST_DENSE and not quick
+            exact = Ours(net, task, "dense", data) if wanted else None
+            row |= compare(sides["ours"], sides["theirs"], exact, data.test[0][:NUM_COMPARED])
+        for by in ("evidence", "validation"):
+            for who in list(sides) if seed % 2 == 0 else list(sides)[::-1]:
+                row[f"{who}_{by}"] = measure(sides[who], data, by)
+        with torch.no_grad():
+            parts = {"test": data.test[0], "outside": data.outside}
+            row["mode"] = scores({k: net(x).softmax(-1) for k, x in parts.items()}, data.test[1])
+        rows.append(row)
+        one, two = row["ours_evidence"], row["theirs_evidence"]
+        ratios = {k: f"{one[k] / two[k]:.2f}" for k in ("fit_and_tune", "predict")}
+        print(name, structure, seed, ratios, f"{time.process_time():.0f} s so far", flush=True)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--networks", nargs="+", default=list(TASKS), choices=list(TASKS))
+    parser.add_argument("--structures", nargs="+", default=list(STRUCTURES), choices=list(STRUCTURES))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--data-dir")
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--quick", action="store_true", help="seed 0 on few images")
+    parser.add_argument("--report", action="store_true")
+    options = parser.parse_args()
+    if not options.report:
+        torch.set_num_threads(1)
+        warnings.simplefilter("ignore")  # values at the edge of the grid show in the table
+        machine = f"{platform.processor() or platform.machine()}, Python {platform.python_version()}"
+        machine += "".join(f", {p} {version(p)}" for p in ("torch", "laplace-torch", "backpack-for-pytorch"))
+        rows = []
+        for seed in [0] if options.quick else options.seeds:
+            for name in options.networks:
+                rows += run(name, seed, options)
+        lines = [json.dumps({**row, "machine": machine}) for row in rows]
+        options.output.write_text("\n".join(lines) + "\n")
+    write_report(options.output)
+
+
+if __name__ == "__main__":
+    main()
