@@ -133,8 +133,8 @@ def _spread(values: list[float]) -> str:
 def _distances(groups: dict[tuple[str, str], list[Row]]) -> list[str]:
     lines = [
         "With the prior of training, seed 0, on 50 test images: the relative Frobenius distance between the "
-        "covariances of logits of both libraries; their log evidence less ours; and how far each structure is from the exact "
-        "Gauss-Newton matrix, in covariance and log determinant.",
+        "covariances of logits of both libraries; their log evidence less ours; and how far each structure is from "
+        "the exact Gauss-Newton matrix, in covariance and log determinant.",
         "",
         "| network | structure | D | covariance, ours to theirs | log evidence | covariance from exact | "
         "log determinant less the exact one |",
