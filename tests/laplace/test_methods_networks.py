@@ -15,7 +15,7 @@ from pyro_dvi import to_bayesian_
 from pyro_dvi.laplace import GGN, Dense, Diagonal, Hessian, LaplaceGuide, Method
 from pyro_dvi.laplace.energy.precision import PrecisionMatrix
 from pyro_dvi.laplace.energy.query import Query
-from tests.laplace.cases import CASES, fit, query_of
+from tests.laplace.cases import CASES, assert_within, fit, query_of
 
 
 @dataclass
@@ -102,6 +102,21 @@ def test_the_matrix_of_masks_has_rows_and_columns_of_the_whole() -> None:
     for curvature in (GGN(), Hessian()):
         expected = curvature.matrix(whole.at(whole.start))[places][:, places]
         torch.testing.assert_close(curvature.matrix(part.at(part.start)), expected)
+
+
+@pytest.mark.parametrize("name", [n for n, case in CASES.items() if n != "kronecker"])
+def test_predictions_with_masks_are_those_of_the_rows(name: str) -> None:
+    network, case = Network(), CASES[name]
+    guide = network.guide()
+    posterior = fit(guide, network.batches, case.method, subset=MASKS, seed=5)
+    query = guide.query(network.x[:4], subset=MASKS)
+    rows = rows_by_products(query).reshape(4, 3, -1)
+    local = guide.energy(network.batches, subset=MASKS)
+    precision = PrecisionMatrix.matrix(GGN(), local.at(local.start))
+    precision = precision.diagonal().diag() if name == "diagonal" else precision
+    assert_within(posterior.covariance(query), rows @ torch.linalg.solve(precision, rows.mT), case)
+    flat = rows.flatten(0, 1)
+    assert_within(posterior.joint_covariance(query), flat @ torch.linalg.solve(precision, flat.T), case)
 
 
 def test_examples_that_see_the_next_but_one_are_not_taken_apart() -> None:
