@@ -198,18 +198,18 @@ class ByEvidence(Criterion):
         - \tfrac12 \log\det(G + \Pi_c)
 
     The determinant is that of the precision which the method predicts with: of the diagonal for ``Diagonal()``, of the
-    Kronecker factors for ``KroneckerFactored()``, of the directions that are kept for ``TopEigen(k)``; these fit once
-    for all values where their Gaussian allows it. For methods whose precision is the matrix itself, a common multiplier
-    of all priors, and the scale of a constant Gaussian noise, need its eigenvalues once; anything else needs them for
-    each value.
+    Kronecker factors for ``KroneckerFactored()``, of the directions that are kept for ``TopEigen(k)``, of the kernel,
+    which is exact, for ``Functional()``; these fit once for all values where their Gaussian allows it. For the other
+    methods, whose precision is the matrix itself, a common multiplier of all priors, and the scale of a constant
+    Gaussian noise, need its eigenvalues once; anything else needs them for each value.
 
     Status: Laplace's approximation for the mode as it is, which is no mode for another c; train again, or polish, with
     the scale that was found, and repeat, for a joint optimum.
 
     Args:
         determinant: ``Exactly()`` or ``ByLanczos(probes, steps)`` of the matrix itself, whatever the method makes of
-            it. None: that of the method; where its precision is the matrix itself, exactly up to D = 1,000, and by
-            Lanczos beyond.
+            it. None: that of the method; for ``Dense()`` and the methods that solve or draw, exactly up to D = 1,000,
+            and by Lanczos beyond.
 
     Source: MacKay (1992); Immer et al. (2021), "Scalable marginal likelihood estimation".
     """
@@ -235,7 +235,7 @@ class ByEvidence(Criterion):
 
     def _log_determinant(self, candidates: Candidates) -> Callable[[float], float]:
         energy, method = candidates.energy, candidates.method
-        if self.determinant is None and not method.exact:
+        if self.determinant is None and not method.by_spectrum:
             return lambda value: float(candidates.posterior(value).log_determinant())
         determinant = chosen_determinant(self.determinant, energy.layout.size)
         spectrum = determinant.spectrum(energy.at(energy.start), candidates.matrix(1.0))

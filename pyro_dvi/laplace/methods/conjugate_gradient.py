@@ -57,7 +57,7 @@ class ConjugateGradient(Method):
     max_iterations: int | None = None
     preconditioner: Method | None = None
 
-    exact = True
+    by_spectrum = True
 
     def __post_init__(self) -> None:
         check_tolerance("tolerance", self.tolerance)

@@ -53,7 +53,7 @@ class Dense(Method):
     curvature: PrecisionMatrix = field(default_factory=GGN)
     max_size: int = 20_000
 
-    exact = reweights = True
+    by_spectrum = reweights = True
 
     def fit(self, local: LocalEnergy, *, seed: int = 0) -> "DensePosterior":
         """Return the posterior."""

@@ -77,7 +77,7 @@ class Functional(Method):
     max_size: int = 10_000
     curvature: PrecisionMatrix = field(default_factory=GGN, init=False)
 
-    exact = reweights = True
+    reweights = True
 
     def fit(self, local: LocalEnergy, *, seed: int = 0) -> "FunctionalPosterior":
         """Return the posterior."""

@@ -28,13 +28,14 @@ class Method(ABC):
 
     Attributes:
         curvature: which matrix is its precision: ``GGN()`` or ``Hessian()``.
-        exact: the precision of the Gaussian is that matrix itself, but for rounding, sampling and unfinished solves.
+        by_spectrum: tuning by the evidence takes the eigenvalues of that matrix, once for all values, instead of
+            :meth:`LaplacePosterior.log_determinant`.
         reweights: its posterior may have :meth:`LaplacePosterior.reweighted`.
         needs_minimum: whether the policy for unconverged modes is asked; else no mode is looked at.
     """
 
     curvature: PrecisionMatrix
-    exact: ClassVar[bool] = False
+    by_spectrum: ClassVar[bool] = False
     reweights: ClassVar[bool] = False
     needs_minimum: bool = True
 

@@ -138,6 +138,10 @@ def test_digits_with_fifty_thousand_weights_are_those_of_solves():
     posterior = guide.fit(batches, Functional(), unconverged=Accept())
     assert len(posterior.mode) == 50_610 and posterior.kernel.shape == (120, 120)
     found = guide.predictive(others[:1]).covariance
+    evidence = guide.log_evidence(batches)
+    curve = guide.tune(batches, values=[0.02, 0.2, 1.0], refinements=0, unconverged=Accept(), progress=False)
+    assert float(curve.scores[2]) == pytest.approx(evidence.value, abs=1e-9)  # no Lanczos
+    guide.scale_factors = {}
     guide.fit(batches, ConjugateGradient(tolerance=1e-7), unconverged=Accept())
     torch.testing.assert_close(found, guide.predictive(others[:1]).covariance, rtol=1e-6, atol=1e-9)
 

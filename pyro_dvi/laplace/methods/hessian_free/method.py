@@ -75,7 +75,7 @@ class HessianFree(Method):
     central: bool = True
 
     curvature = Hessian()  # what second fits of U amount to; no field
-    exact = True
+    by_spectrum = True
 
     def __post_init__(self) -> None:
         modes = "Pointwise(), Sum(inputs), AbsoluteSum(inputs), InSample() or LabelShift()"
