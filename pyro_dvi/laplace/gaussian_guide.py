@@ -19,11 +19,15 @@ from pyro_dvi.laplace.mode.certificate import Certificate
 from pyro_dvi.laplace.mode_guide import ModeGuide
 from pyro_dvi.laplace.outputs import GaussianOutputs
 
-__all__ = ["DRAWN_WEIGHTS", "GaussianGuide"]
+__all__ = ["DRAWN_WEIGHTS", "WIDE_WEIGHTS", "GaussianGuide"]
 
 DRAWN_WEIGHTS = (
     "weights are drawn from a Laplace posterior: a network run at them leaves the neighbourhood in which the Gaussian "
     "was fitted, and predicts too widely. predict(model, guide, x, method=Linearised()) stays at the mode."
+)
+WIDE_WEIGHTS = (
+    "the spread of the weights of a Laplace posterior goes through the network itself: unless it is linear in them, as "
+    "a last layer is, it can predict far too widely. predict(model, guide, x, method=Linearised()) stays at the mode."
 )
 
 
@@ -101,6 +105,7 @@ class GaussianGuide(ModeGuide):
         return self._at_marginals if self.fitted.posterior.independent else None
 
     def _at_marginals(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        warnings.warn(WIDE_WEIGHTS, DviWarning, stacklevel=2)
         marginals = self._marginals()
         return self._within_plates(
             lambda name, prior: self._sample_from(marginals[name], name, prior), *args, **kwargs
