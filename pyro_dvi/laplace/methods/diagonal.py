@@ -6,13 +6,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from pyro_dvi.curvature.example_gradients import ExampleGradients
 from pyro_dvi.errors import ArgumentError, NotPositiveDefiniteError
 from pyro_dvi.laplace.energy.energy import LocalEnergy
 from pyro_dvi.laplace.energy.precision import GGN, PrecisionMatrix, prior_diagonal
-from pyro_dvi.laplace.methods.layerwise import LayerwisePosterior, products_of_diagonal
+from pyro_dvi.laplace.methods.kronecker import KroneckerPosterior
 from pyro_dvi.laplace.methods.posterior import Method
-from pyro_dvi.linalg.operator import gaussian_rows
 
 __all__ = ["Diagonal", "DiagonalPosterior"]
 
@@ -82,8 +80,8 @@ def likelihood_diagonal(local: LocalEnergy) -> Tensor:
     return total
 
 
-class DiagonalPosterior(LayerwisePosterior):
-    """A Gaussian of independent latents.
+class DiagonalPosterior(KroneckerPosterior):
+    """A Gaussian of independent latents: one of layers, without layers.
 
     Attributes:
         precision: the diagonal of P, [D].
@@ -94,20 +92,8 @@ class DiagonalPosterior(LayerwisePosterior):
     stored = ("mode", "precision")
 
     def __init__(self, mode: Tensor, precision: Tensor, prior: Tensor | None = None) -> None:
-        self.mode, self.precision, self.prior = mode, precision, prior
-
-    def covariance_of_examples(self, examples: ExampleGradients) -> Tensor:
-        return products_of_diagonal(examples, 1 / self.precision)
-
-    def draw(self, count: int, generator: torch.Generator) -> Tensor:
-        noise = gaussian_rows(count, len(self.mode), self.mode, generator)
-        return self.mode + noise / self.precision.sqrt()
-
-    def solve(self, vectors: Tensor) -> Tensor:
-        return vectors / self.precision
-
-    def marginal_variance(self) -> Tensor:
-        return 1 / self.precision
+        super().__init__(mode, precision, [], prior)
+        self.precision = precision
 
     def reweighted(self, likelihood: float, prior: Tensor) -> "DiagonalPosterior | None":
         if self.prior is None:
@@ -118,6 +104,3 @@ class DiagonalPosterior(LayerwisePosterior):
                 f"the precision has an entry {precision.min().item():.3g} on its diagonal"
             )
         return DiagonalPosterior(self.mode, precision, prior)
-
-    def log_determinant(self) -> Tensor:
-        return self.precision.log().sum()
