@@ -121,23 +121,25 @@ def tables(rows: list[Row], settings: str) -> str:
     for task in dict.fromkeys(row["task"] for row in rows):
         own = [row for row in rows if row["task"] == task]
         noises = ", ".join(f"{row['noise']:g}" for row in own if row.get("method") == "MAP")
-        parts += [f"**{task}**, N = {own[0]['num_data']}, noise chosen {noises}", _table(own)]
-        parts += [f"Seed {row['seed']}: no exact result; {row['failure']}" for row in own if "failure" in row]
+        without = {row["seed"]: " ".join(row["failure"].splitlines()[:2]) for row in own if "failure" in row}
+        shown = [row for row in own if row["seed"] not in without]
+        parts += [f"**{task}**, N = {own[0]['num_data']}, noise chosen {noises}", _table(shown)]
+        parts += [f"Seed {seed} is left out, having no exact result. {why}" for seed, why in without.items()]
     return "\n\n".join(parts) + "\n"
 
 
 def _table(rows: list[Row]) -> str:
     head = "| method | PICP | CRPS | NLL | ratio | rank | negative | work |"
     lines = [head, "| --- " * 8 + "|"]
-    exact = {row["seed"]: torch.tensor(row["variance"]) for row in rows if row.get("method") == "exact"}
-    for method in dict.fromkeys(row["method"] for row in rows if "method" in row):
-        found = [row for row in rows if row.get("method") == method]
+    exact = {row["seed"]: torch.tensor(row["variance"]) for row in rows if row["method"] == "exact"}
+    for method in dict.fromkeys(row["method"] for row in rows):
+        found = [row for row in rows if row["method"] == method]
         cells = [
             f"{mean(row['in'][k] for row in found):.3f} / {mean(row['out'][k] for row in found):.3f}"
             for k in range(3)
         ]
-        pairs = [(torch.tensor(r["variance"]), exact[r["seed"]]) for r in found if r["seed"] in exact]
-        if method == "MAP" or not pairs:
+        pairs = [(torch.tensor(r["variance"]), exact[r["seed"]]) for r in found]
+        if method == "MAP":
             cells += ["", "", ""]
         else:
             ratios = torch.cat([(ours.abs() / theirs).sqrt() for ours, theirs in pairs])

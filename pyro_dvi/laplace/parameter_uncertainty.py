@@ -41,7 +41,7 @@ def parameter_uncertainty(
     how many there are.
 
     Args:
-        guide: at a minimum of U (``guide.polish``).
+        guide: for ``NewtonCG()`` at a minimum of U (``guide.polish``).
         batches: all the data.
         subset: what varies, as in ``guide.fit``.
         solver: of the tilted fits; ``NewtonCG()`` by default.

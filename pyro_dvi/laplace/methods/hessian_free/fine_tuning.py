@@ -87,9 +87,9 @@ class SGD(FineTuning):
 
     .. math:: \nabla f^\top P^{-1} \bigl(1 - (1 - \eta P)^T\bigr) \nabla f
 
-    to first order: too small, as a direction of curvature below :math:`1/\eta T` counts :math:`\eta T` in the place
-    of one by its curvature; positive where P has negative curvature, too, so that no error tells of a network that is
-    far from its minimum. Most variances of a network come from such directions.
+    to first order. It is too small: a direction of curvature below :math:`1/\eta T` contributes about
+    :math:`\eta T` instead of the inverse of its curvature, and most of a network's variance comes from such directions.
+    It is positive where P has negative curvature, too, so that no error tells of a network far from its minimum.
 
     Args:
         strength: as for :class:`FixedStrength`.
@@ -114,7 +114,9 @@ class SGD(FineTuning):
 class Adam(FineTuning):
     """Adam, as networks are usually trained.
 
-    Status: not the minimum but the way to it, without a sign of how far; see :class:`SGD`.
+    Status: not the minimum but the way to it, without a sign of how far: variances are mostly too small, as with
+    :class:`SGD`, and may be negative after few steps. After 300 steps of a network of 151 weights standard deviations
+    were 15 to 32 % too small in the median, and a tenth of them by a factor of 1.7 to 3.5.
 
     Args:
         strength: as for :class:`FixedStrength`.
