@@ -116,7 +116,7 @@ class Adam(FineTuning):
 
     Status: not the minimum but the way to it, without a sign of how far: variances are mostly too small, as with
     :class:`SGD`, and may be negative after few steps. After 300 steps of a network of 151 weights standard deviations
-    were 15 to 32 % too small in the median, and a tenth of them by a factor of 1.7 to 3.5.
+    were 15 to 32 % too small in the median, a tenth of them by more than 1.7 to 3.5 times.
 
     Args:
         strength: as for :class:`FixedStrength`.

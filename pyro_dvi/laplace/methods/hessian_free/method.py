@@ -35,7 +35,7 @@ class HessianFree(Method):
     is the exact Hessian's covariance up to terms of the order of the step squared and the tolerance. ``Adam``, ``SGD``
     and ``LBFGS`` take gradients only, and start from any network without a look at it, as the paper does. Fine-tuning
     by ``Adam`` and ``SGD`` ends before the minimum: in our repetition of the paper's table standard deviations come out
-    15 to 32 % too small in the median, and a tenth of them by a factor of 1.7 to 3.5. The modes other than
+    15 to 32 % too small in the median, a tenth of them by more than 1.7 to 3.5 times. The modes other than
     ``Pointwise()`` target something else.
 
     ``ConjugateGradient(Hessian())`` gives the numbers of ``NewtonCG()`` with one linear solve in the place of two fits,
