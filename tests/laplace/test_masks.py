@@ -201,6 +201,8 @@ def test_draws_and_marginals_have_no_spread_elsewhere(sine):
         assert torch.equal(spread > 0, mask)
         assert torch.equal(draws[name][0][~mask], guide.unconstrained_mode()[name][~mask])
     assert torch.equal(drawn["w1"].squeeze(1).std(0) > 0, MASKS["w1"])
+    exported = dvi.to_arviz(problem.model, guide, (problem.x, problem.y), num_samples=4).posterior["w1"]
+    assert torch.equal(torch.as_tensor(exported.values).std((0, 1)) > 0, MASKS["w1"])
     deviations = torch.cat([guide.get_posterior()[name].stddev[mask] for name, mask in MASKS.items()])
     torch.testing.assert_close(deviations, posterior.marginal_variance()[:5].sqrt())
     low, high = guide.quantiles([0.1, 0.9])["w1"]
