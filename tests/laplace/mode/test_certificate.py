@@ -14,14 +14,14 @@ from pyro_dvi.laplace import ConjugateGradient, Dense, Diagonal, Hessian, Laplac
 from pyro_dvi.laplace.energy.energy import Energy
 from tests.laplace.problems import SineRegression
 
-PROBLEM = SineRegression(hidden=4)
-SIZE = 13
+PROBLEM = SineRegression(hidden=2)
+SIZE = 7
 QUIET = {"progress": False}
 
 
 @pytest.fixture(scope="module")
 def mode():
-    guide = PROBLEM.trained(2000)
+    guide = PROBLEM.trained(500)
     report = guide.polish(PROBLEM.batches, **QUIET)
     assert report.converged
     return guide
@@ -102,13 +102,9 @@ def test_labels_of_other_rows_are_other_data(polished, spent):
     assert spent() > 1
 
 
-def test_another_model_ends_it(spent):
-    problem = SineRegression(hidden=4)
-    guide = problem.trained(2000)
-    guide.polish(problem.batches, **QUIET)
-    spent()
-    problem.noise = 0.31
-    guide.fit(problem.batches, Dense())
+def test_another_model_ends_it(polished, spent, monkeypatch):
+    monkeypatch.setattr(PROBLEM, "noise", 0.31)
+    polished.fit(PROBLEM.batches, Dense())
     assert spent() > 1
 
 
@@ -128,14 +124,11 @@ def test_a_stricter_tolerance_looks_again(polished, spent):
     assert spent() > SIZE
 
 
-def test_what_one_fit_has_seen_serves_the_next(spent):
-    guide = PROBLEM.trained(2000)
-    guide.polish(PROBLEM.batches, **QUIET)
-    guide._certificate = None
-    spent()
-    guide.fit(PROBLEM.batches, ConjugateGradient(Hessian()))
+def test_what_one_fit_has_seen_serves_the_next(polished, spent):
+    polished._certificate = None
+    polished.fit(PROBLEM.batches, ConjugateGradient(Hessian()))
     assert spent() > SIZE
-    guide.fit(PROBLEM.batches, ConjugateGradient(Hessian()))
+    polished.fit(PROBLEM.batches, ConjugateGradient(Hessian()))
     assert spent() == 0
 
 
@@ -179,7 +172,7 @@ def test_tuned_scales_are_looked_at_where_the_mode_was_trained(polished, spent):
 
 
 def test_the_gauss_newton_matrix_is_no_proof_for_the_hessian(spent):
-    guide = PROBLEM.trained(2000)
+    guide = PROBLEM.trained(800)
     guide.fit(PROBLEM.batches, Diagonal())
     assert spent() <= 4  # the gradient, perhaps a product, and the fit
     guide.fit(PROBLEM.batches, Diagonal())
