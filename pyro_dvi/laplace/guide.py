@@ -49,7 +49,7 @@ class LaplaceGuide(GaussianGuide):
 
     Attributes:
         locs: module of modes, ``guide.locs.<site>``.
-        posterior: what the last :meth:`fit` made; None before.
+        posterior: what the last :meth:`fit` made; None before, and after an error.
         scale_factors: what multiplies the scale of a site's distribution in U, latent or observed; :meth:`tune` sets
             it, training does not use it.
 
@@ -86,7 +86,8 @@ class LaplaceGuide(GaussianGuide):
     ) -> LaplacePosterior:
         """Put the Gaussian around the mode.
 
-        Untuned, class probabilities are often far less certain than the data warrant: see :meth:`tune`.
+        Untuned, class probabilities are often far less certain than the data warrant: see :meth:`tune`. After
+        :meth:`polish` on the same data the mode is not looked at again. A fit that ends in an error leaves no Gaussian.
 
         Args:
             batches: all the data: a loader or a list of batches, as for :func:`~pyro_dvi.fit`.
@@ -103,7 +104,8 @@ class LaplaceGuide(GaussianGuide):
             the Gaussian; also ``guide.posterior``.
 
         Raises:
-            UnconvergedError: the precision is the Hessian, and the mode no minimum; ``diagnosis`` says why.
+            UnconvergedError: the precision is the Hessian, and the mode no minimum, or U has kinks (ReLU);
+                ``diagnosis`` says why.
             DataError: batches that do not hold all data, or change, or hold NaN.
             ModelError: the model draws random numbers of its own.
         """
