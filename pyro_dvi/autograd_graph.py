@@ -31,18 +31,10 @@ def graph_between(inputs: Sequence[Tensor], outputs: Iterable[Tensor]) -> set[An
         ['ExpBackward0', 'MulBackward0', 'torch::autograd::AccumulateGrad']
     """
     nodes = graph_of(outputs)
-    users: dict[Any, list[Any]] = {node: [] for node in nodes}
-    for node in nodes:
-        for parent, _ in node.next_functions:
-            if parent is not None:
-                users[parent].append(node)
-    found: set[Any] = set()
-    stack = [n for n in nodes if any(getattr(n, "variable", None) is value for value in inputs)]
-    while stack:
-        node = stack.pop()
-        if node not in found:
+    found = {node for node in nodes if any(getattr(node, "variable", None) is value for value in inputs)}
+    for node in sorted(nodes - found, key=lambda node: node._sequence_nr()):  # as the operations were done
+        if any(parent in found for parent, _ in node.next_functions):
             found.add(node)
-            stack.extend(users[node])
     return found
 
 
