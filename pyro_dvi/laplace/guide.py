@@ -199,8 +199,9 @@ class LaplaceGuide(GaussianGuide):
 
         The mode stays where it is, although it is no minimum of U with another scale (``polish`` moves it there, and
         training with another ``prior_scale`` does so from the start). Values are relative to the model as it is
-        written; several scales are tuned one after the other. Where probabilities of known classes matter, tune by
-        validation data: by the evidence a classifier often stays less certain than the data warrant.
+        written; several scales are tuned one after the other. The Gaussian of the best value is the one that is kept.
+        Tune a classifier by validation data where there are any: by the evidence its class probabilities are
+        under-confident, whatever the method.
 
         Args:
             batches: all the data.

@@ -8,6 +8,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from torch.utils.data import DataLoader, TensorDataset
 
 from pyro_dvi import predict, to_bayesian_
 from pyro_dvi.errors import ArgumentError, DviWarning, GuideError, ModelError, UnsupportedError
@@ -304,6 +305,20 @@ def test_one_run_and_one_fit_serve_all_values_and_the_tuned_guide(network, metho
     assert counts["examples"] == 2 and found.mode.equal(again.mode)
     torch.testing.assert_close(found.marginal_variance(), again.marginal_variance())
     assert math.isclose(guide.scale_factors["0.weight"] ** -2, curve.best)
+
+
+@pytest.mark.filterwarnings("ignore:the best of:pyro_dvi.errors.DviWarning")
+def test_validation_batches_may_be_shuffled(network):
+    """What is kept of a batch from one value to the next belongs to its rows."""
+    guide, batches = network
+    (x, y), _ = batches
+    shuffled = DataLoader(TensorDataset(x, y), 3, shuffle=True, generator=torch.Generator().manual_seed(0))
+    scores = []
+    for held_out in (batches[:1], shuffled):
+        guide.scale_factors = {}
+        options = {"criterion": ByValidation(held_out), "values": [0.1, 0.5, 1.0, 2.0, 4.0]}
+        scores.append(guide.tune(batches, method=Diagonal(), refinements=0, **options, **QUIET).scores)
+    torch.testing.assert_close(*scores)
 
 
 @pytest.mark.parametrize("names", ["0.weight", "*.bias"])

@@ -87,6 +87,11 @@ class Query:
         """K, the real numbers for each example."""
         return self.outputs.values.shape[1]
 
+    @property
+    def bytes_held(self) -> int:
+        """Bytes of the graph, and of the gradients of all outputs at layers that covariances make of it."""
+        return self._saved.total * (1 + self.size)
+
     def at(self, point: Tensor) -> Tensor:
         """Return the outputs [B, K] at another flat vector [D], as a node of its graph if it has one."""
         with torch.enable_grad():  # which parameters are outputs shows in their graph

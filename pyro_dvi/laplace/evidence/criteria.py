@@ -203,8 +203,12 @@ class ByEvidence(Criterion):
     methods, whose precision is the matrix itself, a common multiplier of all priors, and the scale of a constant
     Gaussian noise, need its eigenvalues once; anything else needs them for each value.
 
+    A dense matrix is built once for all values.
+
     Status: Laplace's approximation for the mode as it is, which is no mode for another c; train again, or polish, with
-    the scale that was found, and repeat, for a joint optimum.
+    the scale that was found, and repeat, for a joint optimum. It judges the model, not its predictions: class
+    probabilities are under-confident afterwards, whatever the method (a CNN on digits has a test NLL of .49 to .73,
+    its mode .11, and :class:`ByValidation` gives .10). Tune a classifier by validation data where there are any.
 
     Args:
         determinant: ``Exactly()`` or ``ByLanczos(probes, steps)`` of the matrix itself, whatever the method makes of
@@ -260,7 +264,8 @@ class ByValidation(Criterion):
     .. math:: \frac1M \sum_{j} \log \int p(y_j \mid f)\, \mathcal N\bigl(f; f(x_j; \hat u), J_j P^{-1} J_j^\top\bigr)\,
         \mathrm df
 
-    Each value that is tried costs a prediction, and a fit unless the Gaussian can take another prior or noise:
+    Each value that is tried costs a prediction, whose gradients are kept for the next prior where memory allows, and a
+    fit unless the Gaussian can take another prior or noise:
     ``Diagonal()``, ``KroneckerFactored()`` and ``TopEigen(k)`` fit once for a multiplier of all priors, ``Dense()``
     builds its matrix once and factorises it for each value.
 
@@ -299,26 +304,31 @@ class ByValidation(Criterion):
     def score(self, candidates: Candidates) -> Callable[[float], float]:
         """Return the mean log predictive density as a function of the value."""
         passes = Passes(self.batches, candidates.energy.start.device)
+        kept: dict[int, Query] = {}  # the scale of a prior changes no output
 
         def score(value: float) -> float:
             energy, posterior = candidates.local(value).energy, candidates.posterior(value)
             total, count = 0.0, 0
-            for args, kwargs in passes:
+            for index, (args, kwargs) in enumerate(passes):
                 if kwargs:
                     raise ArgumentError(
                         "validation batches are tuples of positional arguments, such as (x, y), not mappings"
                     )
-                log_density = self._log_density(energy, args, posterior)
+                query = None if passes.reordered else kept.get(index)
+                if query is None:
+                    query = Query(energy.model, args, energy.locs, energy.layout, site=self.site)
+                log_density = self._log_density(energy, args, GaussianOutputs.of(posterior, query))
                 total, count = total + float(log_density.sum()), count + log_density.numel()
+                room = energy.memory - sum(known.bytes_held for known in kept.values())
+                if candidates.scale.of_prior and query.bytes_held <= room:
+                    kept[index] = query
             return total / count
 
         return score
 
     @torch.no_grad()
-    def _log_density(self, energy: Energy, args: tuple, posterior: LaplacePosterior) -> torch.Tensor:
+    def _log_density(self, energy: Energy, args: tuple, gaussian: GaussianOutputs) -> torch.Tensor:
         """Log predictive density of every observation of a batch that is not masked."""
-        query = Query(energy.model, args, energy.locs, energy.layout, site=self.site)
-        gaussian = GaussianOutputs.of(posterior, query)
         distribution = integrated(
             gaussian.outputs, gaussian.full_covariance, self.link, self.noise, self.num_points
         )
