@@ -327,7 +327,8 @@ def test_a_dense_matrix_serves_the_priors_of_some_sites(network, names):
     guide, batches = network
     guide.scale_factors = {}
     values = [0.5, 1.0, 2.0, 3.0]
-    scores = guide.tune(batches, PriorPrecision(names), values=values, refinements=0, **QUIET).scores
+    options = {"method": Dense(), "values": values, "refinements": 0}
+    scores = guide.tune(batches, PriorPrecision(names), **options, **QUIET).scores
     for value, score in zip(values, scores.tolist(), strict=True):
         guide.scale_factors = {name: value**-0.5 for name in guide.scale_factors}
         guide.fit(batches, Dense())
