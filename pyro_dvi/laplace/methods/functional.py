@@ -201,9 +201,8 @@ class FunctionalPosterior(LaplacePosterior):
 
     def draw(self, count: int, generator: torch.Generator) -> Tensor:
         prior = gaussian_rows(count, len(self.mode), self.mode, generator) * self.prior.sqrt()
-        return self.mode + self._updated(
-            prior, gaussian_rows(count, len(self.kernel), self.kernel, generator)
-        )
+        noise = gaussian_rows(count, len(self.kernel), self.mode, generator)
+        return self.mode + self._updated(prior, noise.to(self.kernel))
 
     def solve(self, vectors: Tensor) -> Tensor:
         return self._updated(vectors, self.kernel.new_zeros(len(vectors), len(self.kernel)))
