@@ -19,6 +19,7 @@ __all__ = [
     "dataset_size",
     "is_strided",
     "mapped",
+    "named_arguments",
     "non_finite_inputs",
     "number_of_batches",
     "rows_cut",
@@ -117,16 +118,23 @@ def dataset_size(loader: Any) -> int | None:
 
 
 def tensor_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Tensor]:
-    """Return the tensors among the arguments of a model by name, numbered from 1; without sparse and nested ones."""
-    named = {**{f"argument {i}": value for i, value in enumerate(args, start=1)}, **kwargs}
-    return {name: value for name, value in named.items() if is_strided(value)}
+    """Return the tensors among the arguments of a model by name; without sparse and nested ones."""
+    return {name: value for name, value in named_arguments(args, kwargs).items() if is_strided(value)}
+
+
+def named_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a model by name, those by position numbered from 1."""
+    return {**{f"argument {i}": value for i, value in enumerate(args, start=1)}, **kwargs}
 
 
 def non_finite_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
-    """Describe the tensors among the arguments that hold NaN or infinities."""
-    bad = {name: ~torch.isfinite(value) for name, value in tensor_arguments(args, kwargs).items()}
-    counts = {name: (int(flags.sum()), flags.numel()) for name, flags in bad.items()}
-    return [f"{name} ({count} of {size} elements)" for name, (count, size) in counts.items() if count]
+    """Describe the arguments whose tensors hold NaN or infinities."""
+    found = []
+    for name, value in named_arguments(args, kwargs).items():
+        tensors = [tensor for tensor in tensors_in(value) if is_strided(tensor)]
+        if count := sum(int((~torch.isfinite(tensor)).sum()) for tensor in tensors):
+            found.append(f"{name} ({count} of {sum(tensor.numel() for tensor in tensors)} elements)")
+    return found
 
 
 def is_strided(value: Any) -> bool:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from pyro_dvi.batches import non_finite_inputs, tensor_arguments
+from pyro_dvi.batches import named_arguments, non_finite_inputs, tensor_arguments
 from pyro_dvi.errors import DataError, DeviceError, ModelError, PyroDviError
 from pyro_dvi.signatures import misfit
 
@@ -59,8 +59,7 @@ def explained_errors(
 
 
 def _of_arguments(error: Exception, model: Callable, args: tuple, kwargs: dict) -> PyroDviError | None:
-    named = [*((f"argument {i}", value) for i, value in enumerate(args, start=1)), *kwargs.items()]
-    for name, value in named:
+    for name, value in named_arguments(args, kwargs).items():
         if hasattr(value, "__array__") and not isinstance(value, Tensor):
             kind = type(value).__name__
             return DataError(f"{name} of the model is of type {kind}: torch.as_tensor makes it a tensor")

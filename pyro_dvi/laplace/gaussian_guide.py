@@ -142,12 +142,11 @@ class GaussianGuide(ModeGuide):
         size, found = sum(u.numel() for u in point.locs.values()), "not known to be a minimum"
         if known is not None and known.is_of(point):
             found = "a minimum" if known.curvature == "Hessian" else "a point without slope"
-        mode = f"mode of {size} latents, {found}"
-        if self._fitted is None:
+        mode, fitted = f"mode of {size} latents, {found}", self._fitted
+        if fitted is None:
             return f"{mode}; no Gaussian yet: guide.fit(batches)"
-        stale = self._stale()
-        matrix = type(self._fitted.curvature).__name__
-        return f"{mode}; {self._fitted.posterior!r}, precision {matrix}" + (f"; {stale}" if stale else "")
+        parts = [mode, f"{fitted.posterior!r}, precision {type(fitted.curvature).__name__}", self._stale()]
+        return "; ".join(part for part in parts if part)
 
     # What a guide is to Pyro, to files and to devices -----------------------------------------------------------------
 

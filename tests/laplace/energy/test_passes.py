@@ -81,6 +81,12 @@ def test_values_that_are_not_finite_are_named_where_they_are_read(value):
         list(Passes(data, None))
 
 
+def test_values_within_nested_arguments_are_found():
+    nested = ({"ids": torch.arange(3), "mask": torch.tensor([1.0, torch.nan, 1.0])}, torch.ones(3))
+    with pytest.raises(DataError, match=r"argument 1 \(1 of 6 elements\)"):
+        list(Passes([nested], None))
+
+
 def test_numbers_beyond_float32_are_no_fault():
     list(Passes([(torch.full((3,), 1e200, dtype=torch.float64),)], None))
 
