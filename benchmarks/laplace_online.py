@@ -92,8 +92,8 @@ def main() -> None:
     text = [
         "# Scales by the evidence, during training",
         "",
-        f"One hidden layer of {HIDDEN} tanh units, {EPOCHS} epochs, means of {len(SEEDS)} seeds. The prior of each layer,",
-        f"and the noise of the regression, are chosen by the evidence with Kronecker factors: every {EVERY} epochs, or",
+        f"One hidden layer of {HIDDEN} tanh units, {EPOCHS} epochs, means of {len(SEEDS)} seeds. The prior of each",
+        f"layer, and the noise of the regression, are chosen by the evidence with Kronecker factors: every {EVERY} epochs, or",
         "once after training. Log evidence is that of the dense Gauss-Newton matrix; NLL is of test data.",
         f"torch {torch.__version__}, {platform.machine()}, float64.",
         "",
