@@ -27,9 +27,9 @@ class OnlineEvidence:
     at the weights u as they are; training goes on with the scales that were found. Give ``SVI`` the :attr:`model` of
     this object, whose scales follow. Needs no validation data.
 
-    Status: with an exact method and enough epochs the joint optimum of Laplace's evidence, of its mode and its scales
-    (exact for linear models with Gaussian noise); with ``Diagonal()`` or ``KroneckerFactored()`` that of their
-    approximation of the determinant.
+    Status: for linear models with Gaussian noise, an exact method and enough epochs the optimum of the evidence. For
+    networks a heuristic: training moves the weights without regard to what they do to the determinant, so that the
+    evidence may fall; compare :meth:`LaplaceGuide.log_evidence` with that of a training without it.
 
     Args:
         guide: the guide that is trained, with ``kl_weight=1``.
