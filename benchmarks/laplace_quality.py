@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Laplace approximations of small classifiers of handwritten digits, ours beside those of laplace-torch.
+"""Laplace approximations of small classifiers of handwritten digits, and the full matrix of laplace-torch.
 
 One trained mode for each network and seed; every method starts from its weights, tunes the precision of the prior (by
 evidence or by validation likelihood) and predicts test digits and inputs from elsewhere. Each run has a process and a
-thread of its own.
+thread of its own. Structures that both libraries have are compared by laplace_torch.py.
 
     python benchmarks/laplace_quality.py                       # hours: the peer's full matrix takes most of it
     python benchmarks/laplace_quality.py --networks cnn --seeds 0 --time-limit 120  # rows that take longer are cut
@@ -65,14 +65,7 @@ OURS: dict[str, Any] = {
     "last layer, Dense": Dense(),
     "TopEigen(300)": TopEigen(300),
 }
-PEER = {
-    "laplace-torch full": ("full", "all"),
-    "laplace-torch KFAC": ("kron", "all"),
-    "laplace-torch diag": ("diag", "all"),
-    "laplace-torch last layer, full": ("full", "last_layer"),
-}
-PEER_FULL = "laplace-torch full"
-EVIDENCE_ONLY = (PEER_FULL,)  # a grid would take it a fit and a determinant for each value
+PEER_FULL = "laplace-torch full"  # by evidence only: a grid would take a fit and a determinant for each value
 
 
 @dataclass(frozen=True)
@@ -169,29 +162,18 @@ def ours(run: Run, net: nn.Module, data: dict[str, Any], clock: Clock) -> tuple[
 
 
 def peer(run: Run, net: nn.Module, data: dict[str, Any], clock: Clock) -> tuple[dict[str, Tensor], float]:
-    """The same with laplace-torch; for convolutions with the fastest of its backends."""
+    """The same with laplace-torch; for convolutions with the fastest of its backends. By evidence only."""
     from laplace import Laplace
     from laplace.curvature import BackPackGGN
 
-    structure, subset = PEER[run.method]
     loader = DataLoader(TensorDataset(data["train"], data["labels"][0]), BATCH_SIZE)
-    backend = {"backend": BackPackGGN} if run.network == "cnn" and subset == "all" else {}
+    backend = {"backend": BackPackGGN} if run.network == "cnn" else {}
     with clock.phase("fit and tune"):
-        la = Laplace(net, "classification", subset_of_weights=subset, hessian_structure=structure, **backend)
+        la = Laplace(net, "classification", subset_of_weights="all", hessian_structure="full", **backend)
         la.fit(loader)
-        if run.tuning == "evidence":
-            few = {"n_steps": PEER_FULL_STEPS, "lr": PEER_FULL_RATE} if run.method == PEER_FULL else {}
-            la.optimize_prior_precision(method="marglik", prior_structure="scalar", **few)
-        else:
-            la.optimize_prior_precision(
-                method="gridsearch",
-                pred_type="glm",
-                link_approx="probit",
-                val_loader=DataLoader(TensorDataset(data["validation"], data["labels"][1]), BATCH_SIZE),
-                log_prior_prec_min=DECADES[0],
-                log_prior_prec_max=DECADES[1],
-                grid_size=GRID,
-            )
+        la.optimize_prior_precision(
+            method="marglik", prior_structure="scalar", n_steps=PEER_FULL_STEPS, lr=PEER_FULL_RATE
+        )
     with clock.phase("predict"):
         found = {
             name: torch.cat(
@@ -221,7 +203,7 @@ def measure(arguments: tuple[Run, dict[str, Any]]) -> dict[str, Any]:
         with clock.phase("predict"), torch.no_grad():
             found = {name: net(data[name]).softmax(-1) for name in _predicted()}
     else:
-        measured = peer if run.method in PEER else ours
+        measured = peer if run.method == PEER_FULL else ours
         found, precision = measured(run, net, data, clock)
     peak = getrusage(RUSAGE_SELF).ru_maxrss / 1024
     return {
@@ -263,7 +245,7 @@ def main() -> None:
     )
     parser.add_argument("--networks", nargs="+", default=["mlp", "cnn"], choices=["mlp", "cnn"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--methods", nargs="+", default=["MAP", *OURS, *PEER])
+    parser.add_argument("--methods", nargs="+", default=["MAP", *OURS, PEER_FULL])
     parser.add_argument("--tuning", nargs="+", default=["evidence", "validation"])
     parser.add_argument("--time-limit", type=float, default=math.inf, help="processor seconds of a run")
     parser.add_argument("--report", action="store_true")
@@ -272,7 +254,7 @@ def main() -> None:
         methods = arguments.methods
         if importlib.util.find_spec("laplace") is None:
             print("laplace-torch is not installed (see the docstring): its rows are left out")
-            methods = [m for m in methods if m not in PEER]
+            methods = [m for m in methods if m != PEER_FULL]
         run_all(arguments, methods)
     write_report(RESULTS)
 
@@ -290,7 +272,7 @@ def run_all(arguments: argparse.Namespace, methods: list[str]) -> None:
                 Run(network, seed, method, tuning)
                 for method in methods
                 for tuning in (["none"] if method == "MAP" else arguments.tuning)
-                if not (tuning == "validation" and method in EVIDENCE_ONLY)
+                if not (tuning == "validation" and method == PEER_FULL)
             ]
             runs = [run for run in runs if run not in done]
             if not runs:
