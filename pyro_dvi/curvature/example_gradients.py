@@ -76,14 +76,14 @@ class OuterGradients:
         return self._inputs(part), self._of_output(delta.flatten(0, 1)).unflatten(0, delta.shape[:2])
 
     def by_unit(self, entries: Tensor) -> Tensor:
-        """Return what belongs to the entries of the weight, ``[size, ...]``, as ``[p, q, ...]``."""
+        """Return what belongs to entries of the weight, those of some units, ``[size, ...]``, as ``[p, q, ...]``."""
         if self.inputs_first:
-            return entries.unflatten(0, (-1, self._num_units)).transpose(0, 1)
-        return entries.unflatten(0, (self._num_units, -1))
+            return entries.unflatten(0, (self._num_inputs, -1)).transpose(0, 1)
+        return entries.unflatten(0, (-1, self._num_inputs))
 
     @cached_property
-    def _num_units(self) -> int:
-        return self.parts(slice(0, 1))[1].shape[-1]
+    def _num_inputs(self) -> int:
+        return self._inputs(slice(0, 1)).shape[-1]
 
     def rows(self, part: slice) -> Tensor:
         """Return the gradients ``[m, K, size]``."""

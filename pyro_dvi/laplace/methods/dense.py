@@ -110,7 +110,7 @@ class DensePosterior(LayerwisePosterior):
 
         def times_rows(vectors: Tensor) -> Tensor:  # [m, s, n] of the first n columns to [m, s, K]
             known = zip(factors, spans, strict=True)
-            found = [f.times_rows(vectors[..., s]) for f, s in known if s.stop <= vectors.shape[-1]]
+            found = [f.times_rows(vectors[..., s]) for f, s in known if s.start < vectors.shape[-1]]
             return torch.stack(found).sum(0)
 
         blocks = [half[span, : span.stop] for span in spans]
@@ -193,8 +193,11 @@ class _Single:
 
     def times_rows(self, vectors: Tensor) -> Tensor:
         units = self.outer.by_unit(vectors.movedim(-1, 0))  # [p, q, m, s]
-        return torch.einsum("pqms,mq->msp", units, self.a) @ self.delta.mT
+        return torch.einsum("pqms,mq->msp", units, self.a) @ self.delta[..., : len(units)].mT
 
     def rows_times(self, block: Tensor, then: Callable[[Tensor], Tensor]) -> Tensor:
         units = self.outer.by_unit(block)
-        return self.delta @ torch.cat([then((self.a @ unit).unsqueeze(1)) for unit in units], 1)
+        beyond = 0 if self.outer.inputs_first else self.a.shape[-1]  # columns of later units, which are zero
+        ends = [block.shape[1] - later * beyond for later in reversed(range(len(units)))]
+        found = [then((self.a @ unit[:, :end]).unsqueeze(1)) for unit, end in zip(units, ends, strict=True)]
+        return self.delta @ torch.cat(found, 1)
