@@ -116,24 +116,26 @@ class ModeGuide(FactorisedGuide):
         *,
         subset: Subset | None = None,
         tolerance: float = 1e-10,
-        max_iterations: int = 200,
+        max_gradients: int = 3000,
         progress: bool = True,
         callback: Callable[[int, float, float, float], None] | None = None,
     ) -> Polished:
-        r"""Bring the mode to the minimum of U, by Newton's method with its true Hessian.
+        r"""Bring the mode to the minimum of U, and prove it by the true Hessian.
 
         First-order training ends near a saddle point as often as not, where a Gaussian does not exist. The Hessian is
         known by its products only. Ctrl-C ends the search; the best point so far is kept then, and after any error.
 
-        Status: a local minimum with a positive definite Hessian, as far as 200 Lanczos steps show.
+        Status: a local minimum with a positive definite Hessian, as far as 200 Lanczos steps show. Where U has kinks
+        (ReLU), a point at rest in the norm of the Gauss-Newton matrix, or a warning.
 
         Args:
             batches: all the data, the same in every pass.
             subset: what may move, as in ``guide.fit``; None: all.
             tolerance: on the Newton decrement :math:`g^\top P^{-1} g`, in squared posterior standard deviations.
-            max_iterations: steps at most, of some ten gradients of all data each.
+            max_gradients: of all data, that the search may take: by default as many as a training of 3,000 steps.
             progress: show a progress bar where there is a terminal or notebook.
-            callback: called after each step with its number, U, the norm of its gradient, and the decrement before.
+            callback: called after each step with its number, U, the norm of its gradient, and the decrement before
+                or an estimate of it.
 
         Returns:
             What was done; ``print`` it.
@@ -169,7 +171,7 @@ class ModeGuide(FactorisedGuide):
             energy,
             keep,
             tolerance=tolerance,
-            max_iterations=max_iterations,
+            max_gradients=max_gradients,
             progress=progress,
             callback=callback,
         )

@@ -11,15 +11,22 @@ from pyro_dvi.linalg.log_determinant import (
     log_determinant,
     trace_of_function,
 )
-from pyro_dvi.linalg.newton import Minimum, SmoothFunction, minimise_newton
+from pyro_dvi.linalg.metric import CholeskyMetric, DiagonalMetric, InMetric, Metric, SmoothFunction
+from pyro_dvi.linalg.newton import Minimum, minimise_newton
 from pyro_dvi.linalg.operator import Operator
+from pyro_dvi.linalg.quasi_newton import Descent, descend
 from pyro_dvi.linalg.smallest_eigenpair import Eigenpair, smallest_eigenpair
 from pyro_dvi.linalg.top_eigenpairs import Eigenpairs, top_eigenpairs
 
 __all__ = [
+    "CholeskyMetric",
+    "Descent",
+    "DiagonalMetric",
     "Eigenpair",
     "Eigenpairs",
+    "InMetric",
     "LogDeterminant",
+    "Metric",
     "Minimum",
     "Operator",
     "Preconditioner",
@@ -30,6 +37,7 @@ __all__ = [
     "Tridiagonal",
     "block_conjugate_gradients",
     "conjugate_gradients",
+    "descend",
     "lanczos",
     "log_determinant",
     "minimise_newton",

@@ -4,7 +4,6 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -12,20 +11,11 @@ from torch import Tensor
 from pyro_dvi.choice import check_count, check_positive
 from pyro_dvi.errors import ArgumentError, NonFiniteError, NotPositiveDefiniteError
 from pyro_dvi.linalg.conjugate_gradients import conjugate_gradients
+from pyro_dvi.linalg.metric import SmoothFunction
 from pyro_dvi.linalg.smallest_eigenpair import Eigenpair, smallest_eigenpair
 from pyro_dvi.linalg.trust_region import KrylovModel, ModelStep
 
-__all__ = ["Minimum", "SmoothFunction", "minimise_newton"]
-
-
-class SmoothFunction(Protocol):
-    """What :func:`minimise_newton` has to know of a function U of ``[D]``; the same U at each call."""
-
-    def value_and_gradient(self, x: Tensor, /) -> tuple[Tensor, Tensor]:
-        """Return U(x) and its gradient ``[D]``."""
-
-    def product(self, x: Tensor, vectors: Tensor, /) -> Tensor:
-        """Return the products ``[S, D]`` of the Hessian at x with the rows of ``vectors``."""
+__all__ = ["Minimum", "minimise_newton"]
 
 
 @dataclass(frozen=True)
@@ -36,10 +26,11 @@ class Minimum:
         x: the point, ``[D]``.
         value: U there.
         gradient_norm: of the gradient there.
-        newton_decrement: :math:`g^\top P^{-1} g` before the last step, the squared distance to the minimum in posterior
-            standard deviations; infinite where P showed no positive curvature along g.
-        smallest_eigenvalue: of the Hessian there, in the coordinates of the preconditioner, with the residual of the
-            pair; None where the search ended before it was looked for. Its sign does not depend on the coordinates.
+        newton_decrement: :math:`g^\top P^{-1} g`, the squared distance to the minimum in posterior standard deviations:
+            before the last step, or :math:`|g|^2/\lambda_{\min}` after it where that bound is smaller; infinite where P
+            showed no positive curvature along g.
+        smallest_eigenvalue: of the Hessian there, with the residual of the pair; None where the search ended before it
+            was looked for.
         iterations: steps.
         applications: Hessian-vector products.
         evaluations: of value and gradient.
@@ -67,15 +58,16 @@ def minimise_newton(
     tolerance: float = 1e-10,
     max_iterations: int = 200,
     krylov_steps: int = 200,
-    preconditioner: Tensor | None = None,
     callback: Callable[[int, float, float, float], None] | None = None,
 ) -> Minimum:
     r"""Find a local minimum with positive definite Hessian, matrix-free.
 
     .. math::
-        x \leftarrow x + \operatorname*{arg\,min}_{|s|_M \le \Delta,\; s \in \mathcal{K}}
+        x \leftarrow x + \operatorname*{arg\,min}_{|s| \le \Delta,\; s \in \mathcal{K}}
             g^\top s + \tfrac12 s^\top P s, \qquad
-        \mathcal{K} = \operatorname{span}\{M^{-1} g,\, (M^{-1}P) M^{-1} g, \dots\}
+        \mathcal{K} = \operatorname{span}\{g,\, P g,\, P^2 g, \dots\}
+
+    :class:`~pyro_dvi.linalg.metric.InMetric` gives a badly scaled function better coordinates.
 
     Far from a minimum the step follows all negative curvature that the Krylov space shows; a step that is refused is
     replaced by a shorter one on the same space, without a product. Near a minimum it is the truncated Newton step,
@@ -89,12 +81,11 @@ def minimise_newton(
     ``krylov_steps`` of the Lanczos recursion do not reveal is not seen.
 
     Args:
-        problem: see :class:`SmoothFunction`.
+        problem: see :class:`~pyro_dvi.linalg.metric.SmoothFunction`.
         start: ``[D]``; its dtype and device are used.
         tolerance: on the Newton decrement :math:`g^\top P^{-1} g`, in squared posterior standard deviations.
         max_iterations: steps at most.
         krylov_steps: dimension of the Krylov space; ``krylov_steps * D`` numbers are held.
-        preconditioner: positive diagonal of M, ``[D]``, close to P's in scale; the prior precision is a good one.
         callback: called after each step with its number, the value and the norm of the gradient after it, and the
             Newton decrement before it.
 
@@ -120,56 +111,44 @@ def minimise_newton(
     check_positive("tolerance", tolerance)
     check_count("max_iterations", max_iterations)
     check_count("krylov_steps", krylov_steps)
-    if preconditioner is not None and (
-        preconditioner.shape != start.shape or not bool((preconditioner > 0).all())
-    ):
-        raise ArgumentError("the preconditioner is a positive diagonal with the shape of the start")
-    search = _Search(problem, start.detach(), preconditioner, krylov_steps)
+    search = _Search(problem, start.detach(), krylov_steps)
     return search.run(tolerance, max_iterations, callback or (lambda *state: None))
 
 
 class _Search:
-    """The state of one minimisation, in the coordinates y = M^(1/2) x, where the region of trust is a ball."""
+    """The state of one minimisation."""
 
     _STALLS = 10  # steps without a smaller gradient, where rounding hides the values, that end the search
 
-    def __init__(
-        self, problem: SmoothFunction, start: Tensor, preconditioner: Tensor | None, krylov_steps: int
-    ) -> None:
+    def __init__(self, problem: SmoothFunction, start: Tensor, krylov_steps: int) -> None:
         self.problem, self.krylov_steps = problem, krylov_steps
-        self.scale = None if preconditioner is None else preconditioner.detach().to(start).rsqrt()
         self.applications = self.evaluations = 0
-        self.y = start if self.scale is None else start / self.scale
-        self.value, self.gradient = self.evaluate(self.y)
+        self.x = start
+        self.value, self.gradient = self.evaluate(start)
         if not math.isfinite(self.value) or not bool(self.gradient.isfinite().all()):
             raise NonFiniteError(
                 "the function or its gradient is NaN or infinite at the start of the minimisation"
             )
-        self.radius = max(1.0, float(self.y.norm()))
+        self.radius = max(1.0, float(start.norm()))
         self.first_size = self.best_size = float(self.gradient.norm())
         self.stalls = 0
 
-    # --- the function in these coordinates ---------------------------------------------------------------
-
-    def unscaled(self, y: Tensor) -> Tensor:
-        return y if self.scale is None else y * self.scale
-
-    def evaluate(self, y: Tensor) -> tuple[float, Tensor]:
+    def evaluate(self, x: Tensor) -> tuple[float, Tensor]:
         self.evaluations += 1
-        value, gradient = self.problem.value_and_gradient(self.unscaled(y))
-        gradient = gradient.detach().to(y)
-        if gradient.shape != y.shape:
-            raise ArgumentError(f"the gradient has shape {tuple(gradient.shape)}, the point {tuple(y.shape)}")
-        return float(value.detach()), self.unscaled(gradient)
+        value, gradient = self.problem.value_and_gradient(x)
+        gradient = gradient.detach().to(x)
+        if gradient.shape != x.shape:
+            raise ArgumentError(f"the gradient has shape {tuple(gradient.shape)}, the point {tuple(x.shape)}")
+        return float(value.detach()), gradient
 
     def product(self, vectors: Tensor) -> Tensor:
         self.applications += len(vectors)
-        return self.unscaled(self.problem.product(self.unscaled(self.y), self.unscaled(vectors)))
+        return self.problem.product(self.x, vectors)
 
     @property
     def resolution(self) -> float:
         """Differences of values below this are rounding error."""
-        return 10 * torch.finfo(self.y.dtype).eps * abs(self.value)
+        return 10 * torch.finfo(self.x.dtype).eps * abs(self.value)
 
     # --- the search --------------------------------------------------------------------------------------
 
@@ -182,10 +161,10 @@ class _Search:
             iteration += 1
             size = float(self.gradient.norm())
             decrement, moved = (0.0, True) if size == 0 else self.newton_step(size, tolerance)
-            callback(iteration, self.value, self.gradient_norm(), decrement)
+            callback(iteration, self.value, float(self.gradient.norm()), decrement)
             if decrement > tolerance and moved:
                 continue
-            lowest = smallest_eigenpair(self.product, len(self.y), steps=self.krylov_steps, like=self.y)
+            lowest = smallest_eigenpair(self.product, len(self.x), steps=self.krylov_steps, like=self.x)
             if lowest.value < -lowest.resolution:
                 if self.leave_saddle(lowest):
                     continue
@@ -196,14 +175,16 @@ class _Search:
                 reason = "the Newton decrement is within the tolerance"
             else:
                 reason = (
-                    f"rounding in {self.y.dtype} hides further progress; use float64 or a larger tolerance"
+                    f"rounding in {self.x.dtype} hides further progress; use float64 or a larger tolerance"
                 )
             break
         positive = lowest is not None and lowest.value > lowest.resolution
+        if lowest is not None and lowest.value > 2 * lowest.residual:
+            decrement = min(decrement, float(self.gradient.norm()) ** 2 / (lowest.value - lowest.residual))
         return Minimum(
-            self.unscaled(self.y),
+            self.x,
             self.value,
-            self.gradient_norm(),
+            float(self.gradient.norm()),
             decrement,
             lowest,
             iteration,
@@ -212,9 +193,6 @@ class _Search:
             decrement <= tolerance and positive,
             reason,
         )
-
-    def gradient_norm(self) -> float:
-        return float((self.gradient if self.scale is None else self.gradient / self.scale).norm())
 
     def newton_step(self, size: float, tolerance: float) -> tuple[float, bool]:
         """Take one step; return the Newton decrement before it, and whether there was any to take."""
@@ -228,11 +206,11 @@ class _Search:
             self.take_if_smaller(vector, size)
             return decrement, True
         while not self.accepts(vector, step):
-            if step.interior and step.decrease <= self.resolution:
+            if step.decrease <= self.resolution:
                 return decrement, False
             step = model.step(self.radius)
             vector = model.vector(step)
-            if torch.equal(self.y + vector, self.y):
+            if torch.equal(self.x + vector, self.x):
                 return decrement, False
         return decrement, self.stalls < self._STALLS
 
@@ -252,7 +230,7 @@ class _Search:
 
     def accepts(self, vector: Tensor, step: ModelStep) -> bool:
         """Go along the step if the function falls as predicted; adapt the radius in either case."""
-        value, gradient = self.evaluate(self.y + vector)
+        value, gradient = self.evaluate(self.x + vector)
         length = float(vector.norm())
         size = float(gradient.norm())
         finite = math.isfinite(value) and math.isfinite(size)
@@ -267,25 +245,25 @@ class _Search:
             self.radius = max(self.radius, 2 * length)
         if ratio <= 1e-4 and (resolved or not size < self.best_size):
             return False
-        self.y, self.value, self.gradient = self.y + vector, value, gradient
+        self.x, self.value, self.gradient = self.x + vector, value, gradient
         self.stalls = 0 if resolved or size < 0.9 * self.best_size else self.stalls + 1
         self.best_size = size if resolved else min(size, self.best_size)
         return True
 
     def take_if_smaller(self, vector: Tensor, size: float) -> None:
         """Take the last step where it makes the gradient smaller."""
-        value, gradient = self.evaluate(self.y + vector)
+        value, gradient = self.evaluate(self.x + vector)
         if float(gradient.norm()) < size and value - self.value <= self.resolution:
-            self.y, self.value, self.gradient = self.y + vector, value, gradient
+            self.x, self.value, self.gradient = self.x + vector, value, gradient
 
     def leave_saddle(self, lowest: Eigenpair) -> bool:
         """Step along a direction of negative curvature, downhill; return whether the function shows a decrease."""
         direction = lowest.vector * (-1 if float(lowest.vector @ self.gradient) > 0 else 1)
         length = self.radius
         while 0.5 * abs(lowest.value) * length**2 > self.resolution:
-            value, gradient = self.evaluate(self.y + length * direction)
+            value, gradient = self.evaluate(self.x + length * direction)
             if value <= self.value - 0.1 * abs(lowest.value) * length**2 and bool(gradient.isfinite().all()):
-                self.y, self.value, self.gradient = self.y + length * direction, value, gradient
+                self.x, self.value, self.gradient = self.x + length * direction, value, gradient
                 self.radius, self.stalls, self.best_size = 2 * length, 0, float(gradient.norm())
                 return True
             length *= 0.5

@@ -87,10 +87,15 @@ class GGN(PrecisionMatrix):
 
     def matrix(self, local: LocalEnergy) -> Tensor:
         """Return P, from gradients of single examples where these are cheap."""
+        found = self.from_examples(local)
+        return super().matrix(local) if found is None else found
+
+    def from_examples(self, local: LocalEnergy) -> Tensor | None:
+        """Return P from gradients of single examples, for K backward passes; None where these are not cheap."""
         total = local.point.new_zeros(len(local.point), len(local.point))
         for examples in local.examples():
             if not examples.cheap:
-                return super().matrix(local)
+                return None
             add_gauss_newton_matrix(examples, total)
         diagonal = local.prior_diagonal()
         if diagonal is None:

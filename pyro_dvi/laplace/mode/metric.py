@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which displacements of the latents change U alike."""
+
+import torch
+from torch import Tensor
+
+from pyro_dvi.devices import widest
+from pyro_dvi.errors import ModelError, UnsupportedError
+from pyro_dvi.laplace.energy.energy import LocalEnergy
+from pyro_dvi.laplace.energy.precision import GGN, prior_diagonal
+from pyro_dvi.laplace.methods.diagonal import likelihood_diagonal
+from pyro_dvi.linalg import CholeskyMetric, DiagonalMetric, Metric
+
+__all__ = ["metric_at"]
+
+_DENSE = 2000  # latents up to which a matrix is factorised again every some thirty gradients
+
+
+def metric_at(local: LocalEnergy) -> Metric:
+    """Return the Gauss-Newton matrix of U, or its diagonal: positive definite wherever the point is.
+
+    K backward passes for K outputs. The matrix is taken where its size allows and its rows are cheap. Where the model
+    has none (``pyro.factor``), the prior's diagonal takes its place.
+
+    Args:
+        local: U around a point.
+    """
+    try:
+        if len(local.point) <= _DENSE and (matrix := GGN().from_examples(local)) is not None:
+            factor, failed = torch.linalg.cholesky_ex(matrix.to(widest(matrix.device)))
+            if not bool(failed):
+                return CholeskyMetric(factor.to(local.point))
+        return DiagonalMetric(_positive(prior_diagonal(local, "polish") + likelihood_diagonal(local)))
+    except (ModelError, UnsupportedError):
+        diagonal = local.prior_diagonal()
+        return DiagonalMetric(torch.ones_like(local.point) if diagonal is None else diagonal)
+
+
+def _positive(diagonal: Tensor) -> Tensor:
+    """Put one where a prior bends down, or is flat and no data are near."""
+    return torch.where(diagonal > 0, diagonal, 1.0)

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The search for a minimum of U, and for a point at rest where U has kinks."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pyro_dvi.errors import NonFiniteError, NotPositiveDefiniteError, PyroDviError
+from pyro_dvi.laplace.energy.energy import Energy
+from pyro_dvi.laplace.mode.metric import metric_at
+from pyro_dvi.linalg import (
+    Descent,
+    InMetric,
+    Minimum,
+    conjugate_gradients,
+    descend,
+    minimise_newton,
+    smallest_eigenpair,
+)
+
+__all__ = ["GOOD_ENOUGH", "Ended", "Search"]
+
+GOOD_ENOUGH = 1e-2
+"""The decrement of a mode that no prediction is off by more than a tenth of its standard deviation for."""
+
+_NEAR = 1e-6  # the squared gradient, in the metric, at which Newton's method takes over
+_NEWTON_STEPS = 10  # before the metric is made again
+_KRYLOV_STEPS = 200
+_KRYLOV_BYTES = 2**31
+
+
+@dataclass(frozen=True)
+class Ended:
+    """Where a search ended: the decrement, the matrix that it belongs to, and why."""
+
+    decrement: float
+    curvature: str
+    smallest_eigenvalue: float | None
+    converged: bool
+    reason: str
+
+
+class BudgetSpent(Exception):
+    """The gradients that a search may take are spent."""
+
+
+class Search:
+    r"""U as searches see it, which remembers the best point and counts gradients.
+
+    Steps of a quasi-Newton method in the metric of the Gauss-Newton matrix, which is made again every thirty of them, go
+    along curved valleys for a gradient or two each; Newton's method in that metric ends the search.
+
+    Args:
+        energy: U.
+        max_gradients: of all data, that may be taken before the search ends.
+        callback: called after each step with its number, U, the norm of its gradient, and the decrement or, far from
+            the minimum, the squared norm of the gradient in the metric, which is about that.
+
+    Attributes:
+        best: the lowest point so far, U and the norm of the gradient there.
+        steps: taken.
+    """
+
+    def __init__(
+        self, energy: Energy, max_gradients: int, callback: Callable[[int, float, float, float], None]
+    ) -> None:
+        self.energy, self.callback = energy, callback
+        self.limit: float = energy.evaluations + max_gradients
+        self.max_gradients = max_gradients
+        value, gradient = energy.at(energy.start).value_and_gradient  # raises where there is nothing to start from
+        self.best = energy.start, float(value), float(gradient.norm())
+        self.steps = 0
+        self.decrement = math.inf
+
+    # --- U, for the searches of linalg ----------------------------------------------------------------------
+
+    def value_and_gradient(self, x: Tensor, /) -> tuple[Tensor, Tensor]:
+        """U and its gradient; infinite where the model fails, so that a step which is too long is taken back."""
+        self._spend()
+        try:
+            value, gradient = self.energy.at(x).value_and_gradient
+        except NonFiniteError:
+            return self._outside(x)
+        except ValueError as error:  # Pyro's validation, of a scale that became NaN, say
+            if isinstance(error, PyroDviError):
+                raise
+            return self._outside(x)
+        size = float(gradient.norm())
+        if (float(value), size) < self.best[1:]:
+            self.best = x.detach().clone(), float(value), size
+        return value, gradient
+
+    def product(self, x: Tensor, vectors: Tensor, /) -> Tensor:
+        """Products with the Hessian of U."""
+        self._spend()
+        return self.energy.at(x).hessian(vectors)
+
+    def _spend(self) -> None:
+        if self.energy.evaluations >= self.limit:
+            raise BudgetSpent
+
+    @staticmethod
+    def _outside(x: Tensor) -> tuple[Tensor, Tensor]:
+        return x.new_tensor(math.inf), torch.full_like(x, math.nan)
+
+    # --- a minimum ------------------------------------------------------------------------------------------
+
+    def minimum(self, tolerance: float) -> Ended:
+        """Go to a minimum with a positive definite Hessian, and keep it as the best point."""
+        x = self.best[0]
+        spent = ""
+        try:
+            while True:
+                x = self._down(x)
+                x, found = self._newton(x, tolerance, _NEWTON_STEPS)
+                if found.smallest_eigenvalue is not None:
+                    break
+        except BudgetSpent:
+            self.limit = math.inf
+            spent = f"{self.max_gradients} gradients did not suffice for a tolerance of {tolerance:.1g}"
+            x, found = self._newton(self.best[0], GOOD_ENOUGH, 1)
+        gradient = self.energy.at(x).gradient
+        self.best = x, found.value, float(gradient.norm())
+        lowest = found.smallest_eigenvalue
+        positive = lowest is not None and lowest.value > lowest.resolution
+        value = None if lowest is None else self._in_prior_units(x)
+        converged = (
+            positive and value is not None and value > 0 and found.newton_decrement <= max(GOOD_ENOUGH, tolerance)
+        )
+        return Ended(found.newton_decrement, "Hessian", value, converged, spent or found.reason)
+
+    def _down(self, x: Tensor) -> Tensor:
+        """Follow the valley until the Newton steps are short, or rounding hides the way."""
+        while True:
+            before = float(self.energy.at(x).value)
+            x, down = self._descent(x, _NEAR)
+            fallen = before - down.value
+            if down.stuck or down.steps < 30 or fallen <= 10 * torch.finfo(x.dtype).eps * abs(before):
+                return x
+
+    def _descent(self, x: Tensor, target: float) -> tuple[Tensor, Descent]:
+        local = InMetric(self, metric_at(self.energy.at(x)), x)
+        down = descend(local, torch.zeros_like(x), target=target, callback=self._step)
+        return local.x(down.x), down
+
+    def _newton(self, x: Tensor, tolerance: float, steps: int) -> tuple[Tensor, Minimum]:
+        local = InMetric(self, metric_at(self.energy.at(x)), x)
+        found = minimise_newton(
+            local,
+            torch.zeros_like(x),
+            tolerance=tolerance,
+            max_iterations=steps,
+            krylov_steps=self._krylov_steps(x),
+            callback=lambda _, value, size, decrement: self._step(value, decrement),
+        )
+        return local.x(found.x), found
+
+    def _step(self, value: float, decrement: float) -> None:
+        self.steps += 1
+        self.decrement = decrement
+        self.callback(self.steps, value, self.best[2], decrement)
+
+    @staticmethod
+    def _krylov_steps(x: Tensor) -> int:
+        return max(20, min(_KRYLOV_STEPS, _KRYLOV_BYTES // (len(x) * x.element_size())))
+
+    def _in_prior_units(self, x: Tensor) -> float:
+        """The smallest eigenvalue of the Hessian relative to the prior precision, where that is diagonal."""
+        local = self.energy.at(x)
+        diagonal = local.prior_diagonal()
+        scale = torch.ones_like(x) if diagonal is None else diagonal.rsqrt()
+        found = smallest_eigenpair(
+            lambda v: scale * local.hessian(scale * v), len(x), steps=self._krylov_steps(x), tolerance=0.1, like=x
+        )
+        return found.value
+
+    # --- with kinks -----------------------------------------------------------------------------------------
+
+    def rest(self, kinked: tuple[str, ...]) -> Ended:
+        """Go to a point at rest in the norm of the Gauss-Newton matrix, or to where kinks stop the search."""
+        x, target, reason = self.best[0], GOOD_ENOUGH / 2, ""
+        decrement = math.inf
+        try:
+            while not reason:
+                before = float(self.energy.at(x).value)
+                x, down = self._descent(x, target)
+                if down.steps < 30 and not down.stuck:
+                    decrement, target = self._gauss_newton_decrement(x), target / 10
+                    reason = "at rest in the norm of the Gauss-Newton matrix" if decrement <= GOOD_ENOUGH else ""
+                elif down.stuck or before - down.value <= GOOD_ENOUGH / 2:
+                    reason = f"stopped at kinks of {', '.join(kinked)}"
+        except BudgetSpent:
+            self.limit, reason = math.inf, f"{self.max_gradients} gradients did not suffice"
+        if decrement > GOOD_ENOUGH:
+            decrement = self._gauss_newton_decrement(self.best[0])
+        return Ended(decrement, "GGN", None, decrement <= GOOD_ENOUGH, reason)
+
+    def _gauss_newton_decrement(self, x: Tensor) -> float:
+        local, metric = self.energy.at(x), metric_at(self.energy.at(x))
+        try:
+            solution = conjugate_gradients(
+                local.ggn,
+                local.gradient.unsqueeze(0),
+                tolerance=0.1,
+                max_iterations=_KRYLOV_STEPS,
+                preconditioner=lambda rows: metric.away(metric.back(rows)),
+            )
+        except NotPositiveDefiniteError:
+            return math.inf
+        return float(solution.x[0] @ local.gradient)
