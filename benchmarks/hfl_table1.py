@@ -102,7 +102,7 @@ def rows_of(task: Task, seed: int, steps: int, tuning_steps: int) -> Iterator[Ro
         variance, work, _ = measured(guide, minibatches, method, test)
         yield row(name, variance, work, left)
     try:
-        guide.polish(whole, progress=False, max_iterations=5000)
+        guide.polish(whole, progress=False, max_gradients=50_000)
         for name, method in {"exact": Dense(Hessian()), "Newton, pointwise": HessianFree()}.items():
             variance, work, _ = measured(guide, whole, method, test)
             yield row(name, variance, work, at_mode())

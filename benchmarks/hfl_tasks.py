@@ -209,7 +209,7 @@ def rows_of(task: Task, seed: int, steps: int) -> Iterator[Row]:
         **refusal(guide, batches, test),
     }
     begin = time.perf_counter()
-    polished = guide.polish(batches, progress=False, max_iterations=5000)
+    polished = guide.polish(batches, progress=False, max_gradients=50_000)
     seconds = time.perf_counter() - begin
     decrement = polished.newton_decrement
     yield {

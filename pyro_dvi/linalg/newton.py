@@ -119,6 +119,7 @@ class _Search:
     """The state of one minimisation."""
 
     _STALLS = 10  # steps without a smaller gradient, where rounding hides the values, that end the search
+    _HALVINGS = 30  # of a step along negative curvature
 
     def __init__(self, problem: SmoothFunction, start: Tensor, krylov_steps: int) -> None:
         self.problem, self.krylov_steps = problem, krylov_steps
@@ -167,6 +168,7 @@ class _Search:
             lowest = smallest_eigenpair(self.product, len(self.x), steps=self.krylov_steps, like=self.x)
             if lowest.value < -lowest.resolution:
                 if self.leave_saddle(lowest):
+                    lowest = None
                     continue
                 reason = "negative curvature remains, but rounding hides the decrease along it; use float64"
             elif lowest.value <= lowest.resolution:
@@ -260,9 +262,12 @@ class _Search:
         """Step along a direction of negative curvature, downhill; return whether the function shows a decrease."""
         direction = lowest.vector * (-1 if float(lowest.vector @ self.gradient) > 0 else 1)
         length = self.radius
-        while 0.5 * abs(lowest.value) * length**2 > self.resolution:
+        for _ in range(self._HALVINGS):
             value, gradient = self.evaluate(self.x + length * direction)
-            if value <= self.value - 0.1 * abs(lowest.value) * length**2 and bool(gradient.isfinite().all()):
+            decrease = self.value - value
+            if abs(decrease) <= self.resolution:
+                decrease = -0.5 * length * float((self.gradient + gradient) @ direction)
+            if decrease >= 0.1 * abs(lowest.value) * length**2 and bool(gradient.isfinite().all()):
                 self.x, self.value, self.gradient = self.x + length * direction, value, gradient
                 self.radius, self.stalls, self.best_size = 2 * length, 0, float(gradient.norm())
                 return True

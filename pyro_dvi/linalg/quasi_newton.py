@@ -24,6 +24,7 @@ class Descent:
         x: the point, ``[D]``.
         value: U there.
         gradient: its gradient, ``[D]``.
+        fallen: how far U fell, with the slopes' word where rounding hides it.
         steps: taken.
         stuck: no step along the last direction made U smaller.
     """
@@ -31,6 +32,7 @@ class Descent:
     x: Tensor
     value: float
     gradient: Tensor
+    fallen: float
     steps: int
     stuck: bool
 
@@ -69,24 +71,24 @@ def descend(
         tensor([1., 1.])
     """
     value, gradient = _evaluated(problem, start)
-    x, steps = start, 0
+    x, fallen, steps = start, 0.0, 0
     pairs: list[tuple[Tensor, Tensor]] = []
     while float(gradient @ gradient) > target and steps < max_steps:
         direction = _direction(pairs, gradient)
         found = _line_search(problem, x, value, gradient, direction)
         if found is None and not pairs:
-            return Descent(x, value, gradient, steps, True)
+            return Descent(x, value, gradient, fallen, steps, True)
         if found is None:
             pairs.clear()
             continue
-        length, value, after = found
+        length, decrease, value, after = found
         step, change = length * direction, after - gradient
         if float(step @ change) > torch.finfo(x.dtype).eps * float(step.norm() * change.norm()):
             pairs.append((step, change))
-        x, gradient, steps = x + step, after, steps + 1
+        x, gradient, fallen, steps = x + step, after, fallen + decrease, steps + 1
         if callback is not None:
             callback(value, float(gradient @ gradient))
-    return Descent(x, value, gradient, steps, False)
+    return Descent(x, value, gradient, fallen, steps, False)
 
 
 def _evaluated(problem: SmoothFunction, x: Tensor) -> tuple[float, Tensor]:
@@ -107,8 +109,8 @@ def _direction(pairs: list[tuple[Tensor, Tensor]], gradient: Tensor) -> Tensor:
 
 def _line_search(
     problem: SmoothFunction, x: Tensor, value: float, gradient: Tensor, direction: Tensor
-) -> tuple[float, float, Tensor] | None:
-    """Return a length of the step that meets Wolfe's conditions, with U and its gradient there; None: there is none."""
+) -> tuple[float, float, float, Tensor] | None:
+    """Return a length of the step that meets Wolfe's conditions, how far U falls, U and its gradient there; None: there is none."""
     slope = float(gradient @ direction)
     resolution = 10 * torch.finfo(x.dtype).eps * abs(value)
     low, high, length = 0.0, math.inf, 1.0
@@ -123,6 +125,11 @@ def _line_search(
         elif new_slope < _SLOPE * slope:
             low = length
         else:
-            return length, new_value, new_gradient
-        length = 2 * length if high == math.inf else 0.5 * (low + high)
+            return length, decrease, new_value, new_gradient
+        if high == math.inf:
+            length = 2 * length
+        elif low == 0 and math.isfinite(decrease):  # the minimum of the parabola through what is known
+            length *= min(0.5, max(0.1, -0.5 * slope * length / -(decrease + slope * length)))
+        else:
+            length = 0.5 * (low + high)
     return None

@@ -116,12 +116,12 @@ def test_subset_moves_alone():
     assert float(energy.at(energy.start).gradient.norm()) < 1e-6
 
 
-def test_too_few_steps_are_an_error_that_keeps_the_progress():
+def test_too_few_gradients_are_an_error_that_keeps_the_progress():
     problem = SineRegression()
     guide = problem.trained(20)
     before = float(guide.energy(problem.batches).value(guide.energy(problem.batches).start))
-    with pytest.raises(UnconvergedError, match="3 steps did not suffice.*(.|\n)*max_iterations") as caught:
-        guide.polish(problem.batches, max_iterations=3, **QUIET)
+    with pytest.raises(UnconvergedError, match="10 gradients did not suffice(.|\n)*max_gradients") as caught:
+        guide.polish(problem.batches, max_gradients=10, **QUIET)
     energy = guide.energy(problem.batches)
     after = float(energy.value(energy.start))
     assert after < before and after == pytest.approx(caught.value.report.value, rel=1e-12)

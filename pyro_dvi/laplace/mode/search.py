@@ -27,7 +27,9 @@ GOOD_ENOUGH = 1e-2
 """The decrement of a mode that no prediction is off by more than a tenth of its standard deviation for."""
 
 _NEAR = 1e-6  # the squared gradient, in the metric, at which Newton's method takes over
-_NEWTON_STEPS = 10  # before the metric is made again
+_STEPS = 30  # of the quasi-Newton method, before the metric is made again
+_NEWTON_STEPS = 5  # likewise
+_NEGLIGIBLE = 1e-6  # a fall of U, a log density, that is not worth such a round
 _KRYLOV_STEPS = 200
 _KRYLOV_BYTES = 2**31
 
@@ -110,14 +112,19 @@ class Search:
 
     def minimum(self, tolerance: float) -> Ended:
         """Go to a minimum with a positive definite Hessian, and keep it as the best point."""
-        x = self.best[0]
-        spent = ""
+        x, near, spent = self.best[0], _NEAR, ""
         try:
             while True:
-                x = self._down(x)
+                x, fallen = self._down(x, near)
+                before = self.best[1]
                 x, found = self._newton(x, tolerance, _NEWTON_STEPS)
                 if found.smallest_eigenvalue is not None:
                     break
+                if fallen + before - found.value < _NEGLIGIBLE:
+                    x, found = self._newton(x, GOOD_ENOUGH, 1)
+                    if found.converged:
+                        break
+                near /= 100
         except BudgetSpent:
             self.limit = math.inf
             spent = f"{self.max_gradients} gradients did not suffice for a tolerance of {tolerance:.1g}"
@@ -132,18 +139,18 @@ class Search:
         )
         return Ended(found.newton_decrement, "Hessian", value, converged, spent or found.reason)
 
-    def _down(self, x: Tensor) -> Tensor:
-        """Follow the valley until the Newton steps are short, or rounding hides the way."""
+    def _down(self, x: Tensor, near: float) -> tuple[Tensor, float]:
+        """Follow the valley until the gradient is near zero, or hardly anything is gained; return how far U fell."""
+        total = 0.0
         while True:
-            before = float(self.energy.at(x).value)
-            x, down = self._descent(x, _NEAR)
-            fallen = before - down.value
-            if down.stuck or down.steps < 30 or fallen <= 10 * torch.finfo(x.dtype).eps * abs(before):
-                return x
+            x, down = self._descent(x, near)
+            total += down.fallen
+            if down.stuck or down.steps < _STEPS or down.fallen < _NEGLIGIBLE:
+                return x, total
 
     def _descent(self, x: Tensor, target: float) -> tuple[Tensor, Descent]:
         local = InMetric(self, metric_at(self.energy.at(x)), x)
-        down = descend(local, torch.zeros_like(x), target=target, callback=self._step)
+        down = descend(local, torch.zeros_like(x), target=target, max_steps=_STEPS, callback=self._step)
         return local.x(down.x), down
 
     def _newton(self, x: Tensor, tolerance: float, steps: int) -> tuple[Tensor, Minimum]:
@@ -185,12 +192,11 @@ class Search:
         decrement = math.inf
         try:
             while not reason:
-                before = float(self.energy.at(x).value)
                 x, down = self._descent(x, target)
-                if down.steps < 30 and not down.stuck:
+                if down.steps < _STEPS and not down.stuck:
                     decrement, target = self._gauss_newton_decrement(x), target / 10
                     reason = "at rest in the norm of the Gauss-Newton matrix" if decrement <= GOOD_ENOUGH else ""
-                elif down.stuck or before - down.value <= GOOD_ENOUGH / 2:
+                elif down.stuck or down.fallen <= GOOD_ENOUGH / 2:
                     reason = f"stopped at kinks of {', '.join(kinked)}"
         except BudgetSpent:
             self.limit, reason = math.inf, f"{self.max_gradients} gradients did not suffice"
