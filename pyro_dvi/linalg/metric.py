@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Coordinates in which a function is about round: :math:`x = x_0 + R^{-1} y` with :math:`M = R^\top R` close to its Hessian."""
+r"""Coordinates :math:`x = x_0 + R^{-1} y` in which a function is about round."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -51,6 +51,7 @@ class DiagonalMetric(Metric):
         self._inverse_root = diagonal.detach().rsqrt()
 
     def away(self, rows: Tensor) -> Tensor:
+        """Return displacements of x."""
         return rows * self._inverse_root
 
     back = away
@@ -67,9 +68,11 @@ class CholeskyMetric(Metric):
         self._factor = factor.detach()
 
     def away(self, rows: Tensor) -> Tensor:
+        """Return displacements of x."""
         return torch.linalg.solve_triangular(self._factor, rows, upper=False, left=False)
 
     def back(self, rows: Tensor) -> Tensor:
+        """Return gradients with respect to y."""
         return torch.linalg.solve_triangular(self._factor.mT, rows, upper=True, left=False)
 
 

@@ -110,7 +110,7 @@ def _direction(pairs: list[tuple[Tensor, Tensor]], gradient: Tensor) -> Tensor:
 def _line_search(
     problem: SmoothFunction, x: Tensor, value: float, gradient: Tensor, direction: Tensor
 ) -> tuple[float, float, float, Tensor] | None:
-    """Return a length of the step that meets Wolfe's conditions, how far U falls, U and its gradient there; None: there is none."""
+    """Return a length that meets Wolfe's conditions, how far U falls, U and its gradient there; None: there is none."""
     slope = float(gradient @ direction)
     resolution = 10 * torch.finfo(x.dtype).eps * abs(value)
     low, high, length = 0.0, math.inf, 1.0

@@ -35,8 +35,8 @@ class Polished:
             that only the prior holds); None where the search ended before it was looked for.
         iterations: steps.
         evaluations: work in gradients of all data.
-        converged: whether the mode is a minimum with a positive definite Hessian, or with kinks a point at rest, within a
-            decrement of the tolerance or of 0.01.
+        converged: whether the mode is a minimum with a positive definite Hessian, or with kinks a point at rest, and
+            the decrement within the tolerance or 0.01.
         reason: why the search ended.
     """
 
@@ -82,8 +82,8 @@ def polish(
     Valleys are followed by a quasi-Newton method in the metric of the Gauss-Newton matrix; saddle points are left along
     their negative curvature. See :func:`~pyro_dvi.linalg.descend` and :func:`~pyro_dvi.linalg.minimise_newton`.
 
-    Status: a local minimum with a positive definite Hessian, as far as 200 Lanczos steps show. Where U has kinks, a point
-    at rest in the norm of the Gauss-Newton matrix.
+    Status: a local minimum with a positive definite Hessian, as far as 200 Lanczos steps show. Where U has kinks, a
+    point at rest in the norm of the Gauss-Newton matrix.
 
     Args:
         energy: U on fixed batches.
@@ -150,9 +150,9 @@ def polish(
 
 def _warn_of_kinks(found: Polished, kinked: tuple[str, ...]) -> None:
     warnings.warn(
-        f"polish {found.reason}, with a decrement of {found.newton_decrement:.2g}; the guide keeps the best point. U has "
-        f"kinks ({', '.join(kinked)}), where no gradient vanishes and the Hessian means nothing. fit with GGN(), which "
-        "does without a minimum, or train with smooth_activations_(model).",
+        f"polish {found.reason}, with a decrement of {found.newton_decrement:.2g}; the guide keeps the best point. U "
+        f"has kinks ({', '.join(kinked)}), where no gradient vanishes and the Hessian means nothing. fit with GGN(), "
+        "which does without a minimum, or train with smooth_activations_(model).",
         DviWarning,
         stacklevel=4,
     )

@@ -52,8 +52,8 @@ class BudgetSpent(Exception):
 class Search:
     r"""U as searches see it, which remembers the best point and counts gradients.
 
-    Steps of a quasi-Newton method in the metric of the Gauss-Newton matrix, which is made again every thirty of them, go
-    along curved valleys for a gradient or two each; Newton's method in that metric ends the search.
+    Steps of a quasi-Newton method in the metric of the Gauss-Newton matrix, which is made again every thirty of them,
+    go along curved valleys for a gradient or two each; Newton's method in that metric ends the search.
 
     Args:
         energy: U.
@@ -72,7 +72,9 @@ class Search:
         self.energy, self.callback = energy, callback
         self.limit: float = energy.evaluations + max_gradients
         self.max_gradients = max_gradients
-        value, gradient = energy.at(energy.start).value_and_gradient  # raises where there is nothing to start from
+        value, gradient = energy.at(
+            energy.start
+        ).value_and_gradient  # raises where there is nothing to start from
         self.best = energy.start, float(value), float(gradient.norm())
         self.steps = 0
         self.decrement = math.inf
@@ -135,7 +137,10 @@ class Search:
         positive = lowest is not None and lowest.value > lowest.resolution
         value = None if lowest is None else self._in_prior_units(x)
         converged = (
-            positive and value is not None and value > 0 and found.newton_decrement <= max(GOOD_ENOUGH, tolerance)
+            positive
+            and value is not None
+            and value > 0
+            and found.newton_decrement <= max(GOOD_ENOUGH, tolerance)
         )
         return Ended(found.newton_decrement, "Hessian", value, converged, spent or found.reason)
 
@@ -180,7 +185,11 @@ class Search:
         diagonal = local.prior_diagonal()
         scale = torch.ones_like(x) if diagonal is None else diagonal.rsqrt()
         found = smallest_eigenpair(
-            lambda v: scale * local.hessian(scale * v), len(x), steps=self._krylov_steps(x), tolerance=0.1, like=x
+            lambda v: scale * local.hessian(scale * v),
+            len(x),
+            steps=self._krylov_steps(x),
+            tolerance=0.1,
+            like=x,
         )
         return found.value
 
@@ -195,7 +204,9 @@ class Search:
                 x, down = self._descent(x, target)
                 if down.steps < _STEPS and not down.stuck:
                     decrement, target = self._gauss_newton_decrement(x), target / 10
-                    reason = "at rest in the norm of the Gauss-Newton matrix" if decrement <= GOOD_ENOUGH else ""
+                    reason = (
+                        "at rest in the norm of the Gauss-Newton matrix" if decrement <= GOOD_ENOUGH else ""
+                    )
                 elif down.stuck or down.fallen <= GOOD_ENOUGH / 2:
                     reason = f"stopped at kinks of {', '.join(kinked)}"
         except BudgetSpent:

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where polish ends: curved valleys, models without a Gauss-Newton matrix, large ones, kinks, spent budgets."""
+
+import warnings
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from torch import nn
+
+import pyro_dvi as dvi
+from pyro_dvi.errors import DviWarning
+from pyro_dvi.laplace import Dense, Hessian, LaplaceGuide
+from pyro_dvi.laplace.mode import metric
+from pyro_dvi.laplace.mode.metric import metric_at
+from pyro_dvi.linalg import CholeskyMetric, DiagonalMetric
+from tests.laplace.problems import SineRegression
+
+QUIET = {"progress": False}
+
+
+def hessian(guide, batches):
+    energy = guide.energy(batches)
+    local = energy.at(energy.start)
+    return local.hessian(torch.eye(energy.layout.size, dtype=energy.start.dtype)), local.gradient
+
+
+def cosine_network(activation: nn.Module, dtype: torch.dtype = torch.float64, steps: int = 1000):
+    """1-20-1 on 60 points of cos(3x), noise .1, prior sd sqrt 3: a curved valley with a condition of 1e6."""
+    torch.manual_seed(0)
+    pyro.clear_param_store()
+    x = torch.linspace(-1, 1, 60, dtype=torch.float64).unsqueeze(-1).to(dtype)
+    noise = 0.1 * torch.randn(60, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(
+        dtype
+    )
+    batches = [(x, (3 * x).cos() + noise)]
+    net = nn.Sequential(nn.Linear(1, 20), activation, nn.Linear(20, 1)).to(dtype)
+    adam = torch.optim.Adam(net.parameters(), lr=0.01)
+    for _ in range(steps):
+        adam.zero_grad()
+        decay = sum(p.square().sum() for p in net.parameters()) / 6
+        ((net(x) - batches[0][1]).square().sum() / 0.02 + decay).backward()
+        adam.step()
+    model = dvi.regressor(dvi.to_bayesian_(net, prior_scale=3**0.5), num_data=60, noise_scale=0.1)
+    return LaplaceGuide(model), batches
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_curved_valley_is_followed_to_its_minimum(dtype):
+    guide, batches = cosine_network(nn.Tanh(), dtype)
+    report = guide.polish(batches, **QUIET)
+    assert report.converged and report.curvature == "Hessian"
+    assert "suffice" not in report.reason  # Newton's method alone did not end within 2,781 gradients
+    exact, gradient = hessian(guide, batches)
+    exact = 0.5 * (exact + exact.mT).double()
+    assert float(torch.linalg.eigvalsh(exact)[0]) > 0
+    decrement = float(gradient.double() @ torch.linalg.solve(exact, gradient.double()))
+    assert decrement < 1e-2 and decrement <= 2 * report.newton_decrement + 1e-6
+    guide.fit(batches, Dense(Hessian()))  # no error
+
+
+def test_budget_that_is_spent_near_the_minimum_is_good_enough():
+    problem = SineRegression()
+    guide = problem.trained(300)
+    guide.polish(problem.batches, tolerance=1e-4, **QUIET)
+    mode = guide.unconstrained_mode()
+    with torch.no_grad():
+        guide.locs.b2.add_(1e-3)
+    report = guide.polish(problem.batches, tolerance=1e-20, max_gradients=3, **QUIET)
+    assert report.converged and "3 gradients did not suffice" in report.reason
+    assert report.newton_decrement <= 1e-2 and report.smallest_eigenvalue > 0
+    torch.testing.assert_close(guide.unconstrained_mode(), mode, rtol=0, atol=0.1)
+
+
+def test_large_models_take_the_diagonal(monkeypatch):
+    problem = SineRegression()
+    guide = problem.trained(100)
+    energy = guide.energy(problem.batches)
+    local = energy.at(energy.start)
+    eye = torch.eye(energy.layout.size, dtype=torch.float64)
+    matrix = local.ggn(eye)
+    found = metric_at(local)
+    assert isinstance(found, CholeskyMetric)
+    torch.testing.assert_close(found.away(found.back(eye)), torch.linalg.inv(matrix), rtol=1e-8, atol=1e-12)
+    monkeypatch.setattr(metric, "_DENSE", 3)
+    found = metric_at(local)
+    assert isinstance(found, DiagonalMetric)
+    torch.testing.assert_close(found.away(found.back(eye)), (1 / matrix.diagonal()).diag(), rtol=1e-8, atol=0)
+    assert guide.polish(problem.batches, **QUIET).converged
+
+
+def test_models_without_gauss_newton_matrix_are_polished_in_the_metric_of_the_prior():
+    def model(x, y):
+        w = pyro.sample("w", dist.Normal(x.new_zeros(2), 3.0).to_event(1))
+        pyro.factor("quartic", -w.pow(4).sum())
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(x @ w, 1.0), obs=y)
+
+    x = torch.tensor([[1.0, 2.0], [0.5, -1.0], [2.0, 0.3]], dtype=torch.float64)
+    batches = [(x, x.sum(-1))]
+    guide = LaplaceGuide(model)
+    guide.initialize(*batches[0])
+    assert guide.polish(batches, **QUIET).converged
+    assert float(hessian(guide, batches)[1].norm()) < 1e-6
+
+
+def test_kinks_are_named_where_they_end_the_search():
+    guide, batches = cosine_network(nn.ReLU(), steps=100)
+    with pytest.warns(DviWarning, match=r"relu(.|\n)*GGN\(\)(.|\n)*smooth_activations_"):
+        report = guide.polish(batches, **QUIET)
+    assert not report.converged and report.curvature == "GGN" and report.value < report.value_before
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        last = guide.polish(batches, subset="net.2.*", **QUIET)  # linear: U is a parabola
+    assert last.converged and last.curvature == "Hessian"
+    assert last.evaluations < 30
+
+
+def test_kinks_may_leave_a_point_at_rest():
+    torch.manual_seed(0)
+    pyro.clear_param_store()
+    x = torch.linspace(0.9, 1, 20, dtype=torch.float64).unsqueeze(-1)
+    x = torch.cat([-x, x])  # no data near the kink
+    batches = [(x, x.relu())]
+    net = nn.Sequential(nn.Linear(1, 4), nn.ReLU(), nn.Linear(4, 1)).double()
+    guide = LaplaceGuide(dvi.regressor(dvi.to_bayesian_(net), num_data=40, noise_scale=0.3))
+    report = guide.polish(batches, **QUIET)
+    assert report.converged and report.curvature == "GGN" and report.smallest_eigenvalue is None
+    energy = guide.energy(batches)
+    local = energy.at(energy.start)
+    matrix = local.ggn(torch.eye(energy.layout.size, dtype=torch.float64))
+    decrement = float(local.gradient @ torch.linalg.solve(matrix, local.gradient))
+    assert report.newton_decrement == pytest.approx(decrement, rel=0.2) and decrement <= 1e-2
