@@ -119,7 +119,7 @@ class UseGGN(Refuse):
         warnings.warn(
             f"the Gauss-Newton matrix takes the place of the Hessian in this fit{by}. {found}",
             DviWarning,
-            stacklevel=4,
+            stacklevel=5,
         )
         return other
 
@@ -146,7 +146,7 @@ def warned_if_far(found: Diagnosis, posterior: LaplacePosterior, energy: Energy)
         found = distance_by(posterior, found, energy.at(energy.start))
         if found.decrement_at_least > found.tolerance:
             warnings.warn(
-                f"the Gaussian is put around a mode that is no minimum. {found}", DviWarning, stacklevel=3
+                f"the Gaussian is put around a mode that is no minimum. {found}", DviWarning, stacklevel=4
             )
     return found
 

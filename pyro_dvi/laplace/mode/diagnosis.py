@@ -140,8 +140,8 @@ class Diagnosis:
         if not self.kinks:
             return ""
         return (
-            f" U has kinks ({', '.join(self.kinks)}), of which a Hessian knows nothing: take GGN(), or "
-            "smooth_activations_(net) before training."
+            f" U has kinks ({', '.join(self.kinks)}), where the gradient need not vanish and a Hessian knows nothing: "
+            "GGN() does without a minimum; smooth_activations_(net) before training avoids them."
         )
 
     def __str__(self) -> str:
@@ -259,6 +259,7 @@ def distance_by(posterior: LaplacePosterior, found: Diagnosis, local: LocalEnerg
         found,
         value=float(local.value),
         gradient_norm=float(gradient.norm()),
+        kinks=look_at_kinks(local.energy).kinks if least > 1 else (),
         newton_decrement=max(decrement, least),
         decrement_at_least=least,
         curvature="GGN",
