@@ -4,8 +4,8 @@
 One process and one thread; both libraries take turns on the same trained weights and the same data. Each row is a
 network, a structure of the precision and a seed.
 
-    python -m benchmarks.laplace_torch --data-dir data            # some ten minutes; large matrices for one seed
-    python -m benchmarks.laplace_torch --data-dir data --quick    # one seed, few images, no large matrix: a check
+    python -m benchmarks.laplace_torch --data-dir data            # some ten minutes; what takes minutes for one seed
+    python -m benchmarks.laplace_torch --data-dir data --quick    # one seed, few images, without that: a check
     python -m benchmarks.laplace_torch --report                   # only write the table again
 
 laplace-torch is no dependency: install it, with backpack-for-pytorch, into an environment of its own together with this
@@ -49,6 +49,7 @@ MANY, FEW_STEPS, FAST_RATE = (
     0.5,
 )  # a determinant of that size in each step of their tuning: few, larger steps
 LARGEST_DENSE = 8000
+LARGE = {("CNN", "dense"), ("LeNet", "Kronecker"), ("ResNet-18", "last layer")}  # minutes for each seed
 
 STRUCTURES: dict[str, tuple[Any, str, str]] = {  # our method; their structure and subset
     "last layer": (Dense(), "full", "last_layer"),
@@ -314,7 +315,7 @@ def run(name: str, seed: int, options: argparse.Namespace) -> list[dict[str, Any
     train(net, data, 1 if quick else task.epochs, decayed)
     rows = []
     for structure in task.structures:
-        large = structure == "dense" or name == "ResNet-18"
+        large = (name, structure) in LARGE
         if structure not in options.structures or (large and (quick or seed != options.seeds[0])):
             continue
         sides = {"ours": Ours(net, task, structure, data), "theirs": Theirs(net, task, structure, data)}
