@@ -14,7 +14,9 @@ INTRODUCTION = """\
 Written by `benchmarks/laplace_torch.py`, words and all. Both libraries start from the same trained weights, under
 standard normal priors, and take turns in one process with one thread. Data: scikit-learn's digits (600 images to
 train), Fashion-MNIST (2,000) and CIFAR-10 (1,000; the ResNet-18 is torchvision's, and only its last layer has a prior);
-150 images validate, 250 test. Rows without ± are of one seed. One multiplier of the prior precision is tuned, by each method's own evidence or by the
+150 images validate, 250 test. Rows without ± are of one seed.
+
+One multiplier of the prior precision is tuned, by each method's own evidence or by the
 likelihood of the validation images on 7 values from 0.1 to 100,000. Probit link.
 
 Cells are *ours / laplace-torch*, means over seeds. Seconds are processor time; those of a prediction are the median of
