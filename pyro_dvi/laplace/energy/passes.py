@@ -145,7 +145,7 @@ def _marks(tensor: Tensor) -> Tensor:
     # Sums over the pixels of an image are rounded in another way in a batch of another size.
     exact = widest(rows.device)
     directions = torch.arange(rows.shape[1], device=rows.device, dtype=exact).mul_(0.618).cos_()
-    return (rows.to(exact) @ directions).cos()
+    return (rows.to(exact) @ directions + 1.0).cos()  # not even: a row and its negative differ
 
 
 class Rows:

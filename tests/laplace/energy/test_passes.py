@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
 from pyro_dvi.errors import DataError
-from pyro_dvi.laplace.energy.passes import Passes
+from pyro_dvi.laplace.energy.passes import Passes, same_data
 
 
 class Counted(TorchDispatchMode):
@@ -47,6 +47,18 @@ def test_a_change_in_place_is_noticed():
     data[1][0].mul_(2)
     with pytest.raises(DataError, match="changed between two passes"):
         list(passes)
+
+
+@pytest.mark.parametrize("signs", [(-1, 1), (1, -1), (-1, -1)])
+def test_a_change_of_sign_makes_other_data(signs):
+    data = [(torch.randn(4, 2), torch.randn(4, 1))]
+    one, other = (
+        Passes(d, None) for d in (data, [tuple(s * t for s, t in zip(signs, data[0], strict=True))])
+    )
+    assert same_data(
+        one.checksum, Passes([(t[0][[2, 0, 3, 1]], t[1][[2, 0, 3, 1]]) for t in data], None).checksum
+    )
+    assert not same_data(one.checksum, other.checksum)
 
 
 def test_a_loader_makes_new_tensors_which_are_compared():
