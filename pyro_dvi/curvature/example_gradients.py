@@ -232,9 +232,7 @@ class ExampleGradients:
         # The graph has saved about two numbers for each that passes through it.
         saved = 2 * self.held // len(self._units) * self.outputs.element_size()
         seeds = units.unsqueeze(1).expand(-1, len(self.outputs), -1)
-        found = (
-            gradients_at(self.outputs, edges, seeds, vectors_together(saved, seeds.device)) if edges else []
-        )
+        found = gradients_at(self.outputs, edges, seeds, vectors_together(saved, seeds.device))
         single = (None if delta is None else at_least_single(delta) for delta in found)
         return dict(zip(edges, single, strict=True))
 

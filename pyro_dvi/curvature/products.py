@@ -30,8 +30,6 @@ __all__ = [
     "SavedBytes",
     "batched_gradients",
     "gradients_at",
-    "hessian_product",
-    "information_outputs",
     "information_pairs",
     "vectors_together",
 ]
@@ -90,6 +88,8 @@ class LinearMap:
     def _dual(self) -> tuple[Tensor, list[Tensor | None]]:
         """A cotangent, and its product with J as a function of it; None for a value that no output depends on."""
         cotangent = torch.zeros_like(self.outputs).requires_grad_()
+        if not self.outputs.requires_grad:
+            return cotangent, [None] * len(self.values)
         with torch.enable_grad():
             pulled: tuple[Tensor | None, ...] = torch.autograd.grad(
                 self.outputs, self.values, cotangent, create_graph=True, allow_unused=True
@@ -97,50 +97,16 @@ class LinearMap:
         return cotangent, list(pulled)
 
 
-def hessian_product(
-    gradients: Sequence[Tensor],
-    values: Sequence[Tensor],
-    vectors: Sequence[Tensor],
-    vectors_at_once: int = 64,
-) -> list[Tensor]:
-    r"""Return :math:`H v`, given the gradient with its graph.
-
-    Args:
-        gradients: of a scalar with respect to each value, made with ``create_graph=True``.
-        values: the tensors u.
-        vectors: one tensor ``[S, *value]`` for each value.
-        vectors_at_once: as for :class:`LinearMap`.
-
-    Returns:
-        One tensor ``[S, *value]`` for each value.
-    """
-    linear = [(g, v) for g, v in zip(gradients, vectors, strict=True) if g.requires_grad]
-    if not linear:
-        return [torch.zeros_like(v) for v in vectors]
-    return batched_gradients([g for g, _ in linear], values, [v for _, v in linear], vectors_at_once)
-
-
-def information_outputs(
+def information_pairs(
     sites: Sequence[ObservedSite], draw_labels: Callable[[ObservedSite], Sequence[Tensor]]
-) -> tuple[Tensor, Tensor]:
-    r"""Return f and w of all observed sites, flat.
+) -> list[tuple[Tensor, Tensor]]:
+    r"""Return f and w of each site as ``[*batch_shape, K]``.
 
     Args:
         sites: the observed sites.
         draw_labels: labels from a site's own distribution, for those without a closed form: the Fisher information is
             then estimated by these, :math:`f_s = \log p(y_s)`.
     """
-    pairs = information_pairs(sites, draw_labels)
-    if not pairs:
-        empty = torch.zeros(0)
-        return empty, empty
-    return torch.cat([f.reshape(-1) for f, _ in pairs]), torch.cat([w.reshape(-1) for _, w in pairs])
-
-
-def information_pairs(
-    sites: Sequence[ObservedSite], draw_labels: Callable[[ObservedSite], Sequence[Tensor]]
-) -> list[tuple[Tensor, Tensor]]:
-    """Return f and w of each site as ``[*batch_shape, K]``; arguments as :func:`information_outputs`."""
     found = []
     for site in sites:
         try:
@@ -162,7 +128,10 @@ def batched_gradients(
     create_graph: bool = False,
     allow_unused: bool = True,
 ) -> list[Tensor]:
-    """Vector-Jacobian products for cotangents with a first dimension S more than the outputs, some at a time."""
+    """Vector-Jacobian products for cotangents with a first dimension S more than the outputs, some at a time.
+
+    Products of gradients that have a graph are those of the Hessian, :math:`H v`.
+    """
     found = gradients_at(
         outputs, values, cotangents, vectors_at_once, create_graph=create_graph, allow_unused=allow_unused
     )
@@ -179,12 +148,16 @@ def gradients_at(
     create_graph: bool = False,
     allow_unused: bool = True,
 ) -> list[Tensor | None]:
-    """As :func:`batched_gradients`, at tensors or edges of the graph; None where the outputs do not depend on one.
+    """As :func:`batched_gradients`, at tensors or edges of the graph; None where no output depends on one.
 
     Functions that cannot be vectorised are run one by one.
     """
     outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
     cotangents = [cotangents] if isinstance(cotangents, Tensor) else list(cotangents)
+    reached = [n for n, output in enumerate(outputs) if output.requires_grad]
+    if not reached or not places:
+        return [None] * len(places)
+    outputs, cotangents = [outputs[n] for n in reached], [cotangents[n] for n in reached]
 
     def products(vectors: tuple[Tensor, ...], batched: bool) -> list[Tensor | None]:
         with twice_differentiated(), warnings.catch_warnings():

@@ -37,12 +37,12 @@ def _jacobian_covariance(guide: LaplaceGuide, x: Tensor) -> Tensor:
     """J P^-1 J^T of the first outputs, with J by finite differences of the model."""
     from pyro_dvi.laplace.energy.query import Query
 
-    fitted = guide.fitted
+    fitted, mode = guide.fitted, guide.fitted.posterior.mode
     query = Query(guide._plain_model.get(), (x,), fitted.point.locs, fitted.layout)
     step = 1e-5
     columns = []
-    for direction in torch.eye(fitted.layout.size, dtype=query.mode.dtype):
-        high, low = (query.at(query.mode + s * step * direction).detach() for s in (1, -1))
+    for direction in torch.eye(fitted.layout.size, dtype=mode.dtype):
+        high, low = (query.at(mode + s * step * direction).detach() for s in (1, -1))
         columns.append((high - low) / (2 * step))
     jacobian = torch.stack(columns, -1)  # [B, K, D]
     inverse = torch.linalg.inv(fitted.posterior.precision)

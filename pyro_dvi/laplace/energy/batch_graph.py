@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pyro_dvi.curvature.likelihood import ObservedSite, private_random_state
-from pyro_dvi.curvature.products import LinearMap, hessian_product, information_outputs
+from pyro_dvi.curvature.products import LinearMap, batched_gradients, information_pairs
 from pyro_dvi.errors import DataError, DviWarning, ModelError, UnsupportedError
 from pyro_dvi.handlers.log_joint import JointRun
 from pyro_dvi.laplace.energy.passes import Passes
@@ -62,30 +62,30 @@ class BatchGraph:
 
     @cached_property
     def _information(self) -> tuple[LinearMap, Tensor]:
-        outputs, weights = information_outputs(sites_only(self.run), self.labels)
+        nothing = torch.zeros(0)
+        pairs = information_pairs(sites_only(self.run), self.labels) or [(nothing, nothing)]
+        outputs, weights = (
+            torch.cat([part.reshape(-1) for part in parts]) for parts in zip(*pairs, strict=True)
+        )
         jacobian = LinearMap(outputs, self.values, vectors_at_once=self.vectors_at_once)
         return jacobian, weights.square() / self.kl_weight
 
     def hessian(self, vectors: list[Tensor]) -> list[Tensor]:
-        return hessian_product(self._gradients, self.values, vectors, self.vectors_at_once)
+        return batched_gradients(self._gradients, self.values, vectors, self.vectors_at_once)
 
     def prior_hessian(self, vectors: list[Tensor]) -> list[Tensor]:
-        return [-p for p in hessian_product(self.prior_gradients, self.values, vectors, self.vectors_at_once)]
+        found = batched_gradients(self.prior_gradients, self.values, vectors, self.vectors_at_once)
+        return [-product for product in found]
 
     def ggn(self, vectors: list[Tensor]) -> list[Tensor]:
         jacobian, weights = self._information
-        if jacobian.outputs.requires_grad:
-            total = jacobian.transposed(jacobian.forward(vectors) * weights)
-        else:
-            total = [torch.zeros_like(v) for v in vectors]
+        total = jacobian.transposed(jacobian.forward(vectors) * weights)
         if self.with_prior:
             total = [a + b for a, b in zip(total, self.prior_hessian(vectors), strict=True)]
         return total
 
     def ggn_noise(self, count: int, generator: torch.Generator) -> list[Tensor]:
         jacobian, weights = self._information
-        if not jacobian.outputs.requires_grad:
-            return [v.new_zeros((count, *v.shape)) for v in self.values]
         noise = gaussian_rows(count, len(weights), weights, generator)
         return jacobian.transposed(noise * weights.sqrt())
 

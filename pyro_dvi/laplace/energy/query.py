@@ -66,16 +66,15 @@ class Query:
             if not bool(torch.isfinite(tensor).all()):
                 raise DataError(f"the query of shape {tuple(tensor.shape)} holds NaN or infinite values")
 
-    @property
-    def mode(self) -> Tensor:
-        """The flat vector at which J is taken."""
-        return self.layout.flatten(self.layout.pieces(self._locs))
-
     @cached_property
     def outputs(self) -> Outputs:
         """The outputs at the mode, with their graph."""
+        with torch.enable_grad():
+            self._values = [piece.clone().requires_grad_() for piece in self.layout.pieces(self._locs)]
+            sites = self.layout.place(self._values, self._locs)
+        self._recorder, self._saved = SquaredGradients(list(sites.values())), SavedBytes()
         with self._recorder, self._saved:
-            return self._run(self._sites)
+            return self._run(sites)
 
     @property
     def mean(self) -> Tensor:
@@ -90,7 +89,7 @@ class Query:
     @property
     def bytes_held(self) -> int:
         """Bytes of the graph, and of the gradients of all outputs at layers that covariances make of it."""
-        return self._saved.total * (1 + self.size)
+        return (1 + self.size) * self._saved.total
 
     def at(self, point: Tensor) -> Tensor:
         """Return the outputs [B, K] at another flat vector [D], as a node of its graph if it has one."""
@@ -119,26 +118,10 @@ class Query:
             yield from rows.flatten(0, 1).split(at_once)
 
     @cached_property
-    def _values(self) -> list[Tensor]:
-        return [piece.clone().requires_grad_() for piece in self.layout.pieces(self._locs)]
-
-    @cached_property
-    @torch.enable_grad()
-    def _sites(self) -> dict[str, Tensor]:
-        return self.layout.place(self._values, self._locs)
-
-    @cached_property
-    def _recorder(self) -> SquaredGradients:
-        return SquaredGradients(list(self._sites.values()))
-
-    @cached_property
-    def _saved(self) -> SavedBytes:
-        return SavedBytes()
-
-    @cached_property
     def examples(self) -> ExampleGradients:
         """The rows of J, and what they are made of."""
-        return ExampleGradients(self._recorder, self.outputs.values, self.layout.entries)
+        outputs = self.outputs.values
+        return ExampleGradients(self._recorder, outputs, self.layout.entries)
 
     @cached_property
     def _jacobian(self) -> LinearMap:
