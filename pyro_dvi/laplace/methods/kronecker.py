@@ -290,10 +290,22 @@ class KroneckerPosterior(LayerwisePosterior):
         for layer in self._layers:
             layer.put(self._outside, torch.zeros_like(layer.prior, dtype=torch.bool))
 
-    def quadratic(self, rows: Tensor) -> Tensor:
+    def whitened(self, rows: Tensor) -> Tensor:
+        r"""Return :math:`C^\top v` for rows ``[*lead, D]``, with :math:`P^{-1} = C C^\top`."""
         white = rows / self.diagonal.sqrt()
         for layer in self._layers:
             layer.put(white, layer.whitened(layer.get(rows)))
+        return white
+
+    def coloured(self, rows: Tensor) -> Tensor:
+        r"""Return :math:`C v` for rows ``[*lead, D]``."""
+        found = rows / self.diagonal.sqrt()
+        for layer in self._layers:
+            layer.put(found, layer.coloured(layer.get(rows)))
+        return found
+
+    def quadratic(self, rows: Tensor) -> Tensor:
+        white = self.whitened(rows)
         return white @ white.mT
 
     def covariance_of_examples(self, examples: ExampleGradients) -> Tensor:
@@ -309,17 +321,10 @@ class KroneckerPosterior(LayerwisePosterior):
         return total + products_of_diagonal(examples, 1 / self.diagonal, sorted(rest))
 
     def draw(self, count: int, generator: torch.Generator) -> Tensor:
-        noise = gaussian_rows(count, len(self.mode), self.mode, generator)
-        drawn = noise / self.diagonal.sqrt()
-        for layer in self._layers:
-            layer.put(drawn, layer.coloured(layer.get(noise)))
-        return self.mode + drawn
+        return self.mode + self.coloured(gaussian_rows(count, len(self.mode), self.mode, generator))
 
     def solve(self, vectors: Tensor) -> Tensor:
-        found = vectors / self.diagonal
-        for layer in self._layers:
-            layer.put(found, layer.coloured(layer.whitened(layer.get(vectors))))
-        return found
+        return self.coloured(self.whitened(vectors))
 
     def marginal_variance(self) -> Tensor:
         found = 1 / self.diagonal

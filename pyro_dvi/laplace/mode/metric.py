@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which displacements of the latents change U alike."""
 
+import warnings
+
 import torch
 from torch import Tensor
 
 from pyro_dvi.devices import widest
-from pyro_dvi.errors import ModelError, UnsupportedError
+from pyro_dvi.errors import DviWarning, ModelError, UnsupportedError
 from pyro_dvi.laplace.energy.energy import LocalEnergy
 from pyro_dvi.laplace.energy.precision import GGN, prior_diagonal
 from pyro_dvi.laplace.methods.diagonal import likelihood_diagonal
+from pyro_dvi.laplace.methods.kronecker import KroneckerFactored, KroneckerPosterior
 from pyro_dvi.linalg import CholeskyMetric, DiagonalMetric, Metric
 
 __all__ = ["metric_at"]
@@ -17,10 +20,10 @@ _DENSE = 2000  # latents up to which a matrix is factorised again every some thi
 
 
 def metric_at(local: LocalEnergy) -> Metric:
-    """Return the Gauss-Newton matrix of U, or its diagonal: positive definite wherever the point is.
+    """Return the Gauss-Newton matrix of U, or its Kronecker factors: positive definite wherever the point is.
 
-    K backward passes for K outputs. The matrix is taken where its size allows and its rows are cheap. Where the model
-    has none (``pyro.factor``), the prior's diagonal takes its place.
+    K backward passes for K outputs. The matrix is taken where its size allows and its rows are cheap, the diagonal
+    where the latents have no factors, and the prior's where the model has no such matrix (``pyro.factor``).
 
     Args:
         local: U around a point.
@@ -30,7 +33,9 @@ def metric_at(local: LocalEnergy) -> Metric:
             factor, failed = torch.linalg.cholesky_ex(matrix.to(widest(matrix.device)))
             if not bool(failed):
                 return CholeskyMetric(factor.to(local.point))
-        return DiagonalMetric(_positive(prior_diagonal(local, "polish") + likelihood_diagonal(local)))
+        return _by_factors(local) or DiagonalMetric(
+            _positive(prior_diagonal(local, "polish") + likelihood_diagonal(local))
+        )
     except (ModelError, UnsupportedError):
         diagonal = local.prior_diagonal()
         return DiagonalMetric(torch.ones_like(local.point) if diagonal is None else diagonal)
@@ -39,3 +44,33 @@ def metric_at(local: LocalEnergy) -> Metric:
 def _positive(diagonal: Tensor) -> Tensor:
     """Put one where a prior bends down, or is flat and no data are near."""
     return torch.where(diagonal > 0, diagonal, 1.0)
+
+
+class _KroneckerMetric(Metric):
+    """The precision of a Gaussian of independent layers.
+
+    Args:
+        gaussian: the Gaussian.
+    """
+
+    def __init__(self, gaussian: KroneckerPosterior) -> None:
+        self._gaussian = gaussian
+
+    def away(self, rows: Tensor) -> Tensor:
+        """Return displacements of x."""
+        return self._gaussian.coloured(rows)
+
+    def back(self, rows: Tensor) -> Tensor:
+        """Return gradients with respect to y."""
+        return self._gaussian.whitened(rows)
+
+
+def _by_factors(local: LocalEnergy) -> Metric | None:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter(
+                "ignore", DviWarning
+            )  # of sites that keep a diagonal, which is no matter here
+            return _KroneckerMetric(KroneckerFactored().fit(local))
+    except UnsupportedError:
+        return None

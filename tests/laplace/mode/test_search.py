@@ -12,6 +12,7 @@ from torch import nn
 import pyro_dvi as dvi
 from pyro_dvi.errors import DviWarning
 from pyro_dvi.laplace import Dense, Hessian, LaplaceGuide
+from pyro_dvi.laplace.methods.kronecker import KroneckerFactored
 from pyro_dvi.laplace.mode import metric
 from pyro_dvi.laplace.mode.metric import metric_at
 from pyro_dvi.linalg import CholeskyMetric, DiagonalMetric
@@ -73,7 +74,7 @@ def test_budget_that_is_spent_near_the_minimum_is_good_enough():
     torch.testing.assert_close(guide.unconstrained_mode(), mode, rtol=0, atol=0.1)
 
 
-def test_large_models_take_the_diagonal(monkeypatch):
+def test_large_models_take_the_factors_of_layers_or_the_diagonal(monkeypatch):
     problem = SineRegression()
     guide = problem.trained(100)
     energy = guide.energy(problem.batches)
@@ -85,6 +86,13 @@ def test_large_models_take_the_diagonal(monkeypatch):
     torch.testing.assert_close(found.away(found.back(eye)), torch.linalg.inv(matrix), rtol=1e-8, atol=1e-12)
     monkeypatch.setattr(metric, "_DENSE", 3)
     found = metric_at(local)
+    expected = KroneckerFactored().fit(local).solve(eye)
+    torch.testing.assert_close(found.away(found.back(eye)), expected, rtol=1e-8, atol=1e-12)
+    masks = {name: torch.arange(u.numel()).reshape(u.shape) % 3 > 0 for name, u in energy.locs.items()}
+    energy = guide.energy(problem.batches, subset=masks)
+    local = energy.at(energy.start)
+    eye = torch.eye(energy.layout.size, dtype=torch.float64)
+    found, matrix = metric_at(local), local.ggn(eye)
     assert isinstance(found, DiagonalMetric)
     torch.testing.assert_close(found.away(found.back(eye)), (1 / matrix.diagonal()).diag(), rtol=1e-8, atol=0)
     assert guide.polish(problem.batches, **QUIET).converged
