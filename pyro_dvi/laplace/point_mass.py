@@ -50,7 +50,11 @@ class PointMass:
         patterns = [asked] if isinstance(asked, str) else asked
         given = patterns if isinstance(patterns, Mapping) else dict.fromkeys(patterns, True)
         masks = {name: given[p] for p in given for name in sites_named("subset", p, names)}
-        entries = {name: _entries(name, masks[name], self.locs[name]) for name in names if name in masks}
+        entries = {
+            name: _entries(name, masks[name], self.locs[name])
+            for name in names
+            if name in masks and self.locs[name].numel()
+        }
         varying = {name: places for name, places in entries.items() if places is None or len(places)}
         if not varying:
             raise ArgumentError(

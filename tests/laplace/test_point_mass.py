@@ -26,6 +26,11 @@ def test_a_subset_without_sites_is_refused(subset):
         POINT.layout(subset)
 
 
+def test_a_site_without_entries_never_varies():
+    point = PointMass({**POINT.locs, "none": torch.zeros(2, 0)})
+    assert point.layout().names == point.layout({"w": True, "b": True, "none": True}).names == ["w", "b"]
+
+
 def test_what_has_changed_since_a_fit():
     assert POINT.change_since(replace(POINT)) is None
     moved = replace(POINT, locs={**POINT.locs, "b": torch.zeros(3)})
