@@ -75,6 +75,11 @@ class OuterGradients:
         delta = self._deltas[:, part]
         return self._inputs(part), self._of_output(delta.flatten(0, 1)).unflatten(0, delta.shape[:2])
 
+    def factors(self, part: slice, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+        """Return a ``[m, q]`` and delta ``[m, K, p]`` of some examples, where gradients are single products."""
+        a, delta = self.parts(part)
+        return a.squeeze(1).to(dtype), delta.squeeze(2).transpose(0, 1).to(dtype)
+
     def by_unit(self, entries: Tensor) -> Tensor:
         """Return what belongs to entries of the weight, those of some units, ``[size, ...]``, as ``[p, q, ...]``."""
         if self.inputs_first:
@@ -163,13 +168,18 @@ class ExampleGradients:
         covered = sum(self.sizes[k] for k in self._uses)
         return 2 * covered > self.size and self.held <= _KEPT
 
-    def squares(self, tensors: Sequence[int] | None = None) -> list[Tensor]:
-        r"""Return :math:`\sum_{ik} J_{ik}^2` for each whole tensor; zero for those that are not asked for.
+    def squares(self, tensors: Sequence[int] | None = None) -> Tensor:
+        r"""Return :math:`\sum_{ik} J_{ik}^2`, [D]; zero for tensors that are not asked for.
 
         Args:
             tensors: which tensors; None: all.
         """
-        totals = [torch.zeros_like(v) for v in self.values]
+        total = self.values[0].new_zeros(self.size)
+        parts = total.split(self.sizes)
+
+        def add(k: int, found: Tensor) -> None:
+            parts[k].add_(found.reshape(-1)[self._entries.get(k, slice(None))])
+
         wanted = range(len(self.values)) if tensors is None else tensors
         uses = {k: self._uses[k] for k in wanted if k in self._uses}
         at_once = max(1, _KEPT * self.outputs.shape[1] // max(1, self.held))
@@ -177,19 +187,25 @@ class ExampleGradients:
             deltas = self._deltas if len(units) == len(self._units) else self._deltas_of(units)
             for k, calls in uses.items():
                 for found in _squares(calls, [deltas[use.output] for use in calls]):
-                    totals[k] += found.reshape(totals[k].shape)
+                    add(k, found)
         rest = [k for k in wanted if k not in uses]
         for output in self.outputs.unbind(1) if rest else ():
             others = squares_without_rules(output, torch.ones_like(output), [self.values[k] for k in rest])
             for k, found in zip(rest, others, strict=True):
-                totals[k] += found
-        return totals
+                add(k, found)
+        return total
 
     def outer(self, k: int) -> OuterGradients | None:
         """Return what the gradients of tensor ``k`` are made of; None without such a rule, or with several uses."""
         uses = self._uses.get(k, [])
         deltas = self._deltas[uses[0].output] if _is_outer(uses) else None
         return None if deltas is None else OuterGradients(uses[0].contribution, deltas, self._entries.get(k))
+
+    @cached_property
+    def single(self) -> dict[int, OuterGradients]:
+        """The tensors each of whose gradients is one outer product."""
+        found = {k: self.outer(k) for k in range(len(self.values))}
+        return {k: outer for k, outer in found.items() if outer is not None and outer.is_single}
 
     def same_call(self, k: int, other: int) -> bool:
         """Whether two tensors are used once each, and by the same call: weight and bias of a layer."""

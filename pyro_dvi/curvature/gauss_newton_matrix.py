@@ -28,10 +28,7 @@ def add_gauss_newton_matrix(examples: ExampleGradients, total: Tensor) -> None:
         examples: J of B examples with K outputs.
         total: laid out like the examples' tensors, one after the other.
     """
-    spans = examples.spans
-    layers = {
-        k: outer for k in range(len(spans)) if (outer := examples.outer(k)) is not None and outer.is_single
-    }
+    spans, layers = examples.spans, examples.single
     _add_strip(examples, total, [spans[k] for k in range(len(spans)) if k not in layers])
     for (k, one), (other, two) in combinations_with_replacement(layers.items(), 2):
         block = _own_block(one) if k == other else _block(one, two)
@@ -59,12 +56,12 @@ def _own_block(layer: OuterGradients) -> Tensor:
     """The block of a layer with itself, from pairs of units in one order only."""
     total, pairs = None, None
     for part in _chunks(layer, layer):
-        a, delta = _factors(layer, part)
+        a, delta = layer.factors(part)
         if pairs is None:
             p, q = delta.shape[-1], a.shape[-1]
             pairs = [torch.triu_indices(n, n, device=a.device) for n in (p, q)]
         (i, j), (r, s) = pairs
-        left = torch.einsum("kmi,kmj->mij", delta, delta)[:, i, j]
+        left = torch.einsum("mki,mkj->mij", delta, delta)[:, i, j]
         product = left.mT @ (a[:, r] * a[:, s])
         total = product if total is None else total.add_(product)
     assert total is not None and pairs is not None
@@ -76,9 +73,9 @@ def _own_block(layer: OuterGradients) -> Tensor:
 def _block(one: OuterGradients, two: OuterGradients) -> Tensor:
     total = None
     for part in _chunks(one, two):
-        a, delta = _factors(one, part)
-        b, gamma = _factors(two, part)
-        left = torch.einsum("kmi,kmj->mij", delta, gamma).flatten(1)
+        a, delta = one.factors(part)
+        b, gamma = two.factors(part)
+        left = torch.einsum("mki,mkj->mij", delta, gamma).flatten(1)
         right = torch.einsum("mi,mj->mij", a, b).flatten(1)
         product = left.mT @ right
         total = product if total is None else total.add_(product)
@@ -87,15 +84,9 @@ def _block(one: OuterGradients, two: OuterGradients) -> Tensor:
     return _laid_out(total.reshape(sizes), one, two)
 
 
-def _factors(layer: OuterGradients, part: slice) -> tuple[Tensor, Tensor]:
-    """Return a ``[m, q]`` and delta ``[K, m, p]``."""
-    a, delta = layer.parts(part)
-    return a[:, 0], delta[:, :, 0]
-
-
 def _chunks(one: OuterGradients, two: OuterGradients) -> list[slice]:
-    a, delta = _factors(one, slice(0, 1))
-    b, gamma = _factors(two, slice(0, 1))
+    a, delta = one.factors(slice(0, 1))
+    b, gamma = two.factors(slice(0, 1))
     entries = delta.shape[-1] * gamma.shape[-1] + a.shape[-1] * b.shape[-1]
     count = max(1, _CHUNK // entries)
     return [slice(start, start + count) for start in range(0, one.num_examples, count)]

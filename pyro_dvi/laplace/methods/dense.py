@@ -154,12 +154,15 @@ class DensePosterior(LayerwisePosterior):
 
 def _factors(examples: ExampleGradients, part: slice, like: Tensor) -> "list[_Rows | _Single]":
     """What J of some examples is made of, tensor by tensor."""
-    tensors = range(len(examples.values))
-    outer = {k: found for k in tensors if (found := examples.outer(k)) and found.is_single}
-    rest = [k for k in tensors if k not in outer]
-    sizes = [examples.sizes[k] for k in rest]
-    rows = iter(examples.rows(part, rest).to(like).split(sizes, -1) if rest else ())
-    return [_Single.of(outer[k], part, like) if k in outer else _Rows(next(rows)) for k in tensors]
+    single, tensors = examples.single, range(len(examples.values))
+    found: dict[int, _Rows | _Single] = {
+        k: _Single(*outer.factors(part, like.dtype), outer) for k, outer in single.items()
+    }
+    rest = [k for k in tensors if k not in single]
+    if rest:
+        rows = examples.rows(part, rest).to(like).split([examples.sizes[k] for k in rest], -1)
+        found |= {k: _Rows(some) for k, some in zip(rest, rows, strict=True)}
+    return [found[k] for k in tensors]
 
 
 @dataclass
@@ -184,12 +187,6 @@ class _Single:
     a: Tensor
     delta: Tensor
     outer: OuterGradients
-
-    @classmethod
-    def of(cls, outer: OuterGradients, part: slice, like: Tensor) -> "_Single":
-        """Return that of some examples."""
-        a, delta = (factor.to(like) for factor in outer.parts(part))
-        return cls(a.squeeze(1), delta.squeeze(2).transpose(0, 1), outer)
 
     def times_rows(self, vectors: Tensor) -> Tensor:
         units = self.outer.by_unit(vectors.movedim(-1, 0))  # [p, q, m, s]

@@ -113,28 +113,24 @@ class _Rows:
 
     def factors(self, k: int) -> tuple[Tensor, Tensor] | None:
         """Return a ``[m, q]`` and delta ``[m, K, p]`` of a site whose gradients are their outer products."""
-        outer = self.examples.outer(k)
-        if outer is None or not outer.is_single:
-            return None
-        a, delta = outer.parts(self.part)
-        wide = widest(a.device)
-        return a[:, 0].to(wide), delta[:, :, 0].movedim(0, 1).to(wide)
+        outer = self.examples.single.get(k)
+        return None if outer is None else outer.factors(self.part, widest(self.examples.outputs.device))
 
     def columns(self, k: int, span: slice) -> Tensor:
         """Return some columns of a site, ``[m K, w]``."""
-        outer, factors = self.examples.outer(k), self.factors(k)
-        if outer is not None and factors is not None:
-            a, delta = factors[0].unsqueeze(1), factors[1]
-            left, right = (a, delta) if outer.inputs_first else (delta, a)
+        wide = widest(self.examples.outputs.device)
+        if k in self.examples.single:
+            outer = self.examples.single[k]
+            a, delta = outer.factors(self.part, wide)
+            left, right = (a.unsqueeze(1), delta) if outer.inputs_first else (delta, a.unsqueeze(1))
+            entries = torch.arange(span.start, span.stop, device=a.device)
             size = right.shape[-1]
-            first, last = span.start // size, -(-span.stop // size)
-            products = (left[..., first:last, None] * right.unsqueeze(-2)).flatten(2)
-            return products[..., span.start - first * size : span.stop - first * size].flatten(0, 1)
+            return (left[..., entries // size] * right[..., entries % size]).flatten(0, 1)
         together = max(1, _ENTRIES // (self.examples.outputs.shape[1] * self.examples.sizes[k]))
         found = []
         for start in range(self.part.start, self.part.stop, together):
             rows = self.examples.rows(slice(start, min(start + together, self.part.stop)), [k])[..., span]
-            found.append(rows.to(widest(rows.device)))
+            found.append(rows.to(wide))
         return torch.cat(found).flatten(0, 1)
 
 

@@ -193,7 +193,7 @@ class KroneckerFactored(Method):
                 DviWarning,
                 stacklevel=3,
             )
-        return KroneckerPosterior(local.point, *factors.precision(local, prior), prior)
+        return KroneckerPosterior(local.point, *factors.precision(prior), prior)
 
 
 @dataclass(eq=False)
@@ -252,7 +252,7 @@ class _Factors:
                 self.layers.append(_Layer(k, same[0] if same else None, outer[k].inputs_first))
                 paired |= {k, *same}
         self.rest = [k for k in numbers if k not in paired]
-        self.diagonal = [torch.zeros_like(v) for v in examples.values]
+        self.diagonal: Tensor | float = 0.0
         self.spans = examples.spans
 
     def add(self, examples: ExampleGradients) -> None:
@@ -260,14 +260,13 @@ class _Factors:
         for layer in self.layers:
             layer.add(examples)
         if self.rest:
-            for total, found in zip(self.diagonal, examples.squares(self.rest), strict=True):
-                total += found
+            self.diagonal = self.diagonal + examples.squares(self.rest)
 
-    def precision(self, local: LocalEnergy, prior: Tensor) -> tuple[Tensor, list[dict[str, Any]]]:
+    def precision(self, prior: Tensor) -> tuple[Tensor, list[dict[str, Any]]]:
         """Return the diagonal [D], to be used outside the blocks, and the blocks."""
         spans = [(span.start, span.stop) for span in self.spans]
         blocks = [vars(layer.block(prior, spans)) for layer in self.layers if layer.positions]
-        return prior + local.energy.layout.flatten(self.diagonal), blocks
+        return prior + self.diagonal, blocks
 
 
 class KroneckerPosterior(LayerwisePosterior):
