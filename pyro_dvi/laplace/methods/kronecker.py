@@ -19,8 +19,6 @@ from pyro_dvi.linalg.operator import gaussian_rows
 
 __all__ = ["KroneckerBlock", "KroneckerFactored", "KroneckerPosterior"]
 
-Span = tuple[int, int]
-
 
 @dataclass(eq=False)
 class KroneckerBlock:
@@ -33,18 +31,16 @@ class KroneckerBlock:
     so that everything happens in the basis :math:`U^\top W V`, where P is diagonal.
 
     Args:
-        weight: where the weight lies in a flat vector.
-        bias: where the bias lies; None without one.
-        inputs_first: the weight is laid out as ``[q, p]``.
+        tensors: the numbers of the sites: that of the weight, and of the bias where there is one.
+        places: where W lies in a flat vector, ``[p, q]``.
         prior: :math:`\Pi`, ``[p, q]``.
         left: U, ``[p, p]``.
         right: V, ``[q, q]``.
         values: :math:`1 + d_B d_A^\top` with these eigenvalues, ``[p, q]``.
     """
 
-    weight: Span
-    bias: Span | None
-    inputs_first: bool
+    tensors: tuple[int, ...]
+    places: Tensor
     prior: Tensor
     left: Tensor
     right: Tensor
@@ -55,35 +51,13 @@ class KroneckerBlock:
         values = 1 + (self.values - 1) * (likelihood / prior)
         return replace(self, prior=self.prior * prior, values=values)
 
-    def get(self, vectors: Tensor) -> Tensor:
-        """Return W ``[*lead, p, q]`` of flat vectors ``[*lead, D]``."""
-        p, q = self.values.shape
-        columns = q if self.bias is None else q - 1
-        weight = vectors[..., slice(*self.weight)]
-        lead = weight.shape[:-1]
-        weight = (
-            weight.reshape(*lead, columns, p).mT if self.inputs_first else weight.reshape(*lead, p, columns)
-        )
-        if self.bias is None:
-            return weight
-        return torch.cat([weight, vectors[..., slice(*self.bias)].unsqueeze(-1)], -1)
-
-    def put(self, vectors: Tensor, matrix: Tensor) -> None:
-        """Write W into flat vectors in place."""
-        if self.bias is not None:
-            vectors[..., slice(*self.bias)] = matrix[..., -1]
-            matrix = matrix[..., :-1]
-        if self.inputs_first:
-            matrix = matrix.mT
-        vectors[..., slice(*self.weight)] = matrix.flatten(-2)
-
     def whitened(self, matrix: Tensor) -> Tensor:
         """Return the half of P⁻¹ that takes W to the eigenbasis."""
         return self.left.mT @ (matrix / self.prior.sqrt()) @ self.right / self.values.sqrt()
 
     def in_eigenbasis(self, inputs: Tensor, deltas: Tensor) -> tuple[Tensor, Tensor]:
         """Return a and delta such that their outer product is :meth:`whitened`, but for the eigenvalues."""
-        if self.bias is not None:
+        if len(self.tensors) > 1:
             inputs = F.pad(inputs, (0, 1), value=1.0)
         c = self.prior[0] / self.prior[0, 0]  # the prior is an outer product
         return inputs / c.sqrt() @ self.right, deltas / self.prior[:, 0].sqrt() @ self.left
@@ -198,44 +172,36 @@ class KroneckerFactored(Method):
 
 @dataclass(eq=False)
 class _Layer:
-    """Sums of both factors of a layer, whose weight and bias are values of these numbers."""
+    """Sums of both factors of a layer; its tensors and places are those of a :class:`KroneckerBlock`."""
 
-    weight: int
-    bias: int | None
-    inputs_first: bool
+    tensors: tuple[int, ...]
+    places: Tensor
     inputs: Any = 0.0
     deltas: Any = 0.0
     positions: int = 0
 
     def add(self, examples: ExampleGradients) -> None:
         """Add a batch."""
-        outer = examples.outer(self.weight)
+        outer = examples.outer(self.tensors[0])
         if outer is None:  # no gradient arrives in this batch
             return
         for part in outer.chunks():
             a, delta = outer.parts(part)
-            inputs, count = _gram(a), a[..., 0].numel()
-            if self.bias is not None:  # which has an input of 1
-                sums = a.sum((0, 1)).unsqueeze(0)
-                inputs = torch.cat([torch.cat([inputs, sums]), F.pad(sums, (0, 1), value=count).mT], 1)
-            self.positions += count
-            self.inputs = self.inputs + inputs
+            if len(self.tensors) > 1:  # the bias has an input of 1
+                a = F.pad(a, (0, 1), value=1.0)
+            self.positions += a[..., 0].numel()
+            self.inputs = self.inputs + _gram(a)
             self.deltas = self.deltas + _gram(delta)
 
-    def block(self, prior: Tensor, spans: list[Span]) -> KroneckerBlock:
-        """Return its block of the precision, given the prior's and where each value lies in a flat vector."""
-        blank = prior.new_zeros(len(self.deltas), len(self.inputs))
-        bias = None if self.bias is None else spans[self.bias]
-        block = KroneckerBlock(
-            spans[self.weight], bias, self.inputs_first, blank, self.deltas, self.inputs, blank
-        )
-        logs = block.get(prior).log()
+    def block(self, prior: Tensor) -> KroneckerBlock:
+        """Return its block of the precision, given the prior's."""
+        logs = prior[self.places].log()
         r = (logs.mean(1, keepdim=True) - logs.mean() / 2).exp()
         c = (logs.mean(0) - logs.mean() / 2).exp()
         beta, left = _eigen(self.deltas / self.positions / (r * r.mT).sqrt())
         alpha, right = _eigen(self.inputs / (c.unsqueeze(-1) * c).sqrt())
         values = 1 + beta.unsqueeze(-1) * alpha
-        return replace(block, prior=r * c, left=left, right=right, values=values)
+        return KroneckerBlock(self.tensors, self.places, r * c, left, right, values)
 
 
 class _Factors:
@@ -249,11 +215,13 @@ class _Factors:
         for k in sorted(outer, key=lambda k: -examples.values[k].dim()):  # weights before their biases
             if k not in paired:
                 same = [other for other in outer if other != k and examples.same_call(k, other)]
-                self.layers.append(_Layer(k, same[0] if same else None, outer[k].inputs_first))
+                spans = [examples.spans[n] for n in (k, *same[:1])]
+                weight, *bias = (torch.arange(s.start, s.stop, device=examples.outputs.device) for s in spans)
+                places = torch.cat([outer[k].by_unit(weight), *(b.unsqueeze(-1) for b in bias)], -1)
+                self.layers.append(_Layer((k, *same[:1]), places))
                 paired |= {k, *same}
         self.rest = [k for k in numbers if k not in paired]
         self.diagonal: Tensor | float = 0.0
-        self.spans = examples.spans
 
     def add(self, examples: ExampleGradients) -> None:
         """Add a batch."""
@@ -264,8 +232,7 @@ class _Factors:
 
     def precision(self, prior: Tensor) -> tuple[Tensor, list[dict[str, Any]]]:
         """Return the diagonal [D], to be used outside the blocks, and the blocks."""
-        spans = [(span.start, span.stop) for span in self.spans]
-        blocks = [vars(layer.block(prior, spans)) for layer in self.layers if layer.positions]
+        blocks = [vars(layer.block(prior)) for layer in self.layers if layer.positions]
         return prior + self.diagonal, blocks
 
 
@@ -287,20 +254,20 @@ class KroneckerPosterior(LayerwisePosterior):
         self._layers = [KroneckerBlock(**block) for block in blocks]
         self._outside = torch.ones_like(diagonal, dtype=torch.bool)
         for layer in self._layers:
-            layer.put(self._outside, torch.zeros_like(layer.prior, dtype=torch.bool))
+            self._outside[layer.places] = False
 
     def whitened(self, rows: Tensor) -> Tensor:
         r"""Return :math:`C^\top v` for rows ``[*lead, D]``, with :math:`P^{-1} = C C^\top`."""
         white = rows / self.diagonal.sqrt()
         for layer in self._layers:
-            layer.put(white, layer.whitened(layer.get(rows)))
+            white[..., layer.places] = layer.whitened(rows[..., layer.places])
         return white
 
     def coloured(self, rows: Tensor) -> Tensor:
         r"""Return :math:`C v` for rows ``[*lead, D]``."""
         found = rows / self.diagonal.sqrt()
         for layer in self._layers:
-            layer.put(found, layer.coloured(layer.get(rows)))
+            found[..., layer.places] = layer.coloured(rows[..., layer.places])
         return found
 
     def quadratic(self, rows: Tensor) -> Tensor:
@@ -308,14 +275,12 @@ class KroneckerPosterior(LayerwisePosterior):
         return white @ white.mT
 
     def covariance_of_examples(self, examples: ExampleGradients) -> Tensor:
-        numbers = {(span.start, span.stop): k for k, span in enumerate(examples.spans)}
-        rest, total = set(numbers.values()), self.mode.new_zeros(())
+        rest, total = set(range(len(examples.values))), self.mode.new_zeros(())
         for layer in self._layers:
-            own = [numbers[span] for span in (layer.weight, layer.bias) if span is not None]
-            outer = examples.outer(own[0])
-            if outer is None or not examples.same_call(own[0], own[-1]):
+            outer = examples.outer(layer.tensors[0])
+            if outer is None or not examples.same_call(layer.tensors[0], layer.tensors[-1]):
                 return torch.cat([self.quadratic(examples.rows(part)) for part in examples.chunks()])
-            rest -= set(own)
+            rest -= set(layer.tensors)
             total = total + products_at_layer(outer, 1 / layer.values, layer.in_eigenbasis)
         return total + products_of_diagonal(examples, 1 / self.diagonal, sorted(rest))
 
@@ -328,7 +293,7 @@ class KroneckerPosterior(LayerwisePosterior):
     def marginal_variance(self) -> Tensor:
         found = 1 / self.diagonal
         for layer in self._layers:
-            layer.put(found, layer.variance())
+            found[layer.places] = layer.variance()
         return found
 
     def reweighted(self, likelihood: float, prior: Tensor) -> "KroneckerPosterior | None":
@@ -336,7 +301,7 @@ class KroneckerPosterior(LayerwisePosterior):
             return None
         blocks = []
         for layer in self._layers:
-            factor = common_ratio(layer.get(prior), layer.get(self.prior))
+            factor = common_ratio(prior[layer.places], self.prior[layer.places])
             if factor is None:  # the eigenvectors are others then
                 return None
             blocks.append(vars(layer.reweighted(likelihood, factor)))
