@@ -135,14 +135,15 @@ class Energy:
     ) -> Iterator[tuple[list[Tensor], JointRun]]:
         """Run the model on every batch, within ``recorder`` of the sites' tensors; give what varies with each run."""
         for batch in self.passes:
-            yield self._run(batch, point, recorder)
+            yield self.run(batch, point, recorder)
 
-    def _run(
+    def run(
         self,
         batch: Arguments,
         point: Tensor,
         recorder: Callable[[list[Tensor]], AbstractContextManager[Any]] | None = None,
     ) -> tuple[list[Tensor], JointRun]:
+        """Run the model on one batch; see :meth:`runs`."""
         args, kwargs = batch
         values = [v.detach().requires_grad_(torch.is_grad_enabled()) for v in self.layout.split(point)]
         sites = self.layout.place(values, self.locs)
@@ -155,13 +156,13 @@ class Energy:
         """By how much two runs of the same batch differ in what they add to U: by rounding, unless they are random."""
         batch = self.passes.first_again()
         with torch.no_grad():
-            graphs = [BatchGraph(*self._run(batch, point), kl_weight=self.kl_weight) for _ in range(2)]
+            graphs = [BatchGraph(*self.run(batch, point), kl_weight=self.kl_weight) for _ in range(2)]
         return float((graphs[0].energy - graphs[1].energy).abs())
 
     def batch_gradient(self, batch: Arguments, point: Tensor) -> Tensor:
         """Gradient [D] of U as a batch estimates it: its likelihood, times the number of batches, is that of all."""
         with torch.enable_grad():
-            values, run = self._run(batch, point)
+            values, run = self.run(batch, point)
             graph = BatchGraph(values, run, kl_weight=self.kl_weight / self.passes.num_batches)
             return self.layout.flatten(graph.gradient())
 
@@ -286,14 +287,10 @@ class LocalEnergy:
         kept: list[BatchGraph] | None = []
         saved, rows = 0, Rows()
         with torch.enable_grad():
-            runs = self.energy.runs(self.point)
-            while True:
+            for batch in self.energy.passes:
                 saved_by_run = SavedBytes()
                 with saved_by_run:
-                    item = next(runs, None)
-                if item is None:
-                    break
-                values, run = item
+                    values, run = self.energy.run(batch, self.point)
                 rows.add(run)
                 graph = BatchGraph(
                     values,

@@ -108,7 +108,8 @@ class Candidates:
         factor = self.scale.proportions(_ANOTHER)[0]
         if factor == 1:
             return True  # the scale of a prior, which is no part of the likelihood
-        return _close(self._likelihood_product(_ANOTHER), factor * self._likelihood_product(1.0))
+        found, expected = self._likelihood_product(_ANOTHER), factor * self._likelihood_product(1.0)
+        return bool((found - expected).norm() <= math.sqrt(torch.finfo(found.dtype).eps) * expected.norm())
 
     def posterior(self, value: float) -> LaplacePosterior:
         """Return the Gaussian.
@@ -172,11 +173,6 @@ class Candidates:
         local = self.local(value)
         probe = torch.randn(1, len(local.point), generator=torch.Generator().manual_seed(0)).to(local.point)
         return self.method.curvature.product(local, probe) - local.prior_hessian(probe)
-
-
-def _close(found: Tensor, expected: Tensor) -> bool:
-    tolerance = math.sqrt(torch.finfo(found.dtype).eps)
-    return float((found - expected).norm()) <= tolerance * float(expected.norm())
 
 
 class Criterion(ABC):

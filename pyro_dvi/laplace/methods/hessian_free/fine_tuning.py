@@ -44,6 +44,7 @@ class FixedStrength(Solver):
         """Return where U, less each tilt times its strength, has been minimised: ``[S, D]``."""
 
 
+@dataclass(frozen=True)
 class FineTuning(FixedStrength):
     """Train on from the mode, for some epochs over the minibatches: a step for each, of all fits.
 
@@ -52,7 +53,7 @@ class FineTuning(FixedStrength):
     """
 
     learning_rate: float
-    epochs: int
+    epochs: int = 100
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -114,8 +115,6 @@ class SGD(FineTuning):
         tensor([0.2306])
     """
 
-    learning_rate: float
-    epochs: int = 100
     momentum: float = 0.0
 
     def optimizer(self, points: list[Tensor]) -> torch.optim.Optimizer:
@@ -140,7 +139,6 @@ class Adam(FineTuning):
     """
 
     learning_rate: float = 5e-3
-    epochs: int = 100
 
     def optimizer(self, points: list[Tensor]) -> torch.optim.Optimizer:
         """Return it."""

@@ -113,28 +113,16 @@ class Sum(PretrainedMode):
 
     def tilts(self, local: LocalEnergy, query: Query) -> list[Tilt]:
         """Return one tilt for each output."""
-        evaluation = _evaluation_query(self.inputs, local, query)
-        return [OutputTilt(evaluation, weights) for weights in _columns(self.weights(evaluation))]
+        energy, evaluation = local.energy, query
+        if self.inputs is not None:
+            given = self.inputs if isinstance(self.inputs, tuple) else (self.inputs,)
+            evaluation = Query(energy.model, given, energy.locs, energy.layout, site=query.site)
+        weights = self.weights(evaluation) / evaluation.num_rows
+        return [OutputTilt(evaluation, weights * only) for only in torch.eye(query.size).to(weights)]
 
     def weights(self, evaluation: Query) -> Tensor:
         """Return what multiplies the outputs of the evaluation set in the sum."""
         return torch.ones_like(evaluation.mean)
-
-
-def _evaluation_query(inputs: Any, local: LocalEnergy, query: Query) -> Query:
-    """Return the outputs of an evaluation set, or the query itself for None."""
-    if inputs is None:
-        return query
-    energy = local.energy
-    given = inputs if isinstance(inputs, tuple) else (inputs,)
-    return Query(energy.model, given, energy.locs, energy.layout, site=query.site)
-
-
-def _columns(weights: Tensor) -> list[Tensor]:
-    """Split weights ``[M, K]`` by output, each divided by M."""
-    size = weights.shape[1]
-    only = torch.eye(size, dtype=weights.dtype, device=weights.device)
-    return [weights * only[k] / len(weights) for k in range(size)]
 
 
 @dataclass(frozen=True, eq=False)
