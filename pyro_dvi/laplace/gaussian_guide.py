@@ -88,8 +88,14 @@ class GaussianGuide(ModeGuide):
 
     def _stale(self) -> str | None:
         """What is no longer as it was in the fit."""
-        assert self._fitted is not None
+        if self._fitted is None:
+            return "the last guide.fit ended in an error"
         return self._point_mass().change_since(self._fitted.point)
+
+    @property
+    def _asked(self) -> bool:
+        """Whether a fit was asked for, whose Gaussian is then expected; it may have ended in an error."""
+        return self._fitted is not None or self._refused is not None
 
     # What predictions ask of a guide, this one or another's -------------------------------------------------------
 
@@ -158,10 +164,10 @@ class GaussianGuide(ModeGuide):
         prediction.
         """
         self.initialize(*args, **kwargs)
-        if self._fitted is None or torch.is_grad_enabled():
+        if torch.is_grad_enabled() or not self._asked:
             return super().forward(*args, **kwargs)
         stale = self._stale()
-        if stale is not None:
+        if stale is not None or self._fitted is None:
             warnings.warn(f"{stale}: a point mass until it is fitted again", DviWarning, stacklevel=2)
             return super().forward(*args, **kwargs)
         warnings.warn(DRAWN_WEIGHTS, DviWarning, stacklevel=2)
@@ -186,10 +192,10 @@ class GaussianGuide(ModeGuide):
             draws of shape ``[*sample_shape, *site]`` by site name, in their own (constrained) space.
 
         Raises:
-            GuideError: the mode has moved since the fit.
+            GuideError: the mode has moved since the fit, or that ended in an error.
             UnsupportedError: the method of the fit has no draws.
         """
-        if self._fitted is None:
+        if not self._asked:
             return super().sample(sample_shape)
         shape = torch.Size([sample_shape] if isinstance(sample_shape, int) else sample_shape)
         drawn = self.fitted.draw(shape.numel())
@@ -197,7 +203,7 @@ class GaussianGuide(ModeGuide):
 
     def _marginals(self) -> dict[str, Any]:
         marginals = super()._marginals()
-        if self._fitted is not None:
+        if self._asked:
             variances = self.fitted.posterior.marginal_variance().detach()
             layout = self.fitted.layout
             for name, variance in layout.place(layout.split(variances)).items():

@@ -6,12 +6,13 @@ import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from pyro_dvi.choice import check_count
+from pyro_dvi.batches import check_loader
+from pyro_dvi.choice import check_choice, check_count
 from pyro_dvi.errors import ArgumentError, DviWarning
 from pyro_dvi.laplace.evidence.scales import PriorPrecision, Scale, rescaled_model
 from pyro_dvi.laplace.guide import LaplaceGuide
 from pyro_dvi.laplace.methods.diagonal import Diagonal
-from pyro_dvi.laplace.methods.posterior import Method
+from pyro_dvi.laplace.methods.posterior import Method, check_method
 from pyro_dvi.laplace.mode.convergence import Accept
 
 __all__ = ["OnlineEvidence"]
@@ -69,8 +70,12 @@ class OnlineEvidence:
         every: int = 10,
     ) -> None:
         check_count("every", every)
+        check_loader(batches, passes=2, role="batches")
+        for scale in scales:
+            check_choice("scales", scale, Scale, "[PriorPrecision(), NoiseScale()]")
         self.guide, self.batches, self.scales, self.every = guide, batches, scales, every
         self.method = Diagonal() if method is None else method
+        check_method(self.method)
         self.values: list[dict[Scale, float]] = []
         plain = guide._plain_model.get()
 

@@ -90,7 +90,10 @@ def _entries(name: str, given: Tensor | bool, loc: Tensor) -> Tensor | None:
     """Return where the entries of a site that vary are in the flattened site; None: all of them vary."""
     if given is True:
         return None
-    mask = torch.as_tensor(given, device=loc.device)
+    try:
+        mask = torch.as_tensor(given, device=loc.device)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ArgumentError(f"subset[{name!r}] must be True, False, or a boolean tensor: {error}") from None
     if mask.dtype != torch.bool or mask.shape not in (loc.shape, ()):
         raise ArgumentError(
             f"subset[{name!r}] must be True, False, or a boolean tensor of shape {tuple(loc.shape)}, that of the "

@@ -4,6 +4,7 @@
 import torch
 from torch import Tensor
 
+from pyro_dvi.choice import check_count
 from pyro_dvi.errors import ArgumentError
 from pyro_dvi.laplace.guide import LaplaceGuide
 
@@ -49,9 +50,10 @@ def largest_variance(guide: LaplaceGuide, size: int) -> dict[str, Tensor]:
                 [4., 9.]])
     """
     variances, layout = guide.fitted.posterior.marginal_variance(), guide.fitted.layout
-    if not 0 < size <= layout.size:
+    check_count("size", size)
+    if size > layout.size:
         raise ArgumentError(
-            f"size must be between 1 and {layout.size}, the number of latents of the fit; got {size!r}"
+            f"size must be at most {layout.size}, the number of latents of the fit, not {size}"
         )
     chosen = torch.zeros_like(variances, dtype=torch.bool)
     chosen[variances.topk(size).indices] = True

@@ -242,8 +242,9 @@ def test_the_last_of_several_patterns_counts(sine):
         ({"w2": torch.ones(5)}, "'w2'.*boolean.*torch.float32"),
         ({"w2": torch.zeros(5, dtype=torch.bool)}, "subset is empty"),
         ({"w3": True}, "'w3', which is no site"),
+        ({"w2": None}, "'w2'.*boolean"),
     ],
-    ids=["shape", "type", "nothing", "name"],
+    ids=["shape", "type", "nothing", "name", "none"],
 )
 def test_masks_that_do_not_fit_are_refused(sine, subset, message):
     problem, guide = sine

@@ -321,9 +321,13 @@ def test_a_refused_fit_leaves_no_gaussian_and_no_evidence(saddle):
         lambda: guide.log_evidence(batches),
         lambda: guide.log_evidence(batches, subset="w2"),
         lambda: guide.predictive(problem.x),
+        lambda: guide.sample(3),
+        lambda: guide.quantiles([0.5]),
     ):
         with pytest.raises(GuideError, match=r"ConjugateGradient\(.*ended in an error.*polish.*GGN\(\)"):
             use()
+    with torch.no_grad(), pytest.warns(DviWarning, match="ended in an error: a point mass"):
+        guide(*batches[0])
     assert "w1" in guide.median() and guide.posterior is None
     guide.fit(batches, Dense(), unconverged=Accept())
     assert guide.log_evidence(batches).determinant == "DensePosterior"

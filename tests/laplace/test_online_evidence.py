@@ -12,7 +12,7 @@ from pyro.infer import SVI, Trace_ELBO
 from torch import Tensor, nn
 
 import pyro_dvi as dvi
-from pyro_dvi.errors import ArgumentError
+from pyro_dvi.errors import ArgumentError, DataError
 from pyro_dvi.laplace import (
     Dense,
     KroneckerFactored,
@@ -117,5 +117,12 @@ def test_mistakes_are_named():
     online = OnlineEvidence(problem.guide(), problem.batches)
     with pytest.raises(ArgumentError, match=r"SVI\(online.model"):
         online(SimpleNamespace(epoch=10, model=problem.model))
-    with pytest.raises(ArgumentError, match="every"):
-        OnlineEvidence(problem.guide(), problem.batches, every=0)
+    for wrong, message in (
+        ({"every": 0}, "every"),
+        ({"scales": ["w"]}, "scales"),
+        ({"method": Dense}, "class Dense"),
+    ):
+        with pytest.raises(ArgumentError, match=message):
+            OnlineEvidence(problem.guide(), problem.batches, **wrong)
+    with pytest.raises(DataError, match="ends after one pass"):
+        OnlineEvidence(problem.guide(), iter(problem.batches))
