@@ -185,6 +185,15 @@ def test_curve_is_missing_where_there_is_no_gaussian():
     )
     assert math.isnan(float(curve.scores[0])) and not math.isnan(float(curve.scores[1]))
     assert "nan: no Gaussian, since this precision is not positive definite there" in str(curve)
+    guide.scale_factors = {}
+    # At a fixed mode the Hessian turns singular at some noise, where the evidence is infinite.
+    with pytest.warns(
+        DviWarning, match="next to values at which the precision is not positive definite"
+    ) as warned:
+        curve = guide.tune(problem.batches, NoiseScale(), method=Dense(Hessian()), **QUIET)
+    assert curve.at_edge and warned[0].filename == __file__
+    best = int((curve.values == curve.best).nonzero())
+    assert curve.scores[best - 1 : best + 2].isnan().any()
 
 
 # --- the precision of the method ---------------------------------------------------------------------------------

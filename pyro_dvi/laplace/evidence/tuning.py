@@ -26,7 +26,7 @@ class TuningCurve:
         values: ascending.
         scores: larger is better; NaN where the precision is not positive definite.
         best: the value that was taken.
-        at_edge: it is the smallest or largest that was tried.
+        at_edge: it is the smallest or largest that was tried, or next to where there is no positive precision.
         what: what was tuned, by which criterion.
 
     Example:
@@ -112,15 +112,21 @@ def tune(
         if not at_edge:
             _golden(attempt, grid[place - 1], grid[place + 1], refinements)
     best = max(tried, key=lambda value: tried[value])
-    if at_edge:
-        warnings.warn(
-            f"the best of {what} is {best:.4g}, the {'smallest' if place == 0 else 'largest'} value that was tried: "
-            "pass values that reach further",
-            DviWarning,
-            stacklevel=3,
-        )
     ordered, scores = torch.tensor(sorted(tried.items()), dtype=torch.float64).unbind(1)
-    return TuningCurve(ordered, scores.masked_fill(scores == -math.inf, math.nan), best, at_edge, what)
+    index = sorted(tried).index(best)
+    singular = bool(
+        (scores[max(index - 1, 0) : index + 2] == -math.inf).any()
+    )  # where the evidence goes to infinity
+    if at_edge or singular:
+        where = f"the {'smallest' if place == 0 else 'largest'} value that was tried: pass values that reach further"
+        if singular:
+            where = (
+                "next to values at which the precision is not positive definite, and means nothing so near to them: "
+                "use GGN(), or pass values that stay away from them"
+            )
+        warnings.warn(f"the best of {what} is {best:.4g}, {where}", DviWarning, stacklevel=3)
+    scores = scores.masked_fill(scores == -math.inf, math.nan)
+    return TuningCurve(ordered, scores, best, at_edge or singular, what)
 
 
 def _golden(attempt: Callable[[float], float], low: float, high: float, count: int) -> None:

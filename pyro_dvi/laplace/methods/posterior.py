@@ -55,7 +55,7 @@ def check_method(method: object) -> None:
     Raises:
         ArgumentError: a class or string in place of an object.
     """
-    check_choice("method", method, Method, "Dense() or PosteriorSamples()")
+    check_choice("method", method, Method, "Dense(), Dense(Hessian()) or PosteriorSamples()")
     assert isinstance(method, Method)
     check_choice("curvature", method.curvature, PrecisionMatrix, "GGN() or Hessian()")
 
