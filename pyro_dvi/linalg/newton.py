@@ -13,7 +13,6 @@ from pyro_dvi.errors import ArgumentError, NonFiniteError, NotPositiveDefiniteEr
 from pyro_dvi.linalg.conjugate_gradients import conjugate_gradients
 from pyro_dvi.linalg.metric import SmoothFunction
 from pyro_dvi.linalg.smallest_eigenpair import Eigenpair, smallest_eigenpair
-from pyro_dvi.linalg.trust_region import KrylovModel, ModelStep
 
 __all__ = ["Minimum", "minimise_newton"]
 
@@ -27,8 +26,9 @@ class Minimum:
         value: U there.
         gradient_norm: of the gradient there.
         newton_decrement: :math:`g^\top P^{-1} g`, the squared distance to the minimum in posterior standard deviations:
-            before the last step, or :math:`|g|^2/\lambda_{\min}` after it where that bound is smaller; infinite where P
-            showed no positive curvature along g.
+            before the last step, with :math:`|r|^2/\lambda_{\min}` for the residual r of that step, or
+            :math:`|g|^2/\lambda_{\min}` after it where that bound is smaller; infinite where P showed negative
+            curvature.
         smallest_eigenvalue: of the Hessian there, with the residual of the pair; None where the search ended before it
             was looked for.
         iterations: steps.
@@ -62,17 +62,14 @@ def minimise_newton(
 ) -> Minimum:
     r"""Find a local minimum with positive definite Hessian, matrix-free.
 
-    .. math::
-        x \leftarrow x + \operatorname*{arg\,min}_{|s| \le \Delta,\; s \in \mathcal{K}}
-            g^\top s + \tfrac12 s^\top P s, \qquad
-        \mathcal{K} = \operatorname{span}\{g,\, P g,\, P^2 g, \dots\}
+    .. math:: x \leftarrow x - t\,s, \qquad |P s - g| \le \eta\,|g|, \quad t = 1, \tfrac12, \tfrac14, \dots
 
     :class:`~pyro_dvi.linalg.metric.InMetric` gives a badly scaled function better coordinates.
 
-    Far from a minimum the step follows all negative curvature that the Krylov space shows; a step that is refused is
-    replaced by a shorter one on the same space, without a product. Near a minimum it is the truncated Newton step,
-    which conjugate gradients finish where the space is too small. At rest, the Lanczos recursion looks for negative
-    curvature from a random start, and the search goes on along it.
+    Conjugate gradients give the step s, and shorter ones are tried until U falls by a tenth of what its parabola says.
+    Where they meet a direction of negative curvature, the search goes along that one, as far as the last time and
+    twice as far after each success. At rest, the Lanczos recursion looks for negative curvature from a random start,
+    and the search goes on along it.
 
     Where the predicted decrease is below what the rounding of U can show, gradients judge a step; the search ends when
     they no longer fall.
@@ -85,7 +82,8 @@ def minimise_newton(
         start: ``[D]``; its dtype and device are used.
         tolerance: on the Newton decrement :math:`g^\top P^{-1} g`, in squared posterior standard deviations.
         max_iterations: steps at most.
-        krylov_steps: dimension of the Krylov space; ``krylov_steps * D`` numbers are held.
+        krylov_steps: of the Lanczos recursion, for which ``krylov_steps * D`` numbers are held; conjugate gradients
+            may take ten times as many.
         callback: called after each step with its number, the value and the norm of the gradient after it, and the
             Newton decrement before it.
 
@@ -93,7 +91,7 @@ def minimise_newton(
         ArgumentError: an option or a shape is wrong.
         NonFiniteError: value or gradient at the start, or a product, is NaN or infinite.
 
-    Source: Steihaug (1983); Gould, Lucidi, Roma & Toint (1999); Nocedal & Wright (2006), Alg. 4.1 and 7.2.
+    Source: Nocedal & Wright (2006), Alg. 7.1.
 
     Example:
         >>> class Well:  # (a^2 - 1)^2 + b^2, with a saddle at the origin
@@ -119,7 +117,7 @@ class _Search:
     """The state of one minimisation."""
 
     _STALLS = 10  # steps without a smaller gradient, where rounding hides the values, that end the search
-    _HALVINGS = 30  # of a step along negative curvature
+    _HALVINGS = 30  # of a step
 
     def __init__(self, problem: SmoothFunction, start: Tensor, krylov_steps: int) -> None:
         self.problem, self.krylov_steps = problem, krylov_steps
@@ -130,9 +128,18 @@ class _Search:
             raise NonFiniteError(
                 "the function or its gradient is NaN or infinite at the start of the minimisation"
             )
-        self.radius = max(1.0, float(start.norm()))
-        self.first_size = self.best_size = float(self.gradient.norm())
+        self.reach = max(1.0, float(start.norm()))  # of the next step along negative curvature
+        self.first_size = self.best_size = self.size
         self.stalls = 0
+
+    @property
+    def size(self) -> float:
+        return float(self.gradient.norm())
+
+    @property
+    def resolution(self) -> float:
+        """Differences of values below this are rounding error."""
+        return 10 * torch.finfo(self.x.dtype).eps * abs(self.value)
 
     def evaluate(self, x: Tensor) -> tuple[float, Tensor]:
         self.evaluations += 1
@@ -146,130 +153,108 @@ class _Search:
         self.applications += len(vectors)
         return self.problem.product(self.x, vectors)
 
-    @property
-    def resolution(self) -> float:
-        """Differences of values below this are rounding error."""
-        return 10 * torch.finfo(self.x.dtype).eps * abs(self.value)
-
-    # --- the search --------------------------------------------------------------------------------------
-
     def run(
         self, tolerance: float, max_iterations: int, callback: Callable[[int, float, float, float], None]
     ) -> Minimum:
         decrement, lowest, iteration = math.inf, None, 0
+        floor = math.inf  # the smallest eigenvalue, once it was looked for
         reason = f"{max_iterations} steps did not suffice"
         while iteration < max_iterations:
             iteration += 1
-            size = float(self.gradient.norm())
-            decrement, moved = (0.0, True) if size == 0 else self.newton_step(size, tolerance)
-            callback(iteration, self.value, float(self.gradient.norm()), decrement)
-            if decrement > tolerance and moved:
+            lowest = None
+            decrement, residual, moved = self.newton_step(tolerance)
+            callback(iteration, self.value, self.size, decrement)
+            if decrement + residual**2 / floor > tolerance and moved:
                 continue
             lowest = smallest_eigenpair(self.product, len(self.x), steps=self.krylov_steps, like=self.x)
             if lowest.value < -lowest.resolution:
-                if self.leave_saddle(lowest):
-                    lowest = None
+                if self.go(self.downhill(lowest.vector), self.reach, lowest.value):
                     continue
                 reason = "negative curvature remains, but rounding hides the decrease along it; use float64"
-            elif lowest.value <= lowest.resolution:
+                break
+            if lowest.value <= lowest.resolution:
                 reason = "the Hessian is singular to rounding: some direction has no curvature"
-            elif decrement <= tolerance:
+                break
+            floor = max(lowest.value - lowest.residual, 0.5 * lowest.value)
+            decrement = min(decrement + residual**2 / floor, self.size**2 / floor)
+            if decrement <= tolerance:
                 reason = "the Newton decrement is within the tolerance"
-            else:
+                break
+            if not moved:
                 reason = (
                     f"rounding in {self.x.dtype} hides further progress; use float64 or a larger tolerance"
                 )
-            break
-        positive = lowest is not None and lowest.value > lowest.resolution
-        if lowest is not None and lowest.value > 2 * lowest.residual:
-            decrement = min(decrement, float(self.gradient.norm()) ** 2 / (lowest.value - lowest.residual))
+                break
         return Minimum(
             self.x,
             self.value,
-            float(self.gradient.norm()),
+            self.size,
             decrement,
             lowest,
             iteration,
             self.applications,
             self.evaluations,
-            decrement <= tolerance and positive,
+            decrement <= tolerance and lowest is not None and lowest.value > lowest.resolution,
             reason,
         )
 
-    def newton_step(self, size: float, tolerance: float) -> tuple[float, bool]:
-        """Take one step; return the Newton decrement before it, and whether there was any to take."""
-        forcing = min(0.1, math.sqrt(size / self.first_size)) if self.first_size > 0 else 0.1
-        model = KrylovModel(self.product, self.gradient, self.krylov_steps)
-        step = model.grow(self.radius, forcing, tolerance)
-        vector, decrement = model.vector(step), step.decrement
-        if step.interior and model.exhausted and step.residual > forcing * size:
-            vector = self.finished_by_conjugate_gradients(vector, forcing)
-        if decrement <= tolerance:
-            self.take_if_smaller(vector, size)
-            return decrement, True
-        while not self.accepts(vector, step):
-            if step.decrease <= self.resolution:
-                return decrement, False
-            step = model.step(self.radius)
-            vector = model.vector(step)
-            if torch.equal(self.x + vector, self.x):
-                return decrement, False
-        return decrement, self.stalls < self._STALLS
-
-    def finished_by_conjugate_gradients(self, vector: Tensor, forcing: float) -> Tensor:
-        """Return the Newton step to the forcing, or the given one where it leaves the region of trust."""
+    def newton_step(self, tolerance: float) -> tuple[float, float, bool]:
+        """Take one step; return the Newton decrement before it, its residual, and whether there was any to take."""
+        size = self.size
+        if size == 0:
+            return 0.0, 0.0, True
+        self.first_size = self.first_size or size
+        forcing = min(0.1, math.sqrt(size / self.first_size))
         try:
             solution = conjugate_gradients(
                 self.product,
                 -self.gradient.unsqueeze(0),
                 tolerance=forcing,
-                start=vector.unsqueeze(0),
                 max_iterations=10 * self.krylov_steps,
             )
-        except NotPositiveDefiniteError:
-            return vector
-        return solution.x[0] if float(solution.x.norm()) <= self.radius else vector
+        except NotPositiveDefiniteError as error:
+            assert error.direction is not None and error.curvature is not None
+            direction = self.downhill(error.direction / error.direction.norm())
+            return math.inf, 0.0, self.go(direction, self.reach, error.curvature)
+        step = solution.x[0]
+        decrement, residual = -float(step @ self.gradient), float(solution.residuals[0]) * size
+        if decrement <= tolerance:
+            self.take_if_smaller(step)
+            return decrement, residual, True
+        return decrement, residual, self.go(step, 1.0, decrement) and self.stalls < self._STALLS
 
-    def accepts(self, vector: Tensor, step: ModelStep) -> bool:
-        """Go along the step if the function falls as predicted; adapt the radius in either case."""
-        value, gradient = self.evaluate(self.x + vector)
-        length = float(vector.norm())
-        size = float(gradient.norm())
-        finite = math.isfinite(value) and math.isfinite(size)
-        decrease = self.value - value
-        resolved = step.decrease > self.resolution
-        if not resolved:  # the trapezoid rule with the gradients at both ends is exact to third order
-            decrease = -0.5 * float((self.gradient + gradient) @ vector)
-        ratio = decrease / step.decrease if finite and step.decrease > 0 else -math.inf
-        if ratio < 0.25 and (resolved or not step.interior):
-            self.radius = 0.25 * length
-        elif ratio > 0.75 and not step.interior:
-            self.radius = max(self.radius, 2 * length)
-        if ratio <= 1e-4 and (resolved or not size < self.best_size):
-            return False
-        self.x, self.value, self.gradient = self.x + vector, value, gradient
-        self.stalls = 0 if resolved or size < 0.9 * self.best_size else self.stalls + 1
-        self.best_size = size if resolved else min(size, self.best_size)
-        return True
+    def downhill(self, direction: Tensor) -> Tensor:
+        return -direction if float(direction @ self.gradient) > 0 else direction
 
-    def take_if_smaller(self, vector: Tensor, size: float) -> None:
-        """Take the last step where it makes the gradient smaller."""
-        value, gradient = self.evaluate(self.x + vector)
-        if float(gradient.norm()) < size and value - self.value <= self.resolution:
-            self.x, self.value, self.gradient = self.x + vector, value, gradient
+    def go(self, direction: Tensor, length: float, curvature: float) -> bool:
+        """Go along a direction downhill as far as U falls by a tenth of what its parabola says; return whether it does.
 
-    def leave_saddle(self, lowest: Eigenpair) -> bool:
-        """Step along a direction of negative curvature, downhill; return whether the function shows a decrease."""
-        direction = lowest.vector * (-1 if float(lowest.vector @ self.gradient) > 0 else 1)
-        length = self.radius
+        Where rounding hides the decrease, the trapezoid rule with the slopes at both ends, exact to third order, or a
+        smaller gradient decides.
+        """
+        slope = float(direction @ self.gradient)
         for _ in range(self._HALVINGS):
             value, gradient = self.evaluate(self.x + length * direction)
-            decrease = self.value - value
-            if abs(decrease) <= self.resolution:
+            decrease, size = self.value - value, float(gradient.norm())
+            expected = -slope * length - 0.5 * curvature * length**2
+            resolved = expected > self.resolution
+            if not resolved:
                 decrease = -0.5 * length * float((self.gradient + gradient) @ direction)
-            if decrease >= 0.1 * abs(lowest.value) * length**2 and bool(gradient.isfinite().all()):
+            enough = decrease >= 0.1 * expected or (not resolved and size < self.best_size)
+            if enough and math.isfinite(value) and math.isfinite(size):
                 self.x, self.value, self.gradient = self.x + length * direction, value, gradient
-                self.radius, self.stalls, self.best_size = 2 * length, 0, float(gradient.norm())
+                self.stalls = 0 if resolved or size < 0.9 * self.best_size else self.stalls + 1
+                self.best_size = size if resolved else min(size, self.best_size)
+                if curvature < 0:
+                    self.reach = 2 * length
                 return True
+            if not resolved:
+                return False
             length *= 0.5
         return False
+
+    def take_if_smaller(self, step: Tensor) -> None:
+        """Take the last step where it makes the gradient smaller."""
+        value, gradient = self.evaluate(self.x + step)
+        if float(gradient.norm()) < self.size and value - self.value <= self.resolution:
+            self.x, self.value, self.gradient = self.x + step, value, gradient

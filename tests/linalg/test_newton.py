@@ -78,6 +78,15 @@ def test_small_krylov_space_is_completed_by_conjugate_gradients():
     assert found.newton_decrement <= 1e-16 and found.iterations < 20
 
 
+@pytest.mark.parametrize("tolerance", [1e-2, 1e-8])
+def test_decrement_is_a_bound_from_above(tolerance):
+    matrix, _ = with_eigenvalues(torch.logspace(0, 4, 60, dtype=torch.float64))
+    b = rows(1, 60)[0]
+    found = minimise_newton(quadratic(matrix, b), torch.zeros_like(b), tolerance=tolerance)
+    gradient = matrix @ found.x - b
+    assert float(gradient @ torch.linalg.solve(matrix, gradient)) <= found.newton_decrement <= tolerance
+
+
 def test_diagonal_metric_saves_products():
     scales = torch.logspace(0, 3, 50, dtype=torch.float64)
     core, _ = with_eigenvalues(torch.linspace(1, 3, 50, dtype=torch.float64))

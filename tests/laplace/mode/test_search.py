@@ -27,7 +27,9 @@ def hessian(guide, batches):
     return local.hessian(torch.eye(energy.layout.size, dtype=energy.start.dtype)), local.gradient
 
 
-def cosine_network(activation: nn.Module, dtype: torch.dtype = torch.float64, steps: int = 1000):
+def cosine_network(
+    activation: nn.Module, dtype: torch.dtype = torch.float64, steps: int = 1000, hidden: int = 20
+):
     """1-20-1 on 60 points of cos(3x), noise .1, prior sd sqrt 3: a curved valley with a condition of 1e6."""
     torch.manual_seed(0)
     pyro.clear_param_store()
@@ -36,7 +38,7 @@ def cosine_network(activation: nn.Module, dtype: torch.dtype = torch.float64, st
         dtype
     )
     batches = [(x, (3 * x).cos() + noise)]
-    net = nn.Sequential(nn.Linear(1, 20), activation, nn.Linear(20, 1)).to(dtype)
+    net = nn.Sequential(nn.Linear(1, hidden), activation, nn.Linear(hidden, 1)).to(dtype)
     adam = torch.optim.Adam(net.parameters(), lr=0.01)
     for _ in range(steps):
         adam.zero_grad()
@@ -47,12 +49,12 @@ def cosine_network(activation: nn.Module, dtype: torch.dtype = torch.float64, st
     return LaplaceGuide(model), batches
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_curved_valley_is_followed_to_its_minimum(dtype):
-    guide, batches = cosine_network(nn.Tanh(), dtype)
-    report = guide.polish(batches, **QUIET)
+@pytest.mark.parametrize(("dtype", "hidden"), [(torch.float64, 10), (torch.float32, 20)])
+def test_curved_valley_is_followed_to_its_minimum(dtype, hidden):
+    guide, batches = cosine_network(nn.Tanh(), dtype, hidden=hidden)
+    report = guide.polish(batches, max_gradients=1200, **QUIET)  # measured: 514 and 691; Newton alone 2,367
     assert report.converged and report.curvature == "Hessian"
-    assert "suffice" not in report.reason  # Newton's method alone did not end within 2,781 gradients
+    assert "suffice" not in report.reason
     exact, gradient = hessian(guide, batches)
     exact = 0.5 * (exact + exact.mT).double()
     assert float(torch.linalg.eigvalsh(exact)[0]) > 0
@@ -122,7 +124,7 @@ def test_kinks_are_named_where_they_end_the_search():
         warnings.simplefilter("error")
         last = guide.polish(batches, subset="net.2.*", **QUIET)  # linear: U is a parabola
     assert last.converged and last.curvature == "Hessian"
-    assert last.evaluations < 30
+    assert last.evaluations < 35
 
 
 def test_kinks_may_leave_a_point_at_rest():
