@@ -217,3 +217,18 @@ def test_negative_curvature_and_unfinished_solves_are_errors(
 def test_methods_refuse_what_they_cannot_be(make: Callable[[], Method], error: type[Exception]) -> None:
     with pytest.raises(error):
         make()
+
+
+@pytest.mark.parametrize(
+    "method", [Dense(), Dense(Hessian()), Functional(), ConjugateGradient(), Diagonal()], ids=repr
+)
+def test_gradients_that_are_switched_off_change_nothing(method: Method) -> None:
+    problem = SineRegression(hidden=2)
+    guide = problem.trained(200)
+    with torch.no_grad():
+        assert guide.polish(problem.batches, progress=False).converged
+        guide.fit(problem.batches, method)
+        silent = guide.predictive(problem.x).variance, guide.log_evidence(problem.batches).value
+    guide.fit(problem.batches, method)
+    torch.testing.assert_close(silent[0], guide.predictive(problem.x).variance, rtol=1e-9, atol=0)
+    assert silent[1] == pytest.approx(guide.log_evidence(problem.batches).value, abs=1e-9)

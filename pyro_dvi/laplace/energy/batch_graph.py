@@ -43,6 +43,7 @@ class BatchGraph:
     vectors_at_once: int = 2
 
     @cached_property
+    @torch.enable_grad()  # whoever asks
     def energy(self) -> Tensor:
         """What the batch adds to U."""
         energy = -self.run.log_likelihood() / self.kl_weight
@@ -57,10 +58,12 @@ class BatchGraph:
         return _gradients(self.energy, self.values, create_graph=True)
 
     @cached_property
+    @torch.enable_grad()
     def prior_gradients(self) -> list[Tensor]:
         return _gradients(self.run.log_prior, self.values, create_graph=True)
 
     @cached_property
+    @torch.enable_grad()
     def _information(self) -> tuple[LinearMap, Tensor]:
         nothing = torch.zeros(0)
         pairs = information_pairs(sites_only(self.run), self.labels) or [(nothing, nothing)]
