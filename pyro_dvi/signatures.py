@@ -7,7 +7,17 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["keyword_only", "misfit", "parameter_names", "positional", "takes_any_number", "with_missing"]
+from pyro_dvi.errors import UnsupportedError
+
+__all__ = [
+    "by_position",
+    "keyword_only",
+    "misfit",
+    "parameter_names",
+    "positional",
+    "takes_any_number",
+    "with_missing",
+]
 
 
 def with_missing(fn: Callable[..., Any], inputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -48,6 +58,25 @@ def takes_any_number(fn: Callable[..., Any]) -> bool:
     """Whether ``fn`` takes any number of arguments by position, or does not tell."""
     parameters = _signature(fn)
     return not parameters or any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters)
+
+
+def by_position(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return arguments, of which some are named, in the order of their positions.
+
+    Raises:
+        UnsupportedError: ``fn`` takes some by name only.
+
+    Example:
+        >>> by_position(lambda x, y=None: None, (), {"y": 2, "x": 1})
+        (1, 2)
+    """
+    bound = inspect.Signature(_signature(fn)).bind(*args, **kwargs) if kwargs else None
+    if bound is not None and bound.kwargs:
+        raise UnsupportedError(
+            f"predictions pass inputs to the model by position, but it takes {sorted(bound.kwargs)} by name only: wrap "
+            "it in a function that takes them by position"
+        )
+    return args if bound is None else bound.args
 
 
 def misfit(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:

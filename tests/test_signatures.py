@@ -3,10 +3,12 @@
 
 from functools import partial
 
+import pytest
 from pyro import poutine
 from torch import nn
 
-from pyro_dvi.signatures import keyword_only, misfit, parameter_names, with_missing
+from pyro_dvi.errors import UnsupportedError
+from pyro_dvi.signatures import by_position, keyword_only, misfit, parameter_names, with_missing
 
 
 class Model(nn.Module):
@@ -31,3 +33,13 @@ def test_arguments_that_a_model_does_not_take_are_told_with_those_that_it_takes(
     assert "unexpected keyword argument 'label'" in misfit(model, (1, 2), {"label": 2})
     assert misfit(lambda *args, **kwargs: None, (1, 2, 3), {"label": 2}) is None
     assert misfit(getattr, (), {}) is None  # signatures of builtins are not always known
+
+
+def test_named_arguments_come_in_the_order_of_positions():
+    def model(x, scale, y=None, *, offset=0):
+        return x, scale, y, offset
+
+    assert by_position(model, (1,), {"y": 3, "scale": 2}) == (1, 2, 3)
+    assert by_position(model, (1, 2), {}) == (1, 2)
+    with pytest.raises(UnsupportedError, match=r"takes \['offset'\] by name only"):
+        by_position(model, (1, 2), {"offset": 4})

@@ -140,7 +140,7 @@ def test_prior_precision_by_validation():
     values = [0.01, 0.1, 1.0, 10.0, 100.0]
     curve = guide.tune(
         problem.batches,
-        criterion=ByValidation([(x[:20], y[:20]), (x[20:], y[20:])]),
+        criterion=ByValidation([(x[:20], y[:20]), {"y": y[20:], "x": x[20:]}]),
         values=values,
         refinements=0,
         **QUIET,

@@ -12,7 +12,7 @@ import torch
 from pyro.distributions.util import scale_and_mask
 from torch import Tensor
 
-from pyro_dvi.errors import ArgumentError, DataError, NotPositiveDefiniteError
+from pyro_dvi.errors import DataError, NotPositiveDefiniteError
 from pyro_dvi.handlers.log_joint import JointRun, run_joint
 from pyro_dvi.handlers.rescaled import rescaled
 from pyro_dvi.laplace.energy.batch_graph import BatchGraph
@@ -27,6 +27,7 @@ from pyro_dvi.laplace.methods.posterior import LaplacePosterior, Method
 from pyro_dvi.laplace.outputs import GaussianOutputs
 from pyro_dvi.links import ClassLink, GaussHermite, NoiseLink, Probit
 from pyro_dvi.links.outputs import integrated
+from pyro_dvi.signatures import by_position
 from pyro_dvi.undisturbed import evaluating
 
 __all__ = ["ByEvidence", "ByValidation", "Candidates", "Criterion"]
@@ -268,7 +269,7 @@ class ByValidation(Criterion):
     Status: as :class:`~pyro_dvi.predictive.Linearised`, whose predictions are scored.
 
     Args:
-        batches: held-out data, positional arguments of the model with the observations.
+        batches: held-out data with the observations, in tuples or mappings of the model's arguments.
         link: from Gaussian logits to class probabilities.
         noise: from an uncertain noise scale to a predictive.
         num_points: Sobol points where there is no closed form.
@@ -305,11 +306,8 @@ class ByValidation(Criterion):
         def score(value: float) -> float:
             energy, posterior = candidates.local(value).energy, candidates.posterior(value)
             total, count = 0.0, 0
-            for index, (args, kwargs) in enumerate(passes):
-                if kwargs:
-                    raise ArgumentError(
-                        "validation batches are tuples of positional arguments, such as (x, y), not mappings"
-                    )
+            for index, batch in enumerate(passes):
+                args = by_position(energy.model, *batch)
                 query = None if passes.reordered else kept.get(index)
                 if query is None:
                     query = Query(energy.model, args, energy.locs, energy.layout, site=self.site)

@@ -87,13 +87,6 @@ class TopEigen(Method):
                 f"{found.applications} products, not {self.tolerance:.2g} of {float(found.values[0]):.2g}: use a "
                 "smaller k, or a larger tolerance"
             )
-        if not bool((found.values > -1).all()):
-            lowest = 1 + float(found.values.min())
-            raise NotPositiveDefiniteError(
-                f"{self.curvature!r} has curvature {lowest:.3g} times the prior's along a direction: the mode is no "
-                "minimum. Run guide.polish(batches), or use curvature=GGN().",
-                curvature=lowest,
-            )
         return TopEigenPosterior(local.point, prior, found.values, found.vectors)
 
 
@@ -110,6 +103,13 @@ class TopEigenPosterior(LaplacePosterior):
 
     def __init__(self, mode: Tensor, prior: Tensor, values: Tensor, vectors: Tensor) -> None:
         self.mode, self.prior, self.values, self.vectors = mode, prior, values, vectors
+        if not bool((values > -1).all()):
+            lowest = 1 + float(values.min())
+            raise NotPositiveDefiniteError(
+                f"the precision has curvature {lowest:.3g} times the prior's along a direction: the mode is no "
+                "minimum. Run guide.polish(batches), or use curvature=GGN().",
+                curvature=lowest,
+            )
 
     def quadratic(self, rows: Tensor) -> Tensor:
         white = rows * self.prior.rsqrt()
@@ -132,12 +132,7 @@ class TopEigenPosterior(LaplacePosterior):
         factor = common_ratio(prior, self.prior)
         if factor is None:  # the directions are others then
             return None
-        values = self.values * (likelihood / factor)
-        if not bool((values > -1).all()):
-            raise NotPositiveDefiniteError(
-                f"the precision has curvature {1 + float(values.min()):.3g} times the prior's along a direction"
-            )
-        return TopEigenPosterior(self.mode, prior, values, self.vectors)
+        return TopEigenPosterior(self.mode, prior, self.values * (likelihood / factor), self.vectors)
 
     def log_determinant(self) -> Tensor:
         return self.prior.log().sum() + self.values.log1p().sum()

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """One pair of fits that is tilted by the predictions for the training data, or trained on shifted labels."""
 
-import inspect
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from pyro.poutine.messenger import Messenger
-from torch import Tensor, nn
+from torch import Tensor
 from torch import distributions as td
 
 from pyro_dvi.errors import ModelError, UnsupportedError
@@ -18,6 +17,7 @@ from pyro_dvi.laplace.energy.passes import Arguments
 from pyro_dvi.laplace.energy.query import Query
 from pyro_dvi.laplace.methods.hessian_free.modes import PretrainedMode
 from pyro_dvi.laplace.methods.hessian_free.solvers import OutputTilt, Tilt
+from pyro_dvi.signatures import by_position
 
 __all__ = ["InSample", "LabelShift"]
 
@@ -82,21 +82,8 @@ class _TrainingTilt(_ColumnTilt):
 
 def _query(energy: Energy, batch: Arguments, site: str | None) -> Query:
     """Return a batch of the training data as a query."""
-    args, kwargs = batch
-    inputs = _positional(energy.model, args, kwargs) if kwargs else args
+    inputs = by_position(energy.model, *batch)
     return Query(energy.model, inputs, energy.locs, energy.layout, site=site)
-
-
-def _positional(model: object, args: tuple, kwargs: dict) -> tuple:
-    """Bind named arguments of a batch to their positions."""
-    function = model.forward if isinstance(model, nn.Module) else model
-    bound = inspect.signature(function).bind(*args, **kwargs)  # type: ignore[arg-type]
-    if bound.kwargs:
-        raise UnsupportedError(
-            f"InSample() passes batches by position, but the model takes {sorted(bound.kwargs)} by name only: use "
-            "Sum(inputs) with an evaluation set"
-        )
-    return bound.args
 
 
 @dataclass(frozen=True)
