@@ -157,19 +157,8 @@ def _check_variances(variances: Tensor, mode: Mode) -> None:
             "second fits have failed. Use solver=NewtonCG(), a lower learning rate, or float64."
         )
     negative = int((variances < 0).sum())
-    if not negative:
-        return
-    if isinstance(mode, PretrainedMode):
-        reason = (
-            f"{type(mode).__name__}() gives means of rows of the covariance matrix, which have either sign. Use "
-            "Pointwise() for variances"
+    if negative:
+        raise NotPositiveDefiniteError(
+            f"{negative} of {variances.numel()} variances of {type(mode).__name__}() came out negative: "
+            f"{mode.if_negative}; posterior.responses(query) holds the numbers."
         )
-    else:
-        reason = (
-            "the mode is no minimum, or a second fit has missed its own. Run guide.polish(batches), and use "
-            "solver=NewtonCG()"
-        )
-    raise NotPositiveDefiniteError(
-        f"{negative} of {variances.numel()} variances came out negative: {reason}; posterior.responses(query) holds "
-        "the numbers."
-    )

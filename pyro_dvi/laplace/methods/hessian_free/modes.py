@@ -4,7 +4,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -22,9 +22,14 @@ class Mode(ABC):
 
     Attributes:
         reusable: whether the fits serve other queries of the same site.
+        if_negative: why a variance may come out negative, and what to do then.
     """
 
     reusable: bool = False
+    if_negative: ClassVar[str] = (
+        "the mode is no minimum, or a second fit has missed its own. Run guide.polish(batches), and use "
+        "solver=NewtonCG()"
+    )
 
     def check(self, local: LocalEnergy) -> None:  # noqa: B027 (most suit every model)
         """Refuse models that the mode is not made for."""
@@ -48,6 +53,8 @@ class PretrainedMode(Mode):
     its diagonal: right for inputs that are as correlated with the evaluation set as with themselves, too small by the
     mean correlation otherwise, and negative where that is negative.
     """
+
+    if_negative = "means of rows of the covariance matrix have either sign. Use Pointwise() for variances"
 
     def responses(self, fits: Iterable[Fits], query: Query) -> Tensor:
         """Return the row means."""
