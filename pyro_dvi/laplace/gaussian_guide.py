@@ -140,14 +140,19 @@ class GaussianGuide(ModeGuide):
         query = Query(read, inputs, fitted.point.locs, fitted.layout, read=read)
         return GaussianOutputs.of(fitted.posterior, query)
 
-    def extra_repr(self) -> str:
-        """Say in ``print`` what the guide has: its mode, what is known of that, and a Gaussian."""
+    def __repr__(self) -> str:
+        """Say what the guide has: its mode, what is known of that, and a Gaussian."""
+        return f"{type(self).__name__}({self._state()})"
+
+    def _state(self) -> str:
         if self.prototype_trace is None:
             return "has not seen its model yet"
         point, known = self._point_mass(), self._certificate
         size, found = sum(u.numel() for u in point.locs.values()), "not known to be a minimum"
         if known is not None and known.is_of(point):
             found = "a minimum" if known.curvature == "Hessian" else "a point without slope"
+            if len(known.sites) < len(point.locs):
+                found += f" in {len(known.sites)} of {len(point.locs)} sites"
         mode, fitted = f"mode of {size} latents, {found}", self._fitted
         if fitted is None:
             return f"{mode}; no Gaussian yet: guide.fit(batches)"

@@ -208,7 +208,10 @@ def test_print_says_what_the_guide_has():
     assert "mode of 2 latents, not known to be a minimum; no Gaussian yet" in repr(guide)
     guide.polish([(X, Y)], progress=False)
     guide.fit([(X, Y)], Dense(), subset="slope")
-    assert "mode of 2 latents, a minimum; <DensePosterior of 1 latents>, precision GGN\n" in repr(guide)
+    whole = "LaplaceGuide(mode of 2 latents, a minimum; <DensePosterior of 1 latents>, precision GGN)"
+    assert repr(guide) == whole
     with torch.no_grad():
         guide.locs.slope.add_(0.1)
     assert "not known to be a minimum; <DensePosterior" in repr(guide) and "has moved since" in repr(guide)
+    guide.polish([(X, Y)], subset="slope", progress=False)
+    assert "a minimum in 1 of 2 sites" in repr(guide)
