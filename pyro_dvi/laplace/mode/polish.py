@@ -150,7 +150,7 @@ def polish(
 
 def _warn_of_kinks(found: Polished, kinked: tuple[str, ...]) -> None:
     warnings.warn(
-        f"polish {found.reason}, with a decrement of {found.newton_decrement:.2g}; the guide keeps the best point. U "
+        f"polish: {found.reason}, with a decrement of {found.newton_decrement:.2g}; the guide keeps the best point. U "
         f"has kinks ({', '.join(kinked)}), where no gradient vanishes and the Hessian means nothing. fit with GGN(), "
         "which does without a minimum, or train with smooth_activations_(model).",
         DviWarning,
