@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
@@ -20,7 +20,7 @@ from pyro_dvi.laplace.mode.kinks import TIES, kinks
 from pyro_dvi.linalg import Eigenpair, conjugate_gradients, smallest_eigenpair
 from pyro_dvi.undisturbed import undisturbed
 
-__all__ = ["Diagnosis", "diagnose", "distance_by", "first_look", "look_at_kinks"]
+__all__ = ["Diagnosis", "diagnose", "distance_by", "first_look", "look_at_kinks", "smallest_in_prior_units"]
 
 _COLLINEAR = 0.99  # cosine above which the prior's gradient explains that of the likelihood
 _STEPS_AT_SADDLE = 10  # of conjugate gradients, for a distance that nothing depends on
@@ -182,16 +182,8 @@ def diagnose(energy: Energy, *, tolerance: float = 1e-2, steps: int = 200) -> Di
         local = energy.at(energy.start)
         if found.kinks:
             return _with_decrement(found, local, GGN(), steps)
-        diagonal = local.prior_diagonal()
-        scale = torch.ones_like(local.point) if diagonal is None else diagonal.rsqrt()
-        lowest = smallest_eigenpair(
-            lambda v: scale * local.hessian(scale * v),
-            len(local.point),
-            steps=steps,
-            tolerance=1e-4,
-            like=local.point,
-        )
-        found = replace(found, smallest_eigenvalue=lowest, in_prior_units=diagonal is not None)
+        lowest, in_units = smallest_in_prior_units(local, steps, 1e-4), local.prior_diagonal() is not None
+        found = replace(found, smallest_eigenvalue=lowest, in_prior_units=in_units)
         if not found.at_saddle:
             try:
                 return _with_decrement(found, local, Hessian(), steps)
@@ -202,6 +194,23 @@ def diagnose(energy: Energy, *, tolerance: float = 1e-2, steps: int = 200) -> Di
             return _with_decrement(found, local, GGN(), _STEPS_AT_SADDLE)
         except (NotPositiveDefiniteError, ModelError):  # ModelError: no Gauss-Newton matrix
             return replace(found, fitting_kl_weight=_fitting_kl_weight(local))
+
+
+def smallest_in_prior_units(local: LocalEnergy, steps: int, tolerance: float) -> Eigenpair:
+    """Return the smallest eigenpair of the Hessian, relative to the prior precision where that is diagonal."""
+    scale = _prior_scale(local)
+    return smallest_eigenpair(
+        lambda v: scale * local.hessian(scale * v),
+        len(local.point),
+        steps=steps,
+        tolerance=tolerance,
+        like=local.point,
+    )
+
+
+def _prior_scale(local: LocalEnergy) -> Tensor:
+    diagonal = local.prior_diagonal()
+    return torch.ones_like(local.point) if diagonal is None else diagonal.rsqrt()
 
 
 @undisturbed()
@@ -286,8 +295,7 @@ def _with_decrement(
     With the residual r of an x from conjugate gradients it is :math:`g^\top x + r^\top P^{-1} r`. Eigenvalues of the
     Gauss-Newton matrix are at least that of the prior, one; the smallest of the Hessian was looked for.
     """
-    diagonal, lowest = local.prior_diagonal(), found.smallest_eigenvalue
-    scale = torch.ones_like(local.point) if diagonal is None else diagonal.rsqrt()
+    diagonal, lowest, scale = local.prior_diagonal(), found.smallest_eigenvalue, _prior_scale(local)
     floor = 0.0 if diagonal is None else 1.0
     if isinstance(curvature, Hessian) and lowest is not None:
         shown = lowest.value - lowest.residual

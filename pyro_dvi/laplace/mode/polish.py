@@ -11,7 +11,7 @@ from torch import Tensor
 from pyro_dvi.choice import check_count, check_positive
 from pyro_dvi.errors import DviWarning, UnconvergedError
 from pyro_dvi.laplace.energy.energy import Energy
-from pyro_dvi.laplace.mode.kinks import TIES, kinks
+from pyro_dvi.laplace.mode.diagnosis import look_at_kinks
 from pyro_dvi.laplace.mode.search import Ended, Search
 from pyro_dvi.progress import progress_bar
 
@@ -114,7 +114,7 @@ def polish(
         search = Search(energy, max_gradients, report)
         _, value, gradient_norm = search.best
         interrupted = False
-        kinked = tuple(name for name in kinks(energy) if name not in TIES)
+        kinked = look_at_kinks(energy).kinks
         try:
             ended = search.rest(kinked) if kinked else search.minimum(tolerance)
         except KeyboardInterrupt:

@@ -10,16 +10,9 @@ from torch import Tensor
 
 from pyro_dvi.errors import NonFiniteError, NotPositiveDefiniteError, PyroDviError
 from pyro_dvi.laplace.energy.energy import Energy
+from pyro_dvi.laplace.mode.diagnosis import smallest_in_prior_units
 from pyro_dvi.laplace.mode.metric import metric_at
-from pyro_dvi.linalg import (
-    Descent,
-    InMetric,
-    Minimum,
-    conjugate_gradients,
-    descend,
-    minimise_newton,
-    smallest_eigenpair,
-)
+from pyro_dvi.linalg import Descent, InMetric, Minimum, conjugate_gradients, descend, minimise_newton
 
 __all__ = ["GOOD_ENOUGH", "Ended", "Search"]
 
@@ -131,16 +124,13 @@ class Search:
             self.limit = math.inf
             spent = f"{self.max_gradients} gradients did not suffice for a tolerance of {tolerance:.1g}"
             x, found = self._newton(self.best[0], GOOD_ENOUGH, 1)
-        gradient = self.energy.at(x).gradient
-        self.best = x, found.value, float(gradient.norm())
-        lowest = found.smallest_eigenvalue
-        positive = lowest is not None and lowest.value > lowest.resolution
-        value = None if lowest is None else self._in_prior_units(x)
-        converged = (
-            positive
-            and value is not None
-            and value > 0
-            and found.newton_decrement <= max(GOOD_ENOUGH, tolerance)
+        local, lowest, value = self.energy.at(x), found.smallest_eigenvalue, None
+        self.best = x, found.value, float(local.gradient.norm())
+        converged = found.newton_decrement <= max(GOOD_ENOUGH, tolerance)
+        if lowest is not None:
+            value = smallest_in_prior_units(local, self._krylov_steps(x), 0.1).value
+        converged &= (
+            lowest is not None and value is not None and lowest.value > lowest.resolution and value > 0
         )
         return Ended(found.newton_decrement, "Hessian", value, converged, spent or found.reason)
 
@@ -178,20 +168,6 @@ class Search:
     @staticmethod
     def _krylov_steps(x: Tensor) -> int:
         return max(20, min(_KRYLOV_STEPS, _KRYLOV_BYTES // (len(x) * x.element_size())))
-
-    def _in_prior_units(self, x: Tensor) -> float:
-        """The smallest eigenvalue of the Hessian relative to the prior precision, where that is diagonal."""
-        local = self.energy.at(x)
-        diagonal = local.prior_diagonal()
-        scale = torch.ones_like(x) if diagonal is None else diagonal.rsqrt()
-        found = smallest_eigenpair(
-            lambda v: scale * local.hessian(scale * v),
-            len(x),
-            steps=self._krylov_steps(x),
-            tolerance=0.1,
-            like=x,
-        )
-        return found.value
 
     # --- with kinks -----------------------------------------------------------------------------------------
 
