@@ -105,6 +105,12 @@ class Passes:
         """Those of a tensor; a list of batches gives the same tensors in each pass, which are looked at once."""
         version = None if given.is_inference() else given._version  # counts changes in place
         known, sums = self._known.get(given, (None, (0.0, 0.0)))
+        if given is placed and known is not None and version != known:
+            raise DataError(
+                "the batches changed between two passes over the data, or within one: their tensors are written to, "
+                "as by a loader that fills the same ones again. Give copies: [(x.clone(), y.clone()) for x, y in "
+                "loader]"
+            )
         if known is None or known != version:
             sums = _checksums(placed)
             self._known[given] = version, sums

@@ -49,6 +49,17 @@ def test_a_change_in_place_is_noticed():
         list(passes)
 
 
+def test_a_loader_that_fills_the_same_tensors_again_is_noticed():
+    class Filling:
+        buffer = torch.zeros(4, 2)
+
+        def __iter__(self):
+            return (self.buffer.copy_(x) for x, _ in batches())
+
+    with pytest.raises(DataError, match="within one.*copies"):
+        list(Passes(Filling(), None))
+
+
 @pytest.mark.parametrize("signs", [(-1, 1), (1, -1), (-1, -1)])
 def test_a_change_of_sign_makes_other_data(signs):
     data = [(torch.randn(4, 2), torch.randn(4, 1))]
