@@ -123,9 +123,10 @@ class _Rows:
             outer = self.examples.single[k]
             a, delta = outer.factors(self.part, wide)
             left, right = (a.unsqueeze(1), delta) if outer.inputs_first else (delta, a.unsqueeze(1))
-            entries = torch.arange(span.start, span.stop, device=a.device)
             size = right.shape[-1]
-            return (left[..., entries // size] * right[..., entries % size]).flatten(0, 1)
+            first, last = span.start // size, -(-span.stop // size)
+            products = (left[..., first:last, None] * right.unsqueeze(-2)).flatten(2)
+            return products[..., span.start - first * size : span.stop - first * size].flatten(0, 1)
         together = max(1, _ENTRIES // (self.examples.outputs.shape[1] * self.examples.sizes[k]))
         found = []
         for start in range(self.part.start, self.part.stop, together):
