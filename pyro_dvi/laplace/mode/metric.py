@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from pyro_dvi.devices import widest
-from pyro_dvi.errors import DviWarning, ModelError, UnsupportedError
+from pyro_dvi.errors import DviWarning, ModelError, NotPositiveDefiniteError, UnsupportedError
 from pyro_dvi.laplace.energy.energy import LocalEnergy
 from pyro_dvi.laplace.energy.precision import GGN, prior_diagonal
 from pyro_dvi.laplace.methods.diagonal import likelihood_diagonal
@@ -68,9 +68,7 @@ class _KroneckerMetric(Metric):
 def _by_factors(local: LocalEnergy) -> Metric | None:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore", DviWarning
-            )  # of sites that keep a diagonal, which is no matter here
+            warnings.simplefilter("ignore", DviWarning)  # sites that keep a diagonal are no matter here
             return _KroneckerMetric(KroneckerFactored().fit(local))
-    except UnsupportedError:
+    except (NotPositiveDefiniteError, UnsupportedError):
         return None
