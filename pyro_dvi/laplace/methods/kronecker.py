@@ -3,7 +3,7 @@
 
 import warnings
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -245,7 +245,7 @@ class KroneckerPosterior(LayerwisePosterior):
         prior: the prior's precision, [D], which single layers have as their nearest product.
     """
 
-    stored = ("mode", "diagonal", "blocks")
+    stored: ClassVar[tuple[str, ...]] = ("mode", "diagonal", "blocks")
 
     def __init__(
         self, mode: Tensor, diagonal: Tensor, blocks: list[dict[str, Any]], prior: Tensor | None = None
