@@ -238,7 +238,7 @@ class _Search:
             decrease, size = self.value - value, float(gradient.norm())
             expected = -slope * length - 0.5 * curvature * length**2
             resolved = expected > self.resolution
-            if not resolved:
+            if not resolved or (curvature < 0 and abs(decrease) <= self.resolution):
                 decrease = -0.5 * length * float((self.gradient + gradient) @ direction)
             enough = decrease >= 0.1 * expected or (not resolved and size < self.best_size)
             if enough and math.isfinite(value) and math.isfinite(size):
@@ -248,7 +248,7 @@ class _Search:
                 if curvature < 0:
                     self.reach = 2 * length
                 return True
-            if not resolved:
+            if not resolved and curvature > 0:
                 return False
             length *= 0.5
         return False
