@@ -304,9 +304,13 @@ def _memory(reset: bool = False) -> dict[str, float]:
 
 def run(name: str, seed: int, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Train a network, and return a row for each structure."""
-    task = TASKS[name]
+    task, quick = TASKS[name], options.quick
+    structures = [s for s in task.structures if s in options.structures]
+    if quick or seed != options.seeds[0]:
+        structures = [s for s in structures if (name, s) not in LARGE]
+    if not structures:
+        return []
     torch.manual_seed(seed)
-    quick = options.quick
     data = load(task, seed, min(task.num_train, 300) if quick else task.num_train, options.data_dir)
     net = task.build()
     decayed = [
@@ -314,10 +318,7 @@ def run(name: str, seed: int, options: argparse.Namespace) -> list[dict[str, Any
     ]
     train(net, data, 1 if quick else task.epochs, decayed)
     rows = []
-    for structure in task.structures:
-        large = (name, structure) in LARGE
-        if structure not in options.structures or (large and (quick or seed != options.seeds[0])):
-            continue
+    for structure in structures:
         sides = {"ours": Ours(net, task, structure, data), "theirs": Theirs(net, task, structure, data)}
         row: dict[str, Any] = {"network": name, "structure": structure, "seed": seed, "quick": quick}
         if seed == 0:
