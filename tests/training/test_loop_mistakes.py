@@ -193,7 +193,7 @@ def test_settings_survive_a_mistake():
     """What fit sets for a while is undone when the model raises."""
     target = svi_of("MeanFieldGuide + TaylorELBO")
     target.model.eval()
-    with pytest.raises(RuntimeError):
+    with pytest.raises(DataError, match=r"\(1, 9\)"):
         fit(target, DataLoader(TensorDataset(torch.ones(4, 9), torch.ones(4))), 1, progress=False)
     assert target.loss.__self__.num_data is None
     assert not any(module.training for module in target.model.modules())
