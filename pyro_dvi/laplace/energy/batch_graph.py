@@ -175,5 +175,7 @@ def _gradients(scalar: Tensor, values: list[Tensor], create_graph: bool = False)
     """Gradients by each value, zero where there are none; the graph is kept."""
     if not scalar.requires_grad:
         return [torch.zeros_like(v) for v in values]
-    options: Any = {"retain_graph": True, "create_graph": create_graph, "materialize_grads": True}
-    return list(torch.autograd.grad(scalar, values, allow_unused=True, **options))
+    found = torch.autograd.grad(
+        scalar, values, retain_graph=True, create_graph=create_graph, allow_unused=True
+    )
+    return [torch.zeros_like(v) if g is None else g for v, g in zip(values, found, strict=True)]
