@@ -281,3 +281,22 @@ def test_wrong_arguments():
         minimise_newton(problem, torch.ones(1, 2))
     with pytest.raises(ArgumentError, match="must be a positive"):
         minimise_newton(problem, torch.ones(2), tolerance=0)
+
+
+class Hidden:
+    """600 - a^2 / 200 + a^4 / 16 + b^2 / 2: in float32 the wells at a = +-0.2 are shallower than 600 is rounded."""
+
+    def value_and_gradient(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        a, b = x
+        value = 600 - a.square() / 200 + a**4 / 16 + b.square() / 2
+        return value, torch.stack([-a / 100 + a**3 / 4, b])
+
+    def product(self, x: Tensor, vectors: Tensor) -> Tensor:
+        return vectors * torch.stack([-0.01 + 0.75 * x[0] ** 2, torch.ones(())])
+
+
+def test_saddles_are_left_where_rounding_hides_how_far_the_function_falls():
+    found = minimise_newton(Hidden(), torch.zeros(2), tolerance=1e-6)
+    assert 0.1 < float(found.x[0].abs()) < 0.3, found.reason
+    assert found.smallest_eigenvalue is not None and found.smallest_eigenvalue.value > 0
+    assert found.newton_decrement < 1e-2
