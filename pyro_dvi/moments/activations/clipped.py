@@ -11,7 +11,7 @@ from torch import Tensor
 from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.moments.activations.elementwise import through
 from pyro_dvi.moments.activations.piecewise import Piece, Piecewise
-from pyro_dvi.moments.activations.rectified import relu
+from pyro_dvi.moments.activations.rectified import Leaky, relu
 from pyro_dvi.moments.rules import Kind, moment_rule
 from pyro_dvi.moments.value import GaussianMoments, loc_of, second_moment_of, variance_of
 
@@ -33,7 +33,6 @@ __all__ = [
 ]
 
 _IDENTITY = Piece(slope=1.0)
-_ABS = Piecewise((0.0,), (Piece(slope=-1.0), _IDENTITY))
 _HARDSIGMOID = Piecewise((-3.0, 3.0), (Piece(), Piece(0.5, 1 / 6), Piece(1.0)), F.hardsigmoid)
 _HARDSWISH = Piecewise((-3.0, 3.0), (Piece(), Piece(0.0, 0.5, 1 / 6), _IDENTITY), F.hardswish)
 
@@ -143,7 +142,7 @@ def absolute(input: GaussianMoments) -> GaussianMoments:
         >>> absolute(GaussianMoments(torch.zeros(1), torch.ones(1))).loc
         tensor([0.7979])
     """
-    return through(_ABS, input)
+    return through(Leaky(-1.0), input)
 
 
 @moment_rule(F.leaky_relu, kind=Kind.ELEMENTWISE)
@@ -154,7 +153,7 @@ def leaky_relu(input: GaussianMoments, negative_slope: float = 0.01) -> Gaussian
         >>> leaky_relu(GaussianMoments(torch.zeros(1), torch.ones(1)), 0.1).loc
         tensor([0.3590])
     """
-    return through(Piecewise((0.0,), (Piece(slope=float(negative_slope)), _IDENTITY)), input)
+    return through(Leaky(float(negative_slope)), input)
 
 
 @moment_rule(F.rrelu, torch.rrelu, kind=Kind.ELEMENTWISE)

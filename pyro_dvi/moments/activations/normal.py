@@ -27,6 +27,8 @@ Source: for T, Owen (1956), "Tables for computing bivariate normal probabilities
 """
 
 import math
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,6 +36,7 @@ from torch import Tensor
 
 __all__ = [
     "DENSITY",
+    "constants",
     "distribution",
     "gauss_hermite",
     "gauss_legendre",
@@ -44,6 +47,22 @@ __all__ = [
 
 _ROOT_HALF = math.sqrt(0.5)
 DENSITY = 1 / math.sqrt(2 * math.pi)  # at zero
+
+
+def constants(numbers: Any, like: Tensor) -> Tensor:
+    """Return a number or a tuple of numbers as a tensor like another one, made once for each dtype and device.
+
+    What traces a program (``torch.compile``, ``torch.export``) makes its own.
+    """
+    if type(like) is not Tensor or torch.compiler.is_compiling():
+        return torch.tensor(numbers, dtype=like.dtype, device=like.device)
+    return _kept(numbers, like.dtype, like.device)
+
+
+@lru_cache(maxsize=256)
+def _kept(numbers: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):  # an inference tensor could not take part in training later
+        return torch.tensor(numbers, dtype=dtype, device=device)
 
 
 def gauss_hermite(order: int) -> tuple[tuple[float, float], ...]:

@@ -13,6 +13,7 @@ With :math:`\alpha = \mu/\sigma`,
 """
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,15 +22,16 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from pyro_dvi.moments.activations.normal import constants
 from pyro_dvi.moments.floor import raised, tiny_variance
 from pyro_dvi.moments.rules import Kind, moment_rule
 from pyro_dvi.moments.value import GaussianMoments
 
-__all__ = ["relu"]
+__all__ = ["Leaky", "relu"]
 
 _ROOT_HALF = math.sqrt(0.5)
 _FAR = 8.0  # of the argument of erfc: 11.3 deviations, a probability of 1e-29
-_LOG_DENSITY = -0.5 * math.log(2 * math.pi)
+_LOG_DENSITY = -0.5 * math.log(2 * math.pi)  # at zero
 
 
 @moment_rule(F.relu, torch.relu, kind=Kind.ELEMENTWISE)
@@ -47,30 +49,60 @@ def relu(input: GaussianMoments) -> GaussianMoments:
     return GaussianMoments(*_Rectifier.apply(input.loc, raised(input.variance)))
 
 
+@dataclass(frozen=True)
+class Leaky:
+    r"""The function :math:`ax + (1-a)x_+`, whose moments follow from those of the rectifier, m and v, and its slopes.
+
+    .. math::
+        \mathrm E = a\mu + (1-a)\,m, \qquad \mathrm{Var} = a^2\sigma^2 + (1-a)^2\,v + 2a(1-a)\,\sigma^2\Phi(\alpha).
+
+    Attributes:
+        negative_slope: a.
+    """
+
+    negative_slope: float
+
+    def __call__(self, mu: Tensor, variance: Tensor, slopes: bool) -> list[Tensor]:
+        """Return mean and variance, and their slopes."""
+        a, b = self.negative_slope, 1 - self.negative_slope
+        m, v, p, density = _rectified(mu, variance)
+        mean, spread = (a * mu).add_(m, alpha=b), (a * a * variance).add_(v, alpha=b * b)
+        spread.addcmul_(variance, p, value=2 * a * b)
+        if not slopes:
+            return [mean, spread]
+        by_mu = torch.addcmul(m, m, p, value=-1).mul_(2 * b * b)
+        by_mu.addcmul_(variance, density, value=2 * a * b)
+        by_variance = (p * (b * b + 2 * a * b)).addcmul_(m, density, value=-b * b)
+        by_variance.addcmul_(mu, density, value=-a * b).add_(a * a)
+        return [mean, spread, (b * p).add_(a), density.mul_(0.5 * b), by_mu, by_variance]
+
+
+def _rectified(mu: Tensor, variance: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    r"""Return m, v, Φ(α) and φ(α)/σ in few passes, most of them in place: activations are larger than any cache."""
+    inverse = variance.rsqrt()
+    # Beyond 11 deviations from the kink nothing changes but for denormal numbers, which are slow.
+    z = torch.addcmul(constants(0.0, mu), mu, inverse, value=-_ROOT_HALF).clamp_(-_FAR, _FAR)
+    p = torch.special.erfc(z).mul_(0.5)  # by erfc: 1 + erf loses its digits in the left tail
+    slope = torch.addcmul(constants(_LOG_DENSITY, mu), z, z, value=-1, out=z).exp_().mul_(inverse)
+    mean = torch.mul(variance, slope, out=inverse).addcmul_(mu, p).clamp_min_(0)
+    return mean, torch.sub(mu, mean).mul_(mean).addcmul_(variance, p).clamp_min_(0), p, slope
+
+
 class _Rectifier(Function):
-    """Few passes over memory, and most of them in place: activations are larger than any cache."""
+    """Saves two tensors besides its mean, which the next function needs as well."""
 
     @staticmethod
     def forward(ctx: Any, mu: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
-        variance = variance.clamp_min(tiny_variance(variance.dtype))  # without a mask in the derivative
-        zero = variance.new_zeros(())
-        inverse = variance.rsqrt()
-        # Beyond 11 deviations from the kink nothing changes but for denormal numbers, which are slow.
-        z = torch.addcmul(zero, mu, inverse, value=-_ROOT_HALF).clamp_(-_FAR, _FAR)
-        # Twice the distribution function by erfc: 1 + erf loses its digits in the left tail.
-        twice = torch.special.erfc(z)
-        slope = torch.addcmul(zero + _LOG_DENSITY, z, z, value=-1, out=z).exp_().mul_(inverse)  # φ(α)/σ
-        mean = torch.mul(variance, slope, out=inverse).addcmul_(mu, twice, value=0.5).clamp_min_(0)
-        spread = torch.sub(mu, mean).mul_(mean).addcmul_(variance, twice, value=0.5).clamp_min_(0)
-        ctx.save_for_backward(mean, twice, slope)
+        # The floor is here, without a mask in the derivative.
+        mean, spread, p, slope = _rectified(mu, variance.clamp_min(tiny_variance(variance.dtype)))
+        ctx.save_for_backward(mean, p, slope)
         return mean, spread
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g_mean: Tensor, g_spread: Tensor) -> tuple[Tensor, Tensor]:
-        mean, twice, slope = ctx.saved_tensors
-        product = g_spread * mean
+        mean, p, slope = ctx.saved_tensors
+        product = g_spread * mean  # rounded once, so that it cancels far to the right of the kink
         rest = torch.sub(g_mean, product, alpha=2)
-        g_mu = product.mul_(2).addcmul_(rest, twice, value=0.5)
-        g_variance = rest.mul_(slope).addcmul_(g_spread, twice).mul_(0.5)
-        return g_mu, g_variance
+        g_mu = torch.mul(rest, p).add_(product, alpha=2)
+        return g_mu, torch.mul(g_spread, p).addcmul_(rest, slope, value=0.5)
