@@ -11,13 +11,13 @@ import torch
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
-from pyro_dvi.devices import forked
+from pyro_dvi.devices import forked, seeder
 from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.predictive.engine.batches import Batch
 from pyro_dvi.predictive.engine.distributions import possible, tensors_of
 from pyro_dvi.predictive.engine.run import Latents, Response, respond, sites_at, with_others
 from pyro_dvi.predictive.engine.vectorised import POSSIBLE, ManyDraws, size_of
-from pyro_dvi.predictive.posterior import example_latents, first_arguments, predicted_model
+from pyro_dvi.predictive.posterior import draws_by_itself, example_latents, first_arguments, predicted_model
 from pyro_dvi.predictive.rules.rule import FromDraws, PredictionRule
 
 __all__ = ["Components", "Reader"]
@@ -79,7 +79,7 @@ class Components:
         if isinstance(self._rule, FromDraws):
             self._read_draws(reader, batch, site, with_others(run, others), others)
             return
-        torch.manual_seed(self._seed)
+        seeder()(self._seed)
         components = self._rule.components(self._guide, batch.inputs, with_others(run, others))
         for k, response in enumerate(components):
             if k == 0 and response.drawn and not self._rule.averages_draws:
@@ -97,6 +97,9 @@ class Components:
                 drawn one by one, since each seeds the numbers that the model draws itself.
         """
         assert isinstance(self._rule, FromDraws), "the rule draws"
+        if self._kept and draws_by_itself(self._guide):
+            yield from self._kept
+            return
         draws = self._anew(inputs)
         first = next(draws)
         yield first
@@ -114,7 +117,7 @@ class Components:
 
     def _anew(self, inputs: tuple[Any, ...]) -> Iterator[Latents]:
         assert isinstance(self._rule, FromDraws), "the rule draws"
-        torch.manual_seed(self._seed)
+        seeder()(self._seed)
         return self._rule.draws(self._guide, inputs)
 
     def _read_draws(

@@ -31,6 +31,7 @@ from pyro_dvi.training.ownership import check_still_own
 __all__ = [
     "check_is_set_up",
     "check_posterior",
+    "draws_by_itself",
     "example_latents",
     "first_arguments",
     "ignores_inputs",
@@ -161,15 +162,19 @@ def seeded_draws(guide: Any, inputs: tuple[Any, ...], count: int) -> Iterator[di
 
 def _drawing(guide: Any, inputs: tuple[Any, ...]) -> Callable[[], dict[str, Tensor]]:
     """Return a function that draws as :func:`one_draw` does, with the same random numbers."""
-    factorised = (
+    if not draws_by_itself(guide):
+        return partial(one_draw, guide, inputs)
+    posterior = guide.get_posterior()  # of sites that are drawn one after the other, whatever the inputs
+    return lambda: {name: fn().detach() for name, fn in posterior.items()}
+
+
+def draws_by_itself(guide: Any) -> bool:
+    """Whether a guide is known to draw one site after the other from Gaussians of its own, whatever the inputs."""
+    return (
         isinstance(guide, FactorisedGuide)
         and type(guide).forward is FactorisedGuide.forward
         and type(guide)._sample_site is FactorisedGuide._sample_site
     )
-    if not factorised:
-        return partial(one_draw, guide, inputs)
-    posterior = guide.get_posterior()  # of sites that are drawn one after the other, whatever the inputs
-    return lambda: {name: fn().detach() for name, fn in posterior.items()}
 
 
 def ignores_inputs(guide: Any) -> bool:

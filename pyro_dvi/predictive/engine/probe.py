@@ -111,6 +111,7 @@ class _LargestOutput(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor):
-                self.size = max(self.size, leaf.numel())
+            if isinstance(leaf, Tensor):  # expanded views hold less than they show
+                held = leaf.untyped_storage().nbytes() // leaf.element_size()
+                self.size = max(self.size, min(held, leaf.numel()))
         return result
