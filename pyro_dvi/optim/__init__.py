@@ -2,6 +2,7 @@
 """Optimizers: step sizes for posterior scales, and updates along the natural gradient."""
 
 from pyro_dvi.optim.ivon import IVONOptimizer
+from pyro_dvi.optim.joint import JointOptim
 from pyro_dvi.optim.learning_rates import (
     SCALE_PATTERN,
     LearningRates,
@@ -21,6 +22,7 @@ __all__ = [
     "AsPrinted",
     "Consistent",
     "IVONOptimizer",
+    "JointOptim",
     "LearningRates",
     "NaturalGradientOptim",
     "NaturalGradientOptimizer",

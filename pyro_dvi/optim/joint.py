@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One torch optimizer for all parameters of an SVI, where Pyro makes one for each."""
+
+import copy
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pyro
+import torch
+from pyro.optim import PyroOptim
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+__all__ = ["JointOptim"]
+
+_KERNELS = {"fused", "foreach"}  # options by which torch is told
+
+
+class JointOptim(PyroOptim):
+    """A Pyro optimizer that steps all parameters with equal options at once, by fused or foreach kernels.
+
+    To be used wherever Pyro's own are, with the same numbers up to rounding. Its state has Pyro's format, one entry for
+    each name, and can be exchanged with that of Pyro's optimizers and schedulers.
+
+    Two things differ. After a step gradients are None instead of zero: the next backward pass writes them instead of
+    adding to zeros, and a parameter that is part of a step but gets no gradient there stays as it is, as in torch.
+    And a state that is set acts at once on parameters that were stepped before; it is copied.
+
+    Copies and pickles know parameters by their names in Pyro's store.
+
+    Args:
+        optim_constructor: class of the torch optimizer. Its kernels are chosen for each parameter by device and dtype,
+            unless the options name one (``fused``, ``foreach``).
+        optim_args: its options, or a function of the name of a parameter that returns them, as for Pyro's optimizers.
+            Parameters with equal options share one torch optimizer.
+        clip_args: as for Pyro's optimizers; every gradient is clipped by itself.
+
+    Example:
+        >>> optimizer = JointOptim(torch.optim.RMSprop, {"lr": 1e-3})
+        >>> weights = pyro.param("weights", torch.ones(3)), pyro.param("bias", torch.zeros(()))
+        >>> (weights[0].sum() + weights[1]).backward()
+        >>> optimizer(weights)
+        >>> len(set(optimizer.optim_objs.values())), weights[0].grad
+        (1, None)
+    """
+
+    def __init__(
+        self,
+        optim_constructor: Callable[..., Optimizer],
+        optim_args: dict[str, Any] | Callable[..., dict[str, Any]],
+        clip_args: dict[str, Any] | Callable[..., dict[str, Any]] | None = None,
+    ) -> None:
+        super().__init__(optim_constructor, optim_args, clip_args)
+        # An optimizer, or the scheduler of one, for each set of options, with these options as they were given.
+        self._shared: list[tuple[Any, dict[str, Any]]] = []
+        self._places: dict[Tensor, tuple[Any, ...]] = {}
+
+    def __call__(self, params: Iterable[Tensor], *args: Any, **kwargs: Any) -> None:
+        """Step the parameters that have gradients, and drop these.
+
+        Args:
+            params: parameters of Pyro's store. Others stay as they are, even those with gradients.
+            *args: of the torch optimizer's ``step``.
+            **kwargs: likewise.
+        """
+        params = list(params)
+        for parameter in params:
+            place = parameter.device, parameter.dtype, parameter.is_contiguous()
+            if self._places.get(parameter) != place:
+                self._adopt(parameter, self._state_known_of(parameter))
+                self._places[parameter] = place
+            if (clip := self.grad_clip[parameter]) is not None:
+                clip(parameter)
+            # Fused kernels of the CPU take the layout of the gradient for that of the parameter.
+            if place[2] and parameter.grad is not None and not parameter.grad.is_contiguous():
+                parameter.grad = parameter.grad.contiguous()
+        aside: dict[Tensor, Tensor] = {}
+        if len(params) < len(self._places):
+            stepped = set(params)
+            aside = {p: p.grad for p in self._places if p.grad is not None and p not in stepped}
+        self._set_gradients(dict.fromkeys(aside))
+        for optimizer in dict.fromkeys(self.optim_objs[parameter] for parameter in params):
+            torch_optimizer(optimizer).step(*args, **kwargs)
+        self._set_gradients({**dict.fromkeys(params), **aside})
+
+    @staticmethod
+    def _set_gradients(gradients: dict[Tensor, Tensor | None]) -> None:
+        for parameter, gradient in gradients.items():
+            parameter.grad = gradient
+
+    def get_state(self) -> dict[str, Any]:
+        """Return the state by names of parameters, with what waits for those not stepped yet; tensors are no copies."""
+        store, state = pyro.get_param_store(), dict(self._state_waiting_to_be_consumed)
+        for shared, _ in self._shared:
+            for parameter, own in _states(shared).items():
+                if (name := store.param_name(parameter)) is not None:
+                    state[name] = own
+        return state
+
+    def set_state(self, state_dict: dict[str, Any]) -> None:
+        """Take over a copy of a state, of this class or of Pyro's, for parameters stepped before and those to come."""
+        super().set_state(copy.deepcopy(state_dict))
+        for name, parameter in pyro.get_param_store().named_parameters():
+            if name in state_dict and parameter in self._places:
+                self._adopt(parameter, self._state_waiting_to_be_consumed[name])
+
+    def _state_known_of(self, parameter: Tensor) -> dict[str, Any] | None:
+        """The state of a parameter that has moved, or what waits for a new one; None for neither."""
+        if parameter in self.optim_objs:
+            return _states(self.optim_objs[parameter])[parameter]
+        return self._state_waiting_to_be_consumed.get(pyro.get_param_store().param_name(parameter))
+
+    def _adopt(self, parameter: Tensor, state: dict[str, Any] | None) -> None:
+        """Give a parameter an optimizer in this state: that of others whose options are the same, if there is one."""
+        made = self._get_optim(parameter)
+        given = _present(made)
+        if state is not None:
+            _load(made, state)
+        name = pyro.get_param_store().param_name(parameter)
+        self._state_waiting_to_be_consumed.pop(name, None)
+        self._leave(parameter)
+        for shared, given_before in self._shared:
+            if given == given_before if state is None else _present(made) == _present(shared):
+                own, joint = torch_optimizer(made), torch_optimizer(shared)
+                joint.param_groups[0]["params"].append(parameter)
+                if parameter in own.state:
+                    joint.state[parameter] = own.state[parameter]
+                break
+        else:
+            shared = made
+            self._shared.append((made, given))
+        self.optim_objs[parameter] = shared
+        self.grad_clip[parameter] = self._get_grad_clip(parameter)  # type: ignore[arg-type]
+
+    def _leave(self, parameter: Tensor) -> None:
+        held = self.optim_objs.pop(parameter, None)
+        if held is None:
+            return
+        optimizer = torch_optimizer(held)
+        optimizer.state.pop(parameter, None)
+        (group,) = optimizer.param_groups
+        group["params"] = [other for other in group["params"] if other is not parameter]
+        if not group["params"]:
+            self._shared = [pair for pair in self._shared if pair[0] is not held]
+
+    def _get_optim_args(self, param: Any) -> dict[str, Any]:
+        options = super()._get_optim_args(param)
+        return {**_kernels(self.pt_optim_constructor, param, options), **options}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the tensors, which a copy would not find in Pyro's store; their state waits for their names."""
+        held: dict[str, Any] = {"optim_objs": {}, "grad_clip": {}, "_places": {}, "_shared": []}
+        return {**self.__dict__, **held, "_state_waiting_to_be_consumed": self.get_state()}
+
+
+def torch_optimizer(held: Any) -> Optimizer:
+    """Return the optimizer that Pyro holds for a parameter, alone or inside its scheduler."""
+    optimizer: Optimizer = getattr(held, "optimizer", held)
+    return optimizer
+
+
+def _states(held: Any) -> dict[Tensor, dict[str, Any]]:
+    """For each parameter, what Pyro's own optimizer or scheduler of it would return as its state."""
+    optimizer, states = torch_optimizer(held), {}
+    packed, (group,) = optimizer.state_dict(), optimizer.param_groups
+    options = {**packed["param_groups"][0], "params": [0]}
+    options |= {kernel: None for kernel in _KERNELS & options.keys()}  # for the one to choose who loads
+    for index, parameter in enumerate(group["params"]):
+        own = {0: packed["state"][index]} if index in packed["state"] else {}
+        state = {"state": own, "param_groups": [dict(options)]}
+        states[parameter] = (
+            state if held is optimizer else {"scheduler": held.state_dict(), "optimizer": state}
+        )
+    return states
+
+
+def _present(held: Any) -> dict[str, Any]:
+    """Options as they stand, and the place in the schedule."""
+    (group,) = torch_optimizer(held).param_groups
+    options = {name: value for name, value in group.items() if name != "params"}
+    return options if held is torch_optimizer(held) else {**options, "scheduler": held.state_dict()}
+
+
+def _load(held: Any, state: dict[str, Any]) -> None:
+    """Load a state of Pyro's format, but for the kernels in it."""
+    optimizer = torch_optimizer(held)
+    if held is not optimizer:
+        held.load_state_dict(state["scheduler"])
+        state = state["optimizer"]
+    (saved,), (own,) = state["param_groups"], optimizer.param_groups
+    kernels = {kernel: own[kernel] for kernel in _KERNELS & own.keys()}
+    optimizer.load_state_dict({**state, "param_groups": [{**saved, **kernels}]})
+
+
+def _kernels(constructor: Any, parameter: Tensor, options: dict[str, Any]) -> dict[str, bool]:
+    """The option by which torch takes its fastest kernel for this parameter; none where the user has spoken."""
+    offered = inspect.signature(constructor).parameters
+    spoken = (_KERNELS | {"differentiable", "capturable"}) & options.keys()
+    if spoken or type(parameter) not in (Tensor, nn.Parameter) or any(map(torch.is_tensor, options.values())):
+        return {}
+    cuda = parameter.is_cuda and constructor is not torch.optim.Adagrad
+    if "fused" in offered and (parameter.device.type == "cpu" or cuda):
+        if parameter.is_floating_point() and parameter.is_contiguous():
+            return {"fused": True}
+    return {"foreach": True} if "foreach" in offered and parameter.device.type in ("cpu", "cuda") else {}
