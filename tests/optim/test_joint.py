@@ -67,9 +67,7 @@ OPTIONS = {
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("clip", [None, {"clip_norm": 1.0}, {"clip_value": 0.5}])
 def test_numbers_are_those_of_pyro(options, clip):
-    assert_same(
-        trained(JointOptim(Adam, options, clip)), trained(PyroOptim(Adam, options, clip)), rtol=1e-12
-    )
+    assert_same(trained(JointOptim(Adam, options, clip)), trained(PyroOptim(Adam, options, clip)), rtol=1e-12)
 
 
 @pytest.mark.parametrize("kernel", [{"foreach": True}, {"fused": True}, {"foreach": False}])
