@@ -164,7 +164,7 @@ def test_a_module_that_was_converted_keeps_its_moments(change):
     torch.testing.assert_close(converted.float(), kept)
 
 
-# -- States -------------------------------------------------------------------------------------------------------------
+# -- States ---------------------------------------------------------------------------------------
 
 MAKERS = {"ours": JointOptim, "Pyro's": PyroOptim}
 
