@@ -3,15 +3,13 @@
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from operator import attrgetter
 from typing import Any
 
 import pyro
 import pyro.distributions as dist
 import torch
-from pyro.distributions.util import sum_rightmost
 from pyro.infer.autoguide import AutoGuide
 from pyro.infer.autoguide.initialization import InitMessenger
 from pyro.nn import PyroModule
@@ -21,7 +19,8 @@ from torch.distributions import constraints
 
 from pyro_dvi.bayesian.placement import broadcasts_to
 from pyro_dvi.errors import ArgumentError, DviWarning, GuideError, ModelError
-from pyro_dvi.guides.factors import Factor, TransformedValue
+from pyro_dvi.guides.factors import Factor
+from pyro_dvi.guides.site import GuideSite
 from pyro_dvi.guides.stores import Store, complete_loaded
 from pyro_dvi.handlers.distributions import strip_event_dims
 from pyro_dvi.handlers.explained import explained_errors
@@ -59,8 +58,7 @@ class FactorisedGuide(AutoGuide):
         self.locs = PyroModule()
         for store in self._constraints:
             setattr(self, store, PyroModule())
-        self._event_dims: dict[str, int] = {}
-        self._factors: dict[str, Factor] = {}
+        self._seen: dict[str, GuideSite] = {}
         # Whether sites without loaded parameters are responses that lack an observation.
         self._only_loaded = False
 
@@ -93,7 +91,7 @@ class FactorisedGuide(AutoGuide):
                 self.initialize(*args)
             finally:
                 self._only_loaded = False
-            if any(site["cond_indep_stack"] for _, site in self._sites()):
+            if any(site.plates for site in self._sites()):
                 self.prototype_trace = None
         return self.prototype_trace is not None
 
@@ -107,54 +105,37 @@ class FactorisedGuide(AutoGuide):
         return self._within_plates(self._sample_site, *args, **kwargs)
 
     def _within_plates(
-        self, sample: Callable[[str, Any], Tensor], *args: Any, **kwargs: Any
+        self, sample: Callable[[GuideSite], Tensor], *args: Any, **kwargs: Any
     ) -> dict[str, Tensor]:
-        """Draw every site by a function of its name and prior, within its plates."""
+        """Draw every site by a function, within its plates."""
         plates = self._create_plates(*args, **kwargs)
         result = {}
-        for name, site in self._sites():
+        for site in self._sites():
+            if not site.plates:
+                result[site.name] = sample(site)
+                continue
             with ExitStack() as stack:
-                for frame in site["cond_indep_stack"]:
-                    stack.enter_context(plates[frame.name])
-                result[name] = sample(name, site["fn"])
+                for plate in site.plates:
+                    stack.enter_context(plates[plate])
+                result[site.name] = sample(site)
         return result
 
-    def _sample_site(self, name: str, prior: Any) -> Tensor:
-        return self._sample_from(self._posterior(name), name, prior)
-
-    def _sample_from(self, posterior: Any, name: str, prior: Any) -> Tensor:
-        transform = unconstraining_transform(prior.support)
-        if transform is None:
-            return pyro.sample(name, posterior)
-        u = pyro.sample(f"{name}_unconstrained", posterior, infer={"is_auxiliary": True})
-        value = transform(u)
-        log_density = -transform.log_abs_det_jacobian(u, value)
-        log_density = sum_rightmost(log_density, log_density.dim() - value.dim() + prior.event_dim)
-        return pyro.sample(name, TransformedValue(value, log_density=log_density, event_dim=prior.event_dim))
-
-    def _posterior(self, name: str) -> Any:
-        """Posterior of a site in unconstrained space."""
-        loc = attrgetter(name)(self.locs)
-        factor = self._factors[name]
-        spread = None if factor.store is None else attrgetter(name)(getattr(self, factor.store))
-        return factor.distribution(loc, spread).to_event(self._event_dims[name])
+    def _sample_site(self, site: GuideSite) -> Tensor:
+        return site.sample(site.posterior())
 
     def _marginals(self) -> dict[str, Any]:
         """Posterior marginals of all sites in unconstrained space."""
-        return {name: self._posterior(name) for name, _ in self._sites()}
+        return {site.name: site.posterior() for site in self._sites()}
 
     # Reading the posterior ---------------------------------------------------------------------------------------
 
     def get_posterior(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Return the posterior marginal of every site, as a distribution over its own (constrained) values."""
-        posteriors, marginals = {}, self._marginals()
-        for name, site in self._sites():
-            posterior = marginals[name]
-            transform = unconstraining_transform(site["fn"].support)
-            posteriors[name] = (
-                posterior if transform is None else dist.TransformedDistribution(posterior, [transform])
-            )
-        return posteriors
+        transforms = {site.name: site.transform for site in self._sites()}
+        return {
+            name: marginal if (t := transforms[name]) is None else dist.TransformedDistribution(marginal, [t])
+            for name, marginal in self._marginals().items()
+        }
 
     @torch.no_grad()
     def sample(self, sample_shape: Sequence[int] | int = ()) -> dict[str, Tensor]:
@@ -183,12 +164,12 @@ class FactorisedGuide(AutoGuide):
             args: ignored; Pyro's guides accept the model's arguments here.
             kwargs: ignored likewise.
         """
-        results, marginals = {}, self._marginals()
+        results = {}
         asked = torch.as_tensor(quantiles)
         if bool(((asked < 0) | (asked > 1)).any()):
             raise ArgumentError(f"quantiles must lie between 0 and 1, got {quantiles}")
-        for name, _ in self._sites():
-            posterior = strip_event_dims(marginals[name])
+        for name, marginal in self._marginals().items():
+            posterior = strip_event_dims(marginal)
             centre = posterior.mean
             levels = torch.as_tensor(quantiles, dtype=centre.dtype, device=centre.device)
             levels = levels.reshape(-1, *[1] * centre.dim())
@@ -200,8 +181,7 @@ class FactorisedGuide(AutoGuide):
 
     def _constrained(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the sites' own values, given unconstrained ones."""
-        transforms = {name: unconstraining_transform(site["fn"].support) for name, site in self._sites()}
-        return {name: u if (t := transforms[name]) is None else t(u) for name, u in values.items()}
+        return {site.name: site.constrained(values[site.name]) for site in self._sites()}
 
     @torch.no_grad()
     def initial_scales(self) -> dict[str, Tensor]:
@@ -213,16 +193,15 @@ class FactorisedGuide(AutoGuide):
             Standard deviations by site name; without sites whose spread is not learned.
         """
         scales = {}
-        for name, site in self._sites():
-            factor = self._factors[name]
-            if factor.store is None:
+        for site in self._sites():
+            if site.spreads is None:
                 continue
-            loc = attrgetter(name)(self.locs)
-            prior_scale = _prior_scale(site["fn"], loc)
+            loc = site.loc
+            prior_scale = _prior_scale(site.prior, loc)
             if not broadcasts_to(prior_scale.shape, loc.shape):  # of a batch of a plate
                 prior_scale = prior_scale.median()
-            spread = factor.initial(loc, prior_scale, self._event_dims[name])
-            scales[name] = factor.distribution(loc, spread).stddev
+            spread = site.factor.initial(loc, prior_scale, site.event_dim)
+            scales[site.name] = site.factor.distribution(loc, spread).stddev
         return scales
 
     def as_prior(self, *, exclude: str | Iterable[str] = ()) -> PosteriorPrior:
@@ -256,19 +235,16 @@ class FactorisedGuide(AutoGuide):
             >>> round(pyro.poutine.trace(next_model).get_trace(torch.zeros(())).nodes["w"]["fn"].scale.item(), 4)
             0.0498
         """
-        posteriors = [
-            (name, self._posterior(name), unconstraining_transform(site["fn"].support) is None)
-            for name, site in self._sites()
-        ]
+        posteriors = [(site.name, site.posterior(), site.transform is None) for site in self._sites()]
         return posterior_prior(posteriors, exclude, type(self).__name__)
 
-    def _sites(self) -> Iterator[tuple[str, Any]]:
+    def _sites(self) -> Iterable[GuideSite]:
         if self.prototype_trace is None:
             raise GuideError(
                 f"this {type(self).__name__} has not seen its model yet: call guide.initialize(*args) with the "
                 "arguments of the model"
             )
-        return self.prototype_trace.iter_stochastic_nodes()
+        return self._seen.values()
 
     # Creating parameters -------------------------------------------------------------------------------------------
 
@@ -277,11 +253,13 @@ class FactorisedGuide(AutoGuide):
             super()._setup_prototype(*args, **kwargs)
         try:
             means = self._stores()[0]
-            loaded = {name for name, _ in self._sites() if means.owner_of(name) is not None}
-            for name, site in self._sites() if self._only_loaded else ():
-                site["is_observed"] = name not in loaded
-            sites = dict(self._sites())
-            if self._only_loaded:  # Pyro collected those of responses too
+            sites = dict(self.prototype_trace.iter_stochastic_nodes())
+            loaded = {name for name in sites if means.owner_of(name) is not None}
+            if self._only_loaded:
+                for name, site in sites.items():
+                    site["is_observed"] = name not in loaded
+                sites = {name: sites[name] for name in sites if name in loaded}
+                # Pyro collected those of responses too
                 self._prototype_frames = {f.name: f for s in sites.values() for f in s["cond_indep_stack"]}
             if not sites:
                 raise ModelError(
@@ -296,8 +274,7 @@ class FactorisedGuide(AutoGuide):
                 )
             self._check_sites(sites)
             self._warn_of_shared_parameters(sites)
-            for name, site in sites.items():
-                self._setup_site(name, site)
+            self._seen = {name: self._setup_site(name, site) for name, site in sites.items()}
         except Exception:
             self.prototype_trace = None  # so that a corrected call starts anew
             raise
@@ -305,8 +282,8 @@ class FactorisedGuide(AutoGuide):
     def _check_sites(self, sites: dict[str, Any]) -> None:
         """Raise if options of the guide do not fit the sites of the model."""
 
-    def _setup_site(self, name: str, site: Any) -> None:
-        """Create the parameters of a site unless they were loaded."""
+    def _setup_site(self, name: str, site: Any) -> GuideSite:
+        """Create the parameters of a site unless they were loaded, and note where they are."""
         fn = site["fn"]
         if getattr(fn.support, "is_discrete", True):
             raise ModelError(
@@ -324,8 +301,8 @@ class FactorisedGuide(AutoGuide):
             ) from error
         value = site["value"].detach()
         loc = value if transform is None else transform.inv(value)
-        event_dim = self._event_dims[name] = fn.event_dim + loc.dim() - value.dim()
-        factor = self._factors[name] = self._factor_of(name, site, loc)
+        event_dim = fn.event_dim + loc.dim() - value.dim()
+        factor = self._factor_of(name, site, loc)
         prior_scale = _prior_scale(fn, loc)
         for frame in site["cond_indep_stack"]:
             full_size = frame.full_size or frame.size
@@ -336,10 +313,13 @@ class FactorisedGuide(AutoGuide):
         values = {"locs": loc.clone(memory_format=torch.contiguous_format)}
         if spread is not None:
             values[str(factor.store)] = spread
-        if not complete_loaded(self._stores(), name, values, event_dim, type(self).__name__):
-            for store in self._stores():
-                if store.name in values:
-                    store.create(name, values[store.name], event_dim)
+        stores = {store.name: store for store in self._stores()}
+        if not complete_loaded(stores.values(), name, values, event_dim, type(self).__name__):
+            for store, initial in values.items():
+                stores[store].create(name, initial, event_dim)
+        plates = tuple(frame.name for frame in site["cond_indep_stack"])
+        owners = [stores[store].owner_of(name) if store else None for store in ("locs", factor.store)]
+        return GuideSite(name, fn, transform, event_dim, plates, factor, *owners)
 
     def _warn_of_shared_parameters(self, names: Iterable[str]) -> None:
         if pyro.settings.get("module_local_params"):

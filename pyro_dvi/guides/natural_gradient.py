@@ -3,7 +3,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any, ClassVar
 
 import pyro.distributions as dist
@@ -68,8 +67,7 @@ class NaturalGradientGuide(FactorisedGuide):
 
     def precision_parameter(self, name: str) -> Tensor:
         """Return the parameter that holds the precisions of a site, for the optimizer to write to."""
-        parameter: Tensor = attrgetter(name)(self.precisions)
-        return parameter
+        return self._seen[name].spread
 
     def _factor_of(self, name: str, site: Any, loc: Tensor) -> Factor:
         if normal_in_unconstrained_space(site["fn"], unconstraining_transform(site["fn"].support)) is None:

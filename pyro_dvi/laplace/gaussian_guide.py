@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pyro_dvi.errors import DviWarning, GuideError
+from pyro_dvi.guides.site import GuideSite
 from pyro_dvi.laplace.energy.query import Query, ReadOutputs
 from pyro_dvi.laplace.evidence.scales import rescaled_model
 from pyro_dvi.laplace.fitted import Draws, Fitted
@@ -113,9 +114,7 @@ class GaussianGuide(ModeGuide):
     def _at_marginals(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         warnings.warn(WIDE_WEIGHTS, DviWarning, stacklevel=2)
         marginals = self._marginals()
-        return self._within_plates(
-            lambda name, prior: self._sample_from(marginals[name], name, prior), *args, **kwargs
-        )
+        return self._within_plates(lambda site: site.sample(marginals[site.name]), *args, **kwargs)
 
     def predicted_model(self, model: Callable[..., Any]) -> Callable[..., Any]:
         """Return the model as it is predicted with: its scales times those that :meth:`tune` has set."""
@@ -179,10 +178,11 @@ class GaussianGuide(ModeGuide):
         vectors = pyro.sample(
             f"_{self._pyro_name}_latent", Draws(self._fitted.posterior), infer={"is_auxiliary": True}
         )
-        values = self._constrained(self._fitted.values_of(vectors, self._event_dims))
+        event_dims = {site.name: site.event_dim for site in self._sites()}
+        values = self._constrained(self._fitted.values_of(vectors, event_dims))
 
-        def drawn(name: str, prior: Any) -> Tensor:
-            return pyro.sample(name, dist.Delta(values[name], event_dim=prior.event_dim))
+        def drawn(site: GuideSite) -> Tensor:
+            return pyro.sample(site.name, dist.Delta(values[site.name], event_dim=site.prior.event_dim))
 
         return self._within_plates(drawn, *args, **kwargs)
 
@@ -213,7 +213,7 @@ class GaussianGuide(ModeGuide):
             layout = self.fitted.layout
             for name, variance in layout.place(layout.split(variances)).items():
                 normal = dist.Normal(marginals[name].mean.detach(), variance.sqrt(), validate_args=False)
-                marginals[name] = normal.to_event(self._event_dims[name])
+                marginals[name] = normal.to_event(self._seen[name].event_dim)
         return marginals
 
     def get_extra_state(self) -> dict[str, Any] | None:

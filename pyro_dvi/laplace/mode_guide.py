@@ -3,7 +3,6 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -69,7 +68,7 @@ class ModeGuide(FactorisedGuide):
 
     def unconstrained_mode(self) -> dict[str, Tensor]:
         """Return a copy of the mode of every site in unconstrained space."""
-        return {name: attrgetter(name)(self.locs).detach().clone() for name, _ in self._sites()}
+        return {site.name: site.loc.detach().clone() for site in self._sites()}
 
     @torch.no_grad()
     def median(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
@@ -164,7 +163,7 @@ class ModeGuide(FactorisedGuide):
         def keep(point: Tensor) -> None:
             with torch.no_grad():
                 for name, value in energy.layout.place(energy.layout.split(point), energy.locs).items():
-                    attrgetter(name)(self.locs).copy_(value)
+                    self._seen[name].loc.copy_(value)
 
         energy = self.energy(batches, subset=subset)
         report = polish(

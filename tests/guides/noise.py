@@ -26,11 +26,11 @@ def started(model: Any, *args: Any, **options: Any) -> MultiplicativeNoiseGuide:
 
 def kinds(guide: MultiplicativeNoiseGuide) -> dict[str, str]:
     """Class of the posterior of each site, in unconstrained space."""
-    return {name: type(strip_event_dims(guide._posterior(name))).__name__ for name in guide.median()}
+    return {name: type(strip_event_dims(q)).__name__ for name, q in guide._marginals().items()}
 
 
 def noise_shapes(guide: MultiplicativeNoiseGuide) -> dict[str, tuple[int, ...]]:
-    posteriors = {name: strip_event_dims(guide._posterior(name)) for name in guide.median()}
+    posteriors = {name: strip_event_dims(q) for name, q in guide._marginals().items()}
     return {k: tuple(p.alpha.shape) for k, p in posteriors.items() if isinstance(p, MultiplicativeNormal)}
 
 

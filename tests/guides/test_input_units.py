@@ -90,7 +90,7 @@ def test_one_noise_per_input_unit(layer, functional):
     assert noise_shapes(guide) == expected
     for name, shape in expected.items():
         torch.testing.assert_close(
-            strip_event_dims(guide._posterior(name)).alpha, torch.full(shape, ALPHA_0), rtol=1e-5, atol=0
+            strip_event_dims(guide._marginals()[name]).alpha, torch.full(shape, ALPHA_0), rtol=1e-5, atol=0
         )
     assert guide() and set(kinds(guide).values()) <= {"MultiplicativeNormal", "Delta"}
 
@@ -271,7 +271,7 @@ def test_layers_read_the_noise_as_the_guide_lays_it_out(layer, uncertain):
             rho.normal_()
     by_unit, by_weight = {}, {}
     for name in guide.median():
-        q = strip_event_dims(guide._posterior(name))
+        q = strip_event_dims(guide._marginals()[name])
         by_unit[name] = by_weight[name] = q.mean.detach()
         if isinstance(q, MultiplicativeNormal):
             by_unit[name] = MultiplicativeMoments(q.loc.detach(), q.alpha.detach())
