@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from pyro_dvi.bayesian import init_to_module
-from pyro_dvi.divergences import kl_to_prior
+from pyro_dvi.divergences import kl_to_priors
 from pyro_dvi.elbos import NaturalGradientELBO
 from pyro_dvi.elbos.base import DeterministicELBO
 from pyro_dvi.guides import MeanFieldGuide, NaturalGradientGuide
@@ -124,7 +124,7 @@ class LocalReparametrisation(DeterministicELBO):
             model_trace = poutine.trace(poutine.replay(model, trace=guide_trace)).get_trace(*args, **kwargs)
         latents = match_latents(model_trace, guide_trace, gaussians, guide)
         log_likelihood = sum(checked_log_likelihood(site) for site in observed_sites(model_trace).sites)
-        kl = sum(kl_to_prior(latent) for latent in latents)
+        kl = kl_to_priors(latents)
         return {"loss": kl_weight * kl - log_likelihood, "log_likelihood": log_likelihood, "kl": kl}
 
 

@@ -13,9 +13,10 @@ from torch import distributions as td
 from torch.distributions import ComposeTransform, ExpTransform, biject_to
 
 from pyro_dvi import divergences
-from pyro_dvi.divergences import kl_to_prior, prior_precision
+from pyro_dvi.divergences import kl_to_priors, prior_precision
 from pyro_dvi.errors import DataError
 from pyro_dvi.handlers.latents import GaussianSite, Latent, unconstraining_transform
+from pyro_dvi.multiplicative_normal import MultiplicativeNormal
 
 D = 3
 LOC = torch.tensor([-0.4, 0.2, 0.9], dtype=torch.float64)
@@ -87,7 +88,7 @@ every_factorised = pytest.mark.parametrize("case", FACTORISED, ids=lambda c: c.n
 def test_factorised_priors(case, event):
     prior = case.prior()
     exact = by_grid(prior, LOC, SCALE).sum()
-    kl = kl_to_prior(latent(prior.to_event(1) if event else prior))
+    kl = kl_to_priors([latent(prior.to_event(1) if event else prior)])
     assert kl.shape == ()
     torch.testing.assert_close(kl, exact, atol=case.tolerance, rtol=case.tolerance)
 
@@ -97,13 +98,13 @@ def test_scale_and_mask_of_the_site_apply(case):
     prior = case.prior()
     keep = torch.tensor([True, False, True])
     exact = by_grid(prior, LOC, SCALE)
-    kl = kl_to_prior(latent(prior, plate_scale=2.5, mask=keep))
+    kl = kl_to_priors([latent(prior, plate_scale=2.5, mask=keep)])
     torch.testing.assert_close(kl, 2.5 * exact[keep].sum(), atol=3 * case.tolerance, rtol=case.tolerance)
     weights = torch.tensor([0.5, 1.0, 3.0], dtype=torch.float64)
-    kl = kl_to_prior(latent(prior, plate_scale=weights))
+    kl = kl_to_priors([latent(prior, plate_scale=weights)])
     torch.testing.assert_close(kl, (weights * exact).sum(), atol=3 * case.tolerance, rtol=case.tolerance)
-    assert kl_to_prior(latent(prior, mask=False)) == 0
-    torch.testing.assert_close(kl_to_prior(latent(prior, mask=True)), kl_to_prior(latent(prior)))
+    assert kl_to_priors([latent(prior, mask=False)]) == 0
+    torch.testing.assert_close(kl_to_priors([latent(prior, mask=True)]), kl_to_priors([latent(prior)]))
     # A mask on a site whose dimension is an event leaves out whole rows.
     rows = latent(
         prior.expand([2, D]).to_event(1),
@@ -111,7 +112,9 @@ def test_scale_and_mask_of_the_site_apply(case):
         SCALE.expand(2, D),
         mask=torch.tensor([True, False]),
     )
-    torch.testing.assert_close(kl_to_prior(rows), exact.sum(), atol=3 * case.tolerance, rtol=case.tolerance)
+    torch.testing.assert_close(
+        kl_to_priors([rows]), exact.sum(), atol=3 * case.tolerance, rtol=case.tolerance
+    )
 
 
 @every_factorised
@@ -121,7 +124,7 @@ def test_gradients_are_those_of_the_grid(case):
         return torch.autograd.grad(divergence(loc, scale), (loc, scale))
 
     prior = case.prior()
-    ours = gradients(lambda loc, scale: kl_to_prior(latent(prior, loc, scale)))
+    ours = gradients(lambda loc, scale: kl_to_priors([latent(prior, loc, scale)]))
     exact = gradients(lambda loc, scale: by_grid(prior, loc, scale).sum())
     # Quadrature of a kink is right on average; its derivative is rougher.
     tolerance = 0.15 if case.name == "Laplace" else 10 * case.tolerance
@@ -138,7 +141,7 @@ def test_fused_normal_divergence_has_the_right_gradient(scalar_prior, shared_sca
     loc, scale = LOC.clone().requires_grad_(), (SCALE[:1] if shared_scale else SCALE).clone().requires_grad_()
 
     def divergence(loc: Tensor, scale: Tensor) -> Tensor:
-        return kl_to_prior(latent(prior, loc, scale, plate_scale=1.7))
+        return kl_to_priors([latent(prior, loc, scale, plate_scale=1.7)])
 
     assert torch.autograd.gradcheck(divergence, (loc, scale))
     exact = torch.distributions.kl_divergence(dist.Normal(loc, scale), prior).sum() * 1.7
@@ -150,7 +153,7 @@ def test_learned_prior_parameters_have_gradients():
     centre = torch.tensor(0.1, dtype=torch.float64, requires_grad=True)
 
     def divergence(centre: Tensor, scale: Tensor) -> Tensor:
-        return kl_to_prior(latent(dist.Normal(centre, scale).expand([D]).to_event(1)))
+        return kl_to_priors([latent(dist.Normal(centre, scale).expand([D]).to_event(1))])
 
     assert torch.autograd.gradcheck(divergence, (centre, scale))
 
@@ -164,12 +167,12 @@ def test_transformed_normal_priors_are_closed_form(monkeypatch):
         dist.LogNormal(full(0.3), full(0.8)).to_event(1),
     ):
         torch.testing.assert_close(
-            kl_to_prior(latent(prior)), by_grid(base, LOC, SCALE).sum(), atol=1e-10, rtol=1e-10
+            kl_to_priors([latent(prior)]), by_grid(base, LOC, SCALE).sum(), atol=1e-10, rtol=1e-10
         )
         transform = ComposeTransform([ExpTransform()])  # as a hand-written LogNormal guide has it
         torch.testing.assert_close(
-            kl_to_prior(latent(prior, transform=transform)),
-            kl_to_prior(latent(prior)),
+            kl_to_priors([latent(prior, transform=transform)]),
+            kl_to_priors([latent(prior)]),
             atol=1e-10,
             rtol=1e-10,
         )
@@ -186,7 +189,7 @@ def test_another_transform_than_the_priors_is_integrated():
     log_p = prior.log_prob(transform(u)) + transform.log_abs_det_jacobian(u, transform(u))
     exact = (weight * (dist.Normal(loc, scale).log_prob(u) - log_p)).sum()
     torch.testing.assert_close(
-        kl_to_prior(latent(prior, loc, scale, transform=transform)), exact, atol=1e-5, rtol=1e-5
+        kl_to_priors([latent(prior, loc, scale, transform=transform)]), exact, atol=1e-5, rtol=1e-5
     )
 
 
@@ -213,7 +216,7 @@ JOINT = {
 def test_joint_priors_by_sampling(make, size):
     """Two-sample z-test at 4: false alarm about once in 16,000 seeds."""
     prior, loc, scale = make(), LOC[:size], 0.5 * SCALE[:size]
-    ours = torch.stack([kl_to_prior(latent(prior, loc, scale)) for _ in range(1500)])
+    ours = torch.stack([kl_to_priors([latent(prior, loc, scale)]) for _ in range(1500)])
     exact = _sampled_kl(prior, loc, scale, 100_000)
     error = (ours.var() / len(ours) + exact.var() / len(exact)).sqrt()
     assert abs((ours.mean() - exact.mean()) / error) < 4
@@ -222,10 +225,10 @@ def test_joint_priors_by_sampling(make, size):
 def test_point_masses_contribute_minus_their_log_prior():
     prior = dist.Gamma(full(2.0), full(1.5))
     value = LOC.exp()
-    kl = kl_to_prior(latent(prior, None, None, value=value, log_density=-LOC))
+    kl = kl_to_priors([latent(prior, None, None, value=value, log_density=-LOC)])
     torch.testing.assert_close(kl, (-LOC - prior.log_prob(value)).sum())
-    kl = kl_to_prior(
-        latent(prior, None, None, value=value, plate_scale=2.0, mask=torch.tensor([True, False, False]))
+    kl = kl_to_priors(
+        [latent(prior, None, None, value=value, plate_scale=2.0, mask=torch.tensor([True, False, False]))]
     )
     torch.testing.assert_close(kl, -2 * prior.log_prob(value)[0])
 
@@ -233,7 +236,7 @@ def test_point_masses_contribute_minus_their_log_prior():
 def test_a_value_outside_the_prior_is_named():
     prior = dist.Gamma(full(2.0), full(1.5), validate_args=True)
     with pytest.raises(DataError, match="prior of site 'z'"):
-        kl_to_prior(latent(prior, None, None, value=-LOC.exp()))
+        kl_to_priors([latent(prior, None, None, value=-LOC.exp())])
 
 
 def test_prior_precision():
@@ -245,10 +248,10 @@ def test_prior_precision():
 def test_single_precision():
     for case in FACTORISED:
         prior = case.prior()
-        exact = kl_to_prior(latent(prior))
+        exact = kl_to_priors([latent(prior)])
         parameters = {k: getattr(prior, k).float() for k in prior.arg_constraints if hasattr(prior, k)}
         parameters.pop("probs", None), parameters.pop("logits", None)
-        single = kl_to_prior(latent(type(prior)(**parameters), LOC.float(), SCALE.float()))
+        single = kl_to_priors([latent(type(prior)(**parameters), LOC.float(), SCALE.float())])
         assert single.dtype == torch.float32
         assert single.item() == pytest.approx(exact.item(), rel=1e-4), case.name
 
@@ -276,7 +279,7 @@ def test_each_density_has_the_scale_of_its_own_site(prior, as_tensor):
     expected = (weight * (0.5 * log_q - 3.0 * prior.log_prob(value))).sum()
     scales = [torch.tensor(c, dtype=torch.float64) if as_tensor else c for c in (3.0, 0.5)]
     site = latent(prior.expand([D]), plate_scale=scales[0], guide_scale=scales[1])
-    torch.testing.assert_close(kl_to_prior(site), expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(kl_to_priors([site]), expected, rtol=1e-6, atol=1e-6)
 
 
 def test_a_point_mass_has_its_jacobian_at_the_scale_of_the_guide():
@@ -284,4 +287,61 @@ def test_a_point_mass_has_its_jacobian_at_the_scale_of_the_guide():
     prior = dist.LogNormal(0.3, 2.0).expand([D])
     site = latent(prior, None, None, value=value, log_density=log_density, plate_scale=3.0, guide_scale=0.5)
     expected = (0.5 * log_density - 3.0 * prior.log_prob(value)).sum()
-    torch.testing.assert_close(kl_to_prior(site), expected)
+    torch.testing.assert_close(kl_to_priors([site]), expected)
+
+
+# Many sites ----------------------------------------------------------------------------------------------------
+
+
+def test_sites_of_all_kinds_are_summed():
+    """Those that are summed together, and those that are not, each as it is alone."""
+    row = torch.tensor([0.1, 0.2, 0.3], dtype=torch.float64)
+    noise = MultiplicativeNormal(LOC, row, 0.01)
+    sites = [
+        latent(dist.Normal(0.3, 2.0).expand([D])),
+        latent(dist.Normal(full(0.3), SCALE + 1).to_event(1)),
+        latent(dist.Normal(0.3, 2.0).expand([D]), plate_scale=2.5),
+        latent(dist.Normal(0.3, 2.0).expand([D]), mask=torch.tensor([True, False, True])),
+        latent(dist.LogNormal(full(0.3), full(0.8))),
+        latent(dist.Gamma(full(2.0), full(1.5))),
+        latent(dist.Normal(0.3, 2.0).expand([D]), None, None, value=LOC, log_density=LOC),
+        latent(dist.Normal(0.3, 2.0).expand([D]), None, None, value=LOC, plate_scale=2.0),
+        latent(dist.Normal(0.0, 2.0).expand([D])),
+    ]
+    sites[-1].source, sites[-1].scale = GaussianSite("z", LOC, noise), noise.scale
+    alone = torch.stack([kl_to_priors([site]) for site in sites])
+    torch.testing.assert_close(kl_to_priors(sites), alone.sum())
+    closed = torch.distributions.kl_divergence
+    normal = dist.Normal(full(0.3), full(2.0))
+    torch.testing.assert_close(alone[0], closed(dist.Normal(LOC, SCALE), normal).sum())
+    torch.testing.assert_close(alone[2], 2.5 * alone[0])
+    torch.testing.assert_close(alone[6], (LOC - normal.log_prob(LOC)).sum())
+    torch.testing.assert_close(alone[7], -2 * normal.log_prob(LOC).sum())
+    torch.testing.assert_close(
+        alone[8], closed(dist.Normal(LOC, noise.scale), dist.Normal(full(0.0), 2.0)).sum()
+    )
+    assert kl_to_priors([]) == 0
+
+
+def test_a_scale_that_the_prior_learns_has_the_gradient_of_all_sites():
+    scale = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
+    each = torch.tensor([0.3, 0.8, 2.0], dtype=torch.float64, requires_grad=True)
+
+    def divergence(scale: Tensor, each: Tensor) -> Tensor:
+        shared = dist.Normal(scale.new_zeros(()), scale)
+        sites = [
+            latent(shared.expand([D])),
+            latent(shared.expand([D]).to_event(1), plate_scale=1.7),
+            latent(shared.expand([2, D]), LOC.expand(2, D), SCALE.expand(2, D)),
+            latent(shared.expand([D]), None, None, value=LOC),
+            latent(dist.Normal(full(0.2), each)),
+        ]
+        return kl_to_priors(sites)
+
+    assert torch.autograd.gradcheck(divergence, (scale, each))
+
+
+def test_a_prior_that_was_detached_is_not_moved():
+    scale = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
+    prior = dist.Normal(torch.zeros_like(scale), scale.detach()).expand([D])
+    assert not kl_to_priors([latent(prior)]).requires_grad

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from pyro_dvi.autograd_graph import leaves_of
 from pyro_dvi.choice import check_count, check_kl_weight
-from pyro_dvi.curvature.base import sum_of, twice_differentiated
-from pyro_dvi.divergences import kl_to_prior
+from pyro_dvi.curvature.base import twice_differentiated
 from pyro_dvi.errors import (
     CheckpointError,
     GuideError,
@@ -22,7 +21,6 @@ from pyro_dvi.errors import (
     UnsupportedError,
 )
 from pyro_dvi.handlers.equal_units import start_apart
-from pyro_dvi.handlers.latents import Latent
 from pyro_dvi.handlers.means import Call
 from pyro_dvi.handlers.minibatch import check_num_data
 from pyro_dvi.handlers.observed import Observed, observed_sites
@@ -80,11 +78,6 @@ class DeterministicELBO(ELBO):
         if training and self.step == 0:
             start_apart(structure.starts)
         return structure, first
-
-    @staticmethod
-    def _divergence(latents: list[Latent], like: Tensor) -> Tensor:
-        """Return the KL divergence of all latents, a scalar like another."""
-        return sum_of([kl_to_prior(latent) for latent in latents] or [torch.zeros_like(like)])
 
     def _observed(self, trace: Any) -> Observed:
         """Return the observed sites of a run of the model, whose scales agree with the size of the data set."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from pyro_dvi.autograd_graph import leaves_of
+from pyro_dvi.divergences import kl_to_priors
 from pyro_dvi.elbos.base import DeterministicELBO
 from pyro_dvi.elbos.drawn_run import DrawnRun
 from pyro_dvi.elbos.measurements import Measurements
@@ -120,7 +121,7 @@ class NaturalGradientELBO(DeterministicELBO):
         run = DrawnRun.of(call, self._measurements.wanted)
         observed = self._observed(run.model_trace)
         log_likelihood = observed.log_likelihood()
-        kl = self._divergence([_detached(latent) for latent in run.latents], log_likelihood)
+        kl = kl_to_priors(_detached(latent) for latent in run.latents)
         if training:
             log_likelihood = run.with_idle_draws(log_likelihood)
             self._measure(run, observed, kl_weight)

@@ -11,7 +11,7 @@ from torch import Tensor
 from pyro_dvi.choice import check_choice
 from pyro_dvi.curvature import Curvature, Fisher, Linearisation, ObservedSite
 from pyro_dvi.curvature.likelihood import SliceArguments
-from pyro_dvi.divergences import prior_precision
+from pyro_dvi.divergences import kl_to_priors, prior_precision
 from pyro_dvi.elbos.base import DeterministicELBO
 from pyro_dvi.errors import CheckpointError, DviWarning
 from pyro_dvi.handlers.means import Call, MeanRun, run_at_means
@@ -115,7 +115,7 @@ class TaylorELBO(DeterministicELBO):
             _warn_of_kinks(structure.function_names)
         observed = self._observed(run.model_trace)
         log_likelihood = observed.log_likelihood()
-        kl = self._divergence(run.latents, log_likelihood)
+        kl = kl_to_priors(run.latents)
         penalty = torch.zeros_like(log_likelihood)
         if penalty_weight and run.gaussians:
 

@@ -18,7 +18,7 @@ from pyro.infer.autoguide import (
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_dvi.divergences import kl_to_prior
+from pyro_dvi.divergences import kl_to_priors
 from pyro_dvi.guides import MeanFieldGuide
 from pyro_dvi.handlers.distributions import strip_event_dims
 from pyro_dvi.handlers.latents import unconstraining_transform
@@ -158,4 +158,4 @@ def test_the_density_of_a_point_mass_below_to_event_counts_once():
 
     (latent,) = run_at_means(Call(model, guide, (torch.zeros(()),))).latents
     expected = -dist.Normal(0.0, 2.0).log_prob(torch.ones(3)).sum()
-    torch.testing.assert_close(kl_to_prior(latent), expected)
+    torch.testing.assert_close(kl_to_priors([latent]), expected)
