@@ -8,12 +8,12 @@ from typing import Any
 import pyro.distributions as dist
 from pyro.distributions.distribution import Distribution
 from torch import Tensor
-from torch.distributions import register_kl
+from torch import distributions as td
 
 from pyro_dvi.choice import check_choice
 from pyro_dvi.guides.scales import PerWeight, ScaleFamily
 
-__all__ = ["Deterministic", "Factor", "MeanField", "TransformedValue"]
+__all__ = ["Deterministic", "Factor", "MeanField", "ReadyNormal", "TransformedValue"]
 
 
 class Factor(ABC):
@@ -70,7 +70,7 @@ class MeanField(Factor):
 
     def distribution(self, loc: Tensor, spread: Tensor | None) -> dist.Normal:
         scale = self.scale.initial(loc.detach(), loc.detach(), 0) if spread is None else spread
-        return dist.Normal(loc, scale.expand_as(loc), validate_args=False)
+        return ReadyNormal(loc, scale if scale.shape == loc.shape else scale.expand_as(loc))
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,17 @@ class Deterministic(Factor):
         return dist.Delta(loc, validate_args=False)
 
 
+class ReadyNormal(dist.Normal):
+    """A Normal whose mean and scale have the same shape: it broadcasts and checks nothing in the steps of training."""
+
+    def __init__(self, loc: Tensor, scale: Tensor) -> None:
+        self.loc, self.scale = loc, scale
+        td.Distribution.__init__(self, loc.shape, validate_args=False)
+
+    def expand(self, batch_shape: Any, _instance: Any = None) -> "ReadyNormal":
+        return ReadyNormal(self.loc.expand(batch_shape), self.scale.expand(batch_shape))
+
+
 class TransformedValue(dist.Delta):
     """The value of a constrained site: a point mass that carries the Jacobian of its transform as its log density.
 
@@ -89,7 +100,7 @@ class TransformedValue(dist.Delta):
     """
 
 
-@register_kl(TransformedValue, Distribution)
+@td.register_kl(TransformedValue, Distribution)
 def _divergence(p: TransformedValue, q: Any) -> Tensor:
     divergence: Tensor = p.log_density - q.log_prob(p.v)
     return divergence

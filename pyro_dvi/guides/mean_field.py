@@ -5,12 +5,11 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
-from torch.distributions import constraints
 
 from pyro_dvi.bayesian import init_to_module
 from pyro_dvi.guides.base import FactorisedGuide
 from pyro_dvi.guides.factors import Factor, MeanField
-from pyro_dvi.guides.scales import ScaleFamily
+from pyro_dvi.guides.scales import ScaleFamily, exp_positive
 
 __all__ = ["MeanFieldGuide"]
 
@@ -48,8 +47,7 @@ class MeanFieldGuide(FactorisedGuide):
         tensor([[0.0498, 0.0498]])
     """
 
-    # The optimizer sees the logarithm of a scale: the transform to positive numbers is exp.
-    _constraints = {"scales": constraints.positive}  # noqa: RUF012
+    _constraints = {"scales": exp_positive}  # noqa: RUF012
 
     def __init__(
         self,

@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 import torch.nn.functional as F
 from pyro.distributions import constraints as pyro_constraints
 from torch import Tensor, nn
-from torch.distributions import constraints
 
 from pyro_dvi.bayesian import init_to_module
 from pyro_dvi.errors import ArgumentError, ModelError
@@ -22,6 +21,7 @@ from pyro_dvi.guides.input_units import (
     layers_called,
     units_of_layer,
 )
+from pyro_dvi.guides.scales import exp_positive
 from pyro_dvi.handlers.latents import unconstraining_transform
 from pyro_dvi.multiplicative_normal import MultiplicativeNormal
 from pyro_dvi.sites import sites_named
@@ -97,7 +97,7 @@ class MultiplicativeNoiseGuide(FactorisedGuide):
 
     _constraints = {  # noqa: RUF012
         "alphas": pyro_constraints.softplus_positive,
-        "scales": constraints.positive,
+        "scales": exp_positive,
     }
 
     def __init__(

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import pyro.distributions as dist
 from torch import Tensor
 from torch.distributions import constraints
 
@@ -13,7 +12,7 @@ from pyro_dvi.bayesian import init_to_module
 from pyro_dvi.divergences import normal_in_unconstrained_space, refuse_not_normal
 from pyro_dvi.errors import ArgumentError
 from pyro_dvi.guides.base import FactorisedGuide
-from pyro_dvi.guides.factors import Factor
+from pyro_dvi.guides.factors import Factor, ReadyNormal
 from pyro_dvi.handlers.latents import unconstraining_transform
 
 __all__ = ["NaturalGradientGuide"]
@@ -89,6 +88,6 @@ class Precision(Factor):
     def initial(self, loc: Tensor, prior_scale: Tensor, event_dim: int) -> Tensor:
         return (self.initial_scale * prior_scale.expand_as(loc)).pow(-2).contiguous()
 
-    def distribution(self, loc: Tensor, spread: Tensor | None) -> dist.Normal:
+    def distribution(self, loc: Tensor, spread: Tensor | None) -> ReadyNormal:
         assert spread is not None
-        return dist.Normal(loc, spread.detach().rsqrt(), validate_args=False)
+        return ReadyNormal(loc, spread.detach().rsqrt())

@@ -8,11 +8,29 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.distributions import ExpTransform, constraints, transform_to
 
 from pyro_dvi.choice import check_count, check_positive
 from pyro_dvi.errors import ArgumentError
 
-__all__ = ["PerSite", "PerWeight", "SGDStepSize", "ScaleFamily"]
+__all__ = ["PerSite", "PerWeight", "SGDStepSize", "ScaleFamily", "exp_positive"]
+
+
+class _ExpPositive(constraints.greater_than):  # type: ignore[misc]
+    """Positive numbers, of which an optimizer sees the logarithm.
+
+    Torch's own transform to positive numbers adds zero and multiplies by one after the exponential: two passes over all
+    weights in every step, and a third one backwards.
+    """
+
+
+exp_positive = _ExpPositive(0.0)
+_EXP = ExpTransform()
+
+
+@transform_to.register(_ExpPositive)
+def _to_exp_positive(constraint: _ExpPositive) -> ExpTransform:
+    return _EXP
 
 
 class ScaleFamily(ABC):

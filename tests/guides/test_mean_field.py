@@ -360,3 +360,13 @@ def test_a_latent_on_a_sphere_is_named_with_the_way_out(guide):
         guide(model)(x, y)
     reparam = {"direction": ProjectedNormalReparam()}
     guide(pyro.poutine.reparam(model, config=reparam))(x, y)
+
+
+def test_the_logarithm_of_a_scale_is_what_an_optimizer_sees():
+    problem = LinearRegression()
+    guide = MeanFieldGuide(problem.model)
+    guide.initialize(problem.x, problem.y)
+    seen = dict(guide.scales.named_parameters())
+    assert seen
+    for name, value in guide.scales.named_pyro_params():
+        assert torch.equal(value, seen[f"{name}_unconstrained"].exp())

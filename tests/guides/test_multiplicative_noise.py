@@ -287,7 +287,7 @@ def test_a_constrained_latent_is_no_weight():
 
     with pytest.raises(ModelError, match="'rates', whose support .* is constrained"):
         started(model, input_axis={"rates": 0})
-    assert kinds(started(model)) == {"rates": "Normal"}
+    assert kinds(started(model)) == {"rates": "ReadyNormal"}
 
 
 def test_discrete_latents_and_none_at_all():
@@ -316,7 +316,9 @@ def test_the_guide_keeps_no_network():
 def test_mean_weights_in_one_dimension_stay_with_the_choice_for_biases():
     problem = LinearRegression()
     guide = started(problem.model, problem.x, problem.y, biases=MeanField(PerSite()))
-    assert kinds(guide) == {"weight": "Normal", "bias": "Normal"} and guide.scales.weight.shape == (1,)
+    assert kinds(guide) == {"weight": "ReadyNormal", "bias": "ReadyNormal"} and guide.scales.weight.shape == (
+        1,
+    )
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda guide: pickle.loads(pickle.dumps(guide))])
