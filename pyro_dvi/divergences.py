@@ -9,7 +9,6 @@ own parents. Point masses contribute minus their log prior.
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NoReturn
 
@@ -57,78 +56,48 @@ def kl_to_priors(latents: Iterable[Latent]) -> Tensor:
         latents: posterior marginals and priors of the sites.
     """
     terms: list[Tensor] = []
-    together: dict[Any, list[_Summand]] = {}
+    together: dict[Any, list[tuple[Any, ...]]] = {}
     for latent in latents:
         summand = _summand(latent)
         if summand is None:
             terms.append(_kl_to_prior(latent))
         else:
-            together.setdefault(summand.kind, []).append(summand)
+            together.setdefault(summand[0], []).append(summand[1])
+            if latent.loc is None and torch.is_tensor(latent.log_density):
+                terms.append(_scaled(latent, latent.log_density))
     for (divergence, plate_scale, *_), members in together.items():
-        total = divergence(
-            [each.latent for each in members],
-            [each.loc for each in members],
-            [each.scale for each in members],
-        )
+        total = divergence(*zip(*members, strict=True))
         terms.append(total if plate_scale == 1.0 else total * plate_scale)
     return sum_of(terms) if terms else torch.zeros(())
 
 
-@dataclass
-class _Summand:
-    """A site with a Normal prior that is summed with others of its kind.
+def _summand(latent: Latent) -> tuple[tuple[Any, ...], tuple[Any, ...]] | None:
+    """What a site with a Normal prior is summed by, with all that agree in it, and its arguments.
 
-    Attributes:
-        latent: the site.
-        loc: mean of its prior, a scalar where all elements share it.
-        scale: standard deviation of its prior likewise.
-        kind: the divergence, the site's scale, and what a list of tensors has to have in common.
+    None for a site that is masked, or does not count with one number, or has a prior that is not Normal.
     """
-
-    latent: Latent
-    loc: Tensor
-    scale: Tensor
-    kind: tuple[Any, ...]
-
-
-def _summand(latent: Latent) -> _Summand | None:
-    """None for a site that is masked, or does not count with one number, or whose prior is not Normal."""
-    scales = latent.plate_scale, latent.guide_scale
-    if latent.mask is not None or any(map(torch.is_tensor, scales)) or scales[0] != scales[1]:
+    scales, normal = {latent.plate_scale, latent.guide_scale}, normal_prior(latent)
+    if latent.mask is not None or len(scales) > 1 or any(map(torch.is_tensor, scales)) or normal is None:
         return None
-    normal = normal_prior(latent)
-    of = latent.value if latent.loc is None else latent.loc
-    if normal is None or normal.loc.shape != of.shape:
-        return None
-    loc, scale = _scalar(normal.loc), _scalar(normal.scale)
-    if scale.requires_grad and scale.dim():
-        return None
-    common = (of.dtype, of.device, scale.dim() == 0, scale.dtype, scale.device)
-    return _Summand(latent, loc, scale, (_divergence_of(latent), latent.plate_scale, *common))
-
-
-def _divergence_of(latent: Latent) -> Callable[..., Tensor]:
+    m, s = _scalar(normal.loc), _scalar(normal.scale)
+    base: Any = None if latent.source is None else latent.source.base
+    divergence: Callable[..., Tensor] = normal_divergence
+    parts: list[Any]
     if latent.loc is None:
-        return _of_masses
-    base = None if latent.source is None else latent.source.base
-    return _of_noise if isinstance(base, MultiplicativeNormal) and base.loc is latent.loc else _of_gaussians
-
-
-def _of_masses(latents: list[Latent], *prior: list[Tensor]) -> Tensor:
-    own = [latent.log_density.sum() for latent in latents if torch.is_tensor(latent.log_density)]
-    total = minus_log_density([latent.value for latent in latents], *prior)
-    return total + sum_of(own) if own else total
-
-
-def _of_gaussians(latents: list[Latent], *prior: list[Tensor]) -> Tensor:
-    pairs = [torch.broadcast_tensors(latent.loc, latent.scale) for latent in latents]
-    return normal_divergence([loc for loc, _ in pairs], [scale for _, scale in pairs], *prior)
-
-
-def _of_noise(latents: list[Latent], *prior: list[Tensor]) -> Tensor:
-    bases: list[Any] = [latent.source.base for latent in latents if latent.source is not None]
-    parts = [base.loc for base in bases], [base.alpha for base in bases], [base.eps for base in bases]
-    return multiplicative_divergence(*parts, *prior)
+        divergence, parts = minus_log_density, [latent.value]
+    elif isinstance(base, MultiplicativeNormal):
+        divergence, parts = multiplicative_divergence, [latent.loc, base.alpha, base.eps]
+    else:
+        parts = list(torch.broadcast_tensors(latent.loc, latent.scale))
+    if normal.loc.shape != parts[0].shape or m.requires_grad:
+        return None
+    if m.dim() or s.dim():
+        if divergence is not normal_divergence:
+            return None
+        # In units of the prior, which is then a standard Normal.
+        parts, m, s = [(parts[0] - m) / s, parts[1] / s], torch.zeros(()), torch.ones(())
+    common = (parts[0].dtype, parts[0].device, s.dtype, s.device)
+    return (divergence, latent.plate_scale, *common), (*parts, m, s)
 
 
 def _kl_to_prior(latent: Latent) -> Tensor:

@@ -308,7 +308,7 @@ def test_sites_of_all_kinds_are_summed():
         latent(dist.Normal(0.3, 2.0).expand([D]), None, None, value=LOC, plate_scale=2.0),
         latent(dist.Normal(0.0, 2.0).expand([D])),
     ]
-    sites[-1].source, sites[-1].scale = GaussianSite("z", LOC, noise), noise.scale
+    sites[-1].source, sites[-1].own_scale = GaussianSite("z", LOC, noise), None
     alone = torch.stack([kl_to_priors([site]) for site in sites])
     torch.testing.assert_close(kl_to_priors(sites), alone.sum())
     closed = torch.distributions.kl_divergence

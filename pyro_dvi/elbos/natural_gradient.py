@@ -202,7 +202,7 @@ def _detached(latent: Latent) -> Latent:
     """The latent with its posterior constant: the divergence moves parameters of priors only."""
     if latent.loc is None or latent.scale is None:
         return latent
-    return replace(latent, loc=latent.loc.detach(), scale=latent.scale.detach())
+    return replace(latent, loc=latent.loc.detach(), own_scale=latent.scale.detach())
 
 
 def _deliver_product(state: NaturalState, ratio: Tensor, gradient: Tensor) -> None:

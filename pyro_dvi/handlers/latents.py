@@ -73,7 +73,7 @@ class Latent:
         prior: the site's distribution, given its parents' values.
         value: the value that the model computed with.
         loc: posterior mean of the unconstrained value; None for a point mass.
-        scale: its standard deviation; None for a point mass.
+        own_scale: its standard deviation; that of ``source`` by default.
         transform: map from unconstrained to constrained values; None for the identity.
         log_density: log-density that a point mass carries (a Jacobian, for MAP in unconstrained space).
         plate_scale: the site's own scale, as for local latents of a subsampled plate.
@@ -87,7 +87,7 @@ class Latent:
     prior: Any
     value: Tensor
     loc: Tensor | None = None
-    scale: Tensor | None = None
+    own_scale: Tensor | None = None
     transform: Any = None
     log_density: Tensor | float = 0.0
     plate_scale: float | Tensor = 1.0
@@ -95,6 +95,11 @@ class Latent:
     source: GaussianSite | None = None
     guide_scale: float | Tensor = 1.0
     elements: Tensor | bool = True
+
+    @property
+    def scale(self) -> Tensor | None:
+        """Standard deviation of the unconstrained value, computed when it is asked for; None for a point mass."""
+        return self.source.scale if self.own_scale is None and self.source is not None else self.own_scale
 
 
 def is_real(support: Any) -> bool:
@@ -129,16 +134,21 @@ class Marginal:
     Attributes:
         source: the guide's Gaussian.
         loc: its mean, of the site's elements.
-        scale: its standard deviation.
+        own_scale: its standard deviation; that of ``source`` by default.
         transform: from the Gaussian to the site's value; None for the identity.
         elements: mask of the elements of a joint vector that are the site's; True if all are.
     """
 
     source: GaussianSite
     loc: Tensor
-    scale: Tensor
+    own_scale: Tensor | None
     transform: Any
     elements: Tensor | bool = True
+
+    @property
+    def scale(self) -> Tensor:
+        """Standard deviation, computed when it is asked for."""
+        return self.source.scale if self.own_scale is None else self.own_scale
 
 
 class Marginals:
@@ -161,10 +171,10 @@ class Marginals:
         if name in self.gaussians:
             source = self.gaussians[name]
             transform = td.ComposeTransform(list(source.transforms)) if source.transforms else None
-            return Marginal(source, source.loc, source.scale, transform)
+            return Marginal(source, source.loc, None, transform)
         if f"{name}_unconstrained" in self.gaussians:
             source = self.gaussians[f"{name}_unconstrained"]
-            return Marginal(source, source.loc, source.scale, unconstraining_transform(prior.support))
+            return Marginal(source, source.loc, None, unconstraining_transform(prior.support))
         part = self.joint.get(name)
         return None if part is None else replace(part, transform=unconstraining_transform(prior.support))
 
@@ -194,7 +204,8 @@ def match_latents(
             latent.log_density = _log_density_of_mass(guide_site["fn"])
             latent.guide_scale = guide_site["scale"]
         else:
-            latent.loc, latent.scale, latent.transform = marginal.loc, marginal.scale, marginal.transform
+            latent.loc, latent.own_scale = marginal.loc, marginal.own_scale
+            latent.transform = marginal.transform
             latent.source, latent.elements = marginal.source, marginal.elements
             latent.guide_scale = guide_trace.nodes[marginal.source.name]["scale"]
         latents.append(latent)
