@@ -51,7 +51,7 @@ class JointOptim(PyroOptim):
         optim_args: dict[str, Any] | Callable[..., dict[str, Any]],
         clip_args: dict[str, Any] | Callable[..., dict[str, Any]] | None = None,
     ) -> None:
-        super().__init__(optim_constructor, optim_args, clip_args)
+        PyroOptim.__init__(self, optim_constructor, optim_args, clip_args)
         # An optimizer, or the scheduler of one, for each set of options, with these options as they were given.
         self._shared: list[tuple[Any, dict[str, Any]]] = []
         self._places: dict[Tensor, tuple[Any, ...]] = {}
@@ -129,9 +129,13 @@ class JointOptim(PyroOptim):
                 break
         else:
             shared = made
-            self._shared.append((made, given))
+            self._share(made, given, fresh=state is None)
         self.optim_objs[parameter] = shared
         self.grad_clip[parameter] = self._get_grad_clip(parameter)  # type: ignore[arg-type]
+
+    def _share(self, made: Any, given: dict[str, Any], fresh: bool) -> None:
+        """Let other parameters share an optimizer that was made for the first one with these options."""
+        self._shared.append((made, given))
 
     def _leave(self, parameter: Tensor) -> None:
         held = self.optim_objs.pop(parameter, None)

@@ -34,9 +34,9 @@ class Schedule:
             own = route.svi.optim if isinstance(route.svi.optim, PyroLRScheduler) else None
             if scheduler is not None and scheduler is not own:
                 raise ArgumentError(
-                    "lr_schedule: an SVI carries its schedule in its optimizer, for instance pyro.optim.ExponentialLR("
-                    "{'optimizer': torch.optim.Adam, 'optim_args': learning_rates(1e-3), 'gamma': 0.99}), which fit "
-                    "steps after every epoch. Only EveryStep(svi.optim) can be given here."
+                    "lr_schedule: an SVI carries its schedule in its optimizer, for instance pyro_dvi.optim.Adam("
+                    "learning_rates(1e-3), scheduler=partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.99)), "
+                    "which fit steps after every epoch. Only EveryStep(svi.optim) can be given here."
                 )
             scheduler = own
         elif scheduler is not None and not isinstance(scheduler, (LRScheduler, ReduceLROnPlateau)):

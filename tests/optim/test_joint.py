@@ -164,6 +164,31 @@ def test_a_module_that_was_converted_keeps_its_moments(change):
     torch.testing.assert_close(converted.float(), kept)
 
 
+@pytest.mark.parametrize("constructor", ["Adam", "SGD", "Adagrad", "RMSprop"])
+def test_two_devices_and_a_module_that_moves(constructor, device):
+    """The module moves between two steps; a parameter beside it stays on the CPU."""
+
+    def weights(make, moves):
+        pyro.clear_param_store()
+        torch.manual_seed(0)
+        layer, optim = torch.nn.Linear(3, 2), make(getattr(torch.optim, constructor), {"lr": 0.1})
+        beside = pyro.param("beside", torch.ones(2))
+        for step in range(6):
+            if moves and step == 3:
+                layer.to(device)
+            parameters = [pyro.param("weight", layer.weight), pyro.param("bias", layer.bias), beside]
+            for size, parameter in enumerate(parameters):
+                parameter.grad = parameter.detach() * (1 + size)
+            optim(parameters)
+            for parameter in parameters:
+                parameter.grad = None
+        assert parameters[0].device.type == (device.type if moves else "cpu")
+        return [parameter.detach().cpu() for parameter in parameters]
+
+    for ours, theirs in zip(weights(JointOptim, True), weights(PyroOptim, False), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
 # -- States ---------------------------------------------------------------------------------------
 
 MAKERS = {"ours": JointOptim, "Pyro's": PyroOptim}

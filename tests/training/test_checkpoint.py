@@ -2,6 +2,7 @@
 """A run that is saved and taken up again gives the numbers of one that went through."""
 
 import random
+from functools import partial
 
 import numpy as np
 import pyro
@@ -12,8 +13,10 @@ from pyro.infer import SVI, Trace_ELBO
 from pyro.nn import PyroModule
 from pyro.optim import Adam, ClippedAdam, ExponentialLR
 from torch import nn
+from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
+from pyro_dvi import optim
 from pyro_dvi.bayesian import classifier, to_bayesian_
 from pyro_dvi.elbos.taylor import TaylorELBO
 from pyro_dvi.errors import CheckpointError, ModelError
@@ -41,6 +44,10 @@ OPTIMIZERS = {
     "ClippedAdam": lambda: ClippedAdam(learning_rates(0.01, lrd=0.99)),
     "ExponentialLR": lambda: ExponentialLR(
         {"optimizer": torch.optim.Adam, "optim_args": learning_rates(0.01), "gamma": 0.9}
+    ),
+    "one for all": lambda: optim.Adam(learning_rates(0.01)),
+    "one for all, scheduled": lambda: optim.SGD(
+        learning_rates(1e-4, momentum=0.9), {"clip_norm": 100.0}, scheduler=partial(StepLR, step_size=1)
     ),
 }
 

@@ -4,6 +4,7 @@
 import math
 import os
 import signal
+from functools import partial
 
 import pyro
 import pyro.distributions as dist
@@ -13,6 +14,7 @@ from pyro.infer import SVI, Trace_ELBO
 from pyro.optim import Adam, ExponentialLR, PyroOptim
 from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 
+from pyro_dvi import optim
 from pyro_dvi.elbos.taylor import TaylorELBO
 from pyro_dvi.errors import DataError
 from pyro_dvi.optim import learning_rates
@@ -213,20 +215,25 @@ def test_history_continues():
 # -- learning rates -------------------------------------------------------------------------------------------
 
 
-def test_pyro_scheduler_steps_every_epoch():
-    optimizer = ExponentialLR(
-        {"optimizer": torch.optim.Adam, "optim_args": learning_rates(0.01), "gamma": 0.5}
-    )
-    history = fit(svi_of("AutoNormal + Trace_ELBO", optimizer=optimizer), sequence(), 3, progress=False)
+OPTIONS = {"optimizer": torch.optim.Adam, "optim_args": learning_rates(0.01), "gamma": 0.5}
+HALVED = {
+    "Pyro's": lambda: ExponentialLR(dict(OPTIONS)),
+    "ours": lambda: optim.Adam(
+        learning_rates(0.01), scheduler=partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5)
+    ),
+}
+
+
+@pytest.mark.parametrize("make", HALVED.values(), ids=HALVED)
+def test_the_schedule_of_an_svi_moves_every_epoch(make):
+    history = fit(svi_of("AutoNormal + Trace_ELBO", optimizer=make()), sequence(), 3, progress=False)
     assert history["lr"] == pytest.approx([0.01, 0.005, 0.0025])
 
 
-def test_pyro_scheduler_can_step_every_step():
-    optimizer = ExponentialLR(
-        {"optimizer": torch.optim.Adam, "optim_args": learning_rates(0.01), "gamma": 0.5}
-    )
-    svi = svi_of("AutoNormal + Trace_ELBO", optimizer=optimizer)
-    history = fit(svi, sequence(), 1, lr_schedule=EveryStep(optimizer), progress=False)
+@pytest.mark.parametrize("make", HALVED.values(), ids=HALVED)
+def test_the_schedule_of_an_svi_can_move_every_step(make):
+    svi = svi_of("AutoNormal + Trace_ELBO", optimizer=make())
+    history = fit(svi, sequence(), 1, lr_schedule=EveryStep(svi.optim), progress=False)
     assert history.steps["lr"] == pytest.approx([0.01, 0.005, 0.0025])
 
 
@@ -253,6 +260,13 @@ def test_reduce_on_plateau_follows_validation():
         validate=lambda: 1.0,
         progress=False,
     )
+    assert history["lr"] == pytest.approx([0.01, 0.01, 0.001])
+
+
+def test_reduce_on_plateau_in_an_svi_follows_validation():
+    scheduler = partial(torch.optim.lr_scheduler.ReduceLROnPlateau, factor=0.1, patience=0)
+    svi = svi_of("AutoNormal + Trace_ELBO", optimizer=optim.Adam(learning_rates(0.01), scheduler=scheduler))
+    history = fit(svi, sequence(), 3, validate=lambda: 1.0, progress=False)
     assert history["lr"] == pytest.approx([0.01, 0.01, 0.001])
 
 

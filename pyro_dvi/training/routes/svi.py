@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from pyro_dvi.errors import UnsupportedError
+from pyro_dvi.optim import JointOptim
 from pyro_dvi.training.routes.base import Route, finite
 
 __all__ = ["SVIRoute"]
@@ -50,17 +51,17 @@ class SVIRoute(Route):
         return {**self.svi.optim._state_waiting_to_be_consumed, **self.svi.optim.get_state()}
 
     def load_optimizer_state(self, state: dict[str, Any]) -> None:
-        """Load at once for parameters that have an optimizer; PyroOptim.set_state would never reach those."""
-        state = copy.deepcopy(state)
-        store = pyro.get_param_store()
-        for parameter, optimizer in self.svi.optim.optim_objs.items():
+        """Load at once for parameters that were stepped before; the ``set_state`` of Pyro's own never reaches those."""
+        optim, state, store = self.svi.optim, copy.deepcopy(state), pyro.get_param_store()
+        self._rate = None
+        for parameter, held in () if isinstance(optim, JointOptim) else optim.optim_objs.items():
             own = state.pop(store.param_name(parameter) or "", None)
-            if own is not None and hasattr(optimizer, "optimizer"):
-                optimizer.load_state_dict(own["scheduler"])
-                optimizer.optimizer.load_state_dict(own["optimizer"])
+            if own is not None and hasattr(held, "optimizer"):
+                held.load_state_dict(own["scheduler"])
+                held.optimizer.load_state_dict(own["optimizer"])
             elif own is not None:
-                optimizer.load_state_dict(own)
-        self.svi.optim.set_state(state)
+                held.load_state_dict(own)
+        optim.set_state(state)
 
     @property
     def optimizer_name(self) -> str:

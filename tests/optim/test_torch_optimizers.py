@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adam, AdamW and SGD: what is decayed, which kernels run, and mistakes in their options."""
+
+import pickle
+from functools import partial
+
+import pyro
+import pytest
+import torch
+from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR
+
+from pyro_dvi.errors import ArgumentError
+from pyro_dvi.optim import SGD, Adam, AdamW, learning_rates
+
+MAKERS = [Adam, AdamW, SGD]
+
+
+def moved(optim, names, gradient=0.0):
+    """Where ones are after a step along a constant gradient."""
+    parameters = [pyro.param(name, torch.ones(1)) for name in names]
+    for parameter in parameters:
+        parameter.grad = torch.full((1,), gradient)
+    optim(parameters)
+    return [float(parameter.detach()) for parameter in parameters]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"lr": 0.1, "weight_decay": 0.5},
+        learning_rates(0.1, weight_decay=0.5),
+        lambda name: {"lr": 0.1, "weight_decay": 0.5},
+    ],
+    ids=["dictionary", "learning_rates", "function"],
+)
+def test_adamw_leaves_scales_undecayed(options):
+    after = moved(AdamW(options), ["Guide.locs.w", "Guide.scales.w", "net.scale"])
+    assert after == pytest.approx([0.95, 1.0, 0.95])
+
+
+def test_adamw_finds_scales_by_the_pattern_of_the_learning_rates():
+    options = learning_rates(0.1, scale_pattern="_sigma$", weight_decay=0.5)
+    assert moved(AdamW(options), ["w", "w_sigma"]) == pytest.approx([0.95, 1.0])
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_the_fused_kernels_of_torch_run(make):
+    optim = make(learning_rates(0.1))
+    moved(optim, ["a", "Guide.scales.b", "c"], gradient=1.0)
+    assert len(set(optim.optim_objs.values())) == 2
+    assert all(held.param_groups[0]["fused"] for held in optim.optim_objs.values())
+    assert all(held["param_groups"][0]["fused"] is None for held in optim.get_state().values())
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_optimizers_can_be_pickled(make):
+    optim = make(learning_rates(0.1), {"clip_norm": 1.0}, scheduler=partial(ExponentialLR, gamma=0.9))
+    assert pickle.loads(pickle.dumps(optim)).pt_optim_constructor is getattr(torch.optim, make.__name__)
+
+
+@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"lr": 0.1, "learning_rate": 1}, "learning_rate"),
+        (learning_rates(0.1, momentums=0.9), "momentums"),
+        ({"lr": -1.0}, "-1.0"),
+        ([torch.zeros(2)], "dict of options"),
+        (0.1, "got 0.1"),
+    ],
+)
+def test_mistaken_options(make, options, said):
+    with pytest.raises(ArgumentError, match=said):
+        make(options)
+
+
+@pytest.mark.parametrize(
+    "scheduler",
+    [0.9, lambda optimizer: 0.9, torch.optim.SGD, OneCycleLR],
+    ids=["number", "function of a number", "optimizer", "without its options"],
+)
+def test_mistaken_schedulers(scheduler):
+    with pytest.raises(ArgumentError, match="partial"):
+        Adam({"lr": 0.1}, scheduler=scheduler)
+
+
+def test_a_built_scheduler_says_how_to_pass_it():
+    built = ExponentialLR(torch.optim.Adam([torch.zeros(1)]), 0.9)
+    with pytest.raises(ArgumentError, match="partial"):
+        Adam({"lr": 0.1}, scheduler=built)
