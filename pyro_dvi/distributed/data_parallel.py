@@ -26,7 +26,7 @@ from pyro_dvi.distributed.parameters import (
 )
 from pyro_dvi.distributed.shares import Fractions, weights_of
 from pyro_dvi.errors import ArgumentError, DataError, NonFiniteError, PyroDviError, UnsupportedError
-from pyro_dvi.natural_state import NaturalState, natural_state_of
+from pyro_dvi.natural_step import STEPS
 
 __all__ = ["DataParallel"]
 
@@ -201,18 +201,15 @@ class DataParallel(ELBO):
         if leaves:
             found = torch.autograd.grad(loss, leaves, allow_unused=True)
             gradients = [torch.zeros_like(p) if g is None else g for p, g in zip(leaves, found, strict=True)]
-        states = [state for state in map(natural_state_of, leaves) if state is not None and state.is_fresh]
-        measured = [(state, name) for state in states for name in state.measurements()]
         statistics = list(running_statistics(model))
-        tensors = [*gradients, *(getattr(state, name) for state, name in measured), *statistics]
-        sums = iter(weighted_sums(tensors, weight, self.group))
+        sums = iter(weighted_sums([*gradients, *statistics], weight, self.group))
         gradients = list(islice(sums, len(gradients)))
-        for (state, name), total in zip(measured, islice(sums, len(measured)), strict=True):
-            setattr(state, name, total)
         with torch.no_grad():
             for statistic, total in zip(statistics, sums, strict=True):
                 statistic.copy_(total)
-        result: Tensor = _Joint.apply(loss.new_tensor(value), gradients, states, *leaves)
+        result: Tensor = _Joint.apply(loss.new_tensor(value), gradients, *leaves)
+        if guide in STEPS:
+            result.register_hook(STEPS[guide].note_factor)
         return result
 
     # The first step ---------------------------------------------------------------------------------------------
@@ -257,17 +254,13 @@ class _Joint(Function):
     """A loss with gradients that are known already."""
 
     @staticmethod
-    def forward(
-        ctx: Any, loss: Tensor, gradients: list[Tensor], states: list[NaturalState], *leaves: Tensor
-    ) -> Tensor:
-        ctx.gradients, ctx.states = gradients, states
+    def forward(ctx: Any, loss: Tensor, gradients: list[Tensor], *leaves: Tensor) -> Tensor:
+        ctx.gradients = gradients
         return loss
 
     @staticmethod
     def backward(ctx: Any, out: Tensor) -> tuple[Tensor | None, ...]:
-        for state in ctx.states:
-            state.loss_factor = out.detach()
-        return (None, None, None, *(out * gradient for gradient in ctx.gradients))
+        return (None, None, *(out * gradient for gradient in ctx.gradients))
 
 
 def _diagnosis(messages: list[_Evaluation]) -> str:

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """One run of guide and model at draws that keep their noise."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch import distributions as td
 
-from pyro_dvi.autograd_graph import enters, graph_of
+from pyro_dvi.autograd_graph import enters
 from pyro_dvi.curvature.base import sum_of
 from pyro_dvi.curvature.rows import ConstantStatistics
 from pyro_dvi.curvature.squared_gradients import SquaredGradients
@@ -20,7 +20,7 @@ from pyro_dvi.handlers.draws import TrackedDraws
 from pyro_dvi.handlers.latents import Latent, match_latents
 from pyro_dvi.handlers.means import Call
 from pyro_dvi.handlers.observed import Observed, observed_sites
-from pyro_dvi.natural_state import Statistics
+from pyro_dvi.natural_step import NaturalSite, NaturalStep
 from pyro_dvi.sites import is_data, is_factor
 from pyro_dvi.undisturbed import undisturbed
 
@@ -48,18 +48,18 @@ class DrawnRun:
     latents: list[Latent]
 
     @classmethod
-    def of(cls, call: Call, wanted: Callable[[Tensor], Statistics]) -> "DrawnRun":
+    def of(cls, call: Call, step: NaturalStep) -> "DrawnRun":
         """Run the guide, then the model with what the guide drew.
 
         Args:
             call: of a model and a guide of Normal sites.
-            wanted: what the optimizer wants measured for a parameter of means.
+            step: what is to be measured.
         """
-        draws = TrackedDraws(wanted)
+        draws = TrackedDraws(call.guide, step)
         with call.explained(), draws:
             guide_trace = call.trace_guide()
         recorder = _recorder(draws, guide_trace)
-        with call.explained(draws.leaves.values()), recorder:
+        with call.explained([drawn.leaf for drawn in draws.gaussians.values()]), recorder:
             model_trace = call.trace_model(guide_trace)
         latents = match_latents(model_trace, guide_trace, draws.gaussians, call.guide)
         return cls(call, guide_trace, draws, model_trace, recorder, latents)
@@ -75,9 +75,8 @@ class DrawnRun:
             trace = self.call.trace_model(self.guide_trace)
         return Run(self.call.model, recorder, observed_sites(trace).terms, self._uncoupled)
 
-    def with_idle_draws(self, log_likelihood: Tensor) -> Tensor:
+    def with_idle_draws(self, log_likelihood: Tensor, graph: set[Any]) -> Tensor:
         """Give latents that no observation depends on a gradient too, zero: their posterior becomes the prior."""
-        graph = graph_of([log_likelihood])
         idle = [g.value.sum() * 0 for g in self.draws.gaussians.values() if g.value.grad_fn not in graph]
         return log_likelihood + sum_of(idle) if idle else log_likelihood
 
@@ -95,13 +94,21 @@ class DrawnRun:
             if {frame.name for frame in nodes[name]["cond_indep_stack"]} == plates[0]
         }
 
-    def prior_of(self, name: str) -> tuple[Tensor, Tensor]:
-        """Mean and precision of the prior of a guide's site.
+    def sites(self) -> dict[str, NaturalSite]:
+        """The guide's sites with their priors.
 
         Raises:
-            ModelError: it is not Normal, another latent sets it, or it is scaled or masked.
+            ModelError: a prior is not Normal, another latent sets it, or it is scaled or masked.
         """
-        latent = next(latent for latent in self.latents if latent.source is self.draws.gaussians[name])
+        priors = [self._prior_of(latent) for latent in self.latents if latent.source is not None]
+        precisions = torch._foreach_pow([unexpanded(prior.scale.detach()) for prior in priors], -2)
+        drawn = [latent.source for latent in self.latents if latent.source is not None]
+        return {
+            one.name: NaturalSite(one.leaf, one.precision, unexpanded(prior.loc.detach()), precision)
+            for one, prior, precision in zip(drawn, priors, precisions, strict=True)
+        }
+
+    def _prior_of(self, latent: Latent) -> td.Normal:
         prior = normal_prior(latent)
         if prior is None:
             refuse_not_normal(latent.name, latent.prior)
@@ -114,7 +121,7 @@ class DrawnRun:
                     "priors with fixed parameters. Learn the scale instead (bayesian.LearnedScale), or use TaylorELBO."
                 )
         _refuse_scaled(latent)
-        return unexpanded(prior.loc.detach()), unexpanded(prior.scale.detach()).pow(-2)
+        return prior
 
 
 def _refuse_scaled(latent: Latent) -> None:

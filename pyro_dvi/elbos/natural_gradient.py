@@ -3,25 +3,24 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from pyro_dvi.autograd_graph import leaves_of
+from pyro_dvi.autograd_graph import graph_of
 from pyro_dvi.divergences import kl_to_priors
 from pyro_dvi.elbos.base import DeterministicELBO
 from pyro_dvi.elbos.drawn_run import DrawnRun
-from pyro_dvi.elbos.measurements import Measurements
 from pyro_dvi.elbos.squares import Draw, SquareMeasurement
 from pyro_dvi.errors import ArgumentError, GuideError, UnsupportedError
 from pyro_dvi.handlers.latents import Latent
 from pyro_dvi.handlers.means import Call
 from pyro_dvi.handlers.minibatch import UnscaledMinibatches, num_data_of
 from pyro_dvi.handlers.observed import Observed
-from pyro_dvi.natural_state import NaturalState, note_trained
+from pyro_dvi.natural_step import STEPS, NaturalStep, Statistic
 
 __all__ = ["NaturalGradientELBO"]
 
@@ -33,10 +32,10 @@ class NaturalGradientELBO(DeterministicELBO):
         \mathrm{loss} = -\frac1K\sum_k \sum_s \mathrm{scale}_s \log p_s(y_s \mid w_k)
             + \beta\,\mathrm{KL}(q \,\|\, p), \qquad w_k \sim q
 
-    The backward pass leaves the gradient of the log-likelihood at the draws with the means, and what the optimizer asks
-    for beside it: sums of squared per-example gradients (:class:`~pyro_dvi.optim.VOGN`), the same at the
-    mean (:class:`~pyro_dvi.optim.OGN`), or products of gradient and noise (:class:`~pyro_dvi.optim.IVON`). The prior
-    enters in the optimizer, in closed form.
+    The backward pass leaves the gradient of the log-likelihood at the draws with the means; and with the precisions, as
+    their gradient, what the optimizer takes for the curvature: sums of squared per-example gradients
+    (:class:`~pyro_dvi.optim.VOGN`), the same at the mean (:class:`~pyro_dvi.optim.OGN`), or products of gradient and
+    noise (:class:`~pyro_dvi.optim.IVON`). The prior enters in the optimizer, in closed form.
 
     Status: the loss is an unbiased estimate of the (tempered) negative ELBO. An example is an element of an observed
     site's batch shape; where batch normalisation in training mode couples examples, squared gradients are those of each
@@ -79,10 +78,11 @@ class NaturalGradientELBO(DeterministicELBO):
     """
 
     _moves_precisions = True
-
-    @cached_property
-    def _measurements(self) -> Measurements:
-        return Measurements()
+    _optimizer: Any = None  # the one that is served
+    _told: Statistic | None = None  # what a checkpoint says is to be measured next
+    _guide_id: int | None = None
+    _step: NaturalStep | None = None  # while it is being evaluated
+    _is_whole = False
 
     @cached_property
     def _squares(self) -> SquareMeasurement:
@@ -96,8 +96,8 @@ class NaturalGradientELBO(DeterministicELBO):
         """Measure what this optimizer needs, from the first step on, and drop measurements that were not used.
 
         ``fit`` and ``load`` do so. In a loop of your own it is optional: an objective that has not been told measures
-        for all of them in the first step, at a draw, and for the one that has stepped after that; ``OGN`` leaves out
-        that first step.
+        squared gradients at a draw in the first step, and for the optimizer that has stepped after that; ``OGN`` leaves
+        out that first step.
 
         Args:
             optimizer: a natural-gradient optimizer of Pyro or torch, or a scheduler of Pyro for one; None: whichever
@@ -114,68 +114,96 @@ class NaturalGradientELBO(DeterministicELBO):
             >>> elbo, optimizer = NaturalGradientELBO(), OGN({})
             >>> elbo.serve(optimizer)  # and SVI(model, guide, optimizer, loss=elbo)
         """
-        return self._measurements.serve(optimizer)
+        if optimizer is not None:
+            wanted_by(optimizer)
+        if (last := self._last()) is not None:
+            last.drop()
+        before, self._optimizer = self._optimizer, optimizer
+        return before
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs, with what the optimizer wants measured in the next step."""
+        last = self._last()
+        return super().state_dict() | ({} if last is None else {"wanted": last.wanted.value})
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._told = Statistic(state["wanted"]) if "wanted" in state else None
+
+    def _last(self) -> NaturalStep | None:
+        """The step of the guide that was trained last."""
+        return next((step for guide, step in STEPS.items() if id(guide) == self._guide_id), None)
+
+    def _next(self, guide: Any) -> NaturalStep:
+        """Begin a step of a guide, or an evaluation."""
+        last = STEPS.get(guide)
+        if self._told is not None:
+            return NaturalStep(self._told)
+        if self._optimizer is not None:
+            return NaturalStep(wanted_by(self._optimizer))
+        return NaturalStep(Statistic.SQUARES if last is None else last.wanted)
 
     def _evaluate(self, call: Call, kl_weight: float, training: bool) -> dict[str, Tensor]:
         _check(call.guide, kl_weight, training)
-        run = DrawnRun.of(call, self._measurements.wanted)
+        step = self._step if training and self._step is not None else self._next(call.guide)
+        run = DrawnRun.of(call, step)
         observed = self._observed(run.model_trace)
         log_likelihood = observed.log_likelihood()
         kl = kl_to_priors(_detached(latent) for latent in run.latents)
         if training:
-            log_likelihood = run.with_idle_draws(log_likelihood)
-            self._measure(run, observed, kl_weight)
-            note_trained(leaves_of([log_likelihood, kl]))
+            graph = graph_of([log_likelihood, kl])
+            log_likelihood = run.with_idle_draws(log_likelihood, graph)
+            step.num_data, step.temperature = max(map(num_data_of, observed.terms)), kl_weight
+            step.sites = run.sites()
+            step.trained |= {id(node.variable): node.variable for node in graph if hasattr(node, "variable")}
+            step.trained |= {id(site.loc): site.loc for site in step.sites.values()}
+            self._unscaled.see(observed.terms)
+            if step.measured is not Statistic.NOISE_PRODUCTS:
+                self._measure_squares(run, observed)
         return {"loss": kl_weight * kl - log_likelihood, "log_likelihood": log_likelihood, "kl": kl}
 
-    def _measure(self, run: DrawnRun, observed: Observed, kl_weight: float) -> None:
-        """Have the backward pass of the loss leave what the optimizer wants with the means."""
-        draws, states = run.draws, []
-        num_data, local = max(map(num_data_of, observed.terms)), run.local()
-        self._unscaled.see(observed.terms)
-        for name, leaf in draws.leaves.items():
-            precision = partial(run.call.guide.precision_parameter, name.removesuffix("_unconstrained"))
-            state = self._measurements.open(leaf, precision, run.prior_of(name), draws.asked[name])
-            state.num_data, state.temperature = num_data, kl_weight
-            states.append(state)
-        # First what runs backward passes of its own, which would set off the hooks of the others.
+    def _measure_squares(self, run: DrawnRun, observed: Observed) -> None:
+        """Have the backward pass of the loss leave squares with the precisions."""
+        gaussians, local = run.draws.gaussians, run.local()
+        curvatures = [drawn.curvature for drawn in gaussians.values()]
         self._squares.measure(
             Draw(
                 run.measured(observed),
-                [name.removesuffix("_unconstrained") for name in draws.gaussians],
-                [gaussian.value for gaussian in draws.gaussians.values()],
+                [name.removesuffix("_unconstrained") for name in gaussians],
+                [drawn.value for drawn in gaussians.values()],
                 self.num_particles,
-                add=lambda k, squares: states[k].add_squares(squares),
+                add=lambda k, squares, power: curvatures[k].add(squares, power),
             ),
-            wanted={k for k, state in enumerate(states) if state.measured.squares},
-            local={k for k, name in enumerate(draws.gaussians) if name in local},
-            loss_factor=lambda: states[0].loss_factor,
+            wanted=set(range(len(gaussians))),
+            local={k for k, name in enumerate(gaussians) if name in local},
         )
-        for (name, gaussian), state in zip(draws.gaussians.items(), states, strict=True):
-            if state.measured.noise_products:
-                ratio = draws.noise[name] / gaussian.scale.detach()
-                gaussian.value.register_hook(partial(_deliver_product, state, ratio))
 
     def loss_and_grads(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> float:
-        self._measurements.refuse_unused(guide)
+        self._is_whole = True  # the loss is differentiated as it is
         try:
             return super().loss_and_grads(model, guide, *args, **kwargs)
-        except Exception:
-            self._measurements.drop()
-            raise
+        finally:
+            self._is_whole = False
 
     def differentiable_loss(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> Tensor:
         if not torch.is_grad_enabled():
             return super().differentiable_loss(model, guide, *args, **kwargs)
-        self._measurements.refuse_unused(guide)
-        if not self._measurements.begin(guide):
-            self._unscaled.largest = 0.0
+        if self._guide_id != id(guide):
+            self._guide_id, self._unscaled.largest = id(guide), 0.0
+        elif (last := self._last()) is not None and last.is_unused:
+            raise GuideError(
+                "the gradients of the last step were not used by a natural-gradient optimizer: train with "
+                "pyro_dvi.optim.VOGN, OGN or IVON, and take a step after each backward pass. To go on after a backward "
+                "pass without a step, drop its measurements by elbo.serve(optimizer)."
+            )
+        self._step = step = self._next(guide)
         try:
             loss = super().differentiable_loss(model, guide, *args, **kwargs)
-        except Exception:
-            self._measurements.drop()
-            raise
-        self._measurements.note_factor(loss)
+        finally:
+            self._step = self._told = None
+        STEPS[guide] = step
+        if not self._is_whole:
+            loss.register_hook(step.note_factor)
         return loss
 
 
@@ -205,5 +233,21 @@ def _detached(latent: Latent) -> Latent:
     return replace(latent, loc=latent.loc.detach(), own_scale=latent.scale.detach())
 
 
-def _deliver_product(state: NaturalState, ratio: Tensor, gradient: Tensor) -> None:
-    state.add_noise_products(gradient.detach() * (ratio / state.loss_factor))
+def wanted_by(optimizer: Any) -> Statistic:
+    """Return what an optimizer of Pyro or torch wants measured in its next step.
+
+    Raises:
+        GuideError: it knows nothing of natural gradients.
+    """
+    constructor = getattr(optimizer, "pt_optim_constructor", type(optimizer))
+    made = [getattr(one, "optimizer", one) for one in getattr(optimizer, "optim_objs", {}).values()]
+    for one in (optimizer, *made):
+        if isinstance(found := getattr(one, "wanted", None), Statistic):
+            return found
+    if isinstance(first := getattr(constructor, "first", None), Statistic):
+        return first  # a scheduler of Pyro, before its first step
+    raise GuideError(
+        f"{type(optimizer).__name__} of {getattr(constructor, '__name__', 'unknown')} cannot train by "
+        "NaturalGradientELBO, whose gradients lack the prior: take pyro_dvi.optim.VOGN, OGN or IVON (VOGNOptimizer "
+        "and its sisters for elbo(model, guide)); a wrapper around one of them forwards its attribute wanted"
+    )

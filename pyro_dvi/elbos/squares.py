@@ -30,14 +30,14 @@ class Draw:
         names: latent sites, for warnings.
         values: what was drawn of each.
         num_particles: K; squares are averaged over the draws, and gradients of the loss carry 1/K.
-        add: called with an index and squares.
+        add: called with an index, squares, and the power of the factor of the loss that they lack as gradients.
     """
 
     run: Run
     names: Sequence[str]
     values: Sequence[Tensor]
     num_particles: int
-    add: Callable[[int, Tensor], None]
+    add: Callable[[int, Tensor, int], None]
 
 
 class SquareMeasurement:
@@ -57,7 +57,6 @@ class SquareMeasurement:
         draw: Draw,
         wanted: set[int],
         local: set[int],
-        loss_factor: Callable[[], Tensor | float] = lambda: 1.0,
     ) -> None:
         """Add the squares of one draw, now or in the next backward pass of the loss.
 
@@ -65,7 +64,6 @@ class SquareMeasurement:
             draw: of the latents.
             wanted: indices of the latents to measure.
             local: indices of those whose elements seem to belong to one example each, by their plate.
-            loss_factor: what the loss was multiplied with, known in its backward pass.
 
         Raises:
             UnsupportedError: the model uses reentrant checkpointing.
@@ -74,7 +72,7 @@ class SquareMeasurement:
         graph = graph_of([run.log_prob(place) for place in range(len(sites))])
         _refuse_checkpoints(graph)
         for k in [k for k in wanted if values[k].grad_fn not in graph]:  # no observation depends on it
-            draw.add(k, torch.zeros_like(values[k]))
+            draw.add(k, torch.zeros_like(values[k]), 1)
             wanted = wanted - {k}
         if len(sites) > 1 or not _is_plain(sites[0]):
             for place in range(len(sites)):
@@ -91,7 +89,7 @@ class SquareMeasurement:
         add = draw.add  # hooks that held the draw would keep its graph alive
 
         def arrived(k: int, squares: Tensor) -> None:
-            add(k, squares * (weight / loss_factor() ** 2))
+            add(k, squares if weight == 1 else squares.mul_(weight), -1)
 
         run.recorder.watch(served, arrived)
         for k in alone:
@@ -118,7 +116,7 @@ class SquareMeasurement:
             for n in range(columns.shape[1]):
                 found = run.recorder.measured(served, columns[:, n], root[:, n])
                 for k, squares in found.items():
-                    draw.add(k, squares / draw.num_particles)
+                    draw.add(k, squares / draw.num_particles, 1)
         self._without_rules(draw, wanted - served.keys(), site, log_prob)
 
     def _without_rules(self, draw: Draw, rest: set[int], site: ObservedSite, log_prob: Tensor) -> None:
@@ -139,7 +137,7 @@ class SquareMeasurement:
                     )
         squares = squares_without_rules(log_prob, _root(site, log_prob), slow)
         for k, total in zip(ordered, squares, strict=True):
-            draw.add(k, total / draw.num_particles)
+            draw.add(k, total / draw.num_particles, 1)
 
     def _warn_of_columns(self, site: ObservedSite, log_prob: Tensor, passes: int) -> None:
         if passes > _MANY_PASSES:

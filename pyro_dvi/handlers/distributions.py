@@ -83,10 +83,8 @@ def rewrapped(fn: Any, replace: Callable[[Any], Any], lead: tuple[int, ...] = ()
 
 def unexpanded(value: Tensor) -> Tensor:
     """Leave out what ``expand`` repeats: a prior that all weights share is one number again."""
-    for dim, (size, stride) in enumerate(zip(value.shape, value.stride(), strict=True)):
-        if stride == 0 and size > 1:
-            value = value.narrow(dim, 0, 1)
-    return value
+    shape = [1 if stride == 0 else size for size, stride in zip(value.shape, value.stride(), strict=True)]
+    return value if shape == list(value.shape) else value.as_strided(shape, value.stride())
 
 
 # What the model gave: logits, say, before they are normalised ------------------------------------------------

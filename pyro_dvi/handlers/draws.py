@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run a guide of Gaussians so that each draw keeps its noise, and gradients with respect to it reach the mean."""
+"""Run a guide of Gaussians so that the backward pass gives its means gradients, and its precisions the curvature."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,35 +8,96 @@ import pyro.distributions as dist
 import torch
 from torch import Tensor
 from torch import distributions as td
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
+from pyro_dvi.autograd_graph import leaf_of
 from pyro_dvi.errors import GuideError
 from pyro_dvi.handlers.distributions import strip_event_dims
 from pyro_dvi.handlers.latents import GaussianSite
-from pyro_dvi.natural_state import Statistics, leaf_of, wanted_of
+from pyro_dvi.natural_step import NaturalStep, Statistic
 from pyro_dvi.sites import SetLatents
 
-__all__ = ["TrackedDraws"]
+__all__ = ["Drawn", "TrackedDraws"]
 
 
 @dataclass
+class Drawn(GaussianSite):
+    """A Gaussian site with a draw of it.
+
+    Attributes:
+        leaf: the parameter of the means.
+        precision: that of the precisions.
+        curvature: collects what the draw's backward pass gives the precisions.
+    """
+
+    leaf: Any = None
+    precision: Any = None
+    curvature: Any = None
+
+
+@dataclass
+class Curvature:
+    """What the backward pass of a draw gives its precisions, gradients times noise or squares that were added.
+
+    Attributes:
+        step: which of both, and what the loss is multiplied with.
+    """
+
+    step: NaturalStep
+    _squares: list[tuple[Tensor, int]] = field(default_factory=list)
+
+    def add(self, squares: Tensor, power: int) -> None:
+        """Add squares, and the power of the factor of the loss that is missing there to be one of gradients."""
+        self._squares.append((squares, power))
+
+    def gathered(self) -> Tensor | None:
+        """Return the sum of the squares, once."""
+        factor, total = self.step.loss_factor, None
+        for squares, power in self._squares:
+            scaled = squares if isinstance(factor, float) else squares * factor**power
+            total = scaled if total is None else total + scaled
+        self._squares = []
+        return total
+
+
+class _Draw(Function):
+    """A draw, whose noise is a constant of the graph."""
+
+    @staticmethod
+    def forward(ctx: Any, loc: Tensor, precision: Tensor, scale: Tensor, curvature: Curvature) -> Tensor:
+        ctx.curvature = curvature
+        if curvature.step.measured.at_mean:
+            return loc.clone()
+        shift = torch.randn_like(loc).mul_(scale)
+        if curvature.step.measured is Statistic.NOISE_PRODUCTS:
+            ctx.shift, ctx.precision = shift, precision.detach()
+            return loc + shift
+        return shift.add_(loc)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.curvature.step.measured is Statistic.NOISE_PRODUCTS:
+            return gradient, (ctx.shift * ctx.precision).mul_(gradient), None, None
+        return gradient, ctx.curvature.gathered(), None, None
+
+
 class TrackedDraws(SetLatents):
-    """Draw the Gaussian sites of a guide as ``loc + noise``, where the noise is a constant of the graph.
+    """Draw the Gaussian sites of a guide.
 
     Args:
-        wanted: what the optimizer wants measured for a parameter of means.
+        guide: a guide whose precisions are parameters.
+        step: what is to be measured.
 
     Attributes:
         gaussians: the sites by name, with the drawn value.
-        leaves: the parameter of the means of each.
-        noise: standard Gaussian noise of each; zeros where the optimizer wants gradients at the mean.
-        asked: what it wants of each.
     """
 
-    wanted: Callable[[Tensor], Statistics] = wanted_of
-    gaussians: dict[str, GaussianSite] = field(default_factory=dict, init=False)
-    leaves: dict[str, Tensor] = field(default_factory=dict, init=False)
-    noise: dict[str, Tensor] = field(default_factory=dict, init=False)
-    asked: dict[str, Statistics] = field(default_factory=dict, init=False)
+    def __init__(self, guide: Any, step: NaturalStep) -> None:
+        super().__init__()
+        self.guide, self.step = guide, step
+        self.gaussians: dict[str, Drawn] = {}
 
     def _value_of(self, site: Any) -> Tensor | None:
         name, base = site["name"], strip_event_dims(site["fn"])
@@ -54,11 +114,8 @@ class TrackedDraws(SetLatents):
                 f"the mean of guide site {name!r} is no parameter, so a natural-gradient optimizer cannot move it: use "
                 "NaturalGradientGuide"
             ) from None
-        asked = self.wanted(leaf)
-        noise = torch.zeros_like(base.loc) if asked.at_mean else torch.randn_like(base.loc)
-        with torch.no_grad():
-            shift = noise * base.scale
-        value = base.loc + shift
-        self.gaussians[name] = GaussianSite(name, value, base)
-        self.leaves[name], self.noise[name], self.asked[name] = leaf, noise, asked
+        precision = self.guide.precision_parameter(name.removesuffix("_unconstrained"))
+        curvature = Curvature(self.step)
+        value = _Draw.apply(base.loc, precision, base.scale, curvature)
+        self.gaussians[name] = Drawn(name, value, base, leaf=leaf, precision=precision, curvature=curvature)
         return value

@@ -2,10 +2,9 @@
 """A natural-gradient step whose curvature needs no gradients of single examples."""
 
 import torch
-from torch import Tensor
 
-from pyro_dvi.natural_state import Statistics
-from pyro_dvi.optim.natural_gradient import NaturalGradientOptimizer, Step
+from pyro_dvi.natural_step import Statistic
+from pyro_dvi.optim.natural_gradient import NaturalGradientOptimizer, Update
 
 __all__ = ["IVONOptimizer"]
 
@@ -56,21 +55,23 @@ class IVONOptimizer(NaturalGradientOptimizer):
     (2020) for the correction of h. Own code from the equations.
     """
 
-    wanted = Statistics(squares=False)
+    statistic, first = Statistic.NOISE_PRODUCTS, Statistic.SQUARES
 
-    def _move(self, step: Step) -> Tensor:
-        measured, group, prior = step.measured, step.group, step.prior
-        (beta1, beta2), count = group["betas"], step.memory["step"]
-        momentum = step.memory["momentum"].lerp_(step.gradient / measured.num_data, 1 - beta1)
-        curvature = step.memory["curvature"]
-        torch.maximum(curvature, -(1 - _LEAST_PRECISION) * prior, out=curvature)
-        # The first step has measured where h starts; one after another optimizer has measured for that.
-        if (count > 1 or step.has_start) and measured.noise_products is not None:
-            estimate = measured.noise_products / measured.num_data
-            distance = estimate - curvature
-            correction = distance.square().div_(curvature + prior).mul_(0.5 * (1 - beta2) ** 2)
-            curvature.lerp_(estimate, 1 - beta2).add_(correction)
-        direction = (momentum / (1 - beta1**count)).add_(prior * (step.loc - measured.prior_loc))
-        precision = curvature + prior
-        step.move_along(direction.div_(precision + group["damping"]))
-        return precision.mul_(step.num_data / measured.temperature)
+    def _move(self, update: Update) -> None:
+        beta1, beta2 = update.group["betas"]
+        curvatures, measured = update.curvatures, update.measured
+        torch._foreach_lerp_(update.momenta, update.gradients, 1 - beta1)
+        torch._foreach_maximum_(curvatures, torch._foreach_mul(update.priors, _LEAST_PRECISION - 1))
+        if update.step.measured is Statistic.NOISE_PRODUCTS and not update.is_start:
+            torch._foreach_sub_(measured, curvatures)
+            update.sum_into_precisions()
+            torch._foreach_add_(curvatures, measured, alpha=1 - beta2)
+            torch._foreach_mul_(measured, measured)
+            torch._foreach_addcdiv_(curvatures, measured, update.precisions, value=0.5 * (1 - beta2) ** 2)
+        correction = 1 - beta1**update.count
+        torch._foreach_copy_(measured, update.momenta)
+        update.add_priors(measured, correction)
+        update.sum_into_precisions()
+        torch._foreach_div_(measured, update.damped())
+        update.move_along(measured, 1 / correction)
+        torch._foreach_mul_(update.precisions, update.inverse_temperature)

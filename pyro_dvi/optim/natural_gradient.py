@@ -12,8 +12,8 @@ precision :math:`\delta`, the scaled prior precision and the posterior precision
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,59 +21,98 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from pyro_dvi.errors import GuideError
-from pyro_dvi.natural_state import NaturalState, Statistics, ask, is_trained, natural_state_of
+from pyro_dvi.natural_step import NaturalSite, NaturalStep, Statistic, steps_of
 from pyro_dvi.optim.options import check_options, refuse_unknown
 
-__all__ = ["NaturalGradientOptimizer", "Step"]
+__all__ = ["NaturalGradientOptimizer", "Update"]
+
+Tensors = Sequence[Tensor]
 
 
 @dataclass
-class Step:
-    r"""One step of the means of a site.
+class Update:
+    r"""One step of the means of several sites, with the same options, as lists with an entry for each site.
+
+    Gradients and curvature are sums over the data, not means over examples: in these units N cancels, which varies with
+    padding and with scales of examples.
 
     Attributes:
-        loc: the means.
-        measured: what was measured.
-        memory: "step" (this one, from 1), "momentum" and "curvature", to be updated.
+        sites: their parameters and priors.
+        memories: "step" (this one, from 1), "momentum" and "curvature" (:math:`Ns`), to be updated.
         group: the options.
+        step: what was measured, and how.
+        count: number of this step, from 1.
         factor: of the learning rate, by the schedule.
-        gradient: of minus the log-likelihood at the means, summed over the data.
-        num_data: :math:`\rho N`, the effective number of data.
-        prior: :math:`\tilde\delta`.
-        has_start: whether the user said where the curvature starts.
+        temperature: :math:`\beta`, by the warm-up.
+        gradients: of minus the log-likelihood at the means; may be overwritten.
+        measured: squares or products, as ``step`` says; may be overwritten.
+        priors: :math:`\rho N\tilde\delta / \rho = \beta\delta / \rho`.
     """
 
-    loc: Tensor
-    measured: NaturalState
-    memory: dict[str, Any]
+    sites: list[NaturalSite]
+    memories: list[dict[str, Any]]
     group: dict[str, Any]
+    step: NaturalStep
+    count: int
     factor: float
+    temperature: float
 
     def __post_init__(self) -> None:
-        assert self.loc.grad is not None
-        self.gradient = self.loc.grad
-        self.num_data: float = self.group["data_augmentation"] * self.measured.num_data
-        self.prior = self.measured.temperature * self.measured.prior_precision / self.num_data
+        self.locs = [site.loc for site in self.sites]
+        self.precisions = [site.precision for site in self.sites]
+        self.gradients: Any = [loc.grad for loc in self.locs]
+        self.measured: Any = [precision.grad for precision in self.precisions]
+        self.prior_precisions = [site.prior_precision for site in self.sites]
+        self.inverse_temperature: float = self.group["data_augmentation"] / self.temperature
+        self.priors = torch._foreach_mul(self.prior_precisions, 1 / self.inverse_temperature)
         self.has_start = self.group["initial_curvature"] is not None
+        # Where the curvature starts with what this minibatch has measured, that does not count again.
+        self.is_start = self.count == 1 and not self.has_start
+        for memory, loc, *rest in zip(
+            self.memories, self.locs, self.precisions, self.measured, self.priors, strict=True
+        ):
+            if "curvature" not in memory:
+                memory["momentum"] = torch.zeros_like(loc)
+                memory["curvature"] = self._initial_curvature(*rest)
+        self.momenta = [memory["momentum"] for memory in self.memories]
+        self.curvatures = [memory["curvature"] for memory in self.memories]
 
-    def initial_curvature(self) -> Tensor:
-        r""":math:`s_0`: a number, or the squared gradients of the first minibatch.
+    def _initial_curvature(self, precision: Tensor, measured: Tensor, prior: Tensor) -> Tensor:
+        """A number, or the squared gradients of the first minibatch.
 
         Where another optimizer went before, which asked for no squares, it is that of the posterior as it stands.
         """
-        measured = self.measured
         if self.has_start:
-            return torch.full_like(self.loc, self.group["initial_curvature"])
-        if measured.squares is None:
-            return (measured.precision * (measured.temperature / self.num_data) - self.prior).clamp_(min=0)
-        return measured.squares / measured.num_data
+            return torch.full_like(precision, self.group["initial_curvature"] * self.step.num_data)
+        if self.step.measured is Statistic.NOISE_PRODUCTS:
+            return (precision / self.inverse_temperature - prior).clamp_(min=0)
+        return measured.clone()
 
-    def move_along(self, direction: Tensor) -> None:
-        """Move against a preconditioned direction, that of each weight bounded by ``clip_radius`` prior scales."""
+    def add_priors(self, gradients: Tensors, factor: float = 1.0) -> None:
+        """Add the gradient of the prior, times a factor, in place."""
+        priors = torch._foreach_mul(self.priors, factor) if factor != 1.0 else self.priors
+        torch._foreach_addcmul_(gradients, self.locs, priors)
+        torch._foreach_sub_(gradients, torch._foreach_mul(priors, [site.prior_loc for site in self.sites]))
+
+    def sum_into_precisions(self) -> None:
+        r"""Write :math:`\rho N(s + \tilde\delta) / \rho` to the precisions."""
+        torch._foreach_copy_(self.precisions, self.curvatures)
+        torch._foreach_add_(self.precisions, self.priors)
+
+    def damped(self) -> Tensors:
+        """What :meth:`sum_into_precisions` has written, with damping."""
+        damping = self.group["damping"] * self.step.num_data
+        return torch._foreach_add(self.precisions, damping) if damping else self.precisions
+
+    def move_along(self, directions: Tensors, scale: float) -> None:
+        """Move against preconditioned directions times a scale, each weight by ``clip_radius`` prior scales at most."""
         if self.group["clip_radius"] is not None:
-            bound = self.measured.prior_precision.rsqrt().mul_(self.group["clip_radius"])
-            direction.clamp_(-bound, bound)
-        self.loc.add_(direction, alpha=-self.factor * self.group["lr"])
+            bounds = torch._foreach_pow(self.prior_precisions, -0.5)
+            torch._foreach_mul_(bounds, self.group["clip_radius"] / scale)
+            torch._foreach_minimum_(directions, bounds)
+            torch._foreach_neg_(bounds)
+            torch._foreach_maximum_(directions, bounds)
+        torch._foreach_add_(self.locs, directions, alpha=-self.factor * self.group["lr"] * scale)
 
 
 class NaturalGradientOptimizer(Optimizer):
@@ -84,13 +123,15 @@ class NaturalGradientOptimizer(Optimizer):
     The loss may be multiplied with a number before the backward pass, as ``torch.amp.GradScaler`` and losses per
     example do: gradients are divided by it.
 
-    Adding one: say in ``wanted`` what to measure, and write ``_move``.
+    Adding one: say in ``statistic`` what to measure, and write ``_move``.
 
     Attributes:
-        wanted: what to measure in each step.
+        statistic: what to measure in each step.
+        first: what to measure in the first one, where the curvature starts with that.
     """
 
-    wanted: Statistics
+    statistic: Statistic
+    first: Statistic
     _step_supports_amp_scaling = True  # GradScaler leaves it to the step to skip infinite gradients
 
     def __init__(
@@ -125,31 +166,19 @@ class NaturalGradientOptimizer(Optimizer):
         self._told_steps: int | None = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, as torch does, and tell objectives what to measure for them."""
+        """Add parameters, as torch does."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         group["full_lr"] = group[
             "lr"
         ]  # before schedulers, which know one rate only and may change it at once
-        self._ask(group["params"])
 
-    def load_state_dict(self, state_dict: Any) -> None:
-        """Load, as torch does, and tell objectives what is still to be measured."""
-        super().load_state_dict(state_dict)
-        self._ask(p for group in self.param_groups for p in group["params"])
-
-    def _ask(self, parameters: Iterable[Tensor]) -> None:
-        for parameter in parameters:
-            ask(parameter, self.wanted_for(parameter))
-
-    def wanted_for(self, parameter: Tensor) -> Statistics:
-        """Return what to measure for a parameter in its next step: squares where its curvature starts with them."""
-        if "curvature" in self.state.get(parameter, {}):
-            return self.wanted
-        group = next(
-            (g for g in self.param_groups if any(p is parameter for p in g["params"])), self.defaults
-        )
-        return replace(self.wanted, squares=self.wanted.squares or group["initial_curvature"] is None)
+    @property
+    def wanted(self) -> Statistic:
+        """What an objective has to measure for the next step."""
+        starts = any(group["initial_curvature"] is None for group in self.param_groups)
+        started = any("curvature" in memory for memory in self.state.values())
+        return self.first if starts and not started else self.statistic
 
     def set_total_steps(self, total_steps: int) -> None:
         """Let the learning rate fall to zero over this many steps, where the option ``total_steps`` is not given.
@@ -173,120 +202,127 @@ class NaturalGradientOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        moved = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        steps = steps_of(moved)
         if getattr(self, "found_inf", 0):  # set by GradScaler while its step lasts
-            for state in self._states():
-                state.clear()  # of a step that is skipped
+            for step in steps:
+                step.drop()  # the step is skipped
             return loss
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        refuse_unmeasured(parameters, type(self).__name__)
-        if leave_out_measurements_elsewhere(parameters, self.wanted):
+        if moved and not steps:
+            raise GuideError(
+                f"{type(self).__name__.removesuffix('Optimizer')} found no means with measurements among its "
+                "parameters: it goes with NaturalGradientGuide and NaturalGradientELBO. For another guide or objective "
+                "take an optimizer such as pyro.optim.ClippedAdam with learning_rates(1e-3)."
+            )
+        if any(step.measured.at_mean != self.statistic.at_mean for step in steps):
+            for step in steps:  # only the first one of an objective that does not serve this optimizer
+                step.drop()
+                step.wanted = self.wanted
             return loss
-        loss_factor = self._loss_factor()
+        self._divide_gradients(moved, steps)
+        sites = {id(site.loc): (step, site) for step in steps for site in step.sites.values()}
+        precisions = {id(site.precision) for _, site in sites.values()}
         for group in self.param_groups:
+            updates: dict[tuple[int, int], list[NaturalSite]] = {}
+            others: dict[int, list[Tensor]] = {}
             for parameter in group["params"]:
-                if parameter.grad is None:
+                if parameter.grad is None or id(parameter) in precisions:
                     continue
-                if torch.is_tensor(loss_factor):
-                    parameter.grad.div_(loss_factor)
-                memory = self.state[parameter]
-                for name, value in memory.items():  # a model that was moved or converted since the last step
-                    if torch.is_tensor(value):
-                        memory[name] = value.to(parameter)
-                memory["step"] = memory.get("step", 0) + 1
-                total = group["total_steps"] or self._told_steps
-                factor = cosine(memory["step"], total)
-                measured = natural_state_of(parameter)
-                if measured is None:
-                    rate = group["deterministic_lr"] * group["lr"] / group["full_lr"]
-                    _adam(parameter, memory, factor * rate)
-                    continue
-                if not measured.is_fresh:
-                    raise GuideError(
-                        f"{type(self).__name__} got means with a gradient but no curvature: train with "
-                        "NaturalGradientELBO, and take one step for each backward pass"
-                    )
-                rise = warm_up(memory["step"], group["warmup_steps"], total)
-                measured.temperature *= rise
-                # Any N serves as the unit of averages, as long as it stays the same: gradients and squares are sums
-                # over the data. That of a minibatch varies with padding and with scales of examples.
-                measured.num_data = memory.setdefault("num_data", measured.num_data)
-                step = Step(parameter, measured, memory, group, factor * rise)
-                if "curvature" not in memory:
-                    memory["momentum"] = torch.zeros_like(parameter)
-                    memory["curvature"] = step.initial_curvature()
-                measured.precision.data.copy_(self._move(step))
-                measured.clear()
-                ask(parameter, self.wanted)
+                count = self._count(parameter)
+                if id(parameter) in sites:
+                    step, site = sites[id(parameter)]
+                    updates.setdefault((steps.index(step), count), []).append(site)
+                else:
+                    others.setdefault(count, []).append(parameter)
+            for (place, count), found in updates.items():
+                self._update(steps[place], count, group, found)
+            for count, found in others.items():
+                rate = group["deterministic_lr"] * group["lr"] / group["full_lr"]
+                memories = [self.state[parameter] for parameter in found]
+                _adam(found, memories, count, rate * cosine(count, self._length(group)))
         return loss
 
-    def _states(self) -> Iterator[NaturalState]:
-        for group in self.param_groups:
-            for state in map(natural_state_of, group["params"]):
-                if state is not None:
-                    yield state
+    def _count(self, parameter: Tensor) -> int:
+        """Count a step of a parameter, whose memory follows a model that was moved or converted."""
+        memory = self.state[parameter]
+        for name, value in memory.items():
+            if torch.is_tensor(value):
+                memory[name] = value.to(parameter)
+        memory["step"] = memory.get("step", 0) + 1
+        return memory["step"]  # type: ignore[no-any-return]
 
-    def _loss_factor(self) -> Tensor | float:
-        """What gradients have to be divided by.
+    def _length(self, group: dict[str, Any]) -> int | None:
+        return group["total_steps"] or self._told_steps
+
+    def _update(self, step: NaturalStep, count: int, group: dict[str, Any], sites: list[NaturalSite]) -> None:
+        """Move the means of some sites, and set their precisions."""
+        if any(site.precision.grad is None for site in sites):
+            raise GuideError(
+                f"{type(self).__name__} got means with a gradient but no curvature: train with NaturalGradientELBO, "
+                "and take one step for each backward pass"
+            )
+        total = self._length(group)
+        rise = warm_up(count, group["warmup_steps"], total)
+        self._move(
+            Update(
+                sites,
+                [self.state[site.loc] for site in sites],
+                group,
+                step,
+                count,
+                factor=cosine(count, total) * rise,
+                temperature=step.temperature * rise,
+            )
+        )
+        for site in sites:
+            site.precision.grad = None
+        step.wanted = self.wanted
+
+    def _divide_gradients(self, moved: list[Tensor], steps: list[NaturalStep]) -> None:
+        """Divide gradients by what the loss was multiplied with.
 
         Raises:
             GuideError: ``GradScaler.unscale_`` has divided them by some of it, and does not say by how much.
         """
-        factor = next((state.loss_factor for state in self._states() if state.is_fresh), 1.0)
-        if not hasattr(self, "found_inf") or getattr(self, "grad_scale", None) is not None:
-            return factor
-        if math.frexp(float(factor))[0] != 0.5:  # scales are powers of two, by torch's defaults
-            raise GuideError(
-                f"the loss was multiplied with {float(factor):g} before the backward pass, by GradScaler and by "
-                "something else. Where GradScaler.unscale_ is called, its scale alone, a power of two, may do so: "
-                "do not divide the loss by the number of data."
-            )
-        return 1.0
+        own = set(map(id, moved))
+        for step in steps:
+            factor = step.loss_factor
+            if isinstance(factor, float):
+                continue
+            means = [site for site in step.sites.values() if id(site.loc) in own]
+            gradients: Any = [
+                s.precision.grad for s in means if s.precision.grad is not None and id(s.precision) not in own
+            ]
+            if not hasattr(self, "found_inf") or getattr(self, "grad_scale", None) is not None:
+                gradients += [p.grad for p in moved if id(p) in step.trained]
+            elif math.frexp(float(factor))[0] != 0.5:  # scales are powers of two, by torch's defaults
+                raise GuideError(
+                    f"the loss was multiplied with {float(factor):g} before the backward pass, by GradScaler and by "
+                    "something else. Where GradScaler.unscale_ is called, its scale alone, a power of two, may do so: "
+                    "do not divide the loss by the number of data."
+                )
+            if gradients:
+                torch._foreach_div_(gradients, factor)
 
     @abstractmethod
-    def _move(self, step: Step) -> Tensor:
-        """Move the means in place and return the posterior precision."""
+    def _move(self, update: Update) -> None:
+        """Move means and set posterior precisions, both in place."""
 
 
-def refuse_unmeasured(parameters: Iterable[Tensor], name: str) -> None:
-    """Refuse to step parameters of which none has ever got a gradient from an objective of natural gradients.
-
-    Raises:
-        GuideError: saying what goes with natural-gradient optimizers.
-    """
-    moved = [parameter for parameter in parameters if parameter.grad is not None]
-    if moved and not any(map(is_trained, moved)):
-        raise GuideError(
-            f"{name} found no means with measurements among its parameters: it goes with NaturalGradientGuide and "
-            "NaturalGradientELBO. For another guide or objective take an optimizer such as pyro.optim.ClippedAdam with "
-            "learning_rates(1e-3)."
-        )
-
-
-def leave_out_measurements_elsewhere(parameters: Iterable[Tensor], wanted: Statistics) -> bool:
-    """Drop gradients at draws for an optimizer that wants them at the mean, or the reverse, and ask for others.
-
-    Only the first step of an objective that does not serve this optimizer finds such.
-    """
-    states = [(p, state) for p in parameters if (state := natural_state_of(p)) is not None and state.is_fresh]
-    if all(state.measured.at_mean == wanted.at_mean for _, state in states):
-        return False
-    for parameter, state in states:
-        state.clear()
-        ask(parameter, replace(wanted, squares=True))
-    return True
-
-
-def _adam(parameter: Tensor, memory: dict[str, Any], lr: float) -> None:
+def _adam(parameters: list[Tensor], memories: list[dict[str, Any]], count: int, lr: float) -> None:
     """One step of Adam (Kingma & Ba, 2015) with its usual constants."""
-    gradient = parameter.grad
-    assert gradient is not None
-    if "mean" not in memory:
-        memory["mean"], memory["square"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
-    mean = memory["mean"].lerp_(gradient, 0.1)
-    square = memory["square"].mul_(0.999).addcmul_(gradient, gradient, value=0.001)
-    step = memory["step"]
-    scale = (square / (1 - 0.999**step)).sqrt_().add_(1e-8)
-    parameter.addcdiv_(mean, scale, value=-lr / (1 - 0.9**step))
+    for memory, parameter in zip(memories, parameters, strict=True):
+        if "mean" not in memory:
+            memory["mean"], memory["square"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+    gradients: Any = [parameter.grad for parameter in parameters]
+    means, squares = ([memory[name] for memory in memories] for name in ("mean", "square"))
+    torch._foreach_lerp_(means, gradients, 0.1)
+    torch._foreach_mul_(squares, 0.999)
+    torch._foreach_addcmul_(squares, gradients, gradients, value=0.001)
+    scales = torch._foreach_div(squares, 1 - 0.999**count)
+    torch._foreach_sqrt_(scales)
+    torch._foreach_add_(scales, 1e-8)
+    torch._foreach_addcdiv_(parameters, means, scales, value=-lr / (1 - 0.9**count))
 
 
 def cosine(step: int, total_steps: int | None) -> float:

@@ -4,18 +4,13 @@
 from collections.abc import Callable
 from typing import Any
 
-import pyro
 import torch
 from pyro.optim import PyroOptim
 
 from pyro_dvi.errors import ArgumentError
-from pyro_dvi.natural_state import Statistics, ask
+from pyro_dvi.natural_step import Statistic, steps_of
 from pyro_dvi.optim.ivon import IVONOptimizer
-from pyro_dvi.optim.natural_gradient import (
-    NaturalGradientOptimizer,
-    leave_out_measurements_elsewhere,
-    refuse_unmeasured,
-)
+from pyro_dvi.optim.natural_gradient import NaturalGradientOptimizer
 from pyro_dvi.optim.vogn import OGNOptimizer, VOGNOptimizer
 
 __all__ = ["IVON", "OGN", "VOGN", "NaturalGradientOptim"]
@@ -41,30 +36,20 @@ class NaturalGradientOptim(PyroOptim):
     def __call__(self, params: Any, *args: Any, **kwargs: Any) -> None:
         """Step the parameters, as Pyro's SVI asks.
 
-        Raises:
-            GuideError: none of them is a mean that a ``NaturalGradientELBO`` has measured.
+        Gradients of precisions are squares or the like: they are not clipped.
         """
         params = list(params)
-        name = getattr(self.pt_optim_constructor, "__name__", "this optimizer")
-        refuse_unmeasured(params, name.removesuffix("Optimizer"))
-        moved = [parameter for parameter in params if parameter.grad is not None]  # not precisions, to clip
-        if not leave_out_measurements_elsewhere(moved, self._wanted):
-            super().__call__(moved, *args, **kwargs)
-
-    def set_state(self, state_dict: dict[str, Any]) -> None:
-        """Set the state, as Pyro does, and tell objectives what is measured for parameters in Pyro's store.
-
-        Those of a guide that has not run yet are not there: tell the objective by its ``serve``.
-        """
-        super().set_state(state_dict)
-        for name, parameter in pyro.get_param_store().named_parameters():
-            if name in state_dict:
-                ask(parameter, self._wanted)
+        precisions = {id(site.precision) for step in steps_of(params) for site in step.sites.values()}
+        super().__call__([p for p in params if id(p) not in precisions], *args, **kwargs)
 
     @property
-    def _wanted(self) -> Statistics:
-        wanted: Statistics = self.pt_optim_constructor.wanted  # type: ignore[union-attr]
-        return wanted
+    def wanted(self) -> Statistic:
+        """What an objective has to measure for the next step."""
+        constructor: Any = self.pt_optim_constructor
+        made = next(iter(self.optim_objs.values()), None)
+        if made is None and isinstance(self.pt_optim_args, dict):
+            made = constructor([torch.zeros(())], **self.pt_optim_args)
+        return constructor.first if made is None else made.wanted  # type: ignore[no-any-return]
 
     def _get_optim(self, param: Any) -> Any:
         optimizer = super()._get_optim(param)

@@ -7,12 +7,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+import torch
 
 from pyro_dvi.choice import check_choice
 from pyro_dvi.errors import ArgumentError
-from pyro_dvi.natural_state import Statistics
-from pyro_dvi.optim.natural_gradient import NaturalGradientOptimizer, Step
+from pyro_dvi.natural_step import Statistic
+from pyro_dvi.optim.natural_gradient import NaturalGradientOptimizer, Tensors, Update
 
 __all__ = ["AsPrinted", "Consistent", "Formulation", "OGNOptimizer", "VOGNOptimizer"]
 
@@ -21,22 +21,16 @@ class Formulation(ABC):
     """How momentum, curvature and precision follow from the measurements."""
 
     @abstractmethod
-    def direction(self, momentum: Tensor, gradient: Tensor, step: Step) -> Tensor:
-        """Update the momentum in place and return the direction before preconditioning.
-
-        Args:
-            momentum: of the steps before.
-            gradient: mean gradient of the examples with that of the prior.
-            step: the options and the prior.
-        """
+    def update_momentum(self, update: Update) -> float:
+        """Update momenta in place by gradients that hold those of the prior; return by what momenta are multiplied."""
 
     @abstractmethod
-    def update_curvature(self, curvature: Tensor, squares: Tensor, step: Step) -> None:
-        """Update s in place by the mean squared gradient of the examples."""
+    def update_curvature(self, update: Update) -> None:
+        """Update curvatures in place by the squared gradients of the examples."""
 
     @abstractmethod
-    def precision(self, curvature: Tensor, step: Step) -> Tensor:
-        """Return the posterior precision."""
+    def set_precisions(self, update: Update, damped: Tensors) -> None:
+        r"""Write posterior precisions, where :math:`N(s + \tilde\delta)` stands; damping is in ``damped``."""
 
 
 @dataclass(frozen=True)
@@ -73,18 +67,19 @@ class Consistent(Formulation):
         if not 0 <= self.forgetting < math.inf:
             raise ArgumentError(f"forgetting must be a finite number of at least 0, got {self.forgetting}")
 
-    def direction(self, momentum: Tensor, gradient: Tensor, step: Step) -> Tensor:
-        beta = step.group["betas"][0]
-        return momentum.lerp_(gradient, 1 - beta) / (1 - beta ** step.memory["step"])
+    def update_momentum(self, update: Update) -> float:
+        beta = update.group["betas"][0]
+        torch._foreach_lerp_(update.momenta, update.gradients, 1 - beta)
+        return 1 / (1 - beta**update.count)
 
-    def update_curvature(self, curvature: Tensor, squares: Tensor, step: Step) -> None:
-        rate = 1 - step.group["betas"][1]
-        if not step.has_start:
-            rate = max(rate, (self.forgetting + 1) / (self.forgetting + step.memory["step"]))
-        curvature.lerp_(squares, rate)
+    def update_curvature(self, update: Update) -> None:
+        rate = 1 - update.group["betas"][1]
+        if not update.has_start:
+            rate = max(rate, (self.forgetting + 1) / (self.forgetting + update.count))
+        torch._foreach_lerp_(update.curvatures, update.measured, rate)
 
-    def precision(self, curvature: Tensor, step: Step) -> Tensor:
-        return (curvature + step.prior).mul_(step.num_data / step.measured.temperature)
+    def set_precisions(self, update: Update, damped: Tensors) -> None:
+        torch._foreach_mul_(update.precisions, update.inverse_temperature)
 
 
 @dataclass(frozen=True)
@@ -104,15 +99,19 @@ class AsPrinted(Formulation):
     minibatch: give ``initial_curvature``.
     """
 
-    def direction(self, momentum: Tensor, gradient: Tensor, step: Step) -> Tensor:
-        return momentum.mul_(step.group["betas"][0]).add_(gradient)
+    def update_momentum(self, update: Update) -> float:
+        torch._foreach_mul_(update.momenta, update.group["betas"][0])
+        torch._foreach_add_(update.momenta, update.gradients)
+        return 1.0
 
-    def update_curvature(self, curvature: Tensor, squares: Tensor, step: Step) -> None:
-        rate = 1 - step.group["betas"][1]
-        curvature.mul_(1 - step.measured.temperature * rate).add_(squares, alpha=rate)
+    def update_curvature(self, update: Update) -> None:
+        rate = 1 - update.group["betas"][1]
+        torch._foreach_mul_(update.curvatures, 1 - update.temperature * rate)
+        torch._foreach_add_(update.curvatures, update.measured, alpha=rate)
 
-    def precision(self, curvature: Tensor, step: Step) -> Tensor:
-        return (curvature + step.prior + step.group["damping"]).mul_(step.num_data)
+    def set_precisions(self, update: Update, damped: Tensors) -> None:
+        torch._foreach_copy_(update.precisions, damped)
+        torch._foreach_mul_(update.precisions, update.group["data_augmentation"])
 
 
 class VOGNOptimizer(NaturalGradientOptimizer):
@@ -156,7 +155,7 @@ class VOGNOptimizer(NaturalGradientOptimizer):
     Bounds of steps, there in units of the weights: Liu et al. (2024), "Sophia", section 2.2.
     """
 
-    wanted = Statistics(noise_products=False)
+    statistic = first = Statistic.SQUARES
 
     def __init__(
         self, params: Iterable[Any], *, formulation: Formulation | None = None, **options: Any
@@ -165,16 +164,18 @@ class VOGNOptimizer(NaturalGradientOptimizer):
         self.formulation = Consistent() if formulation is None else formulation
         check_choice("formulation", self.formulation, Formulation, "Consistent() or AsPrinted()")
 
-    def _move(self, step: Step) -> Tensor:
-        measured, curvature = step.measured, step.memory["curvature"]
-        of_prior = (step.loc - measured.prior_loc).mul_(step.prior)
-        gradient = of_prior.add_(step.gradient, alpha=1 / measured.num_data)
-        direction = self.formulation.direction(step.memory["momentum"], gradient, step)
-        is_start = step.memory["step"] == 1 and not step.has_start  # the curvature is that of this minibatch
-        if measured.squares is not None and not is_start:  # a first step after IVON has none
-            self.formulation.update_curvature(curvature, measured.squares / measured.num_data, step)
-        step.move_along(direction / (curvature + (step.prior + step.group["damping"])))
-        return self.formulation.precision(curvature, step)
+    def _move(self, update: Update) -> None:
+        squares = update.step.measured is not Statistic.NOISE_PRODUCTS  # a first step after IVON has none
+        if squares and not update.is_start:
+            self.formulation.update_curvature(update)
+        update.add_priors(update.gradients)
+        scale = self.formulation.update_momentum(update)
+        update.sum_into_precisions()
+        damped, direction = update.damped(), update.measured
+        torch._foreach_copy_(direction, update.momenta)
+        torch._foreach_div_(direction, damped)
+        update.move_along(direction, scale)
+        self.formulation.set_precisions(update, damped)
 
 
 class OGNOptimizer(VOGNOptimizer):
@@ -185,4 +186,4 @@ class OGNOptimizer(VOGNOptimizer):
     Source: Osawa et al. (2019), section 3; Khan et al. (2018).
     """
 
-    wanted = Statistics(noise_products=False, at_mean=True)
+    statistic = first = Statistic.SQUARES_AT_MEAN

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pyro_dvi.elbos.natural_gradient import NaturalGradientELBO
 from pyro_dvi.guides.natural_gradient import NaturalGradientGuide
-from pyro_dvi.natural_state import natural_state_of
+from pyro_dvi.natural_step import STEPS
 from pyro_dvi.optim import OGN
 
 M, N = 6, 24
@@ -27,15 +27,9 @@ def squares_at_mean(model: Callable, *args: Any) -> tuple[dict[str, Tensor], dic
     elbo.serve(OGN({}))
     means = {name: value.detach().clone() for name, value in guide.median(*args).items()}
     torch.manual_seed(1)
-    with poutine.trace(param_only=True) as traced:
-        elbo.loss_and_grads(model, guide, *args)
-    found = {}
-    for name, site in traced.trace.nodes.items():
-        state = natural_state_of(
-            site["value"].unconstrained() if hasattr(site["value"], "unconstrained") else site["value"]
-        )
-        if state is not None:
-            found[name.split("locs.")[1]] = state.squares
+    elbo.loss_and_grads(model, guide, *args)
+    sites = STEPS[guide].sites
+    found = {name.removesuffix("_unconstrained"): site.precision.grad for name, site in sites.items()}
     torch.manual_seed(1)
     return found, looped(model, means, *args)
 

@@ -16,7 +16,7 @@ from pyro_dvi.bayesian import classifier, to_bayesian_
 from pyro_dvi.elbos.natural_gradient import NaturalGradientELBO
 from pyro_dvi.errors import DviWarning, ModelError
 from pyro_dvi.guides.natural_gradient import NaturalGradientGuide
-from pyro_dvi.natural_state import natural_state_of
+from pyro_dvi.natural_step import STEPS
 from pyro_dvi.optim import VOGN
 from tests.elbos.loops import M, N, assert_equal, looped, minibatch, squares_at_mean, weights, x_and_y
 from tests.models import residual_network
@@ -167,9 +167,8 @@ def test_squares_are_averaged_over_draws(model):
     torch.manual_seed(4)
     elbo.loss_and_grads(model, guide, x, y)
     for name in values[0]:
-        state = natural_state_of(getattr(guide.locs, name))
         expected = sum(looped(model, v, x, y)[name] for v in values) / 2
-        torch.testing.assert_close(state.squares, expected, rtol=1e-9, atol=1e-10)
+        torch.testing.assert_close(guide.precision_parameter(name).grad, expected, rtol=1e-9, atol=1e-10)
 
 
 def test_a_latent_that_reaches_no_observation_becomes_its_prior():
@@ -229,8 +228,7 @@ def test_many_passes_are_announced_once_for_each_site():
     assert "'v' is used by sin, which has no rule" in messages[0]
     assert "'w' is used by tensordot, which has no rule" in messages[1]
     assert all("50 in each step for observed site 'y'" in message for message in messages)
-    natural_state_of(guide.locs.w).clear()
-    natural_state_of(guide.locs.v).clear()
+    STEPS[guide].drop()
     elbo.loss_and_grads(model, guide, x, y)  # a second warning would be an error
 
 
@@ -246,9 +244,9 @@ def test_many_columns_are_announced_once():
     elbo = NaturalGradientELBO()
     with pytest.warns(DviWarning, match=r"'pixels'.*40 backward passes.*\.to_event\(1\)"):
         elbo.loss_and_grads(model, guide, x, y)
-    natural_state_of(guide.locs.w).clear()
+    STEPS[guide].drop()
     elbo.loss_and_grads(model, guide, x, y)  # a second warning would be an error
-    natural_state_of(guide.locs.w).clear()
+    STEPS[guide].drop()
     NaturalGradientELBO().loss_and_grads(model, guide, x, y, 1)
 
 

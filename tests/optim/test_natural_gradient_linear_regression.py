@@ -20,7 +20,6 @@ from pyro.infer import SVI
 from torch import Tensor
 
 import pyro_dvi as dvi
-from pyro_dvi.natural_state import ask
 from pyro_dvi.optim import IVON, OGN, VOGN
 
 N, D, COPIES = 30, 3, 400
@@ -76,7 +75,7 @@ def trained(
         guide.locs.w.copy_(exact_mean(x, y).expand(COPIES, D))
         if start is not None:
             guide.precisions.w.copy_(start.expand(COPIES, D))
-            ask(guide.locs.w, optimizer.pt_optim_constructor.wanted)  # no squares, as after a step
+            elbo.load_state_dict({"step": 0, "wanted": "noise products"})  # no squares, as after a step
     svi = SVI(model, guide, optimizer, loss=elbo)
     means, precisions = [], []
     for t in range(steps):

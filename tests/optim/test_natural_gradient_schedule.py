@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau
 
 import pyro_dvi as dvi
 from pyro_dvi.optim import IVON, OGN, VOGN, IVONOptimizer, VOGNOptimizer
-from pyro_dvi.optim.natural_gradient import Step
+from pyro_dvi.optim.natural_gradient import Update
 from pyro_dvi.training import EveryStep, fit
 
 EPOCHS, BATCHES = 3, 2
@@ -40,13 +40,13 @@ LOADER = [(X[::2], X[::2]), (X[1::2], X[1::2])]
 def rates(monkeypatch) -> list[float]:
     """What each step multiplied its direction with."""
     found: list[float] = []
-    move_along = Step.move_along
+    move_along = Update.move_along
 
-    def noted(step: Step, direction: Tensor) -> None:
+    def noted(step: Update, *rest: Any) -> None:
         found.append(step.factor * step.group["lr"])
-        move_along(step, direction)
+        move_along(step, *rest)
 
-    monkeypatch.setattr(Step, "move_along", noted)
+    monkeypatch.setattr(Update, "move_along", noted)
     return found
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import pyro_dvi as dvi
 from pyro_dvi.errors import DviWarning
-from pyro_dvi.natural_state import natural_state_of
+from pyro_dvi.natural_step import STEPS, Statistic
 from pyro_dvi.optim import IVON, OGN, VOGN
 
 N, D, LENGTH = 20, 3, 4
@@ -126,8 +126,8 @@ def test_precisions_of_ivon_stay_positive_where_the_temperature_falls(seed):
 # What is measured ----------------------------------------------------------------------------------------------
 
 
-def measured(optimizer, told: bool) -> tuple[bool, bool]:
-    """Whether the first step measures squares and products."""
+def measured(optimizer, told: bool) -> Statistic:
+    """What the first step measures."""
     pyro.clear_param_store()
     guide = dvi.NaturalGradientGuide(regression)
     x = torch.randn(8, D)
@@ -136,18 +136,18 @@ def measured(optimizer, told: bool) -> tuple[bool, bool]:
     if told:
         elbo.serve(optimizer)
     elbo.loss_and_grads(regression, guide, x, x.sum(1))
-    state = natural_state_of(guide.locs.w)
-    return state.squares is not None, state.noise_products is not None
+    assert guide.precisions.w.grad is not None
+    return STEPS[guide].measured
 
 
 def test_the_first_step_measures_what_the_optimizer_needs():
-    assert measured(VOGN({}), told=True) == (True, False)
-    assert measured(IVON({}), told=True) == (True, True)
-    assert measured(IVON({"initial_curvature": 0.1}), told=True) == (False, True)
-    assert measured(IVON(lambda name: {"initial_curvature": 0.1}), told=True) == (False, True)
+    assert measured(VOGN({}), told=True) is Statistic.SQUARES
+    assert measured(OGN({}), told=True) is Statistic.SQUARES_AT_MEAN
+    assert measured(IVON({}), told=True) is Statistic.SQUARES
+    assert measured(IVON({"initial_curvature": 0.1}), told=True) is Statistic.NOISE_PRODUCTS
     schedule = pyro.optim.ExponentialLR({"optimizer": dvi.optim.OGNOptimizer, "optim_args": {}, "gamma": 0.9})
-    assert measured(schedule, told=True) == (True, False)
-    assert measured(VOGN({}), told=False) == (True, True)
+    assert measured(schedule, told=True) is Statistic.SQUARES_AT_MEAN
+    assert measured(IVON({"initial_curvature": 0.1}), told=False) is Statistic.SQUARES
 
 
 @pytest.mark.parametrize("told", [False, True])
