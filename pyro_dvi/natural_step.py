@@ -35,7 +35,7 @@ class Statistic(Enum):
         return self is Statistic.SQUARES_AT_MEAN
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class NaturalSite:
     r"""The parameters of a site, and its Normal prior.
 
@@ -52,7 +52,7 @@ class NaturalSite:
     prior_precision: Tensor
 
 
-@dataclass
+@dataclass(eq=False)
 class NaturalStep:
     r"""The last step of a guide.
 

@@ -100,12 +100,15 @@ class DrawnRun:
         Raises:
             ModelError: a prior is not Normal, another latent sets it, or it is scaled or masked.
         """
-        priors = [self._prior_of(latent) for latent in self.latents if latent.source is not None]
-        precisions = torch._foreach_pow([unexpanded(prior.scale.detach()) for prior in priors], -2)
-        drawn = [latent.source for latent in self.latents if latent.source is not None]
+        found = [latent for latent in self.latents if latent.source is not None]
+        drawn: list[Any] = [latent.source for latent in found]
+        priors = [self._prior_of(latent) for latent in found]
+        with torch.no_grad():
+            precisions = torch._foreach_pow([unexpanded(prior.scale) for prior in priors], -2)
+            locs = [unexpanded(prior.loc) for prior in priors]
         return {
-            one.name: NaturalSite(one.leaf, one.precision, unexpanded(prior.loc.detach()), precision)
-            for one, prior, precision in zip(drawn, priors, precisions, strict=True)
+            one.name: NaturalSite(one.leaf, one.precision, loc, precision)
+            for one, loc, precision in zip(drawn, locs, precisions, strict=True)
         }
 
     def _prior_of(self, latent: Latent) -> td.Normal:

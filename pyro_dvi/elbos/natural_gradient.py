@@ -194,7 +194,7 @@ class NaturalGradientELBO(DeterministicELBO):
             raise GuideError(
                 "the gradients of the last step were not used by a natural-gradient optimizer: train with "
                 "pyro_dvi.optim.VOGN, OGN or IVON, and take a step after each backward pass. To go on after a backward "
-                "pass without a step, drop its measurements by elbo.serve(optimizer)."
+                "pass without a step, set gradients to None, or drop its measurements by elbo.serve(optimizer)."
             )
         self._step = step = self._next(guide)
         try:

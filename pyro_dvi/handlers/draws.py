@@ -97,7 +97,7 @@ class TrackedDraws(SetLatents):
     def __init__(self, guide: Any, step: NaturalStep) -> None:
         super().__init__()
         self.guide, self.step = guide, step
-        self.gaussians: dict[str, Drawn] = {}
+        self.gaussians: dict[str, Any] = {}
 
     def _value_of(self, site: Any) -> Tensor | None:
         name, base = site["name"], strip_event_dims(site["fn"])

@@ -12,7 +12,7 @@ precision :math:`\delta`, the scaled prior precision and the posterior precision
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ from pyro_dvi.optim.options import check_options, refuse_unknown
 
 __all__ = ["NaturalGradientOptimizer", "Update"]
 
-Tensors = Sequence[Tensor]
+Tensors = list[Tensor] | tuple[Tensor, ...]
 
 
 @dataclass
@@ -236,10 +236,10 @@ class NaturalGradientOptimizer(Optimizer):
                     others.setdefault(count, []).append(parameter)
             for (place, count), found in updates.items():
                 self._update(steps[place], count, group, found)
-            for count, found in others.items():
-                rate = group["deterministic_lr"] * group["lr"] / group["full_lr"]
-                memories = [self.state[parameter] for parameter in found]
-                _adam(found, memories, count, rate * cosine(count, self._length(group)))
+            rate = group["deterministic_lr"] * group["lr"] / group["full_lr"]
+            for count, plain in others.items():
+                memories = [self.state[parameter] for parameter in plain]
+                _adam(plain, memories, count, rate * cosine(count, self._length(group)))
         return loss
 
     def _count(self, parameter: Tensor) -> int:

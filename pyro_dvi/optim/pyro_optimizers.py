@@ -5,11 +5,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from pyro.optim import PyroOptim
 
 from pyro_dvi.errors import ArgumentError
 from pyro_dvi.natural_step import Statistic, steps_of
 from pyro_dvi.optim.ivon import IVONOptimizer
+from pyro_dvi.optim.joint import JointOptim, torch_optimizer
 from pyro_dvi.optim.natural_gradient import NaturalGradientOptimizer
 from pyro_dvi.optim.vogn import OGNOptimizer, VOGNOptimizer
 
@@ -18,8 +18,8 @@ __all__ = ["IVON", "OGN", "VOGN", "NaturalGradientOptim"]
 Options = dict[str, Any] | Callable[[str], dict[str, Any]]
 
 
-class NaturalGradientOptim(PyroOptim):
-    """A Pyro optimizer that can be told how long training will be."""
+class NaturalGradientOptim(JointOptim):
+    """A :class:`JointOptim` that can be told how long training will be."""
 
     total_steps: int | None = None
 
@@ -46,10 +46,13 @@ class NaturalGradientOptim(PyroOptim):
     def wanted(self) -> Statistic:
         """What an objective has to measure for the next step."""
         constructor: Any = self.pt_optim_constructor
-        made = next(iter(self.optim_objs.values()), None)
-        if made is None and isinstance(self.pt_optim_args, dict):
-            made = constructor([torch.zeros(())], **self.pt_optim_args)
-        return constructor.first if made is None else made.wanted  # type: ignore[no-any-return]
+        if self.optim_objs:
+            return torch_optimizer(next(iter(self.optim_objs.values()))).wanted  # type: ignore[attr-defined, no-any-return]
+        if self._state_waiting_to_be_consumed:
+            return constructor.statistic  # type: ignore[no-any-return]
+        if callable(self.pt_optim_args):
+            return constructor.first  # type: ignore[no-any-return]
+        return constructor([torch.zeros(())], **self.pt_optim_args).wanted  # type: ignore[no-any-return]
 
     def _get_optim(self, param: Any) -> Any:
         optimizer = super()._get_optim(param)
@@ -61,7 +64,7 @@ class NaturalGradientOptim(PyroOptim):
 def VOGN(  # noqa: N802 (Pyro's style)
     optim_args: Options, clip_args: Any = None, **misplaced: Any
 ) -> NaturalGradientOptim:
-    """Variational online Gauss-Newton for SVI: :class:`VOGNOptimizer` for each parameter.
+    """Variational online Gauss-Newton for SVI: :class:`VOGNOptimizer` for all parameters.
 
     Args:
         optim_args: options of :class:`VOGNOptimizer`; or a function of the parameter's name. With ``{}``,

@@ -75,7 +75,7 @@ def test_a_torch_optimizer_without_means():
         module = dvi.TaylorELBO()(model, guide)
         optimizer = VOGNOptimizer(module.parameters())
         module(X, Y).backward()
-        with pytest.raises(GuideError, match="VOGNOptimizer found no means"):
+        with pytest.raises(GuideError, match="VOGN found no means"):
             optimizer.step()
 
 
