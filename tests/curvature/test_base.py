@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weighted squares of gradients, summed over sites, against their formula."""
+
+import pytest
+import torch
+
+from pyro_dvi.curvature.base import half_sum, half_weighted_squares
+
+SHAPES = [(3,), (2, 3), (), (1, 2, 2)]
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("constant", ["neither", "scales", "gradients"])
+def test_half_weighted_squares_have_the_gradients_of_their_formula(shared, constant):
+    torch.manual_seed(0)
+    scales = [torch.rand([1] * len(shape) if shared else shape, dtype=torch.float64) for shape in SHAPES]
+    gradients = [torch.randn(shape, dtype=torch.float64) for shape in SHAPES]
+    for name, part in (("scales", scales), ("gradients", gradients)):
+        for each in part:
+            each.requires_grad_(name != constant)
+    found, expected = (
+        half_weighted_squares(scales, gradients),
+        half_sum(scales, [g.square() for g in gradients]),
+    )
+    torch.testing.assert_close(found, expected)
+    inputs = [each for each in scales + gradients if each.requires_grad]
+    torch.testing.assert_close(
+        torch.autograd.grad(1.7 * found, inputs), torch.autograd.grad(1.7 * expected, inputs)
+    )
+
+
+def test_half_weighted_squares_in_single_precision():
+    torch.manual_seed(0)
+    scales, gradients = ([1e-2 * torch.rand(300, 200).double()] for _ in range(2))
+    exact = half_sum(scales, [g.square() for g in gradients])
+    single = half_weighted_squares([s.float() for s in scales], [g.float() for g in gradients])
+    assert single.item() == pytest.approx(exact.item(), rel=1e-6)
