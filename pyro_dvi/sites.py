@@ -13,12 +13,14 @@ from typing import Any
 
 import torch
 from pyro.poutine.messenger import Messenger
+from pyro.poutine.trace_messenger import TraceMessenger
 from pyro.poutine.util import site_is_factor, site_is_subsample
 
 from pyro_dvi.errors import ArgumentError
 
 __all__ = [
     "AllRows",
+    "SampleTrace",
     "SetLatents",
     "core",
     "is_data",
@@ -104,6 +106,12 @@ class SetLatents(Messenger):
         value = self._value_of(msg) if is_latent(msg) else None
         if value is not None:
             msg["value"], msg["done"] = value, True
+
+
+class SampleTrace(TraceMessenger):
+    """Record the sample sites of a run; its parameters are on record where they are optimised."""
+
+    _pyro_post_param = None  # type: ignore[assignment]
 
 
 class AllRows(Messenger):

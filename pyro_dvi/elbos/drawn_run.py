@@ -17,8 +17,8 @@ from pyro_dvi.elbos.rows import Run
 from pyro_dvi.errors import ModelError
 from pyro_dvi.handlers.distributions import unexpanded
 from pyro_dvi.handlers.draws import TrackedDraws
-from pyro_dvi.handlers.latents import Latent, match_latents
-from pyro_dvi.handlers.means import Call
+from pyro_dvi.handlers.latents import Latent, Marginals, match_latents
+from pyro_dvi.handlers.means import Call, used_value
 from pyro_dvi.handlers.observed import Observed, observed_sites
 from pyro_dvi.natural_step import NaturalSite, NaturalStep
 from pyro_dvi.sites import is_data, is_factor
@@ -33,15 +33,13 @@ class DrawnRun:
 
     Attributes:
         call: what was run.
-        guide_trace: the guide's trace.
-        draws: its Gaussian sites, drawn.
+        draws: the guide's run, its Gaussian sites drawn.
         model_trace: the model's trace.
         recorder: the uses of the draws.
         latents: every latent site with its posterior marginal.
     """
 
     call: Call
-    guide_trace: Any
     draws: TrackedDraws
     model_trace: Any
     recorder: SquaredGradients
@@ -57,12 +55,12 @@ class DrawnRun:
         """
         draws = TrackedDraws(call.guide, step)
         with call.explained(), draws:
-            guide_trace = call.trace_guide()
-        recorder = _recorder(draws, guide_trace)
+            call.run_guide()
+        recorder = _recorder(draws)
         with call.explained([drawn.leaf for drawn in draws.gaussians.values()]), recorder:
-            model_trace = call.trace_model(guide_trace)
-        latents = match_latents(model_trace, guide_trace, draws.gaussians, call.guide)
-        return cls(call, guide_trace, draws, model_trace, recorder, latents)
+            model_trace = call.trace_model(draws.trace)
+        latents = match_latents(model_trace, draws.trace, Marginals(call.guide, draws.gaussians))
+        return cls(call, draws, model_trace, recorder, latents)
 
     def measured(self, observed: Observed) -> Run:
         """Return what squared gradients are measured in."""
@@ -70,9 +68,9 @@ class DrawnRun:
 
     def _uncoupled(self) -> Run:
         """Run the model again with the same draws, to see which rows its layers keep apart."""
-        recorder = _recorder(self.draws, self.guide_trace)
+        recorder = _recorder(self.draws)
         with undisturbed(), ConstantStatistics(), recorder:
-            trace = self.call.trace_model(self.guide_trace)
+            trace = self.call.trace_model(self.draws.trace)
         return Run(self.call.model, recorder, observed_sites(trace).terms, self._uncoupled)
 
     def with_idle_draws(self, log_likelihood: Tensor, graph: set[Any]) -> Tensor:
@@ -139,12 +137,5 @@ def _refuse_scaled(latent: Latent) -> None:
         )
 
 
-def _recorder(draws: TrackedDraws, guide_trace: Any) -> SquaredGradients:
-    return SquaredGradients([_used_value(name, draws, guide_trace) for name in draws.gaussians])
-
-
-def _used_value(name: str, draws: TrackedDraws, guide_trace: Any) -> Tensor | None:
-    """The tensor object that the model will compute with, if it is the draw itself."""
-    site = guide_trace.nodes.get(name.removesuffix("_unconstrained"))
-    value = draws.gaussians[name].value
-    return value if site is not None and site["value"] is value else None
+def _recorder(draws: TrackedDraws) -> SquaredGradients:
+    return SquaredGradients([used_value(gaussian, draws.trace) for gaussian in draws.gaussians.values()])

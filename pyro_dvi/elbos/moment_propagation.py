@@ -116,8 +116,8 @@ class MomentPropagationELBO(DeterministicELBO):
         floor = nullcontext() if self.variance_floor is None else variance_floor(self.variance_floor)
         around = partial(self._likelihoods, first)
         with floor:
-            run = run_with_moments(call, structure.sampled, around)
-        observed = self._observed(run.model_trace)
+            model_trace, latents = run_with_moments(call, structure.sampled, around)
+        observed = self._observed(model_trace)
         for site in observed.sites:
             refuse_moments(site.fn, site.name)
             if first:
@@ -126,8 +126,8 @@ class MomentPropagationELBO(DeterministicELBO):
             observed.sites = [self._weighted(site, self.weighting) for site in observed.sites]
         log_likelihood = observed.log_likelihood()
         if first:
-            _check_reached(log_likelihood, run.latents, structure.reached)
-        kl = kl_to_priors(run.latents)
+            _check_reached(log_likelihood, latents, structure.reached)
+        kl = kl_to_priors(latents)
         return {"loss": kl_weight * kl - log_likelihood, "log_likelihood": log_likelihood, "kl": kl}
 
     @contextmanager

@@ -253,7 +253,8 @@ class FactorisedGuide(AutoGuide):
             super()._setup_prototype(*args, **kwargs)
         try:
             means = self._stores()[0]
-            sites = dict(self.prototype_trace.iter_stochastic_nodes())
+            trace: Any = self.prototype_trace
+            sites = dict(trace.iter_stochastic_nodes())
             loaded = {name for name in sites if means.owner_of(name) is not None}
             if self._only_loaded:
                 for name, site in sites.items():
@@ -318,8 +319,9 @@ class FactorisedGuide(AutoGuide):
             for store, initial in values.items():
                 stores[store].create(name, initial, event_dim)
         plates = tuple(frame.name for frame in site["cond_indep_stack"])
-        owners = [stores[store].owner_of(name) if store else None for store in ("locs", factor.store)]
-        return GuideSite(name, fn, transform, event_dim, plates, factor, *owners)
+        means = stores["locs"].owner_of(name)
+        spreads = None if factor.store is None else stores[factor.store].owner_of(name)
+        return GuideSite(name, fn, transform, event_dim, plates, factor, means, spreads)
 
     def _warn_of_shared_parameters(self, names: Iterable[str]) -> None:
         if pyro.settings.get("module_local_params"):

@@ -16,7 +16,7 @@ from pyro_dvi.errors import GuideError
 from pyro_dvi.handlers.distributions import strip_event_dims
 from pyro_dvi.handlers.latents import GaussianSite
 from pyro_dvi.natural_step import NaturalStep, Statistic
-from pyro_dvi.sites import SetLatents
+from pyro_dvi.sites import SampleTrace, SetLatents
 
 __all__ = ["Drawn", "TrackedDraws"]
 
@@ -83,7 +83,7 @@ class _Draw(Function):
         return gradient, ctx.curvature.gathered(), None, None
 
 
-class TrackedDraws(SetLatents):
+class TrackedDraws(SetLatents, SampleTrace):
     """Draw the Gaussian sites of a guide.
 
     Args:
@@ -91,6 +91,7 @@ class TrackedDraws(SetLatents):
         step: what is to be measured.
 
     Attributes:
+        trace: the run.
         gaussians: the sites by name, with the drawn value.
     """
 

@@ -120,12 +120,12 @@ def central_values(guide: Callable[..., Any], args: Any, kwargs: Any) -> dict[st
         try:
             if hasattr(guide, "median"):
                 return dict(guide.median(*args, **kwargs))
-            with PosteriorMeans():
-                nodes = poutine.trace(guide).get_trace(*args, **kwargs).nodes
+            with PosteriorMeans() as means:
+                guide(*args, **kwargs)
         except Exception:
             # A guide without a median, or with sites that have no mean; both may be of the user's own.
             return {}
-    return {name: node["value"].detach() for name, node in _sites(nodes)}
+    return {name: node["value"].detach() for name, node in _sites(means.trace.nodes)}
 
 
 def _sites(nodes: Any) -> Iterator[tuple[str, Any]]:

@@ -179,16 +179,13 @@ class Marginals:
         return None if part is None else replace(part, transform=unconstraining_transform(prior.support))
 
 
-def match_latents(
-    model_trace: Any, guide_trace: Any, gaussians: dict[str, GaussianSite], guide: Callable
-) -> list[Latent]:
-    """Pair every latent site of the model with its marginal in the guide, see :class:`Marginals`, or its point mass.
+def match_latents(model_trace: Any, guide_trace: Any, marginals: Marginals) -> list[Latent]:
+    """Pair every latent site of the model with its marginal in the guide, or its point mass.
 
     Raises:
         ModelError: a site is neither observed nor in the guide.
         GuideError: the guide has Gaussians that belong to no latent site, or lacks an auxiliary that it needs.
     """
-    marginals = Marginals(guide, gaussians)
     latents = []
     for site in sites_of(model_trace, is_latent):
         name = site["name"]
@@ -209,7 +206,9 @@ def match_latents(
             latent.source, latent.elements = marginal.source, marginal.elements
             latent.guide_scale = guide_trace.nodes[marginal.source.name]["scale"]
         latents.append(latent)
-    left = sorted(set(gaussians) - {latent.source.name for latent in latents if latent.source is not None})
+    left = sorted(
+        set(marginals.gaussians) - {latent.source.name for latent in latents if latent.source is not None}
+    )
     if left:
         raise GuideError(
             f"guide site {left[0]!r} is a Normal that belongs to no latent site of the model, so latents computed from "

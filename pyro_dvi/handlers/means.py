@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """One run of guide and model with every Gaussian site at its mean, and what an ELBO reads from it."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import pyro.distributions as dist
-import pyro.poutine as poutine
 import torch
+from pyro.poutine.replay_messenger import ReplayMessenger
 from torch import Tensor
 from torch import distributions as td
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -16,11 +16,19 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from pyro_dvi.errors import GuideError
 from pyro_dvi.handlers.distributions import strip_event_dims
 from pyro_dvi.handlers.explained import explained_errors
-from pyro_dvi.handlers.latents import GaussianSite, Latent, match_latents
-from pyro_dvi.sites import SetLatents
+from pyro_dvi.handlers.latents import GaussianSite, Latent, Marginals, match_latents
+from pyro_dvi.sites import SampleTrace, SetLatents
 from pyro_dvi.undisturbed import preserve_buffers
 
-__all__ = ["Call", "MeanRun", "PosteriorMeans", "run_at_means", "run_guide", "twice_differentiable"]
+__all__ = [
+    "Call",
+    "MeanRun",
+    "PosteriorMeans",
+    "run_at_means",
+    "run_guide",
+    "twice_differentiable",
+    "used_value",
+]
 
 
 @dataclass(frozen=True)
@@ -43,15 +51,23 @@ class Call:
         """Explain what goes wrong with these arguments, see :func:`~pyro_dvi.handlers.explained.explained_errors`."""
         return explained_errors(self.model, posterior, self.args, self.kwargs)
 
-    def trace_guide(self) -> Any:
+    def run_guide(self) -> Any:
         """Run the guide."""
-        return poutine.trace(self.guide).get_trace(*self.args, **self.kwargs)
+        return self.guide(*self.args, **self.kwargs)
 
     def trace_model(self, guide_trace: Any) -> Any:
         """Run the model with the values of a run of the guide."""
-        return poutine.trace(poutine.replay(self.model, trace=guide_trace)).get_trace(
-            *self.args, **self.kwargs
-        )
+        with Replayed(guide_trace) as run:
+            self.model(*self.args, **self.kwargs)
+        return run.trace
+
+
+class Replayed(SampleTrace):
+    """Record a run with the values of another one: Pyro's ``trace`` and ``replay`` in one messenger."""
+
+    def __init__(self, trace: Any) -> None:
+        super().__init__()
+        self._pyro_sample = ReplayMessenger(trace)._pyro_sample
 
 
 @dataclass
@@ -90,27 +106,25 @@ def run_at_means(
         DeviceError: data and parameters live on different devices.
         DataError: the model fails on data that hold NaN.
     """
-    guide_trace, gaussians = run_guide(call, sampled)
-    expanded = [g for g in gaussians.values() if g.sampled is not True]
-    context = nullcontext() if recorder is None else recorder([_used_value(g, guide_trace) for g in expanded])
+    means = run_guide(call, sampled)
+    expanded = [g for g in means.gaussians.values() if g.sampled is not True]
+    context = nullcontext() if recorder is None else recorder([used_value(g, means.trace) for g in expanded])
     attention = nullcontext() if recorder is None else twice_differentiable()
-    values = [g.value for g in gaussians.values()]
+    values = [g.value for g in means.gaussians.values()]
     with call.explained(values), attention, context:
-        model_trace = call.trace_model(guide_trace)
-    latents = match_latents(model_trace, guide_trace, gaussians, call.guide)
-    return MeanRun(guide_trace, model_trace, latents, expanded, context)
+        model_trace = call.trace_model(means.trace)
+    latents = match_latents(model_trace, means.trace, Marginals(call.guide, means.gaussians))
+    return MeanRun(means.trace, model_trace, latents, expanded, context)
 
 
-def run_guide(
-    call: Call, sampled: dict[str, Tensor | bool] | None = None
-) -> tuple[Any, dict[str, GaussianSite]]:
-    """Run the guide at its means; return its trace and its Gaussian sites by name."""
-    means = PosteriorMeans(sampled=sampled or {})
+def run_guide(call: Call, sampled: dict[str, Tensor | bool] | None = None) -> "PosteriorMeans":
+    """Run the guide at its means."""
+    means = PosteriorMeans(sampled)
     # A guide that has not seen the model yet runs it to look at its sites.
     fresh = getattr(call.guide, "prototype_trace", 0) is None
     with call.explained(), preserve_buffers() if fresh else nullcontext(), means:
-        guide_trace = call.trace_guide()
-    return guide_trace, means.gaussians
+        call.run_guide()
+    return means
 
 
 def twice_differentiable() -> AbstractContextManager[Any]:
@@ -118,8 +132,8 @@ def twice_differentiable() -> AbstractContextManager[Any]:
     return sdpa_kernel(SDPBackend.MATH)
 
 
-def _used_value(gaussian: GaussianSite, guide_trace: Any) -> Tensor | None:
-    """The tensor object that the model will compute with, if it is the mean itself or a plain view of it."""
+def used_value(gaussian: GaussianSite, guide_trace: Any) -> Tensor | None:
+    """Return the tensor that the model computes with, if it is that of the guide's Gaussian or a plain view of it."""
     site = guide_trace.nodes.get(gaussian.name.removesuffix("_unconstrained"))
     value = None if site is None else site["value"]
     if torch.is_tensor(value) and value.shape == gaussian.value.shape:
@@ -127,8 +141,7 @@ def _used_value(gaussian: GaussianSite, guide_trace: Any) -> Tensor | None:
     return None
 
 
-@dataclass
-class PosteriorMeans(SetLatents):
+class PosteriorMeans(SetLatents, SampleTrace):
     """Set Gaussian sites of a guide to their mean, tracked for differentiation; sample those in ``sampled``.
 
     Every mean becomes a node of its own in the autograd graph, so that gradients of the likelihood with respect to it
@@ -137,10 +150,16 @@ class PosteriorMeans(SetLatents):
 
     Args:
         sampled: per guide site True, or a mask of the elements, to draw by reparameterisation.
+
+    Attributes:
+        trace: the run.
+        gaussians: its Gaussian sites by name.
     """
 
-    sampled: dict[str, Tensor | bool] = field(default_factory=dict)
-    gaussians: dict[str, GaussianSite] = field(default_factory=dict, init=False)
+    def __init__(self, sampled: Mapping[str, Tensor | bool] | None = None) -> None:
+        super().__init__()
+        self.sampled = sampled or {}
+        self.gaussians: dict[str, GaussianSite] = {}
 
     def _value_of(self, site: Any) -> Tensor | None:
         base = strip_event_dims(site["fn"])

@@ -3,10 +3,8 @@
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
-import pyro.poutine as poutine
 import torch
 from torch import Tensor
 from torch import distributions as td
@@ -18,24 +16,16 @@ from pyro_dvi.moments.through_link import through_link
 from pyro_dvi.multiplicative_normal import MultiplicativeNormal
 from pyro_dvi.sites import SetLatents
 
-__all__ = ["MomentRun", "PosteriorMoments", "median", "propagated", "reparameterised", "run_with_moments"]
+__all__ = ["PosteriorMoments", "median", "propagated", "reparameterised", "run_with_moments"]
 
 Around = Callable[[Mapping[str, GaussianMoments]], AbstractContextManager[Any]]
-
-
-@dataclass
-class MomentRun:
-    """The model's trace of one run with moments, and every latent site with its posterior marginal."""
-
-    model_trace: Any
-    latents: list[Latent]
 
 
 def run_with_moments(
     call: Call,
     sampled: Mapping[str, Tensor | bool] | None = None,
     around: Around = nullcontext,
-) -> MomentRun:
+) -> tuple[Any, list[Latent]]:
     """Run the guide, then the model with the moments of the guide's Gaussians in place of values.
 
     Args:
@@ -45,23 +35,20 @@ def run_with_moments(
             which it runs: :func:`~pyro_dvi.handlers.uncertain.uncertain_likelihoods`, which lets distributions take
             moments, and what is to watch.
 
+    Returns:
+        the model's trace, and every latent site with its posterior marginal.
+
     Raises:
         GuideError: the guide is not a factorised Gaussian.
         ModelError: a latent site is missing in the guide.
         UnsupportedError: the model uses a function or distribution without a rule.
         DeviceError, DataError: as :func:`~pyro_dvi.handlers.means.run_at_means`.
     """
-    guide_trace, gaussians = run_guide(call)
-    moments = PosteriorMoments(gaussians, call.guide, sampled or {})
-    with (
-        call.explained(g.loc for g in gaussians.values()),
-        poutine.trace() as trace,
-        moments,
-        around(moments.given),
-        poutine.replay(trace=guide_trace),
-    ):
-        call.model(*call.args, **call.kwargs)
-    return MomentRun(trace.trace, match_latents(trace.trace, guide_trace, gaussians, call.guide))
+    means = run_guide(call)
+    moments = PosteriorMoments(means.gaussians, call.guide, sampled or {})
+    with call.explained(g.loc for g in means.gaussians.values()), moments, around(moments.given):
+        model_trace = call.trace_model(means.trace)
+    return model_trace, match_latents(model_trace, means.trace, moments.marginals)
 
 
 StandIn = Callable[[Tensor, Tensor, Any], Any]

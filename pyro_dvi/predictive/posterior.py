@@ -137,9 +137,9 @@ def posterior_gaussians(
             "Linearised(); that of a LaplaceGuide is one after guide.fit(batches, Diagonal())"
         )
     with torch.enable_grad(), AllRows():
-        guide_trace, gaussians = run_guide(Call(factorised, factorised, _arguments(guide, inputs)))
-        refuse_dependent(list(gaussians.values()))
-    return _latents(guide_trace), gaussians
+        means = run_guide(Call(factorised, factorised, _arguments(guide, inputs)))
+        refuse_dependent(list(means.gaussians.values()))
+    return _latents(means.trace), means.gaussians
 
 
 def one_draw(guide: Callable[..., Any], inputs: tuple[Any, ...]) -> dict[str, Tensor]:

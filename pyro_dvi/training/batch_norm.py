@@ -165,8 +165,9 @@ def _at_mean(
 ) -> Callable[..., Any]:
     """The model with its latents at the mean of the guide for these arguments."""
     try:
-        with PosteriorMeans():
-            return poutine.replay(model, trace=poutine.trace(guide).get_trace(*args, **kwargs))
+        with PosteriorMeans() as means:
+            guide(*args, **kwargs)
+        return poutine.replay(model, trace=means.trace)
     except GuideError as error:
         # A dependent guide has no independent means to run at, but Pyro's automatic ones know their median.
         median_of = getattr(guide, "median", None)
