@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much of its penalty does Variational Laplace need? Test NLL against the cost of a step.
+
+``Fisher(every=k, fraction=f)`` computes the penalty in every k-th step, on a part of the minibatch. Each setting
+chooses its KL weight by validation, for each fold or seed of its own. Costs are floating-point operations of a step,
+averaged over a cycle of k steps, over those of a MAP step. Two UCI sets by 10-fold cross-validation, with the
+networks and the recipe of ``uci.py`` but softplus units, one noise variance and 2,000 steps; LeNet on 2,000 MNIST
+images with four seeds.
+
+    python benchmarks/vl_penalty_cost.py --data-dir DIR   # about 25 minutes of processor time
+    python benchmarks/vl_penalty_cost.py --report         # only rewrite table and figure from the results
+
+Each finished task and setting is a line of results/vl_penalty_cost.jsonl; what is there already is not repeated.
+"""
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import torch
+import torch.nn.functional as F
+from image_data import load_split
+from networks import lenet
+from pyro import poutine
+from pyro.infer import SVI
+from pyro.infer.autoguide import AutoDelta
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+from tqdm import tqdm
+from uci import machine, read_results, tune_and_test
+from uci_data import TrainingSets, folds, load
+from uci_methods import Method, Recipe
+from uci_network import Networks
+
+from pyro_dvi import predict
+from pyro_dvi.bayesian import classifier, fan_in, init_to_module, to_bayesian_
+from pyro_dvi.curvature import Fisher
+from pyro_dvi.elbos import TaylorELBO
+from pyro_dvi.guides import MeanFieldGuide
+from pyro_dvi.optim import learning_rates
+from pyro_dvi.predictive import AtMean
+
+RESULTS = Path(__file__).parent / "results" / "vl_penalty_cost.jsonl"
+UCI_SETS, IMAGES = ("concrete", "energy"), "MNIST, 2,000 images"
+SEEDS, KL_WEIGHTS, EPOCHS, BATCH_SIZE = (0, 1, 2, 3), (0.03, 0.1), 20, 100
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A penalty in every ``every``-th step on ``fraction`` of the minibatch; MAP, without one, at ``every`` = 0."""
+
+    every: int
+    fraction: float = 1.0
+
+    @property
+    def name(self) -> str:
+        return f"every {self.every}, fraction {self.fraction:g}" if self.every else "MAP"
+
+    def guide(self, model: Any, init: Any) -> Any:
+        return MeanFieldGuide(model, init_loc_fn=init) if self.every else AutoDelta(model, init_loc_fn=init)
+
+    def elbo(self, kl_weight: Any = 1.0) -> TaylorELBO:
+        curvature = Fisher(every=self.every, fraction=self.fraction) if self.every else None
+        return TaylorELBO(kl_weight=kl_weight, curvature=curvature)
+
+    def operations(self, loss: Callable[[], Tensor]) -> float:
+        """Floating-point operations of a training step, averaged over a cycle of steps."""
+        cycle = max(self.every, 1)
+        for _ in range(cycle):  # the first step looks at the model
+            loss()
+        with FlopCounterMode(display=False) as counter:
+            for _ in range(cycle):
+                loss().backward()
+        return counter.get_total_flops() / cycle
+
+
+MAP, WHOLE = Setting(0), Setting(1)
+SETTINGS = (MAP, *(Setting(every, fraction) for every in (1, 2, 4, 8) for fraction in (1.0, 0.5, 0.25)))
+
+
+class OneNoise(Networks):
+    """The networks of ``uci.py`` with softplus units, and with one noise variance for each network."""
+
+    def __init__(self, num_inputs: int, sizes: Tensor, kl_weights: Tensor) -> None:
+        super().__init__(num_inputs, sizes, kl_weights=kl_weights)
+        del self.shapes["noise"]
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        hidden, to_mean = self.weights()
+        units = F.softplus(x.transpose(0, 1) @ hidden + self.hidden_bias)
+        mean = (units @ to_mean + self.mean_bias).squeeze(-1).t()
+        with (
+            pyro.plate("networks of examples", len(self.sizes), dim=-1),
+            pyro.plate("examples", len(x), dim=-2),
+            poutine.scale(scale=self.sizes / len(x)),
+        ):
+            return pyro.sample("y", dist.Normal(mean, (0.5 * self.noise_bias.view(-1)).exp()), obs=y)
+
+
+class Penalised(Method):
+    """Networks trained by ``TaylorELBO``."""
+
+    tuned = "KL weight"
+    candidates = (0.03, 0.1, 0.3, 1.0)
+    rule = AtMean()
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(Recipe(steps=2000))
+        self.setting = setting
+
+    def model(self, num_inputs: int, sizes: Tensor, values: Tensor) -> Networks:
+        return OneNoise(num_inputs, sizes, values)
+
+    def posterior(self, model: Networks, init: Any) -> tuple[Any, Callable[..., Tensor]]:
+        guide, elbo = self.setting.guide(model, init), self.setting.elbo(self.recipe.kl_schedule)
+        return guide, lambda x, y: elbo.differentiable_loss(model, guide, x, y)
+
+
+def regression(name: str, setting: Setting, data_dir: str | None) -> dict[str, Any]:
+    """Test NLL of each fold at its KL weight, which is chosen by validation rows."""
+    x, y = load(name, data_dir)
+    parts = folds(len(y))
+    found = tune_and_test(Penalised(setting), x, y, parts)["folds"]
+    data = TrainingSets(x, y, [train for train, _ in parts])
+    batch = next(data.minibatches(32, 0))
+
+    def operations(setting: Setting) -> float:
+        method = Penalised(setting)
+        pyro.clear_param_store()
+        model = method.model(x.shape[1], data.sizes, torch.ones(len(parts)))
+        _, loss = method.posterior(model, init_to_module)
+        return setting.operations(lambda: loss(batch.x, batch.y))
+
+    return {
+        "nll": [-fold["single"]["log_likelihood"] for fold in found],
+        "kl_weights": [fold["chosen"] for fold in found],
+        "cost": operations(setting) / operations(MAP),
+    }
+
+
+def classification(setting: Setting, data_dir: str | None) -> dict[str, Any]:
+    """Test NLL of each seed at its KL weight, which is chosen by validation images."""
+    chosen = []
+    for seed in SEEDS:
+        data = load_split("MNIST", 2000, 2000, 5000, seed, data_dir)
+        runs = []
+        for kl_weight in KL_WEIGHTS:
+            model, guide = trained(setting, kl_weight, data.train, seed)
+
+            def nll(x: Tensor, y: Tensor, model: Any = model, guide: Any = guide) -> float:
+                return -predict(model, guide, x, AtMean()).log_likelihood(y).mean().item()
+
+            runs.append((nll(*data.validation), kl_weight, nll(*data.test)))
+        chosen.append(min(runs))
+    x, y = data.train[0][:BATCH_SIZE], data.train[1][:BATCH_SIZE]
+
+    def operations(setting: Setting) -> float:
+        pyro.clear_param_store()
+        model = bayesian_lenet(len(x), 0)
+        guide, elbo = setting.guide(model, init_to_module), setting.elbo()
+        return setting.operations(lambda: elbo.differentiable_loss(model, guide, x, y))
+
+    return {
+        "nll": [nll for _, _, nll in chosen],
+        "kl_weights": [kl_weight for _, kl_weight, _ in chosen],
+        "cost": operations(setting) / operations(MAP),
+    }
+
+
+def bayesian_lenet(num_data: int, seed: int) -> Any:
+    torch.manual_seed(seed)
+    return classifier(to_bayesian_(lenet(), prior_scale=fan_in), num_data=num_data)
+
+
+def trained(setting: Setting, kl_weight: float, data: tuple[Tensor, Tensor], seed: int) -> tuple[Any, Any]:
+    """Return model and guide after ``EPOCHS`` epochs."""
+    pyro.clear_param_store()
+    x, y = data
+    model = bayesian_lenet(len(x), seed)
+    guide = setting.guide(model, init_to_module)
+    svi = SVI(model, guide, pyro.optim.Adam(learning_rates(3e-3)), setting.elbo(kl_weight))
+    for _ in range(EPOCHS):
+        for rows in torch.randperm(len(x)).split(BATCH_SIZE):
+            svi.step(x[rows], y[rows])
+    return model, guide
+
+
+def write_report(rows: list[dict[str, Any]], path: Path) -> None:
+    """Write the table, and the figure beside it."""
+    lines = [
+        "Cost in floating-point operations over MAP; mean test NLL; its difference from the penalty on every whole "
+        "minibatch, paired by fold or seed, ± one standard error; median of the KL weights chosen.",
+    ]
+    for task in dict.fromkeys(row["task"] for row in rows):
+        found = {row["setting"]: row for row in rows if row["task"] == task}
+        lines += [
+            "",
+            f"**{task}**",
+            "",
+            "| penalty | cost | test NLL | difference | KL weight |",
+            "|---|---|---|---|---|",
+        ]
+        for name, row in found.items():
+            mean, error = paired(row, found[WHOLE.name])
+            difference = "" if name == WHOLE.name else f"{mean:+.4f} ± {error:.4f}"
+            weight = statistics.median(row["kl_weights"])
+            lines.append(
+                f"| {name} | {row['cost']:.2f} | {statistics.mean(row['nll']):.4f} | {difference} | {weight:g} |"
+            )
+    path.write_text("\n".join([*lines, "", f"{json.dumps(machine())}", ""]))
+    plot(rows, path.with_suffix(".png"))
+
+
+def paired(row: dict[str, Any], reference: dict[str, Any]) -> tuple[float, float]:
+    """Mean and standard error of the differences in test NLL."""
+    differences = [a - b for a, b in zip(row["nll"], reference["nll"], strict=True)]
+    return statistics.mean(differences), statistics.stdev(differences) / len(differences) ** 0.5
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    tasks = list(dict.fromkeys(row["task"] for row in rows))
+    figure, axes = plt.subplots(1, len(tasks), figsize=(4.2 * len(tasks), 3.4), layout="constrained")
+    for axis, task in zip(axes, tasks, strict=True):
+        found = {row["setting"]: row for row in rows if row["task"] == task}
+        for fraction, marker in ((1.0, "o"), (0.5, "s"), (0.25, "^")):
+            group = [found[s.name] for s in SETTINGS[1:] if s.fraction == fraction]
+            pairs = [paired(row, found[WHOLE.name]) for row in group]
+            means, errors = zip(*pairs, strict=True)
+            costs = [row["cost"] for row in group]
+            axis.errorbar(
+                costs, means, errors, marker=marker, ls="-", capsize=2, label=f"fraction {fraction:g}"
+            )
+        mean, error = paired(found[MAP.name], found[WHOLE.name])
+        axis.errorbar([1.0], [mean], [error], marker="x", ls="", color="black", capsize=2, label="MAP")
+        axis.axhline(0, color="grey", lw=0.5)
+        axis.set(title=task, xlabel="operations of a step over MAP")
+    axes[0].set_ylabel("test NLL minus that of the whole penalty")
+    axes[-1].legend(fontsize="small")
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--data-dir", help="folder with uci/ and MNIST/raw (else the variable PYRO_DVI_DATA)")
+    parser.add_argument("--tasks", nargs="+", default=[*UCI_SETS, IMAGES])
+    parser.add_argument("--report", action="store_true", help="only rewrite table and figure")
+    options = parser.parse_args()
+    if not options.report:
+        torch.set_num_threads(1)
+        pyro.enable_validation(False)
+        done = {(row["task"], row["setting"]) for row in read_results(RESULTS)}
+        todo = [(t, s) for t in options.tasks for s in SETTINGS if (t, s.name) not in done]
+        for task, setting in tqdm(todo):
+            if task == IMAGES:
+                row = classification(setting, options.data_dir)
+            else:
+                row = regression(task, setting, options.data_dir)
+            with RESULTS.open("a") as file:
+                file.write(json.dumps({"task": task, "setting": setting.name, **row}) + "\n")
+    write_report(read_results(RESULTS), RESULTS.with_suffix(".md"))
+
+
+if __name__ == "__main__":
+    main()
