@@ -112,18 +112,18 @@ def run_on_part(
         UnsupportedError: a latent variable belongs to rows, so rows cannot be left out.
         ModelError: the plate does not follow the number of rows.
     """
-    for latent in run.latents:
-        if run.model_trace.nodes[latent.name]["cond_indep_stack"]:
-            raise UnsupportedError(
-                f"Fisher(fraction={fraction}) cannot take part of the rows: latent site {latent.name!r} is local to a "
-                "plate. Use Fisher(every=k) to save time instead."
-            )
     first = with_rows((call.args, call.kwargs))
     if first is None:
         raise UnsupportedError(
             f"Fisher(fraction={fraction}) found no tensor among the model's arguments to take rows of: pass slice_args"
         )
     length = len(first)
+    for latent in run.latents:  # a plate of another size, of groups say, has nothing to do with the rows
+        if any(frame.size == length for frame in run.model_trace.nodes[latent.name]["cond_indep_stack"]):
+            raise UnsupportedError(
+                f"Fisher(fraction={fraction}) cannot take part of the rows: latent site {latent.name!r} is local to a "
+                "plate of as many elements. Use Fisher(every=k) to save time instead."
+            )
     rows = torch.randperm(length, device=first.device)[: max(1, math.ceil(fraction * length))]
     part_args, part_kwargs = (slice_args or _slice_rows)(call.args, call.kwargs, rows)
     advice = (

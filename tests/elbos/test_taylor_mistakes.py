@@ -451,7 +451,7 @@ MISTAKES = [
         "fraction of local latents",
         lambda: evaluate(local, curvature=Fisher(fraction=0.5)),
         UnsupportedError,
-        r"latent site 'z' is local to a plate.*every=k",
+        r"latent site 'z' is local to a plate of as many elements.*every=k",
     ),
     Mistake(
         "fraction of a fixed subsample",

@@ -93,6 +93,19 @@ def test_a_plate_that_does_not_follow_is_refused():
         evaluate(model, X, Y, fraction=0.5)
 
 
+def test_latents_of_groups_stay_whole():
+    """Their plate has nothing to do with the rows; rows only say to which group they belong."""
+
+    def model(group: Tensor, y: Tensor) -> int:
+        with pyro.plate("groups", 3):
+            level = pyro.sample("level", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", 80, subsample_size=len(y)):
+            pyro.sample("y", dist.Normal(level[group], 0.5), obs=y)
+        return len(y)
+
+    assert evaluate(model, torch.arange(8) % 3, Y, fraction=0.5) == [8, 4]
+
+
 def test_running_statistics_see_the_whole_minibatch_only():
     net = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Softplus(), nn.Linear(4, 1))
     dvi.to_bayesian_(net)
