@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Convolution and batch normalisation with a fast second derivative.
+r"""Convolution, batch normalisation, softplus and SiLU with a fast second derivative.
 
 A squared-gradient penalty is differentiated twice: once for the gradient :math:`\tilde g` itself and once through
 it. PyTorch composes the second derivative of a convolution from further convolutions with unusual strides and
 swapped axes, and that of a batch normalisation from some twenty passes over the activations. The formulas below
 use only the kernels of an ordinary forward and backward pass. Inside :class:`FastSecondDerivatives` every
-``conv1d/2d/3d`` and training-mode ``batch_norm`` of unmodified user code runs through them; values and
-derivatives are the same up to rounding.
+``conv1d/2d/3d``, training-mode ``batch_norm``, ``softplus`` and ``silu`` of unmodified user code runs through them;
+values and derivatives are the same up to rounding.
 
 Adding a function: write its backward as a second :class:`torch.autograd.Function`, and register the wrapper with
 :func:`fast_second_derivative`; return ``NotImplemented`` for arguments that are better left to PyTorch.
@@ -36,7 +36,7 @@ def fast_second_derivative(*functions: Callable) -> Callable[[Callable], Callabl
 
 
 class FastSecondDerivatives(TorchFunctionMode):
-    """Run convolutions and batch normalisations with hand-written second derivatives.
+    """Run convolutions, batch normalisations and activations with hand-written second derivatives.
 
     Example:
         >>> layer, x = torch.nn.Conv2d(1, 2, 3), torch.ones(1, 1, 3, 3)
@@ -99,7 +99,7 @@ class _ConvolutionBackward(Function):
                 dg = aten.convolution(ax, weight, ab, *geometry)
             if aw is not None:
                 direct = aten.convolution(x, aw, ab if dg is None else None, *geometry)
-                dg = direct if dg is None else dg + direct
+                dg = direct if dg is None else dg.add_(direct)
             if dg is None and ab is not None:
                 dg = ab.reshape(-1, *[1] * (g.dim() - 2)).expand_as(g)
         if aw is not None and ctx.needs_input_grad[1]:
@@ -135,7 +135,10 @@ def _convolution(
 #   ∂g = γ r (a − ā − x̂ p)                     the first backward again, applied to a
 #   ∂γ = n r (c − p q)
 #   ∂x = γ r² [(3 p q − c) x̂ − q (a − ā) − p (g − ḡ)].
-# Sums of g and g x̂ (and of a, a x̂) are by-products of the fused first backward.
+# Where γ and β are latent weights as well, cotangents a_γ and a_β of sum(g x̂) and sum(g) add
+#   ∂g += a_γ x̂ + a_β,   ∂x += a_γ r (g − ḡ − x̂ q).
+# Sums of g and g x̂ (and of a, a x̂) are by-products of the fused first backward. The rest are combinations of
+# x, a and g with coefficients per channel.
 
 
 class _BatchNorm(Function):
@@ -163,20 +166,12 @@ class _BatchNorm(Function):
         return gx, g_gamma, g_beta, None, None, None, None
 
 
-def _batch_norm_backward(
-    g: Tensor, x: Tensor, gamma: Tensor, mean: Tensor, inv_std: Tensor, eps: float
-) -> Any:
-    return torch.ops.aten.native_batch_norm_backward(
-        g, x, gamma, None, None, mean, inv_std, True, eps, [True, True, True]
-    )
-
-
 class _BatchNormBackward(Function):
     @staticmethod
     def forward(
         ctx: Any, g: Tensor, x: Tensor, gamma: Tensor, mean: Tensor, inv_std: Tensor, eps: float
     ) -> tuple:
-        gx, sum_g_xhat, sum_g = _batch_norm_backward(g, x, gamma, mean, inv_std, eps)
+        gx, sum_g_xhat, sum_g = _fused_backward(g, x, gamma, mean, inv_std, eps)
         ctx.save_for_backward(g, x, gamma, mean, inv_std, sum_g_xhat, sum_g)
         ctx.eps = eps
         ctx.set_materialize_grads(False)
@@ -189,36 +184,40 @@ class _BatchNormBackward(Function):
                 "batch_norm has no third derivative, here or in PyTorch: do not create a graph (create_graph=True) of "
                 "the gradient of a squared-gradient penalty, or put batch normalisation in evaluation mode"
             )
-        g, x, gamma, mean, r, sum_g_xhat, sum_g = ctx.saved_tensors
+        g, x, gamma, m, r, *sums = ctx.saved_tensors
         n = x.numel() // x.shape[1]
-        axes = [0, *range(2, x.dim())]
-
-        def wide(channel: Tensor) -> Tensor:
-            return channel.reshape(-1, *[1] * (x.dim() - 2))
-
-        q, g_bar = sum_g_xhat / n, sum_g / n
-        dg = dx = d_gamma = None
-        if a is not None:
-            dg, sum_a_xhat, sum_a = _batch_norm_backward(a, x, gamma, mean, r, ctx.eps)
-            p, a_bar = sum_a_xhat / n, sum_a / n
-            c = (a * g).sum(axes) / n - a_bar * g_bar
-            d_gamma = n * r * (c - p * q)
-            # One affine combination of x, a and g with per-channel coefficients.
-            k = gamma * r * r
-            on_x = k * r * (3 * p * q - c)
-            constant = k * (q * a_bar + p * g_bar) - on_x * mean
-            dx = torch.addcmul(wide(constant), x, wide(on_x))
-            dx = dx.addcmul_(a, wide(-k * q)).addcmul_(g, wide(-k * p))
-        if a_gamma is not None:  # sum(g x̂) is itself differentiated where γ is a latent weight
-            xhat = (x - wide(mean)) * wide(r)
-            extra = wide(a_gamma) * xhat
-            dg = extra if dg is None else dg + extra
-            extra = wide(a_gamma * r) * (g - wide(g_bar) - xhat * wide(q))
-            dx = extra if dx is None else dx + extra
-        if a_beta is not None:
-            extra = wide(a_beta).expand_as(g)
-            dg = extra if dg is None else dg + extra
+        latent = a_gamma is not None or a_beta is not None
+        a = torch.zeros_like(g) if a is None else a
+        a_gamma = torch.zeros_like(m) if a_gamma is None else a_gamma
+        a_beta = torch.zeros_like(m) if a_beta is None else a_beta
+        dg, *sums_of_a = _fused_backward(a, x, gamma, m, r, ctx.eps)
+        q, g_bar, p, a_bar = (torch.stack([*sums, *sums_of_a]) / n).unbind()
+        # What the same kernel sums for the weight is n r c if g stands for the input: one pass over a and g.
+        rc = _fused_backward(a, g, None, g_bar, r, ctx.eps, input_too=False)[1] / n
+        d_gamma = torch.addcmul(rc, r * p, q, value=-1).mul_(n)
+        # ∂x = constant − on_x x − on_a a + on_g g,   ∂g += t x + shift
+        t, scale = a_gamma * r, gamma * r
+        k = scale * r
+        on_a = k * q
+        on_g = torch.addcmul(t, k, p, value=-1)
+        on_x = (scale * rc).addcmul_(on_g, q).addcmul_(on_a, p, value=-2).mul_(r)
+        constant = (on_x * m).addcmul_(on_a, a_bar).addcmul_(on_g, g_bar, value=-1)
+        shift = torch.addcmul(a_beta, t, m, value=-1)
+        wide = torch.stack([on_x, on_a, on_g, constant, t, shift]).view(6, -1, *[1] * (x.dim() - 2))
+        on_x, on_a, on_g, constant, t, shift = wide.unbind()
+        dx = torch.addcmul(constant, x, on_x, value=-1).addcmul_(a, on_a, value=-1).addcmul_(g, on_g)
+        if latent:
+            dg.addcmul_(x, t).add_(shift)
         return dg, dx, d_gamma, None, None, None
+
+
+def _fused_backward(
+    g: Tensor, x: Tensor, gamma: Tensor | None, m: Tensor, r: Tensor, eps: float, *, input_too: bool = True
+) -> Any:
+    """gx, the sum of g x̂ and that of g, for each channel."""
+    return torch.ops.aten.native_batch_norm_backward(
+        g, x, gamma, None, None, m, r, True, eps, [input_too, True, True]
+    )
 
 
 @fast_second_derivative(F.batch_norm)
@@ -236,3 +235,62 @@ def _batch_norm(
     if not training or mixed or input.numel() == input.shape[1]:
         return NotImplemented
     return _BatchNorm.apply(input, weight, bias, running_mean, running_var, momentum, eps)
+
+
+# Activations ---------------------------------------------------------------------------------------------------
+# y = f(x).  First backward: gx = g f'(x).  For a cotangent a of it, ∂g = a f'(x) and ∂x = a g f''(x). Both slopes are
+# computed once and serve all backward passes, where PyTorch evaluates a sigmoid in each of them. Its GELU, tanh and
+# sigmoid are as fast as this.
+
+
+class _Activation(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, function: Callable, slopes: Callable) -> Any:
+        ctx.save_for_backward(x, *slopes(x))
+        ctx.slopes = slopes
+        return function(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple:
+        return _ActivationBackward.apply(g, *ctx.saved_tensors, ctx.slopes), None, None
+
+
+class _ActivationBackward(Function):
+    @staticmethod
+    def forward(ctx: Any, g: Tensor, x: Tensor, first: Tensor, second: Tensor, slopes: Callable) -> Tensor:
+        ctx.save_for_backward(g, x, first, second)
+        ctx.slopes = slopes
+        return g * first
+
+    @staticmethod
+    def backward(ctx: Any, a: Tensor) -> tuple:
+        g, x, first, second = ctx.saved_tensors
+        if torch.is_grad_enabled():  # for a third derivative
+            first, second = ctx.slopes(x)
+        return a * first, a * g * second, None, None, None
+
+
+def _softplus_slopes(x: Tensor) -> tuple[Tensor, Tensor]:
+    s = torch.sigmoid(x)
+    return s, torch.addcmul(s, s, s, value=-1)
+
+
+def _silu_slopes(x: Tensor) -> tuple[Tensor, Tensor]:
+    s, ds = _softplus_slopes(x)
+    return torch.addcmul(s, x, ds), torch.addcmul(x, x, s, value=-2).add(2).mul(ds)
+
+
+def _native(input: Tensor) -> bool:
+    return not input.requires_grad or torch.is_autocast_enabled(input.device.type)
+
+
+@fast_second_derivative(F.softplus)
+def _softplus(input: Tensor, beta: float = 1, threshold: float = 20) -> Any:
+    if _native(input) or beta != 1 or threshold < 20:
+        return NotImplemented
+    return _Activation.apply(input, F.softplus, _softplus_slopes)
+
+
+@fast_second_derivative(F.silu)
+def _silu(input: Tensor, inplace: bool = False) -> Any:
+    return NotImplemented if _native(input) or inplace else _Activation.apply(input, F.silu, _silu_slopes)

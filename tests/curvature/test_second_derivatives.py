@@ -45,6 +45,10 @@ def batch_norm(shape: tuple[int, ...]) -> Case:
     return Case(f"batch_norm{len(shape)}", (F.batch_norm,), call, (shape, (shape[1],), (shape[1],)))
 
 
+def activation(function: Callable[..., Tensor], **options: Any) -> Case:
+    return Case(function.__name__, (function,), lambda x: function(x * 3, **options), ((4, 3, 5),))
+
+
 CASES = [
     conv(1, (3, 2, 7), (4, 2, 3), bias=True),
     conv(1, (3, 4, 9), (6, 2, 3), stride=2, padding=1, groups=2),
@@ -60,6 +64,8 @@ CASES = [
     batch_norm((4, 3, 5)),
     batch_norm((3, 2, 4, 3)),
     batch_norm((2, 2, 3, 2, 3)),
+    activation(F.softplus),
+    activation(F.silu),
 ]
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 
@@ -98,10 +104,10 @@ def test_value_first_and_second_derivatives_are_those_of_pytorch(case):
 @every_case
 def test_the_replacement_is_used(case):
     node = fast(case.call)(*case.inputs()).grad_fn
-    assert node is not None and type(node).__name__.startswith(("_Convolution", "_BatchNorm"))
+    assert node is not None and type(node).__name__.startswith(("_Convolution", "_BatchNorm", "_Activation"))
 
 
-@pytest.mark.parametrize("case", [CASES[k] for k in (1, 5, 8, 10, 12)], ids=lambda c: c.name)
+@pytest.mark.parametrize("case", [CASES[k] for k in (1, 5, 8, 10, 12, 14, 15)], ids=lambda c: c.name)
 def test_numerical_derivatives(case):
     inputs = case.inputs()
     assert gradcheck(fast(case.call), inputs)
@@ -132,8 +138,8 @@ def test_single_precision(case):
         torch.testing.assert_close(a.double(), b, rtol=1e-3, atol=1e-3 * float(b.abs().max()))
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if c.name.startswith("conv")], ids=lambda c: c.name)
-def test_third_derivatives_of_convolutions(case):
+@pytest.mark.parametrize("case", [c for c in CASES if "batch_norm" not in c.name], ids=lambda c: c.name)
+def test_third_derivatives(case):
     inputs = case.inputs()
 
     def third(call: Callable[..., Tensor]) -> tuple:
@@ -168,6 +174,9 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "no affine": (lambda: nn.BatchNorm2d(2, affine=False), (3, 2, 4, 4)),
     "no running statistics": (lambda: nn.BatchNorm1d(2, track_running_stats=False), (6, 2)),
     "cumulative average": (lambda: nn.BatchNorm1d(2, momentum=None), (6, 2)),
+    "softplus of another slope": (lambda: nn.Softplus(beta=2), (4, 3)),
+    "softplus with a low threshold": (lambda: nn.Softplus(threshold=1), (4, 3)),
+    "silu in place": (lambda: nn.Sequential(nn.Linear(3, 3), nn.SiLU(inplace=True)), (4, 3)),
     "evaluation": (lambda: nn.BatchNorm1d(2).eval(), (6, 2)),
     "block": (
         lambda: nn.Sequential(
