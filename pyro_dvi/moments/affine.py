@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.moments.arithmetic import plus, times
-from pyro_dvi.moments.bilinear import MultiplicativeMoments, bilinear_moments
+from pyro_dvi.moments.bilinear import Gradients, Layer, MultiplicativeMoments, bilinear_moments
 from pyro_dvi.moments.rules import moment_rule
 from pyro_dvi.moments.value import GaussianMoments, loc_of, second_moment_of
 
@@ -36,8 +36,42 @@ def linear(input: Any, weight: Any, bias: Any = None) -> GaussianMoments:
         GaussianMoments(loc=tensor([[4.]]), variance=tensor([[0.4000]]))
     """
     if isinstance(weight, GaussianMoments) or isinstance(input, GaussianMoments):
-        return bilinear_moments(F.linear, input, weight, _alpha_of_columns(weight), bias)
+        product = _LINEAR if input.dim() > 1 and weight.dim() == 2 else F.linear
+        return bilinear_moments(product, input, weight, _alpha_of_columns(weight), bias)
     return GaussianMoments(F.linear(input, weight, bias.loc), bias.variance)
+
+
+class _Linear(Layer):
+    """A linear layer of rows."""
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return F.linear(x, weight, bias)
+
+    def gradients(self, g: Tensor, x: Tensor, weight: Tensor, wanted: tuple) -> Gradients:
+        rows = g.flatten(0, -2)
+        return (
+            g @ weight if wanted[0] else None,
+            rows.mT @ x.flatten(0, -2) if wanted[1] else None,
+            rows.sum(0) if wanted[2] else None,
+        )
+
+
+class _Matmul(Layer):
+    """A product of matrices, or of batches of them."""
+
+    def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
+        return torch.matmul(x, weight)
+
+    def gradients(self, g: Tensor, x: Tensor, weight: Tensor, wanted: tuple) -> Gradients:
+        in_x = (g @ weight.mT).sum_to_size(x.shape) if wanted[0] else None
+        if not wanted[1]:
+            return in_x, None, None
+        if weight.dim() == 2:
+            return in_x, x.flatten(0, -2).mT @ g.flatten(0, -2), None
+        return in_x, (x.mT @ g).sum_to_size(weight.shape), None
+
+
+_LINEAR, _MATMUL = _Linear(), _Matmul()
 
 
 @moment_rule(torch.matmul, torch.mm, torch.bmm, torch.mv)
@@ -67,7 +101,8 @@ def matmul(input: Any, other: Any) -> GaussianMoments:
     if alpha is None and (left := _alpha_of_columns(input)) is not None:
         left = left if other.dim() == 1 else left.unsqueeze(-1)
         return bilinear_moments(_matmul_reversed, other, input, left)
-    return bilinear_moments(torch.matmul, input, other, alpha)
+    product = _MATMUL if input.dim() > 1 and other.dim() > 1 else torch.matmul
+    return bilinear_moments(product, input, other, alpha)
 
 
 def _matmul_reversed(right: Tensor, left: Tensor) -> Tensor:

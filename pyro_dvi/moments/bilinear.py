@@ -21,6 +21,7 @@ is the assumption of the method.
 Source: Schmitt & Roth (2021), Eq. 9; Wu et al. (2019), "Deterministic variational inference".
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -30,9 +31,9 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from pyro_dvi.errors import UnsupportedError
-from pyro_dvi.moments.value import GaussianMoments, loc_of
+from pyro_dvi.moments.value import GaussianMoments, loc_of, variance_of
 
-__all__ = ["MultiplicativeMoments", "bilinear_moments"]
+__all__ = ["Gradients", "Layer", "MultiplicativeMoments", "bilinear_moments"]
 
 
 class MultiplicativeMoments(GaussianMoments):
@@ -48,12 +49,11 @@ class MultiplicativeMoments(GaussianMoments):
     Source: Schmitt & Roth (2021), Eq. 5.
     """
 
-    __slots__ = ("_alpha", "_squared")
+    __slots__ = ("_alpha",)
 
     def __init__(self, loc: Tensor, alpha: Tensor) -> None:
         super().__init__(loc, loc)
         self._alpha = alpha
-        self._squared: Tensor | None = None
 
     @property
     def alpha(self) -> Tensor:
@@ -61,17 +61,10 @@ class MultiplicativeMoments(GaussianMoments):
         return self._alpha
 
     @property
-    def squared_loc(self) -> Tensor:
-        """Squares of the means, computed once."""
-        if self._squared is None:
-            self._squared = _Square.apply(self.loc)
-        return self._squared
-
-    @property
     def variance(self) -> Tensor:
-        """Variances."""
-        if self._squared is None or self._variance is self._loc:
-            self._variance = self.alpha * self.squared_loc
+        """Variances, computed when first asked for."""
+        if self._variance is self._loc:
+            self._variance = self.loc * self.alpha * self.loc
         return self._variance
 
     def become(self, other: GaussianMoments) -> GaussianMoments:
@@ -84,6 +77,19 @@ class MultiplicativeMoments(GaussianMoments):
 
 # Called as product(x, weight) or, where there is a bias, product(x, weight, bias).
 Map = Callable[..., Tensor]
+Gradients = tuple[Tensor | None, ...]
+
+
+class Layer(ABC):
+    """A map that knows its gradients, so that both moments are one function for autograd."""
+
+    @abstractmethod
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, /) -> Tensor:
+        """Return the product, plus the bias."""
+
+    @abstractmethod
+    def gradients(self, g: Tensor, x: Tensor, weight: Tensor, wanted: tuple) -> Gradients:
+        """Return new tensors: for a gradient g in the output those in x, weight and bias, each None if not wanted."""
 
 
 def bilinear_moments(
@@ -92,7 +98,8 @@ def bilinear_moments(
     """Moments of ``product(x, weight)`` or ``product(x, weight, bias)``, linear in each of x and weight.
 
     Args:
-        product: the linear map, called with means, variances or second moments.
+        product: the linear map, called with means, variances or second moments. A :class:`Layer` costs fewer passes
+            over memory, and keeps inputs and weights only for its gradients, but these have no derivatives.
         x: moments, or a tensor that is certain.
         weight: likewise; at least one of the two has to be uncertain.
         alpha: relative variance of the weight, of a shape that multiplies ``x``: only given where the noise of
@@ -107,81 +114,97 @@ def bilinear_moments(
             "the product of uncertain x with itself (as x @ x, torch.outer(x, x)) has no rule: the factors are not "
             "independent. For a sum of squares write x.square().sum()."
         )
-    shift = () if bias is None else (loc_of(bias),)
-    spread = (bias.variance,) if isinstance(bias, GaussianMoments) else ()
-    loc = product(loc_of(x), loc_of(weight), *shift)
-    if not isinstance(weight, GaussianMoments):
-        return GaussianMoments(loc, product(x.variance, _square(weight, loc), *spread))
-    if alpha is not None and isinstance(weight, MultiplicativeMoments) and isinstance(x, GaussianMoments):
-        noisy = _NoisyInput.apply(x.loc, x.variance, alpha)
-        return GaussianMoments(loc, product(noisy, weight.squared_loc, *spread))
-    # Certain inputs need one product in any case, and this one no gradient of the inputs.
-    if not isinstance(x, GaussianMoments):
-        return GaussianMoments(loc, product(_square(x, loc), weight.variance, *spread))
-    variance = product(_SecondMoment.apply(x.loc, x.variance), weight.variance, *spread)
-    return GaussianMoments(loc, variance + product(x.variance, _Square.apply(weight.loc)))
+    noisy = alpha is not None and isinstance(weight, MultiplicativeMoments) and isinstance(x, GaussianMoments)
+    variance = None if noisy else variance_of(weight)
+    factors = loc_of(x), variance_of(x), loc_of(weight), variance, alpha if noisy else None
+    biases = loc_of(bias), variance_of(bias)
+    # Autocast chooses dtypes inside the product, and does not do so for gradients.
+    if isinstance(product, Layer) and not torch.is_autocast_enabled(x.device.type):
+        return GaussianMoments(*_LayerMoments.apply(product, *factors, *biases))
+    return GaussianMoments(*_moments(product, factors, biases))
+
+
+Factors = tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None]
+
+
+def _moments(
+    product: Map, factors: Factors, biases: tuple[Tensor | None, Tensor | None]
+) -> tuple[Tensor, Tensor]:
+    """Return mean and variance from those of the input and the weight and from the noise of the input."""
+    x, x_variance, weight, weight_variance, alpha = factors
+    shift, spread = (() if bias is None else (bias,) for bias in biases)
+    loc = product(x, weight, *shift)
+    if x_variance is None:
+        return loc, product(_square(x, loc), weight_variance, *spread)
+    if weight_variance is None:
+        return loc, product(_noisy(x, x_variance, alpha), _square(weight, loc), *spread)
+    variance = product(torch.addcmul(x_variance, x, x), weight_variance, *spread)
+    rest = product(x_variance, weight * weight)
+    return loc, variance.add_(rest) if isinstance(product, Layer) else variance + rest
 
 
 def _square(certain: Tensor, like: Tensor) -> Tensor:
     """Return the square; that of small integers would overflow."""
-    return (certain if certain.is_floating_point() else certain.to(like.dtype)).square()
+    certain = certain if certain.is_floating_point() else certain.to(like.dtype)
+    return certain * certain
 
 
-# Squares and second moments, in fewer passes over memory than autograd takes for the formulas.
-
-
-def _twice(a: Tensor, b: Tensor) -> Tensor:
-    """Return 2ab in one pass."""
-    return torch.addcmul(a.new_zeros(()), a, b, value=2)
-
-
-class _Square(Function):
-    """The square."""
-
-    @staticmethod
-    def forward(ctx: Any, loc: Tensor) -> Tensor:
-        ctx.save_for_backward(loc)
-        return loc * loc
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> Tensor:
-        return _twice(g, *ctx.saved_tensors)
-
-
-class _SecondMoment(Function):
-    r"""The second moment :math:`m^2 + v`."""
-
-    @staticmethod
-    def forward(ctx: Any, loc: Tensor, variance: Tensor) -> Tensor:
-        ctx.save_for_backward(loc)
-        return torch.addcmul(variance, loc, loc)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
-        return _twice(g, *ctx.saved_tensors), g
-
-
-class _NoisyInput(Function):
+def _noisy(x: Tensor, variance: Tensor, alpha: Tensor | None) -> Tensor:
     r"""Variance of x times noise of mean 1 and relative variance α, :math:`\alpha(m^2 + v) + v`."""
+    return variance if alpha is None else torch.addcmul(variance, alpha, torch.addcmul(variance, x, x))
+
+
+class _LayerMoments(Function):
+    """Both moments of a layer. Squares are computed again for the gradients, since products cost far more."""
 
     @staticmethod
-    def forward(ctx: Any, loc: Tensor, variance: Tensor, alpha: Tensor) -> Tensor:
-        ctx.save_for_backward(loc, variance, alpha)
-        return torch.addcmul(variance, alpha, torch.addcmul(variance, loc, loc))
+    def forward(ctx: Any, layer: Layer, *arguments: Any) -> tuple[Tensor, Tensor]:
+        ctx.layer = layer
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*arguments[:5])
+        return _moments(layer, arguments[:5], arguments[5:])
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        loc, variance, alpha = ctx.saved_tensors
-        g_alpha = None
-        if ctx.needs_input_grad[2]:
-            moment = torch.addcmul(variance, loc, loc)
-            moment = moment.mul_(g) if g.shape == loc.shape else moment * g
-            g_alpha = moment.sum_to_size(alpha.shape)
-        g_loc = g * (2 * alpha)
-        g_variance = torch.add(g, g_loc, alpha=0.5)
-        if g.shape != loc.shape:  # noise for each of a batch of nets, inputs for all
-            g_loc, g_variance = g_loc.sum_to_size(loc.shape), g_variance.sum_to_size(loc.shape)
-        return g_loc.mul_(loc), g_variance, g_alpha
+    def backward(ctx: Any, g: Tensor | None, h: Tensor | None) -> tuple[Tensor | None, ...]:
+        x, v, weight, spread, alpha = ctx.saved_tensors
+        _, for_x, for_v, for_weight, for_spread, for_alpha, for_bias, for_bias_variance = ctx.needs_input_grad
+        gradients = ctx.layer.gradients
+        in_x = in_v = in_weight = in_spread = in_alpha = in_bias = in_bias_variance = None
+        if g is not None:
+            in_x, in_weight, in_bias = gradients(g, x, weight, (for_x, for_weight, for_bias))
+        if h is not None and spread is not None:
+            moment = x * x if v is None else torch.addcmul(v, x, x)
+            wanted = for_x or for_v, for_spread, for_bias_variance
+            slope, in_spread, in_bias_variance = gradients(h, moment, spread, wanted)
+            in_x = _plus_twice(in_x, x, slope) if for_x else None
+            in_v = slope if for_v else None
+            for_bias_variance = False
+        if h is not None and v is not None:
+            noisy = _noisy(x, v, alpha)
+            wanted = for_v or for_alpha or (for_x and alpha is not None), for_weight, for_bias_variance
+            slope, in_square, in_shift = gradients(h, noisy, weight * weight, wanted)
+            in_bias_variance = in_shift if in_bias_variance is None else in_bias_variance
+            in_weight = _plus_twice(in_weight, weight, in_square)
+            if alpha is not None and slope is not None:
+                slope, pull, in_alpha = _pulled_back(slope, x, v, alpha)
+                in_x = _plus_twice(in_x, x, pull) if for_x else None
+            in_v = slope if in_v is None or slope is None else slope.add_(in_v)
+        return None, in_x, in_v, in_weight, in_spread, in_alpha, in_bias, in_bias_variance
+
+
+def _pulled_back(slope: Tensor, x: Tensor, v: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of :func:`_noisy` in the variance, in the square of the mean, and in the noise."""
+    in_alpha = (torch.addcmul(v, x, x) * slope).sum_to_size(alpha.shape)
+    pull = slope * alpha
+    slope = slope.add_(pull)
+    if slope.shape != x.shape:  # noise for each of a batch of nets, inputs for all
+        slope, pull = slope.sum_to_size(x.shape), pull.sum_to_size(x.shape)
+    return slope, pull, in_alpha
+
+
+def _plus_twice(total: Tensor | None, a: Tensor, b: Tensor | None) -> Tensor | None:
+    """Return total + 2ab, in the memory of ``total`` where there is one."""
+    if b is None:
+        return total
+    return (b * a).mul_(2) if total is None else total.addcmul_(a, b, value=2)

@@ -8,69 +8,69 @@ Source: Schmitt & Roth (2021), Eq. 9, :mod:`pyro_dvi.moments.bilinear`.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pyro_dvi.moments.bilinear import MultiplicativeMoments, bilinear_moments
+from pyro_dvi.moments.bilinear import Gradients, Layer, MultiplicativeMoments, bilinear_moments
 from pyro_dvi.moments.rules import moment_rule
 from pyro_dvi.moments.value import GaussianMoments, loc_of
 
 __all__: list[str] = []
 
 
-def _convolution(function: Callable[..., Tensor], dims: int) -> Callable[..., GaussianMoments]:
-    def convolution(
-        input: Any,
-        weight: Any,
-        bias: Any = None,
-        stride: Any = 1,
-        padding: Any = 0,
-        dilation: Any = 1,
-        groups: int = 1,
-    ) -> GaussianMoments:
-        def product(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
-            return function(x, w, b, stride, padding, dilation, groups)
+_DEFAULTS = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1}
+_TRANSPOSED = {"stride": 1, "padding": 0, "output_padding": 0, "groups": 1, "dilation": 1}
 
-        return _layer(product, input, weight, bias, _alpha_of_inputs(weight, groups), dims)
+
+def _convolution(function: Callable[..., Tensor], dims: int) -> Callable[..., GaussianMoments]:
+    transposed = "transpose" in function.__name__
+    defaults = _TRANSPOSED if transposed else _DEFAULTS
+
+    def convolution(
+        input: Any, weight: Any, bias: Any = None, *options: Any, **named: Any
+    ) -> GaussianMoments:
+        given: dict[str, Any] = {**defaults, **dict(zip(defaults, options, strict=False)), **named}
+        product: Any = partial(function, **given)
+        if input.dim() == dims + 2 and given["padding"] != "same":
+            product = _Convolution(transposed, given)
+        if isinstance(input, GaussianMoments) or isinstance(weight, GaussianMoments):
+            alpha = (
+                _alpha_of_transposed_inputs(weight)
+                if transposed
+                else _alpha_of_inputs(weight, given["groups"])
+            )
+            return bilinear_moments(product, input, weight, alpha, bias)
+        return GaussianMoments(product(input, weight, loc_of(bias)), bias.variance.reshape(-1, *[1] * dims))
 
     return convolution
 
 
-def _transposed(function: Callable[..., Tensor], dims: int) -> Callable[..., GaussianMoments]:
-    def convolution_transpose(
-        input: Any,
-        weight: Any,
-        bias: Any = None,
-        stride: Any = 1,
-        padding: Any = 0,
-        output_padding: Any = 0,
-        groups: int = 1,
-        dilation: Any = 1,
-    ) -> GaussianMoments:
-        def product(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
-            return function(x, w, b, stride, padding, output_padding, groups, dilation)
+class _Convolution(Layer):
+    """A convolution of a batch, or its transpose."""
 
-        return _layer(product, input, weight, bias, _alpha_of_transposed_inputs(weight), dims)
+    def __init__(self, transposed: bool, given: dict[str, Any]) -> None:
+        padding = 0 if given["padding"] == "valid" else given["padding"]
+        sizes = given["stride"], padding, given["dilation"], given.get("output_padding", 0)
+        *first, last = ([size] if isinstance(size, int) else size for size in sizes)
+        self.options = (*first, transposed, last, given["groups"])
 
-    return convolution_transpose
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return torch.convolution(x, weight, bias, *self.options)
 
-
-conv1d = moment_rule(F.conv1d)(_convolution(F.conv1d, 1))
-conv2d = moment_rule(F.conv2d)(_convolution(F.conv2d, 2))
-conv3d = moment_rule(F.conv3d)(_convolution(F.conv3d, 3))
-conv_transpose1d = moment_rule(F.conv_transpose1d)(_transposed(F.conv_transpose1d, 1))
-conv_transpose2d = moment_rule(F.conv_transpose2d)(_transposed(F.conv_transpose2d, 2))
-conv_transpose3d = moment_rule(F.conv_transpose3d)(_transposed(F.conv_transpose3d, 3))
+    def gradients(self, g: Tensor, x: Tensor, weight: Tensor, wanted: tuple) -> Gradients:
+        sizes = [g.shape[1]] if wanted[2] else None
+        found = torch.ops.aten.convolution_backward(g, x, weight, sizes, *self.options, list(wanted))
+        return tuple(found)
 
 
-def _layer(
-    product: Callable[..., Tensor], input: Any, weight: Any, bias: Any, alpha: Tensor | None, dims: int
-) -> GaussianMoments:
-    if isinstance(input, GaussianMoments) or isinstance(weight, GaussianMoments):
-        return bilinear_moments(product, input, weight, alpha, bias)
-    return GaussianMoments(product(input, weight, loc_of(bias)), bias.variance.reshape(-1, *[1] * dims))
+for _function, _dims in ((F.conv1d, 1), (F.conv2d, 2), (F.conv3d, 3)):
+    moment_rule(_function)(_convolution(_function, _dims))
+for _function, _dims in ((F.conv_transpose1d, 1), (F.conv_transpose2d, 2), (F.conv_transpose3d, 3)):
+    moment_rule(_function)(_convolution(_function, _dims))
 
 
 def _alpha_of_inputs(weight: Any, groups: int) -> Tensor | None:
