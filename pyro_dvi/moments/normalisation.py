@@ -30,6 +30,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from pyro_dvi.errors import ArgumentError, UnsupportedError
 from pyro_dvi.moments.rules import moment_rule
@@ -80,20 +82,34 @@ def batch_norm(
         if not training:
             assert running_var is not None  # or torch would have refused
             inverse = torch.rsqrt(running_var + eps)
-        scale = inverse.detach().square()
-        if certain_scale and weight is not None:
-            scale = scale * weight.square()
-        variance = _scaled_channels(variance, scale)
+        variance = _ScaledChannels.apply(variance, inverse, affine[0])
     if certain_scale:
         return GaussianMoments(loc, variance)
     shape = (channels, *[1] * (input.dim() - 2))
     return _affine(loc, variance, _reshaped(weight, shape), _reshaped(bias, shape))
 
 
-def _scaled_channels(variance: Tensor, scale: Tensor) -> Tensor:
-    """Multiply channels, by batch norm with mean 0 and deviation 1: its derivative is fused."""
-    mean, one = torch.zeros_like(scale), torch.ones_like(scale)
-    return torch.native_batch_norm(variance, scale, None, mean.detach(), one.detach(), False, 0.0, 0.0)[0]
+class _ScaledChannels(Function):
+    """Variances of channels that are multiplied by what standardises them, a constant, and by their weight.
+
+    It is batch norm with mean 0 and deviation 1, whose derivative torch has in one pass.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, variance: Tensor, inverse: Tensor, weight: Tensor | None) -> Tensor:
+        factor = inverse if weight is None else inverse * weight
+        square, zero = factor * factor, torch.zeros_like(factor)
+        ctx.save_for_backward(variance, inverse, factor, square, zero)
+        return torch.native_batch_norm(variance, square, None, zero, zero, False, 0.0, 1.0)[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, None, Tensor | None]:
+        variance, inverse, factor, square, zero = ctx.saved_tensors
+        in_variance, in_square, _ = torch.ops.aten.native_batch_norm_backward(
+            g, variance, square, zero, zero, None, None, False, 1.0, [*ctx.needs_input_grad[::2], False]
+        )
+        return in_variance, None, in_square * (2 * factor * inverse) if ctx.needs_input_grad[2] else None
 
 
 @moment_rule(torch.batch_norm)
