@@ -48,10 +48,10 @@ class _Linear(Layer):
         return F.linear(x, weight, bias)
 
     def gradients(self, g: Tensor, x: Tensor, weight: Tensor, wanted: tuple) -> Gradients:
-        rows = g.flatten(0, -2)
+        rows = _rows(g)
         return (
             g @ weight if wanted[0] else None,
-            rows.mT @ x.flatten(0, -2) if wanted[1] else None,
+            rows.mT @ _rows(x) if wanted[1] else None,
             rows.sum(0) if wanted[2] else None,
         )
 
@@ -67,8 +67,12 @@ class _Matmul(Layer):
         if not wanted[1]:
             return in_x, None, None
         if weight.dim() == 2:
-            return in_x, x.flatten(0, -2).mT @ g.flatten(0, -2), None
+            return in_x, _rows(x).mT @ _rows(g), None
         return in_x, (x.mT @ g).sum_to_size(weight.shape), None
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
 
 
 _LINEAR, _MATMUL = _Linear(), _Matmul()
