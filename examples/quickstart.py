@@ -20,6 +20,7 @@ import copy
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,10 @@ import torch
 from pyro import poutine
 from pyro.infer import SVI, Trace_ELBO
 from pyro.infer.autoguide import AutoDelta, AutoNormal
-from pyro.optim import ClippedAdam
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils.data import DataLoader, TensorDataset
 
 import pyro_dvi as dvi
@@ -40,7 +41,7 @@ import pyro_dvi as dvi
 matplotlib.use("Agg")  # draws into files: no display is needed
 import matplotlib.pyplot as plt  # noqa: E402
 
-FINAL_LR = 0.03  # of the first learning rate; it falls by the same factor in every step
+FINAL_LR = 0.03  # of the first learning rate; it falls by the same factor in every epoch
 
 
 @dataclass
@@ -124,8 +125,8 @@ def train(
     # The last minibatch may hold two images, whose batch normalisation would be noise: it is left out.
     images = TensorDataset(data.train_x, data.train_y)
     loader = DataLoader(images, batch_size=min(options.batch_size, len(images)), shuffle=True, drop_last=True)
-    decay = FINAL_LR ** (1 / (options.epochs * len(loader)))
-    optimizer = ClippedAdam(dvi.learning_rates(options.lr, lrd=decay))
+    schedule = partial(ExponentialLR, gamma=FINAL_LR ** (1 / options.epochs))
+    optimizer = dvi.optim.Adam(dvi.learning_rates(options.lr), scheduler=schedule)
     svi = SVI(temper(model), temper(guide), optimizer, loss=elbo)
     print(f"\n{name}: {type(guide).__name__}, {type(elbo).__name__}, predicted {describe(rule)}")
     # A tempered model is a function, which does not say where it lives.

@@ -76,13 +76,14 @@ class MomentPropagationELBO(DeterministicELBO):
         >>> import pyro, pyro.distributions as dist
         >>> from pyro.infer import SVI
         >>> from pyro_dvi import MeanFieldGuide
+        >>> from pyro_dvi.optim import Adam
         >>> def model(x, y=None):
         ...     w = pyro.sample("w", dist.Normal(0.0, 1.0))
         ...     with pyro.plate("data", len(x)):
         ...         return pyro.sample("y", dist.Normal(w * x, 0.1), obs=y)
         >>> x = torch.linspace(-1, 1, 20)
         >>> guide = MeanFieldGuide(model)
-        >>> svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.05}), loss=MomentPropagationELBO())
+        >>> svi = SVI(model, guide, Adam({"lr": 0.05}), loss=MomentPropagationELBO())
         >>> losses = [svi.step(x, 2 * x) for _ in range(300)]
         >>> bool(abs(guide.median()["w"] - 2) < 0.1)
         True

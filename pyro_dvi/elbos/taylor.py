@@ -79,13 +79,14 @@ class TaylorELBO(DeterministicELBO):
         >>> import pyro, pyro.distributions as dist
         >>> from pyro.infer import SVI
         >>> from pyro.infer.autoguide import AutoNormal
+        >>> from pyro_dvi.optim import Adam
         >>> def model(x, y=None):
         ...     w = pyro.sample("w", dist.Normal(0.0, 1.0))
         ...     with pyro.plate("data", len(x)):
         ...         return pyro.sample("y", dist.Normal(w * x, 0.1), obs=y)
         >>> x = torch.linspace(-1, 1, 20)
         >>> guide = AutoNormal(model, init_scale=0.02)
-        >>> svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.05}), loss=TaylorELBO())
+        >>> svi = SVI(model, guide, Adam({"lr": 0.05}), loss=TaylorELBO())
         >>> losses = [svi.step(x, 2 * x) for _ in range(300)]
         >>> bool(abs(guide.median()["w"] - 2) < 0.1)
         True

@@ -95,11 +95,11 @@ def learning_rates(
     approximate variational inference".
 
     Example:
-        >>> from pyro.optim import ClippedAdam
+        >>> from pyro_dvi.optim import Adam
         >>> options = learning_rates(1e-3, scale_multiplier=10, betas=(0.9, 0.99))
         >>> options("AutoNormal.locs.weight")["lr"], options("AutoNormal.scales.weight")["lr"]
         (0.001, 0.01)
-        >>> optimizer = ClippedAdam(options)
+        >>> optimizer = Adam(options)
     """
     return LearningRates(base, scale_multiplier, scale_pattern, optimizer_options)
 

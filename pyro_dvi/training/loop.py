@@ -142,6 +142,7 @@ def fit(
         >>> import pyro, pyro.distributions as dist
         >>> from pyro.infer import SVI, Trace_ELBO
         >>> from pyro.infer.autoguide import AutoNormal
+        >>> from pyro_dvi.optim import Adam
         >>> pyro.clear_param_store()
         >>> def model(x, y=None):
         ...     w = pyro.sample("w", dist.Normal(0.0, 1.0))
@@ -149,7 +150,7 @@ def fit(
         ...         return pyro.sample("y", dist.Normal(w * x, 0.1), obs=y)
         >>> x = torch.linspace(-1, 1, 40)
         >>> guide = AutoNormal(model)
-        >>> svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.05}), loss=Trace_ELBO())
+        >>> svi = SVI(model, guide, Adam({"lr": 0.05}), loss=Trace_ELBO())
         >>> history = fit(svi, [(x[::2], 2 * x[::2]), (x[1::2], 2 * x[1::2])], epochs=60)
         >>> history["loss"][-1] < history["loss"][0], history.stopped
         (True, 'epochs')

@@ -156,7 +156,7 @@ def _diagnosis(route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> s
         return f"Not finite: {text}. Drop or mask those values."
     return (
         f"{f'Not finite: {text}' if text else _largest(route)}. Lower the learning rate (that of posterior scales "
-        "first: scale_multiplier), warm up the KL weight, clip gradients (ClippedAdam), or train in float64."
+        "first: scale_multiplier), warm up the KL weight, clip gradients (clip_args), or train in float64."
     )
 
 
