@@ -66,7 +66,8 @@ class NaturalGradientGuide(FactorisedGuide):
 
     def precision_parameter(self, name: str) -> Tensor:
         """Return the parameter that holds the precisions of a site, for the optimizer to write to."""
-        return self._seen[name].spread
+        parameter: Tensor = getattr(self._seen[name].spreads, name.rpartition(".")[2] + "_unconstrained")
+        return parameter
 
     def _factor_of(self, name: str, site: Any, loc: Tensor) -> Factor:
         if normal_in_unconstrained_space(site["fn"], unconstraining_transform(site["fn"].support)) is None:

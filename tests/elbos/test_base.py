@@ -1,18 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every objective of the library does: count steps, keep its terms, resume, and train by either interface."""
 
+from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pyro
 import pytest
 import torch
 from pyro.infer import SVI
+from pyro.infer.autoguide import AutoNormal
+from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
+from pyro_dvi.bayesian import init_to_module
 from pyro_dvi.curvature import Fisher
-from pyro_dvi.elbos import TaylorELBO
-from pyro_dvi.guides import MeanFieldGuide
+from pyro_dvi.elbos import MomentPropagationELBO, NaturalGradientELBO, TaylorELBO
+from pyro_dvi.guides import MeanFieldGuide, MultiplicativeNoiseGuide, NaturalGradientGuide
+from pyro_dvi.optim import IVON, VOGN
 from tests.elbos.networks import Classifier, images, small_net
 
 
@@ -107,3 +113,43 @@ def test_a_resumed_elbo_continues_its_schedule_and_label_draws():
     model.net[1].reset_running_stats()
     assert resumed.loss_and_grads(model, guide, x, y) == pytest.approx(expected)
     assert resumed.step == elbo.step == 4
+
+
+class Statements(Messenger):
+    """Count the statements of runs inside the context."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter = Counter()
+
+    def _process_message(self, msg: Any) -> None:
+        self.counts[msg["type"], msg["name"]] += 1
+
+
+@pytest.mark.parametrize(
+    "elbo, guide_of, optimizer",
+    [
+        (TaylorELBO, MeanFieldGuide, pyro.optim.Adam),
+        (TaylorELBO, partial(AutoNormal, init_loc_fn=init_to_module), pyro.optim.Adam),
+        (MomentPropagationELBO, MultiplicativeNoiseGuide, pyro.optim.Adam),
+        (MomentPropagationELBO, MeanFieldGuide, pyro.optim.Adam),
+        (NaturalGradientELBO, NaturalGradientGuide, VOGN),
+        (NaturalGradientELBO, NaturalGradientGuide, IVON),
+    ],
+)
+def test_a_step_is_one_run_of_the_guide_and_one_of_the_model(elbo, guide_of, optimizer):
+    """Every parameter is read by one statement, every latent sampled once on either side. No look is due in step 5."""
+    x, y = images(pixels=8)
+    model = small_net()
+    guide = guide_of(model)
+    svi = SVI(model, guide, optimizer({"lr": 1e-3}), loss=elbo())
+    for _ in range(4):
+        svi.step(x, y)
+    with Statements() as statements:
+        svi.step(x, y)
+    latents = guide.median().keys()
+    parameters = [name for name in pyro.get_param_store() if name.startswith(type(guide).__name__)]
+    assert len(latents) > 2 and len(parameters) >= len(latents)
+    assert all(statements.counts["param", name] == 1 for name in parameters)
+    assert all(statements.counts["sample", name] == 2 for name in latents)
+    assert statements.counts["sample", "y"] == 1
