@@ -181,7 +181,7 @@ def _by_quadrature(x: GaussianMoments, cut: Tensor, lower: Function, upper: Func
     centre = torch.where(z < 0, upper(x.loc), lower(x.loc))  # so that differences keep their digits
     first, second = torch.zeros_like(centre), torch.zeros_like(centre)
     for function, start, length in ((lower, -reach, z + reach), (upper, z, reach - z)):
-        for node, weight in nodes:
+        for (node,), (weight,) in zip(*nodes, strict=True):
             place = start + node * length
             density = torch.exp(-0.5 * place.square()) * length * (weight * DENSITY)
             shift = function(x.loc + place * scale) - centre

@@ -40,7 +40,7 @@ def through_link(x: GaussianMoments, function: Callable[[Tensor], Tensor]) -> Ga
     loc, scale = link.inner.loc, floored(link.inner.variance).sqrt()
     centre = function(link.function(loc))  # so that differences keep their digits
     first, second = torch.zeros_like(centre), torch.zeros_like(centre)
-    for node, weight in _POINTS:
+    for (node,), (weight,) in zip(*_POINTS, strict=True):
         shift = function(link.function(loc + node * scale)) - centre
         first, second = first + weight * shift, second + weight * shift.square()
     return GaussianMoments(centre + first, (second - first.square()).clamp_min(0))

@@ -18,7 +18,9 @@ from pyro_dvi.moments.value import GaussianMoments
 
 __all__ = ["from_scores", "through"]
 
-_BLOCK = 1 << 14
+# Elements at once: with quadrature nodes for each they still fit into the cache, or into little memory. Whatever needs
+# more numbers for each element has a smaller ``block``.
+_BLOCK, _ACCELERATED_BLOCK = 1 << 13, 1 << 18
 
 # compute(mu, variance, slopes): mean and variance of f(x); with slopes, then ∂mean/∂μ, ∂mean/∂σ², ∂variance/∂μ and
 # ∂variance/∂σ².
@@ -28,7 +30,7 @@ Compute = Callable[[Tensor, Tensor, bool], list[Tensor]]
 def through(compute: Compute, x: GaussianMoments) -> GaussianMoments:
     """Return the moments that ``compute(mu, variance, slopes)`` finds, with its slopes as derivatives.
 
-    Accelerators and compiled code get all elements at once. Half precision is computed in float32.
+    Compiled code gets all elements at once, others blocks of them. Half precision is computed in float32.
 
     Args:
         compute: takes means and variances of one dimension, the variance at least the floor, and whether slopes are
@@ -65,10 +67,11 @@ class _Through(Function):
 def _in_blocks(compute: Compute, mu: Tensor, variance: Tensor, slopes: bool) -> list[Tensor]:
     shape = mu.shape
     mu, variance = mu.reshape(-1), variance.reshape(-1)
-    if mu.numel() <= _BLOCK or mu.device.type != "cpu" or torch.compiler.is_compiling():
+    block = getattr(compute, "block", _BLOCK) if mu.device.type == "cpu" else _ACCELERATED_BLOCK
+    if torch.compiler.is_compiling() or mu.numel() <= block:
         parts = compute(mu, variance, slopes)
     else:
-        pairs = zip(mu.split(_BLOCK), variance.split(_BLOCK), strict=True)
+        pairs = zip(mu.split(block), variance.split(block), strict=True)
         pieces = [compute(m, v, slopes) for m, v in pairs]
         parts = [torch.cat(p) for p in zip(*pieces, strict=True)]
     return [t.reshape(shape) for t in parts]

@@ -36,6 +36,9 @@ from torch import Tensor
 
 __all__ = [
     "DENSITY",
+    "Column",
+    "Nodes",
+    "column",
     "constants",
     "distribution",
     "gauss_hermite",
@@ -47,6 +50,8 @@ __all__ = [
 
 _ROOT_HALF = math.sqrt(0.5)
 DENSITY = 1 / math.sqrt(2 * math.pi)  # at zero
+Column = tuple[tuple[float], ...]
+Nodes = tuple[Column, Column]
 
 
 def constants(numbers: Any, like: Tensor) -> Tensor:
@@ -65,16 +70,21 @@ def _kept(numbers: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.tensor(numbers, dtype=dtype, device=device)
 
 
-def gauss_hermite(order: int) -> tuple[tuple[float, float], ...]:
+def gauss_hermite(order: int) -> Nodes:
     """Return nodes and weights for the standard Gaussian; weights sum to one."""
     z, w = np.polynomial.hermite_e.hermegauss(order)
-    return tuple(zip(z.tolist(), (w / w.sum()).tolist(), strict=True))
+    return column(z), column(w / w.sum())
 
 
-def gauss_legendre(order: int) -> list[tuple[float, float]]:
+def gauss_legendre(order: int) -> Nodes:
     """Return nodes and weights on [0, 1]."""
     x, w = np.polynomial.legendre.leggauss(order)
-    return list(zip((0.5 + 0.5 * x).tolist(), (0.5 * w).tolist(), strict=True))
+    return column(0.5 + 0.5 * x), column(0.5 * w)
+
+
+def column(numbers: Any) -> Column:
+    """Return an array as a column of numbers that :func:`constants` takes: one for each node, before elements."""
+    return tuple((float(x),) for x in numbers)
 
 
 _DOUBLE, _SINGLE = gauss_legendre(11), gauss_legendre(5)
@@ -86,7 +96,7 @@ def distribution(z: Tensor) -> Tensor:
     return torch.special.erfc(z * -_ROOT_HALF) * 0.5
 
 
-def half_line(dtype: torch.dtype) -> tuple[float, list[tuple[float, float]]]:
+def half_line(dtype: torch.dtype) -> tuple[float, Nodes]:
     """Return how many deviations count, and nodes and weights on [0, 1] for one side of a cut."""
     return _HALF_LINES[dtype is not torch.float64]
 
@@ -103,13 +113,11 @@ class _Integrals:
         half = (h * h).mul_(-0.5)
         self.density = density = half.exp().mul_(DENSITY)
         length = variance * a.square().mul_(2).div_(a + 1)  # 1 - a
-        wide, narrow = torch.zeros_like(h), torch.zeros_like(h)
-        for x, w in _DOUBLE if h.dtype is torch.float64 else _SINGLE:
-            t = torch.add(a, length, alpha=x)
-            t.mul_(t)
-            term = (half * t).exp_()
-            wide.add_(term, alpha=w)
-            narrow.add_(term.div_(t.add_(1)), alpha=w)
+        x, w = (constants(c, h) for c in (_DOUBLE if h.dtype is torch.float64 else _SINGLE))
+        t = torch.addcmul(a, length, x)
+        t.mul_(t)
+        terms = (half * t).exp_().mul_(w)
+        wide, narrow = terms.sum(0), terms.div_(t.add_(1)).sum(0)
         per_variance = length.div_(variance)
         self.d = narrow.mul_(per_variance).mul_(density).mul_(math.sqrt(2 / math.pi))
         self.e = wide.mul_(per_variance).mul_(h).mul_(DENSITY)

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyro_dvi.moments.activations.elementwise import from_scores, through
-from pyro_dvi.moments.activations.normal import DENSITY, half_line
+from pyro_dvi.moments.activations.normal import DENSITY, constants, half_line
 from pyro_dvi.moments.rules import Kind, moment_rule
 from pyro_dvi.moments.value import GaussianMoments
 
@@ -35,35 +35,37 @@ class _Odd:
         function: f.
         difference: f(x) - f(μ) from x > 0, μ and x - μ.
         width: c, of the bend at zero.
+        block: how many elements are computed at once.
     """
 
     function: Callable[[Tensor], Tensor]
     difference: Callable[[Tensor, Tensor, Tensor], Tensor]
     width: float
+    block: int = 1 << 12
 
     def __call__(self, mu: Tensor, variance: Tensor, slopes: bool) -> list[Tensor]:
         """Return mean, variance and their slopes."""
         sigma = variance.sqrt()
         first, second = ([torch.zeros_like(mu) for _ in range(3)] for _ in range(2))  # E[d z^k], E[d² z^k]
-        reach, nodes = half_line(mu.dtype)
+        reach, columns = half_line(mu.dtype)
+        nodes, weights = (constants(c, mu) for c in columns)
         for side in (1.0, -1.0):
             centre = side * mu
             start = torch.maximum(-centre, -reach * sigma)  # from the mean
             scale = (centre + start).add_(self.width)
             length = torch.log1p((reach * sigma - start).clamp_min_(0) / scale)
             density = length * scale * DENSITY / sigma
-            for x, w in nodes:
-                growth = length * x
-                step = torch.expm1(growth).mul_(scale)
-                delta = start + step
-                z = delta / sigma
-                weight = (z * z).mul_(-0.5).add_(growth).exp_().mul_(density).mul_(w)
-                d = self.difference(step.add_(scale).sub_(self.width), centre, delta)
-                for k in range(3):
-                    weighted = weight * d
-                    first[k].add_(weighted, alpha=side if k % 2 == 0 else 1.0)
-                    second[k].addcmul_(weighted, d, value=1.0 if k % 2 == 0 else side)
-                    weight.mul_(z)
+            growth = length * nodes
+            step = torch.expm1(growth).mul_(scale)
+            delta = start + step
+            z = delta / sigma
+            weight = growth.addcmul_(z, z, value=-0.5).exp_().mul_(weights).mul_(density)
+            d = self.difference(step.add_(scale).sub_(self.width), centre, delta)
+            weight.mul_(d)
+            for k in range(3):
+                first[k].add_(weight.sum(0), alpha=side if k % 2 == 0 else 1.0)
+                second[k].add_((weight * d).sum(0), alpha=1.0 if k % 2 == 0 else side)
+                weight.mul_(z)
         return from_scores(self.function(mu), sigma, variance, first, second, slopes)
 
 

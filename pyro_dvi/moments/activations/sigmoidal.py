@@ -27,7 +27,8 @@ def _sigmoid(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _softplus(x: Tensor) -> tuple[Tensor, Tensor]:
-    return x.clamp_min(0) + torch.log1p(torch.exp(-x.abs())), torch.sigmoid(x)
+    # Nowhere far on the right, where the exponential would overflow: those means are mirrored.
+    return torch.exp(x).log1p_(), torch.sigmoid(x)
 
 
 def _silu(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -34,12 +34,12 @@ Source: for the lattice, Trefethen & Weideman (2014), "The exponentially converg
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from pyro_dvi.moments.activations.normal import DENSITY, distribution, gauss_hermite
+from pyro_dvi.moments.activations.normal import DENSITY, Nodes, column, constants, distribution, gauss_hermite
 
 __all__ = ["Rescaled", "Smooth"]
 
@@ -78,8 +78,8 @@ class Smooth:
 
     def around(self, mu: Tensor, variance: Tensor, slopes: bool) -> list[Tensor]:
         """Return the difference of the mean from f(μ) and the variance, and the slopes of both."""
-        # The side is -1 on the right. Products: torch.where is slow on CPU.
-        block = _Block(-mu.abs(), variance, torch.copysign(torch.ones_like(mu), -mu), slopes)
+        side = torch.copysign(constants(1.0, mu), mu).neg_()  # products with it: torch.where is slow on CPU
+        block = _Block(mu * side, variance, side, slopes)
         table = self._tables[mu.dtype is not torch.float64]
         return self._mirrored_back(block, self._split(table, block) or self._everywhere(table, block))
 
@@ -104,43 +104,32 @@ class Smooth:
         if low > limit:
             return self._far(table, block)
         wide = block.variance > limit
-        far, near = wide.nonzero()[:, 0], (~wide).nonzero()[:, 0]
-        pairs = [
-            (far, self._far(table, block.at(far))),
-            (near, self._near(table, finest, block.at(near), low < table.series)),
+        far, near = wide.nonzero().view(-1), wide.logical_not_().nonzero().view(-1)
+        parts = [
+            (far, torch.stack(self._far(table, block.at(far)))),
+            (near, torch.stack(self._near(table, finest, block.at(near), low < table.series))),
         ]
-        whole = [torch.empty_like(y) for _ in pairs[0][1]]
-        for index, values in pairs:
-            for total, value in zip(whole, values, strict=True):
-                total.scatter_(0, index, value)
-        return whole
+        whole = y.new_empty(len(parts[0][1]), len(y))
+        for index, values in parts:
+            whole.index_copy_(1, index, values)
+        return list(whole.unbind())
 
-    def _near(self, table: "_Table", nodes: "_Nodes", block: "_Block", some_tiny: bool) -> list[Tensor]:
+    def _near(self, table: "_Table", nodes: Nodes, block: "_Block", some_tiny: bool) -> list[Tensor]:
         """Gauss-Hermite around f(y): shift of the mean, variance, E f', then slopes and E f'''."""
         y, variance, side, slopes = block
         sigma = variance.sqrt()
-        centre = self._values(y, side)[0]
-        # E d, E d², E f', E[f' z], E[f' z²], then E[d f'] and E[d f' z]
-        shift, spread, first, second, third, *cross = (torch.zeros_like(y) for _ in range(7 if slopes else 5))
-        for z, w in nodes:
-            d, slope = self._values(torch.add(y, sigma, alpha=z), side)
-            d = d - centre
-            shift.add_(d, alpha=w)
-            spread.addcmul_(d, d, value=w)
-            first.add_(slope, alpha=w)
-            second.add_(slope, alpha=w * z)
-            third.add_(slope, alpha=w * z * z)
-            if slopes:
-                d.mul_(slope)
-                cross[0].add_(d, alpha=w)
-                cross[1].add_(d, alpha=w * z)
-        third.sub_(first)  # σ² times the third derivative; E[f' z] = σ E f''
+        z, w = (constants(column, y) for column in nodes)
+        d, slope = self._values(torch.addcmul(y, sigma, z), side)
+        d = d - self._values(y, side)[0]
+        weighted = d * w
+        shift, spread = weighted.sum(0), (d * weighted).sum(0)
         spread.addcmul_(shift, shift, value=-1)
-        by_mu = by_variance = third_slope = spread
-        if slopes:
-            by_mu = cross[0].addcmul_(shift, first, value=-1).mul_(2)
-            by_variance = cross[1].addcmul_(shift, second, value=-1).div_(sigma)
-            third_slope = third / variance
+        powers = slope * w
+        first, second = powers.sum(0), powers.mul_(z).sum(0)  # E f', E[f' z] = σ E f''
+        third = powers.mul_(z).sum(0).sub_(first)  # σ² times the third derivative
+        if slopes:  # E[d f'] and E[d f' z]
+            by_mu = weighted.mul_(slope).sum(0).addcmul_(shift, first, value=-1).mul_(2)
+            by_variance = weighted.mul_(z).sum(0).addcmul_(shift, second, value=-1).div_(sigma)
         if some_tiny:
             # Differences d near rounding: E d = σ² E f'' / 2, and three terms of
             # Var f = σ² Σ E[f' He_k(z)]² / (k + 1)!.
@@ -156,20 +145,18 @@ class Smooth:
                 by_variance = torch.where(tiny, series, by_variance)
         if not slopes:
             return [shift, spread, first]
-        return [shift, spread, first, second.div_(sigma).mul_(0.5), by_mu, by_variance, third_slope]
+        return [shift, spread, first, second.div_(sigma).mul_(0.5), by_mu, by_variance, third / variance]
 
     def _far(self, table: "_Table", block: "_Block") -> list[Tensor]:
-        """The same by closed forms of the ends, and the lattice."""
+        """The same by the lattice, and closed forms of the ends."""
         y, variance, side, slopes = block
-        rest = self._rest(table, block)
-        ends = _straight_ends(y, variance, self.smoothing, self.ramp)
-        if slopes:
-            f, f1, f2, f3, s, s1, s2 = (a.add_(b) for a, b in zip(rest, ends, strict=True))
-        else:
-            f, f1, s = ends[0] + rest[0], ends[1] + rest[1], ends[4] + rest[2]
-        shift, spread = f - self._values(y, side)[0], torch.addcmul(s, f, f, value=-1)
+        of_f, of_square = self._rest(table, block)
+        _add_straight_ends(self, y, variance, of_f, of_square)
+        f, f1, s = of_f[0], of_f[1], of_square[0]
+        shift, spread = f - self._values(y, side)[0], s.addcmul_(f, f, value=-1)
         if not slopes:
             return [shift, spread, f1]
+        f2, f3, s1, s2 = *of_f[2:], *of_square[1:]
         by_mu, by_variance = s1.addcmul_(f, f1, value=-2), s2.mul_(0.5).addcmul_(f, f2, value=-1)
         return [shift, spread, f1, f2.mul_(0.5), by_mu, by_variance, f3]
 
@@ -177,10 +164,8 @@ class Smooth:
         f = self.value_and_slope(x)
         if self.mirror is None:
             return f
-        g = self.mirror(x)
-        right = (1 - side).mul_(0.5)
-        left = 1 - right
-        return (g[0] * right).addcmul_(f[0], left), (g[1] * right).addcmul_(f[1], left)
+        g, right = self.mirror(x), _right(side)
+        return f[0].addcmul_(g[0].sub_(f[0]), right), f[1].addcmul_(g[1].sub_(f[1]), right)
 
     def _mirrored_back(self, block: "_Block", g: list[Tensor]) -> list[Tensor]:
         r"""Undo the reflection of means on the right.
@@ -196,47 +181,37 @@ class Smooth:
                 return [shift, spread]
             b, c, d, _ = rest
             return [shift, spread, a, b.mul_(side), c.mul_(side), d]
-        right = (1 - side).mul_(0.5)  # 1 there
-        excess = (1 - 2 * a).mul_(right)
-        spread = torch.addcmul(spread, variance, excess)
+        right = _right(side)
+        excess = torch.add(constants(1.0, a), a, alpha=-2).mul_(right)
+        spread = spread.addcmul_(variance, excess)
         if not rest:
             return [shift, spread]
         b, c, d, third = rest
-        right_variance = variance * right
-        c = (c * side).addcmul_(right_variance, b, value=4)
-        d = d.add_(excess).addcmul_(right_variance, third, value=-1)
-        return [shift, spread, a.mul_(side).add_(right), b, c, d]
+        variance = variance * right
+        c = c.mul_(side).addcmul_(variance, b, value=4)
+        d = d.add_(excess).addcmul_(variance, third, value=-1)
+        return [shift, spread, a.add_(excess), b, c, d]
 
-    def _rest(self, table: "_Table", block: "_Block") -> tuple[Tensor, ...]:
+    def _rest(self, table: "_Table", block: "_Block") -> tuple[list[Tensor], list[Tensor]]:
         """Expected remainders of f (to the third derivative in the mean) and f² (to the second); else fewer."""
         y, variance, side, slopes = block
         inverse = variance.rsqrt()
-        start, right = y * -inverse, (1 - side).mul_(0.5)
-        of_f, of_square = ([torch.zeros_like(y) for _ in range(n)] for n in ((4, 3) if slopes else (2, 1)))
-        for x, direct, mirrored in table.lattice:
-            u = torch.add(start, inverse, alpha=x).clamp_(-table.reach, table.reach)
-            term = (u * u).mul_(-0.5).exp_()
-            if mirrored is not None:
-                r, rr = ((right * (g - f)).add_(f) for f, g in zip(direct, mirrored, strict=True))
-            for k, total in enumerate(of_f):
-                term = term.mul_(u) if k else term
-                if mirrored is None:
-                    total.add_(term, alpha=direct[0])
-                else:
-                    total.addcmul_(term, r)
-                if k < len(of_square):
-                    if mirrored is None:
-                        of_square[k].add_(term, alpha=direct[1])
-                    else:
-                        of_square[k].addcmul_(term, rr)
-        if not slopes:
-            return of_f[0] * inverse, of_f[1] * inverse**2, of_square[0] * inverse
-        (a0, a1, a2, a3), (b0, b1, b2) = of_f, of_square
-        i1, i2, i3, i4 = inverse, inverse**2, inverse**3, inverse**4
-        return (
-            a0 * i1, a1 * i2, (a2 - a0) * i3, (a3 - 3 * a1) * i4,
-            b0 * i1, b1 * i2, (b2 - b0) * i3,
-        )  # fmt: skip
+        places, remainders = (constants(numbers, y) for numbers in table.lattice)
+        u = torch.sub(places, y).mul_(inverse).clamp_(-table.reach, table.reach)
+        density = torch.addcmul(inverse.log(), u, u, value=-0.5).exp_()
+        if self.mirror is not None:
+            direct, excess = remainders
+            remainders = torch.addcmul(direct, excess, _right(side))
+        terms = remainders * density
+        u.mul_(inverse)  # each product with it is a derivative in the mean, up to lower ones
+        sums = [terms.sum(1), terms.mul_(u).sum(1)]
+        if slopes:
+            squared = inverse.square()
+            sums.append(terms.mul_(u).sum(1).addcmul_(sums[0], squared, value=-1))
+        (of_f, of_square) = (list(rows) for rows in zip(*(t.unbind() for t in sums), strict=True))
+        if slopes:
+            of_f.append((terms[0] * u).sum(0).addcmul_(of_f[1], squared, value=-3))
+        return of_f, of_square
 
 
 @dataclass(frozen=True, eq=False)
@@ -267,35 +242,46 @@ class Rescaled:
         return [torch.add(self.centre(mu), shift, alpha=o), *scaled]
 
 
-def _straight_ends(y: Tensor, variance: Tensor, smoothing: float, ramp: bool) -> tuple[Tensor, ...]:
-    r"""Expectations of q Φ(x/s) to the third, and of q² Φ(x/s) to the second derivative in the mean.
+def _add_straight_ends(
+    function: Smooth, y: Tensor, variance: Tensor, of_f: list[Tensor], of_square: list[Tensor]
+) -> None:
+    r"""Add the expectations of q Φ(x/s), and of q² Φ(x/s), and as many derivatives in the mean as there are rows.
 
-    Every power of x follows from :math:`\mathrm E[x h(x)] = \mu H + \sigma^2 H'`, with
-    :math:`H(\mu) = \mathrm E[h(x)]`.
+    With :math:`c = v + s^2`, :math:`z = y/\sqrt c` and :math:`p = \phi(z)/\sqrt c`, those of x Φ(x/s) are
+
+    .. math::
+        y\Phi(z) + vp, \qquad \Phi(z) + \tfrac{s^2}{c}yp, \qquad
+        bp, \qquad -\tfrac{z}{\sqrt c}\bigl(b + \tfrac{2s^2}{c}\bigr)p, \qquad b = 1 + \tfrac{s^2}{c}(1 - z^2),
+
+    and x² Φ(x/s) follows from :math:`\mathrm E[x h(x)] = yH + vH'`, with :math:`H(y) = \mathrm E[h(x)]`.
     """
-    inverse = (variance + smoothing**2).rsqrt()
+    inverse = (variance + function.smoothing**2).rsqrt_()
     z = y * inverse
     zz = z * z
     p0 = distribution(z)
-    p1 = torch.exp(-0.5 * zz) * (DENSITY * inverse)
-    p2 = -z * p1 * inverse
-    p3 = (zz - 1) * p1 * inverse**2
-    if not ramp:
-        return p0, p1, p2, p3, p0, p1, p2
-    p4 = z * (3 - zz) * p1 * inverse**3
-    g0 = y * p0 + variance * p1
-    g1 = p0 + y * p1 + variance * p2
-    g2 = 2 * p1 + y * p2 + variance * p3
-    g3 = 3 * p2 + y * p3 + variance * p4
-    return (
-        g0,
-        g1,
-        g2,
-        g3,
-        y * g0 + variance * g1,
-        g0 + y * g1 + variance * g2,
-        2 * g1 + y * g2 + variance * g3,
-    )
+    p1 = (zz * -0.5).exp_().mul_(inverse).mul_(DENSITY)
+    steep = z.mul_(inverse).neg_()
+    if not function.ramp:
+        p = [p0, p1, steep * p1, (zz - 1).mul_(p1).mul_(inverse.square())]
+        for rows in (of_f, of_square):
+            for row, term in zip(rows, p, strict=False):
+                row.add_(term)
+        return
+    share = inverse.square().mul_(function.smoothing**2)
+    b = torch.addcmul(1 + share, share, zz, value=-1)
+    g1 = torch.addcmul(p0, share * y, p1)
+    g = [(y * p0).addcmul_(variance, p1), g1, b * p1, b.add_(share, alpha=2).mul_(steep).mul_(p1)]
+    for k, row in enumerate(of_square):
+        row.addcmul_(y, g[k]).addcmul_(variance, g[k + 1])
+        if k:
+            row.add_(g[k - 1], alpha=k)
+    for row, term in zip(of_f, g, strict=False):
+        row.add_(term)
+
+
+def _right(side: Tensor) -> Tensor:
+    """Return 1 for means that were on the right, else 0."""
+    return torch.mul(side, -0.5).add_(0.5)
 
 
 class _Block(NamedTuple):
@@ -316,25 +302,21 @@ class _Block(NamedTuple):
         return _Block(self.y, variance, self.side, self.slopes)
 
 
-_Nodes = tuple[tuple[float, float], ...]
-_Pair = tuple[float, float]
-
-
 class _Table(NamedTuple):
     """The numbers of a function in one precision, as Python floats, which every device and compiler takes.
 
     Attributes:
         series: the variance below which differences from f(μ) are lost.
         reach: deviations from the mean beyond which a density counts as zero: denormal numbers are slow.
-        levels: limits of the variance, and nodes and weights of Gauss-Hermite below each.
-        lattice: points, with the remainders of f and f² there, times spacing and the Gaussian's constant; then the
-            same of the mirror image if it is another function.
+        levels: limits of the variance, and nodes and weights of Gauss-Hermite below each, as columns.
+        lattice: points, and the remainders of f and f² there, times spacing and the Gaussian's constant, as columns;
+            if the mirror image is another function, these and what it has more.
     """
 
     series: float
     reach: float
-    levels: tuple[tuple[float, _Nodes], ...]
-    lattice: tuple[tuple[float, _Pair, _Pair | None], ...]
+    levels: tuple[tuple[float, Nodes], ...]
+    lattice: tuple[Any, Any]
 
     @classmethod
     def of(cls, function: Smooth, precision: int) -> "_Table":
@@ -345,16 +327,14 @@ class _Table(NamedTuple):
         step = torch.special.ndtr(x / function.smoothing)
         end = x if function.ramp else torch.ones_like(x)
 
-        def remainders(form: Form) -> list[_Pair]:
+        def remainders(form: Form) -> Tensor:
             f = form(x)[0]
-            rows = [(spacing * DENSITY * (f**p - end**p * step)).tolist() for p in (1, 2)]
-            return list(zip(*rows, strict=True))
+            return torch.stack([spacing * DENSITY * (f**p - end**p * step) for p in (1, 2)])
 
-        direct = remainders(function.value_and_slope)
-        mirrored = [None] * len(direct) if function.mirror is None else remainders(function.mirror)
-        return cls(
-            _SERIES[precision],
-            (36.0, 11.0)[precision],
-            levels,
-            tuple(zip(x.tolist(), direct, mirrored, strict=True)),
-        )
+        table = remainders(function.value_and_slope)
+        if function.mirror is None:
+            rows: Any = tuple(map(column, table))
+        else:
+            pair = table, remainders(function.mirror) - table
+            rows = tuple(tuple(map(column, t)) for t in pair)
+        return cls(_SERIES[precision], (36.0, 11.0)[precision], levels, (column(x), rows))
