@@ -64,6 +64,7 @@ from pyro_dvi.predictive import (
     Samples,
     calibrate,
     predict,
+    predictor,
 )
 from pyro_dvi.training import fit, load, save
 
@@ -120,6 +121,7 @@ __all__ = [
     "predictive",
     "diagnostics",
     "predict",
+    "predictor",
     "AtMean",
     "Moments",
     "ReverseDelta",

@@ -3,6 +3,7 @@
 
 from pyro_dvi.predictive.predict import predict
 from pyro_dvi.predictive.prediction.prediction import Prediction
+from pyro_dvi.predictive.predictor import Predicted, Predictor, predictor
 from pyro_dvi.predictive.rules.calibration import Calibrated, calibrate
 from pyro_dvi.predictive.rules.linearised import Linearised
 from pyro_dvi.predictive.rules.moments import Moments
@@ -15,11 +16,14 @@ __all__ = [
     "Independent",
     "Linearised",
     "Moments",
+    "Predicted",
     "Prediction",
     "PredictionRule",
+    "Predictor",
     "Propagation",
     "ReverseDelta",
     "Samples",
     "calibrate",
     "predict",
+    "predictor",
 ]

@@ -24,6 +24,7 @@ from pyro_dvi.handlers.explained import non_finite
 from pyro_dvi.handlers.latents import GaussianSite
 from pyro_dvi.handlers.means import Call, run_guide
 from pyro_dvi.handlers.structure import refuse_dependent
+from pyro_dvi.recording import is_recording
 from pyro_dvi.signatures import with_missing
 from pyro_dvi.sites import AllRows, SetLatents, is_latent
 from pyro_dvi.training.ownership import check_still_own
@@ -231,6 +232,6 @@ def _centre(fn: Any) -> Tensor:
     if getattr(fn, "has_enumerate_support", False):
         raise NotImplementedError("discrete")
     mean: Tensor = fn.mean
-    if not mean.isfinite().all():  # as of a half-Cauchy
+    if not (is_recording() or mean.isfinite().all()):  # as of a half-Cauchy
         raise NotImplementedError("the mean is infinite")
     return mean

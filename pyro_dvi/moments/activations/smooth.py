@@ -40,6 +40,7 @@ import torch
 from torch import Tensor
 
 from pyro_dvi.moments.activations.normal import DENSITY, Nodes, column, constants, distribution, gauss_hermite
+from pyro_dvi.recording import is_recording
 
 __all__ = ["Rescaled", "Smooth"]
 
@@ -94,7 +95,7 @@ class Smooth:
     def _split(self, table: "_Table", block: "_Block") -> list[Tensor]:
         """Run on each element the quadrature it needs, where a look at the values costs nothing; elsewhere nothing."""
         y = block.y
-        if y.device.type != "cpu" or torch.compiler.is_compiling() or y.numel() == 0:
+        if y.device.type != "cpu" or torch.compiler.is_compiling() or is_recording() or y.numel() == 0:
             return []
         low, high = (t.item() for t in block.variance.aminmax())
         limit, finest = table.levels[-1]

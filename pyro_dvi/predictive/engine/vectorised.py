@@ -75,6 +75,11 @@ class ManyDraws:
         while chunk := list(islice(draws, self._chunk)):
             yield chunk, None if self._way is None else self._found(chunk, read)
 
+    def run(self, draws: Sequence[Latents], read: Read) -> dict[str, Tensor]:
+        """Return what is read of all draws at once, without checks, once :meth:`chunks` has run some."""
+        assert self._way is not None, "there is a way"
+        return self._way(read, draws)
+
     def _choose(self, first: Latents, read: Read) -> None:
         """Find out from one more run how this model is run best."""
         self._chunk = 1
@@ -102,9 +107,8 @@ class ManyDraws:
 
     def _found(self, chunk: Sequence[Latents], read: Read) -> dict[str, Tensor] | None:
         """Return what is read of a chunk, or None where only the plain loop can tell."""
-        assert self._way is not None, "there is a way"
         try:
-            found = self._tried(chunk, read) if self._untried else self._way(read, chunk)
+            found = self._tried(chunk, read) if self._untried else self.run(chunk, read)
         except Exception:  # whatever a foreign model raises when its tensors are batched
             if self._way is not _vmapped:
                 return None  # the plain loop raises it again, in order, with its checks

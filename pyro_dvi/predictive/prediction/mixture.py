@@ -101,6 +101,16 @@ class Mixture:
     def add_statistics(self, many: Mapping[str, Tensor], count: int) -> None:
         """Add ``count`` components by their statistics, stacked in the first dimension."""
         total = self.count + count
+        if total == 1:
+            self.averages = {name: value[0] for name, value in many.items()}
+            self.between = torch.zeros_like(many["mean"][0]) if "mean" in many else None
+        else:
+            self._update(many, count, total)
+        self.count = total
+        if self._keep:
+            self._kept.append(dict(many))
+
+    def _update(self, many: Mapping[str, Tensor], count: int, total: int) -> None:
         before, added = self.count / total, count / total
         for name, values in many.items():
             old = self.averages.get(name)
@@ -119,9 +129,6 @@ class Mixture:
                 between = self.between + between + step.square() * (self.count * added)
                 mean = self.averages["mean"] * before + mean * added
             self.averages["mean"], self.between = mean, between
-        self.count = total
-        if self._keep:
-            self._kept.append(dict(many))
 
     def finish(self) -> Part:
         """Return the summary of everything added."""

@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A predictor that is prepared once and then called on tensors, for serving."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import pyro
+import torch
+from torch import Tensor, fx, nn
+
+from pyro_dvi.devices import device_of, seeder
+from pyro_dvi.errors import DataError, UnsupportedError
+from pyro_dvi.predictive.engine.batches import batches
+from pyro_dvi.predictive.engine.probe import agrees
+from pyro_dvi.predictive.engine.run import Latents, Response, evaluation_mode, seeded, sites_at
+from pyro_dvi.predictive.engine.vectorised import ManyDraws
+from pyro_dvi.predictive.posterior import predicted_model
+from pyro_dvi.predictive.predict import predict
+from pyro_dvi.predictive.prediction.component import statistics
+from pyro_dvi.predictive.prediction.mixture import Mixture
+from pyro_dvi.predictive.rules.rule import FromDraws, PredictionRule
+from pyro_dvi.recording import Function, recorded, rows_of
+
+__all__ = ["Predicted", "Predictor", "predictor"]
+
+EXAMPLES = 64  # rows that the model is looked at with
+
+
+class Predicted(NamedTuple):
+    """Predictive distributions of some rows, in the numbers of :class:`~pyro_dvi.Prediction`.
+
+    Attributes:
+        mean: ``[N, ...]``; of classes the probabilities ``[N, ..., C]``, of a Bernoulli that of label 1.
+        variance: noise and posterior together, in squared units of the observation; of classes that of the one-hot
+            code.
+        epistemic: the part of the variance that is the posterior's; None where the rule does not tell it apart.
+    """
+
+    mean: Tensor
+    variance: Tensor
+    epistemic: Tensor | None = None
+
+
+class Predictor(nn.Module):
+    """Tensors in, :class:`Predicted` out, by the operators of torch alone. Made by :func:`predictor`.
+
+    What of the posterior the predictions need are buffers, so that ``to``, ``state_dict``, ``torch.save`` and
+    ``copy.deepcopy`` work as for any module, and ``torch.export`` and ``torch.compile`` take it, with any number of
+    rows. No gradients are kept. Another dtype rounds what was computed in that of the model.
+
+    Attributes:
+        site: the observed site that is predicted.
+        method: the rule of prediction.
+        operators: the graph of operators.
+    """
+
+    def __init__(
+        self, site: str, method: PredictionRule, operators: fx.GraphModule, inputs: Iterable[Tensor]
+    ) -> None:
+        super().__init__()
+        self.site, self.method, self.operators = site, method, operators
+        self._shapes = [tuple(value.shape[1:]) if value.dim() else None for value in inputs]
+        floating = next(
+            (value for value in [*operators.buffers(), *inputs] if value.is_floating_point()), torch.empty(0)
+        )
+        self.register_buffer("_like", floating.new_empty(0), persistent=False)
+
+    def forward(self, *inputs: Tensor) -> Predicted:
+        """Predict.
+
+        Args:
+            inputs: those of the example, of any number of rows; all rows are in memory at once.
+
+        Raises:
+            DataError: inputs of another number or shape.
+        """
+        shapes = [tuple(value.shape[1:]) if value.dim() else None for value in inputs]
+        rows = [value.shape[0] for value in inputs if value.dim()]
+        if shapes != self._shapes or rows != rows[:1] * len(rows):
+            raise DataError(
+                f"the {rows} rows of the inputs have shapes {shapes}: they must have equally many rows, and the shapes "
+                f"of those of the example, {self._shapes}"
+            )
+        with torch.no_grad():
+            return Predicted(*self.operators(*inputs))
+
+    def extra_repr(self) -> str:
+        """Site and rule."""
+        return f"site={self.site!r}, method={self.method}"
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "Predictor":
+        before = self._like
+        super()._apply(fn, recurse)
+        after = {"device": self._like.device, "dtype": self._like.dtype}
+        for node in self.operators.graph.nodes:  # tensors that are made in the graph follow
+            for name, new in after.items():
+                if node.kwargs.get(name) == getattr(before, name):
+                    node.update_kwarg(name, new)
+        self.operators.recompile()
+        return self
+
+
+def predictor(
+    model: Callable[..., Any],
+    guide: Callable[..., Any],
+    example: Any,
+    method: PredictionRule | None = None,
+    *,
+    site: str | None = None,
+    observed: str | None = None,
+    seed: int | None = None,
+) -> Predictor:
+    r"""Prepare predictions, for calls with tensors in a service.
+
+    Everything that :func:`~pyro_dvi.predict` does in Python is done once: checks, Pyro's traces, moments as objects,
+    draws of the weights, and whatever only the weights decide. What is left is a graph of torch operators from inputs
+    to predictions. It runs every distribution that has a mean and a variance, and every rule whose operators do not
+    depend on values: ``AtMean()``, ``Moments()``, ``Samples(n)`` with the same n draws in every call. ``Linearised()``
+    looks at values, and is refused.
+
+    Status: the numbers of :func:`~pyro_dvi.predict` with the same seed, but for rounding, which is checked at the
+    example.
+
+    Args:
+        model: the Pyro model; modules run in evaluation mode.
+        guide: its trained guide. Later training does not change the predictor.
+        example: some inputs, as ``data`` of :func:`~pyro_dvi.predict`, all of them tensors; 64 rows are enough. An
+            observation that comes along is left out.
+        method: rule of prediction; by default that of the guide, as in :func:`~pyro_dvi.predict`.
+        site: observed site to predict, where the model has several.
+        observed: the model's argument that holds the observation, as in :func:`~pyro_dvi.predict`.
+        seed: of the draws; by default one from the global generator.
+
+    Returns:
+        A module that takes the model's inputs by position, in the order of the example.
+
+    Raises:
+        UnsupportedError: a distribution without mean or variance; a model that draws numbers of its own, or whose
+            operators depend on the values of its inputs; a guide whose draws depend on the inputs; predictions that
+            differ from those of ``predict``.
+
+    Example:
+        >>> import torch, pyro_dvi as dvi
+        >>> model = dvi.regressor(dvi.to_bayesian_(torch.nn.Linear(3, 1)), 10, noise_scale=0.1)
+        >>> guide, x = dvi.MeanFieldGuide(model), torch.randn(10, 3)
+        >>> _ = guide(x, x[:, 0])
+        >>> serve = dvi.predictor(model, guide, x, dvi.Moments())
+        >>> serve(torch.zeros(2, 3)).mean.shape
+        torch.Size([2])
+    """
+    device = device_of(model, guide)
+    batch = next(batches(model, example, observed=observed, batch_size=EXAMPLES, device=device))
+    inputs = batch.inputs
+    if not all(torch.is_tensor(value) for value in inputs):
+        kinds = [type(value).__name__ for value in inputs]
+        raise UnsupportedError(f"a prepared predictor takes tensors, not {kinds}: use predict")
+    with seeded(seed, device) as seed, evaluation_mode(model, guide):
+        expected = predict(model, guide, inputs, method, site=site, seed=seed)
+        rule, part = expected.method, expected._parts[0]
+        if not expected.has_moments:
+            raise UnsupportedError(
+                f"site {expected.site!r} ({part.kind}) has no mean and variance: use predict, whose result has what "
+                "there is"
+            )
+        try:
+            with pyro.validation_enabled(False):
+                run = _Run(predicted_model(guide, model), guide, expected.site, part.axis, seed)
+                function = run.averaging(rule, inputs) if isinstance(rule, FromDraws) else run.by(rule)
+                rows = [[_with_rows(v, batch.num_rows, more) for v in inputs] for more in (1, 2, 4)]
+                prepared = Predictor(expected.site, rule, recorded(function, *rows), inputs)
+            found = prepared(*inputs)._asdict()
+            if not agrees(found, {"mean": expected.mean, "variance": expected.variance}):
+                raise UnsupportedError("what its operators give differs from what predict gives")
+        except UnsupportedError as error:
+            raise UnsupportedError(
+                f"predictions by {rule} cannot be prepared for this model: {error}. Use predict, which runs the model "
+                "each time"
+            ) from error
+    return prepared
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Runs of the model up to the site that is predicted, without checks."""
+
+    model: Callable[..., Any]
+    guide: Any
+    site: str
+    axis: int
+    seed: int
+
+    def by(self, rule: PredictionRule) -> Function:
+        """Return predictions by a rule as a function of the inputs."""
+
+        def predicted(*inputs: Tensor) -> list[Tensor]:
+            seeder()(self.seed)
+            mixture = Mixture(None, rows_of(inputs))
+            for response in rule.components(self.guide, inputs, partial(self._respond, inputs)):
+                mixture.add(response)
+            return _read(mixture, rule)
+
+        return predicted
+
+    def averaging(self, rule: FromDraws, example: tuple[Any, ...]) -> Function:
+        """Return averages over draws, which are drawn now, as a function of the inputs.
+
+        Raises:
+            UnsupportedError: the draws may depend on the inputs, or the model runs with one draw at a time only.
+        """
+        if not rule.repeats(self.guide):
+            raise UnsupportedError(f"draws of {type(self.guide).__name__} may depend on the inputs")
+        seeder()(self.seed)
+        first, *others = rule.draws(self.guide, example)
+        way, node = ManyDraws(), self._node(example)
+        chunks = way.chunks(first, iter(others), lambda draw: statistics(node(draw)["fn"], None))
+        if any(found is None for _, found in chunks):
+            raise UnsupportedError(
+                "the model draws numbers itself, or keeps something from one run to the next"
+            )
+
+        def predicted(*inputs: Tensor) -> list[Tensor]:
+            mixture, node = Mixture(None, rows_of(inputs)), self._node(inputs)
+            mixture.add(self._respond(inputs, way.laid_out(first)))
+            if others:
+                many = way.run(others, lambda draw: mixture.statistics(node(draw)))
+                mixture.add_statistics(many, len(others))
+            return _read(mixture, rule)
+
+        return predicted
+
+    def _node(self, inputs: tuple[Any, ...]) -> Callable[[Latents], Any]:
+        run = sites_at(self.model, inputs, {}, [self.site])
+        return lambda latents: run(latents)[self.site]
+
+    def _respond(self, inputs: tuple[Any, ...], latents: Latents) -> Response:
+        fn = self._node(inputs)(latents)["fn"]
+        return Response(self.site, fn, torch.empty(0), False, self.axis, None)
+
+
+def _read(mixture: Mixture, rule: PredictionRule) -> list[Tensor]:
+    values = mixture.finish().values
+    mean, epistemic = values["mean"], values["epistemic"]
+    return [mean, values["aleatoric"] + epistemic, *([epistemic] if rule.tells_noise_apart else [])]
+
+
+def _with_rows(value: Tensor, count: int, more: int) -> Tensor:
+    """Return the rows of a tensor and some of them again, with other values where these are real numbers."""
+    if value.dim():
+        value = value[torch.arange(count + more, device=value.device) % count]
+    return value / more if value.is_floating_point() else value
