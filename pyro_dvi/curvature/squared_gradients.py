@@ -24,7 +24,7 @@ from torch import Tensor
 from pyro_dvi.curvature.per_example.uses import Use, WeightUses, at_least_single
 from pyro_dvi.curvature.products import LinearMap, batched_gradients
 from pyro_dvi.curvature.rows import mixed_rows
-from pyro_dvi.errors import UnsupportedError
+from pyro_dvi.errors import GuideError, UnsupportedError
 
 __all__ = ["SquaredGradients", "pass_per_example", "passes_of", "squares_of", "squares_without_rules"]
 
@@ -57,7 +57,7 @@ class SquaredGradients(WeightUses):
         for k, uses in served.items():
             gathered = _Gathered(len(uses) > 1)
             for use in uses:
-                use.output.node.register_prehook(partial(gathered.arrived, use))
+                use.output.node.register_prehook(partial(gathered.arrived, [use]))
             self.values[k].register_hook(partial(_deliver, k, gathered, deliver))
         self._weights, self.values = {}, {}  # hooks hold what they need; the graph must not be held twice
 
@@ -125,7 +125,13 @@ class _Gathered:
             gradients = use.contribution.gradients(delta)
             self._gradients = gradients if self._gradients is None else self._gradients + gradients
 
-    def arrived(self, use: Use, deltas: tuple[Tensor | None, ...]) -> None:
+    def arrived(self, waiting: list[Use], deltas: tuple[Tensor | None, ...]) -> None:
+        """Add a use, and let go of what it holds of the forward pass, as autograd does."""
+        if not waiting:
+            raise GuideError(
+                "squared gradients come of the first backward pass of a loss only: evaluate it anew"
+            )
+        use = waiting.pop()
         self.add(use, deltas[use.output.output_nr])
 
     def squares(self) -> Tensor | None:

@@ -92,6 +92,11 @@ class DrawnRun:
             if {frame.name for frame in nodes[name]["cond_indep_stack"]} == plates[0]
         }
 
+    def has_learned_priors(self) -> bool:
+        """Whether the divergence from the priors has gradients of its own."""
+        priors = [normal_prior(latent) for latent in self.latents]
+        return any(p is None or p.loc.requires_grad or p.scale.requires_grad for p in priors)
+
     def sites(self) -> dict[str, NaturalSite]:
         """The guide's sites with their priors.
 

@@ -149,7 +149,11 @@ class NaturalGradientELBO(DeterministicELBO):
         run = DrawnRun.of(call, step)
         observed = self._observed(run.model_trace)
         log_likelihood = observed.log_likelihood()
-        kl = kl_to_priors(_detached(latent) for latent in run.latents)
+        if training and run.has_learned_priors():
+            kl = kl_to_priors(_detached(latent) for latent in run.latents)
+        else:
+            with torch.no_grad():
+                kl = kl_to_priors(run.latents)
         if training:
             graph = graph_of([log_likelihood, kl])
             log_likelihood = run.with_idle_draws(log_likelihood, graph)

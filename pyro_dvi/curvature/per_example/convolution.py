@@ -4,9 +4,8 @@ r"""Per-example gradients of convolutions, :math:`g_i = \sum_l \delta_{il} x_{i,
 The transposed convolution exchanges the roles of x and :math:`\delta`, and is served by the same functions.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
 
 import torch
 import torch.nn.functional as F
@@ -53,18 +52,25 @@ class _Layer:
             return total
         total = delta.new_zeros(self.shape)
         one_by_one = self._by_product if positions <= _FEW_POSITIONS and self.groups == 1 else self._by_torch
-        for i in range(len(x)):
-            gradient = one_by_one(x[i : i + 1], delta[i : i + 1])
+        for gradient in one_by_one(x, delta):
             total.addcmul_(gradient, gradient)
         return total
 
-    def _by_product(self, x: Tensor, delta: Tensor) -> Tensor:
-        patches = self._patches(x, delta.shape[2:])[0]
-        return torch.mm(delta[0].flatten(1), patches.mT).view(self.shape)
+    def _by_product(self, x: Tensor, delta: Tensor) -> Iterator[Tensor]:
+        """Gradients of one example after the other, in the same memory."""
+        chunk = max(1, _BUDGET // (self.shape[1:].numel() * delta.shape[2:].numel()))
+        gradient = delta.new_empty(self.shape)
+        matrix = gradient.view(len(gradient), -1)
+        for inputs, deltas in zip(x.split(chunk), delta.flatten(2).split(chunk), strict=True):
+            patches = self._patches(inputs, delta.shape[2:]).mT
+            for one, columns in zip(deltas.unbind(), patches.unbind(), strict=True):
+                torch.mm(one, columns, out=matrix)
+                yield gradient
 
-    def _by_torch(self, x: Tensor, delta: Tensor) -> Tensor:
+    def _by_torch(self, x: Tensor, delta: Tensor) -> Iterator[Tensor]:
         function = _OF_WEIGHT[len(self.shape) - 2]
-        return function(x, self.shape, delta, self.stride, self.padding, self.dilation, self.groups)
+        for one, d in zip(x.split(1), delta.split(1), strict=True):
+            yield function(one, self.shape, d, self.stride, self.padding, self.dilation, self.groups)
 
     def patches_of(self, x: Tensor) -> Tensor:
         """What each position of the output sees, ``[M, channels * kernel, positions]``."""
@@ -78,12 +84,15 @@ class _Layer:
             return F.unfold(x, tuple(self.shape[2:]), self.dilation, self.padding, self.stride)
         if any(self.padding):
             x = F.pad(x, [p for size in reversed(self.padding) for p in (size, size)])
-        windows = []  # slices, copied by rows: several times faster than F.unfold on a processor
-        for offsets in product(*(range(size) for size in self.shape[2:])):
-            places = zip(offsets, self.dilation, self.stride, positions, strict=True)
-            window = [slice(o * d, o * d + (count - 1) * s + 1, s) for o, d, s, count in places]
-            windows.append(x[(slice(None), slice(None), *window)])
-        return torch.stack(windows, 2).reshape(len(x), -1, positions.numel())
+        batch, channel, *strides = x.stride()  # a view, copied by rows: several times faster than F.unfold
+        offsets = [stride * d for stride, d in zip(strides, self.dilation, strict=True)]
+        steps = [stride * s for stride, s in zip(strides, self.stride, strict=True)]
+        windows = x.as_strided(
+            (*x.shape[:2], *self.shape[2:], *positions),
+            (batch, channel, *offsets, *steps),
+            x.storage_offset(),
+        )
+        return windows.reshape(len(x), -1, positions.numel())
 
 
 def per_dimension(value: Size, n: int) -> tuple[int, ...]:

@@ -94,6 +94,8 @@ class WeightUses(TorchFunctionMode):
             return output
         if isinstance(output, Tensor) and not output.requires_grad:  # inside no_grad: a constant of the model
             return output
+        kwargs = {name: self.prepared(a) for name, a in kwargs.items()}
+        args = tuple(map(self.prepared, args))
         for place, k in found:
             use = self._use(func, place, args, kwargs, output)
             if use is not None:
@@ -107,8 +109,7 @@ class WeightUses(TorchFunctionMode):
     ) -> Use | None:
         if place is None or not isinstance(output, Tensor):
             return None
-        kwargs = {name: self.prepared(a) for name, a in kwargs.items()}
-        found = contribution(func, place, tuple(map(self.prepared, args)), kwargs)
+        found = contribution(func, place, args, kwargs)
         return None if found is None else Use(func, found, output.shape, get_gradient_edge(output))
 
 
