@@ -15,7 +15,6 @@ import argparse
 import copy
 import textwrap
 import warnings
-from functools import partial
 from pathlib import Path
 
 import arviz as az
@@ -24,8 +23,8 @@ import pandas as pd
 import pyro
 import torch
 from pyro.infer import SVI, Trace_ELBO
+from pyro.optim import ClippedAdam
 from torch import nn
-from torch.optim.lr_scheduler import ExponentialLR
 
 import pyro_dvi as dvi
 from pyro_dvi.diagnostics import compare_held_out
@@ -128,8 +127,8 @@ def fit(name, epochs):
     model = make_model()
     make_guide, elbo = METHODS[name]
     guide = make_guide(model)
-    decay = partial(ExponentialLR, gamma=0.1 ** (1 / epochs))
-    adam = dvi.optim.Adam(dvi.learning_rates(0.02, scale_multiplier=10), scheduler=decay)
+    decay = 0.1 ** (1 / epochs)
+    adam = ClippedAdam(dvi.learning_rates(0.02, scale_multiplier=10, lrd=decay))
     optimizer = dvi.VOGN({"lr": 0.3}) if name == "VOGN" else adam
     earlier = {}
 

@@ -30,9 +30,9 @@ import pyro
 import torch
 import torch.nn.functional as F
 from pyro.infer import SVI
+from pyro.optim import ClippedAdam
 from sklearn.datasets import load_digits
 from torch import nn
-from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils.data import DataLoader, TensorDataset
 
 import pyro_dvi as dvi
@@ -124,8 +124,8 @@ def fit(name):
     model = make_model()
     make_guide, elbo = METHODS[name]
     guide = make_guide(model)
-    decay = partial(ExponentialLR, gamma=0.05 ** (1 / options.epochs))
-    adam = dvi.optim.Adam(dvi.learning_rates(0.01, scale_multiplier=10), scheduler=decay)
+    decay = 0.05 ** (1 / (options.epochs * len(loader)))
+    adam = ClippedAdam(dvi.learning_rates(0.01, scale_multiplier=10, lrd=decay))
     history = dvi.fit(
         SVI(model, guide, dvi.VOGN({}) if name == "VOGN" else adam, elbo),
         loader,

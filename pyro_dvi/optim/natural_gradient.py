@@ -212,7 +212,7 @@ class NaturalGradientOptimizer(Optimizer):
             raise GuideError(
                 f"{type(self).__name__.removesuffix('Optimizer')} found no means with measurements among its "
                 "parameters: it goes with NaturalGradientGuide and NaturalGradientELBO. For another guide or objective "
-                "take an optimizer such as pyro.optim.ClippedAdam with learning_rates(1e-3)."
+                "take an optimizer such as pyro_dvi.optim.Adam(learning_rates(1e-3))."
             )
         if any(step.measured.at_mean != self.statistic.at_mean for step in steps):
             for step in steps:  # only the first one of an objective that does not serve this optimizer
