@@ -25,7 +25,7 @@ from pyro_dvi.recording import Function, recorded, rows_of
 
 __all__ = ["Predicted", "Predictor", "predictor"]
 
-EXAMPLES = 64  # rows that the model is looked at with
+EXAMPLES = 4  # rows that the model is looked at with
 
 
 class Predicted(NamedTuple):
@@ -126,7 +126,7 @@ def predictor(
     Args:
         model: the Pyro model; modules run in evaluation mode.
         guide: its trained guide. Later training does not change the predictor.
-        example: some inputs, as ``data`` of :func:`~pyro_dvi.predict`, all of them tensors; 64 rows are enough. An
+        example: some inputs, as ``data`` of :func:`~pyro_dvi.predict`, all of them tensors; four rows are enough. An
             observation that comes along is left out.
         method: rule of prediction; by default that of the guide, as in :func:`~pyro_dvi.predict`.
         site: observed site to predict, where the model has several.

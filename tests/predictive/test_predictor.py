@@ -124,6 +124,17 @@ def test_options_of_moments(method):
     check(predictor(model, guide, x, method, seed=3), model, guide, 2 * x, method)
 
 
+def test_rules_that_compute_in_blocks():
+    pyro.set_rng_seed(0)
+    net = nn.Sequential(
+        nn.Linear(3, 20_000), nn.Tanh(), nn.Linear(20_000, 2)
+    )  # more than a block of elements
+    model, guide, x = trained(
+        dvi.classifier(to_bayesian_(net), 50), torch.randn(N, 3), torch.randint(2, (N,))
+    )
+    check(predictor(model, guide, x, Moments(link=Probit())), model, guide, x, Moments(link=Probit()))
+
+
 def test_dependent_posterior_and_default_rule():
     pyro.set_rng_seed(0)
     model, guide, x = trained(functional, torch.randn(N, 3), torch.randn(N), AutoDiagonalNormal)

@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from pyro_dvi.moments.floor import floored
 from pyro_dvi.moments.value import GaussianMoments
+from pyro_dvi.recording import is_recording
 
 __all__ = ["from_scores", "through"]
 
@@ -68,7 +69,7 @@ def _in_blocks(compute: Compute, mu: Tensor, variance: Tensor, slopes: bool) -> 
     shape = mu.shape
     mu, variance = mu.reshape(-1), variance.reshape(-1)
     block = getattr(compute, "block", _BLOCK) if mu.device.type == "cpu" else _ACCELERATED_BLOCK
-    if torch.compiler.is_compiling() or mu.numel() <= block:
+    if torch.compiler.is_compiling() or is_recording() or mu.numel() <= block:
         parts = compute(mu, variance, slopes)
     else:
         pairs = zip(mu.split(block), variance.split(block), strict=True)
