@@ -64,7 +64,8 @@ def kl_to_priors(latents: Iterable[Latent]) -> Tensor:
         else:
             together.setdefault(summand[0], []).append(summand[1])
             if latent.loc is None and torch.is_tensor(latent.log_density):
-                terms.append(_scaled(latent, latent.log_density))
+                density = scale_and_mask(latent.log_density, latent.plate_scale, None)
+                terms.append(density.sum() if density.dim() else density)
     for (divergence, plate_scale, *_), members in together.items():
         total = divergence(*zip(*members, strict=True))
         terms.append(total if plate_scale == 1.0 else total * plate_scale)
@@ -81,21 +82,18 @@ def _summand(latent: Latent) -> tuple[tuple[Any, ...], tuple[Any, ...]] | None:
         return None
     m, s = _scalar(normal.loc), _scalar(normal.scale)
     base: Any = None if latent.source is None else latent.source.base
-    divergence: Callable[..., Tensor] = normal_divergence
+    divergence: Callable[..., Tensor]
     parts: list[Any]
     if latent.loc is None:
         divergence, parts = minus_log_density, [latent.value]
     elif isinstance(base, MultiplicativeNormal):
         divergence, parts = multiplicative_divergence, [latent.loc, base.alpha, base.eps]
     else:
-        parts = list(torch.broadcast_tensors(latent.loc, latent.scale))
-    if normal.loc.shape != parts[0].shape or m.requires_grad:
+        divergence, parts = normal_divergence, [*torch.broadcast_tensors(latent.loc, latent.scale)]
+        if m.dim() or s.dim():  # in units of the prior, which is then a standard Normal
+            parts, m, s = [(parts[0] - m) / s, parts[1] / s], torch.zeros(()), torch.ones(())
+    if normal.loc.shape != parts[0].shape or m.dim() or s.dim() or m.requires_grad:
         return None
-    if m.dim() or s.dim():
-        if divergence is not normal_divergence:
-            return None
-        # In units of the prior, which is then a standard Normal.
-        parts, m, s = [(parts[0] - m) / s, parts[1] / s], torch.zeros(()), torch.ones(())
     common = (parts[0].dtype, parts[0].device, s.dtype, s.device)
     return (divergence, latent.plate_scale, *common), (*parts, m, s)
 
@@ -103,7 +101,7 @@ def _summand(latent: Latent) -> tuple[tuple[Any, ...], tuple[Any, ...]] | None:
 def _kl_to_prior(latent: Latent) -> Tensor:
     """KL divergence of one site, by whatever its prior, scales and mask ask for."""
     divergence, c_p, c_q = _divergence_to_prior(latent), latent.plate_scale, latent.guide_scale
-    if c_q is c_p or not (torch.is_tensor(c_q) or torch.is_tensor(c_p) or c_q != c_p):
+    if len({c_p, c_q}) == 1:
         return divergence
     return divergence + scale_and_mask(_expected_log_density(latent), c_q - c_p, latent.mask).sum()
 
@@ -113,10 +111,8 @@ def _divergence_to_prior(latent: Latent) -> Tensor:
         return _scaled(latent, latent.log_density - _log_prior(latent, latent.value))
     normal = normal_prior(latent)
     if normal is not None:
-        ratio = latent.scale / normal.scale
-        divergence = (
-            0.5 * (ratio.square() + ((latent.loc - normal.loc) / normal.scale).square() - 1) - ratio.log()
-        )
+        ratio, shift = latent.scale / normal.scale, (latent.loc - normal.loc) / normal.scale
+        divergence = 0.5 * (ratio.square() + shift.square() - 1) - ratio.log()
         return _scaled(latent, _per_batch_element(latent, divergence))
     return _scaled(latent, -_entropy(latent) - _expectation(latent, _log_density))
 

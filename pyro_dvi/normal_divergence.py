@@ -17,13 +17,10 @@ from torch.autograd.function import once_differentiable
 
 __all__ = ["minus_log_density", "multiplicative_divergence", "normal_divergence"]
 
+Tensors = Sequence[Tensor]  # one of each site
 
-def normal_divergence(
-    locs: Sequence[Tensor],
-    scales: Sequence[Tensor],
-    prior_locs: Sequence[Tensor],
-    prior_scales: Sequence[Tensor],
-) -> Tensor:
+
+def normal_divergence(locs: Tensors, scales: Tensors, prior_locs: Tensors, prior_scales: Tensors) -> Tensor:
     r"""KL divergence of Gaussians from Normal priors, summed over all sites and their elements.
 
     .. math:: \sum \tfrac12\Bigl(\frac{\sigma^2 + (\mu - m)^2}{s^2} - 1\Bigr) - \log\frac{\sigma}{s}
@@ -34,21 +31,19 @@ def normal_divergence(
         locs: means of each site, one site at least, all of one dtype and device.
         scales: their standard deviations, of the same shapes.
         prior_locs: m of each site, a scalar.
-        prior_scales: s of each site, a scalar; all of one dtype and device.
+        prior_scales: s of each site, a scalar; all of one dtype and device, which may be the CPU.
 
     Example:
         >>> loc, scale = torch.tensor([0.0, 1.0]), torch.tensor([1.0, 2.0])
         >>> normal_divergence([loc], [scale], [torch.tensor(0.0)], [torch.tensor(2.0)])
         tensor(0.4431)
     """
-    logs = [_logarithm(scale) for scale in scales]
-    squares, spreads, logs = _GaussianSums.apply(logs, len(locs), *locs, *prior_locs, *scales)
-    return _total(squares + spreads, logs, locs, prior_scales) - 0.5 * _size(locs)
+    known = [_logarithm(scale) for scale in scales]
+    squares, logs = _GaussianSums.apply(known, len(locs), *locs, *prior_locs, *scales)
+    return _total(squares, logs, locs, prior_scales) - 0.5 * _size(locs)
 
 
-def minus_log_density(
-    values: Sequence[Tensor], prior_locs: Sequence[Tensor], prior_scales: Sequence[Tensor]
-) -> Tensor:
+def minus_log_density(values: Tensors, prior_locs: Tensors, prior_scales: Tensors) -> Tensor:
     r"""Minus the log density of values under Normal priors, summed: what point masses pay.
 
     .. math:: \sum \frac{(w - m)^2}{2 s^2} + \log s + \tfrac12\log 2\pi
@@ -59,16 +54,12 @@ def minus_log_density(
         >>> minus_log_density([torch.tensor([0.0, 1.0])], [torch.tensor(0.0)], [torch.tensor(1.0)])
         tensor(2.3379)
     """
-    squares = _GaussianSums.apply([], len(values), *values, *prior_locs)
+    squares, _ = _GaussianSums.apply([], len(values), *values, *prior_locs)
     return _total(squares, None, values, prior_scales) + 0.5 * math.log(2 * math.pi) * _size(values)
 
 
 def multiplicative_divergence(
-    locs: Sequence[Tensor],
-    alphas: Sequence[Tensor],
-    eps: Sequence[float],
-    prior_locs: Sequence[Tensor],
-    prior_scales: Sequence[Tensor],
+    locs: Tensors, alphas: Tensors, eps: Sequence[float], prior_locs: Tensors, prior_scales: Tensors
 ) -> Tensor:
     r"""KL divergence of multiplicative noise from Normal priors, summed over all sites and their weights.
 
@@ -93,21 +84,20 @@ def multiplicative_divergence(
         >>> multiplicative_divergence([loc], [alpha], [1e-8], [torch.tensor(0.0)], [torch.tensor(2.0)])
         tensor(3.4401)
     """
-    squares = _GaussianSums.apply([], len(locs), *locs, *prior_locs)
+    squares, _ = _GaussianSums.apply([], len(locs), *locs, *prior_locs)
     variances, logs = _MultiplicativeSums.apply(eps, *locs, *alphas)
     return _total(squares + variances, 0.5 * logs, locs, prior_scales) - 0.5 * _size(locs)
 
 
-def _size(values: Sequence[Tensor]) -> int:
+def _size(values: Tensors) -> int:
     return sum(value.numel() for value in values)
 
 
-def _total(
-    squares: Tensor, logs: Tensor | None, values: Sequence[Tensor], prior_scales: Sequence[Tensor]
-) -> Tensor:
+def _total(squares: Tensor, logs: Tensor | None, values: Tensors, prior_scales: Tensors) -> Tensor:
     """½ squares / s² + n log s, less the logarithms, summed over sites."""
-    volumes = torch._foreach_mul(torch._foreach_log(list(prior_scales)), [float(v.numel()) for v in values])
-    terms = 0.5 * squares / torch.stack(list(prior_scales)).square() + torch.stack(volumes)
+    scales = torch.stack(list(prior_scales)).to(squares.device)  # numbers of a model may be on the CPU
+    volumes = torch._foreach_mul(scales.log().unbind(), [float(value.numel()) for value in values])
+    terms = 0.5 * squares / scales.square() + torch.stack(volumes)
     return (terms if logs is None else terms - logs).sum()
 
 
@@ -124,31 +114,33 @@ def _in_groups(tensors: Sequence[Any], size: int) -> list[list[Any]]:
 
 
 class _GaussianSums(Function):
-    """‖μ − m‖² of each site; with scales ‖σ‖² and Σ log σ as well."""
+    """‖μ − m‖² of each site; with scales ‖μ − m‖² + ‖σ‖², and Σ log σ."""
 
     @staticmethod
-    def forward(ctx: Any, logs: list[Tensor | None], size: int, *tensors: Tensor) -> Any:
+    def forward(
+        ctx: Any, known: list[Tensor | None], size: int, *tensors: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
         ctx.save_for_backward(*tensors)
         ctx.size = size
         locs, prior_locs, *scales = _in_groups(tensors, size)
         norms = [torch.linalg.vector_norm(loc - m) for loc, m in zip(locs, prior_locs, strict=True)]
-        squares = torch.stack(norms).square()
         if not scales:
-            return squares
-        known = zip(logs, scales[0], strict=True)
-        sums = [(scale.log() if log is None else log).sum() for log, scale in known]
-        return squares, torch.stack(torch._foreach_norm(scales[0])).square(), torch.stack(sums)
+            return torch.stack(norms).square(), None
+        squares = torch.stack([*norms, *torch._foreach_norm(scales[0])]).square().view(2, size).sum(0)
+        pairs = zip(known, scales[0], strict=True)
+        return squares, torch.stack([(scale.log() if log is None else log).sum() for log, scale in pairs])
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, out: Tensor, *outs: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, of_squares: Tensor, of_logs: Tensor) -> tuple[Tensor | None, ...]:
         locs, prior_locs, *scales = _in_groups(ctx.saved_tensors, ctx.size)
+        weights = list((2 * of_squares).unbind())
         d_locs = torch._foreach_sub(locs, prior_locs)
-        torch._foreach_mul_(d_locs, list((2 * out).unbind()))
+        torch._foreach_mul_(d_locs, weights)
         d_scales: Sequence[Tensor] = ()
         if scales:
-            d_scales = torch._foreach_mul(scales[0], (2 * outs[0]).unbind())
-            torch._foreach_addcdiv_(d_scales, outs[1].unbind(), scales[0])
+            d_scales = torch._foreach_mul(scales[0], weights)
+            torch._foreach_addcdiv_(d_scales, of_logs.unbind(), scales[0])
         return None, None, *d_locs, *[None] * ctx.size, *d_scales
 
 
@@ -159,12 +151,12 @@ class _MultiplicativeSums(Function):
     def forward(ctx: Any, eps: Sequence[float], *tensors: Tensor) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(*tensors)
         ctx.eps = eps
-        sums, logs = [], []
+        sums = []
         for loc, alpha, e in zip(*_in_groups(tensors, len(eps)), eps, strict=True):
             variance = (loc * alpha).mul_(loc).add_(e)
-            sums.append(variance.sum())
-            logs.append(variance.log_().sum())
-        return torch.stack(sums), torch.stack(logs)
+            sums += [variance.sum(), variance.log_().sum()]
+        both = torch.stack(sums)
+        return both[::2], both[1::2]
 
     @staticmethod
     @once_differentiable

@@ -78,7 +78,8 @@ class Deterministic(Factor):
     """A point mass: the value is learned, its uncertainty left out. It pays minus its log prior in the ELBO."""
 
     def distribution(self, loc: Tensor, spread: Tensor | None) -> dist.Delta:
-        return dist.Delta(loc, validate_args=False)
+        # One zero, where Pyro would make one for each weight.
+        return dist.Delta(loc, loc.new_zeros(()), validate_args=False)
 
 
 class ReadyNormal(dist.Normal):
