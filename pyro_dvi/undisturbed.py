@@ -2,10 +2,9 @@
 """Run a model only to look at it: no statistics are updated and no random numbers are used up."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import torch
 from torch import nn
 
 from pyro_dvi.devices import accelerators, forked
@@ -63,19 +62,15 @@ def evaluating(*functions: Any) -> Iterator[None]:
         >>> net.training
         True
     """
-    switched: list[nn.Module] = []
+    with ExitStack() as undo:
 
-    def switch(module: nn.Module) -> None:
-        if module.training:
-            switched.append(module)
-            module.training = False
+        def switch(module: nn.Module) -> None:
+            if module.training:
+                undo.callback(setattr, module, "training", True)
+                module.training = False
 
-    try:
         with modules_met(switch, *functions):
             yield
-    finally:
-        for module in switched:
-            module.training = True
 
 
 @contextmanager
@@ -92,20 +87,16 @@ def constant_parameters(*functions: Any) -> Iterator[None]:
         >>> net.weight.requires_grad
         True
     """
-    switched: list[nn.Parameter] = []
+    with ExitStack() as undo:
 
-    def switch(module: nn.Module) -> None:
-        for parameter in module.parameters(recurse=False):
-            if parameter.requires_grad:
-                switched.append(parameter)
-                parameter.requires_grad_(False)
+        def switch(module: nn.Module) -> None:
+            for parameter in module.parameters(recurse=False):
+                if parameter.requires_grad:
+                    undo.callback(parameter.requires_grad_)
+                    parameter.requires_grad_(False)
 
-    try:
         with modules_met(switch, *functions):
             yield
-    finally:
-        for parameter in switched:
-            parameter.requires_grad_()
 
 
 @contextmanager
@@ -123,17 +114,15 @@ def preserve_buffers() -> Iterator[None]:
         >>> norm.running_mean
         tensor([0., 0.])
     """
-    originals: dict[int, tuple[nn.Module, dict[str, torch.Tensor]]] = {}
+    lent: dict[int, nn.Module] = {}
+    with ExitStack() as undo:
 
-    def lend_copies(module: nn.Module) -> None:
-        if module._buffers and id(module) not in originals:
-            kept = {name: b for name, b in module._buffers.items() if b is not None}
-            originals[id(module)] = (module, kept)
-            module._buffers.update({name: b.clone() for name, b in kept.items()})
+        def lend_copies(module: nn.Module) -> None:
+            if module._buffers and id(module) not in lent:
+                lent[id(module)] = module
+                kept = {name: b for name, b in module._buffers.items() if b is not None}
+                undo.callback(module._buffers.update, kept)
+                module._buffers.update({name: b.clone() for name, b in kept.items()})
 
-    try:
         with modules_met(lend_copies):
             yield
-    finally:
-        for module, kept in originals.values():
-            module._buffers.update(kept)

@@ -55,7 +55,7 @@ class DrawnRun:
         """
         draws = TrackedDraws(call.guide, step)
         with call.explained(), draws:
-            call.run_guide()
+            call.guide(*call.args, **call.kwargs)
         recorder = _recorder(draws)
         with call.explained([drawn.leaf for drawn in draws.gaussians.values()]), recorder:
             model_trace = call.trace_model(draws.trace)

@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import pyro.poutine as poutine
 import torch
 from pyro.distributions.util import scale_and_mask, sum_rightmost
 from torch import Tensor
@@ -15,7 +14,7 @@ from pyro_dvi.handlers.distributions import strip_event_dims
 from pyro_dvi.handlers.latents import unconstraining_transform
 from pyro_dvi.handlers.means import twice_differentiable
 from pyro_dvi.handlers.observed import Observed, observed_sites
-from pyro_dvi.sites import AllRows, SetLatents, is_latent, subsampled_share
+from pyro_dvi.sites import AllRows, SampleTrace, SetLatents, is_latent, subsampled_share
 
 __all__ = ["AtUnconstrained", "JointRun", "log_prior_of_entries", "run_joint"]
 
@@ -55,11 +54,9 @@ def run_joint(model: Callable, args: tuple, kwargs: dict[str, Any], values: Mapp
         ModelError: nothing is observed, a site is neither observed nor in ``values``, or one of ``values`` is no site.
         UnsupportedError: a latent has a value for each row of a subsampled plate.
     """
-    latents = AtUnconstrained(values)
-    recorder = poutine.trace()
-    with twice_differentiable(), recorder, AllRows(), latents:
+    with twice_differentiable(), AllRows(), AtUnconstrained(values) as latents:
         model(*args, **kwargs)
-    trace = recorder.trace
+    trace = latents.trace
     rows: dict[str, tuple[int, int]] = {}
     for name, node in trace.nodes.items():
         if is_latent(node):
@@ -81,11 +78,11 @@ def run_joint(model: Callable, args: tuple, kwargs: dict[str, Any], values: Mapp
     observed = observed_sites(trace)
     for site in observed.terms:
         site.scale = site.scale * subsampled_share(trace.nodes[site.name])  # each row counts once
-    return JointRun(observed.sites, observed.factors, latents.log_priors(trace), rows, trace)
+    return JointRun(observed.sites, observed.factors, latents.log_priors(), rows, trace)
 
 
-class AtUnconstrained(SetLatents):
-    """Set latent sites by their unconstrained values; other sites are left alone.
+class AtUnconstrained(SetLatents, SampleTrace):
+    """Set latent sites by their unconstrained values, and record the run; other sites are left alone.
 
     Raises:
         UnsupportedError: in a run: a latent has a value for each row of a subsampled plate.
@@ -115,10 +112,11 @@ class AtUnconstrained(SetLatents):
         self._jacobians[name] = sum_rightmost(log_det, log_det.dim() - value.dim() + fn.event_dim).sum()
         return value
 
-    def log_priors(self, trace: Any) -> dict[str, Tensor]:
+    def log_priors(self) -> dict[str, Tensor]:
         """Log density of the value of each latent in unconstrained space."""
         terms: dict[str, Tensor] = {}
-        for name, node in trace.nodes.items():
+        nodes: Any = self.trace.nodes
+        for name, node in nodes.items():
             if is_latent(node) and name in self.values:
                 log_prob = node["fn"].log_prob(node["value"])
                 term = scale_and_mask(log_prob, node["scale"], node["mask"]).sum()

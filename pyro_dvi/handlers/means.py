@@ -51,10 +51,6 @@ class Call:
         """Explain what goes wrong with these arguments, see :func:`~pyro_dvi.handlers.explained.explained_errors`."""
         return explained_errors(self.model, posterior, self.args, self.kwargs)
 
-    def run_guide(self) -> Any:
-        """Run the guide."""
-        return self.guide(*self.args, **self.kwargs)
-
     def trace_model(self, guide_trace: Any) -> Any:
         """Run the model with the values of a run of the guide."""
         with Replayed(guide_trace) as run:
@@ -123,7 +119,7 @@ def run_guide(call: Call, sampled: dict[str, Tensor | bool] | None = None) -> "P
     # A guide that has not seen the model yet runs it to look at its sites.
     fresh = getattr(call.guide, "prototype_trace", 0) is None
     with call.explained(), preserve_buffers() if fresh else nullcontext(), means:
-        call.run_guide()
+        call.guide(*call.args, **call.kwargs)
     return means
 
 

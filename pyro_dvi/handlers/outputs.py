@@ -11,7 +11,6 @@ from math import prod
 from typing import Any
 
 import pyro.distributions as dist
-import pyro.poutine as poutine
 import torch
 from torch import Tensor
 from torch import distributions as td
@@ -147,10 +146,9 @@ def run_outputs(
         DataError: the site has no dimension of B examples.
         UnsupportedError: a parameter of the distribution cannot be written as free real numbers.
     """
-    recorder = poutine.trace()
-    with twice_differentiable(), recorder, AllRows(), AtUnconstrained(values), arguments_kept() as made:
+    with twice_differentiable(), AllRows(), AtUnconstrained(values) as run, arguments_kept() as made:
         model(*args)
-    nodes: Any = recorder.trace.nodes
+    nodes: Any = run.trace.nodes
     node = nodes.get(site)
     if node is not None and is_deterministic(node):
         return _deterministic(str(site), node["value"], num_rows)
