@@ -77,19 +77,14 @@ class _MeanLogSumExp(Function):
     @staticmethod
     def forward(ctx: Any, mu: Tensor, variance: Tensor, points: Tensor) -> Tensor:
         scale = variance.clamp_min(0).sqrt()
-        total = mu.new_zeros(mu.shape[:-1])
-        first, second = torch.zeros_like(mu), torch.zeros_like(mu)
-        for chunk in points.split(max(1, _CHUNK // max(mu.numel(), 1))):
-            values = torch.addcmul(mu, chunk, scale)
-            highest = values.amax(-1, keepdim=True)
-            sums = values.sub_(highest).exp_().sum(-1, keepdim=True)
-            p = values.div_(sums)
-            total += sums.log_().add_(highest).squeeze(-1).sum(0)
-            first += p.sum(0)
-            second += p.square_().sum(0)
-        count = len(points)
-        first.div_(count)
-        ctx.save_for_backward(first, (first - second.div_(count)).mul_(0.5))
+        size, count = max(1, _CHUNK // max(mu.numel(), 1)), len(points)
+        chunks = [points] if count <= size else points.split(size)
+        sums = [_sums(torch.addcmul(mu, chunk, scale)) for chunk in chunks]
+        total, first, second = sums[0]
+        for more in sums[1:]:
+            for t, other in zip((total, first, second), more, strict=True):
+                t.add_(other)
+        ctx.save_for_backward(first.div_(count), torch.sub(first, second, alpha=1 / count).mul_(0.5))
         return total.div_(count)
 
     @staticmethod
@@ -98,6 +93,14 @@ class _MeanLogSumExp(Function):
         first, curvature = ctx.saved_tensors
         g = g.unsqueeze(-1)
         return g * first, g * curvature, None
+
+
+def _sums(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return sums over points of the log-normaliser, the probabilities and their squares; values are written over."""
+    highest = values.amax(-1, keepdim=True)
+    total = values.sub_(highest).exp_().sum(-1, keepdim=True)
+    p = values.div_(total)
+    return total.log_().add_(highest).sum(0).squeeze(-1), p.sum(0), p.square_().sum(0)
 
 
 @dataclass(frozen=True)
