@@ -75,18 +75,15 @@ class JointOptim(PyroOptim):
             # Fused kernels of the CPU take the layout of the gradient for that of the parameter.
             if place[2] and parameter.grad is not None and not parameter.grad.is_contiguous():
                 parameter.grad = parameter.grad.contiguous()
-        aside: dict[Tensor, Tensor] = {}
-        if len(params) < len(self._places):
-            stepped = set(params)
-            aside = {p: p.grad for p in self._places if p.grad is not None and p not in stepped}
-        self._set_gradients(dict.fromkeys(aside))
-        for optimizer in dict.fromkeys(self.optim_objs[parameter] for parameter in params):
-            torch_optimizer(optimizer).step(*args, **kwargs)
-        self._set_gradients({**dict.fromkeys(params), **aside})
-
-    @staticmethod
-    def _set_gradients(gradients: dict[Tensor, Tensor | None]) -> None:
-        for parameter, gradient in gradients.items():
+        others = self._places.keys() - dict.fromkeys(params)
+        aside = {parameter: parameter.grad for parameter in others if parameter.grad is not None}
+        for parameter in aside:
+            parameter.grad = None
+        for held in dict.fromkeys(self.optim_objs[parameter] for parameter in params):
+            torch_optimizer(held).step(*args, **kwargs)
+        for parameter in params:
+            parameter.grad = None
+        for parameter, gradient in aside.items():
             parameter.grad = gradient
 
     def get_state(self) -> dict[str, Any]:
@@ -116,7 +113,7 @@ class JointOptim(PyroOptim):
         made = self._get_optim(parameter)
         given = _present(made)
         if state is not None:
-            _load(made, state)
+            load_state(made, state)
         name = pyro.get_param_store().param_name(parameter)
         self._state_waiting_to_be_consumed.pop(name, None)
         self._leave(parameter)
@@ -186,7 +183,7 @@ def _present(held: Any) -> dict[str, Any]:
     return options if held is torch_optimizer(held) else {**options, "scheduler": held.state_dict()}
 
 
-def _load(held: Any, state: dict[str, Any]) -> None:
+def load_state(held: Any, state: dict[str, Any]) -> None:
     """Load a state of Pyro's format, but for the kernels in it."""
     optimizer = torch_optimizer(held)
     if held is not optimizer:

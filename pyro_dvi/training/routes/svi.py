@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from pyro_dvi.errors import UnsupportedError
-from pyro_dvi.optim import JointOptim
+from pyro_dvi.optim.joint import JointOptim, load_state, torch_optimizer
 from pyro_dvi.training.routes.base import Route, finite
 
 __all__ = ["SVIRoute"]
@@ -56,11 +56,8 @@ class SVIRoute(Route):
         self._rate = None
         for parameter, held in () if isinstance(optim, JointOptim) else optim.optim_objs.items():
             own = state.pop(store.param_name(parameter) or "", None)
-            if own is not None and hasattr(held, "optimizer"):
-                held.load_state_dict(own["scheduler"])
-                held.optimizer.load_state_dict(own["optimizer"])
-            elif own is not None:
-                held.load_state_dict(own)
+            if own is not None:
+                load_state(held, own)
         optim.set_state(state)
 
     @property
@@ -76,7 +73,7 @@ class SVIRoute(Route):
         store = pyro.get_param_store()
         for parameter, optimizer in self.svi.optim.optim_objs.items():
             name = (store.param_name(parameter) or "").replace("$$$", ".")
-            yield name, getattr(optimizer, "optimizer", optimizer), 0
+            yield name, torch_optimizer(optimizer), 0
 
     def store_parameters(self) -> dict[str, Tensor]:
         """Parameters that this SVI has stepped; the whole store where functions have taken no step yet."""
