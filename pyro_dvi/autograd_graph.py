@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["enters", "graph_between", "graph_of", "leaf_of", "leaves_of"]
+__all__ = ["enters", "graph_between", "graph_of", "leaves_of"]
 
 
 def graph_of(outputs: Iterable[Tensor]) -> set[Any]:
@@ -36,24 +36,6 @@ def graph_between(inputs: Sequence[Tensor], outputs: Iterable[Tensor]) -> set[An
         if any(parent in found for parent, _ in node.next_functions):
             found.add(node)
     return found
-
-
-def leaf_of(tensor: Tensor) -> Tensor:
-    """Return the parameter that a tensor is, or is a view of.
-
-    Raises:
-        LookupError: it is computed from several parameters, or from none.
-    """
-    if tensor.is_leaf and tensor.requires_grad:
-        return tensor
-    node: Any = tensor.grad_fn
-    while node is not None:
-        variable = getattr(node, "variable", None)
-        if isinstance(variable, Tensor):
-            return variable
-        parents = [parent for parent, _ in node.next_functions if parent is not None]
-        node = parents[0] if len(parents) == 1 else None
-    raise LookupError("no single parameter")
 
 
 def leaves_of(outputs: Iterable[Tensor]) -> list[Tensor]:

@@ -145,7 +145,7 @@ class NaturalGradientELBO(DeterministicELBO):
 
     def _evaluate(self, call: Call, kl_weight: float, training: bool) -> dict[str, Tensor]:
         _check(call.guide, kl_weight, training)
-        step = self._step if training and self._step is not None else self._next(call.guide)
+        step = self._step or self._next(call.guide)
         run = DrawnRun.of(call, step)
         observed = self._observed(run.model_trace)
         log_likelihood = observed.log_likelihood()
@@ -170,17 +170,14 @@ class NaturalGradientELBO(DeterministicELBO):
         """Have the backward pass of the loss leave squares with the precisions."""
         gaussians, local = run.draws.gaussians, run.local()
         curvatures = [drawn.curvature for drawn in gaussians.values()]
-        self._squares.measure(
-            Draw(
-                run.measured(observed),
-                [name.removesuffix("_unconstrained") for name in gaussians],
-                [drawn.value for drawn in gaussians.values()],
-                self.num_particles,
-                add=lambda k, squares, power: curvatures[k].add(squares, power),
-            ),
-            wanted=set(range(len(gaussians))),
-            local={k for k, name in enumerate(gaussians) if name in local},
+        draw = Draw(
+            run.measured(observed),
+            [name.removesuffix("_unconstrained") for name in gaussians],
+            [drawn.value for drawn in gaussians.values()],
+            self.num_particles,
+            add=lambda k, squares, power: curvatures[k].add(squares, power),
         )
+        self._squares.measure(draw, {k for k, name in enumerate(gaussians) if name in local})
 
     def loss_and_grads(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> float:
         self._is_whole = True  # the loss is differentiated as it is

@@ -52,23 +52,18 @@ class SquareMeasurement:
         self._rows = RowCheck()
         self._warned: set[str] = set()
 
-    def measure(
-        self,
-        draw: Draw,
-        wanted: set[int],
-        local: set[int],
-    ) -> None:
+    def measure(self, draw: Draw, local: set[int]) -> None:
         """Add the squares of one draw, now or in the next backward pass of the loss.
 
         Args:
             draw: of the latents.
-            wanted: indices of the latents to measure.
             local: indices of those whose elements seem to belong to one example each, by their plate.
 
         Raises:
             UnsupportedError: the model uses reentrant checkpointing.
         """
         run, values, sites = draw.run, draw.values, draw.run.sites
+        wanted = set(range(len(values)))
         graph = graph_of([run.log_prob(place) for place in range(len(sites))])
         _refuse_checkpoints(graph)
         for k in [k for k in wanted if values[k].grad_fn not in graph]:  # no observation depends on it

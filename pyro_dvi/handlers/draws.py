@@ -11,7 +11,7 @@ from torch import distributions as td
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from pyro_dvi.autograd_graph import leaf_of
+from pyro_dvi.autograd_graph import leaves_of
 from pyro_dvi.errors import GuideError
 from pyro_dvi.handlers.distributions import strip_event_dims
 from pyro_dvi.handlers.latents import GaussianSite
@@ -108,15 +108,16 @@ class TrackedDraws(SetLatents, SampleTrace):
             raise GuideError(
                 f"guide site {name!r} is {type(base).__name__}: a NaturalGradientGuide has Normal sites only"
             )
-        try:
-            leaf = leaf_of(base.loc)
-        except LookupError:
+        leaves = [base.loc] if base.loc.is_leaf else leaves_of([base.loc])
+        if len(leaves) != 1 or not base.loc.requires_grad:
             raise GuideError(
                 f"the mean of guide site {name!r} is no parameter, so a natural-gradient optimizer cannot move it: use "
                 "NaturalGradientGuide"
-            ) from None
+            )
         precision = self.guide.precision_parameter(name.removesuffix("_unconstrained"))
         curvature = Curvature(self.step)
         value = _Draw.apply(base.loc, precision, base.scale, curvature)
-        self.gaussians[name] = Drawn(name, value, base, leaf=leaf, precision=precision, curvature=curvature)
+        self.gaussians[name] = Drawn(
+            name, value, base, leaf=leaves[0], precision=precision, curvature=curvature
+        )
         return value

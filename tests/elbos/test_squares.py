@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from pyro_dvi.bayesian import classifier, to_bayesian_
 from pyro_dvi.elbos.natural_gradient import NaturalGradientELBO
-from pyro_dvi.errors import DviWarning, ModelError
+from pyro_dvi.errors import DviWarning, GuideError, ModelError
 from pyro_dvi.guides.natural_gradient import NaturalGradientGuide
 from pyro_dvi.natural_step import STEPS
 from pyro_dvi.optim import VOGN
@@ -169,6 +169,15 @@ def test_squares_are_averaged_over_draws(model):
     for name in values[0]:
         expected = sum(looped(model, v, x, y)[name] for v in values) / 2
         torch.testing.assert_close(guide.precision_parameter(name).grad, expected, rtol=1e-9, atol=1e-10)
+
+
+def test_a_loss_is_differentiated_once():
+    guide = NaturalGradientGuide(subsampled)
+    guide.initialize(*x_and_y())
+    loss = NaturalGradientELBO().differentiable_loss(subsampled, guide, *x_and_y())
+    loss.backward(retain_graph=True)
+    with pytest.raises(GuideError, match="first backward pass"):
+        loss.backward()
 
 
 def test_a_latent_that_reaches_no_observation_becomes_its_prior():

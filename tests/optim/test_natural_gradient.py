@@ -11,12 +11,14 @@ import pytest
 import torch
 from pyro.infer import SVI
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from pyro_dvi.bayesian import classifier, to_bayesian_
 from pyro_dvi.elbos.natural_gradient import NaturalGradientELBO
 from pyro_dvi.errors import ArgumentError, GuideError
 from pyro_dvi.guides import MeanFieldGuide
 from pyro_dvi.guides.natural_gradient import NaturalGradientGuide
-from pyro_dvi.optim import VOGN, VOGNOptimizer
+from pyro_dvi.optim import IVON, OGN, VOGN, VOGNOptimizer
 from pyro_dvi.training import fit
 from tests.optim.reference import M, N, data, model, state
 
@@ -84,6 +86,36 @@ def test_parameters_that_are_no_latents_get_adam():
     svi = SVI(net, guide, VOGN({"deterministic_lr": 0.01}), loss=NaturalGradientELBO())
     svi.step(x, y)
     assert net.shift.item() == pytest.approx(math.copysign(0.01, net.shift.item()), rel=1e-4)
+
+
+class Calls(TorchDispatchMode):
+    """Count operator calls."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.number += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("optimizer", "most"), [(VOGN, 24), (OGN, 24), (IVON, 32)])
+def test_all_sites_move_in_the_same_operator_calls(optimizer, most):
+    def calls(depth: int) -> int:
+        pyro.clear_param_store()
+        net = nn.Sequential(*(nn.Linear(2, 2) for _ in range(depth)))
+        net = classifier(to_bayesian_(net), num_data=N)
+        x, y = data()
+        svi = SVI(net, NaturalGradientGuide(net), optimizer({}), NaturalGradientELBO())
+        for _ in range(3):
+            svi.step(x, y.long())
+        parameters = [p for p in net.parameters() if p.requires_grad]
+        svi.loss_and_grads(net, svi.guide, x, y.long())
+        with Calls() as counted:
+            svi.optim([*parameters, *svi.guide.parameters()])
+        assert all(p.grad is None for p in svi.guide.precisions.parameters())
+        return counted.number
+
+    assert calls(1) == calls(4) <= most
 
 
 def test_elbo_modules_train_with_the_torch_optimizer():
