@@ -8,6 +8,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributions import kl_divergence
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -135,6 +136,19 @@ def test_gaussians_in_single_precision(spread):
         assert single[1].dtype == single[2].dtype == torch.float32
         for exact, value in zip(results[0], single, strict=True):
             torch.testing.assert_close(value.double(), exact, rtol=2e-6, atol=2e-6)
+
+
+def test_priors_may_be_numbers_on_the_cpu():
+    """As a model writes them down whose weights are elsewhere; no GPU is needed to see the devices of results."""
+    with FakeTensorMode():
+        locs, spreads = ([torch.rand(3, 2, device="cuda"), torch.rand(2, device="cuda")] for _ in range(2))
+        prior = [torch.zeros(())] * 2, [torch.ones(())] * 2
+        totals = [
+            normal_divergence(locs, spreads, *prior),
+            minus_log_density(locs, *prior),
+            multiplicative_divergence(locs, spreads, [1e-8] * 2, *prior),
+        ]
+    assert all(total.device.type == "cuda" for total in totals)
 
 
 # One site of multiplicative noise ----------------------------------------------------------------------------------
