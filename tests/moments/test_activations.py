@@ -8,9 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.moments import GaussianMoments
+from pyro_dvi.moments.activations.normal import constants
 from tests.moments.battery import CHECKS, Case, name_of_check
 
 NARROW = (1e-4, 1e-2, 0.1, 0.3, 1.0)  # where exponentials stay finite in float32
@@ -235,3 +237,48 @@ def test_compiled_code_has_no_breaks(function: Callable) -> None:
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
         slopes = [torch.autograd.grad(t.sum(), inputs, retain_graph=True) for t in (a, b)]
         torch.testing.assert_close(*slopes, rtol=1e-4, atol=1e-5)
+
+
+class Counted(TorchDispatchMode):
+    """Counts calls of operators."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.number += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("function", "scale", "most"),
+    [
+        (F.relu, 1.0, 18),
+        (F.leaky_relu, 1.0, 42),
+        (F.gelu, 1.0, 130),
+        (F.softplus, 0.3, 85),  # narrow Gaussians only
+        (F.softplus, 3.0, 175),  # narrow and wide ones
+        (torch.tanh, 1.0, 160),
+        (F.softsign, 1.0, 145),
+    ],
+)
+def test_the_number_of_operator_calls_does_not_grow_with_the_nodes(
+    function: Callable, scale: float, most: int
+) -> None:
+    x = x_of(40)
+    loc, variance = x.loc.float().requires_grad_(), (scale**2 * x.variance / x.variance.max()).float()
+    function(GaussianMoments(loc, variance))  # makes what is kept
+    for dtype in (torch.float32, torch.float64):
+        x = GaussianMoments(loc.to(dtype), variance.to(dtype))
+        function(x)
+        with Counted() as counted:
+            function(x)
+        assert counted.number <= most
+
+
+def test_constants_are_made_once_and_can_take_part_in_training() -> None:
+    x = torch.zeros(2)
+    with torch.inference_mode():
+        first = constants((0.125, 0.25), x)
+    assert first is constants((0.125, 0.25), x)
+    assert not first.is_inference()
+    assert constants((0.125, 0.25), x.double()).dtype is torch.float64
