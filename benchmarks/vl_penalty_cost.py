@@ -7,7 +7,7 @@ averaged over a cycle of k steps, over those of a MAP step. Two UCI sets by 10-f
 networks and the recipe of ``uci.py`` but softplus units, one noise variance and 2,000 steps; LeNet on 2,000 MNIST
 images with three seeds.
 
-    python benchmarks/vl_penalty_cost.py --data-dir DIR   # about 25 minutes of processor time
+    python benchmarks/vl_penalty_cost.py --data-dir DIR   # about an hour of processor time
     python benchmarks/vl_penalty_cost.py --report         # only rewrite table and figure from the results
 
 Each finished task and setting is a line of results/vl_penalty_cost.jsonl; what is there already is not repeated.
@@ -213,7 +213,8 @@ def write_report(rows: list[dict[str, Any]], path: Path) -> None:
             lines.append(
                 f"| {name} | {row['cost']:.2f} | {statistics.mean(row['nll']):.4f} | {difference} | {weight:g} |"
             )
-    path.write_text("\n".join([*lines, "", f"{json.dumps(machine())}", ""]))
+    settings = ", ".join(f"{key} {value}" for key, value in machine().items() if key != "seed")
+    path.write_text("\n".join([*lines, "", f"Computed with {settings}.", ""]))
     plot(rows, path.with_suffix(".png"))
 
 
@@ -234,7 +235,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     for axis, task in zip(axes, tasks, strict=True):
         found = {row["setting"]: row for row in rows if row["task"] == task}
         for fraction, marker in ((1.0, "o"), (0.5, "s"), (0.25, "^")):
-            group = [found[s.name] for s in SETTINGS[1:] if s.fraction == fraction]
+            group = [found[s.name] for s in SETTINGS[1:] if s.fraction == fraction and s.name in found]
             pairs = [paired(row, found[WHOLE.name]) for row in group]
             means, errors = zip(*pairs, strict=True)
             costs = [row["cost"] for row in group]
