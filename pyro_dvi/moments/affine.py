@@ -59,7 +59,7 @@ class _Linear(Layer):
 class _Matmul(Layer):
     """A product of matrices, or of batches of them."""
 
-    def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return torch.matmul(x, weight)
 
     def gradients(self, g: Tensor, x: Tensor, weight: Tensor, wanted: tuple) -> Gradients:

@@ -67,10 +67,10 @@ class _Convolution(Layer):
         return tuple(found)
 
 
-for _function, _dims in ((F.conv1d, 1), (F.conv2d, 2), (F.conv3d, 3)):
-    moment_rule(_function)(_convolution(_function, _dims))
-for _function, _dims in ((F.conv_transpose1d, 1), (F.conv_transpose2d, 2), (F.conv_transpose3d, 3)):
-    moment_rule(_function)(_convolution(_function, _dims))
+for _dims in (1, 2, 3):
+    for _name in ("conv", "conv_transpose"):
+        _function = getattr(F, f"{_name}{_dims}d")
+        moment_rule(_function)(_convolution(_function, _dims))
 
 
 def _alpha_of_inputs(weight: Any, groups: int) -> Tensor | None:
