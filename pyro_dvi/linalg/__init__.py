@@ -4,13 +4,7 @@
 from pyro_dvi.linalg.block_conjugate_gradients import block_conjugate_gradients
 from pyro_dvi.linalg.conjugate_gradients import Preconditioner, Solution, conjugate_gradients
 from pyro_dvi.linalg.lanczos import Tridiagonal, lanczos
-from pyro_dvi.linalg.log_determinant import (
-    LogDeterminant,
-    SpectralQuadrature,
-    TraceEstimate,
-    log_determinant,
-    trace_of_function,
-)
+from pyro_dvi.linalg.log_determinant import SpectralQuadrature, TraceEstimate, trace_of_function
 from pyro_dvi.linalg.metric import CholeskyMetric, DiagonalMetric, InMetric, Metric, SmoothFunction
 from pyro_dvi.linalg.newton import Minimum, minimise_newton
 from pyro_dvi.linalg.operator import Operator
@@ -25,7 +19,6 @@ __all__ = [
     "Eigenpair",
     "Eigenpairs",
     "InMetric",
-    "LogDeterminant",
     "Metric",
     "Minimum",
     "Operator",
@@ -39,7 +32,6 @@ __all__ = [
     "conjugate_gradients",
     "descend",
     "lanczos",
-    "log_determinant",
     "minimise_newton",
     "smallest_eigenpair",
     "top_eigenpairs",

@@ -12,7 +12,7 @@ from pyro_dvi.errors import NotPositiveDefiniteError
 from pyro_dvi.linalg.lanczos import LanczosProcess
 from pyro_dvi.linalg.operator import Operator
 
-__all__ = ["LogDeterminant", "SpectralQuadrature", "TraceEstimate", "log_determinant", "trace_of_function"]
+__all__ = ["SpectralQuadrature", "TraceEstimate", "trace_of_function"]
 
 _BASIS_BYTES = 2**31
 
@@ -57,42 +57,32 @@ class SpectralQuadrature:
         )
         return TraceEstimate(float(per_probe.mean()), float(error))
 
+    def log_determinant(self, shift: float = 0.0) -> TraceEstimate:
+        r"""Return the estimate of :math:`\log\det(A + cI) = \operatorname{tr}\log(A + cI)` for a shift c.
 
-@dataclass(frozen=True)
-class LogDeterminant:
-    """An estimate of log det(A + c I) for every c from one set of nodes.
+        For a posterior precision G + c D with a diagonal prior precision D, take the quadrature of
+        :math:`A = D^{-1/2} G D^{-1/2}`: with ``D.log().sum()`` added this estimates log det(G + c D) for every
+        multiplier c of the prior. Steps of about the square root of the condition number of A + cI suffice.
 
-    Attributes:
-        quadrature: nodes and weights of A itself.
-        shift: c.
-    """
+        Raises:
+            NotPositiveDefiniteError: A + cI has an eigenvalue that is not positive.
 
-    quadrature: SpectralQuadrature
-    shift: float = 0.0
+        Source: Ubaru, Chen & Saad (2017), Section 3.
 
-    @property
-    def value(self) -> float:
-        """The estimate. Raises NotPositiveDefiniteError where A + c I has an eigenvalue that is not positive."""
-        return self._estimate().value
-
-    @property
-    def standard_error(self) -> float:
-        """Standard error of the value over the probes (see :class:`TraceEstimate`)."""
-        return self._estimate().standard_error
-
-    def shifted(self, c: float) -> "LogDeterminant":
-        """Return the estimate for A + (shift + c) I. No application is needed: the Krylov spaces are the same."""
-        return LogDeterminant(self.quadrature, self.shift + c)
-
-    def _estimate(self) -> TraceEstimate:
-        used = self.quadrature.nodes[self.quadrature.weights > 0] + self.shift
-        if float(used.min()) <= 0:
+        Example:
+            >>> gram = torch.tensor([1.0, 0.0, 3.0])  # singular: only its shifts have a log determinant
+            >>> quadrature = trace_of_function(lambda v: v * gram, 3, probes=2, steps=3)
+            >>> round(quadrature.log_determinant(1.0).value, 4)  # log(2 * 1 * 4)
+            2.0794
+        """
+        lowest = float(self.nodes[self.weights > 0].min()) + shift
+        if lowest <= 0:
             raise NotPositiveDefiniteError(
-                f"log det(A + c I) with c = {self.shift:.6g}: an eigenvalue of A + c I is at most "
-                f"{float(used.min()):.3g}. Use a positive definite curvature, or shifted(c) with a larger c.",
-                curvature=float(used.min()),
+                f"log det(A + c I) with c = {shift:.6g}: an eigenvalue of A + c I is at most {lowest:.3g}. Use a "
+                "positive definite curvature, or a larger c.",
+                curvature=lowest,
             )
-        return self.quadrature.trace(lambda nodes: (nodes + self.shift).log())
+        return self.trace(lambda nodes: (nodes + shift).log())
 
 
 def trace_of_function(
@@ -155,47 +145,3 @@ def trace_of_function(
             nodes[start + p, : len(values)] = values
             weights[start + p, : len(values)] = vectors[0].square()
     return SpectralQuadrature(nodes, weights, dim, applications)
-
-
-def log_determinant(
-    operator: Operator,
-    dim: int,
-    *,
-    probes: int = 8,
-    steps: int = 40,
-    generator: torch.Generator | None = None,
-    like: Tensor | None = None,
-) -> LogDeterminant:
-    r"""Estimate :math:`\log\det(A + cI)`, for one c after the other.
-
-    .. math::
-        \log\det(A + cI) = \operatorname{tr} \log(A + cI)
-        \approx \frac{D}{P} \sum_p \sum_j w_{pj} \log(\theta_{pj} + c)
-
-    For a posterior precision G + c D with a diagonal prior precision D, pass :math:`A = D^{-1/2} G D^{-1/2}`: then
-    ``log_determinant(A, ...).shifted(c).value + D.log().sum()`` estimates log det(G + c D) for every multiplier c of
-    the prior.
-
-    Status: as :func:`trace_of_function`. Steps of about the square root of the condition number of A + cI suffice.
-
-    Args:
-        operator: A, symmetric, with A + cI positive definite for the c that are asked for.
-        dim: D.
-        probes: see :func:`trace_of_function`.
-        steps: see there.
-        generator: see there.
-        like: see there.
-
-    Raises:
-        ArgumentError: a count is not positive.
-        NotPositiveDefiniteError: on reading ``value``, where A + cI has an eigenvalue that is not positive.
-
-    Source: Ubaru, Chen & Saad (2017), Section 3.
-
-    Example:
-        >>> gram = torch.tensor([1.0, 0.0, 3.0])  # singular: only its shifts have a log determinant
-        >>> round(log_determinant(lambda v: v * gram, 3, probes=2, steps=3).shifted(1.0).value, 4)  # log(2 * 1 * 4)
-        2.0794
-    """
-    quadrature = trace_of_function(operator, dim, probes=probes, steps=steps, generator=generator, like=like)
-    return LogDeterminant(quadrature)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Coordinates :math:`x = x_0 + R^{-1} y` in which a function is about round."""
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,19 +22,17 @@ class SmoothFunction(Protocol):
         """Return the products ``[S, D]`` of the Hessian at x with the rows of ``vectors``."""
 
 
-class Metric(ABC):
+class Metric(Protocol):
     r"""A positive definite matrix :math:`M = R^\top R` by a root, for rows ``[S, D]``."""
 
-    @abstractmethod
-    def away(self, rows: Tensor) -> Tensor:
+    def coloured(self, rows: Tensor) -> Tensor:
         r"""Return :math:`R^{-1} y`, a displacement of x, for each row y."""
 
-    @abstractmethod
-    def back(self, rows: Tensor) -> Tensor:
+    def whitened(self, rows: Tensor) -> Tensor:
         r"""Return :math:`R^{-\top} g`, the gradient with respect to y, for each gradient g with respect to x."""
 
 
-class DiagonalMetric(Metric):
+class DiagonalMetric:
     """A diagonal M.
 
     Args:
@@ -50,14 +47,14 @@ class DiagonalMetric(Metric):
             raise ArgumentError("the metric is a positive diagonal [D]")
         self._inverse_root = diagonal.detach().rsqrt()
 
-    def away(self, rows: Tensor) -> Tensor:
+    def coloured(self, rows: Tensor) -> Tensor:
         """Return displacements of x."""
         return rows * self._inverse_root
 
-    back = away
+    whitened = coloured
 
 
-class CholeskyMetric(Metric):
+class CholeskyMetric:
     r"""A dense :math:`M = L L^\top`.
 
     Args:
@@ -67,11 +64,11 @@ class CholeskyMetric(Metric):
     def __init__(self, factor: Tensor) -> None:
         self._factor = factor.detach()
 
-    def away(self, rows: Tensor) -> Tensor:
+    def coloured(self, rows: Tensor) -> Tensor:
         """Return displacements of x."""
         return torch.linalg.solve_triangular(self._factor, rows, upper=False, left=False)
 
-    def back(self, rows: Tensor) -> Tensor:
+    def whitened(self, rows: Tensor) -> Tensor:
         """Return gradients with respect to y."""
         return torch.linalg.solve_triangular(self._factor.mT, rows, upper=True, left=False)
 
@@ -103,13 +100,13 @@ class InMetric:
 
     def x(self, y: Tensor) -> Tensor:
         """Return the point itself."""
-        return self.origin + self.metric.away(y.unsqueeze(0))[0]
+        return self.origin + self.metric.coloured(y.unsqueeze(0))[0]
 
     def value_and_gradient(self, y: Tensor, /) -> tuple[Tensor, Tensor]:
         """Return U and its gradient with respect to y."""
         value, gradient = self.problem.value_and_gradient(self.x(y))
-        return value, self.metric.back(gradient.detach().unsqueeze(0))[0]
+        return value, self.metric.whitened(gradient.detach().unsqueeze(0))[0]
 
     def product(self, y: Tensor, vectors: Tensor, /) -> Tensor:
         r"""Return products with :math:`R^{-\top} P R^{-1}`."""
-        return self.metric.back(self.problem.product(self.x(y), self.metric.away(vectors)))
+        return self.metric.whitened(self.problem.product(self.x(y), self.metric.coloured(vectors)))

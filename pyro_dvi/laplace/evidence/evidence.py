@@ -19,7 +19,7 @@ from pyro_dvi.laplace.energy.layout import Layout
 from pyro_dvi.laplace.energy.passes import same_data
 from pyro_dvi.laplace.energy.precision import PrecisionMatrix
 from pyro_dvi.laplace.methods.posterior import LaplacePosterior
-from pyro_dvi.linalg import LogDeterminant, SpectralQuadrature, TraceEstimate, trace_of_function
+from pyro_dvi.linalg import SpectralQuadrature, TraceEstimate, trace_of_function
 
 __all__ = [
     "ByLanczos",
@@ -64,15 +64,15 @@ class Spectrum:
         if self.log_prior_determinant is not None:
             shift = prior / likelihood
             offset = self.log_prior_determinant + self.quadrature.dim * math.log(likelihood)
-        found = LogDeterminant(self.quadrature, shift)
         try:
-            return TraceEstimate(found.value + offset, 0.0 if self.exact else found.standard_error)
+            found = self.quadrature.log_determinant(shift)
         except NotPositiveDefiniteError as error:
             raise NotPositiveDefiniteError(
                 "the precision is not positive definite, so that its log determinant does not exist: run "
                 "guide.polish(batches), or use curvature=GGN()",
                 curvature=error.curvature,
             ) from error
+        return TraceEstimate(found.value + offset, 0.0 if self.exact else found.standard_error)
 
 
 class Determinant(ABC):

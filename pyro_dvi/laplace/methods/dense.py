@@ -14,8 +14,8 @@ from pyro_dvi.errors import ArgumentError, NotPositiveDefiniteError
 from pyro_dvi.laplace.energy.energy import LocalEnergy
 from pyro_dvi.laplace.energy.precision import GGN, PrecisionMatrix
 from pyro_dvi.laplace.energy.query import Query
-from pyro_dvi.laplace.methods.layerwise import LayerwisePosterior
-from pyro_dvi.laplace.methods.posterior import Method
+from pyro_dvi.laplace.methods.layerwise import RootPosterior
+from pyro_dvi.laplace.methods.posterior import LaplacePosterior, Method
 
 __all__ = ["Dense", "DensePosterior"]
 
@@ -67,7 +67,7 @@ class Dense(Method):
         return DensePosterior(local.point, 0.5 * (precision + precision.mT), local.prior_diagonal())
 
 
-class DensePosterior(LayerwisePosterior):
+class DensePosterior(RootPosterior):
     """A Gaussian by the Cholesky factor of its precision.
 
     Attributes:
@@ -90,15 +90,17 @@ class DensePosterior(LayerwisePosterior):
         self.factor = factor
         self._rows_asked = 0
 
-    def quadratic(self, rows: Tensor) -> Tensor:
+    def whitened(self, rows: Tensor) -> Tensor:
         flat = rows.reshape(-1, rows.shape[-1])
-        half = torch.linalg.solve_triangular(self.factor, flat.mT, upper=False).mT.reshape(rows.shape)
-        return half @ half.mT
+        return torch.linalg.solve_triangular(self.factor, flat.mT, upper=False).mT.reshape(rows.shape)
+
+    def coloured(self, rows: Tensor) -> Tensor:
+        return torch.linalg.solve_triangular(self.factor.mT, rows.mT, upper=True).mT
 
     def covariance(self, query: Query) -> Tensor:
         self._rows_asked += query.num_rows * query.size
         if self._rows_asked < len(self.mode):  # solves for so few rows take less work than the inverse
-            return super(LayerwisePosterior, self).covariance(query)
+            return LaplacePosterior.covariance(self, query)
         return super().covariance(query)
 
     def covariance_of_examples(self, examples: ExampleGradients) -> Tensor:
@@ -128,15 +130,6 @@ class DensePosterior(LayerwisePosterior):
         half = torch.cholesky_inverse(torch.linalg.cholesky(wide)).tril_()
         half.diagonal().mul_(0.5)
         return half
-
-    def draw(self, count: int, generator: torch.Generator) -> Tensor:
-        noise = torch.randn(
-            len(self.mode), count, generator=generator, dtype=self.mode.dtype, device=self.mode.device
-        )
-        return self.mode + torch.linalg.solve_triangular(self.factor.mT, noise, upper=True).mT
-
-    def solve(self, vectors: Tensor) -> Tensor:
-        return torch.cholesky_solve(vectors.mT, self.factor).mT
 
     def marginal_variance(self) -> Tensor:
         return torch.cholesky_inverse(self.factor).diagonal()

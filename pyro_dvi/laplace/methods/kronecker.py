@@ -13,9 +13,8 @@ from pyro_dvi.curvature.example_gradients import ExampleGradients
 from pyro_dvi.errors import DviWarning, UnsupportedError
 from pyro_dvi.laplace.energy.energy import LocalEnergy
 from pyro_dvi.laplace.energy.precision import GGN, PrecisionMatrix, common_ratio, independent_prior_precision
-from pyro_dvi.laplace.methods.layerwise import LayerwisePosterior, products_at_layer, products_of_diagonal
+from pyro_dvi.laplace.methods.layerwise import RootPosterior, products_at_layer, products_of_diagonal
 from pyro_dvi.laplace.methods.posterior import Method
-from pyro_dvi.linalg.operator import gaussian_rows
 
 __all__ = ["KroneckerBlock", "KroneckerFactored", "KroneckerPosterior"]
 
@@ -236,7 +235,7 @@ class _Factors:
         return prior + self.diagonal, blocks
 
 
-class KroneckerPosterior(LayerwisePosterior):
+class KroneckerPosterior(RootPosterior):
     """A Gaussian of independent layers.
 
     Attributes:
@@ -257,38 +256,26 @@ class KroneckerPosterior(LayerwisePosterior):
             self._outside[layer.places] = False
 
     def whitened(self, rows: Tensor) -> Tensor:
-        r"""Return :math:`C^\top v` for rows ``[*lead, D]``, with :math:`P^{-1} = C C^\top`."""
         white = rows / self.diagonal.sqrt()
         for layer in self._layers:
             white[..., layer.places] = layer.whitened(rows[..., layer.places])
         return white
 
     def coloured(self, rows: Tensor) -> Tensor:
-        r"""Return :math:`C v` for rows ``[*lead, D]``."""
         found = rows / self.diagonal.sqrt()
         for layer in self._layers:
             found[..., layer.places] = layer.coloured(rows[..., layer.places])
         return found
-
-    def quadratic(self, rows: Tensor) -> Tensor:
-        white = self.whitened(rows)
-        return white @ white.mT
 
     def covariance_of_examples(self, examples: ExampleGradients) -> Tensor:
         rest, total = set(range(len(examples.values))), self.mode.new_zeros(())
         for layer in self._layers:
             outer = examples.outer(layer.tensors[0])
             if outer is None or not examples.same_call(layer.tensors[0], layer.tensors[-1]):
-                return torch.cat([self.quadratic(examples.rows(part)) for part in examples.chunks()])
+                return super().covariance_of_examples(examples)
             rest -= set(layer.tensors)
             total = total + products_at_layer(outer, 1 / layer.values, layer.in_eigenbasis)
         return total + products_of_diagonal(examples, 1 / self.diagonal, sorted(rest))
-
-    def draw(self, count: int, generator: torch.Generator) -> Tensor:
-        return self.mode + self.coloured(gaussian_rows(count, len(self.mode), self.mode, generator))
-
-    def solve(self, vectors: Tensor) -> Tensor:
-        return self.coloured(self.whitened(vectors))
 
     def marginal_variance(self) -> Tensor:
         found = 1 / self.diagonal

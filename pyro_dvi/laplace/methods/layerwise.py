@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Covariances of outputs, layer by layer: from a layer's inputs and gradients in place of rows of the Jacobian.
+r"""Gaussians by a root of their covariance, and covariances of outputs layer by layer.
+
+These come from a layer's inputs and gradients in place of rows of the Jacobian.
 
 The gradient of output k with respect to a layer's weight is :math:`J_k = \sum_t \delta_{kt} a_t^\top`, with one
 position t in a dense layer. What depends on the inputs a alone is then computed once for all K outputs.
@@ -14,21 +16,40 @@ from torch import Tensor
 from pyro_dvi.curvature.example_gradients import ExampleGradients, OuterGradients
 from pyro_dvi.laplace.energy.query import Query
 from pyro_dvi.laplace.methods.posterior import LaplacePosterior
+from pyro_dvi.linalg.operator import gaussian_rows
 
-__all__ = ["LayerwisePosterior", "products_at_layer", "products_of_diagonal"]
+__all__ = ["RootPosterior", "products_at_layer", "products_of_diagonal"]
 
 
-class LayerwisePosterior(LaplacePosterior):
-    """A Gaussian whose covariance of outputs is a sum over layers."""
-
-    def covariance(self, query: Query) -> Tensor:
-        return (
-            self.covariance_of_examples(query.examples) if query.examples.cheap else super().covariance(query)
-        )
+class RootPosterior(LaplacePosterior):
+    r"""A Gaussian by a root C of its covariance, :math:`P^{-1} = C C^\top`; also a metric of searches."""
 
     @abstractmethod
+    def coloured(self, rows: Tensor) -> Tensor:
+        r"""Return :math:`C v` for rows ``[*lead, D]``."""
+
+    @abstractmethod
+    def whitened(self, rows: Tensor) -> Tensor:
+        r"""Return :math:`C^\top v` for rows ``[*lead, D]``."""
+
+    def quadratic(self, rows: Tensor) -> Tensor:
+        white = self.whitened(rows)
+        return white @ white.mT
+
+    def covariance(self, query: Query) -> Tensor:
+        if not query.examples.cheap:
+            return super().covariance(query)
+        return self.covariance_of_examples(query.examples)
+
     def covariance_of_examples(self, examples: ExampleGradients) -> Tensor:
-        r"""Return :math:`J_i P^{-1} J_i^\top` for each example, ``[B, K, K]``."""
+        r"""Return :math:`J_i P^{-1} J_i^\top` for each example, ``[B, K, K]``; by rows where layers do not help."""
+        return torch.cat([self.quadratic(examples.rows(part)) for part in examples.chunks()])
+
+    def draw(self, count: int, generator: torch.Generator) -> Tensor:
+        return self.mode + self.coloured(gaussian_rows(count, len(self.mode), self.mode, generator))
+
+    def solve(self, vectors: Tensor) -> Tensor:
+        return self.coloured(self.whitened(vectors))
 
 
 def products_at_layer(

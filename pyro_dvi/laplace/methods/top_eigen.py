@@ -10,9 +10,9 @@ from pyro_dvi.choice import check_count
 from pyro_dvi.errors import NotConvergedError, NotPositiveDefiniteError
 from pyro_dvi.laplace.energy.energy import LocalEnergy
 from pyro_dvi.laplace.energy.precision import GGN, PrecisionMatrix, common_ratio, independent_prior_precision
-from pyro_dvi.laplace.methods.posterior import LaplacePosterior, Method
+from pyro_dvi.laplace.methods.layerwise import RootPosterior
+from pyro_dvi.laplace.methods.posterior import Method
 from pyro_dvi.linalg import top_eigenpairs
-from pyro_dvi.linalg.operator import gaussian_rows
 
 __all__ = ["TopEigen", "TopEigenPosterior"]
 
@@ -90,7 +90,7 @@ class TopEigen(Method):
         return TopEigenPosterior(local.point, prior, found.values, found.vectors)
 
 
-class TopEigenPosterior(LaplacePosterior):
+class TopEigenPosterior(RootPosterior):
     """A Gaussian of low rank plus diagonal.
 
     Attributes:
@@ -111,22 +111,17 @@ class TopEigenPosterior(LaplacePosterior):
                 curvature=lowest,
             )
 
-    def quadratic(self, rows: Tensor) -> Tensor:
-        white = rows * self.prior.rsqrt()
-        seen = white @ self.vectors.mT
-        return white @ white.mT - (seen * self._kept()) @ seen.mT
+    def whitened(self, rows: Tensor) -> Tensor:
+        return self._shrunk(rows * self.prior.rsqrt())
 
-    def draw(self, count: int, generator: torch.Generator) -> Tensor:
-        noise = gaussian_rows(count, len(self.mode), self.mode, generator)
-        shrunk = noise + (noise @ self.vectors.mT * ((1 + self.values).rsqrt() - 1)) @ self.vectors
-        return self.mode + shrunk * self.prior.rsqrt()
+    def coloured(self, rows: Tensor) -> Tensor:
+        return self._shrunk(rows) * self.prior.rsqrt()
 
-    def solve(self, vectors: Tensor) -> Tensor:
-        white = vectors * self.prior.rsqrt()
-        return (white - (white @ self.vectors.mT * self._kept()) @ self.vectors) * self.prior.rsqrt()
+    def _shrunk(self, rows: Tensor) -> Tensor:
+        return rows + (rows @ self.vectors.mT * ((1 + self.values).rsqrt() - 1)) @ self.vectors
 
     def marginal_variance(self) -> Tensor:
-        return (1 - self._kept() @ self.vectors.square()) / self.prior
+        return (1 - self.values / (1 + self.values) @ self.vectors.square()) / self.prior
 
     def reweighted(self, likelihood: float, prior: Tensor) -> "TopEigenPosterior | None":
         factor = common_ratio(prior, self.prior)
@@ -136,6 +131,3 @@ class TopEigenPosterior(LaplacePosterior):
 
     def log_determinant(self) -> Tensor:
         return self.prior.log().sum() + self.values.log1p().sum()
-
-    def _kept(self) -> Tensor:
-        return self.values / (1 + self.values)

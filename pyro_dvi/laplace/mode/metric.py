@@ -11,7 +11,7 @@ from pyro_dvi.errors import DviWarning, ModelError, NotPositiveDefiniteError, Un
 from pyro_dvi.laplace.energy.energy import LocalEnergy
 from pyro_dvi.laplace.energy.precision import GGN, prior_diagonal
 from pyro_dvi.laplace.methods.diagonal import likelihood_diagonal
-from pyro_dvi.laplace.methods.kronecker import KroneckerFactored, KroneckerPosterior
+from pyro_dvi.laplace.methods.kronecker import KroneckerFactored
 from pyro_dvi.linalg import CholeskyMetric, DiagonalMetric, Metric
 
 __all__ = ["metric_at"]
@@ -46,29 +46,10 @@ def _positive(diagonal: Tensor) -> Tensor:
     return torch.where(diagonal > 0, diagonal, 1.0)
 
 
-class _KroneckerMetric(Metric):
-    """The precision of a Gaussian of independent layers.
-
-    Args:
-        gaussian: the Gaussian.
-    """
-
-    def __init__(self, gaussian: KroneckerPosterior) -> None:
-        self._gaussian = gaussian
-
-    def away(self, rows: Tensor) -> Tensor:
-        """Return displacements of x."""
-        return self._gaussian.coloured(rows)
-
-    def back(self, rows: Tensor) -> Tensor:
-        """Return gradients with respect to y."""
-        return self._gaussian.whitened(rows)
-
-
 def _by_factors(local: LocalEnergy) -> Metric | None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DviWarning)  # sites that keep a diagonal are no matter here
-            return _KroneckerMetric(KroneckerFactored().fit(local))
+            return KroneckerFactored().fit(local)
     except (NotPositiveDefiniteError, UnsupportedError):
         return None

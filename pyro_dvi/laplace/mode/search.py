@@ -199,7 +199,7 @@ class Search:
                 local.gradient.unsqueeze(0),
                 tolerance=0.1,
                 max_iterations=_KRYLOV_STEPS,
-                preconditioner=lambda rows: metric.away(metric.back(rows)),
+                preconditioner=lambda rows: metric.coloured(metric.whitened(rows)),
             )
         except NotPositiveDefiniteError:
             return math.inf

@@ -85,18 +85,22 @@ def test_large_models_take_the_factors_of_layers_or_the_diagonal(monkeypatch):
     matrix = local.ggn(eye)
     found = metric_at(local)
     assert isinstance(found, CholeskyMetric)
-    torch.testing.assert_close(found.away(found.back(eye)), torch.linalg.inv(matrix), rtol=1e-8, atol=1e-12)
+    torch.testing.assert_close(
+        found.coloured(found.whitened(eye)), torch.linalg.inv(matrix), rtol=1e-8, atol=1e-12
+    )
     monkeypatch.setattr(metric, "_DENSE", 3)
     found = metric_at(local)
     expected = KroneckerFactored().fit(local).solve(eye)
-    torch.testing.assert_close(found.away(found.back(eye)), expected, rtol=1e-8, atol=1e-12)
+    torch.testing.assert_close(found.coloured(found.whitened(eye)), expected, rtol=1e-8, atol=1e-12)
     masks = {name: torch.arange(u.numel()).reshape(u.shape) % 3 > 0 for name, u in energy.locs.items()}
     energy = guide.energy(problem.batches, subset=masks)
     local = energy.at(energy.start)
     eye = torch.eye(energy.layout.size, dtype=torch.float64)
     found, matrix = metric_at(local), local.ggn(eye)
     assert isinstance(found, DiagonalMetric)
-    torch.testing.assert_close(found.away(found.back(eye)), (1 / matrix.diagonal()).diag(), rtol=1e-8, atol=0)
+    torch.testing.assert_close(
+        found.coloured(found.whitened(eye)), (1 / matrix.diagonal()).diag(), rtol=1e-8, atol=0
+    )
     assert guide.polish(problem.batches, **QUIET).converged
 
 
