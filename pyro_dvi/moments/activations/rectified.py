@@ -78,8 +78,11 @@ class Leaky:
 
 
 def _rectified(mu: Tensor, variance: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    r"""Return m, v, Φ(α) and φ(α)/σ in few passes, most of them in place: activations are larger than any cache."""
-    inverse = variance.rsqrt()
+    r"""Return m, v, Φ(α) and φ(α)/σ in few passes, all but four of them in place.
+
+    Activations are larger than any cache, and fresh memory costs more than the arithmetic.
+    """
+    inverse = variance.clamp_min(tiny_variance(variance.dtype)).rsqrt_()
     # Beyond 11 deviations from the kink nothing changes but for denormal numbers, which are slow.
     z = torch.addcmul(constants(0.0, mu), mu, inverse, value=-_ROOT_HALF).clamp_(-_FAR, _FAR)
     p = torch.special.erfc(z).mul_(0.5)  # by erfc: 1 + erf loses its digits in the left tail
@@ -93,8 +96,8 @@ class _Rectifier(Function):
 
     @staticmethod
     def forward(ctx: Any, mu: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
-        # The floor is here, without a mask in the derivative.
-        mean, spread, p, slope = _rectified(mu, variance.clamp_min(tiny_variance(variance.dtype)))
+        # The floor is in the slopes alone, so that there is no mask in the derivative.
+        mean, spread, p, slope = _rectified(mu, variance)
         ctx.save_for_backward(mean, p, slope)
         return mean, spread
 
@@ -102,7 +105,8 @@ class _Rectifier(Function):
     @once_differentiable
     def backward(ctx: Any, g_mean: Tensor, g_spread: Tensor) -> tuple[Tensor, Tensor]:
         mean, p, slope = ctx.saved_tensors
-        product = g_spread * mean  # rounded once, so that it cancels far to the right of the kink
-        rest = torch.sub(g_mean, product, alpha=2)
-        g_mu = torch.mul(rest, p).add_(product, alpha=2)
-        return g_mu, torch.mul(g_spread, p).addcmul_(rest, slope, value=0.5)
+        zero = constants(0.0, mean)
+        product = torch.addcmul(zero, g_spread, mean, value=2)  # rounded once: it cancels far to the right
+        rest = torch.sub(g_mean, product)
+        g_mu = product.addcmul_(rest, p)
+        return g_mu, torch.addcmul(zero, rest, slope, value=0.5, out=rest).addcmul_(g_spread, p)
