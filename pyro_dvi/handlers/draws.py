@@ -111,8 +111,8 @@ class TrackedDraws(SetLatents, SampleTrace):
         leaves = [base.loc] if base.loc.is_leaf else leaves_of([base.loc])
         if len(leaves) != 1 or not base.loc.requires_grad:
             raise GuideError(
-                f"the mean of guide site {name!r} is no parameter, so a natural-gradient optimizer cannot move it: use "
-                "NaturalGradientGuide"
+                f"the mean of guide site {name!r} is no parameter that requires gradients, so a natural-gradient "
+                "optimizer cannot move it: use NaturalGradientGuide, with parameters that are not frozen"
             )
         precision = self.guide.precision_parameter(name.removesuffix("_unconstrained"))
         curvature = Curvature(self.step)

@@ -66,14 +66,15 @@ class JointOptim(PyroOptim):
         """
         params = list(params)
         for parameter in params:
-            place = parameter.device, parameter.dtype, parameter.is_contiguous()
+            is_plain = parameter.is_contiguous() and not _has_sparse_gradient(parameter)
+            place = parameter.device, parameter.dtype, is_plain
             if self._places.get(parameter) != place:
                 self._adopt(parameter, self._state_known_of(parameter))
                 self._places[parameter] = place
             if (clip := self.grad_clip[parameter]) is not None:
                 clip(parameter)
             # Fused kernels of the CPU take the layout of the gradient for that of the parameter.
-            if place[2] and parameter.grad is not None and not parameter.grad.is_contiguous():
+            if is_plain and parameter.grad is not None and not parameter.grad.is_contiguous():
                 parameter.grad = parameter.grad.contiguous()
         others = self._places.keys() - dict.fromkeys(params)
         aside = {parameter: parameter.grad for parameter in others if parameter.grad is not None}
@@ -117,9 +118,12 @@ class JointOptim(PyroOptim):
         name = pyro.get_param_store().param_name(parameter)
         self._state_waiting_to_be_consumed.pop(name, None)
         self._leave(parameter)
+        own = torch_optimizer(made)
+        # A schedule brings a new parameter up to the others; without one, the options of these may be new ones by now.
+        catches_up = state is None and made is not own
         for shared, given_before in self._shared:
-            if given == given_before if state is None else _present(made) == _present(shared):
-                own, joint = torch_optimizer(made), torch_optimizer(shared)
+            if given == given_before if catches_up else _present(made) == _present(shared):
+                joint = torch_optimizer(shared)
                 joint.param_groups[0]["params"].append(parameter)
                 if parameter in own.state:
                     joint.state[parameter] = own.state[parameter]
@@ -200,8 +204,15 @@ def _kernels(constructor: Any, parameter: Tensor, options: dict[str, Any]) -> di
     spoken = (_KERNELS | {"differentiable", "capturable"}) & options.keys()
     if spoken or type(parameter) not in (Tensor, nn.Parameter) or any(map(torch.is_tensor, options.values())):
         return {}
+    if _has_sparse_gradient(parameter):
+        return {}
     cuda = parameter.is_cuda and constructor is not torch.optim.Adagrad
-    if "fused" in offered and (parameter.device.type == "cpu" or cuda):
+    # The fused SGD cannot begin the momentum of one parameter where others have theirs.
+    if "fused" in offered and not options.get("momentum") and (parameter.device.type == "cpu" or cuda):
         if parameter.is_floating_point() and parameter.is_contiguous():
             return {"fused": True}
     return {"foreach": True} if "foreach" in offered and parameter.device.type in ("cpu", "cuda") else {}
+
+
+def _has_sparse_gradient(parameter: Tensor) -> bool:
+    return parameter.grad is not None and parameter.grad.is_sparse

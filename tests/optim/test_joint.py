@@ -11,6 +11,7 @@ import torch
 from pyro.infer import SVI, Trace_ELBO, TraceGraph_ELBO
 from pyro.infer.autoguide import AutoNormal
 from pyro.optim import PyroOptim
+from pyro.optim.clipped_adam import ClippedAdam
 
 from pyro_dvi.optim import learning_rates
 from pyro_dvi.optim.joint import JointOptim
@@ -79,13 +80,43 @@ def test_kernels_that_are_named_are_used(kernel):
         assert {name: optimizer.param_groups[0][name] for name in kernel} == kernel
 
 
-@pytest.mark.parametrize("constructor", ["SGD", "AdamW", "RMSprop", "Adagrad", "NAdam", "Rprop"])
-def test_every_optimizer_of_torch(constructor):
-    options = {"lr": 0.005}
-    constructor = getattr(torch.optim, constructor)
-    assert_same(
-        trained(JointOptim(constructor, options)), trained(PyroOptim(constructor, options)), rtol=1e-11
+CONSTRUCTORS = [
+    getattr(torch.optim, name) for name in ("SGD", "AdamW", "RMSprop", "Adagrad", "NAdam", "Rprop")
+]
+OTHERS = [
+    (torch.optim.SGD, {"momentum": 0.9}),
+    (ClippedAdam, {"lrd": 0.9}),
+]  # the latter changes its rate itself
+
+
+@pytest.mark.parametrize(("constructor", "options"), [(c, {}) for c in CONSTRUCTORS] + OTHERS)
+def test_every_optimizer_also_where_parameters_come_later(constructor, options):
+    ours, theirs = (
+        trained(make(constructor, {"lr": 0.005, **options}), guide=functional_guide, grows_at=10)
+        for make in (JointOptim, PyroOptim)
     )
+    assert "shift_sigma" in ours
+    assert_same(ours, theirs, rtol=1e-11)
+
+
+@pytest.mark.parametrize("constructor", [torch.optim.SGD, torch.optim.SparseAdam])
+@pytest.mark.parametrize("dense_before", [True, False])
+def test_sparse_gradients(constructor, dense_before):
+    """The fused kernels of torch have none."""
+    options = {"lr": 0.1, "momentum": 0.9} if constructor is torch.optim.SGD else {"lr": 0.1}
+    after = []
+    for make in (JointOptim, PyroOptim):
+        pyro.clear_param_store()
+        table, optim = pyro.param("table", torch.ones(5, 2)), make(constructor, options)
+        if dense_before and constructor is torch.optim.SGD:
+            table.grad = torch.ones(5, 2)
+            optim([table])
+        for rows in ([0, 1], [1, 1]):
+            table.grad = None
+            torch.nn.functional.embedding(torch.tensor(rows), table, sparse=True).square().sum().backward()
+            optim([table])
+        after.append(table.detach().clone())
+    torch.testing.assert_close(*after)
 
 
 @pytest.mark.parametrize("loss", [Trace_ELBO, TraceGraph_ELBO])
