@@ -151,7 +151,12 @@ def _square(certain: Tensor, like: Tensor) -> Tensor:
 
 def _noisy(x: Tensor, variance: Tensor, alpha: Tensor | None) -> Tensor:
     r"""Variance of x times noise of mean 1 and relative variance α, :math:`\alpha(m^2 + v) + v`."""
-    return variance if alpha is None else torch.addcmul(variance, alpha, torch.addcmul(variance, x, x))
+    if alpha is None:
+        return variance
+    moment = torch.addcmul(variance, x, x)
+    # Fresh memory of the size of activations costs more than the sum: that of the moment is used if autograd allows.
+    reused = None if torch.is_grad_enabled() or alpha.dim() >= moment.dim() else moment
+    return torch.addcmul(variance, alpha, moment, out=reused)
 
 
 class _LayerMoments(Function):
@@ -195,7 +200,9 @@ class _LayerMoments(Function):
 
 def _pulled_back(slope: Tensor, x: Tensor, v: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of :func:`_noisy` in the variance, in the square of the mean, and in the noise."""
-    in_alpha = (torch.addcmul(v, x, x) * slope).sum_to_size(alpha.shape)
+    moment = torch.addcmul(v, x, x)
+    product = moment.mul_(slope) if slope.shape == x.shape else moment * slope
+    in_alpha = product.sum_to_size(alpha.shape)
     pull = slope * alpha
     slope = slope.add_(pull)
     if slope.shape != x.shape:  # noise for each of a batch of nets, inputs for all
