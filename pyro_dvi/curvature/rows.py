@@ -1,19 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether the rows of a layer are those of single examples."""
 
-import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.autograd.graph import Node
 
-__all__ = ["ConstantStatistics", "kept_apart", "mixed_rows", "row_weights"]
-
-_BATCH_NORM = inspect.signature(F.batch_norm)
-_OF_TORCH = "input weight bias running_mean running_var training momentum eps cudnn_enabled".split()
+__all__ = ["constant_statistics", "kept_apart", "mixed_rows", "row_weights"]
 
 
 def row_weights(count: int, like: Tensor, seed: int = 0) -> Tensor:
@@ -60,7 +57,7 @@ def mixed_rows(places: Sequence[Any], outputs: Tensor, seed: int = 0) -> set[int
 
     Costs two backward passes. An example that alone reads a single other one is overlooked with probability 1/32 among
     more than 32 examples, n such pairs with probability :math:`32^{-n}`.
-    Batch normalisation in training mode mixes all rows: run the model under ``ConstantStatistics`` for this question.
+    Batch normalisation in training mode mixes all rows: ask under :func:`constant_statistics`.
 
     Args:
         places: tensors or edges of the graph with examples in their first dimension.
@@ -81,34 +78,33 @@ def mixed_rows(places: Sequence[Any], outputs: Tensor, seed: int = 0) -> set[int
     return {n for n, alone in zip(reached, apart, strict=True) if not alone}
 
 
-class ConstantStatistics(TorchFunctionMode):
+@contextmanager
+def constant_statistics(normalised: Iterable[tuple[Node, Tensor]]) -> Iterator[None]:
     """Let no gradient pass through the statistics of batch normalisation in training mode.
 
-    Values are those of the plain function; running statistics stay as they are.
+    Its weight is left out, too, which keeps no rows apart.
+
+    Args:
+        normalised: places in the graph, with what was normalised there.
 
     Example:
         >>> x = torch.tensor([[1.0], [3.0]], requires_grad=True)
-        >>> with ConstantStatistics():
-        ...     y = F.batch_norm(x, None, None, training=True)
-        >>> torch.autograd.grad(y[0, 0], x)[0][1]
+        >>> y = torch.nn.functional.batch_norm(x, None, None, training=True)
+        >>> with constant_statistics([(y.grad_fn, x)]):
+        ...     torch.autograd.grad(y[0, 0], x)[0][1]
         tensor([0.])
     """
+    handles = [node.register_hook(partial(_divided, x)) for node, x in normalised]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
-    def __torch_function__(
-        self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.batch_norm:
-            kwargs = dict(zip(_OF_TORCH, args, strict=False)) | kwargs
-            func, args = F.batch_norm, ()
-            kwargs.pop("cudnn_enabled", None)
-        if func is not F.batch_norm:
-            return func(*args, **kwargs)
-        arguments = _BATCH_NORM.bind(*args, **kwargs).arguments
-        if arguments.get("training"):
-            x, weight = arguments["input"].detach(), arguments.get("weight")
-            if weight is not None:
-                x = x.to(weight.dtype)  # which is wider than the input under autocast
-            variance, mean = torch.var_mean(x, [k for k in range(x.dim()) if k != 1], correction=0)
-            arguments |= {"running_mean": mean, "running_var": variance, "training": False}
-        return F.batch_norm(**arguments)
+
+def _divided(x: Tensor, inputs: tuple[Tensor | None, ...], outputs: tuple[Tensor, ...]) -> tuple | None:
+    """The gradient of an output, divided by the standard deviation of its channel, for that of the input ``x``."""
+    if inputs[0] is None:
+        return None
+    variance = x.detach().var([k for k in range(x.dim()) if k != 1], correction=0, keepdim=True)
+    return (outputs[0].to(x.dtype) * (variance + 1e-5).rsqrt(), *inputs[1:])

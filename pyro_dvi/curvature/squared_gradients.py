@@ -14,6 +14,7 @@ Every function with a rule in :mod:`pyro_dvi.curvature.per_example` is served.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from pyro_dvi.curvature.per_example.uses import Use, WeightUses, at_least_single
 from pyro_dvi.curvature.products import LinearMap, batched_gradients
-from pyro_dvi.curvature.rows import mixed_rows
+from pyro_dvi.curvature.rows import constant_statistics, mixed_rows
 from pyro_dvi.errors import GuideError, UnsupportedError
 
 __all__ = ["SquaredGradients", "pass_per_example", "passes_of", "squares_of", "squares_without_rules"]
@@ -59,7 +60,8 @@ class SquaredGradients(WeightUses):
             for use in uses:
                 use.output.node.register_prehook(partial(gathered.arrived, [use]))
             self.values[k].register_hook(partial(_deliver, k, gathered, deliver))
-        self._weights, self.values = {}, {}  # hooks hold what they need; the graph must not be held twice
+        # Hooks hold what they need; the graph must not be held twice.
+        self._weights, self.values, self._normalised = {}, {}, []
 
     def measured(self, served: dict[int, list[Use]], outputs: Tensor, cotangent: Tensor) -> dict[int, Tensor]:
         r"""Return :math:`\sum_i (w_i\,\partial f_i)^2` for the tensors in ``served``, by a backward pass of its own.
@@ -79,6 +81,10 @@ class SquaredGradients(WeightUses):
             if reached:
                 found[k] = squares_of(*zip(*reached, strict=True))
         return found
+
+    def constant_statistics(self) -> AbstractContextManager[None]:
+        """Backward passes in this context let batch normalisation keep rows apart."""
+        return constant_statistics(self._normalised)
 
     def mixed(self, served: dict[int, list[Use]], outputs: Tensor, seed: int = 0) -> set[int]:
         """Return the tensors in ``served`` with a use whose rows are no examples.

@@ -10,7 +10,6 @@ from torch import distributions as td
 
 from pyro_dvi.autograd_graph import enters
 from pyro_dvi.curvature.base import sum_of
-from pyro_dvi.curvature.rows import ConstantStatistics
 from pyro_dvi.curvature.squared_gradients import SquaredGradients
 from pyro_dvi.divergences import normal_prior, refuse_not_normal
 from pyro_dvi.elbos.rows import Run
@@ -19,10 +18,9 @@ from pyro_dvi.handlers.distributions import unexpanded
 from pyro_dvi.handlers.draws import TrackedDraws
 from pyro_dvi.handlers.latents import Latent, Marginals, match_latents
 from pyro_dvi.handlers.means import Call, used_value
-from pyro_dvi.handlers.observed import Observed, observed_sites
+from pyro_dvi.handlers.observed import Observed
 from pyro_dvi.natural_step import NaturalSite, NaturalStep
 from pyro_dvi.sites import is_data, is_factor
-from pyro_dvi.undisturbed import undisturbed
 
 __all__ = ["DrawnRun"]
 
@@ -56,7 +54,7 @@ class DrawnRun:
         draws = TrackedDraws(call.guide, step)
         with call.explained(), draws:
             call.guide(*call.args, **call.kwargs)
-        recorder = _recorder(draws)
+        recorder = SquaredGradients([used_value(g, draws.trace) for g in draws.gaussians.values()])
         with call.explained([drawn.leaf for drawn in draws.gaussians.values()]), recorder:
             model_trace = call.trace_model(draws.trace)
         latents = match_latents(model_trace, draws.trace, Marginals(call.guide, draws.gaussians))
@@ -64,14 +62,7 @@ class DrawnRun:
 
     def measured(self, observed: Observed) -> Run:
         """Return what squared gradients are measured in."""
-        return Run(self.call.model, self.recorder, observed.terms, self._uncoupled)
-
-    def _uncoupled(self) -> Run:
-        """Run the model again with the same draws, to see which rows its layers keep apart."""
-        recorder = _recorder(self.draws)
-        with undisturbed(), ConstantStatistics(), recorder:
-            trace = self.call.trace_model(self.draws.trace)
-        return Run(self.call.model, recorder, observed_sites(trace).terms, self._uncoupled)
+        return Run(self.call.model, self.recorder, observed.terms)
 
     def with_idle_draws(self, log_likelihood: Tensor, graph: set[Any]) -> Tensor:
         """Give latents that no observation depends on a gradient too, zero: their posterior becomes the prior."""
@@ -140,7 +131,3 @@ def _refuse_scaled(latent: Latent) -> None:
             "natural-gradient updates move every element in every step under its whole prior. Use the whole "
             "data set in each step, or TaylorELBO or MomentPropagationELBO for this model."
         )
-
-
-def _recorder(draws: TrackedDraws) -> SquaredGradients:
-    return SquaredGradients([used_value(gaussian, draws.trace) for gaussian in draws.gaussians.values()])

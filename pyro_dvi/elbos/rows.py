@@ -30,13 +30,11 @@ class Run:
         model: what was run.
         recorder: the uses of the latents.
         sites: the observed sites and factors.
-        uncoupled: runs the model again in such a way that batch normalisation lets examples alone.
     """
 
     model: Callable
     recorder: SquaredGradients
     sites: Sequence[ObservedSite]
-    uncoupled: Callable[[], "Run"]
 
     def log_prob(self, place: int) -> Tensor:
         """Log-probabilities of a site."""
@@ -87,10 +85,10 @@ class RowCheck:
         """
         served = with_examples_first(uses, len(outputs))
 
-        def look(run: Run, outputs: Tensor, seed: int) -> set[int]:
-            return run.recorder.mixed(run.uses(set(served), outputs), outputs, seed)
+        def look(seed: int) -> set[int]:
+            return run.recorder.mixed(served, outputs, seed)
 
-        mixed = self._mixed(run, view, outputs, _layout(served), look) if served else set()
+        mixed = self._mixed(run, (view, len(outputs), _layout(served)), look) if served else set()
         return {k: calls for k, calls in served.items() if k not in mixed}
 
     def own(
@@ -103,26 +101,22 @@ class RowCheck:
         """
         ordered = sorted(k for k in local if values[k].shape[:1] == (len(outputs),))
 
-        def look(run: Run, outputs: Tensor, seed: int) -> set[int]:
+        def look(seed: int) -> set[int]:
             return {ordered[n] for n in mixed_rows([values[k] for k in ordered], outputs, seed)}
 
         layout = tuple((k, values[k].shape) for k in ordered)
-        mixed = self._mixed(run, view, outputs, layout, look) if ordered else set()
+        mixed = self._mixed(run, (view, len(outputs), layout), look) if ordered else set()
         return set(ordered) - mixed
 
-    def _mixed(self, run: Run, view: View, outputs: Tensor, layout: tuple, look: Callable) -> set[int]:
+    def _mixed(self, run: Run, key: tuple[View, int, tuple], look: Callable[[int], set[int]]) -> set[int]:
         verdicts = self._verdicts_on(run.model)
-        key = (view, len(outputs), layout)
         verdict = verdicts.get(key)
-        if verdict is not None and not verdict.is_due():
-            return verdict.mixed
-        if run.recorder.couples_rows:
-            run = run.uncoupled()
-            outputs = view.outputs(run.log_prob(view.place))
-        if verdict is None:
-            verdict = verdicts[key] = _Verdict(look(run, outputs, 0))
-        else:
-            verdict.renew(look(run, outputs, 1 + verdict.looks), run.sites[view.place].name)
+        if verdict is None or verdict.is_due():
+            with run.recorder.constant_statistics():
+                if verdict is None:
+                    verdict = verdicts[key] = _Verdict(look(0))
+                else:
+                    verdict.renew(look(1 + verdict.looks), run.sites[key[0].place].name)
         return verdict.mixed
 
     def _verdicts_on(self, model: Callable) -> "dict[tuple, _Verdict]":

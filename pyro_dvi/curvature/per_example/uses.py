@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from pyro_dvi.curvature.per_example.rules import Contribution, contribution
@@ -54,7 +54,9 @@ class WeightUses(TorchFunctionMode):
         super().__init__()
         self._index = {id(v): k for k, v in enumerate(values) if v is not None}
         self._weights = {k: _Weight() for k in self._index.values()}
-        self.couples_rows = False  # batch normalisation in training mode was used
+        self._normalised: list[
+            tuple[Node, Tensor]
+        ] = []  # batch normalisation in training mode, with its input
 
     def uses(self) -> dict[int, list[Use]]:
         """Return the uses of the tensors that have a rule for every use."""
@@ -87,8 +89,8 @@ class WeightUses(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
-        if _name(func) == "batch_norm" and _in_training(args, kwargs):
-            self.couples_rows = True
+        if _name(func) == "batch_norm" and _in_training(args, kwargs) and output.grad_fn is not None:
+            self._normalised.append((output.grad_fn, args[0] if args else kwargs["input"]))
         found = _places(args, kwargs, self._index)
         if not found or _is_question(func, output):
             return output
