@@ -79,7 +79,7 @@ def test_kronecker_factors_of_a_network_are_those_of_a_loop_over_examples() -> N
                 delta = delta[0].flatten(1) if layer == 0 else delta.T
                 factors[layer][1] += log_p[k].exp().detach() * delta @ delta.T / (5 * delta.shape[1])
     local = guide.energy([(x, y)])
-    prior = local.at(local.start).prior_diagonal()
+    prior = local.at(local.start).prior_diagonal
     spans = dict(
         zip(local.layout.names, prior.split([v.numel() for v in local.layout.split(prior)]), strict=True)
     )

@@ -226,16 +226,19 @@ class LocalEnergy:
         graph = next(iter(self._graphs()))
         return -self.energy.layout.flatten([g.detach() for g in graph.prior_gradients])
 
+    @cached_property
     def prior_diagonal(self) -> Tensor | None:
         """Diagonal [D] of the Hessian of minus the log prior; None unless that is diagonal and positive.
 
         Independent Normal priors have one. Latents in the prior of others couple them.
         """
-        return self._prior_diagonal
-
-    @cached_property
-    def _prior_diagonal(self) -> Tensor | None:
         return diagonal_of(self.prior_hessian, self.point)
+
+    @property
+    def prior_scale(self) -> Tensor:
+        """Root [D] of the inverse of :attr:`prior_diagonal`; ones where there is none."""
+        diagonal = self.prior_diagonal
+        return torch.ones_like(self.point) if diagonal is None else diagonal.rsqrt()
 
     def prior_hessian(self, vectors: Tensor) -> Tensor:
         """Product of vectors [S, D] with the Hessian of minus the log prior."""

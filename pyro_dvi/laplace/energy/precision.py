@@ -97,7 +97,7 @@ class GGN(PrecisionMatrix):
             if not examples.cheap:
                 return None
             add_gauss_newton_matrix(examples, total)
-        diagonal = local.prior_diagonal()
+        diagonal = local.prior_diagonal
         if diagonal is None:
             return total.add_(torch.cat([local.prior_hessian(rows) for rows in identity_rows(local.point)]))
         total.diagonal().add_(diagonal)
@@ -193,7 +193,7 @@ def common_ratio(new: Tensor, old: Tensor) -> float | None:
 
 def _diagonal_by_sites(local: LocalEnergy) -> tuple[Tensor, list[str]]:
     """The diagonal, and the names of a site or two that are coupled: by one probe a site where one was not enough."""
-    known = local.prior_diagonal()
+    known = local.prior_diagonal
     if known is not None:
         return known, []
     layout, generator = local.energy.layout, torch.Generator().manual_seed(0)

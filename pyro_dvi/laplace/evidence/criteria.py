@@ -68,32 +68,17 @@ class Candidates:
         with torch.enable_grad():
             return free_terms(self._first[0], self._prior_run(value), self.energy.layout)
 
-    def prior_diagonal(self, value: float) -> Tensor | None:
-        """Return the prior precision [D]; None unless it is diagonal and positive."""
-        if self._pattern is None:
-            return self._prior_at(value)
-        before, multiplied = self._pattern
-        return torch.where(multiplied, self.scale.proportions(value)[1] * before, before)
-
     @property
     def prior_is_proportional(self) -> bool:
         """Whether all of the prior precision is multiplied by a number, seen by another value."""
-        return self._pattern is not None and bool(self._pattern[1].all())
-
-    @cached_property
-    def _pattern(self) -> tuple[Tensor, Tensor] | None:
-        """The prior precision with value 1, and which entries a value multiplies; None where it does anything else."""
-        before, after = self._prior_at(1.0), self._prior_at(_ANOTHER)
+        before, after = self.prior_diagonal(1.0), self.prior_diagonal(_ANOTHER)
         if before is None or after is None:
-            return None
+            return False
         tolerance = math.sqrt(torch.finfo(before.dtype).eps)
-        same = torch.isclose(after, before, rtol=tolerance, atol=0)
-        multiplied = torch.isclose(
-            after, self.scale.proportions(_ANOTHER)[1] * before, rtol=tolerance, atol=0
-        )
-        return (before, multiplied) if bool((same | multiplied).all()) else None
+        return torch.allclose(after, self.scale.proportions(_ANOTHER)[1] * before, rtol=tolerance, atol=0)
 
-    def _prior_at(self, value: float) -> Tensor | None:
+    def prior_diagonal(self, value: float) -> Tensor | None:
+        """Return the prior precision [D]; None unless it is diagonal and positive."""
         layout = self.energy.layout
         with torch.enable_grad():
             graph = BatchGraph(self._first[0], self._prior_run(value))

@@ -98,7 +98,7 @@ class Determinant(ABC):
 
     def spectrum(self, local: LocalEnergy, curvature: PrecisionMatrix) -> Spectrum:
         """Return the spectrum of the precision at a point."""
-        prior = local.prior_diagonal()
+        prior = local.prior_diagonal
         found = self.quadrature(local, curvature, prior)
         rounding = 64 * torch.finfo(local.point.dtype).eps * (1 + found.nodes.abs().max())
         nodes = torch.where((found.nodes < 0) & (found.nodes > -rounding), 0.0, found.nodes)
@@ -158,12 +158,10 @@ class ByLanczos(Determinant):
         self, local: LocalEnergy, curvature: PrecisionMatrix, prior: Tensor | None
     ) -> SpectralQuadrature:
         """Return what Lanczos recursions from random vectors give."""
-        half = None if prior is None else prior.rsqrt()
+        half, one = local.prior_scale, 0.0 if prior is None else 1.0
 
         def product(vectors: Tensor) -> Tensor:
-            if half is None:
-                return curvature.product(local, vectors)
-            return half * curvature.product(local, half * vectors) - vectors
+            return half * curvature.product(local, half * vectors) - one * vectors
 
         return trace_of_function(
             product,

@@ -116,11 +116,7 @@ class PrecisionSolver:
         if self._preconditioner is not None:
             found = conjugate_gradients(product, rhs, preconditioner=self._preconditioner, **options)
             return found.x, found
-        prior = self.local.prior_diagonal()
-        if prior is None:
-            found = block_conjugate_gradients(product, rhs, **options)
-            return found.x, found
-        half = prior.rsqrt()
+        half = self.local.prior_scale
         found = block_conjugate_gradients(lambda v: product(v * half) * half, rhs * half, **options)
         return found.x * half, found
 

@@ -64,7 +64,7 @@ class Dense(Method):
                 "PosteriorSamples() or ConjugateGradient(), a subset of the sites, or a larger max_size"
             )
         precision = self.curvature.matrix(local)
-        return DensePosterior(local.point, 0.5 * (precision + precision.mT), local.prior_diagonal())
+        return DensePosterior(local.point, 0.5 * (precision + precision.mT), local.prior_diagonal)
 
 
 class DensePosterior(RootPosterior):

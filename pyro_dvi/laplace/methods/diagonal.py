@@ -52,7 +52,7 @@ class Diagonal(Method):
 
     def fit(self, local: LocalEnergy, *, seed: int = 0) -> "DiagonalPosterior":
         """Return the posterior."""
-        prior = local.prior_diagonal()
+        prior = local.prior_diagonal
         if isinstance(self.curvature, GGN):
             precision = prior_diagonal(local, "Diagonal()") + likelihood_diagonal(local)
         elif len(local.point) > self.max_size:

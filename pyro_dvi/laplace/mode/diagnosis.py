@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
@@ -182,7 +182,7 @@ def diagnose(energy: Energy, *, tolerance: float = 1e-2, steps: int = 200) -> Di
         local = energy.at(energy.start)
         if found.kinks:
             return _with_decrement(found, local, GGN(), steps)
-        lowest, in_units = smallest_in_prior_units(local, steps, 1e-4), local.prior_diagonal() is not None
+        lowest, in_units = smallest_in_prior_units(local, steps, 1e-4), local.prior_diagonal is not None
         found = replace(found, smallest_eigenvalue=lowest, in_prior_units=in_units)
         if not found.at_saddle:
             try:
@@ -198,7 +198,7 @@ def diagnose(energy: Energy, *, tolerance: float = 1e-2, steps: int = 200) -> Di
 
 def smallest_in_prior_units(local: LocalEnergy, steps: int, tolerance: float) -> Eigenpair:
     """Return the smallest eigenpair of the Hessian, relative to the prior precision where that is diagonal."""
-    scale = _prior_scale(local)
+    scale = local.prior_scale
     return smallest_eigenpair(
         lambda v: scale * local.hessian(scale * v),
         len(local.point),
@@ -206,11 +206,6 @@ def smallest_in_prior_units(local: LocalEnergy, steps: int, tolerance: float) ->
         tolerance=tolerance,
         like=local.point,
     )
-
-
-def _prior_scale(local: LocalEnergy) -> Tensor:
-    diagonal = local.prior_diagonal()
-    return torch.ones_like(local.point) if diagonal is None else diagonal.rsqrt()
 
 
 @undisturbed()
@@ -257,8 +252,8 @@ def distance_by(posterior: LaplacePosterior, found: Diagnosis, local: LocalEnerg
         found: what is known.
         local: U around the mode.
     """
-    gradient, diagonal, least = local.gradient.unsqueeze(0), local.prior_diagonal(), 0.0
-    step = gradient if diagonal is None else gradient / diagonal
+    gradient, least = local.gradient.unsqueeze(0), 0.0
+    step = gradient * local.prior_scale.square()
     with suppress(UnsupportedError):
         step = step if posterior.stored is None else posterior.solve(gradient)
     decrement = float((step * gradient).sum())
@@ -295,7 +290,7 @@ def _with_decrement(
     With the residual r of an x from conjugate gradients it is :math:`g^\top x + r^\top P^{-1} r`. Eigenvalues of the
     Gauss-Newton matrix are at least that of the prior, one; the smallest of the Hessian was looked for.
     """
-    diagonal, lowest, scale = local.prior_diagonal(), found.smallest_eigenvalue, _prior_scale(local)
+    diagonal, lowest, scale = local.prior_diagonal, found.smallest_eigenvalue, local.prior_scale
     floor = 0.0 if diagonal is None else 1.0
     if isinstance(curvature, Hessian) and lowest is not None:
         shown = lowest.value - lowest.residual

@@ -37,8 +37,7 @@ def metric_at(local: LocalEnergy) -> Metric:
             _positive(prior_diagonal(local, "polish") + likelihood_diagonal(local))
         )
     except (ModelError, UnsupportedError):
-        diagonal = local.prior_diagonal()
-        return DiagonalMetric(torch.ones_like(local.point) if diagonal is None else diagonal)
+        return DiagonalMetric(local.prior_scale.square().reciprocal())
 
 
 def _positive(diagonal: Tensor) -> Tensor:

@@ -3,7 +3,6 @@
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,58 +11,10 @@ from pyro_dvi.choice import check_count, check_positive
 from pyro_dvi.errors import DviWarning, UnconvergedError
 from pyro_dvi.laplace.energy.energy import Energy
 from pyro_dvi.laplace.mode.diagnosis import look_at_kinks
-from pyro_dvi.laplace.mode.search import Ended, Search
+from pyro_dvi.laplace.mode.search import Polished, Search
 from pyro_dvi.progress import progress_bar
 
 __all__ = ["Polished", "polish"]
-
-
-@dataclass(frozen=True)
-class Polished:
-    r"""What :func:`polish` did.
-
-    Attributes:
-        mode: where it ended, flat, [D].
-        value_before: U where it began.
-        value: U where it ended.
-        gradient_norm_before: of the gradient of U, in units of U per unit of the unconstrained latents.
-        gradient_norm: where it ended.
-        newton_decrement: :math:`g^\top P^{-1} g` at the mode: the squared distance to the minimum in posterior standard
-            deviations.
-        curvature: the matrix P of the decrement: ``"Hessian"``, or ``"GGN"`` where U has kinks.
-        smallest_eigenvalue: of the Hessian, relative to the prior precision where that is diagonal (1 is a direction
-            that only the prior holds); None where the search ended before it was looked for.
-        iterations: steps.
-        evaluations: work in gradients of all data.
-        converged: whether the mode is a minimum with a positive definite Hessian, or with kinks a point at rest, and
-            the decrement within the tolerance or 0.01.
-        reason: why the search ended.
-    """
-
-    mode: Tensor
-    value_before: float
-    value: float
-    gradient_norm_before: float
-    gradient_norm: float
-    newton_decrement: float
-    curvature: str
-    smallest_eigenvalue: float | None
-    iterations: int
-    evaluations: int
-    converged: bool
-    reason: str
-
-    def __str__(self) -> str:
-        lowest = "" if self.smallest_eigenvalue is None else f"{self.smallest_eigenvalue:.3g}"
-        rows = (
-            ("U", f"{self.value_before:.8g} -> {self.value:.8g}"),
-            ("gradient norm", f"{self.gradient_norm_before:.3g} -> {self.gradient_norm:.3g}"),
-            ("Newton decrement", f"{self.newton_decrement:.3g} ({self.curvature})"),
-            ("smallest eigenvalue", lowest or "not computed"),
-            ("work", f"{self.iterations} steps, {self.evaluations} gradients of all data"),
-        )
-        state = "converged" if self.converged else "not converged"
-        return "\n".join([f"{state}: {self.reason}", *(f"  {name:<20} {text}" for name, text in rows)])
 
 
 def polish(
@@ -112,38 +63,22 @@ def polish(
                 callback(iteration, value, norm, decrement)
 
         search = Search(energy, max_gradients, report)
-        _, value, gradient_norm = search.best
-        interrupted = False
         kinked = look_at_kinks(energy).kinks
         try:
-            ended = search.rest(kinked) if kinked else search.minimum(tolerance)
+            found = search.rest(kinked) if kinked else search.minimum(tolerance)
         except KeyboardInterrupt:
-            interrupted = True
-            ended = Ended(search.decrement, "GGN" if kinked else "Hessian", None, False, "interrupted")
             warnings.warn(
                 f"polish was interrupted after {search.steps} steps; the guide keeps the best point so far",
                 DviWarning,
                 stacklevel=3,
             )
+            curvature = "GGN" if kinked else "Hessian"
+            return search.ended(newton_decrement=search.decrement, curvature=curvature, reason="interrupted")
         finally:
             keep(search.best[0])
-    found = Polished(
-        mode=search.best[0],
-        value_before=value,
-        value=search.best[1],
-        gradient_norm_before=gradient_norm,
-        gradient_norm=search.best[2],
-        newton_decrement=ended.decrement,
-        curvature=ended.curvature,
-        smallest_eigenvalue=ended.smallest_eigenvalue,
-        iterations=search.steps,
-        evaluations=energy.evaluations - spent,
-        converged=ended.converged,
-        reason=ended.reason,
-    )
-    if kinked and not found.converged and not interrupted:
+    if kinked and not found.converged:
         _warn_of_kinks(found, kinked)
-    elif not found.converged and not interrupted:
+    elif not found.converged:
         raise _unconverged(found, energy.start.dtype)
     return found
 

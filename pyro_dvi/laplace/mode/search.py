@@ -4,6 +4,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from pyro_dvi.laplace.mode.diagnosis import smallest_in_prior_units
 from pyro_dvi.laplace.mode.metric import metric_at
 from pyro_dvi.linalg import Descent, InMetric, Minimum, conjugate_gradients, descend, minimise_newton
 
-__all__ = ["GOOD_ENOUGH", "Ended", "Search"]
+__all__ = ["GOOD_ENOUGH", "Polished", "Search"]
 
 GOOD_ENOUGH = 1e-2
 """The decrement of a mode that no prediction is off by more than a tenth of its standard deviation for."""
@@ -28,14 +29,51 @@ _KRYLOV_BYTES = 2**31
 
 
 @dataclass(frozen=True)
-class Ended:
-    """Where a search ended: the decrement, the matrix that it belongs to, and why."""
+class Polished:
+    r"""What a search did.
 
-    decrement: float
+    Attributes:
+        mode: where it ended, flat, [D].
+        value_before: U where it began.
+        value: U where it ended.
+        gradient_norm_before: of the gradient of U, in units of U per unit of the unconstrained latents.
+        gradient_norm: where it ended.
+        newton_decrement: :math:`g^\top P^{-1} g` at the mode: the squared distance to the minimum in posterior standard
+            deviations.
+        curvature: the matrix P of the decrement: ``"Hessian"``, or ``"GGN"`` where U has kinks.
+        smallest_eigenvalue: of the Hessian, relative to the prior precision where that is diagonal (1 is a direction
+            that only the prior holds); None where the search ended before it was looked for.
+        iterations: steps.
+        evaluations: work in gradients of all data.
+        converged: whether the mode is a minimum with a positive definite Hessian, or with kinks a point at rest, and
+            the decrement within the tolerance or 0.01.
+        reason: why the search ended.
+    """
+
+    mode: Tensor
+    value_before: float
+    value: float
+    gradient_norm_before: float
+    gradient_norm: float
+    iterations: int
+    evaluations: int
+    newton_decrement: float
     curvature: str
-    smallest_eigenvalue: float | None
-    converged: bool
     reason: str
+    converged: bool = False
+    smallest_eigenvalue: float | None = None
+
+    def __str__(self) -> str:
+        lowest = "" if self.smallest_eigenvalue is None else f"{self.smallest_eigenvalue:.3g}"
+        rows = (
+            ("U", f"{self.value_before:.8g} -> {self.value:.8g}"),
+            ("gradient norm", f"{self.gradient_norm_before:.3g} -> {self.gradient_norm:.3g}"),
+            ("Newton decrement", f"{self.newton_decrement:.3g} ({self.curvature})"),
+            ("smallest eigenvalue", lowest or "not computed"),
+            ("work", f"{self.iterations} steps, {self.evaluations} gradients of all data"),
+        )
+        state = "converged" if self.converged else "not converged"
+        return "\n".join([f"{state}: {self.reason}", *(f"  {name:<20} {text}" for name, text in rows)])
 
 
 class BudgetSpent(Exception):
@@ -55,7 +93,8 @@ class Search:
             the minimum, the squared norm of the gradient in the metric, which is about that.
 
     Attributes:
-        best: the lowest point so far, U and the norm of the gradient there.
+        first: the point where it starts, U and the norm of the gradient there.
+        best: the lowest point so far, likewise.
         steps: taken.
     """
 
@@ -63,14 +102,26 @@ class Search:
         self, energy: Energy, max_gradients: int, callback: Callable[[int, float, float, float], None]
     ) -> None:
         self.energy, self.callback = energy, callback
-        self.limit: float = energy.evaluations + max_gradients
-        self.max_gradients = max_gradients
-        value, gradient = energy.at(
-            energy.start
-        ).value_and_gradient  # raises where there is nothing to start from
-        self.best = energy.start, float(value), float(gradient.norm())
+        self.before, self.max_gradients = energy.evaluations, max_gradients
+        self.limit: float = self.before + max_gradients
+        start = energy.at(energy.start)  # its gradient raises where there is nothing to start from
+        self.best = self.first = start.point, float(start.value), float(start.gradient.norm())
         self.steps = 0
         self.decrement = math.inf
+
+    def ended(self, **outcome: Any) -> Polished:
+        """Return what was done until now, with the other attributes of :class:`Polished`."""
+        (_, value_before, norm_before), (mode, value, norm) = self.first, self.best
+        return Polished(
+            mode=mode,
+            value_before=value_before,
+            value=value,
+            gradient_norm_before=norm_before,
+            gradient_norm=norm,
+            iterations=self.steps,
+            evaluations=self.energy.evaluations - self.before,
+            **outcome,
+        )
 
     # --- U, for the searches of linalg ----------------------------------------------------------------------
 
@@ -105,7 +156,7 @@ class Search:
 
     # --- a minimum ------------------------------------------------------------------------------------------
 
-    def minimum(self, tolerance: float) -> Ended:
+    def minimum(self, tolerance: float) -> Polished:
         """Go to a minimum with a positive definite Hessian, and keep it as the best point."""
         x, near, spent = self.best[0], _NEAR, ""
         try:
@@ -126,13 +177,18 @@ class Search:
             x, found = self._newton(self.best[0], GOOD_ENOUGH, 1)
         local, lowest, value = self.energy.at(x), found.smallest_eigenvalue, None
         self.best = x, found.value, float(local.gradient.norm())
-        converged = found.newton_decrement <= max(GOOD_ENOUGH, tolerance)
+        converged = False
         if lowest is not None:
             value = smallest_in_prior_units(local, self._krylov_steps(x), 0.1).value
-        converged &= (
-            lowest is not None and value is not None and lowest.value > lowest.resolution and value > 0
+            positive = lowest.value > lowest.resolution and value > 0
+            converged = positive and found.newton_decrement <= max(GOOD_ENOUGH, tolerance)
+        return self.ended(
+            newton_decrement=found.newton_decrement,
+            curvature="Hessian",
+            smallest_eigenvalue=value,
+            converged=converged,
+            reason=spent or found.reason,
         )
-        return Ended(found.newton_decrement, "Hessian", value, converged, spent or found.reason)
 
     def _down(self, x: Tensor, near: float) -> tuple[Tensor, float]:
         """Follow the valley until the gradient is near zero, or hardly anything is gained; return how far U fell."""
@@ -171,7 +227,7 @@ class Search:
 
     # --- with kinks -----------------------------------------------------------------------------------------
 
-    def rest(self, kinked: tuple[str, ...]) -> Ended:
+    def rest(self, kinked: tuple[str, ...]) -> Polished:
         """Go to a point at rest in the norm of the Gauss-Newton matrix, or to where kinks stop the search."""
         x, target, reason = self.best[0], GOOD_ENOUGH / 2, ""
         decrement = math.inf
@@ -189,7 +245,8 @@ class Search:
             self.limit, reason = math.inf, f"{self.max_gradients} gradients did not suffice"
         if decrement > GOOD_ENOUGH:
             decrement = self._gauss_newton_decrement(self.best[0])
-        return Ended(decrement, "GGN", None, decrement <= GOOD_ENOUGH, reason)
+        converged = decrement <= GOOD_ENOUGH
+        return self.ended(newton_decrement=decrement, curvature="GGN", converged=converged, reason=reason)
 
     def _gauss_newton_decrement(self, x: Tensor) -> float:
         local, metric = self.energy.at(x), metric_at(self.energy.at(x))
