@@ -4,8 +4,8 @@
 import torch
 from torch import Tensor
 
-from pyro_dvi.errors import NonFiniteError, NotPositiveDefiniteError
-from pyro_dvi.linalg.conjugate_gradients import Solution
+from pyro_dvi.errors import NotPositiveDefiniteError
+from pyro_dvi.linalg.conjugate_gradients import Solution, solve_by
 from pyro_dvi.linalg.operator import Operator, apply
 
 __all__ = ["block_conjugate_gradients"]
@@ -45,35 +45,23 @@ def block_conjugate_gradients(
         >>> block_conjugate_gradients(lambda v: v @ precision, torch.tensor([[1.0, 2.0]])).x
         tensor([[0.0909, 0.6364]])
     """
-    rhs = rhs.detach()
-    norms = rhs.norm(dim=-1)
-    if not bool(norms.isfinite().all()):
-        raise NonFiniteError("a right-hand side is NaN or infinite (or its square overflows)")
-    limit = min(10 * rhs.shape[-1], 1000) if max_iterations is None else max_iterations
-    x, residual = torch.zeros_like(rhs), rhs
-    sizes, targets = norms, tolerance * norms
-    iterations = applications = 0
-    while bool((sizes > targets).any()) and iterations < limit:
-        q, c = torch.linalg.qr(residual.mT)
-        s = q
-        while True:
-            product = apply(operator, s.mT).mT
-            iterations, applications = iterations + 1, applications + s.shape[1]
-            factor = _cholesky(s.mT @ product, s)
-            x = x + (s @ torch.cholesky_solve(c, factor)).mT
-            q, z = torch.linalg.qr(q - torch.cholesky_solve(product.mT, factor).mT)
-            c = z @ c
-            if iterations >= limit or bool((c.norm(dim=0) <= targets).all()):
-                break
-            s = q + s @ z.mT
-        # The recursion's residual drifts away from the true one; if it did, start again from here.
-        residual = rhs - apply(operator, x)
-        applications += len(rhs)
-        before, sizes = sizes, residual.norm(dim=-1)
-        if not bool(((sizes > targets) & (sizes <= before / 2)).any()):
-            break
-    relative = torch.where(norms > 0, sizes / norms, torch.zeros_like(norms))
-    return Solution(x, iterations, relative, bool((relative <= tolerance).all()), applications)
+    return solve_by(_recursion, operator, rhs, tolerance=tolerance, max_iterations=max_iterations)
+
+
+def _recursion(operator: Operator, residual: Tensor, targets: Tensor, limit: int) -> tuple[Tensor, int, int]:
+    x, iterations, applications = torch.zeros_like(residual), 0, 0
+    q, c = torch.linalg.qr(residual.mT)
+    s = q
+    while True:
+        product = apply(operator, s.mT).mT
+        iterations, applications = iterations + 1, applications + s.shape[1]
+        factor = _cholesky(s.mT @ product, s)
+        x = x + (s @ torch.cholesky_solve(c, factor)).mT
+        q, z = torch.linalg.qr(q - torch.cholesky_solve(product.mT, factor).mT)
+        c = z @ c
+        if iterations >= limit or bool((c.norm(dim=0) <= targets).all()):
+            return x, iterations, applications
+        s = q + s @ z.mT
 
 
 def _cholesky(matrix: Tensor, directions: Tensor) -> Tensor:

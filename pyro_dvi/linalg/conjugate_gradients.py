@@ -3,6 +3,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -10,10 +11,14 @@ from torch import Tensor
 from pyro_dvi.errors import ArgumentError, NonFiniteError, NotPositiveDefiniteError
 from pyro_dvi.linalg.operator import Operator, apply, dots
 
-__all__ = ["Preconditioner", "Solution", "conjugate_gradients"]
+__all__ = ["Preconditioner", "Recursion", "Solution", "conjugate_gradients", "solve_by"]
 
 Preconditioner = Tensor | Callable[[Tensor], Tensor]
 """A positive definite M close to A: its diagonal ``[D]``, or a function of rows that applies the inverse of M."""
+
+Recursion = Callable[[Operator, Tensor, Tensor, int], tuple[Tensor, int, int]]
+"""From A, residuals r, bounds on their norms and a number of iterations: the solutions of A x = r, how many iterations
+they took, and how many vectors A was applied to."""
 
 
 @dataclass(frozen=True)
@@ -79,13 +84,36 @@ def conjugate_gradients(
         >>> conjugate_gradients(lambda v: v @ precision, torch.tensor([[1.0, 2.0]])).x
         tensor([[0.0909, 0.6364]])
     """
+    found = partial(_recursion, _solver(preconditioner, rhs))
+    return solve_by(found, operator, rhs, tolerance=tolerance, max_iterations=max_iterations, start=start)
+
+
+def solve_by(
+    recursion: Recursion,
+    operator: Operator,
+    rhs: Tensor,
+    *,
+    tolerance: float,
+    max_iterations: int | None,
+    start: Tensor | None = None,
+) -> Solution:
+    """Run a recursion, compute the residuals that it leaves, and run it again on what is not there yet.
+
+    Args:
+        recursion: see :data:`Recursion`.
+        operator: A.
+        rhs: the rows b, ``[S, D]``.
+        tolerance: bound on ``|b - A x| / |b|`` of each row.
+        max_iterations: of all runs; see :func:`conjugate_gradients`.
+        start: likewise.
+    """
     rhs = rhs.detach()
     if rhs.dim() != 2 or not rhs.is_floating_point():
         raise ArgumentError(f"rhs holds real rows [S, D], got {rhs.dtype} of shape {tuple(rhs.shape)}")
     if start is not None and start.shape != rhs.shape:
         raise ArgumentError(f"start has shape {tuple(start.shape)}, rhs {tuple(rhs.shape)}")
     limit = min(10 * rhs.shape[-1], 1000) if max_iterations is None else max_iterations
-    norms, solve = rhs.norm(dim=-1), _solver(preconditioner, rhs)
+    norms = rhs.norm(dim=-1)
     if not bool(norms.isfinite().all()):
         raise NonFiniteError("a right-hand side is NaN or infinite (or its square overflows)")
     if start is None:
@@ -97,11 +125,10 @@ def conjugate_gradients(
     rows = (sizes > targets).nonzero()[:, 0]
     residual = residual[rows]
     while len(rows) and iterations < limit:
-        recursion = _Recursion(operator, solve, residual, targets[rows])
-        recursion.run(x, rows, limit - iterations)
-        iterations += recursion.iterations
+        steps, taken, applied = recursion(operator, residual, targets[rows], limit - iterations)
+        x.index_add_(0, rows, steps)
         residual = rhs[rows] - apply(operator, x[rows])
-        applications += recursion.applications + len(rows)
+        iterations, applications = iterations + taken, applications + applied + len(rows)
         before, after = sizes[rows], residual.norm(dim=-1)
         sizes[rows] = after
         again = (after > targets[rows]) & (after <= before / 2)
@@ -110,45 +137,37 @@ def conjugate_gradients(
     return Solution(x, iterations, relative, bool((relative <= tolerance).all()), applications)
 
 
-class _Recursion:
-    """Conjugate gradients on the rows that are still active, from given residuals."""
-
-    def __init__(
-        self, operator: Operator, solve: Callable[[Tensor], Tensor], residual: Tensor, targets: Tensor
-    ) -> None:
-        self.operator, self.solve = operator, solve
-        self.residual, self.targets = residual, targets
-        self.iterations = self.applications = 0
-
-    def run(self, x: Tensor, rows: Tensor, limit: int) -> None:
-        """Add the steps to ``x[rows]`` in place until each row meets its target."""
-        r, targets = self.residual, self.targets
-        z = self.solve(r)
-        d, rz = z.clone(), _positive(dots(r, z))
-        d_squared, largest = rz, torch.zeros_like(rz)  # |d|^2 in the norm of M, by its recurrence
-        while True:
-            product = apply(self.operator, d)
-            self.iterations += 1
-            self.applications += len(d)
-            curvature = dots(d, product)
-            largest = torch.maximum(largest, (curvature / d_squared).abs())
-            _check_positive(d, curvature, torch.finfo(d.dtype).eps * largest * d_squared)
-            step = (rz / curvature).unsqueeze(-1)
-            if len(rows) == len(x):  # in place: for large D, fresh memory costs more than the arithmetic
-                x.addcmul_(step, d)
-            else:
-                x.index_add_(0, rows, step * d)
-            r.addcmul_(step, product, value=-1)
-            active = r.norm(dim=-1) > targets
-            if not bool(active.any()) or self.iterations >= limit:
-                return
-            if not bool(active.all()):
-                rows, targets, r, d = rows[active], targets[active], r[active], d[active]
-                rz, d_squared, largest = rz[active], d_squared[active], largest[active]
-            z = self.solve(r)
-            before, rz = rz, _positive(dots(r, z))
-            d.mul_((rz / before).unsqueeze(-1)).add_(z)
-            d_squared = rz + (rz / before).square() * d_squared
+def _recursion(
+    solve: Callable[[Tensor], Tensor], operator: Operator, r: Tensor, targets: Tensor, limit: int
+) -> tuple[Tensor, int, int]:
+    """Conjugate gradients on the rows that are still active, from residuals, which are overwritten."""
+    x, rows = torch.zeros_like(r), torch.arange(len(r), device=r.device)
+    iterations = applications = 0
+    z = solve(r)
+    d, rz = z.clone(), _positive(dots(r, z))
+    d_squared, largest = rz, torch.zeros_like(rz)  # |d|^2 in the norm of M, by its recurrence
+    while True:
+        product = apply(operator, d)
+        iterations, applications = iterations + 1, applications + len(d)
+        curvature = dots(d, product)
+        largest = torch.maximum(largest, (curvature / d_squared).abs())
+        _check_positive(d, curvature, torch.finfo(d.dtype).eps * largest * d_squared)
+        step = (rz / curvature).unsqueeze(-1)
+        if len(rows) == len(x):  # in place: for large D, fresh memory costs more than the arithmetic
+            x.addcmul_(step, d)
+        else:
+            x.index_add_(0, rows, step * d)
+        r.addcmul_(step, product, value=-1)
+        active = r.norm(dim=-1) > targets
+        if not bool(active.any()) or iterations >= limit:
+            return x, iterations, applications
+        if not bool(active.all()):
+            rows, targets, r, d = rows[active], targets[active], r[active], d[active]
+            rz, d_squared, largest = rz[active], d_squared[active], largest[active]
+        z = solve(r)
+        before, rz = rz, _positive(dots(r, z))
+        d.mul_((rz / before).unsqueeze(-1)).add_(z)
+        d_squared = rz + (rz / before).square() * d_squared
 
 
 def _solver(preconditioner: Preconditioner | None, rhs: Tensor) -> Callable[[Tensor], Tensor]:

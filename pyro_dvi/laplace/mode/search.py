@@ -130,12 +130,10 @@ class Search:
         self._spend()
         try:
             value, gradient = self.energy.at(x).value_and_gradient
-        except NonFiniteError:
-            return self._outside(x)
-        except ValueError as error:  # Pyro's validation, of a scale that became NaN, say
-            if isinstance(error, PyroDviError):
+        except (NonFiniteError, ValueError) as error:  # or Pyro's validation, of a scale that became NaN, say
+            if isinstance(error, PyroDviError) and not isinstance(error, NonFiniteError):
                 raise
-            return self._outside(x)
+            return x.new_tensor(math.inf), torch.full_like(x, math.nan)
         size = float(gradient.norm())
         if (float(value), size) < self.best[1:]:
             self.best = x.detach().clone(), float(value), size
@@ -149,10 +147,6 @@ class Search:
     def _spend(self) -> None:
         if self.energy.evaluations >= self.limit:
             raise BudgetSpent
-
-    @staticmethod
-    def _outside(x: Tensor) -> tuple[Tensor, Tensor]:
-        return x.new_tensor(math.inf), torch.full_like(x, math.nan)
 
     # --- a minimum ------------------------------------------------------------------------------------------
 
