@@ -123,12 +123,21 @@ class NaturalGradientELBO(DeterministicELBO):
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs, with what the optimizer wants measured in the next step."""
-        last = self._last()
-        return super().state_dict() | ({} if last is None else {"wanted": last.wanted.value})
+        wanted = self._wanted()
+        return super().state_dict() | ({} if wanted is None else {"wanted": wanted.value})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self._told = Statistic(state["wanted"]) if "wanted" in state else None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Let copies, whose guide may be a copy too, measure the same next."""
+        return {**self.__dict__, "_guide_id": None, "_told": self._wanted()}
+
+    def _wanted(self) -> Statistic | None:
+        """What is to be measured next, as far as that is known without an optimizer."""
+        last = self._last()
+        return self._told if self._told is not None or last is None else last.wanted
 
     def _last(self) -> NaturalStep | None:
         """The step of the guide that was trained last."""

@@ -23,9 +23,10 @@ class JointOptim(PyroOptim):
     To be used wherever Pyro's own are, with the same numbers up to rounding. Its state has Pyro's format, one entry for
     each name, and can be exchanged with that of Pyro's optimizers and schedulers.
 
-    Two things differ. After a step gradients are None instead of zero: the next backward pass writes them instead of
+    Three things differ. After a step gradients are None instead of zero: the next backward pass writes them instead of
     adding to zeros, and a parameter that is part of a step but gets no gradient there stays as it is, as in torch.
-    And a state that is set acts at once on parameters that were stepped before; it is copied.
+    A state that is set acts at once on parameters that were stepped before; it is copied. To change a rate by hand,
+    go through ``set(optimizer.optim_objs.values())``, since parameters share what they have there.
 
     Copies and pickles know parameters by their names in Pyro's store.
 

@@ -165,13 +165,16 @@ class NaturalGradientOptimizer(Optimizer):
         super().__init__(params, defaults)
         self._told_steps: int | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Keep in copies and pickles what torch leaves out."""
+        return {**super().__getstate__(), "_told_steps": self._told_steps}
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, as torch does."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        group["full_lr"] = group[
-            "lr"
-        ]  # before schedulers, which know one rate only and may change it at once
+        # Before schedulers, which know one rate only and may change it at once.
+        group["full_lr"] = group["lr"]
 
     @property
     def wanted(self) -> Statistic:

@@ -164,6 +164,10 @@ class VOGNOptimizer(NaturalGradientOptimizer):
         self.formulation = Consistent() if formulation is None else formulation
         check_choice("formulation", self.formulation, Formulation, "Consistent() or AsPrinted()")
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Keep the formulation, too, in copies and pickles."""
+        return {**super().__getstate__(), "formulation": self.formulation}
+
     def _move(self, update: Update) -> None:
         squares = update.step.measured is not Statistic.NOISE_PRODUCTS  # a first step after IVON has none
         if squares and not update.is_start:

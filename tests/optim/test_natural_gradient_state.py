@@ -14,27 +14,32 @@ from tests.optim.network import TORCH_OPTIMIZERS, Net, batches, elbo
 
 
 def module_run(
-    constructor: type, dtype: torch.dtype, device: torch.device | str = "cpu", stop: bool = False
+    constructor: type, dtype: torch.dtype, device: torch.device | str = "cpu", stop: bool | str = False
 ) -> dict[str, Tensor]:
-    """Parameters after eight steps of an ELBOModule, perhaps with a save and a load in the middle."""
+    """Parameters after eight steps of an ELBOModule, perhaps with a save and a load, or a copy, in the middle."""
 
     def started():
         model = Net(dtype).to(device)
         guide = dvi.NaturalGradientGuide(model)
         guide.initialize(*next(batches(1, dtype, device)))
         module = elbo(particles=2)(model, guide)
-        return module, constructor(module.parameters(), lr=0.05)
+        optimizer = constructor(module.parameters(), lr=0.05)
+        optimizer.set_total_steps(10)
+        return module, optimizer
 
     with pyro.settings.context(module_local_params=True):
         module, optimizer = started()
         torch.manual_seed(0)
         for t, (x, y) in enumerate(batches(8, dtype, device)):
-            if stop and t == 4:
+            if stop == "copied" and t == 4:
+                module, optimizer = copy.deepcopy((module, optimizer))
+            elif stop and t == 4:
                 saved = copy.deepcopy((module.state_dict(), optimizer.state_dict(), module.elbo.state_dict()))
                 random = torch.get_rng_state()
                 module, optimizer = started()
                 for part, state in zip((module, optimizer, module.elbo), saved, strict=True):
                     part.load_state_dict(state)
+                assert module.elbo.state_dict() == saved[2]
                 torch.set_rng_state(random)
             optimizer.zero_grad()
             module(x, y).backward()
@@ -44,10 +49,11 @@ def module_run(
 
 @pytest.mark.parametrize("constructor", TORCH_OPTIMIZERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_states_of_torch_optimizers_go_on_bit_by_bit(constructor, dtype):
+@pytest.mark.parametrize("stop", [True, "copied"])
+def test_states_of_torch_optimizers_go_on_bit_by_bit(constructor, dtype, stop):
     expected = module_run(constructor, dtype)
     assert {value.dtype for value in expected.values()} == {dtype}
-    torch.testing.assert_close(module_run(constructor, dtype, stop=True), expected, rtol=0, atol=0)
+    torch.testing.assert_close(module_run(constructor, dtype, stop=stop), expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("constructor", TORCH_OPTIMIZERS)
