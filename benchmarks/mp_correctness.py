@@ -157,11 +157,11 @@ class Propagated:
     def __init__(self, model: Any, guide: Any, x: Tensor) -> None:
         self.batch = Batch((x,), None, len(x), 0)
         with evaluation_mode(model, guide):
-            self.centre, self.gaussians = posterior_gaussians(guide, (x,))
+            self.centre, self.marginals = posterior_gaussians(guide, (x,))
         self.model, self.guide = model, guide
 
     def logits(self, propagation: Propagation) -> Any:
-        weights = PosteriorMoments(self.gaussians, self.guide, {}, median)
+        weights = PosteriorMoments(self.marginals, median)
         with evaluation_mode(self.model, self.guide), uncertain_likelihoods(), weights:
             run = partial(respond, self.model, self.batch, self.centre)
             part = uncertain_part(propagation.respond(weights.given, run).distribution)
@@ -170,7 +170,7 @@ class Propagated:
 
     def one_logit(self) -> Tensor:
         """The reverse delta method for the first logit only."""
-        weights = PosteriorMoments(self.gaussians, self.guide, {}, median)
+        weights = PosteriorMoments(self.marginals, median)
         recorder = ReverseDeltaRecorder(weights.given)
         run = partial(respond, self.model, self.batch, self.centre)
         with evaluation_mode(self.model, self.guide), uncertain_likelihoods(), weights:

@@ -10,7 +10,6 @@ import pyro
 import torch
 import torch.nn.functional as F
 from mp_methods import KLWeight, with_dropout
-from pyro import poutine
 from pyro.infer import SVI, Trace_ELBO
 from pyro.infer.autoguide import AutoDelta, AutoNormal
 from torch import Tensor, nn
@@ -21,9 +20,8 @@ from pyro_dvi.divergences import kl_to_priors
 from pyro_dvi.elbos import NaturalGradientELBO
 from pyro_dvi.elbos.base import DeterministicELBO
 from pyro_dvi.guides import MeanFieldGuide, NaturalGradientGuide
-from pyro_dvi.handlers.latents import match_latents
-from pyro_dvi.handlers.means import run_guide
-from pyro_dvi.handlers.observed import checked_log_likelihood, observed_sites
+from pyro_dvi.handlers.means import PosteriorMeans
+from pyro_dvi.handlers.posterior_run import Call, PosteriorRun
 from pyro_dvi.optim import IVON, OGN, VOGN, learning_rates
 from pyro_dvi.predictive import AtMean, PredictionRule, Samples
 
@@ -115,24 +113,19 @@ class LocalReparametrisation(DeterministicELBO):
     Source: Kingma, Salimans & Welling (2015), "Variational dropout and the local reparameterization trick".
     """
 
-    def _evaluate(
-        self, model: Callable, guide: Callable, args: tuple, kwargs: dict, kl_weight: float, training: bool
-    ) -> dict[str, Tensor]:
-        guide_trace, gaussians = run_guide(model, guide, args, kwargs)
-        variances = {id(g.value): g.scale.square() for g in gaussians.values()}
-        with _NoisyLayers(variances):
-            model_trace = poutine.trace(poutine.replay(model, trace=guide_trace)).get_trace(*args, **kwargs)
-        latents = match_latents(model_trace, guide_trace, gaussians, guide)
-        log_likelihood = sum(checked_log_likelihood(site) for site in observed_sites(model_trace).sites)
-        kl = kl_to_priors(latents)
+    def _evaluate(self, call: Call, kl_weight: float, training: bool) -> dict[str, Tensor]:
+        run = PosteriorRun.of(call, PosteriorMeans(), _NoisyLayers)
+        log_likelihood = self._observed(run.model_trace).log_likelihood()
+        kl = kl_to_priors(run.latents)
         return {"loss": kl_weight * kl - log_likelihood, "log_likelihood": log_likelihood, "kl": kl}
 
 
 class _NoisyLayers(TorchFunctionMode):
-    """Sample what linear layers and convolutions return, given the variances of their weights by identity."""
+    """Sample what linear layers and convolutions return, given their weights at the mean."""
 
-    def __init__(self, variances: dict[int, Tensor]) -> None:
-        self.variances = variances
+    def __init__(self, means: PosteriorMeans) -> None:
+        super().__init__()
+        self.variances = {id(g.value): g.scale.square() for g in means.gaussians.values()}
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

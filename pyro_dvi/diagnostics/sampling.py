@@ -97,9 +97,9 @@ def compare_with_sampling(
     device = device_of(model, guide)
     batch = next(iter(batches(model, data, observed=observed, batch_size=batch_size, device=device)))
     with evaluation_mode(model, guide), seeded(seed, device) as seed, _layer_by_layer():
-        centre, gaussians = posterior_gaussians(guide, batch.inputs)
+        centre, marginals = posterior_gaussians(guide, batch.inputs)
         run = partial(respond, model, batch, site=site)
-        weights = PosteriorMoments(gaussians, guide, {}, median)
+        weights = PosteriorMoments(marginals, median)
         propagated = _Propagated()
         with uncertain_likelihoods(), weights, _watching(propagated.see) as calls:
             response = propagation.respond(weights.given, partial(run, centre))

@@ -21,9 +21,9 @@ from pyro_dvi.errors import (
     UnsupportedError,
 )
 from pyro_dvi.handlers.equal_units import start_apart
-from pyro_dvi.handlers.means import Call
 from pyro_dvi.handlers.minibatch import check_num_data
 from pyro_dvi.handlers.observed import Observed, observed_sites
+from pyro_dvi.handlers.posterior_run import Call
 from pyro_dvi.handlers.structure import Structure, structure_of
 from pyro_dvi.handlers.trained_for import note_trained_for
 

@@ -16,9 +16,9 @@ from pyro_dvi.elbos.rows import Run
 from pyro_dvi.errors import ModelError
 from pyro_dvi.handlers.distributions import unexpanded
 from pyro_dvi.handlers.draws import TrackedDraws
-from pyro_dvi.handlers.latents import Latent, Marginals, match_latents
-from pyro_dvi.handlers.means import Call, used_value
+from pyro_dvi.handlers.latents import Latent
 from pyro_dvi.handlers.observed import Observed
+from pyro_dvi.handlers.posterior_run import Call, PosteriorRun
 from pyro_dvi.natural_step import NaturalSite, NaturalStep
 from pyro_dvi.sites import is_data, is_factor
 
@@ -26,39 +26,22 @@ __all__ = ["DrawnRun"]
 
 
 @dataclass(frozen=True)
-class DrawnRun:
+class DrawnRun(PosteriorRun):
     """The traces of one run, and what was recorded on the way.
 
     Attributes:
-        call: what was run.
-        draws: the guide's run, its Gaussian sites drawn.
-        model_trace: the model's trace.
+        guide: the guide's run, its Gaussian sites drawn.
         recorder: the uses of the draws.
-        latents: every latent site with its posterior marginal.
     """
 
-    call: Call
-    draws: TrackedDraws
-    model_trace: Any
+    guide: TrackedDraws
     recorder: SquaredGradients
-    latents: list[Latent]
 
     @classmethod
-    def of(cls, call: Call, step: NaturalStep) -> "DrawnRun":
-        """Run the guide, then the model with what the guide drew.
-
-        Args:
-            call: of a model and a guide of Normal sites.
-            step: what is to be measured.
-        """
+    def measuring(cls, step: NaturalStep, call: Call) -> "DrawnRun":
+        """Run the guide, then the model with what the guide drew, to measure what a step needs."""
         draws = TrackedDraws(call.guide, step)
-        with call.explained(), draws:
-            call.guide(*call.args, **call.kwargs)
-        recorder = SquaredGradients([used_value(g, draws.trace) for g in draws.gaussians.values()])
-        with call.explained([drawn.leaf for drawn in draws.gaussians.values()]), recorder:
-            model_trace = call.trace_model(draws.trace)
-        latents = match_latents(model_trace, draws.trace, Marginals(call.guide, draws.gaussians))
-        return cls(call, draws, model_trace, recorder, latents)
+        return cls.of(call, draws, lambda draws: SquaredGradients(draws.used_values()))
 
     def measured(self, observed: Observed) -> Run:
         """Return what squared gradients are measured in."""
@@ -66,7 +49,7 @@ class DrawnRun:
 
     def with_idle_draws(self, log_likelihood: Tensor, graph: set[Any]) -> Tensor:
         """Give latents that no observation depends on a gradient too, zero: their posterior becomes the prior."""
-        idle = [g.value.sum() * 0 for g in self.draws.gaussians.values() if g.value.grad_fn not in graph]
+        idle = [g.value.sum() * 0 for g in self.guide.gaussians.values() if g.value.grad_fn not in graph]
         return log_likelihood + sum_of(idle) if idle else log_likelihood
 
     def local(self) -> set[str]:
@@ -109,9 +92,9 @@ class DrawnRun:
         prior = normal_prior(latent)
         if prior is None:
             refuse_not_normal(latent.name, latent.prior)
-        values = [g.value for g in self.draws.gaussians.values()]
+        values = [g.value for g in self.guide.gaussians.values()]
         parents = enters(values, [prior.loc, prior.scale])
-        for parent, is_parent in zip(self.draws.gaussians, parents, strict=True):
+        for parent, is_parent in zip(self.guide.gaussians, parents, strict=True):
             if is_parent:
                 raise ModelError(
                     f"the prior of site {latent.name!r} depends on site {parent!r}; natural-gradient updates need "

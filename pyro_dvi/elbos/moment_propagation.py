@@ -17,8 +17,8 @@ from pyro_dvi.elbos.weighting import ExampleWeighting
 from pyro_dvi.errors import ArgumentError, ModelError
 from pyro_dvi.expectations import LogitEstimator
 from pyro_dvi.handlers.latents import Latent
-from pyro_dvi.handlers.means import Call
 from pyro_dvi.handlers.moment_run import run_with_moments
+from pyro_dvi.handlers.posterior_run import Call
 from pyro_dvi.handlers.structure import reached_by
 from pyro_dvi.handlers.uncertain import at_mean, refuse_moments, uncertain_likelihoods
 from pyro_dvi.moments import GaussianMoments, variance_floor
@@ -117,8 +117,8 @@ class MomentPropagationELBO(DeterministicELBO):
         floor = nullcontext() if self.variance_floor is None else variance_floor(self.variance_floor)
         around = partial(self._likelihoods, first)
         with floor:
-            model_trace, latents = run_with_moments(call, structure.sampled, around)
-        observed = self._observed(model_trace)
+            run = run_with_moments(call, structure.sampled, around)
+        observed = self._observed(run.model_trace)
         for site in observed.sites:
             refuse_moments(site.fn, site.name)
             if first:
@@ -127,8 +127,8 @@ class MomentPropagationELBO(DeterministicELBO):
             observed.sites = [self._weighted(site, self.weighting) for site in observed.sites]
         log_likelihood = observed.log_likelihood()
         if first:
-            _check_reached(log_likelihood, latents, structure.reached)
-        kl = kl_to_priors(latents)
+            _check_reached(log_likelihood, run.latents, structure.reached)
+        kl = kl_to_priors(run.latents)
         return {"loss": kl_weight * kl - log_likelihood, "log_likelihood": log_likelihood, "kl": kl}
 
     @contextmanager

@@ -17,9 +17,9 @@ from pyro_dvi.elbos.drawn_run import DrawnRun
 from pyro_dvi.elbos.squares import Draw, SquareMeasurement
 from pyro_dvi.errors import ArgumentError, GuideError, UnsupportedError
 from pyro_dvi.handlers.latents import Latent
-from pyro_dvi.handlers.means import Call
 from pyro_dvi.handlers.minibatch import UnscaledMinibatches, num_data_of
 from pyro_dvi.handlers.observed import Observed
+from pyro_dvi.handlers.posterior_run import Call
 from pyro_dvi.natural_step import STEPS, NaturalStep, Statistic
 
 __all__ = ["NaturalGradientELBO"]
@@ -155,7 +155,7 @@ class NaturalGradientELBO(DeterministicELBO):
     def _evaluate(self, call: Call, kl_weight: float, training: bool) -> dict[str, Tensor]:
         _check(call.guide, kl_weight, training)
         step = self._step or self._next(call.guide)
-        run = DrawnRun.of(call, step)
+        run = DrawnRun.measuring(step, call)
         observed = self._observed(run.model_trace)
         log_likelihood = observed.log_likelihood()
         if training and run.has_learned_priors():
@@ -177,7 +177,7 @@ class NaturalGradientELBO(DeterministicELBO):
 
     def _measure_squares(self, run: DrawnRun, observed: Observed) -> None:
         """Have the backward pass of the loss leave squares with the precisions."""
-        gaussians, local = run.draws.gaussians, run.local()
+        gaussians, local = run.guide.gaussians, run.local()
         curvatures = [drawn.curvature for drawn in gaussians.values()]
         draw = Draw(
             run.measured(observed),

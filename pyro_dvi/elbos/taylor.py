@@ -14,8 +14,9 @@ from pyro_dvi.curvature.likelihood import SliceArguments
 from pyro_dvi.divergences import kl_to_priors, prior_precision
 from pyro_dvi.elbos.base import DeterministicELBO
 from pyro_dvi.errors import CheckpointError, DviWarning
-from pyro_dvi.handlers.means import Call, MeanRun, run_at_means
+from pyro_dvi.handlers.means import run_at_means
 from pyro_dvi.handlers.minibatch import run_on_part
+from pyro_dvi.handlers.posterior_run import Call, PosteriorRun
 
 __all__ = ["TaylorELBO"]
 
@@ -135,7 +136,7 @@ class TaylorELBO(DeterministicELBO):
 
             def subset(fraction: float, slice_args: SliceArguments | None) -> Linearisation:
                 with self.curvature.recorder([]):
-                    return linearise(run_on_part(call, run, fraction, slice_args))
+                    return linearise(run_on_part(run, fraction, slice_args))
 
             penalty = penalty_weight * self.curvature.penalty(linearise(observed.sites))
         loss = penalty - log_likelihood + kl_weight * kl
@@ -151,13 +152,13 @@ class TaylorELBO(DeterministicELBO):
         self.curvature.load_state_dict(state["curvature"])
 
 
-def _local_names(run: MeanRun) -> Iterator[str]:
+def _local_names(run: PosteriorRun) -> Iterator[str]:
     for latent in run.latents:
         if latent.source is not None and run.model_trace.nodes[latent.name]["cond_indep_stack"]:
             yield latent.source.name
 
 
-def _precision_limits(run: MeanRun, kl_weight: float) -> list[Tensor | None]:
+def _precision_limits(run: PosteriorRun, kl_weight: float) -> list[Tensor | None]:
     """kl_weight / s² of every expanded Gaussian with a Normal prior, as the KL divergence weighs it."""
     limits: list[Tensor | None] = []
     for gaussian in run.gaussians:

@@ -4,7 +4,6 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-import pyro.distributions as dist
 import torch
 from torch import Tensor
 from torch import distributions as td
@@ -13,10 +12,9 @@ from torch.autograd.function import once_differentiable
 
 from pyro_dvi.autograd_graph import leaves_of
 from pyro_dvi.errors import GuideError
-from pyro_dvi.handlers.distributions import strip_event_dims
 from pyro_dvi.handlers.latents import GaussianSite
+from pyro_dvi.handlers.posterior_run import GuideRun
 from pyro_dvi.natural_step import NaturalStep, Statistic
-from pyro_dvi.sites import SampleTrace, SetLatents
 
 __all__ = ["Drawn", "TrackedDraws"]
 
@@ -83,16 +81,12 @@ class _Draw(Function):
         return gradient, ctx.curvature.gathered(), None, None
 
 
-class TrackedDraws(SetLatents, SampleTrace):
+class TrackedDraws(GuideRun):
     """Draw the Gaussian sites of a guide.
 
     Args:
         guide: a guide whose precisions are parameters.
         step: what is to be measured.
-
-    Attributes:
-        trace: the run.
-        gaussians: the sites by name, with the drawn value.
     """
 
     def __init__(self, guide: Any, step: NaturalStep) -> None:
@@ -100,14 +94,7 @@ class TrackedDraws(SetLatents, SampleTrace):
         self.guide, self.step = guide, step
         self.gaussians: dict[str, Any] = {}
 
-    def _value_of(self, site: Any) -> Tensor | None:
-        name, base = site["name"], strip_event_dims(site["fn"])
-        if not isinstance(base, td.Normal):
-            if isinstance(base, dist.Delta):
-                return None
-            raise GuideError(
-                f"guide site {name!r} is {type(base).__name__}: a NaturalGradientGuide has Normal sites only"
-            )
+    def _chosen(self, name: str, base: td.Normal, transforms: tuple[Any, ...]) -> Drawn:
         leaves = [base.loc] if base.loc.is_leaf else leaves_of([base.loc])
         if len(leaves) != 1 or not base.loc.requires_grad:
             raise GuideError(
@@ -117,7 +104,4 @@ class TrackedDraws(SetLatents, SampleTrace):
         precision = self.guide.precision_parameter(name.removesuffix("_unconstrained"))
         curvature = Curvature(self.step)
         value = _Draw.apply(base.loc, precision, base.scale, curvature)
-        self.gaussians[name] = Drawn(
-            name, value, base, leaf=leaves[0], precision=precision, curvature=curvature
-        )
-        return value
+        return Drawn(name, value, base, transforms, leaf=leaves[0], precision=precision, curvature=curvature)

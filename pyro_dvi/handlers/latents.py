@@ -2,7 +2,7 @@
 """Match the latent sites of a model with the Gaussians of a guide, whatever way the guide writes them."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -127,30 +127,6 @@ def elementary(transform: Any) -> list[Any]:
     return [] if transform is None or (shift and (transform.loc, transform.scale) == (0, 1)) else [transform]
 
 
-@dataclass(frozen=True)
-class Marginal:
-    """The Gaussian that a latent site's value is a function of.
-
-    Attributes:
-        source: the guide's Gaussian.
-        loc: its mean, of the site's elements.
-        own_scale: its standard deviation; that of ``source`` by default.
-        transform: from the Gaussian to the site's value; None for the identity.
-        elements: mask of the elements of a joint vector that are the site's; True if all are.
-    """
-
-    source: GaussianSite
-    loc: Tensor
-    own_scale: Tensor | None
-    transform: Any
-    elements: Tensor | bool = True
-
-    @property
-    def scale(self) -> Tensor:
-        """Standard deviation, computed when it is asked for."""
-        return self.source.scale if self.own_scale is None else self.own_scale
-
-
 class Marginals:
     """Where a guide has the Gaussians of latent sites.
 
@@ -164,19 +140,23 @@ class Marginals:
 
     def __init__(self, guide: Callable, gaussians: dict[str, GaussianSite]) -> None:
         self.gaussians = gaussians
-        self.joint = dict(_parts_of_vectors(guide, gaussians))
+        self._auxiliary = dict(_parts_of_vectors(guide, gaussians))
+        for name, source in gaussians.items():
+            if name.endswith("_unconstrained"):
+                part = {"source": source, "loc": source.loc}
+                self._auxiliary[name.removesuffix("_unconstrained")] = part
 
-    def of(self, name: str, prior: Any) -> Marginal | None:
-        """Return the Gaussian of a latent site with this prior; None if it has none."""
+    def of(self, site: Any) -> Latent:
+        """Return a latent site of the model, a node of its run or a message, with its Gaussian if it has one."""
+        name, prior = site["name"], site["fn"]
+        found: dict[str, Any] = {}
         if name in self.gaussians:
             source = self.gaussians[name]
             transform = td.ComposeTransform(list(source.transforms)) if source.transforms else None
-            return Marginal(source, source.loc, None, transform)
-        if f"{name}_unconstrained" in self.gaussians:
-            source = self.gaussians[f"{name}_unconstrained"]
-            return Marginal(source, source.loc, None, unconstraining_transform(prior.support))
-        part = self.joint.get(name)
-        return None if part is None else replace(part, transform=unconstraining_transform(prior.support))
+            found = {"source": source, "loc": source.loc, "transform": transform}
+        elif name in self._auxiliary:
+            found = self._auxiliary[name] | {"transform": unconstraining_transform(prior.support)}
+        return Latent(name, prior, site["value"], plate_scale=site["scale"], mask=site["mask"], **found)
 
 
 def match_latents(model_trace: Any, guide_trace: Any, marginals: Marginals) -> list[Latent]:
@@ -195,16 +175,12 @@ def match_latents(model_trace: Any, guide_trace: Any, marginals: Marginals) -> l
                 f"site {name!r} is neither observed nor in the guide. If it is data, pass the observed values "
                 f"(y was None?); if it is a latent variable, add pyro.sample({name!r}, ...) to the guide."
             )
-        latent = Latent(name, site["fn"], site["value"], plate_scale=site["scale"], mask=site["mask"])
-        marginal = marginals.of(name, site["fn"])
-        if marginal is None:
+        latent = marginals.of(site)
+        if latent.source is None:
             latent.log_density = _log_density_of_mass(guide_site["fn"])
-            latent.guide_scale = guide_site["scale"]
         else:
-            latent.loc, latent.own_scale = marginal.loc, marginal.own_scale
-            latent.transform = marginal.transform
-            latent.source, latent.elements = marginal.source, marginal.elements
-            latent.guide_scale = guide_trace.nodes[marginal.source.name]["scale"]
+            guide_site = guide_trace.nodes[latent.source.name]
+        latent.guide_scale = guide_site["scale"]
         latents.append(latent)
     left = sorted(
         set(marginals.gaussians) - {latent.source.name for latent in latents if latent.source is not None}
@@ -226,7 +202,9 @@ def _log_density_of_mass(fn: Any) -> Tensor | float:
     return sum_rightmost(log_density, log_density.dim() - len(fn.batch_shape))
 
 
-def _parts_of_vectors(guide: Callable, gaussians: dict[str, GaussianSite]) -> Iterator[tuple[str, Marginal]]:
+def _parts_of_vectors(
+    guide: Callable, gaussians: dict[str, GaussianSite]
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """Split the joint vector of AutoDiagonalNormal guides into the model's sites; transforms are not known here."""
     for name, source in gaussians.items():
         owner = _vector_owner(guide, name)
@@ -237,7 +215,7 @@ def _parts_of_vectors(guide: Callable, gaussians: dict[str, GaussianSite]) -> It
         for (site, loc), (_, scale), (_, index) in zip(*unpacked, strict=True):
             elements = torch.zeros_like(positions, dtype=torch.bool)
             elements[index.reshape(-1)] = True
-            yield site["name"], Marginal(source, loc, scale, None, elements)
+            yield site["name"], {"source": source, "loc": loc, "own_scale": scale, "elements": elements}
 
 
 def _vector_owner(guide: Callable, name: str) -> AutoContinuous | None:

@@ -12,8 +12,9 @@ from pyro_dvi.batches import rows_cut, with_rows
 from pyro_dvi.curvature import ObservedSite
 from pyro_dvi.curvature.likelihood import SliceArguments
 from pyro_dvi.errors import DataError, DviWarning, ModelError, UnsupportedError
-from pyro_dvi.handlers.means import Call, MeanRun, twice_differentiable
+from pyro_dvi.handlers.means import twice_differentiable
 from pyro_dvi.handlers.observed import observation, observed_sites
+from pyro_dvi.handlers.posterior_run import PosteriorRun
 from pyro_dvi.undisturbed import preserve_buffers
 
 __all__ = ["UnscaledMinibatches", "check_num_data", "num_data_of", "run_on_part"]
@@ -100,18 +101,14 @@ def _unmasked(site: ObservedSite) -> float:
     return float(site.mask.expand(torch.broadcast_shapes(shape, site.mask.shape)).sum())
 
 
-def run_on_part(
-    call: Call,
-    run: MeanRun,
-    fraction: float,
-    slice_args: SliceArguments | None,
-) -> list[ObservedSite]:
+def run_on_part(run: PosteriorRun, fraction: float, slice_args: SliceArguments | None) -> list[ObservedSite]:
     """Return the observed sites of the model on a random part of the rows, at the same latent values.
 
     Raises:
         UnsupportedError: a latent variable belongs to rows, so rows cannot be left out.
         ModelError: the plate does not follow the number of rows.
     """
+    call = run.call
     first = with_rows((call.args, call.kwargs))
     if first is None:
         raise UnsupportedError(
@@ -132,7 +129,7 @@ def run_on_part(
     )
     with preserve_buffers(), twice_differentiable():
         try:
-            trace = replace(call, args=part_args, kwargs=part_kwargs).trace_model(run.guide_trace)
+            trace = replace(call, args=part_args, kwargs=part_kwargs).trace_model(run.guide.trace)
         except (ValueError, RuntimeError) as error:
             raise ModelError(
                 f"the model failed on {len(rows)} of {length} rows for Fisher(fraction={fraction}): {error}. {advice}"

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """One run of guide and model in which every Gaussian latent is its mean and variance."""
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch import distributions as td
 
-from pyro_dvi.handlers.latents import GaussianSite, Latent, Marginals, elementary, match_latents
-from pyro_dvi.handlers.means import Call, run_guide
+from pyro_dvi.handlers.latents import Marginals, elementary
+from pyro_dvi.handlers.means import PosteriorMeans
+from pyro_dvi.handlers.posterior_run import Call, PosteriorRun
 from pyro_dvi.moments import GaussianMoments, Link, MultiplicativeMoments
 from pyro_dvi.moments.through_link import through_link
 from pyro_dvi.multiplicative_normal import MultiplicativeNormal
@@ -25,7 +26,7 @@ def run_with_moments(
     call: Call,
     sampled: Mapping[str, Tensor | bool] | None = None,
     around: Around = nullcontext,
-) -> tuple[Any, list[Latent]]:
+) -> PosteriorRun:
     """Run the guide, then the model with the moments of the guide's Gaussians in place of values.
 
     Args:
@@ -35,20 +36,17 @@ def run_with_moments(
             which it runs: :func:`~pyro_dvi.handlers.uncertain.uncertain_likelihoods`, which lets distributions take
             moments, and what is to watch.
 
-    Returns:
-        the model's trace, and every latent site with its posterior marginal.
-
     Raises:
-        GuideError: the guide is not a factorised Gaussian.
-        ModelError: a latent site is missing in the guide.
-        UnsupportedError: the model uses a function or distribution without a rule.
-        DeviceError, DataError: as :func:`~pyro_dvi.handlers.means.run_at_means`.
+        UnsupportedError: the model uses a function or distribution without a rule; others as
+            :meth:`~pyro_dvi.handlers.posterior_run.PosteriorRun.of`.
     """
-    means = run_guide(call)
-    moments = PosteriorMoments(means.gaussians, call.guide, sampled or {})
-    with call.explained(g.loc for g in means.gaussians.values()), moments, around(moments.given):
-        model_trace = call.trace_model(means.trace)
-    return model_trace, match_latents(model_trace, means.trace, moments.marginals)
+
+    @contextmanager
+    def with_moments(means: PosteriorMeans) -> Iterator[None]:
+        with PosteriorMoments(means.marginals, sampled=sampled) as moments, around(moments.given):
+            yield
+
+    return PosteriorRun.of(call, PosteriorMeans(), with_moments)
 
 
 StandIn = Callable[[Tensor, Tensor, Any], Any]
@@ -86,11 +84,10 @@ class PosteriorMoments(SetLatents):
     reparameterisation. Point masses are left to Pyro's replay, which has to be the inner of the two handlers.
 
     Args:
-        gaussians: the guide's Gaussian sites.
-        guide: the guide.
-        sampled: guide sites that set the prior of another latent.
+        marginals: where the guide has the Gaussians of latent sites.
         stand_in: gives the value of a site that is sampled or transformed, from mean and standard deviation of its
             Gaussian and the transforms.
+        sampled: guide sites that set the prior of another latent, or masks of their elements.
 
     Attributes:
         given: the moments of Gaussian sites that the model was given so far, by name.
@@ -98,32 +95,27 @@ class PosteriorMoments(SetLatents):
 
     def __init__(
         self,
-        gaussians: dict[str, GaussianSite],
-        guide: Callable,
-        sampled: Mapping[str, Tensor | bool],
+        marginals: Marginals,
         stand_in: StandIn = reparameterised,
+        sampled: Mapping[str, Tensor | bool] | None = None,
     ) -> None:
         super().__init__()
-        self.stand_in = stand_in
+        self.marginals, self.stand_in, self.sampled = marginals, stand_in, sampled or {}
         self.given: dict[str, GaussianMoments] = {}
-        self.marginals = Marginals(guide, gaussians)
-        self.sampled = {name for name in sampled if sampled[name] is True}
-        for site, part in self.marginals.joint.items():
-            mask = sampled.get(part.source.name, False)
-            if mask is not False and bool((torch.as_tensor(mask) & part.elements).any()):
-                self.sampled.add(site)
 
     def _value_of(self, site: Any) -> Any:
-        name = site["name"]
-        part = self.marginals.of(name, site["fn"])
-        if part is None:
+        latent: Any = self.marginals.of(site)
+        if latent.source is None:
             return None
-        owner = name if name in self.marginals.joint else part.source.name
-        if part.transform is not None or owner in self.sampled:
-            return self.stand_in(part.loc, part.scale, part.transform)
-        base = part.source.base
+        if latent.transform is not None or self._is_sampled(latent):
+            return self.stand_in(latent.loc, latent.scale, latent.transform)
+        base = latent.source.base
         if isinstance(base, MultiplicativeNormal):
-            self.given[name] = MultiplicativeMoments(part.loc, base.alpha)
+            self.given[latent.name] = MultiplicativeMoments(latent.loc, base.alpha)
         else:
-            self.given[name] = GaussianMoments(part.loc, part.scale.square())
-        return self.given[name]
+            self.given[latent.name] = GaussianMoments(latent.loc, latent.scale.square())
+        return self.given[latent.name]
+
+    def _is_sampled(self, latent: Any) -> bool:
+        mask = self.sampled.get(latent.source.name, False)
+        return mask is True or (mask is not False and bool((torch.as_tensor(mask) & latent.elements).any()))

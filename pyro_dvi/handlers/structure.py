@@ -19,8 +19,9 @@ from pyro_dvi.errors import GuideError, ModelError
 from pyro_dvi.handlers.distributions import strip_event_dims
 from pyro_dvi.handlers.equal_units import Starts, equal_units
 from pyro_dvi.handlers.latents import GaussianSite, Latent, unconstraining_transform
-from pyro_dvi.handlers.means import Call, MeanRun, run_at_means
+from pyro_dvi.handlers.means import run_at_means
 from pyro_dvi.handlers.observed import observed_sites
+from pyro_dvi.handlers.posterior_run import Call, PosteriorRun
 from pyro_dvi.undisturbed import undisturbed
 
 __all__ = ["Structure", "reached_by", "refuse_dependent", "structure_of"]
@@ -85,7 +86,7 @@ def structure_of(call: Call) -> tuple[Structure, bool]:
     return structure, True
 
 
-def _look(run: MeanRun) -> Structure:
+def _look(run: PosteriorRun) -> Structure:
     observed = observed_sites(run.model_trace)
     log_likelihood = observed.log_likelihood()
     if is_validation_enabled():

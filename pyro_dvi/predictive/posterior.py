@@ -21,8 +21,9 @@ from pyro_dvi.devices import seeder
 from pyro_dvi.errors import GuideError, NonFiniteError
 from pyro_dvi.guides.base import FactorisedGuide
 from pyro_dvi.handlers.explained import non_finite
-from pyro_dvi.handlers.latents import GaussianSite
-from pyro_dvi.handlers.means import Call, run_guide
+from pyro_dvi.handlers.latents import Marginals
+from pyro_dvi.handlers.means import PosteriorMeans
+from pyro_dvi.handlers.posterior_run import Call
 from pyro_dvi.handlers.structure import refuse_dependent
 from pyro_dvi.recording import is_recording
 from pyro_dvi.signatures import with_missing
@@ -124,8 +125,8 @@ def posterior_mean(guide: Callable[..., Any], inputs: tuple[Any, ...]) -> dict[s
 
 def posterior_gaussians(
     guide: Callable[..., Any], inputs: tuple[Any, ...]
-) -> tuple[dict[str, Tensor], dict[str, GaussianSite]]:
-    """Return every latent site at its centre, and the guide's Gaussians by site.
+) -> tuple[dict[str, Tensor], Marginals]:
+    """Return every latent site at its centre, and where the guide has their Gaussians.
 
     Raises:
         GuideError: the guide is not a factorised Gaussian, or has not seen its model.
@@ -138,9 +139,9 @@ def posterior_gaussians(
             "Linearised(); that of a LaplaceGuide is one after guide.fit(batches, Diagonal())"
         )
     with torch.enable_grad(), AllRows():
-        means = run_guide(Call(factorised, factorised, _arguments(guide, inputs)))
+        means = Call(factorised, factorised, _arguments(guide, inputs)).run_guide(PosteriorMeans())
         refuse_dependent(list(means.gaussians.values()))
-    return _latents(means.trace), means.gaussians
+    return _latents(means.trace), means.marginals
 
 
 def one_draw(guide: Callable[..., Any], inputs: tuple[Any, ...]) -> dict[str, Tensor]:

@@ -22,7 +22,8 @@ from pyro_dvi.divergences import kl_to_priors
 from pyro_dvi.guides import MeanFieldGuide
 from pyro_dvi.handlers.distributions import strip_event_dims
 from pyro_dvi.handlers.latents import unconstraining_transform
-from pyro_dvi.handlers.means import Call, PosteriorMeans, run_at_means
+from pyro_dvi.handlers.means import PosteriorMeans, run_at_means
+from pyro_dvi.handlers.posterior_run import Call
 from pyro_dvi.handlers.structure import structure_of
 
 

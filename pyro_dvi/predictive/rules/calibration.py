@@ -130,9 +130,9 @@ def calibrate(
     batch = next(iter(batches(model, data, observed=observed, batch_size=batch_size, device=device)))
     with evaluation_mode(model, guide), seeded(seed, device) as seed:
         torch.manual_seed(seed)
-        centre, gaussians = posterior_gaussians(guide, batch.inputs)
+        centre, marginals = posterior_gaussians(guide, batch.inputs)
         run = partial(respond, model, batch, site=site)
-        weights = PosteriorMoments(gaussians, guide, {}, median)
+        weights = PosteriorMoments(marginals, median)
         with uncertain_likelihoods(), weights:
             run(centre)  # to see which sites are moments
         uses: list[Use] = []
@@ -152,7 +152,7 @@ def calibrate(
             certain = _CertainMoments(weights.given.keys())
             with uncertain_likelihoods(), certain, observed_by(_Uses(certain.given, see)):
                 run(values)
-        weights = PosteriorMoments(gaussians, guide, {}, median)
+        weights = PosteriorMoments(marginals, median)
         targets, factors = [found.variance.mean().item() for found in sampled], []
 
         def fit(k: int, use: Use, output: GaussianMoments) -> None:

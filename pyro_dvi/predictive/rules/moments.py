@@ -84,7 +84,7 @@ class Moments(PredictionRule):
         self, guide: Callable[..., Any], inputs: tuple[Any, ...], respond: Respond
     ) -> Iterator[Response]:
         """Give the one component, or one for each draw of what cannot be propagated."""
-        centre, gaussians = posterior_gaussians(guide, inputs)
+        centre, marginals = posterior_gaussians(guide, inputs)
 
         def predictive(family: type, parameters: Mapping[str, Any]) -> Any:
             return as_pyro(predictive_distribution(family, parameters, link=self.link, noise=self.noise))
@@ -94,7 +94,7 @@ class Moments(PredictionRule):
         seed_all = seeder()
         for seed in torch.randint(2**31 - 1, (self.num_components,)).tolist():
             seed_all(seed)
-            weights = PosteriorMoments(gaussians, guide, {}, stand_in)
+            weights = PosteriorMoments(marginals, stand_in)
             known = _LOOKED_AT.get(id(guide)) is guide or self.propagation.counts_weights_once
             recorder = nullcontext if known else warned_of_repeated_uses
             _LOOKED_AT[id(guide)] = guide
