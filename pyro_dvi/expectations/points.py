@@ -9,6 +9,9 @@ import torch
 from torch import Tensor
 from torch.quasirandom import SobolEngine
 
+from pyro_dvi.moments.activations import normal
+from pyro_dvi.moments.activations.normal import constants
+
 __all__ = ["fixed_points", "gauss_hermite", "shifted_sobol", "sobol_points"]
 
 _BITS = 30  # of Sobol integers in torch
@@ -19,7 +22,8 @@ def gauss_hermite(num_nodes: int, like: Tensor) -> tuple[Tensor, Tensor]:
 
     Best for functions that grow as exponentials, such as powers of a scale.
     """
-    return _hermite(num_nodes, like.dtype, like.device)
+    nodes, weights = (constants(c, like).squeeze(-1) for c in normal.gauss_hermite(num_nodes))
+    return nodes, weights
 
 
 def fixed_points(num_gaussians: int, like: Tensor, num_points: int = 128) -> tuple[Tensor, Tensor]:
@@ -50,24 +54,13 @@ def shifted_sobol(num_points: int, dimension: int, like: Tensor) -> Tensor:
     return _gaussian(integers ^ shift, like.dtype)
 
 
-@lru_cache(maxsize=64)
-def _hermite(num_nodes: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    nodes, weights = np.polynomial.hermite_e.hermegauss(num_nodes)
-    return _tensors(nodes, weights, dtype, device)
-
-
 @lru_cache(maxsize=16)
 def _grid(num_gaussians: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     radius, num_nodes = (8.5, 64) if num_gaussians == 1 else (6.5, 28)
     line = np.linspace(-radius, radius, num_nodes)
     nodes = np.stack(np.meshgrid(*[line] * num_gaussians, indexing="ij"), -1).reshape(-1, num_gaussians)
     nodes = nodes[np.square(nodes).sum(1) <= radius**2 + 1e-9]
-    return _tensors(nodes, np.exp(-0.5 * np.square(nodes).sum(1)), dtype, device)
-
-
-def _tensors(
-    nodes: np.ndarray, weights: np.ndarray, dtype: torch.dtype, device: torch.device
-) -> tuple[Tensor, Tensor]:
+    weights = np.exp(-0.5 * np.square(nodes).sum(1))
     with torch.inference_mode(False):  # an inference tensor in the cache could not take part in training
         return (
             torch.tensor(nodes, dtype=dtype, device=device),

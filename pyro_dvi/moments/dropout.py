@@ -29,7 +29,8 @@ def dropout(input: GaussianMoments, p: float = 0.5, training: bool = True) -> Ga
         >>> F.dropout(GaussianMoments(torch.ones(1), torch.zeros(1)), 0.5)
         GaussianMoments(loc=tensor([1.]), variance=tensor([1.]))
     """
-    _check_probability(p)
+    if not 0 <= p <= 1:
+        raise ArgumentError(f"the dropout probability has to be between 0 and 1, got {p}")
     if not training or p == 0:
         return input
     if p == 1:
@@ -46,30 +47,20 @@ def torch_dropout(input: GaussianMoments, p: float, train: bool) -> GaussianMome
 
 @moment_rule(F.alpha_dropout, F.feature_alpha_dropout)
 def alpha_dropout(input: GaussianMoments, p: float = 0.5, training: bool = False) -> GaussianMoments:
-    r"""Moments of :math:`a(b x + (1 - b)s) + c`, where s is the limit of SELU.
+    r"""Moments of :math:`a(b (x - s) + (1 - p)s)` with :math:`a^2 (1 - p)(1 + ps^2) = 1`, where s is the limit of SELU.
 
-    .. math:: \mathrm E = a((1 - p)m + ps) + c, \qquad \mathrm{Var} = a^2 (1 - p)(v + p(m - s)^2)
+    .. math:: \mathrm E = a(1 - p)m, \qquad \mathrm{Var} = a^2 (1 - p)(v + p(m - s)^2)
     """
-    _check_probability(p)
-    if not training or p == 0:
-        return input
-    if p == 1:
-        return GaussianMoments(torch.zeros_like(input.loc), torch.zeros_like(input.loc))
     limit = -1.7580993408473766
-    keep = 1 - p
-    slope = 1 / math.sqrt(keep * (1 + p * limit**2))
-    shift = -slope * p * limit
-    loc = slope * keep * input.loc + (slope * p * limit + shift)
-    variance = slope**2 * keep * (input.variance + p * (input.loc - limit).square())
-    return GaussianMoments(loc, variance)
+    shifted = GaussianMoments(input.loc - limit, input.variance)
+    noisy = dropout(shifted, p, training)
+    if noisy is shifted:
+        return input
+    scale = math.sqrt((1 - p) / (1 + p * limit**2))
+    return GaussianMoments(scale * input.loc, scale**2 * noisy.variance)
 
 
 @moment_rule(torch.alpha_dropout, torch.feature_alpha_dropout)
 def torch_alpha_dropout(input: GaussianMoments, p: float, train: bool) -> GaussianMoments:
     """Moments of alpha dropout under the name that torch gives it."""
     return alpha_dropout(input, p, train)
-
-
-def _check_probability(p: float) -> None:
-    if not 0 <= p <= 1:
-        raise ArgumentError(f"the dropout probability has to be between 0 and 1, got {p}")

@@ -16,7 +16,7 @@ from pyro_dvi.moments.dispatch import Entry, Kind
 from pyro_dvi.moments.tensor_like import ENTRIES
 from pyro_dvi.registry import registering
 
-__all__ = ["Kind", "find", "functions_of", "moment_rule", "rule_for", "rules"]
+__all__ = ["Kind", "functions_of", "moment_rule", "rule_for", "rules"]
 
 Rule = TypeVar("Rule", bound=Callable[..., Any])
 
@@ -79,13 +79,8 @@ def rules() -> dict[Callable, Callable]:
 
 def rule_for(func: Callable) -> Callable | None:
     """Return the rule that a call of ``func`` uses, or None."""
-    found = find(func)
+    found = ENTRIES.get(func)
     return None if found is None else found.rule
-
-
-def find(func: Callable) -> Entry | None:
-    """Return the rule that a call of ``func`` uses; None if there is none."""
-    return ENTRIES.get(func)
 
 
 def _spellings(function: Callable) -> Iterator[Callable]:

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.autograd import gradcheck
 
 from pyro_dvi.moments import GaussianMoments
-from pyro_dvi.moments.rules import find
+from pyro_dvi.moments.tensor_like import ENTRIES
 
 SCALES = (1e-4, 1e-3, 1e-2, 0.1, 0.3, 0.5, 0.7, 1.0, 1.4, 2.0, 3.0, 5.0, 10.0)
 Oracle = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -270,11 +270,11 @@ def check_spellings(case: Case) -> None:
     x = _sample(case, torch.float64)
     expected = case(x)
     name = getattr(case.func, "__name__", "")
-    rule = find(case.func).rule
+    rule = ENTRIES[case.func].rule
     for spelling in (name, f"{name}_"):
         for owner in (torch.Tensor, torch, torch.nn.functional):
             function = getattr(owner, spelling, None)
-            entry = find(function) if callable(function) else None
+            entry = ENTRIES.get(function) if callable(function) else None
             if entry is None or entry.rule is not rule or (entry.in_place and not case.in_place):
                 continue
             y = GaussianMoments(x.loc.clone(), x.variance.clone())

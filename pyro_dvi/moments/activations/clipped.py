@@ -19,7 +19,6 @@ __all__ = [
     "absolute",
     "clamp",
     "clamp_max",
-    "clamp_min",
     "hardshrink",
     "hardsigmoid",
     "hardswish",
@@ -80,7 +79,7 @@ def hardtanh(input: GaussianMoments, min_val: float = -1.0, max_val: float = 1.0
     return _clipped(input, float(min_val), float(max_val))
 
 
-@moment_rule(torch.clamp, torch.clip, kind=Kind.ELEMENTWISE)
+@moment_rule(torch.clamp, torch.clip, torch.clamp_min, kind=Kind.ELEMENTWISE)
 def clamp(input: GaussianMoments, min: Any = None, max: Any = None) -> GaussianMoments:
     """Moments of x cut off at bounds that are numbers. Status: exact.
 
@@ -90,16 +89,10 @@ def clamp(input: GaussianMoments, min: Any = None, max: Any = None) -> GaussianM
     return _clipped(input, _bound(min, -math.inf), _bound(max, math.inf))
 
 
-@moment_rule(torch.clamp_min, kind=Kind.ELEMENTWISE)
-def clamp_min(input: GaussianMoments, min: Any) -> GaussianMoments:
-    """Moments of x cut off below. Status: exact."""
-    return _clipped(input, _bound(min, -math.inf), math.inf)
-
-
 @moment_rule(torch.clamp_max, kind=Kind.ELEMENTWISE)
 def clamp_max(input: GaussianMoments, max: Any) -> GaussianMoments:
     """Moments of x cut off above. Status: exact."""
-    return _clipped(input, -math.inf, _bound(max, math.inf))
+    return clamp(input, max=max)
 
 
 @moment_rule(F.threshold, torch.threshold, kind=Kind.ELEMENTWISE)

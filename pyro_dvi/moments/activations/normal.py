@@ -70,6 +70,7 @@ def _kept(numbers: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.tensor(numbers, dtype=dtype, device=device)
 
 
+@lru_cache(maxsize=64)
 def gauss_hermite(order: int) -> Nodes:
     """Return nodes and weights for the standard Gaussian; weights sum to one."""
     z, w = np.polynomial.hermite_e.hermegauss(order)
