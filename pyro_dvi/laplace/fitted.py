@@ -13,7 +13,6 @@ from torch.distributions import constraints
 
 from pyro_dvi.batches import mapped
 from pyro_dvi.errors import CheckpointError, DviWarning, GuideError, UnsupportedError
-from pyro_dvi.handlers.fingerprint import Fingerprint
 from pyro_dvi.laplace.energy.batch_graph import refuse_torch_modes
 from pyro_dvi.laplace.energy.layout import Layout
 from pyro_dvi.laplace.energy.precision import GGN, PrecisionMatrix
@@ -30,18 +29,14 @@ class Fitted:
     Attributes:
         posterior: the Gaussian.
         layout: what varies, in the order of its vectors.
-        point: the mode, and the U that it belongs to.
+        point: the mode, and the U that it belongs to, with its data and its model.
         curvature: which matrix its precision is.
-        model: what the model said at the mode; None where it could not be asked.
-        data: checksum of the batches, if a whole pass was made.
     """
 
     posterior: LaplacePosterior
     layout: Layout
     point: PointMass
     curvature: PrecisionMatrix = field(default_factory=GGN)
-    model: Fingerprint | None = None
-    data: float | None = None
 
     def draw(self, count: int) -> dict[str, Tensor]:
         """Draw unconstrained values ``[count, *site]`` of every site."""
@@ -73,7 +68,8 @@ class Fitted:
             UnsupportedError: in half precision, which would look like another model.
         """
         refuse_torch_modes(self.posterior.mode.device)
-        differences = "" if self.model is None else self.model.differences(model, latents, plates)
+        known = self.point.model
+        differences = "" if known is None else known.differences(model, latents, plates)
         if differences:
             raise GuideError(
                 f"the model has changed since guide.fit, or is another one, so that the Gaussian does not belong to it "
@@ -94,12 +90,8 @@ class Fitted:
             "posterior": posterior,
             "kind": type(self.posterior).__name__,
             "sites": {name: self.layout.chosen.get(name) for name in self.layout.names},
-            "mode": dict(self.point.locs),
-            "scale_factors": dict(self.point.scale_factors),
-            "kl_weight": self.point.kl_weight,
+            "point": self.point.state(),
             "curvature": type(self.curvature).__name__,
-            "model": None if self.model is None else self.model.state(),
-            "data": self.data,
         }
 
     @staticmethod
@@ -112,14 +104,12 @@ class Fitted:
         if state is None:
             return None
         try:
-            point = PointMass(state["mode"], dict(state["scale_factors"]), state["kl_weight"])
+            point = PointMass.from_state(state["point"])
             return Fitted(
                 LaplacePosterior.of_kind(state["kind"], state["posterior"]),
                 Layout({name: point.locs[name].shape for name in state["sites"]}, state["sites"]),
                 point,
                 PrecisionMatrix.of_kind(state["curvature"]),
-                None if state["model"] is None else Fingerprint(**state["model"]),
-                state["data"],
             )
         except KeyError as missing:
             raise CheckpointError(

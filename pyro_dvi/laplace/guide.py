@@ -126,18 +126,17 @@ class LaplaceGuide(GaussianGuide):
     ) -> LaplacePosterior:
         """Look at the mode, make the Gaussian by the method that is taken then, and remember it."""
         self._fitted, self._refused = None, method  # an error leaves no Gaussian
-        point = self._point_mass()
-        minimum_of, looked_at, known = self._place(point, energy)
+        minimum_of, looked_at, known = self._place(self._point_mass(), energy)
         method, found = policy.look(method, looked_at, known)
         posterior = posterior_of(method, energy.at(energy.start))
         energy.report = None
-        checksum, seen = energy.passes.checksum, self._fingerprint(energy)
+        point = self._point_of(energy)
         if found is not None:
             found = warned_if_far(found, posterior, looked_at)
             if found.near:
-                self._certify(minimum_of, looked_at, found, seen)
+                self._certify(replace(point, scale_factors=minimum_of.scale_factors), looked_at, found)
         self._method, self._refused = method, None
-        self._fitted = Fitted(posterior, energy.layout, point, method.curvature, seen, checksum)
+        self._fitted = Fitted(posterior, energy.layout, point, method.curvature)
         return posterior
 
     def log_evidence(
@@ -174,7 +173,7 @@ class LaplaceGuide(GaussianGuide):
         energy = self.energy(batches, subset=subset if fitted is None else fitted.layout)
         if fitted is not None:
             self.check_model(self._plain_model.get(), plates=True)
-        known = () if fitted is None else (fitted.posterior, fitted.data)
+        known = () if fitted is None else (fitted.posterior, fitted.point.data)
         return log_evidence(energy, self._curvature, determinant, *known)
 
     @property

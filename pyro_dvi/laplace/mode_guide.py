@@ -175,20 +175,19 @@ class ModeGuide(FactorisedGuide):
             callback=callback,
         )
         if report.converged:
-            self._certify(self._point_mass(), energy, report, self._fingerprint(energy))
+            self._certify(self._point_of(energy), energy, report)
         return report
 
-    def _fingerprint(self, energy: Energy) -> Fingerprint | None:
-        return Fingerprint.of(self._plain_model.get(), *energy.passes.first_again(), self.median())
+    def _point_of(self, energy: Energy) -> PointMass:
+        """The mode as it is now, with the data of U and what the model says at it."""
+        data = energy.passes.checksum
+        model = Fingerprint.of(self._plain_model.get(), *energy.passes.first_again(), self.median())
+        return replace(self._point_mass(), data=data, model=model)
 
-    def _certify(
-        self, point: PointMass, energy: Energy, shown: Polished | Diagnosis, seen: Fingerprint | None
-    ) -> None:
+    def _certify(self, point: PointMass, energy: Energy, shown: Polished | Diagnosis) -> None:
         assert shown.newton_decrement is not None
         whole = tuple(name for name in energy.layout.names if name not in energy.layout.chosen)
-        self._certificate = Certificate(
-            point, whole, energy.passes.checksum, shown.curvature, shown.newton_decrement, seen
-        )
+        self._certificate = Certificate(point, whole, shown.curvature, shown.newton_decrement)
 
     def _place(self, point: PointMass, energy: Energy) -> tuple[PointMass, Energy, Certificate | None]:
         """Of which U the mode should be a minimum: not of the tuned one, unless polished since; what is known of it."""
@@ -226,5 +225,5 @@ class ModeGuide(FactorisedGuide):
         energy = self.energy(batches, subset=subset)
         found = diagnose(energy, tolerance=tolerance, steps=steps)
         if found.near:
-            self._certify(self._point_mass(), energy, found, self._fingerprint(energy))
+            self._certify(self._point_of(energy), energy, found)
         return found

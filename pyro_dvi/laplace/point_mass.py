@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pyro_dvi.devices import device_of
 from pyro_dvi.errors import ArgumentError, GuideError
+from pyro_dvi.handlers.fingerprint import Fingerprint
 from pyro_dvi.laplace.energy.energy import Energy
 from pyro_dvi.laplace.energy.layout import Layout, Subset
 from pyro_dvi.laplace.energy.query import Query
@@ -27,11 +28,26 @@ class PointMass:
         locs: the unconstrained mode of every site.
         scale_factors: what multiplies the scales of sites in U.
         kl_weight: :math:`\beta`.
+        data: checksum of the batches, where something was done with all of them.
+        model: what the model said at the mode; None where it could not be asked.
     """
 
     locs: Mapping[str, Tensor]
     scale_factors: Mapping[str, float] = field(default_factory=dict)
     kl_weight: float = 1.0
+    data: float | None = None
+    model: Fingerprint | None = None
+
+    def state(self) -> dict[str, Any]:
+        """Return tensors and plain values, for files."""
+        model = None if self.model is None else self.model.state()
+        return {**vars(self), "scale_factors": dict(self.scale_factors), "model": model}
+
+    @staticmethod
+    def from_state(state: Mapping[str, Any]) -> "PointMass":
+        """Make what :meth:`state` describes."""
+        model = None if state["model"] is None else Fingerprint(**state["model"])
+        return PointMass(state["locs"], state["scale_factors"], state["kl_weight"], state["data"], model)
 
     def layout(self, subset: Subset | None = None) -> Layout:
         """Return the order of what varies.

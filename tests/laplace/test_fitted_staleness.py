@@ -119,7 +119,7 @@ def test_a_loaded_gaussian_brings_its_curvature():
 def test_files_of_other_versions_are_named():
     guide = fitted()
     state = guide.state_dict()
-    del state["_extra_state"]["gaussian"]["model"]
+    del state["_extra_state"]["gaussian"]["point"]["model"]
     with pytest.raises(CheckpointError, match="has no model.*another version"):
         guide.load_state_dict(state)
     state = guide.state_dict()

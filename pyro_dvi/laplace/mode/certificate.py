@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import Tensor
 
-from pyro_dvi.handlers.fingerprint import Fingerprint
 from pyro_dvi.laplace.energy.energy import Energy
 from pyro_dvi.laplace.energy.passes import same_data
 from pyro_dvi.laplace.point_mass import PointMass
@@ -20,20 +19,16 @@ class Certificate:
     r"""That a mode is a minimum, or has no slope; nothing changes it, and any move of the mode ends it.
 
     Attributes:
-        point: the mode, and the U that it belongs to.
+        point: the mode, and the U that it belongs to, with its data and its model.
         sites: those all of whose entries varied.
-        data: checksum of the batches.
         curvature: ``"Hessian"`` for a minimum with a positive definite Hessian; ``"GGN"`` where there is only no slope.
         decrement: :math:`g^\top P^{-1} g` with that matrix, from above.
-        model: what the model said at the mode; None where it could not be asked.
     """
 
     point: PointMass
     sites: tuple[str, ...]
-    data: float
     curvature: str
     decrement: float
-    model: Fingerprint | None = None
 
     def is_of(self, point: PointMass) -> bool:
         """Whether it is about this mode of this U."""
@@ -49,19 +44,17 @@ class Certificate:
         """
         return (
             set(energy.layout.names) <= set(self.sites)
-            and same_data(self.data, energy.passes.checksum)
-            and (self.model is None or not self.model.differences(model, latents))
+            and same_data(self.point.data, energy.passes.checksum)
+            and (self.point.model is None or not self.point.model.differences(model, latents))
         )
 
     def state(self) -> dict[str, Any]:
         """Return tensors and plain values, for files."""
-        model = None if self.model is None else self.model.state()
-        return {**vars(self), "point": dict(vars(self.point)), "model": model}
+        return {**vars(self), "point": self.point.state()}
 
     @staticmethod
     def from_state(state: Mapping[str, Any] | None) -> "Certificate | None":
         """Make what :meth:`state` describes."""
         if state is None:
             return None
-        model = None if state["model"] is None else Fingerprint(**state["model"])
-        return Certificate(**{**state, "point": PointMass(**state["point"]), "model": model})
+        return Certificate(**{**state, "point": PointMass.from_state(state["point"])})

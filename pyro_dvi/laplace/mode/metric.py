@@ -4,7 +4,6 @@
 import warnings
 
 import torch
-from torch import Tensor
 
 from pyro_dvi.devices import widest
 from pyro_dvi.errors import DviWarning, ModelError, NotPositiveDefiniteError, UnsupportedError
@@ -33,16 +32,13 @@ def metric_at(local: LocalEnergy) -> Metric:
             factor, failed = torch.linalg.cholesky_ex(matrix.to(widest(matrix.device)))
             if not bool(failed):
                 return CholeskyMetric(factor.to(local.point))
-        return _by_factors(local) or DiagonalMetric(
-            _positive(prior_diagonal(local, "polish") + likelihood_diagonal(local))
-        )
+        if (factors := _by_factors(local)) is not None:
+            return factors
+        diagonal = prior_diagonal(local, "polish") + likelihood_diagonal(local)
+        # One where a prior bends down, or is flat and no data are near.
+        return DiagonalMetric(torch.where(diagonal > 0, diagonal, 1.0))
     except (ModelError, UnsupportedError):
         return DiagonalMetric(local.prior_scale.square().reciprocal())
-
-
-def _positive(diagonal: Tensor) -> Tensor:
-    """Put one where a prior bends down, or is flat and no data are near."""
-    return torch.where(diagonal > 0, diagonal, 1.0)
 
 
 def _by_factors(local: LocalEnergy) -> Metric | None:
