@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from pyro_dvi.curvature.base import row_norms
+
 __all__ = ["minus_log_density", "multiplicative_divergence", "normal_divergence"]
 
 Tensors = Sequence[Tensor]  # one of each site
@@ -123,10 +125,12 @@ class _GaussianSums(Function):
         ctx.save_for_backward(*tensors)
         ctx.size = size
         locs, prior_locs, *scales = _in_groups(tensors, size)
-        norms = [torch.linalg.vector_norm(loc - m) for loc, m in zip(locs, prior_locs, strict=True)]
+        pairs = zip(locs, prior_locs, strict=True)
+        norms = [torch.linalg.vector_norm(row_norms(loc - m)) for loc, m in pairs]
         if not scales:
             return torch.stack(norms).square(), None
-        squares = torch.stack([*norms, *torch._foreach_norm(scales[0])]).square().view(2, size).sum(0)
+        norms += torch._foreach_norm(list(map(row_norms, scales[0])))
+        squares = torch.stack(norms).square().view(2, size).sum(0)
         pairs = zip(known, scales[0], strict=True)
         return squares, torch.stack([(scale.log() if log is None else log).sum() for log, scale in pairs])
 

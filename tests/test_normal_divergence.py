@@ -243,3 +243,12 @@ def test_single_precision(scale):
         assert single.dtype == torch.float32
         error = (single.double() - exact).abs()
         assert (error <= 1e-4 * exact.abs().clamp_min(exact.abs().mean() * 1e-2)).all()
+
+
+def test_millions_of_weights_in_single_precision():
+    torch.manual_seed(0)
+    scale = torch.rand(1500, 2, 700) + 1
+    zero, one = torch.zeros(()), torch.ones(())
+    exact = normal_divergence([scale.double()], [scale.double()], [zero.double()], [one.double()])
+    single = normal_divergence([scale], [scale], [zero], [one])
+    assert single.item() == pytest.approx(exact.item(), rel=1e-6)

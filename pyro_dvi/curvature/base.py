@@ -88,6 +88,11 @@ def half_weighted_squares(scales: Sequence[Tensor], gradients: Sequence[Tensor])
     return total
 
 
+def row_norms(x: Tensor) -> Tensor:
+    """Return a tensor of the same norm, of fewer numbers if they are many: torch rounds each partial sum of squares."""
+    return torch.linalg.vector_norm(x.flatten(1), dim=1) if x.dim() > 1 and x.numel() > 1 << 18 else x
+
+
 def sum_of(terms: Sequence[Tensor]) -> Tensor:
     return torch.stack(list(terms)).sum() if len(terms) > 1 else terms[0]
 
@@ -102,7 +107,7 @@ class _HalfWeightedSquares(Function):
     def forward(ctx: Any, size: int, *tensors: Tensor) -> Tensor:
         ctx.save_for_backward(*tensors)
         pairs = zip(tensors[:size], tensors[size:], strict=True)
-        norms = [torch.linalg.vector_norm(scale * g) for scale, g in pairs]
+        norms = [torch.linalg.vector_norm(row_norms(scale * g)) for scale, g in pairs]
         return torch.stack(norms).square().sum().mul_(0.5)
 
     @staticmethod

@@ -44,9 +44,6 @@ def linear(input: Any, weight: Any, bias: Any = None) -> GaussianMoments:
 class _Linear(Layer):
     """A linear layer of rows."""
 
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return F.linear(x, weight, bias)
-
     def gradients(self, g: Tensor, x: Tensor, weight: Tensor, wanted: tuple) -> Gradients:
         rows = _rows(g)
         return (
@@ -75,7 +72,7 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
 
 
-_LINEAR, _MATMUL = _Linear(), _Matmul()
+_LINEAR, _MATMUL = _Linear(F.linear), _Matmul(torch.matmul)
 
 
 @moment_rule(torch.matmul, torch.mm, torch.bmm, torch.mv)

@@ -81,11 +81,18 @@ Gradients = tuple[Tensor | None, ...]
 
 
 class Layer(ABC):
-    """A map that knows its gradients, so that both moments are one function for autograd."""
+    """A map that knows its gradients, so that both moments are one function for autograd.
 
-    @abstractmethod
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, /) -> Tensor:
+    Args:
+        function: the map.
+    """
+
+    def __init__(self, function: Map) -> None:
+        self.function = function
+
+    def __call__(self, *factors: Tensor) -> Tensor:
         """Return the product, plus the bias."""
+        return self.function(*factors)
 
     @abstractmethod
     def gradients(self, g: Tensor, x: Tensor, weight: Tensor, wanted: tuple) -> Gradients:
@@ -118,9 +125,11 @@ def bilinear_moments(
     variance = None if noisy else variance_of(weight)
     factors = loc_of(x), variance_of(x), loc_of(weight), variance, alpha if noisy else None
     biases = loc_of(bias), variance_of(bias)
-    # Autocast chooses dtypes inside the product, and does not do so for gradients.
-    if isinstance(product, Layer) and not torch.is_autocast_enabled(x.device.type):
-        return GaussianMoments(*_LayerMoments.apply(product, *factors, *biases))
+    if isinstance(product, Layer):
+        # Autocast chooses dtypes inside the product, and does not do so for gradients; torch.func transforms operators.
+        if not (torch.is_autocast_enabled(x.device.type) or torch._C._are_functorch_transforms_active()):
+            return GaussianMoments(*_LayerMoments.apply(product, *factors, *biases))
+        product = product.function
     return GaussianMoments(*_moments(product, factors, biases))
 
 

@@ -36,7 +36,7 @@ def _convolution(function: Callable[..., Tensor], dims: int) -> Callable[..., Ga
         given: dict[str, Any] = {**defaults, **dict(zip(defaults, options, strict=False)), **named}
         product: Any = partial(function, **given)
         if input.dim() == dims + 2 and given["padding"] != "same":
-            product = _Convolution(transposed, given)
+            product = _Convolution(product, transposed, given)
         if isinstance(input, GaussianMoments) or isinstance(weight, GaussianMoments):
             alpha = (
                 _alpha_of_transposed_inputs(weight)
@@ -52,14 +52,12 @@ def _convolution(function: Callable[..., Tensor], dims: int) -> Callable[..., Ga
 class _Convolution(Layer):
     """A convolution of a batch, or its transpose."""
 
-    def __init__(self, transposed: bool, given: dict[str, Any]) -> None:
+    def __init__(self, function: Callable[..., Tensor], transposed: bool, given: dict[str, Any]) -> None:
+        super().__init__(function)
         padding = 0 if given["padding"] == "valid" else given["padding"]
         sizes = given["stride"], padding, given["dilation"], given.get("output_padding", 0)
         *first, last = ([size] if isinstance(size, int) else size for size in sizes)
         self.options = (*first, transposed, last, given["groups"])
-
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return torch.convolution(x, weight, bias, *self.options)
 
     def gradients(self, g: Tensor, x: Tensor, weight: Tensor, wanted: tuple) -> Gradients:
         sizes = [g.shape[1]] if wanted[2] else None

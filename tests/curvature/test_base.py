@@ -29,9 +29,10 @@ def test_half_weighted_squares_have_the_gradients_of_their_formula(shared, const
     )
 
 
-def test_half_weighted_squares_in_single_precision():
+@pytest.mark.parametrize("rows", [300, 10_000])
+def test_half_weighted_squares_in_single_precision(rows):
     torch.manual_seed(0)
-    scales, gradients = ([1e-2 * torch.rand(300, 200).double()] for _ in range(2))
+    scales, gradients = ([1e-2 * torch.rand(rows, 200).double()] for _ in range(2))
     exact = half_sum(scales, [g.square() for g in gradients])
     single = half_weighted_squares([s.float() for s in scales], [g.float() for g in gradients])
     assert single.item() == pytest.approx(exact.item(), rel=1e-6)

@@ -204,3 +204,15 @@ def test_bags_of_weighted_rows() -> None:
     v = table.variance
     by_hand = torch.stack([2.5**2 * v[0] + v[3], 0.3**2 * v[4] + 0.4**2 * v[2]])
     torch.testing.assert_close(y.variance, by_hand)
+
+
+def test_transforms_of_torch_func() -> None:
+    x, v, w = torch.randn(4, 3), torch.rand(4, 3), torch.randn(2, 3, requires_grad=True)
+
+    def total(w: Tensor) -> Tensor:
+        y = F.linear(GaussianMoments(x, v), GaussianMoments(w, v[:2])) @ torch.ones(2, 1)
+        return y.loc.sum() + y.variance.square().sum()
+
+    (expected,) = torch.autograd.grad(total(w), w)
+    found = torch.func.vmap(torch.func.grad(total))(torch.stack([w.detach(), 2 * w.detach()]))
+    torch.testing.assert_close(found[0], expected)

@@ -92,3 +92,12 @@ def test_nothing_is_kept_for_gradients_but_inputs_and_weights(multiplicative: bo
         F.conv2d(x, weight)
     given = {t.data_ptr() for t in (x.loc, x.variance, loc, noise)}
     assert {t.data_ptr() for t in kept} == given
+
+
+@pytest.mark.parametrize("function", [F.conv2d, F.conv_transpose2d])
+def test_autocast_chooses_the_dtype_of_a_convolution(function: Callable) -> None:
+    x, weight = GaussianMoments(torch.randn(2, 3, 4, 4), torch.rand(2, 3, 4, 4)), torch.randn(3, 3, 3, 3)
+    with torch.autocast("cpu", torch.bfloat16):
+        y, expected = function(x, weight), function(x.loc, weight)
+    assert y.loc.dtype == y.variance.dtype == expected.dtype == torch.bfloat16
+    torch.testing.assert_close(y.loc, expected)
