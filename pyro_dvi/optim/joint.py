@@ -65,12 +65,14 @@ class JointOptim(PyroOptim):
             *args: of the torch optimizer's ``step``.
             **kwargs: likewise.
         """
-        params = list(params)
+        params, store = list(params), pyro.get_param_store()
         for parameter in params:
             is_plain = parameter.is_contiguous() and not _has_sparse_gradient(parameter)
             place = parameter.device, parameter.dtype, is_plain
             if self._places.get(parameter) != place:
-                self._adopt(parameter, self._state_known_of(parameter))
+                name, held = store.param_name(parameter), self.optim_objs.get(parameter)
+                waiting = self._state_waiting_to_be_consumed.get(name)
+                self._adopt(parameter, waiting if held is None else _states(held)[parameter])
                 self._places[parameter] = place
             if (clip := self.grad_clip[parameter]) is not None:
                 clip(parameter)
@@ -103,12 +105,6 @@ class JointOptim(PyroOptim):
         for name, parameter in pyro.get_param_store().named_parameters():
             if name in state_dict and parameter in self._places:
                 self._adopt(parameter, self._state_waiting_to_be_consumed[name])
-
-    def _state_known_of(self, parameter: Tensor) -> dict[str, Any] | None:
-        """The state of a parameter that has moved, or what waits for a new one; None for neither."""
-        if parameter in self.optim_objs:
-            return _states(self.optim_objs[parameter])[parameter]
-        return self._state_waiting_to_be_consumed.get(pyro.get_param_store().param_name(parameter))
 
     def _adopt(self, parameter: Tensor, state: dict[str, Any] | None) -> None:
         """Give a parameter an optimizer in this state: that of others whose options are the same, if there is one."""
@@ -201,18 +197,17 @@ def load_state(held: Any, state: dict[str, Any]) -> None:
 
 def _kernels(constructor: Any, parameter: Tensor, options: dict[str, Any]) -> dict[str, bool]:
     """The option by which torch takes its fastest kernel for this parameter; none where the user has spoken."""
-    offered = inspect.signature(constructor).parameters
+    offered, device = inspect.signature(constructor).parameters, parameter.device.type
     spoken = (_KERNELS | {"differentiable", "capturable"}) & options.keys()
-    if spoken or type(parameter) not in (Tensor, nn.Parameter) or any(map(torch.is_tensor, options.values())):
+    odd = type(parameter) not in (Tensor, nn.Parameter) or _has_sparse_gradient(parameter)
+    if spoken or odd or device not in ("cpu", "cuda") or any(map(torch.is_tensor, options.values())):
         return {}
-    if _has_sparse_gradient(parameter):
-        return {}
-    cuda = parameter.is_cuda and constructor is not torch.optim.Adagrad
-    # The fused SGD cannot begin the momentum of one parameter where others have theirs.
-    if "fused" in offered and not options.get("momentum") and (parameter.device.type == "cpu" or cuda):
-        if parameter.is_floating_point() and parameter.is_contiguous():
-            return {"fused": True}
-    return {"foreach": True} if "foreach" in offered and parameter.device.type in ("cpu", "cuda") else {}
+    # The fused SGD cannot begin the momentum of one parameter where others have theirs; Adagrad has it on the CPU only.
+    fused = "fused" in offered and not options.get("momentum")
+    fused &= device == "cpu" or constructor is not torch.optim.Adagrad
+    if fused and parameter.is_floating_point() and parameter.is_contiguous():
+        return {"fused": True}
+    return {"foreach": True} if "foreach" in offered else {}
 
 
 def _has_sparse_gradient(parameter: Tensor) -> bool:
