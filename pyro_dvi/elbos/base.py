@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pyro_dvi.autograd_graph import leaves_of
 from pyro_dvi.choice import check_count, check_kl_weight
-from pyro_dvi.curvature.base import twice_differentiated
+from pyro_dvi.curvature.base import sum_of, twice_differentiated
 from pyro_dvi.errors import (
     CheckpointError,
     GuideError,
@@ -146,12 +146,10 @@ class DeterministicELBO(ELBO):
             )
         weight = self.current_kl_weight()
         with torch.enable_grad():
-            terms = self._evaluate(call, weight, training)
-            for _ in range(self.num_particles - 1):
-                more = self._evaluate(call, weight, training)
-                terms = {k: terms[k] + more[k] for k in terms}
-            if self.num_particles > 1:
-                terms = {k: v / self.num_particles for k, v in terms.items()}
+            runs = [self._evaluate(call, weight, training) for _ in range(self.num_particles)]
+            terms = (
+                {k: sum_of([run[k] for run in runs]) / len(runs) for k in runs[0]} if runs[1:] else runs[0]
+            )
         kind = terms["loss"].device.type
         if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is torch.float16:
             raise UnsupportedError(

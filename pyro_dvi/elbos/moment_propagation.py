@@ -3,7 +3,6 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -114,17 +113,15 @@ class MomentPropagationELBO(DeterministicELBO):
 
     def _evaluate(self, call: Call, kl_weight: float, training: bool) -> dict[str, Tensor]:
         structure, first = self._looked_at(call, training)
-        floor = nullcontext() if self.variance_floor is None else variance_floor(self.variance_floor)
-        around = partial(self._likelihoods, first)
-        with floor:
-            run = run_with_moments(call, structure.sampled, around)
+        run = run_with_moments(call, structure.sampled, partial(self._moments_taken, first))
         observed = self._observed(run.model_trace)
         for site in observed.sites:
             refuse_moments(site.fn, site.name)
             if first:
                 _check_shape(site, structure.shapes.get(site.name))
         if self.weighting is not None and training:
-            observed.sites = [self._weighted(site, self.weighting) for site in observed.sites]
+            for site in observed.sites:
+                site.scale = site.scale * self.weighting.weights(at_mean(site.fn), self.step)
         log_likelihood = observed.log_likelihood()
         if first:
             _check_reached(log_likelihood, run.latents, structure.reached)
@@ -132,15 +129,13 @@ class MomentPropagationELBO(DeterministicELBO):
         return {"loss": kl_weight * kl - log_likelihood, "log_likelihood": log_likelihood, "kl": kl}
 
     @contextmanager
-    def _likelihoods(self, first: bool, given: Mapping[str, GaussianMoments]) -> Iterator[None]:
+    def _moments_taken(self, first: bool, given: Mapping[str, GaussianMoments]) -> Iterator[None]:
         with (
+            nullcontext() if self.variance_floor is None else variance_floor(self.variance_floor),
             uncertain_likelihoods(self.estimator),
             warned_of_repeated_uses(given) if first else nullcontext(),
         ):
             yield
-
-    def _weighted(self, site: ObservedSite, weighting: ExampleWeighting) -> ObservedSite:
-        return replace(site, scale=site.scale * weighting.weights(at_mean(site.fn), self.step))
 
 
 def _check_shape(site: ObservedSite, expected: torch.Size | None) -> None:

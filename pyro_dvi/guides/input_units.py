@@ -17,7 +17,16 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from pyro_dvi.errors import ArgumentError
 from pyro_dvi.undisturbed import modules_met
 
-__all__ = ["Axes", "InputAxis", "InputUnits", "Layers", "chosen_units", "layers_called", "units_of_layer"]
+__all__ = [
+    "Axes",
+    "InputAxis",
+    "InputUnits",
+    "Layers",
+    "check_input_axis",
+    "chosen_units",
+    "layers_called",
+    "units_of_layer",
+]
 
 Axes = int | tuple[int, ...] | None
 """An axis, several, or None for a site that is no weight."""
@@ -141,14 +150,26 @@ def chosen_units(input_axis: InputAxis, name: str, dims: int, owned: bool) -> In
     return False if input_axis is None or owned else _checked(input_axis, name, dims)
 
 
+def check_input_axis(input_axis: Any) -> None:
+    """Raise ArgumentError if the option of the guide has a form that it cannot have."""
+    if isinstance(input_axis, Mapping):
+        if not all(isinstance(name, str) for name in input_axis):
+            raise ArgumentError(f"the keys of input_axis must be site names, got {list(input_axis)}")
+    elif input_axis is not None and not callable(input_axis):
+        _several("input_axis, if it is no mapping from site names and no callable of them,", input_axis)
+
+
+def _several(what: str, axes: Any) -> tuple[int, ...]:
+    several = axes if isinstance(axes, tuple) else (axes,)
+    if not several or not all(isinstance(axis, int) and not isinstance(axis, bool) for axis in several):
+        raise ArgumentError(f"{what} must be an axis, a tuple of axes, or None for no weight; got {axes!r}")
+    return several
+
+
 def _checked(axes: Any, name: str, dims: int) -> InputUnits | None:
     if axes is None:
         return None
-    several = axes if isinstance(axes, tuple) else (axes,)
-    if not several or not all(isinstance(axis, int) and not isinstance(axis, bool) for axis in several):
-        raise ArgumentError(
-            f"input_axis of site {name!r} must be an axis, a tuple of axes, or None for no weight; got {axes!r}"
-        )
+    several = _several(f"input_axis of site {name!r}", axes)
     if not all(-dims <= axis < dims for axis in several) or len({a % dims for a in several}) < len(several):
         raise ArgumentError(
             f"input_axis of site {name!r} is {axes!r}, but its values have {dims} dimensions: choose different axes "

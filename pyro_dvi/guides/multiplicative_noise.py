@@ -17,6 +17,7 @@ from pyro_dvi.guides.input_units import (
     InputAxis,
     InputUnits,
     Layers,
+    check_input_axis,
     chosen_units,
     layers_called,
     units_of_layer,
@@ -119,7 +120,7 @@ class MultiplicativeNoiseGuide(FactorisedGuide):
         biases = Deterministic() if biases is None else biases
         if not isinstance(biases, Factor) or biases.store not in (None, "scales"):
             raise TypeError(f"biases must be Deterministic() or MeanField(), got {biases!r}")
-        _check_input_axis(input_axis)
+        check_input_axis(input_axis)
         super().__init__(model, init_loc_fn=init_loc_fn, create_plates=create_plates)
         self.initial_rho = float(initial_rho)
         self.biases = biases
@@ -185,18 +186,3 @@ class MultiplicativeNoise(Factor):
 def _is_torch_layer(owner: nn.Module | None) -> bool:
     """Whether a module is one of torch's or derived from it, so that its layout is known."""
     return any(c.__module__.startswith("torch.nn.") and c is not nn.Module for c in type(owner).__mro__)
-
-
-def _check_input_axis(input_axis: Any) -> None:
-    if input_axis is None or callable(input_axis):
-        return
-    if isinstance(input_axis, Mapping):
-        if not all(isinstance(name, str) for name in input_axis):
-            raise ArgumentError(f"the keys of input_axis must be site names, got {list(input_axis)}")
-        return
-    axes = input_axis if isinstance(input_axis, tuple) else (input_axis,)
-    if not axes or not all(isinstance(axis, int) and not isinstance(axis, bool) for axis in axes):
-        raise ArgumentError(
-            "input_axis must be an axis, a tuple of axes, a mapping from site names to these, or a callable of the "
-            f"site name; got {input_axis!r}"
-        )

@@ -52,15 +52,20 @@ class ScaleFamily(ABC):
         """
 
 
-def _check_offset(log_offset: float) -> None:
-    if not -20 <= log_offset <= 5:
-        raise ArgumentError(
-            f"log_offset is log(posterior scale / prior scale) at the start, got {log_offset}: try -3"
-        )
-
-
 @dataclass(frozen=True)
-class PerWeight(ScaleFamily):
+class _FromPrior(ScaleFamily):
+    """Standard deviations that start as a fraction of the prior's."""
+
+    log_offset: float = -3.0
+
+    def __post_init__(self) -> None:
+        if not -20 <= self.log_offset <= 5:
+            raise ArgumentError(
+                f"log_offset is log(posterior scale / prior scale) at the start, got {self.log_offset}: try -3"
+            )
+
+
+class PerWeight(_FromPrior):
     r"""One standard deviation per weight, :math:`\log\sigma = \log s - 3` at the start.
 
     Args:
@@ -69,27 +74,16 @@ class PerWeight(ScaleFamily):
     Source: Unlu & Aitchison (2021), section 4.
     """
 
-    log_offset: float = -3.0
-
-    def __post_init__(self) -> None:
-        _check_offset(self.log_offset)
-
     def initial(self, loc: Tensor, prior_scale: Tensor, event_dim: int) -> Tensor:
         return (prior_scale * torch.full_like(loc, self.log_offset).exp()).contiguous()
 
 
-@dataclass(frozen=True)
-class PerSite(ScaleFamily):
+class PerSite(_FromPrior):
     r"""One standard deviation shared by all weights of a site (per plate element for local latents).
 
     Args:
         log_offset: initial :math:`\log(\sigma/s)` with the prior's standard deviation s (its mean over the site).
     """
-
-    log_offset: float = -3.0
-
-    def __post_init__(self) -> None:
-        _check_offset(self.log_offset)
 
     def initial(self, loc: Tensor, prior_scale: Tensor, event_dim: int) -> Tensor:
         scales = prior_scale.expand_as(loc)
