@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from pyro_dvi.errors import UnsupportedError
 
-__all__ = ["Function", "is_recording", "recorded", "rows_of"]
+__all__ = ["Function", "Watch", "is_recording", "recorded", "rows_of"]
 
 Function = Callable[..., Sequence[Tensor]]
 _RECORDING = ContextVar("recording", default=False)
@@ -50,6 +50,14 @@ def rows_of(inputs: Sequence[Tensor]) -> int:
     return next(len(value) for value in inputs if value.dim())
 
 
+class Watch(TorchDispatchMode):
+    """Sees every call of an operator, without importing the compiler of torch, which takes seconds."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
 @dataclass(frozen=True)
 class _Step:
     """One call of an operator."""
@@ -66,18 +74,13 @@ class _Step:
     @property
     def changed(self) -> set[int]:
         """Memory that is written to."""
-        if not self.func._schema.is_mutable:
-            return set()
-        named = {
-            a.name: v for a, v in zip(self.func._schema.arguments, self.args, strict=False)
-        } | self.kwargs
-        written = [
-            named.get(a.name) for a in self.func._schema.arguments if a.alias_info and a.alias_info.is_write
-        ]
+        expected = self.func._schema.arguments
+        named = {a.name: value for a, value in zip(expected, self.args, strict=False)} | self.kwargs
+        written = [named.get(a.name) for a in expected if a.alias_info and a.alias_info.is_write]
         return {_memory(tensor) for tensor in _tensors(written)}
 
 
-class _Run(TorchDispatchMode):
+class _Run(Watch):
     """One run of the function, every step of it. It keeps all tensors, so that each has a name of its own, its id."""
 
     def __init__(self, function: Function, inputs: Sequence[Tensor]) -> None:
@@ -171,7 +174,9 @@ class _Graph:
             return type(first)(self._shared(*parts) for parts in zip(*values, strict=True))
         if isinstance(first, dict):
             return {name: self._shared(*(value[name] for value in values)) for name in first}
-        return first if all(value == first for value in values) else self._size(*values)
+        return (
+            first if len({repr(value) for value in values}) == 1 else self._size(*values)
+        )  # by text, where NaN is NaN
 
     def _constant(self, *values: Tensor) -> fx.Node:
         if _memory(values[0]) in self._changed:
@@ -201,8 +206,10 @@ def _has_effect(node: fx.Node) -> bool:
 
 
 def _equal(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    pairs = zip(some, others, strict=True)
-    return all(a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
+    return all(
+        a.shape == b.shape and a.dtype == b.dtype and bool(torch.isclose(a, b, 0, 0, equal_nan=True).all())
+        for a, b in zip(some, others, strict=True)
+    )
 
 
 def _tensors(values: Any) -> list[Tensor]:

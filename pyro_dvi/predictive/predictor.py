@@ -217,7 +217,7 @@ class _Run:
         chunks = way.chunks(first, iter(others), lambda draw: statistics(node(draw)["fn"], None))
         if any(found is None for _, found in chunks):
             raise UnsupportedError(
-                "the model draws numbers itself, or keeps something from one run to the next"
+                "the model draws numbers itself, keeps something from one run to the next, or gives NaN"
             )
 
         def predicted(*inputs: Tensor) -> list[Tensor]:

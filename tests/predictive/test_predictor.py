@@ -10,13 +10,13 @@ import torch
 from pyro.infer.autoguide import AutoDiagonalNormal, AutoNormal
 from torch import nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import pyro_dvi as dvi
 from pyro_dvi import AtMean, MeanFieldGuide, Moments, ReverseDelta, Samples, predict, predictor, to_bayesian_
 from pyro_dvi.bayesian import Heteroscedastic
 from pyro_dvi.errors import DataError, UnsupportedError
 from pyro_dvi.links import Probit
+from pyro_dvi.recording import Watch
 
 N = 9
 
@@ -141,6 +141,21 @@ def test_dependent_posterior_and_default_rule():
     check(predictor(model, guide, x, seed=3), model, guide, x[:4], Samples(30))
 
 
+@pytest.mark.parametrize(("df", "method"), [(5.0, AtMean()), (5.0, Samples(4)), (0.5, AtMean())], ids=str)
+def test_distributions_that_write_nan_where_they_have_no_moments(df, method):
+    def model(x, y=None):
+        w = pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+        with pyro.plate("data", len(x)):
+            pyro.sample("obs", dist.StudentT(df, x @ w, 1.0), obs=y)
+
+    pyro.set_rng_seed(0)
+    model, guide, x = trained(model, torch.randn(N, 3), torch.randn(N))
+    found = predictor(model, guide, x, method, seed=3)(2 * x)
+    expected = predict(model, guide, 2 * x, method, seed=3)
+    torch.testing.assert_close(found.mean, expected.mean, equal_nan=True)
+    torch.testing.assert_close(found.variance, expected.variance, equal_nan=True)
+
+
 def test_several_inputs_and_sites():
     def model(x, group, y=None, z=None):
         w = pyro.sample("w", dist.Normal(torch.zeros(3, 4), 1.0).to_event(2))
@@ -163,7 +178,7 @@ def test_several_inputs_and_sites():
 
 
 def test_operators_are_those_of_the_network_and_few_more():
-    class Counted(TorchDispatchMode):
+    class Counted(Watch):
         count = 0
 
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pyro_dvi.devices import state_of
+from pyro_dvi.recording import Watch
 
 __all__ = ["Probe", "agrees"]
 
@@ -66,7 +66,7 @@ def agrees(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> bool:
         if not value.is_floating_point():
             continue
         tolerance = 10 * torch.finfo(value.dtype).eps ** 0.5
-        size = float(value.abs().max()) if value.numel() else 0.0
+        size = float(value.nan_to_num(0, 0, 0).abs().max()) if value.numel() else 0.0
         if not torch.allclose(found[name], value, rtol=tolerance, atol=tolerance * size, equal_nan=True):
             return False
     return True
@@ -101,7 +101,7 @@ def _generators(device: torch.device) -> tuple[Any, ...]:
     return state_of(device)[0]().numpy().tobytes(), pickle.dumps(np.random.get_state()), random.getstate()
 
 
-class _LargestOutput(TorchDispatchMode):
+class _LargestOutput(Watch):
     """Notes the size of the largest tensor that is computed."""
 
     def __init__(self) -> None:
