@@ -5,6 +5,7 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from copy import copy
 from typing import Any
 
 import pyro
@@ -276,6 +277,11 @@ class FactorisedGuide(AutoGuide):
             self._check_sites(sites)
             self._warn_of_shared_parameters(sites)
             self._seen = {name: self._setup_site(name, site) for name, site in sites.items()}
+            for site in sites.values():  # only shapes are asked for from now on
+                site["value"] = site["value"].new_zeros(()).expand(site["value"].shape)
+                if hasattr(site["fn"], "initial_value"):
+                    site["fn"] = copy(site["fn"])
+                    site["fn"].initial_value = None
         except Exception:
             self.prototype_trace = None  # so that a corrected call starts anew
             raise

@@ -348,3 +348,13 @@ def test_discrete_latents():
 
     with pytest.raises(ModelError, match="'k' is discrete"):
         NaturalGradientGuide(model).initialize(X)
+
+
+def test_a_guide_holds_no_weights_of_its_first_look_at_the_model():
+    model = dvi.bayesian.classifier(dvi.to_bayesian_(nn.Linear(3, 2), prior_scale=1.0), num_data=N)
+    guide = NaturalGradientGuide(model)
+    guide.initialize(X, torch.zeros(N, dtype=torch.long))
+    for name, site in guide.prototype_trace.iter_stochastic_nodes():
+        assert site["value"].shape == guide.median()[name].shape
+        assert site["value"].untyped_storage().nbytes() == 4
+        assert site["fn"].initial_value is None
