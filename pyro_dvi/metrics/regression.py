@@ -10,7 +10,7 @@ from torch import Tensor
 from pyro_dvi.errors import DataError
 from pyro_dvi.metrics.checks import numbers
 
-__all__ = ["coverage", "crps_gaussian", "crps_samples", "interval_width", "rmse"]
+__all__ = ["coverage", "crps_gaussian", "crps_samples", "interval_width", "mean_distance", "rmse"]
 
 
 def rmse(mean: Any, observed: Any) -> float:
@@ -118,11 +118,14 @@ def crps_gaussian(mean: Any, scale: Any, observed: Any) -> float:
     m, s, y = _alike(mean=mean, scale=scale, observed=observed)
     if s.min() < 0:
         raise DataError(f"scale is a standard deviation and must not be negative; found {float(s.min()):.6g}")
-    distance = y - m
-    z = distance / s.clamp_min(torch.finfo(s.dtype).tiny)
-    density = torch.exp(-0.5 * z.square()) / math.sqrt(2 * math.pi)
-    score = distance * torch.erf(z / math.sqrt(2)) + s * (2 * density - 1 / math.sqrt(math.pi))
-    return float(score.mean())
+    return float((mean_distance(y - m, s) - s / math.sqrt(math.pi)).mean())
+
+
+def mean_distance(distance: Tensor, scale: Tensor) -> Tensor:
+    """Return the mean of abs(x) for Gaussian x with these means and standard deviations."""
+    z = distance / scale.clamp_min(torch.finfo(scale.dtype).tiny)
+    density = math.sqrt(2 / math.pi) * torch.exp(-0.5 * z.square())
+    return scale * density + distance * torch.erf(z / math.sqrt(2))
 
 
 def crps_samples(draws: Any, observed: Any) -> float:

@@ -2,7 +2,7 @@
 """Statistics of batch normalisation for the network at the posterior mean."""
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -102,9 +102,9 @@ def recompute_batch_norm(
         (tensor([6.]), tensor([18.]))
     """
     check_loader(loader, passes=1)
-    found: dict[int, _BatchNorm] = {}
+    found: list[nn.Module] = []
     count = 0
-    with torch.no_grad(), poutine.block(), _cumulative_statistics((model, guide), found):
+    with torch.no_grad(), poutine.block(), _cumulative_statistics(found, model, guide):
         for args, kwargs in islice(batches(loader, device), num_batches):
             _at_mean(model, guide, args, kwargs)(*args, **kwargs)
             count += 1
@@ -117,47 +117,37 @@ def recompute_batch_norm(
                 "recompute_batch_norm: the model calls no batch normalisation with running statistics "
                 "(track_running_stats=True), so there is nothing to recompute. Leave the option out."
             )
-    return list(found.values())
+    return found
 
 
 @contextmanager
-def _cumulative_statistics(parts: tuple[Any, ...], found: dict[int, _BatchNorm]) -> Iterator[None]:
+def _cumulative_statistics(found: list[nn.Module], *parts: Any) -> Iterator[None]:
     """Put each BatchNorm that is called into cumulative averaging; undo everything but the result.
 
     Modules are met through a forward hook: a model that is a function does not list them.
     """
-    modes: dict[int, tuple[nn.Module, bool]] = {}
-    before: dict[int, tuple[float | None, dict[str, torch.Tensor]]] = {}
+    with ExitStack() as undo, ExitStack() as after_failure:
+        met: set[nn.Module] = set()
 
-    def meet(module: nn.Module) -> None:
-        if id(module) not in modes:
-            modes[id(module)] = (module, module.training)
-            module.training = False
-        if isinstance(module, _BatchNorm) and module.track_running_stats and id(module) not in found:
-            copies = {name: buffer.clone() for name, buffer in module.named_buffers(recurse=False)}
-            before[id(module)] = (module.momentum, copies)
-            found[id(module)] = module
-            module.reset_running_stats()
-            module.momentum = None  # torch's cumulative average
-            module.training = True
+        def switch_off(module: nn.Module) -> None:
+            if module not in met:
+                met.add(module)
+                undo.callback(setattr, module, "training", module.training)
+                module.training = False
 
-    for part in parts:
-        if isinstance(part, nn.Module):
-            modes.update({id(module): (module, module.training) for module in part.modules()})
-            part.eval()
-    try:
-        with modules_met(meet):
+        def accumulate(module: nn.Module) -> None:
+            if isinstance(module, _BatchNorm) and module.track_running_stats and module not in found:
+                found.append(module)
+                undo.callback(setattr, module, "momentum", module.momentum)
+                for buffer in module.buffers(recurse=False):
+                    after_failure.callback(buffer.copy_, buffer.clone())
+                module.reset_running_stats()
+                module.momentum = None  # torch's cumulative average
+                module.training = True
+
+        with modules_met(switch_off, *parts), modules_met(accumulate):
             yield
-    except BaseException:
-        for key, module in found.items():
-            for name, buffer in module.named_buffers(recurse=False):
-                buffer.copy_(before[key][1][name])
-        raise
-    finally:
-        for key, module in found.items():
-            module.momentum = before[key][0]
-        for module_, training in modes.values():
-            module_.training = training
+        after_failure.pop_all()
 
 
 def _at_mean(

@@ -21,6 +21,7 @@ from pyro_dvi.errors import ArgumentError
 from pyro_dvi.handlers.distributions import untransformed
 from pyro_dvi.links.mixture import PointMixture, distribution_function
 from pyro_dvi.links.noise import ShapedNormal
+from pyro_dvi.metrics.regression import mean_distance
 
 __all__ = ["crps", "marginal", "probabilities", "quantile"]
 
@@ -131,18 +132,8 @@ def crps(fn: Any, values: Tensor) -> Tensor:
     wide = widest(weights.device)
     loc, scale = (value.to(wide).movedim(dim, 0) for value in (normals.mean, normals.stddev))
     weights = weights.to(wide).reshape(*weights.shape, *[1] * (loc.dim() - weights.dim()))
-    variance = scale.square()
-    score = (weights * _absolute(values.to(wide) - loc, variance)).sum(0)
+    score = (weights * mean_distance(values.to(wide) - loc, scale)).sum(0)
     for i, weight in enumerate(weights):
-        apart = _absolute(loc[i] - loc, variance[i] + variance)
+        apart = mean_distance(loc[i] - loc, torch.hypot(scale[i], scale))
         score = score - 0.5 * weight * (weights * apart).sum(0)
     return score
-
-
-def _absolute(distance: Tensor, variance: Tensor) -> Tensor:
-    """Return E|x| of Gaussian x."""
-    scale = variance.sqrt()
-    z = distance / scale.clamp_min(torch.finfo(scale.dtype).tiny)
-    return scale * math.sqrt(2 / math.pi) * torch.exp(-0.5 * z.square()) + distance * torch.erf(
-        z / math.sqrt(2)
-    )
