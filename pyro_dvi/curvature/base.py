@@ -47,8 +47,10 @@ class Curvature(ABC):
     with a curvature :math:`c_\lambda \approx -\partial^2_\lambda \log p`. Subclasses say which.
 
     Adding one: subclass and implement :meth:`penalty`; override :meth:`recorder` if the run of the model has to be
-    watched or its functions replaced.
+    watched or its functions replaced. One that draws random numbers has its own ``generator``, or None.
     """
+
+    generator: torch.Generator | None = None
 
     @abstractmethod
     def penalty(self, likelihood: Linearisation) -> Tensor:
@@ -66,15 +68,16 @@ class Curvature(ABC):
         return 1.0
 
     def state_dict(self) -> dict[str, Any]:
-        """State that a resumed run needs."""
-        return {}
+        """State that a resumed run needs: that of the generator, where there is one."""
+        return {} if self.generator is None else {"generator": self.generator.get_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned."""
-        if state:
-            raise CheckpointError(
-                f"{type(self).__name__} has no state, but the checkpoint holds {sorted(state)}"
-            )
+        unknown = sorted(state.keys() - ({"generator"} & vars(self).keys()))
+        if unknown:
+            raise CheckpointError(f"{type(self).__name__} has no state, but the checkpoint holds {unknown}")
+        if self.generator is not None and state:
+            self.generator.set_state(state["generator"].cpu())
 
 
 def half_sum(scales: Sequence[Tensor], curvatures: Sequence[Tensor]) -> Tensor:

@@ -6,7 +6,6 @@ observed labels is what stochastic gradient descent implicitly penalises.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -87,13 +86,6 @@ class Fisher(Curvature):
             ]
         penalties = [_squared_gradient(likelihood, likelihood.sites, labels) for labels in draws]
         return sum_of(penalties) / self.num_label_samples
-
-    def state_dict(self) -> dict[str, Any]:
-        return {} if self.generator is None else {"generator": self.generator.get_state()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self.generator is not None and "generator" in state:
-            self.generator.set_state(state["generator"].cpu())
 
     def __repr__(self) -> str:
         defaults = {"num_label_samples": 1, "every": 1, "fraction": 1.0}

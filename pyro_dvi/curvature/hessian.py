@@ -117,17 +117,18 @@ class HessianDiagonal(Curvature):
                     )
 
     def state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = {"evaluations": self._evaluations, "averages": dict(self._averages)}
-        if self.generator is not None:
-            state["generator"] = self.generator.get_state()
-        return state
+        return {
+            **super().state_dict(),
+            "evaluations": self._evaluations,
+            "averages": dict(self._averages),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if "evaluations" not in state:
             raise CheckpointError("not the state of a HessianDiagonal: the entry 'evaluations' is missing")
-        self._evaluations, self._averages = state["evaluations"], dict(state["averages"])
-        if self.generator is not None and "generator" in state:
-            self.generator.set_state(state["generator"].cpu())
+        others = dict(state)
+        self._evaluations, self._averages = others.pop("evaluations"), dict(others.pop("averages"))
+        super().load_state_dict(others)
 
     def __repr__(self) -> str:
         return f"HessianDiagonal({'' if self.num_probes is None else f'num_probes={self.num_probes}'})"

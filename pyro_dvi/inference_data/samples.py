@@ -9,6 +9,7 @@ import pyro.distributions as dist
 import torch
 from torch import Tensor
 
+from pyro_dvi.bayesian.placement import broadcasts_to
 from pyro_dvi.errors import ArgumentError
 from pyro_dvi.inference_data.group import close_names
 from pyro_dvi.predictive.rules.rule import FromDraws
@@ -102,10 +103,7 @@ def _shaped(name: str, values: Tensor, shape: tuple[int, ...]) -> Tensor:
     while values.dim() - 1 > len(shape) and values.shape[1] == 1:
         values = values.squeeze(1)
     own = tuple(values.shape[1:])
-    fits = len(own) <= len(shape) and all(
-        n in (1, m) for n, m in zip(reversed(own), reversed(shape), strict=False)
-    )
-    if not fits:
+    if not broadcasts_to(own, shape):
         raise ArgumentError(
             f"a draw of site {name!r} has the shape {own}, its value in the model {shape}. Give [num_samples, ...]: "
             "draws of several chains one after the other (MCMC.get_samples() without group_by_chain); and where a "

@@ -133,7 +133,6 @@ def _panel(ax: Axes, metric: str, scores: Mapping[str, _Score]) -> None:
     ax.set_title(what + direction, loc="left", fontsize="medium")
     ax.xaxis.set_major_locator(MaxNLocator(4))
     ax.margins(x=0.12)
-    ax.grid(axis="y", color=quiet(ax), alpha=0.15)
     name_rows(ax, list(scores))
 
 

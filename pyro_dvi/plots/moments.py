@@ -14,7 +14,7 @@ from pyro_dvi.plots.style import (
     axes_beside,
     blue,
     dots,
-    log_ticks,
+    log_axis,
     name_rows,
     own_axes,
     quiet,
@@ -68,17 +68,15 @@ def moment_comparison(report: Any, *, ax: Axes | None = None) -> Axes:
         numbers = np.asarray(values, dtype=float)
         panel.plot(numbers, places, color=color, linewidth=1, alpha=0.5)
         dots(panel, numbers, places, is_parameter, color=color, markersize=row_size(ax, len(rows), 5))
-        panel.grid(axis="y", color=grey, alpha=0.15)
     low = min([0.5, *(row.sd_ratio for row in rows if row.sd_ratio > 0)])
     high = max([2.0, *(row.sd_ratio for row in rows if math.isfinite(row.sd_ratio))])
-    ax.set_xscale("log")
-    ax.set_xlim(low / 1.15, high * 1.15)
-    log_ticks(ax.xaxis)
+    log_axis(ax, low / 1.15, high * 1.15)
     ax.axvline(1, color=grey, linestyle="--", linewidth=1, zorder=0)
     ax.set_xlabel("sd, propagated\n/ sampled")
     name_rows(ax, labels)
     beside.axvspan(0, report.chance, color=grey, alpha=0.2, linewidth=0)
     beside.set_xlim(0, 1.15 * max(2 * report.chance, *(row.mean_error for row in rows)))
+    beside.grid(axis="y", color=grey, alpha=0.15)
     beside.set_xlabel("error of the\nmean / sd")
     beside.tick_params(axis="y", labelleft=False, length=0)
     beside.xaxis.set_major_locator(MaxNLocator(3))

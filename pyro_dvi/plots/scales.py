@@ -15,7 +15,7 @@ from pyro_dvi.plots.style import (
     dots,
     is_narrow,
     legend_above,
-    log_ticks,
+    log_axis,
     name_rows,
     own_axes,
     quiet,
@@ -84,13 +84,10 @@ def posterior_scales(guide: Any, *, ax: Axes | None = None) -> Axes:
     dots(ax, median, places, open_dots, color=main, markersize=0.9 * size, labels=labels, zorder=3)
     ax.axvline(1, color=quiet(ax), linestyle="--", linewidth=1, zorder=0)
     shown = np.concatenate([low, high, start[np.isfinite(start)], [1.0]])
-    ax.set_xscale("log")
-    ax.set_xlim(shown.min() / 1.3, shown.max() * 1.3)
-    log_ticks(ax.xaxis)
+    log_axis(ax, shown.min() / 1.3, shown.max() * 1.3)
     names = ", ".join(left_out[:3]) + (", ..." if len(left_out) > 3 else "")
     note = f"\n(without a finite prior scale: {names})" if left_out else ""
     ax.set_xlabel(f"posterior σ / prior σ{note}")
-    ax.grid(axis="y", color=quiet(ax), alpha=0.15)
     name_rows(ax, [row.site for row in rows])
     legend_above(ax, pad=0.1, ncols=1 if is_narrow(ax) else 2)
     return ax

@@ -10,7 +10,7 @@ from matplotlib.ticker import PercentFormatter
 
 from pyro_dvi import diagnostics
 from pyro_dvi.errors import ArgumentError
-from pyro_dvi.plots.style import LINES, NUM_COLORS, color, log_ticks, own_axes, quiet, shortened
+from pyro_dvi.plots.style import LINES, NUM_COLORS, color, log_axis, own_axes, quiet, shortened
 
 __all__ = ["signal_to_noise"]
 
@@ -75,9 +75,8 @@ def signal_to_noise(guide: Any, *, threshold: float | None = 1.0, ax: Axes | Non
     if threshold is not None:
         ax.axvline(threshold, color=quiet(ax), linestyle=":", linewidth=1)
         ax.set_title(f"{given.prunable(threshold):.1%} below {threshold:g}", loc="right", fontsize="medium")
-    ax.set_xscale("log")
-    ax.set(xlim=(low, high), ylim=(0, 1), xlabel="|mean| / sd of a weight", ylabel="share of weights below")
-    log_ticks(ax.xaxis)
+    log_axis(ax, low, high)
+    ax.set(ylim=(0, 1), xlabel="|mean| / sd of a weight", ylabel="share of weights below")
     ax.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     ax.legend(fontsize="small", frameon=False, loc="upper left")
     return ax

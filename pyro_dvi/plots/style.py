@@ -17,7 +17,6 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib import rcParams
 from matplotlib.axes import Axes
-from matplotlib.axis import Axis
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.font_manager import font_scalings
 from matplotlib.legend import Legend
@@ -37,7 +36,7 @@ __all__ = [
     "dots",
     "is_narrow",
     "legend_above",
-    "log_ticks",
+    "log_axis",
     "name_rows",
     "own_axes",
     "own_panels",
@@ -204,6 +203,7 @@ def name_rows(ax: Axes, names: list[str]) -> None:
     ax.yaxis.set_major_locator(_Rows(ax, len(names)))
     ax.yaxis.set_major_formatter(FuncFormatter(partial(_row_name, shown)))
     ax.tick_params(axis="y", length=0, labelsize="small")
+    ax.grid(axis="y", color=quiet(ax), alpha=0.15)
     ax.set_ylim(len(names) - 0.5, -0.5)
 
 
@@ -223,15 +223,16 @@ class _Rows(Locator):
         return self()
 
 
-def log_ticks(axis: Axis) -> None:
-    """Label 1, 2 and 5 of each decade of a logarithmic axis, or as many as have room, in plain numbers."""
-    low, high = sorted(axis.get_view_interval())
+def log_axis(ax: Axes, low: float, high: float) -> None:
+    """Make the horizontal axis logarithmic; 1, 2 and 5 of each decade, or as many as have room, are plain numbers."""
+    ax.set_xscale("log")
+    ax.set_xlim(low, high)
     decades = math.log10(high / low)
-    room = _size(axis.axes)[0] / (3.2 * rcParams["font.size"])
+    room = _size(ax)[0] / (3.2 * rcParams["font.size"])
     subs = next((subs for subs in ((1, 2, 5), (1, 3)) if len(subs) * decades <= room), (1,))
-    axis.set_major_locator(LogLocator(subs=subs, numticks=max(2, int(room))))
-    axis.set_minor_locator(NullLocator())
-    axis.set_major_formatter(FuncFormatter(_plain))
+    ax.xaxis.set_major_locator(LogLocator(subs=subs, numticks=max(2, int(room))))
+    ax.xaxis.set_minor_locator(NullLocator())
+    ax.xaxis.set_major_formatter(FuncFormatter(_plain))
 
 
 def shortened(name: str, longest: int = LONGEST_NAME) -> str:

@@ -30,7 +30,6 @@ __all__ = [
     "evaluation_mode",
     "observed_run",
     "respond",
-    "run_at",
     "seeded",
     "sites_at",
     "with_others",
@@ -87,7 +86,7 @@ def respond(
         DataError: the response does not have a row for each example, or a latent site has one for each example of
             other data than this batch.
     """
-    nodes = run_at(model, with_missing(model, batch.inputs), {}, batch, latents)
+    nodes = observed_run(model, replace(batch, observed=None), latents)
     names = responses(nodes, latents)
     name = choose_response(site, names)
     node: Any = nodes[name]
@@ -109,7 +108,7 @@ def sites_at(
     """Return a function of the latent values that gives what the model says of some sites, as quickly as may be.
 
     The model runs up to the last of the sites only, nothing is drawn there, nothing is recorded. Arguments, names and
-    the model's structure have been seen to be right by :func:`respond` or :func:`run_at`.
+    the model's structure have been seen to be right by :func:`respond` or :func:`observed_run`.
 
     Raises:
         ModelError: in a run: the model does not come to one of the sites.
@@ -162,23 +161,18 @@ def check_observation(model: Callable[..., Any], batch: Batch, latents: Latents,
 
 
 def observed_run(model: Callable[..., Any], batch: Batch, latents: Latents) -> Mapping[str, Any]:
-    """Return the sites of a run in which the model sees the observations, if there are any."""
-    args, kwargs = batch.whole
-    return run_at(model, with_missing(model, args), kwargs, batch, latents)
+    """Return the sites of a run at ``latents`` in which the model sees the observations, if there are any.
 
-
-def run_at(
-    model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], batch: Batch, latents: Latents
-) -> Mapping[str, Any]:
-    """Run the model with every row of its plates and its latent sites at ``latents``; return the sites of the run.
+    The run has every row of the model's plates.
 
     Raises:
         DataError: the model takes another number of rows, or a latent site has one for each of other examples.
     """
+    args, kwargs = batch.whole
     recorder = poutine.trace()
     try:
         with recorder, AllRows(), AtValues(latents):
-            model(*args, **kwargs)
+            model(*with_missing(model, args), **kwargs)
     except ValueError as error:
         if "Shape mismatch inside plate" not in str(error):
             raise

@@ -28,7 +28,7 @@ from pyro_dvi.moments.tensor_like import name_of
 from pyro_dvi.moments.weight_uses import WeightTracker, parts_of
 from pyro_dvi.predictive.engine.batches import batches
 from pyro_dvi.predictive.engine.run import Response, evaluation_mode, respond, seeded
-from pyro_dvi.predictive.posterior import check_is_set_up, posterior_gaussians
+from pyro_dvi.predictive.posterior import posterior_gaussians
 from pyro_dvi.predictive.rules.propagation import Propagation
 from pyro_dvi.predictive.rules.rule import Samples
 
@@ -125,7 +125,6 @@ def calibrate(
         (('slope', 'torch.mul'),)
     """
     check_count("num_samples", num_samples, least=2)
-    check_is_set_up(guide)
     device = device_of(model, guide)
     batch = next(iter(batches(model, data, observed=observed, batch_size=batch_size, device=device)))
     with evaluation_mode(model, guide), seeded(seed, device) as seed:
