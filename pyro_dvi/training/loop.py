@@ -213,9 +213,8 @@ class _Run:
         with ExitStack() as stack:
             total = None if steps is None else epochs * steps
             self.bar = stack.enter_context(progress_bar(progress, total))
-            stack.enter_context(self.route.serving())
+            stack.enter_context(self.route.informed(dataset_size(self.loader)))
             stack.enter_context(training_mode(self.route))
-            stack.enter_context(self.route.knowing_size(dataset_size(self.loader)))
             self._train_until(last)
             self._finish()
         return self.history

@@ -8,11 +8,11 @@ from pyro.infer.elbo import ELBOModule
 from torch.optim import Optimizer
 
 from pyro_dvi.errors import ArgumentError
-from pyro_dvi.training.routes.base import NonFiniteLossError, Route
+from pyro_dvi.training.routes.base import Route
 from pyro_dvi.training.routes.elbo_module import ModuleRoute
 from pyro_dvi.training.routes.svi import SVIRoute
 
-__all__ = ["ModuleRoute", "NonFiniteLossError", "Route", "SVIRoute", "route_of"]
+__all__ = ["ModuleRoute", "Route", "SVIRoute", "route_of"]
 
 
 def route_of(target: Any, optimizer: Optimizer | None = None, *, train: bool = True) -> Route:

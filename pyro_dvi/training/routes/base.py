@@ -26,14 +26,10 @@ from pyro_dvi.sites import is_data
 from pyro_dvi.training.random_state import preserve_random_state
 from pyro_dvi.undisturbed import modules_met, preserve_buffers
 
-__all__ = ["NonFiniteLossError", "Route", "finite"]
+__all__ = ["Route", "finite"]
 
 _SCALE = re.compile(SCALE_PATTERN)
 _PRECISION = re.compile(r"(^|\.)([A-Z]\w*|guide)(\.\d+)*\.precisions\.")  # as of NaturalGradientGuide
-
-
-class NonFiniteLossError(NonFiniteError):
-    """The loss is not finite: raised before the optimizer could carry that into the parameters."""
 
 
 class Route(ABC):
@@ -62,7 +58,7 @@ class Route(ABC):
 
     @abstractmethod
     def step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-        """Take a training step, or raise :class:`NonFiniteLossError` before the update."""
+        """Take a training step, or raise :class:`NonFiniteError` before the update."""
 
     @abstractmethod
     def evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
@@ -101,39 +97,32 @@ class Route(ABC):
             self.steered.set_total_steps(total_steps)
 
     @contextmanager
-    def serving(self) -> Iterator[None]:
-        """Tell an objective which measures for its optimizer which one it is, for as long as training lasts."""
-        serve = getattr(self.elbo, "serve", lambda optimizer: None)
-        before = serve(self.steered)
-        try:
-            yield
-        finally:
-            serve(before)
+    def informed(self, size: int | None) -> Iterator[None]:
+        """Tell the objective the size of the data set, and its optimizer if it measures for it, while training lasts.
 
-    @contextmanager
-    def knowing_size(self, size: int | None) -> Iterator[None]:
-        """Compare the plate of the model with the size of the data set, as long as this loader is used.
-
-        An ELBO that can do so is told the size if it does not know it; for others the first step is watched.
+        The size is compared with the plate of the model: by an ELBO that can do so, for others in the first step.
         """
+        serve = getattr(self.elbo, "serve", lambda optimizer: None)
         untold = size is not None and getattr(self.elbo, "num_data", size) is None
+        if size is not None and not hasattr(self.elbo, "num_data"):
+            self._watch = _PlateCheck(size)
+        served = serve(self.steered)
         if untold:
             self.elbo.num_data = size
-        elif size is not None and not hasattr(self.elbo, "num_data"):
-            self._watch = _PlateCheck(size)
         try:
             yield
         finally:
             self._watch = None
             if untold:
                 self.elbo.num_data = None
+            serve(served)
 
     def checked_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
         """Take a training step; the first one only with a plate that fits the data set.
 
         Raises:
             DataError: if the plate of the model does not scale the minibatch up to the data set.
-            NonFiniteLossError: before the update.
+            NonFiniteError: before the update.
         """
         with nullcontext() if self._watch is None else self._watch:
             loss = self.step(args, kwargs)
@@ -279,7 +268,7 @@ def finite(loss: Any) -> float:
     """Return the loss as a number.
 
     Raises:
-        NonFiniteLossError: if it is NaN or infinite.
+        NonFiniteError: if it is NaN or infinite.
         UnsupportedError: if it is several numbers.
     """
     if isinstance(loss, tuple):
@@ -289,7 +278,7 @@ def finite(loss: Any) -> float:
         )
     value = float(loss)
     if not math.isfinite(value):
-        raise NonFiniteLossError(f"the loss is {value}")
+        raise NonFiniteError(f"the loss is {value}")
     return value
 
 
