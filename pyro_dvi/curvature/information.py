@@ -63,9 +63,9 @@ def expected_information(fn: td.Distribution, site: str) -> Pairs:
         pairs = rule(base)
     except NotImplementedError as error:
         raise UnsupportedError(
-            f"GGN has no closed-form Fisher information for {type(base).__name__} at site {site!r}, whose values "
-            "it cannot enumerate either. Use TaylorELBO(curvature=Fisher()), which draws labels instead, or register one with "
-            "pyro_dvi.curvature.information.information_rule."
+            f"GGN has no closed-form Fisher information for {type(base).__name__} at site {site!r}, whose values it "
+            "cannot enumerate either. Use TaylorELBO(curvature=Fisher()), which draws labels instead, or register one "
+            "with pyro_dvi.curvature.information.information_rule."
         ) from error
     shape = fn.batch_shape
     for mask in masks:  # one set below to_event has more dimensions than one above it
