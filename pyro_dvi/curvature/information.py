@@ -58,15 +58,8 @@ def expected_information(fn: td.Distribution, site: str) -> Pairs:
         if hasattr(base, "_mask") and base._mask is not True:
             masks.append(torch.as_tensor(base._mask).expand(base.batch_shape))
         base = base.base_dist
-    rule = next((_RULES[cls] for cls in type(base).__mro__ if cls in _RULES), _finite_support)
-    try:
-        pairs = rule(base)
-    except NotImplementedError as error:
-        raise UnsupportedError(
-            f"GGN has no closed-form Fisher information for {type(base).__name__} at site {site!r}, whose values it "
-            "cannot enumerate either. Use TaylorELBO(curvature=Fisher()), which draws labels instead, or register one "
-            "with pyro_dvi.curvature.information.information_rule."
-        ) from error
+    rule = next((_RULES[cls] for cls in type(base).__mro__ if cls in _RULES), None)
+    pairs = _finite_support(base, site) if rule is None else rule(base)
     shape = fn.batch_shape
     for mask in masks:  # one set below to_event has more dimensions than one above it
         keep = mask[(...,) + (None,) * (len(base.batch_shape) - mask.dim())]
@@ -87,8 +80,16 @@ def of_site(pairs: Pairs, site: ObservedSite) -> Pairs:
     return found
 
 
-def _finite_support(fn: td.Distribution) -> Pairs:
-    log_prob = fn.log_prob(fn.enumerate_support(expand=False)).movedim(0, -1)
+def _finite_support(fn: td.Distribution, site: str) -> Pairs:
+    try:
+        support = fn.enumerate_support(expand=False)
+    except NotImplementedError as error:
+        raise UnsupportedError(
+            f"GGN has no closed-form Fisher information for {type(fn).__name__} at site {site!r}, whose values it "
+            "cannot enumerate either. Use TaylorELBO(curvature=Fisher()), which draws labels instead, or register one "
+            "with pyro_dvi.curvature.information.information_rule."
+        ) from error
+    log_prob = fn.log_prob(support).movedim(0, -1)
     return [(log_prob, (0.5 * log_prob).exp())]
 
 
