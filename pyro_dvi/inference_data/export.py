@@ -162,8 +162,7 @@ def to_arviz(
     if isinstance(guide, Mapping):
         given = GivenSamples(guide, device)
         guide = given.guide
-    rule = _rule(given, method, guide, num_samples)
-    count = _number_of_draws(num_samples, rule)
+    rule, count = _rule_and_count(given, method, guide, num_samples)
     _check_options(guide, prior, observed)
     groups: dict[str, Group] = {} if history is None else {"training_metadata": training_group(history)}
     options: Any = {"observed": observed, "batch_size": batch_size, "device": device}
@@ -260,34 +259,23 @@ def _nothing_predicted() -> Iterator[None]:
             raise UnsupportedError(f"{reason}; sites=[] exports predictions alone") from error
 
 
-def _rule(given: GivenSamples | None, method: Any, guide: Any, num_samples: int | None) -> PredictionRule:
-    if given is None:
-        rule = rule_of(method, guide)
-        if method is None and isinstance(rule, Samples):  # with as many draws as were asked for
-            check_count("num_samples", draws := 500 if num_samples is None else num_samples)
-            return Samples(draws)
-        return rule
-    if method is not None:
+def _rule_and_count(
+    given: GivenSamples | None, method: Any, guide: Any, num_samples: int | None
+) -> tuple[PredictionRule, int]:
+    """Return the rule of prediction, and how many draws there are of each site."""
+    if num_samples is not None:
+        check_count("num_samples", num_samples)
+    if given is not None and method is not None:
         raise ArgumentError(
             f"draws that are given predict by themselves, each with its weights: leave out method={method!r}"
         )
-    return given
-
-
-def _free_run(model: Callable[..., Any], batch: Batch, given: GivenSamples) -> Mapping[str, Any]:
-    """Return the sites of a run at values from the prior, of the right shapes, where it has any."""
-    try:
-        return observed_run(model, batch, {})
-    except NotImplementedError:  # an improper prior
-        return observed_run(model, batch, given.first())
-
-
-def _number_of_draws(num_samples: int | None, rule: PredictionRule) -> int:
-    components = rule.num_components
+    rule = rule_of(method, guide) if given is None else given
+    if method is None and isinstance(rule, Samples):  # with as many draws as were asked for
+        rule = Samples(num_samples or 500)
+    components, draws_weights = rule.num_components, isinstance(rule, (Samples, GivenSamples))
     if num_samples is None:
-        return 500 if components == 1 and not isinstance(rule, (Samples, GivenSamples)) else components
-    check_count("num_samples", num_samples)
-    if isinstance(rule, (Samples, GivenSamples)) and components != num_samples:
+        return rule, 500 if components == 1 and not draws_weights else components
+    if draws_weights and components != num_samples:
         raise ArgumentError(
             f"num_samples={num_samples} and method={rule} disagree: the draws of the posterior are those of the "
             "predictions. Leave out num_samples."
@@ -297,7 +285,15 @@ def _number_of_draws(num_samples: int | None, rule: PredictionRule) -> int:
             f"num_samples={num_samples} is no multiple of the {components} distributions of method={rule}, which "
             "give equal shares of the draws"
         )
-    return num_samples
+    return rule, num_samples
+
+
+def _free_run(model: Callable[..., Any], batch: Batch, given: GivenSamples) -> Mapping[str, Any]:
+    """Return the sites of a run at values from the prior, of the right shapes, where it has any."""
+    try:
+        return observed_run(model, batch, {})
+    except NotImplementedError:  # an improper prior
+        return observed_run(model, batch, given.first())
 
 
 def _check_options(guide: Any, prior: Any, observed: Any) -> None:

@@ -149,32 +149,26 @@ def non_finite_tensors(route: Route) -> list[str]:
 
 def _diagnosis(route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """Name what is not finite among inputs, state, terms and gradients, causes before effects, and the way out."""
-    inputs = non_finite_inputs(args, kwargs)
-    found = {"inputs of this batch": inputs, **_found(route, effects=not inputs)}
+    state = [name.split(" ", 1) for name in non_finite_tensors(route)]
+    terms = {name: float(value) for name, value in getattr(route.elbo, "terms", {}).items() if name != "loss"}
+    causes = {
+        "inputs of this batch": non_finite_inputs(args, kwargs),
+        "parameters": [name for kind, name in state if kind == "parameter"],
+        "terms of the loss": [
+            f"{name}={value:g}" for name, value in terms.items() if not math.isfinite(value)
+        ],
+    }
+    found = {**causes, "buffers": [name for kind, name in state if kind == "buffer"]}
+    if not any(causes.values()):  # gradients, only if nothing else explains them
+        gradients = {name: p.grad for name, p in route.parameters().items() if p.grad is not None}
+        found["gradients"] = [name for name, g in gradients.items() if not bool(torch.isfinite(g).all())]
     text = "; ".join(f"{what}: {_shortened(names)}" for what, names in found.items() if names)
-    if inputs:
+    if found["inputs of this batch"]:
         return f"Not finite: {text}. Drop or mask those values."
     return (
         f"{f'Not finite: {text}' if text else _largest(route)}. Lower the learning rate (that of posterior scales "
         "first: scale_multiplier), warm up the KL weight, clip gradients (clip_args), or train in float64."
     )
-
-
-def _found(route: Route, effects: bool) -> dict[str, list[str]]:
-    """Name what is not finite in the state of training; gradients only if nothing else explains them."""
-    state = [name.split(" ", 1) for name in non_finite_tensors(route)]
-    terms = {name: float(value) for name, value in getattr(route.elbo, "terms", {}).items() if name != "loss"}
-    found = {
-        "parameters": [name for kind, name in state if kind == "parameter"],
-        "buffers": [name for kind, name in state if kind == "buffer"],
-        "terms of the loss": [
-            f"{name}={value:g}" for name, value in terms.items() if not math.isfinite(value)
-        ],
-    }
-    if effects and not (found["parameters"] or found["terms of the loss"]):
-        gradients = {name: p.grad for name, p in route.parameters().items() if p.grad is not None}
-        found["gradients"] = [name for name, g in gradients.items() if not bool(torch.isfinite(g).all())]
-    return found
 
 
 def _largest(route: Route) -> str:
