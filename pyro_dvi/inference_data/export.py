@@ -195,23 +195,28 @@ def to_arviz(
             predicted.append(passes.predictions(of_prior, prior, 1, are_scored=False))
         every = drawn.unchanged(chain([first], remaining))
         inputs, inputs_left_out = passes.over(every, predicted)
-        names = ("posterior_predictive", "log_likelihood", "observed_data")
-        groups.update(zip(names, predicted[0].groups(), strict=True))
+        of_data = ("posterior_predictive", "log_likelihood", "observed_data")
+        groups.update(zip(of_data, predicted[0].groups(), strict=True))
         groups["constant_data"] = inputs
         if prior is not None:
             groups["prior_predictive"], *_ = predicted[1].groups()
         if predictions is not None:
             unobserved = (replace(batch, observed=None) for batch in split(predictions))
-            ahead = passes.predictions(Components(model, guide, rule, used_seed), count, 2)
-            inputs, left_out = passes.over(unobserved, [ahead])
-            groups["predictions"], *_ = ahead.groups()
+            of_others = passes.predictions(Components(model, guide, rule, used_seed), count, 2)
+            inputs, left_out = passes.over(unobserved, [of_others])
+            groups["predictions"], *_ = of_others.groups()
             groups["predictions_constant_data"] = inputs
             inputs_left_out += [f"{name} of predictions" for name in left_out]
 
     recorded = attributes(guide, rule, elbo, history, used_seed)
     recorded["sites_left_out"] = ", ".join(selection.left_out)
     recorded["inputs_left_out"] = ", ".join(inputs_left_out)
-    return _named(groups, recorded, selection.left_out, coords or {}, dims or {}, pred_coords or {})
+    names = {str(name).replace("/", "."): given for name, given in _by_name("dims", dims).items()}
+    own, ahead = _by_name("coords", coords), _by_name("pred_coords", pred_coords)
+    check_names(groups, names, {**own, **ahead}, selection.left_out)
+    return assemble(
+        groups, recorded, {n: ahead if n.startswith("predictions") else own for n in groups}, names
+    )
 
 
 @dataclass(frozen=True)
@@ -308,19 +313,7 @@ def _check_options(guide: Any, prior: Any, observed: Any) -> None:
         )
 
 
-def _named(
-    groups: Mapping[str, Group],
-    recorded: Mapping[str, Any],
-    left_out: Sequence[str],
-    coords: Mapping[Any, Any],
-    dims: Mapping[Any, Sequence[Any]],
-    pred_coords: Mapping[Any, Any],
-) -> Any:
-    """Give dimensions and coordinates the user's names, and build the object."""
-    for option, given in (("coords", coords), ("dims", dims), ("pred_coords", pred_coords)):
-        if not isinstance(given, Mapping):
-            raise ArgumentError(f"{option} is a mapping by name, as in ArviZ, not {given!r}")
-    dims = {str(name).replace("/", "."): given for name, given in dims.items()}
-    check_names(groups, dims, {**coords, **pred_coords}, left_out)
-    ahead = ("predictions", "predictions_constant_data")
-    return assemble(groups, recorded, {n: pred_coords if n in ahead else coords for n in groups}, dims)
+def _by_name(option: str, given: Mapping[Any, Any] | None) -> Mapping[Any, Any]:
+    if not isinstance(given or {}, Mapping):
+        raise ArgumentError(f"{option} is a mapping by name, as in ArviZ, not {given!r}")
+    return given or {}

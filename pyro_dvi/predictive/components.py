@@ -15,7 +15,7 @@ from pyro_dvi.devices import forked, seeder
 from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.predictive.engine.batches import Batch
 from pyro_dvi.predictive.engine.distributions import possible, tensors_of
-from pyro_dvi.predictive.engine.run import Latents, Response, respond, sites_at, with_others
+from pyro_dvi.predictive.engine.run import Latents, Respond, Response, respond, sites_at, with_others
 from pyro_dvi.predictive.engine.vectorised import POSSIBLE, ManyDraws, size_of
 from pyro_dvi.predictive.posterior import draws_by_itself, example_latents, first_arguments, predicted_model
 from pyro_dvi.predictive.rules.rule import FromDraws, PredictionRule
@@ -75,12 +75,13 @@ class Components:
         Raises:
             UnsupportedError: one draw of a site that is neither latent nor observed would decide the prediction.
         """
-        run = partial(respond, self._model, batch, site=site, learnt_for=self._learnt_for)
+        plain = partial(respond, self._model, batch, site=site, learnt_for=self._learnt_for)
+        run = with_others(plain, others)
         if isinstance(self._rule, FromDraws):
-            self._read_draws(reader, batch, site, with_others(run, others), others)
+            self._read_draws(reader, batch, site, run, others)
             return
         seeder()(self._seed)
-        components = self._rule.components(self._guide, batch.inputs, with_others(run, others))
+        components = self._rule.components(self._guide, batch.inputs, run)
         for k, response in enumerate(components):
             if k == 0 and response.drawn and not self._rule.averages_draws:
                 again = with_others(sites_at(self._model, batch.inputs, {}, [response.site]), others)
@@ -121,12 +122,7 @@ class Components:
         return self._rule.draws(self._guide, inputs)
 
     def _read_draws(
-        self,
-        reader: Reader,
-        batch: Batch,
-        site: str | None,
-        run: Callable[[Latents], Response],
-        others: Latents,
+        self, reader: Reader, batch: Batch, site: str | None, run: Respond, others: Latents
     ) -> None:
         way = self._ways.setdefault(site, ManyDraws())
         draws = self._anew(batch.inputs) if way.is_plain else self.draws(batch.inputs, way)
