@@ -212,10 +212,10 @@ def to_arviz(
     recorded["sites_left_out"] = ", ".join(selection.left_out)
     recorded["inputs_left_out"] = ", ".join(inputs_left_out)
     names = {str(name).replace("/", "."): given for name, given in _by_name("dims", dims).items()}
-    own, ahead = _by_name("coords", coords), _by_name("pred_coords", pred_coords)
-    check_names(groups, names, {**own, **ahead}, selection.left_out)
+    usual, ahead = _by_name("coords", coords), _by_name("pred_coords", pred_coords)
+    check_names(groups, names, {**usual, **ahead}, selection.left_out)
     return assemble(
-        groups, recorded, {n: ahead if n.startswith("predictions") else own for n in groups}, names
+        groups, recorded, {n: ahead if n.startswith("predictions") else usual for n in groups}, names
     )
 
 
