@@ -21,7 +21,7 @@ __all__ = ["from_scores", "through"]
 
 # Elements at once: with quadrature nodes for each they still fit into the cache, or into little memory. Whatever needs
 # more numbers for each element has a smaller ``block``.
-_BLOCK, _ACCELERATED_BLOCK = 1 << 13, 1 << 18
+_BLOCK, _ACCELERATED_BLOCK = 1 << 14, 1 << 18
 
 # compute(mu, variance, slopes): mean and variance of f(x); with slopes, then ∂mean/∂μ, ∂mean/∂σ², ∂variance/∂μ and
 # ∂variance/∂σ².
