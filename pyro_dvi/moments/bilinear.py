@@ -164,8 +164,10 @@ def _noisy(x: Tensor, variance: Tensor, alpha: Tensor | None) -> Tensor:
         return variance
     moment = torch.addcmul(variance, x, x)
     # Fresh memory of the size of activations costs more than the sum: that of the moment is used if autograd allows.
-    reused = None if torch.is_grad_enabled() or alpha.dim() >= moment.dim() else moment
-    return torch.addcmul(variance, alpha, moment, out=reused)
+    larger = (
+        torch.broadcast_shapes(alpha.shape, moment.shape) != moment.shape
+    )  # noise for each of a batch of nets
+    return torch.addcmul(variance, alpha, moment, out=None if larger or torch.is_grad_enabled() else moment)
 
 
 class _LayerMoments(Function):

@@ -216,3 +216,10 @@ def test_transforms_of_torch_func() -> None:
     (expected,) = torch.autograd.grad(total(w), w)
     found = torch.func.vmap(torch.func.grad(total))(torch.stack([w.detach(), 2 * w.detach()]))
     torch.testing.assert_close(found[0], expected)
+
+
+def test_batch_of_nets_with_noise_of_their_own() -> None:
+    x, v, w, a = torch.randn(2, 1, 3, 2), torch.rand(2, 1, 3, 2), torch.randn(2, 2, 3), torch.rand(2, 2, 1)
+    found = GaussianMoments(x, v) @ MultiplicativeMoments(w, a)
+    expected = (v + (v + x.square()) * a.mT) @ w.square()
+    torch.testing.assert_close(found.variance, expected)
