@@ -1,0 +1,412 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What does a training step cost? Time, operations, operator calls and memory over a bare step of Adam in torch.
+
+The unit is forward, cross-entropy, backward and ``torch.optim.Adam`` as it comes, on the same network; everything else
+is a whole step of Pyro's SVI, or of the peer's own loop. Each contestant has a process of its own, which takes a step
+when it is asked to, so that all take turns (A B C A B C ...) and a drifting machine hits all alike. Ratios are paired
+within rounds.
+
+Variational Laplace differentiates twice, and is measured on networks with softplus over Adam on those; all others on
+networks with ReLU. Operations are multiplications and additions of matrices and convolutions, operator calls what
+torch dispatches, both of the fifth step with four examples. Memory is the peak of three steps above what the process
+holds before it makes the network.
+
+    python benchmarks/step_speed.py                            # CPU, one and two threads
+    python benchmarks/step_speed.py --before ../old-checkout   # the same methods of another version, in the same rounds
+    python benchmarks/step_speed.py --device cuda
+
+``pip install ivon-opt`` adds that peer.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pyro
+import torch
+from networks import lenet, mlp, resnet18_cifar
+from pyro.infer import SVI, Trace_ELBO
+from pyro.infer.autoguide import AutoDelta, AutoNormal
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+from torch.nn.functional import cross_entropy
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+import pyro_dvi as dvi
+from pyro_dvi.bayesian import classifier, init_to_module
+from pyro_dvi.curvature import Fisher
+from pyro_dvi.optim import learning_rates
+
+RESULTS = Path(__file__).parent / "results"
+NUM_DATA, LR = 50_000, 1e-4
+Net = Callable[[], nn.Module]
+Step = Callable[[Tensor, Tensor], object]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A network with the shape of its inputs."""
+
+    make: Net
+    shape: tuple[int, ...]
+    batch: int
+    rounds: int
+
+    def data(self, device: str, batch: int | None = None) -> tuple[Tensor, Tensor]:
+        """One minibatch."""
+        torch.manual_seed(0)
+        x = torch.randn(batch or self.batch, *self.shape, device=device)
+        return x, torch.randint(10, (len(x),), device=device)
+
+
+CASES = {
+    "MLP 784-200-200-10, batch 128": Case(lambda: mlp((784, 200, 200, 10), nn.ReLU), (784,), 128, 200),
+    "LeNet, batch 128": Case(lambda: lenet(activation=nn.ReLU), (1, 28, 28), 128, 60),
+    "ResNet-18 with CIFAR stem, batch 32": Case(resnet18_cifar, (3, 32, 32), 32, 9),
+}
+
+
+def bare(net: nn.Module, **options: Any) -> Step:
+    """A step in torch alone."""
+    optimizer = torch.optim.Adam(net.parameters(), LR, **options)
+
+    def step(x: Tensor, y: Tensor) -> object:
+        optimizer.zero_grad()
+        loss = cross_entropy(net(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    return step
+
+
+def svi(guide_of: Callable, loss: Callable, optimizer: Callable) -> Callable[[nn.Module], Step]:
+    """A step of SVI."""
+
+    def make(net: nn.Module) -> Step:
+        model = classifier(dvi.to_bayesian_(net, prior_scale=1.0), num_data=NUM_DATA)
+        return SVI(model, guide_of(model), optimizer(), loss()).step
+
+    return make
+
+
+def delta(model: Any) -> Any:
+    return AutoDelta(model, init_loc_fn=init_to_module)
+
+
+def normal(model: Any) -> Any:
+    return AutoNormal(model, init_loc_fn=init_to_module, init_scale=0.01)
+
+
+def pyro_adam() -> Any:
+    return pyro.optim.Adam(learning_rates(LR))
+
+
+def adam() -> Any:
+    """Ours; Pyro's in versions of this library that have none."""
+    return getattr(dvi.optim, "Adam", pyro.optim.Adam)(learning_rates(LR))
+
+
+def natural(optimizer: str) -> Callable[[nn.Module], Step]:
+    return svi(
+        dvi.NaturalGradientGuide,
+        lambda: dvi.NaturalGradientELBO(kl_weight=0.1),
+        lambda: getattr(dvi.optim, optimizer)({"lr": LR}),
+    )
+
+
+def ivon_package(net: nn.Module) -> Step:
+    """The authors' package."""
+    from ivon import IVON
+
+    optimizer = IVON(net.parameters(), lr=LR, ess=NUM_DATA, weight_decay=1 / NUM_DATA)
+
+    def step(x: Tensor, y: Tensor) -> object:
+        with optimizer.sampled_params(train=True):
+            optimizer.zero_grad()
+            loss = cross_entropy(net(x), y)
+            loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    return step
+
+
+def vmap_vogn(net: nn.Module) -> Step:
+    """Squared gradients of examples by ``vmap(grad)``, with the update of VOGN written out."""
+    means = {name: p.detach().clone() for name, p in net.named_parameters()}
+    state = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in means.items()}
+
+    def loss_of(weights: dict[str, Tensor], x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        loss = cross_entropy(functional_call(net, weights, (x[None],)), y[None])
+        return loss, loss.detach()
+
+    of_examples = vmap(grad(loss_of, has_aux=True), in_dims=(None, 0, 0))
+
+    def step(x: Tensor, y: Tensor) -> object:
+        scales = {name: (NUM_DATA * (s + 1 / NUM_DATA)).rsqrt_() for name, (_, s) in state.items()}
+        drawn = {name: mean + scales[name] * torch.randn_like(mean) for name, mean in means.items()}
+        gradients, losses = of_examples(drawn, x, y)
+        for name, each in gradients.items():
+            m, s = state[name]
+            m.lerp_(each.mean(0) + means[name] / NUM_DATA, 0.1)
+            s.lerp_(each.square().mean(0), 0.001)
+            means[name].addcdiv_(m, s + 1 / NUM_DATA, value=-LR)
+        return losses.mean().item()
+
+    return step
+
+
+UNIT, SMOOTH = "torch, Adam", "torch, Adam, softplus"
+OURS = {
+    "VL": svi(dvi.MeanFieldGuide, dvi.TaylorELBO, adam),
+    "MNVI": svi(dvi.MultiplicativeNoiseGuide, dvi.MomentPropagationELBO, adam),
+    "mean-field moments": svi(dvi.MeanFieldGuide, dvi.MomentPropagationELBO, adam),
+    "VOGN": natural("VOGN"),
+    "OGN": natural("OGN"),
+    "IVON": natural("IVON"),
+}
+BEFORE = ", before"
+CONTESTANTS: dict[str, Callable[[nn.Module], Step]] = {
+    UNIT: bare,
+    SMOOTH: bare,
+    "torch, fused Adam": lambda net: bare(net, fused=True),
+    "MAP (AutoDelta, Trace_ELBO), Pyro's Adam": svi(delta, Trace_ELBO, pyro_adam),
+    "MAP (AutoDelta, Trace_ELBO), dvi.optim.Adam": svi(delta, Trace_ELBO, adam),
+    "AutoNormal, Trace_ELBO, Pyro's Adam": svi(normal, Trace_ELBO, pyro_adam),
+    "AutoNormal, Trace_ELBO, dvi.optim.Adam": svi(normal, Trace_ELBO, adam),
+    **{name + before: make for name, make in OURS.items() for before in (BEFORE, "")},
+    "VL, penalty in every 4th step": svi(
+        dvi.MeanFieldGuide, lambda: dvi.TaylorELBO(curvature=Fisher(every=4)), adam
+    ),
+    "VOGN by vmap(grad), torch alone": vmap_vogn,
+    "IVON, the package ivon-opt": ivon_package,
+}
+CYCLE = {"VL, penalty in every 4th step": 4}  # steps that are timed together
+TWICE = ("VL", SMOOTH)  # on smooth networks
+
+
+def contestants(case: str, before: bool) -> list[str]:
+    """Those that take part."""
+    left_out = set()
+    if not before:
+        left_out |= {name for name in CONTESTANTS if name.endswith(BEFORE)}
+    if "ResNet" in case:  # batch normalisation couples examples, and each would need 11 million gradients
+        left_out.add("VOGN by vmap(grad), torch alone")
+    if find_spec("ivon") is None:
+        left_out.add("IVON, the package ivon-opt")
+    return [name for name in CONTESTANTS if name not in left_out]
+
+
+def made(case: str, contestant: str, device: str) -> Step:
+    torch.manual_seed(0)
+    net = CASES[case].make().to(device)
+    if contestant.startswith(TWICE):
+        dvi.smooth_activations_(net)
+    return CONTESTANTS[contestant](net)
+
+
+# A contestant's process ------------------------------------------------------------------------------------------
+
+
+def take_steps(case: str, contestant: str, device: str) -> None:
+    """Report counts and memory, then take and time a step for each line that comes in."""
+    warnings.simplefilter("ignore")
+    x, y = CASES[case].data(device)
+    before = _memory(device, reset=True)
+    step = made(case, contestant, device)
+    for _ in range(3):
+        step(x, y)
+    found = {"mebibytes": (_memory(device, peak=True) - before) / 2**20, **_counts(case, contestant, device)}
+    pyro.clear_param_store()
+    step, cycle = made(case, contestant, device), CYCLE.get(contestant, 1)
+    for _ in range(4):
+        step(x, y)
+    print(json.dumps(found), flush=True)
+    for _ in sys.stdin:
+        start = time.perf_counter()
+        for _ in range(cycle):
+            step(x, y)  # ends with the loss as a number, which waits for the device
+        print((time.perf_counter() - start) / cycle, flush=True)
+
+
+def _counts(case: str, contestant: str, device: str) -> dict[str, float]:
+    """Operations and dispatched calls, as a mean over a cycle that begins with the fifth step."""
+    pyro.clear_param_store()
+    step, cycle = made(case, contestant, device), CYCLE.get(contestant, 1)
+    x, y = CASES[case].data(device, batch=4)
+    for _ in range(4):
+        step(x, y)
+    with _Dispatched() as calls:
+        for _ in range(cycle):
+            step(x, y)
+    with FlopCounterMode(display=False) as operations:
+        for _ in range(cycle):
+            step(x, y)
+    return {"calls": calls.number / cycle, "operations": operations.get_total_flops() / cycle}
+
+
+class _Dispatched(TorchDispatchMode):
+    """Count what torch dispatches."""
+
+    number = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += 1
+        return function(*args, **(kwargs or {}))
+
+
+def _memory(device: str, reset: bool = False, peak: bool = False) -> int:
+    """Bytes that are held, or were at the peak since the last reset."""
+    if device == "cuda":
+        if reset:
+            torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.max_memory_allocated() if peak else torch.cuda.memory_allocated()
+    if reset:
+        Path("/proc/self/clear_refs").write_text("5")  # Linux
+    entry = "VmHWM" if peak else "VmRSS"
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith(entry)).split()[1])
+
+
+# The run ---------------------------------------------------------------------------------------------------------
+
+
+class Process:
+    """A contestant, ready to take steps."""
+
+    def __init__(self, case: str, contestant: str, options: argparse.Namespace, threads: int) -> None:
+        command = [sys.executable, __file__, "--contestant", case, contestant]
+        command += ["--device", options.device, "--threads", str(threads)]
+        here = Path(__file__).parents[1] if not contestant.endswith(BEFORE) else options.before
+        environment = {**os.environ, "PYTHONPATH": str(here), "OMP_NUM_THREADS": str(threads)}
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+        self.times: list[float] = []
+
+    def wait(self) -> None:
+        """Until it is ready to take steps."""
+        self.found = json.loads(self._read())
+
+    def step(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        self.times.append(float(self._read()))
+
+    def _read(self) -> str:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError("a contestant's process has ended; its error is above")
+        return line
+
+    def end(self) -> None:
+        self._process.communicate()
+
+
+def measure(case: str, options: argparse.Namespace, threads: int) -> list[dict[str, Any]]:
+    """One row for each contestant."""
+    names = contestants(case, options.before is not None)
+    if options.only:
+        names = [n for n in names if n in (UNIT, SMOOTH) or any(o.lower() in n.lower() for o in options.only)]
+    running = {name: Process(case, name, options, threads) for name in names}
+    for process in running.values():
+        process.wait()
+    for _ in range(options.rounds or CASES[case].rounds):
+        for process in running.values():
+            process.step()
+    rows = []
+    for name, process in running.items():
+        process.end()
+        unit = running[SMOOTH if name.startswith(TWICE) else UNIT]
+        ratios = [mine / theirs for mine, theirs in zip(process.times, unit.times, strict=True)]
+        low, median, high = statistics.quantiles(ratios, n=4)
+        rows.append(
+            {
+                "case": case,
+                "threads": threads,
+                "step": name,
+                "median_ms": 1e3 * statistics.median(process.times),
+                "time": median,
+                "quartiles": [low, high],
+                "rounds": len(ratios),
+                **{key: process.found[key] / unit.found[key] for key in ("operations", "calls", "mebibytes")},
+                "absolute": process.found,
+            }
+        )
+    return rows
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """The results in Markdown."""
+    lines = []
+    for case, threads in dict.fromkeys((row["case"], row["threads"]) for row in rows):
+        found = [row for row in rows if (row["case"], row["threads"]) == (case, threads)]
+        lines += [
+            f"**{case}**, {threads} thread{'s' * (threads > 1)} ({found[0]['rounds']} rounds)",
+            "",
+            "| step | ms | time | quartiles | operations | operator calls | peak memory |",
+            "|---|---|---|---|---|---|---|",
+        ]
+        for row in found:
+            low, high = row["quartiles"]
+            lines.append(
+                f"| {row['step']} | {row['median_ms']:.2f} | {row['time']:.2f} | {low:.2f} to {high:.2f} "
+                f"| {row['operations']:.2f} | {row['calls']:.2f} | {row['mebibytes']:.2f} |"
+            )
+        lines.append("")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--rounds", type=int, help="timed rounds (default: by the size of the case)")
+    parser.add_argument("--cases", nargs="+", help="parts of case names")
+    parser.add_argument("--only", nargs="+", help="parts of contestants' names; the unit always takes part")
+    parser.add_argument("--before", type=Path, help="checkout of another version of this library")
+    parser.add_argument("--show", action="store_true", help="print only, write no results")
+    parser.add_argument("--contestant", nargs=2, metavar=("CASE", "STEP"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.contestant:
+        torch.set_num_threads(options.threads[0])
+        take_steps(*options.contestant, options.device)
+        return
+    rows = []
+    for case in CASES:
+        if options.cases is None or any(part.lower() in case.lower() for part in options.cases):
+            for threads in options.threads:
+                found = measure(case, options, threads)
+                rows += found
+                print(table(found), flush=True)
+    if options.show:
+        return
+    where = torch.cuda.get_device_name() if options.device == "cuda" else f"{platform.machine()} CPU"
+    machine = f"{where}, torch {torch.__version__}, pyro {pyro.__version__}"
+    head = f"Training steps over a bare step of Adam in torch, in one interleaved run. {machine}.\n\n"
+    head += "See `benchmarks/step_speed.py` for what is measured and how.\n\n"
+    name = "step_speed_cuda" if options.device == "cuda" else "step_speed"
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{name}.json").write_text(json.dumps({"machine": machine, "rows": rows}, indent=1))
+    (RESULTS / f"{name}.md").write_text(head + table(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many operators does torch dispatch in a training step, over those of a bare step of Adam on the same network?
+
+Times depend on the machine, these numbers do not. They decide how long a step of a small network takes.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pyro
+import pytest
+import torch
+from pyro.infer import SVI
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import pyro_dvi as dvi
+
+pytestmark = pytest.mark.skipif(
+    torch.__version__ < "2.15", reason="the numbers are those of torch 2.15; other versions dispatch others"
+)
+
+
+class Dispatched(TorchDispatchMode):
+    """Counts what torch dispatches."""
+
+    number = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += 1
+        return function(*args, **(kwargs or {}))
+
+
+def perceptron(activation: type[nn.Module]) -> nn.Module:
+    layers = [nn.Linear(8, 6), activation(), nn.Linear(6, 6), activation(), nn.Linear(6, 3)]
+    return nn.Sequential(nn.Flatten(), *layers)
+
+
+def lenet(activation: type[nn.Module]) -> nn.Module:
+    convolutions = [
+        nn.Conv2d(1, 2, 3),
+        activation(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(2, 3, 2),
+        activation(),
+        nn.MaxPool2d(2),
+    ]
+    layers = [nn.Flatten(), nn.Linear(3, 6), activation(), nn.Linear(6, 6), activation(), nn.Linear(6, 3)]
+    return nn.Sequential(*convolutions, *layers)
+
+
+NETS = {"MLP": (perceptron, (8,)), "LeNet": (lenet, (1, 8, 8))}
+
+
+def fifth(step: Callable[[Tensor, Tensor], object], shape: tuple[int, ...]) -> int:
+    """Calls of the fifth step, in which no periodic look is due."""
+    x, y = torch.randn(4, *shape), torch.arange(4) % 3
+    for _ in range(4):
+        step(x, y)
+    with Dispatched() as calls:
+        step(x, y)
+    return calls.number
+
+
+def bare(net: nn.Module) -> Callable[[Tensor, Tensor], object]:
+    optimizer = torch.optim.Adam(net.parameters())
+
+    def step(x: Tensor, y: Tensor) -> object:
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(net(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    return step
+
+
+def adam() -> Any:
+    return dvi.optim.Adam(dvi.learning_rates(1e-3))
+
+
+METHODS: dict[str, tuple[Callable, Callable, Callable]] = {
+    "VL": (dvi.MeanFieldGuide, dvi.TaylorELBO, adam),
+    "MNVI": (dvi.MultiplicativeNoiseGuide, dvi.MomentPropagationELBO, adam),
+    "mean-field moments": (dvi.MeanFieldGuide, dvi.MomentPropagationELBO, adam),
+    "VOGN": (dvi.NaturalGradientGuide, dvi.NaturalGradientELBO, lambda: dvi.VOGN({})),
+    "IVON": (dvi.NaturalGradientGuide, dvi.NaturalGradientELBO, lambda: dvi.IVON({})),
+}
+
+
+@pytest.mark.parametrize(
+    ("method", "net", "most"),
+    [
+        ("VL", "MLP", 4.5),
+        ("VL", "LeNet", 4.5),
+        ("MNVI", "MLP", 4.2),
+        ("MNVI", "LeNet", 4.2),
+        ("mean-field moments", "MLP", 4.2),
+        ("mean-field moments", "LeNet", 4.2),
+        ("VOGN", "MLP", 3.5),
+        ("VOGN", "LeNet", 3.5),
+        ("IVON", "MLP", 3.5),
+        ("IVON", "LeNet", 3.5),
+    ],
+)
+def test_operator_calls_of_a_step(method, net, most):
+    guide, loss, optimizer = METHODS[method]
+    make, shape = NETS[net]
+    activation = nn.Softplus if method == "VL" else nn.ReLU
+    unit = fifth(bare(make(activation)), shape)
+    pyro.clear_param_store()
+    model = dvi.classifier(dvi.to_bayesian_(make(activation), 1.0), num_data=100)
+    svi = SVI(model, guide(model), optimizer(), loss())
+    assert fifth(svi.step, shape) <= most * unit
