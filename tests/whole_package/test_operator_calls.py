@@ -91,16 +91,16 @@ METHODS: dict[str, tuple[Callable, Callable, Callable]] = {
 @pytest.mark.parametrize(
     ("method", "net", "most"),
     [
-        ("VL", "MLP", 4.5),
-        ("VL", "LeNet", 4.5),
-        ("MNVI", "MLP", 4.2),
-        ("MNVI", "LeNet", 4.2),
-        ("mean-field moments", "MLP", 4.2),
-        ("mean-field moments", "LeNet", 4.2),
-        ("VOGN", "MLP", 3.5),
-        ("VOGN", "LeNet", 3.5),
-        ("IVON", "MLP", 3.5),
-        ("IVON", "LeNet", 3.5),
+        ("VL", "MLP", 3.5),
+        ("VL", "LeNet", 3.1),
+        ("MNVI", "MLP", 3.4),
+        ("MNVI", "LeNet", 3.2),
+        ("mean-field moments", "MLP", 3.1),
+        ("mean-field moments", "LeNet", 3.05),
+        ("VOGN", "MLP", 2.7),
+        ("VOGN", "LeNet", 2.55),
+        ("IVON", "MLP", 2.3),
+        ("IVON", "LeNet", 2.05),
     ],
 )
 def test_operator_calls_of_a_step(method, net, most):
