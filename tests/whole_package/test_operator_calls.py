@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pyro_dvi as dvi
+from tests.models import residual_network
 
 pytestmark = pytest.mark.skipif(
     torch.__version__ < "2.15", reason="the numbers are those of torch 2.15; other versions dispatch others"
@@ -49,7 +50,12 @@ def lenet(activation: type[nn.Module]) -> nn.Module:
     return nn.Sequential(*convolutions, *layers)
 
 
-NETS = {"MLP": (perceptron, (8,)), "LeNet": (lenet, (1, 8, 8))}
+def residual(activation: type[nn.Module]) -> nn.Module:
+    net = residual_network(3)
+    return dvi.smooth_activations_(net) if activation is nn.Softplus else net
+
+
+NETS = {"MLP": (perceptron, (8,)), "LeNet": (lenet, (1, 8, 8)), "ResNet": (residual, (3, 16, 16))}
 
 
 def fifth(step: Callable[[Tensor, Tensor], object], shape: tuple[int, ...]) -> int:
@@ -93,14 +99,19 @@ METHODS: dict[str, tuple[Callable, Callable, Callable]] = {
     [
         ("VL", "MLP", 3.5),
         ("VL", "LeNet", 3.1),
+        ("VL", "ResNet", 2.35),
         ("MNVI", "MLP", 3.4),
         ("MNVI", "LeNet", 3.2),
+        ("MNVI", "ResNet", 2.2),
         ("mean-field moments", "MLP", 3.1),
         ("mean-field moments", "LeNet", 3.05),
+        ("mean-field moments", "ResNet", 1.9),
         ("VOGN", "MLP", 2.7),
         ("VOGN", "LeNet", 2.55),
+        ("VOGN", "ResNet", 1.65),
         ("IVON", "MLP", 2.3),
         ("IVON", "LeNet", 2.05),
+        ("IVON", "ResNet", 1.05),
     ],
 )
 def test_operator_calls_of_a_step(method, net, most):
