@@ -148,7 +148,7 @@ def check_parts(
     if not hasattr(guide, "scales") or problem.rough:
         return  # a point mass, say
     scales = [attrgetter(name)(guide.scales).detach() for name in truth.values]
-    expected = (-truth.prior - entropy(scales)).to(truth.prior.dtype)
+    expected = (-truth.prior - entropy(scales)).to(truth.squares.dtype)  # of the weights
     assert_close("KL", elbo.terms["kl"], expected, atol=1e-3)
     second = truth.hessian_diagonal
     if truth.real and second.dtype == torch.float64 and problem.second_order and not second.isnan().any():
