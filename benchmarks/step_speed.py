@@ -64,6 +64,7 @@ class Case:
     batch: int
     rounds: int
     turn: int  # steps that a contestant takes when it is its turn: in training, too, caches are warm
+    at_once: int = 99  # processes beside the units' that fit into memory
 
     def data(self, device: str, batch: int | None = None) -> tuple[Tensor, Tensor]:
         """One minibatch."""
@@ -75,7 +76,7 @@ class Case:
 CASES = {
     "MLP 784-200-200-10, batch 128": Case(lambda: mlp((784, 200, 200, 10), nn.ReLU), (784,), 128, 30, 8),
     "LeNet, batch 128": Case(lambda: lenet(activation=nn.ReLU), (1, 28, 28), 128, 15, 4),
-    "ResNet-18 with CIFAR stem, batch 32": Case(resnet18_cifar, (3, 32, 32), 32, 5, 1),
+    "ResNet-18 with CIFAR stem, batch 32": Case(resnet18_cifar, (3, 32, 32), 32, 5, 1, 4),
 }
 
 
@@ -323,6 +324,15 @@ def measure(case: str, options: argparse.Namespace, threads: int) -> list[dict[s
     names = contestants(case, options.before is not None)
     if options.only:
         names = [n for n in names if n in (UNIT, SMOOTH) or any(o.lower() in n.lower() for o in options.only)]
+    others = [name for name in names if name not in (UNIT, SMOOTH)]
+    size = CASES[case].at_once
+    groups = [others[start : start + size] for start in range(0, len(others), size)]
+    rows = [row for group in groups for row in _together(case, [UNIT, SMOOTH, *group], options, threads)]
+    return list({row["step"]: row for row in rows}.values())
+
+
+def _together(case: str, names: list[str], options: argparse.Namespace, threads: int) -> list[dict[str, Any]]:
+    """Rows of contestants that take turns."""
     running = {name: Process(case, name, options, threads) for name in names}
     for process in running.values():
         process.wait()
@@ -345,7 +355,6 @@ def measure(case: str, options: argparse.Namespace, threads: int) -> list[dict[s
                 "quartiles": [low, high],
                 "rounds": len(ratios),
                 **{key: process.found[key] / unit.found[key] for key in ("operations", "calls", "mebibytes")},
-                "absolute": process.found,
             }
         )
     return rows
@@ -400,12 +409,17 @@ def main() -> None:
         return
     where = torch.cuda.get_device_name() if options.device == "cuda" else f"{platform.machine()} CPU"
     machine = f"{where}, torch {torch.__version__}, pyro {pyro.__version__}"
-    head = f"Training steps over a bare step of Adam in torch, in one interleaved run. {machine}.\n\n"
-    head += "See `benchmarks/step_speed.py` for what is measured and how.\n\n"
-    name = "step_speed_cuda" if options.device == "cuda" else "step_speed"
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{name}.json").write_text(json.dumps({"machine": machine, "rows": rows}, indent=1))
-    (RESULTS / f"{name}.md").write_text(head + table(rows))
+    results = RESULTS / ("step_speed_cuda.json" if options.device == "cuda" else "step_speed.json")
+    results.parent.mkdir(exist_ok=True)
+    kept = json.loads(results.read_text())["rows"] if results.exists() else []
+    done = {(row["case"], row["threads"]) for row in rows}
+    rows += [row for row in kept if (row["case"], row["threads"]) not in done]
+    rows.sort(key=lambda row: (list(CASES).index(row["case"]), row["threads"]))
+    results.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1))
+    head = (
+        f"Training steps over a bare step of Adam in torch; each table is one interleaved run. {machine}.\n\n"
+    )
+    results.with_suffix(".md").write_text(head + table(rows))
 
 
 if __name__ == "__main__":
