@@ -88,7 +88,12 @@ def test_nothing_is_kept_for_gradients_but_inputs_and_weights(multiplicative: bo
         MultiplicativeMoments(loc, noise) if multiplicative else GaussianMoments(loc, noise.expand_as(loc))
     )
     kept: list[torch.Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         F.conv2d(x, weight)
     given = {t.data_ptr() for t in (x.loc, x.variance, loc, noise)}
     assert {t.data_ptr() for t in kept} == given

@@ -3,6 +3,7 @@
 
 import copy
 import pickle
+from typing import Any
 
 import pyro
 import pyro.distributions as dist
@@ -257,7 +258,8 @@ def test_a_state_brings_its_options_and_joins_parameters_again():
 
 def test_a_state_acts_at_once_and_is_copied():
     """Back to an earlier state, parameters included, and on from there: the same steps again."""
-    optim, kept = JointOptim(Adam, OPTIONS["scales apart"]), {}
+    optim = JointOptim(Adam, OPTIONS["scales apart"])
+    kept: dict[str, Any] = {}
 
     def between(step, svi):
         if step == 5:

@@ -103,13 +103,13 @@ def test_all_sites_move_in_the_same_operator_calls(optimizer, most):
     def calls(depth: int) -> int:
         pyro.clear_param_store()
         net = nn.Sequential(*(nn.Linear(2, 2) for _ in range(depth)))
-        net = classifier(to_bayesian_(net), num_data=N)
+        model = classifier(to_bayesian_(net), num_data=N)
         x, y = data()
-        svi = SVI(net, NaturalGradientGuide(net), optimizer({}), NaturalGradientELBO())
+        svi = SVI(model, NaturalGradientGuide(model), optimizer({}), NaturalGradientELBO())
         for _ in range(3):
             svi.step(x, y.long())
-        parameters = [p for p in net.parameters() if p.requires_grad]
-        svi.loss_and_grads(net, svi.guide, x, y.long())
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        svi.loss_and_grads(model, svi.guide, x, y.long())
         with Calls() as counted:
             svi.optim([*parameters, *svi.guide.parameters()])
         assert all(p.grad is None for p in svi.guide.precisions.parameters())
