@@ -155,12 +155,13 @@ class _MultiplicativeSums(Function):
     def forward(ctx: Any, eps: Sequence[float], *tensors: Tensor) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(*tensors)
         ctx.eps = eps
-        sums = []
+        sums: list[Tensor] = []
+        logs: list[Tensor] = []
         for loc, alpha, e in zip(*_in_groups(tensors, len(eps)), eps, strict=True):
             variance = (loc * alpha).mul_(loc).add_(e)
-            sums += [variance.sum(), variance.log_().sum()]
-        both = torch.stack(sums)
-        return both[::2], both[1::2]
+            sums.append(variance.sum())
+            logs.append(variance.log_().sum())
+        return torch.stack(sums), torch.stack(logs)
 
     @staticmethod
     @once_differentiable

@@ -239,7 +239,7 @@ class Rescaled:
             return [shift.add_(self.centre(mu)), *rest]
         shift, *rest = self.smooth.around(i * mu, i * i * variance, slopes)
         factors = (o * o, o * i, o * i * i, o * o * i, (o * i) ** 2)
-        scaled = [factor * part for factor, part in zip(factors, rest, strict=False)]
+        scaled = [factor * part for factor, part in zip(factors[: len(rest)], rest, strict=True)]
         return [torch.add(self.centre(mu), shift, alpha=o), *scaled]
 
 
@@ -265,7 +265,7 @@ def _add_straight_ends(
     if not function.ramp:
         p = [p0, p1, steep * p1, (zz - 1).mul_(p1).mul_(inverse.square())]
         for rows in (of_f, of_square):
-            for row, term in zip(rows, p, strict=False):
+            for row, term in zip(rows, p[: len(rows)], strict=True):
                 row.add_(term)
         return
     share = inverse.square().mul_(function.smoothing**2)
@@ -276,7 +276,7 @@ def _add_straight_ends(
         row.addcmul_(y, g[k]).addcmul_(variance, g[k + 1])
         if k:
             row.add_(g[k - 1], alpha=k)
-    for row, term in zip(of_f, g, strict=False):
+    for row, term in zip(of_f, g[: len(of_f)], strict=True):
         row.add_(term)
 
 
