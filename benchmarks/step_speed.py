@@ -28,7 +28,9 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -82,12 +84,17 @@ CASES = {
 
 def bare(net: nn.Module, **options: Any) -> Step:
     """A step in torch alone."""
-    optimizer = torch.optim.Adam(net.parameters(), LR, **options)
+    return steps_of(net, torch.optim.Adam(net.parameters(), LR, **options), nullcontext)
+
+
+def steps_of(net: nn.Module, optimizer: Any, around: Callable[[], Any]) -> Step:
+    """A training loop in torch; the loss and its gradients are computed within a context."""
 
     def step(x: Tensor, y: Tensor) -> object:
-        optimizer.zero_grad()
-        loss = cross_entropy(net(x), y)
-        loss.backward()
+        with around():
+            optimizer.zero_grad()
+            loss = cross_entropy(net(x), y)
+            loss.backward()
         optimizer.step()
         return loss.item()
 
@@ -134,16 +141,7 @@ def ivon_package(net: nn.Module) -> Step:
     from ivon import IVON
 
     optimizer = IVON(net.parameters(), lr=LR, ess=NUM_DATA, weight_decay=1 / NUM_DATA)
-
-    def step(x: Tensor, y: Tensor) -> object:
-        with optimizer.sampled_params(train=True):
-            optimizer.zero_grad()
-            loss = cross_entropy(net(x), y)
-            loss.backward()
-        optimizer.step()
-        return loss.item()
-
-    return step
+    return steps_of(net, optimizer, partial(optimizer.sampled_params, train=True))
 
 
 def vmap_vogn(net: nn.Module) -> Step:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the options of natural-gradient optimizers may be."""
+"""What the options of optimizers may be."""
 
 import inspect
 import math
@@ -10,7 +10,7 @@ from typing import Any
 from pyro_dvi.choice import check_count, check_positive
 from pyro_dvi.errors import ArgumentError
 
-__all__ = ["check_options", "refuse_unknown"]
+__all__ = ["check_optim_args", "check_options", "refuse_unknown"]
 
 _NOT_HERE = {
     "weight_decay": "The Normal prior of the model plays its role: to_bayesian_(net, prior_scale=...).",
@@ -20,8 +20,18 @@ _NOT_HERE = {
 }
 
 
+def check_optim_args(optim_args: Any, example: str) -> None:
+    """Check that the options of a Pyro optimizer are a dictionary, or a function that returns one.
+
+    Raises:
+        ArgumentError: with the example.
+    """
+    if not (isinstance(optim_args, dict) or callable(optim_args)):
+        raise ArgumentError(f"optim_args must be a dict of options, as in {example}, got {optim_args!r}")
+
+
 def check_options(options: Mapping[str, Any]) -> None:
-    """Check the options that all these optimizers have.
+    """Check the options that all natural-gradient optimizers have.
 
     Raises:
         ArgumentError: naming the first that is out of range.

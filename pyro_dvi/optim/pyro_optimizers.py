@@ -11,6 +11,7 @@ from pyro_dvi.natural_step import Statistic, steps_of
 from pyro_dvi.optim.ivon import IVONOptimizer
 from pyro_dvi.optim.joint import JointOptim, torch_optimizer
 from pyro_dvi.optim.natural_gradient import NaturalGradientOptimizer
+from pyro_dvi.optim.options import check_optim_args
 from pyro_dvi.optim.vogn import OGNOptimizer, VOGNOptimizer
 
 __all__ = ["IVON", "OGN", "VOGN", "NaturalGradientOptim"]
@@ -111,10 +112,7 @@ def _wrapped(
             "of torch's optimizers is wanted, as in pyro.optim.ExponentialLR({'optimizer': ...}), or for elbo(model, "
             f"guide), use pyro_dvi.optim.{torch_name}."
         )
-    if not (isinstance(optim_args, dict) or callable(optim_args)):
-        raise ArgumentError(
-            f"optim_args must be a dict of options, as in {name}({{}}) or {name}({{'lr': 0.1}}), got {optim_args!r}"
-        )
+    check_optim_args(optim_args, f"{name}({{}}) or {name}({{'lr': 0.1}})")
     if isinstance(optim_args, dict):
         # So that what is wrong shows here and not in the first step.
         constructor([torch.zeros(())], **optim_args)

@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from pyro_dvi.errors import ArgumentError
 from pyro_dvi.optim.joint import JointOptim
 from pyro_dvi.optim.learning_rates import SCALE_PATTERN, LearningRates
+from pyro_dvi.optim.options import check_optim_args
 from pyro_dvi.optim.scheduled import ScheduledJointOptim
 
 __all__ = ["SGD", "Adam", "AdamW"]
@@ -112,11 +113,7 @@ def _joint(
 ) -> JointOptim:
     """Build the optimizer, after a look at what can be known to be wrong before the first step."""
     name = constructor.__name__
-    if not (isinstance(optim_args, dict) or callable(optim_args)):
-        raise ArgumentError(
-            f"optim_args must be a dict of options, as in {name}({{'lr': 1e-3}}), or learning_rates(1e-3), "
-            f"got {optim_args!r}"
-        )
+    check_optim_args(optim_args, f"{name}({{'lr': 1e-3}}), or learning_rates(1e-3)")
     known = optim_args("") if isinstance(optim_args, LearningRates) else optim_args
     try:
         optimizer = constructor([torch.zeros(())], **({} if callable(known) else known))
