@@ -36,8 +36,8 @@ doctest:  ## run the examples of docstrings, README and documentation
 docs:  ## build the documentation into docs/_build/html, warnings are errors
 	sphinx-build -W --keep-going -b html docs docs/_build/html
 
-bench:  ## run every benchmark with its default budget; each writes its JSON and its table
-	@set -e; for script in benchmarks/*.py; do echo "== $$script"; python "$$script"; done
+bench:  ## do the runs of all benchmarks that are not there yet, then write the reports
+	python -m benchmarks run all
 
 quickstart:  ## train, compare and export a first Bayesian network
 	python examples/quickstart.py

@@ -26,7 +26,7 @@ from statistics import mean
 from typing import Any
 
 import torch
-from hfl_tasks import NOISE, RESULTS, TASKS, Task, Training, measured, trained
+from benchmarks.hfl_tasks import NOISE, RESULTS, TASKS, Task, Training, measured, trained
 from scipy.stats import spearmanr
 from torch import Tensor, nn
 

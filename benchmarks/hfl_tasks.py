@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from hfl_tasks_report import Row, figure, tables
+from benchmarks.hfl_tasks_report import Row, figure, tables
 from torch import Tensor, nn
 
 from pyro_dvi.bayesian import regressor, to_bayesian_

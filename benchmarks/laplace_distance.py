@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from laplace_quality import BATCH_SIZE, LAST_LAYER, NUM_TRAIN, build, digits, train
+from benchmarks.laplace_quality import BATCH_SIZE, LAST_LAYER, NUM_TRAIN, build, digits, train
 from torch import Tensor
 
 import pyro_dvi

@@ -30,7 +30,7 @@ import pyro.distributions as dist
 import torch
 from sklearn import datasets
 from torch import Tensor, nn
-from uci_data import load
+from benchmarks.shared.regressions import load
 
 import pyro_dvi as dvi
 from pyro_dvi.bayesian import init_to_module

@@ -33,7 +33,7 @@ from resource import RLIMIT_CPU, RUSAGE_SELF, getrusage, setrlimit
 from typing import Any
 
 import torch
-from laplace_quality_report import write_report
+from benchmarks.laplace_quality_report import write_report
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset

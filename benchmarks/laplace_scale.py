@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torchvision.models import resnet18
 
-from benchmarks.networks import num_weights, resnet18_cifar
+from benchmarks.shared.networks import num_weights, resnet18_cifar
 from pyro_dvi import to_bayesian_
 from pyro_dvi.laplace import Accept, LaplaceGuide, PosteriorSamples
 from pyro_dvi.laplace.energy.energy import Energy

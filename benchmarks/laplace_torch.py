@@ -9,7 +9,7 @@ network, a structure of the precision and a seed.
     python -m benchmarks.laplace_torch --report                   # only write the table again
 
 laplace-torch is no dependency: install it, with backpack-for-pytorch, into an environment of its own together with this
-project. Fashion-MNIST and CIFAR-10 are read from ``--data-dir`` or PYRO_DVI_DATA, see image_data.py.
+project. Fashion-MNIST and CIFAR-10 are read from ``--data-dir`` or PYRO_DVI_DATA, see shared/images.py.
 """
 
 import argparse
@@ -33,9 +33,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import pyro_dvi
-from benchmarks.image_data import digits_split, load_split, outside_images
+from benchmarks.shared.images import digits_split, load_split, outside_images
 from benchmarks.laplace_torch_report import write_report
-from benchmarks.networks import lenet, mlp
+from benchmarks.shared.networks import lenet, mlp
 from pyro_dvi.bayesian import classifier, to_bayesian_
 from pyro_dvi.laplace import Accept, ByEvidence, ByValidation, Dense, Diagonal, KroneckerFactored
 from pyro_dvi.metrics import auroc, expected_calibration_error, nll, predictive_entropy

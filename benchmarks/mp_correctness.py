@@ -28,7 +28,7 @@ from typing import Any
 
 import pyro
 import torch
-from networks import lenet, resnet18_cifar
+from benchmarks.shared.networks import lenet, resnet18_cifar
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.func import functional_call

@@ -33,9 +33,9 @@ from typing import Any
 
 import pyro
 import torch
-from image_data import ImageSplit, digits_split, load_split
-from mp_methods import METHODS, Settings, num_parameters
-from networks import lenet, mlp
+from benchmarks.shared.images import ImageSplit, digits_split, load_split
+from benchmarks.mp_methods import METHODS, Settings, num_parameters
+from benchmarks.shared.networks import lenet, mlp
 from torch import nn
 
 from pyro_dvi import metrics
@@ -261,7 +261,7 @@ def main() -> None:
                 job.result()
         for bench in benches:
             bench.time_inference()
-    from mp_quality_report import write_report
+    from benchmarks.mp_quality_report import write_report
 
     write_report(read_results(), RESULTS.with_suffix(".md"))
 

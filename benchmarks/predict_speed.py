@@ -30,8 +30,8 @@ from typing import Any
 import pyro
 import pyro.distributions as dist
 import torch
-from image_data import load_split
-from networks import lenet, mlp
+from benchmarks.shared.images import load_split
+from benchmarks.shared.networks import lenet, mlp
 from pyro.infer import Predictive
 from pyro.nn import PyroModule
 from torch import Tensor, nn

@@ -37,7 +37,7 @@ from typing import Any
 
 import pyro
 import torch
-from networks import lenet, mlp, resnet18_cifar
+from benchmarks.shared.networks import lenet, mlp, resnet18_cifar
 from pyro.infer import SVI, Trace_ELBO
 from pyro.infer.autoguide import AutoDelta, AutoNormal
 from torch import Tensor, nn

@@ -26,11 +26,11 @@ import pyro
 import torch
 from torch import Tensor
 from tqdm import tqdm
-from uci_data import SETS, Rows, TrainingSets, folds, hold_out, load
-from uci_methods import MNVI, Method, Recipe, SampledVI
-from uci_paper import AUTHORS_PROTOCOL, Paper
-from uci_peers import MAP, Dropout
-from uci_report import write_report
+from benchmarks.shared.regressions import SETS, Rows, TrainingSets, folds, hold_out, load
+from benchmarks.uci_methods import MNVI, Method, Recipe, SampledVI
+from benchmarks.uci_paper import AUTHORS_PROTOCOL, Paper
+from benchmarks.uci_peers import MAP, Dropout
+from benchmarks.uci_report import write_report
 
 RESULTS = Path(__file__).parent / "results" / "uci.jsonl"
 SEED = 0

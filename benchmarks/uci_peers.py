@@ -6,9 +6,9 @@ from math import log
 import torch
 from torch import Tensor
 from torch.distributions import Normal
-from uci_data import Minibatch, Rows, TrainingSets
-from uci_methods import DRAWS, Method
-from uci_network import Networks
+from benchmarks.shared.regressions import Minibatch, Rows, TrainingSets
+from benchmarks.uci_methods import DRAWS, Method
+from benchmarks.uci_network import Networks
 
 SITES = ("hidden", "mean", "noise")
 

@@ -25,8 +25,8 @@ from typing import Any
 
 import pyro
 import torch
-from image_data import ImageSplit, load_split
-from networks import conv_net, mlp, num_weights
+from benchmarks.shared.images import ImageSplit, load_split
+from benchmarks.shared.networks import conv_net, mlp, num_weights
 from pyro import poutine
 from pyro.infer import SVI, Trace_ELBO
 from pyro.infer.autoguide import AutoDelta, AutoNormal
@@ -274,7 +274,7 @@ def main() -> None:
                 row = {**future.result(), "torch": torch.__version__, "machine": platform.machine()}
                 with RESULTS.open("a") as file:
                     file.write(json.dumps(row) + "\n")
-    from vl_quality_report import write_report
+    from benchmarks.vl_quality_report import write_report
 
     write_report(read_results(), RESULTS.with_suffix(".md"))
 

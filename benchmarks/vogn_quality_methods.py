@@ -9,7 +9,7 @@ from typing import Any
 import pyro
 import torch
 import torch.nn.functional as F
-from mp_methods import KLWeight, with_dropout
+from benchmarks.mp_methods import KLWeight, with_dropout
 from pyro.infer import SVI, Trace_ELBO
 from pyro.infer.autoguide import AutoDelta, AutoNormal
 from torch import Tensor, nn

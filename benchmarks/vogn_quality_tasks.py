@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from image_data import ImageSplit, digits_split, load_split, outside_images
-from networks import conv_net, lenet, mlp
+from benchmarks.shared.images import ImageSplit, digits_split, load_split, outside_images
+from benchmarks.shared.networks import conv_net, lenet, mlp
 from torch import Tensor, nn
-from uci_data import folds, hold_out, load, standards
+from benchmarks.shared.regressions import folds, hold_out, load, standards
 
 from pyro_dvi.bayesian import LearnedScale, classifier, fan_in, regressor, to_bayesian_
 

@@ -1,18 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Standardisation of the benchmarks' regression sets."""
 
-import runpy
-from pathlib import Path
-
 import pytest
 import torch
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "uci_data.py"
+from benchmarks.shared.regressions import standards
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_columns_that_are_constant_but_for_rounding_are_not_blown_up(dtype):
-    standards = runpy.run_path(str(SCRIPT))["standards"]
     column = torch.linspace(-1, 1, 506, dtype=dtype)
     constant = torch.full_like(column, 1234.1)
     constant[::2] = torch.nextafter(constant[::2], 2 * constant[::2])

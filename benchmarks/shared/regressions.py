@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.shared.benchmark import device
+
 SETS = ("boston", "concrete", "energy", "kin8nm", "power-plant", "wine-quality-red", "yacht")
 Rows = np.ndarray
 
@@ -25,7 +27,8 @@ def load(name: str, data_dir: str | None) -> tuple[Tensor, Tensor]:
     if not folder:
         raise SystemExit("say where the data are: --data-dir DIR or PYRO_DVI_DATA, with DIR/uci/<name>.npz")
     with np.load(Path(folder) / "uci" / f"{name}.npz") as file:
-        return torch.from_numpy(file["X"]).double(), torch.from_numpy(file["y"]).double().reshape(-1)
+        x, y = (torch.from_numpy(file[key]).double().to(device()) for key in ("X", "y"))
+    return x, y.reshape(-1)
 
 
 def folds(num_rows: int, count: int = 10, seed: int = 1) -> list[tuple[Rows, Rows]]:

@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.shared.benchmark import device
+
 MEAN_STD: dict[str, tuple] = {
     "FashionMNIST": (0.2860, 0.3530),
     "MNIST": (0.1307, 0.3081),
@@ -73,8 +75,8 @@ def outside_images(name: str, of: str, count: int, data_dir: str | None) -> Tens
         pixels = torch.from_numpy(letters.astype(np.float32) / 255).reshape(-1, 1, 28, 28)
     else:
         own_mean, own_std = _mean_and_std(name)
-        pixels = _load(name, False, data_dir)[0][:count] * own_std + own_mean
-    return (pixels - mean) / std
+        pixels = _load(name, False, data_dir)[0][:count].cpu() * own_std + own_mean
+    return ((pixels - mean) / std).to(device())
 
 
 def _mean_and_std(name: str) -> tuple[Tensor, Tensor]:
@@ -87,8 +89,8 @@ def digits_split(num_train: int, num_validation: int, seed: int) -> ImageSplit:
     from sklearn.datasets import load_digits
 
     digits = load_digits()
-    x = torch.from_numpy((digits.images.astype(np.float32) - 4.88) / 6.02).unsqueeze(1)
-    y = torch.from_numpy(digits.target.astype(np.int64))
+    x = torch.from_numpy((digits.images.astype(np.float32) - 4.88) / 6.02).unsqueeze(1).to(device())
+    y = torch.from_numpy(digits.target.astype(np.int64)).to(device())
     is_test = torch.arange(len(x)) % 2 == 0
     rest = np.random.default_rng(seed).permutation(np.flatnonzero(~is_test.numpy()))
     if num_train + num_validation > len(rest):
@@ -120,7 +122,7 @@ def _load(name: str, train: bool, data_dir: str | None) -> tuple[Tensor, Tensor]
     mean, std = _mean_and_std(name)
     pixels = torch.from_numpy(images.astype(np.float32) / 255)
     pixels = pixels.unsqueeze(1) if pixels.dim() == 3 else pixels.movedim(-1, 1)
-    return (pixels - mean) / std, torch.from_numpy(labels.astype(np.int64))
+    return ((pixels - mean) / std).to(device()), torch.from_numpy(labels.astype(np.int64)).to(device())
 
 
 def _tiles(folder: Path, train: bool) -> tuple[np.ndarray, np.ndarray]:
