@@ -26,10 +26,10 @@ from statistics import mean
 from typing import Any
 
 import torch
-from benchmarks.hfl_tasks import NOISE, RESULTS, TASKS, Task, Training, measured, trained
 from scipy.stats import spearmanr
 from torch import Tensor, nn
 
+from benchmarks.hfl_tasks import NOISE, RESULTS, TASKS, Task, Training, measured, trained
 from pyro_dvi.bayesian import regressor, to_bayesian_
 from pyro_dvi.errors import DviWarning, PyroDviError
 from pyro_dvi.laplace import Dense, Hessian, HessianFree, LaplaceGuide, Method

@@ -26,9 +26,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from benchmarks.hfl_tasks_report import Row, figure, tables
 from torch import Tensor, nn
 
+from benchmarks.hfl_tasks_report import Row, figure, tables
 from pyro_dvi.bayesian import regressor, to_bayesian_
 from pyro_dvi.errors import DviWarning, PyroDviError
 from pyro_dvi.laplace import (

@@ -11,10 +11,10 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from benchmarks.laplace_quality import BATCH_SIZE, LAST_LAYER, NUM_TRAIN, build, digits, train
 from torch import Tensor
 
 import pyro_dvi
+from benchmarks.laplace_quality import BATCH_SIZE, LAST_LAYER, NUM_TRAIN, build, digits, train
 from pyro_dvi.bayesian import classifier, to_bayesian_
 from pyro_dvi.laplace import Accept, Dense, Diagonal, KroneckerFactored, TopEigen
 from pyro_dvi.laplace.methods.posterior import LaplacePosterior, Method

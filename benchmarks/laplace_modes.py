@@ -30,9 +30,9 @@ import pyro.distributions as dist
 import torch
 from sklearn import datasets
 from torch import Tensor, nn
-from benchmarks.shared.regressions import load
 
 import pyro_dvi as dvi
+from benchmarks.shared.regressions import load
 from pyro_dvi.bayesian import init_to_module
 from pyro_dvi.laplace import ConjugateGradient, Dense, Hessian
 

@@ -33,12 +33,12 @@ from resource import RLIMIT_CPU, RUSAGE_SELF, getrusage, setrlimit
 from typing import Any
 
 import torch
-from benchmarks.laplace_quality_report import write_report
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import pyro_dvi
+from benchmarks.laplace_quality_report import write_report
 from pyro_dvi.bayesian import classifier, to_bayesian_
 from pyro_dvi.laplace import (
     ByEvidence,

@@ -33,8 +33,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import pyro_dvi
-from benchmarks.shared.images import digits_split, load_split, outside_images
 from benchmarks.laplace_torch_report import write_report
+from benchmarks.shared.images import digits_split, load_split, outside_images
 from benchmarks.shared.networks import lenet, mlp
 from pyro_dvi.bayesian import classifier, to_bayesian_
 from pyro_dvi.laplace import Accept, ByEvidence, ByValidation, Dense, Diagonal, KroneckerFactored

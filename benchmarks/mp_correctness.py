@@ -28,11 +28,11 @@ from typing import Any
 
 import pyro
 import torch
-from benchmarks.shared.networks import lenet, resnet18_cifar
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from benchmarks.shared.networks import lenet, resnet18_cifar
 from pyro_dvi import MeanFieldGuide, classifier, to_bayesian_
 from pyro_dvi.handlers.moment_run import PosteriorMoments, median
 from pyro_dvi.handlers.uncertain import uncertain_likelihoods, uncertain_part

@@ -33,11 +33,11 @@ from typing import Any
 
 import pyro
 import torch
-from benchmarks.shared.images import ImageSplit, digits_split, load_split
-from benchmarks.mp_methods import METHODS, Settings, num_parameters
-from benchmarks.shared.networks import lenet, mlp
 from torch import nn
 
+from benchmarks.mp_methods import METHODS, Settings, num_parameters
+from benchmarks.shared.images import ImageSplit, digits_split, load_split
+from benchmarks.shared.networks import lenet, mlp
 from pyro_dvi import metrics
 from pyro_dvi.predictive import predict
 

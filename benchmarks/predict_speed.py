@@ -30,12 +30,12 @@ from typing import Any
 import pyro
 import pyro.distributions as dist
 import torch
-from benchmarks.shared.images import load_split
-from benchmarks.shared.networks import lenet, mlp
 from pyro.infer import Predictive
 from pyro.nn import PyroModule
 from torch import Tensor, nn
 
+from benchmarks.shared.images import load_split
+from benchmarks.shared.networks import lenet, mlp
 from pyro_dvi import MeanFieldGuide, Samples, fan_in, predict, predictor, to_bayesian_
 from pyro_dvi.predictive import Predictor
 

@@ -37,7 +37,6 @@ from typing import Any
 
 import pyro
 import torch
-from benchmarks.shared.networks import lenet, mlp, resnet18_cifar
 from pyro.infer import SVI, Trace_ELBO
 from pyro.infer.autoguide import AutoDelta, AutoNormal
 from torch import Tensor, nn
@@ -47,6 +46,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import pyro_dvi as dvi
+from benchmarks.shared.networks import lenet, mlp, resnet18_cifar
 from pyro_dvi.bayesian import classifier, init_to_module
 from pyro_dvi.curvature import Fisher
 from pyro_dvi.optim import learning_rates

@@ -26,6 +26,7 @@ import pyro
 import torch
 from torch import Tensor
 from tqdm import tqdm
+
 from benchmarks.shared.regressions import SETS, Rows, TrainingSets, folds, hold_out, load
 from benchmarks.uci_methods import MNVI, Method, Recipe, SampledVI
 from benchmarks.uci_paper import AUTHORS_PROTOCOL, Paper

@@ -14,9 +14,9 @@ from pyro.infer import Trace_ELBO
 from pyro.infer.autoguide import AutoNormal
 from pyro.infer.autoguide.initialization import init_to_value
 from torch import Tensor
+
 from benchmarks.shared.regressions import Minibatch, Rows, TrainingSets
 from benchmarks.uci_network import INPUT_AXIS, Networks
-
 from pyro_dvi import predict
 from pyro_dvi.elbos import MomentPropagationELBO, VarianceWeighted
 from pyro_dvi.guides import MultiplicativeNoiseGuide

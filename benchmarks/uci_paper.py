@@ -13,10 +13,10 @@ import pyro
 import torch
 from pyro.infer.autoguide.initialization import init_to_value
 from torch import Tensor
+
 from benchmarks.shared.regressions import Rows, TrainingSets
 from benchmarks.uci_methods import Fitted
 from benchmarks.uci_network import INPUT_AXIS, Networks
-
 from pyro_dvi.elbos import MomentPropagationELBO
 from pyro_dvi.guides import MultiplicativeNoiseGuide
 from pyro_dvi.links import GaussHermite

@@ -6,6 +6,7 @@ from math import log
 import torch
 from torch import Tensor
 from torch.distributions import Normal
+
 from benchmarks.shared.regressions import Minibatch, Rows, TrainingSets
 from benchmarks.uci_methods import DRAWS, Method
 from benchmarks.uci_network import Networks

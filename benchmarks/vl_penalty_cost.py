@@ -25,19 +25,19 @@ import pyro
 import pyro.distributions as dist
 import torch
 import torch.nn.functional as F
-from benchmarks.shared.images import load_split
-from benchmarks.shared.networks import lenet
 from pyro import poutine
 from pyro.infer import SVI
 from pyro.infer.autoguide import AutoDelta
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
-from uci import machine, read_results, tune_and_test
+
+from benchmarks.shared.images import load_split
+from benchmarks.shared.networks import lenet
 from benchmarks.shared.regressions import TrainingSets, folds, load
+from benchmarks.uci import machine, read_results, tune_and_test
 from benchmarks.uci_methods import Method, Recipe
 from benchmarks.uci_network import Networks
-
 from pyro_dvi import predict
 from pyro_dvi.bayesian import classifier, fan_in, init_to_module, to_bayesian_
 from pyro_dvi.curvature import Fisher

@@ -25,8 +25,6 @@ from typing import Any
 
 import pyro
 import torch
-from benchmarks.shared.images import ImageSplit, load_split
-from benchmarks.shared.networks import conv_net, mlp, num_weights
 from pyro import poutine
 from pyro.infer import SVI, Trace_ELBO
 from pyro.infer.autoguide import AutoDelta, AutoNormal
@@ -34,6 +32,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 from tqdm import tqdm
 
+from benchmarks.shared.images import ImageSplit, load_split
+from benchmarks.shared.networks import conv_net, mlp, num_weights
 from pyro_dvi.bayesian import classifier, fan_in, init_to_module, to_bayesian_
 from pyro_dvi.curvature import Fisher, GGNDiagonal, MinibatchGradient
 from pyro_dvi.elbos import TaylorELBO

@@ -29,10 +29,10 @@ import pyro
 import torch
 from sklearn.metrics import roc_auc_score
 from torch.utils.data import DataLoader, TensorDataset
+
 from benchmarks.vogn_quality_methods import METHODS, Training
 from benchmarks.vogn_quality_report import best_temperature, write_report
 from benchmarks.vogn_quality_tasks import TASKS, Data, Task
-
 from pyro_dvi.predictive import PredictionRule, predict
 from pyro_dvi.training import EarlyStopping, fit
 

@@ -9,12 +9,12 @@ from typing import Any
 import pyro
 import torch
 import torch.nn.functional as F
-from benchmarks.mp_methods import KLWeight, with_dropout
 from pyro.infer import SVI, Trace_ELBO
 from pyro.infer.autoguide import AutoDelta, AutoNormal
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from benchmarks.mp_methods import KLWeight, with_dropout
 from pyro_dvi.bayesian import init_to_module
 from pyro_dvi.divergences import kl_to_priors
 from pyro_dvi.elbos import NaturalGradientELBO

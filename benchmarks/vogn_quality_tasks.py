@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor, nn
+
 from benchmarks.shared.images import ImageSplit, digits_split, load_split, outside_images
 from benchmarks.shared.networks import conv_net, lenet, mlp
-from torch import Tensor, nn
 from benchmarks.shared.regressions import folds, hold_out, load, standards
-
 from pyro_dvi.bayesian import LearnedScale, classifier, fan_in, regressor, to_bayesian_
 
 __all__ = ["TASKS", "Data", "Task"]
