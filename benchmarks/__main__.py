@@ -19,9 +19,9 @@ def main() -> int:
                 f"{benchmark.name:<28}{benchmark.question}  [{module}, {len(read_rows(benchmark.name))} runs]"
             )
         return 0
-    names = list(found) if options.names == ["all"] else options.names
+    names = list(found) if "all" in options.names else options.names
     if options.command == "report":
-        for name in names or found:
+        for name in names:
             print(f"{name}: {'written' if write_report(found[name][0]) else 'no runs yet'}")
         return 0
     os.environ["PYRO_DVI_DEVICE"] = options.device
