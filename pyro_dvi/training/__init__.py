@@ -7,6 +7,7 @@ from pyro_dvi.training.early_stopping import EarlyStopping
 from pyro_dvi.training.history import History, Table
 from pyro_dvi.training.loop import TrainingState, fit
 from pyro_dvi.training.lr_schedule import EveryStep
+from pyro_dvi.training.posterior import TrainedPosterior, train_apart
 
 __all__ = [
     "BatchNormStatistics",
@@ -15,9 +16,11 @@ __all__ = [
     "EveryStep",
     "History",
     "Table",
+    "TrainedPosterior",
     "TrainingState",
     "fit",
     "load",
     "recompute_batch_norm",
     "save",
+    "train_apart",
 ]
