@@ -59,8 +59,9 @@ def paired(ours: Sequence[float], theirs: Sequence[float]) -> Paired:
 def provenance(name: str, rows: Sequence[Row]) -> str:
     """Return where the lines of a benchmark come from: command, versions of torch, machines, seeds and cost."""
     parts = [f"Written by `python -m benchmarks run {name}`"]
-    for key in ("torch", "machine"):
-        parts.append(" and ".join(sorted({row[key] for row in rows if key in row})))
+    for prefix, key in (("torch ", "torch"), ("", "machine")):
+        values = sorted({row[key] for row in rows if key in row})
+        parts.append(prefix + " and ".join(values) if values else "")
     seeds = sorted({row["seed"] for row in rows if "seed" in row})
     if seeds:
         parts.append(f"seeds {', '.join(map(str, seeds))}")

@@ -1,29 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What does a training step cost? Time, operations, operator calls and memory over a bare step of Adam in torch.
+"""Who takes part in step_speed.py, and the process in which each takes its steps."""
 
-The unit is forward, cross-entropy, backward and ``torch.optim.Adam`` as it comes, on the same network; everything else
-is a whole step of Pyro's SVI, or of the peer's own loop. Each contestant has a process of its own and takes steps when
-it is asked to, so that all take turns (A B C A B C ...) and a drifting machine hits all alike. On small networks a turn
-is several steps. Ratios are paired within rounds.
-
-Variational Laplace differentiates twice, and is measured on networks with softplus over Adam on those; all others on
-networks with ReLU. Operations are multiplications and additions of matrices and convolutions, operator calls what
-torch dispatches, both of the fifth step with four examples. Memory is the peak of three steps above what the process
-holds before it makes the network.
-
-    python benchmarks/step_speed.py                            # CPU, one and two threads
-    python benchmarks/step_speed.py --before ../old-checkout   # the same methods of another version, in the same rounds
-    python benchmarks/step_speed.py --device cuda
-
-``pip install ivon-opt`` adds that peer.
-"""
-
-import argparse
 import json
-import os
-import platform
-import statistics
-import subprocess
 import sys
 import time
 import warnings
@@ -51,7 +29,8 @@ from pyro_dvi.bayesian import classifier, init_to_module
 from pyro_dvi.curvature import Fisher
 from pyro_dvi.optim import learning_rates
 
-RESULTS = Path(__file__).parent / "results"
+__all__ = ["BEFORE", "CASES", "SMOOTH", "TWICE", "UNIT", "contestants"]
+
 NUM_DATA, LR = 50_000, 1e-4
 Net = Callable[[], nn.Module]
 Step = Callable[[Tensor, Tensor], object]
@@ -280,145 +259,7 @@ def _memory(device: str, reset: bool = False, peak: bool = False) -> int:
     return 1024 * int(next(line for line in lines if line.startswith(entry)).split()[1])
 
 
-# The run ---------------------------------------------------------------------------------------------------------
-
-
-class Process:
-    """A contestant, ready to take steps."""
-
-    def __init__(self, case: str, contestant: str, options: argparse.Namespace, threads: int) -> None:
-        command = [sys.executable, __file__, "--contestant", case, contestant]
-        command += ["--device", options.device, "--threads", str(threads)]
-        here = Path(__file__).parents[1] if not contestant.endswith(BEFORE) else options.before
-        environment = {**os.environ, "PYTHONPATH": str(here), "OMP_NUM_THREADS": str(threads)}
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-        )
-        self.times: list[float] = []
-
-    def wait(self) -> None:
-        """Until it is ready to take steps."""
-        self.found = json.loads(self._read())
-
-    def step(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write("\n")
-        self._process.stdin.flush()
-        self.times.append(float(self._read()))
-
-    def _read(self) -> str:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError("a contestant's process has ended; its error is above")
-        return line
-
-    def end(self) -> None:
-        self._process.communicate()
-
-
-def measure(case: str, options: argparse.Namespace, threads: int) -> list[dict[str, Any]]:
-    """One row for each contestant."""
-    names = contestants(case, options.before is not None)
-    if options.only:
-        names = [n for n in names if n in (UNIT, SMOOTH) or any(o.lower() in n.lower() for o in options.only)]
-    others = [name for name in names if name not in (UNIT, SMOOTH)]
-    size = CASES[case].at_once
-    groups = [others[start : start + size] for start in range(0, len(others), size)]
-    rows = [row for group in groups for row in _together(case, [UNIT, SMOOTH, *group], options, threads)]
-    return list({row["step"]: row for row in rows}.values())
-
-
-def _together(case: str, names: list[str], options: argparse.Namespace, threads: int) -> list[dict[str, Any]]:
-    """Rows of contestants that take turns."""
-    running = {name: Process(case, name, options, threads) for name in names}
-    for process in running.values():
-        process.wait()
-    for _ in range(options.rounds or CASES[case].rounds):
-        for process in running.values():
-            process.step()
-    rows = []
-    for name, process in running.items():
-        process.end()
-        unit = running[SMOOTH if name.startswith(TWICE) else UNIT]
-        ratios = [mine / theirs for mine, theirs in zip(process.times, unit.times, strict=True)]
-        low, median, high = statistics.quantiles(ratios, n=4)
-        rows.append(
-            {
-                "case": case,
-                "threads": threads,
-                "step": name,
-                "median_ms": 1e3 * statistics.median(process.times),
-                "time": median,
-                "quartiles": [low, high],
-                "rounds": len(ratios),
-                **{key: process.found[key] / unit.found[key] for key in ("operations", "calls", "mebibytes")},
-            }
-        )
-    return rows
-
-
-def table(rows: list[dict[str, Any]]) -> str:
-    """The results in Markdown."""
-    lines = []
-    for case, threads in dict.fromkeys((row["case"], row["threads"]) for row in rows):
-        found = [row for row in rows if (row["case"], row["threads"]) == (case, threads)]
-        lines += [
-            f"**{case}**, {threads} thread{'s' * (threads > 1)} ({found[0]['rounds']} rounds)",
-            "",
-            "| step | ms | time | quartiles | operations | operator calls | peak memory |",
-            "|---|---|---|---|---|---|---|",
-        ]
-        for row in found:
-            low, high = row["quartiles"]
-            lines.append(
-                f"| {row['step']} | {row['median_ms']:.2f} | {row['time']:.2f} | {low:.2f} to {high:.2f} "
-                f"| {row['operations']:.2f} | {row['calls']:.2f} | {row['mebibytes']:.2f} |"
-            )
-        lines.append("")
-    return "\n".join(lines)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--rounds", type=int, help="timed rounds (default: by the size of the case)")
-    parser.add_argument("--cases", nargs="+", help="parts of case names")
-    parser.add_argument("--only", nargs="+", help="parts of contestants' names; the unit always takes part")
-    parser.add_argument("--before", type=Path, help="checkout of another version of this library")
-    parser.add_argument("--show", action="store_true", help="print only, write no results")
-    parser.add_argument("--contestant", nargs=2, metavar=("CASE", "STEP"), help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.contestant:
-        torch.set_num_threads(options.threads[0])
-        take_steps(*options.contestant, options.device)
-        return
-    rows = []
-    for case in CASES:
-        if options.cases is None or any(part.lower() in case.lower() for part in options.cases):
-            for threads in options.threads:
-                found = measure(case, options, threads)
-                rows += found
-                print(table(found), flush=True)
-    if options.show:
-        return
-    where = torch.cuda.get_device_name() if options.device == "cuda" else f"{platform.machine()} CPU"
-    machine = f"{where}, torch {torch.__version__}, pyro {pyro.__version__}"
-    results = RESULTS / ("step_speed_cuda.json" if options.device == "cuda" else "step_speed.json")
-    results.parent.mkdir(exist_ok=True)
-    kept = json.loads(results.read_text())["rows"] if results.exists() else []
-    done = {(row["case"], row["threads"]) for row in rows}
-    rows += [row for row in kept if (row["case"], row["threads"]) not in done]
-    rows.sort(key=lambda row: (list(CASES).index(row["case"]), row["threads"]))
-    results.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1))
-    head = (
-        f"Training steps over a bare step of Adam in torch; each table is one interleaved run. {machine}.\n\n"
-    )
-    results.with_suffix(".md").write_text(head + table(rows))
-
-
 if __name__ == "__main__":
-    main()
+    case, contestant, device, threads = sys.argv[1:]
+    torch.set_num_threads(int(threads))
+    take_steps(case, contestant, device)
