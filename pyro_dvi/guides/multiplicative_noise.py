@@ -10,6 +10,7 @@ from pyro.distributions import constraints as pyro_constraints
 from torch import Tensor, nn
 
 from pyro_dvi.bayesian import init_to_module
+from pyro_dvi.choice import check_positive
 from pyro_dvi.errors import ArgumentError, ModelError
 from pyro_dvi.guides.base import FactorisedGuide
 from pyro_dvi.guides.factors import Deterministic, Factor, MeanField
@@ -53,7 +54,8 @@ class MultiplicativeNoiseGuide(FactorisedGuide):
     about biases, normalisation parameters and other real latents.
 
     Status: a family of posteriors. Moments through a network use :math:`\alpha_j m_{ij}^2` without
-    :math:`\varepsilon = 10^{-8}`; samples and the divergence include it.
+    :math:`\varepsilon`; samples and the divergence include it. The paper has it in the logarithm only, which differs by
+    the constant :math:`\varepsilon / 2 s^2` for each weight: the gradients are the same.
 
     Args:
         model: a Pyro model whose latents are continuous.
@@ -68,6 +70,7 @@ class MultiplicativeNoiseGuide(FactorisedGuide):
             None in place of an axis says that a site is no weight; an axis in a mapping makes a weight of any real
             latent, one-dimensional ones and those inside plates included.
         create_plates: as in Pyro's guides; returns plates that the guide should subsample.
+        eps: :math:`\varepsilon`, in squared units of the weights.
 
     Attributes:
         locs: module of means, ``guide.locs.<site>``; ``MultiplicativeNoiseGuide.locs.<site>`` in the parameter store.
@@ -82,7 +85,7 @@ class MultiplicativeNoiseGuide(FactorisedGuide):
         GuideError: a state was loaded that was saved with other options.
 
     Source: Schmitt & Roth (2021), "Sampling-free variational inference for neural networks with multiplicative
-    activation noise", Eq. 5 and 17.
+    activation noise", Eq. 5 and 17, Appendix A.
 
     Example:
         >>> import torch
@@ -110,6 +113,7 @@ class MultiplicativeNoiseGuide(FactorisedGuide):
         biases: Factor | None = None,
         input_axis: InputAxis = None,
         create_plates: Callable | None = None,
+        eps: float = 1e-10,
     ) -> None:
         if isinstance(initial_rho, bool) or not isinstance(initial_rho, int | float):
             raise ArgumentError(f"initial_rho must be a number, got {initial_rho!r}")
@@ -121,10 +125,12 @@ class MultiplicativeNoiseGuide(FactorisedGuide):
         if not isinstance(biases, Factor) or biases.store not in (None, "scales"):
             raise TypeError(f"biases must be Deterministic() or MeanField(), got {biases!r}")
         check_input_axis(input_axis)
+        check_positive("eps", eps)
         super().__init__(model, init_loc_fn=init_loc_fn, create_plates=create_plates)
         self.initial_rho = float(initial_rho)
         self.biases = biases
         self.input_axis = input_axis
+        self.eps = eps
         self._layers = Layers()
 
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
@@ -152,13 +158,13 @@ class MultiplicativeNoiseGuide(FactorisedGuide):
                     f"input_axis makes a weight of site {name!r}, whose support {site['fn'].support} is constrained; "
                     "multiplicative noise needs a latent on the whole real line"
                 )
-            return MultiplicativeNoise(units, self.initial_rho)
+            return MultiplicativeNoise(units, self.initial_rho, self.eps)
         if local or constrained:
             return self.biases if isinstance(self.biases, MeanField) else MeanField()
         if units is False and loc.dim() >= 2:
             units = units_of_layer(owner, attribute)
             if units is not None:
-                return MultiplicativeNoise(units, self.initial_rho)
+                return MultiplicativeNoise(units, self.initial_rho, self.eps)
         return self.biases
 
 
@@ -169,10 +175,12 @@ class MultiplicativeNoise(Factor):
     Args:
         units: where its input units are.
         initial_rho: inverse softplus of the relative variance at the start.
+        eps: what is added to variances.
     """
 
     units: InputUnits
     initial_rho: float
+    eps: float
     store: ClassVar[str] = "alphas"
 
     def initial(self, loc: Tensor, prior_scale: Tensor, event_dim: int) -> Tensor:
@@ -180,7 +188,7 @@ class MultiplicativeNoise(Factor):
 
     def distribution(self, loc: Tensor, spread: Tensor | None) -> MultiplicativeNormal:
         assert spread is not None
-        return MultiplicativeNormal(loc, self.units.along(spread, loc.shape), validate_args=False)
+        return MultiplicativeNormal(loc, self.units.along(spread, loc.shape), self.eps, validate_args=False)
 
 
 def _is_torch_layer(owner: nn.Module | None) -> bool:

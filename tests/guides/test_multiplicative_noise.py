@@ -20,6 +20,8 @@ from pyro_dvi.curvature import GGNDiagonal
 from pyro_dvi.elbos import TaylorELBO
 from pyro_dvi.errors import ArgumentError, CheckpointError, GuideError, ModelError
 from pyro_dvi.guides import Deterministic, MeanField, MultiplicativeNoiseGuide, PerSite, SGDStepSize
+from pyro_dvi.handlers.distributions import strip_event_dims
+from pyro_dvi.normal_divergence import multiplicative_divergence
 from tests.guides.networks import Net
 from tests.guides.noise import ALPHA_0, X, Y, functional, kinds, noise_shapes, started
 from tests.models import LinearRegression
@@ -104,6 +106,34 @@ def regression(x: Tensor, y: Tensor) -> None:
         pyro.sample("y", dist.Normal(F.linear(x, w, b)[:, 0], 0.5), obs=y)
 
 
+@pytest.mark.parametrize("options, eps", [({}, 1e-10), ({"eps": 1e-6}, 1e-6)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_divergence_is_the_papers_but_for_a_constant(options, eps, dtype):
+    """Appendix A adds its eps inside the logarithm; also where a weight is zero, and in float32."""
+    guide = started(regression, X.to(dtype), Y.to(dtype), **options)
+    m, rho = guide.locs.w_unconstrained, guide.alphas.w_unconstrained
+    with torch.no_grad():
+        m.copy_(torch.tensor([[0.0, 1e-5, -0.8]]))
+    q = strip_event_dims(guide._marginals()["w"])
+    zero, scale = torch.zeros((), dtype=dtype), torch.full((), 0.7, dtype=dtype)
+    kl = multiplicative_divergence([q.loc], [q.alpha], [q.eps], [zero], [scale])
+    exact_m, exact_rho = (p.detach().double().requires_grad_() for p in (m, rho))
+    alpha = F.softplus(exact_rho)
+    printed = 0.5 * ((1 + alpha) * exact_m**2 / 0.49 - 1 - ((alpha * exact_m**2 + eps) / 0.49).log()).sum()
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-12
+    torch.testing.assert_close(kl.double(), printed + 3 * eps / 0.98, rtol=tolerance, atol=0)
+    for own, exact in zip(
+        torch.autograd.grad(kl, (m, rho)), torch.autograd.grad(printed, (exact_m, exact_rho)), strict=True
+    ):
+        assert torch.isfinite(own).all()
+        torch.testing.assert_close(own.double(), exact, rtol=tolerance, atol=tolerance)
+
+
+def test_eps_is_positive():
+    with pytest.raises(ArgumentError, match="eps must be a positive number"):
+        MultiplicativeNoiseGuide(regression, eps=0.0)
+
+
 @pytest.mark.parametrize("biases", [Deterministic(), MeanField()])
 def test_objectives_have_their_closed_form(biases):
     """Linear regression, whose objective and gradients are known: TaylorELBO is exact, Pyro's agree on average."""
@@ -112,7 +142,7 @@ def test_objectives_have_their_closed_form(biases):
     w, b = guide.locs.w_unconstrained, guide.locs.b_unconstrained
     rho = guide.alphas.w_unconstrained
     prior = dist.Normal(torch.tensor(0.0).double(), 0.7)
-    variance = F.softplus(rho) * w**2 + 1e-8
+    variance = F.softplus(rho) * w**2 + 1e-10
     fit = dist.Normal(F.linear(x, w, b)[:, 0], 0.5).log_prob(y).sum() - 0.5 * (x**2 @ variance.T).sum() / 0.25
     kl = torch.distributions.kl_divergence(dist.Normal(w, variance.sqrt()), prior).sum()
     if isinstance(biases, MeanField):
