@@ -67,10 +67,12 @@ class EmpiricalFisher(_ExampleSquares):
     .. math:: c_\lambda = \sum_s \mathrm{scale}_s \sum_i \bigl(\partial_\lambda \log p_s(y_{si} \mid u)\bigr)^2
 
     Status: deterministic, and equal to the Fisher information only where the model is right about the labels: it
-    vanishes on examples that are fitted perfectly. An example is an element of the site's batch shape. Dense,
+    vanishes on examples that are fitted perfectly. An example is an element of the site's batch shape; the paper
+    prints a term for each minibatch, which is :class:`MinibatchGradient`, and both agree at M = 1. Dense,
     convolutional and bias weights cost about one extra pass; weights used otherwise one backward pass per example.
 
-    Source: Unlu & Aitchison (2021), among Eqs. 11-30; Kunstner et al. (2019) on its limits.
+    Source: Unlu & Aitchison (2021), Eq. 27, with an example in place of a minibatch; Kunstner et al. (2019) on its
+    limits.
 
     Example:
         >>> EmpiricalFisher()

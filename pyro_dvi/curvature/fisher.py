@@ -94,17 +94,20 @@ class Fisher(Curvature):
 
 
 class MinibatchGradient(Curvature):
-    r"""Square of the summed gradient of the observed labels.
+    r"""Square of the summed gradient of the observed labels: the empirical Fisher with a term for each minibatch.
 
     .. math:: c_\lambda = g_\lambda^2, \qquad g = \nabla_u \sum_s \sqrt{\mathrm{scale}_s}\,\log p_s(y_s \mid u)
 
+    Averaged over the minibatches j of an epoch, this is :math:`\sum_j g_{j\lambda}^2` with the unscaled gradient of
+    each; :class:`EmpiricalFisher` has a term for each example instead.
+
     Status: not an estimate of the Hessian. Away from the optimum the summed gradient grows with the minibatch, so
-    that :math:`c` grows with :math:`M^2`; averaged over minibatches the result differs from the full batch. With
+    that :math:`c` grows with :math:`M^2`; the sum over minibatches differs from the square of the full batch. With
     ``MeanFieldGuide(scale=SGDStepSize(lr, batch_size))`` it is the objective that links the step size of SGD to the
     variance of a fixed posterior. Deterministic: no labels are drawn.
 
-    Source: Unlu & Aitchison (2021), Eq. 29 (arXiv), whose mean gradient is written there as a sum; Smith et al. (2021)
-    for the implicit regulariser of SGD.
+    Source: Unlu & Aitchison (2021), Eq. 27; Eq. 29 (arXiv) for the link with SGD, whose mean gradient is written there
+    as a sum; Smith et al. (2021) for the implicit regulariser of SGD.
 
     Example:
         >>> MinibatchGradient()

@@ -17,18 +17,20 @@ __all__ = ["HessianDiagonal"]
 
 
 class HessianDiagonal(Curvature):
-    r"""Diagonal of the negative Hessian of the log-likelihood, clamped where no posterior variance would exist.
+    r"""Diagonal of the negative Hessian of the log-likelihood, replaced where no posterior variance would exist.
 
     .. math::
-        c_\lambda = \max\bigl(-\partial^2_\lambda \sum_s \mathrm{scale}_s \log p_s(y_s \mid u),\;
-            -m\,\beta/s_\lambda^2\bigr)
+        c_\lambda = \begin{cases} h_\lambda & h_\lambda > -\beta/s_\lambda^2 \\
+            -m\,\beta/s_\lambda^2 & \text{otherwise} \end{cases} \qquad
+        h_\lambda = -\partial^2_\lambda \sum_s \mathrm{scale}_s \log p_s(y_s \mid u)
 
-    The objective has an optimal variance :math:`1/(\beta/s^2 + c)\cdot\beta` only while
-    :math:`c > -\beta/s^2`. Single minibatches violate that often and harmlessly, hence the clamp at a margin m
-    below one (and at zero where the prior is not Normal).
+    The objective has an optimum in the variance, :math:`\sigma_\lambda^2 = \beta/(\beta/s_\lambda^2 + h_\lambda)`,
+    only for a positive denominator. Single minibatches often have none, and harmlessly: the margin m below one then
+    keeps the variance finite. Where the prior is not Normal, negative h count as zero.
 
-    Status: exact second-order expansion with ``num_probes=None`` (one Hessian column per weight: small networks only);
-    otherwise Hutchinson's unbiased estimate. Needs third derivatives.
+    Status: with ``num_probes=None`` the exact second-order expansion of Eq. 20 wherever that optimum exists (one
+    Hessian column per weight: small networks only); otherwise Hutchinson's estimate, unbiased before the replacement.
+    Needs third derivatives.
 
     Args:
         num_probes: Rademacher probes of Hutchinson's estimator, or None for the exact diagonal.
@@ -76,11 +78,11 @@ class HessianDiagonal(Curvature):
             curvatures = self._hutchinson(gradients, likelihood)
         limits = likelihood.precision_limits()
         self._watch(likelihood, curvatures, limits)
-        clamped = []
-        for c, limit in zip(curvatures, limits, strict=True):
-            floor = torch.zeros_like(c) if limit is None else -self.margin * limit.detach().expand_as(c)
-            clamped.append(torch.maximum(c, floor))
-        return half_sum(likelihood.scales, clamped)
+        defined = [
+            c.clamp(min=0) if limit is None else torch.where(c > -limit, c, -self.margin * limit.detach())
+            for c, limit in zip(curvatures, limits, strict=True)
+        ]
+        return half_sum(likelihood.scales, defined)
 
     def _hutchinson(self, gradients: list[Tensor], likelihood: Linearisation) -> list[Tensor]:
         assert self.num_probes is not None
@@ -113,7 +115,7 @@ class HessianDiagonal(Curvature):
                     raise NonFiniteError(
                         f"site {name!r}: the average Hessian leaves {bad} of {new.numel()} weights without a finite "
                         "variance. Use a positive curvature such as Fisher() or GGNDiagonal(), a narrower prior, or "
-                        "HessianDiagonal(patience=None) to keep the clamp."
+                        "HessianDiagonal(patience=None) to go on with replaced entries."
                     )
 
     def state_dict(self) -> dict[str, Any]:

@@ -69,16 +69,36 @@ def test_gradient_of_the_penalty_in_means_and_scales():
     assert torch.autograd.gradcheck(penalty, (v, w, SCALES[0].clone().requires_grad_()))
 
 
-def test_negative_curvature_is_clamped_at_the_margin_of_the_prior_precision():
+def test_entries_without_an_optimal_variance_are_replaced_and_no_others():
     v, w = values()
     diagonals = dense_diagonals(v, w)
-    assert any(bool((c < -0.1).any()) for c in diagonals), "the test needs negative curvature"
-    for limit, margin, floor in ((0.2, 0.9, -0.18), (0.2, 0.5, -0.1), (None, 0.9, 0.0)):
+    assert any(bool(((-1.0 < c) & (c < -0.5)).any()) for c in diagonals), "negative, with an optimal variance"
+    assert any(bool((c < -1.0).any()) for c in diagonals), "negative, without one"
+    for limit, margin, replaced in ((1.0, 0.9, -0.9), (1.0, 0.5, -0.5), (None, 0.9, 0.0)):
         penalty = HessianDiagonal(margin=margin).penalty(linearisation(v, w, limit))
         expected = sum(
-            (0.5 * s**2 * c.clamp(min=floor)).sum() for s, c in zip(SCALES, diagonals, strict=True)
+            (0.5 * s**2 * torch.where(c > -(limit or 0.0), c, replaced)).sum()
+            for s, c in zip(SCALES, diagonals, strict=True)
         )
         torch.testing.assert_close(penalty, expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("fraction", [-0.97, -0.5, 0.0, 3.0])
+def test_the_objective_of_eq_20_has_its_optimum_at_the_closed_form(fraction):
+    """A quadratic log-likelihood with h at a fraction of β/s², below the margin too: σ² = β / (β/s² + h)."""
+    limit, kl_weight = 2.0, 0.5
+    u = torch.zeros(3, dtype=torch.float64, requires_grad=True)
+    log_density = -0.5 * fraction * limit * u**2
+    site = ObservedSite("y", dist.Delta(torch.zeros(3), log_density=log_density), torch.zeros(3))
+    optimum = (kl_weight / (limit + fraction * limit)) ** 0.5
+    scale = torch.full((3,), optimum, dtype=torch.float64, requires_grad=True)
+    penalty = HessianDiagonal().penalty(
+        Linearisation(["u"], [u], [scale], [site], lambda: [torch.full((3,), limit)])
+    )
+    torch.testing.assert_close(penalty, (0.5 * scale**2 * fraction * limit).sum())
+    kl = 0.5 * scale**2 * limit / kl_weight - scale.log()  # up to a constant
+    (slope,) = torch.autograd.grad(penalty + kl_weight * kl.sum(), scale)
+    torch.testing.assert_close(slope, torch.zeros_like(slope), rtol=0, atol=1e-12)
 
 
 def test_hutchinson_is_unbiased():

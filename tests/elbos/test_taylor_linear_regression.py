@@ -9,7 +9,7 @@ import torch
 from pyro.infer import SVI
 from pyro.optim import ExponentialLR
 
-from pyro_dvi.curvature import EmpiricalFisher, Fisher, GGNDiagonal, HessianDiagonal
+from pyro_dvi.curvature import EmpiricalFisher, Fisher, GGNDiagonal, HessianDiagonal, MinibatchGradient
 from pyro_dvi.elbos import TaylorELBO
 from tests.elbos.closed_form import check_full_batch, check_minibatches, closed_form, minibatches
 from tests.models import GUIDES, POINT_GUIDE, GuideCase, LinearRegression, gradients
@@ -180,6 +180,27 @@ def test_empirical_fisher_is_the_sum_of_squared_residual_gradients(problem):
     elbo = TaylorELBO(curvature=EmpiricalFisher())
     elbo.loss(problem.model, guide, problem.x, problem.y)
     assert elbo.terms["penalty"].item() == pytest.approx(expected.item(), abs=1e-9)
+
+
+@pytest.mark.parametrize("size", [1, 4, 12])
+def test_the_printed_empirical_fisher_has_a_term_for_each_minibatch(problem, size):
+    """Eq. 27: averaged over the minibatches of an epoch, a sum of their squared gradients, by a loop."""
+    case = GUIDES[0]
+    guide = case.start(problem)
+    (weight, sw), (bias, sb) = case.moments(guide).values()
+    elbo, squares, penalties = TaylorELBO(curvature=MinibatchGradient()), torch.zeros(4).double(), []
+    for rows in torch.arange(len(problem.x)).split(size):
+        x, y = problem.x[rows], problem.y[rows]
+        residual = (y - x @ weight - bias) / problem.noise**2
+        gradient = residual @ torch.cat([x, torch.ones_like(x[:, :1])], -1)
+        squares = squares + gradient.square()
+        elbo.loss(problem.model, guide, x, y)
+        penalties.append(elbo.terms["penalty"])
+    expected = 0.5 * (torch.cat([sw, sb.reshape(1)]) ** 2 * squares).sum()
+    torch.testing.assert_close(torch.stack(penalties).mean(), expected.detach())
+    per_example = TaylorELBO(curvature=EmpiricalFisher())
+    per_example.loss(problem.model, guide, problem.x, problem.y)
+    assert torch.isclose(per_example.terms["penalty"], expected.detach()) == (size == 1)
 
 
 def test_single_precision_agrees_with_double(problem):

@@ -68,7 +68,8 @@ class Written:
                     lambda w, keep=keep, fn=fn, y=y: (keep * fn(w).log_prob(y)).sum(), LOC
                 )
                 c = c - scale * hessian.diagonal()
-            c = torch.maximum(c, -0.9 * KL_WEIGHT / PRIOR.scale**2)
+            limit = KL_WEIGHT / PRIOR.scale**2
+            c = torch.where(c > -limit, c, -0.9 * limit)
         else:  # expected squares: labels enumerated or, for Gaussians, twice the second moment in closed form
             c = sum(self.information(*t) for t in self.terms)
         return 0.5 * (SCALE**2 * c).sum()
