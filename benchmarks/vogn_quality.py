@@ -30,9 +30,9 @@ import torch
 from sklearn.metrics import roc_auc_score
 from torch.utils.data import DataLoader, TensorDataset
 
+from benchmarks.shared.tasks import TASKS, Data, Task
 from benchmarks.vogn_quality_methods import METHODS, Training
 from benchmarks.vogn_quality_report import best_temperature, write_report
-from benchmarks.vogn_quality_tasks import TASKS, Data, Task
 from pyro_dvi.predictive import PredictionRule, predict
 from pyro_dvi.training import EarlyStopping, fit
 

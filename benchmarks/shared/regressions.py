@@ -23,12 +23,16 @@ def load(name: str, data_dir: str | None) -> tuple[Tensor, Tensor]:
         name: one of :data:`SETS`.
         data_dir: the folder; the variable PYRO_DVI_DATA by default.
     """
+    with np.load(_path(name, data_dir)) as file:
+        x, y = (torch.from_numpy(file[key]).double().to(device()) for key in ("X", "y"))
+    return x, y.reshape(-1)
+
+
+def _path(name: str, data_dir: str | None) -> Path:
     folder = data_dir or os.environ.get("PYRO_DVI_DATA")
     if not folder:
         raise SystemExit("say where the data are: --data-dir DIR or PYRO_DVI_DATA, with DIR/uci/<name>.npz")
-    with np.load(Path(folder) / "uci" / f"{name}.npz") as file:
-        x, y = (torch.from_numpy(file[key]).double().to(device()) for key in ("X", "y"))
-    return x, y.reshape(-1)
+    return Path(folder) / "uci" / f"{name}.npz"
 
 
 def folds(num_rows: int, count: int = 10, seed: int = 1) -> list[tuple[Rows, Rows]]:
@@ -37,6 +41,12 @@ def folds(num_rows: int, count: int = 10, seed: int = 1) -> list[tuple[Rows, Row
     np.random.RandomState(seed).shuffle(order)
     tests = [np.sort(part) for part in np.array_split(order, count)]
     return [(np.setdiff1d(order, test), test) for test in tests]
+
+
+def standard_split(name: str, number: int, data_dir: str | None) -> tuple[Rows, Rows]:
+    """Training and test rows of one of the 20 splits that come with the files, 90 to 10 %."""
+    with np.load(_path(name, data_dir)) as file:
+        return file["train_idx"][number].astype(np.int64), file["test_idx"][number].astype(np.int64)
 
 
 def hold_out(train: Rows, parts: int, which: int, seed: int = 7) -> tuple[Rows, Rows]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tasks of vogn_quality.py: data, network, length of training, and inputs from elsewhere."""
+"""Tasks on which methods are compared: data, network, length of training, and inputs from elsewhere."""
 
 import math
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from benchmarks.shared.networks import conv_net, lenet, mlp
 from benchmarks.shared.regressions import folds, hold_out, load, standards
 from pyro_dvi.bayesian import LearnedScale, classifier, fan_in, regressor, to_bayesian_
 
-__all__ = ["TASKS", "Data", "Task"]
+__all__ = ["TASKS", "Data", "Task", "digits", "images", "regression", "regression_of"]
 
 Pair = tuple[Tensor, Tensor]
 
@@ -72,7 +72,7 @@ class Task:
         )
 
 
-def _digits(seed: int, data_dir: str | None) -> Data:
+def digits(seed: int, data_dir: str | None) -> Data:
     split = digits_split(598, 300, seed)
     shuffled = torch.Generator().manual_seed(0)
     order = torch.rand(len(split.test[0]), 64, generator=shuffled).argsort(1)
@@ -80,16 +80,22 @@ def _digits(seed: int, data_dir: str | None) -> Data:
     return Data(split.train, split.validation, split.test, {"digits with shuffled pixels": pixels})
 
 
-def _images(name: str, num_train: int, outside: tuple[str, ...], seed: int, data_dir: str | None) -> Data:
+def images(name: str, num_train: int, outside: tuple[str, ...], seed: int, data_dir: str | None) -> Data:
     split: ImageSplit = load_split(name, num_train, 1000, 3000, seed, data_dir)
     elsewhere = {other: outside_images(other, name, 500, data_dir) for other in outside}
     return Data(split.train, split.validation, split.test, elsewhere)
 
 
-def _regression(name: str, seed: int, data_dir: str | None) -> Data:
+def regression(name: str, seed: int, data_dir: str | None) -> Data:
+    """The first of five folds is for testing; a seed chooses what is for validation."""
+    rest, test = folds(len(load(name, data_dir)[1]), 5)[0]
+    return regression_of(name, (*hold_out(rest, 5, seed), test), data_dir)
+
+
+def regression_of(name: str, parts: tuple[np.ndarray, np.ndarray, np.ndarray], data_dir: str | None) -> Data:
+    """Rows for training, validation and testing, standardised by the first."""
     x, y = load(name, data_dir)
-    rest, test = folds(len(x), 5)[0]
-    train, validation = hold_out(rest, 5, seed)
+    train, validation, test = parts
     centre, unit = y[train].mean(), y[train].std(correction=0)
     middles, scales = standards([x[train]])
     inputs = (x - middles[0]) / scales[0]
@@ -101,10 +107,10 @@ def _regression(name: str, seed: int, data_dir: str | None) -> Data:
 
 
 TASKS = {
-    "digits": Task(lambda: mlp((64, 100, 10)), _digits, (0.01, 0.03, 0.1), 60, 50, 3e-3),
+    "digits": Task(lambda: mlp((64, 100, 10)), digits, (0.01, 0.03, 0.1), 60, 50, 3e-3),
     "energy": Task(
         lambda: mlp((8, 50, 1), nn.ReLU),
-        partial(_regression, "energy"),
+        partial(regression, "energy"),
         (0.01, 0.03, 0.1),
         150,
         50,
@@ -113,7 +119,7 @@ TASKS = {
     ),
     "concrete": Task(
         lambda: mlp((8, 50, 1), nn.ReLU),
-        partial(_regression, "concrete"),
+        partial(regression, "concrete"),
         (0.03, 0.1, 0.3),
         100,
         50,
@@ -122,7 +128,7 @@ TASKS = {
     ),
     "Fashion-MNIST, 2,000": Task(
         conv_net,
-        partial(_images, "FashionMNIST", 2000, ("MNIST", "notMNIST")),
+        partial(images, "FashionMNIST", 2000, ("MNIST", "notMNIST")),
         (0.03, 0.1),
         20,
         100,
@@ -130,7 +136,7 @@ TASKS = {
     ),
     "Fashion-MNIST, 10,000": Task(
         conv_net,
-        partial(_images, "FashionMNIST", 10_000, ("MNIST", "notMNIST")),
+        partial(images, "FashionMNIST", 10_000, ("MNIST", "notMNIST")),
         (0.01, 0.03),
         8,
         100,
@@ -138,7 +144,7 @@ TASKS = {
     ),
     "MNIST, 2,000": Task(
         lenet,
-        partial(_images, "MNIST", 2000, ("FashionMNIST", "notMNIST")),
+        partial(images, "MNIST", 2000, ("FashionMNIST", "notMNIST")),
         (0.01, 0.03, 0.1),
         20,
         100,
@@ -146,7 +152,7 @@ TASKS = {
     ),
     "CIFAR-10, 2,000": Task(
         lambda: lenet(channels=3, padding=0),
-        partial(_images, "CIFAR10", 2000, ("noise",)),
+        partial(images, "CIFAR10", 2000, ("noise",)),
         (0.03, 0.1),
         20,
         100,

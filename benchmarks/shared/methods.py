@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The methods that are compared: each turns a network into a model, its trained guide and a rule of prediction."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch.nn.functional as F
+from pyro.infer import SVI
+from pyro.infer.autoguide import AutoDelta, AutoNormal
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import CosineAnnealingLR
+
+import pyro_dvi as dvi
+from pyro_dvi.predictive import AtMean, PredictionRule, Samples
+
+__all__ = ["METHODS", "NUM_SAMPLES", "Method", "Training", "with_dropout"]
+
+NUM_SAMPLES = 20  # of weights or of dropout masks, for what predicts by sampling
+DROPOUT = 0.1
+
+
+@dataclass(frozen=True)
+class Training:
+    """What every method is given.
+
+    Attributes:
+        kl_weight: of the objective.
+        lr: step size of Adam for means; posterior scales have ten times that.
+        epochs: length of training, over which the step size falls to zero as a cosine.
+        loader: minibatches.
+        validation: a pair of inputs and observations, for Laplace's scale of the prior.
+    """
+
+    kl_weight: float
+    lr: float
+    epochs: int
+    loader: Iterable[Any]
+    validation: tuple[Tensor, Tensor]
+
+    def run(self, model: Any, guide: Any, elbo: Any, optimizer: Any = None) -> tuple[Any, Any]:
+        """Train and return model and guide."""
+        if optimizer is None:
+            schedule = partial(CosineAnnealingLR, T_max=self.epochs)
+            optimizer = dvi.optim.Adam(dvi.learning_rates(self.lr), scheduler=schedule)
+        svi = SVI(model, guide, optimizer, loss=elbo(kl_weight=self.kl_weight))
+        dvi.fit(svi, self.loader, self.epochs, progress=False)
+        return model, guide
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way to train and predict.
+
+    Attributes:
+        train: from a model and a training to the model and its trained guide.
+        rule: of prediction; None for the one that the guide was trained for.
+        net: changes the network before it becomes Bayesian.
+    """
+
+    train: Callable[[Any, Training], tuple[Any, Any]]
+    rule: PredictionRule | None = None
+    net: Callable[[nn.Sequential], nn.Module] = lambda net: net
+
+
+class SampledDropout(nn.Module):
+    """Dropout that is on in prediction, too."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.rate = rate
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Drop single elements."""
+        return F.dropout(x, self.rate, training=True)
+
+
+def with_dropout(net: nn.Sequential, rate: float = DROPOUT) -> nn.Sequential:
+    """Put dropout before each layer of weights but the first."""
+    layers: list[nn.Module] = []
+    for layer in net:
+        has_weights = isinstance(layer, nn.Linear | nn.Conv2d)
+        if has_weights and any(isinstance(earlier, nn.Linear | nn.Conv2d) for earlier in layers):
+            layers.append(SampledDropout(rate))
+        layers.append(layer)
+    return nn.Sequential(*layers)
+
+
+def _point(model: Any, training: Training) -> tuple[Any, Any]:
+    return training.run(model, AutoDelta(model, init_loc_fn=dvi.init_to_module), dvi.TaylorELBO)
+
+
+def _sampled(model: Any, training: Training) -> tuple[Any, Any]:
+    guide = AutoNormal(model, init_loc_fn=dvi.init_to_module, init_scale=0.01)
+    return training.run(model, guide, dvi.SampledELBO)
+
+
+def _taylor(model: Any, training: Training) -> tuple[Any, Any]:
+    return training.run(model, dvi.MeanFieldGuide(model), dvi.TaylorELBO)
+
+
+def _moments(guide: Callable[[Any], Any], model: Any, training: Training) -> tuple[Any, Any]:
+    return training.run(model, guide(model), dvi.MomentPropagationELBO)
+
+
+def _natural(optimizer: Callable[[dict], Any], model: Any, training: Training) -> tuple[Any, Any]:
+    return training.run(model, dvi.NaturalGradientGuide(model), dvi.NaturalGradientELBO, optimizer({}))
+
+
+def _laplace(model: Any, training: Training) -> tuple[Any, Any]:
+    """A Gaussian over the last layer, around maximum a posteriori; the prior's scale by validation."""
+    model, guide = training.run(model, dvi.LaplaceGuide(model, kl_weight=training.kl_weight), dvi.TaylorELBO)
+    *_, last = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
+    guide.polish(training.loader, subset=f"{last}.*", progress=False)
+    guide.fit(training.loader, subset=f"{last}.*")
+    guide.tune(training.loader, criterion=dvi.laplace.ByValidation([training.validation]))
+    return model, guide
+
+
+SAMPLED = Samples(NUM_SAMPLES)
+METHODS = {
+    "MAP": Method(_point, AtMean()),
+    "MC dropout": Method(_point, SAMPLED, with_dropout),
+    "sampled VI": Method(_sampled, SAMPLED),
+    "sampled VI, at the mean": Method(_sampled, AtMean()),
+    "VL": Method(_taylor),
+    "MNVI": Method(partial(_moments, dvi.MultiplicativeNoiseGuide)),
+    "mean-field moments": Method(partial(_moments, dvi.MeanFieldGuide)),
+    "VOGN": Method(partial(_natural, dvi.optim.VOGN), SAMPLED),
+    "VOGN, at the mean": Method(partial(_natural, dvi.optim.VOGN), AtMean()),
+    "IVON": Method(partial(_natural, dvi.optim.IVON), SAMPLED),
+    "Laplace, last layer": Method(_laplace),
+}
