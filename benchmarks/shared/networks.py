@@ -4,7 +4,7 @@
 from collections.abc import Callable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 def conv_net(width: int = 8, num_classes: int = 10) -> nn.Sequential:
@@ -66,6 +66,41 @@ def resnet18_cifar(num_classes: int = 10) -> nn.Module:
     return net
 
 
+class ResidualBlock(nn.Module):
+    """Two 3x3 convolutions with batch norm and SiLU, and a way around them."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(
+            nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False),
+            nn.BatchNorm2d(outputs),
+            nn.SiLU(),
+            nn.Conv2d(outputs, outputs, 3, padding=1, bias=False),
+            nn.BatchNorm2d(outputs),
+        )
+        around = [nn.AvgPool2d(stride), nn.Conv2d(inputs, outputs, 1, bias=False), nn.BatchNorm2d(outputs)]
+        self.around = nn.Sequential(*around) if inputs != outputs else nn.Identity()
+        self.activation = nn.SiLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.activation(self.inner(x) + self.around(x))
+
+
+def small_resnet(width: int = 32, num_classes: int = 10) -> nn.Sequential:
+    """Three residual blocks on a 4x4 convolution of stride 2, for 32x32 images in colour."""
+    return nn.Sequential(
+        nn.Conv2d(3, width, 4, stride=2, padding=1, bias=False),
+        nn.BatchNorm2d(width),
+        nn.SiLU(),
+        ResidualBlock(width, width, 1),
+        ResidualBlock(width, 2 * width, 2),
+        ResidualBlock(2 * width, 4 * width, 2),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(4 * width, num_classes),
+    )
+
+
 def num_weights(net: nn.Module) -> int:
     """Count the weights of a network."""
     return sum(p.numel() for p in net.parameters())
@@ -77,5 +112,6 @@ if __name__ == "__main__":
         ("lenet", lenet(), (1, 28, 28)),
         ("lenet, colour", lenet(channels=3, padding=0), (3, 32, 32)),
         ("mlp", mlp((64, 50, 50, 10)), (1, 8, 8)),
+        ("small_resnet", small_resnet(), (3, 32, 32)),
     ):
         print(name, num_weights(net), tuple(net(torch.zeros(2, *shape)).shape))
