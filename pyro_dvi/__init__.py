@@ -67,6 +67,7 @@ from pyro_dvi.predictive import (
     predictor,
 )
 from pyro_dvi.training import fit, load, save
+from pyro_dvi.tuning import tune_kl_weight
 
 if TYPE_CHECKING:
     from pyro_dvi import plots
@@ -116,6 +117,7 @@ __all__ = [
     "fit",
     "save",
     "load",
+    "tune_kl_weight",
     # Predictions, scores, export and plots
     "metrics",
     "predictive",
