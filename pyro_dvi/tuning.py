@@ -8,17 +8,19 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from torch.linalg import LinAlgError
+from torch import linalg
 
 from pyro_dvi.choice import check_count, check_positive
 from pyro_dvi.errors import ArgumentError, DviWarning, NonFiniteError, PyroDviError
-from pyro_dvi.predictive import predict
+from pyro_dvi.predictive.predict import predict
 from pyro_dvi.progress import progress_bar
 from pyro_dvi.table import text_table
 from pyro_dvi.training import Table, TrainedPosterior, train_apart
 from pyro_dvi.training.random_state import preserve_random_state
 
 __all__ = ["TunedKLWeight", "tune_kl_weight"]
+
+_NUMERICAL = (ValueError, ArithmeticError, linalg.LinAlgError)  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True, repr=False)
@@ -168,7 +170,7 @@ class _Search:
             posterior = train_apart(partial(self.train, weight), self.seed, others)
             with preserve_random_state(), posterior.in_store():
                 score = float(self.score(posterior.model, posterior.guide, self.validation))
-        except (ValueError, ArithmeticError, LinAlgError) as error:
+        except _NUMERICAL as error:
             if isinstance(error, PyroDviError) and not isinstance(error, ArithmeticError):
                 raise
             score, self.error = math.nan, error

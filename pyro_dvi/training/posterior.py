@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pyro
+from pyro.params.param_store import StateDict
 from torch import Tensor, nn
 
 from pyro_dvi.errors import ArgumentError
@@ -27,7 +28,7 @@ class TrainedPosterior:
 
     model: Any
     guide: Any
-    store: dict[str, Any]
+    store: StateDict
 
     @contextmanager
     def in_store(self) -> Iterator[None]:
