@@ -4,50 +4,36 @@
 One process and one thread; both libraries take turns on the same trained weights and the same data. Each row is a
 network, a structure of the precision and a seed.
 
-    python -m benchmarks.laplace_torch --data-dir data            # some ten minutes; what takes minutes for one seed
-    python -m benchmarks.laplace_torch --data-dir data --quick    # one seed, few images, without that: a check
-    python -m benchmarks.laplace_torch --report                   # only write the table again
-
-laplace-torch is no dependency: install it, with backpack-for-pytorch, into an environment of its own together with this
-project. Fashion-MNIST and CIFAR-10 are read from ``--data-dir`` or PYRO_DVI_DATA, see shared/images.py.
+laplace-torch and backpack-for-pytorch come with the extra ``bench``.
 """
 
-import argparse
 import copy
-import ctypes
-import json
-import platform
 import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from laplace import Laplace
-from laplace.curvature import BackPackGGN
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import pyro_dvi
-from benchmarks.laplace_torch_report import write_report
+from benchmarks.laplace.peer_report import report
+from benchmarks.shared.benchmark import Benchmark, Budget, Row, Settings
 from benchmarks.shared.images import digits_split, load_split, outside_images
+from benchmarks.shared.memory import peak_growth
 from benchmarks.shared.networks import lenet, mlp
 from pyro_dvi.bayesian import classifier, to_bayesian_
 from pyro_dvi.laplace import Accept, ByEvidence, ByValidation, Dense, Diagonal, KroneckerFactored
 from pyro_dvi.metrics import auroc, expected_calibration_error, nll, predictive_entropy
 
-RESULTS = Path(__file__).parent / "results" / "laplace_torch.jsonl"
 BATCH_SIZE, NUM_VALIDATION, NUM_TEST, NUM_QUERIES, NUM_COMPARED = 250, 150, 250, 200, 50
 DECADES, GRID = (-1, 5), 7  # of the prior precision, for validation
-MANY, FEW_STEPS, FAST_RATE = (
-    2000,
-    10,
-    0.5,
-)  # a determinant of that size in each step of their tuning: few, larger steps
+# Their tuning takes a determinant in each step: where it is of more than 2,000 rows, few and larger steps.
+MANY, FEW_STEPS, FAST_RATE = 2000, 10, 0.5
 LARGEST_DENSE = 8000
 LARGE = {("CNN", "dense"), ("LeNet", "Kronecker"), ("ResNet-18", "last layer")}  # minutes for each seed
 
@@ -121,13 +107,13 @@ class Data:
         return DataLoader(TensorDataset(*self.train), BATCH_SIZE)
 
 
-def load(task: Task, seed: int, num_train: int, data_dir: str | None) -> Data:
+def load(task: Task, seed: int, data_dir: str | None) -> Data:
     """Return the data of a seed."""
     if task.data == "digits":
-        split = digits_split(num_train, NUM_VALIDATION, seed)
+        split = digits_split(task.num_train, NUM_VALIDATION, seed)
         test = (split.test[0][:NUM_TEST], split.test[1][:NUM_TEST])
         return Data(split.train, split.validation, test, test[0].rot90(1, (2, 3)))
-    split = load_split(task.data, num_train, NUM_VALIDATION, NUM_TEST, seed, data_dir)
+    split = load_split(task.data, task.num_train, NUM_VALIDATION, NUM_TEST, seed, data_dir)
     outside = outside_images(OUTSIDE[task.data], task.data, NUM_TEST, data_dir)
     return Data(split.train, split.validation, split.test, outside)
 
@@ -190,9 +176,15 @@ class Theirs:
         _, self.structure, self.subset = STRUCTURES[structure]
         self.net, self.data = copy.deepcopy(net), data
         convolutions = any(isinstance(m, nn.Conv2d) for m in net.modules())
-        self.backend = {"backend": BackPackGGN} if convolutions and self.subset == "all" else {}
+        self.backend = {}
+        if convolutions and self.subset == "all":
+            from laplace.curvature import BackPackGGN
+
+            self.backend = {"backend": BackPackGGN}
 
     def fit(self) -> None:
+        from laplace import Laplace
+
         self.la = Laplace(
             self.net,
             "classification",
@@ -231,18 +223,17 @@ class Theirs:
 
 
 def measure(side: Ours | Theirs, data: Data, by: str) -> dict[str, Any]:
-    """Return times, memory (on Linux) and scores of one way of tuning; predictions are timed after the evidence's."""
-    before = _memory(reset=True)["VmRSS"]
+    """Return times, memory and scores of one way of tuning; predictions are timed after the evidence's."""
     queries = data.test[0][:NUM_QUERIES]
-    start = time.process_time()
-    precision = side.tune(by)
-    tuned = time.process_time()
     seconds: list[float] = []
-    for _ in range(4 if by == "evidence" else 0):
-        begin = time.process_time()
-        side.predict(queries)
-        seconds.append(time.process_time() - begin)
-    peak = _memory()["VmHWM"] - before
+    with peak_growth() as memory:
+        start = time.process_time()
+        precision = side.tune(by)
+        tuned = time.process_time()
+        for _ in range(4 if by == "evidence" else 0):
+            begin = time.process_time()
+            side.predict(queries)
+            seconds.append(time.process_time() - begin)
     parts = {"test": data.test[0], "outside": data.outside}
     found = {
         name: torch.cat([side.predict(x) for x in whole.split(BATCH_SIZE)]) for name, whole in parts.items()
@@ -251,7 +242,7 @@ def measure(side: Ours | Theirs, data: Data, by: str) -> dict[str, Any]:
     return {
         "fit_and_tune": tuned - start,
         **timed,
-        "memory_mib": peak,
+        **memory,
         "precision": precision,
         "log_evidence": side.log_evidence(),
         **scores(found, data.test[1]),
@@ -293,77 +284,48 @@ def _distance(found: Tensor, exact: Tensor) -> float:
     return float((found - exact).norm() / exact.norm())
 
 
-def _memory(reset: bool = False) -> dict[str, float]:
-    """Memory of the process in MiB, now (VmRSS) and at its peak (VmHWM) since the last reset."""
-    if reset:
-        ctypes.CDLL("libc.so.6").malloc_trim(0)  # what earlier runs have left would hide what this one needs
-        Path("/proc/self/clear_refs").write_text("5")
-    lines = [line.split() for line in Path("/proc/self/status").read_text().splitlines()]
-    return {line[0][:-1]: int(line[1]) / 1024 for line in lines if line[0] in ("VmRSS:", "VmHWM:")}
+def plan(rows: list[Row], budget: Budget) -> list[Settings]:
+    """Three seeds; one of what takes minutes for each."""
+    return [
+        {"network": name, "structure": structure, "seed": seed}
+        for seed in range(3)
+        for name, task in TASKS.items()
+        for structure in task.structures
+        if seed == 0 or budget == "gpu" or (name, structure) not in LARGE
+    ]
 
 
-def run(name: str, seed: int, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Train a network, and return a row for each structure."""
-    task, quick = TASKS[name], options.quick
-    structures = [s for s in task.structures if s in options.structures]
-    if quick or seed != options.seeds[0]:
-        structures = [s for s in structures if (name, s) not in LARGE]
-    if not structures:
-        return []
-    torch.manual_seed(seed)
-    data = load(task, seed, min(task.num_train, 300) if quick else task.num_train, options.data_dir)
+def run(settings: Settings, data_dir: str | None) -> Row:
+    """Train a network, and let both libraries take turns on it."""
+    warnings.simplefilter("ignore")  # values at the edge of the grid show in the table
+    task, structure, seed = TASKS[settings["network"]], settings["structure"], settings["seed"]
+    data = load(task, seed, data_dir)
     net = task.build()
     decayed = [
         p for n, p in net.named_parameters() if task.structures != ("last layer",) or n.startswith("fc.")
     ]
-    train(net, data, 1 if quick else task.epochs, decayed)
-    rows = []
-    for structure in structures:
-        sides = {"ours": Ours(net, task, structure, data), "theirs": Theirs(net, task, structure, data)}
-        row: dict[str, Any] = {"network": name, "structure": structure, "seed": seed, "quick": quick}
-        if seed == 0:
-            size = sum(p.numel() for p in decayed)
-            wanted = structure in ("Kronecker", "diagonal") and size <= LARGEST_DENSE and not quick
-            exact = Ours(net, task, "dense", data) if wanted else None
-            row |= compare(sides["ours"], sides["theirs"], exact, data.test[0][:NUM_COMPARED])
-        for by in ("evidence", "validation"):
-            for who in list(sides) if seed % 2 == 0 else list(sides)[::-1]:
-                row[f"{who}_{by}"] = measure(sides[who], data, by)
-        with torch.no_grad():
-            parts = {"test": data.test[0], "outside": data.outside}
-            row["mode"] = scores({k: net(x).softmax(-1) for k, x in parts.items()}, data.test[1])
-        rows.append(row)
-        one, two = row["ours_evidence"], row["theirs_evidence"]
-        ratios = {k: f"{one[k] / two[k]:.2f}" for k in ("fit_and_tune", "predict")}
-        print(name, structure, seed, ratios, f"{time.process_time():.0f} s so far", flush=True)
-    return rows
+    train(net, data, task.epochs, decayed)
+    sides = {"ours": Ours(net, task, structure, data), "theirs": Theirs(net, task, structure, data)}
+    row: Row = {}
+    if seed == 0:
+        wanted = structure in ("Kronecker", "diagonal") and sum(p.numel() for p in decayed) <= LARGEST_DENSE
+        exact = Ours(net, task, "dense", data) if wanted else None
+        row |= compare(sides["ours"], sides["theirs"], exact, data.test[0][:NUM_COMPARED])
+    for by in ("evidence", "validation"):
+        for who in list(sides) if seed % 2 == 0 else list(sides)[::-1]:
+            row[f"{who}_{by}"] = measure(sides[who], data, by)
+    with torch.no_grad():
+        parts = {"test": data.test[0], "outside": data.outside}
+        row["mode"] = scores({k: net(x).softmax(-1) for k, x in parts.items()}, data.test[1])
+    packages = ("laplace-torch", "backpack-for-pytorch")
+    return {**row, "packages": ", ".join(f"{package} {version(package)}" for package in packages)}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--networks", nargs="+", default=list(TASKS), choices=list(TASKS))
-    parser.add_argument("--structures", nargs="+", default=list(STRUCTURES), choices=list(STRUCTURES))
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--data-dir")
-    parser.add_argument("--output", type=Path, default=RESULTS)
-    parser.add_argument("--quick", action="store_true", help="seed 0 on few images")
-    parser.add_argument("--report", action="store_true")
-    options = parser.parse_args()
-    if not options.report:
-        torch.set_num_threads(1)
-        warnings.simplefilter("ignore")  # values at the edge of the grid show in the table
-        machine = f"{platform.processor() or platform.machine()}, Python {platform.python_version()}"
-        machine += "".join(f", {p} {version(p)}" for p in ("torch", "laplace-torch", "backpack-for-pytorch"))
-        rows = []
-        for seed in [0] if options.quick else options.seeds:
-            for name in options.networks:
-                rows += run(name, seed, options)
-        lines = [json.dumps({**row, "machine": machine}) for row in rows]
-        options.output.write_text("\n".join(lines) + "\n")
-    write_report(options.output)
-
-
-if __name__ == "__main__":
-    main()
+BENCHMARK = Benchmark(
+    "laplace_torch",
+    "Are results, time and memory those of laplace-torch?",
+    plan,
+    run,
+    report,
+    timed=True,
+)

@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables of laplace_torch.py, from its result lines."""
+"""The tables of peer.py."""
 
-import json
 from pathlib import Path
-from statistics import mean, stdev
-from typing import Any
+from statistics import mean
 
-Row = dict[str, Any]
+from benchmarks.shared.benchmark import Row
+from benchmarks.shared.tables import mean_sd, provenance, table
+
+Groups = dict[tuple[str, str], list[Row]]  # by network and structure
 WAYS = ("evidence", "validation")
 NAMES = {"nll": "NLL", "ece": "ECE", "auroc": "AUROC", "memory_mib": "MiB"}
 
 INTRODUCTION = """\
-Written by `benchmarks/laplace_torch.py`, words and all. Both libraries start from the same trained weights, under
-standard normal priors, and take turns in one process with one thread. Data: scikit-learn's digits (600 images to
-train), Fashion-MNIST (2,000) and CIFAR-10 (1,000; the ResNet-18 is torchvision's, and only its last layer has a prior);
-150 images validate, 250 test. Rows without ± are of one seed.
+Both libraries start from the same trained weights, under standard normal priors, and take turns in one process with one
+thread. Data: scikit-learn's digits (600 images to train), Fashion-MNIST (2,000) and CIFAR-10 (1,000; the ResNet-18 is
+torchvision's, and only its last layer has a prior); 150 images validate, 250 test. Rows without ± are of one seed.
 
 One multiplier of the prior precision is tuned, by each method's own evidence or by the
 likelihood of the validation images on 7 values from 0.1 to 100,000. Probit link.
@@ -30,21 +30,24 @@ of 100 of 0.1, since each takes a determinant: its time there is a lower bound.
 """
 
 
-def write_report(results: Path) -> None:
-    """Write the tables beside the results."""
-    rows = [json.loads(line) for line in results.read_text().splitlines()]
-    groups: dict[tuple[str, str], list[Row]] = {}
+def report(rows: list[Row], folder: Path) -> str:
+    """Costs, losses, scores and distances."""
+    groups: Groups = {}
     for row in rows:
         groups.setdefault((row["network"], row["structure"]), []).append(row)
-    lines = [
-        INTRODUCTION,
-        *["## Time and memory", "", *_costs(groups), "", *_losses(groups), ""],
-        *["## Scores", "", *_scores(groups), ""],
-        *["## Equal results, and the exact matrix", "", *_distances(groups), ""],
-        f"{rows[0]['machine']}; seeds {', '.join(map(str, sorted({row['seed'] for row in rows})))}"
-        + ("; a quick check on few images." if rows[0]["quick"] else "."),
+    packages = ", ".join(sorted({row["packages"] for row in rows}))
+    parts = [
+        f"{provenance('laplace_torch', rows)} With {packages}.",
+        INTRODUCTION.strip(),
+        "## Time and memory",
+        _costs(groups),
+        _losses(groups),
+        "## Scores",
+        _scores(groups),
+        "## Equal results, and the exact matrix",
+        _distances(groups),
     ]
-    results.with_suffix(".md").write_text("\n".join(lines) + "\n")
+    return "\n\n".join(part.rstrip() for part in parts)
 
 
 def _values(rows: list[Row], who: str, way: str, key: str) -> list[float]:
@@ -56,12 +59,12 @@ def _ratio(rows: list[Row], way: str, key: str) -> float:
     return ours / theirs
 
 
-def _costs(groups: dict[tuple[str, str], list[Row]]) -> list[str]:
-    lines = [
-        "| network | structure | fit + tune by evidence, s | ratio | fit + tune by validation, s | ratio | "
-        "first prediction, ms | prediction, ms | ratio (range over seeds) | memory, MiB |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
+def _costs(groups: Groups) -> str:
+    header = (
+        "network | structure | fit + tune by evidence, s | ratio | fit + tune by validation, s | ratio | "
+        "first prediction, ms | prediction, ms | ratio (range over seeds) | memory, MiB"
+    )
+    lines = []
     for (network, structure), rows in groups.items():
         cells = [network, structure]
         for way in WAYS:
@@ -73,15 +76,15 @@ def _costs(groups: dict[tuple[str, str], list[Row]]) -> list[str]:
             f"{_ratio(rows, 'evidence', 'predict'):.2f} ({min(single):.2f} to {max(single):.2f})",
             _pair(rows, "evidence", "memory_mib", 1, "{:.0f}"),
         ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
+        lines.append(cells)
+    return table(header.split(" | "), lines)
 
 
 def _pair(rows: list[Row], way: str, key: str, times: float = 1.0, form: str = "{:.2f}") -> str:
     return " / ".join(form.format(times * mean(_values(rows, who, way, key))) for who in ("ours", "theirs"))
 
 
-def _losses(groups: dict[tuple[str, str], list[Row]]) -> list[str]:
+def _losses(groups: Groups) -> str:
     """Every cell in which laplace-torch is better, by more than the digits shown."""
     wanted = [
         ("fit_and_tune", 1.0, "fit and tune by {way}, {ratio:.2f} of their time"),
@@ -103,45 +106,37 @@ def _losses(groups: dict[tuple[str, str], list[Row]]) -> list[str]:
                     found.append(
                         f"{network}, {structure}: {NAMES[key]} by {way}, {ours:.3g} against {theirs:.3g}"
                     )
-    return [
-        "Where laplace-torch is better, or the aim is missed:",
-        "",
-        *(f"- {line}." for line in found or ["nowhere"]),
-    ]
+    lines = [f"- {line}." for line in found or ["nowhere"]]
+    return "\n".join(["Where laplace-torch is better, or the aim is missed:", "", *lines])
 
 
-def _scores(groups: dict[tuple[str, str], list[Row]]) -> list[str]:
-    lines = [
-        "| network | structure | tuned by | precision | NLL | ECE | AUROC | log evidence | NLL of the mode |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+def _scores(groups: Groups) -> str:
+    header = "network, structure, tuned by, precision, NLL, ECE, AUROC, log evidence, NLL of the mode"
+    lines = []
     for (network, structure), rows in groups.items():
         for way in WAYS:
             cells = [network, structure, way, _pair(rows, way, "precision", 1, "{:.3g}")]
             for key in ("nll", "ece", "auroc"):
-                cells.append(" / ".join(_spread(_values(rows, who, way, key)) for who in ("ours", "theirs")))
+                cells.append(" / ".join(mean_sd(_values(rows, who, way, key)) for who in ("ours", "theirs")))
             cells += [
                 _pair(rows, way, "log_evidence", 1, "{:.1f}"),
                 f"{mean(row['mode']['nll'] for row in rows):.3f}",
             ]
-            lines.append(f"| {' | '.join(cells)} |")
-    return lines
+            lines.append(cells)
+    return table(header.split(", "), lines)
 
 
-def _spread(values: list[float]) -> str:
-    return f"{mean(values):.3f}" + (f" ± {stdev(values):.3f}" if len(values) > 1 else "")
-
-
-def _distances(groups: dict[tuple[str, str], list[Row]]) -> list[str]:
-    lines = [
+def _distances(groups: Groups) -> str:
+    said = (
         "With the prior of training, seed 0, on 50 test images: the relative Frobenius distance between the "
         "covariances of logits of both libraries; their log evidence less ours; and how far each structure is from "
-        "the exact Gauss-Newton matrix, in covariance and log determinant.",
-        "",
-        "| network | structure | D | covariance, ours to theirs | log evidence | covariance from exact | "
-        "log determinant less the exact one |",
-        "|---|---|---|---|---|---|---|",
-    ]
+        "the exact Gauss-Newton matrix, in covariance and log determinant."
+    )
+    header = (
+        "network | structure | D | covariance, ours to theirs | log evidence | covariance from exact | "
+        "log determinant less the exact one"
+    )
+    lines = []
     for (network, structure), rows in groups.items():
         for row in rows:
             if "size" in row:
@@ -152,8 +147,6 @@ def _distances(groups: dict[tuple[str, str], list[Row]]) -> list[str]:
                     else "–"
                     for key, form in (("from_exact", "{:.3f}"), ("log_determinant", "{:+.1f}"))
                 ]
-                lines.append(
-                    f"| {network} | {structure} | {row['size']:,} | {row['variance_gap']:.1e} | "
-                    f"{row['evidence_gap']:+.3g} | {' | '.join(pairs)} |"
-                )
-    return lines
+                gaps = [f"{row['size']:,}", f"{row['variance_gap']:.1e}", f"{row['evidence_gap']:+.3g}"]
+                lines.append([network, structure, *gaps, *pairs])
+    return f"{said}\n\n{table(header.split(' | '), lines)}"

@@ -4,30 +4,32 @@
 A 64-20-10 tanh network on scikit-learn's digits (1,510 weights, standard normal priors) is trained to its mode; then a
 dense Gauss-Newton matrix is fitted over all weights, over the last layer, and over subnetworks, chosen at random or by
 the largest variances of a diagonal fit. Predictions are compared with those of all weights.
-
-    python benchmarks/laplace_subnetworks.py
-
-writes results/laplace_subnetworks.md.
 """
 
-import platform
 import warnings
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-import pyro
 import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 import pyro_dvi as dvi
+from benchmarks.shared.benchmark import Benchmark, Budget, Row, Settings
+from benchmarks.shared.tables import provenance, table
 from pyro_dvi.laplace import ByValidation, Dense, Diagonal, LaplaceGuide, largest_variance
 from pyro_dvi.metrics import auroc
 
-RESULTS = Path(__file__).parent / "results" / "laplace_subnetworks.md"
-SEEDS, SIZES, STEPS = (0, 1, 2), (100, 300, 600), 2000
+SIZES, STEPS = (100, 300, 600), 2000
 PRECISIONS = [10.0**k for k in (-1, -0.5, 0, 0.5, 1, 1.5, 2)]
+SCORES = {
+    "sd": "sd of logits, relative",
+    "rank": "rank correlation",
+    "nll": "NLL",
+    "tuned_nll": "NLL, tuned prior",
+    "auroc": "AUROC, turned",
+}
 
 
 def digits(seed: int) -> dict[str, tuple[Tensor, ...]]:
@@ -40,10 +42,8 @@ def digits(seed: int) -> dict[str, tuple[Tensor, ...]]:
     return {**{name: (x[part], y[part]) for name, part in parts.items()}, "turned": (turned[parts["test"]],)}
 
 
-def trained(seed: int, data: tuple[Tensor, ...]) -> tuple[Any, LaplaceGuide]:
+def trained(data: tuple[Tensor, ...]) -> tuple[Any, LaplaceGuide]:
     """Return model and guide at the mode."""
-    pyro.clear_param_store()
-    torch.manual_seed(seed)
     net = nn.Sequential(nn.Linear(64, 20), nn.Tanh(), nn.Linear(20, 10)).double()
     optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
@@ -71,70 +71,63 @@ def subsets(guide: LaplaceGuide, batches: list, seed: int) -> dict[str, Any]:
     return chosen
 
 
-def scores(seed: int) -> dict[str, list[float]]:
-    """Return a row for each subset: relative standard deviations, rank correlation, NLL, tuned NLL, AUROC."""
-    data = digits(seed)
-    batches = [data["train"]]
-    model, guide = trained(seed, data["train"])
-    found, full = {}, torch.empty(0)
-    for name, subset in subsets(guide, batches, seed).items():
+def plan(rows: list[Row], budget: Budget) -> list[Settings]:
+    """A network for each seed."""
+    return [{"seed": seed} for seed in range(3 if budget == "small" else 20)]
+
+
+def run(settings: Settings, data_dir: str | None) -> Row:
+    """Return the scores of each subset."""
+    data = digits(settings["seed"])
+    batches, (x, y) = [data["train"]], data["test"]
+    model, guide = trained(data["train"])
+    found: dict[str, dict[str, float | None]] = {}
+    full = torch.empty(0)
+    for name, subset in subsets(guide, batches, settings["seed"]).items():
         guide.scale_factors = {}
         guide.fit(batches, Dense(), subset=subset)
-        variance = guide.predictive(data["test"][0]).variance.flatten()
+        variance = guide.predictive(x).variance.flatten()
         full = variance if name == "all weights" else full
         ranks = torch.stack([v.argsort().argsort().double() for v in (variance, full)])
         inside, outside = (dvi.predict(model, guide, data[part][0]) for part in ("test", "turned"))
+        criterion = ByValidation([data["validation"]])
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the best value is at an edge: the scores show it
-            guide.tune(
-                batches,
-                criterion=ByValidation([data["validation"]]),
-                values=PRECISIONS,
-                refinements=0,
-                progress=False,
-            )
-        tuned = dvi.predict(model, guide, data["test"][0])
-        found[name] = [
-            float((variance / full).sqrt().median()),
-            float(torch.corrcoef(ranks)[0, 1]),
-            inside.metrics(data["test"][1])["nll"],
-            tuned.metrics(data["test"][1])["nll"],
-            float(auroc(inside.entropy, outside.entropy)),
-        ]
-        print(seed, name, [round(v, 3) for v in found[name]], flush=True)
+            guide.tune(batches, criterion=criterion, values=PRECISIONS, refinements=0, progress=False)
+        found[name] = {
+            "sd": float((variance / full).sqrt().median()),
+            "rank": float(torch.corrcoef(ranks)[0, 1]),
+            "nll": inside.metrics(y)["nll"],
+            "tuned_nll": dvi.predict(model, guide, x).metrics(y)["nll"],
+            "auroc": float(auroc(inside.entropy, outside.entropy)),
+        }
     inside, outside = (dvi.predict(model, guide, data[part][0], dvi.AtMean()) for part in ("test", "turned"))
-    at_mode = inside.metrics(data["test"][1])["nll"]
-    found["nothing"] = [0.0, float("nan"), at_mode, at_mode, float(auroc(inside.entropy, outside.entropy))]
-    return found
+    nll, separation = inside.metrics(y)["nll"], float(auroc(inside.entropy, outside.entropy))
+    found["nothing"] = {"sd": 0.0, "rank": None, "nll": nll, "tuned_nll": nll, "auroc": separation}
+    return {"subsets": found}
 
 
-def main() -> None:
-    """Run all seeds and write the table."""
-    torch.set_num_threads(1)
-    runs = [scores(seed) for seed in SEEDS]
-    rows = [
-        f"| {name} | " + " | ".join(f"{mean(run[name][k] for run in runs):.3f}" for k in range(5)) + " |"
-        for name in runs[0]
-    ]
-    head = (
-        "| uncertain | sd of logits, relative | rank correlation | NLL | NLL, tuned prior | AUROC, turned |"
+def report(rows: list[Row], folder: Path) -> str:
+    """Means over seeds."""
+
+    def cells(name: str) -> list[str]:
+        values = [[row["subsets"][name][score] for row in rows] for score in SCORES]
+        return ["–" if None in found else f"{mean(found):.3f}" for found in values]
+
+    return (
+        "# Subnetworks of a digits classifier\n\nDense Gauss-Newton matrices over parts of a 64-20-10 tanh network "
+        f"(1,510 weights): means of {len(rows)} seeds, 500 test digits. *sd of logits, relative*: median ratio of the "
+        "standard deviation to that of all weights. *Rank correlation*: of the variances of logits with those of all "
+        "weights. *Tuned prior*: its precision chosen by 297 validation digits. *AUROC*: entropy of digits turned by "
+        f"a right angle against upright ones. {provenance('laplace_subnetworks', rows)} Float64.\n\n"
+        + table(["uncertain", *SCORES.values()], [[name, *cells(name)] for name in rows[0]["subsets"]])
     )
-    text = [
-        "# Subnetworks of a digits classifier",
-        "",
-        f"Dense Gauss-Newton matrices over parts of a 64-20-10 tanh network (1,510 weights): means of {len(SEEDS)}",
-        "seeds, 500 test digits. *sd of logits, relative*: median ratio of the standard deviation to that of all",
-        "weights. *Rank correlation*: of the variances of logits with those of all weights. *Tuned prior*: its",
-        "precision chosen by 297 validation digits. *AUROC*: entropy of digits turned by a right angle against upright",
-        f"ones. torch {torch.__version__}, {platform.machine()}, float64.",
-        "",
-        head,
-        "|---|---|---|---|---|---|",
-        *rows,
-        "",
-    ]
-    RESULTS.write_text("\n".join(text).replace(" nan ", " – "))
 
 
-if __name__ == "__main__":
-    main()
+BENCHMARK = Benchmark(
+    "laplace_subnetworks",
+    "Which weights of a network, and how many, need uncertainty?",
+    plan,
+    run,
+    report,
+)

@@ -6,37 +6,28 @@ tenth), then ``guide.polish(batches)`` and ``guide.fit(batches, ...)`` run with 
 the activations are smooth, with the Gauss-Newton matrix where they have kinks. It ends well where neither raises an
 error, and the covariance is positive definite. Work is counted in gradients of all data; time is that of the processor,
 relative to the training in the same process.
-
-    python benchmarks/laplace_modes.py                       # writes results/laplace_modes.md
-    python benchmarks/laplace_modes.py --only tanh --verbose # problems whose name contains a word; nothing is written
-
-UCI sets are added where ``--data-dir`` or PYRO_DVI_DATA says where they are.
 """
 
-import argparse
-import os
-import platform
-import statistics
 import time
-import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-import pyro
 import pyro.distributions as dist
 import torch
 from sklearn import datasets
 from torch import Tensor, nn
 
 import pyro_dvi as dvi
+from benchmarks.shared.benchmark import Benchmark, Budget, Row, Settings
 from benchmarks.shared.regressions import load
+from benchmarks.shared.tables import provenance, table
 from pyro_dvi.bayesian import init_to_module
 from pyro_dvi.laplace import ConjugateGradient, Dense, Hessian
 
-RESULTS = Path(__file__).parent / "results" / "laplace_modes.md"
 STEPS, RATE = 3000, 1e-2
 DENSE = 700  # latents up to which the Hessian is built
 SMOOTH: dict[str, Callable[[], nn.Module]] = {
@@ -80,7 +71,7 @@ class Problem:
         return ", ".join(parts)
 
 
-def battery(with_uci: bool) -> list[Problem]:
+def battery() -> list[Problem]:
     """Return the problems."""
     f32 = torch.float32
     found = [
@@ -130,15 +121,14 @@ def battery(with_uci: bool) -> list[Problem]:
         Problem("digits", "relu", kind="max-pool cnn"),
         Problem("digits", "relu", kind="max-pool cnn", dtype=f32),
     ]
-    if with_uci:
-        for name, activation in (
-            ("yacht", "tanh"),
-            ("boston", "gelu"),
-            ("energy", "softplus"),
-            ("concrete", "tanh"),
-        ):
-            found += [Problem(name, activation, (50,)), Problem(name, activation, (50,), dtype=f32)]
-        found += [Problem("boston", "relu", (50,)), Problem("yacht", "relu", (50,), dtype=f32)]
+    for name, activation in (
+        ("yacht", "tanh"),
+        ("boston", "gelu"),
+        ("energy", "softplus"),
+        ("concrete", "tanh"),
+    ):
+        found += [Problem(name, activation, (50,)), Problem(name, activation, (50,), dtype=f32)]
+    found += [Problem("boston", "relu", (50,)), Problem("yacht", "relu", (50,), dtype=f32)]
     return found
 
 
@@ -194,8 +184,6 @@ def network(problem: Problem, inputs: int, outputs: int) -> nn.Sequential:
 
 def trained(problem: Problem, x: Tensor, y: Tensor) -> tuple[Any, dvi.LaplaceGuide, float]:
     """Return a model at its mode, its guide, and the seconds of its training."""
-    torch.manual_seed(0)
-    pyro.clear_param_store()
     classes = 0 if y.is_floating_point() else int(y.max()) + 1
     net = network(problem, x.shape[1], classes or 1).to(problem.dtype)
     latent = problem.noise is None
@@ -237,120 +225,82 @@ def _guided(model: Any, known: dict[str, Tensor]) -> tuple[Any, dvi.LaplaceGuide
     return model, dvi.LaplaceGuide(model, init_loc_fn=init)
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """How one problem ended."""
-
-    problem: Problem
-    size: int
-    work: int
-    time: float
-    ended: str
-    warned: str = ""
-
-    @property
-    def well(self) -> bool:
-        """Whether there is a Gaussian."""
-        return self.ended == "well"
+def plan(rows: list[Row], budget: Budget) -> list[Settings]:
+    """Every problem once."""
+    return [{"problem": str(problem)} for problem in battery()]
 
 
-def run(problem: Problem, data_dir: str | None, verbose: bool = False) -> Outcome:
+def run(settings: Settings, data_dir: str | None) -> Row:
     """Train, polish, fit and predict."""
+    problem = next(problem for problem in battery() if str(problem) == settings["problem"])
     x, y = data_of(problem, data_dir)
     _model, guide, training = trained(problem, x, y)
     batches = list(zip(x.chunk(problem.batches), y.chunk(problem.batches), strict=True))
     options = {} if problem.subset is None else {"subset": problem.subset}
-    work, ended = 0, "well"
     size = len(guide.energy(batches, **options).start)
     start = time.process_time()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            report = guide.polish(batches, progress=False, **options)
-            work = report.evaluations
-            if verbose:
-                print(report)
+            work = guide.polish(batches, progress=False, **options).evaluations
             method = Dense()
             if problem.smooth:
                 method = Dense(Hessian()) if size <= DENSE else ConjugateGradient(Hessian())
             guide.fit(batches, method, **options)
             spent = time.process_time() - start
             variance = guide.predictive(x[:5]).variance
-            if not bool((variance > 0).all() & variance.isfinite().all()):
-                ended = "a variance that is not positive"
-        except Exception as error:
+            positive = bool((variance > 0).all() & variance.isfinite().all())
+            ended = "well" if positive else "a variance that is not positive"
+        except dvi.errors.PyroDviError as error:
             spent = time.process_time() - start
-            report = getattr(error, "report", None)
-            work = work or getattr(report, "evaluations", 0)
+            work = getattr(getattr(error, "report", None), "evaluations", 0)
             ended = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-            if verbose:
-                traceback.print_exc()
-        warned = [
-            str(w.message).splitlines()[0] for w in caught if issubclass(w.category, dvi.errors.DviWarning)
+    said = [str(w.message).splitlines()[0] for w in caught if issubclass(w.category, dvi.errors.DviWarning)]
+    kind = "float64" if problem.dtype == torch.float64 else "float32"
+    return {
+        "group": f"smooth, {kind}, Hessian()" if problem.smooth else "with kinks, GGN()",
+        "size": size,
+        "work": work,
+        "time": spent / training,
+        "ended": ended,
+        "warned": "; ".join(said),
+    }
+
+
+def report(rows: list[Row], folder: Path) -> str:
+    """How many end well in each group, and a line for each problem."""
+    summary = []
+    for group in dict.fromkeys(row["group"] for row in rows):
+        found = [row for row in rows if row["group"] == group]
+        work, times = [row["work"] for row in found], [row["time"] for row in found]
+        well = f"{sum(row['ended'] == 'well' for row in found)} of {len(found)}"
+        largest = [f"{max(work):,}", f"{median(times):.2f}", f"{max(times):.2f}"]
+        summary.append([group, well, f"{median(work):,.0f}", *largest])
+    each = [
+        [
+            row["problem"],
+            f"{row['size']:,}",
+            f"{row['work']:,}",
+            f"{row['time']:.2f}",
+            row["ended"],
+            row["warned"],
         ]
-    return Outcome(problem, size, work, spent / training, ended, "; ".join(warned))
-
-
-def groups(outcomes: list[Outcome]) -> Iterator[tuple[str, list[Outcome]]]:
-    """Give the outcomes of each kind of problem."""
-    for name, chosen in (
-        ("smooth, float64, Hessian()", lambda p: p.smooth and p.dtype == torch.float64),
-        ("smooth, float32, Hessian()", lambda p: p.smooth and p.dtype == torch.float32),
-        ("with kinks, GGN()", lambda p: not p.smooth),
-    ):
-        found = [o for o in outcomes if chosen(o.problem)]
-        if found:
-            yield name, found
-
-
-def report(outcomes: list[Outcome]) -> str:
-    """Return the tables as Markdown."""
-    lines = [
-        "# From a trained network to its Laplace approximation",
-        "",
-        f"{STEPS} steps of Adam, then `polish` and `fit` with default arguments; torch {torch.__version__}, "
-        f"{platform.machine()}, one thread. Work of `polish` in gradients of all data; time of polish and fit relative "
-        "to the training.",
-        "",
-        "| problems | end well | work: median | largest | time: median | largest |",
-        "|---|---|---|---|---|---|",
+        for row in rows
     ]
-    for name, found in groups(outcomes):
-        work, times = [o.work for o in found], [o.time for o in found]
-        lines.append(
-            f"| {name} | {sum(o.well for o in found)} of {len(found)} "
-            f"| {statistics.median(work):,.0f} | {max(work):,} | {statistics.median(times):.2f} | {max(times):.2f} |"
-        )
-    lines += ["", "| problem | D | work | time | ended | warned |", "|---|---|---|---|---|---|"]
-    lines += [
-        f"| {o.problem} | {o.size:,} | {o.work:,} | {o.time:.2f} | {o.ended} | {o.warned} |" for o in outcomes
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def main() -> None:
-    """Run the battery."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    return (
+        f"# From a trained network to its Laplace approximation\n\n{STEPS} steps of Adam, then `polish` and `fit` with "
+        "default arguments. Work of `polish` in gradients of all data; time of polish and fit relative to the "
+        f"training. {provenance('laplace_modes', rows)}\n\n"
+        + table(["problems", "end well", "work: median", "largest", "time: median", "largest"], summary)
+        + "\n"
+        + table(["problem", "D", "work", "time", "ended", "warned"], each)
     )
-    parser.add_argument("--only", default="", help="problems whose name contains this")
-    parser.add_argument("--data-dir", default=os.environ.get("PYRO_DVI_DATA"))
-    parser.add_argument("--verbose", action="store_true")
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    outcomes = []
-    for problem in battery(args.data_dir is not None):
-        if args.only in str(problem):
-            outcomes.append(run(problem, args.data_dir, args.verbose))
-            o = outcomes[-1]
-            print(
-                f"{o.problem}: D {o.size}, work {o.work}, time {o.time:.2f}, {o.ended} {o.warned and '| ' + o.warned}"
-            )
-    text = report(outcomes)
-    print(text.split("| problem |")[0])
-    if not args.only:
-        RESULTS.write_text(text)
 
 
-if __name__ == "__main__":
-    main()
+BENCHMARK = Benchmark(
+    "laplace_modes",
+    "How often do polish and fit end well with default arguments, and at which cost?",
+    plan,
+    run,
+    report,
+)

@@ -3,13 +3,8 @@
 
 Tabular data of scikit-learn, one hidden layer of 30 tanh units, float64. All three train for the same number of epochs
 from prior scales of 1 (and, for regression, a noise of 0.5 standard deviations of the labels).
-
-    python benchmarks/laplace_online.py
-
-writes results/laplace_online.md.
 """
 
-import platform
 import warnings
 from pathlib import Path
 from statistics import mean
@@ -22,6 +17,8 @@ from sklearn import datasets
 from torch import Tensor, nn
 
 import pyro_dvi as dvi
+from benchmarks.shared.benchmark import Benchmark, Budget, Row, Settings
+from benchmarks.shared.tables import provenance, table
 from pyro_dvi.laplace import (
     Accept,
     Dense,
@@ -32,9 +29,9 @@ from pyro_dvi.laplace import (
     PriorPrecision,
 )
 
-RESULTS = Path(__file__).parent / "results" / "laplace_online.md"
-SEEDS, EPOCHS, EVERY, HIDDEN = (0, 1, 2), 1000, 50, 30
-WAYS = ("as written", "tuned after training", "during training")
+EPOCHS, EVERY, HIDDEN = 1000, 50, 30
+DATA = ("diabetes", "breast_cancer", "wine")
+WRITTEN, AFTER, DURING = WAYS = ("as written", "tuned after training", "during training")
 
 
 def data(name: str, seed: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
@@ -49,11 +46,16 @@ def data(name: str, seed: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Ten
     return (inputs[:cut], labels[:cut]), (inputs[cut:], labels[cut:])
 
 
-def run(name: str, way: str, seed: int) -> tuple[float, float, float]:
+def plan(rows: list[Row], budget: Budget) -> list[Settings]:
+    """Every way on every data set."""
+    seeds = range(3 if budget == "small" else 20)
+    return [{"data": name, "scales": way, "seed": seed} for name in DATA for way in WAYS for seed in seeds]
+
+
+def run(settings: Settings, data_dir: str | None) -> Row:
     """Return log evidence, and the test NLL of mode and linearised predictions."""
-    train, test = data(name, seed)
-    pyro.clear_param_store()
-    torch.manual_seed(seed)
+    name, way = settings["data"], settings["scales"]
+    train, test = data(name, settings["seed"])
     outputs = 1 if name == "diabetes" else int(train[1].max()) + 1
     net = nn.Sequential(nn.Linear(train[0].shape[1], HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, outputs)).double()
     dvi.to_bayesian_(net, prior_scale=1.0)
@@ -67,44 +69,42 @@ def run(name: str, way: str, seed: int) -> tuple[float, float, float]:
     online = OnlineEvidence(guide, batches, scales, method=KroneckerFactored(), every=EVERY)
     rate = {"lr": 1e-2, "lrd": 0.05 ** (1 / EPOCHS)}
     svi = SVI(online.model, guide, pyro.optim.ClippedAdam(rate), Trace_ELBO())
-    dvi.fit(svi, batches, EPOCHS, callbacks=[online] if way == WAYS[2] else [], progress=False)
+    dvi.fit(svi, batches, EPOCHS, callbacks=[online] if way == DURING else [], progress=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # distances to the minimum, values at an edge
-        for scale in scales if way == WAYS[1] else []:
+        for scale in scales if way == AFTER else []:
             guide.tune(batches, scale, method=KroneckerFactored(), unconverged=Accept(), progress=False)
         guide.fit(batches, Dense(), unconverged=Accept())
         evidence = guide.log_evidence(batches).value
-        found = [dvi.predict(model, guide, test[0], rule) for rule in (dvi.AtMean(), dvi.Linearised())]
-    row = evidence, *(p.metrics(test[1])["nll"] for p in found)
-    print(name, way, seed, [round(v, 3) for v in row], guide.scale_factors, flush=True)
-    return row  # type: ignore[return-value]
+        at_mode, linearised = (
+            dvi.predict(model, guide, test[0], rule).metrics(test[1])["nll"]
+            for rule in (dvi.AtMean(), dvi.Linearised())
+        )
+    return {"log_evidence": evidence, "nll_mode": at_mode, "nll_linearised": linearised}
 
 
-def main() -> None:
-    """Run all and write the table."""
-    torch.set_num_threads(1)
-    rows = []
-    for name in ("diabetes", "breast_cancer", "wine"):
+def report(rows: list[Row], folder: Path) -> str:
+    """Means over seeds."""
+    lines = []
+    for name in DATA:
         for way in WAYS:
-            found = [run(name, way, seed) for seed in SEEDS]
-            values = (mean(row[k] for row in found) for k in range(3))
-            rows.append(f"| {name} | {way} | " + " | ".join(f"{v:.3f}" for v in values) + " |")
-    text = [
-        "# Scales by the evidence, during training",
-        "",
-        f"One hidden layer of {HIDDEN} tanh units, {EPOCHS} epochs, means of {len(SEEDS)} seeds. The prior of each",
-        "layer, and the noise of the regression, are chosen by the evidence with Kronecker factors:",
-        f"every {EVERY} epochs, or once after training. Log evidence is that of the",
-        "dense Gauss-Newton matrix; NLL is of test data.",
-        f"torch {torch.__version__}, {platform.machine()}, float64.",
-        "",
-        "| data | scales | log evidence | NLL, mode | NLL, linearised |",
-        "|---|---|---|---|---|",
-        *rows,
-        "",
-    ]
-    RESULTS.write_text("\n".join(text))
+            found = [row for row in rows if (row["data"], row["scales"]) == (name, way)]
+            scores = ("log_evidence", "nll_mode", "nll_linearised")
+            if found:
+                lines.append([name, way, *(f"{mean(row[score] for row in found):.3f}" for score in scores)])
+    return (
+        f"# Scales by the evidence, during training\n\nOne hidden layer of {HIDDEN} tanh units, {EPOCHS} epochs, means "
+        "over seeds. The prior of each layer, and the noise of the regression, are chosen by the evidence with "
+        f"Kronecker factors: every {EVERY} epochs, or once after training. Log evidence is that of the dense "
+        f"Gauss-Newton matrix; NLL is of test data. {provenance('laplace_online', rows)} Float64.\n\n"
+        + table(["data", "scales", "log evidence", "NLL, mode", "NLL, linearised"], lines)
+    )
 
 
-if __name__ == "__main__":
-    main()
+BENCHMARK = Benchmark(
+    "laplace_online",
+    "Does it help to choose prior and noise by the evidence while the network trains?",
+    plan,
+    run,
+    report,
+)

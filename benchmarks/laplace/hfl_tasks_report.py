@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables and figure of hfl_tasks.py, from its result lines."""
+"""Tables and figure of hfl_tasks.py."""
 
-from collections.abc import Callable
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -9,24 +8,25 @@ from typing import Any
 import matplotlib.pyplot as plt
 import numpy as np
 
-Row = dict[str, Any]
+from benchmarks.shared.benchmark import Row
+from benchmarks.shared.tables import provenance, table
 
 BLUE, ORANGE, GREY = "#0072B2", "#E69F00", "#555555"
-PANELS = (
-    "dense Hessian",
-    "dense GGN",
-    "HFL pointwise",
-    "64 posterior samples, GGN",
-    "HFL sum",
-    "HFL in-sample",
-)
+POINTWISE, CG, SINGLE = "HFL pointwise", "conjugate gradients, Hessian", "HFL pointwise, float32"
+PANELS = ("dense Hessian", "dense GGN", POINTWISE, "64 posterior samples, GGN", "HFL sum", "HFL in-sample")
 
 
-def tables(rows: list[Row], machine: str) -> str:
-    """Return the Markdown page."""
-    seeds = sorted({row["seed"] for row in rows})
+def report(rows: list[Row], folder: Path) -> str:
+    """Errors, scores, refusals, work and the figure of the bands."""
+    tasks = list(dict.fromkeys(row["task"] for row in rows))
+    figure([row for row in rows if "picture" in row], folder / "hfl_tasks.png")
+    failures = [
+        f"No result: {SINGLE}, {row['task']}, seed {row['seed']}: {row['failure']}"
+        for row in rows
+        if "failure" in row
+    ]
     parts = [
-        f"Written by `hfl_tasks.py`; seeds {', '.join(map(str, seeds))}; float64 unless stated; {machine}.",
+        f"{provenance('hfl_tasks', rows)} Float64 unless stated.",
         "Settings: N = 100, noise 0.1 (known), 50 tanh units (D = 151), standard normal priors; 100 test points. The "
         "work is in gradients of all data; the product of the Hessian with a vector counts 2. The machine did other "
         "work at the time, so that seconds are rough and the work is the measure.",
@@ -35,20 +35,13 @@ def tables(rows: list[Row], machine: str) -> str:
         "and tasks.",
         _errors(rows),
         "## HFL pointwise by task",
-        _by_task(rows),
-        *[
-            f"No result: {r['what']}, {r['task']}, seed {r['seed']}: {r['error']}"
-            for r in rows
-            if r["kind"] == "failure"
-        ],
+        _by_task(rows, tasks),
+        *failures,
         "## Scores",
         "Means over seeds, of the 95 % interval (PICP), CRPS and NLL with noise; in distribution / out of "
         "distribution. The pre-trained modes of HFL give negative numbers at some points, which no score can use: "
         "these points are left out of their rows, and their share is given.",
-        *[
-            f"**{task}**\n\n{_scores([r for r in rows if r['task'] == task])}"
-            for task in _names(rows, "task")
-        ],
+        *[f"**{task}**\n\n{_scores([r for r in rows if r['task'] == task])}" for task in tasks],
         "## A mode that Adam left",
         "Before `polish`: negative eigenvalues of the Hessian, and what `fit` with `HessianFree()` and a query say; "
         "`Accept()` switches the check of the mode off.",
@@ -59,79 +52,66 @@ def tables(rows: list[Row], machine: str) -> str:
         "Bands of two standard deviations of the function (without noise), seed 0; grey where a mode of HFL gives a "
         "negative number in the place of a variance.",
     ]
-    return "\n\n".join(parts) + "\n"
-
-
-def _names(rows: list[Row], key: str) -> list[str]:
-    return list(dict.fromkeys(row[key] for row in rows if key in row))
-
-
-def _table(head: list[str], lines: list[list[str]]) -> str:
-    return "\n".join("| " + " | ".join(line) + " |" for line in [head, ["---"] * len(head), *lines])
+    return "\n\n".join(part.rstrip() for part in parts)
 
 
 def _of(rows: list[Row], method: str) -> list[Row]:
-    return [row for row in rows if row.get("method") == method]
+    return [row["methods"][method] for row in rows if method in row["methods"]]
+
+
+def _methods(rows: list[Row]) -> list[str]:
+    """Those of all rows, of float32 last."""
+    return sorted(
+        dict.fromkeys(name for row in rows for name in row["methods"]), key=lambda name: name == SINGLE
+    )
 
 
 def _errors(rows: list[Row]) -> str:
     lines = []
-    for method in _names(rows, "method"):
+    for method in _methods(rows):
         found = _of(rows, method)
-        per_point = mean(r["evaluations"] / r["points"] for r in found)
+        of_ggn = [r["error_median_ggn"] for r in found if "error_median_ggn" in r]
         lines.append(
             [
                 method,
                 f"{median(r['error_median'] for r in found):.2g}",
                 f"{max(r['error_max'] for r in found):.2g}",
-                f"{median(r['error_median_ggn'] for r in found):.2g}"
-                if "error_median_ggn" in found[0]
-                else "",
+                f"{median(of_ggn):.2g}" if of_ggn else "",
                 f"{mean(r['negative'] for r in found):.0%}",
                 f"{mean(r['evaluations'] for r in found):.0f}",
-                f"{per_point:.1f}",
+                f"{mean(r['evaluations'] / r['points'] for r in found):.1f}",
                 f"{mean(r['seconds'] for r in found):.1f}",
-                str(sum(r["points"] for r in found)),
+                sum(r["points"] for r in found),
             ]
         )
-    head = [
-        "method",
-        "median error",
-        "largest",
-        "median error against the GGN",
-        "negative",
-        "work",
-        "per point",
-    ]
-    return _table([*head, "seconds", "points in all"], lines)
+    header = (
+        "method, median error, largest, median error against the GGN, negative, work, per point, seconds, "
+    )
+    return table((header + "points in all").split(", "), lines)
 
 
-def _by_task(rows: list[Row]) -> str:
+def _by_task(rows: list[Row], tasks: list[str]) -> str:
     lines = []
-    for task in _names(rows, "task"):
+    for task in tasks:
         cells = [task]
-        for method in ("HFL pointwise", "HFL pointwise, float32", "conjugate gradients, Hessian"):
-            found = [r for r in _of(rows, method) if r["task"] == task]
-            cells.append(
-                f"{median(r['error_median'] for r in found):.1e} / {max(r['error_max'] for r in found):.1e}"
-                if found
-                else "none"
-            )
+        for method in (POINTWISE, SINGLE, CG):
+            found = _of([r for r in rows if r["task"] == task], method)
+            worst = f"{max(r['error_max'] for r in found):.1e}" if found else ""
+            cells.append(f"{median(r['error_median'] for r in found):.1e} / {worst}" if found else "none")
         lines.append(cells)
-    return _table(["median / largest error", "HFL pointwise", "HFL pointwise, float32", "CG"], lines)
+    return table(["median / largest error", POINTWISE, SINGLE, "CG"], lines)
 
 
 def _scores(rows: list[Row]) -> str:
     lines = []
-    for method in _names(rows, "method"):
+    for method in _methods(rows):
         found = _of(rows, method)
-        if "picp_in" not in found[0]:
-            continue
-        cells = [method]
-        for score in ("picp", "crps", "nll"):
-            cells.append(f"{_mean(found, score + '_in')} / {_mean(found, score + '_ood')}")
-        lines.append([*cells, f"{mean(r['negative'] for r in found):.0%}"])
-    return _table(["method", "PICP", "CRPS", "NLL", "negative"], lines)
+        if "picp_in" in found[0]:
+            pairs = [
+                f"{_mean(found, s + '_in')} / {_mean(found, s + '_ood')}" for s in ("picp", "crps", "nll")
+            ]
+            lines.append([method, *pairs, f"{mean(r['negative'] for r in found):.0%}"])
+    return table(["method", "PICP", "CRPS", "NLL", "negative"], lines)
 
 
 def _mean(rows: list[Row], key: str) -> str:
@@ -140,18 +120,12 @@ def _mean(rows: list[Row], key: str) -> str:
 
 
 def _refusals(rows: list[Row]) -> str:
-    lines = [
-        [
-            row["task"],
-            str(row["seed"]),
-            str(row["negative_eigenvalues"]),
-            _first_clause(row["by_default"]),
-            _first_clause(row["when_accepted"]),
-        ]
-        for row in rows
-        if row["kind"] == "training"
-    ]
-    return _table(["task", "seed", "negative eigenvalues", "by default", "with `Accept()`"], lines)
+    lines = []
+    for row in rows:
+        said = row["training"]
+        answers = [_first_clause(said[key]) for key in ("by_default", "when_accepted")]
+        lines.append([row["task"], row["seed"], said["negative_eigenvalues"], *answers])
+    return table(["task", "seed", "negative eigenvalues", "by default", "with `Accept()`"], lines)
 
 
 def _first_clause(text: str) -> str:
@@ -159,40 +133,38 @@ def _first_clause(text: str) -> str:
 
 
 def _work(rows: list[Row]) -> str:
-    pointwise = [r for r in rows if r.get("method") == "HFL pointwise"]
-    kinds: list[tuple[str, Callable[[Row], bool]]] = [
-        ("training by Adam", lambda r: r["kind"] == "training"),
-        ("polish", lambda r: r["kind"] == "polish"),
-        (f"HFL pointwise, {pointwise[0]['points']} points", lambda r: r.get("method") == "HFL pointwise"),
-        (f"CG, {pointwise[0]['points']} points", lambda r: r.get("method") == "conjugate gradients, Hessian"),
-    ]
+    pointwise = _of(rows, POINTWISE)
+    points = pointwise[0]["points"]
+    kinds = {
+        "training by Adam": [row["training"] for row in rows],
+        "polish": [row["polish"] for row in rows],
+        f"HFL pointwise, {points} points": pointwise,
+        f"CG, {points} points": _of(rows, CG),
+    }
     lines = []
-    for name, matches in kinds:
-        found = [r for r in rows if matches(r)]
+    for name, found in kinds.items():
         work = [r["evaluations"] for r in found]
-        lines.append([name, f"{mean(work):.0f}", f"{max(work)}", f"{mean(r['seconds'] for r in found):.1f}"])
-    return _table(["what", "gradients of all data, mean", "largest", "seconds, mean"], lines)
+        lines.append([name, f"{mean(work):.0f}", max(work), f"{mean(r['seconds'] for r in found):.1f}"])
+    return table(["what", "gradients of all data, mean", "largest", "seconds, mean"], lines)
 
 
 def figure(rows: list[Row], path: Path) -> None:
     """Draw the bands of one seed: tasks by methods."""
-    tasks = _names([row for row in rows if row["kind"] == "picture"], "task")
-    if not tasks:
+    if not rows:
         return
     fig, axes = plt.subplots(
-        len(tasks),
+        len(rows),
         len(PANELS),
-        figsize=(2.3 * len(PANELS), 1.9 * len(tasks)),
+        figsize=(2.3 * len(PANELS), 1.9 * len(rows)),
         sharex="row",
         sharey="row",
         squeeze=False,
     )
-    for line, task in zip(axes, tasks, strict=True):
-        own = [r for r in rows if r["task"] == task and r["seed"] == 0]
-        picture = next(r for r in own if r["kind"] == "picture")
+    for line, row in zip(axes, rows, strict=True):
+        picture = row["picture"]
         x, centre = np.array(picture["x"]), np.array(picture["mean"])
         for ax, method in zip(line, PANELS, strict=True):
-            variance = np.array(_of(own, method)[0]["band"])
+            variance = np.array(row["methods"][method]["band"])
             width = 2 * np.sqrt(np.where(variance < 0, np.nan, variance))
             ax.plot(picture["data_x"], picture["data_y"], ".", color=GREY, markersize=1.5, zorder=1)
             ax.fill_between(x, centre - width, centre + width, color=BLUE, alpha=0.35, linewidth=0)
@@ -203,7 +175,7 @@ def figure(rows: list[Row], path: Path) -> None:
                 ax.axvspan(x[start], x[stop], color="0.85", zorder=0, linewidth=0)
             ax.set_ylim(lowest - 1.2, highest + 1.2)
             ax.tick_params(labelsize=7)
-        line[0].set_ylabel(task, fontsize=8)
+        line[0].set_ylabel(row["task"], fontsize=8)
     for ax, method in zip(axes[0], PANELS, strict=True):
         ax.set_title(method, fontsize=8)
     axes[0, 0].plot([], [], color=ORANGE, linestyle="--", linewidth=1.2, label="truth")
