@@ -6,7 +6,7 @@ import os
 import sys
 
 from benchmarks.shared.benchmark import Benchmark, Settings, all_benchmarks
-from benchmarks.shared.runner import read_rows, run_all, write_report
+from benchmarks.shared.runner import forget_rows, read_rows, run_all, write_report
 
 
 def main() -> int:
@@ -35,6 +35,8 @@ def _run(benchmark: Benchmark, module: str, options: argparse.Namespace) -> int:
     def wanted(settings: Settings) -> bool:
         return all(str(settings.get(key)) == value for key, value in only.items())
 
+    if options.again:
+        forget_rows(benchmark.name, wanted)
     failures = run_all(benchmark, module, options.data_dir, options.budget, options.jobs, wanted)
     write_report(benchmark)
     for failure in failures:
@@ -57,6 +59,7 @@ def _parser(names: list[str]) -> argparse.ArgumentParser:
     run.add_argument("--jobs", type=int, default=2, help="processes at a time, one thread each")
     run.add_argument("--device", default="cpu", help="where data, and so networks, are: cuda for a GPU")
     run.add_argument("--only", nargs="+", default=[], metavar="KEY=VALUE", help="of the runs, only these")
+    run.add_argument("--again", action="store_true", help="forget the runs that are there first")
     return parser
 
 

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from benchmarks.shared.benchmark import RESULTS, Benchmark, Budget, Row, Settings
 
-__all__ = ["append_row", "read_rows", "run_all", "write_report"]
+__all__ = ["append_row", "forget_rows", "read_rows", "run_all", "write_report"]
 
 
 def run_all(
@@ -65,6 +65,12 @@ def read_rows(name: str, results: Path = RESULTS) -> list[Row]:
     """Return the lines of a benchmark."""
     path = results / f"{name}.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def forget_rows(name: str, wanted: Callable[[Row], bool], results: Path = RESULTS) -> None:
+    """Take out lines, whose runs are then wanted again."""
+    rows = [row for row in read_rows(name, results) if not wanted(row)]
+    (results / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def append_row(name: str, row: Row, results: Path = RESULTS) -> None:
