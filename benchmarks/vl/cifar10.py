@@ -56,10 +56,10 @@ def report(rows: list[Row], folder: Path) -> str:
     text = [provenance("vl_cifar10", rows)]
     for name in dict.fromkeys(row["network"] for row in rows):
         part = [row for row in rows if row["network"] == name]
-        (_, validation, test), recipe = TASKS[name]
+        (size, validation, test), recipe = TASKS[name]
         text += [
             "",
-            f"{part[0]['num_train']:,} training images, {part[0]['weights']:,} weights, {recipe.epochs} epochs; KL "
+            f"{size:,} training images, {part[0]['weights']:,} weights, {recipe.epochs} epochs; KL "
             f"weight by validation NLL on {validation:,} images, test on {test:,}.",
             "",
             *comparison(part, METHODS),

@@ -122,7 +122,6 @@ def train(net: nn.Module, data: ImageSplit, make: Posterior, recipe: Recipe, see
         checkpoints.append({"epoch": epoch, **found, **scores})
     return {
         "weights": weights,
-        "num_train": len(x),
         "seconds_per_epoch": seconds / recipe.epochs,
         "checkpoints": checkpoints,
     }

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Do variances that have not converged look like a better fit? Learning rates of log σ, for VL and for sampled VI."""
+
+from pathlib import Path
+from statistics import mean
+
+from benchmarks.shared.benchmark import Benchmark, Budget, Row, Settings
+from benchmarks.shared.images import load_split
+from benchmarks.shared.networks import conv_net
+from benchmarks.shared.tables import mean_sd, provenance, table
+from benchmarks.vl.training import Recipe, posterior, train
+
+MULTIPLIERS = (1.0, 3.0, 10.0, 30.0)
+COLOURS = ("#0072B2", "#009E73", "#E69F00", "#CC79A7")  # Okabe & Ito: safe for colour-blind readers
+CHECKPOINTS = (1, 2, 4, 7, 10, 15, 20, 30, 40)
+RULE = {"VL": "mean", "VI": "samples"}  # as each method is meant to predict
+
+
+def plan(rows: list[Row], budget: Budget) -> list[Settings]:
+    """Ask for the untempered objective, KL weight 1, and for the tempered one."""
+    size, seeds = (2000, (0, 1, 2)) if budget == "small" else (50_000, (0, 1, 2, 3, 4))
+    return [
+        {
+            "method": method,
+            "kl_weight": weight,
+            "scale_multiplier": multiplier,
+            "num_train": size,
+            "seed": seed,
+        }
+        for seed in seeds
+        for weight in (1.0, 0.03)
+        for method in RULE
+        for multiplier in MULTIPLIERS
+    ]
+
+
+def run(settings: Settings, data_dir: str | None) -> Row:
+    """Train once, and score at many epochs."""
+    data = load_split("FashionMNIST", settings["num_train"], 2000, 5000, settings["seed"], data_dir)
+    make = posterior(settings["method"], settings["kl_weight"])
+    recipe = Recipe(40, CHECKPOINTS, scale_multiplier=settings["scale_multiplier"])
+    return train(conv_net(), data, make, recipe, settings["seed"])
+
+
+def report(rows: list[Row], folder: Path) -> str:
+    """Return tables of first and last epochs, and draw the curves."""
+    size = max(row["num_train"] for row in rows)
+    rows = [row for row in rows if row["num_train"] == size]
+    text = [
+        provenance("vl_early_stopping", rows),
+        f"{size:,} images, mean ± standard deviation over seeds; VL is predicted at its mean, VI by 10 samples.",
+    ]
+    for weight in sorted({row["kl_weight"] for row in rows}, reverse=True):
+        lines = []
+        for method in RULE:
+            for multiplier in MULTIPLIERS:
+                setting = {"method": method, "kl_weight": weight, "scale_multiplier": multiplier}
+                part = [row for row in rows if setting.items() <= row.items()]
+                if part:
+                    lines.append([method, f"{multiplier:g}", *_cells(part, RULE[method])])
+        header = [
+            "method",
+            "multiplier",
+            "untempered ELBO at the end",
+            "lowest test NLL",
+            "its epoch",
+            "at the end",
+        ]
+        text += ["", f"**KL weight {weight:g}**", "", table(header, lines)]
+        _draw(
+            [row for row in rows if row["kl_weight"] == weight], folder / f"vl_early_stopping_{weight:g}.png"
+        )
+    return "\n".join(text)
+
+
+def _cells(part: list[Row], rule: str) -> list[str]:
+    curves = [[checkpoint[rule]["nll"] for checkpoint in row["checkpoints"]] for row in part]
+    average = [mean(values) for values in zip(*curves, strict=True)]
+    best = min(range(len(average)), key=average.__getitem__)
+    return [
+        mean_sd([row["checkpoints"][-1]["untempered_elbo"] for row in part], 2),
+        mean_sd([curve[best] for curve in curves]),
+        str(part[0]["checkpoints"][best]["epoch"]),
+        mean_sd([curve[-1] for curve in curves]),
+    ]
+
+
+def _draw(rows: list[Row], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(2, 2, figsize=(9, 6), layout="constrained", sharex=True)
+    for (above, below), method in zip(axes.T, RULE, strict=True):
+        for colour, multiplier in zip(COLOURS, MULTIPLIERS, strict=True):
+            part = [row for row in rows if (row["method"], row["scale_multiplier"]) == (method, multiplier)]
+            if not part:
+                continue
+            epochs = [checkpoint["epoch"] for checkpoint in part[0]["checkpoints"]]
+            for axis, of in ((above, _elbo), (below, lambda c, rule=RULE[method]: c[rule]["nll"])):
+                curves = [[of(checkpoint) for checkpoint in row["checkpoints"]] for row in part]
+                heights = [mean(values) for values in zip(*curves, strict=True)]
+                axis.plot(epochs, heights, color=colour, label=f"{multiplier:g}")
+        above.set(title=method, ylabel="untempered ELBO per example", yscale="symlog")
+        below.set(xlabel="epoch", ylabel="test NLL")
+    axes[0, 0].legend(title="rate of log σ over the means'", frameon=False)
+    for axis in axes.flat:
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def _elbo(checkpoint: Row) -> float:
+    return checkpoint["untempered_elbo"]
+
+
+BENCHMARK = Benchmark(
+    name="vl_early_stopping",
+    question="Do variances that have not converged look like a better fit?",
+    plan=plan,
+    run=run,
+    report=report,
+)
