@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which axis of a weight counts its input units: what the layer says that owns it, or its shape."""
+"""Which axis of a weight counts its input units: what the layer says that owns it, or what the user says."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The posterior of weights with multiplicative noise, one variance per input unit."""
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from pyro_dvi.bayesian import init_to_module
 from pyro_dvi.choice import check_positive
-from pyro_dvi.errors import ArgumentError, ModelError
+from pyro_dvi.errors import ArgumentError, DviWarning, ModelError
 from pyro_dvi.guides.base import FactorisedGuide
 from pyro_dvi.guides.factors import Deterministic, Factor, MeanField
 from pyro_dvi.guides.input_units import (
@@ -24,6 +25,7 @@ from pyro_dvi.guides.input_units import (
     units_of_layer,
 )
 from pyro_dvi.guides.scales import exp_positive
+from pyro_dvi.guides.weight_products import FollowedStart, WeightProducts
 from pyro_dvi.handlers.latents import unconstraining_transform
 from pyro_dvi.multiplicative_normal import MultiplicativeNormal
 from pyro_dvi.sites import sites_named
@@ -48,8 +50,10 @@ class MultiplicativeNoiseGuide(FactorisedGuide):
 
     A latent is a weight if it lives on the real line, in two or more dimensions, outside plates. Its input units are
     counted as its layer does: columns of linear layers, attention and recurrent layers; channels of convolutions
-    (those of every group), and of transposed ones; rows of embeddings. Weights of models without modules have the
-    layout ``[out, in, *]`` unless ``input_axis`` says otherwise. Of the rest, latents inside plates and those with a
+    (those of every group), and of transposed ones; rows of embeddings. Where no torch layer owns a weight, and where it
+    is used in another way, the products that it takes part in when the guide first runs the model say so (``x @ w``,
+    einsum, convolutions, look-ups); if they do not, its noise is along axis 1, with a warning. ``input_axis`` overrides
+    what was found. Of the rest, latents inside plates and those with a
     constrained support (a noise scale, say) are mean-field Gaussians in unconstrained space, and ``biases`` decides
     about biases, normalisation parameters and other real latents.
 
@@ -82,6 +86,7 @@ class MultiplicativeNoiseGuide(FactorisedGuide):
     Raises:
         ModelError: a latent is discrete, there is none, or ``input_axis`` names one that is no weight.
         ArgumentError: an option has a value that it cannot have.
+        DviWarning: (a warning) the model does not show where the inputs of a weight are.
         GuideError: a state was loaded that was saved with other options.
 
     Source: Schmitt & Roth (2021), "Sampling-free variational inference for neural networks with multiplicative
@@ -126,19 +131,19 @@ class MultiplicativeNoiseGuide(FactorisedGuide):
             raise TypeError(f"biases must be Deterministic() or MeanField(), got {biases!r}")
         check_input_axis(input_axis)
         check_positive("eps", eps)
-        super().__init__(model, init_loc_fn=init_loc_fn, create_plates=create_plates)
+        super().__init__(model, init_loc_fn=FollowedStart(init_loc_fn), create_plates=create_plates)
         self.initial_rho = float(initial_rho)
         self.biases = biases
         self.input_axis = input_axis
         self.eps = eps
-        self._layers = Layers()
+        self._layers, self._products = Layers(), WeightProducts()
 
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
-        with layers_called() as self._layers:
+        with layers_called() as self._layers, WeightProducts() as self._products:
             try:
                 super()._setup_prototype(*args, **kwargs)
-            finally:
-                self._layers = Layers()  # a guide must not keep the network
+            finally:  # a guide must not keep the network
+                self._layers, self._products = Layers(), WeightProducts()
 
     def _check_sites(self, sites: dict[str, Any]) -> None:
         if isinstance(self.input_axis, Mapping):
@@ -162,10 +167,26 @@ class MultiplicativeNoiseGuide(FactorisedGuide):
         if local or constrained:
             return self.biases if isinstance(self.biases, MeanField) else MeanField()
         if units is False and loc.dim() >= 2:
-            units = units_of_layer(owner, attribute)
+            units = self._units_of(name, loc, owner, attribute)
             if units is not None:
                 return MultiplicativeNoise(units, self.initial_rho, self.eps)
         return self.biases
+
+    def _units_of(self, name: str, loc: Tensor, owner: nn.Module | None, attribute: str) -> InputUnits | None:
+        """Return the layout of a weight, by its use in the model or by its layer."""
+        seen = self._products.units.get(name, set())
+        if len(seen) == 1:
+            return next(iter(seen))
+        if not _is_torch_layer(owner):
+            axes = f"several, {[units.axes for units in seen]}" if seen else "none"
+            warnings.warn(
+                f"which axis of site {name!r}, of shape {tuple(loc.shape)}, counts the inputs of a layer? The products "
+                f"in the model say {axes}; its noise is per entry of axis 1. Say input_axis={{{name!r}: 0}}, the "
+                "axis that is right, or None in its place if the site is no weight.",
+                DviWarning,
+                stacklevel=2,
+            )
+        return units_of_layer(owner, attribute)
 
 
 @dataclass(frozen=True)
