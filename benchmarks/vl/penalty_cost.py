@@ -6,15 +6,8 @@ chooses its KL weight by validation, for each fold or seed of its own. Costs are
 averaged over a cycle of k steps, over those of a MAP step. Two UCI sets by 10-fold cross-validation, with the
 networks and the recipe of ``uci.py`` but softplus units, one noise variance and 2,000 steps; LeNet on 2,000 MNIST
 images with three seeds.
-
-    python benchmarks/vl_penalty_cost.py --data-dir DIR   # about an hour of processor time
-    python benchmarks/vl_penalty_cost.py --report         # only rewrite table and figure from the results
-
-Each finished task and setting is a line of results/vl_penalty_cost.jsonl; what is there already is not repeated.
 """
 
-import argparse
-import json
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,12 +23,13 @@ from pyro.infer import SVI
 from pyro.infer.autoguide import AutoDelta
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
-from tqdm import tqdm
 
+from benchmarks.shared.benchmark import Benchmark, Budget, Row, Settings
 from benchmarks.shared.images import load_split
 from benchmarks.shared.networks import lenet
 from benchmarks.shared.regressions import TrainingSets, folds, load
-from benchmarks.uci import machine, read_results, tune_and_test
+from benchmarks.shared.tables import paired, provenance, table
+from benchmarks.uci import tune_and_test
 from benchmarks.uci_methods import Method, Recipe
 from benchmarks.uci_network import Networks
 from pyro_dvi import predict
@@ -46,7 +40,6 @@ from pyro_dvi.guides import MeanFieldGuide
 from pyro_dvi.optim import learning_rates
 from pyro_dvi.predictive import AtMean
 
-RESULTS = Path(__file__).parent / "results" / "vl_penalty_cost.jsonl"
 UCI_SETS, IMAGES = ("concrete", "energy"), "MNIST, 2,000 images"
 SEEDS, KL_WEIGHTS, EPOCHS, BATCH_SIZE = (0, 1, 2), (0.03, 0.1), 12, 100
 
@@ -122,7 +115,7 @@ class Penalised(Method):
         return guide, lambda x, y: elbo.differentiable_loss(model, guide, x, y)
 
 
-def regression(name: str, setting: Setting, data_dir: str | None) -> dict[str, Any]:
+def regression(name: str, setting: Setting, data_dir: str | None) -> Row:
     """Test NLL of each fold at its KL weight, which is chosen by validation rows."""
     x, y = load(name, data_dir)
     parts = folds(len(y))
@@ -144,7 +137,7 @@ def regression(name: str, setting: Setting, data_dir: str | None) -> dict[str, A
     }
 
 
-def classification(setting: Setting, data_dir: str | None) -> dict[str, Any]:
+def classification(setting: Setting, data_dir: str | None) -> Row:
     """Test NLL of each seed at its KL weight, which is chosen by validation images."""
     chosen = []
     for seed in SEEDS:
@@ -191,40 +184,47 @@ def trained(setting: Setting, kl_weight: float, data: tuple[Tensor, Tensor], see
     return model, guide
 
 
-def write_report(rows: list[dict[str, Any]], path: Path) -> None:
-    """Write the table, and the figure beside it."""
-    lines = [
+def plan(rows: list[Row], budget: Budget) -> list[Settings]:
+    """Ask for every setting on every task, at every budget."""
+    return [{"task": task, "setting": setting.name} for task in (*UCI_SETS, IMAGES) for setting in SETTINGS]
+
+
+def run(settings: Settings, data_dir: str | None) -> Row:
+    """Train one setting for all folds or seeds."""
+    pyro.enable_validation(False)
+    setting = next(setting for setting in SETTINGS if setting.name == settings["setting"])
+    if settings["task"] == IMAGES:
+        return classification(setting, data_dir)
+    return regression(settings["task"], setting, data_dir)
+
+
+def report(rows: list[Row], folder: Path) -> str:
+    """Return a table for each task, and draw the figure."""
+    text = [
         "Cost in floating-point operations over MAP; mean test NLL; its difference from the penalty on every whole "
         "minibatch, paired by fold or seed, ± one standard error; median of the KL weights chosen.",
     ]
     for task in dict.fromkeys(row["task"] for row in rows):
         found = {row["setting"]: row for row in rows if row["task"] == task}
-        lines += [
-            "",
-            f"**{task}**",
-            "",
-            "| penalty | cost | test NLL | difference | KL weight |",
-            "|---|---|---|---|---|",
-        ]
+        lines = []
         for name, row in found.items():
-            mean, error = paired(row, found[WHOLE.name])
-            difference = "" if name == WHOLE.name else f"{mean:+.4f} ± {error:.4f}"
-            weight = statistics.median(row["kl_weights"])
-            lines.append(
-                f"| {name} | {row['cost']:.2f} | {statistics.mean(row['nll']):.4f} | {difference} | {weight:g} |"
-            )
-    settings = ", ".join(f"{key} {value}" for key, value in machine().items() if key != "seed")
-    path.write_text("\n".join([*lines, "", f"Computed with {settings}.", ""]))
-    plot(rows, path.with_suffix(".png"))
+            gap = difference(row, found[WHOLE.name])
+            cells = [name, f"{row['cost']:.2f}", f"{statistics.mean(row['nll']):.4f}"]
+            weight = f"{statistics.median(row['kl_weights']):g}"
+            lines.append([*cells, None if name == WHOLE.name else "{:+.4f} ± {:.4f}".format(*gap), weight])
+        header = ["penalty", "cost", "test NLL", "difference", "KL weight"]
+        text += ["", f"**{task}**", "", table(header, lines).rstrip()]
+    _draw(rows, folder / "vl_penalty_cost.png")
+    return "\n".join([*text, "", provenance("vl_penalty_cost", rows)])
 
 
-def paired(row: dict[str, Any], reference: dict[str, Any]) -> tuple[float, float]:
+def difference(row: Row, reference: Row) -> tuple[float, float]:
     """Mean and standard error of the differences in test NLL."""
-    differences = [a - b for a, b in zip(row["nll"], reference["nll"], strict=True)]
-    return statistics.mean(differences), statistics.stdev(differences) / len(differences) ** 0.5
+    found = paired(row["nll"], reference["nll"])
+    return found.mean, found.error
 
 
-def plot(rows: list[dict[str, Any]], path: Path) -> None:
+def _draw(rows: list[Row], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -236,13 +236,13 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
         found = {row["setting"]: row for row in rows if row["task"] == task}
         for fraction, marker in ((1.0, "o"), (0.5, "s"), (0.25, "^")):
             group = [found[s.name] for s in SETTINGS[1:] if s.fraction == fraction and s.name in found]
-            pairs = [paired(row, found[WHOLE.name]) for row in group]
+            pairs = [difference(row, found[WHOLE.name]) for row in group]
             means, errors = zip(*pairs, strict=True)
             costs = [row["cost"] for row in group]
             axis.errorbar(
                 costs, means, errors, marker=marker, ls="-", capsize=2, label=f"fraction {fraction:g}"
             )
-        mean, error = paired(found[MAP.name], found[WHOLE.name])
+        mean, error = difference(found[MAP.name], found[WHOLE.name])
         axis.errorbar([1.0], [mean], [error], marker="x", ls="", color="black", capsize=2, label="MAP")
         axis.axhline(0, color="grey", lw=0.5)
         axis.set(title=task, xlabel="operations of a step over MAP")
@@ -251,28 +251,10 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--data-dir", help="folder with uci/ and MNIST/raw (else the variable PYRO_DVI_DATA)")
-    parser.add_argument("--tasks", nargs="+", default=[*UCI_SETS, IMAGES])
-    parser.add_argument("--report", action="store_true", help="only rewrite table and figure")
-    options = parser.parse_args()
-    if not options.report:
-        torch.set_num_threads(1)
-        pyro.enable_validation(False)
-        done = {(row["task"], row["setting"]) for row in read_results(RESULTS)}
-        todo = [(t, s) for t in options.tasks for s in SETTINGS if (t, s.name) not in done]
-        for task, setting in tqdm(todo):
-            if task == IMAGES:
-                row = classification(setting, options.data_dir)
-            else:
-                row = regression(task, setting, options.data_dir)
-            with RESULTS.open("a") as file:
-                file.write(json.dumps({"task": task, "setting": setting.name, **row}) + "\n")
-    write_report(read_results(RESULTS), RESULTS.with_suffix(".md"))
-
-
-if __name__ == "__main__":
-    main()
+BENCHMARK = Benchmark(
+    name="vl_penalty_cost",
+    question="How much of its penalty does Variational Laplace need?",
+    plan=plan,
+    run=run,
+    report=report,
+)
