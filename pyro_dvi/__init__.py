@@ -66,7 +66,7 @@ from pyro_dvi.predictive import (
     predict,
     predictor,
 )
-from pyro_dvi.training import fit, load, save
+from pyro_dvi.training import EnsembleGuide, fit, load, save, train_ensemble
 from pyro_dvi.tuning import tune_kl_weight
 
 if TYPE_CHECKING:
@@ -115,6 +115,8 @@ __all__ = [
     "learning_rates",
     "parameter_groups",
     "fit",
+    "train_ensemble",
+    "EnsembleGuide",
     "save",
     "load",
     "tune_kl_weight",

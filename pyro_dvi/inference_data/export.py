@@ -22,14 +22,14 @@ from pyro_dvi.inference_data.predictive import Predictions, choose_responses
 from pyro_dvi.inference_data.records import attributes, constant_data, training_group
 from pyro_dvi.inference_data.samples import GivenSamples
 from pyro_dvi.laplace.gaussian_guide import DRAWN_WEIGHTS
-from pyro_dvi.predictive import PredictionRule, Samples
+from pyro_dvi.predictive import PredictionRule
 from pyro_dvi.predictive.components import Components
 from pyro_dvi.predictive.engine.batches import Batch, batches
 from pyro_dvi.predictive.engine.run import evaluation_mode, observed_run, seeded
 from pyro_dvi.predictive.posterior import check_posterior, example_latents, predicted_model
 from pyro_dvi.predictive.predict import names_of_sites, rule_of
+from pyro_dvi.predictive.rules.members import draws_weights, with_draws
 from pyro_dvi.predictive.rules.prior import PriorSamples
-from pyro_dvi.predictive.rules.rule import FromDraws
 from pyro_dvi.training import History
 
 __all__ = ["to_arviz"]
@@ -183,7 +183,7 @@ def to_arviz(
         drawn = LatentDraws(tuned, guide, selection, first, nodes, used_seed)
         passes = _Passes(model, guide, choose_responses(site, nodes, latents), used_seed, progress)
         own = Components(model, guide, rule, used_seed)
-        weights = own if isinstance(rule, FromDraws) else Components(model, guide, Samples(count), used_seed)
+        weights = own if draws_weights(rule) else Components(model, guide, with_draws(rule, count), used_seed)
         with _nothing_predicted():
             groups["posterior"] = drawn.group(weights.draws(first.inputs), count)
         predicted = [passes.predictions(own, count)]
@@ -275,12 +275,14 @@ def _rule_and_count(
             f"draws that are given predict by themselves, each with its weights: leave out method={method!r}"
         )
     rule = rule_of(method, guide) if given is None else given
-    if method is None and isinstance(rule, Samples):  # with as many draws as were asked for
-        rule = Samples(num_samples or 500)
-    components, draws_weights = rule.num_components, isinstance(rule, (Samples, GivenSamples))
+    of_weights = draws_weights(rule)
+    if method is None and given is None and of_weights:  # with as many draws as were asked for
+        rule = with_draws(rule, num_samples or 500)
+    components = rule.num_components
     if num_samples is None:
-        return rule, 500 if components == 1 and not draws_weights else components
-    if draws_weights and components != num_samples:
+        several = of_weights or not (components == 1 or rule.keeps_components)
+        return rule, components if several else 500 // components * components
+    if of_weights and components != num_samples:
         raise ArgumentError(
             f"num_samples={num_samples} and method={rule} disagree: the draws of the posterior are those of the "
             "predictions. Leave out num_samples."

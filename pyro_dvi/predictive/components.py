@@ -12,13 +12,23 @@ from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
 from pyro_dvi.devices import forked, seeder
-from pyro_dvi.errors import UnsupportedError
+from pyro_dvi.errors import ModelError, UnsupportedError
 from pyro_dvi.predictive.engine.batches import Batch
 from pyro_dvi.predictive.engine.distributions import possible, tensors_of
 from pyro_dvi.predictive.engine.run import Latents, Respond, Response, respond, sites_at, with_others
 from pyro_dvi.predictive.engine.vectorised import POSSIBLE, ManyDraws, size_of
-from pyro_dvi.predictive.posterior import draws_by_itself, example_latents, first_arguments, predicted_model
+from pyro_dvi.predictive.posterior import (
+    draws_by_itself,
+    example_latents,
+    first_arguments,
+    members_of,
+    of_member,
+    predicted_model,
+)
+from pyro_dvi.predictive.prediction.component import class_log_probabilities
+from pyro_dvi.predictive.rules.members import OfMembers
 from pyro_dvi.predictive.rules.rule import FromDraws, PredictionRule
+from pyro_dvi.training.posterior import TrainedPosterior
 
 __all__ = ["Components", "Reader"]
 
@@ -43,7 +53,8 @@ class Components:
     """The predictive distributions of a model by a rule, for one batch after the other.
 
     Those of a rule that draws come from few runs of the model, see :mod:`~pyro_dvi.predictive.engine.vectorised`. Draws
-    that do not look at the inputs serve all batches, unless they take too much memory.
+    that do not look at the inputs serve all batches, unless they take too much memory. An ensemble has those of one
+    member after the other, each of its own model.
 
     Args:
         model: the Pyro model.
@@ -55,6 +66,12 @@ class Components:
     def __init__(self, model: Callable[..., Any], guide: Any, rule: PredictionRule, seed: int) -> None:
         self._model, self._guide, self._rule, self._seed = predicted_model(guide, model), guide, rule, seed
         self._learnt_for = first_arguments(guide)
+        self._members: list[tuple[TrainedPosterior, Components]] = []
+        if isinstance(rule, OfMembers):
+            generator = torch.Generator().manual_seed(seed)
+            seeds = torch.randint(2**31 - 1, (len(rule.rules),), generator=generator).tolist()
+            for member, own, its_seed in zip(members_of(guide), rule.rules, seeds, strict=True):
+                self._members.append((member, Components(member.model, member.guide, own, its_seed)))
         self._ways: dict[str | None, ManyDraws] = {}
         self._kept: list[Latents] = []
 
@@ -75,6 +92,12 @@ class Components:
         Raises:
             UnsupportedError: one draw of a site that is neither latent nor observed would decide the prediction.
         """
+        alike = _Alike(reader)
+        for member, own in self._members:
+            with member.in_store():
+                own.read(alike, batch, site, others)
+        if self._members:
+            return
         plain = partial(respond, self._model, batch, site=site, learnt_for=self._learnt_for)
         run = with_others(plain, others)
         if isinstance(self._rule, FromDraws):
@@ -97,6 +120,9 @@ class Components:
             way: how the model is run with them, which is known after the first at the latest. In a plain loop they are
                 drawn one by one, since each seeds the numbers that the model draws itself.
         """
+        if self._members:
+            yield from self._of_members(inputs)
+            return
         assert isinstance(self._rule, FromDraws), "the rule draws"
         if self._kept and draws_by_itself(self._guide):
             yield from self._kept
@@ -115,6 +141,23 @@ class Components:
             yield from self._kept[1:]
         else:
             yield from draws
+
+    def _of_members(self, inputs: tuple[Any, ...]) -> Iterator[Latents]:
+        first: Latents = {}
+        for place, (member, components) in enumerate(self._members):
+            drawn = components.draws(inputs)
+            while True:  # the store is a member's own only while it draws
+                with member.in_store():
+                    own = next(drawn, None)
+                if own is None:
+                    break
+                first = first or own
+                if own.keys() != first.keys():
+                    raise UnsupportedError(
+                        f"draws of members {sorted(own)} and {sorted(first)} of the ensemble are not of the same "
+                        "latent sites, and cannot be exported side by side; sites=[] exports predictions alone"
+                    )
+                yield of_member(place, own)
 
     def _anew(self, inputs: tuple[Any, ...]) -> Iterator[Latents]:
         assert isinstance(self._rule, FromDraws), "the rule draws"
@@ -141,6 +184,37 @@ class Components:
                 continue
             for latents in chunk:
                 reader.add(run(latents))
+
+
+class _Alike:
+    """Passes the components of an ensemble on to a reader, and refuses those that do not mix.
+
+    Args:
+        reader: takes them.
+    """
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+        self._first: tuple[str, tuple[int, ...]] | None = None
+
+    def statistics(self, node: Any) -> dict[str, Tensor]:
+        return self._reader.statistics(node)
+
+    def add_statistics(self, many: Mapping[str, Tensor], count: int) -> None:
+        self._reader.add_statistics(many, count)
+
+    def add(self, response: Response) -> None:
+        fn = response.distribution
+        classes = class_log_probabilities(fn)
+        shape = fn.batch_shape + fn.event_shape if classes is None else classes.shape
+        form = response.site, tuple(shape)
+        self._first = self._first or form
+        if form != self._first:
+            raise ModelError(
+                f"members of the ensemble predict unlike things: the first {self._first}, another {form}, site and "
+                "shape of its numbers or class probabilities. Choose a site that all models have by site="
+            )
+        self._reader.add(response)
 
 
 def _equal(first: Latents, second: Latents) -> bool:

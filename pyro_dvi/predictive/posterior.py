@@ -4,7 +4,8 @@
 A guide may say itself how it is predicted, by any of these: ``prediction_rule``, a rule or the name of one;
 ``predicted_model(model)``, the model with the scales that it was tuned for; ``example_latents()``, values to look at
 the model with; ``linearised(inputs, read)``, the Gaussian of its outputs; ``factorised``, the posterior as a guide of
-independent Gaussians, None where it is none; ``check_model(model)``, which refuses another model than that of the fit.
+independent Gaussians, None where it is none; ``check_model(model)``, which refuses another model than that of the fit;
+``members``, of an ensemble: trained posteriors, each with its model, in equal shares.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -28,7 +29,9 @@ from pyro_dvi.handlers.structure import refuse_dependent
 from pyro_dvi.recording import is_recording
 from pyro_dvi.signatures import with_missing
 from pyro_dvi.sites import AllRows, SetLatents, is_latent
+from pyro_dvi.training.ensemble import MEMBER
 from pyro_dvi.training.ownership import check_still_own
+from pyro_dvi.training.posterior import TrainedPosterior
 
 __all__ = [
     "check_is_set_up",
@@ -37,6 +40,8 @@ __all__ = [
     "example_latents",
     "first_arguments",
     "ignores_inputs",
+    "members_of",
+    "of_member",
     "one_draw",
     "posterior_gaussians",
     "posterior_mean",
@@ -70,6 +75,14 @@ def check_posterior(model: Callable[..., Any], guide: Callable[..., Any], inputs
             )
     if hasattr(guide, "check_model"):
         guide.check_model(model)
+    for member in members_of(guide):
+        with member.in_store():
+            check_posterior(member.model, member.guide, inputs)
+
+
+def members_of(guide: Any) -> tuple[TrainedPosterior, ...]:
+    """Return the members of an ensemble; none of any other guide."""
+    return getattr(guide, "members", ())
 
 
 def check_is_set_up(guide: Any, inputs: tuple[Any, ...] = ()) -> None:
@@ -99,10 +112,21 @@ def predicted_model(guide: Any, model: Callable[..., Any]) -> Callable[..., Any]
 
 
 def example_latents(guide: Callable[..., Any], inputs: tuple[Any, ...]) -> dict[str, Tensor]:
-    """Return values to look at the model with: those of the guide's method of this name, or a draw."""
+    """Return values to look at the model with: those of the guide's method of this name, or a draw.
+
+    Those of an ensemble are those of its first member.
+    """
+    for member in members_of(guide)[:1]:
+        with member.in_store():
+            return of_member(0, example_latents(member.guide, inputs))
     check_is_set_up(guide, inputs)
     own: Any = getattr(guide, "example_latents", None)
     return one_draw(guide, inputs) if own is None else own()
+
+
+def of_member(place: int, latents: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the latent values of a member as those of the ensemble."""
+    return {MEMBER: torch.tensor(place, device="cpu"), **latents}
 
 
 def posterior_mean(guide: Callable[..., Any], inputs: tuple[Any, ...]) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ from tqdm.auto import tqdm
 
 from pyro_dvi.choice import check_choice
 from pyro_dvi.devices import device_of
-from pyro_dvi.errors import DviWarning, GuideError
+from pyro_dvi.errors import ArgumentError, DviWarning, GuideError
 from pyro_dvi.guides import MultiplicativeNoiseGuide
 from pyro_dvi.handlers.explained import explained_errors
 from pyro_dvi.handlers.response import responses
@@ -20,11 +20,12 @@ from pyro_dvi.handlers.trained_for import trained_for
 from pyro_dvi.predictive.components import Components
 from pyro_dvi.predictive.engine.batches import Batch, batches, keeps_order
 from pyro_dvi.predictive.engine.run import check_observation, evaluation_mode, observed_run, seeded
-from pyro_dvi.predictive.posterior import check_posterior, example_latents
+from pyro_dvi.predictive.posterior import check_posterior, example_latents, members_of
 from pyro_dvi.predictive.prediction.mixture import Mixture
 from pyro_dvi.predictive.prediction.part import Part
 from pyro_dvi.predictive.prediction.prediction import Prediction
 from pyro_dvi.predictive.rules.linearised import Linearised
+from pyro_dvi.predictive.rules.members import OfMembers
 from pyro_dvi.predictive.rules.moments import Moments
 from pyro_dvi.predictive.rules.rule import AtMean, PredictionRule, Samples
 from pyro_dvi.signatures import with_missing
@@ -138,7 +139,9 @@ def predict(
             with explained_errors(model, posterior, with_missing(model, args), kwargs):
                 if batch.observed is not None:
                     batch = check_observation(model, batch, example_latents(guide, batch.inputs), site)
-                mixture = Mixture(batch.observed, batch.num_rows, batch.mask, keep=keep_draws)
+                mixture = Mixture(
+                    batch.observed, batch.num_rows, batch.mask, keep=keep_draws or rule.keeps_components
+                )
                 components.read(mixture, batch, site)
             parts.append(mixture.finish())
             name = mixture.site
@@ -165,6 +168,14 @@ def rule_of(method: Any, guide: Any) -> PredictionRule:
     """
     if method is None:
         return default_rule(guide)
+    members = members_of(guide)
+    if isinstance(method, OfMembers) and len(method.rules) != len(members):
+        raise ArgumentError(
+            f"method={method} is of an ensemble of {len(method.rules)} members, and this guide has {len(members)}: "
+            "leave it out, or name the rule of each member"
+        )
+    if members and not isinstance(method, OfMembers):
+        return OfMembers(tuple(rule_of(method, member.guide) for member in members))
     check_choice("method", method, PredictionRule, "AtMean() or Samples(30)")
     if trained_for(guide) == "AtMean" and isinstance(method, (Moments, Samples)):
         warnings.warn(
@@ -185,7 +196,7 @@ def default_rule(guide: Any) -> PredictionRule:
     :class:`AtMean`, others by the rule that their objective trained them for: :class:`AtMean` after ``TaylorELBO``,
     :class:`Moments` after ``MomentPropagationELBO``, 30 :class:`Samples` after ``NaturalGradientELBO`` and objectives
     of Pyro. What no objective of this library has trained counts as trained by samples, but a
-    :class:`~pyro_dvi.MultiplicativeNoiseGuide` as trained by moments.
+    :class:`~pyro_dvi.MultiplicativeNoiseGuide` as trained by moments. Each member of an ensemble has its own.
 
     Raises:
         GuideError: an attribute ``prediction_rule`` that is neither a rule nor the name of one.
@@ -195,6 +206,9 @@ def default_rule(guide: Any) -> PredictionRule:
         >>> default_rule(MeanFieldGuide(lambda: None))
         Samples(num_samples=30)
     """
+    members = members_of(guide)
+    if members:
+        return OfMembers(tuple(default_rule(member.guide) for member in members))
     rule = getattr(guide, "prediction_rule", None)
     if isinstance(rule, PredictionRule):
         return rule

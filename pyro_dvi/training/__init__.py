@@ -4,6 +4,7 @@
 from pyro_dvi.training.batch_norm import BatchNormStatistics, recompute_batch_norm
 from pyro_dvi.training.checkpoint import Checkpoint, load, save
 from pyro_dvi.training.early_stopping import EarlyStopping
+from pyro_dvi.training.ensemble import EnsembleGuide, EnsembleModel, train_ensemble
 from pyro_dvi.training.history import History, Table
 from pyro_dvi.training.loop import TrainingState, fit
 from pyro_dvi.training.lr_schedule import EveryStep
@@ -13,6 +14,8 @@ __all__ = [
     "BatchNormStatistics",
     "Checkpoint",
     "EarlyStopping",
+    "EnsembleGuide",
+    "EnsembleModel",
     "EveryStep",
     "History",
     "Table",
@@ -23,4 +26,5 @@ __all__ = [
     "recompute_batch_norm",
     "save",
     "train_apart",
+    "train_ensemble",
 ]

@@ -21,7 +21,7 @@ from pyro_dvi.handlers.posterior_prior import without_posterior_prior
 from pyro_dvi.optim.learning_rates import is_uninitialised, parameter_names
 from pyro_dvi.training.routes import Route
 
-__all__ = ["claim_parameters", "check_parameters", "check_still_own"]
+__all__ = ["claim_parameters", "check_parameters", "check_still_own", "supplanted"]
 
 # Parameter -> the model or guide that was trained with it. Weak on both sides: what is garbage has no claim.
 _owners: Any = WeakIdKeyDictionary()
@@ -51,7 +51,7 @@ def check_parameters(route: Route) -> None:
                 f"of another {guide._pyro_name}; this new guide would share them. {_WAY_OUT}"
             )
     for role, part in route.modules().items():
-        for name, parameter, _ in _supplanted(part):
+        for name, parameter, _ in supplanted(part):
             if not parameter.is_contiguous():
                 raise ModelError(
                     f"Parameter {name!r} of the {role} is not contiguous (channels_last?), so that Pyro's "
@@ -103,7 +103,7 @@ def check_still_own(model: Any, guide: Any) -> None:
         return
     own = (model, without_posterior_prior(model), guide)
     for role, part in (("model", model), ("guide", guide)):
-        for name, _, stored in _supplanted(part) if isinstance(part, nn.Module) else ():
+        for name, _, stored in supplanted(part) if isinstance(part, nn.Module) else ():
             if stored in _owners and not any(_owner_of(stored) is one for one in own):
                 raise GuideError(
                     f"Pyro's parameter store holds another parameter under the name {name!r} of this {role}: another "
@@ -118,7 +118,7 @@ def _stored() -> dict[str, Tensor]:
     return {name.replace("$$$", "."): value for name, value in pyro.get_param_store().named_parameters()}
 
 
-def _supplanted(part: nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
+def supplanted(part: nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Name the parameters of a module under whose names the store holds others, and give both."""
     store = _stored()
     for name, parameter in parameter_names(part):

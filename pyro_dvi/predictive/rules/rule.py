@@ -30,12 +30,13 @@ class PredictionRule(ABC):
     ``num_components`` says how many distributions :meth:`components` gives for a batch; ``tells_noise_apart`` whether
     each is the noise around one value of the latents, so that the rest of the uncertainty is the posterior's;
     ``averages_draws`` whether what the model draws itself, from sites that are neither in the guide nor observed, is
-    averaged over as well.
+    averaged over as well; ``keeps_components`` whether they are few enough to be kept without being asked for.
     """
 
     num_components: int
     tells_noise_apart: bool = True
     averages_draws: bool = False
+    keeps_components: bool = False
 
     @abstractmethod
     def components(

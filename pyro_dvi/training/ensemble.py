@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""Ensembles: several posteriors in equal shares, as one model with one guide.
+
+Which member it is, is one more latent variable: the model runs the network of the member m that the site ``member``
+says, and the guide draws m and then the weights from the posterior of that member,
+
+.. math:: q(m, \theta) = \tfrac1K\, q_m(\theta).
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from itertools import combinations
+from typing import Any
+from warnings import warn
+
+import pyro
+import pyro.distributions as dist
+import torch
+from torch import Tensor, nn
+
+from pyro_dvi.choice import check_count
+from pyro_dvi.errors import ArgumentError, DviWarning, GuideError
+from pyro_dvi.progress import progress_bar
+from pyro_dvi.training.ownership import supplanted
+from pyro_dvi.training.posterior import TrainedPosterior, train_apart
+
+__all__ = ["MEMBER", "EnsembleGuide", "EnsembleModel", "train_ensemble"]
+
+MEMBER = "member"  # the site that says which member it is
+
+
+def train_ensemble(
+    train: Callable[[], Any], num_members: int = 5, *, seed: int = 0, progress: bool = True
+) -> tuple["EnsembleModel", "EnsembleGuide"]:
+    r"""Train a deep ensemble: the same training several times, each from a start of its own.
+
+    .. math:: p(y \mid x) \approx \frac1K \sum_{k=1}^K p_k(y \mid x)
+
+    with the predictive distribution :math:`p_k` of each member by its own rule. The training may be any: an
+    ``AutoDelta`` by MAP is the deep ensemble of the literature, and ensembles of variational posteriors, of VOGN or of
+    Laplace approximations come in the same way. Each training has an empty parameter store of Pyro's and a seed of its
+    own; random numbers and store are outside as if nothing had happened.
+
+    Args:
+        train: builds network, model and guide, trains them, and returns ``(model, guide)``. It must not set a seed.
+        num_members: K.
+        seed: from which each member's follows.
+        progress: show a progress bar over members, where there is a terminal or notebook.
+
+    Returns:
+        Model and guide of the ensemble, for :func:`~pyro_dvi.predict`, :func:`~pyro_dvi.to_arviz` and Pyro's
+        ``Predictive``; ``guide.members`` are its members.
+
+    Raises:
+        ArgumentError: less than one member; ``train`` returns something else, or trains one network again and again.
+        DviWarning: two members are the same.
+
+    Source: Lakshminarayanan, Pritzel & Blundell (2017), Algorithm 1, without adversarial examples.
+
+    Example:
+        >>> import pyro_dvi as dvi
+        >>> from pyro.infer import SVI, Trace_ELBO
+        >>> from pyro.infer.autoguide import AutoDelta
+        >>> x = torch.linspace(-1, 1, 20)[:, None]
+        >>> def train():
+        ...     net = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1))
+        ...     model = dvi.regressor(dvi.to_bayesian_(net), num_data=20, noise_scale=0.1)
+        ...     guide = AutoDelta(model, init_loc_fn=dvi.init_to_module)
+        ...     svi = SVI(model, guide, dvi.optim.Adam({"lr": 0.02}), loss=Trace_ELBO())
+        ...     dvi.fit(svi, [(x, x[:, 0].sin())], epochs=100, progress=False)
+        ...     return model, guide
+        >>> model, guide = dvi.train_ensemble(train, num_members=3)
+        >>> prediction = dvi.predict(model, guide, torch.tensor([[0.0], [5.0]]))
+        >>> prediction
+        Prediction(Normal site 'obs', 2 examples, method=3 x AtMean())
+        >>> near, far = prediction.epistemic
+        >>> bool(near < far)
+        True
+    """
+    check_count("num_members", num_members)
+    members: list[TrainedPosterior] = []
+    seeds = torch.randint(2**31 - 1, (num_members,), generator=torch.Generator().manual_seed(seed)).tolist()
+    with progress_bar(progress, num_members, unit="member") as bar:
+        for own in seeds:
+            members.append(train_apart(train, own, members))
+            bar.update()
+    guide = EnsembleGuide(members)
+    return guide.model, guide
+
+
+class EnsembleModel(nn.Module):
+    """The model of an ensemble: that of the member which its site ``member`` says.
+
+    Args:
+        members: model, guide and parameters of each.
+    """
+
+    def __init__(self, members: Iterable[TrainedPosterior]) -> None:
+        super().__init__()
+        self.members = tuple(members)
+        self.models = nn.ModuleList(m.model for m in self.members if isinstance(m.model, nn.Module))
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """A model whose signature is that of all."""
+        return self.members[0].model  # type: ignore[no-any-return]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model of one member."""
+        member = self.members[_drawn_member(len(self.members))]
+        with member.in_store():
+            return member.model(*args, **kwargs)
+
+
+class EnsembleGuide(nn.Module):
+    r"""Several trained posteriors in equal shares, of which one is drawn before the latents.
+
+    .. math:: q(m, \theta) = \tfrac1K\, q_m(\theta)
+
+    Members may be of any kind, and of unlike networks; for :func:`~pyro_dvi.to_arviz` they need the same latent sites.
+    :func:`train_ensemble` makes one of members that it trains.
+
+    Args:
+        members: pairs ``(model, guide)`` of trained posteriors. What a pair has in Pyro's parameter store and not in
+            its modules is taken from there as it is now.
+
+    Attributes:
+        model: the model of the ensemble.
+        members: model, guide and parameters of each.
+
+    Raises:
+        ArgumentError: no members, or something else than such pairs.
+        DviWarning: two members are the same.
+
+    Example:
+        >>> import pyro_dvi as dvi
+        >>> from pyro.infer.autoguide import AutoDelta
+        >>> def model(x, y=None):
+        ...     slope = pyro.sample("slope", dist.Normal(0.0, 1.0))
+        ...     with pyro.plate("data", len(x)):
+        ...         return pyro.sample("obs", dist.Normal(slope * x, 0.5), obs=y)
+        >>> x, members = torch.ones(1), []
+        >>> for slope in (1.0, 3.0):
+        ...     with pyro.get_param_store().scope():
+        ...         guide = AutoDelta(model, init_loc_fn=lambda site: torch.tensor(slope))
+        ...         _ = guide(x, x)  # in place of a training
+        ...     members.append((model, guide))
+        >>> ensemble = EnsembleGuide(members)
+        >>> prediction = dvi.predict(ensemble.model, ensemble, x)
+        >>> prediction.mean, prediction.variance  # within the members .25, between them 1
+        (tensor([2.]), tensor([1.2500]))
+    """
+
+    factorised = None  # a mixture is no product of Gaussians
+
+    def __init__(self, members: Iterable[TrainedPosterior | tuple[Any, Any]]) -> None:
+        super().__init__()
+        self.members = tuple(map(_as_member, members))
+        if not self.members:
+            raise ArgumentError("an ensemble needs at least one member: give pairs (model, guide)")
+        self.guides = nn.ModuleList(m.guide for m in self.members if isinstance(m.guide, nn.Module))
+        self._model = (EnsembleModel(self.members),)  # no submodule, as in Pyro's guides
+        numbered = combinations(enumerate(map(_parameters, self.members)), 2)
+        same = [f"{i} and {k}" for (i, first), (k, second) in numbered if _are_same(first, second)]
+        if same:
+            warn(
+                f"members {', '.join(same)} of the ensemble have the same parameters, and add nothing to each other: "
+                "each training must start from random weights and must not set a seed itself",
+                DviWarning,
+                stacklevel=2,
+            )
+
+    @property
+    def model(self) -> EnsembleModel:
+        """The model of the ensemble."""
+        return self._model[0]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Draw a member, then its latents; what its guide returns."""
+        member = self.members[_drawn_member(len(self.members))]
+        with member.in_store():
+            return member.guide(*args, **kwargs)
+
+    def check_model(self, model: Callable[..., Any]) -> None:
+        """Refuse another model: predictions run those of the members.
+
+        Raises:
+            GuideError: it is not :attr:`model`.
+        """
+        if model is not self.model:
+            raise GuideError(
+                f"an ensemble predicts with the models of its members, not with this {type(model).__name__}: give "
+                "guide.model, as predict(guide.model, guide, x)"
+            )
+
+    def predicted_model(self, model: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the model with that of each member as its guide says."""
+        return EnsembleModel(
+            replace(m, model=getattr(m.guide, "predicted_model", lambda own: own)(m.model))
+            for m in self.members
+        )
+
+
+def _drawn_member(count: int) -> int:
+    """Draw the number of a member, on the CPU, where it is read without waiting for an accelerator."""
+    return int(pyro.sample(MEMBER, dist.Categorical(torch.full((count,), 1 / count, device="cpu"))))
+
+
+def _as_member(given: Any) -> TrainedPosterior:
+    """Return a trained posterior with its parameters, given as such or as a pair."""
+    if isinstance(given, TrainedPosterior):
+        return given
+    if not (isinstance(given, tuple) and len(given) == 2 and all(map(callable, given))):
+        raise ArgumentError(f"a member of an ensemble is a pair (model, guide) of callables, not {given!r}")
+    modules = [part for part in given if isinstance(part, nn.Module)]
+    others = {
+        name for part in modules for name, *_ in supplanted(part)
+    }  # what another posterior has there now
+    state: Any = pyro.get_param_store().get_state()
+    kept = {
+        what: {name: value for name, value in values.items() if name.replace("$$$", ".") not in others}
+        for what, values in state.items()
+    }
+    return TrainedPosterior(*given, kept)
+
+
+def _parameters(member: TrainedPosterior) -> dict[str, Tensor]:
+    """Return what training has left in a guide."""
+    own: Any = (
+        member.guide.named_parameters() if isinstance(member.guide, nn.Module) else member.store["params"]
+    )
+    return dict(own)
+
+
+def _are_same(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> bool:
+    """Whether two members have the same numbers; they may have none yet."""
+    return first.keys() == second.keys() != set() and all(map(torch.equal, first.values(), second.values()))
