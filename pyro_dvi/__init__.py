@@ -43,7 +43,13 @@ from pyro_dvi.diagnostics import (
     scale_snapshot,
     signal_to_noise,
 )
-from pyro_dvi.elbos import MomentPropagationELBO, NaturalGradientELBO, TaylorELBO, VarianceWeighted
+from pyro_dvi.elbos import (
+    MomentPropagationELBO,
+    NaturalGradientELBO,
+    SampledELBO,
+    TaylorELBO,
+    VarianceWeighted,
+)
 from pyro_dvi.guides import (
     MeanFieldGuide,
     MultiplicativeNoiseGuide,
@@ -103,6 +109,7 @@ __all__ = [
     "VarianceWeighted",
     "NaturalGradientGuide",
     "NaturalGradientELBO",
+    "SampledELBO",
     "LaplaceGuide",
     # Training; early stopping, checkpoints and batch-norm statistics are in ``training``
     "optim",

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pyro_dvi.bayesian import init_to_module
 from pyro_dvi.curvature import Fisher
-from pyro_dvi.elbos import MomentPropagationELBO, NaturalGradientELBO, TaylorELBO
+from pyro_dvi.elbos import MomentPropagationELBO, NaturalGradientELBO, SampledELBO, TaylorELBO
 from pyro_dvi.guides import MeanFieldGuide, MultiplicativeNoiseGuide, NaturalGradientGuide
 from pyro_dvi.optim import IVON, VOGN
 from tests.elbos.networks import Classifier, images, small_net
@@ -133,6 +133,7 @@ class Statements(Messenger):
         (TaylorELBO, partial(AutoNormal, init_loc_fn=init_to_module), pyro.optim.Adam),
         (MomentPropagationELBO, MultiplicativeNoiseGuide, pyro.optim.Adam),
         (MomentPropagationELBO, MeanFieldGuide, pyro.optim.Adam),
+        (SampledELBO, MeanFieldGuide, pyro.optim.Adam),
         (NaturalGradientELBO, NaturalGradientGuide, VOGN),
         (NaturalGradientELBO, NaturalGradientGuide, IVON),
     ],

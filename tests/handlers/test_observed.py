@@ -39,7 +39,7 @@ def step(method: Any, event: int = 0, y: Tensor = Y) -> Any:
     return SVI(model, guide, optimizer, loss=elbo).step(X, y, event)
 
 
-METHODS = [VOGN, OGN, IVON, dvi.TaylorELBO, dvi.MomentPropagationELBO, dvi.LaplaceGuide]
+METHODS = [VOGN, OGN, IVON, dvi.TaylorELBO, dvi.MomentPropagationELBO, dvi.SampledELBO, dvi.LaplaceGuide]
 
 
 @pytest.mark.parametrize("validate", [True, False], ids=["validated", "not validated"])

@@ -62,6 +62,9 @@ METHODS: dict[str, Callable[[Any], SVI]] = {
     "Taylor, minibatch gradient": taylor(curvature.MinibatchGradient()),
     "multiplicative noise": moments(dvi.MultiplicativeNoiseGuide),
     "mean-field moments": moments(dvi.MeanFieldGuide),
+    "draws": lambda model: SVI(
+        model, dvi.MeanFieldGuide(model), pyro.optim.Adam({"lr": 0.01}), dvi.SampledELBO()
+    ),
     "VOGN": natural(VOGN),
     "OGN": natural(OGN),
     "IVON": natural(IVON),
