@@ -24,14 +24,14 @@ from pyro.infer.autoguide import AutoDelta
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks.moments.uci import tune_and_test
+from benchmarks.moments.uci_methods import Method, Recipe
+from benchmarks.moments.uci_network import Networks
 from benchmarks.shared.benchmark import Benchmark, Budget, Row, Settings
 from benchmarks.shared.images import load_split
 from benchmarks.shared.networks import lenet
 from benchmarks.shared.regressions import TrainingSets, folds, load
 from benchmarks.shared.tables import paired, provenance, table
-from benchmarks.uci import tune_and_test
-from benchmarks.uci_methods import Method, Recipe
-from benchmarks.uci_network import Networks
 from pyro_dvi import predict
 from pyro_dvi.bayesian import classifier, fan_in, init_to_module, to_bayesian_
 from pyro_dvi.curvature import Fisher

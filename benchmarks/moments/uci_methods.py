@@ -15,11 +15,11 @@ from pyro.infer.autoguide import AutoNormal
 from pyro.infer.autoguide.initialization import init_to_value
 from torch import Tensor
 
+from benchmarks.moments.uci_network import INPUT_AXIS, Networks
 from benchmarks.shared.regressions import Minibatch, Rows, TrainingSets
-from benchmarks.uci_network import INPUT_AXIS, Networks
 from pyro_dvi import predict
 from pyro_dvi.elbos import MomentPropagationELBO, VarianceWeighted
-from pyro_dvi.guides import MultiplicativeNoiseGuide
+from pyro_dvi.guides import MeanFieldGuide, MultiplicativeNoiseGuide
 from pyro_dvi.links import GaussHermite
 from pyro_dvi.predictive import Moments, Samples
 
@@ -131,12 +131,25 @@ class MNVI(Method):
     def model(self, num_inputs: int, sizes: Tensor, values: Tensor) -> Networks:
         return Networks(num_inputs, sizes, kl_weights=values)
 
+    def guide(self, model: Networks, init: Any) -> Any:
+        """Return the posterior."""
+        return MultiplicativeNoiseGuide(model, init_loc_fn=init, input_axis=INPUT_AXIS)
+
     def posterior(self, model: Networks, init: Any) -> tuple[Any, Callable[..., Tensor]]:
-        guide = MultiplicativeNoiseGuide(model, init_loc_fn=init, input_axis=INPUT_AXIS)
+        guide = self.guide(model, init)
         elbo = MomentPropagationELBO(
             kl_weight=self.recipe.kl_schedule, weighting=self.recipe.weighting(), variance_floor=1e-8
         )
         return guide, lambda x, y: elbo.differentiable_loss(model, guide, x, y)
+
+
+class MeanFieldMoments(MNVI):
+    """Mean-field Gaussians by moment propagation: deterministic VI without covariances (dDVI)."""
+
+    name = "mean-field moments"
+
+    def guide(self, model: Networks, init: Any) -> Any:
+        return MeanFieldGuide(model, init_loc_fn=init)
 
 
 class SampledVI(Method):

@@ -7,15 +7,15 @@ import torch
 from torch import Tensor
 from torch.distributions import Normal
 
+from benchmarks.moments.uci_methods import DRAWS, Method
+from benchmarks.moments.uci_network import Networks
 from benchmarks.shared.regressions import Minibatch, Rows, TrainingSets
-from benchmarks.uci_methods import DRAWS, Method
-from benchmarks.uci_network import Networks
 
 SITES = ("hidden", "mean", "noise")
 
 
 class PointNetworks:
-    """The networks of :class:`~uci_network.Networks` with certain weights.
+    """The networks of :class:`~benchmarks.moments.uci_network.Networks` with certain weights.
 
     Args:
         data: training sets.
@@ -56,7 +56,7 @@ class PointNetworks:
 
     @torch.no_grad()
     def score(self, rows: list[Rows], num_draws: int) -> tuple[Tensor, Tensor, Tensor]:
-        """As :meth:`uci_methods.Fitted.score`, with draws of dropout masks."""
+        """As :meth:`Fitted.score`, with draws of dropout masks."""
         examples, valid = self.data.examples(rows)
         densities, means = [], []
         for _ in range(num_draws):
