@@ -98,21 +98,21 @@ def _draw(rows: list[Row], path: Path) -> None:
             if not part:
                 continue
             epochs = [checkpoint["epoch"] for checkpoint in part[0]["checkpoints"]]
-            for axis, of in ((above, _elbo), (below, lambda c, rule=RULE[method]: c[rule]["nll"])):
+            for axis, of in ((above, _minus_elbo), (below, lambda c, rule=RULE[method]: c[rule]["nll"])):
                 curves = [[of(checkpoint) for checkpoint in row["checkpoints"]] for row in part]
                 heights = [mean(values) for values in zip(*curves, strict=True)]
                 axis.plot(epochs, heights, color=colour, label=f"{multiplier:g}")
-        above.set(title=method, ylabel="untempered ELBO per example", yscale="symlog")
+        above.set(title=method, ylabel="minus untempered ELBO per example", yscale="log")
         below.set(xlabel="epoch", ylabel="test NLL")
-    axes[0, 0].legend(title="rate of log σ over the means'", frameon=False)
+    axes[1, 0].legend(title="rate of log σ over the means'", frameon=False)
     for axis in axes.flat:
         axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
 
-def _elbo(checkpoint: Row) -> float:
-    return checkpoint["untempered_elbo"]
+def _minus_elbo(checkpoint: Row) -> float:
+    return -checkpoint["untempered_elbo"]
 
 
 BENCHMARK = Benchmark(
