@@ -136,7 +136,7 @@ class Posterior:
 
 
 def _posterior(task: Task, net: nn.Sequential, activation: str, kind: str) -> Posterior:
-    """Laplace's diagonal approximation around the network, or Gaussians trained from it by Variational Laplace."""
+    """Laplace's diagonal approximation around the network, or mean-field inference that starts from it."""
     bayesian = _net(task, activation)
     bayesian.load_state_dict(net.state_dict())
     model = task.model(dvi.to_bayesian_(bayesian, prior_scale=dvi.fan_in))
@@ -151,7 +151,7 @@ def _posterior(task: Task, net: nn.Sequential, activation: str, kind: str) -> Po
         else:
             guide = dvi.MeanFieldGuide(model)
             svi = SVI(
-                model, guide, dvi.optim.Adam(dvi.learning_rates(3e-3)), dvi.TaylorELBO(kl_weight=KL_WEIGHT)
+                model, guide, dvi.optim.Adam(dvi.learning_rates(3e-3)), dvi.SampledELBO(kl_weight=KL_WEIGHT)
             )
             dvi.fit(svi, task.loader, epochs=EPOCHS, progress=False)
     found = guide.get_posterior(*task.test)
@@ -308,7 +308,7 @@ d-50-50-1), and five ways to mean and standard deviation (sd) of its outputs at 
 median over inputs and outputs. NLL: of the test data with independent Gaussian outputs, averaged over 1,000 draws of
 the logits for digits and with the noise of validation residuals in regressions, so that only the moments differ.
 Posteriors: Laplace's diagonal approximation with the prior's scale tuned on validation data; a mean-field Gaussian
-trained by `TaylorELBO` at KL weight {KL_WEIGHT}. suq is release 0.1.0 with its scale factor at 1. ± is the standard
+trained by `SampledELBO` at KL weight {KL_WEIGHT}. suq is release 0.1.0 with its scale factor at 1. ± is the standard
 deviation over seeds.
 """
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Other ways to predictions with uncertainty, each in plain torch or from its own package, trained as that says.
 
-All have the network, the data, the epochs and the prior of ``to_bayesian_(net, prior_scale=fan_in)`` in common, and
-the weight of the prior against the data, ``kl_weight``, chosen on validation data. Packages of the extra ``bench`` are
-imported when they are run.
+All have the network, the data, the epochs and the prior of ``to_bayesian_(net, prior_scale=fan_in)`` in common. The
+weight of the prior against the data, ``kl_weight``, is one of the task's temperatures, chosen on validation data.
+Packages of the extra ``bench`` are imported when they are run.
 """
 
 from collections.abc import Callable
@@ -19,6 +19,9 @@ from torch.distributions import Categorical, Distribution, MixtureSameFamily, No
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
+from benchmarks.shared.methods import with_dropout
+from benchmarks.shared.tasks import Data, Task
+
 __all__ = ["PEERS", "Chosen", "Peer", "Problem", "choose"]
 
 NUM_DRAWS, NUM_MEMBERS, GRID, DROPOUT = 30, 5, 13, (0.05, 0.1, 0.2)
@@ -29,34 +32,21 @@ Predict = Callable[[Tensor], Distribution]  # from inputs to one distribution fo
 
 @dataclass(frozen=True)
 class Problem:
-    """What every contestant is given.
+    """A task with the data of a seed; networks have no noise scale of their own, it is learned beside them."""
 
-    Attributes:
-        network: makes the untrained network: logits of classes, or means of one number.
-        train: inputs, and labels or targets ``[n]``.
-        validation: likewise, for choices.
-        epochs: of training.
-        batch_size: of training.
-        lr: step size of Adam, which falls to zero as a cosine.
-        classes: False for regressions, whose noise scale is learned.
-        kl_weights: that are tried.
-    """
-
-    network: Callable[[], nn.Sequential]
-    train: tuple[Tensor, Tensor]
-    validation: tuple[Tensor, Tensor]
-    epochs: int
-    batch_size: int
-    lr: float
-    classes: bool = True
-    kl_weights: tuple[float, ...] = (0.01, 0.03, 0.1, 0.3)
+    task: Task
+    data: Data
 
     def loader(self, shuffle: bool = True) -> DataLoader:
         """Batches of training data, of targets ``[batch, 1]`` in regressions."""
-        x, y = self.train
         return DataLoader(
-            TensorDataset(x, y if self.classes else y[:, None]), self.batch_size, shuffle=shuffle
+            TensorDataset(*self.columns(self.data.train)), self.task.batch_size, shuffle=shuffle
         )
+
+    def columns(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return inputs and labels, or inputs and targets ``[n, 1]``."""
+        x, y = pair
+        return x, y if self.task.classes else y[:, None]
 
 
 @dataclass(frozen=True)
@@ -78,13 +68,15 @@ class Peer:
         if self.tunes_itself:
             return [{}]
         if not self.rates:
-            return [{"kl_weight": weight} for weight in problem.kl_weights]
-        return [{"kl_weight": weight, "rate": rate} for weight in problem.kl_weights for rate in self.rates]
+            return [{"kl_weight": weight} for weight in problem.task.temperatures]
+        return [
+            {"kl_weight": weight, "rate": rate} for weight in problem.task.temperatures for rate in self.rates
+        ]
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """The candidate of the lowest validation NLL, and the NLL of each."""
+    """A candidate that was trained, and its mean validation NLL, of standardised targets in regressions."""
 
     predict: Predict
     options: dict[str, float]
@@ -92,17 +84,17 @@ class Chosen:
 
 
 def choose(peer: Peer, problem: Problem, seed: int) -> Chosen:
-    """Train with every candidate, and keep the one of the lowest validation NLL; NaN loses."""
-    best: Chosen | None = None
-    x, y = problem.validation
+    """Train with every candidate, and return the one of the lowest validation NLL."""
+    x, y = problem.data.validation
+    tried: list[Chosen] = []
     for options in peer.candidates(problem):
         torch.manual_seed(seed)
-        predict = peer.train(problem, **options)
-        nll = -float(predict(x).log_prob(y).mean())
-        if best is None or nll < best.validation_nll or best.validation_nll != best.validation_nll:
-            best = Chosen(predict, options, nll)
-    assert best is not None
-    return best
+        try:
+            predict = peer.train(problem, **options)
+            tried.append(Chosen(predict, options, -float(predict(x).log_prob(y).mean())))
+        except ValueError:  # of a distribution with NaN: this candidate has diverged
+            continue
+    return min(tried, key=lambda chosen: chosen.validation_nll)
 
 
 class Likelihood(nn.Module):
@@ -110,8 +102,8 @@ class Likelihood(nn.Module):
 
     def __init__(self, problem: Problem) -> None:
         super().__init__()
-        self.net, self.classes = problem.network(), problem.classes
-        self.log_noise = nn.Parameter(torch.tensor(0.3).log(), requires_grad=not problem.classes)
+        self.net, self.classes = problem.task.network(), problem.task.classes
+        self.log_noise = nn.Parameter(torch.tensor(0.3).log(), requires_grad=not problem.task.classes)
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         """Mean negative log-likelihood of a batch."""
@@ -143,13 +135,13 @@ def prior_precisions(net: nn.Module) -> dict[nn.Parameter, float]:
 def _trained(problem: Problem, model: Likelihood, kl_weight: float) -> Likelihood:
     """Train to the maximum of the posterior by Adam with a cosine decay."""
     precisions = prior_precisions(model.net)
-    optimizer = torch.optim.Adam(model.parameters(), problem.lr)
-    decay = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, problem.epochs)
-    for _ in range(problem.epochs):
+    optimizer = torch.optim.Adam(model.parameters(), problem.task.adam_lr)
+    decay = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, problem.task.epochs)
+    for _ in range(problem.task.epochs):
         for x, y in problem.loader():
             optimizer.zero_grad()
             squares = sum(precision * w.square().sum() for w, precision in precisions.items())
-            (model.loss(x, y) + 0.5 * kl_weight / len(problem.train[0]) * squares).backward()
+            (model.loss(x, y) + 0.5 * kl_weight / len(problem.data.train[0]) * squares).backward()
             optimizer.step()
         decay.step()
     return model.eval()
@@ -184,18 +176,11 @@ def _averaged(members: list[Distribution]) -> Distribution:
 def _dropout(problem: Problem, kl_weight: float, rate: float) -> Predict:
     """Dropout before every layer of weights but the first, on when predicting (Gal & Ghahramani 2016)."""
     model = Likelihood(problem)
-    layers: list[nn.Module] = []
-    for layer in model.net:
-        if isinstance(layer, WEIGHTED) and any(isinstance(earlier, WEIGHTED) for earlier in layers):
-            layers.append(nn.Dropout(rate))
-        layers.append(layer)
-    model.net = nn.Sequential(*layers)
+    model.net = with_dropout(model.net, rate)
     _trained(problem, model, kl_weight)
 
     @torch.no_grad()
     def predict(x: Tensor) -> Distribution:
-        for layer in model.net:
-            layer.train(isinstance(layer, nn.Dropout))
         return model.mixture(torch.stack([model.net(x) for _ in range(NUM_DRAWS)]))
 
     return predict
@@ -209,15 +194,15 @@ def _ivon(problem: Problem, kl_weight: float, rate: float) -> Predict:
     import ivon
 
     model = Likelihood(problem)
-    count = len(problem.train[0])
+    count = len(problem.data.train[0])
     groups = [
         {"params": [w], "weight_decay": kl_weight * precision / count}
         for w, precision in prior_precisions(model.net).items()
     ]
     optimizer = ivon.IVON(groups, lr=rate, ess=count / kl_weight, hess_init=IVON_CURVATURE, beta2=IVON_BETA2)
-    noise = torch.optim.Adam([model.log_noise], problem.lr)
-    decay = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, problem.epochs)
-    for _ in range(problem.epochs):
+    noise = torch.optim.Adam([model.log_noise], problem.task.adam_lr)
+    decay = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, problem.task.epochs)
+    for _ in range(problem.task.epochs):
         for x, y in problem.loader():
             with optimizer.sampled_params(train=True):
                 optimizer.zero_grad()
@@ -245,21 +230,21 @@ def _laplace(problem: Problem, subset: str, criterion: str) -> Predict:
 
     kl_weight = choose(Peer(_map), problem, torch.initial_seed()).options["kl_weight"]
     model = _trained(problem, Likelihood(problem), kl_weight)
-    noise = {} if problem.classes else {"sigma_noise": float(model.log_noise.detach().exp())}
-    kind = "classification" if problem.classes else "regression"
+    noise = {} if problem.task.classes else {"sigma_noise": float(model.log_noise.detach().exp())}
+    kind = "classification" if problem.task.classes else "regression"
     found: Any = Laplace(deepcopy(model.net), kind, subset, "kron", **noise)
     found.fit(problem.loader(shuffle=False))
     if criterion == "evidence":
         found.optimize_prior_precision(method="marglik", pred_type="glm")
     else:
-        x, y = problem.validation
-        validation = DataLoader(TensorDataset(x, y if problem.classes else y[:, None]), problem.batch_size)
+        pairs = TensorDataset(*problem.columns(problem.data.validation))
+        validation = DataLoader(pairs, problem.task.batch_size)
         found.optimize_prior_precision(
             method="gridsearch", pred_type="glm", link_approx="probit", val_loader=validation, grid_size=GRID
         )
 
     def predict(x: Tensor) -> Distribution:
-        if problem.classes:
+        if problem.task.classes:
             return Categorical(probs=found(x, pred_type="glm", link_approx="probit").detach())
         mean, variance = (value.detach().reshape(len(x)) for value in found(x, pred_type="glm"))
         return Normal(mean, (variance + float(found.sigma_noise) ** 2).sqrt())
