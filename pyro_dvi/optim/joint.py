@@ -12,9 +12,12 @@ from pyro.optim import PyroOptim
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from pyro_dvi.errors import ArgumentError
+
 __all__ = ["JointOptim"]
 
 _KERNELS = {"fused", "foreach"}  # options by which torch is told
+_TOGETHER = {"max_norm", "norm_type"}  # of torch's clip_grad_norm_
 
 
 class JointOptim(PyroOptim):
@@ -35,7 +38,9 @@ class JointOptim(PyroOptim):
             unless the options name one (``fused``, ``foreach``).
         optim_args: its options, or a function of the name of a parameter that returns them, as for Pyro's optimizers.
             Parameters with equal options share one torch optimizer.
-        clip_args: as for Pyro's optimizers; every gradient is clipped by itself.
+        clip_args: as for Pyro's optimizers, ``{"clip_norm": 10.0}`` or ``{"clip_value": 1.0}`` for every gradient by
+            itself, or options of :func:`torch.nn.utils.clip_grad_norm_` for all parameters of a step together:
+            ``{"max_norm": 10.0}``, ``{"max_norm": 10.0, "norm_type": math.inf}`` for the largest entry.
 
     Example:
         >>> optimizer = JointOptim(torch.optim.RMSprop, {"lr": 1e-3})
@@ -52,6 +57,12 @@ class JointOptim(PyroOptim):
         optim_args: dict[str, Any] | Callable[..., dict[str, Any]],
         clip_args: dict[str, Any] | Callable[..., dict[str, Any]] | None = None,
     ) -> None:
+        self._together: dict[str, Any] = {}
+        if isinstance(clip_args, dict):
+            self._together = {name: clip_args[name] for name in clip_args.keys() & _TOGETHER}
+            clip_args = {name: value for name, value in clip_args.items() if name not in _TOGETHER}
+            if self._together and "max_norm" not in self._together:
+                raise ArgumentError("clip_args has no max_norm, the bound of the norm of all gradients")
         PyroOptim.__init__(self, optim_constructor, optim_args, clip_args)
         # An optimizer, or the scheduler of one, for each set of options, with these options as they were given.
         self._shared: list[tuple[Any, dict[str, Any]]] = []
@@ -79,6 +90,8 @@ class JointOptim(PyroOptim):
             # Fused kernels of the CPU take the layout of the gradient for that of the parameter.
             if is_plain and parameter.grad is not None and not parameter.grad.is_contiguous():
                 parameter.grad = parameter.grad.contiguous()
+        if self._together:
+            nn.utils.clip_grad_norm_(params, **self._together)
         others = self._places.keys() - dict.fromkeys(params)
         aside = {parameter: parameter.grad for parameter in others if parameter.grad is not None}
         for parameter in aside:

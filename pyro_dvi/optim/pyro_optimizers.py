@@ -70,7 +70,7 @@ def VOGN(  # noqa: N802 (Pyro's style)
     Args:
         optim_args: options of :class:`VOGNOptimizer`; or a function of the parameter's name. With ``{}``,
             what is left to choose is the temperature, ``NaturalGradientELBO(kl_weight=...)``: 0.01 to 0.1 for networks.
-        clip_args: as for Pyro's optimizers.
+        clip_args: as for :class:`JointOptim`.
         misplaced: none; options belong into the dictionary.
 
     Raises:

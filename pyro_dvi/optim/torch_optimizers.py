@@ -32,7 +32,9 @@ def Adam(  # noqa: N802 (Pyro's style)
 
     Args:
         optim_args: options of the torch optimizer, :func:`learning_rates`, or any function of the parameter's name.
-        clip_args: as for Pyro's optimizers: ``{"clip_norm": 10.0}`` bounds the norm of each gradient by itself.
+        clip_args: as for :class:`JointOptim`: ``{"clip_norm": 10.0}`` bounds the norm of each gradient by itself,
+            ``{"max_norm": num_data, "norm_type": math.inf}`` divides all by the largest entry of any where that exceeds
+            the number of examples. Losses are sums over the data; for their means that bound is one.
         scheduler: makes a torch scheduler of the learning rate: a class, or ``partial`` of it. ``fit`` moves it after
             each epoch, or after each step with ``lr_schedule=EveryStep(optimizer)``; in a loop of your own call
             ``optimizer.step()``. Schedules that multiply the rate keep the multiple of posterior scales; those that set

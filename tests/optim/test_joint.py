@@ -2,6 +2,7 @@
 """One torch optimizer for all parameters is a drop-in for Pyro's, which makes one for each."""
 
 import copy
+import math
 import pickle
 from typing import Any
 
@@ -14,6 +15,7 @@ from pyro.infer.autoguide import AutoNormal
 from pyro.optim import PyroOptim
 from pyro.optim.clipped_adam import ClippedAdam
 
+from pyro_dvi.errors import ArgumentError
 from pyro_dvi.optim import learning_rates
 from pyro_dvi.optim.joint import JointOptim
 
@@ -70,6 +72,49 @@ OPTIONS = {
 @pytest.mark.parametrize("clip", [None, {"clip_norm": 1.0}, {"clip_value": 0.5}])
 def test_numbers_are_those_of_pyro(options, clip):
     assert_same(trained(JointOptim(Adam, options, clip)), trained(PyroOptim(Adam, options, clip)), rtol=1e-12)
+
+
+def clipped_together(clip_args, steps=8):
+    """Plain descent, with the gradients of each step and how far it moves the parameters."""
+    gradients, moved, before = [], [], {}
+
+    def between(step, svi):
+        store = pyro.get_param_store()
+        if step == 0:
+            handed_on = svi.optim
+
+            def stepped(params):
+                params = list(params)
+                gradients.append({store.param_name(p): p.grad.clone() for p in params})
+                before.update({store.param_name(p): p.detach().clone() for p in params})
+                handed_on(params)
+                moved.append({n: before[n] - p.detach() for n, p in store.named_parameters()})
+
+            svi.optim = stepped
+
+    trained(JointOptim(torch.optim.SGD, {"lr": 1e-3}, clip_args), steps, between=between)
+    return gradients, moved
+
+
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+@pytest.mark.parametrize("others", [{}, {"clip_value": 30.0}])
+def test_gradients_are_clipped_together(norm_type, others):
+    """All are divided by the norm of all where it exceeds the bound, after each has been clipped by itself."""
+    shortened = 0
+    options = {"max_norm": 20.0, **({} if norm_type == 2.0 else {"norm_type": norm_type}), **others}
+    for gradients, moved in zip(*clipped_together(options), strict=True):
+        most = others.get("clip_value", math.inf)
+        limited = {name: gradient.clamp(-most, most) for name, gradient in gradients.items()}
+        norm = torch.cat([gradient.flatten() for gradient in limited.values()]).norm(norm_type)
+        shortened += int(norm > 20)
+        expected = {name: 1e-3 * gradient / max(1.0, float(norm) / 20) for name, gradient in limited.items()}
+        assert_same(moved, expected, rtol=1e-6)
+    assert shortened > 2
+
+
+def test_a_norm_without_a_bound_is_refused():
+    with pytest.raises(ArgumentError, match="max_norm"):
+        JointOptim(Adam, {"lr": 0.1}, {"norm_type": math.inf})
 
 
 @pytest.mark.parametrize("kernel", [{"foreach": True}, {"fused": True}, {"foreach": False}])
