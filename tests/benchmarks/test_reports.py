@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmarks that there are: their plans can be resumed, and their committed reports are those of their lines."""
+
+import re
+
+import pytest
+
+from benchmarks.__main__ import main
+from benchmarks.shared.benchmark import RESULTS, all_benchmarks
+from benchmarks.shared.runner import read_rows
+
+FOUND = {name: benchmark for name, (benchmark, _) in all_benchmarks().items()}
+WITH_LINES = [name for name in FOUND if (RESULTS / f"{name}.jsonl").exists()]
+
+
+def test_the_entry_lists_all_benchmarks(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["benchmarks", "list"])
+    assert main() == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(FOUND)
+    assert len(FOUND) >= 9
+
+
+@pytest.mark.parametrize("budget", ["small", "gpu"])
+@pytest.mark.parametrize("name", FOUND)
+def test_settings_of_a_plan_are_flat_and_differ(name, budget):
+    for rows in ([], read_rows(name)):
+        plan = FOUND[name].plan(rows, budget)
+        values = [value for settings in plan for value in settings.values()]
+        assert all(isinstance(value, str | int | float | bool | None) for value in values)
+        assert len({tuple(sorted(settings.items(), key=str)) for settings in plan}) == len(plan) > 0
+
+
+@pytest.mark.parametrize("name", WITH_LINES)
+def test_the_committed_report_is_that_of_the_lines(name, tmp_path):
+    report = FOUND[name].report(read_rows(name), tmp_path)
+    assert (RESULTS / f"{name}.md").read_text() == report.rstrip("\n") + "\n"
+    figures = re.findall(r"!\[[^]]*\]\(([^)]*)\)", report)
+    assert all((tmp_path / figure).exists() and (RESULTS / figure).exists() for figure in figures)
