@@ -6,6 +6,7 @@ import os
 import sys
 
 from benchmarks.shared.benchmark import Benchmark, Settings, all_benchmarks
+from benchmarks.shared.index import write_index
 from benchmarks.shared.runner import forget_rows, read_rows, run_all, write_report
 
 
@@ -23,6 +24,7 @@ def main() -> int:
     if options.command == "report":
         for name in names:
             print(f"{name}: {'written' if write_report(found[name][0]) else 'no runs yet'}")
+        write_index([benchmark for benchmark, _ in found.values()])
         return 0
     os.environ["PYRO_DVI_DEVICE"] = options.device
     return max([_run(*found[name], options) for name in names])

@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks.__main__ import main
 from benchmarks.shared.benchmark import RESULTS, all_benchmarks
+from benchmarks.shared.index import index
 from benchmarks.shared.runner import read_rows
 
 FOUND = {name: benchmark for name, (benchmark, _) in all_benchmarks().items()}
@@ -36,3 +37,8 @@ def test_the_committed_report_is_that_of_the_lines(name, tmp_path):
     assert (RESULTS / f"{name}.md").read_text() == report.rstrip("\n") + "\n"
     figures = re.findall(r"!\[[^]]*\]\(([^)]*)\)", report)
     assert all((tmp_path / figure).exists() and (RESULTS / figure).exists() for figure in figures)
+
+
+def test_the_committed_list_has_all_benchmarks():
+    """If not: ``python -m benchmarks report``."""
+    assert (RESULTS / "index.md").read_text() == index(list(FOUND.values()))
