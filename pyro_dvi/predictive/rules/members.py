@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
+
+from pyro_dvi.devices import seeder
 from pyro_dvi.errors import ArgumentError
 from pyro_dvi.predictive.engine.run import Latents, Respond, Response
 from pyro_dvi.predictive.posterior import members_of, of_member
@@ -65,8 +68,11 @@ class OfMembers(PredictionRule):
         self, guide: Callable[..., Any], inputs: tuple[Any, ...], respond: Respond
     ) -> Iterator[Response]:
         """Give the components of one member after the other, of runs of the ensemble's model."""
+        # As Components does, so that a prepared predictor has its numbers.
+        seeds = torch.randint(2**31 - 1, (len(self.rules),)).tolist()
         for place, (member, rule) in enumerate(zip(members_of(guide), self.rules, strict=True)):
             with member.in_store():
+                seeder()(seeds[place])
                 own = list(rule.components(member.guide, inputs, partial(_respond, respond, place)))
             yield from own
 
