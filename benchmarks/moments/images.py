@@ -112,12 +112,15 @@ def tuned(task: Task, method: str, data: ImageSplit) -> Row:
 
 def trained(task: Task, method: str, data: ImageSplit, dropout: float, kl_weight: float) -> tuple[Any, Any]:
     """Return a model and its guide, trained anew."""
-    net = task.network()
-    net = with_dropout(net, dropout) if dropout else net
-    model = dvi.classifier(dvi.to_bayesian_(net, prior_scale=dvi.fan_in), num_data=len(data.train[0]))
+
+    def build() -> Any:
+        net = task.network()
+        net = with_dropout(net, dropout) if dropout else net
+        return dvi.classifier(dvi.to_bayesian_(net, prior_scale=dvi.fan_in), num_data=len(data.train[0]))
+
     loader = DataLoader(TensorDataset(*data.train), task.batch_size, shuffle=True)
     training = Training(kl_weight, task.lr, task.epochs, loader, data.validation)
-    return METHODS[method].train(model, training)
+    return METHODS[method].fit(build, training)
 
 
 def scores(model: Any, guide: Any, data: Any, method: str) -> Row:

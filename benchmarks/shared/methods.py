@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from pyro.infer import SVI
 from pyro.infer.autoguide import AutoDelta, AutoNormal
@@ -57,11 +58,28 @@ class Method:
         train: from a model and a training to the model and its trained guide.
         rule: of prediction; None for the one that the guide was trained for.
         net: changes the network before it becomes Bayesian.
+        num_members: of an ensemble of such trainings; 1 for none.
     """
 
     train: Callable[[Any, Training], tuple[Any, Any]]
     rule: PredictionRule | None = None
     net: Callable[[nn.Sequential], nn.Module] = lambda net: net
+    num_members: int = 1
+
+    def fit(self, build: Callable[[], Any], training: Training) -> tuple[Any, Any]:
+        """Return a model and its guide, trained anew: a single one, or the mixture of an ensemble.
+
+        Args:
+            build: makes the model with an untrained network.
+            training: what every method is given.
+        """
+
+        def train() -> tuple[Any, Any]:
+            return self.train(build(), training)
+
+        if self.num_members == 1:
+            return train()
+        return dvi.train_ensemble(train, self.num_members, seed=torch.initial_seed(), progress=False)
 
 
 class SampledDropout(nn.Module):
@@ -121,10 +139,12 @@ def _laplace(model: Any, training: Training) -> tuple[Any, Any]:
 SAMPLED = Samples(NUM_SAMPLES)
 METHODS = {
     "MAP": Method(_point, AtMean()),
+    "ensemble of 5 MAP": Method(_point, AtMean(), num_members=5),
     "MC dropout": Method(_point, SAMPLED, with_dropout),
     "sampled VI": Method(_sampled, SAMPLED),
     "sampled VI, at the mean": Method(_sampled, AtMean()),
     "VL": Method(_taylor),
+    "ensemble of 5 VL": Method(_taylor, num_members=5),
     "MNVI": Method(partial(_moments, dvi.MultiplicativeNoiseGuide)),
     "mean-field moments": Method(partial(_moments, dvi.MeanFieldGuide)),
     "VOGN": Method(partial(_natural, dvi.optim.VOGN), SAMPLED),
