@@ -80,8 +80,17 @@ def digits(seed: int, data_dir: str | None) -> Data:
     return Data(split.train, split.validation, split.test, {"digits with shuffled pixels": pixels})
 
 
-def images(name: str, num_train: int, outside: tuple[str, ...], seed: int, data_dir: str | None) -> Data:
-    split: ImageSplit = load_split(name, num_train, 1000, 3000, seed, data_dir)
+def images(
+    name: str,
+    num_train: int,
+    outside: tuple[str, ...],
+    seed: int,
+    data_dir: str | None,
+    *,
+    num_test: int = 3000,
+) -> Data:
+    """Training and validation images by the seed, the first test images, and images of other kinds."""
+    split: ImageSplit = load_split(name, num_train, 1000, num_test, seed, data_dir)
     elsewhere = {other: outside_images(other, name, 500, data_dir) for other in outside}
     return Data(split.train, split.validation, split.test, elsewhere)
 
