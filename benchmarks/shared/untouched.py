@@ -59,8 +59,8 @@ TASKS: dict[Budget, dict[str, Task]] = {
     "small": {
         "Fashion-MNIST, 2,000": _images(conv_net, "FashionMNIST", 2000, 20),
         "MNIST, 1,000": _images(lenet, "MNIST", 1000, 30),
-        "kin8nm": _regression("kin8nm", 10),
-        "wine": _regression("wine-quality-red", 40),
+        "kin8nm": _regression("kin8nm", 8),
+        "wine": _regression("wine-quality-red", 30),
     },
     "gpu": {
         "Fashion-MNIST, 50,000": _images(partial(conv_net, width=32), "FashionMNIST", 50_000, 40),
