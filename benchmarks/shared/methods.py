@@ -106,7 +106,7 @@ def with_dropout(net: nn.Sequential, rate: float = DROPOUT) -> nn.Sequential:
 
 
 def _point(model: Any, training: Training) -> tuple[Any, Any]:
-    return training.run(model, AutoDelta(model, init_loc_fn=dvi.init_to_module), dvi.TaylorELBO)
+    return training.run(model, AutoDelta(model, init_loc_fn=dvi.init_to_module), dvi.SampledELBO)
 
 
 def _sampled(model: Any, training: Training) -> tuple[Any, Any]:
