@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tables and the histograms of `vogn_lenet`, from its lines."""
+
+from math import log
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from benchmarks.shared.benchmark import Row
+from benchmarks.shared.tables import mean_sd, paired, provenance, table
+
+DEFINITIONS = """\
+LeNet-5 with ReLU; *no BN*: without batch normalisation after its two convolutions. VOGN has the library's defaults but
+for what its name says: *augmented*, images moved by up to two pixels in each direction; *K*, draws of the weights in a
+step; *damping*, in units of the curvature of one image. MAP and sampled VI (`SampledELBO`) have Adam with a cosine
+decay. Each recipe has its own KL weight by `dvi.tune_kl_weight`, by the NLL of 1,000 validation images with a seed that
+the table does not use. VOGN and sampled VI predict by {draws} draws of the weights, MAP at its weights. Scores of the
+first 3,000 test images: NLL in nats; ECE with 15 bins; AUROC: of telling 1,000 images of another kind from test images
+by the entropy of the prediction; FPR95: the share of those that pass at the entropy that 95 % of the test images do not
+exceed. ± is the standard deviation over seeds, each with its own training images, weights and batches."""
+RIVALS = {
+    "VOGN": ("MAP", "sampled VI"),
+    "VOGN, no BN": ("VOGN", "MAP, no BN", "sampled VI, no BN"),
+    "VOGN, augmented": ("VOGN", "MAP, augmented"),
+    "VOGN, K = 4": ("VOGN",),
+    "VOGN, damping 0.01": ("VOGN",),
+}
+DRAWN = ("MAP", "sampled VI", "VOGN", "VOGN, no BN")
+
+
+def text(rows: list[Row], recipes: list[str], folder: Path, draws: int) -> str:
+    """Write a section for each data set and length of training."""
+    parts = [provenance("vogn_lenet", rows), DEFINITIONS.format(draws=draws)]
+    kinds = sorted({(row["data"], row["num_train"], row["epochs"]) for row in rows})
+    for data, num_train, epochs in kinds:
+        own = [
+            row for row in rows if (row["data"], row["num_train"], row["epochs"]) == (data, num_train, epochs)
+        ]
+        tests = {
+            recipe: sorted(
+                (row for row in own if (row["stage"], row["recipe"]) == ("test", recipe)),
+                key=lambda row: row["seed"],
+            )
+            for recipe in recipes
+        }
+        tests = {recipe: found for recipe, found in tests.items() if found}
+        parts += [f"### {data}: {num_train:,} images, {epochs} epochs", *_tables(tests)]
+        if tests and set(DRAWN) & tests.keys():
+            name = f"vogn_lenet_{data}_{num_train}.png"
+            _draw(tests, folder / name)
+            parts.append(f"![Entropies of predictions](../../benchmarks/results/{name})")
+        parts.append(_tried([row for row in own if row["stage"] == "tune"]))
+    return "\n\n".join(part.rstrip("\n") for part in parts)
+
+
+def _tables(tests: dict[str, list[Row]]) -> list[str]:
+    if not tests:
+        return []
+    example = next(iter(tests.values()))[0]
+    scores = ["nll", "accuracy", "ece", *(key for key in example if key.startswith(("auroc", "fpr95")))]
+    names = {"nll": "NLL", "accuracy": "accuracy", "ece": "ECE"}
+    header = [
+        "recipe",
+        "KL weight",
+        *(names.get(s, s.replace("auroc", "AUROC,").replace("fpr95", "FPR95,")) for s in scores),
+    ]
+    lines = [
+        [recipe, f"{found[0]['kl_weight']:g}", *(mean_sd([row[score] for row in found]) for score in scores)]
+        for recipe, found in tests.items()
+    ]
+    differences = []
+    for recipe, rivals in RIVALS.items():
+        for rival in rivals:
+            ours, theirs = (tests.get(name, []) for name in (recipe, rival))
+            if ours and len(ours) == len(theirs):
+                cells = [paired(*([row[s] for row in part] for part in (ours, theirs))) for s in scores]
+                differences.append([recipe, rival, *cells])
+    about = "Differences, paired by seed, ± their standard error; bold where beyond two of them."
+    rest = [about, table(["of", "minus", *header[2:]], differences)] if differences else []
+    return [table(header, lines), *rest]
+
+
+def _tried(rows: list[Row]) -> str:
+    shown = [
+        f"{row['recipe']}: " + ", ".join(f"{weight:g} → {nll:.3f}" for weight, nll in row["tried"])
+        for row in rows
+    ]
+    return "Validation NLL by KL weight. " + "; ".join(shown) + "."
+
+
+def _draw(tests: dict[str, list[Row]], path: Path) -> None:
+    """Entropies of test images and of images of other kinds, a panel for each recipe."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    recipes = [recipe for recipe in DRAWN if recipe in tests]
+    figure, axes = plt.subplots(
+        1, len(recipes), figsize=(3.6 * len(recipes), 3.2), sharey=True, layout="constrained", squeeze=False
+    )
+    for ax, recipe in zip(axes[0], recipes, strict=True):
+        kinds = [key for key in tests[recipe][0] if key.startswith("entropies")]
+        for kind, colour in zip(kinds, ("#0072B2", "#D55E00", "#009E73"), strict=False):
+            shares: Any = [mean(values) for values in zip(*(row[kind] for row in tests[recipe]), strict=True)]
+            edges = [log(10) * k / len(shares) for k in range(len(shares) + 1)]
+            label = kind.removeprefix("entropies ").replace("inside", "test images")
+            ax.stairs(shares, edges, color=colour, fill=True, alpha=0.25)
+            ax.stairs(shares, edges, color=colour, label=label)
+        ax.set(title=recipe, xlabel="entropy of the prediction, nats")
+    axes[0][0].set_ylabel("share of images, mean over seeds")
+    axes[0][0].legend(frameon=False)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
