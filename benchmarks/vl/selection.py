@@ -4,7 +4,7 @@
 from collections.abc import Callable, Iterable
 
 from benchmarks.shared.benchmark import Row
-from benchmarks.shared.tables import mean_sd, paired
+from benchmarks.shared.tables import Paired, mean_sd, paired
 
 METHODS = ("VL", "MAP", "VI")
 RULES = {"mean": "at the mean", "samples": "10 samples"}
@@ -74,6 +74,15 @@ def _line(label: str, chosen: dict[int, Row]) -> str:
     weights = ", ".join(f"{w:g}" for w in sorted({row["kl_weight"] for row in chosen.values()}))
     epochs = ", ".join(str(row["epoch"]) for row in chosen.values())
     return f"| {label} | {' | '.join(cells)} | {weights} | {epochs} |"
+
+
+def in_words(gap: Paired, what: str) -> str:
+    """Say whether a difference holds, for the sentence that a report begins with."""
+    if gap.count < 3:
+        return f"{what} differs by {gap}, of {gap.count} seed(s): a lead at most"
+    if not gap.is_clear:
+        return f"{what} does not differ beyond two standard errors ({gap})"
+    return f"{what} is {'lower' if gap.mean < 0 else 'higher'} ({gap})"
 
 
 def differences(rows: list[Row]) -> list[str]:

@@ -13,7 +13,8 @@ import pyro_dvi as dvi
 from benchmarks.shared.benchmark import Benchmark, Budget, Row, Settings
 from benchmarks.shared.images import load_split
 from benchmarks.shared.networks import conv_net
-from benchmarks.shared.tables import mean_sd, provenance, table
+from benchmarks.shared.tables import mean_sd, paired, provenance, table
+from benchmarks.vl.selection import in_words
 from benchmarks.vl.training import Posterior, Recipe, train
 from pyro_dvi.curvature import Fisher, MinibatchGradient
 from pyro_dvi.guides import SGDStepSize
@@ -73,12 +74,28 @@ def report(rows: list[Row], folder: Path) -> str:
     for rule, words in (("mean", "At the mean"), ("samples", "10 samples")):
         lines = [[f"{v:.0e}", *(_cell(_nlls(rows, m, v, rule)) for m in METHODS)] for v in VARIANCES]
         text += ["", f"**{words}**", "", table(["variance", *METHODS], lines)]
+        text += [f"- {said}" for method in METHODS if (said := _verdict(rows, method, rule))]
     _draw(rows, folder / "vl_sgd_variance.png")
+    text += ["", "![Test NLL by fixed variance](../../benchmarks/results/vl_sgd_variance.png)"]
     return "\n".join(text)
+
+
+def _verdict(rows: list[Row], method: str, rule: str) -> str:
+    """Say which variance has the lowest NLL, and whether it is better than almost none."""
+    found = {v: nlls for v in VARIANCES if (nlls := _nlls(rows, method, v, rule))}
+    if not found:
+        return ""
+    best = min(found, key=lambda v: mean(found[v]))
+    smallest = min(found)
+    if best == smallest or len(found[best]) != len(found[smallest]):
+        return f"{method}: the lowest test NLL is at the variance {best:.0e}."
+    gap = in_words(paired(found[best], found[smallest]), "there it")
+    return f"{method}: the lowest test NLL is at the variance {best:.0e}; beside {smallest:.0e} {gap}."
 
 
 def _nlls(rows: list[Row], method: str, variance: float, rule: str) -> list[float]:
     part = [row for row in rows if (row["method"], row["variance"]) == (method, variance)]
+    part.sort(key=lambda row: row["seed"])
     return [row["checkpoints"][-1][rule]["nll"] for row in part if row["checkpoints"]]
 
 
