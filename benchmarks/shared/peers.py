@@ -24,7 +24,7 @@ from benchmarks.shared.tasks import Data, Task
 
 __all__ = ["PEERS", "Chosen", "Peer", "Problem", "choose"]
 
-NUM_DRAWS, NUM_MEMBERS, GRID, DROPOUT = 30, 5, 13, (0.05, 0.1, 0.2)
+NUM_DRAWS, NUM_MEMBERS, GRID, DROPOUT = 30, 5, 13, (0.01, 0.05, 0.2)
 IVON_RATES, IVON_CURVATURE, IVON_BETA2 = (0.03, 0.1, 0.3), 0.1, 0.9999
 WEIGHTED = (nn.Linear, nn.Conv2d)
 Predict = Callable[[Tensor], Distribution]  # from inputs to one distribution for each row
