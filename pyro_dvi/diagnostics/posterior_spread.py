@@ -75,8 +75,8 @@ def posterior_spread(guide: Any) -> Iterator[Spread]:
     """
     if not isinstance(guide, AutoGuide):
         raise GuideError(
-            f"posterior scales are read from automatic guides, not from {_name(guide)}: of a guide function, read its "
-            "parameters, as in pyro.get_param_store()"
+            f"posterior scales are read from automatic guides, not from {_name(guide)}: of an ensemble, "
+            "take guide.members[k].guide; of a guide function, read its parameters, as in pyro.get_param_store()"
         )
     check_is_set_up(guide)
     gaussians = list(_gaussians(guide))

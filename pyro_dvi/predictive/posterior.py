@@ -160,7 +160,8 @@ def posterior_gaussians(
     if factorised is None:
         raise GuideError(
             f"the Gaussian of this {type(guide).__name__} is no product of independent ones: predict with "
-            "Linearised(); that of a LaplaceGuide is one after guide.fit(batches, Diagonal())"
+            "Linearised(); that of a LaplaceGuide is one after guide.fit(batches, Diagonal()); of an ensemble, take "
+            "one of guide.members within its in_store()"
         )
     with torch.enable_grad(), AllRows():
         means = Call(factorised, factorised, _arguments(guide, inputs)).run_guide(PosteriorMeans())

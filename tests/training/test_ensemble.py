@@ -12,7 +12,7 @@ from pyro.infer.autoguide import AutoDelta
 from torch import nn
 
 import pyro_dvi as dvi
-from pyro_dvi.errors import ArgumentError, DviWarning
+from pyro_dvi.errors import ArgumentError, DviWarning, GuideError
 from pyro_dvi.training import EnsembleGuide, train_ensemble
 
 X = torch.linspace(-1, 1, 20)[:, None]
@@ -116,6 +116,16 @@ def test_a_state_goes_into_a_fresh_ensemble(ensemble, tmp_path):
     assert torch.equal(mean_of(fresh), mean_of(ensemble))
 
 
+def test_a_checkpoint_goes_into_a_fresh_ensemble(ensemble, tmp_path):
+    def svi(guide):
+        return SVI(guide.model, guide, dvi.optim.Adam({"lr": 0.01}), loss=dvi.TaylorELBO())
+
+    dvi.save(tmp_path / "ensemble.pt", svi(ensemble))
+    fresh = EnsembleGuide([build() for _ in range(3)])
+    dvi.load(tmp_path / "ensemble.pt", svi(fresh), example=(X, Y))
+    assert torch.equal(mean_of(fresh), mean_of(ensemble))
+
+
 def test_copies_and_pickles(ensemble, tmp_path):
     assert torch.equal(mean_of(copy.deepcopy(ensemble)), mean_of(ensemble))
     torch.save(ensemble, tmp_path / "guide.pt")
@@ -184,3 +194,9 @@ def test_what_is_no_member():
         EnsembleGuide([])
     with pytest.raises(ArgumentError, match=r"pair \(model, guide\) of callables, not 3"):
         EnsembleGuide([3])  # type: ignore[list-item]
+
+
+def test_an_ensemble_is_not_trained_as_a_whole(ensemble):
+    svi = SVI(ensemble.model, ensemble, dvi.optim.Adam({"lr": 0.01}), loss=dvi.TaylorELBO())
+    with pytest.raises(GuideError, match="belongs to another"):
+        dvi.fit(svi, [(X, Y)], 1, progress=False)

@@ -31,6 +31,7 @@ from tests.whole_package.methods import (
     images,
     laplace_guide,
     regression,
+    small_net,
     taylor,
 )
 
@@ -247,3 +248,31 @@ def test_variances_from_second_fits(method, device):
         return {"variance": guide.predictive(batches[0][0]).variance}
 
     check_device(variance(device), variance("cpu"), device, rtol=1e-2, atol=1e-4)
+
+
+@pytest.mark.parametrize("method", ["mean-field moments", "draws"])
+def test_ensembles(method, device):
+    """Trained where the data are, and moved there afterwards."""
+
+    def ensemble(where: torch.device | str) -> tuple[Any, Any]:
+        def train() -> tuple[Any, Any]:
+            net = dvi.to_bayesian_(small_net())
+            svi = METHODS[method](dvi.classifier(net, num_data=NUM_DATA).to(where))
+            torch.manual_seed(2)  # the network is drawn on the CPU: only now both generators are the same
+            dvi.fit(svi, [images(where)], 1, progress=False)
+            return svi.model, svi.guide
+
+        return dvi.train_ensemble(train, 2, progress=False)
+
+    def results(model: Any, guide: Any, where: torch.device | str) -> dict[str, Any]:
+        x, y = images(where)
+        prediction = dvi.predict(model, guide, (x, y), seed=4)
+        assert dvi.to_arviz(model, guide, (x, y), 20, seed=0)["posterior"]["member"].shape == (1, 20)
+        served = dvi.predictor(model, guide, x, seed=4)(x).mean
+        return everything(prediction, y) | {"served": served}
+
+    on_cpu = ensemble("cpu")
+    expected = results(*on_cpu, "cpu")
+    check_device(results(*ensemble(device), device), expected, device, rtol=1e-4, atol=1e-5)
+    moved = [part.to(device) for part in on_cpu]
+    check_device(results(*moved, device), expected, device, rtol=1e-4, atol=1e-5)

@@ -276,3 +276,17 @@ def test_drawn_weights_of_a_variational_laplace_posterior():
     model, guide = train_ensemble(METHODS["VL"], 2, progress=False)
     with pytest.warns(DviWarning, match="TaylorELBO trained for predictions at its mean"):
         dvi.predict(model, guide, X, dvi.Samples(2))
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda model, guide: dvi.compare_with_sampling(model, guide, X),
+        lambda model, guide: dvi.calibrate(model, guide, (X, Y)),
+        lambda model, guide: dvi.signal_to_noise(guide),
+    ],
+)
+def test_what_asks_for_one_gaussian(regression, look):
+    model, guide, _ = regression
+    with pytest.raises(GuideError, match=r"of an ensemble, take.*guide\.members"):
+        look(model, guide)
