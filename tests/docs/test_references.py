@@ -27,3 +27,14 @@ def test_files_that_the_pages_name_exist():
     }
     roots = {PACKAGE.parent, ROOT}
     assert [name for name in sorted(named) if not any(any(root.glob(f"{name[1]}*")) for root in roots)] == []
+
+
+def test_tests_that_the_papers_page_names_exist():
+    named = set(re.findall(r"`(test_\w+)`", (ROOT / "docs" / "papers.md").read_text()))
+    written = {
+        name
+        for path in (ROOT / "tests").rglob("test_*.py")
+        for name in re.findall(r"def (test_\w+)\(", path.read_text())
+    }
+    assert len(named) > 20
+    assert named - written == set()
