@@ -51,6 +51,7 @@ from pyro_dvi.elbos import (
     VarianceWeighted,
 )
 from pyro_dvi.guides import (
+    LastLayerGuide,
     MeanFieldGuide,
     MultiplicativeNoiseGuide,
     NaturalGradientGuide,
@@ -97,6 +98,7 @@ __all__ = [
     "laplace",
     "MeanFieldGuide",
     "MultiplicativeNoiseGuide",
+    "LastLayerGuide",
     "PerWeight",
     "PerSite",
     "SGDStepSize",

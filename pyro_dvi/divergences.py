@@ -8,7 +8,7 @@ own parents. Point masses contribute minus their log prior.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from typing import Any, NoReturn
 
@@ -21,7 +21,8 @@ from torch import distributions as td
 from pyro_dvi.curvature.base import sum_of
 from pyro_dvi.errors import DataError, ModelError
 from pyro_dvi.handlers.distributions import strip_event_dims
-from pyro_dvi.handlers.latents import Latent, elementary
+from pyro_dvi.handlers.latents import GaussianSite, Latent, elementary
+from pyro_dvi.joint_normal import total_correlation
 from pyro_dvi.multiplicative_normal import MultiplicativeNormal
 from pyro_dvi.normal_divergence import minus_log_density, multiplicative_divergence, normal_divergence
 
@@ -49,13 +50,16 @@ def kl_to_priors(latents: Iterable[Latent]) -> Tensor:
     where multiplicative noise has :math:`\sigma^2 = \alpha\mu^2 + \varepsilon`. Such sites are summed together in
     few passes over the weights (:mod:`pyro_dvi.normal_divergence`), all others one by one.
 
+    A Gaussian vector with covariances adds its :func:`~pyro_dvi.joint_normal.total_correlation`.
+
     Status: exact for Normal and transformed Normal priors; Gauss-Hermite with 32 nodes for other factorised priors
     (exact to rounding for smooth ones, about 1 % for kinks such as Laplace's); otherwise an unbiased sample.
 
     Args:
         latents: posterior marginals and priors of the sites.
     """
-    terms: list[Tensor] = []
+    latents = list(latents)
+    terms: list[Tensor] = [_kl_of_covariances(*members) for members in _joint(latents)]
     together: dict[Any, list[tuple[Any, ...]]] = {}
     for latent in latents:
         summand = _summand(latent)
@@ -70,6 +74,26 @@ def kl_to_priors(latents: Iterable[Latent]) -> Tensor:
         total = divergence(*zip(*members, strict=True))
         terms.append(total if plate_scale == 1.0 else total * plate_scale)
     return sum_of(terms) if terms else torch.zeros(())
+
+
+def _joint(latents: list[Latent]) -> Iterator[tuple[GaussianSite, list[Latent]]]:
+    """Gaussian vectors with covariances, with the sites that they have."""
+    sources = {id(latent.source): latent.source for latent in latents if latent.shared is not None}
+    for key, source in sources.items():
+        if source is not None:
+            yield source, [latent for latent in latents if id(latent.source) == key]
+
+
+def _kl_of_covariances(source: GaussianSite, latents: list[Latent]) -> Tensor:
+    """What covariances add to the divergences of the marginals."""
+    scales = {scale for latent in latents for scale in (latent.plate_scale, latent.guide_scale)}
+    if len(scales) > 1 or any(latent.mask is not None for latent in latents):
+        raise ModelError(
+            f"sites {[latent.name for latent in latents]} have a posterior with covariances, so that they cannot be "
+            "scaled or masked one by one: put them outside of subsampled plates, masks and poutine.scale, or give them "
+            "a MeanFieldGuide"
+        )
+    return total_correlation(source.base) * scales.pop()
 
 
 def _summand(latent: Latent) -> tuple[tuple[Any, ...], tuple[Any, ...]] | None:

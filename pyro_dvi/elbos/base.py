@@ -23,7 +23,7 @@ from pyro_dvi.errors import (
 from pyro_dvi.handlers.equal_units import start_apart
 from pyro_dvi.handlers.minibatch import check_num_data
 from pyro_dvi.handlers.observed import Observed, observed_sites
-from pyro_dvi.handlers.posterior_run import Call
+from pyro_dvi.handlers.posterior_run import Call, refuse_site
 from pyro_dvi.handlers.structure import Structure, structure_of
 from pyro_dvi.handlers.trained_for import note_trained_for
 
@@ -66,6 +66,7 @@ class DeterministicELBO(ELBO):
         self.terms: dict[str, Tensor] = {}
 
     _moves_precisions = False  # of a NaturalGradientGuide
+    _keeps_covariances = False  # of the posterior of a last layer
     trains_for = "Samples"  # the rule of prediction
 
     @abstractmethod
@@ -75,6 +76,8 @@ class DeterministicELBO(ELBO):
     def _looked_at(self, call: Call, training: bool) -> tuple[Structure, bool]:
         """Return what the first run of model and guide shows, and whether this is it; leave a start at zero."""
         structure, first = structure_of(call)
+        if structure.joint and not self._keeps_covariances:
+            refuse_site(*next(iter(structure.joint.items())))
         if training and self.step == 0:
             start_apart(structure.starts)
         return structure, first

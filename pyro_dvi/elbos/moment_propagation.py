@@ -89,6 +89,7 @@ class MomentPropagationELBO(DeterministicELBO):
     """
 
     trains_for = "Moments"
+    _keeps_covariances = True
 
     def __init__(
         self,

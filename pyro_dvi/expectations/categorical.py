@@ -45,12 +45,13 @@ def _logits_of(family: str, logits: Any, probs: Any) -> GaussianMoments | None:
     return gaussian_logits(logits, probs)
 
 
-@expectation_rule(td.Categorical)
+@expectation_rule(td.Categorical, covariances=True)
 def categorical(value: Tensor, estimator: LogitEstimator, probs: Any = None, logits: Any = None) -> Tensor:
     r"""Expected log probability of a class, :math:`\bar f_y - \mathrm E[\log\sum_c e^{f_c}]`.
 
     Status: the first term is exact, the second that of the estimator. Logits (or ``probs`` that are a softmax of
-    them) are taken as independent Gaussians; logits that are some other function are averaged numerically.
+    them) are taken as independent Gaussians unless they share the noise of a last layer; logits that are some other
+    function are averaged numerically.
 
     Source: Schmitt & Roth (2021), Section 3.4, Eq. 16.
     """
@@ -66,7 +67,7 @@ def _at_class(loc: Tensor, value: Tensor) -> Tensor:
     return loc.expand(*shape, -1).gather(-1, index.expand(*shape, 1)).squeeze(-1)
 
 
-@expectation_rule(td.OneHotCategorical)
+@expectation_rule(td.OneHotCategorical, covariances=True)
 def one_hot_categorical(
     value: Tensor, estimator: LogitEstimator, probs: Any = None, logits: Any = None
 ) -> Tensor:
@@ -77,7 +78,7 @@ def one_hot_categorical(
     return (value * f.loc).sum(-1) - estimator.expected_logsumexp(f)
 
 
-@expectation_rule(td.Multinomial)
+@expectation_rule(td.Multinomial, covariances=True)
 def multinomial(
     value: Tensor,
     estimator: LogitEstimator,

@@ -2,7 +2,7 @@
 """The Gaussian behind a parameter, and values and averages of the parameter at points of that Gaussian."""
 
 import math
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -13,8 +13,10 @@ from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.expectations.points import fixed_points, gauss_hermite
 from pyro_dvi.moments import GaussianMoments
 from pyro_dvi.moments.floor import floored
+from pyro_dvi.moments.joint import has_covariances
 
 __all__ = [
+    "are_dependent",
     "are_distinct",
     "at_points",
     "check_domain",
@@ -101,6 +103,14 @@ def are_distinct(parameters: Iterable[GaussianMoments]) -> bool:
     """Whether no two parameters are functions of the very same Gaussian."""
     gaussians = [gaussian_of(p) for p in parameters]
     return len(gaussians) < 2 or len({identity_of(g) for g in gaussians}) == len(gaussians)
+
+
+def are_dependent(family: type, parameters: Mapping[str, Any]) -> bool:
+    """Whether numbers of one density are outputs of a layer whose weights have covariances between outputs."""
+    gaussians = {k: gaussian_of(p) for k, p in parameters.items() if isinstance(p, GaussianMoments)}
+    shared = [k for k, gaussian in gaussians.items() if has_covariances(gaussian)]
+    mixed = [k for k in shared if event_dim_of(family, k) != 0]
+    return len(shared) > 1 or bool(mixed)
 
 
 def constraint_of(family: type, name: str) -> Any:

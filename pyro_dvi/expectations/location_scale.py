@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 from torch import distributions as td
 
-from pyro_dvi.expectations.gaussian import log_and_inverse_power
+from pyro_dvi.expectations.gaussian import are_dependent, log_and_inverse_power
 from pyro_dvi.expectations.rules import expectation_rule
 from pyro_dvi.moments import GaussianMoments
 from pyro_dvi.moments.floor import floored
+from pyro_dvi.moments.joint import covariance_between, covariance_of, has_covariances
 from pyro_dvi.moments.value import loc_of, variance_of
 
 __all__ = ["exponential", "gamma", "laplace", "log_normal", "multivariate_normal", "normal", "poisson"]
@@ -19,7 +20,7 @@ __all__ = ["exponential", "gamma", "laplace", "log_normal", "multivariate_normal
 _HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
 
 
-@expectation_rule(td.Normal)
+@expectation_rule(td.Normal, covariances=True)
 def normal(value: Tensor, loc: Any, scale: Any) -> Tensor:
     r"""Expected log density of a Normal.
 
@@ -32,7 +33,8 @@ def normal(value: Tensor, loc: Any, scale: Any) -> Tensor:
     .. math:: -\tfrac12\bigl(\log 2\pi + \bar c + e^{-\bar c + v_c/2}(v_\mu + (y - \bar\mu)^2)\bigr).
 
     Status: exact for Gaussian loc and a scale that is certain or ``exp``; other scales by quadrature
-    (:func:`~pyro_dvi.expectations.gaussian.log_and_inverse_power`). The correlation of loc and scale is dropped.
+    (:func:`~pyro_dvi.expectations.gaussian.log_and_inverse_power`). Where loc and h are outputs of one layer whose
+    weights have covariances between outputs, :math:`y - \bar\mu` becomes :math:`y - \bar\mu + 2\mathrm{Cov}[\mu, h]`.
 
     Source: Schmitt & Roth (2021), Eq. 15, which prints :math:`e^{-c + v_c}`. That is a slip: the mean of a
     log-normal variable has half the variance in its exponent.
@@ -42,7 +44,12 @@ def normal(value: Tensor, loc: Any, scale: Any) -> Tensor:
         tensor(-1.9189)
     """
     mean_log, precision = log_and_inverse_power(td.Normal, "scale", scale, 2)
-    squares = (value - loc_of(loc)).square()
+    error = value - loc_of(loc)
+    if are_dependent(td.Normal, {"loc": loc, "scale": scale}):
+        if loc.link is not None or scale.link is None or scale.link.name != "exp" or loc.dim() != scale.dim():
+            return NotImplemented
+        error = error + 2 * covariance_between(loc, scale.link.inner)
+    squares = error.square()
     spread = variance_of(loc)
     if spread is not None:
         squares = squares + spread
@@ -59,7 +66,7 @@ def log_normal(value: Tensor, loc: Any, scale: Any) -> Tensor:
     return normal(logarithm, loc, scale) - logarithm
 
 
-@expectation_rule(td.MultivariateNormal)
+@expectation_rule(td.MultivariateNormal, covariances=True)
 def multivariate_normal(
     value: Tensor,
     loc: Any,
@@ -89,6 +96,8 @@ def multivariate_normal(
     if any(isinstance(matrix, GaussianMoments) for matrix in given.values()):
         return NotImplemented
     at_mean = td.MultivariateNormal(loc.loc, **given)
+    if has_covariances(loc):
+        return at_mean.log_prob(value) - 0.5 * (at_mean.precision_matrix * covariance_of(loc)).sum((-2, -1))
     precision = torch.diagonal(at_mean.precision_matrix, dim1=-2, dim2=-1)
     return at_mean.log_prob(value) - 0.5 * (precision * loc.variance).sum(-1)
 

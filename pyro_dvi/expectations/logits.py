@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""The mean of the log of a sum of exponentials of Gaussian logits, which has no closed form.
 
-Every estimator returns :math:`\mathrm E[\log\sum_c e^{f_c}]` for independent :math:`f_c \sim \mathcal N(\mu_c, v_c)`.
+Every estimator returns :math:`\mathrm E[\log\sum_c e^{f_c}]` for :math:`f_c \sim \mathcal N(\mu_c, v_c)`, independent
+unless they are the outputs of a last layer with covariances (:mod:`pyro_dvi.expectations.joint_logits`).
 The gradient is that of the exact expectation, estimated at the same points,
 
 .. math::
@@ -22,8 +23,11 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from pyro_dvi.choice import check_count
+from pyro_dvi.errors import UnsupportedError
+from pyro_dvi.expectations.joint_logits import average_jointly, covariance_if_any
 from pyro_dvi.expectations.points import shifted_sobol
 from pyro_dvi.moments import GaussianMoments
+from pyro_dvi.moments.joint import has_covariances
 
 __all__ = ["LogitEstimator", "MonteCarlo", "Sobol", "Taylor2", "TiltedBound"]
 
@@ -66,6 +70,9 @@ class Sobol(LogitEstimator):
     def expected_logsumexp(self, logits: GaussianMoments) -> Tensor:
         """Average over the points, which all examples share."""
         points = shifted_sobol(self.num_points, logits.shape[-1], logits.loc)
+        covariance = covariance_if_any(logits)
+        if covariance is not None:
+            return average_jointly(logits.loc, covariance, points)
         return _average(logits, points.reshape(-1, *(1,) * (logits.dim() - 1), logits.shape[-1]))
 
 
@@ -121,6 +128,9 @@ class MonteCarlo(LogitEstimator):
         points = torch.randn(
             self.num_samples, *logits.shape, dtype=logits.loc.dtype, device=logits.loc.device
         )
+        covariance = covariance_if_any(logits)
+        if covariance is not None:
+            return average_jointly(logits.loc, covariance, points)
         return _average(logits, points)
 
 
@@ -150,6 +160,11 @@ class TiltedBound(LogitEstimator):
 
     def expected_logsumexp(self, logits: GaussianMoments) -> Tensor:
         """Minimise over the tilt, then evaluate; the gradient needs none of the tilt's at the optimum."""
+        if has_covariances(logits):
+            raise UnsupportedError(
+                "TiltedBound() is a bound for independent logits, and these share the noise of a last layer: use "
+                "Sobol(64), or a covariance within each output only, as LastLayerGuide has by default"
+            )
         mu, v = logits.loc, logits.variance
         a = self._tilt(mu.detach(), v.detach())
         return (0.5 * a.square() * v).sum(-1) + torch.logsumexp(mu + (0.5 - a) * v, -1)
@@ -177,4 +192,9 @@ class Taylor2(LogitEstimator):
     def expected_logsumexp(self, logits: GaussianMoments) -> Tensor:
         """Evaluate the expansion."""
         p = torch.softmax(logits.loc, -1)
-        return torch.logsumexp(logits.loc, -1) + 0.5 * (p * (1 - p) * logits.variance).sum(-1)
+        covariance = covariance_if_any(logits)
+        if covariance is None:
+            between = (p.square() * logits.variance).sum(-1)
+        else:
+            between = (p[..., None, :] @ covariance @ p[..., None])[..., 0, 0]
+        return torch.logsumexp(logits.loc, -1) + 0.5 * ((p * logits.variance).sum(-1) - between)

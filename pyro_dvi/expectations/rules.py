@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_dvi.expectations.gaussian import are_distinct
+from pyro_dvi.errors import UnsupportedError
+from pyro_dvi.expectations.gaussian import are_dependent, are_distinct
 from pyro_dvi.expectations.logits import LogitEstimator, Sobol
 from pyro_dvi.expectations.numerical import numerical_expectation
 from pyro_dvi.moments import GaussianMoments
@@ -24,21 +25,28 @@ from pyro_dvi.registry import registering
 __all__ = ["expectation_rule", "expected_log_prob", "families_with_rules", "find_rule"]
 
 _RULES: dict[type, Callable] = {}
+_WITH_COVARIANCES: set[Callable] = set()
 _DEFAULT_ESTIMATOR = Sobol()
 
 
 class Found(NamedTuple):
-    """A rule, and the names of its parameters."""
+    """A rule, the names of its parameters, and whether it takes those that share noise."""
 
     rule: Callable
     names: frozenset[str]
+    covariances: bool
 
 
-def expectation_rule(*families: type) -> Callable[[Callable], Callable]:
+def expectation_rule(*families: type, covariances: bool = False) -> Callable[[Callable], Callable]:
     """Return a decorator that registers the expected log-likelihood of distribution classes.
 
     The rule is called as ``rule(value, loc=..., scale=...)`` with the arguments that the distribution was made with,
     and with ``estimator=`` if it has a parameter of that name (for the logits of classes).
+
+    Args:
+        families: the classes.
+        covariances: whether the rule looks at the covariances of parameters that are
+            :class:`~pyro_dvi.moments.joint.JointMoments`.
 
     Raises:
         ValueError: a class has a rule already.
@@ -56,6 +64,8 @@ def expectation_rule(*families: type) -> Callable[[Callable], Callable]:
 
     def register(rule: Callable) -> Callable:
         _find.cache_clear()
+        if covariances:
+            _WITH_COVARIANCES.add(rule)
         return registering(_RULES, families)(rule)
 
     return register
@@ -99,7 +109,9 @@ def expected_log_prob(
         plain: Tensor = family(**given).log_prob(value)
         return plain
     found = _find(family)
-    if found is not None and given.keys() <= found.names and are_distinct(uncertain):
+    dependent = are_dependent(family, given)
+    fits = found is not None and (found.covariances or not dependent)
+    if found is not None and fits and given.keys() <= found.names and are_distinct(uncertain):
         like = uncertain[0].loc
         arguments = {k: _as_tensor(p, like) for k, p in given.items()}
         if "estimator" in found.names:
@@ -107,6 +119,13 @@ def expected_log_prob(
         result = found.rule(value, **arguments)
         if result is not NotImplemented:
             return result
+    if dependent:
+        names = ", ".join(k for k, p in given.items() if isinstance(p, GaussianMoments))
+        raise UnsupportedError(
+            f"{family.__name__}({names}) has outputs of a last layer with covariances between them, which only "
+            "Categorical, OneHotCategorical, Multinomial, MultivariateNormal and Normal with a scale that is certain or "
+            "exp(h) know. Use LastLayerGuide with PerOutput(), whose outputs are independent, or a MeanFieldGuide"
+        )
     return numerical_expectation(family, given, value)
 
 
@@ -137,5 +156,5 @@ def find_rule(table: Mapping[type, Callable], family: type) -> Found | None:
             if family.__name__ != parent.__name__ and density is not getattr(parent, "log_prob", None):
                 return None
             names = inspect.signature(table[parent]).parameters
-            return Found(table[parent], frozenset(names))
+            return Found(table[parent], frozenset(names), table[parent] in _WITH_COVARIANCES)
     return None

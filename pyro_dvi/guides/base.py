@@ -30,7 +30,7 @@ from pyro_dvi.handlers.posterior_prior import PosteriorPrior, posterior_prior
 from pyro_dvi.handlers.trained_for import RULES, note_trained_for, trained_for
 from pyro_dvi.undisturbed import preserve_buffers
 
-__all__ = ["FactorisedGuide"]
+__all__ = ["FactorisedGuide", "prior_scale_of"]
 
 
 class FactorisedGuide(AutoGuide):
@@ -198,7 +198,7 @@ class FactorisedGuide(AutoGuide):
             if site.spreads is None:
                 continue
             loc = site.loc
-            prior_scale = _prior_scale(site.prior, loc)
+            prior_scale = prior_scale_of(site.prior, loc)
             if not broadcasts_to(prior_scale.shape, loc.shape):  # of a batch of a plate
                 prior_scale = prior_scale.median()
             spread = site.factor.initial(loc, prior_scale, site.event_dim)
@@ -310,7 +310,7 @@ class FactorisedGuide(AutoGuide):
         loc = value if transform is None else transform.inv(value)
         event_dim = fn.event_dim + loc.dim() - value.dim()
         factor = self._factor_of(name, site, loc)
-        prior_scale = _prior_scale(fn, loc)
+        prior_scale = prior_scale_of(fn, loc)
         for frame in site["cond_indep_stack"]:
             full_size = frame.full_size or frame.size
             if full_size != frame.size:
@@ -376,7 +376,7 @@ class FactorisedGuide(AutoGuide):
         return [Store(name, getattr(self, name), constraint) for name, constraint in constraints_of.items()]
 
 
-def _prior_scale(prior: Any, loc: Tensor) -> Tensor:
+def prior_scale_of(prior: Any, loc: Tensor) -> Tensor:
     """Standard deviation of a prior in unconstrained space, if it is Normal there; 1 otherwise."""
     base = strip_event_dims(prior)
     if isinstance(base, torch.distributions.TransformedDistribution):

@@ -14,6 +14,8 @@ from torch.distributions import biject_to, constraints
 
 from pyro_dvi.errors import GuideError, ModelError
 from pyro_dvi.handlers.distributions import strip_event_dims
+from pyro_dvi.joint_normal import is_joint, shared_factor
+from pyro_dvi.moments.joint import SharedNoise
 from pyro_dvi.sites import is_latent, sites_of
 
 __all__ = [
@@ -53,7 +55,7 @@ class GaussianSite:
     @property
     def scale(self) -> Tensor:
         """Standard deviation, attached to the parameters."""
-        return self.base.scale
+        return self.base.stddev
 
     def expanded_scale(self) -> Tensor:
         """Standard deviations of the elements that stand at their mean; zero for those that were sampled."""
@@ -81,6 +83,8 @@ class Latent:
         source: the guide's Gaussian that it comes from; None for a point mass.
         guide_scale: the scale of the guide's site, which weighs its density.
         elements: mask of the elements of the guide's Gaussian that are the site's; True if all are.
+        shared: what it shares with other sites of a Gaussian with covariances.
+        rest: variance of what it does not share; None for nothing.
     """
 
     name: str
@@ -95,6 +99,8 @@ class Latent:
     source: GaussianSite | None = None
     guide_scale: float | Tensor = 1.0
     elements: Tensor | bool = True
+    shared: SharedNoise | None = None
+    rest: Tensor | None = None
 
     @property
     def scale(self) -> Tensor | None:
@@ -131,7 +137,7 @@ class Marginals:
     """Where a guide has the Gaussians of latent sites.
 
     Understood are Normal sites of the same name, auxiliary ``<name>_unconstrained`` Normals followed by a Delta (Pyro's
-    AutoNormal), and the joint vector of AutoDiagonalNormal.
+    AutoNormal), and the joint vector of AutoDiagonalNormal, AutoMultivariateNormal and their kin.
 
     Args:
         guide: the guide.
@@ -154,6 +160,9 @@ class Marginals:
             source = self.gaussians[name]
             transform = td.ComposeTransform(list(source.transforms)) if source.transforms else None
             found = {"source": source, "loc": source.loc, "transform": transform}
+            if is_joint(source.base):
+                factor, found["rest"], between = shared_factor(source.base)
+                found["shared"] = SharedNoise(factor, repr(name), between)
         elif name in self._auxiliary:
             found = self._auxiliary[name] | {"transform": unconstraining_transform(prior.support)}
         return Latent(name, prior, site["value"], plate_scale=site["scale"], mask=site["mask"], **found)
@@ -212,10 +221,22 @@ def _parts_of_vectors(
             continue
         positions = torch.arange(source.loc.shape[-1], device=source.loc.device)
         unpacked = map(owner._unpack_latent, (source.loc, source.scale, positions))
+        parts = {}
         for (site, loc), (_, scale), (_, index) in zip(*unpacked, strict=True):
             elements = torch.zeros_like(positions, dtype=torch.bool)
             elements[index.reshape(-1)] = True
-            yield site["name"], {"source": source, "loc": loc, "own_scale": scale, "elements": elements}
+            parts[site["name"]] = {"source": source, "loc": loc, "own_scale": scale, "elements": elements}
+        if is_joint(source.base):
+            factor, rest, between = shared_factor(source.base)
+            factors, rests = (
+                [] if t is None else owner._unpack_latent(t) for t in (factor.contiguous(), rest)
+            )
+            sites = " and ".join(map(repr, parts))
+            for site, value in factors:
+                parts[site["name"]]["shared"] = SharedNoise(value, sites, between)
+            for site, value in rests:
+                parts[site["name"]]["rest"] = value
+        yield from parts.items()
 
 
 def _vector_owner(guide: Callable, name: str) -> AutoContinuous | None:

@@ -49,6 +49,8 @@ class PosteriorMeans(GuideRun):
         sampled: per guide site True, or a mask of the elements, to draw by reparameterisation.
     """
 
+    takes_joint = True
+
     def __init__(self, sampled: Mapping[str, Tensor | bool] | None = None) -> None:
         super().__init__()
         self.sampled = sampled or {}

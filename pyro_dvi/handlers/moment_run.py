@@ -2,8 +2,8 @@
 """One run of guide and model in which every Gaussian latent is its mean and variance."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -12,7 +12,9 @@ from torch import distributions as td
 from pyro_dvi.handlers.latents import Marginals, elementary
 from pyro_dvi.handlers.means import PosteriorMeans
 from pyro_dvi.handlers.posterior_run import Call, PosteriorRun
+from pyro_dvi.joint_normal import is_joint
 from pyro_dvi.moments import GaussianMoments, Link, MultiplicativeMoments
+from pyro_dvi.moments.joint import JointMoments, joint_noise_followed
 from pyro_dvi.moments.through_link import through_link
 from pyro_dvi.multiplicative_normal import MultiplicativeNormal
 from pyro_dvi.sites import SetLatents
@@ -79,7 +81,8 @@ def propagated(loc: Tensor, scale: Tensor, transform: Any) -> Any:
 class PosteriorMoments(SetLatents):
     """Give each latent site of a model the moments of its posterior marginal.
 
-    A Gaussian in the site's own space becomes :class:`~pyro_dvi.moments.GaussianMoments`. One that a transform takes
+    A Gaussian in the site's own space becomes :class:`~pyro_dvi.moments.GaussianMoments`, with what it shares if it has
+    covariances. One that a transform takes
     to the site's space (a positive scale, say), or that sets the prior of another latent, is sampled by
     reparameterisation. Point masses are left to Pyro's replay, which has to be the inner of the two handlers.
 
@@ -102,6 +105,16 @@ class PosteriorMoments(SetLatents):
         super().__init__()
         self.marginals, self.stand_in, self.sampled = marginals, stand_in, sampled or {}
         self.given: dict[str, GaussianMoments] = {}
+        self._following = ExitStack()
+
+    def __enter__(self) -> Self:
+        if any(is_joint(gaussian.base) for gaussian in self.marginals.gaussians.values()):
+            self._following.enter_context(joint_noise_followed())
+        return super().__enter__()  # type: ignore[no-any-return]
+
+    def __exit__(self, *error: Any) -> Any:
+        with self._following:
+            return super().__exit__(*error)
 
     def _value_of(self, site: Any) -> Any:
         latent: Any = self.marginals.of(site)
@@ -110,7 +123,9 @@ class PosteriorMoments(SetLatents):
         if latent.transform is not None or self._is_sampled(latent):
             return self.stand_in(latent.loc, latent.scale, latent.transform)
         base = latent.source.base
-        if isinstance(base, MultiplicativeNormal):
+        if latent.shared is not None:
+            self.given[latent.name] = JointMoments(latent.loc, latent.rest, latent.shared, of_weights=True)
+        elif isinstance(base, MultiplicativeNormal):
             self.given[latent.name] = MultiplicativeMoments(latent.loc, base.alpha)
         else:
             self.given[latent.name] = GaussianMoments(latent.loc, latent.scale.square())

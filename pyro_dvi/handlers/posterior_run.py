@@ -4,7 +4,7 @@
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, Self, TypeVar
+from typing import Any, ClassVar, NoReturn, Self, TypeVar
 
 import pyro.distributions as dist
 import torch
@@ -16,16 +16,18 @@ from pyro_dvi.errors import GuideError
 from pyro_dvi.handlers.distributions import strip_event_dims
 from pyro_dvi.handlers.explained import explained_errors
 from pyro_dvi.handlers.latents import GaussianSite, Latent, Marginals, match_latents
+from pyro_dvi.joint_normal import is_joint
 from pyro_dvi.sites import SampleTrace, SetLatents
 from pyro_dvi.undisturbed import preserve_buffers
 
-__all__ = ["Call", "GuideRun", "PosteriorRun"]
+__all__ = ["Call", "GuideRun", "PosteriorRun", "refuse_site"]
 
 
 class GuideRun(SetLatents, SampleTrace):
     """Record a run of a guide, and choose the values of its Gaussian sites.
 
-    Delta sites pass. Anything else is not a diagonal Gaussian, and is refused by name.
+    Delta sites pass, and Gaussian vectors with covariances where ``takes_joint`` says so. Anything else is not a
+    diagonal Gaussian, and is refused by name.
 
     Attributes:
         trace: the run.
@@ -34,6 +36,7 @@ class GuideRun(SetLatents, SampleTrace):
     """
 
     marginals: Marginals
+    takes_joint: ClassVar[bool] = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,9 +53,9 @@ class GuideRun(SetLatents, SampleTrace):
             transforms = tuple(base.transforms)
             base = strip_event_dims(base.base_dist)
             if any(t.domain.event_dim or t.codomain.event_dim for t in transforms):
-                _refuse(site)
-        if not isinstance(base, td.Normal):
-            return None if isinstance(base, dist.Delta) else _refuse(site)
+                refuse_site(site["name"], site["fn"])
+        if not isinstance(base, td.Normal) and not (self.takes_joint and is_joint(base)):
+            return None if isinstance(base, dist.Delta) else refuse_site(site["name"], site["fn"])
         self.gaussians[site["name"]] = gaussian = self._chosen(site["name"], base, transforms)
         value = gaussian.value
         for transform in transforms:
@@ -168,17 +171,22 @@ class PosteriorRun:
         return self.guide.expanded  # type: ignore[no-any-return]
 
 
-def _refuse(site: Any) -> NoReturn:
-    fn = strip_event_dims(site["fn"])
+def refuse_site(name: str, fn: Any) -> NoReturn:
+    """Refuse the distribution of a site of a guide.
+
+    Raises:
+        GuideError: always.
+    """
+    fn = strip_event_dims(fn)
     kind = type(fn).__name__
     if getattr(fn, "has_enumerate_support", False):
         raise GuideError(
-            f"guide site {site['name']!r} is discrete ({kind}); only Gaussian posteriors can be expanded around "
+            f"guide site {name!r} is discrete ({kind}); only Gaussian posteriors can be expanded around "
             "their mean. Sum the variable out of the model (pyro.infer.config_enumerate with TraceEnum_ELBO), "
             "or replace it by a continuous relaxation."
         )
     raise GuideError(
-        f"guide site {site['name']!r} is {kind}, which is not a factorised Gaussian. Use MeanFieldGuide, "
+        f"guide site {name!r} is {kind}, which is not a factorised Gaussian. Use MeanFieldGuide, "
         "Pyro's AutoNormal, AutoDiagonalNormal or AutoDelta, or a hand-written guide of independent Normal sites; "
-        "for dependent posteriors use Pyro's Trace_ELBO."
+        "for dependent posteriors use Pyro's Trace_ELBO, or MomentPropagationELBO if they are those of a last layer."
     )

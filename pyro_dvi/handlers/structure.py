@@ -22,6 +22,7 @@ from pyro_dvi.handlers.latents import GaussianSite, Latent, unconstraining_trans
 from pyro_dvi.handlers.means import run_at_means
 from pyro_dvi.handlers.observed import observed_sites
 from pyro_dvi.handlers.posterior_run import Call, PosteriorRun
+from pyro_dvi.joint_normal import is_joint
 from pyro_dvi.undisturbed import undisturbed
 
 __all__ = ["Structure", "reached_by", "refuse_dependent", "structure_of"]
@@ -42,6 +43,7 @@ class Structure:
         function_names: names of the autograd nodes that lead from the latents to the observed distributions.
         shapes: shape of a draw at each observed site, for the arguments of the first run.
         reached: guide sites that the observed sites depend on.
+        joint: Gaussian vectors with covariances among the guide sites, by name.
         starts: means to be moved before training, see :mod:`~pyro_dvi.handlers.equal_units`.
     """
 
@@ -49,6 +51,7 @@ class Structure:
     function_names: frozenset[str] = frozenset()
     shapes: dict[str, torch.Size] = field(default_factory=dict)
     reached: frozenset[str] = frozenset()
+    joint: dict[str, Any] = field(default_factory=dict)
     starts: Starts = field(default_factory=list)
 
 
@@ -96,7 +99,17 @@ def _look(run: PosteriorRun) -> Structure:
     names = frozenset(type(node).__name__ for node in graph if not _keeps_probabilities(node))
     shapes = {site.name: site.fn.batch_shape + site.fn.event_shape for site in observed.sites}
     reached = reached_by(log_likelihood, {g.name: g.value for g in run.gaussians})
-    return Structure(_sampled(run.latents), names, shapes, reached, equal_units(run.latents, log_likelihood))
+    sampled, starts = _sampled(run.latents), equal_units(run.latents, log_likelihood)
+    joint = {g.name: g.base for g in run.gaussians if is_joint(g.base)}
+    for latent in run.latents:
+        source: Any = latent.source
+        if latent.shared is not None and (latent.transform is not None or source.name in sampled):
+            raise GuideError(
+                f"guide site {source.name!r} gives {latent.name!r} covariances with others, though it "
+                f"{'is constrained' if latent.transform is not None else 'sets the prior of another latent'}: hide it "
+                "from this guide by pyro.poutine.block, and give it a MeanFieldGuide in an AutoGuideList"
+            )
+    return Structure(sampled, names, shapes, reached, joint, starts)
 
 
 def _sampled(latents: list[Latent]) -> dict[str, Tensor | bool]:

@@ -3,15 +3,17 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyro_dvi.expectations.gaussian import gaussian_of
+from pyro_dvi.expectations.gaussian import are_dependent, event_dim_of, gaussian_of
 from pyro_dvi.expectations.points import fixed_points, gauss_hermite
 from pyro_dvi.moments import GaussianMoments
+from pyro_dvi.moments.joint import covariance_of, joint_noise_followed
 
-__all__ = ["Joint"]
+__all__ = ["Joint", "joint_if_dependent"]
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,19 @@ class Joint:
     def _part(self, of_all: Tensor, name: str, dim: int) -> Tensor:
         """The numbers of a parameter among those of all."""
         return of_all.split(list(self.sizes.values()), dim)[list(self.sizes).index(name)]
+
+
+def joint_if_dependent(family: type, parameters: Mapping[str, Any]) -> Joint | None:
+    """Return the covariances of parameters that are outputs of one last layer; None where they are independent."""
+    if not are_dependent(family, parameters):
+        return None
+    gaussians = {k: gaussian_of(p) for k, p in parameters.items() if isinstance(p, GaussianMoments)}
+    with joint_noise_followed():
+        vectors = [g if event_dim_of(family, name) else g.unsqueeze(-1) for name, g in gaussians.items()]
+        batch = torch.broadcast_shapes(*[v.shape[:-1] for v in vectors])
+        vectors = [v.expand(*batch, v.shape[-1]) for v in vectors]
+    sizes = {name: v.shape[-1] for name, v in zip(gaussians, vectors, strict=True)}
+    return Joint(covariance_of(*vectors), sizes)
 
 
 def _combined(half: Tensor, points: Tensor) -> Tensor:

@@ -31,6 +31,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from pyro_dvi.errors import UnsupportedError
+from pyro_dvi.moments.joint import JointMoments, joint_product
 from pyro_dvi.moments.value import GaussianMoments, loc_of, variance_of
 
 __all__ = ["Gradients", "Layer", "MultiplicativeMoments", "bilinear_moments"]
@@ -121,6 +122,8 @@ def bilinear_moments(
             "the product of uncertain x with itself (as x @ x, torch.outer(x, x)) has no rule: the factors are not "
             "independent. For a sum of squares write x.square().sum()."
         )
+    if any(isinstance(factor, JointMoments) for factor in (x, weight, bias)):
+        return joint_product(product, x, weight, bias)
     noisy = alpha is not None and isinstance(weight, MultiplicativeMoments) and isinstance(x, GaussianMoments)
     variance = None if noisy else variance_of(weight)
     factors = loc_of(x), variance_of(x), loc_of(weight), variance, alpha if noisy else None

@@ -6,7 +6,6 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro.infer import SVI
-from pyro.infer.autoguide import AutoLowRankMultivariateNormal, AutoMultivariateNormal
 
 import pyro_dvi as dvi
 from pyro_dvi.elbos import MomentPropagationELBO
@@ -109,15 +108,6 @@ def test_a_negative_variance_of_a_users_rule_is_refused(data):
     model = model_of(lambda f, x, y: observed(dist.Normal(torch.special.bessel_j1(f), 1.0), y))
     with pytest.raises(UnsupportedError, match=r"bessel.*negative variance"):
         MomentPropagationELBO().loss(model, dvi.MeanFieldGuide(model), *data)
-
-
-@pytest.mark.parametrize("guide_class", [AutoMultivariateNormal, AutoLowRankMultivariateNormal])
-def test_dependent_guides_are_refused_by_name(data, guide_class):
-    model = model_of(
-        lambda f, x, y: observed(dist.Normal(f + pyro.sample("b", dist.Normal(0.0, 1.0)), 1.0), y)
-    )
-    with pytest.raises(GuideError, match="not a factorised Gaussian"):
-        MomentPropagationELBO().loss(model, guide_class(model), *data)
 
 
 def test_a_guide_whose_sites_depend_on_each_other_is_refused(data):

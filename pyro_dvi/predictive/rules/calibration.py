@@ -130,6 +130,7 @@ def calibrate(
     with evaluation_mode(model, guide), seeded(seed, device) as seed:
         torch.manual_seed(seed)
         centre, marginals = posterior_gaussians(guide, batch.inputs)
+        Calibrated((), ()).check(marginals)
         run = partial(respond, model, batch, site=site)
         weights = PosteriorMoments(marginals, median)
         with uncertain_likelihoods(), weights:

@@ -15,6 +15,7 @@ from pyro_dvi.devices import seeder
 from pyro_dvi.handlers.moment_run import PosteriorMoments, propagated, reparameterised
 from pyro_dvi.handlers.uncertain import predictive_of, uncertain_likelihoods
 from pyro_dvi.links import ClassLink, MomentMatched, NoiseLink, SobolSoftmax, predictive_distribution
+from pyro_dvi.links.joint import joint_if_dependent
 from pyro_dvi.links.outputs import as_pyro
 from pyro_dvi.moments.weight_uses import warned_of_repeated_uses
 from pyro_dvi.predictive.engine.run import Respond, Response
@@ -85,9 +86,13 @@ class Moments(PredictionRule):
     ) -> Iterator[Response]:
         """Give the one component, or one for each draw of what cannot be propagated."""
         centre, marginals = posterior_gaussians(guide, inputs)
+        self.propagation.check(marginals)
 
         def predictive(family: type, parameters: Mapping[str, Any]) -> Any:
-            return as_pyro(predictive_distribution(family, parameters, link=self.link, noise=self.noise))
+            joint = joint_if_dependent(family, parameters)
+            return as_pyro(
+                predictive_distribution(family, parameters, link=self.link, noise=self.noise, joint=joint)
+            )
 
         stand_in = propagated if self.num_samples is None else reparameterised
         # A seed for each draw, as in Samples: how many numbers the model draws at its observed site is then no matter.

@@ -14,7 +14,9 @@ import torch
 
 from pyro_dvi.errors import ArgumentError, UnsupportedError
 from pyro_dvi.expectations.gaussian import event_dim_of
+from pyro_dvi.handlers.latents import Marginals
 from pyro_dvi.handlers.uncertain import UncertainDistribution, uncertain_part, with_uncertain_part
+from pyro_dvi.joint_normal import is_joint
 from pyro_dvi.moments import GaussianMoments, observed_by
 from pyro_dvi.predictive.engine.run import Response
 from pyro_dvi.reverse_delta import ReverseDeltaRecorder
@@ -30,6 +32,19 @@ class Propagation(ABC):
     """
 
     counts_weights_once: ClassVar[bool] = False
+
+    def check(self, marginals: Marginals) -> None:
+        """Refuse a posterior with covariances, unless the propagation is one that keeps them.
+
+        Raises:
+            UnsupportedError: names the propagation.
+        """
+        joint = [name for name, gaussian in marginals.gaussians.items() if is_joint(gaussian.base)]
+        if joint:
+            raise UnsupportedError(
+                f"{type(self).__name__} takes weights as independent, and {joint[0]!r} of the guide has covariances: "
+                "predict with Moments(), whose propagation keeps those of a last layer, or with Samples(n)"
+            )
 
     @abstractmethod
     def respond(self, weights: Mapping[str, GaussianMoments], run: Callable[[], Response]) -> Response:
@@ -49,6 +64,9 @@ class Independent(Propagation):
     dependent: deep residual nets come out too narrow; what layer, group or instance norm makes of nearly equal values
     with common noise comes out too wide (:func:`~pyro_dvi.compare_with_sampling` says how much).
     """
+
+    def check(self, marginals: Marginals) -> None:
+        """Take any."""
 
     def respond(self, weights: Mapping[str, GaussianMoments], run: Callable[[], Response]) -> Response:
         """Run the model."""
