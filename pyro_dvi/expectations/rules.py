@@ -123,8 +123,8 @@ def expected_log_prob(
         names = ", ".join(k for k, p in given.items() if isinstance(p, GaussianMoments))
         raise UnsupportedError(
             f"{family.__name__}({names}) has outputs of a last layer with covariances between them, which only "
-            "Categorical, OneHotCategorical, Multinomial, MultivariateNormal and Normal with a scale that is certain or "
-            "exp(h) know. Use LastLayerGuide with PerOutput(), whose outputs are independent, or a MeanFieldGuide"
+            "Categorical, OneHotCategorical, Multinomial, MultivariateNormal and Normal with a scale that is certain "
+            "or exp(h) know. Use LastLayerGuide with PerOutput(), whose outputs are independent, or a MeanFieldGuide"
         )
     return numerical_expectation(family, given, value)
 
