@@ -5,7 +5,7 @@ All tasks are the same images of digits, each with its pixels in an order of its
 head. Nothing says to which task an image belongs. Five learners meet the tasks in turn:
 
   VOGN           NaturalGradientGuide, NaturalGradientELBO, VOGN; the posterior of one task is the prior of the next
-  VCL            variational continual learning: the same with MeanFieldGuide, Pyro's ELBO and Adam
+  VCL            variational continual learning: the same with MeanFieldGuide, SampledELBO and Adam
   EWC            elastic weight consolidation: maximum a posteriori with a quadratic penalty around the last solution
   fine-tuning    maximum a posteriori, task after task
   all data       maximum a posteriori with the data of all tasks so far, which shows what there is to lose
@@ -15,8 +15,9 @@ guide and objective of the library. Then it prints, for each learner, the accura
 draws it into a file.
 
 The data are scikit-learn's digits of 8 x 8 pixels. With --data-dir they are images of MNIST, from a folder with
-MNIST/raw/*-ubyte.gz or, where there is none, downloaded there by torchvision. benchmarks/continual.py chose the default
-KL weights and the strength of EWC (on digits) on validation images, and repeats both data sets with several seeds.
+MNIST/raw/*-ubyte.gz or, where there is none, downloaded there by torchvision. The default KL
+weights and the strength of EWC (on digits) were chosen on validation images by `python -m benchmarks run
+continual_learning`, which repeats both data sets with several seeds.
 """
 
 import argparse
@@ -32,8 +33,7 @@ import pyro
 import torch
 from continual_baselines import EWC, AllData, Budget, FineTuning, Learner, Pair
 from idx_images import idx_images
-from pyro import poutine
-from pyro.infer import SVI, TraceMeanField_ELBO
+from pyro.infer import SVI
 from pyro.optim import ClippedAdam
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
@@ -153,20 +153,7 @@ class VCL(PosteriorAsPrior):
         scale = dvi.PerWeight() if self.guide is None else dvi.PerWeight(log_offset=0.0)
         guide = dvi.MeanFieldGuide(self.model, scale=scale)
         adam = ClippedAdam(dvi.learning_rates(self.budget.lr, lrd=self.budget.decay(num_data)))
-        weigh = Tempered(self.strength)
-        return guide, SVI(weigh(self.model), weigh(guide), adam, loss=TraceMeanField_ELBO())
-
-
-class Tempered(poutine.messenger.Messenger):
-    """Weigh the log-densities of all latent sites: the KL weight for Pyro's own ELBOs, which have no such option."""
-
-    def __init__(self, weight: float) -> None:
-        super().__init__()
-        self.weight = weight
-
-    def _pyro_sample(self, msg: Any) -> None:
-        if not msg["is_observed"]:
-            msg["scale"] = msg["scale"] * self.weight
+        return guide, SVI(self.model, guide, adam, loss=dvi.SampledELBO(kl_weight=self.strength))
 
 
 LEARNERS: dict[str, type[Learner]] = {
