@@ -2,6 +2,7 @@
 """MAP, sampled VI and Variational Laplace with its variants on Fashion-MNIST, paired by seed."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from benchmarks.shared.networks import conv_net, mlp
 from benchmarks.shared.tables import mean_sd, provenance, table
 from benchmarks.vl.selection import METHODS, comparison, differences, per_seed
 from benchmarks.vl.training import Posterior, Recipe, posterior, train
-from pyro_dvi.curvature import Curvature, Fisher, GGNDiagonal, MinibatchGradient
+from pyro_dvi.curvature import Fisher, GGNDiagonal, MinibatchGradient
 from pyro_dvi.guides import PerSite, ScaleFamily, SGDStepSize
 
 KL_WEIGHTS = {
@@ -29,13 +30,21 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
 }
 SEEDS = (0, 1, 2)
 SGD_VARIANCE = SGDStepSize(lr=2e-2, batch_size=100)  # a variance of 1e-4
-VARIANTS: dict[str, tuple[ScaleFamily | None, Curvature | None]] = {
-    "VL, every 8th step": (None, Fisher(every=8)),
-    "VL, quarter of the batch in every 4th step": (None, Fisher(every=4, fraction=0.25)),
-    "VL, one scale per site": (PerSite(), None),
-    "VL, fixed variance 1e-4": (SGD_VARIANCE, None),
-    "VL, SGD variance, minibatch gradient": (SGD_VARIANCE, MinibatchGradient()),
-    "VL, exact GGN": (None, GGNDiagonal()),
+# Covariance family of the guide, and objective.
+VARIANTS: dict[str, tuple[ScaleFamily | None, Callable[..., Any]]] = {
+    "VL, every 8th step": (None, partial(dvi.TaylorELBO, curvature=Fisher(every=8))),
+    "VL, quarter of the batch in every 4th step": (
+        None,
+        partial(dvi.TaylorELBO, curvature=Fisher(every=4, fraction=0.25)),
+    ),
+    "VL, one scale per site": (PerSite(), dvi.TaylorELBO),
+    "VI, one scale per site": (PerSite(), dvi.SampledELBO),
+    "VL, fixed variance 1e-4": (SGD_VARIANCE, dvi.TaylorELBO),
+    "VL, SGD variance, minibatch gradient": (
+        SGD_VARIANCE,
+        partial(dvi.TaylorELBO, curvature=MinibatchGradient()),
+    ),
+    "VL, exact GGN": (None, partial(dvi.TaylorELBO, curvature=GGNDiagonal())),
 }
 
 
@@ -80,11 +89,8 @@ def run(settings: Settings, data_dir: str | None) -> Row:
 
 
 def _variant(method: str, kl_weight: float) -> Posterior:
-    scale, curvature = VARIANTS[method]
-    return lambda model: (
-        dvi.MeanFieldGuide(model, scale=scale),
-        dvi.TaylorELBO(kl_weight=kl_weight, curvature=curvature),
-    )
+    scale, elbo = VARIANTS[method]
+    return lambda model: (dvi.MeanFieldGuide(model, scale=scale), elbo(kl_weight=kl_weight))
 
 
 def report(rows: list[Row], folder: Path) -> str:
