@@ -49,7 +49,7 @@ VOGN_OPTIONS = {
     "betas": (0.9, 0.99),
     "initial_curvature": 0.1,
     "warmup_steps": 0,
-    "clip_radius": None,  # the prior, which is the posterior of the task before, is too narrow to be a bound
+    "max_step": None,  # the prior, which is the posterior of the task before, is too narrow to be a bound
 }
 
 

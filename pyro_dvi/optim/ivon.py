@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A natural-gradient step whose curvature needs no gradients of single examples."""
 
+from collections.abc import Iterable
+from typing import Any
+
 import torch
 
 from pyro_dvi.natural_step import Statistic
@@ -32,15 +35,16 @@ class IVONOptimizer(NaturalGradientOptimizer):
 
     Args:
         params: means, and any other parameters; see :class:`~pyro_dvi.optim.NaturalGradientOptimizer`.
-        lr: :math:`\alpha`.
+        lr: :math:`\alpha`. The default is long, because the curvature that starts as squared gradients of a network
+            which has learned nothing is forgotten slowly; ``max_step`` bounds the steps.
         betas: decay rates of momentum and curvature.
         damping: added to the denominator of the step.
         data_augmentation: :math:`\rho`, by how much augmentation multiplies the effective number of data.
         initial_curvature: :math:`h_0`; None takes the squared gradients of the first minibatch.
-        clip_radius: longest :math:`|\Delta\mu / \alpha|` of a weight, in standard deviations of its prior; None sets no
-            bound.
-        warmup_steps: over which the learning rate and the temperature rise from 0, but at most a quarter of training; 0
-            starts in full.
+        max_step: longest :math:`|\Delta\mu|` of a weight in a step, in standard deviations of its prior; it falls with
+            the learning rate. None sets no bound.
+        warmup_steps: over which the learning rate rises from 0, but at most a quarter of training; 0 starts in full.
+            The temperature rises as a square over half of training, where its length is known.
         total_steps: length of a cosine decay of the learning rate. None: the length that ``fit`` announces, unless the
             optimizer has a scheduler, which then says alone how the rate falls; constant without either. A number
             and a scheduler multiply.
@@ -56,6 +60,9 @@ class IVONOptimizer(NaturalGradientOptimizer):
     """
 
     statistic, first = Statistic.NOISE_PRODUCTS, Statistic.SQUARES
+
+    def __init__(self, params: Iterable[Any], *, lr: float = 100.0, **options: Any) -> None:
+        super().__init__(params, lr=lr, **options)
 
     def _move(self, update: Update) -> None:
         beta1, beta2 = update.group["betas"]

@@ -43,7 +43,7 @@ class Update:
         step: what was measured, and how.
         count: number of this step, from 1.
         factor: of the learning rate, by the schedule.
-        temperature: :math:`\beta`, by the warm-up.
+        temperature: :math:`\beta`, as far as it has risen.
         gradients: of minus the log-likelihood at the means; may be overwritten.
         measured: squares or products, as ``step`` says; may be overwritten.
         priors: :math:`\rho N\tilde\delta / \rho = \beta\delta / \rho`.
@@ -105,10 +105,10 @@ class Update:
         return torch._foreach_add(self.precisions, damping) if damping else self.precisions
 
     def move_along(self, directions: Tensors, scale: float) -> None:
-        """Move against preconditioned directions times a scale, each weight by ``clip_radius`` prior scales at most."""
-        if self.group["clip_radius"] is not None:
+        """Move against preconditioned directions times a scale, each weight by ``max_step`` prior scales at most."""
+        if self.group["max_step"] is not None:
             bounds = torch._foreach_pow(self.prior_precisions, -0.5)
-            torch._foreach_mul_(bounds, self.group["clip_radius"] / scale)
+            torch._foreach_mul_(bounds, self.group["max_step"] / self.group["full_lr"] / scale)
             torch._foreach_minimum_(directions, bounds)
             torch._foreach_neg_(bounds)
             torch._foreach_maximum_(directions, bounds)
@@ -138,10 +138,10 @@ class NaturalGradientOptimizer(Optimizer):
         self,
         params: Iterable[Any],
         *,
-        lr: float = 0.1,
+        lr: float = 10.0,
         betas: tuple[float, float] = (0.9, 0.999),
         damping: float = 0.0,
-        clip_radius: float | None = 0.3,
+        max_step: float | None = 0.03,
         data_augmentation: float = 1.0,
         initial_curvature: float | None = None,
         warmup_steps: int = 100,
@@ -153,7 +153,7 @@ class NaturalGradientOptimizer(Optimizer):
             lr=lr,
             betas=betas,
             damping=damping,
-            clip_radius=clip_radius,
+            max_step=max_step,
             data_augmentation=data_augmentation,
             initial_curvature=initial_curvature,
             warmup_steps=warmup_steps,
@@ -266,6 +266,7 @@ class NaturalGradientOptimizer(Optimizer):
             )
         total = self._length(group)
         rise = warm_up(count, group["warmup_steps"], total)
+        tempering = rise if total is None or not group["warmup_steps"] else min(1.0, 2 * count / total) ** 2
         self._move(
             Update(
                 sites,
@@ -274,7 +275,7 @@ class NaturalGradientOptimizer(Optimizer):
                 step,
                 count,
                 factor=cosine(count, total) * rise,
-                temperature=step.temperature * rise,
+                temperature=step.temperature * tempering,
             )
         )
         for site in sites:
@@ -345,7 +346,8 @@ def warm_up(step: int, warmup_steps: int, total_steps: int | None) -> float:
 
     The curvature of the first steps says little: it is that of a network which has learned nothing, seen through a few
     minibatches. Whole steps by it can carry the means far away for good, and a posterior as wide as it allows drowns
-    the gradient in noise: a network that never gets away from its prior is an optimum too.
+    the gradient in noise: a network that never gets away from its prior is an optimum too. Therefore the temperature
+    rises more slowly, as a square over half of training, where the length of that is known.
 
     Example:
         >>> [warm_up(step, 4, None) for step in (1, 2, 4, 5)]

@@ -36,9 +36,9 @@ def check_options(options: Mapping[str, Any]) -> None:
     Raises:
         ArgumentError: naming the first that is out of range.
     """
-    optional = ("clip_radius", "initial_curvature", "total_steps")
+    optional = ("max_step", "initial_curvature", "total_steps")
     given = {name: value for name, value in options.items() if value is not None or name not in optional}
-    for name in ("lr", "data_augmentation", "deterministic_lr", "clip_radius", "initial_curvature"):
+    for name in ("lr", "data_augmentation", "deterministic_lr", "max_step", "initial_curvature"):
         if name in given:
             check_positive(name, given[name])
     for name, least in (("warmup_steps", 0), ("total_steps", 1)):

@@ -95,7 +95,7 @@ class AsPrinted(Formulation):
     posterior. Both formulations agree at :math:`\beta = 1, \gamma = 0` up to the length of the step.
 
     Three options are no part of the algorithm. It has no warm-up and no bound: give ``warmup_steps=0`` and
-    ``clip_radius=None``. And it updates s in the first step too, which is left out where s starts from that very
+    ``max_step=None``. And it updates s in the first step too, which is left out where s starts from that very
     minibatch: give ``initial_curvature``.
     """
 
@@ -129,16 +129,18 @@ class VOGNOptimizer(NaturalGradientOptimizer):
 
     Args:
         params: means, and any other parameters; see :class:`~pyro_dvi.optim.NaturalGradientOptimizer`.
-        lr: :math:`\alpha`; 1 is a whole Newton step by the diagonal, which does not see that many weights move one
-            output.
+        lr: :math:`\alpha`; 1 is a whole Newton step by the diagonal. The default is longer: squared gradients of a
+            network that has not learned yet exceed the curvature by the square of its errors in units of the noise,
+            so that Newton steps by them hardly move. ``max_step`` bounds the steps.
         betas: decay rates of momentum and, in the long run, of curvature; see the formulation.
         damping: :math:`\gamma`, in units of the curvature of one example.
         data_augmentation: :math:`\rho`, by how much augmentation multiplies the effective number of data.
         initial_curvature: :math:`s_0`; None takes the squared gradients of the first minibatch.
-        clip_radius: longest :math:`|\Delta\mu / \alpha|` of a weight, in standard deviations of its prior; None sets no
-            bound.
-        warmup_steps: over which the learning rate and the temperature rise from 0, but at most a quarter of training; 0
-            starts in full.
+        max_step: longest :math:`|\Delta\mu|` of a weight in a step, in standard deviations of its prior; it falls with
+            the learning rate. None sets no bound.
+        warmup_steps: over which the learning rate rises from 0, but at most a quarter of training; 0 starts in full.
+            The temperature rises as a square over half of training, where its length is known, and with the learning
+            rate where it is not.
         total_steps: length of a cosine decay of the learning rate. None: the length that ``fit`` announces, unless the
             optimizer has a scheduler, which then says alone how the rate falls; constant without either. A number
             and a scheduler multiply. At a constant rate means go on to fluctuate, by more than the posterior's width

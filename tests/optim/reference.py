@@ -133,4 +133,4 @@ SETTINGS = {"lr": 0.05, "betas": (0.8, 0.9), "damping": 1e-2, "rho": 3.0}
 
 
 OPTIONS = {k: v for k, v in SETTINGS.items() if k != "rho"}
-OPTIONS |= {"data_augmentation": 3.0, "warmup_steps": 0, "clip_radius": None}
+OPTIONS |= {"data_augmentation": 3.0, "warmup_steps": 0, "max_step": None}

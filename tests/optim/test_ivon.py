@@ -21,7 +21,11 @@ def test_a_step_of_ivon_is_bounded_in_units_of_the_prior_scale():
     def step(reference, x, y, noises, t):
         reference.ivon(x, y, noises[0], tau=0.5, radius=0.05, **settings)
 
-    run(IVON({k: v for k, v in OPTIONS.items() if k != "damping"} | {"clip_radius": 0.05}), step, tau=0.5)
+    run(
+        IVON({k: v for k, v in OPTIONS.items() if k != "damping"} | {"max_step": 0.05 * SETTINGS["lr"]}),
+        step,
+        tau=0.5,
+    )
 
 
 def test_ivon_is_its_equations():

@@ -91,6 +91,19 @@ def test_it_rises_first_over_at_most_a_quarter_of_training(rates):
     assert rates == pytest.approx([0.05, 0.1, 0.05, 0.05, 0.025, 0.025])
 
 
+def test_the_temperature_rises_as_a_square_over_half_of_training(monkeypatch):
+    found = []
+    move_along = Update.move_along
+    monkeypatch.setattr(
+        Update, "move_along", lambda step, *rest: (found.append(step.temperature), move_along(step, *rest))
+    )
+    train_svi(VOGN({"total_steps": 8}))
+    assert found == pytest.approx([1 / 16, 1 / 4, 9 / 16, 1, 1, 1])
+    found.clear()
+    train_svi(VOGN({"warmup_steps": 0}))
+    assert found == [1] * STEPS
+
+
 def test_an_own_length_comes_before_that_of_fit(rates):
     train_svi(VOGN({"lr": 0.1, "total_steps": 4, "warmup_steps": 0}))
     assert rates == pytest.approx([0.1 * c for c in cosine(4)] + [0.0] * 2)

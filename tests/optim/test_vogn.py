@@ -65,7 +65,7 @@ def test_a_step_is_bounded_in_units_of_the_prior_scale(radius):
         length = np.abs(reference.loc - before) * reference.delta**0.5 / (radius * SETTINGS["lr"])
         bounded.append(length > 1 - 1e-6)
 
-    run(VOGN({**OPTIONS, "clip_radius": radius}), step, tau=0.5, steps=20)
+    run(VOGN({**OPTIONS, "max_step": radius * SETTINGS["lr"]}), step, tau=0.5, steps=20)
     assert 0 < np.mean(bounded) < 1  # of some weights in some steps
 
 
