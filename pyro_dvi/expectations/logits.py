@@ -54,9 +54,9 @@ class Sobol(LogitEstimator):
     """Quasi-random points, shifted afresh in each call.
 
     Status: unbiased. For ten classes and 64 points the root mean squared error of one example is .002, .013 and .04 at
-    variances .1, 1 and 4; of as many independent samples it is .02, .07 and .15 (benchmarks/gaussian_logits.py). The
-    shift comes from torch's global generator, so that ``pyro.set_rng_seed`` makes runs repeatable. One set of points
-    serves all examples.
+    variances .1, 1 and 4; of as many independent samples it is .02, .07 and .15
+    (``python -m benchmarks run gaussian_logits``). The shift comes from torch's global generator, so that
+    ``pyro.set_rng_seed`` makes runs repeatable. One set of points serves all examples.
 
     Args:
         num_points: a power of two keeps the points balanced.

@@ -10,15 +10,10 @@ propagation the table has
 - the rank correlation of the two over examples, averaged over logits: does it know which inputs are uncertain?
 - the error of the mean, |m - m_sampled| / sd, averaged, of which Monte-Carlo noise explains about 0.8 / sqrt(draws);
 - its cost over a plain forward pass with moments, interleaved, for all logits and for one.
-
-    python benchmarks/mp_correctness.py
 """
 
-import argparse
 import copy
-import json
 import math
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -26,13 +21,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pyro
 import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from benchmarks.shared.benchmark import Benchmark, Budget, Row, Settings
 from benchmarks.shared.networks import lenet, resnet18_cifar
+from benchmarks.shared.tables import provenance, table
 from pyro_dvi import MeanFieldGuide, classifier, to_bayesian_
 from pyro_dvi.handlers.moment_run import PosteriorMoments, median
 from pyro_dvi.handlers.uncertain import uncertain_likelihoods, uncertain_part
@@ -44,7 +40,7 @@ from pyro_dvi.predictive.rules.calibration import calibrate
 from pyro_dvi.predictive.rules.propagation import Independent, Propagation, ReverseDelta
 from pyro_dvi.reverse_delta import ReverseDeltaRecorder
 
-RESULTS = Path(__file__).parent / "results"
+ROUNDS = 3  # at least; more for small nets
 
 
 class Skip(nn.Module):
@@ -191,11 +187,17 @@ def rank_correlation(a: Tensor, b: Tensor) -> float:
     return ((a * b).sum(0) / (a.square().sum(0) * b.square().sum(0)).sqrt()).mean().item()
 
 
-def measure(case: str, draws: int, rounds: int, seed: int) -> list[dict[str, Any]]:
+def plan(rows: list[Row], budget: Budget) -> list[Settings]:
+    """Ask for every network; more draws with a large budget."""
+    return [{"case": case, "seed": 0, "draws": 4096 if budget == "small" else 65_536} for case in CASES]
+
+
+def run(settings: Settings, data_dir: str | None) -> Row:
+    """Compare every way of propagation with draws, on one network."""
+    torch.set_default_dtype(torch.float64)
+    case, seed = settings["case"], settings["seed"]
     make, shape, epochs, noise, num_examples, share = CASES[case]
-    draws = round(share * draws)
-    torch.manual_seed(seed)
-    pyro.clear_param_store()
+    draws = round(share * settings["draws"])
     x, y = digits(shape)
     net = make().double()
     train(net, x[:1000], y[:1000], epochs)
@@ -224,8 +226,8 @@ def measure(case: str, draws: int, rounds: int, seed: int) -> list[dict[str, Any
     }
     times: dict[str, list[float]] = {name: [] for name in (*ways, "one")}
     began = time.perf_counter()
-    for k in range(100 * rounds):
-        if k > rounds and time.perf_counter() - began > 10 * rounds:
+    for k in range(100 * ROUNDS):
+        if k > ROUNDS and time.perf_counter() - began > 10 * ROUNDS:
             break
         for name in times:
             start = time.perf_counter()
@@ -246,7 +248,6 @@ def measure(case: str, draws: int, rounds: int, seed: int) -> list[dict[str, Any
         ratio = ours / sd
         rows.append(
             {
-                "case": case,
                 "propagation": name,
                 "sd_ratio": ratio.mean().item(),
                 "sd_ratio_spread": ratio.std().item(),
@@ -254,68 +255,41 @@ def measure(case: str, draws: int, rounds: int, seed: int) -> list[dict[str, Any
                 "mean_error": ((logits.loc.detach() - truth_mean).abs() / sd).mean().item(),
                 "cost": cost[name],
                 "cost_of_one": cost["one"] if name == "reverse delta" else None,
-                "milliseconds": 1e3 * statistics.median(times[name]),
                 "factors": list(calibrated.factors) if name == "calibrated" else None,
-                "draws": draws,
-                "examples": num_examples,
-                "noise": noise,
-                "seed": seed,
             }
         )
-    return rows
+    return {"drawn": draws, "examples": num_examples, "noise": noise, "ways": rows}
 
 
-def table(rows: list[dict[str, Any]], machine: str) -> str:
-    lines = [
-        "Standard deviations of the logits by propagation against draws of the weights, float64.",
-        f"Cost over a plain pass with moments (one logit in brackets). {machine}.",
-        "",
+def report(rows: list[Row], folder: Path) -> str:
+    """A table for each network."""
+    text = [
+        provenance("moments_deviations", rows),
+        "Standard deviations of the logits by propagation against draws of the weights, float64. Cost over a plain "
+        "pass with moments (of one logit in brackets).",
     ]
-    for case in dict.fromkeys(row["case"] for row in rows):
-        mine = [row for row in rows if row["case"] == case]
-        first = mine[0]
-        floor = math.sqrt(2 / math.pi / first["draws"])
-        lines += [
-            f"**{case}**: noise {first['noise']} of the weights, {first['examples']} examples, {first['draws']} draws, "
-            f"error of the mean by chance {floor:.3f}",
-            "",
-            "| propagation | sd ratio | its spread | rank correlation | error of the mean | cost |",
-            "|---|---|---|---|---|---|",
-        ]
-        for row in mine:
-            one = f" ({row['cost_of_one']:.1f})" if row["cost_of_one"] else ""
-            lines.append(
-                f"| {row['propagation']} | {row['sd_ratio']:.3f} | {row['sd_ratio_spread']:.3f} "
-                f"| {row['rank_correlation']:.3f} | {row['mean_error']:.3f} | {row['cost']:.1f}{one} |"
-            )
-        lines.append("")
-    return "\n".join(lines)
+    header = ["propagation", "sd ratio", "its spread", "rank correlation", "error of the mean", "cost"]
+    for row in sorted(rows, key=lambda row: list(CASES).index(row["case"])):
+        floor = math.sqrt(2 / math.pi / row["drawn"])
+        text.append(
+            f"**{row['case']}**: noise {row['noise']} of the weights, {row['examples']} examples, {row['drawn']} "
+            f"draws, error of the mean by chance {floor:.3f}"
+        )
+        lines = []
+        for way in row["ways"]:
+            numbers = [way[key] for key in ("sd_ratio", "sd_ratio_spread", "rank_correlation", "mean_error")]
+            one = f" ({way['cost_of_one']:.1f})" if way["cost_of_one"] else ""
+            cells = [f"{number:.3f}" for number in numbers]
+            lines.append([way["propagation"], *cells, f"{way['cost']:.1f}{one}"])
+        text.append(table(header, lines).rstrip())
+    return "\n\n".join(text)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--draws", type=int, default=4096)
-    parser.add_argument("--rounds", type=int, default=3, help="at least; more for small nets")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--cases", nargs="+", help="parts of case names")
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    torch.set_default_dtype(torch.float64)
-    machine = f"{platform.machine()} CPU, 1 thread, torch {torch.__version__}, pyro {pyro.__version__}"
-    path = RESULTS / "mp_correctness.json"
-    rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"] if path.exists() else []
-    for case in CASES:
-        if args.cases and not any(part in case for part in args.cases):
-            continue
-        new = measure(case, args.draws, args.rounds, args.seed)
-        rows = [row for row in rows if row["case"] != case] + new
-        rows.sort(key=lambda row: list(CASES).index(row["case"]))
-        path.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
-        (RESULTS / "mp_correctness.md").write_text(table(rows, machine))
-        print(table(new, machine), flush=True)
-
-
-if __name__ == "__main__":
-    main()
+BENCHMARK = Benchmark(
+    "moments_deviations",
+    "How close do propagated standard deviations come to those of draws of the weights?",
+    plan,
+    run,
+    report,
+    timed=True,
+)

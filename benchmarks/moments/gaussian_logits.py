@@ -1,12 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How exact and how costly are the averages over Gaussian logits: estimators of the loss, links of predictions.
+"""How exact and how costly are the averages over Gaussian logits: estimators of the loss, links of predictions."""
 
-    python benchmarks/gaussian_logits.py
-
-writes results/gaussian_logits.md.
-"""
-
-import platform
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +9,8 @@ import torch
 from torch import Tensor
 from torch import distributions as td
 
+from benchmarks.shared.benchmark import Benchmark, Budget, Row, Settings
+from benchmarks.shared.tables import provenance, table
 from pyro_dvi.expectations import LogitEstimator, MonteCarlo, Sobol, Taylor2, TiltedBound, expected_log_prob
 from pyro_dvi.links import ClassLink, LaplaceBridge, Probit, SobolSoftmax
 from pyro_dvi.moments import GaussianMoments
@@ -88,55 +84,57 @@ def cost(estimator: LogitEstimator) -> float:
     return milliseconds(step)
 
 
-def main() -> None:
-    """Write the two tables."""
-    torch.manual_seed(0)
-    torch.set_num_threads(1)
-    exact = {v: reference(problem(v, CLASSES)) for v in VARIANCES}
-    lines = [
-        f"`python benchmarks/gaussian_logits.py`, torch {torch.__version__}, {platform.machine()}, one thread. "
-        f"{EXAMPLES} examples, mean logits of deviation 1.5, reference by 2^17 draws in antithetic pairs "
-        "(2^15 for 100 classes).",
-        "",
+def plan(rows: list[Row], budget: Budget) -> list[Settings]:
+    """Ask for three variances of ten classes, for fewer and for more classes."""
+    cases = [(CLASSES, variance) for variance in VARIANCES] + [(2, 1.0), (100, 1.0)]
+    return [{"classes": classes, "variance": variance} for classes, variance in cases]
+
+
+def run(settings: Settings, data_dir: str | None) -> Row:
+    """Errors of every link, and for ten classes of every estimator."""
+    classes = settings["classes"]
+    x = problem(settings["variance"], classes)
+    exact = reference(x, 2**17 if classes < 100 else 2**15)
+    gaps = {str(link): link.probabilities(x.loc, x.variance) - exact[1] for link in LINKS}
+    row: Row = {"links": {link: 0.5 * gap.abs().sum(-1).mean().item() for link, gap in gaps.items()}}
+    if classes == CLASSES:
+        row["estimators"] = {str(one): [*errors(one, x, exact), cost(one)] for one in ESTIMATORS}
+    return row
+
+
+def report(rows: list[Row], folder: Path) -> str:
+    """A table of estimators and one of links."""
+    rows = sorted(rows, key=lambda row: (row["classes"], row["variance"]))
+    tens = [row for row in rows if row["classes"] == CLASSES]
+    lines = []
+    for name in tens[0]["estimators"] if tens else ():
+        found = [row["estimators"][name] for row in tens]
+        cells = ["{:+.4f}; {:.4f}; {:.4f}".format(*numbers) for numbers in found]
+        lines.append([f"`{name}`", *cells, f"{min(numbers[3] for numbers in found):.2f}"])
+    about = (
+        f"{EXAMPLES} examples, mean logits of deviation 1.5, reference by 2^17 draws in antithetic pairs (2^15 for 100 "
+        "classes)."
+    )
+    text = [
+        provenance("gaussian_logits", rows),
+        about,
         f"**Expected log-normaliser of {CLASSES} classes**",
-        "",
-        "Bias; root mean squared error of one example; the same of its gradient in one mean logit. "
-        "Cost: forward and backward of 128 examples, float32.",
-        "",
-        "| estimator | " + " | ".join(f"variance {v:g}" for v in VARIANCES) + " | ms |",
-        "|---|" + "---|" * (len(VARIANCES) + 1),
-    ]
-    for estimator in ESTIMATORS:
-        cells = [
-            "{:+.4f}; {:.4f}; {:.4f}".format(*errors(estimator, problem(v, CLASSES), exact[v]))
-            for v in VARIANCES
-        ]
-        lines.append(f"| {estimator} | " + " | ".join(cells) + f" | {cost(estimator):.2f} |")
-    columns = [(c, v) for c in (2, 10, 100) for v in ((1.0,) if c != 10 else VARIANCES)]
-    lines += [
-        "",
+        "Bias; root mean squared error of one example; the same of its gradient in one mean logit. Cost: forward and "
+        "backward of 128 examples, float32.",
+        table(["estimator", *(f"variance {row['variance']:g}" for row in tens), "ms"], lines).rstrip(),
         "**Class probabilities**",
-        "",
         "Mean total variation from the average softmax.",
-        "",
-        "| link | " + " | ".join(f"{c} classes, variance {v:g}" for c, v in columns) + " |",
-        "|---|" + "---|" * len(columns),
     ]
-    averages = {
-        (c, v): exact[v][1] if c == CLASSES else reference(problem(v, c), 2**17 if c < 100 else 2**15)[1]
-        for c, v in columns
-    }
-    for link in LINKS:
-        cells = []
-        for c, v in columns:
-            x = problem(v, c)
-            gap = link.probabilities(x.loc, x.variance) - averages[c, v]
-            cells.append(f"{0.5 * gap.abs().sum(-1).mean().item():.4f}")
-        lines.append(f"| {link} | " + " | ".join(cells) + " |")
-    text = "\n".join(lines) + "\n"
-    print(text)
-    (Path(__file__).parent / "results" / "gaussian_logits.md").write_text(text)
+    header = ["link", *(f"{row['classes']} classes, variance {row['variance']:g}" for row in rows)]
+    lines = [[f"`{link}`", *(f"{row['links'][link]:.4f}" for row in rows)] for link in rows[0]["links"]]
+    return "\n\n".join([*text, table(header, lines)])
 
 
-if __name__ == "__main__":
-    main()
+BENCHMARK = Benchmark(
+    "gaussian_logits",
+    "How exact and how costly are averages over Gaussian logits?",
+    plan,
+    run,
+    report,
+    timed=True,
+)
