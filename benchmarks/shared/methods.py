@@ -149,6 +149,7 @@ METHODS = {
     "mean-field moments": Method(partial(_moments, dvi.MeanFieldGuide)),
     "VOGN": Method(partial(_natural, dvi.optim.VOGN), SAMPLED),
     "VOGN, at the mean": Method(partial(_natural, dvi.optim.VOGN), AtMean()),
+    "OGN": Method(partial(_natural, dvi.optim.OGN), AtMean()),
     "IVON": Method(partial(_natural, dvi.optim.IVON), SAMPLED),
     "Laplace, last layer": Method(_laplace),
 }
