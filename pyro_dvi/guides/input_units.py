@@ -12,7 +12,6 @@ import torch
 from pyro.nn import PyroModule
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from pyro_dvi.errors import ArgumentError
 from pyro_dvi.undisturbed import modules_met
@@ -102,7 +101,7 @@ _NORMALISATIONS: tuple[type, ...] = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.R
 
 
 def units_of_layer(layer: nn.Module | None, attribute: str) -> InputUnits | None:
-    """Return the layout of a weight of two or more dimensions; None where it has no input units.
+    """Return the layout of a weight that no product of the model shows, or several; None where it has no input units.
 
     Args:
         layer: the module that owns the weight; None for a model without modules.
@@ -110,12 +109,6 @@ def units_of_layer(layer: nn.Module | None, attribute: str) -> InputUnits | None
     """
     if isinstance(layer, nn.Embedding | nn.EmbeddingBag):
         return InputUnits((0,))  # a row belongs to one entry of a one-hot input
-    if isinstance(layer, _ConvTransposeNd):
-        return InputUnits((0,))  # [in, out / groups, *kernel]
-    if isinstance(layer, _ConvNd):
-        return InputUnits((1,), layer.groups)
-    if isinstance(layer, nn.Bilinear):
-        return InputUnits((1, 2))  # its inputs are the products of two
     if isinstance(layer, _NORMALISATIONS):
         return None
     if isinstance(layer, nn.MultiheadAttention) and attribute in ("bias_k", "bias_v"):
