@@ -217,7 +217,7 @@ class NaturalGradientOptimizer(Optimizer):
                 "parameters: it goes with NaturalGradientGuide and NaturalGradientELBO. For another guide or objective "
                 "take an optimizer such as pyro_dvi.optim.Adam(learning_rates(1e-3))."
             )
-        if any(step.measured.at_mean != self.statistic.at_mean for step in steps):
+        if any(step.measured.at_mean != self.wanted.at_mean for step in steps):
             for step in steps:  # only the first one of an objective that does not serve this optimizer
                 step.drop()
                 step.wanted = self.wanted

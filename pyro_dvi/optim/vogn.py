@@ -3,13 +3,13 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
-from pyro_dvi.choice import check_choice
+from pyro_dvi.choice import check_choice, check_count
 from pyro_dvi.errors import ArgumentError
 from pyro_dvi.natural_step import Statistic
 from pyro_dvi.optim.natural_gradient import NaturalGradientOptimizer, Tensors, Update
@@ -18,7 +18,17 @@ __all__ = ["AsPrinted", "Consistent", "Formulation", "OGNOptimizer", "VOGNOptimi
 
 
 class Formulation(ABC):
-    """How momentum, curvature and precision follow from the measurements."""
+    """How momentum, curvature and precision follow from the measurements.
+
+    Attributes:
+        options: defaults of the optimizer that go with it.
+        initial_batches: how many minibatches are measured at the mean before the first step.
+        constant_rate: whether the learning rate stays, also under ``fit``.
+    """
+
+    options: ClassVar[Mapping[str, Any]] = {}
+    initial_batches: int = 0
+    constant_rate: ClassVar[bool] = False
 
     @abstractmethod
     def update_momentum(self, update: Update) -> float:
@@ -94,10 +104,24 @@ class AsPrinted(Formulation):
     the precision is :math:`N\hat h/\beta + \beta\delta + N\gamma`: the prior is tempered too, and damping narrows the
     posterior. Both formulations agree at :math:`\beta = 1, \gamma = 0` up to the length of the step.
 
-    Three options are no part of the algorithm. It has no warm-up and no bound: give ``warmup_steps=0`` and
-    ``max_step=None``. And it updates s in the first step too, which is left out where s starts from that very
-    minibatch: give ``initial_curvature``.
+    With it go, unless they are given: no warm-up, no bound of steps, a constant learning rate under ``fit`` too, and
+    ``lr=0.001``. Before the first step, minibatches are measured at the mean: their squared gradients are
+    :math:`s_0`, and the first draws have the precision :math:`N(s_0 + \tilde\delta + \gamma)`. Parameters that are no
+    latents move meanwhile. Where ``initial_curvature`` is given, that is :math:`s_0`.
+
+    Args:
+        initial_batches: how many; ``len(loader)`` is a pass over the data. They count as equally large.
+
+    Raises:
+        ArgumentError: ``initial_batches`` is no number of at least 1.
     """
+
+    initial_batches: int = 1
+    options: ClassVar[Mapping[str, Any]] = {"lr": 1e-3, "max_step": None, "warmup_steps": 0}
+    constant_rate: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_count("initial_batches", self.initial_batches, 1)
 
     def update_momentum(self, update: Update) -> float:
         torch._foreach_mul_(update.momenta, update.group["betas"][0])
@@ -147,7 +171,7 @@ class VOGNOptimizer(NaturalGradientOptimizer):
             where the temperature is low.
         deterministic_lr: learning rate of Adam for parameters that are no latents (batch normalisation, a noise scale).
             The cosine and schedulers steer it too: it falls in proportion to ``lr``. It has no warm-up.
-        formulation: ``Consistent()`` or ``AsPrinted()``.
+        formulation: ``Consistent()`` or ``AsPrinted()``, which has other defaults of the options above.
 
     Raises:
         ArgumentError: an option out of range.
@@ -162,15 +186,30 @@ class VOGNOptimizer(NaturalGradientOptimizer):
     def __init__(
         self, params: Iterable[Any], *, formulation: Formulation | None = None, **options: Any
     ) -> None:
-        super().__init__(params, **options)
         self.formulation = Consistent() if formulation is None else formulation
         check_choice("formulation", self.formulation, Formulation, "Consistent() or AsPrinted()")
+        super().__init__(params, **{**self.formulation.options, **options})
 
     def __getstate__(self) -> dict[str, Any]:
         """Keep the formulation, too, in copies and pickles."""
         return {**super().__getstate__(), "formulation": self.formulation}
 
+    @property
+    def wanted(self) -> Statistic:
+        """What an objective has to measure for the next step."""
+        done = max((memory["step"] for memory in self.state.values() if "curvature" in memory), default=0)
+        return Statistic.SQUARES_AT_MEAN if done < self.formulation.initial_batches else super().wanted
+
+    def _length(self, group: dict[str, Any]) -> int | None:
+        return group["total_steps"] if self.formulation.constant_rate else super()._length(group)
+
     def _move(self, update: Update) -> None:
+        if update.count <= self.formulation.initial_batches:
+            if not update.has_start:
+                torch._foreach_lerp_(update.curvatures, update.measured, 1 / update.count)
+            update.sum_into_precisions()
+            self.formulation.set_precisions(update, update.damped())
+            return
         squares = update.step.measured is not Statistic.NOISE_PRODUCTS  # a first step after IVON has none
         if squares and not update.is_start:
             self.formulation.update_curvature(update)

@@ -53,12 +53,19 @@ class Reference:
         return np.mean([k.mean(0) for k in g], 0), np.mean([(k**2).mean(0) for k in g], 0)
 
     def vogn(
-        self, x, y, noises, *, lr, betas, damping, rho, tau, printed=False, forgetting=2.0, radius=np.inf
+        self, x, y, noises, *, lr, betas, damping, rho, tau, printed=0, forgetting=2.0, radius=np.inf
     ) -> None:
-        g, h = self.measure(x, y, noises)
         n = rho * N
         delta = tau * self.delta / n
         self.t += 1
+        if (
+            printed and self.t <= printed
+        ):  # a pass before Algorithm 1: s_0, and the precision of the first draws
+            h = (self.gradients(x, y, self.loc) ** 2).mean(0)
+            self.s += (h - self.s) / self.t
+            self.precision = n * (self.s + delta + damping)
+            return
+        g, h = self.measure(x, y, noises)
         total = g + delta * (self.loc - self.prior_loc)
         if printed:
             self.momentum = betas[0] * self.momentum + total
@@ -71,8 +78,6 @@ class Reference:
             if forgetting is not None:
                 rate = max(rate, (forgetting + 1) / (forgetting + self.t))  # 1 in the first step
             self.s = (1 - rate) * self.s + rate * h
-        elif self.t == 1:
-            self.s = h
         else:
             self.s = (1 - tau * (1 - betas[1])) * self.s + (1 - betas[1]) * h
         bound = radius * self.delta**-0.5
