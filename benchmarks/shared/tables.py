@@ -57,7 +57,7 @@ def paired(ours: Sequence[float], theirs: Sequence[float]) -> Paired:
 
 
 def provenance(name: str, rows: Sequence[Row]) -> str:
-    """Return where the lines of a benchmark come from: command, versions of torch, machines, seeds and cost."""
+    """Return where the lines of a benchmark come from: command, versions of torch, machines, seeds, cost and notes."""
     parts = [f"Written by `python -m benchmarks run {name}`"]
     for prefix, key in (("torch ", "torch"), ("", "machine")):
         values = sorted({row[key] for row in rows if key in row})
@@ -68,4 +68,5 @@ def provenance(name: str, rows: Sequence[Row]) -> str:
     minutes = sum(row.get("cpu_seconds", 0.0) for row in rows) / 60
     if minutes >= 1:
         parts.append(f"{minutes:.0f} minutes of processor time")
-    return "; ".join(part for part in parts if part) + "."
+    notes = sorted({row["note"] for row in rows if "note" in row})
+    return " ".join(["; ".join(part for part in parts if part) + ".", *notes])
