@@ -66,7 +66,7 @@ def provenance(name: str, rows: Sequence[Row]) -> str:
     if seeds:
         parts.append(f"seeds {', '.join(map(str, seeds))}")
     minutes = sum(row.get("cpu_seconds", 0.0) for row in rows) / 60
-    if minutes >= 1:
+    if minutes >= 1 and all("cpu_seconds" in row for row in rows):
         parts.append(f"{minutes:.0f} minutes of processor time")
     notes = sorted({row["note"] for row in rows if "note" in row})
     return " ".join(["; ".join(part for part in parts if part) + ".", *notes])
