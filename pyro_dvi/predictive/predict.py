@@ -70,11 +70,11 @@ def predict(
             observation that comes along is not shown to the model; it is kept for :meth:`Prediction.metrics`.
         method: rule of prediction; by default that of the objective that trained the guide: ``AtMean()`` after
             ``TaylorELBO``, ``Moments()`` after ``MomentPropagationELBO``, ``Samples(30)`` after
-            ``NaturalGradientELBO`` and objectives of Pyro; ``Linearised()`` for a ``LaplaceGuide``, ``AtMean()`` for
-            an ``AutoDelta``; and a rule in an attribute ``prediction_rule`` of the guide before all. Guides of this
-            library keep it in their ``state_dict``, :func:`~pyro_dvi.load` restores it for all. A guide that no
-            objective of this library has trained counts as trained by samples; a ``MultiplicativeNoiseGuide`` by
-            moments.
+            ``NaturalGradientELBO``, ``SampledELBO`` and objectives of Pyro; ``Linearised()`` for a ``LaplaceGuide``,
+            ``AtMean()`` for an ``AutoDelta``; and a rule in an attribute ``prediction_rule`` of the guide before all.
+            Guides of this library keep it in their ``state_dict``, :func:`~pyro_dvi.load` restores it for all. A
+            guide that no objective of this library has trained counts as trained by samples; a
+            ``MultiplicativeNoiseGuide`` by moments.
         site: observed site to predict, where the model has several.
         observed: the model's argument that holds the observation; by default the one whose default is None, of several
             the one that is called like the site.

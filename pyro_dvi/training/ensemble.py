@@ -217,7 +217,7 @@ def _as_member(given: Any) -> TrainedPosterior:
         name for part in modules for name, *_ in supplanted(part)
     }  # what another posterior has there now
     state: Any = pyro.get_param_store().get_state()
-    kept = {
+    kept: Any = {
         what: {name: value for name, value in values.items() if name.replace("$$$", ".") not in others}
         for what, values in state.items()
     }
