@@ -24,6 +24,7 @@ import argparse
 import math
 from abc import abstractmethod
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +32,12 @@ import matplotlib
 import numpy as np
 import pyro
 import torch
-from continual_baselines import EWC, AllData, Budget, FineTuning, Learner, Pair
+from continual_baselines import EWC, FINAL_LR, AllData, Budget, FineTuning, Learner, Pair
 from idx_images import idx_images
 from pyro.infer import SVI
-from pyro.optim import ClippedAdam
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import ExponentialLR
 
 import pyro_dvi as dvi
 
@@ -152,7 +153,8 @@ class VCL(PosteriorAsPrior):
         """Means and standard deviations by Adam; from the second task on they start at the prior."""
         scale = dvi.PerWeight() if self.guide is None else dvi.PerWeight(log_offset=0.0)
         guide = dvi.MeanFieldGuide(self.model, scale=scale)
-        adam = ClippedAdam(dvi.learning_rates(self.budget.lr, lrd=self.budget.decay(num_data)))
+        schedule = partial(ExponentialLR, gamma=FINAL_LR ** (1 / self.budget.epochs))
+        adam = dvi.optim.Adam(dvi.learning_rates(self.budget.lr), scheduler=schedule)
         return guide, SVI(self.model, guide, adam, loss=dvi.SampledELBO(kl_weight=self.strength))
 
 
