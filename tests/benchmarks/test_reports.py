@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The benchmarks that there are: their plans can be resumed, and their committed reports are those of their lines."""
 
+import ast
 import re
 
 import pytest
@@ -42,3 +43,14 @@ def test_the_committed_report_is_that_of_the_lines(name, tmp_path):
 def test_the_committed_list_has_all_benchmarks():
     """If not: ``python -m benchmarks report``."""
     assert (RESULTS / "index.md").read_text() == index(list(FOUND.values()))
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.parent.rglob("*.py")), ids=lambda path: path.stem)
+def test_packages_of_other_authors_are_imported_by_runs_only(path):
+    """So that list, report and these tests need none of them."""
+    of_others = {"backpack", "ivon", "laplace", "suq", "vbll"}
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Import):
+            assert not of_others & {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert (node.module or "").split(".")[0] not in of_others
