@@ -92,11 +92,14 @@ def test_it_rises_first_over_at_most_a_quarter_of_training(rates):
 
 
 def test_the_temperature_rises_as_a_square_over_half_of_training(monkeypatch):
-    found = []
+    found: list[float] = []
     move_along = Update.move_along
-    monkeypatch.setattr(
-        Update, "move_along", lambda step, *rest: (found.append(step.temperature), move_along(step, *rest))
-    )
+
+    def noted(step: Update, *rest: Any) -> None:
+        found.append(step.temperature)
+        move_along(step, *rest)
+
+    monkeypatch.setattr(Update, "move_along", noted)
     train_svi(VOGN({"total_steps": 8}))
     assert found == pytest.approx([1 / 16, 1 / 4, 9 / 16, 1, 1, 1])
     found.clear()
