@@ -63,6 +63,9 @@ class Mixture:
         self.last: Response | None = None
         self._keep = keep
         self._kept: list[dict[str, Tensor]] = []
+        self._mixtures: list[
+            PointMixture
+        ] = []  # components that are mixtures themselves, if they are to be kept
         # What is observed, with possible values in place of the masked ones.
         self._scored: Tensor | None = None
 
@@ -88,6 +91,8 @@ class Mixture:
                 self._scored = filled(self.observed, self.mask, fn)
                 check_events(fn, self.mask, response.site)
         self.last = response
+        if self._keep and isinstance(fn, PointMixture):
+            self._mixtures.append(fn)
         if self._scored is not None:
             checked_log_prob(fn, self._scored, response.site)
         self.add_statistics(
@@ -168,9 +173,25 @@ class Mixture:
         if isinstance(base, td.Normal) and kept:
             normals: Any = dist.Normal(kept["mean"], kept["variance"].sqrt()).to_event(len(fn.event_shape))
             return PointMixture(normals, kept["mean"].new_full((self.count,), 1 / self.count))
+        if len(self._mixtures) == self.count:
+            return _in_equal_shares(self._mixtures)
         is_one_hot = isinstance(base, td.OneHotCategorical)
         if log_probabilities is None or len(fn.event_shape) > is_one_hot:
             return None  # labels of one example are dependent under the mixture
         if isinstance(base, td.Bernoulli):
             return dist.Bernoulli(logits=log_probabilities[..., 1] - log_probabilities[..., 0])
         return (dist.OneHotCategorical if is_one_hot else dist.Categorical)(logits=log_probabilities)
+
+
+def _in_equal_shares(mixtures: list[PointMixture]) -> PointMixture | None:
+    """Return mixtures of Normals, of the same shape, as one; None of other distributions."""
+    if not all(isinstance(untransformed(mixture.components), td.Normal) for mixture in mixtures):
+        return None
+    rank, event_dim = mixtures[0].rank, len(mixtures[0].event_shape)
+    loc, scale = (
+        torch.cat([getattr(mixture.components, name) for mixture in mixtures], -1 - rank - event_dim)
+        for name in ("mean", "stddev")
+    )
+    weights = torch.cat([mixture.weights for mixture in mixtures]) / len(mixtures)
+    normals: Any = dist.Normal(loc, scale)
+    return PointMixture(normals.to_event(event_dim), weights, rank)

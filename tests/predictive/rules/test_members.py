@@ -151,6 +151,37 @@ def test_members_of_any_method_are_predicted_by_their_rule(train):
         assert prediction.method == OfMembers((dvi.Samples(30),) * 2)
 
 
+def test_members_that_are_mixtures_themselves():
+    """Laplace with an uncertain noise scale predicts by a mixture of Normals, which those of the members join."""
+
+    def train():
+        net = dvi.to_bayesian_(nn.Linear(1, 1).double(), prior_scale=1.0)
+        model = dvi.regressor(net, 24, noise_scale=dist.LogNormal(torch.zeros((), dtype=X.dtype), 1.0))
+        guide = dvi.LaplaceGuide(model)
+        guide.initialize(X, Y)
+        with torch.no_grad():
+            for value in guide.parameters():
+                value.add_(torch.randn_like(value))
+        guide.fit([(X, Y)], dvi.laplace.Dense(dvi.laplace.GGN()), unconverged=dvi.laplace.Accept())
+        return model, guide
+
+    model, guide = train_ensemble(train, 3, progress=False)
+    prediction = dvi.predict(model, guide, (X, Y))
+    each = []
+    for member in guide.members:
+        with member.in_store():
+            each.append(dvi.predict(member.model, member.guide, (X, Y)))
+    densities = torch.stack([own.log_likelihood(Y + 1) for own in each])
+    torch.testing.assert_close(prediction.log_likelihood(Y + 1), densities.logsumexp(0) - math.log(3))
+    assert {"crps", "coverage_95"} <= prediction.metrics().keys()
+    low, high = prediction.interval(0.9)
+    draws = torch.cat([own.sample(4000, seed=0) for own in each])
+    for limit, level in ((low, 0.05), (high, 0.95)):  # 5 standard errors of a share of 12,000 draws
+        assert ((draws < limit).double().mean(0) - level).abs().max() < 5 * (
+            level * (1 - level) / 12_000
+        ) ** 0.5
+
+
 def linear_model(x, y=None):
     slope = pyro.sample("slope", dist.Normal(x.new_zeros(()), 1.0))
     with pyro.plate("data", len(x)):
