@@ -63,7 +63,8 @@ def to_arviz(
     Groups, with dimensions ``chain`` (of length 1) and ``draw`` first where there are draws:
 
     ``posterior``
-        draws of the latent sites from the guide, in their own (constrained) space.
+        draws of the latent sites from the guide, in their own (constrained) space. Of an ensemble those of one member
+        follow those of the other; ``member`` says whose they are.
     ``posterior_predictive``
         draws of every observed site from the predictive distribution of ``method``.
     ``log_likelihood``
@@ -98,7 +99,8 @@ def to_arviz(
         guide: its trained guide, of this library, of Pyro, or a function; or draws in its place, ``[num_samples, ...]``
             by site name, as ``MCMC.get_samples()`` gives them.
         data: as in :func:`~pyro_dvi.predict`: ``(x, y)``, inputs alone, or a loader of either.
-        num_samples: draws; by default 500, or as many as the given rule of prediction has.
+        num_samples: draws; by default 500 (of an ensemble the next smaller multiple of its members), or as many as the
+            given rule of prediction has.
         sites: latent sites to export, and sites of ``pyro.deterministic``, which the model computes for each draw. By
             default all latent ones with at most ``max_site_size`` values; a warning names the rest.
             An empty list exports predictions alone: for methods of a LaplaceGuide that have no draws.
@@ -139,7 +141,7 @@ def to_arviz(
             observed, with a rule that does not average over their draws.
 
     Example:
-        >>> import pyro, pyro.distributions as dist
+        >>> import pyro, pyro.distributions as dist, torch
         >>> from pyro.infer.autoguide import AutoNormal
         >>> def model(x, y=None):
         ...     slope = pyro.sample("slope", dist.Normal(0.0, 1.0))

@@ -74,7 +74,8 @@ def predict(
             ``AtMean()`` for an ``AutoDelta``; and a rule in an attribute ``prediction_rule`` of the guide before all.
             Guides of this library keep it in their ``state_dict``, :func:`~pyro_dvi.load` restores it for all. A
             guide that no objective of this library has trained counts as trained by samples; a
-            ``MultiplicativeNoiseGuide`` by moments.
+            ``MultiplicativeNoiseGuide`` by moments. Of an :class:`~pyro_dvi.EnsembleGuide` it is the rule of every
+            member, by default each one's own.
         site: observed site to predict, where the model has several.
         observed: the model's argument that holds the observation; by default the one whose default is None, of several
             the one that is called like the site.
@@ -82,7 +83,8 @@ def predict(
         seed: of the draws; by default one from the global generator.
         keep_draws: keep mean and variance, or class probabilities, of every component in :attr:`Prediction.draws`;
             with them, mixtures of Normals have quantiles, an exact density of values that come later, and a CRPS.
-            Memory then grows with the number of draws.
+            Memory then grows with the number of draws. They are kept in any case where each member of an ensemble
+            predicts by one distribution.
         progress: show a progress bar over batches.
 
     Returns:

@@ -146,6 +146,8 @@ class Prediction:
     def draws(self) -> dict[str, Tensor]:
         """What each draw predicts, ``[K, N, ...]`` by name, if ``predict`` was given ``keep_draws=True``; else empty.
 
+        Of an ensemble whose members predict by one distribution each, it is what each member predicts, in any case.
+
         ``mean`` and ``variance`` of the observation (for classes of the one-hot code), ``log_likelihood`` of what came
         with the data, and for classes ``probabilities`` (those of label 1 for Bernoulli) and ``entropy``.
         """
@@ -160,9 +162,9 @@ class Prediction:
     def quantiles(self, q: float | Sequence[float]) -> Tensor:
         """Quantiles of the predictive distribution, of each number by itself.
 
-        Status: exact for one component (``AtMean()``, ``Moments()``, ``Linearised()``), and for the mixture of Normals
-        of ``Samples(n)`` with ``keep_draws=True``, up to the rounding of the inverted distribution function. Never
-        those of a Gaussian with the same moments.
+        Status: exact for one component (``AtMean()``, ``Moments()``, ``Linearised()``), and for mixtures of Normals,
+        of ensembles and of ``Samples(n)`` with ``keep_draws=True``, up to the rounding of the inverted distribution
+        function. Never those of a Gaussian with the same moments.
 
         Args:
             q: one probability or several, between 0 and 1.
