@@ -44,14 +44,8 @@ import pyro_dvi as dvi
 matplotlib.use("Agg")  # draws into files: no display is needed
 import matplotlib.pyplot as plt  # noqa: E402
 
-# Training is short, so the curvature is averaged over a hundred steps, and starts large: cautious first steps.
-VOGN_OPTIONS = {
-    "lr": 0.03,
-    "betas": (0.9, 0.99),
-    "initial_curvature": 0.1,
-    "warmup_steps": 0,
-    "max_step": None,  # the prior, which is the posterior of the task before, is too narrow to be a bound
-}
+# The bound of steps is in units of the prior, which is the posterior of the task before and narrow: it is raised.
+VOGN_OPTIONS = {"max_step": 0.3}
 
 
 # Tasks ----------------------------------------------------------------------------------------------------------
