@@ -47,7 +47,8 @@ class MomentPropagationELBO(DeterministicELBO):
 
     Needs a guide of independent Gaussians: :class:`~pyro_dvi.MultiplicativeNoiseGuide` (MNVI),
     :class:`~pyro_dvi.MeanFieldGuide`, Pyro's ``AutoNormal`` or ``AutoDiagonalNormal`` (mean-field), or hand-written
-    Normal sites. Predict with :class:`~pyro_dvi.Moments`.
+    Normal sites. The last layer may have covariances: :class:`~pyro_dvi.LastLayerGuide`, or Pyro's
+    ``AutoMultivariateNormal`` over its sites. Predict with :class:`~pyro_dvi.Moments`.
 
     Args:
         kl_weight: :math:`\beta` (the paper's :math:`\kappa`), a float or a schedule of the training steps done.
@@ -62,7 +63,7 @@ class MomentPropagationELBO(DeterministicELBO):
         terms: detached "loss", "log_likelihood", "kl" and "kl_weight" of the last evaluation.
 
     Raises:
-        GuideError: the guide is not a factorised Gaussian.
+        GuideError: the guide is not a factorised Gaussian, but for a last layer.
         ModelError: nothing is observed, or a latent site is missing in the guide.
         UnsupportedError: a function or distribution of the model has no rule, or the model is a mixture.
         NonFiniteError: the loss is NaN or infinite; no update is made.
