@@ -16,6 +16,7 @@ from pyro_dvi.handlers.latents import GaussianSite
 from pyro_dvi.handlers.means import run_at_means
 from pyro_dvi.handlers.posterior_run import Call, GuideRun, PosteriorRun
 from pyro_dvi.handlers.structure import refuse_dependent
+from pyro_dvi.joint_normal import is_joint
 from pyro_dvi.sites import core, is_latent, sites_of
 from pyro_dvi.undisturbed import undisturbed
 
@@ -91,8 +92,9 @@ class SampledELBO(DeterministicELBO):
         if self._known[0] != id(call.guide):
             try:
                 with undisturbed():
-                    refuse_dependent(run_at_means(call).gaussians)
-                self._known = (id(call.guide), True)
+                    gaussians = run_at_means(call).gaussians
+                    refuse_dependent(gaussians)
+                self._known = (id(call.guide), not any(is_joint(site.base) for site in gaussians))
             except GuideError:
                 self._known = (id(call.guide), False)
         return self._known[1]

@@ -141,7 +141,7 @@ class NaturalGradientOptimizer(Optimizer):
         lr: float = 10.0,
         betas: tuple[float, float] = (0.9, 0.999),
         damping: float = 0.0,
-        max_step: float | None = 0.03,
+        max_step: float | None = 0.01,
         data_augmentation: float = 1.0,
         initial_curvature: float | None = None,
         warmup_steps: int = 100,

@@ -14,7 +14,7 @@ X = torch.randn(5, 3, dtype=torch.float64, generator=torch.Generator().manual_se
 IMAGES = torch.randn(2, 3, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 # A function of weight and bias that is linear in both, and their shapes.
-CASES = {
+USES = {
     "linear": (lambda w, b: F.linear(X, w, b), (2, 3), (2,)),
     "matmul, then plus": (lambda w, b: X @ w.t() + b, (2, 3), (2,)),
     "the weight on the left": (lambda w, b: (w @ X.T).mT - b, (2, 3), (2,)),
@@ -42,11 +42,11 @@ def weights(*shapes, rest, between=True, num_lanes=6):
 
 
 @pytest.mark.parametrize("rest", [False, True])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", USES)
 def test_covariances_of_outputs_against_jacobians(case, rest):
     if rest and case in ("differences of a layer", "in place"):
         pytest.skip("a weight is used twice, where what it does not share counts as independent")
-    function, *shapes = CASES[case]
+    function, *shapes = USES[case]
     given = weights(*shapes, rest=rest)
     with joint_noise_followed():
         result = function(*given)

@@ -9,7 +9,7 @@ TESTS = Path(__file__).parents[1]
 PACKAGE = Path(pyro_dvi.__file__).parent  # which may be installed elsewhere
 FILES = sorted(path.relative_to(TESTS) for path in TESTS.rglob("test_*.py"))
 
-NO_CHAPTERS = {"docs", "emulated", "examples", "fuzz", "whole_package"}
+NO_CHAPTERS = {"benchmarks", "docs", "emulated", "examples", "fuzz", "whole_package"}
 WHOLE_CHAPTER = {
     "*/test_mistakes.py",
     "*/test_device.py",
