@@ -269,6 +269,7 @@ def _scores(rows: list[Row], task: str, method: str) -> list[float]:
 
 def report(rows: list[Row], folder: Path) -> str:
     """Test NLL of each method, and paired differences to MAP and between ours and theirs."""
+    tasks = [task for task in SIZES if any(row["task"] == task for row in rows)]
     parts = [
         "Test NLL in nats per example (of raw targets), mean ± standard deviation over five splits (regressions: "
         "folds of ten; images: draws of the training data). One hidden layer of 50, 64 or 100 rectified units. Every "
@@ -280,7 +281,7 @@ def report(rows: list[Row], folder: Path) -> str:
             ["", *LEARNERS],
             [
                 [task, *(mean_sd(s) if (s := _scores(rows, task, m)) else None for m in LEARNERS)]
-                for task in SIZES
+                for task in tasks
             ],
         ),
         "Paired differences ± standard error (negative: the first is better; bold beyond two standard errors).\n",
@@ -294,7 +295,7 @@ def report(rows: list[Row], folder: Path) -> str:
         ("dense", "diagonal"),
     ]
     lines = []
-    for task in SIZES:
+    for task in tasks:
         scores = [(_scores(rows, task, a), _scores(rows, task, b)) for a, b in pairs]
         lines.append([task, *(paired(a, b) if a and b else None for a, b in scores)])
     parts.append(table(["", *(f"{a} less {b}" for a, b in pairs)], lines))
