@@ -75,7 +75,7 @@ class SampledELBO(DeterministicELBO):
     """
 
     divergence: str | None = None
-    _known: tuple[int, bool] = (0, False)  # of the guide last seen, whether it is a factorised Gaussian
+    _known: tuple[Any, bool] = (None, False)  # of the guide last seen, whether it is a factorised Gaussian
 
     def _evaluate(self, call: Call, kl_weight: float, training: bool) -> dict[str, Tensor]:
         factorised = self._is_factorised(call)
@@ -89,14 +89,14 @@ class SampledELBO(DeterministicELBO):
 
     def _is_factorised(self, call: Call) -> bool:
         """Whether the closed forms know the guide; it is looked at once."""
-        if self._known[0] != id(call.guide):
+        if self._known[0] is not call.guide:
             try:
                 with undisturbed():
                     gaussians = run_at_means(call).gaussians
                     refuse_dependent(gaussians)
-                self._known = (id(call.guide), not any(is_joint(site.base) for site in gaussians))
+                self._known = (call.guide, not any(is_joint(site.base) for site in gaussians))
             except GuideError:
-                self._known = (id(call.guide), False)
+                self._known = (call.guide, False)
         return self._known[1]
 
 

@@ -221,21 +221,18 @@ def _parts_of_vectors(
             continue
         positions = torch.arange(source.loc.shape[-1], device=source.loc.device)
         unpacked = map(owner._unpack_latent, (source.loc, source.scale, positions))
-        parts = {}
+        parts, indices = {}, {}
         for (site, loc), (_, scale), (_, index) in zip(*unpacked, strict=True):
             elements = torch.zeros_like(positions, dtype=torch.bool)
             elements[index.reshape(-1)] = True
             parts[site["name"]] = {"source": source, "loc": loc, "own_scale": scale, "elements": elements}
+            indices[site["name"]] = index
         if is_joint(source.base):
             factor, rest, between = shared_factor(source.base)
-            factors, rests = (
-                [] if t is None else owner._unpack_latent(t) for t in (factor.contiguous(), rest)
-            )
             sites = " and ".join(map(repr, parts))
-            for site, value in factors:
-                parts[site["name"]]["shared"] = SharedNoise(value, sites, between)
-            for site, value in rests:
-                parts[site["name"]]["rest"] = value
+            for name, index in indices.items():
+                parts[name]["shared"] = SharedNoise(factor[:, index], sites, between)
+                parts[name]["rest"] = None if rest is None else rest[index]
         yield from parts.items()
 
 
