@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The posterior of a last layer with covariances, beside any other posterior of the rest."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ from pyro_dvi.guides.base import FactorisedGuide, prior_scale_of
 from pyro_dvi.guides.factors import Deterministic, Factor, MeanField
 from pyro_dvi.guides.mean_field import MeanFieldGuide
 from pyro_dvi.guides.scales import exp_positive
+from pyro_dvi.guides.weight_products import FollowedStart, WeightProducts
 from pyro_dvi.joint_normal import RowsNormal
 from pyro_dvi.sites import is_latent
 from pyro_dvi.undisturbed import preserve_buffers
@@ -194,25 +196,30 @@ def _initial_scales(guide: AutoContinuous, log_offset: float) -> Tensor:
         prior_scale_of(site["fn"], site["value"]).expand_as(site["value"]).flatten()
         for _, site in trace.iter_stochastic_nodes()
     ]
-    return torch.cat(scales).detach() * torch.tensor(log_offset).exp().item()
+    return torch.cat(scales).detach() * math.exp(log_offset)
 
 
 class _RowsGuide(AutoContinuous):
     """A dense covariance of a vector, or of each row of what it consists of."""
 
     def __init__(self, model: Callable, log_offset: float, per_output: bool) -> None:
-        super().__init__(model, init_loc_fn=init_to_module)
+        super().__init__(model, init_loc_fn=FollowedStart(init_to_module))
         self.log_offset, self.per_output = log_offset, per_output
 
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
-        super()._setup_prototype(*args, **kwargs)
+        with WeightProducts() as products:
+            super()._setup_prototype(*args, **kwargs)
         trace: Any = self.prototype_trace
         shapes = {name: site["value"].shape for name, site in trace.iter_stochastic_nodes()}
         rows = {shape[0] if shape else 1 for shape in shapes.values()} if self.per_output else {1}
-        if len(rows) > 1:
+        inputs = [name for name, units in products.units.items() if any(0 in unit.axes for unit in units)]
+        if len(rows) > 1 or (self.per_output and inputs):
+            found = (
+                f", and the model multiplies inputs with the first dimension of {inputs}" if inputs else ""
+            )
             raise ArgumentError(
                 f"PerOutput() needs sites whose first dimension counts the outputs of the layer; their shapes are "
-                f"{ {name: tuple(shape) for name, shape in shapes.items()} }. Use AllOutputs() or LowRank(rank)."
+                f"{ {name: tuple(shape) for name, shape in shapes.items()} }{found}. Use AllOutputs() or LowRank(rank)."
             )
         loc = self._init_loc()
         places = torch.arange(len(loc), device=loc.device).split([s.numel() for s in shapes.values()])

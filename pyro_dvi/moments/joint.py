@@ -226,6 +226,8 @@ class _Followed:
         if alone and isinstance(_gaussian(parts[0]), JointMoments):
             return result  # a function of the Gaussian, which likelihoods integrate over
         adds = entry.name.strip("_") in _SUMS and len({_gaussian(a).noise.sites for a in found}) == 1
+        if len(found) > 1 and not any(a.of_weights or a.noise.between_outputs for a in map(_gaussian, found)):
+            adds = False  # they may be of rows that are independent
         if all(a.link is None for a in found) and (adds or (alone and (moves or entry.kind is Kind.AFFINE))):
             return _as(result, _through(entry.rule, found, args, kwargs, parts))
         return _refuse(_gaussian(first), f"enter {name_of(func)}")

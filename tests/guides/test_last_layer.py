@@ -142,3 +142,22 @@ def test_mistakes():
         dvi.LastLayerGuide(model, "net.2", covariance="dense")
     with pytest.raises(ArgumentError, match="first dimension counts the outputs"):
         dvi.LastLayerGuide(model, ["net.0", "net.2"]).initialize(x, y)
+
+
+@pytest.mark.parametrize("product", [
+    lambda x, w: x @ w,
+    lambda x, w: torch.einsum("ni,io->no", x, w),
+    lambda x, w: nn.functional.linear(x, w.T),
+])  # fmt: skip
+def test_rows_that_are_inputs_are_refused(product):
+    """As covariances of outputs they would give wrong variances."""
+
+    def model(x, y=None):
+        w = pyro.sample("w", dist.Normal(0.0, 1.0).expand([3, 3]).to_event(2))
+        with pyro.plate("data", len(x)):
+            return pyro.sample("obs", dist.Normal(product(x, w), 1.0).to_event(1), obs=y)
+
+    x = torch.ones(4, 3)
+    with pytest.raises(ArgumentError, match=r"multiplies inputs with the first dimension of \['w'\]"):
+        dvi.LastLayerGuide(model, "w").initialize(x, x)
+    dvi.LastLayerGuide(model, "w", covariance=AllOutputs()).initialize(x, x)

@@ -124,6 +124,15 @@ def test_what_loses_covariances_is_refused(function):
         function(*weights((2, 3), (2,), rest=False))
 
 
+def test_independent_outputs_are_not_subtracted():
+    """One whose rows share no noise has a difference of another variance than that of its lanes."""
+    w, b = weights((2, 3), (2,), rest=False, between=False)
+    with joint_noise_followed():
+        outputs = X @ w.T + b  # a bias is of the same rows
+        with pytest.raises(UnsupportedError, match="have covariances|has covariances"):
+            outputs[:, 0] - outputs[:, 1]
+
+
 def test_a_function_of_outputs_keeps_the_gaussian_behind_it():
     with joint_noise_followed():
         outputs = F.linear(X, *weights((2, 3), (2,), rest=False))
