@@ -201,7 +201,7 @@ class _Search:
             listed = "; ".join(f"{weight:g}: {why}" for weight, why in self.failures.items())
             raise NonFiniteError(
                 f"every training has failed ({listed}). Run train(kl_weight) alone at one of these weights until it "
-                "works: lower the learning rate, that of posterior scales first, or train in float64"
+                "works; where it diverges, lower the learning rate, that of posterior scales first, or train in float64"
             ) from self.error
         ordered = sorted(self.scores)
         at_edge = len(ordered) > 1 and self.best in (ordered[0], ordered[-1])

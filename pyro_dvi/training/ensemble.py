@@ -213,9 +213,8 @@ def _as_member(given: Any) -> TrainedPosterior:
     if not (isinstance(given, tuple) and len(given) == 2 and all(map(callable, given))):
         raise ArgumentError(f"a member of an ensemble is a pair (model, guide) of callables, not {given!r}")
     modules = [part for part in given if isinstance(part, nn.Module)]
-    others = {
-        name for part in modules for name, *_ in supplanted(part)
-    }  # what another posterior has there now
+    # What another posterior has there now.
+    others = {name for part in modules for name, *_ in supplanted(part)}
     state: Any = pyro.get_param_store().get_state()
     kept: Any = {
         what: {name: value for name, value in values.items() if name.replace("$$$", ".") not in others}

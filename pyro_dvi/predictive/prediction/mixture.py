@@ -63,9 +63,7 @@ class Mixture:
         self.last: Response | None = None
         self._keep = keep
         self._kept: list[dict[str, Tensor]] = []
-        self._mixtures: list[
-            PointMixture
-        ] = []  # components that are mixtures themselves, if they are to be kept
+        self._mixtures: list[PointMixture] = []  # kept components that are mixtures themselves
         # What is observed, with possible values in place of the masked ones.
         self._scored: Tensor | None = None
 
