@@ -229,10 +229,13 @@ def _parts_of_vectors(
             indices[site["name"]] = index
         if is_joint(source.base):
             factor, rest, between = shared_factor(source.base)
-            sites = " and ".join(map(repr, parts))
+            sites, start = " and ".join(map(repr, parts)), 0
             for name, index in indices.items():
-                parts[name]["shared"] = SharedNoise(factor[:, index], sites, between)
-                parts[name]["rest"] = None if rest is None else rest[index]
+                own = slice(
+                    start, start := start + index.numel()
+                )  # a view, since indexing costs more backwards
+                parts[name]["shared"] = SharedNoise(factor[:, own].reshape(-1, *index.shape), sites, between)
+                parts[name]["rest"] = None if rest is None else rest[own].reshape(index.shape)
         yield from parts.items()
 
 
