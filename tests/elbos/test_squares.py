@@ -183,9 +183,8 @@ def test_a_loss_is_differentiated_once():
 def test_a_latent_that_reaches_no_observation_becomes_its_prior():
     x, y = x_and_y()
     guide = NaturalGradientGuide(unused)
-    svi = SVI(
-        unused, guide, VOGN({"lr": 0.1, "initial_curvature": 0.1, "betas": (0.9, 0.5)}), NaturalGradientELBO()
-    )
+    options = {"lr": 0.1, "max_step": 0.03, "initial_curvature": 0.1, "betas": (0.9, 0.5)}
+    svi = SVI(unused, guide, VOGN(options), NaturalGradientELBO())
     for _ in range(100):
         svi.step(x, y)
     torch.testing.assert_close(guide.locs.idle.detach(), torch.zeros(2), atol=0.05, rtol=0)
