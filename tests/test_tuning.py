@@ -173,3 +173,11 @@ def test_what_is_around_it_stays():
     assert inner[0] == inner[1]  # the same seed
     assert "mine" in pyro.get_param_store()
     assert float(pyro.param("MeanFieldGuide.locs.w").detach()) == float(tuned.guide.median()["w"].detach())
+
+
+def test_a_score_that_draws_leaves_random_numbers_alone():
+    torch.manual_seed(0)
+    expected = torch.rand(3)
+    torch.manual_seed(0)
+    dvi.tune_kl_weight(stand_in, None, (1.0,), score=lambda *_: float(torch.rand(())), progress=False)
+    torch.testing.assert_close(torch.rand(3), expected, rtol=0, atol=0)

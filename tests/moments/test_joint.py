@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Moments that share noise, held against dense covariances by Jacobians."""
 
 import pytest
@@ -21,6 +22,7 @@ USES = {
     "einsum": (lambda w, b: torch.einsum("ni,oi->no", X, w) + b, (2, 3), (2,)),
     "convolution": (lambda w, b: F.conv2d(IMAGES, w, b, padding=1), (2, 3, 3, 3), (2,)),
     "views and scales": (lambda w, b: (2 * F.linear(X, w, b) / 4).unsqueeze(0)[0, :, :1], (2, 3), (2,)),
+    "shifts that are certain": (lambda w, b: 3 + F.linear(X, w, b) - X[:, :2], (2, 3), (2,)),
     "parts": (lambda w, b: F.linear(X, w, b).chunk(2, -1)[1].squeeze(-1), (2, 3), (2,)),
     "differences of a layer": (lambda w, b: F.linear(X, w, b) - F.linear(2 * X, w, b), (2, 3), (2,)),
     "in place": (lambda w, b: F.linear(X, w, b).add_(b), (2, 3), (2,)),
@@ -141,3 +143,10 @@ def test_a_function_of_outputs_keeps_the_gaussian_behind_it():
     assert isinstance(scale.link.inner, JointMoments)
     torch.testing.assert_close(scale.link.inner.noise.factor, 0.5 * outputs.noise.factor[:, :, 1])
     torch.testing.assert_close(covariance_of(probabilities.link.inner), covariance_of(outputs))
+
+
+def test_a_bias_with_the_noise_of_another_layer_is_refused():
+    w, b = weights((2, 3), (2,), rest=False)
+    b.noise = SharedNoise(b.noise.factor, "'other.bias'")
+    with pytest.raises(UnsupportedError, match="'other.bias' has covariances.* another layer's noise"):
+        F.linear(X, w, b)

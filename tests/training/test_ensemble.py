@@ -92,6 +92,9 @@ def test_parameters_of_functions_come_from_the_store():
     prediction = dvi.predict(both.model, both, torch.ones(1, 1), dvi.Samples(1))
     torch.testing.assert_close(prediction.mean, torch.tensor([2.0]))
     torch.testing.assert_close(prediction.aleatoric, torch.tensor([(0.01 + 0.04) / 2]))
+    pyro.param("mean", torch.tensor(7.0))  # of nobody in the ensemble
+    drawn = [pyro.poutine.trace(both).get_trace(torch.ones(1, 1)).nodes["slope"]["value"] for _ in range(30)]
+    assert {float(value) for value in drawn} == {1.0, 3.0}  # one of them is missing once in 10^9
 
 
 def test_parameters_that_live_in_modules():
