@@ -94,7 +94,7 @@ def test_parameters_of_functions_come_from_the_store():
     torch.testing.assert_close(prediction.aleatoric, torch.tensor([(0.01 + 0.04) / 2]))
     pyro.param("mean", torch.tensor(7.0))  # of nobody in the ensemble
     drawn = [pyro.poutine.trace(both).get_trace(torch.ones(1, 1)).nodes["slope"]["value"] for _ in range(30)]
-    assert {float(value) for value in drawn} == {1.0, 3.0}  # one of them is missing once in 10^9
+    assert {value.item() for value in drawn} == {1.0, 3.0}  # one of them is missing once in 10^9
 
 
 def test_parameters_that_live_in_modules():
