@@ -5,7 +5,7 @@ import sys
 from importlib.metadata import version as _version
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))  # gallery_arguments
+sys.path.insert(0, str(Path(__file__).parent))  # gallery
 
 project = "pyro-dvi"
 author = "The pyro-dvi developers"
@@ -35,14 +35,13 @@ napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 napoleon_use_rtype = False
 
-# Scripts of the gallery run at each build, if they have changed; an error in one is an error of the build.
+# Tutorials run at each build, if they have changed; an error in one is an error of the build.
 sphinx_gallery_conf = {
-    "examples_dirs": "../examples",
-    "gallery_dirs": "gallery",
-    "filename_pattern": "posterior_analysis",
-    "ignore_pattern": r"^(?!posterior_analysis)",  # the others are scripts with functions, not pages
-    "within_subsection_order": "FileNameSortKey",
-    "reset_argv": "gallery_arguments.scratch",
+    "examples_dirs": "../examples/tutorials",
+    "gallery_dirs": "tutorials",
+    "filename_pattern": r"\.py",
+    "within_subsection_order": "gallery.reading_order",
+    "reset_argv": "gallery.scratch",
     "capture_repr": (),
     "abort_on_example_error": True,
     "download_all_examples": False,

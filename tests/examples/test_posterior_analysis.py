@@ -32,7 +32,7 @@ def run(script: str, folder: Path, monkeypatch: pytest.MonkeyPatch, *arguments: 
     monkeypatch.setattr("sys.argv", [script, "--output-dir", str(folder), *arguments])
     with plt.rc_context({"backend": "Agg"}):
         try:
-            return runpy.run_path(str(EXAMPLES / f"{script}.py"), run_name="__main__")
+            return runpy.run_path(str(EXAMPLES / "tutorials" / f"{script}.py"), run_name="__main__")
         finally:
             plt.close("all")
 

@@ -6,7 +6,7 @@ Posterior analysis of a regression
 What comes after training: checks of the prior, of convergence and of the predictions, scores, bands, and ArviZ. Four
 posteriors of one small network are compared on one-dimensional data with a gap, where everything can be seen.
 
-As a script, ``python examples/posterior_analysis.py`` writes the figures and the posteriors into a folder.
+As a script, ``python examples/tutorials/posterior_analysis.py`` writes the figures and the posteriors into a folder.
 """
 
 # sphinx_gallery_thumbnail_number = 5

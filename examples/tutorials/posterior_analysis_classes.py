@@ -7,7 +7,7 @@ Calibration, rejection and foreign inputs, for four posteriors of one small netw
 what it does not know? Checks of convergence, drawn weights and ArviZ are explained in
 ``posterior_analysis.py`` and used here.
 
-As a script, ``python examples/posterior_analysis_classes.py`` writes the figures and the posteriors into a folder. With
+As a script, the file writes the figures and the posteriors into a folder. With
 ``--data-dir``, a folder with ``small/notmnist_small.npz`` (letters of 28 x 28 pixels, in the array ``x_test``), letters
 are shown to the networks, too.
 """
