@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Deterministic variational inference for Bayesian neural networks in Pyro.
 
-The public names, in the order of the chapters. matplotlib is loaded when ``plots`` is first used, and ArviZ when
-``to_arviz`` is called.
+The public names, in the order of the chapters. matplotlib is loaded when ``plots`` is first used, ArviZ when
+``to_arviz`` is called, and pandas by the tables of reports.
 """
 
 from importlib import import_module as _import_module
@@ -78,6 +78,8 @@ from pyro_dvi.tuning import tune_kl_weight
 
 if TYPE_CHECKING:
     from pyro_dvi import plots
+
+    __version__: str
 
 __all__ = [
     # Errors
@@ -157,6 +159,8 @@ if not TYPE_CHECKING:  # a type checker knows all names from the imports above, 
     def __getattr__(name: str) -> object:
         if name == "plots":
             return _import_module("pyro_dvi.plots")
+        if name == "__version__":  # of the installed package, read where somebody asks
+            return _import_module("importlib.metadata").version("pyro-dvi")
         raise AttributeError(f"module 'pyro_dvi' has no attribute {name!r}")
 
 

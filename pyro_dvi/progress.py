@@ -1,18 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
 """The progress bar."""
 
+import sys
+from collections.abc import Iterable
 from typing import Any
 
-from tqdm.auto import tqdm
-from tqdm.notebook import tqdm as notebook_tqdm
+from tqdm.std import tqdm
 
 __all__ = ["progress_bar"]
 
 
-def progress_bar(show: bool, total: int | None, *, unit: str = "step") -> Any:
-    """Return a bar: shown in a notebook, or where the output is a terminal.
+def progress_bar(
+    show: bool,
+    total: int | None = None,
+    *,
+    unit: str = "step",
+    label: str | None = None,
+    of: Iterable[Any] | None = None,
+) -> Any:
+    """Return a bar: shown where the output is a terminal, or in a notebook, there as text if ipywidgets is missing.
 
-    ``disable=None`` is tqdm's own test for a terminal; its notebook bar would take a notebook for none.
+    ``disable=None`` is tqdm's own test for a terminal, which a notebook is not. ``tqdm.auto`` would load IPython and
+    warn where ipywidgets is missing.
     """
-    automatic = False if issubclass(tqdm, notebook_tqdm) else None
-    return tqdm(total=total, unit=unit, disable=automatic if show else True, dynamic_ncols=True)
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    bar, unseen = tqdm, None
+    if shell is not None and "IPKernelApp" in shell.config:
+        from tqdm import notebook
+
+        bar, unseen = tqdm if notebook.IProgress is None else notebook.tqdm, False
+    return bar(of, label, total, unit=unit, disable=unseen if show else True, dynamic_ncols=True)

@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Progress bars show on a terminal only."""
+"""Progress bars show on a terminal or in a notebook."""
 
 import io
+import sys
+import types
 
 import pytest
+from tqdm import notebook, std
 
+from pyro_dvi.progress import progress_bar
 from pyro_dvi.training import fit
 from tests.training.problems import sequence, svi_of
 
@@ -26,3 +30,21 @@ def test_progress_bar_shows_on_a_terminal_only(monkeypatch, terminal):
     monkeypatch.setattr("sys.stderr", stream)
     fit(svi_of("AutoNormal + Trace_ELBO"), sequence(), 2)
     assert ("6/6" in stream.getvalue()) is terminal
+
+
+class Widget(std.tqdm):
+    """Stands for tqdm's bar of widgets."""
+
+
+@pytest.mark.parametrize("widgets, kind", [(None, std.tqdm), (object, Widget)])
+def test_a_notebook_without_ipywidgets_has_a_bar_of_text(monkeypatch, widgets, kind):
+    stream = Stream(terminal=False)
+    shell = types.SimpleNamespace(config={"IPKernelApp": {}})
+    monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: shell))
+    monkeypatch.setattr(notebook, "IProgress", widgets)
+    monkeypatch.setattr(notebook, "tqdm", Widget)
+    monkeypatch.setattr("sys.stderr", stream)
+    with progress_bar(True, 3, label="predict", of=range(3)) as bar:
+        assert type(bar) is kind
+        assert list(bar) == [0, 1, 2]
+    assert "predict" in stream.getvalue() and "3/3" in stream.getvalue()

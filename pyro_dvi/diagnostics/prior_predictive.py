@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from pyro_dvi.choice import check_count
 from pyro_dvi.devices import device_of
@@ -22,6 +21,7 @@ from pyro_dvi.predictive.engine.run import check_observation, evaluation_mode, o
 from pyro_dvi.predictive.prediction.component import class_log_probabilities
 from pyro_dvi.predictive.prediction.observations import ObservationDraws
 from pyro_dvi.predictive.rules.prior import PriorSamples
+from pyro_dvi.progress import progress_bar
 from pyro_dvi.table import text_table
 
 __all__ = ["PriorPredictiveCheck", "StatisticCheck", "prior_predictive_check"]
@@ -232,7 +232,7 @@ def prior_predictive_check(
         components = Components(model, None, rule, used_seed)
         noise = torch.Generator().manual_seed(used_seed + 1)  # other numbers than those of the latents
         parts = [_DataSets(num_samples, num_samples, noise) for _ in split]
-        shown = tqdm(split, desc="prior", unit="batch", disable=not progress)
+        shown = progress_bar(progress, unit="batch", label="prior", of=split)
         for part, batch in zip(parts, shown, strict=True):
             components.read(part, batch, name)
     values = [applied(chosen, drawn) for drawn in torch.cat([part.values for part in parts], 1)]

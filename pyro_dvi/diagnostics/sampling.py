@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
 from pyro_dvi.choice import check_choice, check_count
 from pyro_dvi.devices import device_of
@@ -25,6 +24,7 @@ from pyro_dvi.predictive.posterior import posterior_gaussians
 from pyro_dvi.predictive.rules.calibration import RunningMoments
 from pyro_dvi.predictive.rules.propagation import Independent, Propagation
 from pyro_dvi.predictive.rules.rule import Samples
+from pyro_dvi.progress import progress_bar
 
 __all__ = ["compare_with_sampling"]
 
@@ -112,7 +112,7 @@ def compare_with_sampling(
         sampled = _Sampled({place: loc.shape for place, (loc, _) in propagated.moments.items()})
         torch.manual_seed(seed)
         draws = Samples(num_samples).draws(guide, batch.inputs)
-        for draw in tqdm(draws, total=num_samples, desc="compare", unit="draw", disable=not progress):
+        for draw in progress_bar(progress, num_samples, unit="draw", label="compare", of=draws):
             # What did not enter as moments stays where it was.
             values = {name: draw[name] if name in weights.given else value for name, value in centre.items()}
             with arguments_kept() as made, _watching(sampled.see):

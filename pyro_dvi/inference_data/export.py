@@ -10,7 +10,6 @@ from itertools import chain
 from typing import Any
 
 from pyro.infer.autoguide import AutoLaplaceApproximation
-from tqdm.auto import tqdm
 
 from pyro_dvi.choice import check_count
 from pyro_dvi.devices import device_of
@@ -30,6 +29,7 @@ from pyro_dvi.predictive.posterior import check_posterior, example_latents, pred
 from pyro_dvi.predictive.predict import names_of_sites, rule_of
 from pyro_dvi.predictive.rules.members import draws_weights, with_draws
 from pyro_dvi.predictive.rules.prior import PriorSamples
+from pyro_dvi.progress import progress_bar
 from pyro_dvi.training import History
 
 __all__ = ["to_arviz"]
@@ -245,7 +245,7 @@ class _Passes:
     def over(self, batches: Iterable[Batch], predicted: Sequence[Predictions]) -> tuple[Group, list[str]]:
         """Predict all batches; return their inputs, and the names of those that are too big to copy."""
         inputs = []
-        for batch in tqdm(batches, desc="export", unit="batch", disable=not self.progress):
+        for batch in progress_bar(self.progress, unit="batch", label="export", of=batches):
             latents = example_latents(self.guide, batch.inputs)
             nodes = observed_run(self.model, batch, latents)
             for own in predicted:

@@ -8,7 +8,6 @@ from typing import Any
 
 from pyro.infer.autoguide import AutoDelta
 from torch import nn
-from tqdm.auto import tqdm
 
 from pyro_dvi.choice import check_choice
 from pyro_dvi.devices import device_of
@@ -28,6 +27,7 @@ from pyro_dvi.predictive.rules.linearised import Linearised
 from pyro_dvi.predictive.rules.members import OfMembers
 from pyro_dvi.predictive.rules.moments import Moments
 from pyro_dvi.predictive.rules.rule import AtMean, PredictionRule, Samples
+from pyro_dvi.progress import progress_bar
 from pyro_dvi.signatures import with_missing
 
 __all__ = ["default_rule", "names_of_sites", "predict", "rule_of"]
@@ -136,7 +136,7 @@ def predict(
         first = next(split)
         check_posterior(model, guide, first.inputs)
         components = Components(model, guide, rule, seed)
-        for batch in tqdm(chain([first], split), desc="predict", unit="batch", disable=not progress):
+        for batch in progress_bar(progress, unit="batch", label="predict", of=chain([first], split)):
             args, kwargs = batch.whole
             with explained_errors(model, posterior, with_missing(model, args), kwargs):
                 if batch.observed is not None:

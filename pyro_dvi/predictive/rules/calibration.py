@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from pyro_dvi.choice import check_count
 from pyro_dvi.devices import device_of
@@ -31,6 +30,7 @@ from pyro_dvi.predictive.engine.run import Response, evaluation_mode, respond, s
 from pyro_dvi.predictive.posterior import posterior_gaussians
 from pyro_dvi.predictive.rules.propagation import Propagation
 from pyro_dvi.predictive.rules.rule import Samples
+from pyro_dvi.progress import progress_bar
 
 __all__ = ["Calibrated", "RunningMoments", "calibrate"]
 
@@ -147,7 +147,7 @@ def calibrate(
             sampled[k].add(output.loc)
 
         draws = Samples(num_samples).draws(guide, batch.inputs)
-        for draw in tqdm(draws, total=num_samples, desc="calibrate", unit="draw", disable=not progress):
+        for draw in progress_bar(progress, num_samples, unit="draw", label="calibrate", of=draws):
             values = {name: draw[name] if name in weights.given else centre[name] for name in centre}
             certain = _CertainMoments(weights.given.keys())
             with uncertain_likelihoods(), certain, observed_by(_Uses(certain.given, see)):
