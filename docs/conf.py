@@ -5,7 +5,9 @@ import sys
 from importlib.metadata import version as _version
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))  # gallery
+sys.path.insert(0, str(Path(__file__).parent))  # gallery, api_pages
+
+from api_pages import inventories  # noqa: E402
 
 project = "pyro-dvi"
 author = "The pyro-dvi developers"
@@ -16,18 +18,21 @@ extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
     "sphinx-mathjax-offline",  # MathJax is part of the build: pages can be read without a network
+    "sphinx.ext.intersphinx",
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
     "sphinx_gallery.gen_gallery",
+    "api_pages",
 ]
 exclude_patterns = ["_build"]
-nitpicky = False  # torch, Pyro and ArviZ are not linked: a build must not need the network
+intersphinx_mapping = inventories()  # from inventories.txt: a build needs no network
 
 myst_enable_extensions = ["dollarmath", "amsmath", "deflist", "colon_fence"]
 myst_heading_anchors = 3
 
 autodoc_member_order = "bysource"
+python_use_unqualified_type_names = True
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
 napoleon_google_docstring = True

@@ -30,10 +30,10 @@ __all__ = [
     "parameter_names",
 ]
 
-# ``<Guide>.scales.<site>`` (MeanFieldGuide, AutoNormal), ``<Guide>.alphas.<site>`` (MultiplicativeNoiseGuide) and
-# ``<Guide>.scale`` (AutoDiagonalNormal), also as a part of an AutoGuideList. All are tied to the guide's name, a
-# class name with a capital or ``guide`` in an ELBOModule, because a network may well own a parameter called
-# ``scale``, and ten times its learning rate would do harm unseen.
+#: A pattern for names of log-scales: ``<Guide>.scales.<site>`` (MeanFieldGuide, AutoNormal), ``<Guide>.alphas.<site>``
+#: (MultiplicativeNoiseGuide) and ``<Guide>.scale`` (AutoDiagonalNormal), also as a part of an AutoGuideList. All are
+#: tied to the guide's name, a class name with a capital or ``guide`` in an ELBOModule, because a network may well own
+#: a parameter called ``scale``, and ten times its learning rate would do harm unseen.
 SCALE_PATTERN = r"(^|\.)([A-Z]\w*|guide)(\.\d+)*\.(scales\.|alphas\.|scale$)"
 
 
