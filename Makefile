@@ -15,8 +15,11 @@ lint:  ## check format and lint, change nothing
 	ruff format --check .
 	ruff check .
 
-types:  ## check the types of the package and the tests
+types:  ## check the types of package and tests, and of the code that README and tutorials show
 	mypy
+	python -m tests.docs.shown_code
+	mypy --allow-untyped-defs --allow-incomplete-defs --allow-redefinition $$(cat .shown_code/files)
+	basedpyright $$(cat .shown_code/files)
 
 imports:  ## check that chapters import only from earlier chapters
 	lint-imports

@@ -24,9 +24,11 @@ def progress_bar(
     warn where ipywidgets is missing.
     """
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
-    bar, unseen = tqdm, None
+    bar: Any = tqdm
+    unseen = None
     if shell is not None and "IPKernelApp" in shell.config:
         from tqdm import notebook
 
-        bar, unseen = tqdm if notebook.IProgress is None else notebook.tqdm, False
+        bar = tqdm if getattr(notebook, "IProgress", None) is None else notebook.tqdm
+        unseen = False
     return bar(of, label, total, unit=unit, disable=unseen if show else True, dynamic_ncols=True)

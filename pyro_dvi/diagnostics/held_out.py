@@ -3,7 +3,7 @@
 
 import reprlib
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -11,10 +11,13 @@ from torch import Tensor
 from pyro_dvi.errors import ArgumentError, DataError
 from pyro_dvi.predictive import Prediction
 
+if TYPE_CHECKING:
+    import pandas
+
 __all__ = ["compare_held_out"]
 
 
-def compare_held_out(predictions: Mapping[str, Prediction], y: Any = None) -> Any:
+def compare_held_out(predictions: Mapping[str, Prediction], y: Any = None) -> "pandas.DataFrame":
     r"""Table of log scores on data that no posterior was trained on.
 
     The expected log predictive density of m held-out examples, and the difference to the best, pair by pair:

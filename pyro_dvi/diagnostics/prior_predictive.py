@@ -4,7 +4,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -23,6 +23,9 @@ from pyro_dvi.predictive.prediction.observations import ObservationDraws
 from pyro_dvi.predictive.rules.prior import PriorSamples
 from pyro_dvi.progress import progress_bar
 from pyro_dvi.table import text_table
+
+if TYPE_CHECKING:
+    import pandas
 
 __all__ = ["PriorPredictiveCheck", "StatisticCheck", "prior_predictive_check"]
 
@@ -138,7 +141,7 @@ class PriorPredictiveCheck:
         )
         return "\n".join([head, "", *text_table(titles, lines), "", self.verdict])
 
-    def to_dataframe(self) -> Any:
+    def to_dataframe(self) -> "pandas.DataFrame":
         """Return the rows as a ``pandas.DataFrame``."""
         import pandas
 

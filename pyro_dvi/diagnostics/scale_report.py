@@ -5,7 +5,7 @@ import math
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import Tensor
@@ -14,6 +14,9 @@ from pyro_dvi.choice import check_positive
 from pyro_dvi.diagnostics.posterior_spread import Spread, posterior_spread
 from pyro_dvi.errors import DataError
 from pyro_dvi.table import text_table
+
+if TYPE_CHECKING:
+    import pandas
 
 __all__ = ["LEVELS", "ScaleCourse", "ScaleReport", "SiteScales", "scale_course", "scale_report"]
 
@@ -156,7 +159,7 @@ class ScaleReport:
         table = text_table(titles, lines)
         return "\n".join([f"Posterior scales of {self.guide}", "", *table, "", self.verdict])
 
-    def to_dataframe(self) -> Any:
+    def to_dataframe(self) -> "pandas.DataFrame":
         """Return the rows as a ``pandas.DataFrame``, one column for each quantile."""
         import pandas
 

@@ -4,13 +4,16 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from pyro_dvi.diagnostics.posterior_spread import posterior_spread
 from pyro_dvi.errors import ArgumentError, GuideError
 from pyro_dvi.table import text_table
+
+if TYPE_CHECKING:
+    import pandas
 
 __all__ = ["SignalToNoise", "signal_to_noise"]
 
@@ -106,7 +109,7 @@ class SignalToNoise:
         table = text_table(titles, [*rows, everything])
         return "\n".join([f"|mean| / sd of the weights of {self.guide}", "", *table])
 
-    def to_dataframe(self) -> Any:
+    def to_dataframe(self) -> "pandas.DataFrame":
         """Return quantiles and shares by site as a ``pandas.DataFrame``."""
         import pandas
 

@@ -53,9 +53,9 @@ def to_arviz(
     elbo: Any = None,
     batch_size: int = 1000,
     seed: int | None = None,
-    coords: Mapping[Hashable, Any] | None = None,
-    dims: Mapping[Hashable, Sequence[Hashable]] | None = None,
-    pred_coords: Mapping[Hashable, Any] | None = None,
+    coords: Mapping[Any, Any] | None = None,
+    dims: Mapping[Any, Sequence[Hashable]] | None = None,  # Any: the key of a Mapping is invariant
+    pred_coords: Mapping[Any, Any] | None = None,
     progress: bool = False,
 ) -> Any:
     r"""Posterior draws, predictions and data as one ArviZ object.

@@ -67,7 +67,7 @@ def learning_rates(
     *,
     scale_pattern: str | re.Pattern[str] = SCALE_PATTERN,
     **optimizer_options: Any,
-) -> LearningRates:
+) -> Any:  # LearningRates; Pyro's ClippedAdam takes functions but declares a dict
     r"""Options for a Pyro optimizer in which posterior scales have a learning rate of their own.
 
     .. math::

@@ -4,7 +4,6 @@
 import doctest
 import importlib
 import pkgutil
-import re
 from pathlib import Path
 
 import pytest
@@ -12,32 +11,10 @@ import torch
 
 import pyro_dvi
 from pyro_dvi.curvature.per_example import rules
+from tests.docs.shown_code import ROOT, python_blocks
 
-ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 MODULES = ["pyro_dvi", *(m.name for m in pkgutil.walk_packages(pyro_dvi.__path__, "pyro_dvi."))]
-
-# A block that is not meant to run (another library's code, a fragment) says so on the line before its fence.
-NOT_RUN = "<!-- not run"
-# One that trains for long says there what the test writes in place of its number: "<!-- tested with epochs=2 -->".
-TESTED_WITH = re.compile(r"<!-- tested with (\w+)=(\d+) -->")
-
-
-def python_blocks(page: Path) -> str:
-    """The page's Python blocks as one program, each at its own line number so that tracebacks point home."""
-    text = page.read_text()
-    program: list[str] = []
-    for block in re.finditer(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
-        line_before = text[: block.start()].rstrip("\n").rpartition("\n")[2]
-        if line_before.startswith(NOT_RUN):
-            continue
-        first_line = text[: block.start(1)].count("\n")
-        program += [""] * (first_line - len(program))
-        code = block[1]
-        if shorter := TESTED_WITH.fullmatch(line_before):
-            code = re.sub(rf"\b{shorter[1]}=\d+", f"{shorter[1]}={shorter[2]}", code)
-        program += code.splitlines()
-    return "\n".join(program)
 
 
 def docstring_examples() -> list[doctest.DocTest]:

@@ -4,7 +4,7 @@
 import math
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,10 @@ from pyro_dvi.predictive.prediction.part import Part, of_distributions
 from pyro_dvi.predictive.prediction.quantiles import crps, probabilities, quantile
 from pyro_dvi.predictive.prediction.tables import dataframe, dataset
 from pyro_dvi.predictive.rules.rule import PredictionRule
+
+if TYPE_CHECKING:
+    import pandas
+    import xarray
 
 __all__ = ["Prediction"]
 
@@ -337,7 +341,7 @@ class Prediction:
             return found | scores.of_numbers(counted(values), counted(self.mean), interval, crps)
         return found
 
-    def to_dataframe(self) -> Any:
+    def to_dataframe(self) -> "pandas.DataFrame":
         """Return a ``pandas.DataFrame`` with a row for each example.
 
         Columns: ``mean``, ``std``, ``aleatoric``, ``epistemic``, or for classes ``probabilities[0]``, ... , ``entropy``
@@ -346,7 +350,7 @@ class Prediction:
         """
         return dataframe(self._columns(), len(self))
 
-    def to_xarray(self) -> Any:
+    def to_xarray(self) -> "xarray.Dataset":
         """Return an ``xarray.Dataset`` with dimension ``example``; with ``draw``, if draws were kept.
 
         Variables: as the columns of :meth:`to_dataframe`, classes in the dimension ``class``; draws as

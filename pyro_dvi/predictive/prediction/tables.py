@@ -2,16 +2,20 @@
 """What is known of each example as a table, and as labelled arrays."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
+if TYPE_CHECKING:
+    import pandas
+    import xarray
+
 __all__ = ["array_of", "dataframe", "dataset"]
 
 
-def dataframe(columns: Mapping[str, Tensor], num_rows: int) -> Any:
+def dataframe(columns: Mapping[str, Tensor], num_rows: int) -> "pandas.DataFrame":
     """Return a ``pandas.DataFrame``; see :meth:`Prediction.to_dataframe`."""
     import pandas
 
@@ -28,7 +32,7 @@ def dataframe(columns: Mapping[str, Tensor], num_rows: int) -> Any:
 
 def dataset(
     columns: Mapping[str, Tensor], draws: Mapping[str, Tensor], cell_dims: int, attributes: Mapping[str, str]
-) -> Any:
+) -> "xarray.Dataset":
     """Return an ``xarray.Dataset``; see :meth:`Prediction.to_xarray`.
 
     Args:
