@@ -14,7 +14,7 @@ from pyro_dvi.choice import check_count, check_positive
 from pyro_dvi.errors import ArgumentError, DviWarning, NonFiniteError, PyroDviError
 from pyro_dvi.predictive.predict import predict
 from pyro_dvi.progress import progress_bar
-from pyro_dvi.table import text_table
+from pyro_dvi.table import Columns, Report
 from pyro_dvi.training import Table, TrainedPosterior, train_apart
 from pyro_dvi.training.random_state import preserve_random_state
 
@@ -24,7 +24,7 @@ _NUMERICAL = (ValueError, ArithmeticError, linalg.LinAlgError)  # type: ignore[a
 
 
 @dataclass(frozen=True, repr=False)
-class TunedKLWeight:
+class TunedKLWeight(Report):
     """What a choice of the KL weight was made from; ``print`` shows it as a table.
 
     Attributes:
@@ -43,12 +43,14 @@ class TunedKLWeight:
     failures: dict[float, str]
     at_edge: bool
 
-    def __repr__(self) -> str:
+    def _shown(self) -> list[Any]:
         rows = []
         for weight, score in zip(*self.table.values(), strict=True):
             note = f"failed: {self.failures[weight]}" if weight in self.failures else ""
             rows.append((note or "best" * (weight == self.kl_weight), f"{weight:g}", f"{score:.4f}"))
-        return "\n".join(text_table(("", "KL weight", "score"), rows))
+        return [Columns(("", "KL weight", "score"), rows)]
+
+    __repr__ = Report.__str__
 
 
 def tune_kl_weight(

@@ -19,7 +19,7 @@ from pyro_dvi.bayesian.scales import ScalePrior
 from pyro_dvi.bayesian.site_prior import SitePrior, TiedPrior
 from pyro_dvi.errors import ArgumentError, ModelError
 from pyro_dvi.sites import is_data, is_factor, is_latent
-from pyro_dvi.table import text_table
+from pyro_dvi.table import Columns, Report
 from pyro_dvi.undisturbed import undisturbed
 
 __all__ = ["SiteSummary", "Summary", "summary"]
@@ -52,7 +52,7 @@ class SiteSummary:
 
 
 @dataclass(frozen=True)
-class Summary:
+class Summary(Report):
     """What :func:`summary` returns; ``print`` shows it as a table.
 
     Args:
@@ -72,7 +72,7 @@ class Summary:
         """Number of latent weights."""
         return sum(site.size for site in self.sites)
 
-    def __str__(self) -> str:
+    def _shown(self) -> list[Any]:
         titles = ["site", "shape", "prior", "weights", "start rms"]
         numbers = ["mean rms", "scale"] if any(site.mean is not None for site in self.sites) else []
         rows = []
@@ -88,12 +88,11 @@ class Summary:
             rows.append(row[: len(titles + numbers)])
         empty = [""] * (2 + len(numbers))
         rows += [[name, "", f"= {owner}", *empty] for name, owner in self.tied.items()]
-        lines = text_table([*titles, *numbers], rows, names=3)
         total = (
             f"{self.latent:,} latent weights in {len(self.sites)} sites; {self.deterministic:,} deterministic"
         )
         seen = f"; observed: {', '.join(self.observed)}" if self.observed else ""
-        return "\n".join([*lines, lines[1], total + seen])
+        return [Columns([*titles, *numbers], rows, names=3), total + seen]
 
 
 def summary(model_or_net: Any, guide: Any = None, *args: Any, **kwargs: Any) -> Summary:

@@ -3,12 +3,13 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pyro_dvi.errors import DataError
-from pyro_dvi.table import text_table
+from pyro_dvi.table import Columns, Report
 
 __all__ = ["Comparison", "LayerComparison", "compared"]
 
@@ -42,7 +43,7 @@ class LayerComparison:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Comparison(Report):
     """Propagated against sampled moments of every layer, in the order of the computation.
 
     ``print(report)`` shows a table; ``pandas.DataFrame(report.rows)`` makes a frame of it.
@@ -69,23 +70,19 @@ class Comparison:
         """Return the layer whose standard deviations are off by the largest factor, up or down."""
         return max(self.rows, key=lambda row: abs(math.log(row.sd_ratio)) if row.sd_ratio > 0 else math.inf)
 
-    def __str__(self) -> str:
+    def _shown(self) -> list[Any]:
         titles = ("layer", "class", "elements", "mean error", "sd ratio", "rms ratio", "rank corr.")
         lines = []
         for row in self.rows:
             layer = row.layer + (f" (call {row.call + 1})" if row.call else "")
             numbers = (row.mean_error, row.sd_ratio, row.rms_ratio, row.rank_correlation)
             lines.append((layer, row.kind, f"{row.num_elements:,}", *(f"{number:.3f}" for number in numbers)))
-        return "\n".join(
-            [
-                f"Propagated moments against {self.num_samples:,} draws of the weights, {self.num_examples:,} "
-                "examples.",
-                f"Mean error in sampled standard deviations; {self.chance:.3f} of it is chance. Ratios are propagated "
-                "over sampled.",
-                "",
-                *text_table(titles, lines, names=2),
-            ]
-        )
+        return [
+            f"Propagated moments against {self.num_samples:,} draws of the weights, {self.num_examples:,} examples.\n"
+            f"Mean error in sampled standard deviations; {self.chance:.3f} of it is chance. Ratios are propagated over "
+            "sampled.",
+            Columns(titles, lines, names=2),
+        ]
 
 
 def compared(

@@ -22,7 +22,7 @@ from pyro_dvi.predictive.prediction.component import class_log_probabilities
 from pyro_dvi.predictive.prediction.observations import ObservationDraws
 from pyro_dvi.predictive.rules.prior import PriorSamples
 from pyro_dvi.progress import progress_bar
-from pyro_dvi.table import text_table
+from pyro_dvi.table import Columns, Report
 
 if TYPE_CHECKING:
     import pandas
@@ -66,7 +66,7 @@ class StatisticCheck:
 
 
 @dataclass(frozen=True)
-class PriorPredictiveCheck:
+class PriorPredictiveCheck(Report):
     """Statistics of the data beside those of data sets from the prior.
 
     ``print(check)`` shows a table and the verdict; :func:`pyro_dvi.plots.prior_predictive` draws it.
@@ -123,7 +123,7 @@ class PriorPredictiveCheck:
                 )
         return " ".join(findings)
 
-    def __str__(self) -> str:
+    def _shown(self) -> list[Any]:
         titles = ("statistic", "data", "prior 5 %", "median", "95 %", "p-value", "± error", "")
         lines = [
             (
@@ -139,7 +139,7 @@ class PriorPredictiveCheck:
             f"Prior predictive check of site {self.site!r}: {self.num_samples:,} data sets of {self.num_examples:,} "
             "examples"
         )
-        return "\n".join([head, "", *text_table(titles, lines), "", self.verdict])
+        return [head, Columns(titles, lines), self.verdict]
 
     def to_dataframe(self) -> "pandas.DataFrame":
         """Return the rows as a ``pandas.DataFrame``."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from pyro_dvi.choice import check_positive
 from pyro_dvi.diagnostics.posterior_spread import Spread, posterior_spread
 from pyro_dvi.errors import DataError
-from pyro_dvi.table import text_table
+from pyro_dvi.table import Columns, Report
 
 if TYPE_CHECKING:
     import pandas
@@ -81,7 +81,7 @@ class ScaleCourse:
 
 
 @dataclass(frozen=True)
-class ScaleReport:
+class ScaleReport(Report):
     """Posterior scales of every site, and whether they have converged.
 
     ``print(report)`` shows a table and the verdict; :func:`pyro_dvi.plots.posterior_scales` draws it.
@@ -130,7 +130,7 @@ class ScaleReport:
         )
         return f"{moved} is not known. Pass earlier=scale_snapshot(guide) of some epochs ago, or history."
 
-    def __str__(self) -> str:
+    def _shown(self) -> list[Any]:
         titles = (
             "site",
             "elements",
@@ -156,8 +156,7 @@ class ScaleReport:
             )
             for row in self.rows
         ]
-        table = text_table(titles, lines)
-        return "\n".join([f"Posterior scales of {self.guide}", "", *table, "", self.verdict])
+        return [f"Posterior scales of {self.guide}", Columns(titles, lines), self.verdict]
 
     def to_dataframe(self) -> "pandas.DataFrame":
         """Return the rows as a ``pandas.DataFrame``, one column for each quantile."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from pyro_dvi.diagnostics.posterior_spread import posterior_spread
 from pyro_dvi.errors import ArgumentError, GuideError
-from pyro_dvi.table import text_table
+from pyro_dvi.table import Columns, Report
 
 if TYPE_CHECKING:
     import pandas
@@ -21,7 +21,7 @@ THRESHOLDS = (0.5, 1.0, 2.0)  # of the table
 
 
 @dataclass(frozen=True)
-class SignalToNoise:
+class SignalToNoise(Report):
     r"""The ratio :math:`|\mu|/\sigma` of every weight.
 
     ``print(ratios)`` shows quantiles, and what could be pruned; :func:`pyro_dvi.plots.signal_to_noise` draws it.
@@ -87,7 +87,7 @@ class SignalToNoise:
             for name, ratio in self.ratios.items()
         ]
 
-    def __str__(self) -> str:
+    def _shown(self) -> list[Any]:
         titles = ("site", "elements", "5 %", "median", "95 %", *(f"< {t:g}" for t in THRESHOLDS))
         rows = [
             (
@@ -106,8 +106,7 @@ class SignalToNoise:
             "",
             *(f"{self.prunable(t):.1%}" for t in THRESHOLDS),
         )
-        table = text_table(titles, [*rows, everything])
-        return "\n".join([f"|mean| / sd of the weights of {self.guide}", "", *table])
+        return [f"|mean| / sd of the weights of {self.guide}", Columns(titles, [*rows, everything])]
 
     def to_dataframe(self) -> "pandas.DataFrame":
         """Return quantiles and shares by site as a ``pandas.DataFrame``."""

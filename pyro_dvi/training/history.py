@@ -5,15 +5,19 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pyro_dvi.batches import mapped
 from pyro_dvi.handlers.fingerprint import Fingerprint
+from pyro_dvi.table import InNotebook
+
+if TYPE_CHECKING:
+    import pandas
 
 __all__ = ["History", "Table"]
 
 
-class Table(dict[str, list[float]]):
+class Table(dict[str, list[float]], InNotebook):
     """Columns of equal length; a value that a row does not give is NaN.
 
     Example:
@@ -39,11 +43,20 @@ class Table(dict[str, list[float]]):
         """Return the last row."""
         return {name: column[-1] for name, column in self.items()} if self.rows else {}
 
+    def to_dataframe(self) -> "pandas.DataFrame":
+        """Return a ``pandas.DataFrame``, the numbers of epochs and steps as integers."""
+        import pandas
+
+        return pandas.DataFrame(self).astype({name: int for name in ("epoch", "step") if name in self})
+
+    def _shown(self) -> list[Any]:
+        return [self.to_dataframe()]
+
     def __missing__(self, name: str) -> list[float]:
         raise KeyError(f"no column {name!r}; there are {', '.join(self) or 'none yet'}")
 
 
-class History:
+class History(InNotebook):
     """The record that :func:`~pyro_dvi.training.fit` returns.
 
     Attributes:
@@ -109,6 +122,14 @@ class History:
     def __repr__(self) -> str:
         last = ", ".join(f"{name}={value:.4g}" for name, value in self.epochs.last().items())
         return f"History({self.epoch} epochs, {self.step} steps, stopped={self.stopped!r}; last: {last})"
+
+    def to_dataframe(self) -> "pandas.DataFrame":
+        """Return the epochs as a ``pandas.DataFrame`` with index ``epoch``; ``steps.to_dataframe()`` has the steps."""
+        frame = self.epochs.to_dataframe()
+        return frame.set_index("epoch") if self.epochs else frame
+
+    def _shown(self) -> list[Any]:
+        return [repr(self), self.to_dataframe()]
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain lists and numbers; the weights of the best epoch are not included."""

@@ -20,6 +20,7 @@ from pyro_dvi.laplace.energy.passes import same_data
 from pyro_dvi.laplace.energy.precision import PrecisionMatrix
 from pyro_dvi.laplace.methods.posterior import LaplacePosterior
 from pyro_dvi.linalg import SpectralQuadrature, TraceEstimate, trace_of_function
+from pyro_dvi.table import InNotebook
 
 __all__ = [
     "ByLanczos",
@@ -186,7 +187,7 @@ def chosen_determinant(given: Determinant | None, size: int) -> Determinant:
 
 
 @dataclass(frozen=True)
-class Evidence:
+class Evidence(InNotebook):
     r"""The log evidence and its parts, in nats.
 
     .. math:: \log p(D) \approx \log p(D \mid \hat u) + \log p(\hat u) + \tfrac{D}{2}\log 2\pi

@@ -12,6 +12,7 @@ from torch import Tensor
 from pyro_dvi.errors import ArgumentError, DviWarning, NotPositiveDefiniteError
 from pyro_dvi.laplace.evidence.criteria import Candidates, Criterion
 from pyro_dvi.progress import progress_bar
+from pyro_dvi.table import InNotebook
 
 __all__ = ["TuningCurve", "tune"]
 
@@ -19,7 +20,7 @@ _GOLDEN = (math.sqrt(5) - 1) / 2
 
 
 @dataclass(frozen=True)
-class TuningCurve:
+class TuningCurve(InNotebook):
     """Values that were tried, and how good they are.
 
     Attributes:

@@ -18,6 +18,7 @@ from pyro_dvi.laplace.energy.precision import GGN, Hessian, PrecisionMatrix
 from pyro_dvi.laplace.methods.posterior import LaplacePosterior
 from pyro_dvi.laplace.mode.kinks import TIES, kinks
 from pyro_dvi.linalg import Eigenpair, conjugate_gradients, smallest_eigenpair
+from pyro_dvi.table import InNotebook
 from pyro_dvi.undisturbed import undisturbed
 
 __all__ = ["Diagnosis", "diagnose", "distance_by", "first_look", "look_at_kinks", "smallest_in_prior_units"]
@@ -28,7 +29,7 @@ _ANOTHER_WEIGHT = 0.05  # relative difference from which another kl_weight is wo
 
 
 @dataclass(frozen=True)
-class Diagnosis:
+class Diagnosis(InNotebook):
     r"""What is known about the mode, without moving it.
 
     Attributes:

@@ -14,6 +14,7 @@ from pyro_dvi.laplace.energy.energy import Energy
 from pyro_dvi.laplace.mode.diagnosis import smallest_in_prior_units
 from pyro_dvi.laplace.mode.metric import metric_at
 from pyro_dvi.linalg import Descent, InMetric, Minimum, conjugate_gradients, descend, minimise_newton
+from pyro_dvi.table import InNotebook
 
 __all__ = ["GOOD_ENOUGH", "Polished", "Search"]
 
@@ -29,7 +30,7 @@ _KRYLOV_BYTES = 2**31
 
 
 @dataclass(frozen=True)
-class Polished:
+class Polished(InNotebook):
     r"""What a search did.
 
     Attributes:

@@ -17,6 +17,7 @@ from pyro_dvi.predictive.prediction.part import Part, of_distributions
 from pyro_dvi.predictive.prediction.quantiles import crps, probabilities, quantile
 from pyro_dvi.predictive.prediction.tables import dataframe, dataset
 from pyro_dvi.predictive.rules.rule import PredictionRule
+from pyro_dvi.table import InNotebook
 
 if TYPE_CHECKING:
     import pandas
@@ -27,7 +28,7 @@ __all__ = ["Prediction"]
 T = TypeVar("T")
 
 
-class Prediction:
+class Prediction(InNotebook):
     """Predictive distributions of a set of examples.
 
     Every tensor has the examples in its first dimension, in the order of the data, and lies on the model's device.
@@ -52,6 +53,9 @@ class Prediction:
     def __repr__(self) -> str:
         kind = self._parts[0].kind
         return f"Prediction({kind} site {self.site!r}, {len(self)} examples, method={self.method})"
+
+    def _shown(self) -> list[Any]:
+        return [repr(self), self.to_dataframe()]
 
     @cached_property
     def mean(self) -> Tensor:
