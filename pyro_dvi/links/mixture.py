@@ -8,6 +8,8 @@ from torch import Tensor
 from torch import distributions as td
 from torch.distributions import constraints
 
+from pyro_dvi.handlers.distributions import untransformed
+
 __all__ = ["PointMixture", "distribution_function"]
 
 _CHUNK = 2**22  # numbers drawn at once
@@ -55,8 +57,13 @@ class PointMixture(td.Distribution):
     @property
     def variance(self) -> Tensor:
         """Variance within the components and between their means."""
-        between = self.components.mean - self._beside_points(self.mean)
-        return self._average(self.components.variance + between.square(), len(self.event_shape))
+        return self._with_between(self.components.variance)
+
+    @property
+    def function_variance(self) -> Tensor | None:
+        """The part of the variance that is not noise; None where the components do not know theirs."""
+        within = getattr(untransformed(self.components), "function_variance", None)
+        return None if within is None else self._with_between(within.expand_as(self.components.mean))
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Return the log density, of the batch shape behind any dimensions of draws."""
@@ -85,6 +92,11 @@ class PointMixture(td.Distribution):
             point_dim = -1 - self.rank - event_dim
             drawn.append(every.gather(point_dim, places).squeeze(point_dim))
         return torch.cat(drawn).reshape(self._extended_shape(shape))
+
+    def _with_between(self, within: Tensor) -> Tensor:
+        """Average variances of the components, and add that of their means."""
+        between = self.components.mean - self._beside_points(self.mean)
+        return self._average(within + between.square(), len(self.event_shape))
 
     def _average(self, values: Tensor, more: int = 0) -> Tensor:
         """Average ``[..., S, *right]``, with ``more`` dimensions behind."""

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import pyro.distributions as dist
 import torch
 from torch import Size, Tensor
 from torch import distributions as td
@@ -22,6 +23,7 @@ __all__ = [
     "GaussHermite",
     "MomentMatched",
     "NoiseLink",
+    "Normal",
     "ShapedNormal",
     "correlated_normal",
 ]
@@ -115,7 +117,29 @@ def correlated_normal(loc: Tensor, covariance: Tensor, variance: Any, shape: Siz
     variance = torch.as_tensor(variance, dtype=loc.dtype, device=loc.device).expand(loc.shape)
     total = covariance + torch.diag_embed(variance.flatten(-len(shape)))
     vectors = td.MultivariateNormal(loc.flatten(-len(shape)), covariance_matrix=total)
-    return vectors if len(shape) == 1 else ShapedNormal(vectors, shape)
+    found: Any = vectors if len(shape) == 1 else ShapedNormal(vectors, shape)
+    found.function_variance = torch.diagonal(covariance, dim1=-2, dim2=-1).reshape(loc.shape)
+    return found
+
+
+class Normal(dist.Normal):
+    """Gaussian noise around a Gaussian mean, which still knows the variance of the mean, ``function_variance``.
+
+    Args:
+        loc: mean of the mean.
+        function_variance: its variance.
+        noise_variance: of the noise.
+    """
+
+    def __init__(self, loc: Tensor, function_variance: Any, noise_variance: Any) -> None:
+        super().__init__(loc, (function_variance + noise_variance).sqrt())
+        self.function_variance = torch.as_tensor(function_variance).to(self.scale).expand(self.batch_shape)
+
+    def expand(self, batch_shape: Any, _instance: Any = None) -> Any:
+        """Keep the variance of the mean."""
+        found = super().expand(batch_shape, _instance or object.__new__(Normal))
+        found.function_variance = self.function_variance.expand(batch_shape)
+        return found
 
 
 class ShapedNormal(td.TransformedDistribution):

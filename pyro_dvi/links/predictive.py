@@ -18,7 +18,7 @@ from pyro_dvi.expectations.rules import find_rule
 from pyro_dvi.links.classes import ClassLink, SobolSoftmax, average_logits
 from pyro_dvi.links.joint import Joint
 from pyro_dvi.links.mixture import PointMixture
-from pyro_dvi.links.noise import MomentMatched, NoiseLink, correlated_normal
+from pyro_dvi.links.noise import MomentMatched, NoiseLink, Normal, correlated_normal
 from pyro_dvi.moments import GaussianMoments
 from pyro_dvi.moments.value import loc_of, variance_of
 from pyro_dvi.registry import registering
@@ -109,6 +109,8 @@ def normal(family: Any, loc: Any, scale: Any, noise: NoiseLink, joint: Joint | N
     def noisy(mean: Tensor, spread: Any, of_noise: Any) -> Any:
         if joint is not None and joint.event_shape:
             return correlated_normal(mean, spread, of_noise, joint.event_shape)
+        if issubclass(family, td.Normal):
+            return Normal(mean, spread, of_noise)
         return family(mean, (spread + of_noise).sqrt())
 
     mean, spread = loc_of(loc), variance_of(loc) if joint is None else joint.spread("loc")

@@ -242,7 +242,8 @@ class _Run:
 def _read(mixture: Mixture, rule: PredictionRule) -> list[Tensor]:
     values = mixture.finish().values
     mean, epistemic = values["mean"], values["epistemic"]
-    return [mean, values["aleatoric"] + epistemic, *([epistemic] if rule.tells_noise_apart else [])]
+    is_told = rule.tells_noise_apart or "function_variance" in values
+    return [mean, values["aleatoric"] + epistemic, *([epistemic] if is_told else [])]
 
 
 def _with_rows(value: Tensor, count: int, more: int) -> Tensor:

@@ -37,7 +37,8 @@ def statistics(fn: Any, observed: Tensor | None) -> Statistics:
         observed: values to score, of the shape of one draw; None where there are none.
 
     Returns:
-        ``mean`` and ``variance`` (of the one-hot code for classes), where the distribution has them;
+        ``mean`` and ``variance`` (of the one-hot code for classes), where the distribution has them, and the part of
+        the variance that is the posterior's, where it knows it;
         ``log_probabilities``, and ``entropy`` of each label, for classes; ``log_likelihood`` of what was observed.
     """
     found: Statistics = {}
@@ -51,6 +52,8 @@ def statistics(fn: Any, observed: Tensor | None) -> Statistics:
     else:
         try:
             found["mean"], found["variance"] = fn.mean, fn.variance
+            if (of_function := getattr(untransformed(fn), "function_variance", None)) is not None:
+                found["function_variance"] = of_function.expand_as(found["variance"])
         except (NotImplementedError, AttributeError):
             found.clear()
     if observed is not None:

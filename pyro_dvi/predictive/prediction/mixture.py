@@ -37,7 +37,7 @@ from pyro_dvi.predictive.prediction.part import Part
 __all__ = ["Mixture"]
 
 _LOG = ("log_probabilities", "log_likelihood")  # averaged as probabilities
-_PLAIN = ("variance", "entropy")  # averaged as they are
+_PLAIN = ("variance", "function_variance", "entropy")  # averaged as they are
 _AVERAGES = {"variance": "aleatoric", "entropy": "expected_entropy"}  # what their averages are called
 
 
@@ -115,15 +115,16 @@ class Mixture:
 
     def _update(self, many: Mapping[str, Tensor], count: int, total: int) -> None:
         before, added = self.count / total, count / total
+        if "function_variance" not in many:  # known of all components, or of none
+            self.averages.pop("function_variance", None)
         for name, values in many.items():
             old = self.averages.get(name)
             if name in _LOG:
                 new = values.logsumexp(0)
                 self.averages[name] = new if old is None else torch.logaddexp(old, new)
-            elif name in _PLAIN:
-                new = values.mean(0)
+            elif name in _PLAIN and old is not None:
                 # In this form infinite variances stay infinite.
-                self.averages[name] = new if old is None else old * before + new * added
+                self.averages[name] = old * before + values.mean(0) * added
         if "mean" in many:
             mean = many["mean"].mean(0)
             between = (many["mean"] - mean).square().sum(0)
@@ -147,6 +148,9 @@ class Mixture:
         found = {name: value - log_count if name in _LOG else value for name, value in self.averages.items()}
         kept = {name: torch.cat([k[name] for k in self._kept]) for name in found} if self._keep else {}
         between = None if self.between is None else self.between / self.count
+        kept.pop("function_variance", None)
+        if between is not None and (within := found.get("function_variance")) is not None:
+            between, found["variance"] = between + within, found["variance"] - within
         everything = {**found, "epistemic": between, "observed": self.observed, "mask": self.mask}
         values = {
             _AVERAGES.get(name, name): value.movedim(axis - right.get(name, of_moments), 0)

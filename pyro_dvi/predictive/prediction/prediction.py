@@ -91,7 +91,7 @@ class Prediction(InNotebook):
 
         Raises:
             UnsupportedError: the rule gives one distribution for noise and posterior together, as ``Moments()`` and
-                ``Linearised()`` do; the observed distribution has no variance.
+                ``Linearised()`` do of all but Gaussian noise; the observed distribution has no variance.
         """
         self._check_is_split()
         return self._collect("aleatoric", "variance")
@@ -421,7 +421,8 @@ class Prediction(InNotebook):
         return self.observed
 
     def _check_is_split(self) -> None:
-        if not self.method.tells_noise_apart:
+        told = all("function_variance" in part.values for part in self._parts)
+        if not told and not self.method.tells_noise_apart:
             raise UnsupportedError(
                 f"{type(self.method).__name__}() gives one distribution for noise and posterior together, whose "
                 f"variance or entropy at site {self.site!r} has no parts: predict with Samples(n)"

@@ -251,7 +251,7 @@ REFUSED = {
         "'obs' is Normal, which has no class probabilities",
     ),
     "parts where there are none": (
-        lambda: predict(of_kind(lambda f, w: dist.Normal(f, 1.0)), guide, X, Moments()).epistemic,
+        lambda: predict(of_kind(lambda f, w: dist.StudentT(4.0, f, 1.0)), guide, X, Moments()).epistemic,
         UnsupportedError,
         r"Moments\(\) gives one distribution for noise and posterior together.*Samples\(n\)",
     ),
