@@ -8,8 +8,6 @@ from torch import Tensor
 from torch import distributions as td
 from torch.distributions import constraints
 
-from pyro_dvi.handlers.distributions import untransformed
-
 __all__ = ["PointMixture", "distribution_function"]
 
 _CHUNK = 2**22  # numbers drawn at once
@@ -62,7 +60,10 @@ class PointMixture(td.Distribution):
     @property
     def function_variance(self) -> Tensor | None:
         """The part of the variance that is not noise; None where the components do not know theirs."""
-        within = getattr(untransformed(self.components), "function_variance", None)
+        inner = self.components
+        while isinstance(inner, td.Independent):
+            inner = inner.base_dist
+        within = getattr(inner, "function_variance", None)
         return None if within is None else self._with_between(within.expand_as(self.components.mean))
 
     def log_prob(self, value: Tensor) -> Tensor:

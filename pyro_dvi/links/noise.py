@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import pyro.distributions as dist
 import torch
 from torch import Size, Tensor
 from torch import distributions as td
@@ -118,11 +117,11 @@ def correlated_normal(loc: Tensor, covariance: Tensor, variance: Any, shape: Siz
     total = covariance + torch.diag_embed(variance.flatten(-len(shape)))
     vectors = td.MultivariateNormal(loc.flatten(-len(shape)), covariance_matrix=total)
     found: Any = vectors if len(shape) == 1 else ShapedNormal(vectors, shape)
-    found.function_variance = torch.diagonal(covariance, dim1=-2, dim2=-1).reshape(loc.shape)
+    found.function_variance = torch.diagonal(covariance, dim1=-2, dim2=-1).unflatten(-1, shape)
     return found
 
 
-class Normal(dist.Normal):
+class Normal(td.Normal):
     """Gaussian noise around a Gaussian mean, which still knows the variance of the mean, ``function_variance``.
 
     Args:
@@ -137,7 +136,7 @@ class Normal(dist.Normal):
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> Any:
         """Keep the variance of the mean."""
-        found = super().expand(batch_shape, _instance or object.__new__(Normal))
+        found = super().expand(batch_shape, _instance or object.__new__(type(self)))
         found.function_variance = self.function_variance.expand(batch_shape)
         return found
 

@@ -24,6 +24,7 @@ from pyro_dvi.links import mixture
 from pyro_dvi.links.classes import ClassLink
 from pyro_dvi.links.joint import Joint
 from pyro_dvi.links.noise import NoiseLink
+from pyro_dvi.links.noise import Normal as NoisyNormal
 from pyro_dvi.links.predictive import predictive_distribution
 from pyro_dvi.moments import GaussianMoments, Link
 
@@ -112,10 +113,16 @@ class PointMixture(mixture.PointMixture, TorchDistributionMixin):
     """A mixture with Pyro's methods."""
 
 
+class Normal(NoisyNormal, TorchDistributionMixin):
+    """Noise around an uncertain mean, with Pyro's methods."""
+
+
+_OURS = {mixture.PointMixture: PointMixture, NoisyNormal: Normal}
+
+
 def as_pyro(distribution: Any) -> Any:
     """Return a torch distribution as the Pyro class of the same name, with Pyro's methods; one of ours as it is."""
-    name = type(distribution).__name__
-    kind: Any = PointMixture if isinstance(distribution, mixture.PointMixture) else getattr(dist, name, None)
+    kind: Any = _OURS.get(type(distribution), getattr(dist, type(distribution).__name__, None))
     if kind is None or isinstance(distribution, dist.Distribution):
         return distribution
     twin = object.__new__(kind)
