@@ -73,7 +73,7 @@ def directive_of(name: str) -> str:
     if inspect.isfunction(value):
         return f".. autofunction:: pyro_dvi.{name}\n"
     if not inspect.isclass(value):
-        return f".. py:data:: pyro_dvi.{name}\n\n{indent(documentation(name), '   ')}\n"
+        return f".. py:data:: {name}\n   :module: pyro_dvi\n\n{indent(documentation(name), '   ')}\n"
     kind = "exception" if issubclass(value, BaseException) else "class"
     ours = [base for base in value.__mro__[1:] if base.__module__.startswith("pyro_dvi")]
     private = [base for base in ours if base not in PUBLIC.values()]
@@ -128,6 +128,8 @@ def by_public_name(app: Sphinx, env: BuildEnvironment, node: pending_xref, conte
         return None
     target = node["reftarget"]
     owner, _, member = target.rpartition(".")
+    if owner.startswith("pyro_dvi.") and member in LAST and owner not in DEFINED:
+        target = member  # "pyro_dvi.training.fit"
     if target in DEFINED or target in LAST:
         public = DEFINED.get(target) or LAST[target]
     elif owner in DEFINED or owner in LAST:

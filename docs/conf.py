@@ -33,6 +33,7 @@ myst_heading_anchors = 3
 
 autodoc_member_order = "bysource"
 python_use_unqualified_type_names = True
+autodoc_preserve_defaults = True
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
 napoleon_google_docstring = True
