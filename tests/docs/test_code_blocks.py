@@ -4,6 +4,7 @@
 import doctest
 import importlib
 import pkgutil
+import re
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ from pyro_dvi.curvature.per_example import rules
 from tests.docs.shown_code import ROOT, python_blocks
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+# A page whose first block goes on where another page ended says so there: "<!-- continues laplace.md -->".
+CONTINUES = re.compile(r"^<!-- continues (\S+) -->$", re.MULTILINE)
 MODULES = ["pyro_dvi", *(m.name for m in pkgutil.walk_packages(pyro_dvi.__path__, "pyro_dvi."))]
 
 
@@ -29,12 +32,28 @@ def _rules_end_with_their_example(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rules, "_RULES", rules._RULES.copy())
 
 
+def continued(page: Path) -> Path | None:
+    found = CONTINUES.search(page.read_text())
+    return (page.parent / found[1]).resolve() if found else None
+
+
 @pytest.mark.parametrize(
-    "page", [p for p in PAGES if python_blocks(p)], ids=lambda p: str(p.relative_to(ROOT))
+    "page",
+    [p for p in PAGES if python_blocks(p) and not continued(p)],
+    ids=lambda p: str(p.relative_to(ROOT)),
 )
 def test_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """With the pages that continue it, each of which begins where this one ends."""
     monkeypatch.chdir(tmp_path)  # a page may write files
-    exec(compile(python_blocks(page), str(page), "exec"), {"__name__": "__page__"})
+    names = {"__name__": "__page__"}
+    exec(compile(python_blocks(page), str(page), "exec"), names)
+    for further in (p for p in PAGES if continued(p) == page):
+        exec(compile(python_blocks(further), str(further), "exec"), dict(names))
+
+
+def test_pages_continue_pages_that_run():
+    targets = {continued(page) for page in PAGES} - {None}
+    assert targets <= {page for page in PAGES if not continued(page)} and len(targets) >= 1
 
 
 @pytest.mark.parametrize("example", docstring_examples(), ids=lambda example: example.name)
