@@ -24,8 +24,9 @@ extensions = [
     "sphinx_copybutton",
     "sphinx_gallery.gen_gallery",
     "api_pages",
+    "compatibility",
 ]
-exclude_patterns = ["_build"]
+exclude_patterns = ["_build", "generated"]
 intersphinx_mapping = inventories()  # from inventories.txt: a build needs no network
 
 myst_enable_extensions = ["dollarmath", "amsmath", "deflist", "colon_fence"]

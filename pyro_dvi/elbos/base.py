@@ -15,7 +15,6 @@ from pyro_dvi.choice import check_count, check_kl_weight
 from pyro_dvi.curvature.base import sum_of, twice_differentiated
 from pyro_dvi.errors import (
     CheckpointError,
-    GuideError,
     NonFiniteError,
     PyroDviError,
     UnsupportedError,
@@ -25,7 +24,7 @@ from pyro_dvi.handlers.minibatch import check_num_data
 from pyro_dvi.handlers.observed import Observed, observed_sites
 from pyro_dvi.handlers.posterior_run import Call, refuse_site
 from pyro_dvi.handlers.structure import Structure, structure_of
-from pyro_dvi.handlers.trained_for import note_trained_for
+from pyro_dvi.handlers.trained_for import check_trainable, note_trained_for
 
 __all__ = ["DeterministicELBO"]
 
@@ -102,11 +101,8 @@ class DeterministicELBO(ELBO):
     def differentiable_loss(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> Tensor:
         """Return the loss as a tensor to call ``backward`` on; counts a training step if gradients are recorded."""
         training = torch.is_grad_enabled()
-        if training and hasattr(guide, "precision_parameter") and not self._moves_precisions:
-            raise GuideError(
-                f"{type(self).__name__} cannot train a {type(guide).__name__}, whose precisions get no gradients: "
-                "train it with NaturalGradientELBO and pyro_dvi.optim.VOGN, OGN or IVON, or use MeanFieldGuide"
-            )
+        if training:
+            check_trainable(guide, self)
         loss = self._total(Call(model, guide, args, kwargs), training)
         if not training:
             return loss.detach()

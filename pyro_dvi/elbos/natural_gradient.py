@@ -221,7 +221,8 @@ def _check(guide: Any, kl_weight: float, training: bool) -> None:
     if not hasattr(guide, "precision_parameter"):
         raise GuideError(
             f"NaturalGradientELBO needs a NaturalGradientGuide, got {type(guide).__name__}: the posterior has to be "
-            "stored by mean and precision"
+            "stored by mean and precision. Take pyro_dvi.NaturalGradientGuide(model), or another objective for this "
+            "guide."
         )
     if training and getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
         raise UnsupportedError(
@@ -257,7 +258,8 @@ def wanted_by(optimizer: Any) -> Statistic:
     if isinstance(first := getattr(constructor, "first", None), Statistic):
         return first  # a scheduler of Pyro, before its first step
     raise GuideError(
-        f"{type(optimizer).__name__} of {getattr(constructor, '__name__', 'unknown')} cannot train by "
-        "NaturalGradientELBO, whose gradients lack the prior: take pyro_dvi.optim.VOGN, OGN or IVON (VOGNOptimizer "
-        "and its sisters for elbo(model, guide)); a wrapper around one of them forwards its attribute wanted"
+        f"{getattr(constructor, '__name__', 'unknown')} cannot train by NaturalGradientELBO, whose gradients are those "
+        "of the likelihood alone: take pyro_dvi.optim.VOGN, OGN or IVON, which add the prior (VOGNOptimizer, "
+        "OGNOptimizer or IVONOptimizer for elbo(model, guide)). An optimizer of your own that wraps one of them must "
+        "pass on its attribute 'wanted'."
     )

@@ -20,7 +20,7 @@ from pyro_dvi.batches import (
 )
 from pyro_dvi.choice import check_count
 from pyro_dvi.errors import ArgumentError, DataError
-from pyro_dvi.handlers.trained_for import note_trained_for
+from pyro_dvi.handlers.trained_for import check_trainable, note_trained_for
 from pyro_dvi.progress import progress_bar
 from pyro_dvi.training.batch_norm import BatchNormStatistics
 from pyro_dvi.training.checkpoint import Checkpoint
@@ -166,6 +166,7 @@ def fit(
         for part in route.modules().values():
             part.to(device)
     route.check_optimizer()
+    check_trainable(route.guide, route.elbo)
     check_parameters(route)
     run = _Run(
         route=route,

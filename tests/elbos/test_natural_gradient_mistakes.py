@@ -7,7 +7,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from pyro.infer import SVI, Trace_ELBO
+from pyro.infer import SVI, Trace_ELBO, TraceMeanField_ELBO
 from pyro.infer.autoguide import AutoNormal
 from torch import Tensor
 
@@ -55,6 +55,13 @@ def test_no_other_objective_trains_the_guide(optimizer, elbo):
     with pytest.raises(GuideError, match=r"cannot train a NaturalGradientGuide.*NaturalGradientELBO.*VOGN"):
         svi(optimizer=optimizer, elbo=elbo).step(X, Y)
     assert svi(elbo=elbo).evaluate_loss(X, Y) > 0  # which may still say how good it is
+
+
+@pytest.mark.parametrize("elbo", [Trace_ELBO, TraceMeanField_ELBO])
+def test_an_objective_of_pyro_would_train_the_means_only(elbo):
+    pyro.clear_param_store()
+    with pytest.raises(GuideError, match=rf"{elbo.__name__} cannot train a NaturalGradientGuide.*VOGN"):
+        dvi.fit(svi(optimizer=adam, elbo=elbo), [(X, Y)], 1, progress=False)
 
 
 def test_an_objective_of_pyro_is_found_out():
