@@ -184,7 +184,8 @@ class _Graph:
         if not all(_equal([values[0]], [value]) for value in values):
             raise UnsupportedError("a tensor that it makes in Python depends on the inputs or their number")
         name = f"constant_{len(self._held)}"
-        self._held[name] = values[0].detach().clone()
+        # Contiguous, whatever it is a view of: torch.export.save warns of others.
+        self._held[name] = values[0].detach().clone(memory_format=torch.contiguous_format)
         self._nodes[id(values[0])] = node = self._graph.get_attr(name)
         return node
 

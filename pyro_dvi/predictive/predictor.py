@@ -48,7 +48,8 @@ class Predictor(nn.Module):
 
     What of the posterior the predictions need are buffers, so that ``to``, ``state_dict``, ``torch.save`` and
     ``copy.deepcopy`` work as for any module, and ``torch.export`` and ``torch.compile`` take it, with any number of
-    rows. No gradients are kept. Another dtype rounds what was computed in that of the model.
+    rows: ``torch.export.export(serve, (x,), dynamic_shapes=[({0: torch.export.Dim("rows")},)])``. What was exported
+    returns a plain tuple, and runs without this library. No gradients are kept. Another dtype rounds what was computed in that of the model.
 
     Attributes:
         site: the observed site that is predicted.
@@ -84,7 +85,9 @@ class Predictor(nn.Module):
                 f"of those of the example, {self._shapes}"
             )
         with torch.no_grad():
-            return Predicted(*self.operators(*inputs))
+            outputs = self.operators(*inputs)
+        # A saved program names no class of this library, so that it runs where the library is not installed.
+        return outputs if torch.compiler.is_exporting() else Predicted(*outputs)
 
     def extra_repr(self) -> str:
         """Site and rule."""
