@@ -47,9 +47,12 @@ class Predictor(nn.Module):
     """Tensors in, :class:`Predicted` out, by the operators of torch alone. Made by :func:`predictor`.
 
     What of the posterior the predictions need are buffers, so that ``to``, ``state_dict``, ``torch.save`` and
-    ``copy.deepcopy`` work as for any module, and ``torch.export`` and ``torch.compile`` take it, with any number of
-    rows: ``torch.export.export(serve, (x,), dynamic_shapes=[({0: torch.export.Dim("rows")},)])``. What was exported
-    returns a plain tuple, and runs without this library. No gradients are kept. Another dtype rounds what was computed in that of the model.
+    ``copy.deepcopy`` work as for any module. No gradients are kept. Another dtype rounds what was computed in that of
+    the model.
+
+    ``torch.compile`` takes it, and ``torch.export.export(serve, (x,), dynamic_shapes=[({0: Dim("rows")},)])`` of
+    :mod:`torch.export`, both with any number of rows. What was exported returns a plain tuple, and runs without this
+    library.
 
     Attributes:
         site: the observed site that is predicted.
