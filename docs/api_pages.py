@@ -25,7 +25,18 @@ from sphinx.util.docutils import SphinxDirective
 HERE = Path(__file__).parent
 PAGES = HERE / "reference" / "api"
 # Code of these names in a text is as often a torch class, a method or an argument.
-NOT_LINKED = {"Adam", "AdamW", "SGD", "Function", "Draws", "Kind", "Link", "Table", "Predicted", "Method"}
+NOT_LINKED = {
+    "Adam",
+    "AdamW",
+    "SGD",
+    "Function",
+    "Draws",
+    "Kind",
+    "Link",
+    "Table",
+    "Predicted",
+    "Method",
+}
 
 
 def public_object(name: str) -> Any:
@@ -37,10 +48,18 @@ def public_object(name: str) -> Any:
 def entries_of(page: Path) -> list[str]:
     """Return the names that a page lists in its ``entries``."""
     listed = page.read_text().partition(".. entries::")[2]
-    return [line.strip() for line in listed.splitlines() if line.startswith("   ") and line.strip()]
+    return [
+        line.strip()
+        for line in listed.splitlines()
+        if line.startswith("   ") and line.strip()
+    ]
 
 
-PUBLIC = {name: public_object(name) for page in sorted(PAGES.glob("*.rst")) for name in entries_of(page)}
+PUBLIC = {
+    name: public_object(name)
+    for page in sorted(PAGES.glob("*.rst"))
+    for name in entries_of(page)
+}
 # Where an object is defined, and what one calls it: "pyro_dvi.elbos.taylor.TaylorELBO" is "pyro_dvi.TaylorELBO".
 DEFINED = {
     f"{value.__module__}.{value.__qualname__}": f"pyro_dvi.{name}"
@@ -50,7 +69,9 @@ DEFINED = {
 # A name by its last part; where two end alike, the shorter is meant, and rather not the plot.
 LAST = {
     name.rpartition(".")[2]: f"pyro_dvi.{name}"
-    for name in sorted(PUBLIC, key=lambda name: (name.count("."), name.startswith("plots")), reverse=True)
+    for name in sorted(
+        PUBLIC, key=lambda name: (name.count("."), name.startswith("plots")), reverse=True
+    )
 }
 
 
@@ -89,12 +110,20 @@ class Entries(SphinxDirective):
 
     def run(self) -> list[nodes.Node]:
         names = [line.strip() for line in self.content if line.strip()]
-        first = {name: " ".join(documentation(name).split("\n\n")[0].split()) for name in names}
-        rows = "".join(f"   * - :py:obj:`~pyro_dvi.{name}`\n     - {first[name]}\n" for name in names)
+        first = {
+            name: " ".join(documentation(name).split("\n\n")[0].split()) for name in names
+        }
+        rows = "".join(
+            f"   * - :py:obj:`~pyro_dvi.{name}`\n     - {first[name]}\n" for name in names
+        )
         table = f".. list-table::\n   :widths: 30 70\n\n{rows}"
-        text = "\n".join([table, ".. currentmodule:: pyro_dvi\n", *map(directive_of, names)])
+        text = "\n".join(
+            [table, ".. currentmodule:: pyro_dvi\n", *map(directive_of, names)]
+        )
         parent = nodes.container()
-        self.state.nested_parse(StringList(text.splitlines(), self.get_source_info()[0]), 0, parent)
+        self.state.nested_parse(
+            StringList(text.splitlines(), self.get_source_info()[0]), 0, parent
+        )
         return parent.children
 
 
@@ -107,22 +136,35 @@ class LinkedCode(SphinxTransform):
         for literal in list(self.document.findall(nodes.literal)):
             text = literal.astext()
             name = text.removeprefix("dvi.").removeprefix("pyro_dvi.").partition("(")[0]
-            plain = text.startswith(("dvi.", "pyro_dvi.")) or name in PUBLIC and "_" in name.strip("_")
+            plain = (
+                text.startswith(("dvi.", "pyro_dvi."))
+                or name in PUBLIC
+                and "_" in name.strip("_")
+            )
             target = f"pyro_dvi.{name}" if name in PUBLIC and plain else None
             if name in LAST and name[0].isupper() and name not in NOT_LINKED:
                 target = LAST[name]
             target = target or (text if text in FOREIGN else None)
-            inside = isinstance(literal.parent, nodes.reference | pending_xref | nodes.title)
+            inside = isinstance(
+                literal.parent, nodes.reference | pending_xref | nodes.title
+            )
             if target is None or inside:
                 continue
             link = pending_xref(
-                "", refdomain="py", reftype="obj", reftarget=target, refdoc=self.env.docname, refexplicit=True
+                "",
+                refdomain="py",
+                reftype="obj",
+                reftarget=target,
+                refdoc=self.env.docname,
+                refexplicit=True,
             )
             literal.replace_self(link)
             link += literal
 
 
-def by_public_name(app: Sphinx, env: BuildEnvironment, node: pending_xref, content: nodes.TextElement) -> Any:
+def by_public_name(
+    app: Sphinx, env: BuildEnvironment, node: pending_xref, content: nodes.TextElement
+) -> Any:
     """Resolve the name of where an object is defined, or its last part."""
     if node.get("refdomain") != "py":
         return None
@@ -138,7 +180,9 @@ def by_public_name(app: Sphinx, env: BuildEnvironment, node: pending_xref, conte
         return None
     domain = env.get_domain("py")
     assert isinstance(domain, PythonDomain)
-    return domain.resolve_xref(env, node["refdoc"], app.builder, "obj", public, node, content)
+    return domain.resolve_xref(
+        env, node["refdoc"], app.builder, "obj", public, node, content
+    )
 
 
 def inventories() -> dict[str, tuple[str, str]]:
@@ -148,8 +192,14 @@ def inventories() -> dict[str, tuple[str, str]]:
     mapping = {}
     for block in (HERE / "inventories.txt").read_text().split("\n\n")[1:]:
         (project, url), *rows = [line.split() for line in block.splitlines()]
-        lines = [f"{name} py:{kind} 1 {address} -" for kind, address, *names in rows for name in names]
-        head = f"# Sphinx inventory version 2\n# Project: {project}\n# Version: \n# zlib\n"
+        lines = [
+            f"{name} py:{kind} 1 {address} -"
+            for kind, address, *names in rows
+            for name in names
+        ]
+        head = (
+            f"# Sphinx inventory version 2\n# Project: {project}\n# Version: \n# zlib\n"
+        )
         path = folder / f"{project}.inv"
         path.write_bytes(head.encode() + zlib.compress("\n".join(lines).encode()))
         FOREIGN.update(name for _, _, *names in rows for name in names)

@@ -31,9 +31,14 @@ from pyro_dvi.diagnostics import compare_held_out
 from pyro_dvi.laplace import Dense
 
 parser = argparse.ArgumentParser(description="Compare four posteriors of a regression.")
-parser.add_argument("--epochs", type=int, default=300, help="steps of training (default: 300)")
 parser.add_argument(
-    "--output-dir", type=Path, default=Path("posterior_analysis_output"), help="for the files"
+    "--epochs", type=int, default=300, help="steps of training (default: 300)"
+)
+parser.add_argument(
+    "--output-dir",
+    type=Path,
+    default=Path("posterior_analysis_output"),
+    help="for the files",
 )
 options = parser.parse_args()
 if options.epochs < 1:
@@ -114,7 +119,10 @@ save("prior_check")
 # around the mode. The KL weight is 1 throughout, which is Bayes' rule.
 
 METHODS = {
-    "Variational Laplace": (dvi.MeanFieldGuide, dvi.TaylorELBO(curvature=dvi.curvature.GGNDiagonal())),
+    "Variational Laplace": (
+        dvi.MeanFieldGuide,
+        dvi.TaylorELBO(curvature=dvi.curvature.GGNDiagonal()),
+    ),
     "MNVI": (dvi.MultiplicativeNoiseGuide, dvi.MomentPropagationELBO()),
     "VOGN": (dvi.NaturalGradientGuide, dvi.NaturalGradientELBO()),
     "Laplace": (dvi.LaplaceGuide, Trace_ELBO()),
@@ -139,7 +147,9 @@ def fit(name, epochs):
     svi = SVI(model, guide, optimizer, elbo)
     history = dvi.fit(svi, batches, epochs, callbacks=[remember], progress=False)
     if name == "Laplace":
-        guide.polish(batches, progress=False)  # to the minimum, where the Gaussian belongs
+        guide.polish(
+            batches, progress=False
+        )  # to the minimum, where the Gaussian belongs
         guide.fit(batches, Dense())
     return model, guide, history, earlier or None
 
@@ -164,7 +174,10 @@ print(hasty_report)
 # quite at it.
 
 for name, (_, guide, _, earlier) in fitted.items():
-    print(textwrap.fill(f"{name}: {dvi.scale_report(guide, earlier=earlier).verdict}"), end="\n\n")
+    print(
+        textwrap.fill(f"{name}: {dvi.scale_report(guide, earlier=earlier).verdict}"),
+        end="\n\n",
+    )
 
 dvi.plots.training_history(fitted["Variational Laplace"][2])
 save("training_history")
@@ -216,7 +229,9 @@ print(own["VOGN"].to_dataframe().head().round(3).to_string())
 # distribution stands for both, and the noise is known, the difference is the epistemic part. The dotted line is the
 # function that made the data.
 
-figure, axes = plt.subplots(2, 2, figsize=(10, 7), layout="constrained", sharex=True, sharey=True)
+figure, axes = plt.subplots(
+    2, 2, figsize=(10, 7), layout="constrained", sharex=True, sharey=True
+)
 for ax, (name, (model, guide, *_)) in zip(axes.flat, fitted.items(), strict=True):
     band = dvi.predict(model, guide, grid, seed=0)
     parts = {
@@ -229,7 +244,12 @@ for ax, (name, (model, guide, *_)) in zip(axes.flat, fitted.items(), strict=True
     ax.get_legend().remove()
     ax.set_title(name, loc="left")
     ax.label_outer()
-figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=4, frameon=False)
+figure.legend(
+    *axes[0, 0].get_legend_handles_labels(),
+    loc="outside upper center",
+    ncols=4,
+    frameon=False,
+)
 save("bands")
 
 # %%
@@ -252,7 +272,10 @@ with warnings.catch_warnings(record=True) as caught:
         name: dvi.predict(model, guide, held_out, dvi.Samples(500), seed=0)
         for name, (model, guide, *_) in fitted.items()
     }
-print(*(textwrap.fill(text) for text in {str(warning.message) for warning in caught}), sep="\n")
+print(
+    *(textwrap.fill(text) for text in {str(warning.message) for warning in caught}),
+    sep="\n",
+)
 
 # %%
 # Held-out log scores of both, pair by pair with the best; ``dse`` is the standard error of the difference:
@@ -325,9 +348,13 @@ print(posteriors["Variational Laplace"].attrs["log_likelihood_left_out"])
 # it is something else, and that is what LOO ranks.
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # of drawn weights, as above, and of Pareto k, counted below
+    warnings.simplefilter(
+        "ignore"
+    )  # of drawn weights, as above, and of Pareto k, counted below
     drawn = {
-        name: dvi.to_arviz(model, guide, train, method=dvi.Samples(500), sites="net.2.weight", seed=0)
+        name: dvi.to_arviz(
+            model, guide, train, method=dvi.Samples(500), sites="net.2.weight", seed=0
+        )
         for name, (model, guide, *_) in fitted.items()
     }
     print(az.compare(drawn).to_string())
@@ -345,8 +372,12 @@ answers = pd.DataFrame(
             for name, r in loo.items()
         },
         "trusted": {name: float((r.pareto_k <= 0.7).mean()) for name, r in loo.items()},
-        "held out, drawn": {name: -prediction.metrics()["nll"] for name, prediction in raw.items()},
-        "held out, own rule": {name: -prediction.metrics()["nll"] for name, prediction in own.items()},
+        "held out, drawn": {
+            name: -prediction.metrics()["nll"] for name, prediction in raw.items()
+        },
+        "held out, own rule": {
+            name: -prediction.metrics()["nll"] for name, prediction in own.items()
+        },
     }
 )
 print(answers.round(2).to_string())

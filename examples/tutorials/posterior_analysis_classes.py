@@ -40,9 +40,14 @@ from pyro_dvi.diagnostics import compare_held_out
 from pyro_dvi.laplace import ByValidation, Dense
 
 parser = argparse.ArgumentParser(description="Compare four posteriors of a classifier.")
-parser.add_argument("--epochs", type=int, default=60, help="passes over the training data (default: 60)")
 parser.add_argument(
-    "--output-dir", type=Path, default=Path("posterior_analysis_output"), help="for the files"
+    "--epochs", type=int, default=60, help="passes over the training data (default: 60)"
+)
+parser.add_argument(
+    "--output-dir",
+    type=Path,
+    default=Path("posterior_analysis_output"),
+    help="for the files",
 )
 parser.add_argument(
     "--data-dir",
@@ -75,7 +80,9 @@ images, labels = load_digits(return_X_y=True)
 shuffled = np.random.default_rng(0).permutation(len(images))
 x = torch.tensor(images[shuffled] / 16, dtype=torch.float32)
 y = torch.tensor(labels[shuffled])
-train, validation, held_out = ((x[part], y[part]) for part in (slice(300), slice(300, 600), slice(600, None)))
+train, validation, held_out = (
+    (x[part], y[part]) for part in (slice(300), slice(300, 600), slice(600, None))
+)
 loader = DataLoader(TensorDataset(*train), batch_size=50, shuffle=True)
 
 pyro.set_rng_seed(0)
@@ -86,7 +93,9 @@ def make_model(prior_scale=dvi.fan_in):
     """A Bayesian copy of the network, so that all methods start from the same weights."""
     pyro.clear_param_store()
     pyro.set_rng_seed(0)
-    return dvi.classifier(dvi.to_bayesian_(copy.deepcopy(network), prior_scale=prior_scale), num_data=300)
+    return dvi.classifier(
+        dvi.to_bayesian_(copy.deepcopy(network), prior_scale=prior_scale), num_data=300
+    )
 
 
 # %%
@@ -113,9 +122,15 @@ print(check)
 
 METHODS = {
     "Variational Laplace": (dvi.MeanFieldGuide, dvi.TaylorELBO(kl_weight=KL_WEIGHT)),
-    "MNVI": (dvi.MultiplicativeNoiseGuide, dvi.MomentPropagationELBO(kl_weight=KL_WEIGHT)),
+    "MNVI": (
+        dvi.MultiplicativeNoiseGuide,
+        dvi.MomentPropagationELBO(kl_weight=KL_WEIGHT),
+    ),
     "VOGN": (dvi.NaturalGradientGuide, dvi.NaturalGradientELBO(kl_weight=KL_WEIGHT)),
-    "Laplace": (partial(dvi.LaplaceGuide, kl_weight=KL_WEIGHT), dvi.TaylorELBO(kl_weight=KL_WEIGHT)),
+    "Laplace": (
+        partial(dvi.LaplaceGuide, kl_weight=KL_WEIGHT),
+        dvi.TaylorELBO(kl_weight=KL_WEIGHT),
+    ),
 }
 
 
@@ -154,10 +169,13 @@ save("training_history")
 # ``predict`` takes the rule that suits the guide. ``nll`` has a standard error over the held-out images.
 
 predictions = {
-    name: dvi.predict(model, guide, held_out, seed=0) for name, (model, guide, _) in fitted.items()
+    name: dvi.predict(model, guide, held_out, seed=0)
+    for name, (model, guide, _) in fitted.items()
 }
 columns = ["nll", "nll_standard_error", "accuracy", "brier", "ece", "aumrc", "entropy"]
-scores = pd.DataFrame({name: prediction.metrics() for name, prediction in predictions.items()}).T
+scores = pd.DataFrame(
+    {name: prediction.metrics() for name, prediction in predictions.items()}
+).T
 print(scores[columns].astype(float).round(3).to_string())
 
 dvi.plots.compare(predictions, metrics=["nll", "accuracy", "ece"])
@@ -169,10 +187,14 @@ save("scores")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of drawn weights of Laplace, which is the point
     drawn = {
-        f"{name}, drawn weights": dvi.predict(model, guide, held_out, dvi.Samples(100), seed=0)
+        f"{name}, drawn weights": dvi.predict(
+            model, guide, held_out, dvi.Samples(100), seed=0
+        )
         for name, (model, guide, _) in fitted.items()
     }
-ranking = compare_held_out({f"{name}, own rule": p for name, p in predictions.items()} | drawn)
+ranking = compare_held_out(
+    {f"{name}, own rule": p for name, p in predictions.items()} | drawn
+)
 print(ranking.round(1).to_string())
 
 # %%
@@ -191,7 +213,9 @@ print(ranking.round(1).to_string())
 
 _, axes = plt.subplots(1, 4, figsize=(14, 4.2), layout="constrained")
 for ax, (name, prediction) in zip(axes, predictions.items(), strict=True):
-    dvi.plots.reliability_diagram(prediction.probabilities, held_out[1], num_bins=10, title=name, ax=ax)
+    dvi.plots.reliability_diagram(
+        prediction.probabilities, held_out[1], num_bins=10, title=name, ax=ax
+    )
 save("reliability")
 
 # %%
@@ -213,24 +237,34 @@ save("rejection")
 random = torch.Generator().manual_seed(0)
 digits = held_out[0]
 foreign = {
-    "shuffled pixels": torch.stack([image[torch.randperm(64, generator=random)] for image in digits]),
+    "shuffled pixels": torch.stack(
+        [image[torch.randperm(64, generator=random)] for image in digits]
+    ),
     "noise": torch.rand(digits.shape, generator=random),
 }
 letters = options.data_dir and options.data_dir / "small" / "notmnist_small.npz"
 if letters and letters.exists():
-    pixels = torch.from_numpy(np.load(letters)["x_test"]).float().reshape(-1, 1, 28, 28) / 255
+    pixels = (
+        torch.from_numpy(np.load(letters)["x_test"]).float().reshape(-1, 1, 28, 28) / 255
+    )
     foreign["letters"] = F.avg_pool2d(F.pad(pixels, (2, 2, 2, 2)), 4).flatten(1)
 
 _, axes = plt.subplots(2, 2, figsize=(11, 8.5), layout="constrained")
 rows = {}
 for ax, (name, (model, guide, _)) in zip(axes.flat, fitted.items(), strict=True):
     inside = predictions[name]
-    outside = {kind: dvi.predict(model, guide, inputs, seed=0) for kind, inputs in foreign.items()}
+    outside = {
+        kind: dvi.predict(model, guide, inputs, seed=0)
+        for kind, inputs in foreign.items()
+    }
     dvi.plots.entropy_histogram(inside, outside, title=name, ax=ax)
     rows[name] = {
         f"{kind}: {what}": float(score(inside.entropy, prediction.entropy))
         for kind, prediction in outside.items()
-        for what, score in {"AUROC": dvi.metrics.auroc, "FPR95": dvi.metrics.fpr_at_tpr}.items()
+        for what, score in {
+            "AUROC": dvi.metrics.auroc,
+            "FPR95": dvi.metrics.fpr_at_tpr,
+        }.items()
     }
 save("foreign")
 print(pd.DataFrame(rows).T.round(3).to_string())
@@ -249,7 +283,11 @@ information = {
     kind: dvi.predict(model, guide, inputs, samples, seed=0).mutual_information
     for kind, inputs in {"digits": digits, **foreign}.items()
 }
-print(pd.Series({kind: float(values.mean()) for kind, values in information.items()}).round(3).to_string())
+print(
+    pd.Series({kind: float(values.mean()) for kind, values in information.items()})
+    .round(3)
+    .to_string()
+)
 
 inside = information.pop("digits")
 ax = dvi.plots.entropy_histogram(inside, information)
@@ -258,7 +296,9 @@ save("mutual_information")
 
 _, axes = plt.subplots(2, 8, figsize=(10, 3), layout="constrained")
 order = inside.argsort()
-for row, which, what in zip(axes, (order.flip(0)[:8], order[:8]), ("most", "least"), strict=True):
+for row, which, what in zip(
+    axes, (order.flip(0)[:8], order[:8]), ("most", "least"), strict=True
+):
     for ax, k in zip(row, which, strict=True):
         ax.imshow(digits[k].reshape(8, 8).numpy(), cmap="gray_r")
         ax.set(xticks=[], yticks=[])
@@ -297,9 +337,15 @@ posteriors = {
     for name, (model, guide, _) in fitted.items()
 }
 for name, posterior in posteriors.items():
-    posterior.to_netcdf(options.output_dir / f"classes_{name.lower().replace(' ', '_')}.nc")
+    posterior.to_netcdf(
+        options.output_dir / f"classes_{name.lower().replace(' ', '_')}.nc"
+    )
     print(f"{name:20} {posterior.attrs['method']}")
 
-print(az.summary(posteriors["VOGN"], var_names=["net.2.bias", "net.0.weight_norm"], kind="stats").to_string())
+print(
+    az.summary(
+        posteriors["VOGN"], var_names=["net.2.bias", "net.0.weight_norm"], kind="stats"
+    ).to_string()
+)
 az.plot_forest(posteriors["VOGN"], var_names=["net.2.bias"], combined=True)
 save("forest")

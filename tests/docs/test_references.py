@@ -57,3 +57,15 @@ def test_tests_that_the_papers_page_names_exist():
     }
     assert len(named) > 20
     assert named - written == set()
+
+
+def test_code_in_pages_fits_their_column():
+    """Of 90 characters; ``ruff format`` breaks longer statements, but no comments and strings."""
+    lines = [
+        f"{page.relative_to(ROOT)}: {line}"
+        for page in (ROOT / "docs").rglob("*.md")
+        for block in re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+        for line in block.splitlines()
+    ]
+    assert len(lines) > 500
+    assert [line for line in lines if len(line.partition(": ")[2]) > 90] == []
