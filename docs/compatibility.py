@@ -30,7 +30,10 @@ import pyro_dvi as dvi
 from pyro_dvi.errors import PyroDviError
 
 GENERATED = Path(__file__).parent / "generated" / "compatibility.md"
-X, Y = torch.tensor([[0.0, 1.0], [1.0, 0.5], [-1.0, 0.2], [0.3, -1.0]]), torch.tensor([0, 1, 0, 1])
+X, Y = (
+    torch.tensor([[0.0, 1.0], [1.0, 0.5], [-1.0, 0.2], [0.3, -1.0]]),
+    torch.tensor([0, 1, 0, 1]),
+)
 
 
 def build() -> Any:
@@ -46,7 +49,10 @@ def ensemble(model: Any) -> Any:
         member = build()
         guide = dvi.MeanFieldGuide(member)
         dvi.fit(
-            SVI(member, guide, dvi.optim.Adam({"lr": 0.01}), dvi.TaylorELBO()), [(X, Y)], 1, progress=False
+            SVI(member, guide, dvi.optim.Adam({"lr": 0.01}), dvi.TaylorELBO()),
+            [(X, Y)],
+            1,
+            progress=False,
         )
         return member, guide
 
@@ -105,18 +111,29 @@ class Table:
 
     def markdown(self, notes: list[str]) -> str:
         """Return the table, whose numbers refer to ``notes``; new ones are added there."""
-        rows, columns = (list(dict.fromkeys(keys)) for keys in zip(*self.cells, strict=True))
-        lines = [[self.corner, *(f"`{column}`" for column in columns)], ["---"] * (len(columns) + 1)]
+        rows, columns = (
+            list(dict.fromkeys(keys)) for keys in zip(*self.cells, strict=True)
+        )
+        lines = [
+            [self.corner, *(f"`{column}`" for column in columns)],
+            ["---"] * (len(columns) + 1),
+        ]
         for row in rows:
-            lines.append([f"`{row}`", *(self._cell(row, column, notes) for column in columns)])
-        return f"## {self.title}\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines)
+            lines.append(
+                [f"`{row}`", *(self._cell(row, column, notes) for column in columns)]
+            )
+        return f"## {self.title}\n\n" + "".join(
+            f"| {' | '.join(line)} |\n" for line in lines
+        )
 
     def _cell(self, row: str, column: str, notes: list[str]) -> str:
         kind, _, message = self.cells[row, column].partition(": ")
         if not message:
             return "yes"
         for name in (str(RULES.get(column)), column, row, row.rpartition(".")[2]):
-            message = message.replace(name, "…")  # one note for all pairs that hear the same
+            message = message.replace(
+                name, "…"
+            )  # one note for all pairs that hear the same
         if message not in notes:
             notes.append(message)
         return f"{kind} [{notes.index(message) + 1}]"
@@ -182,8 +199,14 @@ def tables() -> list[Table]:
         first.cells[guide, objective] = outcome(partial(train, guide, objective))
     second = Table("Optimizer and objective", "optimizer")
     for optimizer, objective in product(OPTIMIZERS, OBJECTIVES):
-        guide = "NaturalGradientGuide" if objective == "NaturalGradientELBO" else "MeanFieldGuide"
-        second.cells[optimizer, objective] = outcome(partial(train, guide, objective, optimizer))
+        guide = (
+            "NaturalGradientGuide"
+            if objective == "NaturalGradientELBO"
+            else "MeanFieldGuide"
+        )
+        second.cells[optimizer, objective] = outcome(
+            partial(train, guide, objective, optimizer)
+        )
     third = Table("Guide and prediction rule", "guide")
     for guide, rule in product(GUIDES, RULES):
         third.cells[guide, rule] = outcome(partial(predict, guide, rule))
@@ -195,7 +218,10 @@ def page(found: list[Table]) -> str:
     """Return the tables, with their notes below."""
     notes: list[str] = []
     parts = [table.markdown(notes) for table in found]
-    quoted = [f"{number}. {message.replace('*', chr(92) + '*')}" for number, message in enumerate(notes, 1)]
+    quoted = [
+        f"{number}. {message.replace('*', chr(92) + '*')}"
+        for number, message in enumerate(notes, 1)
+    ]
     return "\n".join([*parts, "## What the library says\n", *quoted, ""])
 
 
