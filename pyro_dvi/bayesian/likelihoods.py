@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ready Pyro models: a network followed by a likelihood, in a plate over a minibatch of the data set."""
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,7 +13,7 @@ from pyro.nn.module import PyroModule
 from torch import Tensor, nn
 
 from pyro_dvi.bayesian.noise import Noise, as_noise
-from pyro_dvi.errors import ArgumentError, DataError, ModelError
+from pyro_dvi.errors import ArgumentError, DataError, DviWarning, ModelError
 
 __all__ = ["Classifier", "LikelihoodModule", "Regressor", "classifier", "regressor"]
 
@@ -87,6 +88,8 @@ def _check_target(y: object, shape: torch.Size, outputs: torch.Size, meaning: st
 class Classifier(LikelihoodModule):
     """The model of :func:`classifier`: ``model(x, y=None)`` samples the site ``obs``."""
 
+    warned = False  # of a network that ends in a softmax
+
     def forward(self, x: Any, y: Tensor | None = None) -> Tensor:
         """Run the network on ``x`` and observe the labels ``y``, or draw them."""
         outputs = self.outputs(x)
@@ -99,6 +102,16 @@ class Classifier(LikelihoodModule):
         logits = outputs if outputs.dim() == 2 else outputs.movedim(1, -1)
         if y is not None:
             y = self._checked_labels(y, logits)
+            # The name of the node needs no look at values.
+            if not self.warned and type(getattr(outputs, "grad_fn", None)).__name__ == "SoftmaxBackward0":
+                self.warned = True
+                warnings.warn(
+                    "The network ends in a softmax, and classifier takes its output for logits, to which the softmax "
+                    "of the likelihood comes a second time: no class can then be more likely than e times another. "
+                    "Leave out the last layer, nn.Softmax.",
+                    DviWarning,
+                    stacklevel=2,
+                )
         with self.data_plate(logits.shape[0], observed=y is not None):
             labels = dist.Categorical(logits=logits).to_event(logits.dim() - 2)
             drawn: Tensor = pyro.sample("obs", labels, obs=y)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
+from pyro.infer import SVI
 from pyro.infer.autoguide import AutoDelta
 from torch import nn
 
@@ -120,6 +121,8 @@ def predict(
         >>> bool((low < high).all())
         True
     """
+    if isinstance(guide, SVI):
+        raise GuideError("the guide is an SVI: predict(svi.model, svi.guide, data)")
     if not callable(guide):
         raise GuideError(
             f"the guide is of type {type(guide).__name__}: give a guide of Pyro or of this library, or a function that "

@@ -4,9 +4,10 @@
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec
 
 import torch
 from torch.optim import Optimizer
@@ -31,10 +32,13 @@ from pyro_dvi.training.interruption import Interrupts, Replay
 from pyro_dvi.training.lr_schedule import EveryStep, Schedule
 from pyro_dvi.training.ownership import check_parameters, claim_parameters
 from pyro_dvi.training.rollback import Rollback
-from pyro_dvi.training.routes import Route, route_of
+from pyro_dvi.training.routes import Route, check_target, route_of
+from pyro_dvi.training.unwanted_updates import unwanted_updates_noticed
 from pyro_dvi.training.validation import training_mode, validation_metrics
 
 __all__ = ["TrainingState", "fit"]
+
+P = ParamSpec("P")
 
 
 @dataclass
@@ -58,6 +62,19 @@ class TrainingState:
     stop: bool = False
 
 
+def _target_first(train: Callable[P, History]) -> Callable[P, History]:
+    """Look at the first argument before Python complains of the number of the others: ``fit(model, guide, loader)``."""
+
+    @wraps(train)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> History:
+        if args:
+            check_target(args[0])
+        return train(*args, **kwargs)
+
+    return checked
+
+
+@_target_first
 def fit(
     svi: Any,
     loader: Iterable[Any],
@@ -201,6 +218,7 @@ class _Run:
     rollback: Rollback = field(init=False)
     replay: Replay = field(init=False)
     bar: Any = None
+    looked_at_updates: bool = False
 
     def __post_init__(self) -> None:
         self.rollback = Rollback(self.route, self.history)
@@ -265,9 +283,11 @@ class _Run:
     def _epoch(self, epoch: int) -> str | None:
         """Train an epoch; return the reason to stop, if there is one."""
         started = time.perf_counter()
-        for args, kwargs in self._batches():
-            with self.interrupts.deferred():
-                self._step(epoch, args, kwargs)
+        with nullcontext() if self.looked_at_updates else unwanted_updates_noticed(self.route):
+            for args, kwargs in self._batches():
+                with self.interrupts.deferred():
+                    self._step(epoch, args, kwargs)
+        self.looked_at_updates = True
         steps = self.replay.note_read()
         if not steps:
             raise DataError(f"The loader yielded no batch in epoch {epoch}. Can it be read more than once?")

@@ -7,8 +7,9 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from pyro.infer import SVI
+from pyro.infer import SVI, Trace_ELBO
 from pyro.infer.autoguide import AutoNormal
+from pyro.optim import Adam
 from torch.utils.data import DataLoader, TensorDataset
 
 import pyro_dvi as dvi
@@ -87,6 +88,11 @@ MISTAKES = {
         lambda: predict(model, AutoNormal(model), X),
         GuideError,
         "AutoNormal has not seen",
+    ),
+    "SVI in place of the guide": (
+        lambda: predict(model, SVI(model, guide, Adam({"lr": 0.1}), Trace_ELBO()), X),
+        GuideError,
+        r"predict\(svi.model, svi.guide, data\)",
     ),
     "guide of another model": (
         lambda: predict(model, other_guide, X),

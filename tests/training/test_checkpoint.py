@@ -41,7 +41,7 @@ from tests.training.problems import (
 
 OPTIMIZERS = {
     "Adam": lambda: Adam(learning_rates(0.01)),
-    "ClippedAdam": lambda: ClippedAdam(learning_rates(0.01, lrd=0.99)),
+    "ClippedAdam": lambda: ClippedAdam(learning_rates(0.01, lrd=0.99, clip_norm=1e3)),
     "ExponentialLR": lambda: ExponentialLR(
         {"optimizer": torch.optim.Adam, "optim_args": learning_rates(0.01), "gamma": 0.9}
     ),
@@ -358,7 +358,7 @@ def test_a_converted_network_resumes(tmp_path):
         torch.manual_seed(seed)
         net = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Softplus(), nn.Linear(4, 2))
         model = classifier(to_bayesian_(net), num_data=len(x))
-        return SVI(model, MeanFieldGuide(model), ClippedAdam(learning_rates(0.01)), TaylorELBO(kl_weight=0.1))
+        return SVI(model, MeanFieldGuide(model), ClippedAdam(learning_rates(0.01, clip_norm=1e3)), TaylorELBO(kl_weight=0.1))
 
     whole = build(0)
     reference = fit(whole, loader, 4, progress=False)

@@ -10,6 +10,7 @@ from pyro.optim import Adam, ExponentialLR
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from pyro_dvi.elbos import TaylorELBO
 from pyro_dvi.errors import ArgumentError, DataError, GuideError, UnsupportedError
 from pyro_dvi.training import EarlyStopping, EveryStep, fit
 from tests.training.problems import Net, data, module_of, sequence, svi_of
@@ -119,6 +120,14 @@ MISTAKES = [
         lambda: fit(Net(), sequence(), 1),
         ArgumentError,
         "Expected pyro.infer.SVI.*got Net",
+    ),
+    ("model and guide", lambda: fit(Net(), "guide", sequence()), ArgumentError, "Write\n.*SVI.model, guide"),
+    ("model, guide and epochs", lambda: fit(Net(), "guide", sequence(), epochs=1), ArgumentError, "got Net"),
+    (
+        "class as loss",
+        lambda: fit(SVI(Net(), None, Adam({"lr": 0.1}), loss=TaylorELBO), sequence(), 1),
+        ArgumentError,
+        r"write loss=TaylorELBO\(\)",
     ),
     (
         "optimizer for SVI",

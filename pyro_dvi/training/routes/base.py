@@ -130,7 +130,7 @@ class Route(ABC):
         return loss
 
     @abstractmethod
-    def _groups(self) -> Iterator[tuple[str, Optimizer, int]]:
+    def optimizer_groups(self) -> Iterator[tuple[str, Optimizer, int]]:
         """Yield names of parameters, the optimizer of each and the position of its group there."""
 
     def store_parameters(self) -> dict[str, Tensor]:
@@ -202,7 +202,7 @@ class Route(ABC):
         """Learning rate of the means (of the first parameter that is not a posterior scale)."""
         # Found once, since this is read after every step.
         if self._rate is None:
-            groups = list(self._groups())
+            groups = list(self.optimizer_groups())
             means = [group for group in groups if not _SCALE.search(group[0])] or groups
             if not means:
                 return float("nan")

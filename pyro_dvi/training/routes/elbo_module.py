@@ -75,7 +75,8 @@ class ModuleRoute(Route):
         """Name of the torch class."""
         return type(self.optimizer).__name__
 
-    def _groups(self) -> Iterator[tuple[str, Optimizer, int]]:
+    def optimizer_groups(self) -> Iterator[tuple[str, Optimizer, int]]:
+        """The groups of the torch optimizer."""
         assert self.optimizer is not None
         held = {id(p): i for i, group in enumerate(self.optimizer.param_groups) for p in group["params"]}
         for name, parameter in self.parameters().items():

@@ -69,7 +69,8 @@ class SVIRoute(Route):
             getattr(part, "__name__", type(part).__name__) for part in parts if part is not None
         )
 
-    def _groups(self) -> Iterator[tuple[str, Optimizer, int]]:
+    def optimizer_groups(self) -> Iterator[tuple[str, Optimizer, int]]:
+        """The groups of the torch optimizers of parameters that were stepped."""
         store = pyro.get_param_store()
         for parameter, optimizer in self.svi.optim.optim_objs.items():
             name = (store.param_name(parameter) or "").replace("$$$", ".")
