@@ -358,7 +358,8 @@ def test_a_converted_network_resumes(tmp_path):
         torch.manual_seed(seed)
         net = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Softplus(), nn.Linear(4, 2))
         model = classifier(to_bayesian_(net), num_data=len(x))
-        return SVI(model, MeanFieldGuide(model), ClippedAdam(learning_rates(0.01, clip_norm=1e3)), TaylorELBO(kl_weight=0.1))
+        optimizer = ClippedAdam(learning_rates(0.01, clip_norm=1e3))
+        return SVI(model, MeanFieldGuide(model), optimizer, TaylorELBO(kl_weight=0.1))
 
     whole = build(0)
     reference = fit(whole, loader, 4, progress=False)
