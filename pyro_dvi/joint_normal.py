@@ -28,7 +28,9 @@ class RowsNormal(dist.TorchDistribution):
         order: where each element of the vector is among the rows, ``[n]``.
 
     Example:
-        >>> rows = RowsNormal(torch.zeros(2), 2 * torch.eye(1).expand(2, 1, 1), torch.tensor([1, 0]))
+        >>> rows = RowsNormal(
+        ...     torch.zeros(2), 2 * torch.eye(1).expand(2, 1, 1), torch.tensor([1, 0])
+        ... )
         >>> rows.variance
         tensor([4., 4.])
     """
@@ -95,7 +97,9 @@ def total_correlation(fn: Any) -> Tensor:
     Status: exact.
 
     Example:
-        >>> total_correlation(dist.MultivariateNormal(torch.zeros(2), torch.tensor([[1.0, 0.6], [0.6, 1.0]])))
+        >>> total_correlation(
+        ...     dist.MultivariateNormal(torch.zeros(2), torch.tensor([[1.0, 0.6], [0.6, 1.0]]))
+        ... )
         tensor(0.2231)
     """
     alone = fn.variance.log().sum() + fn.event_shape[0] * math.log(2 * math.pi * math.e)

@@ -41,7 +41,9 @@ class MultiplicativeNormal(dist.Normal):
     activation noise", Eq. 5, and Appendix A for :math:`\varepsilon`.
 
     Example:
-        >>> q = MultiplicativeNormal(torch.tensor([[1.0, -2.0], [0.0, 4.0]]), torch.tensor([[0.01, 0.25]]))
+        >>> q = MultiplicativeNormal(
+        ...     torch.tensor([[1.0, -2.0], [0.0, 4.0]]), torch.tensor([[0.01, 0.25]])
+        ... )
         >>> q.scale
         tensor([[1.0000e-01, 1.0000e+00],
                 [1.0000e-05, 2.0000e+00]])

@@ -83,7 +83,9 @@ def multiplicative_divergence(
 
     Example:
         >>> loc, alpha = torch.tensor([[1.0, -2.0]]), torch.tensor([[0.01, 0.25]])
-        >>> multiplicative_divergence([loc], [alpha], [1e-8], [torch.tensor(0.0)], [torch.tensor(2.0)])
+        >>> multiplicative_divergence(
+        ...     [loc], [alpha], [1e-8], [torch.tensor(0.0)], [torch.tensor(2.0)]
+        ... )
         tensor(3.4401)
     """
     squares, _ = _GaussianSums.apply([], len(locs), *locs, *prior_locs)

@@ -109,6 +109,7 @@ def tune_kl_weight(
         ...         w = pyro.sample("w", dist.Normal(0.0, 1.0))
         ...         with pyro.plate("data", len(x)):
         ...             return pyro.sample("y", dist.Normal(w * x, 1.0), obs=y)
+        ...
         ...     guide = dvi.MeanFieldGuide(model)
         ...     elbo = dvi.TaylorELBO(kl_weight=kl_weight)
         ...     svi = pyro.infer.SVI(model, guide, dvi.optim.Adam({"lr": 0.1}), loss=elbo)

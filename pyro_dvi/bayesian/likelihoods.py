@@ -160,7 +160,9 @@ def classifier(net: nn.Module, num_data: int) -> Classifier:
         >>> import pyro
         >>> from pyro_dvi.bayesian import to_bayesian_
         >>> model = classifier(to_bayesian_(nn.Linear(4, 3)), num_data=100)
-        >>> trace = pyro.poutine.trace(model).get_trace(torch.zeros(5, 4), torch.tensor([0, 1, 2, 0, 1]))
+        >>> trace = pyro.poutine.trace(model).get_trace(
+        ...     torch.zeros(5, 4), torch.tensor([0, 1, 2, 0, 1])
+        ... )
         >>> trace.nodes["obs"]["scale"]
         20.0
     """

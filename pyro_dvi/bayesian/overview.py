@@ -120,7 +120,9 @@ def summary(model_or_net: Any, guide: Any = None, *args: Any, **kwargs: Any) -> 
 
     Example:
         >>> from pyro_dvi.bayesian import fan_in, to_bayesian_
-        >>> net = to_bayesian_(nn.Sequential(nn.Linear(8, 2), nn.BatchNorm1d(2)), prior_scale=fan_in)
+        >>> net = to_bayesian_(
+        ...     nn.Sequential(nn.Linear(8, 2), nn.BatchNorm1d(2)), prior_scale=fan_in
+        ... )
         >>> table = summary(net)
         >>> table.latent, table.deterministic
         (18, 4)

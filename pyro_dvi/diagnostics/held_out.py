@@ -62,10 +62,12 @@ def compare_held_out(predictions: Mapping[str, Prediction], y: Any = None) -> "p
         >>> def fixed(slope):
         ...     return lambda x, y=None: pyro.sample("slope", dist.Delta(torch.tensor(slope)))
         >>> x = torch.linspace(-1, 1, 6)
-        >>> table = compare_held_out({
-        ...     "flat": dvi.predict(model, fixed(1.0), (x, 2 * x)),
-        ...     "steep": dvi.predict(model, fixed(2.0), (x, 2 * x)),
-        ... })
+        >>> table = compare_held_out(
+        ...     {
+        ...         "flat": dvi.predict(model, fixed(1.0), (x, 2 * x)),
+        ...         "steep": dvi.predict(model, fixed(2.0), (x, 2 * x)),
+        ...     }
+        ... )
         >>> table[["rank", "elpd_diff"]].round(2)
                rank  elpd_diff
         steep     0        0.0

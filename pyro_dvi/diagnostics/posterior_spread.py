@@ -113,7 +113,9 @@ def scale_snapshot(guide: Any) -> dict[str, Tensor]:
     Example:
         >>> import pyro, pyro.distributions as dist
         >>> from pyro_dvi import MeanFieldGuide
-        >>> guide = MeanFieldGuide(lambda: pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1)))
+        >>> guide = MeanFieldGuide(
+        ...     lambda: pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        ... )
         >>> guide.initialize()
         >>> scale_snapshot(guide)
         {'w': tensor([0.0498, 0.0498])}

@@ -210,7 +210,9 @@ def scale_report(
     Example:
         >>> import pyro, pyro.distributions as dist
         >>> from pyro_dvi import MeanFieldGuide
-        >>> guide = MeanFieldGuide(lambda: pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1)))
+        >>> guide = MeanFieldGuide(
+        ...     lambda: pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+        ... )
         >>> guide.initialize()
         >>> report = scale_report(guide)
         >>> report.rows[0].state, report.converged

@@ -40,7 +40,11 @@ def normal(value: Tensor, loc: Any, scale: Any) -> Tensor:
     log-normal variable has half the variance in its exponent.
 
     Example:
-        >>> normal(torch.tensor(1.0), GaussianMoments(torch.tensor(0.0), torch.tensor(1.0)), torch.tensor(1.0))
+        >>> normal(
+        ...     torch.tensor(1.0),
+        ...     GaussianMoments(torch.tensor(0.0), torch.tensor(1.0)),
+        ...     torch.tensor(1.0),
+        ... )
         tensor(-1.9189)
     """
     mean_log, precision = log_and_inverse_power(td.Normal, "scale", scale, 2)
@@ -140,7 +144,9 @@ def poisson(value: Tensor, rate: Any) -> Tensor:
     Example:
         >>> f = GaussianMoments(torch.zeros(1), torch.ones(1))
         >>> from pyro_dvi.moments import Link
-        >>> rate = GaussianMoments(f.loc.exp(), f.variance, Link(f, torch.exp, "exp"))  # as from a rule for exp
+        >>> rate = GaussianMoments(
+        ...     f.loc.exp(), f.variance, Link(f, torch.exp, "exp")
+        ... )  # as from a rule for exp
         >>> poisson(torch.zeros(1), rate)
         tensor([-1.6487])
     """

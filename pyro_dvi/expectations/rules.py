@@ -58,7 +58,9 @@ def expectation_rule(*families: type, covariances: bool = False) -> Callable[[Ca
         >>> @expectation_rule(Unit)
         ... def unit(value, loc):
         ...     return -0.5 * ((value - loc.loc) ** 2 + loc.variance) - 0.918938533
-        >>> expected_log_prob(Unit, {"loc": GaussianMoments(torch.zeros(2), torch.ones(2))}, torch.zeros(2))
+        >>> expected_log_prob(
+        ...     Unit, {"loc": GaussianMoments(torch.zeros(2), torch.ones(2))}, torch.zeros(2)
+        ... )
         tensor([-1.4189, -1.4189])
     """
 
@@ -99,7 +101,9 @@ def expected_log_prob(
 
     Example:
         >>> f = GaussianMoments(torch.tensor(0.0), torch.tensor(1.0))
-        >>> expected_log_prob(torch.distributions.Normal, {"loc": f, "scale": 1.0}, torch.tensor(1.0))
+        >>> expected_log_prob(
+        ...     torch.distributions.Normal, {"loc": f, "scale": 1.0}, torch.tensor(1.0)
+        ... )
         tensor(-1.9189)
     """
     given = {k: v for k, v in parameters.items() if k != "validate_args" and v is not None}

@@ -233,7 +233,13 @@ class FactorisedGuide(AutoGuide):
             >>> guide = MeanFieldGuide(model)
             >>> guide.initialize(torch.zeros(()))
             >>> next_model = guide.as_prior()(model)
-            >>> round(pyro.poutine.trace(next_model).get_trace(torch.zeros(())).nodes["w"]["fn"].scale.item(), 4)
+            >>> round(
+            ...     pyro.poutine.trace(next_model)
+            ...     .get_trace(torch.zeros(()))
+            ...     .nodes["w"]["fn"]
+            ...     .scale.item(),
+            ...     4,
+            ... )
             0.0498
         """
         posteriors = [(site.name, site.posterior(), site.transform is None) for site in self._sites()]

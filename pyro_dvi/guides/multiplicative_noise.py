@@ -95,7 +95,9 @@ class MultiplicativeNoiseGuide(FactorisedGuide):
     Example:
         >>> import torch
         >>> from pyro_dvi.bayesian import to_bayesian_
-        >>> net = to_bayesian_(nn.Sequential(nn.Conv2d(3, 8, 5), nn.ReLU(), nn.Flatten(), nn.Linear(8, 2)))
+        >>> net = to_bayesian_(
+        ...     nn.Sequential(nn.Conv2d(3, 8, 5), nn.ReLU(), nn.Flatten(), nn.Linear(8, 2))
+        ... )
         >>> guide = MultiplicativeNoiseGuide(net)
         >>> guide.initialize(torch.ones(1, 3, 5, 5))
         >>> {name: tuple(alpha.shape) for name, alpha in guide.alphas.named_parameters()}

@@ -150,7 +150,9 @@ def to_arviz(
         >>> guide = AutoNormal(model)
         >>> x = torch.linspace(-1, 1, 5)
         >>> _ = guide(x, x)
-        >>> posterior = to_arviz(model, guide, data=(x, x), num_samples=100, predictions=torch.ones(2), seed=0)
+        >>> posterior = to_arviz(
+        ...     model, guide, data=(x, x), num_samples=100, predictions=torch.ones(2), seed=0
+        ... )
         >>> dict(posterior["posterior_predictive"]["obs"].sizes)
         {'chain': 1, 'draw': 100, 'data': 5}
         >>> dict(posterior["predictions"]["obs"].sizes)

@@ -54,9 +54,13 @@ class OnlineEvidence:
         >>> x = torch.linspace(-1, 1, 20).unsqueeze(-1)
         >>> guide = dvi.LaplaceGuide(dvi.regressor(net, num_data=20, noise_scale=0.1))
         >>> online = OnlineEvidence(guide, [(x, 3 * x)])
-        >>> svi = pyro.infer.SVI(online.model, guide, dvi.optim.Adam({"lr": 0.1}), pyro.infer.Trace_ELBO())
+        >>> svi = pyro.infer.SVI(
+        ...     online.model, guide, dvi.optim.Adam({"lr": 0.1}), pyro.infer.Trace_ELBO()
+        ... )
         >>> _ = dvi.fit(svi, [(x, 3 * x)], epochs=100, callbacks=[online], progress=False)
-        >>> round(guide.scale_factors["net.weight"], 1)  # the prior scale that explains a weight of 3
+        >>> round(
+        ...     guide.scale_factors["net.weight"], 1
+        ... )  # the prior scale that explains a weight of 3
         3.0
     """
 

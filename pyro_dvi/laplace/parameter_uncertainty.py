@@ -64,8 +64,12 @@ def parameter_uncertainty(
         ...     with pyro.plate("data", len(x)):
         ...         return pyro.sample("y", dist.Normal(slope * x, 1.0), obs=y)
         >>> x = torch.ones(3)
-        >>> guide = LaplaceGuide(model, init_loc_fn=pyro.infer.autoguide.init_to_value(
-        ...     values={"slope": torch.tensor(0.75)}))
+        >>> guide = LaplaceGuide(
+        ...     model,
+        ...     init_loc_fn=pyro.infer.autoguide.init_to_value(
+        ...         values={"slope": torch.tensor(0.75)}
+        ...     ),
+        ... )
         >>> guide.initialize(x, x)
         >>> parameter_uncertainty(guide, [(x, x)])["slope"].round(decimals=3)
         tensor(0.2500)

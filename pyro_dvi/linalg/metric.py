@@ -86,10 +86,14 @@ class InMetric:
         >>> class Bowl:  # 50 a^2 + b^2 / 2
         ...     def value_and_gradient(self, x):
         ...         return 50 * x[0] ** 2 + x[1] ** 2 / 2, torch.stack([100 * x[0], x[1]])
+        ...
         ...     def product(self, x, vectors):
         ...         return vectors * torch.tensor([100.0, 1.0])
         >>> round_bowl = InMetric(Bowl(), DiagonalMetric(torch.tensor([100.0, 1.0])), torch.ones(2))
-        >>> round_bowl.value_and_gradient(torch.zeros(2))[1], round_bowl.product(torch.zeros(2), torch.eye(2))
+        >>> (
+        ...     round_bowl.value_and_gradient(torch.zeros(2))[1],
+        ...     round_bowl.product(torch.zeros(2), torch.eye(2)),
+        ... )
         (tensor([10.,  1.]), tensor([[1., 0.],
                 [0., 1.]]))
     """

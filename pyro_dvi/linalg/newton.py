@@ -98,6 +98,7 @@ def minimise_newton(
         ...     def value_and_gradient(self, x):
         ...         a, b = x
         ...         return (a * a - 1) ** 2 + b * b, torch.stack([4 * a * (a * a - 1), 2 * b])
+        ...
         ...     def product(self, x, vectors):
         ...         return vectors * torch.stack([12 * x[0] ** 2 - 4, torch.tensor(2.0)])
         >>> found = minimise_newton(Well(), torch.zeros(2))

@@ -31,7 +31,10 @@ def linear(input: Any, weight: Any, bias: Any = None) -> GaussianMoments:
     Source: Schmitt & Roth (2021), Eq. 9.
 
     Example:
-        >>> x, weight = torch.ones(1, 4), MultiplicativeMoments(torch.ones(1, 4), torch.full((1, 4), 0.1))
+        >>> x, weight = (
+        ...     torch.ones(1, 4),
+        ...     MultiplicativeMoments(torch.ones(1, 4), torch.full((1, 4), 0.1)),
+        ... )
         >>> F.linear(x, weight)
         GaussianMoments(loc=tensor([[4.]]), variance=tensor([[0.4000]]))
     """

@@ -140,7 +140,9 @@ def vector_norm(
         UnsupportedError: another norm.
 
     Example:
-        >>> torch.linalg.vector_norm(GaussianMoments(torch.tensor([3.0, 4.0]), torch.full((2,), 0.01)))
+        >>> torch.linalg.vector_norm(
+        ...     GaussianMoments(torch.tensor([3.0, 4.0]), torch.full((2,), 0.01))
+        ... )
         GaussianMoments(loc=5.00100040435791, variance=0.009994005784392357)
     """
     x = x if dtype is None else x.to(dtype)

@@ -40,7 +40,10 @@ def prior_predictive(check: PriorPredictiveCheck, *, axes: Sequence[Axes] | None
         ...     with pyro.plate("data", len(x)):
         ...         return pyro.sample("y", dist.Normal(x, 1.0), obs=y)
         >>> x = torch.linspace(-1, 1, 20)
-        >>> [ax.get_xlabel() for ax in prior_predictive(prior_predictive_check(model, (x, x), seed=0))]
+        >>> [
+        ...     ax.get_xlabel()
+        ...     for ax in prior_predictive(prior_predictive_check(model, (x, x), seed=0))
+        ... ]
         ['mean', 'sd', 'min', 'max']
     """
     names = [row.statistic for row in check.rows]

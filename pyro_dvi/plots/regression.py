@@ -48,7 +48,9 @@ def regression_band(
     Source: the decomposition is that of Depeweg et al. (2018), section 3.
 
     Example:
-        >>> ax = regression_band([0.0, 1.0], {"mean": [0.0, 1.0], "variance": [0.1, 0.2]}, data=([0.5], [0.4]))
+        >>> ax = regression_band(
+        ...     [0.0, 1.0], {"mean": [0.0, 1.0], "variance": [0.1, 0.2]}, data=([0.5], [0.4])
+        ... )
         >>> ax.get_legend_handles_labels()[1]
         ['observation, ±2 sd', 'mean', 'data (1)']
     """

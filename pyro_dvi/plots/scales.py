@@ -47,7 +47,9 @@ def posterior_scales(guide: Any, *, ax: Axes | None = None) -> Axes:
     Example:
         >>> import pyro, pyro.distributions as dist
         >>> from pyro_dvi import MeanFieldGuide
-        >>> guide = MeanFieldGuide(lambda: pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1)))
+        >>> guide = MeanFieldGuide(
+        ...     lambda: pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+        ... )
         >>> guide.initialize()
         >>> [label.get_text() for label in posterior_scales(guide).get_yticklabels()]
         ['w']

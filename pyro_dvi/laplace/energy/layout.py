@@ -24,7 +24,9 @@ class Layout:
         size: D, the length of the vector.
 
     Example:
-        >>> layout = Layout({"w": torch.Size([2, 2]), "b": torch.Size([2])}, {"w": torch.tensor([1, 2])})
+        >>> layout = Layout(
+        ...     {"w": torch.Size([2, 2]), "b": torch.Size([2])}, {"w": torch.tensor([1, 2])}
+        ... )
         >>> pieces = layout.split(torch.arange(4.0))
         >>> pieces
         [tensor([0., 1.]), tensor([2., 3.])]

@@ -272,7 +272,12 @@ class ByValidation(Criterion):
         >>> guide.initialize(x, x)
         >>> _ = guide.polish([(x, x)], progress=False)
         >>> held_out = [(x[[0, 4]], torch.tensor([-2.9, 2.9]))]
-        >>> curve = guide.tune([(x, x)], criterion=ByValidation(held_out), values=[1.0, 10.0, 100.0], progress=False)
+        >>> curve = guide.tune(
+        ...     [(x, x)],
+        ...     criterion=ByValidation(held_out),
+        ...     values=[1.0, 10.0, 100.0],
+        ...     progress=False,
+        ... )
         >>> round(curve.best, -1)
         10.0
     """

@@ -213,7 +213,9 @@ class Evidence(InNotebook):
         >>> guide = LaplaceGuide(model)
         >>> guide.initialize(x, x)
         >>> _ = guide.polish([(x, x)], progress=False)
-        >>> round(guide.log_evidence([(x, x)]).value, 4)  # of N(x; 0, 1 + x x'): -3/2 log 2 pi - 1/2 log 4 - 3/8
+        >>> round(
+        ...     guide.log_evidence([(x, x)]).value, 4
+        ... )  # of N(x; 0, 1 + x x'): -3/2 log 2 pi - 1/2 log 4 - 3/8
         -3.825
     """
 

@@ -57,7 +57,9 @@ class PosteriorSamples(Method):
         >>> guide = dvi.LaplaceGuide(dvi.regressor(net, num_data=3, noise_scale=1.0))
         >>> batches = [(torch.ones(3, 1), torch.zeros(3, 1))]
         >>> _ = guide.polish(batches, progress=False)
-        >>> guide.fit(batches, PosteriorSamples(1000)).marginal_variance().round(decimals=1)  # 0.25 exactly, ± 4 %
+        >>> guide.fit(batches, PosteriorSamples(1000)).marginal_variance().round(
+        ...     decimals=1
+        ... )  # 0.25 exactly, ± 4 %
         tensor([0.2000])
     """
 

@@ -34,9 +34,13 @@ def kinks(energy: Energy) -> tuple[str, ...]:
 
     Example:
         >>> import pyro_dvi as dvi
-        >>> net = torch.nn.Sequential(torch.nn.Linear(1, 20), torch.nn.ReLU(), torch.nn.Linear(20, 1))
+        >>> net = torch.nn.Sequential(
+        ...     torch.nn.Linear(1, 20), torch.nn.ReLU(), torch.nn.Linear(20, 1)
+        ... )
         >>> _ = torch.manual_seed(0)
-        >>> guide = dvi.LaplaceGuide(dvi.regressor(dvi.to_bayesian_(net), num_data=9, noise_scale=0.1))
+        >>> guide = dvi.LaplaceGuide(
+        ...     dvi.regressor(dvi.to_bayesian_(net), num_data=9, noise_scale=0.1)
+        ... )
         >>> batches = [(torch.linspace(-1, 1, 9)[:, None], torch.zeros(9, 1))]
         >>> kinks(guide.energy(batches)), kinks(guide.energy(batches, subset="net.2.*"))
         (('relu',), ())

@@ -60,7 +60,9 @@ class Linearised(PredictionRule):
         >>> batches = [(torch.ones(3, 1), torch.zeros(3, 1))]
         >>> _ = guide.polish(batches, progress=False)
         >>> _ = guide.fit(batches)
-        >>> dvi.predict(guide.model, guide, torch.full((1, 1), 2.0)).variance  # of function and noise
+        >>> dvi.predict(
+        ...     guide.model, guide, torch.full((1, 1), 2.0)
+        ... ).variance  # of function and noise
         tensor([2.0000])
     """
 

@@ -63,8 +63,12 @@ class HessianFree(Method):
         ...     with pyro.plate("data", len(x)):
         ...         return pyro.sample("y", dist.Normal(slope * x, 1.0), obs=y)
         >>> x = torch.ones(3)
-        >>> guide = pyro_dvi.LaplaceGuide(model, init_loc_fn=pyro.infer.autoguide.init_to_value(
-        ...     values={"slope": torch.tensor(0.75)}))
+        >>> guide = pyro_dvi.LaplaceGuide(
+        ...     model,
+        ...     init_loc_fn=pyro.infer.autoguide.init_to_value(
+        ...         values={"slope": torch.tensor(0.75)}
+        ...     ),
+        ... )
         >>> guide.initialize(x, x)
         >>> _ = guide.fit([(x, x)], HessianFree())
         >>> guide.predictive(2 * x).variance.round(decimals=3)
