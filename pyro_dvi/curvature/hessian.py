@@ -17,7 +17,7 @@ __all__ = ["HessianDiagonal"]
 
 
 class HessianDiagonal(Curvature):
-    r"""Diagonal of the negative Hessian of the log-likelihood, replaced where no posterior variance would exist.
+    r"""Diagonal of the negative Hessian of the log-likelihood, raised where no optimal variance would exist.
 
     .. math::
         c_\lambda = \begin{cases} h_\lambda & h_\lambda > -\beta/s_\lambda^2 \\

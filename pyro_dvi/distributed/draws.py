@@ -18,7 +18,7 @@ __all__ = ["AnnouncedFunction", "Draws", "OwnDraws", "SharedDraws", "seeded"]
 
 
 class Draws(ABC):
-    """Which weights the processes draw where an objective samples from the guide."""
+    """Whether processes draw the same weights, where an objective samples from the guide."""
 
     whole_data: bool
     """Whether processes may all have the whole data set."""
@@ -37,7 +37,7 @@ class Draws(ABC):
 
 @dataclass(frozen=True)
 class SharedDraws(Draws):
-    """The same weights in all processes: several processes do exactly what one would with the joint minibatch."""
+    """Draw the same weights in all processes: together they do what one would do with the joint minibatch."""
 
     whole_data = False
 
@@ -48,7 +48,7 @@ class SharedDraws(Draws):
 
 @dataclass(frozen=True)
 class OwnDraws(Draws):
-    """Other weights in each process, an average over as many draws: less noise in gradients and curvature."""
+    """Draw other weights in each process: gradients and curvature are averages over as many draws as processes."""
 
     whole_data = True
 

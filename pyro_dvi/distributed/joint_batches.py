@@ -15,7 +15,7 @@ _END = object()
 
 
 class JointBatches:
-    r"""The batches of this process, and then as many repetitions of the last one as other processes have more.
+    r"""The batches of this process, with its last one repeated until every process has had all of its own.
 
     A process that repeats has no share in the joint minibatch: its weight is :math:`m_k = 0`, and it makes the same
     update as the others.

@@ -27,7 +27,7 @@ __all__ = ["MomentPropagationELBO"]
 
 
 class MomentPropagationELBO(DeterministicELBO):
-    r"""ELBO whose expectation over the weights is taken by moment propagation.
+    r"""Objective of moment propagation: means and variances of the weights pass through the network, not draws.
 
     .. math::
         \mathrm{loss} = -\sum_s \mathrm{scale}_s\, \mathrm E_{f \sim \mathcal N(m_f, v_f)}[\log p_s(y_s \mid f)]

@@ -26,16 +26,16 @@ __all__ = ["NaturalGradientELBO"]
 
 
 class NaturalGradientELBO(DeterministicELBO):
-    r"""ELBO of a Gaussian posterior, measured for an update along the natural gradient.
+    r"""Objective of VOGN, OGN and IVON: the loss at draws of the weights, and the curvature that they need.
 
     .. math::
         \mathrm{loss} = -\frac1K\sum_k \sum_s \mathrm{scale}_s \log p_s(y_s \mid w_k)
             + \beta\,\mathrm{KL}(q \,\|\, p), \qquad w_k \sim q
 
-    The backward pass leaves the gradient of the log-likelihood at the draws with the means; and with the precisions, as
-    their gradient, what the optimizer takes for the curvature: sums of squared per-example gradients
-    (:class:`~pyro_dvi.optim.VOGN`), the same at the mean (:class:`~pyro_dvi.optim.OGN`), or products of gradient and
-    noise (:class:`~pyro_dvi.optim.IVON`). The prior enters in the optimizer, in closed form.
+    The backward pass gives each mean the gradient of the log-likelihood at the draws, and each precision, in the place
+    of a gradient, the curvature that the optimizer asks for: sums of squared per-example gradients at the draws
+    (:class:`~pyro_dvi.optim.VOGN`) or at the mean (:class:`~pyro_dvi.optim.OGN`), or products of gradient and noise
+    (:class:`~pyro_dvi.optim.IVON`). The optimizer adds the prior, in closed form.
 
     Status: the loss is an unbiased estimate of the (tempered) negative ELBO. An example is an element of an observed
     site's batch shape; where batch normalisation in training mode couples examples, squared gradients are those of each

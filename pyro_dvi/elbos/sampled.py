@@ -24,7 +24,7 @@ __all__ = ["SampledELBO"]
 
 
 class SampledELBO(DeterministicELBO):
-    r"""ELBO whose expectation over the weights is an average over draws; with a point mass, the tempered posterior.
+    r"""Objective of sampled variational inference; with ``AutoDelta``, of maximum a posteriori.
 
     .. math::
         \mathrm{loss} = -\frac1K \sum_{k=1}^K \sum_s \mathrm{scale}_s \log p_s(y_s \mid w_k)

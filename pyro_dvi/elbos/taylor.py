@@ -39,7 +39,7 @@ _PIECEWISE_LINEAR = {
 
 
 class TaylorELBO(DeterministicELBO):
-    r"""Sampling-free ELBO of Variational Laplace.
+    r"""Objective of Variational Laplace: the loss at the posterior mean and a penalty on squared gradients.
 
     For :math:`q = \mathcal N(\mu, \mathrm{diag}\,\sigma^2)` over the latents and a minibatch with plate scale N/M,
 
@@ -55,8 +55,8 @@ class TaylorELBO(DeterministicELBO):
     hierarchical scale, say) are sampled by reparameterisation instead of expanded.
 
     Needs a guide of independent Gaussians: :class:`~pyro_dvi.MeanFieldGuide`, Pyro's ``AutoNormal`` and
-    ``AutoDiagonalNormal``, or hand-written Normal sites; ``AutoDelta`` gives MAP. Predict at the mean: the posterior
-    of a flexible network is wide in directions that its likelihood only sees to second order.
+    ``AutoDiagonalNormal``, or hand-written Normal sites; ``AutoDelta`` gives MAP. Predict at the mean:
+    draws of all weights of a network leave the neighbourhood in which the expansion holds.
 
     Args:
         curvature: the penalty's curvature; ``Fisher()`` by default.

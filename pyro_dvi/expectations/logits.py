@@ -136,7 +136,7 @@ class MonteCarlo(LogitEstimator):
 
 @dataclass(frozen=True)
 class TiltedBound(LogitEstimator):
-    r"""An upper bound, so that the objective stays a lower bound, without any points.
+    r"""An upper bound on the log-normaliser, in closed form: given Gaussian logits the ELBO stays a lower bound.
 
     .. math::
         \mathrm E\bigl[\log\textstyle\sum_c e^{f_c}\bigr] \le \tfrac12\sum_c a_c^2 v_c

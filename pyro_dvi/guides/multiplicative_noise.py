@@ -48,14 +48,13 @@ class MultiplicativeNoiseGuide(FactorisedGuide):
         \mathrm{KL} = \sum_{ij} \tfrac12\Bigl(\frac{(1 + \alpha_j) m_{ij}^2 + \varepsilon}{s^2} - 1
             - \log\frac{\alpha_j m_{ij}^2 + \varepsilon}{s^2}\Bigr).
 
-    A latent is a weight if it lives on the real line, in two or more dimensions, outside plates. Its input units are
-    counted as its layer does: columns of linear layers, attention and recurrent layers; channels of convolutions
-    (those of every group), and of transposed ones; rows of embeddings. Where no torch layer owns a weight, and where it
-    is used in another way, the products that it takes part in when the guide first runs the model say so (``x @ w``,
-    einsum, convolutions, look-ups); if they do not, its noise is along axis 1, with a warning. ``input_axis`` overrides
-    what was found. Of the rest, latents inside plates and those with a
-    constrained support (a noise scale, say) are mean-field Gaussians in unconstrained space, and ``biases`` decides
-    about biases, normalisation parameters and other real latents.
+    A latent counts as a weight if it is real, has two or more dimensions, and is not inside a plate. Its layer says
+    where its inputs are: the columns of linear, attention and recurrent layers; the input channels of convolutions,
+    separately for each group; the rows of embeddings. A weight that no torch layer owns is looked up in the products
+    that it takes part in when the guide first runs the model (``x @ w``, einsum, convolutions, look-ups); where these
+    do not tell, axis 1 is taken, with a warning. ``input_axis`` overrides what was found. ``biases`` chooses the
+    posterior of biases, normalisation parameters and other real latents. Latents inside plates, and those with a
+    constrained support (a noise scale, say), are mean-field Gaussians in unconstrained space.
 
     Status: a family of posteriors. Moments through a network use :math:`\alpha_j m_{ij}^2` without
     :math:`\varepsilon`; samples and the divergence include it. The paper has it in the logarithm only, which differs by

@@ -28,7 +28,7 @@ __all__ = ["LaplaceGuide"]
 
 
 class LaplaceGuide(GaussianGuide):
-    r"""Train a mode, then put a Gaussian around it.
+    r"""Laplace's approximation: a Gaussian around the most probable weights.
 
     .. math:: q(u) = \mathcal N(\hat u, P^{-1}), \qquad \hat u = \arg\min_u U(u), \qquad
         U(u) = -\tfrac1\beta\log p(D \mid u) - \log p(u)

@@ -26,7 +26,7 @@ def parameter_uncertainty(
     solver: Solver | None = None,
     central: bool = True,
 ) -> dict[str, Tensor]:
-    r"""Return a variance for every latent from a pair of fits that are tilted by the L1 norm.
+    r"""Return a variance for every latent, from two further fits with a small multiple of the L1 norm added.
 
     .. math:: u_{\pm\lambda} = \arg\min_u U(u) \mp \lambda \|u\|_1, \qquad
         \frac{|u_{i,\lambda}| - |u_{i,-\lambda}|}{2\lambda} \to

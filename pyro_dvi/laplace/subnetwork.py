@@ -12,7 +12,7 @@ __all__ = ["largest_variance"]
 
 
 def largest_variance(guide: LaplaceGuide, size: int) -> dict[str, Tensor]:
-    r"""Choose the latents whose marginal posterior variances are the largest, as masks for ``subset=``.
+    r"""Choose the weights with the largest posterior variances, as masks for ``subset=``.
 
     .. math:: S = \arg\max_{|S| = \text{size}} \sum_{i \in S} \sigma_i^2
 

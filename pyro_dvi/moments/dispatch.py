@@ -43,7 +43,7 @@ _LOCAL = _Local()
 
 @contextmanager
 def observed_by(observer: Observer) -> Iterator[None]:
-    """Show every function of moments to ``observer`` inside the context."""
+    """Within this context, call ``observer`` at every function of moments."""
     with _observers((*_LOCAL.observers, observer)):
         yield
 
@@ -59,7 +59,7 @@ def _observers(observers: tuple[Observer, ...]) -> Iterator[None]:
 
 
 class Kind(Enum):
-    """What a function does to the way its argument came about, see :class:`~pyro_dvi.moments.Link`."""
+    """Whether the :class:`~pyro_dvi.moments.Link` of its argument survives a function, and in which form."""
 
     ELEMENTWISE = "a function of each element"
     AFFINE = "scaling and shift by certain numbers: Gaussians stay Gaussian"

@@ -19,7 +19,7 @@ __all__ = ["GaussianMoments", "Link", "loc_of", "second_moment_of", "variance_of
 
 @dataclass(frozen=True)
 class Link:
-    """How moments came from Gaussian ones: ``function(inner)``, so that likelihoods can integrate over the Gaussian.
+    """The Gaussian that some moments were computed from, and the function: likelihoods integrate over that Gaussian.
 
     Attributes:
         inner: the Gaussian.

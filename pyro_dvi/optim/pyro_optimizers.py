@@ -65,7 +65,7 @@ class NaturalGradientOptim(JointOptim):
 def VOGN(  # noqa: N802 (Pyro's style)
     optim_args: Options, clip_args: Any = None, **misplaced: Any
 ) -> NaturalGradientOptim:
-    """Variational online Gauss-Newton for SVI: :class:`VOGNOptimizer` for all parameters.
+    """VOGN for SVI: variational online Gauss-Newton, by one :class:`VOGNOptimizer` for all parameters.
 
     Args:
         optim_args: options of :class:`VOGNOptimizer`; or a function of the parameter's name. With ``{}``,
@@ -87,14 +87,14 @@ def VOGN(  # noqa: N802 (Pyro's style)
 def OGN(  # noqa: N802
     optim_args: Options, clip_args: Any = None, **misplaced: Any
 ) -> NaturalGradientOptim:
-    """Online Gauss-Newton for SVI: :class:`OGNOptimizer` for each parameter; arguments as :func:`VOGN`."""
+    """OGN for SVI: online Gauss-Newton, by one :class:`OGNOptimizer`; arguments as :func:`VOGN`."""
     return _wrapped(OGNOptimizer, optim_args, clip_args, misplaced)
 
 
 def IVON(  # noqa: N802
     optim_args: Options, clip_args: Any = None, **misplaced: Any
 ) -> NaturalGradientOptim:
-    """Improved variational online Newton for SVI: :class:`IVONOptimizer`; arguments as :func:`VOGN`."""
+    """IVON for SVI: improved variational online Newton, by one :class:`IVONOptimizer`; arguments as :func:`VOGN`."""
     return _wrapped(IVONOptimizer, optim_args, clip_args, misplaced)
 
 

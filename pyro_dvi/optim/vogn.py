@@ -45,7 +45,7 @@ class Formulation(ABC):
 
 @dataclass(frozen=True)
 class Consistent(Formulation):
-    r"""Averages that tend to the optimum of the tempered ELBO.
+    r"""The update whose averages end at the optimum of the tempered ELBO; the default.
 
     .. math::
         m \leftarrow \beta_1 m + (1-\beta_1) \hat g, \quad \hat m = \frac{m}{1-\beta_1^t}, \qquad

@@ -29,7 +29,7 @@ EXAMPLES = 4  # rows that the model is looked at with
 
 
 class Predicted(NamedTuple):
-    """Predictive distributions of some rows, in the numbers of :class:`~pyro_dvi.Prediction`.
+    """Predictions for some rows: the tensors of a :class:`~pyro_dvi.Prediction`, without its methods.
 
     Attributes:
         mean: ``[N, ...]``; of classes the probabilities ``[N, ..., C]``, of a Bernoulli that of label 1.
@@ -44,10 +44,10 @@ class Predicted(NamedTuple):
 
 
 class Predictor(nn.Module):
-    """Tensors in, :class:`Predicted` out, by the operators of torch alone. Made by :func:`predictor`.
+    """A module of torch operators that takes tensors and returns :class:`Predicted`; made by :func:`predictor`.
 
-    What of the posterior the predictions need are buffers, so that ``to``, ``state_dict``, ``torch.save`` and
-    ``copy.deepcopy`` work as for any module. No gradients are kept. Another dtype rounds what was computed in that of
+    It holds what it needs of the posterior in buffers, so that ``to``, ``state_dict``, ``torch.save`` and
+    ``copy.deepcopy`` work as for any module. No gradients are kept. In another dtype, buffers are rounded from that of
     the model.
 
     ``torch.compile`` takes it, and ``torch.export.export(serve, (x,), dynamic_shapes=[({0: Dim("rows")},)])`` of

@@ -59,7 +59,7 @@ def recompute_batch_norm(
     num_batches: int | None = None,
     device: torch.device | None = None,
 ) -> list[nn.Module]:
-    r"""Average the batch statistics of the network whose weights stand at the posterior mean.
+    r"""Recompute the statistics of batch normalisation, with the weights at the posterior mean.
 
     The running statistics of training belong to weights that moved, and, under a sampling ELBO, to sampled weights.
     For a prediction at the mean they are replaced by

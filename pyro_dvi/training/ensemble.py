@@ -89,7 +89,7 @@ def train_ensemble(
 
 
 class EnsembleModel(nn.Module):
-    """The model of an ensemble: that of the member which its site ``member`` says.
+    """The model of an ensemble: it runs the model of the member whose number its site ``member`` has.
 
     Args:
         members: model, guide and parameters of each.

@@ -109,7 +109,7 @@ class Determinant(ABC):
 
 @dataclass(frozen=True)
 class Exactly(Determinant):
-    """By all eigenvalues of the matrix, for what :class:`Dense` costs and the time of a decomposition.
+    """The log determinant from all eigenvalues: the cost of :class:`Dense`, and of an eigenvalue decomposition.
 
     Args:
         max_size: refuse a larger D.
@@ -141,7 +141,7 @@ class Exactly(Determinant):
 
 @dataclass(frozen=True)
 class ByLanczos(Determinant):
-    """By stochastic Lanczos quadrature, for ``2 * probes * steps`` gradients of all data.
+    """The log determinant by stochastic Lanczos quadrature, for ``2 * probes * steps`` gradients of all data.
 
     Args:
         probes: random vectors; the standard error falls with their square root.

@@ -61,7 +61,7 @@ def check_method(method: object) -> None:
 
 
 class LaplacePosterior(NamedInFiles):
-    r"""A Gaussian :math:`\mathcal N(\hat u, P^{-1})`, as far as its method knows it.
+    r"""A Gaussian :math:`\mathcal N(\hat u, P^{-1})` around the mode, as a method of ``laplace`` represents it.
 
     Attributes:
         mode: :math:`\hat u`, flat, [D].

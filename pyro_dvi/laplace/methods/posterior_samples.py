@@ -20,7 +20,7 @@ __all__ = ["PosteriorSamples", "SamplesPosterior"]
 
 @dataclass(frozen=True)
 class PosteriorSamples(Method):
-    r"""Draw from :math:`\mathcal N(0, P^{-1})` once, predict anywhere.
+    r"""Represent the Gaussian by a number of draws, made once and used for every prediction.
 
     With independent standard normal :math:`\xi, \zeta`,
 

@@ -36,7 +36,10 @@ class Unconverged(ABC):
 
 @dataclass(frozen=True)
 class Accept(Unconverged):
-    """Do not look. Methods with the Hessian still refuse one that is not positive definite, if they come across it."""
+    """Fit without looking whether the mode is a minimum.
+
+    Methods with the Hessian still refuse one that is not positive definite, if they come across it.
+    """
 
     def look(
         self, wanted: Method, energy: Energy, known: Certificate | None

@@ -30,7 +30,7 @@ _ANOTHER_WEIGHT = 0.05  # relative difference from which another kl_weight is wo
 
 @dataclass(frozen=True)
 class Diagnosis(InNotebook):
-    r"""What is known about the mode, without moving it.
+    r"""How far the mode is from a minimum, found without moving it.
 
     Attributes:
         non_finite: latents that hold NaN or infinities; everything below is then unknown.

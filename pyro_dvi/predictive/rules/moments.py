@@ -30,7 +30,7 @@ _LOOKED_AT: WeakValueDictionary[int, Any] = WeakValueDictionary()  # guides that
 
 @dataclass(frozen=True)
 class Moments(PredictionRule):
-    r"""Predict from means and variances that flow through the model once.
+    r"""Predict in one pass, by the means and variances of the weights propagated through the model.
 
     .. math:: p(y \mid x) \approx \int p(y \mid f)\, \mathcal N(f; m_f(x), v_f(x))\, \mathrm df
 

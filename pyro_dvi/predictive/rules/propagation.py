@@ -25,7 +25,7 @@ __all__ = ["Independent", "Propagation", "ReverseDelta"]
 
 
 class Propagation(ABC):
-    """How variances come through a model.
+    """How the variances of the weights are propagated through a model.
 
     Attributes:
         counts_weights_once: whether a weight that is used several times is the same weight each time.
@@ -58,11 +58,12 @@ class Propagation(ABC):
 
 @dataclass(frozen=True)
 class Independent(Propagation):
-    """Take the elements of every layer as independent, as training does. One pass.
+    """Take the units of every layer as independent, as training does; one pass.
 
-    Status: exact variances for one hidden layer. Skip connections and positions that share a kernel make elements
-    dependent: deep residual nets come out too narrow; what layer, group or instance norm makes of nearly equal values
-    with common noise comes out too wide (:func:`~pyro_dvi.compare_with_sampling` says how much).
+    Status: exact variances for one hidden layer. Elsewhere units are correlated, since skip connections and kernels
+    that act at many positions share weights, and the correlations are dropped. Variances of deep residual networks come
+    out too small; those behind layer, group or instance normalisation can come out too large, where its inputs are
+    nearly equal and share their noise. :func:`~pyro_dvi.compare_with_sampling` says how much.
     """
 
     def check(self, marginals: Marginals) -> None:
@@ -75,7 +76,7 @@ class Independent(Propagation):
 
 @dataclass(frozen=True)
 class ReverseDelta(Propagation):
-    r"""Pull each output back to the weights through the linearised moments: the smoothed reverse delta method.
+    r"""Variances of the outputs with the covariances that shared weights cause: the smoothed reverse delta method.
 
     .. math:: \mathrm{Var}[f_k] \approx \sum_w (\partial m_k / \partial \bar w)^2\, \mathrm{Var}[w] + \dots
 

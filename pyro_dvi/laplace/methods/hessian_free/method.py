@@ -23,7 +23,7 @@ __all__ = ["HessianFree", "HessianFreePosterior"]
 
 @dataclass(frozen=True)
 class HessianFree(Method):
-    r"""Read variances off second fits, of an energy that is tilted by the prediction.
+    r"""Variances from fitting again: by how much a prediction moves when a multiple of it is added to the loss.
 
     .. math:: u_{\pm\lambda} = \arg\min_u U(u) \mp \lambda f(x; u), \qquad
         \frac{f(x; u_\lambda) - f(x; u_{-\lambda})}{2\lambda} \to \nabla f^\top (\nabla^2 U)^{-1} \nabla f
