@@ -167,11 +167,27 @@ def _summary(rows: list[Row], tasks: list[str]) -> str:
     return table(["method", *header], lines).rstrip()
 
 
-def _difference(ours: dict[int, Row], theirs: dict[int, Row]) -> str | None:
+def _difference(ours: dict[int, Row], theirs: dict[int, Row], score: str = "nll") -> str | None:
     common = sorted(ours.keys() & theirs.keys())
     if not common or ours == theirs:
         return None
-    return str(paired([ours[seed]["nll"] for seed in common], [theirs[seed]["nll"] for seed in common]))
+    return str(paired([ours[seed][score] for seed in common], [theirs[seed][score] for seed in common]))
+
+
+def _detection(tested: list[Row]) -> str:
+    """Differences of the AUROC from MAP's, for the data sets of foreign images that a task has."""
+    names = [key for key in tested[0] if key.startswith("auroc")]
+    if not names:
+        return ""
+    task, methods = tested[0]["task"], dict.fromkeys(row["method"] for row in tested)
+    point = _by_seed(tested, task, "MAP")
+    lines = [
+        [method, *(_difference(_by_seed(tested, task, method), point, name) for name in names)]
+        for method in methods
+        if method != "MAP"
+    ]
+    words = "AUROC of the predictive entropy over that of MAP; above zero, foreign images are found more reliably.\n\n"
+    return "\n\n" + words + table(["method", *names], lines).rstrip()
 
 
 def _by_seed(rows: list[Row], task: str, method: str) -> dict[int, Row]:
@@ -188,7 +204,7 @@ def _details(rows: list[Row]) -> str:
         edge = any(row["kl_weight"] in (min(row["tried"]), max(row["tried"])) for row in tuned)
         cells = [mean_sd([row[name] for row in own]) for name in names]
         lines.append([method, *cells, f"{own[0]['weight']:g}" + " (end of the grid)" * edge])
-    return table(["method", *names, "KL weight"], lines).rstrip()
+    return table(["method", *names, "KL weight"], lines).rstrip() + _detection(tested)
 
 
 BENCHMARK = Benchmark(
