@@ -182,7 +182,9 @@ def rule_of(method: Any, guide: Any) -> PredictionRule:
     if members and not isinstance(method, OfMembers):
         return OfMembers(tuple(rule_of(method, member.guide) for member in members))
     check_choice("method", method, PredictionRule, "AtMean() or Samples(30)")
-    if trained_for(guide) == "AtMean" and isinstance(method, (Moments, Samples)):
+    # The width of a Laplace approximation was fitted after training, whatever trained its mode.
+    fitted = hasattr(guide, "linearised")
+    if trained_for(guide) == "AtMean" and not fitted and isinstance(method, (Moments, Samples)):
         warnings.warn(
             f"{method} predicts with the width of a posterior that TaylorELBO trained for predictions at its mean. "
             "Draws of a network's weights leave the neighbourhood where its expansion holds, and predict worse: use "

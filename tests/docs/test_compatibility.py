@@ -55,6 +55,11 @@ def test_what_the_library_recommends_works(compatibility, tables):
     assert {pair: rules[pair] for pair in default.items() if rules[pair]} == {}
 
 
+def test_the_width_of_a_laplace_approximation_is_not_that_of_its_training(tables):
+    said = tables[2].cells["LaplaceGuide", "Samples(n)"]
+    assert "Linearised()" in said and "TaylorELBO" not in said
+
+
 def test_natural_gradients_and_other_training_do_not_mix(compatibility, tables):
     """Where only one of objective, guide and optimizer is of natural gradients, nothing is trained."""
     objectives, optimizers, _ = (table.cells for table in tables)
