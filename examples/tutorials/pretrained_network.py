@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""
+A trained network made Bayesian
+===============================
+
+You have a trained network and want it to say how sure it is. Two ways keep its weights: Laplace's approximation puts a
+Gaussian around those of the last layer, and IVON trains a posterior of the last layer from where they are.
+"""
+
+# %%
+# A trained network
+# -----------------
+#
+# To need no download, we train one ourselves: a small DenseNet of torchvision, with batch normalisation and ReLUs, on 600
+# handwritten digits that are enlarged to 32 x 32 pixels. With a network of your own, start at the next section.
+
+import copy
+
+import matplotlib.pyplot as plt
+import pandas as pd
+import pyro
+import torch
+from pyro.infer import SVI
+from sklearn.datasets import load_digits
+from torch.nn.functional import cross_entropy, interpolate
+from torch.utils.data import DataLoader, TensorDataset
+from torchvision.models import DenseNet
+
+import pyro_dvi as dvi
+
+torch.manual_seed(0)
+images, labels = load_digits(return_X_y=True)
+order = torch.randperm(len(images))
+x = interpolate(torch.tensor(images / 16).float().reshape(-1, 1, 8, 8), 32, mode="bilinear")
+x, y = x.expand(-1, 3, -1, -1)[order], torch.tensor(labels)[order]
+loader = DataLoader(TensorDataset(x[:600], y[:600]), batch_size=100, shuffle=True)
+test_x, test_y = x[-300:], y[-300:]
+
+trained = DenseNet(growth_rate=8, block_config=(2, 2, 2), num_init_features=16, num_classes=10)
+adam = torch.optim.Adam(trained.parameters(), lr=0.01)
+decay = torch.optim.lr_scheduler.OneCycleLR(adam, 0.01, epochs=20, steps_per_epoch=len(loader))
+for _ in range(20):
+    for images, labels in loader:
+        adam.zero_grad()
+        cross_entropy(trained(images), labels).backward()
+        adam.step()
+        decay.step()
+trained.eval()
+
+# %%
+# The last layer becomes Bayesian
+# -------------------------------
+#
+# ``include`` says which parameters get a prior; the features are frozen. (A copy, so that the two ways below
+# begin with the same network; your own may be changed in place.)
+
+
+def make_model():
+    net = copy.deepcopy(trained)
+    net.features.requires_grad_(False)
+    dvi.to_bayesian_(net, prior_scale=1.0, include="classifier.*")
+    return dvi.classifier(net, num_data=600).eval()
+
+
+laplace_model = make_model()
+print(dvi.summary(laplace_model))
+
+# %%
+# First way: Laplace
+# ------------------
+#
+# ``polish`` moves the last layer to the optimum under the prior, ``fit`` puts a Gaussian there, ``tune`` chooses the
+# scale of the prior by the evidence, without validation data.
+
+laplace = dvi.LaplaceGuide(laplace_model)
+print(laplace.polish(loader, progress=False))
+laplace.fit(loader, dvi.laplace.Dense())
+laplace.tune(loader, progress=False)
+
+# %%
+# Second way: training goes on
+# ----------------------------
+#
+# A guide starts from the weights that the network has, so that any method can take over from here. IVON costs one
+# gradient a step and has no objections to ReLUs. 20 epochs are 120 steps.
+
+ivon_model = make_model()
+ivon_model.net.classifier.train()  # the features stay in evaluation mode
+ivon = dvi.NaturalGradientGuide(ivon_model)
+svi = SVI(ivon_model, ivon, dvi.IVON({}), loss=dvi.NaturalGradientELBO())
+pyro.set_rng_seed(0)
+dvi.fit(svi, loader, epochs=20, progress=False)
+
+# %%
+# Before and after
+# ----------------
+#
+# Clean test images first. ``predict`` linearises around Laplace's mode and averages over draws of IVON's posterior.
+
+
+def probabilities(name, x):
+    if name == "trained network":
+        with torch.no_grad():
+            return trained(x).softmax(-1)
+    posterior = {"Laplace": (laplace_model, laplace), "IVON": (ivon_model, ivon)}[name]
+    return dvi.predict(*posterior, x, seed=0).probabilities
+
+
+def score(name, x):
+    p = probabilities(name, x)
+    confidence, guess = p.max(-1)
+    return {
+        "nll": cross_entropy(p.log(), test_y).item(),
+        "accuracy": (guess == test_y).float().mean().item(),
+        "confidence": confidence.mean().item(),
+    }
+
+
+names = ("trained network", "Laplace", "IVON")
+print(pd.DataFrame({name: score(name, test_x) for name in names}).T.round(3).to_string())
+
+# %%
+# The trained network is the best on clean images: it needs no doubt there, and doubt costs. Laplace pays most, for it
+# is less confident than accurate. Now the pixels get noise of growing standard deviation, which the network
+# has never seen:
+
+noise = torch.randn(300, 1, 32, 32)
+levels = (0.0, 0.1, 0.2, 0.3, 0.45, 0.6)
+curves = {
+    name: pd.DataFrame([score(name, test_x + level * noise) for level in levels], levels)
+    for name in names
+}
+print(pd.concat({name: curve["nll"] for name, curve in curves.items()}, axis=1).round(2).to_string())
+
+# %%
+# The trained network goes on being confident when it is no better than a guess. Both posteriors doubt, Laplace, which
+# keeps covariances, more than IVON, whose weights are independent; neither doubts enough. Their accuracy is that of the
+# trained network: what they add is a warning, from the last layer alone.
+
+figure, axes = plt.subplots(1, 4, figsize=(14, 3.8), layout="constrained", sharex=True, sharey=True)
+for ax, (name, curve) in zip(axes, curves.items(), strict=False):
+    ax.plot(curve["confidence"], "o-", color="tab:red", label="mean confidence")
+    ax.plot(curve["accuracy"], "o-", color="tab:blue", label="accuracy")
+    ax.fill_between(levels, curve["accuracy"], curve["confidence"], color="tab:red", alpha=0.12)
+    ax.set(title=name, xlabel="noise in the pixels", ylim=(0, 1))
+axes[0].legend(frameon=False)
+axes[3].remove()
+for i, level in enumerate(levels):
+    ax = figure.add_subplot(3, 8, 7 + 8 * (i // 2) + i % 2)
+    ax.imshow((test_x + level * noise)[0, 0], cmap="gray_r", vmin=-0.5, vmax=1.5)
+    ax.set(xticks=[], yticks=[], xlabel=f"noise {level:g}")
+plt.show()
