@@ -11,8 +11,8 @@ Gaussian around those of the last layer, and IVON trains a posterior of the last
 # A trained network
 # -----------------
 #
-# To need no download, we train one ourselves: a small DenseNet of torchvision, with batch normalisation and ReLUs, on 600
-# handwritten digits that are enlarged to 32 x 32 pixels. With a network of your own, start at the next section.
+# To need no download, we train one ourselves: a small DenseNet of torchvision, with batch normalisation and ReLUs,
+# on 600 handwritten digits, enlarged to 32 x 32 pixels. With a network of your own, start at the next section.
 
 import copy
 
@@ -31,14 +31,20 @@ import pyro_dvi as dvi
 torch.manual_seed(0)
 images, labels = load_digits(return_X_y=True)
 order = torch.randperm(len(images))
-x = interpolate(torch.tensor(images / 16).float().reshape(-1, 1, 8, 8), 32, mode="bilinear")
+x = interpolate(
+    torch.tensor(images / 16).float().reshape(-1, 1, 8, 8), 32, mode="bilinear"
+)
 x, y = x.expand(-1, 3, -1, -1)[order], torch.tensor(labels)[order]
 loader = DataLoader(TensorDataset(x[:600], y[:600]), batch_size=100, shuffle=True)
 test_x, test_y = x[-300:], y[-300:]
 
-trained = DenseNet(growth_rate=8, block_config=(2, 2, 2), num_init_features=16, num_classes=10)
+trained = DenseNet(
+    growth_rate=8, block_config=(2, 2, 2), num_init_features=16, num_classes=10
+)
 adam = torch.optim.Adam(trained.parameters(), lr=0.01)
-decay = torch.optim.lr_scheduler.OneCycleLR(adam, 0.01, epochs=20, steps_per_epoch=len(loader))
+decay = torch.optim.lr_scheduler.OneCycleLR(
+    adam, 0.01, epochs=20, steps_per_epoch=len(loader)
+)
 for _ in range(20):
     for images, labels in loader:
         adam.zero_grad()
@@ -130,18 +136,26 @@ curves = {
     name: pd.DataFrame([score(name, test_x + level * noise) for level in levels], levels)
     for name in names
 }
-print(pd.concat({name: curve["nll"] for name, curve in curves.items()}, axis=1).round(2).to_string())
+print(
+    pd.concat({name: curve["nll"] for name, curve in curves.items()}, axis=1)
+    .round(2)
+    .to_string()
+)
 
 # %%
 # The trained network goes on being confident when it is no better than a guess. Both posteriors doubt, Laplace, which
 # keeps covariances, more than IVON, whose weights are independent; neither doubts enough. Their accuracy is that of the
 # trained network: what they add is a warning, from the last layer alone.
 
-figure, axes = plt.subplots(1, 4, figsize=(14, 3.8), layout="constrained", sharex=True, sharey=True)
+figure, axes = plt.subplots(
+    1, 4, figsize=(14, 3.8), layout="constrained", sharex=True, sharey=True
+)
 for ax, (name, curve) in zip(axes, curves.items(), strict=False):
     ax.plot(curve["confidence"], "o-", color="tab:red", label="mean confidence")
     ax.plot(curve["accuracy"], "o-", color="tab:blue", label="accuracy")
-    ax.fill_between(levels, curve["accuracy"], curve["confidence"], color="tab:red", alpha=0.12)
+    ax.fill_between(
+        levels, curve["accuracy"], curve["confidence"], color="tab:red", alpha=0.12
+    )
     ax.set(title=name, xlabel="noise in the pixels", ylim=(0, 1))
 axes[0].legend(frameon=False)
 axes[3].remove()
