@@ -18,7 +18,6 @@ from functools import partial
 
 import matplotlib.pyplot as plt
 import pandas as pd
-import pyro
 import torch
 from pyro.infer import SVI
 from pyro.infer.autoguide import AutoDelta
@@ -93,8 +92,12 @@ for name, (make_guide, make_elbo, kl_weights) in methods.items():
 # Scores on the test images
 # -------------------------
 
-scores = pd.DataFrame({name: prediction.metrics() for name, prediction in predictions.items()}).T
-print(scores[["nll", "nll_standard_error", "accuracy", "brier", "ece"]].round(3).to_string())
+scores = pd.DataFrame(
+    {name: prediction.metrics() for name, prediction in predictions.items()}
+).T
+print(
+    scores[["nll", "nll_standard_error", "accuracy", "brier", "ece"]].round(3).to_string()
+)
 
 # %%
 # All methods see the same 797 images, so that their differences are known better than the scores themselves.
@@ -126,7 +129,8 @@ plt.show()
 prediction = predictions["Moment propagation"]
 wrong = prediction.probabilities.argmax(-1) != test[1]
 least_sure = prediction.entropy.argsort(descending=True)
-print(f"{wrong.sum()} mistakes, {wrong[least_sure[:80]].sum()} of them in the 80 images it is least sure of")
+found = wrong[least_sure[:80]].sum()
+print(f"{wrong.sum()} mistakes, {found} of them in the 80 images it is least sure of")
 
 # %%
 # The twelve at the top, with the two likeliest classes; red labels are mistakes.
@@ -136,6 +140,8 @@ for ax, i in zip(axes.flat, least_sure, strict=False):
     ax.imshow(test[0][i, 0], cmap="gray_r")
     p, guess = prediction.probabilities[i].topk(2)
     ax.set_title(f"{guess[0]} ({p[0]:.0%}) or {guess[1]} ({p[1]:.0%})", fontsize="medium")
-    ax.set_xlabel(f"label: {test[1][i]}", color="black" if guess[0] == test[1][i] else "tab:red")
+    ax.set_xlabel(
+        f"label: {test[1][i]}", color="black" if guess[0] == test[1][i] else "tab:red"
+    )
     ax.set(xticks=[], yticks=[])
 plt.show()

@@ -3,8 +3,8 @@
 Regression with error bands
 ===========================
 
-A small network learns a curve from 200 noisy points that leave a gap. Four methods say how sure they are, and we look at
-what each of them says inside the gap, where nobody has measured anything.
+A small network learns a curve from 200 noisy points that leave a gap. Four methods say how sure they are, and we look
+at what each of them says inside the gap, where nobody has measured anything.
 """
 
 # %%
@@ -115,14 +115,16 @@ for name, (make_guide, elbo, optimizer) in methods.items():
 print(pd.DataFrame(scores).T.round(3).to_string())
 
 # %%
-# On points of the same kind as the training data all four are good: the best possible ``nll``, with the true curve and the true
-# noise, is -0.88. But such points say nothing about the gap.
+# On points like those of the training all four are good: with the true curve and the true noise the ``nll`` would be
+# about -0.88. But such points say nothing about the gap.
 #
 # What do they know in the gap?
 # -----------------------------
 
 places = {"on the data": grid.abs() - 1.75, "gap": grid, "outside": grid.abs() - 3.25}
-print(f"{'predictive standard deviation':30}" + "".join(f"{place:>14}" for place in places))
+print(
+    f"{'predictive standard deviation':30}" + "".join(f"{place:>14}" for place in places)
+)
 for name, band in bands.items():
     sds = (band.std[(where.abs() < 0.25).squeeze(-1)].mean() for where in places.values())
     print(f"{name:30}" + "".join(f"{sd:14.3f}" for sd in sds))
@@ -137,7 +139,9 @@ for ax, (name, band) in zip(axes.flat, bands.items(), strict=True):
     for level, alpha in ((0.9, 0.2), (0.5, 0.45)):
         low, high = band.interval(level)
         label = f"{level:.0%} of observations"
-        ax.fill_between(x, low, high, color="tab:blue", alpha=alpha, linewidth=0, label=label)
+        ax.fill_between(
+            x, low, high, color="tab:blue", alpha=alpha, linewidth=0, label=label
+        )
     ax.plot(x, band.mean, color="tab:red", label="mean")
     ax.plot(x, torch.sin(2 * x), color="black", linestyle=":", label="true curve")
     ax.plot(*train, ".", color="black", markersize=3, alpha=0.4, label="data")
