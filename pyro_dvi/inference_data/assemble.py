@@ -33,10 +33,11 @@ def assemble(
 
     attributes = {**provenance(), **attributes}
     if groups["observed_data"].arrays and not groups["log_likelihood"].arrays:
-        attributes["log_likelihood_left_out"] = (
+        attributes.setdefault(
+            "log_likelihood_left_out",
             "the predictive distribution is the same for every draw, so that az.loo has nothing to reweight: compare "
             "predictions of held-out data by diagnostics.compare_held_out. A posterior that was trained by samples has "
-            "one if it is exported with method=Samples(500)"
+            "one if it is exported with method=Samples(500)",
         )
     is_tree = int(arviz.__version__.split(".")[0]) >= 1
     leading = "sample_dims" if is_tree else "default_dims"

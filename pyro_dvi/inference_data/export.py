@@ -15,10 +15,12 @@ from pyro_dvi.choice import check_count
 from pyro_dvi.devices import device_of
 from pyro_dvi.errors import ArgumentError, DviWarning, GuideError, UnsupportedError
 from pyro_dvi.inference_data.assemble import assemble
+from pyro_dvi.inference_data.densities import log_posterior, sample_stats
+from pyro_dvi.inference_data.densities import log_prior as log_prior_of
 from pyro_dvi.inference_data.group import Group, check_names, listed
 from pyro_dvi.inference_data.posterior import LatentDraws, Selection, Summaries
 from pyro_dvi.inference_data.predictive import Predictions, choose_responses
-from pyro_dvi.inference_data.records import attributes, constant_data, training_group
+from pyro_dvi.inference_data.records import attributes, inputs_of, named_constants, training_group
 from pyro_dvi.inference_data.samples import GivenSamples
 from pyro_dvi.laplace.gaussian_guide import DRAWN_WEIGHTS
 from pyro_dvi.predictive import PredictionRule
@@ -48,6 +50,10 @@ def to_arviz(
     site: str | Sequence[str] | None = None,
     observed: str | Sequence[str] | None = None,
     prior: int | None = None,
+    log_likelihood: bool | None = None,
+    log_prior: bool = False,
+    chains: int = 1,
+    constant_data: Mapping[str, Any] | None = None,
     predictions: Any = None,
     history: History | None = None,
     elbo: Any = None,
@@ -70,6 +76,11 @@ def to_arviz(
     ``log_likelihood``
         log density of each observation, :math:`\log p(y_i \mid x_i, \theta_k)`; if the data hold observations, and
         ``method`` predicts by several distributions.
+    ``log_prior``, ``sample_stats``
+        with ``log_prior=True``: :math:`\log p(\theta_k)` by site; ``lp``, :math:`\log p(y, \theta_k)` up to terms
+        of ``pyro.factor``, where there is a ``log_likelihood``; and ``log_q``, :math:`\log q(\theta_k)`, where the
+        guide has a density. Both in the space of the sites, so that the Pareto k of ``lp - log_q`` judges the
+        posterior (Yao et al., 2018, "Yes, but did it work?"). Data have to be those of the training, all of them.
     ``observed_data``, ``constant_data``
         the observations, and the inputs by the names that the model gives them.
     ``prior``, ``prior_predictive``
@@ -112,6 +123,12 @@ def to_arviz(
         observed: the model's argument that holds the observation, or several; by default the one whose default is None,
             of several those that are called like observed sites.
         prior: draws from the prior.
+        log_likelihood: True to insist on the group, False to leave it out; by default it is there where draws have
+            different ones.
+        log_prior: add the log densities of the draws.
+        chains: number of chains that the draws are laid out in, one after the other: of MCMC, say. Draws of a guide are
+            independent, and any split of them is right.
+        constant_data: variables by name in place of the inputs of the model; examples first.
         predictions: other inputs, in any form of ``data``; observations that come along are not used.
         history: what :func:`~pyro_dvi.fit` returned.
         elbo: the objective that trained the guide, to record its name and KL weight. Without it the KL weight is the
@@ -129,8 +146,8 @@ def to_arviz(
 
     Raises:
         ArgumentError: an unknown site (similar names are suggested), no draws, two numbers of draws, draws of unequal
-            lengths, a summary that fails, names in ``coords`` or ``dims`` that fit nothing, or several arguments that
-            may be the observation.
+            lengths, that do not fill the chains, or whose likelihoods are asked for and all the same, a summary that
+            fails, names in ``coords`` or ``dims`` that fit nothing, or several arguments that may be the observation.
         DataError: data that cannot be right, as in :func:`~pyro_dvi.predict`; observations in some batches only;
             several batches with a guide whose posterior depends on its inputs.
         GuideError: the guide was never run, has no mean, or is an AutoLaplaceApproximation before its Gaussian.
@@ -167,6 +184,11 @@ def to_arviz(
         given = GivenSamples(guide, device)
         guide = given.guide
     rule, count = _rule_and_count(given, method, guide, num_samples)
+    check_count("chains", chains)
+    if count % chains:
+        raise ArgumentError(
+            f"{count} draws do not fill {chains} chains equally: num_samples must be a multiple"
+        )
     _check_options(guide, prior, observed)
     groups: dict[str, Group] = {} if history is None else {"training_metadata": training_group(history)}
     options: Any = {"observed": observed, "batch_size": batch_size, "device": device}
@@ -202,6 +224,19 @@ def to_arviz(
         of_data = ("posterior_predictive", "log_likelihood", "observed_data")
         groups.update(zip(of_data, predicted[0].groups(), strict=True))
         groups["constant_data"] = inputs
+        if constant_data is not None:
+            groups["constant_data"], inputs_left_out = named_constants(constant_data, predicted[0].rows), []
+        if log_likelihood and not groups["log_likelihood"].arrays:
+            raise ArgumentError(
+                f"log_likelihood=True: {rule} predicts by one distribution, the same for every draw, or the data hold "
+                "no observation. method=Samples(500) has a likelihood for each draw"
+            )
+        if log_prior:
+            groups["log_prior"] = priors = log_prior_of(tuned, first, nodes, weights.draws(first.inputs))
+            log_q = log_posterior(guide, first, nodes, groups["posterior"], used_seed)
+            groups["sample_stats"] = sample_stats(priors, groups["log_likelihood"], log_q)
+        if log_likelihood is False:
+            groups["log_likelihood"] = Group()
         if prior is not None:
             groups["prior_predictive"], *_ = predicted[1].groups()
         if predictions is not None:
@@ -212,7 +247,12 @@ def to_arviz(
             groups["predictions_constant_data"] = inputs
             inputs_left_out += [f"{name} of predictions" for name in left_out]
 
+    for name, group in groups.items():
+        if group.sampled and not name.startswith("prior"):
+            group.split(chains)
     recorded = attributes(guide, rule, elbo, history, used_seed)
+    if log_likelihood is False:
+        recorded["log_likelihood_left_out"] = "log_likelihood=False"
     recorded["sites_left_out"] = ", ".join(selection.left_out)
     recorded["inputs_left_out"] = ", ".join(inputs_left_out)
     names = {str(name).replace("/", "."): given for name, given in _by_name("dims", dims).items()}
@@ -253,7 +293,7 @@ class _Passes:
             for own in predicted:
                 own.add(batch, nodes, latents)
             inputs.append(batch.inputs)
-        return constant_data(self.model, inputs, predicted[0].rows)
+        return inputs_of(self.model, inputs, predicted[0].rows)
 
 
 @contextmanager

@@ -80,6 +80,11 @@ class Group:
         self.arrays[name] = array[None] if self.sampled else array
         self.suggested[name] = tuple(suggested)
 
+    def split(self, chains: int) -> None:
+        """Lay the draws out as so many chains, the first draws in the first chain."""
+        for name, array in self.arrays.items():
+            self.arrays[name] = array.reshape(chains, -1, *array.shape[2:])
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a variable without chain and draw."""
         return self.arrays[name].shape[2 if self.sampled else 0 :]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is recorded beside the draws: inputs, the course of the training, how and by which versions it was exported."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import Any
@@ -18,12 +18,12 @@ from pyro_dvi.predictive import PredictionRule
 from pyro_dvi.signatures import parameter_names
 from pyro_dvi.training import History
 
-__all__ = ["attributes", "constant_data", "provenance", "training_group"]
+__all__ = ["attributes", "inputs_of", "named_constants", "provenance", "training_group"]
 
 MAX_INPUT_VALUES = 1_000_000  # inputs with more values are not copied
 
 
-def constant_data(
+def inputs_of(
     model: Callable[..., Any], inputs: Sequence[tuple[Any, ...]], rows: str | None
 ) -> tuple[Group, list[str]]:
     """Join the inputs of all batches.
@@ -49,6 +49,20 @@ def constant_data(
         elif len(tensors) == len(inputs):
             group.add(path, joined([as_array(t) for t in tensors], 0), [rows])
     return group, left_out
+
+
+def named_constants(given: Mapping[str, Any], rows: str | None) -> Group:
+    """Return variables that the user gives in place of the inputs.
+
+    Args:
+        given: arrays by name.
+        rows: name of the dimension of examples, if known.
+    """
+    group = Group(sampled=False)
+    for name, value in given.items():
+        array = as_array(value) if isinstance(value, Tensor) else np.asarray(value)
+        group.add(name, array, [rows] if array.ndim else [])
+    return group
 
 
 def _tensors(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:

@@ -47,6 +47,7 @@ __all__ = [
     "posterior_mean",
     "predicted_model",
     "seeded_draws",
+    "traced_draws",
 ]
 
 
@@ -185,6 +186,15 @@ def seeded_draws(guide: Any, inputs: tuple[Any, ...], count: int) -> Iterator[di
     for seed in torch.randint(2**31 - 1, (count,)).tolist():
         seed_all(seed)
         yield draw()
+
+
+def traced_draws(guide: Any, inputs: tuple[Any, ...], count: int) -> Iterator[Any]:
+    """Give the traces of a guide in the draws that :func:`seeded_draws` gives."""
+    seed_all = seeder()
+    for seed in torch.randint(2**31 - 1, (count,)).tolist():
+        seed_all(seed)
+        with AllRows():
+            yield poutine.trace(guide).get_trace(*_arguments(guide, inputs))
 
 
 def _drawing(guide: Any, inputs: tuple[Any, ...]) -> Callable[[], dict[str, Tensor]]:
