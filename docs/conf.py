@@ -48,7 +48,6 @@ sphinx_gallery_conf = {
     "gallery_dirs": "tutorials",
     "filename_pattern": r"\.py",
     "within_subsection_order": "gallery.reading_order",
-    "reset_argv": "gallery.scratch",
     "capture_repr": (),
     "abort_on_example_error": True,
     "download_all_examples": False,
