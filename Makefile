@@ -2,7 +2,7 @@
 # Run inside an environment made by `python -m pip install -e ".[dev]"`.
 
 .DEFAULT_GOAL := help
-.PHONY: help format lint types imports test soak matrix doctest docs bench quickstart
+.PHONY: help format lint types imports test soak matrix doctest docs notebooks bench quickstart
 
 help:  ## list these targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -38,6 +38,9 @@ doctest:  ## run the examples of docstrings, README and documentation
 
 docs:  ## build the documentation into docs/_build/html, warnings are errors
 	sphinx-build -W --keep-going -b html docs docs/_build/html
+
+notebooks:  ## run the notebooks that `make docs` has made of the tutorials
+	python docs/run_notebooks.py
 
 bench:  ## do the runs of all benchmarks that are not there yet, then write the reports
 	python -m benchmarks run all

@@ -54,6 +54,10 @@ sphinx_gallery_conf = {
     "show_signature": False,
     "write_computation_times": False,
     "remove_config_comments": True,
+    # Pyro's import asks for ipywidgets in a notebook; nothing here needs them.
+    "first_notebook_cell": (
+        'import warnings\n\nwarnings.filterwarnings("ignore", "IProgress not found")'
+    ),
 }
 
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
