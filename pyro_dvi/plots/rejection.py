@@ -28,7 +28,7 @@ def rejection_curve(
 
     Below each curve, in its colour, lies the area that no ranking can undercut: that of an oracle, which rejects the
     wrong ones first and has the error :math:`\max(0, (e - r)/(1 - r))`. A ranking that says nothing keeps the error e,
-    a dotted line. The legend has the area under the curve, :func:`~pyro_dvi.metrics.aumrc`. Low is good.
+    a thin line. The legend has the area under the curve, :func:`~pyro_dvi.metrics.aumrc`. Low is good.
 
     Args:
         predictions: class probabilities ``[N, C]`` (``[N]`` of label 1), a :class:`~pyro_dvi.Prediction`, or a mapping
@@ -79,7 +79,7 @@ def rejection_curve(
         kept = np.maximum(1 - rejected, 1e-12)  # at the last point nothing is left that could be wrong
         oracle = np.clip(error - rejected, 0, None) / kept
         ax.fill_between(rejected, oracle, color=color(ax, k), alpha=0.12, linewidth=0)
-        ax.axhline(error, color=color(ax, k), linestyle=":", linewidth=1, zorder=1)
+        ax.axhline(error, color=color(ax, k), linewidth=0.6, alpha=0.7, zorder=1)
         highest = max(highest, float(curve.error.max()))
     ax.set(xlim=(0, 1), ylim=(0, 1.08 * highest or 0.1), xlabel="rejected", ylabel="error of the rest")
     if title:
@@ -88,6 +88,6 @@ def rejection_curve(
     ax.yaxis.set_major_formatter(PercentFormatter(1.0))
     ax.yaxis.set_major_locator(MaxNLocator(5))
     legend = legend_above(ax, 1.08 if title else 1, alignment="left")
-    legend.set_title("dotted: random rejection; shaded: below an oracle")
+    legend.set_title("thin: random rejection; shaded: below an oracle")
     legend.get_title().set(color=quiet(ax, 0.75), fontsize="x-small")
     return ax

@@ -65,10 +65,8 @@ def posterior_scales(guide: Any, *, ax: Axes | None = None) -> Axes:
     places = np.arange(len(rows))
     main, size = blue(ax), row_size(ax, len(rows), 5)
     low, quarter, median, three, high = np.array([row.to_prior for row in rows]).T
-    ax.hlines(places, low, high, color=main, linewidth=min(1, size / 3))
-    ax.hlines(
-        places, quarter, three, color=main, linewidth=0.7 * size, alpha=0.6, label="50 %, 90 % of weights"
-    )
+    ax.hlines(places, low, high, color=main, linewidth=min(1, size / 3), label="90 % of weights")
+    ax.hlines(places, quarter, three, color=main, linewidth=0.7 * size, alpha=0.6, label="50 % of weights")
     start = np.array([row.start_to_prior for row in rows])
     if np.isfinite(start).any():
         ax.plot(

@@ -65,6 +65,15 @@ def test_several_methods_with_uncertainties_of_their_own():
     assert ax.get_title("left") == "T"
 
 
+def test_the_fourth_of_several_methods_is_told_from_chance():
+    p, y = predictions()
+    ax = plots.rejection_curve(dict.fromkeys("abcd", p), y)
+    curve, chance = ax.lines[6:8]
+    assert (
+        curve.get_linestyle() != chance.get_linestyle() and curve.get_linewidth() > 2 * chance.get_linewidth()
+    )
+
+
 def test_a_prediction_brings_its_labels():
     p, y = predictions()
     ax = plots.rejection_curve(predicted(dist.Categorical, p, y))

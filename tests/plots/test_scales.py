@@ -37,6 +37,7 @@ def test_rows_are_quantiles_relative_to_the_prior():
     assert [label.get_text() for label in ax.get_yticklabels()] == ["a", "b"]
     assert "without a finite prior scale: heavy" in ax.get_xlabel()
     ninety, half = (np.array(lines.get_segments())[:, :, 0] for lines in ax.collections)
+    assert [lines.get_label() for lines in ax.collections] == ["90 % of weights", "50 % of weights"]
     for k, site in enumerate("ab"):
         np.testing.assert_allclose(ninety[k], np.array(rows[site].to_prior)[[0, 4]])
         np.testing.assert_allclose(half[k], np.array(rows[site].to_prior)[[1, 3]])
