@@ -233,8 +233,10 @@ def to_arviz(
             )
         if log_prior:
             groups["log_prior"] = priors = log_prior_of(tuned, first, nodes, weights.draws(first.inputs))
+            # A rule that does not draw weights scores other ones than those drawn.
+            of_weights = groups["log_likelihood"] if own is weights else Group()
             log_q = log_posterior(guide, first, nodes, groups["posterior"], used_seed)
-            groups["sample_stats"] = sample_stats(priors, groups["log_likelihood"], log_q)
+            groups["sample_stats"] = sample_stats(priors, of_weights, log_q)
         if log_likelihood is False:
             groups["log_likelihood"] = Group()
         if prior is not None:

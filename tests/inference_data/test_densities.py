@@ -165,3 +165,14 @@ def test_which_member_of_an_ensemble_it_is_counts_as_a_latent():
     drawn = torch.as_tensor(values(found, "posterior", "slope"))
     assert values(found, "log_prior", "slope") == pytest.approx(dist.Normal(0.0, 1.0).log_prob(drawn).numpy())
     assert list(found["sample_stats"].data_vars) == ["lp"]  # the draws go through the members in turn
+
+
+def test_likelihoods_at_the_means_of_members_are_not_those_of_the_draws():
+    def member():
+        guide = AutoNormal(line, init_scale=0.1 + torch.rand(()).item())
+        guide(X, Y)
+        return line, guide
+
+    model, ensemble = dvi.train_ensemble(member, 2, progress=False)
+    found = dvi.to_arviz(model, ensemble, (X, Y), 10, method=dvi.AtMean(), log_prior=True, seed=0)
+    assert "log_likelihood" in groups(found) and "sample_stats" not in groups(found)
