@@ -17,8 +17,8 @@ __all__ = ["prior_predictive"]
 def prior_predictive(check: PriorPredictiveCheck, *, axes: Sequence[Axes] | None = None) -> np.ndarray:
     """Draw each statistic of data sets from the prior, and where the data lie among them.
 
-    Histograms are draws of the prior, the vertical line is the data. Titles have the p-value, the share of draws above
-    the data, and are marked where it is unusual: less than one data set of the prior in a hundred is as far out.
+    Histograms are draws of the prior, the vertical line is the data. Below is the p-value, the share of draws above
+    the data, marked where it is unusual: less than one data set of the prior in a hundred is as far out.
 
     Args:
         check: what :func:`~pyro_dvi.diagnostics.prior_predictive_check` returned.
@@ -41,7 +41,7 @@ def prior_predictive(check: PriorPredictiveCheck, *, axes: Sequence[Axes] | None
         ...         return pyro.sample("y", dist.Normal(x, 1.0), obs=y)
         >>> x = torch.linspace(-1, 1, 20)
         >>> [
-        ...     ax.get_xlabel()
+        ...     ax.get_title("left")
         ...     for ax in prior_predictive(prior_predictive_check(model, (x, x), seed=0))
         ... ]
         ['mean', 'sd', 'min', 'max']
@@ -62,10 +62,10 @@ def _panel(ax: Axes, row: StatisticCheck, values: np.ndarray) -> None:
     ax.hist(values, bins=_edges(values, row.observed).tolist(), color=blue(ax), alpha=0.5)
     ax.axvline(row.observed, color=VERMILLION, linewidth=2)
     mark = "unusual: " if row.is_unusual else ""
-    title = ax.set_title(f"{mark}p = {row.p_value:.3f} ± {row.error:.3f}", fontsize="small", loc="left")
+    ax.set_title(shortened(row.statistic), fontsize="medium", fontweight="bold", loc="left")
+    label = ax.set_xlabel(f"{mark}p = {row.p_value:.3f} ± {row.error:.3f}")
     if row.is_unusual:
-        title.set_color(VERMILLION)
-    ax.set_xlabel(shortened(row.statistic))
+        label.set_color(VERMILLION)
     ax.set_yticks([])
     ax.xaxis.set_major_locator(MaxNLocator(4))
 

@@ -30,12 +30,12 @@ def test_histograms_hold_the_draws_and_a_line_marks_the_data():
         assert sum(bar.get_height() for bar in ax.patches) == 120
         assert ax.lines[0].get_xdata()[0] == pytest.approx(row.observed)
         mark = "unusual: " if row.is_unusual else ""
-        assert ax.get_title("left") == f"{mark}p = {row.p_value:.3f} ± {row.error:.3f}"
+        assert ax.get_xlabel() == f"{mark}p = {row.p_value:.3f} ± {row.error:.3f}"
 
 
 def test_unusual_statistics_are_marked_in_words():
     axes = plots.prior_predictive(check(shift=50.0))
-    assert axes[0].get_title("left").startswith("unusual: p = 0.000")
+    assert axes[0].get_xlabel().startswith("unusual: p = 0.000")
 
 
 def test_counts_have_bins_of_whole_width():
