@@ -80,9 +80,8 @@ model, guide = svi.model, svi.guide
 prediction = dvi.predict(model, guide, (x[1000:], y[1000:]), seed=0)
 difference = (prediction.probabilities - uninterrupted).abs().max()
 print(f"largest difference from the run that was never stopped: {difference:.1e}")
-print(
-    f"accuracy {prediction.metrics()['accuracy']:.1%}, NLL {prediction.metrics()['nll']:.3f}"
-)
+scores = prediction.metrics()
+print(f"accuracy {scores['accuracy']:.1%}, NLL {scores['nll']:.3f}")
 
 # %%
 # The posterior in a file
