@@ -191,9 +191,7 @@ with warnings.catch_warnings():
     loo = az.loo(posterior, pointwise=True)
 estimate = float(getattr(loo, "elpd", None) or loo.elpd_loo) / len(train[0])
 trusted = float((loo.pareto_k <= 0.7).mean())
-print(
-    f"VOGN, nats an example: LOO {estimate:.3f}, {trusted:.0%} of terms to be trusted;"
-)
+print(f"VOGN, nats an example: LOO {estimate:.3f}, {trusted:.0%} of terms to be trusted;")
 print(f"held out {predictions['VOGN'].log_likelihood().mean():.3f}")
 exported = dvi.to_arviz(*fitted["MNVI"], train, 10, seed=0)
 print(textwrap.fill(f"MNVI: {exported.attrs['log_likelihood_left_out']}"))
