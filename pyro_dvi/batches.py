@@ -76,10 +76,12 @@ def check_loader(loader: Any, passes: int, role: str = "loader") -> None:
             f"{role} is a tensor, whose rows would be taken for batches. Pass batches: "
             "DataLoader(TensorDataset(x, y), batch_size=128), or [(x, y)] for one batch of everything."
         )
-    if isinstance(loader, tuple) and loader and all(isinstance(part, Tensor) for part in loader):
-        raise ArgumentError(
-            f"{role} is a tuple of tensors, which is one batch: pass [(x, y)], or a DataLoader."
-        )
+    if isinstance(loader, (tuple, list)) and loader and all(isinstance(part, Tensor) for part in loader):
+        # Tensors of one kind in a list may be batches of a model with one argument.
+        if isinstance(loader, tuple) or len({(part.ndim, part.dtype) for part in loader}) > 1:
+            raise ArgumentError(
+                f"{role} is a {type(loader).__name__} of tensors, which is one batch: pass [(x, y)], or a DataLoader."
+            )
     if not isinstance(loader, Iterable):
         raise ArgumentError(
             f"{role} must yield batches (a DataLoader, a list of tuples), got {type(loader).__name__}."

@@ -54,7 +54,8 @@ def observed_sites(trace: Any) -> Observed:
     if not sites and not factors:
         raise ModelError(
             "the model has no observed site: pass the observed values and give them to "
-            "pyro.sample(name, distribution, obs=values). Without data the posterior is the prior."
+            "pyro.sample(name, distribution, obs=values). Without data the posterior is the prior. dvi.fit "
+            "takes a list [x, y] for two batches: pass [(x, y)] for one."
         )
     return Observed(sites, factors)
 

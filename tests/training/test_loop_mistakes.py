@@ -108,6 +108,12 @@ MISTAKES = [
     ("exhausted iterable", lambda: run(OnlyOnce(), 2), DataError, "no batch in epoch 2"),
     ("tensor as loader", lambda: run(torch.ones(3, 2)), ArgumentError, "rows would be taken for batches"),
     (
+        "pair as loader",
+        lambda: run([torch.ones(3, 2), torch.ones(3)]),
+        ArgumentError,
+        "a list of tensors, which",
+    ),
+    (
         "batch as loader",
         lambda: run((torch.ones(3, 2), torch.ones(3))),
         ArgumentError,
