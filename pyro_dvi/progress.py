@@ -23,7 +23,7 @@ def progress_bar(
     ``disable=None`` is tqdm's own test for a terminal, which a notebook is not. ``tqdm.auto`` would load IPython and
     warn where ipywidgets is missing.
     """
-    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     bar: Any = tqdm
     unseen = None
     if shell is not None and "IPKernelApp" in shell.config:

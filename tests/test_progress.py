@@ -32,6 +32,11 @@ def test_progress_bar_shows_on_a_terminal_only(monkeypatch, terminal):
     assert ("6/6" in stream.getvalue()) is terminal
 
 
+def test_a_bar_needs_no_ipython(monkeypatch):
+    monkeypatch.setitem(sys.modules, "IPython", None)
+    assert list(progress_bar(False, of=range(3))) == [0, 1, 2]
+
+
 class Widget(std.tqdm):
     """Stands for tqdm's bar of widgets."""
 

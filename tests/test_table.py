@@ -56,6 +56,16 @@ def test_what_a_cell_shows_of_a_history_a_prediction_and_a_summary(trained):
     }
 
 
+def test_a_cell_does_not_show_the_pixels_of_images():
+    model = dvi.regressor(dvi.to_bayesian_(nn.Linear(1, 300)), num_data=12)
+    guide = dvi.MeanFieldGuide(model)
+    x = torch.zeros(12, 1)
+    guide(x, torch.zeros(12, 300))
+    prediction = dvi.predict(model, guide, x)
+    assert "12 examples" in prediction._repr_html_() and "<table" not in prediction._repr_html_()
+    assert prediction.to_dataframe().shape == (12, 1200)
+
+
 def test_reports_of_laplace_are_shown_as_they_are_printed(trained):
     model, _, data, _ = trained
     guide = dvi.LaplaceGuide(model)

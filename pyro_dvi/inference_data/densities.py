@@ -86,7 +86,10 @@ def log_posterior(
         seed: of the draws.
     """
     latent = {name: node for name, node in nodes.items() if is_latent(node)}
-    free = sum(_num_free(node) for node in latent.values())
+    try:
+        free = sum(_num_free(node) for node in latent.values())
+    except NotImplementedError:  # values on a sphere, say, which no Gaussian on real numbers reaches
+        return None
     count = len(next(iter(drawn.arrays.values()))[0]) if drawn.arrays else 0
     seeder()(seed)
     densities = []

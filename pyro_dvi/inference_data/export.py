@@ -128,7 +128,8 @@ def to_arviz(
         log_prior: add the log densities of the draws.
         chains: number of chains that the draws are laid out in, one after the other: of MCMC, say. Draws of a guide are
             independent, and any split of them is right.
-        constant_data: variables by name in place of the inputs of the model; examples first.
+        constant_data: variables by name in place of the inputs of the model; one with as many rows as there are examples
+            has their dimension first.
         predictions: other inputs, in any form of ``data``; observations that come along are not used.
         history: what :func:`~pyro_dvi.fit` returned.
         elbo: the objective that trained the guide, to record its name and KL weight. Without it the KL weight is the
@@ -225,7 +226,8 @@ def to_arviz(
         groups.update(zip(of_data, predicted[0].groups(), strict=True))
         groups["constant_data"] = inputs
         if constant_data is not None:
-            groups["constant_data"], inputs_left_out = named_constants(constant_data, predicted[0].rows), []
+            drawn_rows = predicted[0].rows, groups["posterior_predictive"]
+            groups["constant_data"], inputs_left_out = named_constants(constant_data, *drawn_rows), []
         if log_likelihood and not groups["log_likelihood"].arrays:
             raise ArgumentError(
                 f"log_likelihood=True: {rule} predicts by one distribution, the same for every draw, or the data hold "

@@ -51,17 +51,19 @@ def inputs_of(
     return group, left_out
 
 
-def named_constants(given: Mapping[str, Any], rows: str | None) -> Group:
+def named_constants(given: Mapping[str, Any], rows: str | None, predicted: Group) -> Group:
     """Return variables that the user gives in place of the inputs.
 
     Args:
         given: arrays by name.
         rows: name of the dimension of examples, if known.
+        predicted: draws of observations, which have that dimension; arrays of another length have not.
     """
+    lengths = {predicted.shape(name)[:1] for name, dims in predicted.suggested.items() if dims[:1] == (rows,)}
     group = Group(sampled=False)
     for name, value in given.items():
         array = as_array(value) if isinstance(value, Tensor) else np.asarray(value)
-        group.add(name, array, [rows] if array.ndim else [])
+        group.add(name, array, [rows] if array.shape[:1] in lengths else [])
     return group
 
 

@@ -116,6 +116,36 @@ def test_a_point_mass_has_no_density(model, make):
     assert list(exported(model, make())["sample_stats"].data_vars) == ["lp"]
 
 
+def test_values_on_a_sphere_have_the_density_of_the_prior_alone():
+    def on_circle(x, y=None):
+        direction = pyro.sample("direction", dist.ProjectedNormal(x.new_ones(2)))
+        with pyro.plate("data", len(x)):
+            return pyro.sample("obs", dist.Normal(direction[0] * x, SD), obs=y)
+
+    found = exported(
+        on_circle, lambda x, y=None: {"direction": pyro.sample("direction", dist.ProjectedNormal(x[:2]))}
+    )
+    assert list(found["sample_stats"].data_vars) == ["lp"]
+
+
+def test_masked_observations_and_the_scale_of_a_plate_do_not_count():
+    counts = torch.arange(6) < 4
+
+    def masked(x, y=None):
+        slope = pyro.sample("slope", dist.LogNormal(x.new_zeros(()), 1.0))
+        with (
+            pyro.plate("data", 60, subsample_size=6, subsample=torch.arange(6)),
+            pyro.poutine.mask(mask=counts),
+        ):
+            return pyro.sample("obs", dist.Normal(slope * x, SD), obs=y)
+
+    found = exported(masked, AutoNormal(masked))
+    slope = torch.as_tensor(values(found, "posterior", "slope"))[..., None]
+    expected = dist.LogNormal(0.0, 1.0).log_prob(slope)[..., 0]
+    expected = expected + dist.Normal(slope * X[counts], SD).log_prob(Y[counts]).sum(-1)
+    assert values(found, "sample_stats", "lp") == pytest.approx(expected.numpy(), rel=1e-6)
+
+
 def pareto_k(stats):
     """As the page on posterior analysis computes it."""
     ratio = stats["lp"] - stats["log_q"]
@@ -148,12 +178,16 @@ def test_chains_hold_the_draws_one_after_the_other():
 
 def test_likelihoods_and_constants_are_as_asked_for():
     found = exported(
-        line, exact, log_likelihood=False, constant_data={"year": [1, 2, 3, 4, 5, 6], "unit": 2.0}
+        line,
+        exact,
+        log_likelihood=False,
+        constant_data={"year": [1, 2, 3, 4, 5, 6], "unit": 2.0, "county": ["a", "b"]},
     )
     assert "log_likelihood" not in groups(found)
     assert found.attrs["log_likelihood_left_out"] == "log_likelihood=False"
-    assert list(found["constant_data"].data_vars) == ["year", "unit"]
+    assert list(found["constant_data"].data_vars) == ["year", "unit", "county"]
     assert found["constant_data"]["year"].dims == ("data",)
+    assert found["constant_data"]["county"].dims == ("county_dim_0",)  # not of as many examples
     with pytest.raises(ArgumentError, match=r"AtMean\(\) predicts by one distribution"):
         dvi.to_arviz(line, exact, (X, Y), method=dvi.AtMean(), log_likelihood=True)
 

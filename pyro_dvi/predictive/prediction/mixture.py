@@ -150,7 +150,8 @@ class Mixture:
         between = None if self.between is None else self.between / self.count
         kept.pop("function_variance", None)
         if between is not None and (within := found.get("function_variance")) is not None:
-            between, found["variance"] = between + within, found["variance"] - within
+            # Rounding makes the difference negative where the noise is far smaller.
+            between, found["variance"] = between + within, (found["variance"] - within).clamp_min(0)
         everything = {**found, "epistemic": between, "observed": self.observed, "mask": self.mask}
         values = {
             _AVERAGES.get(name, name): value.movedim(axis - right.get(name, of_moments), 0)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["Prediction"]
 
 T = TypeVar("T")
+MAX_SHOWN = 1000  # columns of a table in a notebook
 
 
 class Prediction(InNotebook):
@@ -55,7 +56,10 @@ class Prediction(InNotebook):
         return f"Prediction({kind} site {self.site!r}, {len(self)} examples, method={self.method})"
 
     def _shown(self) -> list[Any]:
-        return [repr(self), self.to_dataframe()]
+        columns = self._columns()
+        num_columns = sum(value[:1].numel() for value in columns.values())
+        # A table of the pixels of images would take minutes, and nobody would read it.
+        return [repr(self), *([dataframe(columns, len(self))] if num_columns <= MAX_SHOWN else [])]
 
     @cached_property
     def mean(self) -> Tensor:

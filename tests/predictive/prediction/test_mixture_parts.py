@@ -53,6 +53,15 @@ def test_laplace_tells_the_linear_regression_its_parts(columns: int):
     torch.testing.assert_close(prediction.aleatoric, torch.full_like(prediction.aleatoric, 0.25))
 
 
+def test_noise_that_rounding_hides_is_not_negative():
+    model = dvi.regressor(dvi.to_bayesian_(nn.Linear(1, 1)), 50, 1e-3)
+    guide = dvi.MeanFieldGuide(model, scale=dvi.PerWeight(-1.0))
+    x = 1000 * torch.linspace(-1, 1, 50).unsqueeze(-1)
+    guide(x, x[:, 0])
+    prediction = dvi.predict(model, guide, x, dvi.Moments())
+    assert (prediction.aleatoric >= 0).all() and (prediction.epistemic > 1).all()
+
+
 def test_what_one_member_does_not_know_the_ensemble_does_not_say():
     """A mixture of a component that tells its parts with one that does not has no parts."""
 
