@@ -21,7 +21,7 @@ def check_trainable(guide: Any, objective: Any) -> None:
         GuideError: the guide is an ensemble, or stores precisions, which only natural gradients move.
     """
     name = "a loss function" if objective is None else type(objective).__name__
-    if hasattr(guide, "members"):
+    if getattr(guide, "_is_trained", False):
         raise GuideError(
             f"{name} cannot train this {type(guide).__name__}, whose members have been trained: it is for predictions. "
             "To train other members, give pyro_dvi.train_ensemble a function that trains one and returns its model and "

@@ -128,8 +128,8 @@ def to_arviz(
         log_prior: add the log densities of the draws.
         chains: number of chains that the draws are laid out in, one after the other: of MCMC, say. Draws of a guide are
             independent, and any split of them is right.
-        constant_data: variables by name in place of the inputs of the model; one with as many rows as there are examples
-            has their dimension first.
+        constant_data: variables by name in place of the inputs of the model; one with a row for each example has the
+            dimension of examples first.
         predictions: other inputs, in any form of ``data``; observations that come along are not used.
         history: what :func:`~pyro_dvi.fit` returned.
         elbo: the objective that trained the guide, to record its name and KL weight. Without it the KL weight is the

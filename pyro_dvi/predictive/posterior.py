@@ -5,7 +5,7 @@ A guide may say itself how it is predicted, by any of these: ``prediction_rule``
 ``predicted_model(model)``, the model with the scales that it was tuned for; ``example_latents()``, values to look at
 the model with; ``linearised(inputs, read)``, the Gaussian of its outputs; ``factorised``, the posterior as a guide of
 independent Gaussians, None where it is none; ``check_model(model)``, which refuses another model than that of the fit;
-``members``, of an ensemble: trained posteriors, each with its model, in equal shares.
+``members``, of an ensemble: a tuple of ``TrainedPosterior``, each with its model, in equal shares.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -83,7 +83,8 @@ def check_posterior(model: Callable[..., Any], guide: Callable[..., Any], inputs
 
 def members_of(guide: Any) -> tuple[TrainedPosterior, ...]:
     """Return the members of an ensemble; none of any other guide."""
-    return getattr(guide, "members", ())
+    found = getattr(guide, "members", ())
+    return found if isinstance(found, tuple) and all(isinstance(m, TrainedPosterior) for m in found) else ()
 
 
 def check_is_set_up(guide: Any, inputs: tuple[Any, ...] = ()) -> None:

@@ -152,6 +152,7 @@ class EnsembleGuide(nn.Module):
     """
 
     factorised = None  # a mixture is no product of Gaussians
+    _is_trained = True  # so that no objective takes it
 
     def __init__(self, members: Iterable[TrainedPosterior | tuple[Any, Any]]) -> None:
         super().__init__()

@@ -8,6 +8,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro import poutine
+from pyro.infer import SVI, Trace_ELBO
 from pyro.infer.autoguide import (
     AutoDelta,
     AutoDiagonalNormal,
@@ -20,7 +21,7 @@ from pyro.nn import PyroModule, PyroSample
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from pyro_dvi import AtMean, MeanFieldGuide, Samples, metrics, predict
+from pyro_dvi import AtMean, MeanFieldGuide, Samples, fit, metrics, optim, predict
 from pyro_dvi.errors import DataError, GuideError
 
 GUIDES = [AutoDelta, AutoNormal, AutoDiagonalNormal, AutoMultivariateNormal, MeanFieldGuide]
@@ -275,6 +276,30 @@ def test_hand_written_guides():
     with pytest.raises(GuideError, match=r"'slope' \(HalfCauchy\) has no mean.*Samples"):
         predict(line, infinite, x, AtMean())
     assert predict(line, infinite, x, Samples(3)).mean.shape == (20,)
+
+
+def test_a_guide_may_have_members_of_its_own():
+    """A mixture written by the user is no ensemble of trained posteriors."""
+
+    class Mixed(PyroModule):
+        def __init__(self):
+            super().__init__()
+            self.members = nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1)])
+
+        def forward(self, x, y=None):
+            mean = sum(member.bias[0] for member in self.members)
+            pyro.sample("slope", dist.Normal(mean, 1.0))
+
+    def noisy(x, y=None):
+        slope = pyro.sample("slope", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", len(x)):
+            return pyro.sample("obs", dist.Normal(slope * x, 1.0), obs=y)
+
+    x, guide = torch.linspace(-1, 1, 5), Mixed()
+    svi = SVI(noisy, guide, optim.Adam({"lr": 0.1}), loss=Trace_ELBO())
+    fit(svi, [(x, x)], 2, progress=False)
+    mean = sum(member.bias.item() for member in guide.members)
+    assert predict(noisy, guide, x, method=AtMean()).mean == pytest.approx((mean * x).numpy())
 
 
 def test_a_guide_without_a_median_says_what_to_do():
