@@ -35,7 +35,6 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import DataLoader, TensorDataset
 
 import pyro_dvi as dvi
-from pyro_dvi.bayesian import LearnedScale
 from pyro_dvi.laplace import Dense, KroneckerFactored
 
 matplotlib.use("Agg")  # draws into a file: no display is needed
@@ -57,6 +56,8 @@ class Task:
         test: the same of other examples.
         validation: the same of further ones, for the choice of the KL weight.
         epochs: of training.
+        batch_size: of training.
+        lr: step size of Adam.
         matrix: what Laplace's approximation stores of the precision.
         others: inputs without observations, by name.
     """
@@ -66,28 +67,29 @@ class Task:
     test: Pair
     validation: Pair
     epochs: int
+    batch_size: int
+    lr: float
     matrix: Any
     others: dict[str, Tensor] = field(default_factory=dict)
 
 
 def curve(seed: int) -> Task:
-    """Sixty noisy points of a sine, none between -0.7 and 0.7."""
+    """Two hundred noisy points of a sine, none between -1 and 1."""
     generator = torch.Generator().manual_seed(seed)
 
     def points(count: int) -> Pair:
-        x = 0.7 + 1.3 * torch.rand(count, 1, generator=generator)
+        x = 1 + 1.5 * torch.rand(count, 1, generator=generator)
         x[: count // 2] *= -1
-        y = torch.sin(3 * x) + 0.1 * torch.randn(count, 1, generator=generator)
+        y = torch.sin(2 * x) + 0.1 * torch.randn(count, 1, generator=generator)
         return x, y.squeeze(-1)
 
     def build() -> Any:
-        net = nn.Sequential(nn.Linear(1, 50), nn.Tanh(), nn.Linear(50, 1))
-        return dvi.regressor(
-            dvi.to_bayesian_(net, prior_scale=3.0), num_data=60, noise_scale=LearnedScale(0.3)
-        )
+        net = nn.Sequential(nn.Linear(1, 30), nn.Tanh(), nn.Linear(30, 1))
+        dvi.to_bayesian_(net, prior_scale={"0.*": 2.0, "2.*": 0.5})
+        return dvi.regressor(net, num_data=200, noise_scale=0.1)
 
-    others = {"gap": torch.linspace(-0.5, 0.5, 41)[:, None], "line": torch.linspace(-2.6, 2.6, 261)[:, None]}
-    return Task(build, points(60), points(500), points(100), 300, Dense(), others)
+    others = {"gap": torch.linspace(-0.5, 0.5, 41)[:, None], "line": torch.linspace(-3.2, 3.2, 257)[:, None]}
+    return Task(build, points(200), points(500), points(200), 1000, 200, 0.05, Dense(), others)
 
 
 def noisy_digits(seed: int) -> Task:
@@ -107,7 +109,8 @@ def noisy_digits(seed: int) -> Task:
         return dvi.classifier(dvi.to_bayesian_(net, prior_scale=dvi.fan_in), num_data=600)
 
     others = {"shuffled": parts["test"][0].gather(1, order)}
-    return Task(build, **parts, epochs=150, matrix=KroneckerFactored(), others=others)
+    matrix = KroneckerFactored()
+    return Task(build, **parts, epochs=120, batch_size=100, lr=0.01, matrix=matrix, others=others)
 
 
 TASKS = {"curve": curve, "digits": noisy_digits}
@@ -116,12 +119,13 @@ TASKS = {"curve": curve, "digits": noisy_digits}
 # --- six methods -----------------------------------------------------------------------------------------
 
 
-def adam(epochs: int) -> Any:
+def adam(task: Task) -> Any:
     """Adam, whose step size falls to zero; posterior scales have a larger one."""
-    return dvi.optim.Adam(dvi.learning_rates(1e-2), scheduler=partial(CosineAnnealingLR, T_max=epochs))
+    schedule = partial(CosineAnnealingLR, T_max=task.epochs)
+    return dvi.optim.Adam(dvi.learning_rates(task.lr), scheduler=schedule)
 
 
-def vogn(epochs: int) -> Any:
+def vogn(task: Task) -> Any:
     """Natural gradients, with the default options."""
     return dvi.VOGN({})
 
@@ -134,14 +138,14 @@ class Method:
         guide: of the model.
         objective: of guide and model.
         rule: of prediction; None for the one that the guide was trained for.
-        optimizer: given the number of epochs.
+        optimizer: given the task.
         fits: whether the guide is fitted after training.
     """
 
     guide: Callable[[Any], Any]
     objective: Callable[..., Any]
     rule: Any = None
-    optimizer: Callable[[int], Any] = adam
+    optimizer: Callable[[Task], Any] = adam
     fits: bool = False
 
 
@@ -159,7 +163,7 @@ METHODS = {
 
 # Weight of the prior: 1 is Bayes' rule, less fits the data closer.
 KL_WEIGHTS = {
-    "curve": dict.fromkeys(METHODS, 0.1),
+    "curve": dict.fromkeys(METHODS, 0.1) | {"Laplace": 1.0},
     "digits": dict.fromkeys(METHODS, 0.1),
 }
 
@@ -168,8 +172,8 @@ def train(method: Method, task: Task, kl_weight: float, device: str = "cpu") -> 
     """Build a model and train its posterior."""
     model, weight = task.build(), {"kl_weight": kl_weight}
     guide = method.guide(model, **weight) if method.fits else method.guide(model)
-    loader = DataLoader(TensorDataset(*task.train), batch_size=len(task.train[0]) // 6, shuffle=True)
-    svi = SVI(model, guide, method.optimizer(task.epochs), loss=method.objective(**weight))
+    loader = DataLoader(TensorDataset(*task.train), batch_size=task.batch_size, shuffle=True)
+    svi = SVI(model, guide, method.optimizer(task), loss=method.objective(**weight))
     dvi.fit(svi, loader, task.epochs, device=device)
     if method.fits:
         guide.polish(loader)  # to the very minimum
@@ -185,7 +189,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--epochs", type=int, help="of training (default: 300 and 150)")
+    parser.add_argument("--epochs", type=int, help="of training (default: 1000 and 120)")
     parser.add_argument("--seed", type=int, default=0, help="of data, weights and batches (default: 0)")
     parser.add_argument("--device", default="cpu", help="cpu, cuda, ... (default: cpu)")
     parser.add_argument("--output-dir", type=Path, default=Path("quickstart_output"), help="for the files")

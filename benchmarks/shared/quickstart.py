@@ -20,7 +20,7 @@ from benchmarks.shared.tables import mean_sd, paired, provenance, table
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "quickstart.py"
 TUNING_SEED, SEEDS = 100, (0, 1, 2, 3, 4)
-START, MAX_TRAININGS = {"curve": (0.01, 0.03, 0.1), "digits": (0.03, 0.1, 0.3)}, 5
+START, MAX_TRAININGS = (0.03, 0.1, 0.3), 6
 TASKS = ("curve", "digits")
 
 
@@ -69,7 +69,7 @@ def run(settings: Settings, data_dir: str | None) -> Row:
     tuned = dvi.tune_kl_weight(
         train,
         task.validation,
-        START[name],
+        START,
         score=score,
         max_trainings=MAX_TRAININGS,
         seed=seed,
