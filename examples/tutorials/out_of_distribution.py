@@ -43,7 +43,7 @@ foreign = {
     ),
     "noise": torch.rand(500, 64, generator=random),
 }
-loader = DataLoader(TensorDataset(*train), batch_size=50, shuffle=True)
+loader = DataLoader(TensorDataset(*train), batch_size=100, shuffle=True)
 print(
     len(held_out[0]),
     "familiar images,",
