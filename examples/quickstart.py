@@ -213,7 +213,8 @@ def main(arguments: list[str] | None = None) -> dict[str, dict[str, Any]]:
     options.output_dir.mkdir(parents=True, exist_ok=True)
 
     figure = plt.figure(figsize=(13, 6), layout="constrained")
-    bands, panels = figure.subfigures(1, 2, width_ratios=(3, 1.25))
+    parts: Any = figure.subfigures(1, 2, width_ratios=(3, 1.25))
+    bands, panels = parts
     axes = bands.subplots(2, 3, sharex=True, sharey=True)
     scores: dict[str, dict[str, Any]] = {}
     for (name, method), ax in zip(METHODS.items(), axes.flat, strict=True):
@@ -256,7 +257,9 @@ def score(name: str, task: Task, method: Method, model: Any, guide: Any) -> dict
     """Return test scores: likelihood, and how well a method knows what it has not seen."""
     prediction = dvi.predict(model, guide, task.test, method.rule, seed=0)
     metrics = prediction.metrics()
-    found = {f"{name} nll": dvi.metrics.Estimate(metrics["nll"], metrics["nll_standard_error"])}
+    found: dict[str, Any] = {
+        f"{name} nll": dvi.metrics.Estimate(metrics["nll"], metrics["nll_standard_error"])
+    }
     if name == "curve":
         gap = dvi.predict(model, guide, task.others["gap"], method.rule, seed=0)
         for place, there in (("data", prediction), ("gap", gap)):
