@@ -85,7 +85,7 @@ print(dvi.summary(make_model()))
 
 EPOCHS = {
     "Variational Laplace": 200,
-    "Moment propagation": 500,
+    "Moment propagation": 800,
     "VOGN": 200,
     "Laplace": 50,
 }  # of one batch: all points
