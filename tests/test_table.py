@@ -49,6 +49,7 @@ def test_what_a_cell_shows_of_a_history_a_prediction_and_a_summary(trained):
     assert list(frame.index) == [1, 2, 3] and frame["loss"].tolist() == history["loss"]
     assert "3 epochs" in history._repr_html_() and frame.to_html() in history._repr_html_()
     assert len(history.steps.to_dataframe()) == 3
+    assert dvi.training.History().to_dataframe().empty  # before the first epoch
     prediction = dvi.predict(model, guide, data)
     assert prediction.to_dataframe()._repr_html_() in prediction._repr_html_()
     assert {"weight", "bias"} <= {

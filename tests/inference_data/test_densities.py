@@ -116,6 +116,24 @@ def test_a_point_mass_has_no_density(model, make):
     assert list(exported(model, make())["sample_stats"].data_vars) == ["lp"]
 
 
+def test_latents_in_a_plate_have_its_dimension():
+    def heights(x, y=None):
+        with pyro.plate("data", len(x)):
+            height = pyro.sample("height", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+            return pyro.sample("obs", dist.Normal(height[:, 0], 1.0), obs=y)
+
+    found = exported(heights, AutoNormal(heights))
+    assert found["log_prior"]["height"].dims == ("chain", "draw", "data")
+    assert values(found, "sample_stats", "log_q").dtype == np.float64  # a sum of many numbers of float32
+
+
+def test_a_laplace_approximation_knows_draws_alone():
+    guide = dvi.LaplaceGuide(line)
+    guide.polish([(X, Y)], progress=False)
+    guide.fit([(X, Y)])
+    assert list(exported(line, guide)["sample_stats"].data_vars) == ["lp"]
+
+
 def test_values_on_a_sphere_have_the_density_of_the_prior_alone():
     def on_circle(x, y=None):
         direction = pyro.sample("direction", dist.ProjectedNormal(x.new_ones(2)))
@@ -176,7 +194,9 @@ def test_chains_hold_the_draws_one_after_the_other():
         exported(line, exact, chains=3)
 
 
-def test_likelihoods_and_constants_are_as_asked_for():
+def test_likelihoods_and_constants_are_as_asked_for(monkeypatch):
+    monkeypatch.setattr("pyro_dvi.inference_data.records.MAX_INPUT_VALUES", 5)  # x is too big to be copied
+    assert exported(line, exact).attrs["inputs_left_out"] == "x"
     found = exported(
         line,
         exact,
@@ -186,6 +206,7 @@ def test_likelihoods_and_constants_are_as_asked_for():
     assert "log_likelihood" not in groups(found)
     assert found.attrs["log_likelihood_left_out"] == "log_likelihood=False"
     assert list(found["constant_data"].data_vars) == ["year", "unit", "county"]
+    assert found.attrs["inputs_left_out"] == ""
     assert found["constant_data"]["year"].dims == ("data",)
     assert found["constant_data"]["county"].dims == ("county_dim_0",)  # not of as many examples
     with pytest.raises(ArgumentError, match=r"AtMean\(\) predicts by one distribution"):

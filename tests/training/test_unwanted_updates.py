@@ -11,6 +11,7 @@ from torch import nn
 
 import pyro_dvi as dvi
 from pyro_dvi.errors import DviWarning
+from pyro_dvi.training import unwanted_updates
 
 X = torch.linspace(-1, 1, 100)[:, None]
 LOADER = [(X[::2], 3 * X[::2, 0]), (X[1::2], 3 * X[1::2, 0])]
@@ -59,6 +60,31 @@ def test_a_clamp_that_acts_on_many_elements_is_named_once(optimizer):
 )
 def test_nothing_is_said_of_what_does_no_harm(optimizer):
     assert said(optimizer) == []
+
+
+def test_a_clamp_of_a_few_elements_is_not_named():
+    """One input of 50 is large: the gradient of its weight is clamped, which are 1 % of the elements or 2 %."""
+    x = torch.cat([1e4 * X, 1e-3 * torch.ones(100, 49)], 1)
+    pyro.clear_param_store()
+    torch.manual_seed(0)
+    model = dvi.regressor(dvi.to_bayesian_(nn.Linear(50, 1)), num_data=100)
+    svi = SVI(
+        model,
+        dvi.MeanFieldGuide(model),
+        pyro.optim.ClippedAdam({"lr": 1e-6, "clip_norm": 1e4}),
+        dvi.TaylorELBO(),
+    )
+    dvi.fit(svi, [(x, X[:, 0])], 1, progress=False)  # a warning would be an error
+
+
+def test_nothing_is_counted_after_the_first_epoch(monkeypatch):
+    counted = []
+    look = unwanted_updates._Clamp.look
+    monkeypatch.setattr(unwanted_updates._Clamp, "look", lambda *args: [counted.append(1), look(*args)][1])
+    said(dvi.optim.AdamW(dvi.learning_rates(0.01)), epochs=1)
+    steps = len(counted)
+    said(dvi.optim.AdamW(dvi.learning_rates(0.01)), epochs=3)
+    assert steps and len(counted) == 2 * steps
 
 
 def test_the_share_is_that_of_the_gradients():

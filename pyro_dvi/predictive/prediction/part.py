@@ -23,6 +23,8 @@ class Part:
         kind: name of the components' distribution.
         values: what is known, by name, examples first; what there is not is left out. ``mean``, one-hot for classes;
             ``aleatoric``, the mean of the components' variances, and ``epistemic``, the variance of their means;
+            ``function_variance``, the mean part of those variances that is the posterior's, where all components tell
+            it: it counts as ``epistemic``;
             ``log_probabilities`` of each class in the last dimension; ``expected_entropy``, the mean of the
             components' entropies, for each label; ``observed`` values, the ``mask`` of those that count, and their
             ``log_likelihood``, NaN where none of an observation counts.

@@ -66,10 +66,12 @@ def test_what_one_member_does_not_know_the_ensemble_does_not_say():
     """A mixture of a component that tells its parts with one that does not has no parts."""
 
     def parts(*components):
-        mixture = Mixture(None, 3)
+        mixture = Mixture(None, 3, keep=True)
         for fn in components:
             mixture.add(Response("obs", fn, torch.zeros(3), False, -1, None))
-        return mixture.finish().values
+        part = mixture.finish()
+        assert part.draws.keys() == {"mean", "variance"}
+        return part.values
 
     zeros = torch.zeros(3)
     knowing, plain = Normal(zeros, zeros + 1, zeros + 3), dist.Normal(zeros, 2.0)
