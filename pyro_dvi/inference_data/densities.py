@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.distributions import biject_to
 
 from pyro_dvi.devices import seeder
-from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.inference_data.group import Group, as_array, plate_names
 from pyro_dvi.predictive.engine.batches import Batch
 from pyro_dvi.predictive.engine.run import Latents, sites_at
@@ -107,7 +106,7 @@ def log_posterior(
             return None
         try:
             logs = [node["fn"].log_prob(node["value"]).double().sum() for node in sites]
-        except (NotImplementedError, UnsupportedError):  # of a method that knows draws alone
+        except NotImplementedError:  # of a method that knows draws alone
             return None
         densities.append(torch.stack(logs).sum())
     return torch.stack(densities) if densities else None
