@@ -108,7 +108,7 @@ print(comparison[["elpd_diff", "dse"]].round(1).to_string())
 # ----------------------------
 #
 # Of the images that get 80 % confidence, 80 % should be right. Points below the diagonal are overconfident, open
-# circles are bins of fewer than five images.
+# circles are bins of fewer than five images. The ECE in the titles is that of these ten bins, in the table of fifteen.
 
 figure, axes = plt.subplots(1, 3, figsize=(12, 4.6), layout="constrained")
 for ax, (name, prediction) in zip(axes, predictions.items(), strict=True):
