@@ -114,12 +114,11 @@ print(f"true values: spread {true_offset.std():.2f}, noise {NOISE:.2f}")
 #
 # Without pooling, an offset would be the mean deviation of a laboratory from the curve. The model pulls it towards
 # zero, the more so the fewer measurements there are. For the new laboratory it returns what it knows about laboratories
-# at large: about zero, give or take the spread of the others.
+# at large: about zero, give or take the spread of the others. RMSE is the root mean squared error of the offsets.
 
 dose, lab, y = train
-at_zero = dvi.predict(
-    model, guide, (dose, torch.full_like(lab, NUM_LABS - 1))
-)  # an offset of 0
+new = torch.full_like(lab, NUM_LABS - 1)  # the one without data: an offset of 0
+at_zero = dvi.predict(model, guide, (dose, new))
 no_pooling = torch.zeros(NUM_LABS).index_add(0, lab, y - at_zero.mean) / counts
 estimates = {
     "no pooling": no_pooling,
@@ -129,13 +128,10 @@ estimates["partial pooling, TaylorELBO"] = fitted["TaylorELBO"]["offset"]
 estimates["one offset for all"] = torch.zeros(NUM_LABS)
 for name, offset in estimates.items():
     errors = offset[:-1] - true_offset
-    errors = (
-        errors - errors.mean()
-    ).square()  # a shift of all offsets belongs to the curve
+    # A shift of all offsets belongs to the curve.
+    errors = (errors - errors.mean()).square()
     one, more = errors[:12].mean().sqrt(), errors[12:].mean().sqrt()
-    print(
-        f"{name:28} RMSE of offsets: {one:.3f} with one measurement, {more:.3f} with more"
-    )
+    print(f"{name:28} RMSE {one:.3f} with one measurement, {more:.3f} with more")
 
 # %%
 # A new laboratory
