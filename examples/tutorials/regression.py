@@ -48,12 +48,12 @@ train, test = measure(200), measure(400)
 # already, and then has little left to do.
 
 net = nn.Sequential(nn.Linear(1, 30), nn.Tanh(), nn.Linear(30, 1))
-adam = torch.optim.Adam(net.parameters(), lr=0.02)
+plain_adam = torch.optim.Adam(net.parameters(), lr=0.02)
 for _ in range(2000):
     loss = (net(train[0]).squeeze(-1) - train[1]).square().mean()
-    adam.zero_grad()
+    plain_adam.zero_grad()
     loss.backward()
-    adam.step()
+    plain_adam.step()
 print(f"root mean squared error: {loss.item() ** 0.5:.3f}")
 
 # %%
