@@ -50,6 +50,11 @@ class LikelihoodModule(PyroModule):
             outputs = self.net(*x)
         else:
             outputs = self.net(**x) if isinstance(x, Mapping) else self.net(x)
+        if not hasattr(outputs, "dim"):
+            raise ModelError(
+                f"The network returned a {type(outputs).__name__}, and {type(self).__name__.lower()} needs one tensor: "
+                "let the network return it, or write the Pyro model around the network yourself."
+            )
         return (
             outputs.float() if getattr(outputs, "dtype", None) in (torch.bfloat16, torch.float16) else outputs
         )

@@ -304,6 +304,14 @@ def export(guide: Any, model: Callable[[], nn.Module] = lambda: to_bayesian_(mlp
     to_deterministic(model(), guide)
 
 
+class ManyOutputs(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 3)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return {"logits": super().forward(x)}
+
+
 class Handwritten(pyro.nn.PyroModule):
     def __init__(self) -> None:
         super().__init__()
@@ -313,6 +321,18 @@ class Handwritten(pyro.nn.PyroModule):
 D, G = errors.DataError, errors.GuideError
 
 RUNS: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
+    (
+        "classifier of a dict",
+        lambda: observe(Y, net=ManyOutputs),
+        M,
+        "returned a dict, and classifier needs one tensor",
+    ),
+    (
+        "regressor of a dict",
+        lambda: regress(torch.zeros(6), ManyOutputs()),
+        M,
+        "returned a dict, and regressor needs one tensor",
+    ),
     (
         "network inside a plate",
         run_in_a_plate,

@@ -155,7 +155,7 @@ def test_prior_precision_by_validation():
 
 def test_edge_of_the_values_is_reported():
     problem = LinearRegression()
-    with pytest.warns(DviWarning, match="smallest value that was tried") as warned:
+    with pytest.warns(DviWarning, match="smallest value tried") as warned:
         curve = problem.guide().tune(problem.batches, values=[100.0, 1000.0], **QUIET)
     assert curve.at_edge and curve.best == 100 and warned[0].filename == __file__
 

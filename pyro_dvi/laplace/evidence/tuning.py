@@ -119,7 +119,9 @@ def tune(
         (scores[max(index - 1, 0) : index + 2] == -math.inf).any()
     )  # where the evidence goes to infinity
     if at_edge or singular:
-        where = f"the {'smallest' if place == 0 else 'largest'} value that was tried: pass values that reach further"
+        where = (
+            f"the {'smallest' if place == 0 else 'largest'} value tried: pass values=[...] that reach further"
+        )
         if singular:
             where = (
                 "next to values at which the precision is not positive definite, and means nothing so near to them: "
