@@ -296,11 +296,14 @@ def test_members_that_predict_unlike_things(regression, classes):
         dvi.predict(mixed.model, mixed, X)
 
 
-def test_moments_of_members_are_not_told_apart():
+def test_moments_of_members_are_told_apart():
+    """By the law of total variance: what each member is unsure of, and what they disagree on."""
     model, guide = train_ensemble(METHODS["MNVI"], 2, progress=False)
-    prediction = dvi.predict(model, guide, X)
-    with pytest.raises(dvi.errors.UnsupportedError, match=r"OfMembers\(\) gives one distribution"):
-        prediction.epistemic  # noqa: B018
+    whole = dvi.predict(model, guide, X)
+    means, variances = whole.draws["mean"], whole.draws["variance"]
+    torch.testing.assert_close(whole.variance, variances.mean(0) + means.var(0, correction=0))
+    torch.testing.assert_close(whole.aleatoric, whole.variance - whole.epistemic)
+    assert (whole.epistemic > means.var(0, correction=0)).all() and (whole.aleatoric > 0).all()
 
 
 def test_drawn_weights_of_a_variational_laplace_posterior():
