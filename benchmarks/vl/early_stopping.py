@@ -72,8 +72,8 @@ def report(rows: list[Row], folder: Path) -> str:
         of_weight = [row for row in rows if row["kl_weight"] == weight]
         said = [_verdict([row for row in of_weight if row["method"] == method], method) for method in RULE]
         text += [f"- {sentence}" for sentence in said if sentence]
-        _draw(of_weight, folder / f"vl_early_stopping_{weight:g}.png")
-        picture = f"../../benchmarks/results/vl_early_stopping_{weight:g}.png"
+        picture = f"vl_early_stopping_{weight:g}.png"
+        _draw(of_weight, folder / picture)
         text += ["", f"![Untempered ELBO and test NLL over epochs, KL weight {weight:g}]({picture})"]
     return "\n".join(text)
 
