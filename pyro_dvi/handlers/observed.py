@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Read the observed sites of a model's run, and check what they say about the data."""
 
-import math
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
@@ -100,23 +99,27 @@ def checked_log_likelihood(site: ObservedSite) -> Tensor:
 def _check_shape(node: Any) -> None:
     """Refuse values that are broadcast against the distribution: [N] against [N, 1] would score N² pairs.
 
-    A single value may stand for all, and a plate may repeat values, as one data set for several models. Dimensions of
-    an event are compared where ``to_event`` has made them; a distribution's own are its own business.
+    A plate may repeat what lacks its dimension: a number, an event, or one data set for several models. A single row is
+    repeated only where the rows of another plate are all there, and never over a minibatch. Dimensions of an event are
+    compared where ``to_event`` has made them; a distribution's own are its own business.
     """
     fn, value = node["fn"], node["value"]
     own = len(untransformed(fn).event_shape)
     shape = tuple(fn.batch_shape) + tuple(fn.event_shape)[: len(fn.event_shape) - own]
     given = tuple(value.shape)[: value.dim() - own] if torch.is_tensor(value) else ()
-    if math.prod(given) == 1:
+    if given == shape:
         return
     shift = own - len(fn.event_shape)
-    plates = {frame.dim + shift for frame in node["cond_indep_stack"] if frame.vectorized}
-    sizes = zip_longest(reversed(given), reversed(shape), fillvalue=1)
+    plates = {-frame.dim - shift: frame for frame in node["cond_indep_stack"] if frame.vectorized}
+    sizes = list(zip_longest(reversed(given), reversed(shape), fillvalue=1))
+    fitting = {place for place in plates if place <= len(given) and len(set(sizes[place - 1])) == 1}
     for place, (size, expected) in enumerate(sizes, start=1):
-        if size != expected and not (size == 1 and -place in plates):
+        whole = place in plates and plates[place].size == plates[place].full_size
+        repeated = place in plates and (place > len(given) or (whole and fitting))
+        if size != expected and not (size == 1 and repeated):
             raise DataError(
                 f"observed site {node['name']!r}: values of shape {tuple(value.shape)} would be broadcast against "
                 f"{type(fn).__name__} with batch shape {tuple(fn.batch_shape)} and event shape "
                 f"{tuple(fn.event_shape)}. Give values of the shape of a draw, as f.squeeze(-1) and y of one column; "
-                "or put dimensions into a plate or to_event"
+                "or put dimensions into a plate or to_event. One value for all rows of a plate is a number: y.squeeze()"
             )

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Observed values need the shape of a draw, whatever the objective and whether or not Pyro validates."""
 
+import math
+from contextlib import ExitStack
 from typing import Any
 
 import pyro
@@ -8,6 +10,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro.infer import SVI
+from pyro.infer.autoguide import AutoMultivariateNormal
 from torch import Tensor
 
 import pyro_dvi as dvi
@@ -73,6 +76,80 @@ def test_a_plate_may_repeat_values_and_one_value_may_stand_for_all(method):
     guide = (dvi.NaturalGradientGuide if natural else dvi.MeanFieldGuide)(several)
     optimizer, elbo = (VOGN({}), dvi.NaturalGradientELBO()) if natural else (pyro.optim.Adam({}), method())
     assert SVI(several, guide, optimizer, loss=elbo).step(X, Y, 0) > 0
+
+
+ALL = [*METHODS[:-1], "not factorised", dvi.LaplaceGuide]
+
+
+def evaluate(method: Any, model: Any) -> Any:
+    """One step of a method for a model without arguments, or the likelihood of its only batch."""
+    guide: Any
+    if method is dvi.LaplaceGuide:
+        guide = dvi.LaplaceGuide(model)
+        guide.initialize()
+        return guide.energy([()]).first_run(torch.zeros(1))[1].log_likelihood().detach()
+    natural = method in (VOGN, OGN, IVON)
+    guide = (dvi.NaturalGradientGuide if natural else dvi.MeanFieldGuide)(model)
+    elbo = dvi.NaturalGradientELBO() if natural else None
+    if method == "not factorised":
+        guide, elbo = AutoMultivariateNormal(model), dvi.SampledELBO()
+    optimizer = method({}) if natural else pyro.optim.Adam({})
+    return SVI(model, guide, optimizer, loss=elbo or method()).step()
+
+
+def observing(y: Tensor, *plates: Any, event: int = 0, shape: tuple = (N,)) -> Any:
+    """A model that observes y around a slope, in plates given as (size, dim[, subsample_size])."""
+
+    def model() -> None:
+        slope = pyro.sample("slope", dist.Normal(torch.zeros(1), 1.0).to_event(1))
+        with ExitStack() as stack:
+            for k, (size, dim, *part) in enumerate(plates):
+                rows = torch.arange(part[0]) if part else None
+                stack.enter_context(pyro.plate(f"plate {k}", size, subsample=rows, dim=dim))
+            pyro.sample("y", dist.Normal(slope + torch.zeros(shape), 0.5).to_event(event), obs=y)
+
+    return model
+
+
+ONE_ROW = {
+    "a row": observing(Y[:1], (N, -1)),
+    "a row of a minibatch": observing(Y[:1], (100, -1, N)),
+    "a row of columns": observing(torch.ones(1, 2), (N, -1), event=1, shape=(N, 2)),
+    "a row beside models": observing(Y[:1], (3, -2), (N, -1), shape=(3, N)),
+    "a row of pixels for a minibatch": observing(torch.ones(1, 4), (100, -2, N), (4, -1), shape=(N, 4)),
+    "a row for an event": observing(Y[:1], event=1),
+}
+VALID = {
+    "a number": observing(Y[0], (N, -1)),
+    "an event": observing(torch.ones(2), (N, -1), event=1, shape=(N, 2)),
+    "expanded by its author": observing(Y[:1].expand(N), (N, -1)),
+    "a minibatch of one row": observing(Y[:1], (100, -1, 1), shape=(1,)),
+    "one row for several models": observing(Y[:1, None], (1, -2), (3, -1), shape=(1, 3)),
+    "rows for several models": observing(Y[:, None], (100, -2, N), (3, -1), shape=(N, 3)),
+    "a scalar outside of plates": observing(torch.ones(1), shape=(1,), event=1),
+}
+
+
+@pytest.mark.parametrize("method", ALL, ids=lambda m: getattr(m, "__name__", m))
+@pytest.mark.parametrize("model", ONE_ROW.values(), ids=ONE_ROW)
+def test_one_row_is_not_the_target_of_all(method, model):
+    """It would count once for every row: the posterior of 12 equal targets."""
+    with pyro.validation_enabled(False):
+        with pytest.raises(DataError, match=r"'y': values of shape .* would be broadcast.*y\.squeeze\(\)"):
+            evaluate(method, model)
+
+
+@pytest.mark.parametrize("method", [VOGN, OGN, IVON, dvi.LaplaceGuide], ids=lambda m: m.__name__)
+def test_a_number_stands_for_all_only_in_a_plate(method):
+    """The other objectives leave dimensions without a plate to Pyro's own check."""
+    with pytest.raises(DataError, match=r"'y': values of shape \(\) would be broadcast"):
+        evaluate(method, observing(Y[0]))
+
+
+@pytest.mark.parametrize("method", ALL, ids=lambda m: getattr(m, "__name__", m))
+@pytest.mark.parametrize("model", VALID.values(), ids=VALID)
+def test_values_that_a_plate_may_repeat(method, model):
+    assert math.isfinite(evaluate(method, model))
 
 
 def test_a_distribution_may_repeat_its_own_event():

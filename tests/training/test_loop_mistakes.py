@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from pyro_dvi.elbos import TaylorELBO
 from pyro_dvi.errors import ArgumentError, DataError, GuideError, UnsupportedError
 from pyro_dvi.training import EarlyStopping, EveryStep, fit
-from tests.training.problems import Net, data, module_of, sequence, svi_of
+from tests.training.problems import Net, data, module_of, sequence, svi_of, weights_of
 
 NET = "AutoNormal + Trace_ELBO"
 
@@ -91,6 +91,12 @@ def run(loader=None, epochs=1, **options):
     return fit(svi(), sequence() if loader is None else loader, epochs, progress=False, **options)
 
 
+def loss_without_gradients(loss):
+    model = Net()
+    target = SVI(model, AutoNormal(model), Adam({"lr": 0.1}), loss=loss)
+    return fit(target, sequence(), 1, progress=False)
+
+
 MISTAKES = [
     ("zero epochs", lambda: run(epochs=0), ArgumentError, "epochs must be a positive whole number, not 0"),
     ("negative epochs", lambda: run(epochs=-3), ArgumentError, "epochs must be a positive whole number"),
@@ -134,6 +140,24 @@ MISTAKES = [
         lambda: fit(SVI(Net(), None, Adam({"lr": 0.1}), loss=TaylorELBO), sequence(), 1),
         ArgumentError,
         r"write loss=TaylorELBO\(\)",
+    ),
+    (
+        "method as loss",
+        lambda: loss_without_gradients(TaylorELBO().loss),
+        ArgumentError,
+        r"ELBO.loss, returns a float without gradients.*loss=elbo for loss=elbo.loss",
+    ),
+    (
+        "Pyro's method as loss",
+        lambda: loss_without_gradients(Trace_ELBO().loss),
+        ArgumentError,
+        r"Trace_ELBO.loss, returns a float without gradients",
+    ),
+    (
+        "function without gradients as loss",
+        lambda: loss_without_gradients(lambda *args: torch.tensor(1.0)),
+        ArgumentError,
+        "returns a Tensor without gradients.*depends on the parameters",
     ),
     (
         "optimizer for SVI",
@@ -202,6 +226,17 @@ MISTAKES = [
 def test_mistake(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+def test_a_differentiable_function_as_loss_trains():
+    """Pyro differentiates it."""
+    model = Net()
+    target = SVI(model, AutoNormal(model), Adam({"lr": 0.1}), loss=Trace_ELBO().differentiable_loss)
+    target.guide(*sequence()[0])
+    before = weights_of(target)
+    fit(target, sequence(), 1, progress=False)
+    after = weights_of(target)
+    assert not any(torch.equal(before[name], after[name]) for name in before if "locs" in name)
 
 
 def test_settings_survive_a_mistake():

@@ -12,7 +12,7 @@ from pyro.infer.elbo import ELBO
 from torch import Tensor
 from torch.optim import Optimizer
 
-from pyro_dvi.errors import UnsupportedError
+from pyro_dvi.errors import ArgumentError, UnsupportedError
 from pyro_dvi.optim.joint import JointOptim, load_state, torch_optimizer
 from pyro_dvi.training.routes.base import Route, finite
 
@@ -97,9 +97,18 @@ def _checked_before_update(svi: SVI) -> Iterator[None]:
     what went bad first could not be told any more.
     """
     inner: Callable[..., Any] = svi.loss_and_grads
+    by_pyro = getattr(inner, "__qualname__", "").startswith("SVI.")
 
     def loss_and_grads(*args: Any, **kwargs: Any) -> Any:
         loss = inner(*args, **kwargs)
+        # Pyro differentiates a loss that is no ELBO where it can, and moves nothing where it cannot.
+        if by_pyro and not getattr(loss, "requires_grad", False):
+            name = getattr(svi.loss, "__qualname__", type(svi.loss).__name__)
+            raise ArgumentError(
+                f"The loss of the SVI, {name}, returns a {type(loss).__name__} without gradients, which moves no "
+                "parameter. Write loss=elbo for loss=elbo.loss; let a function of your own return a tensor that "
+                "depends on the parameters, or pass loss_and_grads= as well."
+            )
         finite(loss.detach() if isinstance(loss, Tensor) else loss)
         return loss
 
