@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Match the latent sites of a model with the Gaussians of a guide, whatever way the guide writes them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ __all__ = [
     "GaussianSite",
     "Latent",
     "Marginals",
+    "check_shape",
     "elementary",
     "is_real",
     "match_latents",
@@ -172,7 +173,7 @@ def match_latents(model_trace: Any, guide_trace: Any, marginals: Marginals) -> l
     """Pair every latent site of the model with its marginal in the guide, or its point mass.
 
     Raises:
-        ModelError: a site is neither observed nor in the guide.
+        ModelError: a site is neither observed nor in the guide, or has another shape there.
         GuideError: the guide has Gaussians that belong to no latent site, or lacks an auxiliary that it needs.
     """
     latents = []
@@ -184,6 +185,7 @@ def match_latents(model_trace: Any, guide_trace: Any, marginals: Marginals) -> l
                 f"site {name!r} is neither observed nor in the guide. If it is data, pass the observed values "
                 f"(y was None?); if it is a latent variable, add pyro.sample({name!r}, ...) to the guide."
             )
+        check_shape(site, guide_site["cond_indep_stack"])
         latent = marginals.of(site)
         if latent.source is None:
             latent.log_density = _log_density_of_mass(guide_site["fn"])
@@ -201,6 +203,29 @@ def match_latents(model_trace: Any, guide_trace: Any, marginals: Marginals) -> l
             f"(or '<name>_unconstrained'); the model's latent sites are {[latent.name for latent in latents]}."
         )
     return latents
+
+
+def check_shape(site: Any, frames: Iterable[Any] = ()) -> None:
+    """Refuse a value of a latent that has not the shape of its prior, to which it would be broadcast.
+
+    Args:
+        site: the latent in a run of the model.
+        frames: the plates around it in the guide.
+
+    Raises:
+        ModelError: naming the site and both shapes.
+    """
+    fn, value = site["fn"], site["value"]
+    sizes = {frame.name: frame.full_size for frame in frames}
+    here = {frame.name: frame.full_size for frame in site["cond_indep_stack"] if frame.name in sizes}
+    if value.shape != fn.batch_shape + fn.event_shape or not here.items() <= sizes.items():
+        own, other = (f" in plates of the sizes {found}" if here else "" for found in (here, sizes))
+        raise ModelError(
+            f"latent site {site['name']!r} has the shape {tuple(fn.batch_shape + fn.event_shape)}{own} in this call of "
+            f"the model, and {tuple(value.shape)}{other} in the guide, which knows one shape: it must not depend on "
+            "the minibatch. A latent of each row needs a plate of the whole data set, pyro.plate(name, num_data, "
+            "subsample=rows)"
+        )
 
 
 def _log_density_of_mass(fn: Any) -> Tensor | float:

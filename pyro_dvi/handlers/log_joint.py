@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pyro_dvi.errors import ModelError, UnsupportedError
 from pyro_dvi.handlers.distributions import strip_event_dims
-from pyro_dvi.handlers.latents import unconstraining_transform
+from pyro_dvi.handlers.latents import check_shape, unconstraining_transform
 from pyro_dvi.handlers.means import twice_differentiable
 from pyro_dvi.handlers.observed import Observed, observed_sites
 from pyro_dvi.sites import AllRows, SampleTrace, SetLatents, is_latent, subsampled_share
@@ -51,7 +51,8 @@ def run_joint(model: Callable, args: tuple, kwargs: dict[str, Any], values: Mapp
         values: unconstrained value of every latent site.
 
     Raises:
-        ModelError: nothing is observed, a site is neither observed nor in ``values``, or one of ``values`` is no site.
+        ModelError: nothing is observed, a site is neither observed nor in ``values`` or has another shape there, or one
+            of ``values`` is no site.
         UnsupportedError: a latent has a value for each row of a subsampled plate.
     """
     with twice_differentiable(), AllRows(), AtUnconstrained(values) as latents:
@@ -65,6 +66,7 @@ def run_joint(model: Callable, args: tuple, kwargs: dict[str, Any], values: Mapp
                     f"site {name!r} is neither observed nor in the guide. If it is data, pass the observed values "
                     f"(y was None?); if it is a latent variable, the guide was set up with another model."
                 )
+            check_shape(node)
         elif node["type"] == "sample" and node["is_observed"]:
             for frame in node["cond_indep_stack"]:
                 if frame.vectorized and frame.full_size is not None:

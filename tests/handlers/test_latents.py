@@ -2,29 +2,36 @@
 """Guides at their means, and the latents of a model paired with the Gaussians of a guide."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pyro
 import pyro.distributions as dist
 import pyro.poutine as poutine
 import pytest
 import torch
+from pyro.infer import SVI
 from pyro.infer.autoguide import (
     AutoDelta,
     AutoDiagonalNormal,
     AutoGuideList,
     AutoLaplaceApproximation,
+    AutoMultivariateNormal,
     AutoNormal,
 )
+from pyro.optim import Adam
 from torch import Tensor
 from torch.distributions import constraints
 
+import pyro_dvi as dvi
 from pyro_dvi.divergences import kl_to_priors
+from pyro_dvi.errors import ModelError
 from pyro_dvi.guides import MeanFieldGuide
 from pyro_dvi.handlers.distributions import strip_event_dims
 from pyro_dvi.handlers.latents import unconstraining_transform
 from pyro_dvi.handlers.means import PosteriorMeans, run_at_means
 from pyro_dvi.handlers.posterior_run import Call
 from pyro_dvi.handlers.structure import structure_of
+from pyro_dvi.optim import VOGN
 
 
 def model() -> None:
@@ -160,3 +167,62 @@ def test_the_density_of_a_point_mass_below_to_event_counts_once():
     (latent,) = run_at_means(Call(model, guide, (torch.zeros(()),))).latents
     expected = -dist.Normal(0.0, 2.0).log_prob(torch.ones(3)).sum()
     torch.testing.assert_close(kl_to_priors([latent]), expected)
+
+
+def in_event(n: int) -> Tensor:
+    return pyro.sample("w", dist.Normal(torch.zeros(n), 1.0).to_event(1))
+
+
+def in_plate(n: int) -> Tensor:
+    with pyro.plate("rows", n):
+        return pyro.sample("w", dist.Normal(0.0, 1.0))
+
+
+METHODS = {
+    "Taylor": (MeanFieldGuide, dvi.TaylorELBO, Adam),
+    "moments": (MeanFieldGuide, dvi.MomentPropagationELBO, Adam),
+    "point": (AutoDelta, dvi.SampledELBO, Adam),
+    "not factorised": (AutoMultivariateNormal, dvi.SampledELBO, Adam),
+    "VOGN": (dvi.NaturalGradientGuide, dvi.NaturalGradientELBO, VOGN),
+    "Laplace": (dvi.LaplaceGuide, None, None),
+}
+
+
+@pytest.mark.parametrize("latent", [in_event, in_plate])
+@pytest.mark.parametrize(("first", "then"), [(4, 2), (4, 1), (1, 4)])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_latent_keeps_its_shape(method, first, then, latent):
+    """Another would be broadcast against the prior, or count rows that are not there."""
+
+    def local(n: int) -> None:
+        level = latent(n).sum()
+        with pyro.plate("data", 3):
+            pyro.sample("y", dist.Normal(level, 1.0), obs=torch.zeros(3))
+
+    guide_class, elbo, optimizer = METHODS[method]
+    guide: Any = guide_class(local)
+    with pytest.raises(ModelError, match=r"'w' has the shape .* in this call .* in the guide.*minibatch"):
+        if elbo is None:
+            guide.initialize(first)
+            guide.diagnose([(then,)])
+        else:
+            svi = SVI(local, guide, optimizer({}), loss=elbo())
+            for n in (first, then):
+                svi.step(n)
+
+
+@pytest.mark.parametrize("method", ["Taylor", "moments", "point", "not factorised"])
+def test_a_latent_of_each_row_may_be_subsampled(method):
+    def local(rows: Tensor) -> None:
+        with pyro.plate("rows", 4, subsample=rows):
+            pyro.sample("y", dist.Normal(pyro.sample("w", dist.Normal(0.0, 1.0)), 1.0), obs=torch.zeros(len(rows)))
+
+    guide_class, elbo, optimizer = METHODS[method]
+
+    def plates(rows: Tensor) -> Any:
+        return pyro.plate("rows", 4, subsample=rows)
+
+    guide: Any = guide_class(local, create_plates=plates) if method != "not factorised" else guide_class(local)
+    batches = [torch.arange(4)] if method == "not factorised" else [torch.arange(4), torch.tensor([2]), torch.arange(2)]
+    svi = SVI(local, guide, optimizer({}), loss=elbo())
+    assert all(svi.step(rows) > 0 for rows in batches)
