@@ -32,12 +32,21 @@ class Passes:
         batches: a loader or a list of batches, each a tuple of the model's arguments or a mapping of them.
         device: where to bring the tensors.
 
+    Raises:
+        DataError: a list holds the same tensors twice.
+
     Attributes:
         reordered: a pass had the rows in another order than the first.
     """
 
     def __init__(self, batches: Iterable[Any], device: torch.device | None) -> None:
         check_loader(batches, passes=2, role="batches")
+        if isinstance(batches, (list, tuple)):
+            calls = [arguments(batch, None) for batch in batches]
+            if len({tuple(map(id, (*args, *kwargs.values()))) for args, kwargs in calls}) < len(calls):
+                raise DataError(
+                    "batches holds the same tensors twice, whose data would count twice: give all the data once"
+                )
         self.batches = batches
         self.device = device
         self._first: tuple[int, float] | None = None

@@ -145,3 +145,26 @@ def test_batches_in_their_places_are_read_once_for_the_first_again():
     list(passes)
     passes.first_again()
     assert read == [0, 1, 2, 0]
+
+
+@pytest.mark.parametrize("kind", ["tuples", "the same tuple", "mappings", "tensors"])
+def test_the_same_tensors_count_once(kind):
+    x, y = batches()[0]
+    first = (x, y)
+    twice: Any = {
+        "tuples": [(x, y), batches()[1], (x, y)],
+        "the same tuple": [first, first],
+        "mappings": [{"x": x, "y": y}, {"x": x, "y": y}],
+        "tensors": [x, x],
+    }[kind]
+    with pytest.raises(DataError, match="the same tensors twice.*all the data once"):
+        Passes(twice, None)
+
+
+def test_equal_rows_and_common_tensors_are_no_repetition():
+    """Data may hold the same numbers again, and batches share a tensor or differ in what is no tensor."""
+    x, y = batches()[0]
+    passes = Passes(
+        [(x, y), (x.clone(), y.clone()), (x, y, slice(0, 2)), (x, y, slice(2, 4)), (x, y + 1)], None
+    )
+    assert len(list(passes)) == 5
