@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What tensors were computed from, as their autograd graph knows."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -10,13 +10,13 @@ from torch import Tensor
 __all__ = ["enters", "graph_between", "graph_of", "leaves_of"]
 
 
-def graph_of(outputs: Iterable[Tensor]) -> set[Any]:
-    """Nodes of the autograd graph that ``outputs`` depend on."""
+def graph_of(outputs: Iterable[Tensor], without: Container[str] = ()) -> set[Any]:
+    """Nodes of the autograd graph that ``outputs`` depend on, but for those reached by way of some names only."""
     seen: set[Any] = set()
     stack = [output.grad_fn for output in outputs]
     while stack:
         node = stack.pop()
-        if node is not None and node not in seen:
+        if node is not None and node not in seen and node.name() not in without:
             seen.add(node)
             stack.extend(parent for parent, _ in node.next_functions)
     return seen

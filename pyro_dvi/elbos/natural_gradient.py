@@ -20,6 +20,7 @@ from pyro_dvi.handlers.latents import Latent
 from pyro_dvi.handlers.minibatch import UnscaledMinibatches, num_data_of
 from pyro_dvi.handlers.observed import Observed
 from pyro_dvi.handlers.posterior_run import Call
+from pyro_dvi.handlers.structure import check_gradients
 from pyro_dvi.natural_step import STEPS, NaturalStep, Statistic
 
 __all__ = ["NaturalGradientELBO"]
@@ -158,6 +159,8 @@ class NaturalGradientELBO(DeterministicELBO):
         run = DrawnRun.measuring(step, call)
         observed = self._observed(run.model_trace)
         log_likelihood = observed.log_likelihood()
+        if training and call.guide not in STEPS:
+            check_gradients(call, run.model_trace, log_likelihood)
         if training and run.has_learned_priors():
             kl = kl_to_priors(_detached(latent) for latent in run.latents)
         else:

@@ -15,7 +15,7 @@ from pyro_dvi.errors import GuideError
 from pyro_dvi.handlers.latents import GaussianSite
 from pyro_dvi.handlers.means import run_at_means
 from pyro_dvi.handlers.posterior_run import Call, GuideRun, PosteriorRun
-from pyro_dvi.handlers.structure import refuse_dependent
+from pyro_dvi.handlers.structure import check_gradients, refuse_dependent
 from pyro_dvi.joint_normal import is_joint
 from pyro_dvi.sites import core, is_latent, sites_of
 from pyro_dvi.undisturbed import undisturbed
@@ -78,12 +78,14 @@ class SampledELBO(DeterministicELBO):
     _known: tuple[Any, bool] = (None, False)  # of the guide last seen, whether it is a factorised Gaussian
 
     def _evaluate(self, call: Call, kl_weight: float, training: bool) -> dict[str, Tensor]:
-        factorised = self._is_factorised(call)
+        first, factorised = self._known[0] is not call.guide, self._is_factorised(call)
         self.divergence = "closed form" if factorised else "sampled"
         if factorised:
             self._looked_at(call, training)
         run = PosteriorRun.of(call, _GaussianDraws() if factorised else _Draws(), nullcontext)
         log_likelihood = self._observed(run.model_trace).log_likelihood()
+        if first and not factorised:
+            check_gradients(call, run.model_trace, log_likelihood)
         kl = kl_to_priors(run.latents) + run.guide.log_density()
         return {"loss": kl_weight * kl - log_likelihood, "log_likelihood": log_likelihood, "kl": kl}
 

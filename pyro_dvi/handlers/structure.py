@@ -4,6 +4,7 @@
 import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +13,7 @@ from pyro.infer.util import is_validation_enabled
 from pyro.poutine.util import prune_subsample_sites
 from pyro.util import check_site_shape
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from pyro_dvi.autograd_graph import enters, graph_of
 from pyro_dvi.bayesian.placement import tensors_of
@@ -23,13 +25,16 @@ from pyro_dvi.handlers.means import run_at_means
 from pyro_dvi.handlers.observed import observed_sites
 from pyro_dvi.handlers.posterior_run import Call, PosteriorRun
 from pyro_dvi.joint_normal import is_joint
+from pyro_dvi.sites import is_data, is_latent, sites_of
 from pyro_dvi.undisturbed import undisturbed
 
-__all__ = ["Structure", "reached_by", "refuse_dependent", "structure_of"]
+__all__ = ["Structure", "check_gradients", "reached_by", "refuse_dependent", "structure_of"]
 
 _TYPES = [torch.finfo(t) for t in (torch.float16, torch.bfloat16, torch.float32, torch.float64)]
 # Limits of torch's own clamps: probabilities of distributions (eps), values of transforms to the unit interval (tiny).
 _OPEN_INTERVALS = {(low, 1 - t.eps) for t in _TYPES for low in (t.eps, t.tiny)}
+# Autograd nodes of functions whose derivative is zero wherever it exists.
+_FLAT = {f"{name}Backward{k}" for name in ("Round", "Floor", "Ceil", "Trunc", "Sign") for k in range(2)}
 _UNLIMITED: Any = float("inf")  # Pyro's way to say so, though it annotates an int
 
 
@@ -95,6 +100,7 @@ def _look(run: PosteriorRun) -> Structure:
     if is_validation_enabled():
         _check_shapes(prune_subsample_sites(run.model_trace))
     refuse_dependent(run.gaussians)
+    check_gradients(run.call, run.model_trace, log_likelihood)
     graph = graph_of(t for site in observed.terms for t in _tensors(site.fn))
     names = frozenset(type(node).__name__ for node in graph if not _keeps_probabilities(node))
     shapes = {site.name: site.fn.batch_shape + site.fn.event_shape for site in observed.sites}
@@ -140,6 +146,45 @@ def reached_by(log_likelihood: Tensor, values: dict[str, Tensor]) -> frozenset[s
     """Return the names of the values that a log-likelihood depends on, as its autograd graph knows."""
     reached = enters(list(values.values()), [log_likelihood])
     return frozenset(name for name, is_reached in zip(values, reached, strict=True) if is_reached)
+
+
+def check_gradients(call: Call, trace: Any, log_likelihood: Tensor) -> None:
+    """Refuse data that depend on a latent which no gradient of their likelihood reaches.
+
+    A latent behind functions without a slope is one. Where a latent is not in the graph at all, the model runs twice
+    more: with its value, and with a draw from its prior. What only sets priors, or no data depend on, is left alone.
+
+    Args:
+        call: of the model.
+        trace: its run.
+        log_likelihood: of that run.
+
+    Raises:
+        ModelError: naming the observed sites and the latent.
+    """
+    latents = {site["name"]: site for site in sites_of(trace, is_latent) if site["value"].requires_grad}
+    nodes = {name: get_gradient_edge(site["value"]).node for name, site in latents.items()}
+    outputs = [log_likelihood, *(t for site in latents.values() for t in _tensors(site["fn"]))]
+    sloped, graph = graph_of(outputs, without=_FLAT), graph_of(outputs)
+    blind = [name for name, node in nodes.items() if node in graph - sloped]
+    absent = [name for name, node in nodes.items() if node not in graph]
+    hidden = any("Checkpoint" in node.name() for node in graph)  # a reentrant one: what its function uses
+    other, seen = trace.copy(), []
+    with suppress(Exception), undisturbed(), torch.no_grad():  # the model need not take draws
+        other.nodes.update(
+            {name: {**latents[name], "value": latents[name]["fn"].sample()} for name in absent}
+        )
+        for values in (trace, other) if absent and not hidden else ():
+            with undisturbed():  # both from the same random numbers
+                seen.append(observed_sites(call.trace_model(values)).log_likelihood())
+    if blind or (len(seen) == 2 and not torch.isclose(seen[0], seen[1], rtol=1e-3, equal_nan=True)):
+        observed = ", ".join(repr(site["name"]) for site in sites_of(trace, is_data))
+        raise ModelError(
+            f"observed site {observed} depends on latent site {(blind or absent)[0]!r}, but no gradient of the "
+            "likelihood gets there, so that its posterior would become the prior: .detach(), .item(), round, floor, "
+            "argmax or a comparison is in between. Leave it out, take a smooth function, as sigmoid for a step, or let "
+            "gradients pass, as f + (f.round() - f).detach()"
+        )
 
 
 def _check_shapes(trace: Any) -> None:

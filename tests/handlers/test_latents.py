@@ -215,14 +215,22 @@ def test_a_latent_keeps_its_shape(method, first, then, latent):
 def test_a_latent_of_each_row_may_be_subsampled(method):
     def local(rows: Tensor) -> None:
         with pyro.plate("rows", 4, subsample=rows):
-            pyro.sample("y", dist.Normal(pyro.sample("w", dist.Normal(0.0, 1.0)), 1.0), obs=torch.zeros(len(rows)))
+            pyro.sample(
+                "y", dist.Normal(pyro.sample("w", dist.Normal(0.0, 1.0)), 1.0), obs=torch.zeros(len(rows))
+            )
 
     guide_class, elbo, optimizer = METHODS[method]
 
     def plates(rows: Tensor) -> Any:
         return pyro.plate("rows", 4, subsample=rows)
 
-    guide: Any = guide_class(local, create_plates=plates) if method != "not factorised" else guide_class(local)
-    batches = [torch.arange(4)] if method == "not factorised" else [torch.arange(4), torch.tensor([2]), torch.arange(2)]
+    guide: Any = (
+        guide_class(local, create_plates=plates) if method != "not factorised" else guide_class(local)
+    )
+    batches = (
+        [torch.arange(4)]
+        if method == "not factorised"
+        else [torch.arange(4), torch.tensor([2]), torch.arange(2)]
+    )
     svi = SVI(local, guide, optimizer({}), loss=elbo())
     assert all(svi.step(rows) > 0 for rows in batches)

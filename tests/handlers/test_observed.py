@@ -90,7 +90,7 @@ def evaluate(method: Any, model: Any) -> Any:
         return guide.energy([()]).first_run(torch.zeros(1))[1].log_likelihood().detach()
     natural = method in (VOGN, OGN, IVON)
     guide = (dvi.NaturalGradientGuide if natural else dvi.MeanFieldGuide)(model)
-    elbo = dvi.NaturalGradientELBO() if natural else None
+    elbo: Any = dvi.NaturalGradientELBO() if natural else None
     if method == "not factorised":
         guide, elbo = AutoMultivariateNormal(model), dvi.SampledELBO()
     optimizer = method({}) if natural else pyro.optim.Adam({})

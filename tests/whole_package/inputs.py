@@ -288,7 +288,7 @@ ROWS: dict[str, Row] = {
     "as it should be": Row(lambda: Problem(observing(normal))),
     "targets in a column": Row(lambda: Problem(observing(normal), (X, Y[:, None])), BROADCAST),
     "means in a column": Row(lambda: Problem(observing(normal, lambda x: linear(x)[:, None])), BROADCAST),
-    "one target for all": Row(lambda: Problem(observing(normal), (X, Y[:1]))),
+    "one target for all": Row(lambda: Problem(observing(normal), (X, Y[:1])), BROADCAST),
     "whole numbers as targets": Row(lambda: Problem(observing(normal), (X, LABELS))),
     "targets of another float": Row(lambda: Problem(observing(normal), (X, Y.float()))),
     "classes as floats": Row(

@@ -24,6 +24,8 @@ from pyro_dvi.devices import widest
 from pyro_dvi.errors import NonFiniteError, UnsupportedError
 from pyro_dvi.handlers.explained import explained_errors
 from pyro_dvi.handlers.log_joint import JointRun, run_joint
+from pyro_dvi.handlers.posterior_run import Call
+from pyro_dvi.handlers.structure import check_gradients
 from pyro_dvi.laplace.energy.batch_graph import BatchGraph, DrawnLabels, sites_only
 from pyro_dvi.laplace.energy.layout import Layout
 from pyro_dvi.laplace.energy.passes import Arguments, Passes, Rows
@@ -82,6 +84,7 @@ class Energy:
         self.evaluations = 0
         self.report: Callable[[int], object] | None = None
         self._local: LocalEnergy | None = None
+        self._checked = False  # whether gradients of the likelihood reach the latents
 
     @property
     def start(self) -> Tensor:
@@ -150,7 +153,11 @@ class Energy:
         model = self.model if recorder is None else within(recorder(list(sites.values())), self.model)
         checked = explained_errors(self.model, values, args, kwargs)
         with checked, evaluating(self.model), constant_parameters(self.model):
-            return values, run_joint(model, args, kwargs, {**self.locs, **sites})
+            found = run_joint(model, args, kwargs, {**self.locs, **sites})
+            if torch.is_grad_enabled() and not self._checked:
+                self._checked = True
+                check_gradients(Call(self.model, None, args, kwargs), found.trace, found.log_likelihood())
+            return values, found
 
     def change_between_runs(self, point: Tensor) -> float:
         """By how much two runs of the same batch differ in what they add to U: by rounding, unless they are random."""
