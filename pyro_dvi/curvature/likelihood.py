@@ -55,6 +55,7 @@ class ObservedSite:
         value: the observed value.
         scale: the plate's scale, N/M for a minibatch of M out of N.
         mask: elements that count, or None.
+        share: which part of the rows of its plates it has.
     """
 
     name: str
@@ -62,6 +63,7 @@ class ObservedSite:
     value: Tensor
     scale: float | Tensor = 1.0
     mask: Tensor | bool | None = None
+    share: float = 1.0
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Unscaled log-likelihood of ``value`` per independent observation; masked elements are 0."""

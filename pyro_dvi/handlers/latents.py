@@ -215,16 +215,15 @@ def check_shape(site: Any, frames: Iterable[Any] = ()) -> None:
     Raises:
         ModelError: naming the site and both shapes.
     """
-    fn, value = site["fn"], site["value"]
+    shape, value = site["fn"].batch_shape + site["fn"].event_shape, site["value"]
     sizes = {frame.name: frame.full_size for frame in frames}
     here = {frame.name: frame.full_size for frame in site["cond_indep_stack"] if frame.name in sizes}
-    if value.shape != fn.batch_shape + fn.event_shape or not here.items() <= sizes.items():
+    if value.shape != shape or not here.items() <= sizes.items():
         own, other = (f" in plates of the sizes {found}" if here else "" for found in (here, sizes))
         raise ModelError(
-            f"latent site {site['name']!r} has the shape {tuple(fn.batch_shape + fn.event_shape)}{own} in this call of "
-            f"the model, and {tuple(value.shape)}{other} in the guide, which knows one shape: it must not depend on "
-            "the minibatch. A latent of each row needs a plate of the whole data set, pyro.plate(name, num_data, "
-            "subsample=rows)"
+            f"latent site {site['name']!r} has the shape {tuple(shape)}{own} in this call of the model, and "
+            f"{tuple(value.shape)}{other} in the guide, which knows one shape: it must not depend on the minibatch. A "
+            "latent of each row needs a plate of the whole data set, pyro.plate(name, num_data, subsample=rows)"
         )
 
 

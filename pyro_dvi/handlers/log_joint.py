@@ -14,7 +14,7 @@ from pyro_dvi.handlers.distributions import strip_event_dims
 from pyro_dvi.handlers.latents import check_shape, unconstraining_transform
 from pyro_dvi.handlers.means import twice_differentiable
 from pyro_dvi.handlers.observed import Observed, observed_sites
-from pyro_dvi.sites import AllRows, SampleTrace, SetLatents, is_latent, subsampled_share
+from pyro_dvi.sites import AllRows, SampleTrace, SetLatents, is_latent
 
 __all__ = ["AtUnconstrained", "JointRun", "log_prior_of_entries", "run_joint"]
 
@@ -79,7 +79,7 @@ def run_joint(model: Callable, args: tuple, kwargs: dict[str, Any], values: Mapp
         )
     observed = observed_sites(trace)
     for site in observed.terms:
-        site.scale = site.scale * subsampled_share(trace.nodes[site.name])  # each row counts once
+        site.scale = site.scale * site.share  # each row counts once
     return JointRun(observed.sites, observed.factors, latents.log_priors(), rows, trace)
 
 

@@ -3,12 +3,14 @@
 
 import math
 import warnings
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyro_dvi.batches import rows_cut, with_rows
+from pyro_dvi.batches import rows_cut, tensors_in, with_rows
 from pyro_dvi.curvature import ObservedSite
 from pyro_dvi.curvature.likelihood import SliceArguments
 from pyro_dvi.errors import DataError, DviWarning, ModelError, UnsupportedError
@@ -17,14 +19,19 @@ from pyro_dvi.handlers.observed import observation, observed_sites
 from pyro_dvi.handlers.posterior_run import PosteriorRun
 from pyro_dvi.undisturbed import preserve_buffers
 
-__all__ = ["UnscaledMinibatches", "check_num_data", "num_data_of", "run_on_part"]
+__all__ = ["UnscaledMinibatches", "check_list", "check_num_data", "num_data_of", "run_on_part"]
 
 
-def check_num_data(sites: list[ObservedSite], num_data: int) -> None:
+def check_num_data(sites: list[ObservedSite], num_data: int, dropped: int = 1) -> None:
     """Compare the plate's scale of every site with the size of the data set.
 
     Once a site agrees, others may be data of their own, with a plate of another size or none: only those as long as
     the minibatch have to agree as well.
+
+    Args:
+        sites: observed in a step.
+        num_data: size of the data set.
+        dropped: the data set may be larger by fewer rows than these.
 
     Raises:
         DataError: a minibatch whose likelihood is not scaled up to the data set.
@@ -38,7 +45,9 @@ def check_num_data(sites: list[ObservedSite], num_data: int) -> None:
         lengths = [n for n in (*site.fn.batch_shape, *site.value.shape) if n > 0] or [1]
         nearest = min(lengths, key=lambda n: abs(n * scale - num_data))
         # A last, shorter minibatch under a fixed scale is off by less than one minibatch's worth.
-        if abs(nearest * scale - num_data) <= max(scale, 1.0) * 1e-4 * num_data or nearest == num_data:
+        slack, more = max(scale, 1.0) * 1e-4 * num_data, nearest * scale - num_data
+        # All the data may have a weight of their author's, but no plate of another size.
+        if -slack <= more <= max(slack, dropped - 1) or (nearest == num_data and site.share == 1):
             agreeing.add(nearest)
         else:
             others.append((site, scale, nearest))
@@ -54,8 +63,29 @@ def check_num_data(sites: list[ObservedSite], num_data: int) -> None:
         raise DataError(
             f"observed site {site.name!r}: plate scale {scale:.6g} times {nearest} examples gives "
             f"{scale * nearest:.6g}, not num_data={num_data}. Both are the number of examples in the whole "
-            "data set, not of batches: correct the size of the plate, or num_data, which fit takes from loader.dataset."
+            "data set, not of batches: correct the size of the plate, or num_data, which fit takes from loader.dataset "
+            "or counts in a list of batches; give it to the objective where these are a part of the data."
         )
+
+
+def check_list(sites: list[ObservedSite], batches: Sequence[Any]) -> None:
+    """Compare the sites of a step with all batches of a list, whose rows are those of one of their tensors.
+
+    A tensor that comes again counts once, and a last batch may have been dropped where all are equal.
+
+    Raises:
+        DataError: a minibatch whose likelihood is not scaled up to the data.
+    """
+    wrong: list[DataError] = []
+    tensors = [[t for t in tensors_in(batch) if t.dim()] for batch in batches]
+    for place in zip(*tensors, strict=True) if len(set(map(len, tensors))) == 1 else ():
+        rows = [len(tensor) for tensor in {id(t): t for t in place}.values()]
+        try:
+            return check_num_data(sites, sum(rows), rows[0] if len(rows) > 1 == len(set(rows)) else 1)
+        except DataError as error:
+            wrong.append(error)
+    if wrong:
+        raise wrong[0]
 
 
 class UnscaledMinibatches:

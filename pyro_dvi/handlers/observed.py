@@ -12,7 +12,7 @@ from pyro_dvi.curvature import ObservedSite
 from pyro_dvi.curvature.base import sum_of
 from pyro_dvi.errors import DataError, ModelError, PyroDviError
 from pyro_dvi.handlers.distributions import untransformed
-from pyro_dvi.sites import is_data, is_factor, sites_of
+from pyro_dvi.sites import is_data, is_factor, sites_of, subsampled_share
 
 __all__ = ["Observed", "checked_log_likelihood", "observation", "observed_sites"]
 
@@ -61,7 +61,8 @@ def observed_sites(trace: Any) -> Observed:
 
 def observation(site: Any) -> ObservedSite:
     """Return what objectives and curvatures read of an observed site."""
-    return ObservedSite(site["name"], site["fn"], site["value"], site["scale"], site["mask"])
+    share = subsampled_share(site)
+    return ObservedSite(site["name"], site["fn"], site["value"], site["scale"], site["mask"], share)
 
 
 def checked_log_likelihood(site: ObservedSite) -> Tensor:

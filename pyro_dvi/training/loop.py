@@ -16,7 +16,6 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from pyro_dvi.batches import (
     arguments,
     check_loader,
-    dataset_size,
     number_of_batches,
 )
 from pyro_dvi.choice import check_count
@@ -104,7 +103,8 @@ def fit(
 
     *Batches*: a tuple or list becomes positional arguments of model and guide, a mapping keyword arguments, anything
     else the only argument. Tensors move to the device of the parameters. Where the ELBO has ``num_data=None``, it is
-    told the size of ``loader.dataset`` while training lasts, so that a plate of the wrong size is found.
+    told the size of ``loader.dataset`` while training lasts, so that a plate of the wrong size is found; the batches of
+    a list are counted. A list that holds a part of the data only needs ``num_data`` of the ELBO.
 
     *Modes*: a model in evaluation mode is put into training mode and back afterwards. A module that is in evaluation
     mode within a training model (frozen BatchNorm) stays so.
@@ -232,7 +232,7 @@ class _Run:
         with ExitStack() as stack:
             total = None if steps is None else epochs * steps
             self.bar = stack.enter_context(progress_bar(progress, total))
-            stack.enter_context(self.route.informed(dataset_size(self.loader)))
+            stack.enter_context(self.route.informed(self.loader))
             stack.enter_context(training_mode(self.route))
             self._train_until(last)
             self._finish()

@@ -175,12 +175,14 @@ def test_a_checkpoint_of_another_model_is_refused_and_changes_nothing(options, m
 def test_other_data_and_statistics_that_training_moves_do_not_make_another_model(tmp_path):
     x, y = data()
     svi = converted()
+    svi.loss.__self__.num_data = 24  # the lists below are parts of the data
     history = fit(svi, [(x[:8], y[:8, None])], 1, progress=False)
     history = fit(
         svi, [(10 * x[8:], y[8:, None])], 2, history=history, checkpoint=tmp_path / "x.pt", progress=False
     )
     fresh_start()
     again = converted(seed=3)
+    again.loss.__self__.num_data = 24
     history = load(tmp_path / "x.pt", again)
     fit(again, [(x[3:5], y[3:5, None])], 1, history=history, checkpoint=tmp_path / "x.pt", progress=False)
     fresh_start()

@@ -70,7 +70,7 @@ class Lazily:
 @pytest.mark.parametrize(
     "other",
     [
-        lambda: sequence()[:1],
+        lambda: Interrupting(sequence()[:1], at=0),
         lambda: iter(sequence()),
         lambda: shuffled(),
         lambda: DataLoader(TensorDataset(*data()), batch_size=6),

@@ -10,7 +10,9 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from pyro import poutine
 from pyro.infer import SVI, Trace_ELBO
+from pyro.infer.autoguide import AutoNormal
 from pyro.optim import Adam, ExponentialLR, PyroOptim
 from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 
@@ -135,6 +137,88 @@ def test_a_plate_of_another_size_is_found(method):
     with pytest.raises(DataError, match="'obs'.*1000"):
         fit(svi, shuffled(), 1, progress=False)
     assert getattr(svi.loss.__self__, "num_data", None) is None
+
+
+X, Y = data()
+WRONG_LISTS = {
+    "plate too large": (1000, sequence()),
+    "plate of a batch": (BATCH, sequence()),
+    "plate of a batch, mappings": (BATCH, [{"x": x, "y": y} for x, y in sequence()]),
+    "one batch": (1000, [(X, Y)]),
+    "part of the data": (NUM_DATA, sequence()[:2]),
+    "more data than the plate": (NUM_DATA, [*sequence(), *((x + 1, y + 1) for x, y in sequence())]),
+}
+RIGHT_LISTS = {
+    "all of the data": (NUM_DATA, sequence()),
+    "shorter last batch": (NUM_DATA, list(zip(X.split(7), Y.split(7), strict=True))),
+    "last batch dropped": (NUM_DATA, list(zip(X.split(7), Y.split(7), strict=True))[:-1]),
+    "the same again": (NUM_DATA, [(X, Y)] * 3),
+    "augmented": (NUM_DATA, [(X + 0.1 * k, Y) for k in range(3)]),
+    "a tensor for all batches": (NUM_DATA, [(torch.ones(2), x, y) for x, y in sequence()]),
+    "a scalar beside": (NUM_DATA, [(torch.tensor(1.0), x, y) for x, y in sequence()]),
+    "no tensors": (NUM_DATA, [{"x": X.tolist(), "y": Y.tolist()}]),
+}
+
+
+def on_list(method, size, elbo=None):
+    """A step of a model that takes more arguments before its data, or lists in place of tensors."""
+    svi = svi_of(method, elbo=elbo)
+    svi.model.num_data = size
+    forward = svi.model.forward
+    svi.model.forward = lambda *args, **kwargs: forward(
+        *map(torch.as_tensor, args[-2:]), **{k: torch.as_tensor(v) for k, v in kwargs.items()}
+    )
+    return svi
+
+
+@BOTH
+@pytest.mark.parametrize(("size", "batches"), WRONG_LISTS.values(), ids=WRONG_LISTS)
+def test_the_batches_of_a_list_are_counted(method, size, batches):
+    with pytest.raises(DataError, match=r"'obs'.*(not scaled up|not num_data=\d+)"):
+        fit(on_list(method, size), batches, 1, progress=False)
+
+
+@BOTH
+@pytest.mark.parametrize(("size", "batches"), RIGHT_LISTS.values(), ids=RIGHT_LISTS)
+def test_lists_that_agree_with_the_plate(method, size, batches):
+    assert fit(on_list(method, size), batches, 1, progress=False).step == len(batches)
+
+
+def test_a_list_may_be_a_part_of_the_data(monkeypatch):
+    """The objective says so; and each of several processes has a share of its own."""
+    method = "MeanFieldGuide + TaylorELBO"
+    part = sequence()[:1]
+    svi = on_list(method, NUM_DATA, TaylorELBO(num_data=NUM_DATA))
+    assert fit(svi, part, 1, progress=False).step == 1
+    pyro.clear_param_store()
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    assert fit(on_list(method, NUM_DATA), part, 1, progress=False).step == 1
+
+
+@pytest.mark.parametrize("elbo", [TaylorELBO, Trace_ELBO])
+def test_a_model_without_plates_takes_one_batch(elbo):
+    """Each of several would be taken for all the data."""
+
+    def model(x, y):
+        w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        pyro.sample("obs", dist.Normal(x @ w, 0.3).to_event(1), obs=y)
+
+    svi = SVI(model, AutoNormal(model), Adam({"lr": 0.01}), loss=elbo())
+    with pytest.raises(DataError, match=r"'obs' sees 8 of 24 examples.*size=24, subsample_size=len\(x\)"):
+        fit(svi, sequence(), 1, progress=False)
+    assert fit(svi, [(X, Y)] * 2, 1, progress=False).step == 2
+
+
+def test_a_whole_data_set_may_have_a_weight():
+    """Of poutine.scale: no plate has another size than the list."""
+
+    def model(x, y):
+        w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        with poutine.scale(scale=3.0), pyro.plate("data", len(x)):
+            pyro.sample("obs", dist.Normal(x @ w, 0.3), obs=y)
+
+    svi = SVI(model, AutoNormal(model), Adam({"lr": 0.01}), loss=TaylorELBO())
+    assert fit(svi, [(X, Y)], 1, progress=False).step == 1
 
 
 def test_subset_sampler_counts_its_subset():

@@ -150,7 +150,7 @@ def test_parameters_that_are_finite_but_far_too_large_are_a_divergence(method, f
     class Extreme(Net):
         def forward(self, x, y=None):
             f = self.last(nn.functional.softplus(self.norm(self.first(x)))).squeeze(-1)
-            with pyro.plate("data", len(x)):
+            with pyro.plate("data", self.num_data, subsample_size=len(x)):
                 fn = (
                     dist.Normal(f - f, f.exp())
                     if family == "scale"

@@ -4,7 +4,7 @@
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.distributions import transform_to
 from torch.optim import Optimizer
 
+from pyro_dvi.batches import dataset_size
 from pyro_dvi.curvature import ObservedSite
 from pyro_dvi.errors import DeviceError, NonFiniteError, UnsupportedError
-from pyro_dvi.handlers.minibatch import check_num_data
+from pyro_dvi.handlers.minibatch import check_list, check_num_data
 from pyro_dvi.handlers.observed import observation
 from pyro_dvi.optim.learning_rates import SCALE_PATTERN, is_uninitialised, parameter_names
 from pyro_dvi.sites import is_data
@@ -97,15 +98,22 @@ class Route(ABC):
             self.steered.set_total_steps(total_steps)
 
     @contextmanager
-    def informed(self, size: int | None) -> Iterator[None]:
+    def informed(self, loader: Iterable[Any]) -> Iterator[None]:
         """Tell the objective the size of the data set, and its optimizer if it measures for it, while training lasts.
 
-        The size is compared with the plate of the model: by an ELBO that can do so, for others in the first step.
+        The size is compared with the plate of the model: by an ELBO that can do so, for others and for a list of
+        batches in the first step. Of several processes each may have a list of its own share.
         """
+        size = dataset_size(loader)
+        shared = torch.distributed.is_available() and torch.distributed.is_initialized()
         serve = getattr(self.elbo, "serve", lambda optimizer: None)
         untold = size is not None and getattr(self.elbo, "num_data", size) is None
         if size is not None and not hasattr(self.elbo, "num_data"):
-            self._watch = _PlateCheck(size)
+            self._watch = _PlateCheck(check_num_data, size)
+        elif (
+            isinstance(loader, (list, tuple)) and getattr(self.elbo, "num_data", None) is None and not shared
+        ):
+            self._watch = _PlateCheck(check_list, loader)
         served = serve(self.steered)
         if untold:
             self.elbo.num_data = size
@@ -285,16 +293,16 @@ def finite(loss: Any) -> float:
 class _PlateCheck(Messenger):
     """Compare the scale of observed sites with the loader, for ELBOs that do not do so themselves."""
 
-    def __init__(self, num_data: int) -> None:
+    def __init__(self, check: Callable[[list[ObservedSite], Any], None], data: Any) -> None:
         super().__init__()
-        self.num_data = num_data
+        self.check, self.data = check, data
         self.sites: list[ObservedSite] = []
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         sites, self.sites = self.sites, []
         if error[0] is None and sites:
-            check_num_data(sites, self.num_data)
+            self.check(sites, self.data)
 
     def _pyro_post_sample(self, msg: Any) -> None:
         if is_data(msg):

@@ -103,11 +103,9 @@ def _checked_before_update(svi: SVI) -> Iterator[None]:
         loss = inner(*args, **kwargs)
         # Pyro differentiates a loss that is no ELBO where it can, and moves nothing where it cannot.
         if by_pyro and not getattr(loss, "requires_grad", False):
-            name = getattr(svi.loss, "__qualname__", type(svi.loss).__name__)
             raise ArgumentError(
-                f"The loss of the SVI, {name}, returns a {type(loss).__name__} without gradients, which moves no "
-                "parameter. Write loss=elbo for loss=elbo.loss; let a function of your own return a tensor that "
-                "depends on the parameters, or pass loss_and_grads= as well."
+                f"The loss of the SVI, {svi.loss!r}, has no gradients and moves no parameter: write loss=elbo in place "
+                "of loss=elbo.loss. A function of your own has to return a tensor that depends on the parameters."
             )
         finite(loss.detach() if isinstance(loss, Tensor) else loss)
         return loss
