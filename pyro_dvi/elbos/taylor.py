@@ -131,6 +131,7 @@ class TaylorELBO(DeterministicELBO):
                     factors=observed.factors,
                     local=frozenset(_local_names(run)),
                     recorder=run.recorder,
+                    model=call.model,
                     subset=subset,
                 )
 
