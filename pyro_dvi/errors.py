@@ -5,7 +5,11 @@ Every exception names the site, function or file that it is about and says what 
 derives from the built-in exception that a careful caller would already catch.
 """
 
+import sys
+import warnings
 from typing import Any
+
+_LIBRARIES = {"contextlib", "functools", "pyro", "pyro_dvi", "torch"}
 
 
 class PyroDviError(Exception):
@@ -79,3 +83,21 @@ class CheckpointError(PyroDviError, RuntimeError):
 
 class DviWarning(UserWarning):
     """Something works but is probably not what was meant."""
+
+
+def warn(message: str) -> None:
+    """Warn at the line that called the library, however deep below it this is.
+
+    That line is the innermost of no library, one of a model that is just being run, say.
+
+    Example:
+        >>> with warnings.catch_warnings(record=True) as caught:
+        ...     warnings.simplefilter("always")
+        ...     warn("the data set is small")
+        >>> caught[0].category.__name__, str(caught[0].message)
+        ('DviWarning', 'the data set is small')
+    """
+    frame, level = sys._getframe(1), 2
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, DviWarning, stacklevel=level)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the factorised guides share: looking at the model, parameters per site, sampling, saving and loading."""
 
-import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -19,7 +18,7 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_dvi.bayesian.placement import broadcasts_to
-from pyro_dvi.errors import ArgumentError, DviWarning, GuideError, ModelError
+from pyro_dvi.errors import ArgumentError, GuideError, ModelError, warn
 from pyro_dvi.guides.factors import Factor
 from pyro_dvi.guides.site import GuideSite
 from pyro_dvi.guides.stores import Store, complete_loaded
@@ -343,13 +342,11 @@ class FactorisedGuide(AutoGuide):
         keys = [f"{self._pyro_name}.locs.{name}" for name in names]
         taken = [key for key in keys if key in stored and id(stored[key]) not in own]
         if taken:
-            warnings.warn(
+            warn(
                 f"Pyro's parameter store already holds {taken[0]}: this guide will share it (and {len(taken) - 1} "
                 "other means) with whatever guide made it, and drop values that it was given or loaded. Call "
                 "pyro.clear_param_store() first, or give every module its own parameters with "
-                "pyro.settings.set(module_local_params=True).",
-                DviWarning,
-                stacklevel=2,
+                "pyro.settings.set(module_local_params=True)."
             )
 
     def __getstate__(self) -> Any:
