@@ -14,6 +14,7 @@ from pyro_dvi.bayesian.priors import Prior, PriorLike, as_prior
 from pyro_dvi.bayesian.selection import DEFAULT_LAYERS, Candidate, Selection, chosen
 from pyro_dvi.bayesian.site_prior import SitePrior, TiedPrior, buffer_name, set_attribute
 from pyro_dvi.errors import ArgumentError, ModelError, UnsupportedError, warn
+from pyro_dvi.signatures import explained_calls
 
 __all__ = ["to_bayesian_"]
 
@@ -29,6 +30,7 @@ _WRAPPERS = {
 }
 
 
+@explained_calls()
 def to_bayesian_(
     module: M,
     prior_scale: PriorLike = 1.0,

@@ -16,6 +16,7 @@ from pyro_dvi.errors import CheckpointError, warn
 from pyro_dvi.handlers.means import run_at_means
 from pyro_dvi.handlers.minibatch import run_on_part
 from pyro_dvi.handlers.posterior_run import Call, PosteriorRun
+from pyro_dvi.signatures import explained_calls
 
 __all__ = ["TaylorELBO"]
 
@@ -94,6 +95,7 @@ class TaylorELBO(DeterministicELBO):
 
     trains_for = "AtMean"
 
+    @explained_calls()
     def __init__(
         self,
         *,
