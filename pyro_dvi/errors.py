@@ -5,6 +5,7 @@ Every exception names the site, function or file that it is about and says what 
 derives from the built-in exception that a careful caller would already catch.
 """
 
+import re
 import sys
 import warnings
 from typing import Any
@@ -15,6 +16,12 @@ _LIBRARIES = {"contextlib", "functools", "pyro", "pyro_dvi", "torch"}
 class PyroDviError(Exception):
     """Base class of everything that the library raises on purpose."""
 
+    def __init__(self, *args: Any) -> None:
+        # Pyro's trace makes errors that pass through it anew, with the shapes of all sites.
+        super().__init__(
+            *(re.sub(r"\s*Trace Shapes:[\s\S]*", "", a) if isinstance(a, str) else a for a in args)
+        )
+
 
 class ArgumentError(PyroDviError, ValueError):
     """An option has a value that it cannot have: zero epochs, a negative step size, a schedule out of order."""
@@ -22,6 +29,10 @@ class ArgumentError(PyroDviError, ValueError):
 
 class ModelError(PyroDviError, ValueError):
     """The model cannot be used this way: no observed site, a discrete latent, an unsuitable prior."""
+
+
+class ParameterError(ModelError, ArithmeticError):
+    """A distribution of the model refuses its parameters: a negative noise, or weights that have grown too large."""
 
 
 class GuideError(PyroDviError, ValueError):

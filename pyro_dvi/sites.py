@@ -86,9 +86,10 @@ def sites_named(argument: str, patterns: str | Iterable[str], names: Sequence[st
     Raises:
         ArgumentError: a pattern fits none.
     """
-    patterns = [patterns] if isinstance(patterns, str) else list(patterns)
+    several = isinstance(patterns, Iterable) and not isinstance(patterns, str)
+    patterns = list(patterns) if several else [patterns]
     for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in names):
+        if not isinstance(pattern, str) or not any(fnmatchcase(name, pattern) for name in names):
             like = [name for name in names if fnmatchcase(name, f"*{pattern}")]
             hint = f"write '*{pattern}' for {like}" if like else f"there are {names}"
             raise ArgumentError(f"{argument} names {pattern!r}, which is no site of the guide; {hint}")

@@ -6,13 +6,14 @@ import warnings
 from pathlib import Path
 
 import pyro
+import pyro.distributions as dist
 import pytest
 import torch
-from pyro.infer import SVI
+from pyro.infer import SVI, Trace_ELBO
 from torch import nn
 
 import pyro_dvi as dvi
-from pyro_dvi.errors import DviWarning, warn
+from pyro_dvi.errors import DviWarning, ModelError, ParameterError, warn
 
 X, Y = torch.linspace(-1, 1, 8)[:, None], torch.zeros(8, 1)
 
@@ -61,3 +62,41 @@ def test_the_library_warns_in_one_way():
     assert [str(p.relative_to(root)) for p in root.rglob("*.py") if "warnings.warn(" in p.read_text()] == [
         "errors.py"
     ]
+
+
+def test_errors_of_ours_come_out_of_pyros_traces_without_the_shapes_of_sites():
+    """Pyro's Trace_ELBO traces the guide, whose first look at the model traces that: two tables."""
+
+    def model(x):
+        pyro.sample("w", dist.Normal(0.0, 1.0))
+        raise ModelError("this is what is wrong")
+
+    svi = SVI(model, dvi.MeanFieldGuide(model), dvi.optim.Adam({"lr": 0.01}), loss=Trace_ELBO())
+    for call in (lambda: svi.step(X), lambda: dvi.fit(svi, [(X,)], epochs=1, progress=False)):
+        with pytest.raises(ModelError) as caught:
+            call()
+        assert str(caught.value) == "this is what is wrong"
+
+
+@pytest.mark.parametrize(
+    "objective", [dvi.TaylorELBO, dvi.MomentPropagationELBO, dvi.SampledELBO, Trace_ELBO]
+)
+def test_a_noise_that_is_negative_is_named_by_every_objective(objective):
+    def model(x, y=None):
+        w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(w * x, noise * torch.ones(len(x))), obs=y)
+
+    for first in (-1.0, 0.1):  # from the first look on, and in a later step
+        noise = first
+        pyro.clear_param_store()
+        svi = SVI(model, dvi.MeanFieldGuide(model), dvi.optim.Adam({"lr": 0.01}), loss=objective())
+        if first > 0 and objective is not Trace_ELBO:
+            svi.step(X[:, 0], Y[:, 0])
+            noise = -1.0
+        if noise < 0:
+            with pytest.raises(
+                ParameterError, match=r"(?s)parameter scale .*Normal.*GreaterThan.*softplus"
+            ) as caught:
+                svi.step(X[:, 0], Y[:, 0])
+            assert "Trace Shapes" not in str(caught.value) and len(str(caught.value)) < 500

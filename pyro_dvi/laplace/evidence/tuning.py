@@ -84,10 +84,13 @@ def tune(
         ArgumentError: values that are not positive, or none.
         NotPositiveDefiniteError: no value has a positive definite precision.
     """
-    grid = sorted({float(v) for v in (candidates.scale.grid() if values is None else values)})
+    try:
+        grid = sorted({float(v) for v in (candidates.scale.grid() if values is None else values)})
+    except (TypeError, ValueError):  # one number, or none
+        grid = []
     if not grid or not all(0 < v < math.inf for v in grid) or refinements < 0:
         raise ArgumentError(
-            f"values must be positive numbers, and refinements not negative; got {values!r} and {refinements}"
+            f"values must be a list of positive numbers, and refinements not negative; got {values!r} and {refinements}"
         )
     what = f"{candidates.scale} by {criterion}"
     tried: dict[float, float] = {}  # minus infinity where there is no Gaussian

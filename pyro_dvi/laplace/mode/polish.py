@@ -10,6 +10,7 @@ from pyro_dvi.choice import check_count, check_positive
 from pyro_dvi.errors import UnconvergedError, warn
 from pyro_dvi.laplace.energy.energy import Energy
 from pyro_dvi.laplace.mode.diagnosis import look_at_kinks
+from pyro_dvi.laplace.mode.kinks import without_kinks
 from pyro_dvi.laplace.mode.search import Polished, Search
 from pyro_dvi.progress import progress_bar
 
@@ -72,18 +73,14 @@ def polish(
         finally:
             keep(search.best[0])
     if kinked and not found.converged:
-        _warn_of_kinks(found, kinked)
+        warn(
+            f"polish: {found.reason}; the guide keeps the best point. U has kinks ({', '.join(kinked)}), where no "
+            "gradient vanishes and the Hessian means nothing. fit with GGN(), which does without a minimum; what avoids "
+            f"kinks is {without_kinks(kinked)}."
+        )
     elif not found.converged:
         raise _unconverged(found, energy.start.dtype)
     return found
-
-
-def _warn_of_kinks(found: Polished, kinked: tuple[str, ...]) -> None:
-    warn(
-        f"polish: {found.reason}, with a decrement of {found.newton_decrement:.2g}; the guide keeps the best point. U "
-        f"has kinks ({', '.join(kinked)}), where no gradient vanishes and the Hessian means nothing. fit with GGN(), "
-        "which does without a minimum, or train with smooth_activations_(model)."
-    )
 
 
 def _unconverged(found: Polished, dtype: torch.dtype) -> UnconvergedError:
