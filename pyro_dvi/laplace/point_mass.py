@@ -62,7 +62,7 @@ class PointMass:
         if isinstance(subset, Layout):
             return subset
         names = list(self.locs)
-        asked = "*" if subset is None else subset
+        asked: Any = "*" if subset is None else subset
         several = isinstance(asked, Iterable) and not isinstance(asked, str)
         given = asked if isinstance(asked, Mapping) else dict.fromkeys(asked if several else [asked], True)
         masks = {name: given[p] for p in given for name in sites_named("subset", [p], names)}

@@ -75,8 +75,8 @@ def polish(
     if kinked and not found.converged:
         warn(
             f"polish: {found.reason}; the guide keeps the best point. U has kinks ({', '.join(kinked)}), where no "
-            "gradient vanishes and the Hessian means nothing. fit with GGN(), which does without a minimum; what avoids "
-            f"kinks is {without_kinks(kinked)}."
+            "gradient vanishes and the Hessian means nothing. fit with GGN(), which does without a minimum; what "
+            f"avoids kinks is {without_kinks(kinked)}."
         )
     elif not found.converged:
         raise _unconverged(found, energy.start.dtype)

@@ -196,3 +196,19 @@ def test_what_is_advised_against_kinks_removes_them(activation, kinks, way):
     likelihood = lambda f: dist.StudentT(4.0, f, 0.3)  # noqa: E731
     dvi.smooth_activations_(net)
     assert look_at_kinks(guide.energy([(x, x.sin())])).kinks == ()
+
+
+def test_a_step_to_where_a_distribution_refuses_its_parameters_is_taken_back():
+    """The standard deviation is a latent without a transform, below zero where a whole step ends."""
+    refused = []
+
+    def model(y):
+        scale = pyro.sample("scale", dist.Normal(y.new_ones(()), 1.0))
+        refused.append(bool(scale.detach() <= 0))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Normal(0.0, scale), obs=y)
+
+    y = torch.full((2,), 0.05, dtype=torch.float64)
+    guide = guide_at(model, (y,), {"scale": torch.tensor(3.0, dtype=torch.float64)})
+    assert guide.polish([(y,)], **QUIET).converged and any(refused)
+    assert 0 < float(guide.median()["scale"]) < 0.1
