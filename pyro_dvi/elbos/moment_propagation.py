@@ -22,6 +22,7 @@ from pyro_dvi.handlers.structure import reached_by
 from pyro_dvi.handlers.uncertain import at_mean, refuse_moments, uncertain_likelihoods
 from pyro_dvi.moments import GaussianMoments, variance_floor
 from pyro_dvi.moments.weight_uses import warned_of_repeated_uses
+from pyro_dvi.signatures import explained_calls
 
 __all__ = ["MomentPropagationELBO"]
 
@@ -92,6 +93,7 @@ class MomentPropagationELBO(DeterministicELBO):
     trains_for = "Moments"
     _keeps_covariances = True
 
+    @explained_calls()
     def __init__(
         self,
         *,

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The posterior of weights with multiplicative noise, one variance per input unit."""
 
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 
 from pyro_dvi.bayesian import init_to_module
 from pyro_dvi.choice import check_positive
-from pyro_dvi.errors import ArgumentError, DviWarning, ModelError
+from pyro_dvi.errors import ArgumentError, ModelError, warn
 from pyro_dvi.guides.base import FactorisedGuide
 from pyro_dvi.guides.factors import Deterministic, Factor, MeanField
 from pyro_dvi.guides.input_units import (
@@ -180,12 +179,10 @@ class MultiplicativeNoiseGuide(FactorisedGuide):
             return next(iter(seen))
         if not _is_torch_layer(owner):
             axes = f"several, {[units.axes for units in seen]}" if seen else "none"
-            warnings.warn(
+            warn(
                 f"which axis of site {name!r}, of shape {tuple(loc.shape)}, counts the inputs of a layer? The products "
                 f"in the model say {axes}; its noise is per entry of axis 1. Say input_axis={{{name!r}: 0}}, the "
-                "axis that is right, or None in its place if the site is no weight.",
-                DviWarning,
-                stacklevel=2,
+                "axis that is right, or None in its place if the site is no weight."
             )
         return units_of_layer(owner, attribute)
 

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_dvi.autograd_graph import graph_between
+from pyro_dvi.autograd_graph import graph_between, graph_of
+from pyro_dvi.bayesian.placement import tensors_of
 from pyro_dvi.laplace.energy.energy import Energy
 
-__all__ = ["TIES", "kinks"]
+__all__ = ["TIES", "kinks", "without_kinks"]
 
 TIES = frozenset({"max_pool", "max", "sort"})
 """Functions whose kinks are where two of their inputs are equal."""
@@ -20,6 +21,7 @@ TIES = frozenset({"max_pool", "max", "sort"})
 def kinks(energy: Energy) -> tuple[str, ...]:
     """Name the functions with kinks on the way from the latents that vary to U.
 
+    Those of densities are named with their place, as ``"abs in the likelihood"`` of a Laplace distribution.
     A function counts where its inputs lie on both sides of a kink, so that ``clamp`` does not where it only guards a
     logarithm, and ``relu`` does not where all units are on. Functions of :data:`TIES` always count.
 
@@ -47,18 +49,30 @@ def kinks(energy: Energy) -> tuple[str, ...]:
     """
     with torch.enable_grad():
         values, run = energy.first_run(energy.start)
-        nodes = graph_between(values, [run.log_likelihood(), run.log_prior])
+        log_likelihood = run.log_likelihood()
+        nodes = graph_between(values, [log_likelihood, run.log_prior])
+    outputs = graph_of(tensor for site in run.sites for tensor in tensors_of(site.fn))
+    likelihood = graph_of([log_likelihood])
     found = set()
     for node in nodes:
+        where = "" if node in outputs else " in the likelihood" if node in likelihood else " in a prior"
         kind = node.name().rstrip("0123456789").removesuffix("Backward")
         if "MaxPool" in kind or kind in _TIES:
-            found.add(_TIES.get(kind, "max_pool"))
+            found.add(_TIES.get(kind, "max_pool") + where)
         elif kind in _PIECES:
             piece = _PIECES[kind](node)
             if bool((piece != piece.flatten()[:1]).any()):
                 words = re.findall("[A-Z][a-z]+", re.sub("Kernel|WithNoise", "", kind))
-                found.add("_".join(words).lower())
+                found.add("_".join(words).lower() + where)
     return tuple(sorted(found))
+
+
+def without_kinks(found: tuple[str, ...]) -> str:
+    """Say what to take in the place of functions with kinks."""
+    of_networks = "smooth_activations_(net) before training"
+    of_densities = "a density that is smooth at its mode, as StudentT or Normal in the place of Laplace"
+    ways = {of_densities if " in " in name else of_networks for name in found}
+    return " and ".join(sorted(ways, reverse=True))
 
 
 def _beyond(*borders: float | str) -> Callable[[Any], Tensor]:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The method, and the Gaussian whose covariances are read off second fits."""
 
-import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -9,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pyro_dvi.choice import check_choice
-from pyro_dvi.errors import DviWarning, NonFiniteError, NotPositiveDefiniteError, UnsupportedError
+from pyro_dvi.errors import NonFiniteError, NotPositiveDefiniteError, UnsupportedError, warn
 from pyro_dvi.laplace.energy.energy import LocalEnergy
 from pyro_dvi.laplace.energy.precision import Hessian
 from pyro_dvi.laplace.energy.query import Query
@@ -96,12 +95,10 @@ class HessianFree(Method):
         """Return the posterior; its fits follow when queries come."""
         self.mode.check(local)
         if isinstance(self.mode, PretrainedMode):
-            warnings.warn(
+            warn(
                 f"{type(self.mode).__name__}() gives means of rows of the covariance matrix, not variances: they are "
                 "too small away from the evaluation set, and may be negative, which raises an error. Use Pointwise() "
-                "or ConjugateGradient(Hessian()) where the numbers matter.",
-                DviWarning,
-                stacklevel=3,
+                "or ConjugateGradient(Hessian()) where the numbers matter."
             )
         return HessianFreePosterior(local, self)
 
