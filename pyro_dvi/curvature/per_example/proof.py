@@ -10,7 +10,6 @@ holds for one choice of c in general position only if every :math:`g_i` is right
 model that mixes examples, repeats a table for each, or takes gradients inside of its own forward pass violates it.
 """
 
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from pyro_dvi.curvature.per_example.uses import Use, at_least_single
 from pyro_dvi.curvature.rows import kept_apart, row_weights
-from pyro_dvi.errors import DviWarning, ModelError
+from pyro_dvi.errors import ModelError, warn
 
 __all__ = ["Finding", "Proofs", "examined", "layout_of", "warn_of_disproved"]
 
@@ -194,10 +193,8 @@ def layout_of(uses: dict[int, list[Use]]) -> tuple:
 def warn_of_disproved(names: Sequence[str]) -> None:
     """Say that weights are served in the slow way."""
     if names:
-        warnings.warn(
+        warn(
             f"{', '.join(names)}: what the layers say of single examples does not add up to the gradient of the model, "
             "which mixes examples there or takes gradients inside of its forward pass. A backward pass for each "
-            "example serves these weights: exact, but slower",
-            DviWarning,
-            stacklevel=2,
+            "example serves these weights: exact, but slower"
         )
