@@ -304,7 +304,10 @@ def run(settings: Settings, data_dir: str | None) -> Row:
         p for n, p in net.named_parameters() if task.structures != ("last layer",) or n.startswith("fc.")
     ]
     train(net, data, task.epochs, decayed)
-    sides = {"ours": Ours(net, task, structure, data), "theirs": Theirs(net, task, structure, data)}
+    sides: dict[str, Any] = {
+        "ours": Ours(net, task, structure, data),
+        "theirs": Theirs(net, task, structure, data),
+    }
     row: Row = {}
     if seed == 0:
         wanted = structure in ("Kronecker", "diagonal") and sum(p.numel() for p in decayed) <= LARGEST_DENSE

@@ -243,10 +243,10 @@ def _laplace(problem: Problem, subset: str, criterion: str) -> Predict:
 
         def loss(mean: Tensor, *rest: Tensor) -> Tensor:
             """Mean NLL of probabilities or of means and variances; the default loss is never reset on the way."""
+            y = rest[-1]
             if problem.task.classes:
-                return F.nll_loss(mean.log(), *rest)
-            variance, y = rest
-            spread = (variance.reshape(y.shape) + float(found.sigma_noise) ** 2).sqrt()
+                return F.nll_loss(mean.log(), y)
+            spread = (rest[0].reshape(y.shape) + float(found.sigma_noise) ** 2).sqrt()
             return -Normal(mean.reshape(y.shape), spread).log_prob(y).mean()
 
         found.optimize_prior_precision(
