@@ -56,7 +56,7 @@ class MomentPropagationELBO(DeterministicELBO):
         estimator: of the expected log-normaliser of classes; ``Sobol(64)`` by default. ``TiltedBound()`` is free of
             sampling.
         weighting: how much each observation counts, as ``VarianceWeighted()``; None: equally.
-        variance_floor: least variance of what enters a nonlinearity; the paper's code has 1e-5.
+        variance_floor: least variance of what enters a nonlinearity; the paper has 1e-5 (Appendix A).
         num_data: size of the data set, compared with the plate's scale; None skips the check.
         num_particles: runs to average if some latents are sampled.
 

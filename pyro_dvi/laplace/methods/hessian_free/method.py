@@ -32,10 +32,11 @@ class HessianFree(Method):
 
     Status: it depends on the solver. With ``Pointwise()`` and ``NewtonCG()``, which takes products of the Hessian, it
     is the exact Hessian's covariance up to terms of the order of the step squared and the tolerance. ``Adam``, ``SGD``
-    and ``LBFGS`` take gradients only, and start from any network without a look at it, as the paper does. Fine-tuning
-    by ``Adam`` and ``SGD`` ends before the minimum: in our repetition of the paper's table standard deviations come out
-    15 to 32 % too small in the median, a tenth of them by more than 1.7 to 3.5 times. The modes other than
-    ``Pointwise()`` target something else.
+    and ``LBFGS`` take gradients only, and start from any network without a look at it, as the paper does. They subtract
+    two fits, so that what training had left to do cancels; the paper subtracts the network as it is:
+    ``AsPrinted(Adam(strength))``. Fine-tuning by ``Adam`` and ``SGD`` ends before the minimum: after 300 steps of the
+    paper's regressions, less an untilted fit, standard deviations come out 15 to 32 % too small in the median, a tenth
+    of them by more than 1.7 to 3.5 times. The modes other than ``Pointwise()`` target something else.
 
     ``ConjugateGradient(Hessian())`` gives the numbers of ``NewtonCG()`` with one linear solve in the place of two fits,
     in our benchmark at about a ninth of the cost (923 gradients of all data against 8,067).
@@ -46,7 +47,8 @@ class HessianFree(Method):
         solver: ``NewtonCG()`` at a minimum (``guide.polish(batches)``); elsewhere ``Adam(strength)``, ``SGD(strength,
             learning_rate)`` or ``LBFGS(strength)``.
         central: fit with strengths of both signs; False: with one and without a tilt, for half the cost with
-            ``NewtonCG`` and an error of the order of the step itself.
+            ``NewtonCG`` and an error of the order of the step itself. ``AsPrinted(solver)`` has one side, whatever is
+            given here.
 
     Raises:
         ArgumentError: an option that is no such object.
