@@ -20,22 +20,10 @@ from pyro_dvi.signatures import explained_calls
 
 __all__ = ["TaylorELBO"]
 
-# Autograd nodes of activations whose second derivative is zero almost everywhere.
-_PIECEWISE_LINEAR = {
-    "ReluBackward0": "ReLU",
-    "LeakyReluBackward0": "LeakyReLU",
-    "LeakyReluBackward1": "LeakyReLU",
-    "HardtanhBackward0": "Hardtanh/ReLU6",
-    "PreluKernelBackward0": "PReLU",
-    "ThresholdBackward0": "Threshold",
-    "RreluWithNoiseBackward0": "RReLU",
-    "HardsigmoidBackward0": "Hardsigmoid",
-    "AbsBackward0": "abs",
-    "ClampBackward1": "clamp",
-    "ClampMinBackward0": "clamp",
-    "MaximumBackward0": "maximum",
-    "MinimumBackward0": "minimum",
-}
+# Functions whose second derivative is zero almost everywhere.
+_PIECEWISE_LINEAR = frozenset(
+    "abs clamp clamp_min hardsigmoid hardtanh leaky_relu maximum minimum prelu relu rrelu threshold".split()
+)
 
 
 class TaylorELBO(DeterministicELBO):
@@ -178,7 +166,7 @@ def _precision_limits(run: PosteriorRun, kl_weight: float) -> list[Tensor | None
 
 
 def _warn_of_kinks(function_names: frozenset[str]) -> None:
-    kinks = sorted({_PIECEWISE_LINEAR[name] for name in function_names if name in _PIECEWISE_LINEAR})
+    kinks = sorted(_PIECEWISE_LINEAR & function_names)
     if kinks:
         warn(
             f"the model uses {', '.join(kinks)}, whose second derivative is zero wherever it exists: the gradient of "

@@ -120,11 +120,11 @@ class MultiplicativeNoiseGuide(FactorisedGuide):
         create_plates: Callable | None = None,
         eps: float = 1e-10,
     ) -> None:
-        if isinstance(initial_rho, bool) or not isinstance(initial_rho, int | float):
-            raise ArgumentError(f"initial_rho must be a number, got {initial_rho!r}")
-        if not -30 <= initial_rho <= 10:
+        is_number = isinstance(initial_rho, int | float) and not isinstance(initial_rho, bool)
+        if not is_number or not -30 <= initial_rho <= 10:
             raise ArgumentError(
-                f"initial_rho is the inverse softplus of the relative variance at the start, got {initial_rho}: try -3"
+                "initial_rho is the inverse softplus of the relative variance at the start, a number from -30 to 10, "
+                f"got {initial_rho!r}: try -3"
             )
         biases = Deterministic() if biases is None else biases
         if not isinstance(biases, Factor) or biases.store not in (None, "scales"):

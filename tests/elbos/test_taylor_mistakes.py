@@ -607,12 +607,12 @@ def test_a_shared_parameter_store_is_announced():
 
 
 KINKS: dict[str, Callable[[Tensor], Tensor]] = {
-    "ReLU": torch.relu,
-    "LeakyReLU": F.leaky_relu,
-    "Hardtanh": F.relu6,
-    "PReLU": lambda h: F.prelu(h, torch.tensor(0.1)),
-    "Threshold": lambda h: F.threshold(h, 0.1, 0.0),
-    "Hardsigmoid": F.hardsigmoid,
+    "relu": torch.relu,
+    "leaky_relu": F.leaky_relu,
+    "hardtanh": F.relu6,
+    "prelu": lambda h: F.prelu(h, torch.tensor(0.1)),
+    "threshold": lambda h: F.threshold(h, 0.1, 0.0),
+    "hardsigmoid": F.hardsigmoid,
     "abs": torch.abs,
 }
 
