@@ -59,10 +59,11 @@ def examined(
         return Finding(set(), set(uses))
     edges = list(dict.fromkeys(use.output for calls in uses.values() for use in calls))
     c = row_weights(len(outputs), outputs, seed)
-    plain, weighted = (
-        torch.autograd.grad(outputs, places, seeds, retain_graph=True, allow_unused=True)
-        for places, seeds in ((edges, torch.ones_like(outputs)), ([*edges, *(values[k] for k in uses)], c))
+    places: list[Any] = [*edges, *(values[k] for k in uses)]
+    plain = torch.autograd.grad(
+        outputs, edges, torch.ones_like(outputs), retain_graph=True, allow_unused=True
     )
+    weighted = torch.autograd.grad(outputs, places, c, retain_graph=True, allow_unused=True)
     deltas = dict(zip(edges, zip(plain, weighted, strict=False), strict=True))
     with torch.no_grad():
         compared = [
