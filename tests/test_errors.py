@@ -31,10 +31,10 @@ def relu_svi():
 
 def test_warnings_from_below_pyro_and_torch_point_to_the_line_that_called_them():
     svi = relu_svi()
-    with pytest.warns(DviWarning, match="ReLU") as stepped:
+    with pytest.warns(DviWarning, match="relu") as stepped:
         svi.step(X, Y)
     svi = relu_svi()
-    with pytest.warns(DviWarning, match="ReLU") as fitted:
+    with pytest.warns(DviWarning, match="relu") as fitted:
         dvi.fit(svi, [(X, Y)], epochs=1, progress=False)
     assert [line_of(one[0]).strip().partition("(")[0] for one in (stepped, fitted)] == ["svi.step", "dvi.fit"]
     assert {one[0].filename for one in (stepped, fitted)} == {__file__}
