@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What tensors were computed from, as their autograd graph knows."""
 
+import re
 from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
@@ -36,6 +37,18 @@ def graph_between(inputs: Sequence[Tensor], outputs: Iterable[Tensor]) -> set[An
         if any(parent in found for parent, _ in node.next_functions):
             found.add(node)
     return found
+
+
+def function_of(node: Any) -> str:
+    """Name of the function that left a node in the graph.
+
+    Example:
+        >>> x = torch.ones(1, requires_grad=True)
+        >>> function_of(torch.nn.functional.leaky_relu(x).grad_fn)
+        'leaky_relu'
+    """
+    kind = node.name().rstrip("0123456789").removesuffix("Backward")
+    return "_".join(re.findall("[A-Z][a-z]+", re.sub("Kernel|WithNoise", "", kind))).lower()
 
 
 def leaves_of(outputs: Iterable[Tensor]) -> list[Tensor]:

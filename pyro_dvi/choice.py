@@ -11,13 +11,13 @@ from pyro_dvi.errors import ArgumentError
 __all__ = ["check_choice", "check_count", "check_kl_weight", "check_positive"]
 
 
-def check_choice(name: str, value: object, kind: type, examples: str) -> None:
+def check_choice(name: str, value: object, kind: type | tuple[type, ...], examples: str) -> None:
     """Refuse what is no object of a kind.
 
     Args:
         name: of the option.
         value: what was given.
-        kind: the class that it has to be of.
+        kind: the class that it has to be of, or several.
         examples: what to pass.
 
     Raises:

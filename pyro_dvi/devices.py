@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["accelerators", "device_of", "forked", "seeder", "state_of", "widest"]
+__all__ = ["accelerators", "device_of", "forked", "reseeded", "seeder", "state_of", "widest"]
 
 
 def accelerators() -> list[torch.device]:
@@ -68,6 +68,17 @@ def seeder() -> Callable[[int], Any]:
     trace; that takes longer than a small model.
     """
     return torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed
+
+
+def reseeded(count: int) -> Iterator[None]:
+    """Seed all global generators ``count`` times, with numbers drawn from the global one before the first.
+
+    How many random numbers a draw uses then does not matter to the next one.
+    """
+    seed_all = seeder()
+    for seed in torch.randint(2**31 - 1, (count,)).tolist():
+        seed_all(seed)
+        yield
 
 
 def widest(device: torch.device) -> torch.dtype:

@@ -5,11 +5,22 @@ Every exception names the site, function or file that it is about and says what 
 derives from the built-in exception that a careful caller would already catch.
 """
 
+import re
+import sys
+import warnings
 from typing import Any
+
+_LIBRARIES = {"contextlib", "functools", "pyro", "pyro_dvi", "torch"}
 
 
 class PyroDviError(Exception):
     """Base class of everything that the library raises on purpose."""
+
+    def __init__(self, *args: Any) -> None:
+        # Pyro's trace makes errors that pass through it anew, with the shapes of all sites.
+        super().__init__(
+            *(re.sub(r"\s*Trace Shapes:[\s\S]*", "", a) if isinstance(a, str) else a for a in args)
+        )
 
 
 class ArgumentError(PyroDviError, ValueError):
@@ -18,6 +29,10 @@ class ArgumentError(PyroDviError, ValueError):
 
 class ModelError(PyroDviError, ValueError):
     """The model cannot be used this way: no observed site, a discrete latent, an unsuitable prior."""
+
+
+class ParameterError(ModelError, ArithmeticError):
+    """A distribution of the model refuses its parameters: a negative noise, or weights that have grown too large."""
 
 
 class GuideError(PyroDviError, ValueError):
@@ -79,3 +94,21 @@ class CheckpointError(PyroDviError, RuntimeError):
 
 class DviWarning(UserWarning):
     """Something works but is probably not what was meant."""
+
+
+def warn(message: str) -> None:
+    """Warn at the line that called the library, however deep below it this is.
+
+    That line is the innermost of no library, one of a model that is just being run, say.
+
+    Example:
+        >>> with warnings.catch_warnings(record=True) as caught:
+        ...     warnings.simplefilter("always")
+        ...     warn("the data set is small")
+        >>> caught[0].category.__name__, str(caught[0].message)
+        ('DviWarning', 'the data set is small')
+    """
+    frame, level = sys._getframe(1), 2
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, DviWarning, stacklevel=level)

@@ -3,14 +3,16 @@
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 from torch import nn
 
-from pyro_dvi.errors import UnsupportedError
+from pyro_dvi.errors import ArgumentError, UnsupportedError
 
 __all__ = [
     "by_position",
+    "explained_calls",
     "keyword_only",
     "misfit",
     "parameter_names",
@@ -18,6 +20,19 @@ __all__ = [
     "takes_any_number",
     "with_missing",
 ]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+# What papers and other libraries call an argument, and what to write here.
+_MEANT = {
+    **dict.fromkeys(("beta", "kappa", "kl_scale", "tau", "temperature"), "kl_weight=..."),
+    **dict.fromkeys(
+        ("prior", "prior_sd", "prior_sigma", "prior_std", "scale", "sigma", "std"), "prior_scale=..."
+    ),
+    "prior_variance": "prior_scale=variance**0.5",
+    "prior_precision": "prior_scale=precision**-0.5",
+}
 
 
 def with_missing(fn: Callable[..., Any], inputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -92,3 +107,41 @@ def misfit(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, A
     except TypeError as error:
         return f"{error}; it takes ({', '.join(p.name for p in parameters)})" if parameters else None
     return None
+
+
+def explained_calls(advice: str = "") -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Refuse calls of a function with other arguments than it has, and say what to write.
+
+    Args:
+        advice: what to say to whoever calls it wrongly, besides the argument that was meant.
+
+    Raises:
+        ArgumentError: in such a call.
+
+    Example:
+        >>> @explained_calls()
+        ... def loss(kl_weight=1.0):
+        ...     return kl_weight
+        >>> loss(beta=0.5)
+        Traceback (most recent call last):
+        pyro_dvi.errors.ArgumentError: loss: got an unexpected keyword argument 'beta'; ... Write kl_weight=... instead.
+    """
+
+    def decorate(fn: Callable[P, R]) -> Callable[P, R]:
+        @wraps(fn)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+            reason = misfit(fn, args, kwargs)
+            if reason is None:
+                return fn(*args, **kwargs)
+            name = type(args[0]).__name__ if fn.__name__ == "__init__" else fn.__name__
+            taken = inspect.signature(fn).parameters
+            meant = [
+                f" Write {_MEANT[k]} instead." for k in kwargs if _MEANT.get(k, "").partition("=")[0] in taken
+            ]
+            raise ArgumentError(
+                f"{name}: {reason.replace('(self, ', '(')}.{''.join(meant)} {advice}".rstrip()
+            )
+
+        return checked
+
+    return decorate

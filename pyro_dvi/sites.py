@@ -86,13 +86,14 @@ def sites_named(argument: str, patterns: str | Iterable[str], names: Sequence[st
     Raises:
         ArgumentError: a pattern fits none.
     """
-    patterns = [patterns] if isinstance(patterns, str) else list(patterns)
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in names):
+    several = isinstance(patterns, Iterable) and not isinstance(patterns, str)
+    listed: list[Any] = list(patterns) if several else [patterns]
+    for pattern in listed:
+        if not isinstance(pattern, str) or not any(fnmatchcase(name, pattern) for name in names):
             like = [name for name in names if fnmatchcase(name, f"*{pattern}")]
             hint = f"write '*{pattern}' for {like}" if like else f"there are {names}"
             raise ArgumentError(f"{argument} names {pattern!r}, which is no site of the guide; {hint}")
-    return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
+    return [name for name in names if any(fnmatchcase(name, pattern) for pattern in listed)]
 
 
 class SetLatents(Messenger):

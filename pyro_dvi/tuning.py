@@ -2,7 +2,6 @@
 """The weight of the KL divergence, chosen on validation data, by the same training at several weights."""
 
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,7 +10,7 @@ from typing import Any
 from torch import linalg
 
 from pyro_dvi.choice import check_count, check_positive
-from pyro_dvi.errors import ArgumentError, DviWarning, NonFiniteError, PyroDviError
+from pyro_dvi.errors import ArgumentError, NonFiniteError, PyroDviError, warn
 from pyro_dvi.predictive.predict import predict
 from pyro_dvi.progress import progress_bar
 from pyro_dvi.table import Columns, Report
@@ -209,11 +208,9 @@ class _Search:
         ordered = sorted(self.scores)
         at_edge = len(ordered) > 1 and self.best in (ordered[0], ordered[-1])
         if at_edge:
-            warnings.warn(
+            warn(
                 f"the best KL weight, {self.best:g}, is at the end of those tried, {ordered[0]:g} to {ordered[-1]:g}: "
-                "begin with others (kl_weights), or allow more trainings (max_trainings)",
-                DviWarning,
-                stacklevel=3,
+                "begin with others (kl_weights), or allow more trainings (max_trainings)"
             )
         self.posterior.put_back()
         table = Table(kl_weight=ordered, score=[self.scores[weight] for weight in ordered])

@@ -240,8 +240,22 @@ def _laplace(problem: Problem, subset: str, criterion: str) -> Predict:
     else:
         pairs = TensorDataset(*problem.columns(problem.data.validation))
         validation = DataLoader(pairs, problem.task.batch_size)
+
+        def loss(mean: Tensor, *rest: Tensor) -> Tensor:
+            """Mean NLL of probabilities or of means and variances; the default loss is never reset on the way."""
+            y = rest[-1]
+            if problem.task.classes:
+                return F.nll_loss(mean.log(), y)
+            spread = (rest[0].reshape(y.shape) + float(found.sigma_noise) ** 2).sqrt()
+            return -Normal(mean.reshape(y.shape), spread).log_prob(y).mean()
+
         found.optimize_prior_precision(
-            method="gridsearch", pred_type="glm", link_approx="probit", val_loader=validation, grid_size=GRID
+            method="gridsearch",
+            pred_type="glm",
+            link_approx="probit",
+            val_loader=validation,
+            grid_size=GRID,
+            loss=loss,
         )
 
     def predict(x: Tensor) -> Distribution:

@@ -98,7 +98,7 @@ print(
 # %%
 # All methods see the same 797 images, so that their differences are known better than the scores themselves.
 # ``elpd_diff`` is the difference to the best, summed over the images, and ``dse`` its standard error. A difference
-# below two standard errors does not count: digits are easy, and there a well tuned MAP is hard to beat.
+# below two standard errors does not count, and no step size was tuned here: a well tuned MAP is hard to beat.
 
 comparison = dvi.diagnostics.compare_held_out(predictions)
 print(comparison[["elpd_diff", "dse"]].round(1).to_string())

@@ -2,7 +2,6 @@
 """Replace activations with kinks, whose second derivative is zero almost everywhere, by smooth ones."""
 
 import copy
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -11,7 +10,7 @@ from pyro.nn.module import PyroModule, to_pyro_module_
 from torch import Tensor, nn
 
 from pyro_dvi.bayesian.converted import plain_type
-from pyro_dvi.errors import ArgumentError, DviWarning
+from pyro_dvi.errors import ArgumentError, warn
 
 __all__ = ["SMOOTH", "SmoothClamp", "SmoothLeakyReLU", "smooth_activations_"]
 
@@ -212,16 +211,12 @@ def _report(module: nn.Module, replaced: bool) -> None:
     """Warn about kinks that are left, and about networks without any activation module."""
     left = sorted({type(m).__name__ for m in module.modules() if isinstance(m, _KINKED)})
     if left:
-        warnings.warn(
+        warn(
             f"smooth_activations_ left {', '.join(left)} in place, whose second derivative is zero almost "
-            "everywhere. Name a replacement in mapping, for instance {**SMOOTH, nn.PReLU: nn.SiLU}.",
-            DviWarning,
-            stacklevel=3,
+            "everywhere. Name a replacement in mapping, for instance {**SMOOTH, nn.PReLU: nn.SiLU}."
         )
     elif not replaced and not any(isinstance(m, (*_SMOOTH_ALREADY, SmoothClamp)) for m in module.modules()):
-        warnings.warn(
+        warn(
             "smooth_activations_ found no activation module. Functional calls such as F.relu inside a "
-            "forward method cannot be replaced: change them to F.softplus or F.gelu in the code.",
-            DviWarning,
-            stacklevel=3,
+            "forward method cannot be replaced: change them to F.softplus or F.gelu in the code."
         )

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """``to_bayesian_``: parameters of a torch module become latent variables, in place."""
 
-import warnings
 from collections.abc import Sequence
 from typing import TypeVar, cast
 
@@ -14,7 +13,8 @@ from pyro_dvi.bayesian.converted import accept_old_keys, remember
 from pyro_dvi.bayesian.priors import Prior, PriorLike, as_prior
 from pyro_dvi.bayesian.selection import DEFAULT_LAYERS, Candidate, Selection, chosen
 from pyro_dvi.bayesian.site_prior import SitePrior, TiedPrior, buffer_name, set_attribute
-from pyro_dvi.errors import ArgumentError, DviWarning, ModelError, UnsupportedError
+from pyro_dvi.errors import ArgumentError, ModelError, UnsupportedError, warn
+from pyro_dvi.signatures import explained_calls
 
 __all__ = ["to_bayesian_"]
 
@@ -30,6 +30,7 @@ _WRAPPERS = {
 }
 
 
+@explained_calls()
 def to_bayesian_(
     module: M,
     prior_scale: PriorLike = 1.0,
@@ -113,13 +114,11 @@ def to_bayesian_(
 def _warn_of_padding(groups: Sequence[Sequence[Candidate]]) -> None:
     for owner in (candidate for group in groups for candidate in group):
         if isinstance(owner.module, nn.Embedding) and owner.module.padding_idx is not None:
-            warnings.warn(
+            warn(
                 f"{owner.name!r} has a padding row (padding_idx={owner.module.padding_idx}), which is a latent like "
                 "the others here, but gets no gradient from torch: it keeps its prior, and draws of it enter the "
                 "network. Mask what is padded, as by layer(tokens) * (tokens != padding_idx).unsqueeze(-1), or set "
-                "padding_idx to None before the conversion, so that the row is learned.",
-                DviWarning,
-                stacklevel=3,
+                "padding_idx to None before the conversion, so that the row is learned."
             )
 
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ready Pyro models: a network followed by a likelihood, in a plate over a minibatch of the data set."""
 
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,7 +12,7 @@ from pyro.nn.module import PyroModule
 from torch import Tensor, nn
 
 from pyro_dvi.bayesian.noise import Noise, as_noise
-from pyro_dvi.errors import ArgumentError, DataError, DviWarning, ModelError
+from pyro_dvi.errors import ArgumentError, DataError, ModelError, warn
 
 __all__ = ["Classifier", "LikelihoodModule", "Regressor", "classifier", "regressor"]
 
@@ -110,12 +109,10 @@ class Classifier(LikelihoodModule):
             # The name of the node needs no look at values.
             if not self.warned and type(getattr(outputs, "grad_fn", None)).__name__ == "SoftmaxBackward0":
                 self.warned = True
-                warnings.warn(
+                warn(
                     "The network ends in a softmax, and classifier takes its output for logits, to which the softmax "
                     "of the likelihood comes a second time: no class can then be more likely than e times another. "
-                    "Leave out the last layer, nn.Softmax.",
-                    DviWarning,
-                    stacklevel=2,
+                    "Leave out the last layer, nn.Softmax."
                 )
         with self.data_plate(logits.shape[0], observed=y is not None):
             labels = dist.Categorical(logits=logits).to_event(logits.dim() - 2)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pyro_dvi.curvature.per_example import Contribution, Use
+from pyro_dvi.curvature.per_example.proof import warn_of_disproved
 from pyro_dvi.curvature.per_example.uses import at_least_single
 from pyro_dvi.curvature.products import LinearMap, gradients_at, vectors_together
 from pyro_dvi.curvature.squared_gradients import SquaredGradients, squares_of, squares_without_rules
@@ -118,7 +119,7 @@ class OuterGradients:
 class ExampleGradients:
     r"""The Jacobian of outputs f with respect to several tensors, example by example.
 
-    Status: exact. That the rows of a layer are those of examples is tested, not believed, by two backward passes.
+    Status: exact. That layers give the gradients of single examples is proved, not believed, by two backward passes.
 
     Args:
         recorder: the context in which the model ran, with the tensors u.
@@ -138,8 +139,9 @@ class ExampleGradients:
         served = recorder.served(len(outputs))
         # All outputs at once, with weights under which they do not cancel (log-probabilities would, with equal ones).
         weights = torch.arange(1, outputs.shape[1] + 1, device=outputs.device).to(outputs).sqrt().sin()
-        mixed = recorder.mixed(served, outputs @ weights)
-        self._uses = {k: uses for k, uses in served.items() if k not in mixed}
+        wrong = recorder.examined(served, outputs @ weights).wrong
+        self._uses = {k: uses for k, uses in served.items() if k not in wrong}
+        warn_of_disproved([f"a latent of shape {tuple(recorder.values[k].shape)}" for k in sorted(wrong)])
 
     @property
     def sizes(self) -> list[int]:

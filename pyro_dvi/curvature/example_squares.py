@@ -10,8 +10,11 @@ from torch import Tensor
 from pyro_dvi.curvature.base import Curvature, half_sum
 from pyro_dvi.curvature.information import expected_information, of_site
 from pyro_dvi.curvature.likelihood import Linearisation
+from pyro_dvi.curvature.per_example.proof import Finding, Proofs, examined, layout_of
 from pyro_dvi.curvature.per_example.uses import Use, WeightUses, at_least_single
 from pyro_dvi.curvature.squared_gradients import pass_per_example
+
+Served = dict[int, list[Use]]
 
 __all__ = ["GGNDiagonal", "EmpiricalFisher", "summed_squared_gradients"]
 
@@ -19,15 +22,45 @@ __all__ = ["GGNDiagonal", "EmpiricalFisher", "summed_squared_gradients"]
 class _ExampleSquares(Curvature):
     """Sums over terms of the likelihood of squared gradients of single examples."""
 
+    def __init__(self) -> None:
+        self._proofs = Proofs()
+
     def recorder(self, used_values: Sequence[Tensor | None]) -> WeightUses:
         return WeightUses(used_values)
 
     def penalty(self, likelihood: Linearisation) -> Tensor:
-        total = None
-        for outputs, cotangent in self._terms(likelihood):
-            squares = summed_squared_gradients(likelihood, outputs, cotangent)
+        terms, total = list(self._terms(likelihood)), None
+        served = {
+            count: self._served(likelihood, terms, count)
+            for count in {len(f) for f, _ in terms if f.dim() == 1}
+        }
+        for outputs, cotangent in terms:
+            uses = served[len(outputs)] if outputs.dim() == 1 else {}
+            squares = summed_squared_gradients(likelihood.values, outputs, cotangent, uses)
             total = squares if total is None else [a + b for a, b in zip(total, squares, strict=True)]
         return half_sum(likelihood.scales, total or [torch.zeros_like(u) for u in likelihood.values])
+
+    def _served(
+        self, likelihood: Linearisation, terms: Sequence[tuple[Tensor, Tensor]], count: int
+    ) -> Served:
+        """Uses of the latents whose gradients for each of so many examples the rules give."""
+        recorder = likelihood.recorder
+        if not isinstance(recorder, WeightUses):
+            return {}
+        served = recorder.served(count)
+
+        def look(seed: int) -> Finding:
+            outputs = [f for f, _ in terms if f.shape == (count,)]
+            # Unequal weights, under which log-probabilities do not cancel.
+            weights = torch.arange(1, len(outputs) + 1).sqrt().sin().tolist()
+            total = sum((w * f for w, f in zip(weights, outputs, strict=True)), outputs[0].new_zeros(count))
+            with recorder.constant_statistics():
+                return examined(served, likelihood.values, total, seed)
+
+        model = self if likelihood.model is None else likelihood.model
+        (site, *_), key = likelihood.sites or likelihood.factors, (count, len(terms), layout_of(served))
+        wrong = self._proofs.disproved(model, key, look, site.name, likelihood.names)
+        return {k: uses for k, uses in served.items() if k not in wrong}
 
     @abstractmethod
     def _terms(self, likelihood: Linearisation) -> Iterator[tuple[Tensor, Tensor]]:
@@ -85,31 +118,31 @@ class EmpiricalFisher(_ExampleSquares):
             yield log_prob, (log_prob.new_ones(()) * site.scale**0.5).expand_as(log_prob)
 
 
-def summed_squared_gradients(likelihood: Linearisation, outputs: Tensor, cotangent: Tensor) -> list[Tensor]:
+def summed_squared_gradients(
+    values: Sequence[Tensor], outputs: Tensor, cotangent: Tensor, served: Served
+) -> list[Tensor]:
     r"""Return :math:`\sum_i (w_i\,\partial_u f_i)^2` for every latent, differentiable again in the means.
 
     Status: exact for the fallback. The layer-wise rules attribute to example i what passes through its own row
     of the activations; the two differ only where rows are coupled, as by batch normalisation in training mode.
 
     Args:
-        likelihood: the linearisation, run under a
-            :class:`~pyro_dvi.curvature.per_example.WeightUses` for the fast rules.
+        values: the latents' means u.
         outputs: f, one entry per example; gradients flow to the latent means.
         cotangent: w of the same shape; may depend on the means as well.
+        served: the uses of the latents that have rules.
     """
     if not outputs.requires_grad:  # everything is masked, or no latent reaches the observed site
-        return [torch.zeros_like(u) for u in likelihood.values]
-    found: dict[int, Tensor] = {}
-    if isinstance(likelihood.recorder, WeightUses) and outputs.dim() == 1:
-        found = _by_layer(likelihood.recorder.served(len(outputs)), outputs, cotangent)
-    rest = [k for k in range(len(likelihood.values)) if k not in found]
+        return [torch.zeros_like(u) for u in values]
+    found = _by_layer(served, outputs, cotangent)
+    rest = [k for k in range(len(values)) if k not in found]
     if rest:
-        values = [likelihood.values[k] for k in rest]
-        found.update(zip(rest, pass_per_example(outputs, cotangent, values, create_graph=True), strict=True))
-    return [found[k].reshape(u.shape) for k, u in enumerate(likelihood.values)]
+        slow = pass_per_example(outputs, cotangent, [values[k] for k in rest], create_graph=True)
+        found.update(zip(rest, slow, strict=True))
+    return [found[k].reshape(u.shape) for k, u in enumerate(values)]
 
 
-def _by_layer(served: dict[int, list[Use]], outputs: Tensor, cotangent: Tensor) -> dict[int, Tensor]:
+def _by_layer(served: Served, outputs: Tensor, cotangent: Tensor) -> dict[int, Tensor]:
     edges = [use.output for uses in served.values() for use in uses]
     if not edges:
         return {}

@@ -106,8 +106,8 @@ class MinibatchGradient(Curvature):
     ``MeanFieldGuide(scale=SGDStepSize(lr, batch_size))`` it is the objective that links the step size of SGD to the
     variance of a fixed posterior. Deterministic: no labels are drawn.
 
-    Source: Unlu & Aitchison (2021), Eq. 27; Eq. 29 (arXiv) for the link with SGD, whose mean gradient is written there
-    as a sum; Smith et al. (2021) for the implicit regulariser of SGD.
+    Source: Unlu & Aitchison (2021), Eq. 27; Eq. 29 (arXiv) for the link with SGD, there with the mean gradient; Smith
+    et al. (2021) for the implicit regulariser of SGD.
 
     Example:
         >>> MinibatchGradient()

@@ -104,6 +104,7 @@ class Linearisation:
         factors: ``pyro.factor`` terms, which have a log-density but no labels.
         local: names of latents inside plates, whose elements belong to other rows in every step.
         recorder: what ``Curvature.recorder`` returned for this run.
+        model: what was run, by which a curvature remembers what it knows of it.
         subset: builds the linearisation of a random part of the minibatch, given the fraction and a function
             ``(args, kwargs, rows) -> (args, kwargs)`` that takes rows of the model's arguments (None: along
             the first dimension).
@@ -117,6 +118,7 @@ class Linearisation:
     factors: list[ObservedSite] = field(default_factory=list)
     local: frozenset[str] = frozenset()
     recorder: Any = None
+    model: Any = None
     subset: Callable[[float, SliceArguments | None], "Linearisation"] | None = None
 
     @property

@@ -14,7 +14,6 @@ Every function with a rule in :mod:`pyro_dvi.curvature.per_example` is served.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -22,9 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pyro_dvi.curvature.per_example.proof import Finding, examined
 from pyro_dvi.curvature.per_example.uses import Use, WeightUses, at_least_single
 from pyro_dvi.curvature.products import LinearMap, batched_gradients
-from pyro_dvi.curvature.rows import constant_statistics, mixed_rows
 from pyro_dvi.errors import GuideError, UnsupportedError
 
 __all__ = ["SquaredGradients", "pass_per_example", "passes_of", "squares_of", "squares_without_rules"]
@@ -82,24 +81,17 @@ class SquaredGradients(WeightUses):
                 found[k] = squares_of(*zip(*reached, strict=True))
         return found
 
-    def constant_statistics(self) -> AbstractContextManager[None]:
-        """Backward passes in this context let batch normalisation keep rows apart."""
-        return constant_statistics(self._normalised)
+    def examined(self, served: dict[int, list[Use]], outputs: Tensor, seed: int = 0) -> Finding:
+        """Say for which tensors in ``served`` the rules do not give the gradients of single examples.
 
-    def mixed(self, served: dict[int, list[Use]], outputs: Tensor, seed: int = 0) -> set[int]:
-        """Return the tensors in ``served`` with a use whose rows are no examples.
-
-        Shapes can deceive: the first dimension may be one of positions or of features that has as many entries as
-        there are examples; or an example may see others. See :func:`mixed_rows` for how that is found out.
+        Shapes can deceive, and uses can stay unseen: see :mod:`pyro_dvi.curvature.per_example.proof`.
 
         Args:
             served: a part of what :meth:`served` returned.
             outputs: one entry per example.
-            seed: see :func:`mixed_rows`.
+            seed: see :func:`~pyro_dvi.curvature.per_example.proof.examined`.
         """
-        owners = [k for k, uses in served.items() for _ in uses]
-        edges = [use.output for uses in served.values() for use in uses]
-        return {owners[n] for n in mixed_rows(edges, outputs, seed)}
+        return examined(served, self.values, outputs, seed)
 
 
 def squares_of(uses: Sequence[Use], deltas: Sequence[Tensor]) -> Tensor:

@@ -128,15 +128,8 @@ def _ratio(ours: Tensor, truth: Tensor) -> float:
 
 
 def _rank_correlation(a: Tensor, b: Tensor) -> float:
-    step = math.ceil(len(a) / _MOST_RANKED)
-    a, b = (_ranks(t[::step]) for t in (a, b))
-    scale = (a.square().sum() * b.square().sum()).sqrt()
-    return ((a * b).sum() / scale).item() if bool(scale > 0) else math.nan
+    """Spearman's; NaN where one of them is constant."""
+    import pandas
 
-
-def _ranks(x: Tensor) -> Tensor:
-    """Ranks around zero, equal numbers at their average rank."""
-    _, place, counts = torch.unique(x, return_inverse=True, return_counts=True)
-    counts = counts.to(x.dtype)
-    ranks = (counts.cumsum(0) - (counts + 1) / 2)[place]
-    return ranks - ranks.mean()
+    pairs = torch.stack([a, b], 1)[:: math.ceil(len(a) / _MOST_RANKED)]
+    return float(pandas.DataFrame(pairs.detach().numpy()).corr("spearman").iloc[0, 1])

@@ -25,6 +25,7 @@ from pyro_dvi.handlers.observed import Observed, observed_sites
 from pyro_dvi.handlers.posterior_run import Call, refuse_site
 from pyro_dvi.handlers.structure import Structure, structure_of
 from pyro_dvi.handlers.trained_for import check_trainable, note_trained_for
+from pyro_dvi.signatures import explained_calls
 
 __all__ = ["DeterministicELBO"]
 
@@ -46,6 +47,7 @@ class DeterministicELBO(ELBO):
         terms: detached parts of the last loss.
     """
 
+    @explained_calls()
     def __init__(
         self,
         *,

@@ -22,6 +22,7 @@ from pyro_dvi.handlers.structure import reached_by
 from pyro_dvi.handlers.uncertain import at_mean, refuse_moments, uncertain_likelihoods
 from pyro_dvi.moments import GaussianMoments, variance_floor
 from pyro_dvi.moments.weight_uses import warned_of_repeated_uses
+from pyro_dvi.signatures import explained_calls
 
 __all__ = ["MomentPropagationELBO"]
 
@@ -55,7 +56,7 @@ class MomentPropagationELBO(DeterministicELBO):
         estimator: of the expected log-normaliser of classes; ``Sobol(64)`` by default. ``TiltedBound()`` is free of
             sampling.
         weighting: how much each observation counts, as ``VarianceWeighted()``; None: equally.
-        variance_floor: least variance of what enters a nonlinearity; the paper's code has 1e-5.
+        variance_floor: least variance of what enters a nonlinearity; the paper has 1e-5 (Appendix A).
         num_data: size of the data set, compared with the plate's scale; None skips the check.
         num_particles: runs to average if some latents are sampled.
 
@@ -92,6 +93,7 @@ class MomentPropagationELBO(DeterministicELBO):
     trains_for = "Moments"
     _keeps_covariances = True
 
+    @explained_calls()
     def __init__(
         self,
         *,

@@ -2,7 +2,6 @@
 r"""Measure :math:`\sum_s \mathrm{scale}_s \sum_i g_{si}^2` for the latents of a model."""
 
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +13,7 @@ from pyro_dvi.autograd_graph import graph_of
 from pyro_dvi.curvature import ObservedSite
 from pyro_dvi.curvature.squared_gradients import passes_of, squares_without_rules
 from pyro_dvi.elbos.rows import RowCheck, Run, Served, View
-from pyro_dvi.errors import DviWarning, UnsupportedError
+from pyro_dvi.errors import UnsupportedError, warn
 
 __all__ = ["Draw", "SquareMeasurement"]
 
@@ -147,7 +146,7 @@ class SquareMeasurement:
     def _warn_once(self, site: str, trouble: str) -> None:
         if site not in self._warned:
             self._warned.add(site)
-            warnings.warn(f"{site} {trouble}", DviWarning, stacklevel=2)
+            warn(f"{site} {trouble}")
 
 
 def _refuse_checkpoints(graph: set[Any]) -> None:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Variational Laplace: the log-likelihood at the mean, a squared-gradient penalty, and the KL divergence."""
 
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,29 +12,18 @@ from pyro_dvi.curvature import Curvature, Fisher, Linearisation, ObservedSite
 from pyro_dvi.curvature.likelihood import SliceArguments
 from pyro_dvi.divergences import kl_to_priors, prior_precision
 from pyro_dvi.elbos.base import DeterministicELBO
-from pyro_dvi.errors import CheckpointError, DviWarning
+from pyro_dvi.errors import CheckpointError, warn
 from pyro_dvi.handlers.means import run_at_means
 from pyro_dvi.handlers.minibatch import run_on_part
 from pyro_dvi.handlers.posterior_run import Call, PosteriorRun
+from pyro_dvi.signatures import explained_calls
 
 __all__ = ["TaylorELBO"]
 
-# Autograd nodes of activations whose second derivative is zero almost everywhere.
-_PIECEWISE_LINEAR = {
-    "ReluBackward0": "ReLU",
-    "LeakyReluBackward0": "LeakyReLU",
-    "LeakyReluBackward1": "LeakyReLU",
-    "HardtanhBackward0": "Hardtanh/ReLU6",
-    "PreluKernelBackward0": "PReLU",
-    "ThresholdBackward0": "Threshold",
-    "RreluWithNoiseBackward0": "RReLU",
-    "HardsigmoidBackward0": "Hardsigmoid",
-    "AbsBackward0": "abs",
-    "ClampBackward1": "clamp",
-    "ClampMinBackward0": "clamp",
-    "MaximumBackward0": "maximum",
-    "MinimumBackward0": "minimum",
-}
+# Functions whose second derivative is zero almost everywhere.
+_PIECEWISE_LINEAR = frozenset(
+    "abs clamp clamp_min hardsigmoid hardtanh leaky_relu maximum minimum prelu relu rrelu threshold".split()
+)
 
 
 class TaylorELBO(DeterministicELBO):
@@ -95,6 +83,7 @@ class TaylorELBO(DeterministicELBO):
 
     trains_for = "AtMean"
 
+    @explained_calls()
     def __init__(
         self,
         *,
@@ -131,6 +120,7 @@ class TaylorELBO(DeterministicELBO):
                     factors=observed.factors,
                     local=frozenset(_local_names(run)),
                     recorder=run.recorder,
+                    model=call.model,
                     subset=subset,
                 )
 
@@ -176,12 +166,10 @@ def _precision_limits(run: PosteriorRun, kl_weight: float) -> list[Tensor | None
 
 
 def _warn_of_kinks(function_names: frozenset[str]) -> None:
-    kinks = sorted({_PIECEWISE_LINEAR[name] for name in function_names if name in _PIECEWISE_LINEAR})
+    kinks = sorted(_PIECEWISE_LINEAR & function_names)
     if kinks:
-        warnings.warn(
+        warn(
             f"the model uses {', '.join(kinks)}, whose second derivative is zero wherever it exists: the gradient of "
             "TaylorELBO's penalty then misses the kinks. Use softplus, GELU, SiLU or tanh "
-            "(pyro_dvi.smooth_activations_ replaces activation modules).",
-            DviWarning,
-            stacklevel=2,
+            "(pyro_dvi.smooth_activations_ replaces activation modules)."
         )

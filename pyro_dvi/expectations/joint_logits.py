@@ -36,7 +36,7 @@ def average_jointly(mu: Tensor, covariance: Tensor, points: Tensor) -> Tensor:
     Args:
         mu: ``[*batch, C]``.
         covariance: ``[*batch, C, C]``.
-        points: standard Gaussian, ``[S, C]`` or ``[S, *batch, C]``.
+        points: standard Gaussian, ``[S, *batch, C]``, or with batch dimensions of size 1.
 
     Returns:
         ``[*batch]``, differentiable once in both.
@@ -52,7 +52,7 @@ class _MeanJointLogSumExp(Function):
         first: Any = 0.0
         second: Any = 0.0
         for chunk in points.split(max(1, _CHUNK // max(mu.numel(), 1))):
-            values = mu + torch.einsum(f"...ij,s{'...' if chunk.dim() > 2 else ''}j->s...i", root, chunk)
+            values = mu + torch.einsum("...ij,s...j->s...i", root, chunk)
             total = total + values.logsumexp(-1).sum(0)
             p = values.softmax(-1)
             first = first + p.sum(0)

@@ -70,13 +70,14 @@ class Sobol(LogitEstimator):
     def expected_logsumexp(self, logits: GaussianMoments) -> Tensor:
         """Average over the points, which all examples share."""
         points = shifted_sobol(self.num_points, logits.shape[-1], logits.loc)
-        covariance = covariance_if_any(logits)
-        if covariance is not None:
-            return average_jointly(logits.loc, covariance, points)
         return _average(logits, points.reshape(-1, *(1,) * (logits.dim() - 1), logits.shape[-1]))
 
 
 def _average(logits: GaussianMoments, points: Tensor) -> Tensor:
+    """Average over points ``[S, *batch, C]``, which broadcast to the logits."""
+    covariance = covariance_if_any(logits)
+    if covariance is not None:
+        return average_jointly(logits.loc, covariance, points)
     return _MeanLogSumExp.apply(logits.loc, logits.variance, points)
 
 
@@ -128,9 +129,6 @@ class MonteCarlo(LogitEstimator):
         points = torch.randn(
             self.num_samples, *logits.shape, dtype=logits.loc.dtype, device=logits.loc.device
         )
-        covariance = covariance_if_any(logits)
-        if covariance is not None:
-            return average_jointly(logits.loc, covariance, points)
         return _average(logits, points)
 
 

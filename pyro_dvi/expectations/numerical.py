@@ -43,7 +43,6 @@ class Evaluation:
     Attributes:
         points: standard Gaussian, ``[S, number of Gaussians]``.
         weights: ``[S]``, sum to one.
-        parameters_at: the uncertain parameters ``[S, *batch, *event]`` with all batch dimensions.
         at: the distribution with batch shape ``[S, *batch]`` at some of the points.
         rank: number of batch dimensions.
         size: number of values of the largest parameter.
@@ -51,7 +50,6 @@ class Evaluation:
 
     points: Tensor
     weights: Tensor
-    parameters_at: Callable[[Tensor], dict[str, Tensor]]
     at: Callable[[Tensor], Any]
     rank: int
     size: int
@@ -109,19 +107,16 @@ def evaluation(
     rank = _batch_rank(family, parameters, value)
     options = without_checks(family)
 
-    def parameters_at(points: Tensor) -> dict[str, Tensor]:
+    def at(points: Tensor) -> Any:
         found = {}
         for name, p in uncertain.items():
             block = points[:, blocks[keys[name]]]
             values = at_points(p, block.reshape(len(points), *shapes[keys[name]]))
             check_domain(family, name, p, values)
             found[name] = aligned(values, rank + (event_dim_of(family, name) or 0))
-        return found
+        return family(**{**parameters, **found}, **options)
 
-    def at(points: Tensor) -> Any:
-        return family(**{**parameters, **parameters_at(points)}, **options)
-
-    return Evaluation(points, weights, parameters_at, at, rank, max(p.numel() for p in uncertain.values()))
+    return Evaluation(points, weights, at, rank, max(p.numel() for p in uncertain.values()))
 
 
 def _coordinates(family: type, name: str, parameter: GaussianMoments) -> tuple[int, ...]:

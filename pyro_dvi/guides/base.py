@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the factorised guides share: looking at the model, parameters per site, sampling, saving and loading."""
 
-import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -19,12 +18,12 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_dvi.bayesian.placement import broadcasts_to
-from pyro_dvi.errors import ArgumentError, DviWarning, GuideError, ModelError
+from pyro_dvi.errors import ArgumentError, GuideError, ModelError, warn
 from pyro_dvi.guides.factors import Factor
 from pyro_dvi.guides.site import GuideSite
 from pyro_dvi.guides.stores import Store, complete_loaded
 from pyro_dvi.handlers.distributions import strip_event_dims
-from pyro_dvi.handlers.explained import explained_errors
+from pyro_dvi.handlers.explained import AS_A_MODEL, explained_errors
 from pyro_dvi.handlers.latents import unconstraining_transform
 from pyro_dvi.handlers.posterior_prior import PosteriorPrior, posterior_prior
 from pyro_dvi.handlers.trained_for import RULES, note_trained_for, trained_for
@@ -271,8 +270,8 @@ class FactorisedGuide(AutoGuide):
                 self._prototype_frames = {f.name: f for s in sites.values() for f in s["cond_indep_stack"]}
             if not sites:
                 raise ModelError(
-                    f"{type(self).__name__} found no latent site in the model: convert a network with to_bayesian_, "
-                    "or use pyro.sample without obs="
+                    f"{type(self).__name__} found no latent site in the model: use pyro.sample without obs=. "
+                    f"{AS_A_MODEL}"
                 )
             fresh = [name for name in sites if name not in loaded]
             if 0 < len(fresh) < len(sites):
@@ -343,13 +342,11 @@ class FactorisedGuide(AutoGuide):
         keys = [f"{self._pyro_name}.locs.{name}" for name in names]
         taken = [key for key in keys if key in stored and id(stored[key]) not in own]
         if taken:
-            warnings.warn(
+            warn(
                 f"Pyro's parameter store already holds {taken[0]}: this guide will share it (and {len(taken) - 1} "
                 "other means) with whatever guide made it, and drop values that it was given or loaded. Call "
                 "pyro.clear_param_store() first, or give every module its own parameters with "
-                "pyro.settings.set(module_local_params=True).",
-                DviWarning,
-                stacklevel=2,
+                "pyro.settings.set(module_local_params=True)."
             )
 
     def __getstate__(self) -> Any:
@@ -369,6 +366,21 @@ class FactorisedGuide(AutoGuide):
     def set_extra_state(self, state: Tensor) -> None:
         """Remember what :meth:`get_extra_state` returned."""
         note_trained_for(self, RULES[int(state)])
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Load a state, as torch's modules do; a guide that has not seen its model yet gets its parameters from it.
+
+        Raises:
+            GuideError: the state is that of another guide or model.
+        """
+        try:
+            return super().load_state_dict(state_dict, *args, **kwargs)
+        except (IndexError, KeyError, RuntimeError, TypeError) as error:
+            keys = f": {error}" if isinstance(error, RuntimeError) else ""
+            raise GuideError(
+                f"the state is not one of this {type(self).__name__}: build guide and model as they were when it was "
+                f"saved{keys}"
+            ) from error
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         state_dict.setdefault(f"{prefix}_extra_state", self.get_extra_state())  # older states have none

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The posterior of weights with multiplicative noise, one variance per input unit."""
 
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 
 from pyro_dvi.bayesian import init_to_module
 from pyro_dvi.choice import check_positive
-from pyro_dvi.errors import ArgumentError, DviWarning, ModelError
+from pyro_dvi.errors import ArgumentError, ModelError, warn
 from pyro_dvi.guides.base import FactorisedGuide
 from pyro_dvi.guides.factors import Deterministic, Factor, MeanField
 from pyro_dvi.guides.input_units import (
@@ -121,11 +120,11 @@ class MultiplicativeNoiseGuide(FactorisedGuide):
         create_plates: Callable | None = None,
         eps: float = 1e-10,
     ) -> None:
-        if isinstance(initial_rho, bool) or not isinstance(initial_rho, int | float):
-            raise ArgumentError(f"initial_rho must be a number, got {initial_rho!r}")
-        if not -30 <= initial_rho <= 10:
+        is_number = isinstance(initial_rho, int | float) and not isinstance(initial_rho, bool)
+        if not is_number or not -30 <= initial_rho <= 10:
             raise ArgumentError(
-                f"initial_rho is the inverse softplus of the relative variance at the start, got {initial_rho}: try -3"
+                "initial_rho is the inverse softplus of the relative variance at the start, a number from -30 to 10, "
+                f"got {initial_rho!r}: try -3"
             )
         biases = Deterministic() if biases is None else biases
         if not isinstance(biases, Factor) or biases.store not in (None, "scales"):
@@ -180,12 +179,10 @@ class MultiplicativeNoiseGuide(FactorisedGuide):
             return next(iter(seen))
         if not _is_torch_layer(owner):
             axes = f"several, {[units.axes for units in seen]}" if seen else "none"
-            warnings.warn(
+            warn(
                 f"which axis of site {name!r}, of shape {tuple(loc.shape)}, counts the inputs of a layer? The products "
                 f"in the model say {axes}; its noise is per entry of axis 1. Say input_axis={{{name!r}: 0}}, the "
-                "axis that is right, or None in its place if the site is no weight.",
-                DviWarning,
-                stacklevel=2,
+                "axis that is right, or None in its place if the site is no weight."
             )
         return units_of_layer(owner, attribute)
 

@@ -104,7 +104,7 @@ class SGDStepSize(ScaleFamily):
         lr: step size :math:`\eta` of SGD on the mean loss.
         batch_size: M.
 
-    Source: Unlu & Aitchison (2021), Eq. 29 (arXiv), there written with the mean gradient.
+    Source: Unlu & Aitchison (2021), Eq. 29 (arXiv), there with the mean gradient :math:`g / M`, which is the same.
     """
 
     learned: ClassVar[bool] = False

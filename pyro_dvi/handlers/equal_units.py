@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Leave a start at which the hidden units of a network are all alike."""
 
-import warnings
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyro_dvi.errors import DviWarning
+from pyro_dvi.errors import warn
 
 __all__ = ["Starts", "equal_units", "start_apart"]
 
@@ -51,7 +50,7 @@ def start_apart(starts: Starts) -> None:
         if initial is not None:
             mean.copy_(initial)
     unknown = [name for name, _, initial in starts if initial is None]
-    warnings.warn(
+    warn(
         f"the guide starts with all means at zero (site {starts[0][0]!r} and {len(starts) - 1} more), where hidden "
         "units are alike and training hardly tells them apart. "
         + (
@@ -60,7 +59,5 @@ def start_apart(starts: Starts) -> None:
             if unknown
             else "They now start from the weights that the network had: as AutoNormal(model, "
             "init_loc_fn=pyro_dvi.init_to_module) says beforehand."
-        ),
-        DviWarning,
-        stacklevel=2,
+        )
     )

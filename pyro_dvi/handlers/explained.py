@@ -3,7 +3,6 @@
 
 import inspect
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
@@ -11,10 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from pyro_dvi.batches import named_arguments, non_finite_inputs, tensor_arguments
-from pyro_dvi.errors import DataError, DeviceError, ModelError, PyroDviError
-from pyro_dvi.signatures import misfit
+from pyro_dvi.errors import DataError, DeviceError, ModelError, ParameterError, PyroDviError
+from pyro_dvi.signatures import misfit, positional
 
-__all__ = ["bad_values", "explained_errors", "non_finite"]
+__all__ = ["AS_A_MODEL", "bad_values", "explained_errors", "non_finite"]
+
+AS_A_MODEL = (
+    "A network becomes a model by dvi.classifier(dvi.to_bayesian_(net), num_data=...), or by dvi.regressor."
+)
 
 
 @contextmanager
@@ -34,11 +37,11 @@ def explained_errors(
         DataError: the model does not take these arguments, or fails on data that hold NaN, or are of another type than
             its weights, or of a shape that it does not take; or a minibatch has no rows, or more than its plate.
         ModelError: the model fails on weights that are NaN, a site does not fit its plate, or a prior is improper.
+        ParameterError: a distribution refuses its parameters.
     """
     try:
         yield
-    except PyroDviError as error:
-        error.args = (re.split(r"\s*Trace Shapes:", str(error))[0],)  # Pyro adds those of every site
+    except PyroDviError:
         raise
     except (RuntimeError, ValueError, IndexError, TypeError, ZeroDivisionError) as error:
         data, message = tensor_arguments(args, kwargs), str(error).partition("\n")[0]
@@ -67,7 +70,9 @@ def _of_arguments(error: Exception, model: Callable, args: tuple, kwargs: dict) 
     reason = misfit(model, args, kwargs) if isinstance(error, TypeError) else None
     if reason is None:
         return None
-    return DataError(f"a batch does not hold the arguments of the model: {reason}")
+    # A module of one argument sees no observations.
+    network = f". {AS_A_MODEL}" if isinstance(model, nn.Module) and len(positional(model)) == 1 else ""
+    return DataError(f"a batch does not hold the arguments of the model: {reason}{network}")
 
 
 def _of_devices(data: Mapping[str, Tensor], weights: Iterable[Tensor]) -> PyroDviError | None:
@@ -138,13 +143,18 @@ _TEXTS: dict[str, tuple[type[PyroDviError], str]] = {
         "{}: a latent site needs a proper prior, for its start and for the KL divergence. Take a wide one, as "
         "Normal(0, 100)",
     ),
+    "to satisfy the constraint": (
+        ParameterError,
+        "{} in the model.\nMap what it is computed from into that range, as torch.nn.functional.softplus does for a "
+        "scale; NaN means that weights have grown too large.",
+    ),
 }
 
 
 def _of_text(message: str) -> PyroDviError | None:
     for part, (kind, text) in _TEXTS.items():
         if part in message:
-            return kind(text.format(message))
+            return kind(text.format(message.rstrip(":")))
     return None
 
 

@@ -2,7 +2,6 @@
 """How much of the data a minibatch is: is its likelihood scaled up to all of them, and what does a part of it say?"""
 
 import math
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,7 +12,7 @@ from torch import Tensor
 from pyro_dvi.batches import rows_cut, tensors_in, with_rows
 from pyro_dvi.curvature import ObservedSite
 from pyro_dvi.curvature.likelihood import SliceArguments
-from pyro_dvi.errors import DataError, DviWarning, ModelError, UnsupportedError
+from pyro_dvi.errors import DataError, ModelError, UnsupportedError, warn
 from pyro_dvi.handlers.means import twice_differentiable
 from pyro_dvi.handlers.observed import observation, observed_sites
 from pyro_dvi.handlers.posterior_run import PosteriorRun
@@ -106,13 +105,11 @@ class UnscaledMinibatches:
         size = max(_unmasked(site) for site in terms)
         if size < 0.9 * self.largest:
             self._warned = True
-            warnings.warn(
+            warn(
                 f"the data were {self.largest:g} in one step and {size:g} in another, and no plate says how "
                 "large the data set is. If these are minibatches, N is the size of the minibatch, and the posterior is "
                 'far too wide: write pyro.plate("data", N, subsample_size=len(x)) around the observations, with N the '
-                "number of all data; NaturalGradientELBO(num_data=N) then checks it.",
-                DviWarning,
-                stacklevel=2,
+                "number of all data; NaturalGradientELBO(num_data=N) then checks it."
             )
         self.largest = max(size, self.largest)
 

@@ -12,6 +12,7 @@ from pyro_dvi.curvature import ObservedSite
 from pyro_dvi.curvature.base import sum_of
 from pyro_dvi.errors import DataError, ModelError, PyroDviError
 from pyro_dvi.handlers.distributions import untransformed
+from pyro_dvi.handlers.explained import AS_A_MODEL
 from pyro_dvi.sites import is_data, is_factor, sites_of, subsampled_share
 
 __all__ = ["Observed", "checked_log_likelihood", "observation", "observed_sites"]
@@ -54,7 +55,7 @@ def observed_sites(trace: Any) -> Observed:
         raise ModelError(
             "the model has no observed site: pass the observed values and give them to "
             "pyro.sample(name, distribution, obs=values). Without data the posterior is the prior. dvi.fit "
-            "takes a list [x, y] for two batches: pass [(x, y)] for one."
+            f"takes a list [x, y] for two batches: pass [(x, y)] for one. {AS_A_MODEL}"
         )
     return Observed(sites, factors)
 

@@ -106,19 +106,18 @@ class Outputs:
         native = {p.name: p.native(part) for p, part in zip(self.parameters, real, strict=True)}
         return self.rebuilt({**self.given, **native}, tuple(values.shape[:-2]))
 
-    def rebuilt(self, given: Mapping[str, Any], lead: tuple[int, ...] = (), cls: Any = None) -> Any:
-        """Return the distribution with another one inside.
+    def rebuilt(self, given: Mapping[str, Any], lead: tuple[int, ...]) -> Any:
+        """Return the distribution with other parameters of the innermost one.
 
         Args:
             given: arguments of the innermost distribution.
             lead: its batch dimensions on the left of those of now.
-            cls: its class; None for that of now.
         """
-        return rewrapped(
-            self.distribution,
-            lambda base: (cls or type(base))(**given, **without_checks(cls or type(base))),
-            lead,
-        )
+
+        def replaced(base: Any) -> Any:
+            return type(base)(**given, **without_checks(type(base)))
+
+        return rewrapped(self.distribution, replaced, lead)
 
     def detached(self) -> "Outputs":
         """Return the same without the graph of the run."""

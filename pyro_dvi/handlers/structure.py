@@ -15,7 +15,7 @@ from pyro.util import check_site_shape
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from pyro_dvi.autograd_graph import enters, graph_of
+from pyro_dvi.autograd_graph import enters, function_of, graph_of
 from pyro_dvi.bayesian.placement import tensors_of
 from pyro_dvi.errors import GuideError, ModelError
 from pyro_dvi.handlers.distributions import strip_event_dims
@@ -45,7 +45,7 @@ class Structure:
     Attributes:
         sampled: guide sites (or masks of their elements) that set the prior of another latent. They are sampled,
             never fixed at their mean, which would lose the prior's curvature in them.
-        function_names: names of the autograd nodes that lead from the latents to the observed distributions.
+        function_names: functions whose autograd nodes lead from the latents to the observed distributions.
         shapes: shape of a draw at each observed site, for the arguments of the first run.
         reached: guide sites that the observed sites depend on.
         joint: Gaussian vectors with covariances among the guide sites, by name.
@@ -102,7 +102,7 @@ def _look(run: PosteriorRun) -> Structure:
     refuse_dependent(run.gaussians)
     check_gradients(run.call, run.model_trace, log_likelihood)
     graph = graph_of(t for site in observed.terms for t in _tensors(site.fn))
-    names = frozenset(type(node).__name__ for node in graph if not _keeps_probabilities(node))
+    names = frozenset(function_of(node) for node in graph if not _keeps_probabilities(node))
     shapes = {site.name: site.fn.batch_shape + site.fn.event_shape for site in observed.sites}
     reached = reached_by(log_likelihood, {g.name: g.value for g in run.gaussians})
     sampled, starts = _sampled(run.latents), equal_units(run.latents, log_likelihood)

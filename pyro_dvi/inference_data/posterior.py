@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draws of the latent sites: which sites, and what stands for those that are too big to keep."""
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -11,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pyro_dvi.errors import ArgumentError, DataError, DviWarning
+from pyro_dvi.errors import ArgumentError, DataError, warn
 from pyro_dvi.inference_data.group import Group, as_array, close_names, listed, plate_names
 from pyro_dvi.predictive.engine.batches import Batch
 from pyro_dvi.predictive.engine.run import Latents, observed_run, sites_at
@@ -66,12 +65,10 @@ class Selection:
         left_out = [name for name in latents if name not in kept]
         if sites is None and left_out and not functions:
             sizes = ", ".join(f"{name!r} ({latents[name].numel():,})" for name in left_out)
-            warnings.warn(
+            warn(
                 f"the exported posterior leaves out sites of more than {max_size:,} values: {sizes}. Name those to "
                 "keep, as in sites=['...'], raise max_site_size, or keep numbers that sum them up, as in "
-                "summarise={'norm': torch.norm}.",
-                DviWarning,
-                stacklevel=3,  # the caller of to_arviz
+                "summarise={'norm': torch.norm}."
             )
         return cls(kept, left_out, functions)
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a fit leaves in the guide: a Gaussian, the sites that it is over, and the mode that it belongs to."""
 
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +11,7 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_dvi.batches import mapped
-from pyro_dvi.errors import CheckpointError, DviWarning, GuideError, UnsupportedError
+from pyro_dvi.errors import CheckpointError, GuideError, UnsupportedError, warn
 from pyro_dvi.laplace.energy.batch_graph import refuse_torch_modes
 from pyro_dvi.laplace.energy.layout import Layout
 from pyro_dvi.laplace.energy.precision import GGN, PrecisionMatrix
@@ -84,7 +83,7 @@ class Fitted:
         try:
             posterior = self.posterior.state()
         except UnsupportedError as error:
-            warnings.warn(f"the Gaussian of guide.fit is left out: {error}", DviWarning, stacklevel=2)
+            warn(f"the Gaussian of guide.fit is left out: {error}")
             return None
         return {
             "posterior": posterior,

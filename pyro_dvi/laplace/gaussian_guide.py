@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A point mass that a fit has given a Gaussian: what that is to predictions, to Pyro and to files."""
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ import pyro.distributions as dist
 import torch
 from torch import Tensor
 
-from pyro_dvi.errors import DviWarning, GuideError
+from pyro_dvi.errors import GuideError, warn
 from pyro_dvi.guides.site import GuideSite
 from pyro_dvi.laplace.energy.query import Query, ReadOutputs
 from pyro_dvi.laplace.evidence.scales import rescaled_model
@@ -112,7 +111,7 @@ class GaussianGuide(ModeGuide):
         return self._at_marginals if self.fitted.posterior.independent else None
 
     def _at_marginals(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        warnings.warn(WIDE_WEIGHTS, DviWarning, stacklevel=2)
+        warn(WIDE_WEIGHTS)
         marginals = self._marginals()
         return self._within_plates(lambda site: site.sample(marginals[site.name]), *args, **kwargs)
 
@@ -172,9 +171,9 @@ class GaussianGuide(ModeGuide):
             return super().forward(*args, **kwargs)
         stale = self._stale()
         if stale is not None or self._fitted is None:
-            warnings.warn(f"{stale}: a point mass until it is fitted again", DviWarning, stacklevel=2)
+            warn(f"{stale}: a point mass until it is fitted again")
             return super().forward(*args, **kwargs)
-        warnings.warn(DRAWN_WEIGHTS, DviWarning, stacklevel=2)
+        warn(DRAWN_WEIGHTS)
         vectors = pyro.sample(
             f"_{self._pyro_name}_latent", Draws(self._fitted.posterior), infer={"is_auxiliary": True}
         )

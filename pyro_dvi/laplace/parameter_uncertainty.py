@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Uncertainty of the latents themselves from one pair of fits."""
 
-import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -9,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pyro_dvi.choice import check_choice
-from pyro_dvi.errors import DviWarning
+from pyro_dvi.errors import warn
 from pyro_dvi.laplace.energy.layout import Subset
 from pyro_dvi.laplace.guide import LaplaceGuide
 from pyro_dvi.laplace.methods.hessian_free.newton_cg import NewtonCG
@@ -83,11 +82,9 @@ def parameter_uncertainty(
     variances = pair.slope(lambda point: tilt.signs * point)
     negative = variances < 0
     if bool(negative.any()):
-        warnings.warn(
+        warn(
             f"{int(negative.sum())} of {len(variances)} row sums of the covariance are negative, as latents are "
-            "correlated: these variances are NaN. PosteriorSamples(n) or Diagonal() give variances proper.",
-            DviWarning,
-            stacklevel=2,
+            "correlated: these variances are NaN. PosteriorSamples(n) or Diagonal() give variances proper."
         )
     return energy.layout.place(energy.layout.split(torch.where(negative, torch.nan, variances)))
 

@@ -62,10 +62,10 @@ class PointMass:
         if isinstance(subset, Layout):
             return subset
         names = list(self.locs)
-        asked = "*" if subset is None else subset
-        patterns = [asked] if isinstance(asked, str) else asked
-        given = patterns if isinstance(patterns, Mapping) else dict.fromkeys(patterns, True)
-        masks = {name: given[p] for p in given for name in sites_named("subset", p, names)}
+        asked: Any = "*" if subset is None else subset
+        several = isinstance(asked, Iterable) and not isinstance(asked, str)
+        given = asked if isinstance(asked, Mapping) else dict.fromkeys(asked if several else [asked], True)
+        masks = {name: given[p] for p in given for name in sites_named("subset", [p], names)}
         entries = {
             name: _entries(name, masks[name], self.locs[name])
             for name in names

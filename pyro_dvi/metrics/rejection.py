@@ -4,6 +4,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -148,7 +149,5 @@ def error_at_rejection(probabilities: Any, labels: Any, rejected: float, uncerta
     """
     if not 0 <= rejected <= 1:
         raise ArgumentError(f"rejected is a share of the examples between 0 and 1, got {rejected!r}")
-    error = rejection_curve(probabilities, labels, uncertainty).error
-    place = rejected * (len(error) - 1)
-    below = min(int(place), len(error) - 2)
-    return float(torch.lerp(error[below], error[below + 1], place - below))
+    curve = rejection_curve(probabilities, labels, uncertainty)
+    return float(np.interp(rejected, curve.rejected.numpy(), curve.error.numpy()))

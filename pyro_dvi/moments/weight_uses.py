@@ -4,7 +4,6 @@
 A result may depend on weights by two ways: a network applied twice, tied layers. Moments drop the covariance of both.
 """
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import count
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from pyro_dvi.errors import DviWarning
+from pyro_dvi.errors import warn
 from pyro_dvi.moments.dispatch import observed_by
 from pyro_dvi.moments.value import GaussianMoments
 
@@ -119,14 +118,12 @@ def warned_of_repeated_uses(weights: Mapping[str, GaussianMoments]) -> Iterator[
     with observed_by(uses):
         yield
     if uses.repeated:
-        warnings.warn(
+        warn(
             f"the result depends on {', '.join(map(repr, uses.repeated))} by two ways (a network applied twice, tied "
             "layers). GaussianMoments drop the covariance of the two: variances come out too wide in "
             "differences f(a) - f(b), too narrow in sums. compare_with_sampling says how much; where it matters, use "
             "a weight once ((a - b) @ w), predict with Moments(propagation=ReverseDelta()), or train with TaylorELBO "
-            "and predict with Samples(n).",
-            DviWarning,
-            stacklevel=3,
+            "and predict with Samples(n)."
         )
 
 

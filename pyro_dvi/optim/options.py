@@ -3,14 +3,17 @@
 
 import inspect
 import math
+import reprlib
 from collections.abc import Iterable, Mapping
 from numbers import Real
 from typing import Any
 
+from torch.optim import Optimizer
+
 from pyro_dvi.choice import check_count, check_positive
 from pyro_dvi.errors import ArgumentError
 
-__all__ = ["check_optim_args", "check_options", "refuse_unknown"]
+__all__ = ["check_optim_args", "check_options", "in_a_dictionary", "refuse_unknown"]
 
 _NOT_HERE = {
     "weight_decay": "The Normal prior of the model plays its role: to_bayesian_(net, prior_scale=...).",
@@ -20,14 +23,27 @@ _NOT_HERE = {
 }
 
 
-def check_optim_args(optim_args: Any, example: str) -> None:
+def in_a_dictionary(constructor: type[Optimizer]) -> str:
+    """Say where the options of the Pyro optimizer go that makes optimizers of a class of torch."""
+    name = constructor.__name__
+    pyro_name, module = name.removesuffix("Optimizer"), constructor.__module__.rpartition(".")[0]
+    return (
+        f"{pyro_name} is the optimizer for SVI, and takes a dictionary of options: {pyro_name}({{'lr': ...}}). Where a "
+        "class of torch's optimizers is wanted, as in pyro.optim.ExponentialLR({'optimizer': ...}), or for elbo(model, "
+        f"guide), use {module}.{name}."
+    )
+
+
+def check_optim_args(optim_args: Any, constructor: type[Optimizer]) -> None:
     """Check that the options of a Pyro optimizer are a dictionary, or a function that returns one.
 
     Raises:
-        ArgumentError: with the example.
+        ArgumentError: something else was given.
     """
     if not (isinstance(optim_args, dict) or callable(optim_args)):
-        raise ArgumentError(f"optim_args must be a dict of options, as in {example}, got {optim_args!r}")
+        raise ArgumentError(
+            f"optim_args must be a dict of options, got {reprlib.repr(optim_args)}. {in_a_dictionary(constructor)}"
+        )
 
 
 def check_options(options: Mapping[str, Any]) -> None:

@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
-from pyro_dvi.errors import ArgumentError
 from pyro_dvi.natural_step import Statistic, steps_of
 from pyro_dvi.optim.ivon import IVONOptimizer
 from pyro_dvi.optim.joint import JointOptim, torch_optimizer
 from pyro_dvi.optim.natural_gradient import NaturalGradientOptimizer
-from pyro_dvi.optim.options import check_optim_args
+from pyro_dvi.optim.options import check_optim_args, in_a_dictionary
 from pyro_dvi.optim.vogn import OGNOptimizer, VOGNOptimizer
+from pyro_dvi.signatures import explained_calls
 
 __all__ = ["IVON", "OGN", "VOGN", "NaturalGradientOptim"]
 
@@ -62,8 +62,9 @@ class NaturalGradientOptim(JointOptim):
         return optimizer
 
 
+@explained_calls(in_a_dictionary(VOGNOptimizer))
 def VOGN(  # noqa: N802 (Pyro's style)
-    optim_args: Options, clip_args: Any = None, **misplaced: Any
+    optim_args: Options, clip_args: Any = None
 ) -> NaturalGradientOptim:
     """VOGN for SVI: variational online Gauss-Newton, by one :class:`VOGNOptimizer` for all parameters.
 
@@ -71,7 +72,6 @@ def VOGN(  # noqa: N802 (Pyro's style)
         optim_args: options of :class:`VOGNOptimizer`; or a function of the parameter's name. With ``{}``,
             what is left to choose is the temperature, ``NaturalGradientELBO(kl_weight=...)``: 0.01 to 0.1 for networks.
         clip_args: as for :class:`JointOptim`.
-        misplaced: none; options belong into the dictionary.
 
     Raises:
         ArgumentError: an option that the optimizer has not, or out of range; or this stands where torch's class should,
@@ -81,38 +81,29 @@ def VOGN(  # noqa: N802 (Pyro's style)
         >>> VOGN({}).pt_optim_constructor.__name__
         'VOGNOptimizer'
     """
-    return _wrapped(VOGNOptimizer, optim_args, clip_args, misplaced)
+    return _wrapped(VOGNOptimizer, optim_args, clip_args)
 
 
+@explained_calls(in_a_dictionary(OGNOptimizer))
 def OGN(  # noqa: N802
-    optim_args: Options, clip_args: Any = None, **misplaced: Any
+    optim_args: Options, clip_args: Any = None
 ) -> NaturalGradientOptim:
     """OGN for SVI: online Gauss-Newton, by one :class:`OGNOptimizer`; arguments as :func:`VOGN`."""
-    return _wrapped(OGNOptimizer, optim_args, clip_args, misplaced)
+    return _wrapped(OGNOptimizer, optim_args, clip_args)
 
 
+@explained_calls(in_a_dictionary(IVONOptimizer))
 def IVON(  # noqa: N802
-    optim_args: Options, clip_args: Any = None, **misplaced: Any
+    optim_args: Options, clip_args: Any = None
 ) -> NaturalGradientOptim:
     """IVON for SVI: improved variational online Newton, by one :class:`IVONOptimizer`; arguments as :func:`VOGN`."""
-    return _wrapped(IVONOptimizer, optim_args, clip_args, misplaced)
+    return _wrapped(IVONOptimizer, optim_args, clip_args)
 
 
 def _wrapped(
-    constructor: type[NaturalGradientOptimizer],
-    optim_args: Options,
-    clip_args: Any,
-    misplaced: dict[str, Any],
+    constructor: type[NaturalGradientOptimizer], optim_args: Options, clip_args: Any
 ) -> NaturalGradientOptim:
-    torch_name = constructor.__name__
-    name = torch_name.removesuffix("Optimizer")
-    if misplaced or isinstance(optim_args, list | tuple):  # called as torch's classes are
-        raise ArgumentError(
-            f"{name} is the optimizer for SVI, and takes a dictionary of options: {name}({{'lr': 0.1}}). Where a class "
-            "of torch's optimizers is wanted, as in pyro.optim.ExponentialLR({'optimizer': ...}), or for elbo(model, "
-            f"guide), use pyro_dvi.optim.{torch_name}."
-        )
-    check_optim_args(optim_args, f"{name}({{}}) or {name}({{'lr': 0.1}})")
+    check_optim_args(optim_args, constructor)
     if isinstance(optim_args, dict):
         # So that what is wrong shows here and not in the first step.
         constructor([torch.zeros(())], **optim_args)

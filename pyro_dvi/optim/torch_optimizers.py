@@ -13,8 +13,9 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from pyro_dvi.errors import ArgumentError
 from pyro_dvi.optim.joint import JointOptim
 from pyro_dvi.optim.learning_rates import SCALE_PATTERN, LearningRates
-from pyro_dvi.optim.options import check_optim_args
+from pyro_dvi.optim.options import check_optim_args, in_a_dictionary
 from pyro_dvi.optim.scheduled import ScheduledJointOptim
+from pyro_dvi.signatures import explained_calls
 
 __all__ = ["SGD", "Adam", "AdamW"]
 
@@ -22,6 +23,7 @@ Options = dict[str, Any] | Callable[..., dict[str, Any]]
 Scheduler = Callable[[Optimizer], Any] | None
 
 
+@explained_calls(in_a_dictionary(torch.optim.Adam))
 def Adam(  # noqa: N802 (Pyro's style)
     optim_args: Options, clip_args: Any = None, *, scheduler: Scheduler = None
 ) -> JointOptim:
@@ -57,6 +59,7 @@ def Adam(  # noqa: N802 (Pyro's style)
     return _joint(torch.optim.Adam, optim_args, clip_args, scheduler)
 
 
+@explained_calls(in_a_dictionary(torch.optim.AdamW))
 def AdamW(  # noqa: N802
     optim_args: Options, clip_args: Any = None, *, scheduler: Scheduler = None
 ) -> JointOptim:
@@ -86,6 +89,7 @@ def AdamW(  # noqa: N802
     return _joint(torch.optim.AdamW, optim_args, clip_args, scheduler)
 
 
+@explained_calls(in_a_dictionary(torch.optim.SGD))
 def SGD(  # noqa: N802
     optim_args: Options, clip_args: Any = None, *, scheduler: Scheduler = None
 ) -> JointOptim:
@@ -115,7 +119,7 @@ def _joint(
 ) -> JointOptim:
     """Build the optimizer, after a look at what can be known to be wrong before the first step."""
     name = constructor.__name__
-    check_optim_args(optim_args, f"{name}({{'lr': 1e-3}}), or learning_rates(1e-3)")
+    check_optim_args(optim_args, constructor)
     known = optim_args("") if isinstance(optim_args, LearningRates) else optim_args
     try:
         optimizer = constructor([torch.zeros(())], **({} if callable(known) else known))

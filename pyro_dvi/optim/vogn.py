@@ -106,11 +106,13 @@ class AsPrinted(Formulation):
 
     With it go, unless they are given: no warm-up, no bound of steps, a constant learning rate under ``fit`` too, and
     ``lr=0.001``. Before the first step, minibatches are measured at the mean: their squared gradients are
-    :math:`s_0`, and the first draws have the precision :math:`N(s_0 + \tilde\delta + \gamma)`. Parameters that are no
-    latents move meanwhile. Where ``initial_curvature`` is given, that is :math:`s_0`.
+    :math:`s_0`, and the first draws have the precision :math:`N(s_0 + \tilde\delta + \gamma)` of line 9; the paper's
+    text has :math:`N(s_0 + \tilde\delta) / \beta`, which contradicts it. Parameters that are no latents move meanwhile.
+    Where ``initial_curvature`` is given, that is :math:`s_0`.
 
     Args:
-        initial_batches: how many; ``len(loader)`` is a pass over the data. They count as equally large.
+        initial_batches: how many; the first one in print. ``len(loader)`` is a pass over the data. They count as
+            equally large.
 
     Raises:
         ArgumentError: ``initial_batches`` is no number of at least 1.

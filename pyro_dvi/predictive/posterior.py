@@ -9,7 +9,6 @@ independent Gaussians, None where it is none; ``check_model(model)``, which refu
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from pyro.infer.autoguide import AutoCallable, AutoGuide
 from torch import Tensor, nn
 from torch import distributions as td
 
-from pyro_dvi.devices import seeder
+from pyro_dvi.devices import reseeded
 from pyro_dvi.errors import GuideError, NonFiniteError
 from pyro_dvi.guides.base import FactorisedGuide
 from pyro_dvi.handlers.explained import non_finite
@@ -173,37 +172,29 @@ def posterior_gaussians(
 
 def one_draw(guide: Callable[..., Any], inputs: tuple[Any, ...]) -> dict[str, Tensor]:
     """Return the latent values of one draw, with random numbers from the global generator."""
-    with AllRows():
-        return _latents(poutine.trace(guide).get_trace(*_arguments(guide, inputs)))
+    return _latents(_traced(guide, inputs))
 
 
 def seeded_draws(guide: Any, inputs: tuple[Any, ...], count: int) -> Iterator[dict[str, Tensor]]:
-    """Give draws, each with a seed of its own from the global generator.
-
-    How many random numbers the model itself uses, which depends on the batch, then does not matter to the next draw.
-    """
+    """Give draws, each with a seed of its own: how many random numbers the model itself uses depends on the batch."""
     check_is_set_up(guide)
-    draw, seed_all = _drawing(guide, inputs), seeder()
-    for seed in torch.randint(2**31 - 1, (count,)).tolist():
-        seed_all(seed)
-        yield draw()
+    if not draws_by_itself(guide):
+        yield from map(_latents, traced_draws(guide, inputs, count))
+        return
+    posterior = guide.get_posterior()  # the same random numbers: its sites are drawn one after the other
+    for _ in reseeded(count):
+        yield {name: fn().detach() for name, fn in posterior.items()}
 
 
 def traced_draws(guide: Any, inputs: tuple[Any, ...], count: int) -> Iterator[Any]:
     """Give the traces of a guide in the draws that :func:`seeded_draws` gives."""
-    seed_all = seeder()
-    for seed in torch.randint(2**31 - 1, (count,)).tolist():
-        seed_all(seed)
-        with AllRows():
-            yield poutine.trace(guide).get_trace(*_arguments(guide, inputs))
+    for _ in reseeded(count):
+        yield _traced(guide, inputs)
 
 
-def _drawing(guide: Any, inputs: tuple[Any, ...]) -> Callable[[], dict[str, Tensor]]:
-    """Return a function that draws as :func:`one_draw` does, with the same random numbers."""
-    if not draws_by_itself(guide):
-        return partial(one_draw, guide, inputs)
-    posterior = guide.get_posterior()  # of sites that are drawn one after the other, whatever the inputs
-    return lambda: {name: fn().detach() for name, fn in posterior.items()}
+def _traced(guide: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:
+    with AllRows():
+        return poutine.trace(guide).get_trace(*_arguments(guide, inputs))
 
 
 def draws_by_itself(guide: Any) -> bool:

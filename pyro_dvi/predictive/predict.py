@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Predict with a model and the posterior of its weights."""
 
-import warnings
 from collections.abc import Callable
 from itertools import chain
 from typing import Any
@@ -12,7 +11,7 @@ from torch import nn
 
 from pyro_dvi.choice import check_choice
 from pyro_dvi.devices import device_of
-from pyro_dvi.errors import ArgumentError, DviWarning, GuideError
+from pyro_dvi.errors import ArgumentError, GuideError, warn
 from pyro_dvi.guides import MultiplicativeNoiseGuide
 from pyro_dvi.handlers.explained import explained_errors
 from pyro_dvi.handlers.response import responses
@@ -185,12 +184,10 @@ def rule_of(method: Any, guide: Any) -> PredictionRule:
     # The width of a Laplace approximation was fitted after training, whatever trained its mode.
     fitted = hasattr(guide, "linearised")
     if trained_for(guide) == "AtMean" and not fitted and isinstance(method, (Moments, Samples)):
-        warnings.warn(
+        warn(
             f"{method} predicts with the width of a posterior that TaylorELBO trained for predictions at its mean. "
             "Draws of a network's weights leave the neighbourhood where its expansion holds, and predict worse: use "
-            "AtMean(), the default, unless the model is nearly linear in its weights.",
-            DviWarning,
-            stacklevel=3,
+            "AtMean(), the default, unless the model is nearly linear in its weights."
         )
     return method
 

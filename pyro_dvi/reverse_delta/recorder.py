@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The run of a model with moments, and the variances of its outputs."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.moments.value import GaussianMoments
 from pyro_dvi.reverse_delta.calls import Call, Slot, hold_variances
-from pyro_dvi.reverse_delta.pullback import Pullback, gradients_at, uses_behind
+from pyro_dvi.reverse_delta.pullback import Pullback, Use, gradients_at, uses_behind
 
 __all__ = ["ReverseDeltaRecorder"]
 
@@ -43,18 +44,29 @@ class ReverseDeltaRecorder:
         self._weights = weights
         self._made: dict[int, GaussianMoments] = {}  # functions of weights alone
         self._calls: list[Call] = []
-        self._starts: list[int] = []  # of each rule that is at work, the number of calls before
+        # Of each rule that is at work: the number of calls before, and whether the model records gradients.
+        self._starts: list[tuple[int, bool]] = []
         self._versions: list[tuple[Tensor, int]] = []
 
     # While the model runs ------------------------------------------------------------------------------------
 
     def entering(self) -> None:
-        """Note that a rule is about to be called."""
-        self._starts.append(len(self._calls))
+        """Note that a rule is about to be called.
+
+        Weights vary where the model stops gradients, too: by ``no_grad``, ``detach`` or a custom autograd.Function.
+        """
+        self._starts.append((len(self._calls), torch.is_grad_enabled()))
+        torch.set_grad_enabled(True)
+        for weight in self._weights.values():
+            if not weight._loc.requires_grad:
+                weight._loc = weight._loc.detach().requires_grad_()
 
     def __call__(self, func: Callable, args: tuple, kwargs: dict[str, Any], result: Any) -> Any:
         """Hold variances constant, and note calls with weights."""
-        start = self._starts.pop()
+        start, recording = self._starts.pop()
+        torch.set_grad_enabled(recording)
+        if func in (torch.detach, torch.Tensor.detach):
+            return args[0]
         outputs = hold_variances(func, args, kwargs, result)
         known = {id(weight) for weight in self._weights.values()} | self._made.keys()
         weights = {id(a): a for a in tree_leaves((args, kwargs)) if id(a) in known}
@@ -126,7 +138,8 @@ class ReverseDeltaRecorder:
             examples: the dimension that counts examples.
 
         Raises:
-            UnsupportedError: a certain input of a layer was changed in place after its use.
+            UnsupportedError: a certain input of a layer was changed in place after its use; or a weight acts in a way
+                that was not seen.
         """
         if any(tensor._version != version for tensor, version in self._versions):
             raise UnsupportedError(
@@ -142,9 +155,26 @@ class ReverseDeltaRecorder:
         uses = uses_behind(rows, self._uses())
         if not uses:
             return out.variance
-        pullback = Pullback(uses, [call for call in self._calls if call.alone], len(rows))
-        variance = torch.stack([pullback.variance(column) for column in rows.unbind(1)], 1)
-        return variance.reshape(size).movedim(0, examples)
+        makers = [call for call in self._calls if call.alone]
+        for trusted in (uses, [replace(use, shares=None) for use in uses]):  # else by a pass for each example
+            pullback = Pullback(trusted, makers, len(rows))
+            variance = torch.stack([pullback.variance(column) for column in rows.unbind(1)], 1)
+            if self._is_proved(rows[-1, -1], variance[-1, -1], uses):
+                return variance.reshape(size).movedim(0, examples)
+        raise UnsupportedError(
+            "the reverse delta method: a weight acts on the outputs in a way that was not seen, and variances would be "
+            "too small. Predict with Moments(propagation=Independent()) or Samples(n)."
+        )
+
+    def _is_proved(self, output: Tensor, variance: Tensor, uses: Sequence[Use]) -> bool:
+        """Whether the plain gradient of an output finds no more than its variance; a row of padding has none."""
+        weights = list(self._weights.values())
+        places = [*(weight._loc for weight in weights), *(use.call.output for use in uses)]
+        spreads = [*(weight.variance for weight in weights), *(use.noise for use in uses)]
+        slopes = torch.autograd.grad(output, places, retain_graph=True, allow_unused=True)
+        pairs = [(g, v) for g, v in zip(slopes, spreads, strict=True) if g is not None and v is not None]
+        plain = sum((g.square() * v).sum() for g, v in pairs)
+        return bool(plain <= variance * (1 + torch.finfo(variance.dtype).eps ** (1 / 3)))
 
     def _uses(self) -> list[Call]:
         return [call for call in self._calls if not call.alone]

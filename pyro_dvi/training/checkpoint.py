@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from pyro_dvi.choice import check_count
+from pyro_dvi.choice import check_choice, check_count
 from pyro_dvi.errors import CheckpointError, ModelError
 from pyro_dvi.training.checkpoint_contents import Contents
 from pyro_dvi.training.checkpoint_file import read_file
@@ -85,9 +85,11 @@ def save(
             which is a function calls.
 
     Raises:
-        ArgumentError: if ``svi`` is neither of the two.
+        ArgumentError: if ``svi`` is neither of the two, or ``history`` is none.
         CheckpointError: if the file cannot be written.
     """
+    if history is not None:
+        check_choice("history", history, History, "the one that fit returned")
     route = route_of(svi, optimizer, train=False)
     Contents(route, modules or {}, lr_schedule, loader).write(path, history)
 

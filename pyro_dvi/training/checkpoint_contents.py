@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pyro_dvi.batches import arguments
-from pyro_dvi.errors import CheckpointError
+from pyro_dvi.errors import CheckpointError, GuideError
 from pyro_dvi.handlers.fingerprint import Fingerprint, central_values
 from pyro_dvi.handlers.trained_for import note_trained_for
 from pyro_dvi.training.checkpoint_file import first_line, write_file
@@ -242,7 +242,7 @@ def _check_state(role: str, current: Mapping[str, Any], saved: Mapping[str, Any]
 def _load_state(role: str, module: nn.Module, state: Mapping[str, Any]) -> None:
     try:
         module.load_state_dict(state)
-    except (RuntimeError, KeyError) as error:
+    except (RuntimeError, KeyError, GuideError) as error:
         fresh = role == "guide" and next(module.parameters(), None) is None
         way_out = (
             f"{type(module).__name__} has no parameters before its first call: pass example=, one batch of the loader."

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from itertools import combinations
 from typing import Any
-from warnings import warn
 
 import pyro
 import pyro.distributions as dist
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from pyro_dvi.choice import check_count
-from pyro_dvi.errors import ArgumentError, DviWarning, GuideError
+from pyro_dvi.errors import ArgumentError, GuideError, warn
 from pyro_dvi.progress import progress_bar
 from pyro_dvi.training.ownership import supplanted
 from pyro_dvi.training.posterior import TrainedPosterior, train_apart
@@ -166,9 +165,7 @@ class EnsembleGuide(nn.Module):
         if same:
             warn(
                 f"members {', '.join(same)} of the ensemble have the same parameters, and add nothing to each other: "
-                "each training must start from random weights and must not set a seed itself",
-                DviWarning,
-                stacklevel=2,
+                "each training must start from random weights and must not set a seed itself"
             )
 
     @property

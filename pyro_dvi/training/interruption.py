@@ -3,7 +3,6 @@
 
 import signal
 import threading
-import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import islice
@@ -14,7 +13,7 @@ import numpy as np
 import torch
 
 from pyro_dvi.batches import is_strided, tensors_in
-from pyro_dvi.errors import CheckpointError, DviWarning
+from pyro_dvi.errors import CheckpointError, warn
 from pyro_dvi.training.history import History
 from pyro_dvi.training.random_state import random_state, restore_random_state
 
@@ -121,12 +120,10 @@ class Replay:
         if self.last_used and last is not None and not _alike(_sums(self.last_used[0]), last):
             self.last_used = []
         if not self.last_used and count:
-            warnings.warn(
+            warn(
                 f"The history ends within an epoch, after {count} batches, and this loader cannot give those again: it "
                 "is an iterator, has other batches or other generators, or draws random numbers while it is read. The "
-                "epoch starts anew, so that some examples count twice.",
-                DviWarning,
-                stacklevel=2,
+                "epoch starts anew, so that some examples count twice."
             )
             return None
         # Asked for a batch after the last, a loader may draw random numbers once more.

@@ -18,8 +18,9 @@ from pyro_dvi.batches import (
     check_loader,
     number_of_batches,
 )
-from pyro_dvi.choice import check_count
+from pyro_dvi.choice import check_choice, check_count
 from pyro_dvi.errors import ArgumentError, DataError
+from pyro_dvi.handlers.explained import explained_errors
 from pyro_dvi.handlers.trained_for import check_trainable, note_trained_for
 from pyro_dvi.progress import progress_bar
 from pyro_dvi.training.batch_norm import BatchNormStatistics
@@ -178,6 +179,17 @@ def fit(
         check_loader(validate, epochs, role="validate")
     if early_stopping is not None and validate is None:
         raise ArgumentError("early_stopping needs validate=: a loader or a callable that returns the metric.")
+    statistics = BatchNormStatistics() if recompute_batch_norm is True else recompute_batch_norm or None
+    checkpoint = Checkpoint(checkpoint) if isinstance(checkpoint, (str, os.PathLike)) else checkpoint
+    for name, value, kind, examples in (
+        ("callbacks", callbacks, Iterable, "a list of functions"),
+        ("early_stopping", early_stopping, EarlyStopping, "EarlyStopping(patience=10)"),
+        ("recompute_batch_norm", statistics, BatchNormStatistics, "BatchNormStatistics(), or True"),
+        ("checkpoint", checkpoint, Checkpoint, "Checkpoint('run.pt'), or a path"),
+        ("history", history, History, "the one that fit or load returned"),
+    ):
+        if value is not None:
+            check_choice(name, value, kind, examples)
     route = route_of(svi, optimizer)
     if device is not None:
         for part in route.modules().values():
@@ -192,8 +204,8 @@ def fit(
         callbacks=callbacks,
         learning_rate=Schedule(route, lr_schedule),
         early_stopping=early_stopping,
-        statistics=BatchNormStatistics() if recompute_batch_norm is True else recompute_batch_norm or None,
-        checkpoint=Checkpoint(checkpoint) if isinstance(checkpoint, (str, os.PathLike)) else checkpoint,
+        statistics=statistics,
+        checkpoint=checkpoint,
         device=None if device is None else torch.device(device),
         history=History() if history is None else history,
     )
@@ -337,7 +349,8 @@ class _Run:
 
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before the first step: make parameters exist, and remember where they start."""
-        self.route.initialise(args, kwargs)
+        with explained_errors(self.route.model, (), args, kwargs):
+            self.route.initialise(args, kwargs)
         for module in self.route.loose_modules:
             module.train()
         if self.checkpoint is not None:

@@ -78,10 +78,10 @@ class Rollback:
         """
         diverged = isinstance(error, NonFiniteError)
         # Before there is a snapshot, the guide looks at the model for the first time, and may have met bad inputs.
-        ours = isinstance(error, PyroDviError) and bool(self.snapshots)
-        inputs = non_finite_inputs(args, kwargs) if diverged or not ours else []
+        ours = isinstance(error, PyroDviError) and not isinstance(error, ArithmeticError)
+        inputs = non_finite_inputs(args, kwargs) if diverged or not (ours and self.snapshots) else []
         certain = bool(diverged or inputs or non_finite_tensors(self.route))
-        if not certain and (isinstance(error, PyroDviError) or not isinstance(error, _NUMERICAL)):
+        if not certain and (ours or not isinstance(error, _NUMERICAL)):
             return None
         finding = f"{_sentence(error)} {_diagnosis(self.route, args, kwargs)}"  # before weights are touched
         if not certain and self._is_finite(args, kwargs):

@@ -2,7 +2,6 @@
 """What an optimizer does to gradients and posterior scales though the objective does not ask for it."""
 
 import re
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from pyro_dvi.errors import DviWarning
+from pyro_dvi.errors import warn
 from pyro_dvi.optim.learning_rates import SCALE_PATTERN
 from pyro_dvi.training.routes import Route
 
@@ -34,13 +33,11 @@ def unwanted_updates_noticed(route: Route) -> Iterator[None]:
     finally:
         handle.remove()
     if clamp.share > LARGEST_SHARE:
-        warnings.warn(
+        warn(
             f"{route.optimizer_name} clamps the elements of gradients to ±{clamp.bound:g}, which changed "
             f"{clamp.share:.0%} of them in this epoch. Losses are sums over the data set, and their gradients are as "
             "large: clamped, training ends elsewhere, or late. Take dvi.optim.Adam(dvi.learning_rates(1e-2)), or "
-            "multiply the bound by the number of examples.",
-            DviWarning,
-            stacklevel=2,
+            "multiply the bound by the number of examples."
         )
     decayed = [
         name
@@ -48,12 +45,10 @@ def unwanted_updates_noticed(route: Route) -> Iterator[None]:
         if optimizer.param_groups[place].get("weight_decay") and re.search(SCALE_PATTERN, name)
     ]
     if decayed:
-        warnings.warn(
+        warn(
             f"The weight decay of {route.optimizer_name} acts on {decayed[0]!r}, posterior scales on a logarithmic "
             "axis, and pulls them to a value near 1 whatever the data say. The prior of the model decays the weights "
-            "already: leave it out, or take dvi.optim.AdamW, which spares the scales.",
-            DviWarning,
-            stacklevel=2,
+            "already: leave it out, or take dvi.optim.AdamW, which spares the scales."
         )
 
 

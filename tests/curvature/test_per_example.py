@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pyro_dvi.curvature import EmpiricalFisher, Linearisation, example_squares
+from pyro_dvi.curvature import EmpiricalFisher, example_squares
 from pyro_dvi.curvature.example_squares import summed_squared_gradients
 from pyro_dvi.curvature.per_example import WeightUses, per_example_rule
 from pyro_dvi.curvature.per_example.rules import _RULES
@@ -25,8 +25,8 @@ def fast(call: Callable[..., Tensor], x: Tensor, weights: list[Tensor], cotangen
     noted = WeightUses(weights)
     with noted:
         outputs = call(x, *weights)
-    likelihood = Linearisation([str(k) for k in range(len(weights))], weights, [], [], recorder=noted)
-    return summed_squared_gradients(likelihood, outputs, cotangent)
+    served = noted.served(len(outputs)) if outputs.dim() == 1 else {}
+    return summed_squared_gradients(weights, outputs, cotangent, served)
 
 
 def test_every_rule_has_a_case():
@@ -146,9 +146,8 @@ def test_a_second_rule_for_a_function_is_refused():
         per_example_rule(F.linear)(lambda *a: None)
 
 
-def test_curvature_without_a_recorder_is_exact_as_well():
+def test_without_rules_squares_are_exact_as_well():
     x, w = torch.randn(M, 3, dtype=torch.float64), torch.randn(3, dtype=torch.float64, requires_grad=True)
-    likelihood = Linearisation(["w"], [w], [torch.ones(3, dtype=torch.float64)], [])
-    squares = summed_squared_gradients(likelihood, torch.tanh(x @ w), torch.ones(M, dtype=torch.float64))
+    squares = summed_squared_gradients([w], torch.tanh(x @ w), torch.ones(M, dtype=torch.float64), {})
     torch.testing.assert_close(squares, loop(lambda x, w: torch.tanh(x @ w), x, [w], torch.ones(M)))
     assert isinstance(EmpiricalFisher().recorder([w]), WeightUses)

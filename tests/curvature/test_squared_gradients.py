@@ -76,7 +76,7 @@ def test_gradients_of_examples_add_up_to_the_gradient(case):
 @every_case
 def test_no_case_is_suspected_of_mixing_examples(case):
     recorder, outputs, _, _ = recorded(case)
-    assert recorder.mixed(recorder.served(M), outputs) == set()
+    assert recorder.examined(recorder.served(M), outputs).wrong == set()
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if not c.heavy], ids=lambda c: c.name)
@@ -151,7 +151,7 @@ def test_positions_as_many_as_examples_are_found_out():
     recorder = SquaredGradients([w])
     with recorder:
         outputs = head(F.linear(x.transpose(0, 1), w).transpose(0, 1))
-    assert recorder.mixed(recorder.served(M), outputs) == {0}
+    assert recorder.examined(recorder.served(M), outputs).wrong == {0}
 
 
 def test_features_as_many_as_examples_are_found_out():
@@ -162,7 +162,7 @@ def test_features_as_many_as_examples_are_found_out():
     with recorder:
         outputs = head(F.linear(x, m + z))
     assert recorder.served(M).keys() == {0}
-    assert recorder.mixed(recorder.served(M), outputs) == {0}
+    assert recorder.examined(recorder.served(M), outputs).wrong == {0}
 
 
 @pytest.mark.parametrize("shift", [1, 2, 3, -1])
@@ -174,7 +174,7 @@ def test_rows_that_see_their_neighbours_are_found_out(shift):
         with recorder:
             h = F.linear(x, w)
             outputs = head(h + h[neighbours])
-        assert recorder.mixed(recorder.served(M), outputs) == {0}
+        assert recorder.examined(recorder.served(M), outputs).wrong == {0}
 
 
 def test_constant_statistics_tell_mixed_rows_from_batch_norm():
@@ -188,8 +188,8 @@ def test_constant_statistics_tell_mixed_rows_from_batch_norm():
             h = F.batch_norm(h + h**2, None, None, a, training=True)
             outputs = h.tanh().sum(1)
         with recorder.constant_statistics():
-            assert recorder.mixed(recorder.served(M), outputs) == mixed
-        assert recorder.mixed(recorder.served(M), outputs) == {0}
+            assert recorder.examined(recorder.served(M), outputs).wrong == mixed
+        assert recorder.examined(recorder.served(M), outputs).wrong == {0}
 
 
 # Graphs ---------------------------------------------------------------------------------------------------------

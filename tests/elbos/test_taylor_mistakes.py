@@ -41,6 +41,7 @@ from pyro_dvi.errors import (
     GuideError,
     ModelError,
     NonFiniteError,
+    ParameterError,
     PyroDviError,
     UnsupportedError,
 )
@@ -206,6 +207,12 @@ def inference_mode() -> None:
         TaylorELBO().loss(regression, MeanFieldGuide(regression), X, Y)
 
 
+def negative_noise(x: Tensor, y: Tensor) -> None:
+    w = pyro.sample("w", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Normal(x @ w, torch.tensor(-1.0)), obs=y)
+
+
 def deterministic(x: Tensor, y: Tensor) -> None:
     pyro.sample("y", dist.Normal(x.sum(1), 1.0).to_event(1), obs=y)
 
@@ -254,6 +261,12 @@ MISTAKES = [
         lambda: evaluate(discrete_model),
         ModelError,
         r"latent site 'k' is discrete \(Bernoulli\).*sum it out",
+    ),
+    Mistake(
+        "negative noise",
+        lambda: evaluate(negative_noise),
+        ParameterError,
+        r"(?s)parameter scale .* of distribution Normal.*GreaterThan.*softplus",
     ),
     Mistake("no latent", lambda: evaluate(deterministic), ModelError, r"no latent site.*to_bayesian_"),
     Mistake(
@@ -594,12 +607,12 @@ def test_a_shared_parameter_store_is_announced():
 
 
 KINKS: dict[str, Callable[[Tensor], Tensor]] = {
-    "ReLU": torch.relu,
-    "LeakyReLU": F.leaky_relu,
-    "Hardtanh": F.relu6,
-    "PReLU": lambda h: F.prelu(h, torch.tensor(0.1)),
-    "Threshold": lambda h: F.threshold(h, 0.1, 0.0),
-    "Hardsigmoid": F.hardsigmoid,
+    "relu": torch.relu,
+    "leaky_relu": F.leaky_relu,
+    "hardtanh": F.relu6,
+    "prelu": lambda h: F.prelu(h, torch.tensor(0.1)),
+    "threshold": lambda h: F.threshold(h, 0.1, 0.0),
+    "hardsigmoid": F.hardsigmoid,
     "abs": torch.abs,
 }
 

@@ -17,8 +17,16 @@ from torch import Tensor
 import pyro_dvi as dvi
 from pyro_dvi.curvature import GGNDiagonal
 from pyro_dvi.elbos import SampledELBO, TaylorELBO
-from pyro_dvi.errors import ModelError
-from pyro_dvi.guides import MeanFieldGuide, PerSite, PerWeight, SGDStepSize
+from pyro_dvi.errors import GuideError, ModelError
+from pyro_dvi.guides import (
+    MeanFieldGuide,
+    MultiplicativeNoiseGuide,
+    NaturalGradientGuide,
+    PerSite,
+    PerWeight,
+    SGDStepSize,
+)
+from pyro_dvi.laplace import LaplaceGuide
 from tests.guides.networks import Net
 from tests.models import GUIDES, LinearRegression, gradients
 
@@ -285,8 +293,33 @@ def test_a_state_of_another_model_is_refused():
     state = guide.state_dict()
     other = MeanFieldGuide(constrained)
     other.initialize()
-    with pytest.raises(RuntimeError, match="Missing key"):
+    with pytest.raises(GuideError, match=r"(?s)guide and model as they were.*Missing key"):
         other.load_state_dict(state)
+
+
+@pytest.mark.parametrize("other", [LaplaceGuide, NaturalGradientGuide, MultiplicativeNoiseGuide])
+@pytest.mark.parametrize("seen", [False, True])
+def test_a_state_of_another_guide_is_refused(other, seen):
+    """Into a guide that has seen its model, and into one that has not; the right state loads after it."""
+    states = {}
+    for kind in (MeanFieldGuide, other):
+        guide = kind(Net())
+        guide.initialize(X, Y)
+        states[kind] = guide.state_dict()
+    for kind, foreign in ((MeanFieldGuide, other), (other, MeanFieldGuide)):
+        guide = kind(Net())
+        if seen:
+            guide.initialize(X, Y)
+        with pytest.raises(GuideError, match="MultiplicativeNoiseGuide|build guide and model as they were"):
+            guide.load_state_dict(states[foreign])
+            guide.initialize(X, Y)
+        guide = kind(Net())
+        guide.load_state_dict(states[kind])
+
+
+def test_what_is_no_state_is_refused():
+    with pytest.raises(GuideError, match="not one of this MeanFieldGuide"):
+        MeanFieldGuide(Net()).load_state_dict(3)
 
 
 def test_local_latents_load_before_the_first_call():

@@ -217,10 +217,10 @@ def test_a_mean_field_state_is_refused():
     other.initialize(X, Y)
     guide = NaturalGradientGuide(Net())
     guide.initialize(X, Y)
-    with pytest.raises(RuntimeError, match=r"(?s)precisions.*scales"):
+    with pytest.raises(GuideError, match=r"(?s)not one of this NaturalGradientGuide.*precisions.*scales"):
         guide.load_state_dict(other.state_dict())
     lazy = NaturalGradientGuide(Net())
-    with pytest.raises(RuntimeError, match="scales"):
+    with pytest.raises(GuideError, match="scales"):
         lazy.load_state_dict(other.state_dict())
 
 

@@ -13,7 +13,16 @@ from pyro_dvi.errors import ArgumentError, DataError, UnconvergedError
 from pyro_dvi.laplace import Dense, Hessian, HessianFree, LaplaceGuide, parameter_uncertainty
 from pyro_dvi.laplace.energy.batch_graph import BatchGraph
 from pyro_dvi.laplace.energy.energy import LocalEnergy
-from pyro_dvi.laplace.methods.hessian_free import LBFGS, SGD, Adam, InSample, LabelShift, Pointwise
+from pyro_dvi.laplace.methods.hessian_free import (
+    LBFGS,
+    SGD,
+    Adam,
+    AsPrinted,
+    InSample,
+    LabelShift,
+    NewtonCG,
+    Pointwise,
+)
 from tests.laplace.minima import at_minimum, pretrained
 from tests.laplace.problems import LinearRegression, SineRegression, guide_at
 
@@ -38,6 +47,45 @@ def test_gradient_descent_gives_its_closed_form_from_anywhere(central: bool) -> 
     torch.testing.assert_close(guide.predictive(x).variance, exact.diagonal(), rtol=1e-9, atol=0)
     below = x @ torch.linalg.inv(precision) @ x.T
     assert bool((exact.diagonal() < 0.99 * below.diagonal()).all())  # what the docstring says of it
+
+
+# --- the difference that the paper prints --------------------------------------------------------------------
+
+RATE, STEPS = 2e-3, 40
+
+
+@pytest.mark.parametrize("solver, steps", [(LBFGS(0.7), math.inf), (SGD(0.7, RATE, STEPS), STEPS)], ids=type)
+@pytest.mark.parametrize("off", [0.0, 0.3, -0.3])
+def test_less_the_mode_as_it_is(solver: Any, steps: float, off: float) -> None:
+    """The variance where the mode is the minimum; elsewhere what was left to train is added, over the strength."""
+    problem = LinearRegression()
+    precision, rate = problem.precision(), RATE
+    eye = torch.eye(problem.num_features, dtype=torch.float64)
+    done = eye - (0 if steps == math.inf else torch.linalg.matrix_power(eye - rate * precision, STEPS))
+    start = problem.mode() - off * torch.ones(problem.num_features, dtype=torch.float64)
+    guide = guide_at(problem.model, problem.batches[0], {"weight": start})
+    x = torch.randn(2, problem.num_features, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    variance = (x @ torch.linalg.solve(precision, done) @ x.T).diagonal()
+    bias = x @ done @ (problem.mode() - start) / solver.strength
+    for central in (True, False):  # one side only
+        posterior: Any = guide.fit(
+            [(problem.x, problem.y)], HessianFree(solver=AsPrinted(solver), central=central)
+        )
+        found = posterior.responses(guide.query(x))[:, 0, 0]
+        torch.testing.assert_close(found, variance + bias, rtol=1e-6, atol=1e-9)
+    posterior = guide.fit([(problem.x, problem.y)], HessianFree(solver=solver, central=False))
+    found = posterior.responses(guide.query(x))[:, 0, 0]  # less a run that has come as far
+    torch.testing.assert_close(found, variance, rtol=1e-6, atol=0)
+
+
+def test_the_printed_difference_needs_a_strength() -> None:
+    with pytest.raises(
+        ArgumentError, match=r"^solver must be an object such as Adam\(strength\), .* not NewtonCG"
+    ):
+        AsPrinted(NewtonCG())  # type: ignore[arg-type]
+
+
+# --- minibatches ---------------------------------------------------------------------------------------------
 
 
 class Shuffled:

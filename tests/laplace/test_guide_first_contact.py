@@ -122,3 +122,21 @@ def test_data_of_less_precision_than_a_model():
     model = dvi.classifier(dvi.to_bayesian_(nn.Linear(2, 3).double()), num_data=N)
     with pytest.raises(DataError, match=r"argument 1 torch.float32.*the weights \(torch.float64\)"):
         dvi.LaplaceGuide(model).initialize(X, LABELS)
+
+
+@pytest.mark.parametrize("kind", [dvi.LaplaceGuide, dvi.MeanFieldGuide, dvi.NaturalGradientGuide])
+def test_a_network_that_is_no_model_yet_is_told_how_to_become_one(kind):
+    """Before and after to_bayesian_, in a run with and without labels."""
+    line = r"dvi\.classifier\(dvi\.to_bayesian_\(net\), num_data=...\)"
+    net = nn.Sequential(nn.Linear(2, 3))
+    with pytest.raises(ModelError, match=f"no latent site.*{line}"):
+        kind(net).initialize(X)
+    for network in (net, dvi.to_bayesian_(net)):
+        with pytest.raises(DataError, match=f"it takes .input.*{line}"):
+            kind(network).initialize(X, LABELS)
+    with pytest.raises(DataError, match=line):
+        dvi.LaplaceGuide(net).fit([(X, LABELS)])
+    with pytest.raises(ModelError, match=f"no observed site.*{line}"):
+        dvi.LaplaceGuide(net).fit([(X,)])
+    with pytest.raises(DataError, match=r"it takes \(x, y\)$"):
+        kind(dvi.classifier(net, num_data=N)).initialize(X, LABELS, LABELS)

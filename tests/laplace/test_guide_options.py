@@ -52,6 +52,18 @@ def guide():
         (lambda guide: guide.fit(BATCHES, unconverged=UseGGN), r"unconverged must .*UseGGN\(...\)"),
         (lambda guide: guide.fit(BATCHES, Dense(Hessian)), r"curvature must .*Hessian\(...\)"),
         (lambda guide: guide.fit(BATCHES, subset=[]), "subset is empty"),
+        (lambda guide: guide.fit(BATCHES, subset=3), r"subset names 3, .* no site .*\['w'\]"),
+        (lambda guide: guide.energy(BATCHES, subset=["w", 3]), "subset names 3"),
+        (lambda guide: guide.diagnose(BATCHES, subset={3: True}), "subset names 3"),
+        (
+            lambda guide: guide.tune(BATCHES, values=1.0, progress=False),
+            "values must be a list of .* got 1.0",
+        ),
+        (
+            lambda guide: guide.tune(BATCHES, values="a", progress=False),
+            "values must be a list of .* got 'a'",
+        ),
+        (lambda guide: guide.as_prior(exclude=3), "exclude names 3"),
         (lambda guide: guide.tune(BATCHES, criterion=ByEvidence, progress=False), "criterion must"),
         (
             lambda guide: guide.tune(BATCHES, criterion=Unasked(), unconverged=UseGGN),

@@ -60,7 +60,7 @@ class Reference:
         self.t += 1
         if (
             printed and self.t <= printed
-        ):  # a pass before Algorithm 1: s_0, and the precision of the first draws
+        ):  # before the loop of Algorithm 1: s_0, and the precision of the first draws
             h = (self.gradients(x, y, self.loc) ** 2).mean(0)
             self.s += (h - self.s) / self.t
             self.precision = n * (self.s + delta + damping)

@@ -2,6 +2,7 @@
 """Adam, AdamW and SGD: what is decayed, which kernels run, and mistakes in their options."""
 
 import pickle
+import re
 from functools import partial
 
 import pyro
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR
 
+import pyro_dvi
 from pyro_dvi.errors import ArgumentError
 from pyro_dvi.optim import SGD, Adam, AdamW, learning_rates
 
@@ -88,3 +90,24 @@ def test_a_built_scheduler_says_how_to_pass_it():
     built = ExponentialLR(torch.optim.Adam([torch.zeros(1)]), 0.9)
     with pytest.raises(ArgumentError, match="partial"):
         Adam({"lr": 0.1}, scheduler=built)
+
+
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "SGD", "VOGN", "OGN", "IVON"])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda make: make(lr=0.01),
+        lambda make: make({}, lr=0.01),
+        lambda make: make(),
+        lambda make: make(0.01),
+        lambda make: make([torch.zeros(2)]),
+        lambda make: make(torch.nn.Linear(2, 2).parameters(), lr=0.01),
+    ],
+    ids=["lr", "options and lr", "nothing", "a number", "parameters", "as in torch"],
+)
+def test_options_outside_of_a_dictionary_say_where_they_go(name, call):
+    torch_class = f"torch.optim.{name}" if hasattr(torch.optim, name) else f"pyro_dvi.optim.{name}Optimizer"
+    said = f"a dictionary of options: {name}({{'lr': ...}})"
+    with pytest.raises(ArgumentError, match=re.escape(said)) as caught:
+        call(getattr(pyro_dvi.optim, name))
+    assert str(caught.value).endswith(f"use {torch_class}.") and len(str(caught.value)) < 500

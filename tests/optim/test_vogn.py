@@ -28,15 +28,17 @@ def test_vogn_is_its_equations(tau, particles):
 
 
 @pytest.mark.parametrize("tau", [1.0, 0.1])
-@pytest.mark.parametrize("particles", [1, 3])
-def test_as_printed_is_algorithm_1_with_its_first_draws(tau, particles):
-    """Without a further option but those that the algorithm has itself."""
+@pytest.mark.parametrize(
+    "particles, start, batches", [(1, AsPrinted(), 1), (3, AsPrinted(initial_batches=4), 4)]
+)
+def test_as_printed_is_algorithm_1_with_its_first_draws(tau, particles, start, batches):
+    """Without a further option but those that the algorithm has itself; it starts by one minibatch."""
 
     def step(reference, x, y, noises, t):
-        reference.vogn(x, y, noises, tau=tau, printed=4, **SETTINGS)
+        reference.vogn(x, y, noises, tau=tau, printed=batches, **SETTINGS)
 
     options = {k: v for k, v in OPTIONS.items() if k not in ("warmup_steps", "max_step")}
-    optimizer = VOGN({**options, "formulation": AsPrinted(initial_batches=4)})
+    optimizer = VOGN({**options, "formulation": start})
     optimizer.set_total_steps(25)  # as fit does: the rate stays
     run(optimizer, step, tau=tau, particles=particles)
 

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from pyro_dvi.elbos import TaylorELBO
 from pyro_dvi.errors import ArgumentError, DataError, GuideError, UnsupportedError
-from pyro_dvi.training import EarlyStopping, EveryStep, fit
+from pyro_dvi.training import Checkpoint, EarlyStopping, EveryStep, History, fit, save
 from tests.training.problems import Net, data, module_of, sequence, svi_of, weights_of
 
 NET = "AutoNormal + Trace_ELBO"
@@ -132,6 +132,30 @@ MISTAKES = [
         lambda: fit(Net(), sequence(), 1),
         ArgumentError,
         "Expected pyro.infer.SVI.*got Net",
+    ),
+    (
+        "checkpoint=3",
+        lambda: run(checkpoint=3),
+        ArgumentError,
+        r"checkpoint must .*Checkpoint\('run.pt'\).* not 3",
+    ),
+    ("checkpoint=True", lambda: run(checkpoint=True), ArgumentError, "checkpoint must .*path, not True"),
+    ("class of a checkpoint", lambda: run(checkpoint=Checkpoint), ArgumentError, r"write Checkpoint\(...\)"),
+    ("history='a'", lambda: run(history="a"), ArgumentError, "history must .*fit or load returned, not 'a'"),
+    ("class of a history", lambda: run(history=History), ArgumentError, r"history.*write History\(...\)"),
+    ("saved history", lambda: save("no file", svi(), history="a"), ArgumentError, "history must .* not 'a'"),
+    ("callback alone", lambda: run(callbacks=print), ArgumentError, "callbacks must .*a list of functions"),
+    (
+        "patience alone",
+        lambda: run(validate=lambda: 1.0, early_stopping=3),
+        ArgumentError,
+        r"early_stopping must .*EarlyStopping\(patience=10\), not 3",
+    ),
+    (
+        "statistics",
+        lambda: run(recompute_batch_norm=3),
+        ArgumentError,
+        "recompute_batch_norm must .*True, not 3",
     ),
     ("model and guide", lambda: fit(Net(), "guide", sequence()), ArgumentError, "Write\n.*SVI.model, guide"),
     ("model, guide and epochs", lambda: fit(Net(), "guide", sequence(), epochs=1), ArgumentError, "got Net"),

@@ -247,10 +247,11 @@ def test_the_message_of_a_divergence_quotes_the_error_as_it_is():
         fit(svi, sequence(), 5, callbacks=[spoil], history=History(), progress=False)
 
 
-def test_other_errors_pass():
+def test_an_error_of_the_first_batch_is_explained_with_any_guide():
     svi = svi_of("AutoNormal + Trace_ELBO")
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+    with pytest.raises(DataError, match=r"float32 \(3, 5\).*shapes cannot be multiplied") as caught:
         fit(svi, [(torch.ones(3, 5), torch.ones(3))], 1, progress=False)
+    assert "Trace Shapes" not in str(caught.value)
 
 
 @BOTH

@@ -330,7 +330,7 @@ ROWS: dict[str, Row] = {
     "bfloat16": Row(lambda: Problem(observing(normal), (X.bfloat16(), Y.bfloat16())), ROUNDED),
     "tied weights": Row(lambda: Problem(of_net(tied()), second_order=False), warned=TWICE),
     "a net used twice": Row(lambda: Problem(of_net(Siamese()), second_order=False), warned=TWICE),
-    "ReLU": Row(lambda: Problem(of_net(mlp(nn.ReLU()))), warned={"Taylor": "uses ReLU"}),
+    "ReLU": Row(lambda: Problem(of_net(mlp(nn.ReLU()))), warned={"Taylor": "uses relu"}),
     "Hardsigmoid": Row(
         lambda: Problem(of_net(mlp(nn.Hardsigmoid()))), HARDSIGMOID, warned={"Taylor": "uses Hardsigmoid"}
     ),

@@ -2,6 +2,7 @@
 """Where a model uses its weights."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from pyro_dvi.curvature.per_example.rules import Contribution, contribution
+from pyro_dvi.curvature.rows import constant_statistics
 
 __all__ = ["Use", "WeightUses", "at_least_single", "with_examples_first"]
 
@@ -68,6 +70,10 @@ class WeightUses(TorchFunctionMode):
         """Return the uses of those whose every use has the examples in its first dimension."""
         return with_examples_first(self.uses(), num_examples)
 
+    def constant_statistics(self) -> AbstractContextManager[None]:
+        """Backward passes in this context let batch normalisation keep rows apart."""
+        return constant_statistics(self._normalised)
+
     def obstacle(self, k: int) -> str:
         """Say why tensor ``k`` is not served."""
         weight = self._weights.get(k)
@@ -78,7 +84,7 @@ class WeightUses(TorchFunctionMode):
         if not weight.uses:
             return "is not used by any function that records gradients"
         names = ", ".join(dict.fromkeys(_name(use.function) for use in weight.uses))
-        return f"is used by {names}, where rows are not those of single examples"
+        return f"is used by {names}, which does not give the gradients of single examples there"
 
     def prepared(self, argument: Any) -> Any:
         """Return an argument as rules shall see it."""

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The graph of one batch's run, and the products through it."""
 
-import warnings
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from pyro_dvi.curvature.likelihood import ObservedSite, private_random_state
 from pyro_dvi.curvature.products import LinearMap, batched_gradients, information_pairs
-from pyro_dvi.errors import DataError, DviWarning, ModelError, UnsupportedError
+from pyro_dvi.errors import DataError, ModelError, UnsupportedError, warn
 from pyro_dvi.handlers.log_joint import JointRun
 from pyro_dvi.laplace.energy.passes import Passes
 from pyro_dvi.linalg.operator import gaussian_rows
@@ -158,12 +157,10 @@ class DrawnLabels:
             )
         if site.name not in self._announced:
             self._announced.add(site.name)
-            warnings.warn(
+            warn(
                 f"the Fisher information of {kind} at observed site {site.name!r} has no closed form here: the "
                 f"Gauss-Newton matrix is estimated from {_LABELS} drawn labels for each observation. Use "
-                "curvature=Hessian(), or register it with pyro_dvi.curvature.information.information_rule",
-                DviWarning,
-                stacklevel=2,
+                "curvature=Hessian(), or register it with pyro_dvi.curvature.information.information_rule"
             )
         seed = crc32(f"0/{batch}/{site.name}".encode())
         generator = torch.Generator(device=site.value.device).manual_seed(seed)

@@ -2,7 +2,6 @@
 """Go through the same data again and again, and notice when they are not the same, or not each row once."""
 
 import math
-import warnings
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -13,7 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from pyro_dvi.batches import arguments, check_loader, tensors_in
 from pyro_dvi.devices import widest
-from pyro_dvi.errors import DataError, DviWarning, ModelError
+from pyro_dvi.errors import DataError, ModelError, warn
 from pyro_dvi.handlers.explained import bad_values
 from pyro_dvi.handlers.log_joint import JointRun
 
@@ -209,13 +208,11 @@ class Rows:
         for name, seen in self._scales.items():
             rows = sum(size for size, _ in seen)
             if len(seen) > 1 and all(abs(size * scale - rows) <= 1e-5 * rows for size, scale in seen):
-                warnings.warn(
+                warn(
                     f"observed site {name!r} has scale {seen[0][1]:.6g} in a batch of {seen[0][0]} of {rows} "
                     f"observations: over a pass of {len(seen)} batches, all data count {len(seen)} times. If it is to "
                     "make up for the size of a batch, write pyro.plate('data', size=num_data, subsample_size=len(x)) "
-                    "in place of poutine.scale: such a plate is known, and each row counted once",
-                    DviWarning,
-                    stacklevel=2,
+                    "in place of poutine.scale: such a plate is known, and each row counted once"
                 )
 
     def _compare_priors(self, run: JointRun) -> None:

@@ -2,14 +2,13 @@
 """The search for the best value of a scale."""
 
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from pyro_dvi.errors import ArgumentError, DviWarning, NotPositiveDefiniteError
+from pyro_dvi.errors import ArgumentError, NotPositiveDefiniteError, warn
 from pyro_dvi.laplace.evidence.criteria import Candidates, Criterion
 from pyro_dvi.progress import progress_bar
 from pyro_dvi.table import InNotebook
@@ -85,10 +84,13 @@ def tune(
         ArgumentError: values that are not positive, or none.
         NotPositiveDefiniteError: no value has a positive definite precision.
     """
-    grid = sorted({float(v) for v in (candidates.scale.grid() if values is None else values)})
+    try:
+        grid = sorted({float(v) for v in (candidates.scale.grid() if values is None else values)})
+    except (TypeError, ValueError):  # one number, or none
+        grid = []
     if not grid or not all(0 < v < math.inf for v in grid) or refinements < 0:
         raise ArgumentError(
-            f"values must be positive numbers, and refinements not negative; got {values!r} and {refinements}"
+            f"values must be a list of positive numbers, and refinements not negative; got {values!r} and {refinements}"
         )
     what = f"{candidates.scale} by {criterion}"
     tried: dict[float, float] = {}  # minus infinity where there is no Gaussian
@@ -127,7 +129,7 @@ def tune(
                 "next to values at which the precision is not positive definite, and means nothing so near to them: "
                 "use GGN(), or pass values that stay away from them"
             )
-        warnings.warn(f"the best of {what} is {best:.4g}, {where}", DviWarning, stacklevel=3)
+        warn(f"the best of {what} is {best:.4g}, {where}")
     scores = scores.masked_fill(scores == -math.inf, math.nan)
     return TuningCurve(ordered, scores, best, at_edge or singular, what)
 

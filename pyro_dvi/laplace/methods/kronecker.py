@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A Kronecker product for each layer: what goes in, times what comes back."""
 
-import warnings
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -10,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyro_dvi.curvature.example_gradients import ExampleGradients
-from pyro_dvi.errors import DviWarning, UnsupportedError
+from pyro_dvi.errors import UnsupportedError, warn
 from pyro_dvi.laplace.energy.energy import LocalEnergy
 from pyro_dvi.laplace.energy.precision import GGN, PrecisionMatrix, common_ratio, independent_prior_precision
 from pyro_dvi.laplace.methods.layerwise import RootPosterior, products_at_layer, products_of_diagonal
@@ -160,11 +159,9 @@ class KroneckerFactored(Method):
         names = [local.energy.layout.names[k] for k in factors.rest]
         if names:
             shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
-            warnings.warn(
+            warn(
                 f"KroneckerFactored() has no factors for {len(names)} sites, which are no weight or bias of a dense or "
-                f"convolutional layer that is used once, and keep a diagonal: {shown}",
-                DviWarning,
-                stacklevel=3,
+                f"convolutional layer that is used once, and keep a diagonal: {shown}"
             )
         return KroneckerPosterior(local.point, *factors.precision(prior), prior)
 

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a fit does about a mode that is no minimum: a choice passed as an object."""
 
-import warnings
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from pyro_dvi.choice import check_choice, check_count, check_positive
-from pyro_dvi.errors import DviWarning, ModelError, UnconvergedError
+from pyro_dvi.errors import ModelError, UnconvergedError, warn
 from pyro_dvi.laplace.energy.energy import Energy
 from pyro_dvi.laplace.energy.precision import GGN, Hessian
 from pyro_dvi.laplace.methods.conjugate_gradient import ConjugateGradient
@@ -119,11 +118,7 @@ class UseGGN(Refuse):
         by = (
             "" if type(other) is type(wanted) else f", with {other!r} in the place of {type(wanted).__name__}"
         )
-        warnings.warn(
-            f"the Gauss-Newton matrix takes the place of the Hessian in this fit{by}. {found}",
-            DviWarning,
-            stacklevel=5,
-        )
+        warn(f"the Gauss-Newton matrix takes the place of the Hessian in this fit{by}. {found}")
         return other
 
 
@@ -148,9 +143,7 @@ def warned_if_far(found: Diagnosis, posterior: LaplacePosterior, energy: Energy)
     if found.newton_decrement is None:
         found = distance_by(posterior, found, energy.at(energy.start))
         if found.decrement_at_least > found.tolerance:
-            warnings.warn(
-                f"the Gaussian is put around a mode that is no minimum. {found}", DviWarning, stacklevel=4
-            )
+            warn(f"the Gaussian is put around a mode that is no minimum. {found}")
     return found
 
 

@@ -16,7 +16,7 @@ from pyro_dvi.errors import ModelError, NotPositiveDefiniteError, UnsupportedErr
 from pyro_dvi.laplace.energy.energy import Energy, LocalEnergy
 from pyro_dvi.laplace.energy.precision import GGN, Hessian, PrecisionMatrix
 from pyro_dvi.laplace.methods.posterior import LaplacePosterior
-from pyro_dvi.laplace.mode.kinks import TIES, kinks
+from pyro_dvi.laplace.mode.kinks import TIES, kinks, without_kinks
 from pyro_dvi.linalg import Eigenpair, conjugate_gradients, smallest_eigenpair
 from pyro_dvi.table import InNotebook
 from pyro_dvi.undisturbed import undisturbed
@@ -142,7 +142,7 @@ class Diagnosis(InNotebook):
             return ""
         return (
             f" U has kinks ({', '.join(self.kinks)}), where the gradient need not vanish and a Hessian knows nothing: "
-            "GGN() does without a minimum; smooth_activations_(net) before training avoids them."
+            f"GGN() does without a minimum; what avoids them is {without_kinks(self.kinks)}."
         )
 
     def __str__(self) -> str:
@@ -212,7 +212,7 @@ def smallest_in_prior_units(local: LocalEnergy, steps: int, tolerance: float) ->
 @undisturbed()
 def look_at_kinks(energy: Energy) -> Diagnosis:
     """Say which kinks there are, but for those where two values are equal, which are rarely met; nothing else."""
-    return Diagnosis(kinks=tuple(name for name in kinks(energy) if name not in TIES))
+    return Diagnosis(kinks=tuple(name for name in kinks(energy) if name.split()[0] not in TIES))
 
 
 @undisturbed()

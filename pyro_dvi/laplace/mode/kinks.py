@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Functions with kinks between the latents and U: a Hessian knows nothing of the slope on the other side."""
 
-import re
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyro_dvi.autograd_graph import graph_between
+from pyro_dvi.autograd_graph import function_of, graph_between, graph_of
+from pyro_dvi.bayesian.placement import tensors_of
 from pyro_dvi.laplace.energy.energy import Energy
 
-__all__ = ["TIES", "kinks"]
+__all__ = ["TIES", "kinks", "without_kinks"]
 
 TIES = frozenset({"max_pool", "max", "sort"})
 """Functions whose kinks are where two of their inputs are equal."""
@@ -20,6 +20,7 @@ TIES = frozenset({"max_pool", "max", "sort"})
 def kinks(energy: Energy) -> tuple[str, ...]:
     """Name the functions with kinks on the way from the latents that vary to U.
 
+    Those of densities are named with their place, as ``"abs in the likelihood"`` of a Laplace distribution.
     A function counts where its inputs lie on both sides of a kink, so that ``clamp`` does not where it only guards a
     logarithm, and ``relu`` does not where all units are on. Functions of :data:`TIES` always count.
 
@@ -47,18 +48,29 @@ def kinks(energy: Energy) -> tuple[str, ...]:
     """
     with torch.enable_grad():
         values, run = energy.first_run(energy.start)
-        nodes = graph_between(values, [run.log_likelihood(), run.log_prior])
+        log_likelihood = run.log_likelihood()
+        nodes = graph_between(values, [log_likelihood, run.log_prior])
+    outputs = graph_of(tensor for site in run.sites for tensor in tensors_of(site.fn))
+    likelihood = graph_of([log_likelihood])
     found = set()
     for node in nodes:
-        kind = node.name().rstrip("0123456789").removesuffix("Backward")
-        if "MaxPool" in kind or kind in _TIES:
-            found.add(_TIES.get(kind, "max_pool"))
-        elif kind in _PIECES:
-            piece = _PIECES[kind](node)
+        where = "" if node in outputs else " in the likelihood" if node in likelihood else " in a prior"
+        name = function_of(node)
+        if "max_pool" in name or name in _TIES:
+            found.add(_TIES.get(name, "max_pool") + where)
+        elif name in _PIECES:
+            piece = _PIECES[name](node)
             if bool((piece != piece.flatten()[:1]).any()):
-                words = re.findall("[A-Z][a-z]+", re.sub("Kernel|WithNoise", "", kind))
-                found.add("_".join(words).lower())
+                found.add(name + where)
     return tuple(sorted(found))
+
+
+def without_kinks(found: tuple[str, ...]) -> str:
+    """Say what to take in the place of functions with kinks."""
+    of_networks = "smooth_activations_(net) before training"
+    of_densities = "a density that is smooth at its mode, as StudentT or Normal in the place of Laplace"
+    ways = {of_densities if " in " in name else of_networks for name in found}
+    return " and ".join(sorted(ways, reverse=True))
 
 
 def _beyond(*borders: float | str) -> Callable[[Any], Tensor]:
@@ -85,20 +97,20 @@ def _outside(node: Any) -> Tensor:
     return node._saved_self.abs() > node._saved_lambd
 
 
-# By the node that torch leaves in the graph: on which piece of the function each element is.
+# By the function: on which piece of it each element is.
 _PIECES: dict[str, Callable[[Any], Tensor]] = {
-    **dict.fromkeys(("Abs", "LeakyRelu", "PreluKernel", "Relu", "RreluWithNoise"), _beyond(0)),
-    **dict.fromkeys(("Hardsigmoid", "Hardswish"), _beyond(-3, 3)),
-    **dict.fromkeys(("Hardshrink", "Softshrink"), _outside),
-    **dict.fromkeys(("Fmax", "Fmin", "Maximum", "Minimum"), _order),
-    "Clamp": _beyond("min", "max"),
-    "ClampMax": _beyond("max"),
-    "ClampMin": _beyond("min"),
-    "Elu": _elu,
-    "Hardtanh": _beyond("min_val", "max_val"),
-    "Threshold": _beyond("threshold"),
+    **dict.fromkeys(("abs", "leaky_relu", "prelu", "relu", "rrelu"), _beyond(0)),
+    **dict.fromkeys(("hardsigmoid", "hardswish"), _beyond(-3, 3)),
+    **dict.fromkeys(("hardshrink", "softshrink"), _outside),
+    **dict.fromkeys(("fmax", "fmin", "maximum", "minimum"), _order),
+    "clamp": _beyond("min", "max"),
+    "clamp_max": _beyond("max"),
+    "clamp_min": _beyond("min"),
+    "elu": _elu,
+    "hardtanh": _beyond("min_val", "max_val"),
+    "threshold": _beyond("threshold"),
 }
 _TIES = {
-    **dict.fromkeys(("Amax", "Amin", "Aminmax", "Cummax", "Cummin", "Max", "Min"), "max"),
-    **dict.fromkeys(("Kthvalue", "Median", "Sort", "Topk"), "sort"),
+    **dict.fromkeys(("amax", "amin", "aminmax", "cummax", "cummin", "max", "min"), "max"),
+    **dict.fromkeys(("kthvalue", "median", "sort", "topk"), "sort"),
 }

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """From about the mode to the mode itself."""
 
-import warnings
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from pyro_dvi.choice import check_count, check_positive
-from pyro_dvi.errors import DviWarning, UnconvergedError
+from pyro_dvi.errors import UnconvergedError, warn
 from pyro_dvi.laplace.energy.energy import Energy
 from pyro_dvi.laplace.mode.diagnosis import look_at_kinks
+from pyro_dvi.laplace.mode.kinks import without_kinks
 from pyro_dvi.laplace.mode.search import Polished, Search
 from pyro_dvi.progress import progress_bar
 
@@ -67,30 +67,20 @@ def polish(
         try:
             found = search.rest(kinked) if kinked else search.minimum(tolerance)
         except KeyboardInterrupt:
-            warnings.warn(
-                f"polish was interrupted after {search.steps} steps; the guide keeps the best point so far",
-                DviWarning,
-                stacklevel=3,
-            )
+            warn(f"polish was interrupted after {search.steps} steps; the guide keeps the best point so far")
             curvature = "GGN" if kinked else "Hessian"
             return search.ended(newton_decrement=search.decrement, curvature=curvature, reason="interrupted")
         finally:
             keep(search.best[0])
     if kinked and not found.converged:
-        _warn_of_kinks(found, kinked)
+        warn(
+            f"polish: {found.reason}; the guide keeps the best point. U has kinks ({', '.join(kinked)}), where no "
+            "gradient vanishes and the Hessian means nothing. fit with GGN(), which does without a minimum; what "
+            f"avoids kinks is {without_kinks(kinked)}."
+        )
     elif not found.converged:
         raise _unconverged(found, energy.start.dtype)
     return found
-
-
-def _warn_of_kinks(found: Polished, kinked: tuple[str, ...]) -> None:
-    warnings.warn(
-        f"polish: {found.reason}, with a decrement of {found.newton_decrement:.2g}; the guide keeps the best point. U "
-        f"has kinks ({', '.join(kinked)}), where no gradient vanishes and the Hessian means nothing. fit with GGN(), "
-        "which does without a minimum, or train with smooth_activations_(model).",
-        DviWarning,
-        stacklevel=4,
-    )
 
 
 def _unconverged(found: Polished, dtype: torch.dtype) -> UnconvergedError:

@@ -40,7 +40,7 @@ class Polished(InNotebook):
         gradient_norm_before: of the gradient of U, in units of U per unit of the unconstrained latents.
         gradient_norm: where it ended.
         newton_decrement: :math:`g^\top P^{-1} g` at the mode: the squared distance to the minimum in posterior standard
-            deviations.
+            deviations; infinite where P is not positive definite.
         curvature: the matrix P of the decrement: ``"Hessian"``, or ``"GGN"`` where U has kinks.
         smallest_eigenvalue: of the Hessian, relative to the prior precision where that is diagonal (1 is a direction
             that only the prior holds); None where the search ended before it was looked for.
@@ -65,11 +65,13 @@ class Polished(InNotebook):
     smallest_eigenvalue: float | None = None
 
     def __str__(self) -> str:
+        size = f"{self.newton_decrement:.3g}"
+        distance = {"inf": "none, since U bends down", "nan": "not computed"}.get(size, size)
         lowest = "" if self.smallest_eigenvalue is None else f"{self.smallest_eigenvalue:.3g}"
         rows = (
             ("U", f"{self.value_before:.8g} -> {self.value:.8g}"),
             ("gradient norm", f"{self.gradient_norm_before:.3g} -> {self.gradient_norm:.3g}"),
-            ("Newton decrement", f"{self.newton_decrement:.3g} ({self.curvature})"),
+            ("Newton decrement", f"{distance} ({self.curvature})"),
             ("smallest eigenvalue", lowest or "not computed"),
             ("work", f"{self.iterations} steps, {self.evaluations} gradients of all data"),
         )
@@ -108,7 +110,7 @@ class Search:
         start = energy.at(energy.start)  # its gradient raises where there is nothing to start from
         self.best = self.first = start.point, float(start.value), float(start.gradient.norm())
         self.steps = 0
-        self.decrement = math.inf
+        self.decrement = math.nan
 
     def ended(self, **outcome: Any) -> Polished:
         """Return what was done until now, with the other attributes of :class:`Polished`."""
@@ -132,7 +134,7 @@ class Search:
         try:
             value, gradient = self.energy.at(x).value_and_gradient
         except (NonFiniteError, ValueError) as error:  # or Pyro's validation, of a scale that became NaN, say
-            if isinstance(error, PyroDviError) and not isinstance(error, NonFiniteError):
+            if isinstance(error, PyroDviError) and not isinstance(error, ArithmeticError):
                 raise
             return x.new_tensor(math.inf), torch.full_like(x, math.nan)
         size = float(gradient.norm())

@@ -8,10 +8,8 @@ from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
-import torch
-
 from pyro_dvi.choice import check_choice, check_count
-from pyro_dvi.devices import seeder
+from pyro_dvi.devices import reseeded
 from pyro_dvi.handlers.moment_run import PosteriorMoments, propagated, reparameterised
 from pyro_dvi.handlers.uncertain import predictive_of, uncertain_likelihoods
 from pyro_dvi.links import ClassLink, MomentMatched, NoiseLink, SobolSoftmax, predictive_distribution
@@ -96,9 +94,7 @@ class Moments(PredictionRule):
 
         stand_in = propagated if self.num_samples is None else reparameterised
         # A seed for each draw, as in Samples: how many numbers the model draws at its observed site is then no matter.
-        seed_all = seeder()
-        for seed in torch.randint(2**31 - 1, (self.num_components,)).tolist():
-            seed_all(seed)
+        for _ in reseeded(self.num_components):
             weights = PosteriorMoments(marginals, stand_in)
             known = _LOOKED_AT.get(id(guide)) is guide or self.propagation.counts_weights_once
             recorder = nullcontext if known else warned_of_repeated_uses

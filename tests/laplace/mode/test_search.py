@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where polish ends: curved valleys, models without a Gauss-Newton matrix, large ones, kinks, spent budgets."""
 
+import math
 import warnings
 
 import pyro
@@ -10,13 +11,14 @@ import torch
 from torch import nn
 
 import pyro_dvi as dvi
-from pyro_dvi.errors import DviWarning
+from pyro_dvi.errors import DviWarning, UnconvergedError
 from pyro_dvi.laplace import Dense, Hessian, LaplaceGuide
 from pyro_dvi.laplace.methods.kronecker import KroneckerFactored
 from pyro_dvi.laplace.mode import metric
+from pyro_dvi.laplace.mode.diagnosis import look_at_kinks
 from pyro_dvi.laplace.mode.metric import metric_at
 from pyro_dvi.linalg import CholeskyMetric, DiagonalMetric
-from tests.laplace.problems import SineRegression
+from tests.laplace.problems import SineRegression, guide_at
 
 QUIET = {"progress": False}
 
@@ -146,3 +148,67 @@ def test_kinks_may_leave_a_point_at_rest():
     matrix = local.ggn(torch.eye(energy.layout.size, dtype=torch.float64))
     decrement = float(local.gradient @ torch.linalg.solve(matrix, local.gradient))
     assert report.newton_decrement == pytest.approx(decrement, rel=0.2) and decrement <= 1e-2
+
+
+def test_a_spent_budget_says_that_there_is_no_decrement_where_u_bends_down():
+    """Before the search, at a maximum of U in one direction: the Hessian is -3 there, so that P is not positive."""
+
+    def model(x):
+        w = pyro.sample("w", dist.Normal(x.new_zeros(2), 1.0).to_event(1))
+        pyro.factor("saddle", 2 * w[0] ** 2 - w[0] ** 4)
+
+    x = torch.zeros(1, dtype=torch.float64)
+    guide = guide_at(model, (x,), {"w": torch.tensor([0.01, 0.0], dtype=torch.float64)})
+    with pytest.raises(UnconvergedError, match="Newton decrement +none, since U bends down") as caught:
+        guide.polish([(x,)], max_gradients=1, **QUIET)
+    assert math.isinf(caught.value.report.newton_decrement) and "inf" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("activation", "kinks", "way"),
+    [
+        (
+            nn.Tanh(),
+            r"\(abs in the likelihood\)",
+            "is a density that is smooth .*StudentT or Normal in the place of",
+        ),
+        (
+            nn.ReLU(),
+            r"\(abs in the likelihood, relu\)",
+            r"is smooth_activations_\(net\).* and a density .*StudentT",
+        ),
+    ],
+)
+def test_what_is_advised_against_kinks_removes_them(activation, kinks, way):
+    net = dvi.to_bayesian_(nn.Sequential(nn.Linear(1, 3), activation, nn.Linear(3, 1)))
+
+    def model(x, y=None):
+        f = net(x)
+        with pyro.plate("data", len(x)):
+            return pyro.sample("y", likelihood(f).to_event(1), obs=y)
+
+    x = torch.linspace(-1, 1, 9)[:, None]
+    likelihood = lambda f: dist.Laplace(f, 0.3)  # noqa: E731
+    guide = LaplaceGuide(model)
+    with pytest.warns(DviWarning, match=f"{kinks}.*{way}") as caught:
+        guide.polish([(x, x.sin())], max_gradients=2, **QUIET)
+    assert isinstance(activation, nn.ReLU) or "smooth_activations_" not in str(caught[0].message)
+    likelihood = lambda f: dist.StudentT(4.0, f, 0.3)  # noqa: E731
+    dvi.smooth_activations_(net)
+    assert look_at_kinks(guide.energy([(x, x.sin())])).kinks == ()
+
+
+def test_a_step_to_where_a_distribution_refuses_its_parameters_is_taken_back():
+    """The standard deviation is a latent without a transform, below zero where a whole step ends."""
+    refused = []
+
+    def model(y):
+        scale = pyro.sample("scale", dist.Normal(y.new_ones(()), 1.0))
+        refused.append(bool(scale.detach() <= 0))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Normal(0.0, scale), obs=y)
+
+    y = torch.full((2,), 0.05, dtype=torch.float64)
+    guide = guide_at(model, (y,), {"scale": torch.tensor(3.0, dtype=torch.float64)})
+    assert guide.polish([(y,)], **QUIET).converged and any(refused)
+    assert 0 < float(guide.median()["scale"]) < 0.1

@@ -6,7 +6,14 @@ a mode: subclass ``Mode``, or ``PretrainedMode`` where one pair of fits serves a
 ``FineTuning`` with an optimizer, or ``Solver``.
 """
 
-from pyro_dvi.laplace.methods.hessian_free.fine_tuning import LBFGS, SGD, Adam, FineTuning, FixedStrength
+from pyro_dvi.laplace.methods.hessian_free.fine_tuning import (
+    LBFGS,
+    SGD,
+    Adam,
+    AsPrinted,
+    FineTuning,
+    FixedStrength,
+)
 from pyro_dvi.laplace.methods.hessian_free.method import HessianFree
 from pyro_dvi.laplace.methods.hessian_free.modes import AbsoluteSum, Mode, Pointwise, PretrainedMode, Sum
 from pyro_dvi.laplace.methods.hessian_free.newton_cg import NewtonCG
@@ -18,6 +25,7 @@ __all__ = [
     "SGD",
     "AbsoluteSum",
     "Adam",
+    "AsPrinted",
     "FineTuning",
     "FixedStrength",
     "HessianFree",

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The method, and the Gaussian whose covariances are read off second fits."""
 
-import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -9,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pyro_dvi.choice import check_choice
-from pyro_dvi.errors import DviWarning, NonFiniteError, NotPositiveDefiniteError, UnsupportedError
+from pyro_dvi.errors import NonFiniteError, NotPositiveDefiniteError, UnsupportedError, warn
 from pyro_dvi.laplace.energy.energy import LocalEnergy
 from pyro_dvi.laplace.energy.precision import Hessian
 from pyro_dvi.laplace.energy.query import Query
@@ -33,10 +32,11 @@ class HessianFree(Method):
 
     Status: it depends on the solver. With ``Pointwise()`` and ``NewtonCG()``, which takes products of the Hessian, it
     is the exact Hessian's covariance up to terms of the order of the step squared and the tolerance. ``Adam``, ``SGD``
-    and ``LBFGS`` take gradients only, and start from any network without a look at it, as the paper does. Fine-tuning
-    by ``Adam`` and ``SGD`` ends before the minimum: in our repetition of the paper's table standard deviations come out
-    15 to 32 % too small in the median, a tenth of them by more than 1.7 to 3.5 times. The modes other than
-    ``Pointwise()`` target something else.
+    and ``LBFGS`` take gradients only, and start from any network without a look at it, as the paper does. They subtract
+    two fits, so that what training had left to do cancels; the paper subtracts the network as it is:
+    ``AsPrinted(Adam(strength))``. Fine-tuning by ``Adam`` and ``SGD`` ends before the minimum: after 300 steps of the
+    paper's regressions, less an untilted fit, standard deviations come out 15 to 32 % too small in the median, a tenth
+    of them by more than 1.7 to 3.5 times. The modes other than ``Pointwise()`` target something else.
 
     ``ConjugateGradient(Hessian())`` gives the numbers of ``NewtonCG()`` with one linear solve in the place of two fits,
     in our benchmark at about a ninth of the cost (923 gradients of all data against 8,067).
@@ -47,7 +47,8 @@ class HessianFree(Method):
         solver: ``NewtonCG()`` at a minimum (``guide.polish(batches)``); elsewhere ``Adam(strength)``, ``SGD(strength,
             learning_rate)`` or ``LBFGS(strength)``.
         central: fit with strengths of both signs; False: with one and without a tilt, for half the cost with
-            ``NewtonCG`` and an error of the order of the step itself.
+            ``NewtonCG`` and an error of the order of the step itself. ``AsPrinted(solver)`` has one side, whatever is
+            given here.
 
     Raises:
         ArgumentError: an option that is no such object.
@@ -96,12 +97,10 @@ class HessianFree(Method):
         """Return the posterior; its fits follow when queries come."""
         self.mode.check(local)
         if isinstance(self.mode, PretrainedMode):
-            warnings.warn(
+            warn(
                 f"{type(self.mode).__name__}() gives means of rows of the covariance matrix, not variances: they are "
                 "too small away from the evaluation set, and may be negative, which raises an error. Use Pointwise() "
-                "or ConjugateGradient(Hessian()) where the numbers matter.",
-                DviWarning,
-                stacklevel=3,
+                "or ConjugateGradient(Hessian()) where the numbers matter."
             )
         return HessianFreePosterior(local, self)
 

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""Proofs that the gradients of single examples, as layers give them, are those of the model.
+
+The table of rules believes what it recognises: that the first dimension of a layer's output counts examples, and that
+the uses of a weight which were seen are all of them. With a weight :math:`c_i` for each output,
+
+.. math:: \partial_u \sum_i c_i f_i = \sum_i c_i\,g_i
+
+holds for one choice of c in general position only if every :math:`g_i` is right. Plain autograd gives the left side. A
+model that mixes examples, repeats a table for each, or takes gradients inside of its own forward pass violates it.
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pyro_dvi.curvature.per_example.uses import Use, at_least_single
+from pyro_dvi.curvature.rows import kept_apart, row_weights
+from pyro_dvi.errors import ModelError, warn
+
+__all__ = ["Finding", "Proofs", "examined", "layout_of", "warn_of_disproved"]
+
+_BUDGET = 1 << 24  # entries of gradients of examples at a time
+_AT_ONCE = 8  # calls in which a proof that failed for want of gradients is tried again
+_INTERVAL = 1000  # calls between two proofs of a long training
+
+
+class Finding(NamedTuple):
+    """What a proof found.
+
+    Attributes:
+        wrong: numbers of the weights whose gradients of examples are not those of the model.
+        unproven: those that gradients, all zero or rounding errors, do not tell anything about.
+    """
+
+    wrong: set[int]
+    unproven: set[int]
+
+
+def examined(
+    uses: dict[int, list[Use]], values: Sequence[Tensor] | dict[int, Tensor], outputs: Tensor, seed: int = 0
+) -> Finding:
+    """Compare the gradients of examples with those of plain autograd, by two backward passes.
+
+    Batch normalisation in training mode mixes examples: ask under
+    :func:`~pyro_dvi.curvature.rows.constant_statistics`.
+
+    Args:
+        uses: of the weights to be proved, by their numbers.
+        values: the weights by their numbers.
+        outputs: f, one entry for each example.
+        seed: of the weights c.
+    """
+    if not uses or not outputs.requires_grad:
+        return Finding(set(), set(uses))
+    edges = list(dict.fromkeys(use.output for calls in uses.values() for use in calls))
+    c = row_weights(len(outputs), outputs, seed)
+    places: list[Any] = [*edges, *(values[k] for k in uses)]
+    plain = torch.autograd.grad(
+        outputs, edges, torch.ones_like(outputs), retain_graph=True, allow_unused=True
+    )
+    weighted = torch.autograd.grad(outputs, places, c, retain_graph=True, allow_unused=True)
+    deltas = dict(zip(edges, zip(plain, weighted, strict=False), strict=True))
+    with torch.no_grad():
+        compared = [
+            _compared([(use, *deltas[use.output]) for use in calls], whole, c)
+            for calls, whole in zip(uses.values(), weighted[len(edges) :], strict=True)
+        ]
+    found = list(zip(uses, torch.stack(compared).tolist(), strict=True))
+    return Finding({k for k, (wrong, _) in found if wrong}, {k for k, (_, unproven) in found if unproven})
+
+
+def _compared(
+    calls: list[tuple[Use, Tensor | None, Tensor | None]], whole: Tensor | None, c: Tensor
+) -> Tensor:
+    """Say whether the gradients of a weight are wrong, and whether that cannot be said; booleans ``[2]``."""
+    reached = [(use, plain, delta) for use, plain, delta in calls if plain is not None and delta is not None]
+    if whole is None:
+        return torch.tensor([bool(reached), not reached], device=c.device)
+    whole = at_least_single(whole)
+    total, terms = torch.zeros_like(whole), whole.new_zeros(())
+    apart, coarsest = torch.ones((), dtype=torch.bool, device=c.device), torch.finfo(whole.dtype).eps
+    for use, plain, delta in reached:
+        apart = apart & kept_apart(plain, delta, c)
+        coarsest = max(coarsest, torch.finfo(delta.dtype).eps)
+        delta = at_least_single(delta)
+        total += _summed(use, delta, whole).reshape(total.shape)
+        largest = [x.abs().max() for x in use.contribution.operands if x.is_floating_point() and x.numel()]
+        terms = terms + delta.norm() * (torch.stack(largest).max() if largest else 1.0)
+    rounding = 1000 * coarsest * terms  # of sums whose terms cancel
+    size, error = torch.maximum(total.norm(), whole.norm()), (total - whole).norm()
+    wrong = ~apart | (error > coarsest ** (1 / 3) * size + rounding)
+    return torch.stack([wrong, ~wrong & (size <= rounding)])
+
+
+def _summed(use: Use, delta: Tensor, like: Tensor) -> Tensor:
+    """The sum over examples of their gradients, some at a time."""
+    count = max(1, _BUDGET // max(1, like.numel()))
+    parts = [slice(start, start + count) for start in range(0, len(delta), count)]
+    sums = [use.contribution.part(part).gradients(delta[part]).sum(0) for part in parts]
+    return torch.stack(sums).sum(0)
+
+
+class Proofs:
+    """Examine every layout of each model's minibatches, and remember what was found.
+
+    Later proofs, in calls 2, 4, 8, ..., 1000, 2000, ..., see whether that has changed.
+    """
+
+    def __init__(self) -> None:
+        self._models: dict[int, tuple[Callable[[], Any], dict[Any, _Verdict]]] = {}
+
+    def __reduce__(self) -> tuple:
+        return type(self), ()  # a copy looks anew
+
+    def disproved(
+        self, model: Any, key: Any, look: Callable[[int], Finding], site: str, names: Sequence[str] = ()
+    ) -> set[int]:
+        """Return the numbers of the weights that the table of rules must not serve.
+
+        Args:
+            model: whose weights these are; remembered as long as it lives.
+            key: the layout of the minibatch.
+            look: examines it, given a seed.
+            site: the observed site, for messages.
+            names: of the weights, for a warning; none without them.
+
+        Raises:
+            ModelError: what was proved before is no longer right.
+        """
+        verdicts = self._verdicts_on(model)
+        verdict = verdicts.setdefault(key, _Verdict())
+        if verdict.is_due():
+            before = verdict.wrong
+            verdict.renew(look(verdict.looks), site)
+            warn_of_disproved([f"latent site {names[k]!r}" for k in verdict.wrong - before if names])
+        return verdict.wrong
+
+    def _verdicts_on(self, model: Any) -> "dict[Any, _Verdict]":
+        owner = getattr(model, "__self__", model)  # a bound method is a new object at every access
+        reference, verdicts = self._models.get(id(owner), (None, {}))
+        if reference is None or reference() is not owner:  # new, or in the place of one that is gone
+            verdicts = {}
+            self._models = {n: entry for n, entry in self._models.items() if entry[0]() is not None}
+            self._models[id(owner)] = (weakref.ref(owner), verdicts)
+        return verdicts
+
+
+@dataclass
+class _Verdict:
+    """What is known of the weights of a layout.
+
+    Attributes:
+        wrong: weights whose gradients of examples are not those of the model.
+        unproven: weights of which nothing is known yet.
+        calls: how often the question was asked.
+        looks: how often it was examined.
+    """
+
+    wrong: set[int] = field(default_factory=set)
+    unproven: set[int] = field(default_factory=set)
+    calls: int = 0
+    looks: int = 0
+
+    def is_due(self) -> bool:
+        """Count a call, and say whether to examine it."""
+        self.calls += 1
+        waiting = bool(self.unproven) and self.calls <= _AT_ONCE
+        return waiting or self.calls & (self.calls - 1) == 0 or self.calls % _INTERVAL == 0
+
+    def renew(self, found: Finding, site: str) -> None:
+        """Compare with what was found before."""
+        news = found.wrong - self.wrong - self.unproven
+        first, self.looks = self.looks == 0, self.looks + 1
+        self.wrong, self.unproven = self.wrong | found.wrong, found.unproven - self.wrong
+        if news and not first:
+            raise ModelError(
+                f"examples of observed site {site!r} depend on rows of other examples, which they did not in an "
+                "earlier step with a minibatch of the same shape. Squared gradients since then were those of the rows, "
+                "not of the examples. Train a model that mixes examples at times with IVON, which needs no gradients "
+                "of examples; if the model was changed on purpose, go on with a new objective."
+            )
+
+
+def layout_of(uses: dict[int, list[Use]]) -> tuple:
+    """Return what minibatches with the same graph have in common."""
+    return tuple((k, use.function, use.shape) for k, calls in uses.items() for use in calls)
+
+
+def warn_of_disproved(names: Sequence[str]) -> None:
+    """Say that weights are served in the slow way."""
+    if names:
+        warn(
+            f"{', '.join(names)}: what the layers say of single examples does not add up to the gradient of the model, "
+            "which mixes examples there or takes gradients inside of its forward pass. A backward pass for each "
+            "example serves these weights: exact, but slower"
+        )
