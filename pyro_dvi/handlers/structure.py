@@ -166,14 +166,13 @@ def check_gradients(call: Call, trace: Any, log_likelihood: Tensor) -> None:
     nodes = {name: get_gradient_edge(site["value"]).node for name, site in latents.items()}
     outputs = [log_likelihood, *(t for site in latents.values() for t in _tensors(site["fn"]))]
     sloped, graph = graph_of(outputs, without=_FLAT), graph_of(outputs)
-    blind = [name for name, node in nodes.items() if node in graph - sloped]
+    blind = [name for name, node in nodes.items() if node in graph and node not in sloped]
     absent = [name for name, node in nodes.items() if node not in graph]
     hidden = any("Checkpoint" in node.name() for node in graph)  # a reentrant one: what its function uses
     other, seen = trace.copy(), []
     with suppress(Exception), undisturbed(), torch.no_grad():  # the model need not take draws
-        other.nodes.update(
-            {name: {**latents[name], "value": latents[name]["fn"].sample()} for name in absent}
-        )
+        for name in absent:
+            other.nodes[name] = {**latents[name], "value": latents[name]["fn"].sample()}
         for values in (trace, other) if absent and not hidden else ():
             with undisturbed():  # both from the same random numbers
                 seen.append(observed_sites(call.trace_model(values)).log_likelihood())

@@ -44,7 +44,7 @@ class Passes:
             calls = [arguments(batch, None) for batch in batches]
             if len({tuple(map(id, (*args, *kwargs.values()))) for args, kwargs in calls}) < len(calls):
                 raise DataError(
-                    "batches holds the same tensors twice, whose data would count twice: give all the data once"
+                    "batches holds the same tensors twice: give all the data once, each batch counts"
                 )
         self.batches = batches
         self.device = device

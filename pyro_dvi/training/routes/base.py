@@ -111,7 +111,7 @@ class Route(ABC):
         if size is not None and not hasattr(self.elbo, "num_data"):
             self._watch = _PlateCheck(check_num_data, size)
         elif (
-            isinstance(loader, (list, tuple)) and getattr(self.elbo, "num_data", None) is None and not shared
+            isinstance(loader, (list, tuple)) and not shared and getattr(self.elbo, "num_data", None) is None
         ):
             self._watch = _PlateCheck(check_list, loader)
         served = serve(self.steered)
