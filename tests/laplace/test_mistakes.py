@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from pyro_dvi import LaplaceGuide, Linearised, predict
+from pyro_dvi import AtMean, LaplaceGuide, Linearised, predict
 from pyro_dvi.errors import (
     ArgumentError,
     DataError,
@@ -203,3 +203,31 @@ def test_an_improper_likelihood_has_no_gaussian_under_any_policy(kind, method, u
     with pytest.raises(error, match=message):
         guide.fit([(X, Y)], method, unconverged=unconverged)
     assert guide.posterior is None
+
+
+@pytest.mark.parametrize(
+    ("factors", "message"),
+    [
+        ({"slope": -1}, r"scale_factors\['slope'\] must be a positive number, not -1"),
+        ({"slope": 0.0}, "must be a positive number"),
+        ({"slope": torch.tensor(torch.nan)}, "must be a positive number"),
+        ({"slope": torch.ones(2)}, "must be a positive number"),
+        ({"y": 2.0, "slop": 2.0}, r"names 'slop', which is no site of the model; there are \['slope', 'scale', 'y'\]"),
+        ({"*": 2.0}, r"names '\*'"),
+    ],
+)
+def test_scale_factors_that_are_none(factors, message):
+    guide = guide_at(model, (X, Y), LOCS)
+    guide.scale_factors = factors
+    for use in (guide.fit, guide.log_evidence, guide.diagnose, guide.polish, guide.tune):
+        with pytest.raises(ArgumentError, match=message):
+            use([(X, Y)])
+    if "y" not in factors and "*" not in factors:  # a prediction knows no data to run the whole model with
+        with pytest.raises(ArgumentError, match=message):
+            predict(model, guide, X, AtMean())
+
+
+def test_scale_factors_may_be_tensors_of_one_number():
+    guide, other = guide_at(model, (X, Y), LOCS), guide_at(model, (X, Y), LOCS)
+    guide.scale_factors, other.scale_factors = {"slope": torch.tensor(2.0), "y": 1}, {"slope": 2.0}
+    assert guide.log_evidence([(X, Y)]).value == other.log_evidence([(X, Y)]).value
