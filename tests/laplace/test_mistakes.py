@@ -212,7 +212,10 @@ def test_an_improper_likelihood_has_no_gaussian_under_any_policy(kind, method, u
         ({"slope": 0.0}, "must be a positive number"),
         ({"slope": torch.tensor(torch.nan)}, "must be a positive number"),
         ({"slope": torch.ones(2)}, "must be a positive number"),
-        ({"y": 2.0, "slop": 2.0}, r"names 'slop', which is no site of the model; there are \['slope', 'scale', 'y'\]"),
+        (
+            {"y": 2.0, "slop": 2.0},
+            r"names 'slop', which is no site of the model; there are \['slope', 'scale', 'y'\]",
+        ),
         ({"*": 2.0}, r"names '\*'"),
     ],
 )
