@@ -5,7 +5,6 @@ import math
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -108,9 +107,7 @@ class ScaleReport(Report):
             return True
         if "at its start" in states or "moves" in states or (self.course is not None and self.course.moves):
             return False
-        if self.course is not None:
-            return None if self.course.doubt else True
-        return True if "settled" in states else None
+        return ("settled" in states if self.course is None else not self.course.doubt) or None
 
     @property
     def verdict(self) -> str:
@@ -140,18 +137,7 @@ class ScaleReport(Report):
         return " ".join([f"{moved} is not known. {advice}.", *findings])
 
     def _shown(self) -> list[Any]:
-        titles = (
-            "site",
-            "elements",
-            "σ 5 %",
-            "median",
-            "95 %",
-            "σ / prior",
-            "like prior",
-            "σ / start",
-            "change",
-            "",
-        )
+        titles = "site,elements,σ 5 %,median,95 %,σ / prior,like prior,σ / start,change,".split(",")
         lines = [
             (
                 row.site,
@@ -258,18 +244,17 @@ def scale_course(scales: Sequence[float], rates: Sequence[float] | None = None) 
         >>> print(scale_course([0.10, 0.05, 0.04, 0.03]))
         still falls: -25.0% in the last epoch
     """
-    known = [math.isfinite(scale) for scale in scales]
-    finite = [float(scale) for scale in compress(scales, known)]
+    rates = [1.0] * len(scales) if rates is None else rates
+    known = [(float(scale), rate) for scale, rate in zip(scales, rates, strict=True) if math.isfinite(scale)]
+    finite = [scale for scale, _ in known]
     if any(scale <= 0 for scale in finite):
         raise DataError(f"posterior scales are positive, but the history holds {min(finite)!r}")
     if len(finite) < 3:
         return None
     epochs = max(1, len(finite) // 10)
-    rates, doubt = [1.0] if rates is None else list(compress(rates, known)), ""
-    if max(rates[-epochs:]) <= FALLEN * max(rates):
+    doubt = "hardly moved since epoch 1" if abs(finite[-1] / finite[0] - 1) < AT_START else ""
+    if max(rate for _, rate in known[-epochs:]) <= FALLEN * max(rates):
         doubt = "stood still at learning rate 0"
-    elif abs(finite[-1] / finite[0] - 1) < AT_START:
-        doubt = "hardly moved since epoch 1"
     return ScaleCourse(epochs, finite[-1] / finite[-1 - epochs] - 1, doubt)
 
 
@@ -300,17 +285,8 @@ def _row(spread: Spread, earlier: Mapping[str, Tensor] | None, tolerance: float)
         state = "settled"
     else:
         state = "unknown" if math.isnan(moved) else "has moved"
-    return SiteScales(
-        spread.site,
-        scale.size,
-        _quantiles(scale),
-        to_prior,
-        to_start,
-        start_to_prior,
-        like_prior,
-        change,
-        state,
-    )
+    sizes = scale.size, _quantiles(scale), to_prior, to_start, start_to_prior, like_prior, change
+    return SiteScales(spread.site, *sizes, state)
 
 
 def _then(spread: Spread, earlier: Mapping[str, Tensor]) -> Tensor:

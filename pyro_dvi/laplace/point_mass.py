@@ -90,9 +90,7 @@ class PointMass:
             run = energy.first_run(energy.start)[1]
             names = [*run.log_priors, *(site.name for site in run.sites)]
             for name in self.scale_factors.keys() - names:
-                raise ArgumentError(
-                    f"scale_factors names {name!r}, which is no site of the model; there are {names}"
-                )
+                raise ArgumentError(f"scale_factors: the model has no site {name!r}; there are {names}")
         return energy
 
     def query(self, model: Callable, inputs: tuple[Any, ...], layout: Layout, site: str | None) -> Query:

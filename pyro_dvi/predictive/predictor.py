@@ -96,10 +96,9 @@ class Predictor(nn.Module):
                     nan = value.isnan().reshape(value.shape[0], -1).any(1)
                     mean = mean.masked_fill(nan.reshape(-1, *[1] * (mean.dim() - 1)), torch.nan)
         outputs = mean, *spread
-        if not torch.compiler.is_compiling() and not math.isfinite(mean.sum()):
-            error = bad_values(inputs, {})
-            if error is not None:  # else a distribution without a mean, or a sum out of range
-                raise error
+        finite = torch.compiler.is_compiling() or math.isfinite(mean.sum())
+        if not finite and (error := bad_values(inputs, {})):  # else a distribution without a mean
+            raise error
         # A saved program names no class of this library, so that it runs where the library is not installed.
         return outputs if torch.compiler.is_exporting() else Predicted(*outputs)
 

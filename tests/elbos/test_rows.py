@@ -244,5 +244,5 @@ def test_layers_without_a_rule_are_exact_and_say_what_they_cost(make, function, 
     assert_equal(found, exact)
     (text,) = [str(w.message) for w in caught]
     assert text.count("'net.") == count
-    assert f"are used by {function}, which has no rule" in text
+    assert f"is used by {function}, which has no rule" in text
     assert "40 in each step" in text and "IVON" in text and "smaller minibatches" in text

@@ -214,9 +214,9 @@ def test_an_improper_likelihood_has_no_gaussian_under_any_policy(kind, method, u
         ({"slope": torch.ones(2)}, "must be a positive number"),
         (
             {"y": 2.0, "slop": 2.0},
-            r"names 'slop', which is no site of the model; there are \['slope', 'scale', 'y'\]",
+            r"the model has no site 'slop'; there are \['slope', 'scale', 'y'\]",
         ),
-        ({"*": 2.0}, r"names '\*'"),
+        ({"*": 2.0}, r"no site '\*'"),
     ],
 )
 def test_scale_factors_that_are_none(factors, message):
