@@ -168,7 +168,7 @@ def _warn_of_shared_outputs(site: ObservedSite) -> None:
     for root in map(_root, behind.values()) if len(means) > 1 else ():
         found = [torch.autograd.grad(m, root, retain_graph=True, allow_unused=True)[0] for m in means]
         used = [gradient != 0 for gradient in found if gradient is not None]
-        if len(used) > 1 and bool((sum(used) > 1).any()):
+        if len(used) > 1 and bool((torch.stack(used).sum(0) > 1).any()):
             text = (
                 f"observed site {site.name!r}: {' and '.join(behind)} depend on the same outputs, as in Normal(f + g, "
                 "softplus(g)), and are taken as independent. Give each outputs of its own, or train with TaylorELBO"

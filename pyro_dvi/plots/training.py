@@ -84,7 +84,7 @@ def training_history(history: Any, *, axes: Sequence[Axes] | None = None) -> np.
         _draw(ax, epochs[known], values[known], line)
         ax.set(xlabel="epoch", ylabel=text)
         if name == "posterior_scale":
-            _judge(ax, epochs[known], scale_course(values, columns.get("lr")))
+            _judge(ax, epochs[known], scale_course(values.tolist(), columns.get("lr")))
     return drawn
 
 

@@ -3,6 +3,7 @@
 
 import copy
 from contextlib import suppress
+from typing import Any
 
 import pyro
 import pyro.distributions as dist
@@ -277,6 +278,7 @@ def test_compiled_nan_gives_nan_in_its_row(way):
     model, guide, _ = trained(several_by_sign, x, torch.ones(N, 2))
     prepared = predictor(model, guide, x, AtMean())
     expected, rows = prepared(x).mean, torch.export.Dim("rows")
+    program: Any
     if way == "export":
         program = torch.export.export(prepared, (x,), dynamic_shapes=[({0: rows},)], strict=False).module()
     else:
