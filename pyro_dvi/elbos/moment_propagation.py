@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sampling-free variational inference: means and variances flow through the model in one pass."""
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -14,7 +13,7 @@ from pyro_dvi.curvature import ObservedSite
 from pyro_dvi.divergences import kl_to_priors
 from pyro_dvi.elbos.base import DeterministicELBO
 from pyro_dvi.elbos.weighting import ExampleWeighting
-from pyro_dvi.errors import ArgumentError, DviWarning, ModelError
+from pyro_dvi.errors import ArgumentError, ModelError, warn
 from pyro_dvi.expectations import LogitEstimator
 from pyro_dvi.expectations.gaussian import are_distinct, gaussian_of
 from pyro_dvi.handlers.latents import Latent
@@ -169,11 +168,10 @@ def _warn_of_shared_outputs(site: ObservedSite) -> None:
         found = [torch.autograd.grad(m, root, retain_graph=True, allow_unused=True)[0] for m in means]
         used = [gradient != 0 for gradient in found if gradient is not None]
         if len(used) > 1 and bool((torch.stack(used).sum(0) > 1).any()):
-            text = (
+            return warn(
                 f"observed site {site.name!r}: {' and '.join(behind)} depend on the same outputs, as in Normal(f + g, "
                 "softplus(g)), and are taken as independent. Give each outputs of its own, or train with TaylorELBO"
             )
-            return warnings.warn(text, DviWarning, stacklevel=2)
 
 
 def _root(gaussian: GaussianMoments) -> Tensor:
