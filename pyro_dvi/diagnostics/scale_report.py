@@ -24,6 +24,7 @@ LEVELS = (0.05, 0.25, 0.5, 0.75, 0.95)  # of the quantiles over the elements of 
 
 MOVING = 0.01  # relative change above which scales are said to move
 AT_START = 0.05  # relative change since the start below which a scale was hardly trained
+FALLEN = 0.05  # share of the largest learning rate below which hardly anything moves
 LIKE_PRIOR = 0.9  # fraction of the prior scale above which an element has learned next to nothing
 
 
@@ -64,10 +65,12 @@ class ScaleCourse:
     Attributes:
         epochs: number of epochs that the change is over.
         change: relative change :math:`\bar\sigma_T / \bar\sigma_{T-k} - 1` over these k epochs.
+        doubt: why it says nothing that the mean scale stands still; empty where it does.
     """
 
     epochs: int
     change: float
+    doubt: str = ""
 
     @property
     def moves(self) -> bool:
@@ -76,7 +79,7 @@ class ScaleCourse:
 
     def __str__(self) -> str:
         last = "the last epoch" if self.epochs == 1 else f"the last {self.epochs} epochs"
-        what = f"still {'falls' if self.change < 0 else 'rises'}" if self.moves else "settled"
+        what = f"still {'falls' if self.change < 0 else 'rises'}" if self.moves else self.doubt or "settled"
         return f"{what}: {self.change:+.1%} in {last}"
 
 
@@ -104,7 +107,7 @@ class ScaleReport(Report):
             return True
         if "at its start" in states or "moves" in states or (self.course is not None and self.course.moves):
             return False
-        return True if "settled" in states or self.course is not None else None
+        return ("settled" in states if self.course is None else not self.course.doubt) or None
 
     @property
     def verdict(self) -> str:
@@ -128,21 +131,13 @@ class ScaleReport(Report):
         moved = (
             "Scales have moved from their start; whether they still do" if known else "Whether scales move"
         )
-        return f"{moved} is not known. Pass earlier=scale_snapshot(guide) of some epochs ago, or history."
+        advice = "Pass earlier=scale_snapshot(guide) of some epochs ago" + ", or history" * (
+            self.course is None
+        )
+        return " ".join([f"{moved} is not known. {advice}.", *findings])
 
     def _shown(self) -> list[Any]:
-        titles = (
-            "site",
-            "elements",
-            "σ 5 %",
-            "median",
-            "95 %",
-            "σ / prior",
-            "like prior",
-            "σ / start",
-            "change",
-            "",
-        )
+        titles = "site,elements,σ 5 %,median,95 %,σ / prior,like prior,σ / start,change,".split(",")
         lines = [
             (
                 row.site,
@@ -226,14 +221,18 @@ def scale_report(
     return ScaleReport(rows, course, type(guide).__name__)
 
 
-def scale_course(scales: Sequence[float]) -> ScaleCourse | None:
+def scale_course(scales: Sequence[float], rates: Sequence[float] | None = None) -> ScaleCourse | None:
     r"""Judge by the mean posterior scale of each epoch whether scales still move.
+
+    That the mean stands still is no sign of convergence where the learning rate had fallen to a twentieth of its
+    largest value or less, or where the mean is within 5 % of that of the first epoch.
 
     Status: a rule of thumb. Scales of single sites may move while their mean stands still;
     :func:`~pyro_dvi.diagnostics.scale_report` with an earlier snapshot looks at each.
 
     Args:
         scales: mean posterior scale after each epoch, ``history["posterior_scale"]``; what is not finite is left out.
+        rates: learning rates at the end of these epochs, ``history["lr"]``; None: not known.
 
     Returns:
         The change over the last tenth of the epochs, at least one of them; None for fewer than three epochs.
@@ -245,13 +244,18 @@ def scale_course(scales: Sequence[float]) -> ScaleCourse | None:
         >>> print(scale_course([0.10, 0.05, 0.04, 0.03]))
         still falls: -25.0% in the last epoch
     """
-    finite = [float(scale) for scale in scales if math.isfinite(scale)]
+    rates = [1.0] * len(scales) if rates is None else rates
+    known = [(float(scale), rate) for scale, rate in zip(scales, rates, strict=True) if math.isfinite(scale)]
+    finite = [scale for scale, _ in known]
     if any(scale <= 0 for scale in finite):
         raise DataError(f"posterior scales are positive, but the history holds {min(finite)!r}")
     if len(finite) < 3:
         return None
     epochs = max(1, len(finite) // 10)
-    return ScaleCourse(epochs, finite[-1] / finite[-1 - epochs] - 1)
+    doubt = "hardly moved since epoch 1" if abs(finite[-1] / finite[0] - 1) < AT_START else ""
+    if max(rate for _, rate in known[-epochs:]) <= FALLEN * max(rates):
+        doubt = "stood still at learning rate 0"
+    return ScaleCourse(epochs, finite[-1] / finite[-1 - epochs] - 1, doubt)
 
 
 def _row(spread: Spread, earlier: Mapping[str, Tensor] | None, tolerance: float) -> SiteScales:
@@ -281,17 +285,8 @@ def _row(spread: Spread, earlier: Mapping[str, Tensor] | None, tolerance: float)
         state = "settled"
     else:
         state = "unknown" if math.isnan(moved) else "has moved"
-    return SiteScales(
-        spread.site,
-        scale.size,
-        _quantiles(scale),
-        to_prior,
-        to_start,
-        start_to_prior,
-        like_prior,
-        change,
-        state,
-    )
+    sizes = scale.size, _quantiles(scale), to_prior, to_start, start_to_prior, like_prior, change
+    return SiteScales(spread.site, *sizes, state)
 
 
 def _then(spread: Spread, earlier: Mapping[str, Tensor]) -> Tensor:
@@ -317,7 +312,7 @@ def _course(history: Any) -> ScaleCourse | None:
             "fit records it where it recognises the guide's scales. Compare with scale_snapshot(guide) of some epochs "
             "ago instead."
         )
-    return scale_course(columns["posterior_scale"])
+    return scale_course(columns["posterior_scale"], columns.get("lr"))
 
 
 def _array(values: Tensor) -> np.ndarray:

@@ -13,14 +13,16 @@ from pyro_dvi.curvature import ObservedSite
 from pyro_dvi.divergences import kl_to_priors
 from pyro_dvi.elbos.base import DeterministicELBO
 from pyro_dvi.elbos.weighting import ExampleWeighting
-from pyro_dvi.errors import ArgumentError, ModelError
+from pyro_dvi.errors import ArgumentError, ModelError, warn
 from pyro_dvi.expectations import LogitEstimator
+from pyro_dvi.expectations.gaussian import are_distinct, gaussian_of
 from pyro_dvi.handlers.latents import Latent
 from pyro_dvi.handlers.moment_run import run_with_moments
 from pyro_dvi.handlers.posterior_run import Call
 from pyro_dvi.handlers.structure import reached_by
-from pyro_dvi.handlers.uncertain import at_mean, refuse_moments, uncertain_likelihoods
+from pyro_dvi.handlers.uncertain import at_mean, refuse_moments, uncertain_likelihoods, uncertain_part
 from pyro_dvi.moments import GaussianMoments, variance_floor
+from pyro_dvi.moments.joint import has_covariances
 from pyro_dvi.moments.weight_uses import warned_of_repeated_uses
 from pyro_dvi.signatures import explained_calls
 
@@ -123,6 +125,7 @@ class MomentPropagationELBO(DeterministicELBO):
             refuse_moments(site.fn, site.name)
             if first:
                 _check_shape(site, structure.shapes.get(site.name))
+                _warn_of_shared_outputs(site)
         if self.weighting is not None and training:
             for site in observed.sites:
                 site.scale = site.scale * self.weighting.weights(at_mean(site.fn), self.step)
@@ -151,6 +154,31 @@ def _check_shape(site: ObservedSite, expected: torch.Size | None) -> None:
             "when they are moments. Does the model ask isinstance(x, torch.Tensor) or torch.is_tensor(x)? Moments are "
             'no instances of it; ask hasattr(x, "shape") instead.'
         )
+
+
+def _warn_of_shared_outputs(site: ObservedSite) -> None:
+    """Find outputs that enter two parameters of a distribution, which are taken as independent."""
+    part = uncertain_part(site.fn)
+    parameters = part.parameters if part else {}
+    behind = {k: gaussian_of(p) for k, p in parameters.items() if isinstance(p, GaussianMoments)}
+    if has_covariances(*behind.values()) or not are_distinct(behind.values()):
+        return  # averaged together
+    means = [g.loc.sum() for g in behind.values() if g.loc.requires_grad]
+    for root in map(_root, behind.values()) if len(means) > 1 else ():
+        found = [torch.autograd.grad(m, root, retain_graph=True, allow_unused=True)[0] for m in means]
+        used = [gradient != 0 for gradient in found if gradient is not None]
+        if len(used) > 1 and bool((torch.stack(used).sum(0) > 1).any()):
+            return warn(
+                f"observed site {site.name!r}: {' and '.join(behind)} depend on the same outputs, as in Normal(f + g, "
+                "softplus(g)), and are taken as independent. Give each outputs of its own, or train with TaylorELBO"
+            )
+
+
+def _root(gaussian: GaussianMoments) -> Tensor:
+    """Return the means that those of a Gaussian are a part of, before it was shifted and scaled."""
+    while gaussian.origin is not None:
+        gaussian = gaussian.origin.inner
+    return gaussian.loc if gaussian.loc._base is None else gaussian.loc._base
 
 
 def _check_reached(log_likelihood: Tensor, latents: list[Latent], expected: frozenset[str]) -> None:

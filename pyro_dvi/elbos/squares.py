@@ -2,6 +2,7 @@
 r"""Measure :math:`\sum_s \mathrm{scale}_s \sum_i g_{si}^2` for the latents of a model."""
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -118,17 +119,20 @@ class SquareMeasurement:
             return
         ordered = sorted(rest)
         slow = [draw.values[k] for k in ordered]
-        if log_prob.requires_grad:
-            for k in ordered:
-                if passes_of(log_prob, [draw.values[k]]) > _MANY_PASSES:
-                    self._warn_once(
-                        f"latent site {draw.names[k]!r}",
-                        f"{draw.run.recorder.obstacle(k)}, so its squared gradients take one backward pass per "
-                        f"example: {log_prob.numel()} in each step for observed site {site.name!r}. That is exact but "
-                        "slow. Use the weight in a layer such as F.linear as it is, register a rule with "
-                        "pyro_dvi.curvature.per_example.per_example_rule, take smaller minibatches, or use IVON, "
-                        "which needs no gradients of examples.",
-                    )
+        slow_by: dict[str, dict[str, None]] = {}
+        for k in ordered if log_prob.requires_grad else ():
+            name = draw.names[k]
+            if name not in self._warned and passes_of(log_prob, [draw.values[k]]) > _MANY_PASSES:
+                self._warned.add(name)
+                alike = repr(re.sub(r"\.\d+(?=\.)", ".*", name))  # layers of one stack
+                slow_by.setdefault(draw.run.recorder.obstacle(k), {})[alike] = None
+        if slow_by:
+            what = ", and of what ".join(f"{why} ({', '.join(names)})" for why, names in slow_by.items())
+            self._warn_once(
+                f"observed site {site.name!r}: squared gradients of what {what},",
+                f"take one backward pass per example, {log_prob.numel()} in each step: exact but slow. Use layers such "
+                "as F.linear, write a per_example_rule, take smaller minibatches, or IVON, which needs no squares.",
+            )
         squares = squares_without_rules(log_prob, _root(site, log_prob), slow)
         for k, total in zip(ordered, squares, strict=True):
             draw.add(k, total / draw.num_particles, 1)

@@ -108,6 +108,7 @@ class LaplaceGuide(GaussianGuide):
                 ``diagnosis`` says why.
             DataError: batches that do not hold all data, or change, or hold NaN.
             ModelError: the model draws random numbers of its own.
+            NonFiniteError: the likelihood, or the prior, is NaN or infinite.
         """
         method = Dense() if method is None else method
         policy = chosen_policy(unconverged)
@@ -167,6 +168,8 @@ class LaplaceGuide(GaussianGuide):
         Raises:
             ArgumentError: ``kl_weight`` is not 1: a tempered posterior has no evidence.
             GuideError: the mode, or the model, has changed since the fit, or the fit ended in an error.
+            ModelError: the model draws random numbers of its own.
+            NonFiniteError: the likelihood, or the prior, is NaN or infinite.
             NotPositiveDefiniteError: the precision is not positive definite.
         """
         fitted = self.fitted if self._refused or (self._fitted is not None and subset is None) else None

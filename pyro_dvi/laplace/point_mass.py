@@ -79,9 +79,19 @@ class PointMass:
         return Layout({name: self.locs[name].shape for name in varying}, varying)
 
     def energy(self, model: Callable, batches: Iterable[Any], subset: Subset | None) -> Energy:
-        """Return U of a model, whose scales are as it is written, on all the data."""
+        """Return U of a model, whose scales are as it is written, on all the data.
+
+        Raises:
+            ArgumentError: a scale factor that is not positive, or of a site that the model has not.
+        """
         model = rescaled_model(model, self.scale_factors)
-        return Energy(model, batches, self.locs, layout=self.layout(subset), kl_weight=self.kl_weight)
+        energy = Energy(model, batches, self.locs, layout=self.layout(subset), kl_weight=self.kl_weight)
+        if self.scale_factors:
+            run = energy.first_run(energy.start)[1]
+            names = [*run.log_priors, *(site.name for site in run.sites)]
+            for name in self.scale_factors.keys() - names:
+                raise ArgumentError(f"scale_factors: the model has no site {name!r}; there are {names}")
+        return energy
 
     def query(self, model: Callable, inputs: tuple[Any, ...], layout: Layout, site: str | None) -> Query:
         """Return the outputs of such a model at the mode."""

@@ -128,10 +128,12 @@ class NaturalGradientOptimizer(Optimizer):
     Attributes:
         statistic: what to measure in each step.
         first: what to measure in the first one, where the curvature starts with that.
+        rate_factor: of the learning rate in the last step, by warm-up and cosine.
     """
 
     statistic: Statistic
     first: Statistic
+    rate_factor = 1.0
     _step_supports_amp_scaling = True  # GradScaler leaves it to the step to skip infinite gradients
 
     def __init__(
@@ -266,6 +268,7 @@ class NaturalGradientOptimizer(Optimizer):
             )
         total = self._length(group)
         rise = warm_up(count, group["warmup_steps"], total)
+        self.rate_factor = cosine(count, total) * rise
         tempering = rise if total is None or not group["warmup_steps"] else min(1.0, 2 * count / total) ** 2
         self._move(
             Update(
@@ -274,7 +277,7 @@ class NaturalGradientOptimizer(Optimizer):
                 group,
                 step,
                 count,
-                factor=cosine(count, total) * rise,
+                factor=self.rate_factor,
                 temperature=step.temperature * tempering,
             )
         )

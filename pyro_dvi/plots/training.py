@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from pyro_dvi.diagnostics.scale_report import scale_course
+from pyro_dvi.diagnostics.scale_report import ScaleCourse, scale_course
 from pyro_dvi.errors import DataError
 from pyro_dvi.plots.style import VERMILLION, blue, color, own_panels, quiet
 
@@ -29,7 +29,8 @@ def training_history(history: Any, *, axes: Sequence[Axes] | None = None) -> np.
 
     Whether the loss has settled says little about the posterior: scales converge last. The title of their panel says
     how much the mean posterior σ changed in the last tenth of training, which is shaded where it still moved, by more
-    than one per cent (:func:`~pyro_dvi.diagnostics.scale_course`). Then train longer or raise ``scale_multiplier`` of
+    than one per cent; it has no verdict where the learning rate had fallen to zero, or where σ has hardly moved since
+    the first epoch (:func:`~pyro_dvi.diagnostics.scale_course`). Then train longer or raise ``scale_multiplier`` of
     :func:`~pyro_dvi.learning_rates`.
 
     Args:
@@ -83,7 +84,7 @@ def training_history(history: Any, *, axes: Sequence[Axes] | None = None) -> np.
         _draw(ax, epochs[known], values[known], line)
         ax.set(xlabel="epoch", ylabel=text)
         if name == "posterior_scale":
-            _judge(ax, epochs[known], values[known])
+            _judge(ax, epochs[known], scale_course(values.tolist(), columns.get("lr")))
     return drawn
 
 
@@ -95,13 +96,11 @@ def _draw(ax: Axes, epochs: np.ndarray, values: np.ndarray, line: str) -> None:
         ax.set_xlim(epochs[0] - 1, epochs[0] + 1)
 
 
-def _judge(ax: Axes, epochs: np.ndarray, scales: np.ndarray) -> None:
+def _judge(ax: Axes, epochs: np.ndarray, course: ScaleCourse | None) -> None:
     """Say whether the scales still move."""
-    course = scale_course(scales.tolist())
     if course is None:
         return
-    ax.set_title(
-        str(course), loc="left", fontsize="small", color=VERMILLION if course.moves else quiet(ax, 0.8)
-    )
+    shade = VERMILLION if course.moves or course.doubt else quiet(ax, 0.8)
+    ax.set_title(str(course), loc="left", fontsize="small", color=shade)
     if course.moves:
         ax.axvspan(epochs[-1 - course.epochs], epochs[-1], color=VERMILLION, alpha=0.15, linewidth=0)

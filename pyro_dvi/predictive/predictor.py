@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A predictor that is prepared once and then called on tensors, for serving."""
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -12,6 +13,7 @@ from torch import Tensor, fx, nn
 
 from pyro_dvi.devices import device_of, seeder
 from pyro_dvi.errors import DataError, UnsupportedError
+from pyro_dvi.handlers.explained import bad_values
 from pyro_dvi.predictive.engine.batches import batches
 from pyro_dvi.predictive.engine.probe import agrees
 from pyro_dvi.predictive.engine.run import Latents, Response, evaluation_mode, seeded, sites_at
@@ -78,7 +80,7 @@ class Predictor(nn.Module):
             inputs: those of the example, of any number of rows; all rows are in memory at once.
 
         Raises:
-            DataError: inputs of another number or shape.
+            DataError: inputs of another number or shape; NaN, or infinities that have no finite mean.
         """
         shapes = [tuple(value.shape[1:]) if value.dim() else None for value in inputs]
         rows = [value.shape[0] for value in inputs if value.dim()]
@@ -88,7 +90,15 @@ class Predictor(nn.Module):
                 f"of those of the example, {self._shapes}"
             )
         with torch.no_grad():
-            outputs = self.operators(*inputs)
+            mean, *spread = self.operators(*inputs)
+            for value in inputs:  # whatever the model makes of NaN
+                if value.dim() and value.is_floating_point():
+                    nan = value.isnan().reshape(value.shape[0], -1).any(1)
+                    mean = mean.masked_fill(nan.reshape(-1, *[1] * (mean.dim() - 1)), torch.nan)
+        outputs: Any = mean, *spread
+        finite = torch.compiler.is_compiling() or math.isfinite(mean.sum())
+        if not finite and (error := bad_values(inputs, {})):  # else a distribution without a mean
+            raise error
         # A saved program names no class of this library, so that it runs where the library is not installed.
         return outputs if torch.compiler.is_exporting() else Predicted(*outputs)
 

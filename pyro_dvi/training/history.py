@@ -62,7 +62,7 @@ class History(InNotebook):
     Attributes:
         steps: one row per training step: ``epoch``, ``step`` (both from 1), ``loss`` (the objective that was
             optimised, summed over the data set), where the ELBO reports them ``log_likelihood``, ``penalty``,
-            ``kl`` (unweighted) and ``kl_weight``, and ``lr``, the learning rate of the means.
+            ``kl`` (unweighted) and ``kl_weight``, and ``lr``, the learning rate of the means as of that step.
         epochs: one row per epoch: ``epoch``, ``step`` (of its end), the same terms averaged over the epoch,
             ``kl_weight`` and ``lr`` of its last step, ``seconds``, ``posterior_scale`` (the mean of all
             posterior scales, where the guide has some) and one ``validation_<name>`` per metric.

@@ -12,9 +12,18 @@ from pyro.infer import SVI, TraceMeanField_ELBO
 from pyro.infer.autoguide import AutoLowRankMultivariateNormal
 from torch import nn
 
-from pyro_dvi import MeanFieldGuide, SGDStepSize, fit
+from pyro_dvi import (
+    MeanFieldGuide,
+    NaturalGradientELBO,
+    NaturalGradientGuide,
+    SGDStepSize,
+    fit,
+    regressor,
+    to_bayesian_,
+)
 from pyro_dvi.diagnostics import scale_course, scale_report, scale_snapshot
 from pyro_dvi.errors import ArgumentError, DataError
+from pyro_dvi.optim import IVON, VOGN
 from pyro_dvi.training import History
 
 
@@ -145,8 +154,6 @@ def test_training_of_a_conjugate_model_is_recognised_as_unfinished_and_as_finish
 
 
 def test_a_network_of_modules():
-    from pyro_dvi import to_bayesian_
-
     net = to_bayesian_(nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 2)))
     guide = MeanFieldGuide(net)
     guide.initialize(torch.ones(1, 1, 4, 4))
@@ -156,7 +163,7 @@ def test_a_network_of_modules():
 
 
 def test_a_guide_that_moved_to_another_device(device):
-    from pyro_dvi import prior_predictive_check, signal_to_noise, to_bayesian_
+    from pyro_dvi import prior_predictive_check, signal_to_noise
 
     net = to_bayesian_(nn.Linear(3, 2))
     guide = MeanFieldGuide(net)
@@ -182,6 +189,48 @@ def test_the_course_over_the_last_tenth():
     assert course.epochs == 5 and course.change == pytest.approx(0.99**5 - 1)
     assert course.moves and not scale_course([1.0, 1.0, 1.005]).moves
     assert scale_course([1.0, 2.0]) is None
+
+
+def test_scales_that_stand_still_at_learning_rate_zero_have_no_verdict():
+    scales = [0.1, 0.2, *[0.3] * 18]
+    rates = [0.5 * (1 + math.cos(math.pi * (k + 1) / 20)) for k in range(20)]
+    course = scale_course(scales, rates)
+    assert str(course) == "stood still at learning rate 0: +0.0% in the last 2 epochs" and not course.moves
+    assert str(scale_course(scales, [1.0] * 20)) == "settled: +0.0% in the last 2 epochs"
+    assert str(scale_course(scales, [1.0] * 10 + [0.1] * 10)).startswith("settled")
+    assert str(scale_course([*scales, 0.6], [*rates, 0.0])).startswith("still rises: +100.0%")
+    guide, _ = guide_at(a=3.0, b=0.5)
+    report = scale_report(guide, history={"posterior_scale": scales, "lr": rates})
+    assert report.converged is None
+    assert (
+        "is not known" in report.verdict and "The mean scale stood still at learning rate 0" in report.verdict
+    )
+    unchanged = scale_report(
+        guide, earlier=scale_snapshot(guide), history={"posterior_scale": scales, "lr": rates}
+    )
+    assert unchanged.converged is None
+
+
+def test_scales_that_have_not_moved_since_the_first_epoch_have_no_verdict():
+    course = scale_course([math.nan, 0.3, 0.301, 0.302, 0.301], [0.0, 1.0, 1.0, 1.0, 1.0])
+    assert str(course) == "hardly moved since epoch 1: -0.3% in the last epoch"
+    assert str(scale_course([0.2, 0.301, 0.302, 0.301])).startswith("settled")
+
+
+@pytest.mark.parametrize("optimizer", [VOGN, IVON])
+def test_a_short_training_by_natural_gradients_is_not_said_to_have_converged(optimizer):
+    """Their rate falls to zero inside of the optimizer, and the history says so."""
+    torch.manual_seed(0)
+    x = torch.randn(40, 3)
+    net = to_bayesian_(nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)))
+    model = regressor(net, num_data=40, noise_scale=0.1)
+    guide = NaturalGradientGuide(model)
+    svi = SVI(model, guide, optimizer({}), loss=NaturalGradientELBO())
+    history = fit(svi, [(x, x[:, 0])], epochs=60, progress=False)
+
+    wave = [0.5 * (1 + math.cos(math.pi * step / 60)) * min(1, (step + 1) / 15) for step in range(60)]
+    np.testing.assert_allclose(np.array(history["lr"]) / max(history["lr"]), np.array(wave) / max(wave))
+    assert scale_report(guide, history=history).converged is not True
 
 
 MISTAKES = {

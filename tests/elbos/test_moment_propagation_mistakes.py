@@ -6,12 +6,16 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro.infer import SVI
+from pyro.infer.autoguide import AutoDiagonalNormal
+from torch import nn
+from torch.nn import functional as F
 
 import pyro_dvi as dvi
 from pyro_dvi.elbos import MomentPropagationELBO
 from pyro_dvi.errors import (
     ArgumentError,
     DataError,
+    DviWarning,
     GuideError,
     ModelError,
     NonFiniteError,
@@ -161,6 +165,60 @@ def test_values_that_are_broadcast_are_refused_at_every_step(data, elbo):
     elbo.loss_and_grads(model, guide, x, y)
     with pytest.raises(DataError, match=r"'obs'.*\(12, 1\).*broadcast"):
         elbo.loss_and_grads(model, guide, x, y[:, None])
+
+
+HEADS = {
+    "sum": lambda f, g: (f + g, F.softplus(g)),
+    "views": lambda f, g: ((f + g).squeeze(-1), F.softplus(g).squeeze(-1)),
+    "log variance": lambda f, g: (f - g, torch.exp(0.5 * g)),
+    "product": lambda f, g: (f * g, F.softplus(g)),
+    "one output": lambda f, g: (2 * g + 1, F.softplus(g)),
+}
+SEPARATE = {
+    "two outputs": lambda f, g: (f, F.softplus(g)),
+    "two outputs, with views": lambda f, g: (f.squeeze(-1), torch.exp(0.5 * g + 1).squeeze(-1)),
+    "the very same output": lambda f, g: (g, F.softplus(g)),  # integrated over that
+    "a certain scale": lambda f, g: (f + g, 0.1),
+}
+
+
+def heteroscedastic(head):
+    net = dvi.to_bayesian_(nn.Sequential(nn.Linear(1, 4), nn.Tanh(), nn.Linear(4, 2)))
+
+    def model(x, y=None):
+        loc, scale = head(*net(x[:, None]).chunk(2, -1))
+        with pyro.plate_stack("data", loc.shape):
+            return pyro.sample("y", dist.Normal(loc, scale), obs=y.reshape(loc.shape))
+
+    return model
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_parameters_that_share_an_output_are_announced_once(data, head):
+    model, elbo = heteroscedastic(HEADS[head]), MomentPropagationELBO()
+    guide = dvi.MeanFieldGuide(model)
+    with pytest.warns(
+        DviWarning, match="observed site 'y': loc and scale depend on the same outputs"
+    ) as caught:
+        elbo.loss_and_grads(model, guide, *data)
+    assert len(caught) == 1
+    elbo.loss_and_grads(model, guide, *data)  # a second warning would be an error
+
+
+@pytest.mark.parametrize("guide", [dvi.MeanFieldGuide, AutoDiagonalNormal])
+@pytest.mark.parametrize("head", SEPARATE)
+def test_parameters_of_separate_outputs_are_fine(data, head, guide):
+    model = heteroscedastic(SEPARATE[head])
+    MomentPropagationELBO().loss_and_grads(model, guide(model), *data)
+
+
+def test_latents_in_one_vector_are_told_apart(data):
+    def model(x, y):
+        w, b, s = (pyro.sample(name, dist.Normal(x.new_zeros(()), 1.0)) for name in "wbs")
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(w * x + b, F.softplus(s)), obs=y)
+
+    MomentPropagationELBO().loss_and_grads(model, AutoDiagonalNormal(model), *data)
 
 
 def test_no_observed_site(data):

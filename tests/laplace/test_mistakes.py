@@ -8,21 +8,27 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from pyro_dvi import LaplaceGuide, Linearised, predict
+from pyro_dvi import AtMean, LaplaceGuide, Linearised, predict
 from pyro_dvi.errors import (
     ArgumentError,
     DataError,
     GuideError,
     ModelError,
+    NonFiniteError,
     NotPositiveDefiniteError,
     UnsupportedError,
 )
 from pyro_dvi.laplace import (
     Accept,
+    ByLanczos,
     ConjugateGradient,
     Dense,
+    Exactly,
     Hessian,
+    HessianFree,
+    UseGGN,
 )
+from pyro_dvi.laplace.methods.hessian_free import Adam
 from tests.laplace.problems import SineRegression, guide_at, ragged
 from tests.laplace.slope import LOCS, X, Y, fitted, model
 
@@ -151,3 +157,80 @@ class TestMistakes:
 def _saddle(x: Tensor) -> None:
     u = pyro.sample("u", dist.Normal(x.new_zeros(2), 1.0).to_event(1))
     pyro.sample("product", dist.Normal(u[0] * u[1], 0.5), obs=x.new_tensor(3.0))
+
+
+def _improper(noise, shift=lambda x: 0.0):
+    """A regression through the origin, on slope ``w``, whose likelihood is none."""
+
+    def regression(x, y=None):
+        w = pyro.sample("w", dist.Normal(torch.zeros(()).double(), 1.0))
+        with pyro.plate("data", len(x)):
+            mean = torch.relu(w) * x + shift(x)
+            pyro.sample("y", dist.Normal(mean, noise(w), validate_args=False), obs=y)
+
+    return regression
+
+
+_IMPROPER = {
+    "draws": (_improper(torch.ones_like, torch.rand_like), ModelError, "two runs at the same latents differ"),
+    "NaN": (_improper(lambda w: w - 2), NonFiniteError, "joint density is nan"),
+    "infinite": (_improper(lambda w: torch.full_like(w, 1e-200)), NonFiniteError, "joint density is inf"),
+}
+
+
+@pytest.mark.parametrize("kind", _IMPROPER)
+@pytest.mark.parametrize("determinant", [None, Exactly(), ByLanczos(probes=2, steps=2)])
+def test_an_improper_likelihood_has_no_evidence(kind, determinant):
+    improper, error, message = _IMPROPER[kind]
+    guide = guide_at(improper, (X, Y), {"w": torch.ones(()).double()})
+    with pytest.raises(error, match=message):
+        guide.log_evidence([(X, Y)], determinant=determinant)
+
+
+@pytest.mark.parametrize("kind", _IMPROPER)
+@pytest.mark.parametrize(
+    ("method", "unconverged"),
+    [
+        (Dense(), Accept()),
+        (ConjugateGradient(Hessian()), Accept()),
+        (ConjugateGradient(Hessian()), UseGGN()),
+        (HessianFree(solver=Adam(strength=0.1)), None),
+    ],
+)
+def test_an_improper_likelihood_has_no_gaussian_under_any_policy(kind, method, unconverged):
+    improper, error, message = _IMPROPER[kind]
+    guide = guide_at(improper, (X, Y), {"w": torch.ones(()).double()})
+    with pytest.raises(error, match=message):
+        guide.fit([(X, Y)], method, unconverged=unconverged)
+    assert guide.posterior is None
+
+
+@pytest.mark.parametrize(
+    ("factors", "message"),
+    [
+        ({"slope": -1}, r"scale_factors\['slope'\] must be a positive number, not -1"),
+        ({"slope": 0.0}, "must be a positive number"),
+        ({"slope": torch.tensor(torch.nan)}, "must be a positive number"),
+        ({"slope": torch.ones(2)}, "must be a positive number"),
+        (
+            {"y": 2.0, "slop": 2.0},
+            r"the model has no site 'slop'; there are \['slope', 'scale', 'y'\]",
+        ),
+        ({"*": 2.0}, r"no site '\*'"),
+    ],
+)
+def test_scale_factors_that_are_none(factors, message):
+    guide = guide_at(model, (X, Y), LOCS)
+    guide.scale_factors = factors
+    for use in (guide.fit, guide.log_evidence, guide.diagnose, guide.polish, guide.tune):
+        with pytest.raises(ArgumentError, match=message):
+            use([(X, Y)])
+    if "y" not in factors and "*" not in factors:  # a prediction knows no data to run the whole model with
+        with pytest.raises(ArgumentError, match=message):
+            predict(model, guide, X, AtMean())
+
+
+def test_scale_factors_may_be_tensors_of_one_number():
+    guide, other = guide_at(model, (X, Y), LOCS), guide_at(model, (X, Y), LOCS)
+    guide.scale_factors, other.scale_factors = {"slope": torch.tensor(2.0), "y": 1}, {"slope": 2.0}
+    assert guide.log_evidence([(X, Y)]).value == other.log_evidence([(X, Y)]).value

@@ -57,6 +57,14 @@ def test_the_panel_of_scales_says_that_they_settled():
     assert not ax.patches
 
 
+def test_the_panel_of_scales_has_no_verdict_at_learning_rate_zero():
+    (ax,) = plots.training_history({"posterior_scale": [0.5, 0.1, np.nan, 0.1], "lr": [1.0, 0.5, 0.5, 0.0]})
+    assert ax.get_title("left") == "stood still at learning rate 0: +0.0% in the last epoch"
+    assert not ax.patches
+    (ax,) = plots.training_history({"posterior_scale": [0.1, 0.1, 0.1]})
+    assert ax.get_title("left") == "hardly moved since epoch 1: +0.0% in the last epoch"
+
+
 def test_two_epochs_are_too_few_to_judge():
     (ax,) = plots.training_history({"posterior_scale": [0.5, 0.1]})
     assert ax.get_title("left") == ""

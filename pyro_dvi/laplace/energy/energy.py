@@ -200,8 +200,8 @@ class LocalEnergy:
         self.energy.count(1)
         if not bool(torch.isfinite(total)):
             raise NonFiniteError(
-                f"the negative log joint density is {total.item()} at these values: train further, or lower the "
-                "learning rate"
+                f"the negative log joint density is {total.item()} at these values: a noise scale that is negative or "
+                "zero, or a mode from a training that diverged, which needs a lower learning rate"
             )
         return total.to(self.point.dtype), gradient
 

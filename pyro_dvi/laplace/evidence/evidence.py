@@ -19,6 +19,7 @@ from pyro_dvi.laplace.energy.layout import Layout
 from pyro_dvi.laplace.energy.passes import same_data
 from pyro_dvi.laplace.energy.precision import PrecisionMatrix
 from pyro_dvi.laplace.methods.posterior import LaplacePosterior
+from pyro_dvi.laplace.mode.diagnosis import sound
 from pyro_dvi.linalg import SpectralQuadrature, TraceEstimate, trace_of_function
 from pyro_dvi.table import InNotebook
 
@@ -258,6 +259,8 @@ def log_evidence(
 
     Raises:
         ArgumentError: ``kl_weight`` is not 1.
+        ModelError: the model is random, or a latent NaN.
+        NonFiniteError: U is NaN or infinite.
         NotPositiveDefiniteError: the precision is not positive definite.
     """
     check_untempered(energy)
@@ -270,6 +273,7 @@ def log_evidence(
         except UnsupportedError:
             pass
     if found is None:
+        sound(energy)
         chosen = chosen_determinant(determinant, energy.layout.size)
         found = chosen.spectrum(energy.at(energy.start), curvature).log_determinant()
         source = "exact" if chosen.exact else repr(chosen)

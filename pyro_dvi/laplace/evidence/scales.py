@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from pyro_dvi.choice import check_positive
 from pyro_dvi.errors import ArgumentError, ModelError, UnsupportedError
 from pyro_dvi.handlers.rescaled import Rescaled, scale_name
 from pyro_dvi.laplace.energy.energy import Energy
@@ -127,7 +128,14 @@ class NoiseScale(Scale):
 
 
 def rescaled_model(model: Callable[..., Any], factors: Mapping[str, float]) -> Callable[..., Any]:
-    """Return the model with scales multiplied; the model itself where nothing changes."""
+    """Return the model with scales multiplied; the model itself where nothing changes.
+
+    Raises:
+        ArgumentError: a factor that is no positive number.
+    """
+    for name, factor in factors.items():
+        scalar = torch.is_tensor(factor) and factor.numel() == 1
+        check_positive(f"scale_factors[{name!r}]", float(factor) if scalar else factor)
     changed = {name: factor for name, factor in factors.items() if factor != 1}
     if not changed:
         return model

@@ -31,7 +31,7 @@ class Method(ABC):
         by_spectrum: tuning by the evidence takes the eigenvalues of that matrix, once for all values, instead of
             :meth:`LaplacePosterior.log_determinant`.
         reweights: its posterior may have :meth:`LaplacePosterior.reweighted`.
-        needs_minimum: whether the policy for unconverged modes is asked; else no mode is looked at.
+        needs_minimum: whether the policy for unconverged modes is asked; else the mode may be no minimum.
     """
 
     curvature: PrecisionMatrix

@@ -6,13 +6,13 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from pyro_dvi.choice import check_choice, check_count, check_positive
-from pyro_dvi.errors import ModelError, UnconvergedError, warn
+from pyro_dvi.errors import UnconvergedError, warn
 from pyro_dvi.laplace.energy.energy import Energy
 from pyro_dvi.laplace.energy.precision import GGN, Hessian
 from pyro_dvi.laplace.methods.conjugate_gradient import ConjugateGradient
 from pyro_dvi.laplace.methods.posterior import LaplacePosterior, Method
 from pyro_dvi.laplace.mode.certificate import Certificate
-from pyro_dvi.laplace.mode.diagnosis import Diagnosis, diagnose, distance_by, first_look, look_at_kinks
+from pyro_dvi.laplace.mode.diagnosis import Diagnosis, diagnose, distance_by, look_at_kinks, sound
 
 __all__ = ["Accept", "Refuse", "Unconverged", "UseGGN", "chosen_policy"]
 
@@ -37,13 +37,16 @@ class Unconverged(ABC):
 class Accept(Unconverged):
     """Fit without looking whether the mode is a minimum.
 
-    Methods with the Hessian still refuse one that is not positive definite, if they come across it.
+    A random model, or a U that is NaN or infinite, is refused nevertheless. Methods with the Hessian also refuse one
+    that is not positive definite, if they come across it.
     """
 
     def look(
         self, wanted: Method, energy: Energy, known: Certificate | None
     ) -> tuple[Method, Diagnosis | None]:
         """Return the method that was asked for."""
+        if not known:
+            sound(energy)
         return wanted, None
 
 
@@ -78,16 +81,18 @@ class Refuse(Unconverged):
         Raises:
             UnconvergedError: the precision is the Hessian, and the mode no minimum, or U has kinks.
             ModelError: the model is random, or a latent NaN.
+            NonFiniteError: U is NaN or infinite.
         """
+        seen = None if known else sound(energy)
         if not wanted.needs_minimum:
             return wanted, None
         if not isinstance(wanted.curvature, Hessian):
-            return wanted, None if known else _sound(first_look(energy))
+            return wanted, seen
         if known and known.curvature == "Hessian" and known.decrement <= self.tolerance:
             return wanted, None
         found = look_at_kinks(energy)
         if not found.kinks:
-            found = _sound(diagnose(energy, tolerance=self.tolerance, steps=self.steps))
+            found = diagnose(energy, tolerance=self.tolerance, steps=self.steps)
             if found.converged:
                 return wanted, found
         return self._otherwise(wanted, found), found
@@ -125,13 +130,6 @@ class UseGGN(Refuse):
 def _has_curvature(method: Any) -> bool:
     """Whether the precision is a choice of the method."""
     return any(field.name == "curvature" and field.init for field in fields(method))
-
-
-def _sound(found: Diagnosis) -> Diagnosis:
-    """Refuse models for which there is no U to be minimised."""
-    if found.non_finite or found.randomness:
-        raise ModelError(found.verdict)
-    return found
 
 
 def warned_if_far(found: Diagnosis, posterior: LaplacePosterior, energy: Energy) -> Diagnosis:

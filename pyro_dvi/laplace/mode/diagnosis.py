@@ -21,7 +21,7 @@ from pyro_dvi.linalg import Eigenpair, conjugate_gradients, smallest_eigenpair
 from pyro_dvi.table import InNotebook
 from pyro_dvi.undisturbed import undisturbed
 
-__all__ = ["Diagnosis", "diagnose", "distance_by", "first_look", "look_at_kinks", "smallest_in_prior_units"]
+__all__ = ["Diagnosis", "diagnose", "distance_by", "look_at_kinks", "smallest_in_prior_units", "sound"]
 
 _COLLINEAR = 0.99  # cosine above which the prior's gradient explains that of the likelihood
 _STEPS_AT_SADDLE = 10  # of conjugate gradients, for a distance that nothing depends on
@@ -176,7 +176,7 @@ def diagnose(energy: Energy, *, tolerance: float = 1e-2, steps: int = 200) -> Di
         steps: of the Lanczos recursion, and of conjugate gradients.
     """
     with undisturbed():
-        found = first_look(energy, tolerance)
+        found = _first_look(energy, tolerance)
         if found.non_finite or found.randomness:
             return found
         found = replace(found, kinks=look_at_kinks(energy).kinks)
@@ -216,7 +216,7 @@ def look_at_kinks(energy: Energy) -> Diagnosis:
 
 
 @undisturbed()
-def first_look(energy: Energy, tolerance: float = 1.0) -> Diagnosis:
+def _first_look(energy: Energy, tolerance: float = 1.0) -> Diagnosis:
     """Return what one gradient shows, and two runs of the first batch.
 
     Args:
@@ -238,6 +238,19 @@ def first_look(energy: Energy, tolerance: float = 1.0) -> Diagnosis:
         gradient_norm=float(gradient.norm()),
         randomness=change if change > rounding * (1 + abs(float(value))) else 0.0,
     )
+
+
+def sound(energy: Energy) -> Diagnosis:
+    """Return what one gradient shows, and two runs of the first batch, where there is a U at all.
+
+    Raises:
+        ModelError: the model is random, or a latent NaN.
+        NonFiniteError: U is NaN or infinite.
+    """
+    found = _first_look(energy)
+    if found.non_finite or found.randomness:
+        raise ModelError(found.verdict)
+    return found
 
 
 def distance_by(posterior: LaplacePosterior, found: Diagnosis, local: LocalEnergy) -> Diagnosis:

@@ -216,7 +216,7 @@ class Route(ABC):
                 return float("nan")
             self._rate = means[0][1:]
         optimizer, position = self._rate
-        return float(optimizer.param_groups[position]["lr"])
+        return float(optimizer.param_groups[position]["lr"]) * getattr(optimizer, "rate_factor", 1.0)
 
     def posterior_scale(self) -> float | None:
         """Mean of all posterior scales, where the guide's parameters are recognised as such."""
