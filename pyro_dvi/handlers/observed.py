@@ -62,8 +62,8 @@ def observed_sites(trace: Any) -> Observed:
 
 def observation(site: Any) -> ObservedSite:
     """Return what objectives and curvatures read of an observed site."""
-    read = (site[key] for key in ("name", "fn", "value", "scale", "mask"))
-    return ObservedSite(*read, subsampled_share(site))
+    share = subsampled_share(site)
+    return ObservedSite(site["name"], site["fn"], site["value"], site["scale"], site["mask"], share)
 
 
 def checked_log_likelihood(site: ObservedSite) -> Tensor:
