@@ -332,7 +332,7 @@ ROWS: dict[str, Row] = {
     "a net used twice": Row(lambda: Problem(of_net(Siamese()), second_order=False), warned=TWICE),
     "ReLU": Row(lambda: Problem(of_net(mlp(nn.ReLU()))), warned={"Taylor": "uses relu"}),
     "Hardsigmoid": Row(
-        lambda: Problem(of_net(mlp(nn.Hardsigmoid()))), HARDSIGMOID, warned={"Taylor": "uses Hardsigmoid"}
+        lambda: Problem(of_net(mlp(nn.Hardsigmoid()))), HARDSIGMOID, warned={"Taylor": "uses hardsigmoid"}
     ),
     "dropout": Row(lambda: Problem(of_net(mlp(nn.Dropout(0.5))), random=True), without=("Laplace",)),
     "dropout in evaluation": Row(
