@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_dvi.bayesian.placement import broadcasts_to
-from pyro_dvi.errors import ArgumentError, GuideError, ModelError, warn
+from pyro_dvi.errors import ArgumentError, GuideError, ModelError, PyroDviError, warn
 from pyro_dvi.guides.factors import Factor
 from pyro_dvi.guides.site import GuideSite
 from pyro_dvi.guides.stores import Store, complete_loaded
@@ -375,6 +375,8 @@ class FactorisedGuide(AutoGuide):
         """
         try:
             return super().load_state_dict(state_dict, *args, **kwargs)
+        except PyroDviError:
+            raise
         except (IndexError, KeyError, RuntimeError, TypeError) as error:
             keys = f": {error}" if isinstance(error, RuntimeError) else ""
             raise GuideError(

@@ -119,6 +119,7 @@ def test_predictions_with_masks_are_those_of_the_rows(name: str) -> None:
     assert_within(posterior.joint_covariance(query), flat @ torch.linalg.solve(precision, flat.T), case)
 
 
+@pytest.mark.filterwarnings("ignore:.*does not add up to the gradient:pyro_dvi.errors.DviWarning")
 def test_examples_that_see_the_next_but_one_are_not_taken_apart() -> None:
     """Pairs (0, 2), (1, 3), (4, 6), ..."""
     torch.manual_seed(4)

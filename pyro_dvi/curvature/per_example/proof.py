@@ -24,7 +24,7 @@ from pyro_dvi.errors import ModelError, warn
 
 __all__ = ["Finding", "Proofs", "examined", "layout_of", "warn_of_disproved"]
 
-_BUDGET = 1 << 24  # entries of gradients of examples at a time
+_BUDGET = 1 << 22  # entries of gradients of examples at a time
 _AT_ONCE = 8  # calls in which a proof that failed for want of gradients is tried again
 _INTERVAL = 1000  # calls between two proofs of a long training
 
@@ -88,7 +88,7 @@ def _compared(
         apart = apart & kept_apart(plain, delta, c)
         coarsest = max(coarsest, torch.finfo(delta.dtype).eps)
         delta = at_least_single(delta)
-        total += _summed(use, delta, whole).reshape(total.shape)
+        total += _summed(use, delta, whole)
         largest = [x.abs().max() for x in use.contribution.operands if x.is_floating_point() and x.numel()]
         terms = terms + delta.norm() * (torch.stack(largest).max() if largest else 1.0)
     rounding = 1000 * coarsest * terms  # of sums whose terms cancel
@@ -100,9 +100,11 @@ def _compared(
 def _summed(use: Use, delta: Tensor, like: Tensor) -> Tensor:
     """The sum over examples of their gradients, some at a time."""
     count = max(1, _BUDGET // max(1, like.numel()))
-    parts = [slice(start, start + count) for start in range(0, len(delta), count)]
-    sums = [use.contribution.part(part).gradients(delta[part]).sum(0) for part in parts]
-    return torch.stack(sums).sum(0)
+    total = torch.zeros_like(like)
+    for start in range(0, len(delta), count):
+        part = slice(start, start + count)
+        total += use.contribution.part(part).gradients(delta[part]).sum(0).reshape(like.shape)
+    return total
 
 
 class Proofs:
@@ -137,7 +139,7 @@ class Proofs:
         if verdict.is_due():
             before = verdict.wrong
             verdict.renew(look(verdict.looks), site)
-            warn_of_disproved([f"latent site {names[k]!r}" for k in verdict.wrong - before if names])
+            warn_of_disproved([f"latent site {names[k]!r}" for k in sorted(verdict.wrong - before) if names])
         return verdict.wrong
 
     def _verdicts_on(self, model: Any) -> "dict[Any, _Verdict]":

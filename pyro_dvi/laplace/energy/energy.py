@@ -164,7 +164,7 @@ class Energy:
         batch = self.passes.first_again()
         with torch.no_grad():
             graphs = [BatchGraph(*self.run(batch, point), kl_weight=self.kl_weight) for _ in range(2)]
-        return float((graphs[0].energy - graphs[1].energy).abs())
+        return (graphs[0].energy - graphs[1].energy).abs().item()
 
     def batch_gradient(self, batch: Arguments, point: Tensor) -> Tensor:
         """Gradient [D] of U as a batch estimates it: its likelihood, times the number of batches, is that of all."""

@@ -208,13 +208,13 @@ class ByEvidence(Criterion):
         check_untempered(energy)
         log_determinant = self._log_determinant(candidates)
         likelihood_changes = candidates.scale.proportions(2.0)[0] != 1
-        log_likelihood = float(energy.log_joint(energy.start)[0])
+        log_likelihood = energy.log_joint(energy.start)[0].item()
         constant = 0.5 * energy.layout.size * math.log(2 * math.pi)
 
         def score(value: float) -> float:
             fit = log_likelihood
             if likelihood_changes:
-                fit = float(candidates.local(value).energy.log_joint(energy.start)[0])
+                fit = candidates.local(value).energy.log_joint(energy.start)[0].item()
             return fit + candidates.log_prior(value) + constant - 0.5 * log_determinant(value)
 
         return score

@@ -264,7 +264,7 @@ def log_evidence(
         NotPositiveDefiniteError: the precision is not positive definite.
     """
     check_untempered(energy)
-    log_likelihood = float(energy.log_joint(energy.start)[0])
+    log_likelihood = energy.log_joint(energy.start)[0].item()
     found, source = None, ""
     if determinant is None and posterior is not None and same_data(data, energy.passes.checksum):
         try:
