@@ -375,8 +375,8 @@ class Prediction(InNotebook):
         """Return the prediction as ``InferenceData`` (ArviZ 0.x) or ``DataTree`` (1.x), for predictive checks.
 
         Groups: ``posterior_predictive``, draws of observations from the predictive distributions, each example by
-        itself; if observed values came with the data, ``observed_data``, without those that the model masks; and
-        their ``log_likelihood``, if draws were kept and ``num_samples`` is their number: that of the whole predictive
+        itself; if observed values came with the data, ``observed_data``, NaN where the model masks them; and their
+        ``log_likelihood``, if draws were kept and ``num_samples`` is their number: that of the whole predictive
         would be the same for every draw. :func:`~pyro_dvi.to_arviz` exports the posterior as well.
 
         Args:
@@ -384,7 +384,7 @@ class Prediction(InNotebook):
             seed: of these draws.
 
         Raises:
-            UnsupportedError: a mixture whose components were not kept, or a mask that cuts single events.
+            UnsupportedError: a mixture whose components were not kept.
         """
         kept = self._parts[0].count if self.draws else 500
         assert self._exporter is not None, "pyro_dvi imports the chapter that registers it"
