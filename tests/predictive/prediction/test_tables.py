@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Predictions as tables, labelled arrays and ArviZ objects."""
 
+import sys
+
 import numpy as np
 import pyro
 import pyro.distributions as dist
@@ -111,6 +113,12 @@ def test_arviz_says_where_it_comes_from():
     assert attributes["site"] == "obs" and attributes["method"] == "AtMean()" and attributes["seed"] == 3
 
 
-def test_arviz_needs_the_components_of_a_mixture():
+def test_arviz_needs_the_components_of_a_mixture(monkeypatch):
+    assert predict(NUMBERS, guide, X, Samples(5)).to_arviz(3)["posterior_predictive"]["obs"].shape == (
+        1,
+        3,
+        8,
+    )
+    monkeypatch.setattr(sys.modules["pyro_dvi.predictive.predict"], "KEPT_COMPONENTS", 1)
     with pytest.raises(UnsupportedError, match="keep_draws=True"):
         predict(NUMBERS, guide, X, Samples(5)).to_arviz()
