@@ -139,7 +139,9 @@ class PartlyCounted(dist.MaskedDistribution):
     def log_prob(self, value: Tensor) -> Tensor:
         """Return the log density of the numbers that count, of the batch shape."""
         start = -len(self.event_shape)
-        vectors = self.base_dist.base_dist if isinstance(self.base_dist, ShapedNormal) else self.base_dist
+        vectors: Any = (
+            self.base_dist.base_dist if isinstance(self.base_dist, ShapedNormal) else self.base_dist
+        )
         apart = torch.where(self.counts, value - self.mean, 0.0).flatten(start)
         counts = self.counts.flatten(start)
         # In place of the others, numbers at their mode, where their density is one.

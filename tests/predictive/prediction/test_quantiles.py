@@ -61,10 +61,10 @@ def predicted(family, rule):
         guide = MeanFieldGuide(model)
         guide.initialize(X, y)
         return predict(model, guide, X, rule, seed=0)
-    guide = LaplaceGuide(model)
-    guide.initialize(X, y)
-    guide.fit([(X, y)], unconverged=Accept())
-    return predict(model, guide, X)
+    laplace = LaplaceGuide(model)
+    laplace.initialize(X, y)
+    laplace.fit([(X, y)], unconverged=Accept())
+    return predict(model, laplace, X)
 
 
 @pytest.mark.filterwarnings("ignore:the Fisher information:pyro_dvi.errors.DviWarning")
