@@ -130,8 +130,9 @@ def elementary(transform: Any) -> list[Any]:
         return elementary(transform.base_transform)
     if isinstance(transform, td.ComposeTransform):
         return [part for inner in transform.parts for part in elementary(inner)]
-    shift = isinstance(transform, td.AffineTransform) and type(transform.loc) in (int, float)
-    return [] if transform is None or (shift and (transform.loc, transform.scale) == (0, 1)) else [transform]
+    affine = (transform.loc, transform.scale) if isinstance(transform, td.AffineTransform) else ()
+    nothing = [v for v in affine if type(v) in (int, float)] == [0, 1]
+    return [] if transform is None or nothing else [transform]
 
 
 class Marginals:

@@ -72,7 +72,10 @@ def propagated(loc: Tensor, scale: Tensor, transform: Any) -> Any:
     if any(part.domain.event_dim or part.codomain.event_dim for part in parts):
         return transform(loc)
     name = "exp" if len(parts) == 1 and isinstance(parts[0], td.ExpTransform) else None
-    link = Link(GaussianMoments(loc, scale.square()), transform, name)
+    # Without the event dimensions, which elements that the model takes out do not have.
+    function = td.ComposeTransform(parts)
+    uniform = not any(torch.is_tensor(v) and v.dim() > 0 for part in parts for v in vars(part).values())
+    link = Link(GaussianMoments(loc, scale.square()), function, name, uniform=uniform)
     moments = through_link(GaussianMoments(loc, scale.square(), link), lambda value: value)
     assert moments is not None
     return moments.linked(link)

@@ -5,10 +5,12 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from pyro_dvi.inference_data.group import Coords, Dims, Group, as_array
 from pyro_dvi.inference_data.records import provenance
 from pyro_dvi.predictive import Prediction
-from pyro_dvi.predictive.prediction.component import whole_events
+from pyro_dvi.predictive.prediction.component import with_any
 
 __all__ = ["assemble", "of_prediction"]
 
@@ -39,6 +41,14 @@ def assemble(
             "predictions of held-out data by diagnostics.compare_held_out. A posterior that was trained by samples has "
             "one if it is exported with method=Samples(500)",
         )
+    for name in (
+        "posterior_predictive",
+        "prior_predictive",
+    ):  # ArviZ plots real numbers and others in unlike ways
+        arrays = groups[name].arrays if name in groups else {}
+        for site, values in groups["observed_data"].arrays.items():
+            if site in arrays and values.dtype.kind == "f" != arrays[site].dtype.kind:
+                arrays[site] = arrays[site].astype(values.dtype)
     is_tree = int(arviz.__version__.split(".")[0]) >= 1
     leading = "sample_dims" if is_tree else "default_dims"
     datasets = {}
@@ -68,14 +78,12 @@ def of_prediction(prediction: Prediction, num_samples: int, seed: int | None) ->
     site, values = prediction.site, prediction.observed
     predictive.add(site, as_array(prediction.sample(num_samples, seed=seed)))
     if values is not None:
-        density = prediction.log_likelihood()
-        counts = None
-        if prediction.mask is not None:
-            counts = as_array(whole_events(prediction.mask, values.dim() - density.dim(), site)) > 0
-        observed.add(site, as_array(values), (), counts)
+        counts = torch.ones_like(values, dtype=torch.bool) if prediction.mask is None else prediction.mask
+        observed.add(site, as_array(values), (), as_array(counts) > 0)
         own = prediction.draws.get("log_likelihood")
         if own is not None and len(own) == num_samples:
-            log_likelihood.add(site, as_array(own), (), counts)
+            scored = with_any(counts, values.dim() - prediction.log_likelihood().dim())
+            log_likelihood.add(site, as_array(own), (), as_array(scored) > 0)
     groups = {"posterior_predictive": predictive, "log_likelihood": log_likelihood, "observed_data": observed}
     attributes = {"method": repr(prediction.method), "site": site, **({} if seed is None else {"seed": seed})}
     return assemble(groups, attributes, {}, {})

@@ -91,9 +91,10 @@ def to_arviz(
         with ``history=``: loss, KL divergence, learning rate and the rest by ``epoch``. ArviZ has no such group and
         leaves it alone; ``sample_stats`` is for quantities of single draws.
 
-    Plates become dimensions of their name. Observations that the model masks are not in ``log_likelihood`` and
-    ``observed_data``, whose values then lie along one dimension ``<site>_observed``, with their places in the flattened
-    predictions as coordinates. With several observed sites, each is predicted and scored with the others at their
+    Plates become dimensions of their name. Observations that the model masks are NaN in ``observed_data`` (labels and
+    counts then become real numbers, there and in their predictive groups). ``log_likelihood`` is without them: its
+    values lie along one dimension ``<site>_observed``, with their places in the flattened predictions as coordinates.
+    With several observed sites, each is predicted and scored with the others at their
     observed values, where the data hold these: :math:`p(b \mid a, x, \theta)` where a site b depends on a site a.
 
     With ``AtMean()``, the default after ``TaylorELBO``, every draw of ``posterior_predictive`` comes from
@@ -154,7 +155,7 @@ def to_arviz(
         GuideError: the guide was never run, has no mean, or is an AutoLaplaceApproximation before its Gaussian.
         ModelError: no observed site, several without an observation and no ``site``, or one that is called like a
             dimension of ArviZ.
-        UnsupportedError: a mask that depends on the draw or cuts events, a prior that cannot be drawn from, a method of
+        UnsupportedError: a mask that depends on the draw, a prior that cannot be drawn from, a method of
             a LaplaceGuide without draws, or an observed site that depends on others that are neither in the guide nor
             observed, with a rule that does not average over their draws.
 

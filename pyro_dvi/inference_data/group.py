@@ -56,8 +56,8 @@ class Group:
     ) -> None:
         """Add a variable; draws come without their chain.
 
-        Where a mask leaves something out, what is left has one dimension, ``<name>_observed``, with the places in the
-        flattened array as its coordinates.
+        Where a mask leaves something out, values are NaN; what is left of draws has one dimension, ``<name>_observed``,
+        with the places in the flattened array as its coordinates.
 
         Args:
             name: of the variable.
@@ -69,8 +69,10 @@ class Group:
             ModelError: its name is that of one of ArviZ's dimensions.
         """
         name = safe_name(name)
-        if counts is not None and not counts.all():
-            array = array[:, counts] if self.sampled else array[counts]
+        if counts is not None and not self.sampled:
+            array = array if counts.all() else np.where(counts, array, np.nan)  # whole numbers as real ones
+        elif counts is not None and not counts.all():
+            array = array[:, counts]
             suggested = [f"{name}_observed", *suggested[counts.ndim :]]
             self.coords[f"{name}_observed"] = np.flatnonzero(counts)
         if name in _SAMPLE_DIMS:

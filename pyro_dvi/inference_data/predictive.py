@@ -13,7 +13,6 @@ from pyro_dvi.handlers.response import choose_response, counted, responses
 from pyro_dvi.inference_data.group import Group, as_array, joined, listed, plate_names
 from pyro_dvi.predictive.components import Components
 from pyro_dvi.predictive.engine.batches import Batch
-from pyro_dvi.predictive.prediction.component import whole_events
 from pyro_dvi.predictive.prediction.observations import Observation, ObservationDraws
 
 __all__ = ["Predictions", "choose_responses"]
@@ -146,7 +145,7 @@ class _Site:
             counts = torch.ones_like(value, dtype=torch.bool) if draws.counts is None else draws.counts
             self._log_probs.append(as_array(draws.log_prob))
             self._observed.append(as_array(value.movedim(axis - event_dim, 0)))
-            self._cells.append(as_array(whole_events(counts, event_dim, self.name).movedim(axis, 0)) > 0)
+            self._cells.append(as_array(counts.movedim(axis - event_dim, 0)) > 0)
 
     def predictive(self, group: Group) -> None:
         group.add(self.name, joined(self._drawn, 1), self.dims)
@@ -159,5 +158,7 @@ class _Site:
         if len(log_probs) > 1:  # else the same for every draw, of which ArviZ can make nothing
             share = self._count // len(log_probs)
             log_probs = log_probs if share == 1 else log_probs.repeat(share, 0)
-            densities.add(self.name, log_probs, self.dims, cells)
+            densities.add(
+                self.name, log_probs, self.dims, cells.any(tuple(range(log_probs.ndim - 1, cells.ndim)))
+            )
         observed.add(self.name, joined(self._observed, 0), self.dims, cells)

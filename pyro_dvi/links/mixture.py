@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mixtures over the points at which uncertain parameters are evaluated."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 from torch import distributions as td
 from torch.distributions import constraints
 
-__all__ = ["PointMixture", "distribution_function"]
+__all__ = ["EqualMixture", "PointMixture", "distribution_function"]
 
 _CHUNK = 2**22  # numbers drawn at once
 
@@ -107,6 +108,36 @@ class PointMixture(td.Distribution):
         """Return values ``[*draws, *batch, *event]`` with a dimension for the points."""
         value = value.expand(torch.broadcast_shapes(value.shape, self.batch_shape + self.event_shape))
         return value.unsqueeze(-1 - self.rank - len(self.event_shape))
+
+
+class EqualMixture(td.Distribution):
+    r"""The mixture :math:`\tfrac1K \sum_k p_k(y)` of distributions that are objects of their own.
+
+    Args:
+        each: the distributions, of one batch and event shape.
+    """
+
+    arg_constraints: dict[str, Any] = {}  # noqa: RUF012 (as in torch)
+    support = None  # that of each of them, which checks its values itself
+
+    def __init__(self, each: Sequence[Any]) -> None:
+        self.each = list(each)
+        super().__init__(each[0].batch_shape, each[0].event_shape, validate_args=False)
+
+    def cdf(self, value: Tensor) -> Tensor:
+        """Return the distribution function."""
+        return torch.stack([distribution_function(fn, value) for fn in self.each]).mean(0)
+
+    @torch.no_grad()
+    def sample(self, sample_shape: Any = ()) -> Tensor:
+        """Draw a component for each observation by itself, then the observation."""
+        first, *others = self.each
+        drawn: Tensor = first.sample(sample_shape)
+        chosen = torch.randint(len(self.each), (*sample_shape, *self.batch_shape), device=drawn.device)
+        chosen = chosen.reshape(*chosen.shape, *(1,) * len(self.event_shape))
+        for k, fn in enumerate(others, 1):
+            drawn = torch.where(chosen == k, fn.sample(sample_shape), drawn)
+        return drawn
 
 
 class _InAny(constraints.Constraint):

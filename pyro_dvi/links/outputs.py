@@ -7,7 +7,7 @@ An example may have several densities, one for each row of an inner plate, say. 
 so that integrals are over these few.
 """
 
-from math import prod
+import math
 from typing import Any
 
 import pyro
@@ -18,12 +18,13 @@ from torch import Size, Tensor
 from torch import distributions as td
 from torch.distributions import constraints
 
-from pyro_dvi.handlers.distributions import innermost, rewrapped, strip_event_dims
+from pyro_dvi.handlers.distributions import innermost, rewrapped, untransformed
 from pyro_dvi.handlers.outputs import Outputs, Parameter
+from pyro_dvi.handlers.response import counted
 from pyro_dvi.links import mixture
 from pyro_dvi.links.classes import ClassLink
 from pyro_dvi.links.joint import Joint
-from pyro_dvi.links.noise import NoiseLink
+from pyro_dvi.links.noise import NoiseLink, ShapedNormal
 from pyro_dvi.links.noise import Normal as NoisyNormal
 from pyro_dvi.links.predictive import predictive_distribution
 from pyro_dvi.moments import GaussianMoments, Link
@@ -67,7 +68,7 @@ def integrated(
         others = others[:rank]
     numbers = torch.arange(covariance.shape[-1], device=covariance.device).split([p.size for p in parameters])
     places = {
-        p.name: own.reshape(prod(others), -1)
+        p.name: own.reshape(math.prod(others), -1)
         for p, own in zip(parameters, numbers, strict=True)
         if p.name in uncertain
     }
@@ -87,8 +88,14 @@ def integrated(
 
     if not joined:
         return rewrapped(fn, predictive)
-    if type(strip_event_dims(fn)) is dist.Normal:
-        return predictive(base)
+    if type(untransformed(fn)) is dist.Normal:
+        found, counts = predictive(base), counted({"fn": fn, "mask": None})
+        if counts is None:
+            return found
+        if not isinstance(found, mixture.PointMixture):
+            return PartlyCounted(found, counts)
+        found.components = PartlyCounted(found.components, counts)
+        return found
     values, weights = joint.points(uncertain)
     return mixture.PointMixture(outputs.rebuilt({**given, **values}, tuple(weights.shape)), weights)
 
@@ -115,6 +122,33 @@ class PointMixture(mixture.PointMixture, TorchDistributionMixin):
 
 class Normal(NoisyNormal, TorchDistributionMixin):
     """Noise around an uncertain mean, with Pyro's methods."""
+
+
+class PartlyCounted(dist.MaskedDistribution):
+    """Gaussian vectors, matrices or tensors whose log density is that of the numbers that count, the others left out.
+
+    Args:
+        base: the Gaussian.
+        counts: which numbers count, broadcastable to an observation of every density.
+    """
+
+    def __init__(self, base: Any, counts: Tensor) -> None:
+        super().__init__(base, True)
+        self.counts = counts
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Return the log density of the numbers that count, of the batch shape."""
+        start = -len(self.event_shape)
+        vectors: Any = (
+            self.base_dist.base_dist if isinstance(self.base_dist, ShapedNormal) else self.base_dist
+        )
+        apart = torch.where(self.counts, value - self.mean, 0.0).flatten(start)
+        counts = self.counts.flatten(start)
+        # In place of the others, numbers at their mode, where their density is one.
+        both, alone = counts.unsqueeze(-1) & counts.unsqueeze(-2), torch.eye(counts.shape[-1]).to(apart)
+        covariance = torch.where(both, vectors.covariance_matrix, alone / (2 * math.pi))
+        normal: Any = td.MultivariateNormal(torch.zeros_like(apart), covariance, validate_args=False)
+        return normal.log_prob(apart)  # type: ignore[no-any-return]
 
 
 _OURS = {mixture.PointMixture: PointMixture, NoisyNormal: Normal}

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Predict with a model and the posterior of its weights."""
 
+import math
 from collections.abc import Callable
 from itertools import chain
 from typing import Any
@@ -32,6 +33,9 @@ from pyro_dvi.signatures import with_missing
 
 __all__ = ["default_rule", "names_of_sites", "predict", "rule_of"]
 
+KEPT_COMPONENTS = (
+    2**25
+)  # numbers that kept components of all batches may predict: 256 MiB of means and scales
 _RULES = {"AtMean": AtMean(), "Linearised": Linearised(), "Moments": Moments(), "Samples": Samples(30)}
 
 
@@ -56,8 +60,9 @@ def predict(
     with the :math:`\theta_k` of ``method``: the posterior mean alone (:class:`AtMean`) or draws
     (:class:`Samples`). Everything is read from the distribution at the model's observed site, so any Pyro model will
     do. Modules run in evaluation mode and without gradients; their mode, the running statistics of normalisation
-    layers and the global random state (but for the draw of a seed) are left as they were. Memory does not grow with
-    the number of draws, unless they are to be kept. Plate scales weigh a training objective and are ignored here;
+    layers and the global random state (but for the draw of a seed) are left as they were. Of classes, memory does not
+    grow with the number of draws; of numbers, the distribution of each draw is kept for quantiles, up to about 256 MiB
+    in all. Plate scales weigh a training objective and are ignored here;
     values that the model masks are predicted but not scored. A latent site with a value for each example belongs to
     the data of the training: such a model predicts these, whole, in one batch and in their order. An automatic guide
     knows them by the arguments of its first run; a guide that is a function has to be trusted.
@@ -81,10 +86,9 @@ def predict(
             the one that is called like the site.
         batch_size: examples at a time; a loader has its own.
         seed: of the draws; by default one from the global generator.
-        keep_draws: keep mean and variance, or class probabilities, of every component in :attr:`Prediction.draws`;
-            with them, mixtures of Normals have quantiles, an exact density of values that come later, and a CRPS.
-            Memory then grows with the number of draws. They are kept in any case where each member of an ensemble
-            predicts by one distribution.
+        keep_draws: keep mean and variance, or class probabilities, of every component in :attr:`Prediction.draws`,
+            and the distributions of numbers however much memory they take. They are kept in any case where each member
+            of an ensemble predicts by one distribution.
         progress: show a progress bar over batches.
 
     Returns:
@@ -115,8 +119,8 @@ def predict(
         >>> predict(model, guide, x, AtMean()).variance
         tensor([0.2500, 0.2500, 0.2500, 0.2500, 0.2500])
         >>> sorted(predict(model, guide, (x, x), Samples(20), seed=0).metrics())
-        ['nll', 'nll_standard_error', 'rmse']
-        >>> low, high = predict(model, guide, x, Samples(20), seed=0, keep_draws=True).interval(0.9)
+        ['coverage_95', 'crps', 'nll', 'nll_standard_error', 'rmse', 'width_95']
+        >>> low, high = predict(model, guide, x, Samples(20), seed=0).interval(0.9)
         >>> bool((low < high).all())
         True
     """
@@ -131,7 +135,7 @@ def predict(
     device = device_of(model, guide)
     posterior = list(guide.parameters()) if isinstance(guide, nn.Module) else []
     parts: list[Part] = []
-    name = site
+    name, room = site, math.inf if keep_draws or rule.keeps_components else KEPT_COMPONENTS
     sites = names_of_sites(model, guide) if site is None else lambda _: [site]
     split = batches(model, data, observed=observed, batch_size=batch_size, device=device, sites=sites)
     with evaluation_mode(model, guide), seeded(seed, device) as seed:
@@ -143,10 +147,9 @@ def predict(
             with explained_errors(model, posterior, with_missing(model, args), kwargs):
                 if batch.observed is not None:
                     batch = check_observation(model, batch, example_latents(guide, batch.inputs), site)
-                mixture = Mixture(
-                    batch.observed, batch.num_rows, batch.mask, keep=keep_draws or rule.keeps_components
-                )
+                mixture = Mixture(batch.observed, batch.num_rows, batch.mask, room=room)
                 components.read(mixture, batch, site)
+            room = mixture.room
             parts.append(mixture.finish())
             name = mixture.site
     assert name is not None, "there was a batch"

@@ -91,6 +91,28 @@ def test_plots(exported, name):
     assert PLOTS[name](exported) is not None
 
 
+@pytest.mark.parametrize("labels", [False, True], ids=["numbers", "labels"])
+def test_missing_outputs_have_a_predictive_plot(labels):
+    kept = X > -0.6
+
+    def missing(x, y=None):
+        slope = pyro.sample("slope", dist.Normal(0.0, 1.0))
+        f = slope * x
+        with pyro.plate("data", len(x)), pyro.poutine.mask(mask=kept):
+            fn = dist.Categorical(logits=torch.stack([f, -f], -1)) if labels else dist.Normal(f, 0.3)
+            return pyro.sample("obs", fn, obs=y)
+
+    def slopes(x, y=None):
+        pyro.sample("slope", dist.Normal(2.0, 0.1))
+
+    y = (X > 0).long() if labels else 2 * X
+    exported = to_arviz(missing, slopes, (X, y), method=Samples(60), seed=0, prior=20)
+    assert exported["observed_data"]["obs"].shape == (40,)
+    for name in ("predictive", "prior predictive"):
+        assert PLOTS[name](exported) is not None
+    assert az.loo(exported).n_data_points == int(kept.sum())
+
+
 def test_classes_have_a_predictive_plot():
     net = dvi.to_bayesian_(torch.nn.Linear(2, 3))
     classes = dvi.classifier(net, num_data=20)

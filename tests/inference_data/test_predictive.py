@@ -216,13 +216,12 @@ def test_masked_observations_are_left_out(model, method, batch_size, tmp_path):
     y = torch.where(KEPT, Y, -999.0)
     exported = to_arviz(model, slope, (X, y), 50, method=method, batch_size=batch_size, seed=0)
     exported = reopened(exported, tmp_path)
-    places = np.flatnonzero(KEPT)
-    np.testing.assert_array_equal(values(exported, "observed_data", "obs"), Y[KEPT])
-    for group in ("observed_data",) if method == AtMean() else ("log_likelihood", "observed_data"):
-        assert exported[group]["obs"].dims[-1] == "obs_observed"
-        np.testing.assert_array_equal(exported[group]["obs_observed"], places)
+    np.testing.assert_array_equal(values(exported, "observed_data", "obs"), torch.where(KEPT, Y, torch.nan))
+    assert exported["observed_data"]["obs"].dims == ("data",)
     assert values(exported, "posterior_predictive", "obs").shape == (1, 50, 20)
     if method != AtMean():
+        assert exported["log_likelihood"]["obs"].dims[-1] == "obs_observed"
+        np.testing.assert_array_equal(exported["log_likelihood"]["obs_observed"], np.flatnonzero(KEPT))
         w = torch.as_tensor(values(exported, "posterior", "w")[0])[:, None]
         expected = dist.Normal(w * X, 1.0).log_prob(Y)[:, KEPT]
         np.testing.assert_allclose(values(exported, "log_likelihood", "obs")[0], expected, rtol=1e-4)
@@ -241,7 +240,8 @@ def test_masked_cells_of_a_table_are_found_by_their_places():
     exported = to_arviz(table, slope, (X[:6], y), 3, dims={"obs": ["person", "item"]})
     assert exported["posterior_predictive"]["obs"].dims[2:] == ("person", "item")
     places = exported["log_likelihood"]["obs_observed"].values
-    np.testing.assert_array_equal(values(exported, "observed_data", "obs"), y.numpy().ravel()[places])
+    np.testing.assert_array_equal(values(exported, "observed_data", "obs"), torch.where(kept, y, torch.nan))
+    assert exported["observed_data"]["obs"].dims == ("person", "item")
     np.testing.assert_array_equal(
         np.stack(np.unravel_index(places, (6, 4))), np.stack(np.nonzero(kept.numpy()))
     )
@@ -257,22 +257,57 @@ def test_masks_of_whole_events():
 
     y = torch.randn(20, 3)
     exported = to_arviz(events, slope, (X, y), method=Samples(3))
-    np.testing.assert_array_equal(values(exported, "observed_data", "obs"), y[KEPT])
-    assert exported["observed_data"]["obs"].dims == ("obs_observed", "obs_dim_1")
+    np.testing.assert_array_equal(
+        values(exported, "observed_data", "obs"), torch.where(KEPT[:, None], y, torch.nan)
+    )
+    assert exported["observed_data"]["obs"].dims == ("data", "obs_dim_1")
     w = float(values(exported, "posterior", "w")[0, 0])
     expected = dist.Normal((w * X)[:, None], 1.0).to_event(1).log_prob(y)[KEPT]
     np.testing.assert_allclose(values(exported, "log_likelihood", "obs")[0, 0], expected, rtol=1e-5)
 
 
-def test_a_mask_that_cuts_events_is_refused():
+def test_masks_of_parts_of_events():
+    mask = (torch.arange(40).reshape(20, 2) % 3 > 0) & KEPT[:, None]
+
     def events(x, y=None):
         w = pyro.sample("w", dist.Normal(0.0, 1.0))
         with pyro.plate("data", len(x)):
             pairs = dist.Normal((w * x)[:, None].expand(-1, 2), 1.0)
-            pyro.sample("obs", pairs.mask(torch.tensor([True, False])).to_event(1), obs=y)
+            pyro.sample("obs", pairs.mask(mask).to_event(1), obs=y)
 
-    with pytest.raises(UnsupportedError, match="'obs' leaves out parts of single events.*plate"):
-        to_arviz(events, slope, (X, torch.zeros(20, 2)), 3)
+    y = torch.randn(20, 2)
+    exported = to_arviz(events, slope, (X, torch.where(mask, y, torch.tensor(-999.0))), method=Samples(3))
+    np.testing.assert_array_equal(values(exported, "observed_data", "obs"), torch.where(mask, y, torch.nan))
+    w = float(values(exported, "posterior", "w")[0, 0])
+    expected = (dist.Normal((w * X)[:, None], 1.0).log_prob(y) * mask).sum(-1)[KEPT]
+    np.testing.assert_allclose(values(exported, "log_likelihood", "obs")[0, 0], expected, rtol=1e-5)
+
+
+def test_a_mask_that_a_distribution_does_not_know_of_is_refused():
+    def labels(x, y=None):
+        w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", len(x)):
+            pairs = dist.Bernoulli(logits=(w * x)[:, None].expand(-1, 2))
+            known = pairs if y is None else pairs.mask(torch.tensor([True, False]))
+            pyro.sample("obs", known.to_event(1), obs=y)
+
+    with pytest.raises(UnsupportedError, match="'obs' leaves out parts of single observations.*to_event"):
+        to_arviz(labels, slope, (X, torch.zeros(20, 2)), 3)
+
+
+def test_masked_labels_are_real_numbers_in_all_groups():
+    def labels(x, y=None):
+        w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", len(x)), poutine.mask(mask=KEPT):
+            pyro.sample("obs", dist.Categorical(logits=torch.stack([w * x, -x], -1)), obs=y)
+
+    exported = to_arviz(labels, slope, (X, (X > 0).long()), 5, prior=4)
+    np.testing.assert_array_equal(
+        values(exported, "observed_data", "obs"), torch.where(KEPT, (X > 0).double(), torch.nan)
+    )
+    for group in ("posterior_predictive", "prior_predictive"):
+        drawn = values(exported, group, "obs")
+        assert drawn.dtype.kind == "f" and set(np.unique(drawn)) <= {0, 1}
 
 
 def test_a_mask_that_depends_on_the_draw_is_refused():

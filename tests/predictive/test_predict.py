@@ -2,6 +2,7 @@
 """Predictions against closed forms and plain loops, for Pyro's guides and ours."""
 
 import math
+import sys
 
 import pyro
 import pyro.distributions as dist
@@ -22,7 +23,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from pyro_dvi import AtMean, MeanFieldGuide, Samples, fit, metrics, optim, predict
-from pyro_dvi.errors import DataError, GuideError
+from pyro_dvi.errors import DataError, GuideError, UnsupportedError
 
 GUIDES = [AutoDelta, AutoNormal, AutoDiagonalNormal, AutoMultivariateNormal, MeanFieldGuide]
 
@@ -382,12 +383,24 @@ def test_float64():
     assert prediction.mean.dtype == prediction.log_likelihood().dtype == torch.float64
 
 
-def test_memory_does_not_grow_with_the_number_of_draws():
+def test_memory_does_not_grow_with_the_number_of_draws_without_end(monkeypatch):
     model, guide, x, y = regression()
-    parts = predict(model, guide, (x, y), Samples(40))._parts
-    kept = parts[0].values.values()
-    assert sum(value.numel() for value in kept) == 100  # mean, two variances, log-likelihood, observed
-    assert parts[0].distribution is None
+    for room in (40 * 20, 40 * 20 - 1):
+        monkeypatch.setattr(sys.modules["pyro_dvi.predictive.predict"], "KEPT_COMPONENTS", room)
+        prediction = predict(model, guide, (x, y), Samples(40))
+        (part,) = prediction._parts
+        assert (
+            sum(value.numel() for value in part.values.values()) == 100
+        )  # mean, variances, density, observed
+        assert (part.distribution is None) == (room < 40 * 20)
+    assert "coverage_95" not in prediction.metrics()
+    with pytest.raises(
+        UnsupportedError, match=r"quantiles at site 'obs'.*40 distributions \(Normal\).*keep_draws=True"
+    ):
+        prediction.quantiles(0.5)
+    with pytest.raises(UnsupportedError, match="draws of observations at site 'obs'.*to_arviz"):
+        prediction.sample(5)
+    assert predict(model, guide, x, Samples(40), keep_draws=True).quantiles(0.5).shape == (20,)
 
 
 def test_repr_says_what_was_predicted():

@@ -12,6 +12,7 @@ import pyro_dvi as dvi
 from pyro_dvi.bayesian import LearnedScale
 from pyro_dvi.errors import GuideError
 from pyro_dvi.training import fit
+from pyro_dvi.training.random_state import preserve_random_state
 from tests.training.problems import (
     sequence,
     svi_of,
@@ -50,6 +51,36 @@ def test_scopes_keep_them_apart():
         trained(-1.0)
     with pyro.get_param_store().scope(kept):
         assert torch.equal(dvi.predict(*first, X).variance, before)
+
+
+@pytest.mark.parametrize("ensemble_first", [False, True])
+def test_an_ensemble_beside_one_network_of_the_same_names(ensemble_first):
+    """The script of a comparison: each is used with its own parameters, whichever was trained last."""
+
+    def ensemble():
+        return dvi.train_ensemble(lambda: trained(-1.0), num_members=2, progress=False)
+
+    def single():
+        with preserve_random_state():
+            torch.manual_seed(3)
+            return trained(1.0)
+
+    def used(model, guide):  # what depends on weights in modules, and on the noise scale in the store
+        draws = dvi.to_arviz(model, guide, X, 4, seed=0)["posterior"]["net.weight"]
+        serve = dvi.predictor(model, guide, X)
+        return dvi.predict(model, guide, X).variance, serve(X).variance, torch.as_tensor(draws.values)
+
+    alone = []
+    for train in (single, ensemble):
+        with pyro.get_param_store().scope():
+            alone.append(used(*train()))
+    assert not torch.allclose(alone[0][0], alone[1][0])
+    if ensemble_first:
+        many, one = ensemble(), single()
+    else:
+        one, many = single(), ensemble()
+    for posterior, expected in zip((one, many), alone, strict=True):
+        assert all(map(torch.equal, used(*posterior), expected))
 
 
 def test_another_guide_of_the_same_model_takes_nothing_away():

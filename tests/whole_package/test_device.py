@@ -172,6 +172,32 @@ def test_predictions_of_numbers(device):
     check_device(results(device), expected, device, rtol=1e-4, atol=1e-5)
 
 
+QUANTILES = {
+    "Poisson": lambda f: pyro.distributions.Poisson(f.exp()),
+    "Gamma": lambda f: pyro.distributions.Gamma(2.0, f.exp()),
+    "StudentT": lambda f: pyro.distributions.StudentT(4.0, f, 0.5),
+}
+
+
+@pytest.mark.parametrize("family", QUANTILES)
+def test_quantiles(device, family):
+    def model(x, y=None):
+        w = pyro.sample("w", pyro.distributions.Normal(x.new_zeros(()), 1.0))
+        with pyro.plate("data", len(x)):
+            return pyro.sample("obs", QUANTILES[family](w * x), obs=y)
+
+    def results(where: torch.device | str) -> dict[str, Any]:
+        pyro.clear_param_store()
+        torch.manual_seed(0)
+        x = torch.linspace(-1, 1, 5).to(where)
+        guide = dvi.MeanFieldGuide(model)
+        guide.initialize(x, QUANTILES[family](x).sample())
+        rules = (dvi.AtMean(), dvi.Moments(), dvi.Samples(4))
+        return {f"{rule}": dvi.predict(model, guide, x, rule, seed=1).quantiles([0.1, 0.9]) for rule in rules}
+
+    check_device(results(device), results("cpu"), device, rtol=1e-3, atol=1e-3)
+
+
 def test_diagnostics_and_export(device):
     svi, (x, y) = trained("mean-field moments", device), images(device)
     assert dvi.scale_report(svi.guide, earlier=dvi.scale_snapshot(svi.guide)).rows

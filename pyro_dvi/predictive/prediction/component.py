@@ -11,6 +11,7 @@ from torch import distributions as td
 from pyro_dvi.devices import forked
 from pyro_dvi.errors import DataError, UnsupportedError
 from pyro_dvi.handlers.distributions import untransformed
+from pyro_dvi.links.mixture import PointMixture
 
 __all__ = [
     "as_drawn",
@@ -20,7 +21,6 @@ __all__ = [
     "class_log_probabilities",
     "filled",
     "statistics",
-    "whole_events",
     "with_any",
 ]
 
@@ -118,25 +118,6 @@ def with_any(mask: Tensor, event_dim: int) -> Tensor:
     return mask.flatten(mask.dim() - event_dim).any(-1) if event_dim else mask
 
 
-def whole_events(counts: Tensor, event_dim: int, site: str) -> Tensor:
-    """Return which events count.
-
-    Args:
-        counts: which values count.
-        event_dim: dimensions of one event, the last ones.
-        site: its name.
-
-    Raises:
-        UnsupportedError: a mask leaves out a part of an event, whose density is one number.
-    """
-    if _cuts_events(counts, event_dim):
-        raise UnsupportedError(
-            f"the mask of site {site!r} leaves out parts of single events: an event has one log density and is "
-            "exported whole or not at all. Give these values a plate in place of to_event, or predict from inputs alone"
-        )
-    return with_any(counts, event_dim)
-
-
 def _cuts_events(mask: Tensor, event_dim: int) -> bool:
     return bool((with_any(mask, event_dim) & with_any(~mask, event_dim)).any())
 
@@ -153,10 +134,10 @@ def check_events(fn: Any, mask: Tensor | None, site: str) -> None:
     event_dim = len(fn.event_shape)
     if mask is None or not event_dim or not _cuts_events(mask, event_dim):
         return
-    while isinstance(fn, (td.Independent, dist.MaskedDistribution, dist.ExpandedDistribution)):
+    while isinstance(fn, (td.Independent, dist.MaskedDistribution, dist.ExpandedDistribution, PointMixture)):
         if isinstance(fn, dist.MaskedDistribution):
             return
-        fn = fn.base_dist
+        fn = fn.components if isinstance(fn, PointMixture) else fn.base_dist
     raise UnsupportedError(
         f"the mask of site {site!r} leaves out parts of single observations, which its distribution does not know by "
         "this rule: mask the distribution before to_event, as dist.Normal(...).mask(mask).to_event(1), also where the "

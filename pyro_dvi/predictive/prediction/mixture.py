@@ -8,8 +8,8 @@ Nothing grows with the number of components: moments by Welford's and Chan's upd
     \mathrm{Var}[y] = \underbrace{\tfrac1K\textstyle\sum_k v_k}_{\text{aleatoric}}
         + \underbrace{\tfrac1K\textstyle\sum_k (m_k - \mathrm{E}[y])^2}_{\text{epistemic}},
 
-class probabilities and densities of observed values by log-sum-exp. The components themselves are kept only if that is
-asked for.
+class probabilities and densities of observed values by log-sum-exp. The statistics of each component are kept only if
+that is asked for, and the components of numbers, for their quantiles, while there is room.
 """
 
 import math
@@ -22,7 +22,8 @@ from torch import Tensor
 from torch import distributions as td
 
 from pyro_dvi.handlers.distributions import untransformed
-from pyro_dvi.links.mixture import PointMixture
+from pyro_dvi.links.mixture import EqualMixture
+from pyro_dvi.predictive.engine.distributions import tensors_of, with_tensors
 from pyro_dvi.predictive.engine.run import Response
 from pyro_dvi.predictive.prediction.component import (
     both_masks,
@@ -48,11 +49,12 @@ class Mixture:
         observed: values to score as they come, or None.
         num_rows: number of examples.
         mask: which observed values count; None if all do, or if only the model's run without them says so.
-        keep: whether to keep the moments or probabilities of every component.
+        room: how many numbers all components that are kept may predict; if infinite, their moments or probabilities
+            are kept as well.
     """
 
     def __init__(
-        self, observed: Tensor | None, num_rows: int, mask: Tensor | None = None, *, keep: bool = False
+        self, observed: Tensor | None, num_rows: int, mask: Tensor | None = None, *, room: float = 0
     ) -> None:
         self.observed = observed
         self.num_rows = num_rows
@@ -61,9 +63,10 @@ class Mixture:
         self.averages: dict[str, Tensor] = {}  # "log_..." of the sum over components, the others of the mean
         self.between: Tensor | None = None  # sum of squared distances of the components' means from the mean
         self.last: Response | None = None
-        self._keep = keep
+        self.room = room
         self._kept: list[dict[str, Tensor]] = []
-        self._mixtures: list[PointMixture] = []  # kept components that are mixtures themselves
+        self._components: list[Any] = []
+        self._made: Any  # a component of a run without checks, for its structure
         # What is observed, with possible values in place of the masked ones.
         self._scored: Tensor | None = None
 
@@ -89,20 +92,27 @@ class Mixture:
                 self._scored = filled(self.observed, self.mask, fn)
                 check_events(fn, self.mask, response.site)
         self.last = response
-        if self._keep and isinstance(fn, PointMixture):
-            self._mixtures.append(fn)
         if self._scored is not None:
             checked_log_prob(fn, self._scored, response.site)
-        self.add_statistics(
-            {name: value.unsqueeze(0) for name, value in statistics(fn, self._scored).items()}, 1
-        )
+        found = statistics(fn, self._scored)
+        if "log_probabilities" not in found:
+            self._keep_component(fn)
+        self.add_statistics({name: value.unsqueeze(0) for name, value in found.items()}, 1)
 
     def statistics(self, node: Any) -> dict[str, Tensor]:
-        """Return what is averaged over components, for the site of one of them, without checks."""
-        return statistics(node["fn"], self._scored)
+        """Return what is averaged over components, and their parameters, for the site of one, without checks."""
+        fn = self._made = node["fn"]
+        found = statistics(fn, self._scored)
+        if self.room <= 0 or "log_probabilities" in found:
+            return found
+        return found | {str(i): tensor for i, tensor in enumerate(tensors_of(fn))}
 
     def add_statistics(self, many: Mapping[str, Tensor], count: int) -> None:
         """Add ``count`` components by their statistics, stacked in the first dimension."""
+        tensors = [value for name, value in many.items() if name.isdigit()]
+        many = {name: value for name, value in many.items() if not name.isdigit()}
+        for k in range(count if tensors else 0):
+            self._keep_component(with_tensors(self._made, [tensor[k] for tensor in tensors]))
         total = self.count + count
         if total == 1:
             self.averages = {name: value[0] for name, value in many.items()}
@@ -110,8 +120,12 @@ class Mixture:
         else:
             self._update(many, count, total)
         self.count = total
-        if self._keep:
+        if self.room == math.inf:
             self._kept.append(dict(many))
+
+    def _keep_component(self, fn: Any) -> None:
+        self.room -= (fn.batch_shape + fn.event_shape).numel()
+        self._components = [*self._components, fn] if self.room >= 0 else []
 
     def _update(self, many: Mapping[str, Tensor], count: int, total: int) -> None:
         before, added = self.count / total, count / total
@@ -146,7 +160,7 @@ class Mixture:
         right |= {"observed": event_dim, "mask": event_dim}
         log_count = math.log(self.count)
         found = {name: value - log_count if name in _LOG else value for name, value in self.averages.items()}
-        kept = {name: torch.cat([k[name] for k in self._kept]) for name in found} if self._keep else {}
+        kept = {name: torch.cat([k[name] for k in self._kept]) for name in found} if self._kept else {}
         between = None if self.between is None else self.between / self.count
         kept.pop("function_variance", None)
         if between is not None and (within := found.get("function_variance")) is not None:
@@ -165,36 +179,19 @@ class Mixture:
                 each |= {
                     n: v.masked_fill(left_out, math.nan) for n, v in each.items() if n == "log_likelihood"
                 }
-        distribution = self._distribution(fn, found.get("log_probabilities"), kept)
+        distribution = self._distribution(fn, found.get("log_probabilities"))
         return Part(type(base).__name__, values, draws, distribution, self.count, axis, self.num_rows)
 
-    def _distribution(self, fn: Any, log_probabilities: Tensor | None, kept: Mapping[str, Tensor]) -> Any:
-        """Return the mixture as one distribution: classes mix into classes, kept Normals into a mixture of them."""
+    def _distribution(self, fn: Any, log_probabilities: Tensor | None) -> Any:
+        """Return the mixture as one distribution: classes mix into classes."""
         if self.count == 1:
             return fn
+        if log_probabilities is None:
+            return EqualMixture(self._components) if len(self._components) == self.count else None
         base = untransformed(fn)
-        if isinstance(base, td.Normal) and kept:
-            normals: Any = dist.Normal(kept["mean"], kept["variance"].sqrt()).to_event(len(fn.event_shape))
-            return PointMixture(normals, kept["mean"].new_full((self.count,), 1 / self.count))
-        if len(self._mixtures) == self.count:
-            return _in_equal_shares(self._mixtures)
         is_one_hot = isinstance(base, td.OneHotCategorical)
-        if log_probabilities is None or len(fn.event_shape) > is_one_hot:
+        if len(fn.event_shape) > is_one_hot:
             return None  # labels of one example are dependent under the mixture
         if isinstance(base, td.Bernoulli):
             return dist.Bernoulli(logits=log_probabilities[..., 1] - log_probabilities[..., 0])
         return (dist.OneHotCategorical if is_one_hot else dist.Categorical)(logits=log_probabilities)
-
-
-def _in_equal_shares(mixtures: list[PointMixture]) -> PointMixture | None:
-    """Return mixtures of Normals, of the same shape, as one; None of other distributions."""
-    if not all(isinstance(untransformed(mixture.components), td.Normal) for mixture in mixtures):
-        return None
-    rank, event_dim = mixtures[0].rank, len(mixtures[0].event_shape)
-    loc, scale = (
-        torch.cat([getattr(mixture.components, name) for mixture in mixtures], -1 - rank - event_dim)
-        for name in ("mean", "stddev")
-    )
-    weights = torch.cat([mixture.weights for mixture in mixtures]) / len(mixtures)
-    normals: Any = dist.Normal(loc, scale)
-    return PointMixture(normals.to_event(event_dim), weights, rank)

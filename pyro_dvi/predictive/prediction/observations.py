@@ -13,7 +13,7 @@ from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.handlers.response import counted
 from pyro_dvi.predictive.engine.distributions import tensors_of, with_tensors
 from pyro_dvi.predictive.engine.run import Response
-from pyro_dvi.predictive.prediction.component import as_drawn, both_masks, checked_log_prob
+from pyro_dvi.predictive.prediction.component import as_drawn, both_masks, check_events, checked_log_prob
 
 __all__ = ["Observation", "ObservationDraws"]
 
@@ -70,12 +70,14 @@ class ObservationDraws:
 
         Raises:
             DataError: what was observed has another shape than the draws, or is impossible.
-            UnsupportedError: a mask that depends on the draw.
+            UnsupportedError: a mask that depends on the draw, or cuts observations that are scored as a whole.
         """
         fn = response.distribution
         if self._added == 0:
             self.first = response
             self.counts = both_masks(self.counts, response.mask)
+            if self.observed is not None:
+                check_events(fn, self.counts, response.site)
         self.sample(fn)
         if self.observed is not None:
             self._check_mask(self._whole(response.mask, fn))

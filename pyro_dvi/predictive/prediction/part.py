@@ -55,9 +55,11 @@ class Part:
         mask = self.values.get("mask")
         scored = None if mask is None else with_any(mask, event_dim)
         mask = None if mask is None else mask.movedim(0, self.axis - event_dim)
-        check_events(self.distribution, mask, site)
-        log_prob = checked_log_prob(self.distribution, filled(native, mask, self.distribution), site)
-        log_prob = log_prob.movedim(self.axis, 0)
+        each = getattr(self.distribution, "each", [self.distribution])
+        check_events(each[0], mask, site)
+        native = filled(native, mask, each[0])
+        log_probs = torch.stack([checked_log_prob(fn, native, site) for fn in each])
+        log_prob = (log_probs.logsumexp(0) - math.log(len(each))).movedim(self.axis, 0)
         return log_prob if scored is None else log_prob.masked_fill(~scored, math.nan)
 
     def entropy(self, site: str) -> Tensor:
@@ -97,13 +99,10 @@ def of_distributions(
     for i, part in enumerate(parts):
         fn = part.distribution
         if fn is None:
-            way_out = (
-                "do not form one that is known: pyro_dvi.to_arviz(..., method=Samples(n)) draws from them"
-            )
-            if part.kind == "Normal":
-                way_out = "were not kept: predict(..., keep_draws=True) keeps them"
             raise UnsupportedError(
-                f"{what}: the prediction averages {part.count} distributions ({part.kind}) that {way_out}"
+                f"{what}: the prediction averages {part.count} distributions ({part.kind}) that were not kept. "
+                "predict(..., keep_draws=True) keeps those of numbers, also where they take much memory; "
+                "pyro_dvi.to_arviz(..., method=Samples(n)) draws from any"
             )
         axis = part.axis - len(fn.event_shape)
         own = () if chunks is None else (chunks[i].movedim(0, axis),)

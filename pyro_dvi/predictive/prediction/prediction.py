@@ -172,11 +172,10 @@ class Prediction(InNotebook):
         return joined
 
     def quantiles(self, q: float | Sequence[float]) -> Tensor:
-        """Quantiles of the predictive distribution, of each number by itself.
+        """Quantiles of the predictive distribution, of each number by itself: of counts the smallest with that much.
 
-        Status: exact for one component (``AtMean()``, ``Moments()``, ``Linearised()``), and for mixtures of Normals,
-        of ensembles and of ``Samples(n)`` with ``keep_draws=True``, up to the rounding of the inverted distribution
-        function. Never those of a Gaussian with the same moments.
+        Status: exact up to the rounding of the inverted distribution function, also of mixtures; where none is known
+        (StudentT, Beta) those of about 4,000 draws or more. Never those of a Gaussian with the same moments.
 
         Args:
             q: one probability or several, between 0 and 1.
@@ -186,8 +185,7 @@ class Prediction(InNotebook):
 
         Raises:
             ArgumentError: probabilities that are not between 0 and 1.
-            UnsupportedError: classes, counts, a distribution without a distribution function, or a mixture whose
-                components were not kept.
+            UnsupportedError: classes, or a mixture whose components were not kept, since they take much memory.
         """
         levels = probabilities("q", q)
         found = [
@@ -210,7 +208,7 @@ class Prediction(InNotebook):
     def crps(self, y: Any = None) -> Tensor:
         """Continuous ranked probability score of each number, in its units; NaN where the model masks it.
 
-        Status: exact for a Normal and a kept mixture of K Normals, at a cost of K² for each number.
+        Status: exact for a Normal and a mixture of K Normals, at a cost of K² for each number.
 
         Args:
             y: observed values, examples first; by default those that came with the data.
@@ -318,8 +316,8 @@ class Prediction(InNotebook):
             predictive entropy), and the means of ``entropy`` and ``mutual_information``; the last only where the
             rule tells noise and posterior apart.
 
-            For numbers ``rmse``, where there is a mean; ``coverage_95`` and ``width_95`` of the central 95 % interval,
-            where there are :meth:`quantiles`; ``crps`` where the predictive is a Normal or a kept mixture of Normals.
+            For numbers, where there is a mean, ``rmse``; ``coverage_95`` and ``width_95`` of the central 95 % interval;
+            ``crps`` of a Normal and of mixtures of Normals, of more than 100 draws only with ``keep_draws=True``.
 
             Only observations that the model does not mask count.
 
@@ -345,7 +343,8 @@ class Prediction(InNotebook):
         if self.has_moments:
             limits = self._available(lambda: self.interval(0.95))
             interval = None if limits is None else (counted(limits[0]), counted(limits[1]))
-            crps = self._available(lambda: counted(self.crps(y)))
+            few = self.draws or self._parts[0].count <= 100  # its cost is the square of their number
+            crps = self._available(lambda: counted(self.crps(y))) if few else None
             return found | scores.of_numbers(counted(values), counted(self.mean), interval, crps)
         return found
 
@@ -375,8 +374,8 @@ class Prediction(InNotebook):
         """Return the prediction as ``InferenceData`` (ArviZ 0.x) or ``DataTree`` (1.x), for predictive checks.
 
         Groups: ``posterior_predictive``, draws of observations from the predictive distributions, each example by
-        itself; if observed values came with the data, ``observed_data``, without those that the model masks; and
-        their ``log_likelihood``, if draws were kept and ``num_samples`` is their number: that of the whole predictive
+        itself; if observed values came with the data, ``observed_data``, NaN where the model masks them; and their
+        ``log_likelihood``, if draws were kept and ``num_samples`` is their number: that of the whole predictive
         would be the same for every draw. :func:`~pyro_dvi.to_arviz` exports the posterior as well.
 
         Args:
@@ -384,7 +383,7 @@ class Prediction(InNotebook):
             seed: of these draws.
 
         Raises:
-            UnsupportedError: a mixture whose components were not kept, or a mask that cuts single events.
+            UnsupportedError: a mixture whose components were not kept.
         """
         kept = self._parts[0].count if self.draws else 500
         assert self._exporter is not None, "pyro_dvi imports the chapter that registers it"

@@ -66,7 +66,7 @@ def test_what_one_member_does_not_know_the_ensemble_does_not_say():
     """A mixture of a component that tells its parts with one that does not has no parts."""
 
     def parts(*components):
-        mixture = Mixture(None, 3, keep=True)
+        mixture = Mixture(None, 3, room=torch.inf)
         for fn in components:
             mixture.add(Response("obs", fn, torch.zeros(3), False, -1, None))
         part = mixture.finish()

@@ -104,8 +104,8 @@ def test_draws_are_kept_if_asked_for(kind):
 
 
 @pytest.mark.parametrize("kind", ["Normal", "pairs"])
-def test_quantiles_of_a_kept_mixture_of_normals_are_exact(kind):
-    prediction = predict(of_kind(KINDS[kind]), guide, X, Samples(K), seed=4, keep_draws=True, batch_size=5)
+def test_quantiles_of_a_mixture_of_normals_are_exact(kind):
+    prediction = predict(of_kind(KINDS[kind]), guide, X, Samples(K), seed=4, batch_size=5)
     fns = [fn if kind == "Normal" else fn.base_dist for fn in components(kind)]
     levels = [0.025, 0.5, 0.9]
     found = prediction.quantiles(levels)
@@ -210,25 +210,10 @@ def test_a_sharp_mixture_is_not_smeared():
 
 
 REFUSED = {
-    "quantiles of a mixture": (
-        lambda: predict(of_kind(KINDS["Normal"]), guide, X, Samples(3)).quantiles(0.5),
-        UnsupportedError,
-        r"quantiles at site 'obs'.*3 distributions \(Normal\).*keep_draws=True",
-    ),
-    "quantiles of a mixture of others": (
-        lambda: predict(of_kind(KINDS["Gamma"]), guide, X, Samples(3), keep_draws=True).interval(),
-        UnsupportedError,
-        r"\(Gamma\).*to_arviz",
-    ),
     "quantiles of classes": (
         lambda: predict(of_kind(KINDS["classes"]), guide, X, AtMean()).quantiles(0.5),
         UnsupportedError,
         r"none for this distribution \(Categorical\)",
-    ),
-    "quantiles without a distribution function": (
-        lambda: predict(of_kind(lambda f, w: dist.StudentT(4.0, f, 1.0)), guide, X, AtMean()).quantiles(0.5),
-        UnsupportedError,
-        r"\(StudentT\)",
     ),
     "level": (
         lambda: predict(of_kind(KINDS["Normal"]), guide, X, AtMean()).quantiles(95),
@@ -269,11 +254,6 @@ REFUSED = {
         lambda: predict(of_kind(KINDS["Normal"]), guide, X, AtMean()).metrics(X.to(torch.complex128)),
         DataError,
         "complex128",
-    ),
-    "draws of a mixture": (
-        lambda: predict(of_kind(KINDS["Gamma"]), guide, X, Samples(3)).sample(5),
-        UnsupportedError,
-        "draws of observations at site 'obs'.*to_arviz",
     ),
     "no draws": (
         lambda: predict(of_kind(KINDS["Normal"]), guide, X, AtMean()).sample(0),

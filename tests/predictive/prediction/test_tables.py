@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Predictions as tables, labelled arrays and ArviZ objects."""
 
+import sys
+
 import numpy as np
 import pyro
 import pyro.distributions as dist
@@ -81,25 +83,26 @@ def test_arviz_has_draws_observations_and_densities():
 def test_arviz_gets_only_the_observations_that_count():
     exported = predict(MASKED, guide, (X, 2 * X), Samples(10), keep_draws=True).to_arviz()
     assert exported["log_likelihood"]["obs"].shape == (1, 10, 5)
-    assert exported["observed_data"]["obs"].shape == (5,)
+    np.testing.assert_array_equal(np.isnan(exported["observed_data"]["obs"]).sum(), 3)
+    assert exported["observed_data"]["obs"].shape == (8,)
     assert exported["posterior_predictive"]["obs"].shape == (1, 10, 8)
 
 
-def test_a_mask_that_cuts_events_cannot_be_exported_with_its_observations():
-    """Its masked values would be among the observed ones."""
+def test_arviz_gets_the_parts_of_events_that_count():
     mask = torch.arange(16).reshape(8, 2) % 3 > 0
     cut = of_kind(lambda f: dist.Normal(torch.stack([f, -f], -1), 0.5).mask(mask).to_event(1))
     observed = torch.stack([X, X], -1)
-    prediction = predict(cut, guide, (X, observed), AtMean())
-    with pytest.raises(UnsupportedError, match="'obs' leaves out parts of single events.*plate"):
-        prediction.to_arviz(4)
+    exported = predict(cut, guide, (X, observed), Samples(4), keep_draws=True).to_arviz()
+    np.testing.assert_array_equal(exported["observed_data"]["obs"], torch.where(mask, observed, torch.nan))
+    assert exported["log_likelihood"]["obs"].shape == (1, 4, 8)
     assert predict(cut, guide, X, AtMean()).to_arviz(4)["posterior_predictive"]["obs"].shape == (1, 4, 8, 2)
     whole = mask.any(-1) & (torch.arange(8) % 2 > 0)
     kept = of_kind(
         lambda f: dist.Normal(torch.stack([f, -f], -1), 0.5).mask(whole[:, None].expand(8, 2)).to_event(1)
     )
     exported = predict(kept, guide, (X, observed), Samples(4), keep_draws=True).to_arviz()
-    np.testing.assert_array_equal(exported["observed_data"]["obs"], observed[whole])
+    expected = torch.where(whole[:, None], observed, torch.nan)
+    np.testing.assert_array_equal(exported["observed_data"]["obs"], expected)
     np.testing.assert_array_equal(exported["log_likelihood"]["obs_observed"], np.flatnonzero(whole))
 
 
@@ -110,6 +113,12 @@ def test_arviz_says_where_it_comes_from():
     assert attributes["site"] == "obs" and attributes["method"] == "AtMean()" and attributes["seed"] == 3
 
 
-def test_arviz_needs_the_components_of_a_mixture():
+def test_arviz_needs_the_components_of_a_mixture(monkeypatch):
+    assert predict(NUMBERS, guide, X, Samples(5)).to_arviz(3)["posterior_predictive"]["obs"].shape == (
+        1,
+        3,
+        8,
+    )
+    monkeypatch.setattr(sys.modules["pyro_dvi.predictive.predict"], "KEPT_COMPONENTS", 1)
     with pytest.raises(UnsupportedError, match="keep_draws=True"):
         predict(NUMBERS, guide, X, Samples(5)).to_arviz()

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from pyro_dvi import AtMean, Linearised, Samples, predict
-from pyro_dvi.errors import ModelError, UnsupportedError
-from pyro_dvi.laplace import Accept, Dense, Hessian, LaplaceGuide
+from pyro_dvi.errors import DviWarning, ModelError, UnsupportedError
+from pyro_dvi.laplace import Accept, ByValidation, Dense, Hessian, LaplaceGuide
 from tests.laplace.heads import DRAWS, HEADS, Head
 from tests.laplace.problems import guide_at
 
@@ -156,6 +156,38 @@ def test_masked_rows_are_predicted_and_do_not_count_in_the_fit():
     spread = 1 / (1 + 2 / 0.25)
     torch.testing.assert_close(guide.predictive(x).variance, spread * x**2)
     torch.testing.assert_close(predict(model, guide, x).variance, 0.25 + spread * x**2)
+
+
+def test_missing_outputs_are_left_out_of_the_fit_the_score_and_the_validation():
+    """Two outputs of one slope: the density of those that count, with their covariance."""
+    mask = torch.tensor([[True, True], [True, False], [False, True], [False, False]])
+    slopes, noise = torch.tensor([1.0, 2.0]).double(), 0.5
+
+    def model(x: Tensor, y: Tensor | None = None) -> Any:
+        w = pyro.sample("w", dist.Normal(x.new_zeros(()), 1.0))
+        with pyro.plate("data", 4, subsample_size=len(x)):
+            return pyro.sample("y", dist.Normal(x[:, None] * w * slopes, noise).mask(mask).to_event(1), obs=y)
+
+    x = torch.tensor([1.0, -1.0, 2.0, 4.0]).double()
+    y = torch.where(mask, x[:, None] * slopes, torch.tensor(-999.0).double())
+    guide = LaplaceGuide(model)
+    guide.initialize(x, y)
+    guide.polish([(x, y)], progress=False)
+    guide.fit([(x, y)], Dense())
+    rows = x[:, None] * slopes
+    spread = 1 / (1 + (rows.square() * mask).sum() / noise**2)
+    centre = spread * (rows * y * mask).sum() / noise**2
+    expected = torch.full((4,), torch.nan).double()
+    for i in range(3):
+        own = rows[i, mask[i]]
+        covariance = spread * torch.outer(own, own) + noise**2 * torch.eye(len(own)).double()
+        expected[i] = dist.MultivariateNormal(centre * own, covariance).log_prob(y[i, mask[i]])
+    found = predict(model, guide, (x, y))
+    torch.testing.assert_close(found.log_likelihood(), expected, equal_nan=True)
+    torch.testing.assert_close(found.variance, spread * rows.square() + noise**2)
+    with pytest.warns(DviWarning, match="the smallest value tried"):
+        tuned = guide.tune([(x, y)], criterion=ByValidation([(x, y)]), values=[1.0], progress=False)
+    assert tuned.scores[0] == pytest.approx(float(expected[:3].sum()) / 4)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from pyro.infer import SVI
 from pyro.infer.autoguide import AutoDelta, AutoNormal
 from torch import nn
 
@@ -123,6 +124,39 @@ def test_a_transformed_latent_is_integrated_over_its_gaussian(x, guide_class, pr
     certain = dvi.predict(model, guide, x, method=dvi.Moments())
     torch.testing.assert_close(certain.mean, first.mean)
     torch.testing.assert_close(first.variance, certain.variance - median**2 + noise, rtol=5e-3, atol=0)
+
+
+@pytest.mark.parametrize(
+    "prior",
+    [
+        dist.HalfNormal(torch.ones(2).double()),
+        dist.Uniform(torch.tensor([0.1, 1.0]).double(), torch.tensor([0.5, 3.0]).double()),
+        dist.Pareto(torch.tensor([0.1, 0.4]).double(), 2.0),
+    ],
+    ids=lambda prior: type(prior).__name__,
+)
+@pytest.mark.parametrize(
+    "second", [lambda s: s[1], lambda s: s[1:], lambda s: s.flip(0)[0] + 0.1], ids=["1", "1:", "flipped"]
+)
+def test_an_element_of_a_transformed_vector_is_integrated_over_its_own_gaussian(x, prior, second):
+    """One latent holds the scale of the weights' prior and that of the noise."""
+
+    def model(x, y=None):
+        s = pyro.sample("s", prior.to_event(1))
+        w = pyro.sample("w", dist.Normal(torch.zeros(2).double(), s[0]).to_event(1))
+        with pyro.plate("data", len(x)):
+            return pyro.sample("obs", dist.Normal(x @ w, second(s)), obs=y)
+
+    guide = dvi.MeanFieldGuide(model)
+    svi = SVI(model, guide, dvi.optim.Adam({"lr": 0.02}), loss=dvi.MomentPropagationELBO())
+    dvi.fit(svi, [(x, x[:, 0])], 2, progress=False)
+    found = dvi.predict(model, guide, x)
+    assert found.method == dvi.Moments()
+    middle = ((torch.arange(2000) + 0.5) / 2000).tolist()
+    own = torch.as_tensor(guide.quantiles(middle)["s"]).detach()
+    noise = second(own.T).square().mean()  # to 0.2 %
+    function = x.square() @ guide.scales.w.detach().square()
+    torch.testing.assert_close(found.variance, function + noise, rtol=5e-3, atol=0)
 
 
 def test_a_transformed_latent_that_is_drawn_has_the_same_moments(x):
