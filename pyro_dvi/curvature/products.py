@@ -222,7 +222,7 @@ class SavedBytes(saved_tensors_hooks):
         if storage.data_ptr() not in self._seen:
             self._seen.add(storage.data_ptr())
             self.total += storage.nbytes()
-        # Not the tensor itself: the node that it came from, which may be the one that saves it, would keep itself alive.
+        # Not the tensor itself: a node that saves its own output, as that of tanh, would keep itself alive.
         return tensor.detach(), tensor._version
 
 
