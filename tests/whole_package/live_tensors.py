@@ -46,22 +46,35 @@ class _Storages(TorchDispatchMode):
         return result
 
     def live(self) -> Live:
-        gc.collect()
         self._known = {key: known for key, known in self._known.items() if not known[0].expired()}
         seen = sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
         return Live(len(self._known), sum(size for _, size in self._known.values()), seen)
 
 
-def growth(call: Callable[[], object], repeats: int = 2, warmup: int = 2) -> Live:
-    """Return by how much calls after the first ones let live tensors grow."""
+def growth(call: Callable[[], object], repeats: int = 2, *, collected: bool = False) -> Live:
+    """Return by how much calls after the first ones let live tensors grow.
+
+    Args:
+        call: what is repeated.
+        repeats: how often, after two calls that may fill what is kept.
+        collected: whether the garbage collector runs before tensors are counted. Without it a cycle of Python objects
+            counts as a leak: its tensors wait for a collector that knows nothing of their size.
+    """
+
+    def live() -> Live:
+        if collected:
+            gc.collect()
+        return storages.live()
+
     gc.freeze()  # the garbage collector goes through new objects only, which takes a hundredth of the time
+    gc.disable()
     try:
         with _Storages() as storages:
-            for _ in range(warmup):
-                call()
-            before = storages.live()
+            call(), call()
+            before = live()
             for _ in range(repeats):
                 call()
-            return storages.live() - before
+            return live() - before
     finally:
+        gc.enable()
         gc.unfreeze()

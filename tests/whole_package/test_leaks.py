@@ -510,7 +510,7 @@ def conversion() -> Call:
 @pytest.mark.filterwarnings("ignore::pyro_dvi.errors.DviWarning")  # of tiny problems, and modes that are none
 @pytest.mark.parametrize("name", ENTRIES)
 def test_live_tensors_do_not_grow(name):
-    found = growth(ENTRIES[name]())
+    found = growth(ENTRIES[name](), collected=name.startswith(("predictor", "tune_kl_weight")))
     assert (found.storages, found.tensors) == (0, 0), f"{name}: {found}"
 
 
@@ -519,4 +519,4 @@ def test_a_tensor_that_only_the_graph_holds_is_counted():
         with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
             torch.zeros(100, requires_grad=True).tanh()
 
-    assert growth(call).storages == 4
+    assert growth(call, collected=True).storages == 4
