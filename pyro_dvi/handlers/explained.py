@@ -6,12 +6,13 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from traceback import extract_tb
 
 import torch
 from torch import Tensor, nn
 
 from pyro_dvi.batches import named_arguments, non_finite_inputs, tensor_arguments
-from pyro_dvi.errors import DataError, DeviceError, ModelError, PyroDviError
+from pyro_dvi.errors import DataError, DeviceError, ModelError, PyroDviError, UnsupportedError
 from pyro_dvi.signatures import misfit
 
 __all__ = ["bad_values", "explained_errors", "non_finite"]
@@ -45,13 +46,12 @@ def explained_errors(
         inner = inspect.unwrap(model)
         module = inner if isinstance(inner, nn.Module) else nn.Module()
         weights = dict((*module.named_parameters(), *module.named_buffers()))
-        explanation = _of_arguments(error, inner, args, kwargs)
+        explanation = _of_arguments(error, inner, args, kwargs) or _of_text(error, message)
         if explanation is None and not isinstance(error, (TypeError, torch.OutOfMemoryError)):
             explanation = (
                 _of_devices(data, [*weights.values(), *posterior])
                 or _of_values(args, kwargs, weights)
                 or _of_types(message, data, [*weights.values(), *posterior])
-                or _of_text(message)
                 or _of_shapes(error, message, data)
             )
         if explanation is None:
@@ -122,7 +122,12 @@ def _described(data: Mapping[str, Tensor]) -> str:
     return ", ".join(f"{name} {value.dtype} {tuple(value.shape)}" for name, value in data.items())
 
 
-# What Pyro and PyTorch say, and how to say it to somebody who can change it; {} is the first line of what they say.
+_TRANSFORM = (
+    "means and variances do not pass through torch.vmap or torch.func: {}. Write the function for all rows at once, as "
+    "x @ w.T for torch.vmap(lambda row: w @ row)(x), or train with TaylorELBO and predict by Samples()"
+)
+# What Pyro and PyTorch say, and how to say it to somebody who can change it; {} is the first line of what they say,
+# {at} where.
 _TEXTS: dict[str, tuple[type[PyroDviError], str]] = {
     "subsample_size does not match": (
         DataError,
@@ -138,13 +143,20 @@ _TEXTS: dict[str, tuple[type[PyroDviError], str]] = {
         "{}: a latent site needs a proper prior, for its start and for the KL divergence. Take a wide one, as "
         "Normal(0, 100)",
     ),
+    "save_for_backward can only": (
+        UnsupportedError,
+        "{at.name}, line {at.lineno}, calls a custom torch.autograd.Function, which cannot save means and variances: "
+        "{}. Use torch functions there, write a rule with pyro_dvi.moments.moment_rule, or train with TaylorELBO",
+    ),
+    "type <class 'pyro_dvi.moments": (UnsupportedError, _TRANSFORM),
+    "transformed by a functorch": (UnsupportedError, _TRANSFORM),
 }
 
 
-def _of_text(message: str) -> PyroDviError | None:
+def _of_text(error: Exception, message: str) -> PyroDviError | None:
     for part, (kind, text) in _TEXTS.items():
         if part in message:
-            return kind(text.format(message))
+            return kind(text.format(message, at=extract_tb(error.__traceback__)[-1]))
     return None
 
 
