@@ -91,7 +91,8 @@ def constant_parameters(*functions: Any) -> Iterator[None]:
 
         def switch(module: nn.Module) -> None:
             for parameter in module.parameters(recurse=False):
-                if parameter.requires_grad:
+                # torch.func.functional_call puts other tensors there, as latents
+                if parameter.requires_grad and isinstance(parameter, nn.Parameter):
                     undo.callback(parameter.requires_grad_)
                     parameter.requires_grad_(False)
 

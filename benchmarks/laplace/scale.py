@@ -45,11 +45,11 @@ def run(settings: Settings, data_dir: str | None) -> Row:
     local.gradient.sum().item()
     gradient = time.perf_counter() - start
 
-    before = energy.evaluations
+    before = energy.work.done
     start = time.perf_counter()
     posterior = PosteriorSamples(settings["draws"], tolerance=TOLERANCE).fit(local, seed=0)
     fitted = time.perf_counter() - start
-    work = energy.evaluations - before
+    work = energy.work.done - before
 
     start = time.perf_counter()
     queries = torch.randn(NUM_QUERIES, 3, 32, 32).to(device()).split(BATCH_SIZE)

@@ -61,6 +61,8 @@ def to_bayesian_(
     The padding row of an ``nn.Embedding`` becomes a latent like the others, though torch gives it no gradient: a
     warning says how to mask it.
 
+    Of a layer under :func:`torch.nn.utils.parametrizations.weight_norm` the length and the direction become Bayesian.
+
     Status: exact; the model is the network with the stated prior.
 
     Args:
@@ -80,7 +82,7 @@ def to_bayesian_(
     Raises:
         ArgumentError: if ``prior_scale``, ``include`` or ``exclude`` has a value that it cannot have.
         ModelError: if nothing matches, a pattern matches nothing, a parameter is Bayesian already, is
-            computed by a parametrization or hook, does not suit its prior, or is shared by a chosen and an
+            computed by another parametrization or a hook, does not suit its prior, or is shared by a chosen and an
             excluded layer; or if a lazy module has no weights yet. Nothing is changed then.
         UnsupportedError: for compiled, scripted or wrapped modules, and complex or integer parameters.
 

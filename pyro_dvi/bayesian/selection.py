@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import _WeightNorm
 
 from pyro_dvi.bayesian.converted import parameter_order
 from pyro_dvi.bayesian.site_prior import SitePrior
@@ -69,6 +70,7 @@ class Candidate:
         attribute: the name of the parameter in that module.
         parameter: its present value.
         obstacle: why it cannot become Bayesian, with the way out, or ``None``.
+        layer: whose weight is computed from it, where that is not ``module``.
     """
 
     names: tuple[str, ...]
@@ -76,6 +78,7 @@ class Candidate:
     attribute: str
     parameter: Tensor
     obstacle: str | None = None
+    layer: nn.Module | None = None
 
     @property
     def name(self) -> str:
@@ -89,7 +92,7 @@ class Candidate:
                 return False
             return any(fnmatchcase(name, selector) for name in self.names)
         if isinstance(selector, type):
-            return isinstance(self.module, selector)
+            return isinstance(self.layer or self.module, selector)
         return bool(selector(self.name, self.module, self.parameter))
 
 
@@ -216,7 +219,12 @@ def _owned(module: nn.Module, paths: Sequence[str]) -> Iterator[Candidate]:
             obstacle = hooked.get(attribute) or _unsuitable(value)
         yield Candidate(names(attribute), module, attribute, value, obstacle)
     if parametrize.is_parametrized(module):
-        for attribute in module.parametrizations:  # type: ignore[union-attr]
+        for attribute, found in module.parametrizations.items():  # type: ignore[union-attr, operator]
+            if all(isinstance(step, _WeightNorm) for step in found):
+                for name in ("original0", "original1"):  # length and direction
+                    names_of = names(f"parametrizations.{attribute}.{name}")
+                    yield Candidate(names_of, found, name, getattr(found, name), layer=module)
+                continue
             obstacle = (
                 "it is computed by torch.nn.utils.parametrize; call "
                 f"parametrize.remove_parametrizations(module, {attribute!r}) first, or leave it out with "

@@ -23,7 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from pyro_dvi.curvature.base import twice_differentiated
 from pyro_dvi.curvature.information import expected_information, of_site
 from pyro_dvi.curvature.likelihood import ObservedSite
-from pyro_dvi.errors import UnsupportedError
+from pyro_dvi.errors import ModelError, UnsupportedError
 
 __all__ = [
     "LinearMap",
@@ -215,11 +215,22 @@ class SavedBytes(saved_tensors_hooks):
     def __init__(self) -> None:
         self.total = 0
         self._seen: set[int] = set()
-        super().__init__(self._pack, lambda tensor: tensor)
+        super().__init__(self._pack, _unpack)
 
-    def _pack(self, tensor: Tensor) -> Tensor:
+    def _pack(self, tensor: Tensor) -> tuple[Tensor, int]:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in self._seen:
             self._seen.add(storage.data_ptr())
             self.total += storage.nbytes()
-        return tensor
+        # Not the tensor itself: a node that saves its own output, as that of tanh, would keep itself alive.
+        return tensor.detach(), tensor._version
+
+
+def _unpack(saved: tuple[Tensor, int]) -> Tensor:
+    tensor, version = saved
+    if tensor._version != version:  # with hooks, torch does not look
+        raise ModelError(
+            f"the model writes to a tensor of shape {tuple(tensor.shape)} in place, of which a function before needs "
+            "the old values for its gradient: write to a copy, x.clone(), or use torch.relu(x) for x.relu_()"
+        )
+    return tensor

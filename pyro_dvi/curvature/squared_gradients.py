@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyro_dvi.curvature.per_example.proof import Finding, examined
+from pyro_dvi.curvature.per_example.rules import Contribution
 from pyro_dvi.curvature.per_example.uses import Use, WeightUses, at_least_single
 from pyro_dvi.curvature.products import LinearMap, batched_gradients
 from pyro_dvi.errors import GuideError, UnsupportedError
@@ -57,9 +58,10 @@ class SquaredGradients(WeightUses):
         for k, uses in served.items():
             gathered = _Gathered(len(uses) > 1)
             for use in uses:
-                use.output.node.register_prehook(partial(gathered.arrived, [use]))
+                hook = partial(gathered.arrived, [use.contribution], use.output.output_nr)
+                use.output.node.register_prehook(hook)
             self.values[k].register_hook(partial(_deliver, k, gathered, deliver))
-        # Hooks hold what they need; the graph must not be held twice.
+        # Hooks hold what they need, and not their node; the graph must not be held twice.
         self._weights, self.values, self._normalised = {}, {}, []
 
     def measured(self, served: dict[int, list[Use]], outputs: Tensor, cotangent: Tensor) -> dict[int, Tensor]:
@@ -98,7 +100,7 @@ def squares_of(uses: Sequence[Use], deltas: Sequence[Tensor]) -> Tensor:
     """Return the sum of squares of a weight, given the gradients of the outputs of all its uses."""
     gathered = _Gathered(len(uses) > 1)
     for use, delta in zip(uses, deltas, strict=True):
-        gathered.add(use, delta)
+        gathered.add(use.contribution, delta)
     squares = gathered.squares()
     assert squares is not None
     return squares
@@ -112,25 +114,24 @@ class _Gathered:
         self._gradients: Tensor | None = None
         self._squares: Tensor | None = None
 
-    def add(self, use: Use, delta: Tensor | None) -> None:
+    def add(self, use: Contribution, delta: Tensor | None) -> None:
         if delta is None:
             return
         with torch.no_grad():
             delta = at_least_single(delta)
             if not self._several:
-                self._squares = use.contribution.squares(delta)
+                self._squares = use.squares(delta)
                 return
-            gradients = use.contribution.gradients(delta)
+            gradients = use.gradients(delta)
             self._gradients = gradients if self._gradients is None else self._gradients + gradients
 
-    def arrived(self, waiting: list[Use], deltas: tuple[Tensor | None, ...]) -> None:
+    def arrived(self, waiting: list[Contribution], place: int, deltas: tuple[Tensor | None, ...]) -> None:
         """Add a use, and let go of what it holds of the forward pass, as autograd does."""
         if not waiting:
             raise GuideError(
                 "squared gradients come of the first backward pass of a loss only: evaluate it anew"
             )
-        use = waiting.pop()
-        self.add(use, deltas[use.output.output_nr])
+        self.add(waiting.pop(), deltas[place])
 
     def squares(self) -> Tensor | None:
         """The sum of squares, once."""

@@ -109,28 +109,32 @@ class TaylorELBO(DeterministicELBO):
         kl = kl_to_priors(run.latents)
         penalty = torch.zeros_like(log_likelihood)
         if penalty_weight and run.gaussians:
-
-            def linearise(sites: list[ObservedSite]) -> Linearisation:
-                return Linearisation(
-                    names=[g.name for g in run.gaussians],
-                    values=[g.value for g in run.gaussians],
-                    scales=[g.expanded_scale() for g in run.gaussians],
-                    sites=sites,
-                    precision_limits=lambda: _precision_limits(run, kl_weight),
-                    factors=observed.factors,
-                    local=frozenset(_local_names(run)),
-                    recorder=run.recorder,
-                    model=call.model,
-                    subset=subset,
-                )
-
-            def subset(fraction: float, slice_args: SliceArguments | None) -> Linearisation:
-                with self.curvature.recorder([]):
-                    return linearise(run_on_part(run, fraction, slice_args))
-
-            penalty = penalty_weight * self.curvature.penalty(linearise(observed.sites))
+            likelihood = self._linearised(run, observed.sites, observed.factors, kl_weight)
+            penalty = penalty_weight * self.curvature.penalty(likelihood)
         loss = penalty - log_likelihood + kl_weight * kl
         return {"loss": loss, "log_likelihood": log_likelihood, "penalty": penalty, "kl": kl}
+
+    def _linearised(
+        self, run: PosteriorRun, sites: list[ObservedSite], factors: Any, kl_weight: float
+    ) -> Linearisation:
+        """What the curvature sees. Nothing in it holds itself: layers' inputs would outlive the step."""
+
+        def subset(fraction: float, slice_args: SliceArguments | None) -> Linearisation:
+            with self.curvature.recorder([]):
+                return self._linearised(run, run_on_part(run, fraction, slice_args), factors, kl_weight)
+
+        return Linearisation(
+            names=[g.name for g in run.gaussians],
+            values=[g.value for g in run.gaussians],
+            scales=[g.expanded_scale() for g in run.gaussians],
+            sites=sites,
+            precision_limits=lambda: _precision_limits(run, kl_weight),
+            factors=factors,
+            local=frozenset(_local_names(run)),
+            recorder=run.recorder,
+            model=run.call.model,
+            subset=subset,
+        )
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "curvature": self.curvature.state_dict()}

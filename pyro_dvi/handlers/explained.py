@@ -5,12 +5,13 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from traceback import extract_tb
 
 import torch
 from torch import Tensor, nn
 
 from pyro_dvi.batches import named_arguments, non_finite_inputs, tensor_arguments
-from pyro_dvi.errors import DataError, DeviceError, ModelError, ParameterError, PyroDviError
+from pyro_dvi.errors import DataError, DeviceError, ModelError, ParameterError, PyroDviError, UnsupportedError
 from pyro_dvi.signatures import misfit, positional
 
 __all__ = ["AS_A_MODEL", "bad_values", "explained_errors", "non_finite"]
@@ -48,13 +49,12 @@ def explained_errors(
         inner = inspect.unwrap(model)
         module = inner if isinstance(inner, nn.Module) else nn.Module()
         weights = dict((*module.named_parameters(), *module.named_buffers()))
-        explanation = _of_arguments(error, inner, args, kwargs)
+        explanation = _of_arguments(error, inner, args, kwargs) or _of_text(error, message)
         if explanation is None and not isinstance(error, (TypeError, torch.OutOfMemoryError)):
             explanation = (
                 _of_devices(data, [*weights.values(), *posterior])
                 or _of_values(args, kwargs, weights)
                 or _of_types(message, data, [*weights.values(), *posterior])
-                or _of_text(message)
                 or _of_shapes(error, message, data)
             )
         if explanation is None:
@@ -127,7 +127,12 @@ def _described(data: Mapping[str, Tensor]) -> str:
     return ", ".join(f"{name} {value.dtype} {tuple(value.shape)}" for name, value in data.items())
 
 
-# What Pyro and PyTorch say, and how to say it to somebody who can change it; {} is the first line of what they say.
+_TRANSFORM = (
+    "means and variances do not pass through torch.vmap or torch.func: {}. Write the function for all rows at once, as "
+    "x @ w.T for torch.vmap(lambda row: w @ row)(x), or train with TaylorELBO and predict by Samples()"
+)
+# What Pyro and PyTorch say, and how to say it to somebody who can change it; {} is the first line of what they say,
+# {at} where.
 _TEXTS: dict[str, tuple[type[PyroDviError], str]] = {
     "subsample_size does not match": (
         DataError,
@@ -148,13 +153,21 @@ _TEXTS: dict[str, tuple[type[PyroDviError], str]] = {
         "{} in the model.\nMap what it is computed from into that range, as torch.nn.functional.softplus does for a "
         "scale; NaN means that weights have grown too large.",
     ),
+    "save_for_backward can only": (
+        UnsupportedError,
+        "{at.name}, line {at.lineno}, calls a custom torch.autograd.Function, which cannot save means and variances: "
+        "{}. Use torch functions there, write a rule with pyro_dvi.moments.moment_rule, or train with TaylorELBO",
+    ),
+    "type <class 'pyro_dvi.moments": (UnsupportedError, _TRANSFORM),
+    "transformed by a functorch": (UnsupportedError, _TRANSFORM),
 }
 
 
-def _of_text(message: str) -> PyroDviError | None:
+def _of_text(error: Exception, message: str) -> PyroDviError | None:
     for part, (kind, text) in _TEXTS.items():
         if part in message:
-            return kind(text.format(message.rstrip(":")))
+            at = extract_tb(error.__traceback__)[-1]
+            return kind(text.format(message.rstrip(":"), at=at))
     return None
 
 

@@ -6,8 +6,9 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch import distributions as td
+from torch.nn.utils import _named_member_accessor as accessor
 
 from pyro_dvi.handlers.latents import Marginals, elementary
 from pyro_dvi.handlers.means import PosteriorMeans
@@ -81,6 +82,17 @@ def propagated(loc: Tensor, scale: Tensor, transform: Any) -> Any:
     return moments.linked(link)
 
 
+_SWAP = accessor.swap_tensor
+
+
+def _swap(module: nn.Module, name: str, value: Any, *args: Any, **kwargs: Any) -> Any:
+    """Put a value in the place of a parameter, for ``torch.func.functional_call``, which refuses all but tensors."""
+    if name not in module._parameters or not isinstance(value, GaussianMoments):
+        return _SWAP(module, name, value, *args, **kwargs)
+    before, module._parameters[name] = module._parameters[name], value  # type: ignore[assignment]
+    return before
+
+
 class PosteriorMoments(SetLatents):
     """Give each latent site of a model the moments of its posterior marginal.
 
@@ -111,6 +123,8 @@ class PosteriorMoments(SetLatents):
         self._following = ExitStack()
 
     def __enter__(self) -> Self:
+        self._following.callback(setattr, accessor, "swap_tensor", _SWAP)
+        accessor.swap_tensor = _swap
         if any(is_joint(gaussian.base) for gaussian in self.marginals.gaussians.values()):
             self._following.enter_context(joint_noise_followed())
         return super().__enter__()  # type: ignore[no-any-return]

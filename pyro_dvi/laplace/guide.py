@@ -115,7 +115,7 @@ class LaplaceGuide(GaussianGuide):
         check_method(method)
         energy = self._point_mass(batches).energy(self._plain_model.get(), batches, subset)
         with progress_bar(progress, None, unit="gradient") as bar:
-            energy.report = bar.update
+            energy.work.report = bar.update
             return self._fit(energy, method, policy, lambda used, local: used.fit(local, seed=seed))
 
     def _fit(
@@ -130,7 +130,7 @@ class LaplaceGuide(GaussianGuide):
         minimum_of, looked_at, known = self._place(self._point_mass(), energy)
         method, found = policy.look(method, looked_at, known)
         posterior = posterior_of(method, energy.at(energy.start))
-        energy.report = None
+        energy.work.report = None
         point = self._point_of(energy)
         if found is not None:
             found = warned_if_far(found, posterior, looked_at)
@@ -252,7 +252,7 @@ class LaplaceGuide(GaussianGuide):
 
         with progress_bar(progress, None, unit="gradient") as bar:
             energy = candidates.local(curve.best).energy
-            energy.report = bar.update
+            energy.work.report = bar.update
             self._fit(energy, chosen, policy, posterior_of)
         return curve
 

@@ -79,15 +79,16 @@ _LINEAR, _MATMUL = _Linear(F.linear), _Matmul(torch.matmul)
 
 
 @moment_rule(torch.matmul, torch.mm, torch.bmm, torch.mv)
-def matmul(input: Any, other: Any) -> GaussianMoments:
+def matmul(input: Any, *factor: Any, **named: Any) -> GaussianMoments:
     r"""Moments of the matrix product :math:`XW`, with all the shapes of :func:`torch.matmul`.
 
     Status: exact for independent factors, one or both uncertain, batched or not.
 
     Args:
         input: ``[*, M, d]`` or ``[d]``.
-        other: ``[*, d, n]`` or ``[d]``. Noise of :class:`~pyro_dvi.moments.MultiplicativeMoments` that belongs to
+        factor: ``[*, d, n]`` or ``[d]``. Noise of :class:`~pyro_dvi.moments.MultiplicativeMoments` that belongs to
             inputs has the shape ``[*, d, 1]``.
+        named: the same by name: ``other``, ``mat2`` or ``vec``.
 
     Raises:
         UnsupportedError: the product of a matrix with itself, whose elements are no independent factors.
@@ -97,6 +98,7 @@ def matmul(input: Any, other: Any) -> GaussianMoments:
         >>> x @ torch.ones(2, 1)
         GaussianMoments(loc=tensor([3.]), variance=tensor([0.2000]))
     """
+    (other,) = (*factor, *named.values())
     if input is other and input.dim() == 1:
         return dot(input, other)
     alpha = _alpha_of_rows(other)
@@ -144,8 +146,10 @@ def tensordot(a: Any, b: Any, dims: Any = 2, out: None = None) -> GaussianMoment
 
 
 @moment_rule(torch.addmm, torch.baddbmm, torch.addmv)
-def add_product(input: Any, first: Any, second: Any, *, beta: Any = 1, alpha: Any = 1) -> GaussianMoments:
+def add_product(input: Any, *factors: Any, beta: Any = 1, alpha: Any = 1, **named: Any) -> GaussianMoments:
     r"""Moments of :math:`\beta\,\mathrm{input} + \alpha\,AB`. Status: exact for independent arguments."""
+    # mat1 and mat2, batch1 and batch2, mat and vec
+    first, second = (*factors, *(named[name] for name in sorted(named)))
     is_uncertain = isinstance(first, GaussianMoments) or isinstance(second, GaussianMoments)
     product = matmul(first, second) if is_uncertain else torch.matmul(first, second)
     return plus(times(input, beta), times(product, alpha))

@@ -13,7 +13,9 @@ from pyro.infer import SVI, Predictive, Trace_ELBO
 from pyro.infer.autoguide import AutoDiagonalNormal, AutoNormal
 from pyro.nn.module import PyroModule
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 
+import pyro_dvi as dvi
 from pyro_dvi.bayesian import (
     HierarchicalScale,
     LearnedScale,
@@ -24,6 +26,8 @@ from pyro_dvi.bayesian import (
 )
 from tests.bayesian.latents import sites
 from tests.models import residual_network
+
+WEIGHT = "net.0.parametrizations.weight"
 
 
 class Functional(nn.Module):
@@ -272,3 +276,27 @@ def test_hierarchical_and_learned_scales_are_trained():
         svi.step(x, y)
     assert net[0].weight_scale.item() != before
     assert {"net.2.weight_scale", "net.2.bias_scale"} <= set(guide.median())
+
+
+@pytest.mark.parametrize("layer", [nn.Linear(3, 4), nn.Conv1d(3, 4, 2)], ids=["linear", "convolution"])
+@pytest.mark.parametrize("dim", [0, 1, None])
+def test_weight_norm_has_a_prior_on_length_and_direction(layer, dim):
+    """The weight itself is computed from the two; networks for sound are built so."""
+    torch.manual_seed(0)
+    net = nn.Sequential(weight_norm(copy.deepcopy(layer), dim=dim), nn.Flatten(), nn.LazyLinear(3))
+    x, y = torch.randn(5, 3) if isinstance(layer, nn.Linear) else torch.randn(5, 3, 4), torch.arange(5) % 3
+    expected = net(x).softmax(-1).detach()
+    model = dvi.classifier(dvi.to_bayesian_(net, prior_scale=0.5), num_data=5)
+    for guide_type, elbo in (
+        (dvi.MeanFieldGuide, dvi.TaylorELBO()),
+        (dvi.MultiplicativeNoiseGuide, dvi.MomentPropagationELBO()),
+    ):
+        pyro.clear_param_store()
+        guide = guide_type(model)
+        guide.initialize(x, y)
+        assert {"net.0.bias", f"{WEIGHT}.original0", f"{WEIGHT}.original1"} < set(guide.median())
+        torch.testing.assert_close(dvi.predict(model, guide, x, dvi.AtMean()).probabilities, expected)
+        SVI(model, guide, dvi.optim.Adam({"lr": 0.01}), elbo).step(x, y)
+    exported = dvi.to_deterministic(net, guide)
+    at_mean = dvi.predict(model, guide, x, dvi.AtMean()).probabilities
+    torch.testing.assert_close(exported(x).softmax(-1).detach(), at_mean)

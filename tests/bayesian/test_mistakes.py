@@ -191,7 +191,7 @@ CONVERSIONS: list[tuple[str, Callable[[], Any], dict[str, Any], type[Exception],
     ),
     (
         "parametrized",
-        lambda: parametrizations.weight_norm(nn.Linear(2, 2)),
+        lambda: parametrizations.orthogonal(nn.Linear(2, 2)),
         {},
         M,
         "'weight'.*remove_parametrizations",

@@ -124,6 +124,8 @@ CASES = [
     Case("x @ vector", lambda x, w: head(x @ w), (M, 3), ((3,),)),
     Case("positions @ vector", lambda x, w: head(x @ w), (M, 2, 3), ((3,),)),
     Case("mm", lambda x, w: head(torch.mm(x, w)), (M, 3), ((3, 4),)),
+    Case("mm by name", lambda x, w: head(torch.mm(x, mat2=w)), (M, 3), ((3, 4),)),
+    Case("mv by name", lambda x, w: head(x.mv(vec=w)), (M, 3), ((3,),)),
     Case("mv", lambda x, w: head(torch.mv(x, w)), (M, 3), ((3,),)),
     Case("mv method", lambda x, w: head(x.mv(w)), (M, 3), ((3,),)),
     Case("mm method", lambda x, w: head(x.mm(w)), (M, 3), ((3, 4),)),

@@ -50,9 +50,9 @@ def test_sum_gives_row_means(sine: tuple[SineRegression, LaplaceGuide]) -> None:
     posterior: Any = guide.fit(problem.batches, HessianFree(Sum(EVALUATION)))
     found = responses(guide, posterior, GRID)
     torch.testing.assert_close(found, target, rtol=2e-2, atol=1e-4)
-    before = posterior.local.energy.evaluations
+    before = posterior.local.energy.work.done
     torch.testing.assert_close(responses(guide, posterior, GRID[:2]), found[:2])
-    assert posterior.local.energy.evaluations == before  # one fit serves all queries
+    assert posterior.local.energy.work.done == before  # one fit serves all queries
 
 
 @pretrained

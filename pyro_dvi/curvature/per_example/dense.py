@@ -6,6 +6,8 @@ t, the square of the sum is expanded into pairs of rows, which is one product to
 a few examples at a time.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -85,8 +87,11 @@ def _linear(wanted: str, input: Tensor, weight: Tensor, bias: Tensor | None = No
     torch.Tensor.mm,
     torch.Tensor.mv,
 )
-def _matmul(wanted: str, input: Tensor, other: Tensor) -> Contribution | None:
-    if wanted == "other":  # x @ w
+def _matmul(
+    wanted: str, input: Tensor, other: Any = None, mat2: Any = None, vec: Any = None
+) -> Contribution | None:
+    other = next(value for value in (other, mat2, vec) if value is not None)
+    if wanted != "input":  # x @ w
         if input.dim() < 2:
             return None
         if other.dim() == 1:

@@ -11,6 +11,7 @@ approximate, and the prior is part of it with its full weight.
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from copy import copy
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
@@ -31,7 +32,20 @@ from pyro_dvi.laplace.energy.layout import Layout
 from pyro_dvi.laplace.energy.passes import Arguments, Passes, Rows
 from pyro_dvi.undisturbed import constant_parameters, evaluating
 
-__all__ = ["Energy", "LocalEnergy", "diagonal_of", "within"]
+__all__ = ["Energy", "LocalEnergy", "Work", "diagonal_of", "within"]
+
+
+@dataclass
+class Work:
+    """What was done in gradients of all data: 1 for a gradient, 2 for the product with a vector.
+
+    Attributes:
+        done: so far.
+        report: called with more of it as it is done; None: nobody.
+    """
+
+    done: int = 0
+    report: Callable[[int], object] | None = None
 
 
 class Energy:
@@ -53,8 +67,7 @@ class Energy:
 
     Attributes:
         layout: what varies, in the flat vector.
-        evaluations: work done so far in gradients of all data: 1 for a gradient, 2 for the product with a vector.
-        report: called with such work as it is done; None: nobody.
+        work: done so far.
     """
 
     def __init__(
@@ -81,8 +94,7 @@ class Energy:
         self.kl_weight = kl_weight
         self.memory = memory
         self.labels = DrawnLabels(self.passes)
-        self.evaluations = 0
-        self.report: Callable[[int], object] | None = None
+        self.work = Work()
         self._local: LocalEnergy | None = None
         self._checked = False  # whether gradients of the likelihood reach the latents
 
@@ -95,20 +107,21 @@ class Energy:
         """Return U around a flat vector [D]; the last one is remembered."""
         if self._local is None or not torch.equal(self._local.point, point):
             self._local = None  # let its graphs go first
-            self._local = LocalEnergy(self, point.detach().clone())
+            # A copy, which does not remember it: graphs in a cycle live until the garbage collector comes.
+            self._local = LocalEnergy(copy(self), point.detach().clone())
         return self._local
 
     def with_model(self, model: Callable) -> "Energy":
         """Return the same for a model with the same sites on the same data."""
         other = copy(self)
-        other.model, other.evaluations, other._local = model, 0, None
+        other.model, other.work, other._local = model, Work(report=self.work.report), None
         return other
 
     def count(self, work: int) -> None:
         """Add to the work."""
-        self.evaluations += work
-        if self.report is not None:
-            self.report(work)
+        self.work.done += work
+        if self.work.report is not None:
+            self.work.report(work)
 
     def value(self, point: Tensor) -> Tensor:
         """Return U, a scalar, without graphs."""

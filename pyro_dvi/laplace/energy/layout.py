@@ -62,7 +62,8 @@ class Layout:
 
     def split(self, vector: Tensor) -> list[Tensor]:
         """Return the pieces ``[*lead, *piece]`` in order of a vector ``[*lead, D]``."""
-        parts = vector.split(self._sizes, -1)
+        # Copies: torch.view_as_complex, for one, takes no view that begins in an odd place.
+        parts = [p.clone(memory_format=torch.contiguous_format) for p in vector.split(self._sizes, -1)]
         return [p.reshape((*vector.shape[:-1], *s)) for p, s in zip(parts, self._pieces, strict=True)]
 
     def named(self, vector: Tensor) -> dict[str, Tensor]:

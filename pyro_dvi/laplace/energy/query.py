@@ -54,7 +54,7 @@ class Query:
     ) -> None:
         refuse_torch_modes(next((loc.device for loc in locs.values()), None))
         self.model, self.inputs, self.layout, self.site = model, inputs, layout, site
-        self._read = self._run_model if read is None else read
+        self._read = read
         self._locs = {name: loc.detach() for name, loc in locs.items()}
         tensors = [v for v in tensors_in(inputs) if v.dim() > 0]
         if not tensors:
@@ -132,7 +132,7 @@ class Query:
     def _run(self, sites: Mapping[str, Tensor]) -> Outputs:
         args = with_missing(self.model, self.inputs)
         with torch.enable_grad(), explained_errors(self.model, sites.values(), args, {}):
-            return self._read({**self._locs, **sites}, self.num_rows)
+            return (self._read or self._run_model)({**self._locs, **sites}, self.num_rows)
 
     def _run_model(self, named: Mapping[str, Tensor], num_rows: int) -> Outputs:
         """Run the model at unconstrained values and read its outputs."""

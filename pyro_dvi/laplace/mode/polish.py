@@ -53,11 +53,11 @@ def polish(
     """
     check_positive("tolerance", tolerance)
     check_count("max_gradients", max_gradients)
-    spent = energy.evaluations
+    spent = energy.work.done
     with progress_bar(progress, max_gradients, unit="gradient") as bar:
 
         def report(iteration: int, value: float, norm: float, decrement: float) -> None:
-            bar.update(energy.evaluations - spent - bar.n)
+            bar.update(energy.work.done - spent - bar.n)
             bar.set_postfix_str(f"U {value:.6g}, gradient {norm:.2g}, decrement {decrement:.2g}")
             if callback is not None:
                 callback(iteration, value, norm, decrement)

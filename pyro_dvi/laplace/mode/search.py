@@ -105,7 +105,7 @@ class Search:
         self, energy: Energy, max_gradients: int, callback: Callable[[int, float, float, float], None]
     ) -> None:
         self.energy, self.callback = energy, callback
-        self.before, self.max_gradients = energy.evaluations, max_gradients
+        self.before, self.max_gradients = energy.work.done, max_gradients
         self.limit: float = self.before + max_gradients
         start = energy.at(energy.start)  # its gradient raises where there is nothing to start from
         self.best = self.first = start.point, float(start.value), float(start.gradient.norm())
@@ -122,7 +122,7 @@ class Search:
             gradient_norm_before=norm_before,
             gradient_norm=norm,
             iterations=self.steps,
-            evaluations=self.energy.evaluations - self.before,
+            evaluations=self.energy.work.done - self.before,
             **outcome,
         )
 
@@ -148,7 +148,7 @@ class Search:
         return self.energy.at(x).hessian(vectors)
 
     def _spend(self) -> None:
-        if self.energy.evaluations >= self.limit:
+        if self.energy.work.done >= self.limit:
             raise BudgetSpent
 
     # --- a minimum ------------------------------------------------------------------------------------------

@@ -139,7 +139,7 @@ class _LabelTilt(_ColumnTilt):
         """Return U on shifted labels and its gradient."""
         shifted = self._shifted(energy, strength)
         found = shifted.at(point).value_and_gradient
-        energy.evaluations += shifted.evaluations
+        energy.work.done += shifted.work.done
         return found
 
     def tilted_batch_gradient(
