@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["enters", "graph_between", "graph_of", "leaves_of"]
-
 
 def graph_of(outputs: Iterable[Tensor], without: Container[str] = ()) -> set[Any]:
     """Nodes of the autograd graph that ``outputs`` depend on, but for those reached by way of some names only."""

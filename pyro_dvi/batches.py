@@ -12,22 +12,6 @@ from torch.utils.data import SubsetRandomSampler
 
 from pyro_dvi.errors import ArgumentError, DataError
 
-__all__ = [
-    "arguments",
-    "batches",
-    "check_loader",
-    "dataset_size",
-    "is_strided",
-    "mapped",
-    "named_arguments",
-    "non_finite_inputs",
-    "number_of_batches",
-    "rows_cut",
-    "tensor_arguments",
-    "tensors_in",
-    "with_rows",
-]
-
 
 def arguments(batch: Any, device: torch.device | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Split a batch into positional and keyword arguments, and move its tensors.

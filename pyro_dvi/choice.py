@@ -8,8 +8,6 @@ from typing import Any
 
 from pyro_dvi.errors import ArgumentError
 
-__all__ = ["check_choice", "check_count", "check_kl_weight", "check_positive"]
-
 
 def check_choice(name: str, value: object, kind: type | tuple[type, ...], examples: str) -> None:
     """Refuse what is no object of a kind.

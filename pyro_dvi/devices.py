@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["accelerators", "device_of", "forked", "reseeded", "seeder", "state_of", "widest"]
-
 
 def accelerators() -> list[torch.device]:
     """Return the devices beside the CPU whose generators this process may have drawn from."""

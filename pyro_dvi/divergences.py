@@ -26,14 +26,6 @@ from pyro_dvi.joint_normal import total_correlation
 from pyro_dvi.multiplicative_normal import MultiplicativeNormal
 from pyro_dvi.normal_divergence import minus_log_density, multiplicative_divergence, normal_divergence
 
-__all__ = [
-    "kl_to_priors",
-    "normal_in_unconstrained_space",
-    "normal_prior",
-    "prior_precision",
-    "refuse_not_normal",
-]
-
 _NODES = 32
 
 

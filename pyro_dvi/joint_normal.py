@@ -14,8 +14,6 @@ from torch import Tensor
 from torch import distributions as td
 from torch.distributions import constraints
 
-__all__ = ["RowsNormal", "is_joint", "shared_factor", "total_correlation"]
-
 
 class RowsNormal(dist.TorchDistribution):
     r"""Independent Gaussian rows with a covariance each, as one vector whose elements may be in another order.

@@ -12,8 +12,6 @@ from pyro_dvi.bayesian.placement import broadcasts_to
 from pyro_dvi.choice import check_positive
 from pyro_dvi.errors import ArgumentError
 
-__all__ = ["MultiplicativeNormal"]
-
 
 class MultiplicativeNormal(dist.Normal):
     r"""Weights with multiplicative Gaussian noise.

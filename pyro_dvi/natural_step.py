@@ -19,8 +19,6 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
-__all__ = ["STEPS", "NaturalSite", "NaturalStep", "Statistic", "steps_of"]
-
 
 class Statistic(Enum):
     """What is measured as the curvature: sums of squared gradients of examples, or gradients times noise."""

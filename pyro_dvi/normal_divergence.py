@@ -17,8 +17,6 @@ from torch.autograd.function import once_differentiable
 
 from pyro_dvi.curvature.base import row_norms
 
-__all__ = ["minus_log_density", "multiplicative_divergence", "normal_divergence"]
-
 Tensors = Sequence[Tensor]  # one of each site
 
 

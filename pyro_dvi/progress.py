@@ -7,8 +7,6 @@ from typing import Any
 
 from tqdm.std import tqdm
 
-__all__ = ["progress_bar"]
-
 
 def progress_bar(
     show: bool,

@@ -19,8 +19,6 @@ from torch.utils._pytree import tree_leaves
 
 from pyro_dvi.errors import UnsupportedError
 
-__all__ = ["Function", "Watch", "is_recording", "recorded", "rows_of"]
-
 Function = Callable[..., Sequence[Tensor]]
 _RECORDING = ContextVar("recording", default=False)
 

@@ -4,8 +4,6 @@
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
-__all__ = ["registering"]
-
 Rule = TypeVar("Rule", bound=Callable[..., Any])
 
 

@@ -10,17 +10,6 @@ from torch import nn
 
 from pyro_dvi.errors import ArgumentError, UnsupportedError
 
-__all__ = [
-    "by_position",
-    "explained_calls",
-    "keyword_only",
-    "misfit",
-    "parameter_names",
-    "positional",
-    "takes_any_number",
-    "with_missing",
-]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 

@@ -18,20 +18,6 @@ from pyro.poutine.util import site_is_factor, site_is_subsample
 
 from pyro_dvi.errors import ArgumentError
 
-__all__ = [
-    "AllRows",
-    "SampleTrace",
-    "SetLatents",
-    "core",
-    "is_data",
-    "is_deterministic",
-    "is_factor",
-    "is_latent",
-    "sites_named",
-    "sites_of",
-    "subsampled_share",
-]
-
 
 def is_latent(site: Any) -> bool:
     """Whether a site is a latent variable, or an auxiliary one of a guide."""

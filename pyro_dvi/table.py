@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-__all__ = ["Columns", "InNotebook", "Report"]
-
 
 @dataclass(frozen=True)
 class Columns:

@@ -9,8 +9,6 @@ from torch import nn
 
 from pyro_dvi.devices import accelerators, forked
 
-__all__ = ["constant_parameters", "evaluating", "modules_met", "preserve_buffers", "undisturbed"]
-
 
 @contextmanager
 def modules_met(meet: Callable[[nn.Module], None], *functions: Any) -> Iterator[None]:

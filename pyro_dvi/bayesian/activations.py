@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from pyro_dvi.bayesian.converted import plain_type
 from pyro_dvi.errors import ArgumentError, warn
 
-__all__ = ["SMOOTH", "SmoothClamp", "SmoothLeakyReLU", "smooth_activations_"]
-
 Replacement = nn.Module | type[nn.Module] | Callable[[nn.Module], nn.Module]
 
 

@@ -16,8 +16,6 @@ from pyro_dvi.bayesian.site_prior import SitePrior, TiedPrior, buffer_name, set_
 from pyro_dvi.errors import ArgumentError, ModelError, UnsupportedError, warn
 from pyro_dvi.signatures import explained_calls
 
-__all__ = ["to_bayesian_"]
-
 M = TypeVar("M", bound=nn.Module)
 
 _WRAPPERS = {

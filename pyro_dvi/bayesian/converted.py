@@ -14,8 +14,6 @@ from torch import Tensor, nn
 
 from pyro_dvi.bayesian.site_prior import SitePrior, TiedPrior, buffer_name
 
-__all__ = ["accept_old_keys", "forget", "parameter_order", "plain_type", "remember"]
-
 _ATTRIBUTE = "_before_conversion"
 
 

@@ -12,8 +12,6 @@ from pyro_dvi.bayesian.converted import forget, parameter_order, plain_type
 from pyro_dvi.bayesian.site_prior import SitePrior, TiedPrior, buffer_name
 from pyro_dvi.errors import ArgumentError, GuideError, ModelError, UnsupportedError
 
-__all__ = ["posterior_means", "to_deterministic"]
-
 
 def to_deterministic(model_or_net: nn.Module, guide: Any) -> nn.Module:
     r"""Return an ordinary torch module with the posterior means as weights.

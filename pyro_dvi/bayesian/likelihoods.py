@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from pyro_dvi.bayesian.noise import Noise, as_noise
 from pyro_dvi.errors import ArgumentError, DataError, ModelError, warn
 
-__all__ = ["Classifier", "LikelihoodModule", "Regressor", "classifier", "regressor"]
-
 
 class LikelihoodModule(PyroModule):
     """A network followed by a likelihood, as a Pyro model ``model(x, y=None)``.

@@ -18,8 +18,6 @@ from pyro_dvi.bayesian.priors import check_no_gradient, positive
 from pyro_dvi.bayesian.scales import LearnedScale, ScalePrior, check_positive_support
 from pyro_dvi.errors import ArgumentError, ModelError
 
-__all__ = ["Heteroscedastic", "Noise", "as_noise"]
-
 
 class Noise(ABC):
     """The scale of the observation noise, in units of the target."""

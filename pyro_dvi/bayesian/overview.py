@@ -22,8 +22,6 @@ from pyro_dvi.sites import is_data, is_factor, is_latent
 from pyro_dvi.table import Columns, Report
 from pyro_dvi.undisturbed import undisturbed
 
-__all__ = ["SiteSummary", "Summary", "summary"]
-
 
 @dataclass(frozen=True)
 class SiteSummary:

@@ -9,8 +9,6 @@ from pyro.distributions.torch_distribution import TorchDistributionMixin
 from torch import Tensor
 from torch.distributions import Distribution, Transform, constraints
 
-__all__ = ["broadcasts_to", "placed_like", "tensors_of"]
-
 D = TypeVar("D", bound=TorchDistributionMixin)
 
 

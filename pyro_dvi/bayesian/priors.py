@@ -26,8 +26,6 @@ from pyro_dvi.bayesian.selection import Candidate, suggestion
 from pyro_dvi.bayesian.site_prior import DistributionPrior, SitePrior
 from pyro_dvi.errors import ArgumentError, ModelError
 
-__all__ = ["Prior", "PriorLike", "as_prior", "FixedScale", "check_no_gradient", "described", "positive"]
-
 PriorLike = Any
 """A float, a distribution, a :class:`Prior`, a callable of ``(name, parameter)`` that returns one of these,
 or a mapping from name patterns to these."""

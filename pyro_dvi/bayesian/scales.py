@@ -21,8 +21,6 @@ from pyro_dvi.bayesian.selection import Candidate
 from pyro_dvi.bayesian.site_prior import ScaleMixturePrior, SitePrior, buffer_name, set_attribute
 from pyro_dvi.errors import ArgumentError, ModelError
 
-__all__ = ["FanIn", "HierarchicalScale", "LearnedScale", "ScalePrior", "check_positive_support", "fan_in"]
-
 Unit = float | Callable[[str, Tensor], float]
 
 

@@ -21,16 +21,6 @@ from pyro_dvi.bayesian.converted import parameter_order
 from pyro_dvi.bayesian.site_prior import SitePrior
 from pyro_dvi.errors import ArgumentError, ModelError, UnsupportedError
 
-__all__ = [
-    "DEFAULT_LAYERS",
-    "NORM_LAYERS",
-    "Candidate",
-    "Selection",
-    "Selector",
-    "chosen",
-    "suggestion",
-]
-
 Predicate = Callable[[str, nn.Module, Tensor], bool]
 Selector = type[nn.Module] | str | Predicate
 Selection = Selector | Iterable[Selector]

@@ -23,16 +23,6 @@ from torch import Tensor, nn
 from pyro_dvi.bayesian.placement import placed_like
 from pyro_dvi.errors import ModelError, UnsupportedError
 
-__all__ = [
-    "DistributionPrior",
-    "ScaleMixturePrior",
-    "SitePrior",
-    "TiedPrior",
-    "buffer_name",
-    "init_to_module",
-    "set_attribute",
-]
-
 
 def buffer_name(attribute: str) -> str:
     """Return the name of the buffer that keeps the module's own value of a converted parameter."""

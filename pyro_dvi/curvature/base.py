@@ -14,8 +14,6 @@ from torch.autograd.function import once_differentiable
 from pyro_dvi.curvature.likelihood import Linearisation
 from pyro_dvi.errors import CheckpointError, UnsupportedError
 
-__all__ = ["Curvature", "half_sum", "half_weighted_squares", "twice_differentiated"]
-
 
 @contextmanager
 def twice_differentiated() -> Iterator[None]:
@@ -97,6 +95,7 @@ def row_norms(x: Tensor) -> Tensor:
 
 
 def sum_of(terms: Sequence[Tensor]) -> Tensor:
+    """Return the sum of scalars."""
     return torch.stack(list(terms)).sum() if len(terms) > 1 else terms[0]
 
 

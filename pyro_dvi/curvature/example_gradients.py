@@ -18,8 +18,6 @@ from pyro_dvi.curvature.per_example.uses import at_least_single
 from pyro_dvi.curvature.products import LinearMap, gradients_at, vectors_together
 from pyro_dvi.curvature.squared_gradients import SquaredGradients, squares_of, squares_without_rules
 
-__all__ = ["ExampleGradients", "OuterGradients", "by_examples"]
-
 _KEPT = 1 << 26  # entries of gradients at layers that may be held
 _CHUNK = 1 << 23  # entries of rows of J that are formed at a time
 _CACHE = 1 << 19  # entries that a processor's cache holds

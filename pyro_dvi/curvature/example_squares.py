@@ -16,8 +16,6 @@ from pyro_dvi.curvature.squared_gradients import pass_per_example
 
 Served = dict[int, list[Use]]
 
-__all__ = ["GGNDiagonal", "EmpiricalFisher", "summed_squared_gradients"]
-
 
 class _ExampleSquares(Curvature):
     """Sums over terms of the likelihood of squared gradients of single examples."""

@@ -16,8 +16,6 @@ from pyro_dvi.curvature.likelihood import Linearisation, ObservedSite, SliceArgu
 from pyro_dvi.curvature.second_derivatives import FastSecondDerivatives
 from pyro_dvi.errors import ArgumentError, UnsupportedError
 
-__all__ = ["Fisher", "MinibatchGradient"]
-
 
 class Fisher(Curvature):
     r"""Squared gradient of labels drawn from the model itself.

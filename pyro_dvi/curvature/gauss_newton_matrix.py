@@ -16,8 +16,6 @@ from torch import Tensor
 
 from pyro_dvi.curvature.example_gradients import ExampleGradients, OuterGradients
 
-__all__ = ["add_gauss_newton_matrix"]
-
 _CHUNK = 1 << 24  # entries of products of factors that are formed at a time
 
 

@@ -13,8 +13,6 @@ from pyro_dvi.curvature.likelihood import Linearisation, private_random_state
 from pyro_dvi.curvature.products import batched_gradients
 from pyro_dvi.errors import ArgumentError, CheckpointError, NonFiniteError
 
-__all__ = ["HessianDiagonal"]
-
 
 class HessianDiagonal(Curvature):
     r"""Diagonal of the negative Hessian of the log-likelihood, raised where no optimal variance would exist.

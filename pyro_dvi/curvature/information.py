@@ -23,8 +23,6 @@ from pyro_dvi.devices import widest
 from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.registry import registering
 
-__all__ = ["expected_information", "information_rule", "of_site"]
-
 Pairs = list[tuple[Tensor, Tensor]]
 _RULES: dict[type, Callable[..., Pairs]] = {}
 

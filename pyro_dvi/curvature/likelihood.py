@@ -18,8 +18,6 @@ from pyro_dvi.errors import ArgumentError, ModelError, UnsupportedError
 
 SliceArguments = Callable[[tuple, dict, Tensor], tuple[tuple, dict]]
 
-__all__ = ["Linearisation", "ObservedSite", "SliceArguments", "private_random_state"]
-
 
 @contextmanager
 def private_random_state(generator: torch.Generator | None, device: torch.device) -> Iterator[None]:

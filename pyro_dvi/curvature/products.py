@@ -25,15 +25,6 @@ from pyro_dvi.curvature.information import expected_information, of_site
 from pyro_dvi.curvature.likelihood import ObservedSite
 from pyro_dvi.errors import ModelError, UnsupportedError
 
-__all__ = [
-    "LinearMap",
-    "SavedBytes",
-    "batched_gradients",
-    "gradients_at",
-    "information_pairs",
-    "vectors_together",
-]
-
 
 class LinearMap:
     r"""The Jacobian J of outputs f with respect to several tensors, as products from both sides.

@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-__all__ = ["constant_statistics", "kept_apart", "mixed_rows", "row_weights"]
-
 
 def row_weights(count: int, like: Tensor, seed: int = 0) -> Tensor:
     r"""Return a weight c for each row, by which :func:`kept_apart` sees whether rows depend on each other.

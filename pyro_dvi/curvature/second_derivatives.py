@@ -25,8 +25,6 @@ from pyro_dvi.curvature.per_example.convolution import per_dimension
 from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.registry import registering
 
-__all__ = ["FastSecondDerivatives", "fast_second_derivative"]
-
 _RULES: dict[Callable, Callable] = {}
 
 

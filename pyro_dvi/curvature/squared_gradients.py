@@ -27,8 +27,6 @@ from pyro_dvi.curvature.per_example.uses import Use, WeightUses, at_least_single
 from pyro_dvi.curvature.products import LinearMap, batched_gradients
 from pyro_dvi.errors import GuideError, UnsupportedError
 
-__all__ = ["SquaredGradients", "pass_per_example", "passes_of", "squares_of", "squares_without_rules"]
-
 _BUDGET = 1 << 26  # entries of gradients that the vectorised fallback may hold at a time
 Deliver = Callable[[int, Tensor], None]
 

@@ -11,8 +11,6 @@ from torch import Tensor
 from pyro_dvi.errors import DataError
 from pyro_dvi.table import Columns, Report
 
-__all__ = ["Comparison", "LayerComparison", "compared"]
-
 _MOST_RANKED = 200_000  # elements whose ranks are compared
 
 

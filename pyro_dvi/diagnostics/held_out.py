@@ -14,8 +14,6 @@ from pyro_dvi.predictive import Prediction
 if TYPE_CHECKING:
     import pandas
 
-__all__ = ["compare_held_out"]
-
 
 def compare_held_out(predictions: Mapping[str, Prediction], y: Any = None) -> "pandas.DataFrame":
     r"""Table of log scores on data that no posterior was trained on.

@@ -32,8 +32,6 @@ from pyro_dvi.predictive.engine.run import AtValues, evaluation_mode
 from pyro_dvi.predictive.posterior import check_is_set_up, predicted_model
 from pyro_dvi.undisturbed import undisturbed
 
-__all__ = ["Spread", "posterior_spread", "scale_snapshot"]
-
 
 @dataclass(frozen=True)
 class Spread:

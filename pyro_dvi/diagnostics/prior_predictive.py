@@ -27,8 +27,6 @@ from pyro_dvi.table import Columns, Report
 if TYPE_CHECKING:
     import pandas
 
-__all__ = ["PriorPredictiveCheck", "StatisticCheck", "prior_predictive_check"]
-
 UNUSUAL = 0.01  # two-sided p-value below which a statistic of the data is called unusual
 SURE = 0.9  # mean confidence of networks from the prior, above which narrower priors are suggested
 VAGUE = 10.0  # times the spread of the data, from which a prior is called vague

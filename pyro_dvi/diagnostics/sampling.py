@@ -26,8 +26,6 @@ from pyro_dvi.predictive.rules.propagation import Independent, Propagation
 from pyro_dvi.predictive.rules.rule import Samples
 from pyro_dvi.progress import progress_bar
 
-__all__ = ["compare_with_sampling"]
-
 # A module and the number of its call, or a parameter of the observed site.
 Place = tuple[nn.Module, int] | str
 

@@ -18,8 +18,6 @@ from pyro_dvi.table import Columns, Report
 if TYPE_CHECKING:
     import pandas
 
-__all__ = ["LEVELS", "ScaleCourse", "ScaleReport", "SiteScales", "scale_course", "scale_report"]
-
 LEVELS = (0.05, 0.25, 0.5, 0.75, 0.95)  # of the quantiles over the elements of a site
 
 MOVING = 0.01  # relative change above which scales are said to move

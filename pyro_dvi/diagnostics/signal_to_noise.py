@@ -15,8 +15,6 @@ from pyro_dvi.table import Columns, Report
 if TYPE_CHECKING:
     import pandas
 
-__all__ = ["SignalToNoise", "signal_to_noise"]
-
 THRESHOLDS = (0.5, 1.0, 2.0)  # of the table
 
 

@@ -12,8 +12,6 @@ from torch import distributions as td
 from pyro_dvi.errors import ArgumentError
 from pyro_dvi.handlers.distributions import innermost
 
-__all__ = ["Statistic", "applied", "default_statistics"]
-
 Statistic = Callable[[Tensor], Any]
 
 MANY_CLASSES = 10  # above which single classes are not followed

@@ -28,8 +28,6 @@ from pyro_dvi.distributed.shares import Fractions, weights_of
 from pyro_dvi.errors import ArgumentError, DataError, NonFiniteError, PyroDviError, UnsupportedError
 from pyro_dvi.natural_step import STEPS
 
-__all__ = ["DataParallel"]
-
 
 class DataParallel(ELBO):
     r"""An objective of this library, evaluated and differentiated by all processes together.

@@ -14,8 +14,6 @@ from torch import nn
 
 from pyro_dvi.devices import accelerators, forked
 
-__all__ = ["AnnouncedFunction", "Draws", "OwnDraws", "SharedDraws", "seeded"]
-
 
 class Draws(ABC):
     """Whether processes draw the same weights, where an objective samples from the guide."""

@@ -9,8 +9,6 @@ from pyro_dvi.distributed.data_parallel import DataParallel
 from pyro_dvi.distributed.messages import exchange, exchange_results, several
 from pyro_dvi.errors import ArgumentError, DataError
 
-__all__ = ["JointBatches"]
-
 _END = object()
 
 

@@ -9,8 +9,6 @@ import torch.distributed as td
 
 from pyro_dvi.errors import PyroDviError, UnsupportedError
 
-__all__ = ["exchange", "exchange_results", "several"]
-
 T = TypeVar("T")
 
 

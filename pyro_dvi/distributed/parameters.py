@@ -15,16 +15,6 @@ from pyro_dvi.autograd_graph import leaves_of
 from pyro_dvi.errors import GuideError, UnsupportedError
 from pyro_dvi.undisturbed import undisturbed
 
-__all__ = [
-    "create_parameters",
-    "modules_of",
-    "named_leaves",
-    "named_parameters",
-    "refuse_synchronised",
-    "running_statistics",
-    "weighted_sums",
-]
-
 
 def create_parameters(model: Any, guide: Any, args: tuple, kwargs: dict) -> None:
     """Make parameters exist that a first call creates."""

@@ -11,8 +11,6 @@ from pyro.poutine.messenger import Messenger
 from pyro_dvi.errors import DataError, ModelError, UnsupportedError
 from pyro_dvi.sites import is_data, subsampled_share
 
-__all__ = ["Fractions", "weights_of"]
-
 
 class Fractions(Messenger):
     """Note which part of the data set each observed site sees."""

@@ -27,8 +27,6 @@ from pyro_dvi.handlers.structure import Structure, structure_of
 from pyro_dvi.handlers.trained_for import check_trainable, note_trained_for
 from pyro_dvi.signatures import explained_calls
 
-__all__ = ["DeterministicELBO"]
-
 
 class DeterministicELBO(ELBO):
     """Base class of the objectives: a drop-in for Pyro's ELBOs in ``SVI`` and as ``elbo(model, guide)``.

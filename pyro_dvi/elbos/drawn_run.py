@@ -22,8 +22,6 @@ from pyro_dvi.handlers.posterior_run import Call, PosteriorRun
 from pyro_dvi.natural_step import NaturalSite, NaturalStep
 from pyro_dvi.sites import is_data, is_factor
 
-__all__ = ["DrawnRun"]
-
 
 @dataclass(frozen=True)
 class DrawnRun(PosteriorRun):

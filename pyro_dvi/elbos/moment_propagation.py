@@ -26,8 +26,6 @@ from pyro_dvi.moments.joint import has_covariances
 from pyro_dvi.moments.weight_uses import warned_of_repeated_uses
 from pyro_dvi.signatures import explained_calls
 
-__all__ = ["MomentPropagationELBO"]
-
 
 class MomentPropagationELBO(DeterministicELBO):
     r"""Objective of moment propagation: means and variances of the weights pass through the network, not draws.

@@ -23,8 +23,6 @@ from pyro_dvi.handlers.posterior_run import Call
 from pyro_dvi.handlers.structure import check_gradients
 from pyro_dvi.natural_step import STEPS, NaturalStep, Statistic
 
-__all__ = ["NaturalGradientELBO"]
-
 
 class NaturalGradientELBO(DeterministicELBO):
     r"""Objective of VOGN, OGN and IVON: the loss at draws of the weights, and the curvature that they need.

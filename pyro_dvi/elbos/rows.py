@@ -14,8 +14,6 @@ from pyro_dvi.curvature.per_example.uses import with_examples_first
 from pyro_dvi.curvature.rows import mixed_rows
 from pyro_dvi.curvature.squared_gradients import SquaredGradients
 
-__all__ = ["RowCheck", "Run", "Served", "View"]
-
 Served = dict[int, list[Use]]
 
 

@@ -20,8 +20,6 @@ from pyro_dvi.joint_normal import is_joint
 from pyro_dvi.sites import core, is_latent, sites_of
 from pyro_dvi.undisturbed import undisturbed
 
-__all__ = ["SampledELBO"]
-
 
 class SampledELBO(DeterministicELBO):
     r"""Objective of sampled variational inference; with ``AutoDelta``, of maximum a posteriori.

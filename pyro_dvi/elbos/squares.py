@@ -16,8 +16,6 @@ from pyro_dvi.curvature.squared_gradients import passes_of, squares_without_rule
 from pyro_dvi.elbos.rows import RowCheck, Run, Served, View
 from pyro_dvi.errors import UnsupportedError, warn
 
-__all__ = ["Draw", "SquareMeasurement"]
-
 _MANY_PASSES = 32
 
 

@@ -18,8 +18,6 @@ from pyro_dvi.handlers.minibatch import run_on_part
 from pyro_dvi.handlers.posterior_run import Call, PosteriorRun
 from pyro_dvi.signatures import explained_calls
 
-__all__ = ["TaylorELBO"]
-
 # Functions whose second derivative is zero almost everywhere.
 _PIECEWISE_LINEAR = frozenset(
     "abs clamp clamp_min hardsigmoid hardtanh leaky_relu maximum minimum prelu relu rrelu threshold".split()

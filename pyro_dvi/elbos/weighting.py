@@ -11,8 +11,6 @@ from torch import Tensor
 
 from pyro_dvi.errors import ArgumentError, ModelError
 
-__all__ = ["ExampleWeighting", "VarianceWeighted"]
-
 
 class ExampleWeighting(ABC):
     """Weights of the log-likelihood of single observations, constant in the gradient."""

@@ -13,8 +13,6 @@ from pyro_dvi.expectations.logistic import expected_softplus
 from pyro_dvi.expectations.rules import expectation_rule
 from pyro_dvi.moments import GaussianMoments
 
-__all__ = ["bernoulli", "binomial", "gaussian_logit", "geometric", "is_gaussian_logit", "negative_binomial"]
-
 _SIGMOIDS = ("sigmoid", "special_expit", "expit")
 
 

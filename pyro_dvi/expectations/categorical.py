@@ -12,8 +12,6 @@ from pyro_dvi.expectations.logits import LogitEstimator
 from pyro_dvi.expectations.rules import expectation_rule
 from pyro_dvi.moments import GaussianMoments
 
-__all__ = ["categorical", "gaussian_logits", "multinomial", "one_hot_categorical"]
-
 
 def gaussian_logits(logits: Any = None, probs: Any = None) -> GaussianMoments | None:
     """Return Gaussian logits of a softmax over the last dimension, None where the parameter is something else."""

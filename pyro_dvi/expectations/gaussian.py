@@ -15,20 +15,6 @@ from pyro_dvi.moments import GaussianMoments
 from pyro_dvi.moments.floor import floored
 from pyro_dvi.moments.joint import has_covariances
 
-__all__ = [
-    "are_dependent",
-    "are_distinct",
-    "at_points",
-    "check_domain",
-    "constraint_of",
-    "event_dim_of",
-    "gaussian_of",
-    "identity_of",
-    "log_and_inverse_power",
-    "nodes_of",
-    "within_example",
-]
-
 # Functions whose every value is in the domain that they are used for.
 _SAFE = {
     "exp": "positive",

@@ -20,8 +20,6 @@ from torch.autograd.function import once_differentiable
 from pyro_dvi.moments import GaussianMoments
 from pyro_dvi.moments.joint import covariance_of, has_covariances
 
-__all__ = ["average_jointly", "covariance_if_any"]
-
 _CHUNK = 2**20  # numbers held at once, points x logits
 
 

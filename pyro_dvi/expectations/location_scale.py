@@ -15,8 +15,6 @@ from pyro_dvi.moments.floor import floored
 from pyro_dvi.moments.joint import covariance_between, covariance_of, has_covariances
 from pyro_dvi.moments.value import loc_of, variance_of
 
-__all__ = ["exponential", "gamma", "laplace", "log_normal", "multivariate_normal", "normal", "poisson"]
-
 _HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
 
 

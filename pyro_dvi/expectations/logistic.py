@@ -18,8 +18,6 @@ from pyro_dvi.moments import GaussianMoments
 from pyro_dvi.moments.activations.normal import DENSITY, distribution
 from pyro_dvi.moments.floor import floored
 
-__all__ = ["expected_sigmoid", "expected_softplus", "logit_of_expected_sigmoid"]
-
 _S = 1.7  # the logistic density is about as wide as a Gaussian of this deviation
 _NODES = 61
 _WIDE = 2.25  # deviation above which the nodes stay where r is

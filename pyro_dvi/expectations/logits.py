@@ -29,8 +29,6 @@ from pyro_dvi.expectations.points import shifted_sobol
 from pyro_dvi.moments import GaussianMoments
 from pyro_dvi.moments.joint import has_covariances
 
-__all__ = ["LogitEstimator", "MonteCarlo", "Sobol", "Taylor2", "TiltedBound"]
-
 _CHUNK = 2**20  # numbers held at once, points x logits: what a cache holds
 
 

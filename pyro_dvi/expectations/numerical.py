@@ -31,8 +31,6 @@ from pyro_dvi.expectations.gaussian import (
 from pyro_dvi.expectations.points import fixed_points
 from pyro_dvi.moments import GaussianMoments
 
-__all__ = ["Evaluation", "aligned", "evaluation", "numerical_expectation", "without_checks"]
-
 _CHUNK = 2**22  # values of one parameter that are held at once
 
 

@@ -12,8 +12,6 @@ from torch.quasirandom import SobolEngine
 from pyro_dvi.moments.activations import normal
 from pyro_dvi.moments.activations.normal import constants
 
-__all__ = ["fixed_points", "gauss_hermite", "shifted_sobol", "sobol_points"]
-
 _BITS = 30  # of Sobol integers in torch
 
 

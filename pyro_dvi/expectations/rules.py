@@ -22,8 +22,6 @@ from pyro_dvi.expectations.numerical import numerical_expectation
 from pyro_dvi.moments import GaussianMoments
 from pyro_dvi.registry import registering
 
-__all__ = ["expectation_rule", "expected_log_prob", "families_with_rules", "find_rule"]
-
 _RULES: dict[type, Callable] = {}
 _WITH_COVARIANCES: set[Callable] = set()
 _DEFAULT_ESTIMATOR = Sobol()

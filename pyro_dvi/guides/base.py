@@ -29,8 +29,6 @@ from pyro_dvi.handlers.posterior_prior import PosteriorPrior, posterior_prior
 from pyro_dvi.handlers.trained_for import RULES, note_trained_for, trained_for
 from pyro_dvi.undisturbed import preserve_buffers
 
-__all__ = ["FactorisedGuide", "prior_scale_of"]
-
 
 class FactorisedGuide(AutoGuide):
     r"""One independent factor per latent site, in unconstrained space.

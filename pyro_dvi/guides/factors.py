@@ -13,8 +13,6 @@ from torch import distributions as td
 from pyro_dvi.choice import check_choice
 from pyro_dvi.guides.scales import PerWeight, ScaleFamily
 
-__all__ = ["Deterministic", "Factor", "MeanField", "ReadyNormal", "TransformedValue"]
-
 
 class Factor(ABC):
     """The posterior of one site in unconstrained space: a mean, and perhaps a parameter of its spread.

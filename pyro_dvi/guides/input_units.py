@@ -16,17 +16,6 @@ from torch.nn.modules.batchnorm import _NormBase
 from pyro_dvi.errors import ArgumentError
 from pyro_dvi.undisturbed import modules_met
 
-__all__ = [
-    "Axes",
-    "InputAxis",
-    "InputUnits",
-    "Layers",
-    "check_input_axis",
-    "chosen_units",
-    "layers_called",
-    "units_of_layer",
-]
-
 Axes = int | tuple[int, ...] | None
 """An axis, several, or None for a site that is no weight."""
 

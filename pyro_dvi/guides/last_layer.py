@@ -32,8 +32,6 @@ from pyro_dvi.joint_normal import RowsNormal
 from pyro_dvi.sites import is_latent
 from pyro_dvi.undisturbed import preserve_buffers
 
-__all__ = ["AllOutputs", "LastLayerGuide", "LayerCovariance", "LowRank", "PerOutput"]
-
 
 @dataclass(frozen=True)
 class LayerCovariance(ABC):

@@ -11,8 +11,6 @@ from pyro_dvi.guides.base import FactorisedGuide
 from pyro_dvi.guides.factors import Factor, MeanField
 from pyro_dvi.guides.scales import ScaleFamily, exp_positive
 
-__all__ = ["MeanFieldGuide"]
-
 
 class MeanFieldGuide(FactorisedGuide):
     r"""Independent Gaussians over all latents, in unconstrained space.

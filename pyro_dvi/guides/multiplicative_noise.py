@@ -29,8 +29,6 @@ from pyro_dvi.handlers.latents import unconstraining_transform
 from pyro_dvi.multiplicative_normal import MultiplicativeNormal
 from pyro_dvi.sites import sites_named
 
-__all__ = ["MultiplicativeNoiseGuide"]
-
 
 class MultiplicativeNoiseGuide(FactorisedGuide):
     r"""Gaussian weights whose variance is proportional to their squared mean, one factor per input unit.

@@ -15,8 +15,6 @@ from pyro_dvi.guides.base import FactorisedGuide
 from pyro_dvi.guides.factors import Factor, ReadyNormal
 from pyro_dvi.handlers.latents import unconstraining_transform
 
-__all__ = ["NaturalGradientGuide"]
-
 
 class NaturalGradientGuide(FactorisedGuide):
     r"""Independent Gaussians stored by mean and precision, for the natural-gradient optimizers.

@@ -13,8 +13,6 @@ from torch.distributions import ExpTransform, constraints, transform_to
 from pyro_dvi.choice import check_count, check_positive
 from pyro_dvi.errors import ArgumentError
 
-__all__ = ["PerSite", "PerWeight", "SGDStepSize", "ScaleFamily", "exp_positive"]
-
 
 class _ExpPositive(constraints.greater_than):  # type: ignore[misc]
     """Positive numbers, of which an optimizer sees the logarithm.

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from pyro_dvi.guides.factors import Factor, TransformedValue
 
-__all__ = ["GuideSite"]
-
 
 @dataclass(frozen=True, eq=False)
 class GuideSite:

@@ -12,8 +12,6 @@ from torch.distributions import transform_to
 
 from pyro_dvi.errors import GuideError
 
-__all__ = ["Store", "complete_loaded"]
-
 
 @dataclass(frozen=True)
 class Store:

@@ -11,8 +11,6 @@ from torch.utils._pytree import tree_leaves
 
 from pyro_dvi.guides.input_units import InputUnits
 
-__all__ = ["FollowedStart", "WeightProducts"]
-
 # Place of the weight among the arguments, and its axes that count inputs.
 _LAYERS: dict[str, tuple[int, tuple[int, ...]]] = {
     "linear": (1, (-1,)),

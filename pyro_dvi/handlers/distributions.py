@@ -15,20 +15,6 @@ from torch import distributions as td
 
 from pyro_dvi.errors import UnsupportedError
 
-__all__ = [
-    "WRAPPERS",
-    "Built",
-    "arguments_kept",
-    "arguments_of",
-    "building_by",
-    "given_to",
-    "innermost",
-    "rewrapped",
-    "strip_event_dims",
-    "unexpanded",
-    "untransformed",
-]
-
 # Distributions around another one, which take it as it is.
 WRAPPERS = (td.Independent, dist.MaskedDistribution, dist.ExpandedDistribution, td.TransformedDistribution)
 

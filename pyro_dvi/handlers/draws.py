@@ -16,8 +16,6 @@ from pyro_dvi.handlers.latents import GaussianSite
 from pyro_dvi.handlers.posterior_run import GuideRun
 from pyro_dvi.natural_step import NaturalStep, Statistic
 
-__all__ = ["Drawn", "TrackedDraws"]
-
 
 @dataclass
 class Drawn(GaussianSite):

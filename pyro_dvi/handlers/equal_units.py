@@ -9,8 +9,6 @@ from torch import Tensor
 
 from pyro_dvi.errors import warn
 
-__all__ = ["Starts", "equal_units", "start_apart"]
-
 # Site, its means in the storage of their parameter, weights of the network if it keeps any.
 Starts = list[tuple[str, Tensor, Tensor | None]]
 

@@ -14,8 +14,6 @@ from pyro_dvi.batches import named_arguments, non_finite_inputs, tensor_argument
 from pyro_dvi.errors import DataError, DeviceError, ModelError, ParameterError, PyroDviError, UnsupportedError
 from pyro_dvi.signatures import misfit, positional
 
-__all__ = ["AS_A_MODEL", "bad_values", "explained_errors", "non_finite"]
-
 AS_A_MODEL = (
     "A network becomes a model by dvi.classifier(dvi.to_bayesian_(net), num_data=...), or by dvi.regressor."
 )

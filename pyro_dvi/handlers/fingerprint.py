@@ -18,8 +18,6 @@ from pyro_dvi.handlers.means import PosteriorMeans
 from pyro_dvi.sites import core, is_latent
 from pyro_dvi.undisturbed import evaluating, undisturbed
 
-__all__ = ["Fingerprint", "central_values"]
-
 _ROWS = 4  # of the data
 _NUMBERS = 64  # of each parameter of a distribution, spread evenly over its elements
 _PLAIN = {type(None), bool, int, float, str}

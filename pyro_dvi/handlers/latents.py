@@ -18,17 +18,6 @@ from pyro_dvi.joint_normal import is_joint, shared_factor
 from pyro_dvi.moments.joint import SharedNoise
 from pyro_dvi.sites import is_latent, sites_of
 
-__all__ = [
-    "GaussianSite",
-    "Latent",
-    "Marginals",
-    "check_shape",
-    "elementary",
-    "is_real",
-    "match_latents",
-    "unconstraining_transform",
-]
-
 
 @dataclass
 class GaussianSite:

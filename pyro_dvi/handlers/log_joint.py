@@ -16,8 +16,6 @@ from pyro_dvi.handlers.means import twice_differentiable
 from pyro_dvi.handlers.observed import Observed, observed_sites
 from pyro_dvi.sites import AllRows, SampleTrace, SetLatents, is_latent
 
-__all__ = ["AtUnconstrained", "JointRun", "log_prior_of_entries", "run_joint"]
-
 
 @dataclass
 class JointRun(Observed):

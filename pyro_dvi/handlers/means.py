@@ -13,8 +13,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from pyro_dvi.handlers.latents import GaussianSite
 from pyro_dvi.handlers.posterior_run import Call, GuideRun, PosteriorRun
 
-__all__ = ["PosteriorMeans", "run_at_means", "twice_differentiable"]
-
 
 def run_at_means(
     call: Call,

@@ -18,8 +18,6 @@ from pyro_dvi.handlers.observed import observation, observed_sites
 from pyro_dvi.handlers.posterior_run import PosteriorRun
 from pyro_dvi.undisturbed import preserve_buffers
 
-__all__ = ["UnscaledMinibatches", "check_list", "check_num_data", "num_data_of", "run_on_part"]
-
 
 def check_num_data(sites: list[ObservedSite], num_data: int, dropped: int = 1) -> None:
     """Compare the plate's scale of every site with the size of the data set.

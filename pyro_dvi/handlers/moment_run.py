@@ -20,8 +20,6 @@ from pyro_dvi.moments.through_link import through_link
 from pyro_dvi.multiplicative_normal import MultiplicativeNormal
 from pyro_dvi.sites import SetLatents
 
-__all__ = ["PosteriorMoments", "median", "propagated", "reparameterised", "run_with_moments"]
-
 Around = Callable[[Mapping[str, GaussianMoments]], AbstractContextManager[Any]]
 
 
@@ -124,7 +122,7 @@ class PosteriorMoments(SetLatents):
 
     def __enter__(self) -> Self:
         self._following.callback(setattr, accessor, "swap_tensor", _SWAP)
-        accessor.swap_tensor = _swap
+        accessor.swap_tensor = _swap  # type: ignore[assignment]
         if any(is_joint(gaussian.base) for gaussian in self.marginals.gaussians.values()):
             self._following.enter_context(joint_noise_followed())
         return super().__enter__()  # type: ignore[no-any-return]

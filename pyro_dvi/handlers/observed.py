@@ -15,8 +15,6 @@ from pyro_dvi.handlers.distributions import untransformed
 from pyro_dvi.handlers.explained import AS_A_MODEL
 from pyro_dvi.sites import is_data, is_factor, sites_of, subsampled_share
 
-__all__ = ["Observed", "checked_log_likelihood", "observation", "observed_sites"]
-
 
 @dataclass
 class Observed:

@@ -31,8 +31,6 @@ from pyro_dvi.handlers.means import twice_differentiable
 from pyro_dvi.handlers.response import choose_response, example_axis, responses
 from pyro_dvi.sites import AllRows, is_deterministic
 
-__all__ = ["Outputs", "Parameter", "observed_outputs", "run_outputs"]
-
 # Parameters that say where the observations lie. They come before others, such as degrees of freedom.
 _LOCATIONS = ("loc", "logits", "probs", "rate", "predictor")
 

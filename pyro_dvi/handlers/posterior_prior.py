@@ -17,8 +17,6 @@ from pyro_dvi.handlers.distributions import strip_event_dims
 from pyro_dvi.handlers.latents import is_real
 from pyro_dvi.sites import sites_named
 
-__all__ = ["PosteriorPrior", "posterior_prior", "without_posterior_prior"]
-
 
 @dataclass(frozen=True)
 class PosteriorPrior:

@@ -20,8 +20,6 @@ from pyro_dvi.joint_normal import is_joint
 from pyro_dvi.sites import SampleTrace, SetLatents
 from pyro_dvi.undisturbed import preserve_buffers
 
-__all__ = ["Call", "GuideRun", "PosteriorRun", "refuse_site"]
-
 
 class GuideRun(SetLatents, SampleTrace):
     """Record a run of a guide, and choose the values of its Gaussian sites.

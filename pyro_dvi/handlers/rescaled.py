@@ -11,8 +11,6 @@ from torch import distributions as td
 from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.handlers.distributions import rewrapped, untransformed
 
-__all__ = ["Rescaled", "rescaled", "scale_name"]
-
 # Distributions of location and scale, with what multiplies their spread.
 _SCALES: dict[type, str] = {
     td.Normal: "scale",

@@ -12,8 +12,6 @@ from torch import distributions as td
 from pyro_dvi.errors import DataError, ModelError
 from pyro_dvi.sites import is_data, is_latent
 
-__all__ = ["choose_response", "counted", "example_axis", "responses"]
-
 
 def responses(nodes: Mapping[str, Any], latents: Container[str]) -> list[str]:
     """Return the sample sites of a run that are neither latent nor Pyro's own: data, or a place for them."""

@@ -28,8 +28,6 @@ from pyro_dvi.joint_normal import is_joint
 from pyro_dvi.sites import is_data, is_latent, sites_of
 from pyro_dvi.undisturbed import undisturbed
 
-__all__ = ["Structure", "check_gradients", "reached_by", "refuse_dependent", "structure_of"]
-
 _TYPES = [torch.finfo(t) for t in (torch.float16, torch.bfloat16, torch.float32, torch.float64)]
 # Limits of torch's own clamps: probabilities of distributions (eps), values of transforms to the unit interval (tiny).
 _OPEN_INTERVALS = {(low, 1 - t.eps) for t in _TYPES for low in (t.eps, t.tiny)}

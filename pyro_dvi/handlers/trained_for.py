@@ -7,8 +7,6 @@ from typing import Any
 
 from pyro_dvi.errors import GuideError
 
-__all__ = ["RULES", "check_trainable", "note_trained_for", "trained_for"]
-
 # None: trained neither by an objective of this library nor by ``fit``.
 RULES = (None, "AtMean", "Moments", "Samples")
 _ATTRIBUTE = "_pyro_dvi_trained_for"

@@ -21,16 +21,6 @@ from pyro_dvi.expectations import LogitEstimator, expected_log_prob
 from pyro_dvi.handlers.distributions import WRAPPERS, arguments_of, building_by, innermost, rewrapped
 from pyro_dvi.moments import GaussianMoments
 
-__all__ = [
-    "UncertainDistribution",
-    "at_mean",
-    "predictive_of",
-    "refuse_moments",
-    "uncertain_likelihoods",
-    "uncertain_part",
-    "with_uncertain_part",
-]
-
 Predictive = Callable[[type, Mapping[str, Any]], Any]
 
 

@@ -12,8 +12,6 @@ from pyro_dvi.inference_data.records import provenance
 from pyro_dvi.predictive import Prediction
 from pyro_dvi.predictive.prediction.component import with_any
 
-__all__ = ["assemble", "of_prediction"]
-
 
 def assemble(
     groups: Mapping[str, Group], attributes: Mapping[str, Any], coords: Mapping[str, Coords], dims: Dims

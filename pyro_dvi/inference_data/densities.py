@@ -19,8 +19,6 @@ from pyro_dvi.predictive.engine.vectorised import ManyDraws
 from pyro_dvi.predictive.posterior import traced_draws
 from pyro_dvi.sites import is_latent
 
-__all__ = ["log_posterior", "log_prior", "sample_stats"]
-
 
 def log_prior(
     model: Callable[..., Any], batch: Batch, nodes: Mapping[str, Any], draws: Iterator[Latents]

@@ -34,8 +34,6 @@ from pyro_dvi.predictive.rules.prior import PriorSamples
 from pyro_dvi.progress import progress_bar
 from pyro_dvi.training import History
 
-__all__ = ["to_arviz"]
-
 
 def to_arviz(
     model: Callable[..., Any],

@@ -14,17 +14,6 @@ from torch import Tensor
 from pyro_dvi.errors import ArgumentError, ModelError
 from pyro_dvi.predictive.prediction.tables import array_of
 
-__all__ = [
-    "Group",
-    "as_array",
-    "check_names",
-    "close_names",
-    "joined",
-    "listed",
-    "plate_names",
-    "safe_name",
-]
-
 Dims = Mapping[Any, Sequence[Any]]
 Coords = Mapping[Any, Any]
 

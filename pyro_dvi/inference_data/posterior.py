@@ -18,8 +18,6 @@ from pyro_dvi.predictive.engine.vectorised import ManyDraws
 from pyro_dvi.predictive.posterior import example_latents
 from pyro_dvi.sites import is_deterministic
 
-__all__ = ["LatentDraws", "Selection", "Summaries"]
-
 CHUNK = 64  # draws that are copied together
 Summaries = Mapping[str, Callable[[Tensor], Tensor]]
 

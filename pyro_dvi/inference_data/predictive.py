@@ -15,8 +15,6 @@ from pyro_dvi.predictive.components import Components
 from pyro_dvi.predictive.engine.batches import Batch
 from pyro_dvi.predictive.prediction.observations import Observation, ObservationDraws
 
-__all__ = ["Predictions", "choose_responses"]
-
 
 def choose_responses(
     site: str | Sequence[str] | None, nodes: Mapping[str, Any], latents: Mapping[str, Tensor]

@@ -18,8 +18,6 @@ from pyro_dvi.predictive import PredictionRule
 from pyro_dvi.signatures import parameter_names
 from pyro_dvi.training import History
 
-__all__ = ["attributes", "inputs_of", "named_constants", "provenance", "training_group"]
-
 MAX_INPUT_VALUES = 1_000_000  # inputs with more values are not copied
 
 

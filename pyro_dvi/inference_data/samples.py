@@ -15,8 +15,6 @@ from pyro_dvi.inference_data.group import close_names
 from pyro_dvi.predictive.rules.rule import FromDraws
 from pyro_dvi.sites import is_data, is_latent
 
-__all__ = ["GivenSamples"]
-
 
 class GivenSamples(FromDraws):
     """Average the predictions of draws that are given.

@@ -18,8 +18,6 @@ from pyro_dvi.laplace.energy.precision import GGN, PrecisionMatrix
 from pyro_dvi.laplace.methods.posterior import LaplacePosterior
 from pyro_dvi.laplace.point_mass import PointMass
 
-__all__ = ["Draws", "Fitted"]
-
 
 @dataclass(frozen=True)
 class Fitted:

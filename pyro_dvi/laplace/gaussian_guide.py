@@ -19,8 +19,6 @@ from pyro_dvi.laplace.mode.certificate import Certificate
 from pyro_dvi.laplace.mode_guide import ModeGuide
 from pyro_dvi.laplace.outputs import GaussianOutputs
 
-__all__ = ["DRAWN_WEIGHTS", "WIDE_WEIGHTS", "GaussianGuide"]
-
 DRAWN_WEIGHTS = (
     "weights are drawn from a Laplace posterior: a network run at them leaves the neighbourhood in which the Gaussian "
     "was fitted, and predicts too widely. predict(model, guide, x, method=Linearised()) stays at the mode."

@@ -24,8 +24,6 @@ from pyro_dvi.laplace.outputs import GaussianOutputs
 from pyro_dvi.progress import progress_bar
 from pyro_dvi.signatures import with_missing
 
-__all__ = ["LaplaceGuide"]
-
 
 class LaplaceGuide(GaussianGuide):
     r"""Laplace's approximation: a Gaussian around the most probable weights.

@@ -24,8 +24,6 @@ from pyro_dvi.laplace.mode.diagnosis import Diagnosis, diagnose
 from pyro_dvi.laplace.mode.polish import Polished, polish
 from pyro_dvi.laplace.point_mass import ModelReference, PointMass
 
-__all__ = ["ModeGuide"]
-
 
 class ModeGuide(FactorisedGuide):
     r"""A point mass :math:`\hat u` in unconstrained space, what :class:`~pyro_dvi.LaplaceGuide` is before its fit.

@@ -15,8 +15,6 @@ from pyro_dvi.laplace.methods.diagonal import Diagonal
 from pyro_dvi.laplace.methods.posterior import Method, check_method
 from pyro_dvi.laplace.mode.convergence import Accept
 
-__all__ = ["OnlineEvidence"]
-
 _NEAR = (0.25, 0.5, 1.0, 2.0, 4.0)  # times the present value
 
 

@@ -11,8 +11,6 @@ from pyro_dvi.handlers.outputs import Outputs
 from pyro_dvi.laplace.energy.query import Query
 from pyro_dvi.laplace.methods.posterior import LaplacePosterior
 
-__all__ = ["GaussianOutputs"]
-
 
 @dataclass(frozen=True)
 class GaussianOutputs:

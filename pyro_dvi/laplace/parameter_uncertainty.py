@@ -14,8 +14,6 @@ from pyro_dvi.laplace.guide import LaplaceGuide
 from pyro_dvi.laplace.methods.hessian_free.newton_cg import NewtonCG
 from pyro_dvi.laplace.methods.hessian_free.solvers import Solver, Tilt
 
-__all__ = ["parameter_uncertainty"]
-
 
 def parameter_uncertainty(
     guide: LaplaceGuide,

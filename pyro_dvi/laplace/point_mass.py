@@ -17,8 +17,6 @@ from pyro_dvi.laplace.energy.query import Query
 from pyro_dvi.laplace.evidence.scales import rescaled_model
 from pyro_dvi.sites import sites_named
 
-__all__ = ["ModelReference", "PointMass"]
-
 
 @dataclass(frozen=True)
 class PointMass:

@@ -8,8 +8,6 @@ from pyro_dvi.choice import check_count
 from pyro_dvi.errors import ArgumentError
 from pyro_dvi.laplace.guide import LaplaceGuide
 
-__all__ = ["largest_variance"]
-
 
 def largest_variance(guide: LaplaceGuide, size: int) -> dict[str, Tensor]:
     r"""Choose the weights with the largest posterior variances, as masks for ``subset=``.

@@ -8,8 +8,6 @@ from pyro_dvi.errors import NotPositiveDefiniteError
 from pyro_dvi.linalg.conjugate_gradients import Solution, solve_by
 from pyro_dvi.linalg.operator import Operator, apply
 
-__all__ = ["block_conjugate_gradients"]
-
 
 def block_conjugate_gradients(
     operator: Operator, rhs: Tensor, *, tolerance: float = 1e-6, max_iterations: int | None = None

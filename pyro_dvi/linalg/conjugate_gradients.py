@@ -11,8 +11,6 @@ from torch import Tensor
 from pyro_dvi.errors import ArgumentError, NonFiniteError, NotPositiveDefiniteError
 from pyro_dvi.linalg.operator import Operator, apply, dots
 
-__all__ = ["Preconditioner", "Recursion", "Solution", "conjugate_gradients", "solve_by"]
-
 Preconditioner = Tensor | Callable[[Tensor], Tensor]
 """A positive definite M close to A: its diagonal ``[D]``, or a function of rows that applies the inverse of M."""
 

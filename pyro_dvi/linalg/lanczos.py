@@ -10,8 +10,6 @@ from pyro_dvi.choice import check_count
 from pyro_dvi.errors import ArgumentError, NonFiniteError
 from pyro_dvi.linalg.operator import Operator, apply, dots
 
-__all__ = ["LanczosProcess", "Tridiagonal", "lanczos"]
-
 
 @dataclass(frozen=True)
 class Tridiagonal:

@@ -12,8 +12,6 @@ from pyro_dvi.errors import NotPositiveDefiniteError
 from pyro_dvi.linalg.lanczos import LanczosProcess
 from pyro_dvi.linalg.operator import Operator
 
-__all__ = ["SpectralQuadrature", "TraceEstimate", "trace_of_function"]
-
 _BASIS_BYTES = 2**31
 
 

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from pyro_dvi.errors import ArgumentError
 
-__all__ = ["CholeskyMetric", "DiagonalMetric", "InMetric", "Metric", "SmoothFunction"]
-
 
 class SmoothFunction(Protocol):
     """What a search has to know of a function U of ``[D]``; the same U at each call."""

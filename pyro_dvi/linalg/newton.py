@@ -14,8 +14,6 @@ from pyro_dvi.linalg.conjugate_gradients import conjugate_gradients
 from pyro_dvi.linalg.metric import SmoothFunction
 from pyro_dvi.linalg.smallest_eigenpair import Eigenpair, smallest_eigenpair
 
-__all__ = ["Minimum", "minimise_newton"]
-
 
 @dataclass(frozen=True)
 class Minimum:

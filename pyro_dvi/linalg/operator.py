@@ -8,8 +8,6 @@ from torch import Tensor
 
 from pyro_dvi.errors import ArgumentError, NonFiniteError
 
-__all__ = ["Operator", "apply", "dots", "gaussian_rows", "identity_rows"]
-
 Operator = Callable[[Tensor], Tensor]
 """A symmetric matrix A as a function of rows: ``[S, D] -> [S, D]``, each row v to A v.
 

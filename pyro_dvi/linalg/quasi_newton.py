@@ -10,8 +10,6 @@ from torch import Tensor
 
 from pyro_dvi.linalg.metric import SmoothFunction
 
-__all__ = ["Descent", "descend"]
-
 _DECREASE, _SLOPE = 1e-4, 0.9  # Wolfe's conditions
 _TRIALS = 12  # of one line search
 

@@ -10,8 +10,6 @@ from pyro_dvi.choice import check_count
 from pyro_dvi.linalg.lanczos import LanczosProcess
 from pyro_dvi.linalg.operator import Operator, gaussian_rows
 
-__all__ = ["Eigenpair", "smallest_eigenpair"]
-
 
 @dataclass(frozen=True)
 class Eigenpair:

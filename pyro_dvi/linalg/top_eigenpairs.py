@@ -10,8 +10,6 @@ from pyro_dvi.choice import check_count
 from pyro_dvi.errors import ArgumentError
 from pyro_dvi.linalg.operator import Operator, apply, gaussian_rows
 
-__all__ = ["Eigenpairs", "top_eigenpairs"]
-
 
 @dataclass(frozen=True)
 class Eigenpairs:

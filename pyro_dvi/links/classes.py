@@ -20,8 +20,6 @@ from pyro_dvi.expectations.logistic import logit_of_expected_sigmoid
 from pyro_dvi.expectations.points import sobol_points
 from pyro_dvi.moments import GaussianMoments
 
-__all__ = ["ClassLink", "LaplaceBridge", "Probit", "SobolSoftmax", "average_logits"]
-
 _CHUNK = 2**22  # numbers held at once: points x logits
 
 

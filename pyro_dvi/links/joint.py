@@ -13,8 +13,6 @@ from pyro_dvi.expectations.points import fixed_points, gauss_hermite
 from pyro_dvi.moments import GaussianMoments
 from pyro_dvi.moments.joint import covariance_of, joint_noise_followed
 
-__all__ = ["Joint", "joint_if_dependent"]
-
 
 @dataclass(frozen=True)
 class Joint:

@@ -9,8 +9,6 @@ from torch import Tensor
 from torch import distributions as td
 from torch.distributions import constraints
 
-__all__ = ["EqualMixture", "PointMixture", "distribution_function"]
-
 _CHUNK = 2**22  # numbers drawn at once
 
 

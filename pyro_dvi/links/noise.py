@@ -18,15 +18,6 @@ from pyro_dvi.links.mixture import PointMixture
 from pyro_dvi.moments import GaussianMoments
 from pyro_dvi.moments.value import second_moment_of
 
-__all__ = [
-    "GaussHermite",
-    "MomentMatched",
-    "NoiseLink",
-    "Normal",
-    "ShapedNormal",
-    "correlated_normal",
-]
-
 Noisy = Callable[[Tensor, Any, Any], Any]
 
 

@@ -29,8 +29,6 @@ from pyro_dvi.links.noise import Normal as NoisyNormal
 from pyro_dvi.links.predictive import predictive_distribution
 from pyro_dvi.moments import GaussianMoments, Link
 
-__all__ = ["as_pyro", "integrated"]
-
 _CLASSES = (td.Bernoulli, td.Categorical, td.OneHotCategorical)
 # How parameters of these domains come from real numbers.
 _NAMES = {constraints.positive: "exp", constraints.unit_interval: "sigmoid", constraints.simplex: "softmax"}

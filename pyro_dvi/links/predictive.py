@@ -23,8 +23,6 @@ from pyro_dvi.moments import GaussianMoments
 from pyro_dvi.moments.value import loc_of, variance_of
 from pyro_dvi.registry import registering
 
-__all__ = ["predictive_distribution", "predictive_rule"]
-
 _RULES: dict[type, Callable] = {}
 _LINK, _NOISE = SobolSoftmax(), MomentMatched()
 

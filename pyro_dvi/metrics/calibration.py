@@ -10,13 +10,6 @@ from torch import Tensor
 from pyro_dvi.choice import check_count
 from pyro_dvi.metrics.checks import classes_and_labels
 
-__all__ = [
-    "ReliabilityTable",
-    "adaptive_calibration_error",
-    "expected_calibration_error",
-    "reliability_table",
-]
-
 
 @dataclass(frozen=True)
 class ReliabilityTable:

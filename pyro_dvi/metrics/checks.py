@@ -8,8 +8,6 @@ from torch import Tensor
 
 from pyro_dvi.errors import DataError
 
-__all__ = ["classes_and_labels", "numbers", "probability_rows"]
-
 SUM_TOLERANCE = 1e-3  # of a row of probabilities; a float16 softmax over 1,000 classes stays below
 
 

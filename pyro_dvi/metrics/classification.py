@@ -7,8 +7,6 @@ import torch
 
 from pyro_dvi.metrics.checks import classes_and_labels
 
-__all__ = ["accuracy", "brier"]
-
 
 def accuracy(probabilities: Any, labels: Any) -> float:
     r"""Share of examples whose most probable class is the observed one.

@@ -9,8 +9,6 @@ import torch
 from pyro_dvi.errors import ArgumentError
 from pyro_dvi.metrics.checks import numbers
 
-__all__ = ["auroc", "fpr_at_tpr"]
-
 
 def auroc(inside: Any, outside: Any) -> float:
     r"""Probability that a foreign example is more uncertain than a familiar one; 0.5 is chance.

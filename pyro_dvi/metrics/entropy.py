@@ -9,8 +9,6 @@ from torch import Tensor
 from pyro_dvi.errors import DataError
 from pyro_dvi.metrics.checks import probability_rows
 
-__all__ = ["mutual_information", "predictive_entropy"]
-
 
 def predictive_entropy(probabilities: Any) -> Tensor:
     r"""Entropy of each row of class probabilities, in nats: the whole uncertainty.

@@ -8,8 +8,6 @@ from typing import Any
 from pyro_dvi.errors import DataError
 from pyro_dvi.metrics.checks import numbers
 
-__all__ = ["Estimate", "nll"]
-
 
 @dataclass(frozen=True)
 class Estimate:

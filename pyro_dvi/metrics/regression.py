@@ -10,8 +10,6 @@ from torch import Tensor
 from pyro_dvi.errors import DataError
 from pyro_dvi.metrics.checks import numbers
 
-__all__ = ["coverage", "crps_gaussian", "crps_samples", "interval_width", "mean_distance", "rmse"]
-
 
 def rmse(mean: Any, observed: Any) -> float:
     r"""Root of the mean squared error of the predicted mean, in units of the observation.

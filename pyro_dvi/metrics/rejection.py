@@ -11,8 +11,6 @@ from torch import Tensor
 from pyro_dvi.errors import ArgumentError, DataError
 from pyro_dvi.metrics.checks import classes_and_labels, numbers
 
-__all__ = ["RejectionCurve", "aumrc", "error_at_rejection", "rejection_curve", "trapezoidal_aumrc"]
-
 
 @dataclass(frozen=True)
 class RejectionCurve:

@@ -14,8 +14,6 @@ from pyro_dvi.moments.bilinear import Gradients, Layer, MultiplicativeMoments, b
 from pyro_dvi.moments.rules import moment_rule
 from pyro_dvi.moments.value import GaussianMoments, loc_of, second_moment_of
 
-__all__ = ["add_product", "bilinear_form", "dot", "linear", "matmul", "outer", "tensordot"]
-
 
 @moment_rule(F.linear)
 def linear(input: Any, weight: Any, bias: Any = None) -> GaussianMoments:

@@ -14,8 +14,6 @@ from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.moments.rules import Kind, moment_rule
 from pyro_dvi.moments.value import GaussianMoments, loc_of, second_moment_of, variance_of
 
-__all__ = ["add", "addcmul", "lerp", "mul", "neg", "plus", "rsub", "squarable", "square", "sub", "times"]
-
 
 def promoted(loc: Tensor, variance: Tensor) -> GaussianMoments:
     """Return moments whose variance follows the dtype of the mean, as certain operands may raise it."""

@@ -31,8 +31,6 @@ from pyro_dvi.moments.rules import moment_rule
 from pyro_dvi.moments.softmax import probabilities
 from pyro_dvi.moments.value import GaussianMoments, loc_of, second_moment_of, variance_of
 
-__all__ = ["multi_head_attention", "scaled_dot_product_attention"]
-
 
 @moment_rule(F.scaled_dot_product_attention)
 def scaled_dot_product_attention(

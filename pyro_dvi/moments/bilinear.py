@@ -34,8 +34,6 @@ from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.moments.joint import JointMoments, joint_product
 from pyro_dvi.moments.value import GaussianMoments, loc_of, variance_of
 
-__all__ = ["Gradients", "Layer", "MultiplicativeMoments", "bilinear_moments"]
-
 
 class MultiplicativeMoments(GaussianMoments):
     r"""Gaussian weights whose noise multiplies them: :math:`\mathcal N(m, \alpha m^2)`.

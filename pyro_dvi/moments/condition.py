@@ -33,8 +33,6 @@ from pyro_dvi.moments.rules import Kind, functions_of, moment_rule
 from pyro_dvi.moments.tensor_like import Uncertain, call
 from pyro_dvi.moments.value import GaussianMoments, Link, loc_of
 
-__all__ = ["Condition", "masked_fill", "where"]
-
 _CHOOSING = {torch.where, torch.Tensor.where}
 
 

@@ -11,8 +11,6 @@ from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.moments.rules import Kind, functions_of, moment_rule
 from pyro_dvi.moments.value import GaussianMoments, loc_of
 
-__all__ = ["is_finite", "requires_grad_"]
-
 # Functions that give the same values in another guise: what applies to the mean applies to the variance.
 _CONVERSIONS = [
     *functions_of(torch, "clone detach"),

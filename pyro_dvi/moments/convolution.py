@@ -19,9 +19,6 @@ from pyro_dvi.moments.bilinear import Gradients, Layer, MultiplicativeMoments, b
 from pyro_dvi.moments.rules import moment_rule
 from pyro_dvi.moments.value import GaussianMoments, loc_of
 
-__all__: list[str] = []
-
-
 _DEFAULTS = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1}
 _TRANSPOSED = {"stride": 1, "padding": 0, "output_padding": 0, "groups": 1, "dilation": 1}
 

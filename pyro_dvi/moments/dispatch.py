@@ -17,8 +17,6 @@ from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.moments.tensor_like import Uncertain, call, name_of
 from pyro_dvi.moments.value import GaussianMoments, Link
 
-__all__ = ["Composed", "Entry", "Kind", "Observer", "broadcast", "observed_by"]
-
 
 class Observer(Protocol):
     """Sees every function of moments with its result, and returns what shall be the result.

@@ -18,8 +18,6 @@ from pyro_dvi.errors import ArgumentError
 from pyro_dvi.moments.rules import moment_rule
 from pyro_dvi.moments.value import GaussianMoments
 
-__all__ = ["alpha_dropout", "dropout"]
-
 
 @moment_rule(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d)
 def dropout(input: GaussianMoments, p: float = 0.5, training: bool = True) -> GaussianMoments:

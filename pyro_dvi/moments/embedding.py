@@ -11,8 +11,6 @@ from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.moments.rules import Kind, moment_rule
 from pyro_dvi.moments.value import GaussianMoments
 
-__all__ = ["embedding", "embedding_bag"]
-
 
 @moment_rule(F.embedding, kind=Kind.REARRANGEMENT)
 def embedding(

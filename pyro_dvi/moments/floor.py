@@ -10,8 +10,6 @@ from torch import Tensor
 
 from pyro_dvi.errors import ArgumentError
 
-__all__ = ["floored", "raised", "tiny_variance", "variance_floor"]
-
 
 class _Local(threading.local):
     """The floor of the thread that asked for it, None by default."""

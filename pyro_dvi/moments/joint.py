@@ -24,16 +24,6 @@ from pyro_dvi.moments.dispatch import Kind, observed_by
 from pyro_dvi.moments.tensor_like import ENTRIES, name_of
 from pyro_dvi.moments.value import GaussianMoments, loc_of, second_moment_of, variance_of
 
-__all__ = [
-    "JointMoments",
-    "SharedNoise",
-    "covariance_between",
-    "covariance_of",
-    "has_covariances",
-    "joint_noise_followed",
-    "joint_product",
-]
-
 
 @dataclass(frozen=True)
 class SharedNoise:

@@ -28,8 +28,6 @@ from pyro_dvi.moments.floor import floored
 from pyro_dvi.moments.rules import Kind, moment_rule
 from pyro_dvi.moments.value import GaussianMoments, loc_of, variance_of
 
-__all__ = ["logaddexp", "maximum", "minimum"]
-
 
 @moment_rule(torch.maximum, torch.fmax, kind=Kind.ELEMENTWISE)
 def maximum(input: Any, other: Any) -> GaussianMoments:

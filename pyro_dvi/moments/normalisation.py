@@ -37,8 +37,6 @@ from pyro_dvi.errors import ArgumentError, UnsupportedError
 from pyro_dvi.moments.rules import moment_rule
 from pyro_dvi.moments.value import GaussianMoments, loc_of, variance_of
 
-__all__ = ["batch_norm", "group_norm", "instance_norm", "layer_norm", "normalize", "rms_norm", "weight_norm"]
-
 
 @moment_rule(F.batch_norm)
 def batch_norm(

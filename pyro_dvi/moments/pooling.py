@@ -12,9 +12,6 @@ from torch import Tensor
 from pyro_dvi.moments.rules import moment_rule
 from pyro_dvi.moments.value import GaussianMoments
 
-__all__ = ["interpolate"]
-
-
 # Maxima ------------------------------------------------------------------------------------------------------
 
 

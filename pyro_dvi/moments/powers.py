@@ -29,8 +29,6 @@ from pyro_dvi.moments.rules import Kind, moment_rule
 from pyro_dvi.moments.through_link import through_link
 from pyro_dvi.moments.value import GaussianMoments, Link
 
-__all__ = ["addcdiv", "div", "log", "log1p", "pow", "reciprocal", "rsqrt", "sqrt"]
-
 _LARGEST_VARIATION = 0.2
 
 

@@ -18,8 +18,6 @@ from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.moments.rules import moment_rule
 from pyro_dvi.moments.value import GaussianMoments, loc_of, variance_of
 
-__all__: list[str] = []
-
 State = tuple[Any, ...]  # hidden state first, then the cell of an LSTM
 
 

@@ -15,8 +15,6 @@ from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.moments.rules import moment_rule
 from pyro_dvi.moments.value import GaussianMoments
 
-__all__ = ["amax", "amin", "cumsum", "linalg_norm", "mean", "norm", "sum", "vector_norm"]
-
 
 @moment_rule(torch.sum)
 def sum(input: GaussianMoments, *args: Any, **kwargs: Any) -> GaussianMoments:

@@ -11,8 +11,6 @@ from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.moments.rules import functions_of, moment_rule
 from pyro_dvi.moments.tensor_like import name_of
 
-__all__ = ["refused"]
-
 _COMPARISONS = "eq ne not_equal isclose allclose equal bitwise_not logical_not"
 _CHOICES = (
     "aminmax argmax argmin cummax cummin topk sort argsort kthvalue median quantile mode nonzero unique bernoulli "

@@ -18,8 +18,6 @@ from pyro_dvi.moments.rules import Kind, functions_of, moment_rule
 from pyro_dvi.moments.tensor_like import Uncertain, call
 from pyro_dvi.moments.value import GaussianMoments, loc_of, variance_of
 
-__all__ = ["copy_", "fill_", "getitem", "pad", "setitem", "view", "zero_"]
-
 _VIEWS = [
     *functions_of(
         torch,

@@ -28,8 +28,6 @@ from pyro_dvi.moments.dispatch import Composed
 from pyro_dvi.moments.rules import moment_rule
 from pyro_dvi.moments.value import GaussianMoments, Link
 
-__all__ = ["gumbel_softmax", "log_softmax", "logsumexp", "probabilities", "softmax", "softmin"]
-
 
 def probabilities(m: Tensor, v: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     """Return mean and variance of the softmax; of two classes, those of the sigmoid of their difference."""

@@ -16,8 +16,6 @@ from torch import Tensor
 
 from pyro_dvi.errors import UnsupportedError
 
-__all__ = ["ENTRIES", "TensorLike", "Uncertain", "call", "name_of"]
-
 # What answers a call, by the function as it is called.
 ENTRIES: dict[Callable, Any] = {}
 

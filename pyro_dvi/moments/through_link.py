@@ -15,8 +15,6 @@ from pyro_dvi.moments.activations.normal import gauss_hermite
 from pyro_dvi.moments.floor import floored
 from pyro_dvi.moments.value import GaussianMoments
 
-__all__ = ["through_link"]
-
 _POINTS = gauss_hermite(32)
 
 

@@ -14,8 +14,6 @@ from torch import Tensor
 from pyro_dvi.errors import ArgumentError, UnsupportedError
 from pyro_dvi.moments.tensor_like import TensorLike, call
 
-__all__ = ["GaussianMoments", "Link", "loc_of", "second_moment_of", "variance_of"]
-
 
 @dataclass(frozen=True)
 class Link:

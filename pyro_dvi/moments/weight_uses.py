@@ -17,8 +17,6 @@ from pyro_dvi.errors import warn
 from pyro_dvi.moments.dispatch import observed_by
 from pyro_dvi.moments.value import GaussianMoments
 
-__all__ = ["WeightTracker", "parts_of", "warned_of_repeated_uses"]
-
 # What gives the elements of a weight another place, each once: the result is the weight again.
 _MOVES = frozenset(
     "t T mT transpose swapaxes swapdims permute movedim moveaxis view reshape flatten ravel unflatten squeeze "

@@ -9,8 +9,6 @@ import torch
 from pyro_dvi.natural_step import Statistic
 from pyro_dvi.optim.natural_gradient import NaturalGradientOptimizer, Update
 
-__all__ = ["IVONOptimizer"]
-
 _LEAST_PRECISION = 0.1  # before an update, as a fraction of the prior's
 
 

@@ -14,8 +14,6 @@ from torch.optim import Optimizer
 
 from pyro_dvi.errors import ArgumentError
 
-__all__ = ["JointOptim"]
-
 _KERNELS = {"fused", "foreach"}  # options by which torch is told
 _TOGETHER = {"max_norm", "norm_type"}  # of torch's clip_grad_norm_
 

@@ -21,15 +21,6 @@ from torch.nn.parameter import UninitializedParameter
 from pyro_dvi.choice import check_positive
 from pyro_dvi.errors import ArgumentError, GuideError, ModelError, UnsupportedError
 
-__all__ = [
-    "SCALE_PATTERN",
-    "LearningRates",
-    "is_uninitialised",
-    "learning_rates",
-    "parameter_groups",
-    "parameter_names",
-]
-
 #: A pattern for names of log-scales: ``<Guide>.scales.<site>`` (MeanFieldGuide, AutoNormal), ``<Guide>.alphas.<site>``
 #: (MultiplicativeNoiseGuide) and ``<Guide>.scale`` (AutoDiagonalNormal), also as a part of an AutoGuideList. All are
 #: tied to the guide's name, a class name with a capital or ``guide`` in an ELBOModule, because a network may well own

@@ -24,8 +24,6 @@ from pyro_dvi.errors import GuideError
 from pyro_dvi.natural_step import NaturalSite, NaturalStep, Statistic, steps_of
 from pyro_dvi.optim.options import check_options, refuse_unknown
 
-__all__ = ["NaturalGradientOptimizer", "Update"]
-
 Tensors = list[Tensor] | tuple[Tensor, ...]
 
 

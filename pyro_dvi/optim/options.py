@@ -13,8 +13,6 @@ from torch.optim import Optimizer
 from pyro_dvi.choice import check_count, check_positive
 from pyro_dvi.errors import ArgumentError
 
-__all__ = ["check_optim_args", "check_options", "in_a_dictionary", "refuse_unknown"]
-
 _NOT_HERE = {
     "weight_decay": "The Normal prior of the model plays its role: to_bayesian_(net, prior_scale=...).",
     "formulation": "VOGN and OGN have several formulations, this one has one.",

@@ -14,8 +14,6 @@ from pyro_dvi.optim.options import check_optim_args, in_a_dictionary
 from pyro_dvi.optim.vogn import OGNOptimizer, VOGNOptimizer
 from pyro_dvi.signatures import explained_calls
 
-__all__ = ["IVON", "OGN", "VOGN", "NaturalGradientOptim"]
-
 Options = dict[str, Any] | Callable[[str], dict[str, Any]]
 
 

@@ -12,8 +12,6 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from pyro_dvi.optim.joint import JointOptim, torch_optimizer
 
-__all__ = ["ScheduledJointOptim"]
-
 
 class ScheduledJointOptim(JointOptim, PyroLRScheduler):
     """A :class:`JointOptim` with a schedule for each set of options, moved by ``step`` as Pyro's schedulers are.

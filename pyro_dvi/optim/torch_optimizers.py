@@ -17,8 +17,6 @@ from pyro_dvi.optim.options import check_optim_args, in_a_dictionary
 from pyro_dvi.optim.scheduled import ScheduledJointOptim
 from pyro_dvi.signatures import explained_calls
 
-__all__ = ["SGD", "Adam", "AdamW"]
-
 Options = dict[str, Any] | Callable[..., dict[str, Any]]
 Scheduler = Callable[[Optimizer], Any] | None
 

@@ -14,8 +14,6 @@ from pyro_dvi.errors import ArgumentError
 from pyro_dvi.natural_step import Statistic
 from pyro_dvi.optim.natural_gradient import NaturalGradientOptimizer, Tensors, Update
 
-__all__ = ["AsPrinted", "Consistent", "Formulation", "OGNOptimizer", "VOGNOptimizer"]
-
 
 class Formulation(ABC):
     """How momentum, curvature and precision follow from the measurements.

@@ -7,8 +7,6 @@ import torch
 
 from pyro_dvi.errors import DataError
 
-__all__ = ["of_classes"]
-
 
 def of_classes(prediction: Any, labels: Any, name: str = "") -> tuple[Any, Any]:
     """Return class probabilities and the labels to compare them with, without those that the model masks.

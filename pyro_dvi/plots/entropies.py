@@ -13,8 +13,6 @@ from pyro_dvi.choice import check_count
 from pyro_dvi.errors import DataError
 from pyro_dvi.plots.style import LINES, color, column, legend_above, own_axes, quiet, shortened
 
-__all__ = ["entropy_histogram"]
-
 
 def entropy_histogram(
     inside: Any, outside: Any, *, num_bins: int = 40, title: str | None = None, ax: Axes | None = None

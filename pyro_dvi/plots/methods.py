@@ -13,8 +13,6 @@ from pyro_dvi.errors import DataError
 from pyro_dvi.metrics import Estimate
 from pyro_dvi.plots.style import blue, name_rows, own_panels, quiet
 
-__all__ = ["compare"]
-
 ERROR = "_standard_error"
 
 # Metrics whose better direction is known, by how their name starts.

@@ -21,8 +21,6 @@ from pyro_dvi.plots.style import (
     row_size,
 )
 
-__all__ = ["moment_comparison"]
-
 
 def moment_comparison(report: Any, *, ax: Axes | None = None) -> Axes:
     """Draw how far propagated moments are from draws of the weights, layer by layer, the first layer at the top.

@@ -11,8 +11,6 @@ from pyro_dvi.diagnostics import PriorPredictiveCheck, StatisticCheck
 from pyro_dvi.errors import DataError
 from pyro_dvi.plots.style import VERMILLION, blue, own_panels, shortened
 
-__all__ = ["prior_predictive"]
-
 
 def prior_predictive(check: PriorPredictiveCheck, *, axes: Sequence[Axes] | None = None) -> np.ndarray:
     """Draw each statistic of data sets from the prior, and where the data lie among them.

@@ -10,8 +10,6 @@ from matplotlib.axes import Axes
 from pyro_dvi.errors import ArgumentError, DataError, UnsupportedError
 from pyro_dvi.plots.style import VERMILLION, blue, column, legend_above, own_axes, quiet
 
-__all__ = ["regression_band"]
-
 WIDTH = 2.0  # standard deviations
 
 

@@ -13,8 +13,6 @@ from pyro_dvi.errors import DataError
 from pyro_dvi.plots.classes import of_classes
 from pyro_dvi.plots.style import LINES, color, legend_above, own_axes, quiet, shortened
 
-__all__ = ["rejection_curve"]
-
 
 def rejection_curve(
     predictions: Any,

@@ -11,8 +11,6 @@ from pyro_dvi import metrics
 from pyro_dvi.plots.classes import of_classes
 from pyro_dvi.plots.style import axes_below, blue, own_axes, quiet
 
-__all__ = ["reliability_diagram"]
-
 FEW = 5  # examples in a bin below which its accuracy is drawn as an open circle
 
 

@@ -22,8 +22,6 @@ from pyro_dvi.plots.style import (
     row_size,
 )
 
-__all__ = ["posterior_scales"]
-
 
 def posterior_scales(guide: Any, *, ax: Axes | None = None) -> Axes:
     r"""Draw posterior over prior standard deviations, site by site, the first at the top.

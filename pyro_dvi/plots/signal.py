@@ -12,8 +12,6 @@ from pyro_dvi import diagnostics
 from pyro_dvi.errors import ArgumentError
 from pyro_dvi.plots.style import LINES, NUM_COLORS, color, log_axis, own_axes, quiet, shortened
 
-__all__ = ["signal_to_noise"]
-
 POINTS = 400  # of a curve
 
 

@@ -24,27 +24,6 @@ from matplotlib.ticker import FuncFormatter, Locator, LogLocator, NullLocator
 
 from pyro_dvi.errors import ArgumentError, DataError
 
-__all__ = [
-    "LINES",
-    "NUM_COLORS",
-    "VERMILLION",
-    "axes_below",
-    "axes_beside",
-    "blue",
-    "color",
-    "column",
-    "dots",
-    "is_narrow",
-    "legend_above",
-    "log_axis",
-    "name_rows",
-    "own_axes",
-    "own_panels",
-    "quiet",
-    "row_size",
-    "shortened",
-]
-
 _BLUE, VERMILLION = "#0072B2", "#D55E00"
 SKY_BLUE = "#56B4E9"
 # Without the palette's yellow and black, which vanish on white and on dark backgrounds.

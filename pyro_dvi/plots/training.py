@@ -12,8 +12,6 @@ from pyro_dvi.diagnostics.scale_report import ScaleCourse, scale_course
 from pyro_dvi.errors import DataError
 from pyro_dvi.plots.style import VERMILLION, blue, color, own_panels, quiet
 
-__all__ = ["training_history"]
-
 # Columns of a training record that have a panel of their own, in this order; validation metrics follow.
 _TERMS = {
     "loss": "loss (objective)",

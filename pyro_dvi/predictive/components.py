@@ -30,8 +30,6 @@ from pyro_dvi.predictive.rules.members import OfMembers
 from pyro_dvi.predictive.rules.rule import FromDraws, PredictionRule
 from pyro_dvi.training.posterior import TrainedPosterior
 
-__all__ = ["Components", "Reader"]
-
 KEPT_LATENTS = 2**26  # numbers in all draws, if they are kept for later batches: 256 MiB of float32
 NOTHING: Latents = MappingProxyType({})
 

@@ -32,23 +32,6 @@ from pyro_dvi.training.ensemble import MEMBER
 from pyro_dvi.training.ownership import check_still_own
 from pyro_dvi.training.posterior import TrainedPosterior
 
-__all__ = [
-    "check_is_set_up",
-    "check_posterior",
-    "draws_by_itself",
-    "example_latents",
-    "first_arguments",
-    "ignores_inputs",
-    "members_of",
-    "of_member",
-    "one_draw",
-    "posterior_gaussians",
-    "posterior_mean",
-    "predicted_model",
-    "seeded_draws",
-    "traced_draws",
-]
-
 
 def check_posterior(model: Callable[..., Any], guide: Callable[..., Any], inputs: tuple[Any, ...]) -> None:
     """Look at model and guide once.

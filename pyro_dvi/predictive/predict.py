@@ -31,8 +31,6 @@ from pyro_dvi.predictive.rules.rule import AtMean, PredictionRule, Samples
 from pyro_dvi.progress import progress_bar
 from pyro_dvi.signatures import with_missing
 
-__all__ = ["default_rule", "names_of_sites", "predict", "rule_of"]
-
 KEPT_COMPONENTS = (
     2**25
 )  # numbers that kept components of all batches may predict: 256 MiB of means and scales

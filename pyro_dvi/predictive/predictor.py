@@ -25,8 +25,6 @@ from pyro_dvi.predictive.prediction.mixture import Mixture
 from pyro_dvi.predictive.rules.rule import FromDraws, PredictionRule
 from pyro_dvi.recording import Function, recorded, rows_of
 
-__all__ = ["Predicted", "Predictor", "predictor"]
-
 EXAMPLES = 4  # rows that the model is looked at with
 
 

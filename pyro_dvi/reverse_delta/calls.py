@@ -16,8 +16,6 @@ from pyro_dvi.moments.tensor_like import call
 from pyro_dvi.moments.value import loc_of
 from pyro_dvi.moments.weight_uses import parts_of
 
-__all__ = ["Call", "Slot", "hold_variances"]
-
 
 def hold_variances(func: Callable, args: tuple, kwargs: dict[str, Any], result: Any) -> list[GaussianMoments]:
     """Let no slope pass through the variances of the moments that a function returned, and return them."""

@@ -18,8 +18,6 @@ from pyro_dvi.curvature.rows import row_weights
 from pyro_dvi.reverse_delta.calls import Call
 from pyro_dvi.reverse_delta.rows import Shares, rows_of, shares_of
 
-__all__ = ["Pullback", "Use", "gradients_at", "uses_behind"]
-
 _BUDGET = 2**24  # elements of gradients of examples at a time
 
 

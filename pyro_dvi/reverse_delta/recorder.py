@@ -15,8 +15,6 @@ from pyro_dvi.moments.value import GaussianMoments
 from pyro_dvi.reverse_delta.calls import Call, Slot, hold_variances
 from pyro_dvi.reverse_delta.pullback import Pullback, Use, gradients_at, uses_behind
 
-__all__ = ["ReverseDeltaRecorder"]
-
 # Functions of a weight alone that may give each example a copy.
 _COPYING = (torch.Tensor.expand, torch.Tensor.repeat)
 

@@ -15,8 +15,6 @@ from pyro_dvi.moments.rules import rule_for
 from pyro_dvi.moments.value import loc_of
 from pyro_dvi.reverse_delta.calls import Call, Slot
 
-__all__ = ["Rows", "Shares", "rows_of", "shares_of"]
-
 Arrange = Callable[[Tensor], Tensor]
 
 

@@ -20,8 +20,6 @@ from pyro_dvi.training.random_state import preserve_random_state
 from pyro_dvi.training.routes import Route
 from pyro_dvi.undisturbed import modules_met
 
-__all__ = ["BatchNormStatistics", "recompute_batch_norm"]
-
 
 @dataclass(frozen=True)
 class BatchNormStatistics:

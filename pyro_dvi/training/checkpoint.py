@@ -18,8 +18,6 @@ from pyro_dvi.training.history import History
 from pyro_dvi.training.random_state import check_generators, restore_random_state
 from pyro_dvi.training.routes import route_of
 
-__all__ = ["Checkpoint", "load", "save"]
-
 
 @dataclass(frozen=True)
 class Checkpoint:

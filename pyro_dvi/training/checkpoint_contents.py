@@ -21,8 +21,6 @@ from pyro_dvi.training.ownership import check_parameters
 from pyro_dvi.training.random_state import preserve_random_state, random_state
 from pyro_dvi.training.routes import Route
 
-__all__ = ["Contents", "fingerprint_of"]
-
 _WAYS_OUT = {
     "the modules ": ": a model or guide is a module or a function as before, and modules= the same as for save.",
     "kl_weight=": "; to go on with another weight, set elbo.kl_weight after load.",

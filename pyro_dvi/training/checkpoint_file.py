@@ -16,8 +16,6 @@ from torch.distributions import constraints as torch_constraints
 from pyro_dvi.errors import CheckpointError
 from pyro_dvi.guides import scales
 
-__all__ = ["first_line", "read_file", "write_file"]
-
 _FORMAT, _VERSION = "pyro_dvi checkpoint", 1
 _ENTRIES = {
     "": "version route guide states store elbo optimizer lr_schedule random history best_weights unfinished "

@@ -9,8 +9,6 @@ from pyro_dvi.choice import check_count
 from pyro_dvi.errors import ArgumentError
 from pyro_dvi.training.history import History
 
-__all__ = ["EarlyStopping"]
-
 
 @dataclass(frozen=True)
 class EarlyStopping:

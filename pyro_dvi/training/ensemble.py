@@ -23,8 +23,6 @@ from pyro_dvi.progress import progress_bar
 from pyro_dvi.training.ownership import supplanted
 from pyro_dvi.training.posterior import TrainedPosterior, train_apart
 
-__all__ = ["MEMBER", "EnsembleGuide", "EnsembleModel", "train_ensemble"]
-
 MEMBER = "member"  # the site that says which member it is
 
 

@@ -14,8 +14,6 @@ from pyro_dvi.table import InNotebook
 if TYPE_CHECKING:
     import pandas
 
-__all__ = ["History", "Table"]
-
 
 class Table(dict[str, list[float]], InNotebook):
     """Columns of equal length; a value that a row does not give is NaN.

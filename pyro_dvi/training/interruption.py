@@ -17,8 +17,6 @@ from pyro_dvi.errors import CheckpointError, warn
 from pyro_dvi.training.history import History
 from pyro_dvi.training.random_state import random_state, restore_random_state
 
-__all__ = ["Interrupts", "Replay"]
-
 
 class Interrupts:
     """Let Ctrl-C, and the SIGTERM of a scheduler, end training with a ``KeyboardInterrupt`` after the current step.

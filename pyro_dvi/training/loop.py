@@ -36,8 +36,6 @@ from pyro_dvi.training.routes import Route, check_target, route_of
 from pyro_dvi.training.unwanted_updates import unwanted_updates_noticed
 from pyro_dvi.training.validation import training_mode, validation_metrics
 
-__all__ = ["TrainingState", "fit"]
-
 P = ParamSpec("P")
 
 

@@ -10,8 +10,6 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from pyro_dvi.errors import ArgumentError
 from pyro_dvi.training.routes import Route, SVIRoute
 
-__all__ = ["EveryStep", "Schedule"]
-
 
 @dataclass(frozen=True)
 class EveryStep:

@@ -21,8 +21,6 @@ from pyro_dvi.handlers.posterior_prior import without_posterior_prior
 from pyro_dvi.optim.learning_rates import is_uninitialised, parameter_names
 from pyro_dvi.training.routes import Route
 
-__all__ = ["claim_parameters", "check_parameters", "check_still_own", "supplanted"]
-
 # Parameter -> the model or guide that was trained with it. Weak on both sides: what is garbage has no claim.
 _owners: Any = WeakIdKeyDictionary()
 

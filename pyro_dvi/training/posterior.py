@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from pyro_dvi.errors import ArgumentError
 from pyro_dvi.training.random_state import preserve_random_state
 
-__all__ = ["TrainedPosterior", "train_apart"]
-
 
 @dataclass(frozen=True, eq=False)
 class TrainedPosterior:

@@ -13,8 +13,6 @@ import torch
 from pyro_dvi.devices import accelerators, state_of
 from pyro_dvi.errors import CheckpointError
 
-__all__ = ["check_generators", "preserve_random_state", "random_state", "restore_random_state"]
-
 
 def random_state(*loaders: Any) -> dict[str, Any]:
     """Collect the states of torch (CPU and accelerators), NumPy, Python and of the loaders' own generators.

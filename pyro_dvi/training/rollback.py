@@ -18,8 +18,6 @@ from pyro_dvi.training.random_state import preserve_random_state
 from pyro_dvi.training.routes import Route
 from pyro_dvi.undisturbed import preserve_buffers
 
-__all__ = ["Rollback"]
-
 _NUMERICAL = (ValueError, ArithmeticError, linalg.LinAlgError)  # type: ignore[attr-defined]
 
 

@@ -13,8 +13,6 @@ from pyro_dvi.errors import warn
 from pyro_dvi.optim.learning_rates import SCALE_PATTERN
 from pyro_dvi.training.routes import Route
 
-__all__ = ["unwanted_updates_noticed"]
-
 LARGEST_SHARE = 0.05  # of the elements of gradients, that a clamp may change without a word
 
 

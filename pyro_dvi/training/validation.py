@@ -13,8 +13,6 @@ from pyro_dvi.errors import ArgumentError, DataError
 from pyro_dvi.training.random_state import preserve_random_state
 from pyro_dvi.training.routes import Route
 
-__all__ = ["training_mode", "validation_metrics"]
-
 
 def validation_metrics(
     route: Route, validate: Callable[[], Any] | Iterable[Any], device: torch.device | None

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from pyro_dvi.curvature.per_example.rules import Contribution, Outer, per_example_rule
 
-__all__ = ["is_broadcast", "rows_summed_to", "scaling", "shift"]
-
 
 def is_broadcast(shape: torch.Size, against: torch.Size) -> bool:
     """Whether a weight of the given shape meets every example, in the first dimension of the other operand."""

@@ -15,8 +15,6 @@ from torch import Tensor
 from pyro_dvi.curvature.per_example.broadcasting import is_broadcast, rows_summed_to, shift
 from pyro_dvi.curvature.per_example.rules import Contribution, Outer, per_example_rule
 
-__all__ = ["summed_outer_squares"]
-
 _MAX_ROWS_IN_PAIRS = 4
 _BUDGET = 1 << 19  # entries of per-example gradients at a time: about a processor's cache
 

@@ -11,8 +11,6 @@ from torch import Tensor
 from pyro_dvi.curvature.per_example.broadcasting import scaling, shift
 from pyro_dvi.curvature.per_example.rules import Contribution, per_example_rule
 
-__all__ = ["over_positions"]
-
 
 def over_positions(gradient: Tensor) -> Tensor:
     """Sum ``[M, channels, ...]`` over positions."""

@@ -22,8 +22,6 @@ from pyro_dvi.curvature.per_example.uses import Use, at_least_single
 from pyro_dvi.curvature.rows import kept_apart, row_weights
 from pyro_dvi.errors import ModelError, warn
 
-__all__ = ["Finding", "Proofs", "examined", "layout_of", "warn_of_disproved"]
-
 _BUDGET = 1 << 22  # entries of gradients of examples at a time
 _AT_ONCE = 8  # calls in which a proof that failed for want of gradients is tried again
 _INTERVAL = 1000  # calls between two proofs of a long training

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from pyro_dvi.registry import registering
 
-__all__ = ["Contribution", "Outer", "contribution", "per_example_functions", "per_example_rule"]
-
 _RULES: dict[Callable, Callable] = {}
 _PARAMETERS: dict[Callable, tuple[str, ...]] = {}
 

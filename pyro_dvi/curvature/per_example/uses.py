@@ -14,8 +14,6 @@ from torch.overrides import TorchFunctionMode
 from pyro_dvi.curvature.per_example.rules import Contribution, contribution
 from pyro_dvi.curvature.rows import constant_statistics
 
-__all__ = ["Use", "WeightUses", "at_least_single", "with_examples_first"]
-
 # Questions about a tensor, which do not use its values (unless they return a tensor, as ``w.T`` does).
 _HARMLESS = {"__get__", "size", "dim", "numel", "is_floating_point", "is_complex", "stride", "is_contiguous"}
 

@@ -16,8 +16,6 @@ from pyro_dvi.handlers.log_joint import JointRun
 from pyro_dvi.laplace.energy.passes import Passes
 from pyro_dvi.linalg.operator import gaussian_rows
 
-__all__ = ["BatchGraph", "refuse_torch_modes", "DrawnLabels", "sites_only"]
-
 _LABELS = 8  # for each observation
 
 

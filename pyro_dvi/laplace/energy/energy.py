@@ -32,8 +32,6 @@ from pyro_dvi.laplace.energy.layout import Layout
 from pyro_dvi.laplace.energy.passes import Arguments, Passes, Rows
 from pyro_dvi.undisturbed import constant_parameters, evaluating
 
-__all__ = ["Energy", "LocalEnergy", "Work", "diagonal_of", "within"]
-
 
 @dataclass
 class Work:

@@ -6,8 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["Layout", "Subset"]
-
 
 class Layout:
     """The order of sites, or of the entries of theirs that vary, in a flat vector.

@@ -16,8 +16,6 @@ from pyro_dvi.errors import DataError, ModelError, warn
 from pyro_dvi.handlers.explained import bad_values
 from pyro_dvi.handlers.log_joint import JointRun
 
-__all__ = ["Arguments", "Passes", "Rows", "same_data"]
-
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 

@@ -14,17 +14,6 @@ from pyro_dvi.errors import CheckpointError, NotPositiveDefiniteError, Unsupport
 from pyro_dvi.laplace.energy.energy import LocalEnergy
 from pyro_dvi.linalg.operator import identity_rows
 
-__all__ = [
-    "NamedInFiles",
-    "GGN",
-    "Hessian",
-    "KnownMatrix",
-    "PrecisionMatrix",
-    "common_ratio",
-    "independent_prior_precision",
-    "prior_diagonal",
-]
-
 
 class NamedInFiles(ABC):  # noqa: B024 (its subclasses are abstract)
     """What files know by the name of its class: a subclass enters itself, so that adding one touches one file."""

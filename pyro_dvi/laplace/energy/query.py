@@ -21,8 +21,6 @@ from pyro_dvi.linalg.operator import identity_rows
 from pyro_dvi.signatures import with_missing
 from pyro_dvi.undisturbed import constant_parameters, evaluating
 
-__all__ = ["Query", "ReadOutputs"]
-
 ReadOutputs = Callable[[Mapping[str, Tensor], int], Outputs]
 
 

@@ -30,9 +30,6 @@ from pyro_dvi.links.outputs import integrated
 from pyro_dvi.signatures import by_position
 from pyro_dvi.undisturbed import evaluating
 
-__all__ = ["ByEvidence", "ByValidation", "Candidates", "Criterion"]
-
-
 _ANOTHER = 4.0  # a value to compare with 1
 
 

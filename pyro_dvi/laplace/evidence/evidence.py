@@ -23,18 +23,6 @@ from pyro_dvi.laplace.mode.diagnosis import sound
 from pyro_dvi.linalg import SpectralQuadrature, TraceEstimate, trace_of_function
 from pyro_dvi.table import InNotebook
 
-__all__ = [
-    "ByLanczos",
-    "Determinant",
-    "Evidence",
-    "Exactly",
-    "Spectrum",
-    "check_untempered",
-    "chosen_determinant",
-    "free_terms",
-    "log_evidence",
-]
-
 _EXACT_SIZE = 1000  # both ways cost about the same there
 
 

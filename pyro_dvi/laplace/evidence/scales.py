@@ -16,8 +16,6 @@ from pyro_dvi.errors import ArgumentError, ModelError, UnsupportedError
 from pyro_dvi.handlers.rescaled import Rescaled, scale_name
 from pyro_dvi.laplace.energy.energy import Energy
 
-__all__ = ["NoiseScale", "PriorPrecision", "Scale", "rescaled_model"]
-
 
 class Scale(ABC):
     """What is tuned: a positive number that multiplies something in the model.

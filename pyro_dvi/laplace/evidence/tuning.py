@@ -13,8 +13,6 @@ from pyro_dvi.laplace.evidence.criteria import Candidates, Criterion
 from pyro_dvi.progress import progress_bar
 from pyro_dvi.table import InNotebook
 
-__all__ = ["TuningCurve", "tune"]
-
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
 

@@ -14,8 +14,6 @@ from pyro_dvi.laplace.energy.query import Query
 from pyro_dvi.laplace.methods.posterior import LaplacePosterior, Method
 from pyro_dvi.linalg import Solution, block_conjugate_gradients, conjugate_gradients
 
-__all__ = ["ConjugateGradient", "ConjugateGradientPosterior", "PrecisionSolver"]
-
 
 @dataclass(frozen=True)
 class ConjugateGradient(Method):

@@ -17,8 +17,6 @@ from pyro_dvi.laplace.energy.query import Query
 from pyro_dvi.laplace.methods.layerwise import RootPosterior
 from pyro_dvi.laplace.methods.posterior import LaplacePosterior, Method
 
-__all__ = ["Dense", "DensePosterior"]
-
 
 @dataclass(frozen=True)
 class Dense(Method):

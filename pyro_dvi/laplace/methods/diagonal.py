@@ -12,8 +12,6 @@ from pyro_dvi.laplace.energy.precision import GGN, PrecisionMatrix, prior_diagon
 from pyro_dvi.laplace.methods.kronecker import KroneckerPosterior
 from pyro_dvi.laplace.methods.posterior import Method
 
-__all__ = ["Diagonal", "DiagonalPosterior"]
-
 
 @dataclass(frozen=True)
 class Diagonal(Method):

@@ -28,8 +28,6 @@ from pyro_dvi.laplace.energy.query import Query
 from pyro_dvi.laplace.methods.posterior import LaplacePosterior, Method
 from pyro_dvi.linalg.operator import gaussian_rows
 
-__all__ = ["Functional", "FunctionalPosterior"]
-
 _ROWS, _ENTRIES = 512, 1 << 24  # rows of J, and entries of them, that are formed together
 
 

@@ -15,8 +15,6 @@ from pyro_dvi.laplace.energy.precision import GGN, PrecisionMatrix, common_ratio
 from pyro_dvi.laplace.methods.layerwise import RootPosterior, products_at_layer, products_of_diagonal
 from pyro_dvi.laplace.methods.posterior import Method
 
-__all__ = ["KroneckerBlock", "KroneckerFactored", "KroneckerPosterior"]
-
 
 @dataclass(eq=False)
 class KroneckerBlock:

@@ -18,8 +18,6 @@ from pyro_dvi.laplace.energy.query import Query
 from pyro_dvi.laplace.methods.posterior import LaplacePosterior
 from pyro_dvi.linalg.operator import gaussian_rows
 
-__all__ = ["RootPosterior", "products_at_layer", "products_of_diagonal"]
-
 
 class RootPosterior(LaplacePosterior):
     r"""A Gaussian by a root C of its covariance, :math:`P^{-1} = C C^\top`; also a metric of searches."""

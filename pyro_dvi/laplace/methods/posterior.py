@@ -18,8 +18,6 @@ from pyro_dvi.laplace.energy.energy import LocalEnergy
 from pyro_dvi.laplace.energy.precision import NamedInFiles, PrecisionMatrix
 from pyro_dvi.laplace.energy.query import Query
 
-__all__ = ["LaplacePosterior", "Method", "check_method"]
-
 _ROWS, _ENTRIES = 512, 1 << 26  # rows of J, and entries of them, that are held together
 
 

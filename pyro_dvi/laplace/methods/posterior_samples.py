@@ -15,8 +15,6 @@ from pyro_dvi.laplace.methods.conjugate_gradient import PrecisionSolver, check_t
 from pyro_dvi.laplace.methods.posterior import LaplacePosterior, Method
 from pyro_dvi.linalg.operator import gaussian_rows
 
-__all__ = ["PosteriorSamples", "SamplesPosterior"]
-
 
 @dataclass(frozen=True)
 class PosteriorSamples(Method):

@@ -14,8 +14,6 @@ from pyro_dvi.laplace.methods.layerwise import RootPosterior
 from pyro_dvi.laplace.methods.posterior import Method
 from pyro_dvi.linalg import top_eigenpairs
 
-__all__ = ["TopEigen", "TopEigenPosterior"]
-
 
 @dataclass(frozen=True)
 class TopEigen(Method):

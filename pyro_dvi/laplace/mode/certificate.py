@@ -11,8 +11,6 @@ from pyro_dvi.laplace.energy.energy import Energy
 from pyro_dvi.laplace.energy.passes import same_data
 from pyro_dvi.laplace.point_mass import PointMass
 
-__all__ = ["Certificate"]
-
 
 @dataclass(frozen=True)
 class Certificate:

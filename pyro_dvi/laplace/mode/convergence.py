@@ -14,8 +14,6 @@ from pyro_dvi.laplace.methods.posterior import LaplacePosterior, Method
 from pyro_dvi.laplace.mode.certificate import Certificate
 from pyro_dvi.laplace.mode.diagnosis import Diagnosis, diagnose, distance_by, look_at_kinks, sound
 
-__all__ = ["Accept", "Refuse", "Unconverged", "UseGGN", "chosen_policy"]
-
 
 class Unconverged(ABC):
     """What to do about a mode that is no minimum."""

@@ -21,8 +21,6 @@ from pyro_dvi.linalg import Eigenpair, conjugate_gradients, smallest_eigenpair
 from pyro_dvi.table import InNotebook
 from pyro_dvi.undisturbed import undisturbed
 
-__all__ = ["Diagnosis", "diagnose", "distance_by", "look_at_kinks", "smallest_in_prior_units", "sound"]
-
 _COLLINEAR = 0.99  # cosine above which the prior's gradient explains that of the likelihood
 _STEPS_AT_SADDLE = 10  # of conjugate gradients, for a distance that nothing depends on
 _ANOTHER_WEIGHT = 0.05  # relative difference from which another kl_weight is worth mentioning

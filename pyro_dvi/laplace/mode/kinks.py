@@ -11,8 +11,6 @@ from pyro_dvi.autograd_graph import function_of, graph_between, graph_of
 from pyro_dvi.bayesian.placement import tensors_of
 from pyro_dvi.laplace.energy.energy import Energy
 
-__all__ = ["TIES", "kinks", "without_kinks"]
-
 TIES = frozenset({"max_pool", "max", "sort"})
 """Functions whose kinks are where two of their inputs are equal."""
 

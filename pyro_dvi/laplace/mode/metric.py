@@ -13,8 +13,6 @@ from pyro_dvi.laplace.methods.diagonal import likelihood_diagonal
 from pyro_dvi.laplace.methods.kronecker import KroneckerFactored
 from pyro_dvi.linalg import CholeskyMetric, DiagonalMetric, Metric
 
-__all__ = ["metric_at"]
-
 _DENSE = 2000  # latents up to which a matrix is factorised again every some thirty gradients
 
 

@@ -16,8 +16,6 @@ from pyro_dvi.laplace.mode.metric import metric_at
 from pyro_dvi.linalg import Descent, InMetric, Minimum, conjugate_gradients, descend, minimise_newton
 from pyro_dvi.table import InNotebook
 
-__all__ = ["GOOD_ENOUGH", "Polished", "Search"]
-
 GOOD_ENOUGH = 1e-2
 """The decrement of a mode that no prediction is off by more than a tenth of its standard deviation for."""
 

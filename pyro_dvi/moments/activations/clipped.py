@@ -15,22 +15,6 @@ from pyro_dvi.moments.activations.rectified import Leaky, relu
 from pyro_dvi.moments.rules import Kind, moment_rule
 from pyro_dvi.moments.value import GaussianMoments, loc_of, second_moment_of, variance_of
 
-__all__ = [
-    "absolute",
-    "clamp",
-    "clamp_max",
-    "hardshrink",
-    "hardsigmoid",
-    "hardswish",
-    "hardtanh",
-    "leaky_relu",
-    "prelu",
-    "relu6",
-    "rrelu",
-    "softshrink",
-    "threshold",
-]
-
 _IDENTITY = Piece(slope=1.0)
 _HARDSIGMOID = Piecewise((-3.0, 3.0), (Piece(), Piece(0.5, 1 / 6), Piece(1.0)), F.hardsigmoid)
 _HARDSWISH = Piecewise((-3.0, 3.0), (Piece(), Piece(0.0, 0.5, 1 / 6), _IDENTITY), F.hardswish)

@@ -17,8 +17,6 @@ from pyro_dvi.moments.floor import floored
 from pyro_dvi.moments.value import GaussianMoments
 from pyro_dvi.recording import is_recording
 
-__all__ = ["from_scores", "through"]
-
 # Elements at once: with quadrature nodes for each they still fit into the cache, or into little memory. Whatever needs
 # more numbers for each element has a smaller ``block``.
 _BLOCK, _ACCELERATED_BLOCK = 1 << 14, 1 << 18

@@ -31,8 +31,6 @@ from pyro_dvi.moments.activations.piecewise import Cut, truncated
 from pyro_dvi.moments.rules import Kind, moment_rule
 from pyro_dvi.moments.value import GaussianMoments
 
-__all__ = ["celu", "cos", "elu", "exp", "expm1", "selu", "sin"]
-
 _ROOT_HALF = math.sqrt(0.5)
 _SELU_ALPHA, _SELU_SCALE = 1.6732632423543772, 1.0507009873554805
 _CROSSOVER = (0.03, 0.3)  # deviations in float64 and float32

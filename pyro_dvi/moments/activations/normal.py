@@ -34,20 +34,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = [
-    "DENSITY",
-    "Column",
-    "Nodes",
-    "column",
-    "constants",
-    "distribution",
-    "gauss_hermite",
-    "gauss_legendre",
-    "half_line",
-    "moments_of_erf",
-    "moments_of_gelu",
-]
-
 _ROOT_HALF = math.sqrt(0.5)
 DENSITY = 1 / math.sqrt(2 * math.pi)  # at zero
 Column = tuple[tuple[float], ...]

@@ -24,8 +24,6 @@ from pyro_dvi.moments.activations.normal import DENSITY, constants, half_line
 from pyro_dvi.moments.rules import Kind, moment_rule
 from pyro_dvi.moments.value import GaussianMoments
 
-__all__ = ["atan", "softsign", "tanhshrink"]
-
 
 @dataclass(frozen=True)
 class _Odd:

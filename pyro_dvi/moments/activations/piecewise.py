@@ -23,8 +23,6 @@ from torch import Tensor
 from pyro_dvi.moments.activations.elementwise import from_scores
 from pyro_dvi.moments.activations.normal import DENSITY
 
-__all__ = ["Cut", "Piece", "Piecewise", "truncated"]
-
 _ROOT_HALF = math.sqrt(0.5)
 
 

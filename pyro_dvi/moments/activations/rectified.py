@@ -27,8 +27,6 @@ from pyro_dvi.moments.floor import raised, tiny_variance
 from pyro_dvi.moments.rules import Kind, moment_rule
 from pyro_dvi.moments.value import GaussianMoments
 
-__all__ = ["Leaky", "relu"]
-
 _ROOT_HALF = math.sqrt(0.5)
 _FAR = 8.0  # of the argument of erfc: 11.3 deviations, a probability of 1e-29
 _LOG_DENSITY = -0.5 * math.log(2 * math.pi)  # at zero

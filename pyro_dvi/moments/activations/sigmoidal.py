@@ -15,8 +15,6 @@ from pyro_dvi.moments.arithmetic import mul
 from pyro_dvi.moments.rules import Kind, moment_rule
 from pyro_dvi.moments.value import GaussianMoments
 
-__all__ = ["erf", "gelu", "glu", "logsigmoid", "mish", "sigmoid", "silu", "softplus", "tanh"]
-
 _CUBIC = 0.044715  # of GELU's approximation by tanh
 _RATE = 2 * math.sqrt(2 / math.pi)
 

@@ -42,8 +42,6 @@ from torch import Tensor
 from pyro_dvi.moments.activations.normal import DENSITY, Nodes, column, constants, distribution, gauss_hermite
 from pyro_dvi.recording import is_recording
 
-__all__ = ["Rescaled", "Smooth"]
-
 _SERIES = (1e-6, 1e-3)  # variances in float64 and float32
 Form = Callable[[Tensor], tuple[Tensor, Tensor]]
 Levels = tuple[tuple[float, int], ...]

@@ -16,8 +16,6 @@ from pyro_dvi.choice import check_count
 from pyro_dvi.errors import ArgumentError, DataError
 from pyro_dvi.signatures import keyword_only, positional, takes_any_number
 
-__all__ = ["Batch", "batches", "keeps_order"]
-
 
 @dataclass(frozen=True)
 class Batch:

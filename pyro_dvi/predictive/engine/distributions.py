@@ -10,8 +10,6 @@ from torch import Tensor
 from torch import distributions as td
 from torch.distributions import constraints
 
-__all__ = ["possible", "tensors_of", "with_tensors"]
-
 _CONSTANT = (type(None), bool, int, float, str, type, torch.Size, torch.dtype, torch.device)
 
 

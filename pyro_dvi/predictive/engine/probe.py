@@ -15,8 +15,6 @@ from torch.utils._pytree import tree_leaves
 from pyro_dvi.devices import state_of
 from pyro_dvi.recording import Watch
 
-__all__ = ["Probe", "agrees"]
-
 LARGE = 1000  # entries of a container of which only the number is compared
 
 

@@ -21,20 +21,6 @@ from pyro_dvi.signatures import parameter_names, with_missing
 from pyro_dvi.sites import AllRows, SetLatents
 from pyro_dvi.undisturbed import evaluating
 
-__all__ = [
-    "AtValues",
-    "Latents",
-    "Respond",
-    "Response",
-    "check_observation",
-    "evaluation_mode",
-    "observed_run",
-    "respond",
-    "seeded",
-    "sites_at",
-    "with_others",
-]
-
 Latents = Mapping[str, Tensor]
 T = TypeVar("T")
 

@@ -25,8 +25,6 @@ from torch import Tensor
 from pyro_dvi.predictive.engine.probe import Probe, agrees
 from pyro_dvi.predictive.engine.run import Latents
 
-__all__ = ["POSSIBLE", "ManyDraws", "Read", "size_of"]
-
 Read = Callable[[Latents], dict[str, Tensor]]
 Way = Callable[[Read, Sequence[Latents]], dict[str, Tensor]]
 

@@ -13,17 +13,6 @@ from pyro_dvi.errors import DataError, UnsupportedError
 from pyro_dvi.handlers.distributions import untransformed
 from pyro_dvi.links.mixture import PointMixture
 
-__all__ = [
-    "as_drawn",
-    "both_masks",
-    "check_events",
-    "checked_log_prob",
-    "class_log_probabilities",
-    "filled",
-    "statistics",
-    "with_any",
-]
-
 Statistics = dict[str, Tensor]
 
 

@@ -35,8 +35,6 @@ from pyro_dvi.predictive.prediction.component import (
 )
 from pyro_dvi.predictive.prediction.part import Part
 
-__all__ = ["Mixture"]
-
 _LOG = ("log_probabilities", "log_likelihood")  # averaged as probabilities
 _PLAIN = ("variance", "function_variance", "entropy")  # averaged as they are
 _AVERAGES = {"variance": "aleatoric", "entropy": "expected_entropy"}  # what their averages are called

@@ -15,8 +15,6 @@ from pyro_dvi.predictive.engine.distributions import tensors_of, with_tensors
 from pyro_dvi.predictive.engine.run import Response
 from pyro_dvi.predictive.prediction.component import as_drawn, both_masks, check_events, checked_log_prob
 
-__all__ = ["Observation", "ObservationDraws"]
-
 
 @dataclass(frozen=True)
 class Observation:

@@ -12,8 +12,6 @@ from torch import Tensor
 from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.predictive.prediction.component import check_events, checked_log_prob, filled, with_any
 
-__all__ = ["Part", "of_distributions"]
-
 
 @dataclass(frozen=True)
 class Part:

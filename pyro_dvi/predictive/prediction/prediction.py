@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     import pandas
     import xarray
 
-__all__ = ["Prediction"]
-
 T = TypeVar("T")
 MAX_SHOWN = 1000  # columns of a table in a notebook
 

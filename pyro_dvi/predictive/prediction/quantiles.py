@@ -24,8 +24,6 @@ from pyro_dvi.links.mixture import EqualMixture, PointMixture, distribution_func
 from pyro_dvi.links.noise import ShapedNormal
 from pyro_dvi.metrics.regression import mean_distance
 
-__all__ = ["crps", "marginal", "probabilities", "quantile"]
-
 _HALVINGS = 60  # of the bracket, in double precision
 _AT_ONCE = 2**20  # numbers in one tensor
 _COUNTS = 2**16  # whose probabilities are added up

@@ -6,8 +6,6 @@ from torch import Tensor
 
 from pyro_dvi import metrics
 
-__all__ = ["of_classes", "of_densities", "of_numbers"]
-
 
 def of_densities(log_likelihood: Tensor) -> dict[str, float]:
     """Return the scores of the log density of each observation."""

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     import pandas
     import xarray
 
-__all__ = ["array_of", "dataframe", "dataset"]
-
 
 def dataframe(columns: Mapping[str, Tensor], num_rows: int) -> "pandas.DataFrame":
     """Return a ``pandas.DataFrame``; see :meth:`Prediction.to_dataframe`."""

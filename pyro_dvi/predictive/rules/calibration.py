@@ -32,8 +32,6 @@ from pyro_dvi.predictive.rules.propagation import Propagation
 from pyro_dvi.predictive.rules.rule import Samples
 from pyro_dvi.progress import progress_bar
 
-__all__ = ["Calibrated", "RunningMoments", "calibrate"]
-
 Use = tuple[str, str]  # names of the weights, and of the function
 
 

@@ -19,8 +19,6 @@ from pyro_dvi.predictive.engine.run import Respond, Response
 from pyro_dvi.predictive.posterior import posterior_mean
 from pyro_dvi.predictive.rules.rule import PredictionRule
 
-__all__ = ["Linearised"]
-
 
 @dataclass(frozen=True)
 class Linearised(PredictionRule):

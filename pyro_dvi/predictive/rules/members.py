@@ -14,8 +14,6 @@ from pyro_dvi.predictive.engine.run import Latents, Respond, Response
 from pyro_dvi.predictive.posterior import members_of, of_member
 from pyro_dvi.predictive.rules.rule import FromDraws, PredictionRule, Samples
 
-__all__ = ["OfMembers", "draws_weights", "with_draws"]
-
 
 @dataclass(frozen=True, repr=False)
 class OfMembers(PredictionRule):

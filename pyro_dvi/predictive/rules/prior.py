@@ -18,8 +18,6 @@ from pyro_dvi.predictive.rules.rule import FromDraws
 from pyro_dvi.signatures import with_missing
 from pyro_dvi.sites import AllRows
 
-__all__ = ["PriorSamples"]
-
 
 @dataclass(frozen=True)
 class PriorSamples(FromDraws):

@@ -21,8 +21,6 @@ from pyro_dvi.moments import GaussianMoments, observed_by
 from pyro_dvi.predictive.engine.run import Response
 from pyro_dvi.reverse_delta import ReverseDeltaRecorder
 
-__all__ = ["Independent", "Propagation", "ReverseDelta"]
-
 
 class Propagation(ABC):
     """How the variances of the weights are propagated through a model.

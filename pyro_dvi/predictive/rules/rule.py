@@ -21,8 +21,6 @@ from pyro_dvi.choice import check_count
 from pyro_dvi.predictive.engine.run import Respond, Response
 from pyro_dvi.predictive.posterior import ignores_inputs, posterior_mean, seeded_draws
 
-__all__ = ["AtMean", "FromDraws", "PredictionRule", "Samples"]
-
 
 class PredictionRule(ABC):
     """How a posterior becomes a predictive distribution.

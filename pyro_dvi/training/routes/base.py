@@ -27,8 +27,6 @@ from pyro_dvi.sites import is_data
 from pyro_dvi.training.random_state import preserve_random_state
 from pyro_dvi.undisturbed import modules_met, preserve_buffers
 
-__all__ = ["Route", "finite"]
-
 _SCALE = re.compile(SCALE_PATTERN)
 _PRECISION = re.compile(r"(^|\.)([A-Z]\w*|guide)(\.\d+)*\.precisions\.")  # as of NaturalGradientGuide
 

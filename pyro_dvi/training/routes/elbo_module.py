@@ -14,8 +14,6 @@ from pyro_dvi.errors import GuideError
 from pyro_dvi.optim.learning_rates import check_parts, is_uninitialised
 from pyro_dvi.training.routes.base import Route, finite
 
-__all__ = ["ModuleRoute"]
-
 
 class ModuleRoute(Route):
     """Training of an :class:`~pyro.infer.elbo.ELBOModule` by a torch optimizer, under either setting."""

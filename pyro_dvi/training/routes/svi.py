@@ -16,8 +16,6 @@ from pyro_dvi.errors import ArgumentError, UnsupportedError
 from pyro_dvi.optim.joint import JointOptim, load_state, torch_optimizer
 from pyro_dvi.training.routes.base import Route, finite
 
-__all__ = ["SVIRoute"]
-
 
 class SVIRoute(Route):
     """Training by :class:`pyro.infer.SVI` under Pyro's global parameter store."""

@@ -12,8 +12,6 @@ from pyro_dvi.choice import check_choice, check_count, check_positive
 from pyro_dvi.laplace.energy.energy import LocalEnergy
 from pyro_dvi.laplace.methods.hessian_free.solvers import Fits, Solver, Tilt
 
-__all__ = ["LBFGS", "SGD", "Adam", "AsPrinted", "FineTuning", "FixedStrength"]
-
 
 @dataclass(frozen=True)
 class FixedStrength(Solver):

@@ -17,8 +17,6 @@ from pyro_dvi.laplace.methods.hessian_free.newton_cg import NewtonCG
 from pyro_dvi.laplace.methods.hessian_free.solvers import Fits, Solver
 from pyro_dvi.laplace.methods.posterior import LaplacePosterior, Method
 
-__all__ = ["HessianFree", "HessianFreePosterior"]
-
 
 @dataclass(frozen=True)
 class HessianFree(Method):

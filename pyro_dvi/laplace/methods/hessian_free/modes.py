@@ -14,8 +14,6 @@ from pyro_dvi.laplace.energy.query import Query
 from pyro_dvi.laplace.methods.hessian_free.solvers import Fits, OutputTilt, Tilt
 from pyro_dvi.linalg.operator import identity_rows
 
-__all__ = ["AbsoluteSum", "Mode", "Pointwise", "PretrainedMode", "Sum"]
-
 
 class Mode(ABC):
     """Which functions U is tilted by.

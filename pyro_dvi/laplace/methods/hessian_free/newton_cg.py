@@ -13,8 +13,6 @@ from pyro_dvi.laplace.methods.conjugate_gradient import check_tolerance
 from pyro_dvi.laplace.methods.hessian_free.solvers import Fits, Solver, Tilt
 from pyro_dvi.linalg import conjugate_gradients
 
-__all__ = ["NewtonCG"]
-
 _SMALLER_STEPS = 3  # tries with a quarter of the step before
 _ROUNDING = 0.03  # corrections, relative to the step, that may be rounding
 

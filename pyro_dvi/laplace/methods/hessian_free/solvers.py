@@ -20,8 +20,6 @@ from pyro_dvi.laplace.energy.energy import Energy, LocalEnergy
 from pyro_dvi.laplace.energy.passes import Arguments
 from pyro_dvi.laplace.energy.query import Query
 
-__all__ = ["Fits", "OutputTilt", "Solver", "Tilt"]
-
 
 class Tilt(ABC):
     """A function r of the flat vector."""

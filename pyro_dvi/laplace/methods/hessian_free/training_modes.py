@@ -19,8 +19,6 @@ from pyro_dvi.laplace.methods.hessian_free.modes import PretrainedMode
 from pyro_dvi.laplace.methods.hessian_free.solvers import OutputTilt, Tilt
 from pyro_dvi.signatures import by_position
 
-__all__ = ["InSample", "LabelShift"]
-
 
 @dataclass(frozen=True)
 class InSample(PretrainedMode):
