@@ -40,6 +40,12 @@ def classes(x, y=None):
         return pyro.sample("obs", dist.Categorical(logits=torch.stack([w * x, -w * x], -1)), obs=y)
 
 
+def pairs_of_labels(x, y=None):
+    w = pyro.sample("w", dist.Normal(0.0, 1.0))
+    with pyro.plate("data", len(x)):
+        return pyro.sample("obs", dist.Bernoulli(logits=torch.stack([w * x, x], -1)).to_event(1), obs=y)
+
+
 def two_sites(x, y=None, z=None):
     w = pyro.sample("w", dist.Normal(0.0, 1.0))
     with pyro.plate("data", len(x)):
@@ -161,9 +167,9 @@ MISTAKES = {
         r"pass y, or predict from data.*\(x, y\)",
     ),
     "mixture not kept": (
-        lambda: predict(model, guide, X, Samples(3)).log_likelihood(X),
+        lambda: predict(pairs_of_labels, guide, X, Samples(3)).log_likelihood(torch.zeros(10, 2)),
         UnsupportedError,
-        r"several Normal distributions.*predict\(model, guide, \(x, y\)",
+        r"several Bernoulli distributions.*predict\(model, guide, \(x, y\)",
     ),
     "entropy of a mixture": (
         lambda: predict(model, guide, X, Samples(3)).entropy,
