@@ -121,7 +121,7 @@ class PosteriorMoments(SetLatents):
 
     def __enter__(self) -> Self:
         self._following.callback(setattr, accessor, "swap_tensor", _SWAP)
-        accessor.swap_tensor = _swap
+        accessor.swap_tensor = _swap  # type: ignore[assignment]
         if any(is_joint(gaussian.base) for gaussian in self.marginals.gaussians.values()):
             self._following.enter_context(joint_noise_followed())
         return super().__enter__()  # type: ignore[no-any-return]
