@@ -24,8 +24,8 @@ types:  ## check the types of package and tests, and of the code that README and
 imports:  ## check that chapters import only from earlier chapters
 	lint-imports
 
-test:  ## run the tests
-	python -m pytest -n 2
+test:  ## run the tests, those that `pytest -n 2` leaves out as slow included
+	python -m pytest -n 2 -m "not soak"
 
 soak:  ## run the long checks that `make test` leaves out
 	python -m pytest -n 2 -m soak
@@ -34,7 +34,7 @@ matrix:  ## run the tests in every supported environment, the installed wheel in
 	tox run
 
 doctest:  ## run the examples of docstrings, README and documentation
-	python -m pytest tests/docs
+	python -m pytest -m "not soak" tests/docs
 
 docs:  ## build the documentation into docs/_build/html, warnings are errors
 	sphinx-build -W --keep-going -b html docs docs/_build/html

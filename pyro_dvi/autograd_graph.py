@@ -10,7 +10,12 @@ from torch import Tensor
 
 
 def graph_of(outputs: Iterable[Tensor], without: Container[str] = ()) -> set[Any]:
-    """Nodes of the autograd graph that ``outputs`` depend on, but for those reached by way of some names only."""
+    """Nodes of the autograd graph that ``outputs`` depend on.
+
+    Args:
+        outputs: the ends of the graph.
+        without: names of nodes at which the search stops.
+    """
     seen: set[Any] = set()
     stack = [output.grad_fn for output in outputs]
     while stack:

@@ -124,6 +124,7 @@ class ExampleGradients:
         outputs: f, ``[B, K]``, a node of the graph of these; what is to be weighted comes with its weight.
         entries: the entries of flat tensors that rows are to have, by the number of the tensor; None, as for tensors
             that are left out: all.
+        names: of the tensors, for a warning.
     """
 
     def __init__(
@@ -131,6 +132,7 @@ class ExampleGradients:
         recorder: SquaredGradients,
         outputs: Tensor,
         entries: Mapping[int, Tensor] | None = None,
+        names: Sequence[str] = (),
     ) -> None:
         self.recorder, self.values, self.outputs = recorder, list(recorder.values.values()), outputs
         self._entries = {} if entries is None else entries
@@ -139,7 +141,7 @@ class ExampleGradients:
         weights = torch.arange(1, outputs.shape[1] + 1, device=outputs.device).to(outputs).sqrt().sin()
         wrong = recorder.examined(served, outputs @ weights).wrong
         self._uses = {k: uses for k, uses in served.items() if k not in wrong}
-        warn_of_disproved([f"a latent of shape {tuple(recorder.values[k].shape)}" for k in sorted(wrong)])
+        warn_of_disproved([f"latent site {names[k]!r}" for k in sorted(wrong) if names])
 
     @property
     def sizes(self) -> list[int]:

@@ -105,7 +105,8 @@ class ScaleReport(Report):
             return True
         if "at its start" in states or "moves" in states or (self.course is not None and self.course.moves):
             return False
-        return ("settled" in states if self.course is None else not self.course.doubt) or None
+        settled = "settled" in states if self.course is None else not self.course.doubt
+        return True if settled else None
 
     @property
     def verdict(self) -> str:
@@ -129,13 +130,13 @@ class ScaleReport(Report):
         moved = (
             "Scales have moved from their start; whether they still do" if known else "Whether scales move"
         )
-        advice = "Pass earlier=scale_snapshot(guide) of some epochs ago" + ", or history" * (
-            self.course is None
-        )
-        return " ".join([f"{moved} is not known. {advice}.", *findings])
+        history = ", or history" if self.course is None else ""
+        advice = f"Pass earlier=scale_snapshot(guide) of some epochs ago{history}."
+        return " ".join([f"{moved} is not known. {advice}", *findings])
 
     def _shown(self) -> list[Any]:
-        titles = "site,elements,σ 5 %,median,95 %,σ / prior,like prior,σ / start,change,".split(",")
+        quantities = ("σ / prior", "like prior", "σ / start", "change")
+        titles = ("site", "elements", "σ 5 %", "median", "95 %", *quantities, "")
         lines = [
             (
                 row.site,

@@ -125,11 +125,12 @@ class SquareMeasurement:
                 alike = repr(re.sub(r"\.\d+(?=\.)", ".*", name))  # layers of one stack
                 slow_by.setdefault(draw.run.recorder.obstacle(k), {})[alike] = None
         if slow_by:
-            what = ", and of what ".join(f"{why} ({', '.join(names)})" for why, names in slow_by.items())
+            reasons = "; ".join(f"{', '.join(names)} {why}" for why, names in slow_by.items())
             self._warn_once(
-                f"observed site {site.name!r}: squared gradients of what {what},",
-                f"take one backward pass per example, {log_prob.numel()} in each step: exact but slow. Use layers such "
-                "as F.linear, write a per_example_rule, take smaller minibatches, or IVON, which needs no squares.",
+                f"observed site {site.name!r}: some latents need one backward pass per example for their squared "
+                f"gradients, {log_prob.numel()} in each step, which is exact but slow:",
+                f"{reasons}. Use layers such as F.linear, write a per_example_rule, take smaller minibatches, or train "
+                "with IVON, which needs no squares.",
             )
         squares = squares_without_rules(log_prob, _root(site, log_prob), slow)
         for k, total in zip(ordered, squares, strict=True):

@@ -47,14 +47,16 @@ def explained_errors(
         inner = inspect.unwrap(model)
         module = inner if isinstance(inner, nn.Module) else nn.Module()
         weights = dict((*module.named_parameters(), *module.named_buffers()))
-        explanation = _of_arguments(error, inner, args, kwargs) or _of_text(error, message)
-        if explanation is None and not isinstance(error, (TypeError, torch.OutOfMemoryError)):
-            explanation = (
-                _of_devices(data, [*weights.values(), *posterior])
-                or _of_values(args, kwargs, weights)
-                or _of_types(message, data, [*weights.values(), *posterior])
-                or _of_shapes(error, message, data)
+        explanation = _of_arguments(error, inner, args, kwargs)
+        about_data = not isinstance(error, (TypeError, torch.OutOfMemoryError))
+        if explanation is None and about_data:
+            explanation = _of_devices(data, [*weights.values(), *posterior]) or _of_values(
+                args, kwargs, weights
             )
+        explanation = explanation or _of_text(error, message)
+        if explanation is None and about_data:
+            types = _of_types(message, data, [*weights.values(), *posterior])
+            explanation = types or _of_shapes(error, message, data)
         if explanation is None:
             raise
         raise explanation from error
@@ -149,7 +151,7 @@ _TEXTS: dict[str, tuple[type[PyroDviError], str]] = {
     "to satisfy the constraint": (
         ParameterError,
         "{} in the model.\nMap what it is computed from into that range, as torch.nn.functional.softplus does for a "
-        "scale; NaN means that weights have grown too large.",
+        "scale. Values of NaN come from weights or inputs that are too large.",
     ),
     "save_for_backward can only": (
         UnsupportedError,

@@ -3,6 +3,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import dropwhile
 from typing import Any
 
 import torch
@@ -119,9 +120,15 @@ def elementary(transform: Any) -> list[Any]:
         return elementary(transform.base_transform)
     if isinstance(transform, td.ComposeTransform):
         return [part for inner in transform.parts for part in elementary(inner)]
-    affine = (transform.loc, transform.scale) if isinstance(transform, td.AffineTransform) else ()
-    nothing = [v for v in affine if type(v) in (int, float)] == [0, 1]
-    return [] if transform is None or nothing else [transform]
+    return [] if transform is None or _is_identity(transform) else [transform]
+
+
+def _is_identity(transform: Any) -> bool:
+    """Whether a transform shifts by the number 0 and scales by the number 1; tensors are not looked into."""
+    if not isinstance(transform, td.AffineTransform):
+        return False
+    numbers = isinstance(transform.loc, int | float) and isinstance(transform.scale, int | float)
+    return numbers and transform.loc == 0 and transform.scale == 1
 
 
 class Marginals:
@@ -196,7 +203,9 @@ def match_latents(model_trace: Any, guide_trace: Any, marginals: Marginals) -> l
 
 
 def check_shape(site: Any, frames: Iterable[Any] = ()) -> None:
-    """Refuse a value of a latent that has not the shape of its prior, to which it would be broadcast.
+    """Refuse a value of a latent whose shape differs from its prior's, to which it would be broadcast.
+
+    As in Pyro, leading dimensions of size one make no difference.
 
     Args:
         site: the latent in a run of the model.
@@ -208,13 +217,20 @@ def check_shape(site: Any, frames: Iterable[Any] = ()) -> None:
     shape, value = site["fn"].batch_shape + site["fn"].event_shape, site["value"]
     sizes = {frame.name: frame.full_size for frame in frames}
     here = {frame.name: frame.full_size for frame in site["cond_indep_stack"] if frame.name in sizes}
-    if value.shape != shape or not here.items() <= sizes.items():
+    if (
+        _without_leading_ones(value.shape) != _without_leading_ones(shape)
+        or not here.items() <= sizes.items()
+    ):
         own, other = (f" in plates of the sizes {found}" if here else "" for found in (here, sizes))
         raise ModelError(
             f"latent site {site['name']!r} has the shape {tuple(shape)}{own} in this call of the model, and "
             f"{tuple(value.shape)}{other} in the guide, which knows one shape: it must not depend on the minibatch. A "
             "latent of each row needs a plate of the whole data set, pyro.plate(name, num_data, subsample=rows)"
         )
+
+
+def _without_leading_ones(shape: torch.Size) -> tuple[int, ...]:
+    return tuple(dropwhile(lambda size: size == 1, shape))
 
 
 def _log_density_of_mass(fn: Any) -> Tensor | float:

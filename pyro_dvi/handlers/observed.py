@@ -121,5 +121,6 @@ def _check_shape(node: Any) -> None:
                 f"observed site {node['name']!r}: values of shape {tuple(value.shape)} would be broadcast against "
                 f"{type(fn).__name__} with batch shape {tuple(fn.batch_shape)} and event shape "
                 f"{tuple(fn.event_shape)}. Give values of the shape of a draw, as f.squeeze(-1) and y of one column; "
-                "or put dimensions into a plate or to_event. One value for all rows of a plate is a number: y.squeeze()"
+                "or put dimensions into a plate or to_event. One number for all "
+                "rows of a plate has no dimensions: y.squeeze()"
             )

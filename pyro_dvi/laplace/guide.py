@@ -20,6 +20,7 @@ from pyro_dvi.laplace.gaussian_guide import GaussianGuide
 from pyro_dvi.laplace.methods.dense import Dense
 from pyro_dvi.laplace.methods.posterior import LaplacePosterior, Method, check_method
 from pyro_dvi.laplace.mode.convergence import Unconverged, chosen_policy, warned_if_far
+from pyro_dvi.laplace.mode.diagnosis import sound
 from pyro_dvi.laplace.outputs import GaussianOutputs
 from pyro_dvi.progress import progress_bar
 from pyro_dvi.signatures import with_missing
@@ -240,6 +241,7 @@ class LaplaceGuide(GaussianGuide):
         sites = scale.sites(point.energy(model, batches, subset))
         others = {name: factor for name, factor in self.scale_factors.items() if name not in sites}
         energy = replace(point, scale_factors=others).energy(model, batches, subset)
+        sound(energy)
         candidates = Candidates(energy, scale, sites, chosen, seed)
         curve = tune(candidates, criterion, values=values, refinements=refinements, progress=progress)
         self.scale_factors = {**others, **dict.fromkeys(sites, scale.factor(curve.best))}

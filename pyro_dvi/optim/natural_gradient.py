@@ -126,7 +126,7 @@ class NaturalGradientOptimizer(Optimizer):
     Attributes:
         statistic: what to measure in each step.
         first: what to measure in the first one, where the curvature starts with that.
-        rate_factor: of the learning rate in the last step, by warm-up and cosine.
+        rate_factor: by which warm-up and cosine decay scaled the learning rate in the last step.
     """
 
     statistic: Statistic

@@ -32,6 +32,7 @@ def test_settings_of_a_plan_are_flat_and_differ(name, budget):
         assert len({tuple(sorted(settings.items(), key=str)) for settings in plan}) == len(plan) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WITH_LINES)
 def test_the_committed_report_is_that_of_the_lines(name, tmp_path):
     report = FOUND[name].report(read_rows(name), tmp_path)

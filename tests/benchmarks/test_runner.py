@@ -17,6 +17,7 @@ def results(tmp_path_factory):
     return folder, failures
 
 
+@pytest.mark.slow
 def test_later_runs_follow_from_earlier_ones(results):
     rows = read_rows("made_up", results[0])
     assert sorted((row["stage"], row["value"], row["square"]) for row in rows) == [

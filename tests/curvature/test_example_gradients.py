@@ -70,6 +70,6 @@ def test_rows_that_are_no_examples_are_found_by_looking():
     recorder = SquaredGradients([w])
     with recorder:
         outputs = F.softmax((x * w).T, 0).sum(1, keepdim=True).cumsum(0)
-    with pytest.warns(DviWarning, match=r"a latent of shape \(3,\): what the layers say .* does not add up"):
-        examples = ExampleGradients(recorder, outputs)
+    with pytest.warns(DviWarning, match=r"latent site 'w': the per-example gradients .* disagree"):
+        examples = ExampleGradients(recorder, outputs, names=["w"])
     torch.testing.assert_close(examples.rows(slice(0, 3)), jacobian(outputs, [w]))

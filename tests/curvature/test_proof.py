@@ -73,6 +73,14 @@ def test_a_bias_before_a_normalisation_has_nothing_but_rounding_errors(dtype):
     assert found(call, (4, 2, 3), (4,), dtype=dtype) == Finding(set(), {1})
 
 
+def test_gradients_that_are_nan_prove_nothing():
+    """They have an error of their own, which names the data or the loss."""
+    finding = found(
+        lambda x, w: (F.linear(x, w) * torch.zeros(M, 1)).abs().sqrt().sum(1), (2, 3), dtype=torch.float64
+    )
+    assert finding == Finding(set(), {0})
+
+
 def test_a_head_of_zeros_proves_nothing_of_the_layers_below():
     proofs, model = Proofs(), nn.Identity()
     w = torch.randn(3, 3).double().requires_grad_()

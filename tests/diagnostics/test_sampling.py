@@ -41,6 +41,7 @@ def hand_written(model):
     return guide
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make_guide", [MeanFieldGuide, MultiplicativeNoiseGuide, AutoNormal, hand_written])
 def test_one_hidden_layer_agrees_with_draws(make_guide):
     """Ratios of average deviations: 1,000 draws, 5 times the 2.2 % of a single one."""

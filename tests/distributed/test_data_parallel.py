@@ -40,6 +40,7 @@ def results(tmp_path_factory):
     return {**found, "path": path}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [*programs.CASES, "module", "functions", *UNEVEN])
 def test_two_processes_equal_one_with_the_joint_minibatch(results, case):
     reference = results[1, 0][case]

@@ -37,6 +37,7 @@ def continued(page: Path) -> Path | None:
     return (page.parent / found[1]).resolve() if found else None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "page",
     [p for p in PAGES if python_blocks(p) and not continued(p)],

@@ -28,6 +28,7 @@ def tables(compatibility):
     return compatibility.tables()
 
 
+@pytest.mark.slow
 def test_every_warning_and_refusal_names_a_way_out(tables):
     said = {pair: text for table in tables for pair, text in table.cells.items() if text}
     assert {pair: text for pair, text in said.items() if not WAY_OUT.search(text)} == {}

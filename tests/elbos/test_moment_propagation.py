@@ -82,6 +82,7 @@ def test_estimators_of_classes_agree_with_samples(data, estimator):
     assert abs(loss - mean) < 4 * error + 0.01 * abs(mean)
 
 
+@pytest.mark.slow
 @every_guide
 def test_training_lowers_the_loss_and_predicts(data, guide_class):
     model = dvi.regressor(network(), num_data=12, noise_scale=0.1)

@@ -129,6 +129,7 @@ def test_point_masses_give_map_estimation(problem):
     assert elbo.terms["penalty"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [c for c in GUIDES if c.learns_scales], ids=lambda c: c.name)
 def test_fitted_variances_are_those_of_the_best_mean_field_posterior(problem, case):
     guide = case.make(problem.model)
@@ -141,6 +142,7 @@ def test_fitted_variances_are_those_of_the_best_mean_field_posterior(problem, ca
     compare_with_optimum(problem, case, guide, rel=0.005)
 
 
+@pytest.mark.slow
 def test_sampled_labels_fit_the_same_variances(problem):
     case = GUIDES[0]
     guide = case.make(problem.model)

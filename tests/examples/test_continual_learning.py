@@ -19,6 +19,7 @@ def example():
         yield module
 
 
+@pytest.mark.slow
 def test_it_prints_tables_and_writes_a_plot(example, tmp_path, capsys):
     results = example.main(["--tasks", "2", "--epochs", "6", "--output-dir", str(tmp_path / "new")])
     shown = capsys.readouterr().out

@@ -23,6 +23,7 @@ def quickstart():
         yield module
 
 
+@pytest.mark.slow
 def test_it_prints_a_table_and_writes_files_that_open(quickstart, tmp_path, capsys):
     scores = quickstart.main(["--epochs", "2", "--output-dir", str(tmp_path / "new")])
     shown = capsys.readouterr().out

@@ -250,6 +250,7 @@ def refusals(name: str, seeds: range) -> Iterator[tuple[int, str]]:
                 yield seed, str(error)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CHECKS)
 def test_random_networks_agree_with_brute_force(name):
     count = CHECKS[name][1]

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Guides at their means, and the latents of a model paired with the Gaussians of a guide."""
 
+import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pyro
@@ -23,6 +25,7 @@ from torch import Tensor
 from torch.distributions import constraints
 
 import pyro_dvi as dvi
+from pyro_dvi.curvature import GGNDiagonal
 from pyro_dvi.divergences import kl_to_priors
 from pyro_dvi.errors import ModelError
 from pyro_dvi.guides import MeanFieldGuide
@@ -209,6 +212,30 @@ def test_a_latent_keeps_its_shape(method, first, then, latent):
             svi = SVI(local, guide, optimizer({}), loss=elbo())
             for n in (first, then):
                 svi.step(n)
+
+
+EXACT = partial(dvi.TaylorELBO, curvature=GGNDiagonal())
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+@pytest.mark.parametrize("elbo", [EXACT, dvi.MomentPropagationELBO, dvi.SampledELBO])
+def test_leading_dimensions_of_size_one_make_no_difference(elbo, shape):
+    """As in Pyro: the guide of many a tutorial has parameters of shape [1] for a scalar latent."""
+
+    def scalar() -> None:
+        w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", 3):
+            pyro.sample("y", dist.Normal(w, 1.0), obs=torch.zeros(3))
+
+    def guide() -> None:
+        loc = pyro.param("loc", torch.full(shape, 0.3))
+        pyro.sample("w", dist.Normal(loc, 0.1).to_event(len(shape)))
+
+    loss = elbo().loss(scalar, guide)
+    if elbo is not dvi.SampledELBO:
+        expected = 3 * (0.5 * math.log(2 * math.pi) + 0.5 * (0.3**2 + 0.1**2))
+        divergence = 0.5 * (0.1**2 + 0.3**2 - 1) - math.log(0.1)
+        assert loss == pytest.approx(expected + divergence, rel=1e-5)
 
 
 @pytest.mark.parametrize("method", ["Taylor", "moments", "point", "not factorised"])

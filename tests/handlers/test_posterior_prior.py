@@ -99,6 +99,7 @@ def test_two_tasks_are_sequential_mean_field_inference(make, elbo):
         current = guide.as_prior()(current)
 
 
+@pytest.mark.slow
 def test_natural_gradients_of_two_tasks():
     """At rest, the means are those of the exact posterior under the factorised prior; precisions add up."""
     current, prior_loc, prior_precision = model, torch.zeros(3), torch.full((3,), PRIOR**-2)

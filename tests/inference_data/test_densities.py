@@ -174,6 +174,7 @@ def pareto_k(stats):
     return float((-ratio).azstats.psislw(dim=["chain", "draw"])[1])
 
 
+@pytest.mark.slow
 def test_pareto_k_tells_a_posterior_that_is_too_narrow():
     def wide(x, y=None):
         pyro.sample("slope", dist.Normal(MEAN, 1.5 * PRECISION**-0.5))

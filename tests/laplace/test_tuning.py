@@ -245,6 +245,7 @@ SCALES: list[tuple[Scale, list[str]]] = [
 SCALES += [(NoiseScale(), ["y"])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS, ids=repr)
 @pytest.mark.parametrize(("scale", "sites"), SCALES, ids=repr)
 def test_evidence_and_validation_are_those_of_the_precision_that_predicts(network, method, scale, sites):

@@ -77,6 +77,7 @@ def network(request: pytest.FixtureRequest) -> tuple[nn.Module, Tensor]:
     return net, images({**SMALL, **LARGE}[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
 def test_moments_pass_through(network: tuple[nn.Module, Tensor], training: bool) -> None:
     net, x = network
@@ -91,6 +92,7 @@ def test_moments_pass_through(network: tuple[nn.Module, Tensor], training: bool)
         assert y.variance.max() > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
 def test_certain_weights_give_the_plain_network(network: tuple[nn.Module, Tensor], training: bool) -> None:
     net, x = network

@@ -26,6 +26,7 @@ def processes(tmp_path_factory):
     return context
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kills", KILLS)
 @pytest.mark.parametrize("method", METHODS)
 def test_a_killed_run_ends_bit_for_bit_as_one_that_was_left_alone(processes, method, kills, tmp_path):

@@ -169,19 +169,19 @@ MISTAKES = [
         "method as loss",
         lambda: loss_without_gradients(TaylorELBO().loss),
         ArgumentError,
-        r"method DeterministicELBO.loss of .*, has no gradients.*loss=elbo in place of loss=elbo.loss",
+        r"method DeterministicELBO.loss of .*, has no gradient.*loss=elbo in place of loss=elbo.loss",
     ),
     (
         "Pyro's method as loss",
         lambda: loss_without_gradients(Trace_ELBO().loss),
         ArgumentError,
-        r"method Trace_ELBO.loss of .*, has no gradients",
+        r"method Trace_ELBO.loss of .*, has no gradient",
     ),
     (
         "function without gradients as loss",
         lambda: loss_without_gradients(lambda *args: torch.tensor(1.0)),
         ArgumentError,
-        "lambda.*, has no gradients.*depends on the parameters",
+        "lambda.*, has no gradient.*depends on the parameters",
     ),
     (
         "optimizer for SVI",

@@ -276,6 +276,7 @@ def test_variances_from_second_fits(method, device):
     check_device(variance(device), variance("cpu"), device, rtol=1e-2, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["mean-field moments", "draws"])
 def test_ensembles(method, device):
     """Trained where the data are, and moved there afterwards."""

@@ -507,6 +507,7 @@ def conversion() -> Call:
     return call
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pyro_dvi.errors.DviWarning")  # of tiny problems, and modes that are none
 @pytest.mark.parametrize("name", ENTRIES)
 def test_live_tensors_do_not_grow(name):

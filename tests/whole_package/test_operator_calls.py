@@ -94,6 +94,7 @@ METHODS: dict[str, tuple[Callable, Callable, Callable]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "net", "most"),
     [

@@ -89,10 +89,12 @@ def _compared(
         total += _summed(use, delta, whole)
         largest = [x.abs().max() for x in use.contribution.operands if x.is_floating_point() and x.numel()]
         terms = terms + delta.norm() * (torch.stack(largest).max() if largest else 1.0)
-    rounding = 1000 * coarsest * terms  # of sums whose terms cancel
+    # Where terms cancel, a sum is a few roundings of their size, and normalisation makes these larger. Below this bound
+    # a gradient tells nothing; above it, wrong ones are off by far more than the cube root of the rounding.
+    rounding = 1000 * coarsest * terms
     size, error = torch.maximum(total.norm(), whole.norm()), (total - whole).norm()
     wrong = ~apart | (error > coarsest ** (1 / 3) * size + rounding)
-    return torch.stack([wrong, ~wrong & (size <= rounding)])
+    return torch.stack([wrong, ~wrong & ~(size > rounding)])  # nothing can be said of NaN, either
 
 
 def _summed(use: Use, delta: Tensor, like: Tensor) -> Tensor:
@@ -195,7 +197,7 @@ def warn_of_disproved(names: Sequence[str]) -> None:
     """Say that weights are served in the slow way."""
     if names:
         warn(
-            f"{', '.join(names)}: what the layers say of single examples does not add up to the gradient of the model, "
-            "which mixes examples there or takes gradients inside of its forward pass. A backward pass for each "
-            "example serves these weights: exact, but slower"
+            f"{', '.join(names)}: the per-example gradients computed layer by layer disagree with the gradient of the "
+            "model, which mixes examples or takes gradients inside its forward pass. These weights get one backward "
+            "pass per example: exact, but slower"
         )

@@ -211,8 +211,8 @@ class LocalEnergy:
         self.energy.count(1)
         if not bool(torch.isfinite(total)):
             raise NonFiniteError(
-                f"the negative log joint density is {total.item()} at these values: a noise scale that is negative or "
-                "zero, or a mode from a training that diverged, which needs a lower learning rate"
+                f"the negative log joint density is {total.item()} at these values. Possible causes: a noise scale "
+                "that is not positive, or a training that diverged and needs a lower learning rate"
             )
         return total.to(self.point.dtype), gradient
 
@@ -289,7 +289,7 @@ class LocalEnergy:
                     outputs = outputs * self.energy.kl_weight**-0.5
                     if rows.batches == 1:  # a backward pass for each output, through every batch
                         self.energy.count(outputs.shape[1])
-                    yield ExampleGradients(recorders[-1], outputs, entries)
+                    yield ExampleGradients(recorders[-1], outputs, entries, self.energy.layout.names)
                 recorders.clear()
             rows.check()
 

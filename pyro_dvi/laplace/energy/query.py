@@ -119,7 +119,7 @@ class Query:
     def examples(self) -> ExampleGradients:
         """The rows of J, and what they are made of."""
         outputs = self.outputs.values
-        return ExampleGradients(self._recorder, outputs, self.layout.entries)
+        return ExampleGradients(self._recorder, outputs, self.layout.entries, self.layout.names)
 
     @cached_property
     def _jacobian(self) -> LinearMap:

@@ -51,6 +51,7 @@ def cosine_network(
     return LaplaceGuide(model), batches
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "hidden"), [(torch.float64, 10), (torch.float32, 20)])
 def test_curved_valley_is_followed_to_its_minimum(dtype, hidden):
     guide, batches = cosine_network(nn.Tanh(), dtype, hidden=hidden)
