@@ -102,8 +102,9 @@ def _checked_before_update(svi: SVI) -> Iterator[None]:
         # Pyro differentiates a loss that is no ELBO where it can, and moves nothing where it cannot.
         if by_pyro and not getattr(loss, "requires_grad", False):
             raise ArgumentError(
-                f"The loss of the SVI, {svi.loss!r}, has no gradient, so no parameter would be updated: write loss=elbo in "
-                "place of loss=elbo.loss. A function of your own has to return a tensor that depends on the parameters."
+                f"The loss of the SVI, {svi.loss!r}, has no gradient, so no parameter would be updated: write "
+                "loss=elbo in place of loss=elbo.loss. A function of your own has to return a tensor that depends on "
+                "the parameters."
             )
         finite(loss.detach() if isinstance(loss, Tensor) else loss)
         return loss
