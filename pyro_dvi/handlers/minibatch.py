@@ -71,7 +71,8 @@ def check_list(messages: list[Any], batches: Sequence[Any], refuse: bool) -> Non
 
     Rows are counted by tensors of the batches that are as long, in the first one, as a plate of an observed site; where
     there is none, as for one row at a time or a plate of tokens, nothing is said. A tensor that comes again counts
-    once, a last batch may have been dropped, and more rows than the plate has may be those of several epochs.
+    once, a last batch may have been dropped, and more rows than the plate has may be those of several epochs. Where one
+    plate agrees, others may be of data of their own.
 
     Args:
         messages: of all sites in the step.
@@ -81,45 +82,36 @@ def check_list(messages: list[Any], batches: Sequence[Any], refuse: bool) -> Non
     Raises:
         DataError: a minibatch whose likelihood is not scaled up to the data.
     """
-    tensors = [[t for t in tensors_in(batch) if t.dim()] for batch in batches]
-    if len(set(map(len, tensors))) > 1:
-        return
-    places = [[len(t) for t in {id(t): t for t in place}.values()] for place in zip(*tensors, strict=True)]
+    # For each tensor of a batch its length in every one.
+    places = [
+        [len(t) if t.dim() else 0 for t in {id(t): t for t in place}.values()]
+        for place in zip(*map(tensors_in, batches), strict=False)
+    ]
     latents = [msg for msg in messages if is_latent(msg) and not msg["infer"].get("is_auxiliary")]
-    agreeing: set[int] = set()
-    wrong = []
-    for site in filter(is_data, messages):
-        for plate, rows, size in _plates(site):
-            counted = [lengths for lengths in places if lengths[0] == rows]
-            if any(_fits(size, lengths) for lengths in counted):
-                agreeing.add(rows)
-            elif counted and not _all_local(latents, plate, rows):
-                wrong.append((site["name"], rows, size, sum(counted[0])))
-    for name, rows, size, total in wrong:
-        if agreeing and rows not in agreeing:
-            continue  # data of their own
-        seen, way = (
-            f"its plate has size {size}, which is not that of all batches",
-            "Correct the size of the plate",
-        )
-        if size == rows:
-            seen = "its likelihood is not scaled up"
-            way = f"Put it in pyro.plate('data', size={total}, subsample_size=len(x))"
-        message = (
-            f"observed site {name!r} sees {rows} of {total} examples in the list of batches, but {seen}. {way}; or "
-            f"pass num_data={size} to an ELBO of pyro_dvi, if that is the number of examples in the data set"
-        )
-        if refuse:
-            raise DataError(message)
-        return warn(message)
+    found = [
+        (site["name"], size, lengths)
+        for site in filter(is_data, messages)
+        for plate, rows, size in _plates(site)
+        for lengths in places
+        if lengths[0] == rows and not _all_local(latents, plate, rows)
+    ]
+    if not found or any(_fits(size, lengths) for _, size, lengths in found):
+        return
+    name, size, lengths = found[0]
+    message = (
+        f"observed site {name!r} sees {lengths[0]} of {sum(lengths)} examples in the list of batches, but its "
+        f"likelihood is scaled to {size}: write pyro.plate('data', size={sum(lengths)}, subsample_size=len(x)), or "
+        f"pass num_data={size} to an ELBO of pyro_dvi, if that is the number of examples in the data set"
+    )
+    if refuse:
+        raise DataError(message)
+    warn(message)
 
 
 def _plates(site: Any) -> list[tuple[Any, int, int]]:
     """Plates that scale a site, with their rows and size; if nothing does, those that it has or lacks."""
     frames = site["cond_indep_stack"]
-    scaling = [
-        (frame, frame.size, frame.full_size) for frame in frames if frame.full_size not in (None, frame.size)
-    ]
+    scaling = [(f, f.size, f.full_size) for f in frames if f.full_size not in (None, f.size)]
     if scaling or torch.is_tensor(site["scale"]) or site["scale"] != 1:
         return scaling
     fn = site["fn"]
