@@ -13,13 +13,15 @@ from pyro_dvi.batches import rows_cut, tensors_in, with_rows
 from pyro_dvi.curvature import ObservedSite
 from pyro_dvi.curvature.likelihood import SliceArguments
 from pyro_dvi.errors import DataError, ModelError, UnsupportedError, warn
+from pyro_dvi.handlers.distributions import untransformed
 from pyro_dvi.handlers.means import twice_differentiable
 from pyro_dvi.handlers.observed import observation, observed_sites
 from pyro_dvi.handlers.posterior_run import PosteriorRun
+from pyro_dvi.sites import is_data, is_latent
 from pyro_dvi.undisturbed import preserve_buffers
 
 
-def check_num_data(sites: list[ObservedSite], num_data: int, dropped: int = 1) -> None:
+def check_num_data(sites: list[ObservedSite], num_data: int) -> None:
     """Compare the plate's scale of every site with the size of the data set.
 
     Once a site agrees, others may be data of their own, with a plate of another size or none: only those as long as
@@ -28,7 +30,6 @@ def check_num_data(sites: list[ObservedSite], num_data: int, dropped: int = 1) -
     Args:
         sites: observed in a step.
         num_data: size of the data set.
-        dropped: the data set may be larger by fewer rows than these.
 
     Raises:
         DataError: a minibatch whose likelihood is not scaled up to the data set.
@@ -42,9 +43,9 @@ def check_num_data(sites: list[ObservedSite], num_data: int, dropped: int = 1) -
         lengths = [n for n in (*site.fn.batch_shape, *site.value.shape) if n > 0] or [1]
         nearest = min(lengths, key=lambda n: abs(n * scale - num_data))
         # A last, shorter minibatch under a fixed scale is off by less than one minibatch's worth.
-        slack, more = max(scale, 1.0) * 1e-4 * num_data, nearest * scale - num_data
+        slack = max(scale, 1.0) * 1e-4 * num_data
         # All the data may have a weight of their author's, but no plate of another size.
-        if -slack <= more <= max(slack, dropped - 1) or (nearest == num_data and site.share == 1):
+        if abs(nearest * scale - num_data) <= slack or (nearest == num_data and site.share == 1):
             agreeing.add(nearest)
         else:
             others.append((site, scale, nearest))
@@ -60,29 +61,76 @@ def check_num_data(sites: list[ObservedSite], num_data: int, dropped: int = 1) -
         raise DataError(
             f"observed site {site.name!r}: plate scale {scale:.6g} times {nearest} examples gives "
             f"{scale * nearest:.6g}, not num_data={num_data}. Both are the number of examples in the whole "
-            "data set, not of batches: correct the size of the plate, or num_data, which fit takes from loader.dataset "
-            "or counts in a list of batches; give it to the objective where these are a part of the data."
+            "data set, not of batches: correct the size of the plate, or num_data, which fit takes from "
+            "loader.dataset; give it to the objective where that is a part of the data."
         )
 
 
-def check_list(sites: list[ObservedSite], batches: Sequence[Any]) -> None:
-    """Compare the sites of a step with all batches of a list, whose rows are those of one of their tensors.
+def check_list(messages: list[Any], batches: Sequence[Any], refuse: bool) -> None:
+    """Compare the plates of the first step with the rows of all batches of a list.
 
-    A tensor that comes again counts once, and a last batch may have been dropped where all are equal.
+    Rows are counted by tensors of the batches that are as long, in the first one, as a plate of an observed site; where
+    there is none, as for one row at a time or a plate of tokens, nothing is said. A tensor that comes again counts
+    once, a last batch may have been dropped, and more rows than the plate has may be those of several epochs. Where one
+    plate agrees, others may be of data of their own.
+
+    Args:
+        messages: of all sites in the step.
+        batches: the list.
+        refuse: raise an error; a warning else.
 
     Raises:
         DataError: a minibatch whose likelihood is not scaled up to the data.
     """
-    wrong: list[DataError] = []
-    tensors = [[t for t in tensors_in(batch) if t.dim()] for batch in batches]
-    for place in zip(*tensors, strict=True) if len(set(map(len, tensors))) == 1 else ():
-        rows = [len(tensor) for tensor in {id(t): t for t in place}.values()]
-        try:
-            return check_num_data(sites, sum(rows), rows[0] if len(rows) > 1 == len(set(rows)) else 1)
-        except DataError as error:
-            wrong.append(error)
-    if wrong:
-        raise wrong[0]
+    # For each tensor of a batch its length in every one.
+    places = [
+        [len(t) if t.dim() else 0 for t in {id(t): t for t in place}.values()]
+        for place in zip(*map(tensors_in, batches), strict=False)
+    ]
+    latents = [msg for msg in messages if is_latent(msg) and not msg["infer"].get("is_auxiliary")]
+    found = [
+        (site["name"], size, lengths)
+        for site in filter(is_data, messages)
+        for plate, rows, size in _plates(site)
+        for lengths in places
+        if lengths[0] == rows and not _all_local(latents, plate, rows)
+    ]
+    if not found or any(_fits(size, lengths) for _, size, lengths in found):
+        return
+    name, size, lengths = found[0]
+    message = (
+        f"observed site {name!r} sees {lengths[0]} of {sum(lengths)} examples in the list of batches, but its "
+        f"likelihood is scaled to {size}: write pyro.plate('data', size={sum(lengths)}, subsample_size=len(x)), or "
+        f"pass num_data={size} to an ELBO of pyro_dvi, if that is the number of examples in the data set"
+    )
+    if refuse:
+        raise DataError(message)
+    warn(message)
+
+
+def _plates(site: Any) -> list[tuple[Any, int, int]]:
+    """Plates that scale a site, with their rows and size; if nothing does, those that it has or lacks."""
+    frames = site["cond_indep_stack"]
+    scaling = [(f, f.size, f.full_size) for f in frames if f.full_size not in (None, f.size)]
+    if scaling or torch.is_tensor(site["scale"]) or site["scale"] != 1:
+        return scaling
+    fn = site["fn"]
+    shape = (*fn.batch_shape, *fn.event_shape[: len(fn.event_shape) - len(untransformed(fn).event_shape)])
+    return [(f, f.size, f.size) for f in frames] or [(None, n, n) for n in shape[:1]]
+
+
+def _fits(size: int, lengths: list[int]) -> bool:
+    """Whether a plate may be that of all batches: of more, if they are several epochs, or but for one dropped."""
+    rows, total = lengths[0], sum(lengths)
+    return total == rows if size == rows else size < total + (rows if len(set(lengths)) == 1 else 1)
+
+
+def _all_local(latents: list[Any], plate: Any, rows: int) -> bool:
+    """Whether all latents belong to rows, as in an autoencoder, whose posterior does not depend on the scale."""
+    inside = [
+        m for m in latents if (plate in m["cond_indep_stack"] if plate else m["value"].shape[:1] == (rows,))
+    ]
+    return {m["name"] for m in inside} == {m["name"] for m in latents}
 
 
 class UnscaledMinibatches:

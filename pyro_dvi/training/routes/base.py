@@ -18,7 +18,6 @@ from torch.distributions import transform_to
 from torch.optim import Optimizer
 
 from pyro_dvi.batches import dataset_size
-from pyro_dvi.curvature import ObservedSite
 from pyro_dvi.errors import DeviceError, NonFiniteError, UnsupportedError
 from pyro_dvi.handlers.minibatch import check_list, check_num_data
 from pyro_dvi.handlers.observed import observation
@@ -107,11 +106,13 @@ class Route(ABC):
         serve = getattr(self.elbo, "serve", lambda optimizer: None)
         untold = size is not None and getattr(self.elbo, "num_data", size) is None
         if size is not None and not hasattr(self.elbo, "num_data"):
-            self._watch = _PlateCheck(check_num_data, size)
+            self._watch = _PlateCheck(
+                lambda seen: check_num_data([*map(observation, filter(is_data, seen))], size)
+            )
         elif (
             isinstance(loader, (list, tuple)) and not shared and getattr(self.elbo, "num_data", None) is None
         ):
-            self._watch = _PlateCheck(check_list, loader)
+            self._watch = _PlateCheck(lambda seen: check_list(seen, loader, hasattr(self.elbo, "num_data")))
         served = serve(self.steered)
         if untold:
             self.elbo.num_data = size
@@ -291,17 +292,16 @@ def finite(loss: Any) -> float:
 class _PlateCheck(Messenger):
     """Compare the scale of observed sites with the loader, for ELBOs that do not do so themselves."""
 
-    def __init__(self, check: Callable[[list[ObservedSite], Any], None], data: Any) -> None:
+    def __init__(self, check: Callable[[list[Any]], None]) -> None:
         super().__init__()
-        self.check, self.data = check, data
-        self.sites: list[ObservedSite] = []
+        self.check = check
+        self.seen: list[Any] = []
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        sites, self.sites = self.sites, []
-        if error[0] is None and sites:
-            self.check(sites, self.data)
+        seen, self.seen = self.seen, []
+        if error[0] is None:
+            self.check(seen)
 
     def _pyro_post_sample(self, msg: Any) -> None:
-        if is_data(msg):
-            self.sites.append(observation(msg))
+        self.seen.append(msg)
