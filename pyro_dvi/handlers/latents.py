@@ -128,7 +128,7 @@ def _is_identity(transform: Any) -> bool:
     if not isinstance(transform, td.AffineTransform):
         return False
     numbers = isinstance(transform.loc, int | float) and isinstance(transform.scale, int | float)
-    return numbers and transform.loc == 0 and transform.scale == 1
+    return numbers and (transform.loc, transform.scale) == (0, 1)
 
 
 class Marginals:
