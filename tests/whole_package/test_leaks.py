@@ -511,7 +511,8 @@ def conversion() -> Call:
 @pytest.mark.filterwarnings("ignore::pyro_dvi.errors.DviWarning")  # of tiny problems, and modes that are none
 @pytest.mark.parametrize("name", ENTRIES)
 def test_live_tensors_do_not_grow(name):
-    found = growth(ENTRIES[name](), collected=name.startswith(("predictor", "tune_kl_weight")))
+    # What torch records, and the trees of ArviZ 1.x, are cycles that only the garbage collector frees.
+    found = growth(ENTRIES[name](), collected=name.startswith(("predictor", "tune_kl_weight", "to_arviz")))
     assert (found.storages, found.tensors) == (0, 0), f"{name}: {found}"
 
 
