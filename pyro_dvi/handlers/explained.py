@@ -166,7 +166,8 @@ _TEXTS: dict[str, tuple[type[PyroDviError], str]] = {
 def _of_text(error: Exception, message: str) -> PyroDviError | None:
     for part, (kind, text) in _TEXTS.items():
         if part in message:
-            at = extract_tb(error.__traceback__)[-1]
+            frames = extract_tb(error.__traceback__)
+            at = next(frame for frame in reversed(frames) if not frame.filename.startswith(torch.__path__[0]))
             return kind(text.format(message.rstrip(":"), at=at))
     return None
 

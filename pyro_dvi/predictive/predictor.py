@@ -92,7 +92,8 @@ class Predictor(nn.Module):
             for value in inputs:  # whatever the model makes of NaN
                 if value.dim() and value.is_floating_point():
                     nan = value.isnan().reshape(value.shape[0], -1).any(1)
-                    mean = mean.masked_fill(nan.reshape(-1, *[1] * (mean.dim() - 1)), torch.nan)
+                    nan = nan.reshape(-1, *[1] * (mean.dim() - 1))
+                    mean = mean.masked_fill(nan, 0.0) / ~nan  # files of older torch hold no constant NaN
         outputs: Any = mean, *spread
         finite = torch.compiler.is_compiling() or math.isfinite(mean.sum())
         if not finite and (error := bad_values(inputs, {})):  # else a distribution without a mean
