@@ -11,21 +11,31 @@ from typing import TYPE_CHECKING
 from pyro_dvi import (
     bayesian,
     curvature,
-    diagnostics,
     distributed,
-    elbos,
     errors,
     expectations,
     guides,
     laplace,
     links,
-    metrics,
+    moment_propagation,
     moments,
+    natural_gradients,
+    objectives,
     optim,
     predictive,
-    schedules,
     training,
+    variational_laplace,
 )
+from pyro_dvi.analysis import diagnostics
+from pyro_dvi.analysis.diagnostics import (
+    compare_with_sampling,
+    prior_predictive_check,
+    scale_report,
+    scale_snapshot,
+    signal_to_noise,
+)
+from pyro_dvi.analysis.inference_data import to_arviz
+from pyro_dvi.analysis.tuning import tune_kl_weight
 from pyro_dvi.bayesian import (
     classifier,
     fan_in,
@@ -36,32 +46,17 @@ from pyro_dvi.bayesian import (
     to_bayesian_,
     to_deterministic,
 )
-from pyro_dvi.diagnostics import (
-    compare_with_sampling,
-    prior_predictive_check,
-    scale_report,
-    scale_snapshot,
-    signal_to_noise,
-)
-from pyro_dvi.elbos import (
+from pyro_dvi.guides import MeanFieldGuide, PerSite, PerWeight, SGDStepSize
+from pyro_dvi.laplace import LaplaceGuide
+from pyro_dvi.moment_propagation import (
+    LastLayerGuide,
     MomentPropagationELBO,
-    NaturalGradientELBO,
-    SampledELBO,
-    TaylorELBO,
+    MultiplicativeNoiseGuide,
     VarianceWeighted,
 )
-from pyro_dvi.guides import (
-    LastLayerGuide,
-    MeanFieldGuide,
-    MultiplicativeNoiseGuide,
-    NaturalGradientGuide,
-    PerSite,
-    PerWeight,
-    SGDStepSize,
-)
-from pyro_dvi.inference_data import to_arviz
-from pyro_dvi.laplace import LaplaceGuide
-from pyro_dvi.optim import IVON, OGN, VOGN, learning_rates, parameter_groups
+from pyro_dvi.natural_gradients import IVON, OGN, VOGN, NaturalGradientELBO, NaturalGradientGuide
+from pyro_dvi.objectives import SampledELBO, schedules
+from pyro_dvi.optim import learning_rates, parameter_groups
 from pyro_dvi.predictive import (
     AtMean,
     Linearised,
@@ -70,14 +65,15 @@ from pyro_dvi.predictive import (
     ReverseDelta,
     Samples,
     calibrate,
+    metrics,
     predict,
     predictor,
 )
 from pyro_dvi.training import EnsembleGuide, fit, load, save, train_ensemble
-from pyro_dvi.tuning import tune_kl_weight
+from pyro_dvi.variational_laplace import TaylorELBO
 
 if TYPE_CHECKING:
-    from pyro_dvi import plots
+    from pyro_dvi.analysis import plots
 
     __version__: str
 
@@ -104,15 +100,18 @@ __all__ = [
     "PerWeight",
     "PerSite",
     "SGDStepSize",
-    "elbos",
+    "variational_laplace",
     "TaylorELBO",
     "moments",
     "expectations",
     "links",
+    "moment_propagation",
     "MomentPropagationELBO",
     "VarianceWeighted",
+    "natural_gradients",
     "NaturalGradientGuide",
     "NaturalGradientELBO",
+    "objectives",
     "SampledELBO",
     "LaplaceGuide",
     # Training; early stopping, checkpoints and batch-norm statistics are in ``training``
@@ -158,7 +157,7 @@ if not TYPE_CHECKING:  # a type checker knows all names from the imports above, 
 
     def __getattr__(name: str) -> object:
         if name == "plots":
-            return _import_module("pyro_dvi.plots")
+            return _import_module("pyro_dvi.analysis.plots")
         if name == "__version__":  # of the installed package, read where somebody asks
             return _import_module("importlib.metadata").version("pyro-dvi")
         raise AttributeError(f"module 'pyro_dvi' has no attribute {name!r}")

@@ -30,15 +30,15 @@ from benchmarks.shared.benchmark import Benchmark, Budget, Row, Settings
 from benchmarks.shared.networks import lenet, resnet18_cifar
 from benchmarks.shared.tables import provenance, table
 from pyro_dvi import MeanFieldGuide, classifier, to_bayesian_
-from pyro_dvi.handlers.moment_run import PosteriorMoments, median
-from pyro_dvi.handlers.uncertain import uncertain_likelihoods, uncertain_part
+from pyro_dvi.curvature.reverse_delta.recorder import ReverseDeltaRecorder
 from pyro_dvi.moments import observed_by
 from pyro_dvi.predictive.engine.batches import Batch
 from pyro_dvi.predictive.engine.run import evaluation_mode, respond
 from pyro_dvi.predictive.posterior import posterior_gaussians
 from pyro_dvi.predictive.rules.calibration import calibrate
 from pyro_dvi.predictive.rules.propagation import Independent, Propagation, ReverseDelta
-from pyro_dvi.reverse_delta import ReverseDeltaRecorder
+from pyro_dvi.runs.moment_run import PosteriorMoments, median
+from pyro_dvi.runs.uncertain import uncertain_likelihoods, uncertain_part
 
 ROUNDS = 3  # at least; more for small nets
 

@@ -23,7 +23,8 @@ from benchmarks.shared.tables import mean_sd, paired, provenance, table
 from benchmarks.shared.tasks import Data, regression_of
 from pyro_dvi.bayesian import LearnedScale, classifier, fan_in, regressor, to_bayesian_
 from pyro_dvi.expectations.logits import LogitEstimator
-from pyro_dvi.guides import LowRank, MeanField, PerOutput
+from pyro_dvi.guides import MeanField
+from pyro_dvi.moment_propagation.last_layer import LowRank, PerOutput
 from pyro_dvi.moments import GaussianMoments
 
 __all__ = ["BENCHMARK"]

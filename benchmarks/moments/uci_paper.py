@@ -17,9 +17,9 @@ from torch import Tensor
 from benchmarks.moments.uci_methods import Fitted
 from benchmarks.moments.uci_network import INPUT_AXIS, Networks
 from benchmarks.shared.regressions import Rows, TrainingSets
-from pyro_dvi.elbos import MomentPropagationELBO
-from pyro_dvi.guides import MultiplicativeNoiseGuide
 from pyro_dvi.links import GaussHermite
+from pyro_dvi.moment_propagation.elbo import MomentPropagationELBO
+from pyro_dvi.moment_propagation.multiplicative_noise import MultiplicativeNoiseGuide
 from pyro_dvi.predictive import Moments
 
 AUTHORS_PROTOCOL = "MNVI, paper's protocol"

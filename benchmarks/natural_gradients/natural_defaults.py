@@ -17,7 +17,7 @@ import pyro_dvi as dvi
 from benchmarks.shared.benchmark import Benchmark, Budget, Row, Settings
 from benchmarks.shared.tables import mean_sd, provenance, table
 from pyro_dvi.bayesian import init_to_module
-from pyro_dvi.elbos import SampledELBO
+from pyro_dvi.objectives.sampled import SampledELBO
 
 METHODS = {"MAP": None, "VOGN": dvi.VOGN, "IVON": dvi.IVON, "OGN": dvi.OGN}
 METHODS |= {f"{name}, longer steps": METHODS[name] for name in ("VOGN", "IVON", "OGN")}

@@ -147,9 +147,9 @@ METHODS = {
     "ensemble of 5 VL": Method(_taylor, num_members=5),
     "MNVI": Method(partial(_moments, dvi.MultiplicativeNoiseGuide)),
     "mean-field moments": Method(partial(_moments, dvi.MeanFieldGuide)),
-    "VOGN": Method(partial(_natural, dvi.optim.VOGN), SAMPLED),
-    "VOGN, at the mean": Method(partial(_natural, dvi.optim.VOGN), AtMean()),
-    "OGN": Method(partial(_natural, dvi.optim.OGN), AtMean()),
-    "IVON": Method(partial(_natural, dvi.optim.IVON), SAMPLED),
+    "VOGN": Method(partial(_natural, dvi.VOGN), SAMPLED),
+    "VOGN, at the mean": Method(partial(_natural, dvi.VOGN), AtMean()),
+    "OGN": Method(partial(_natural, dvi.OGN), AtMean()),
+    "IVON": Method(partial(_natural, dvi.IVON), SAMPLED),
     "Laplace, last layer": Method(_laplace),
 }

@@ -35,10 +35,10 @@ from benchmarks.shared.tables import paired, provenance, table
 from pyro_dvi import predict
 from pyro_dvi.bayesian import classifier, fan_in, init_to_module, to_bayesian_
 from pyro_dvi.curvature import Fisher
-from pyro_dvi.elbos import TaylorELBO
 from pyro_dvi.guides import MeanFieldGuide
 from pyro_dvi.optim import learning_rates
 from pyro_dvi.predictive import AtMean
+from pyro_dvi.variational_laplace.taylor import TaylorELBO
 
 UCI_SETS, IMAGES = ("concrete", "energy"), "MNIST, 2,000 images"
 SEEDS, KL_WEIGHTS, EPOCHS, BATCH_SIZE = (0, 1, 2), (0.03, 0.1), 12, 100

@@ -13,8 +13,8 @@ from pyro_dvi.bayesian.converted import accept_old_keys, remember
 from pyro_dvi.bayesian.priors import Prior, PriorLike, as_prior
 from pyro_dvi.bayesian.selection import DEFAULT_LAYERS, Candidate, Selection, chosen
 from pyro_dvi.bayesian.site_prior import SitePrior, TiedPrior, buffer_name, set_attribute
+from pyro_dvi.core.signatures import explained_calls
 from pyro_dvi.errors import ArgumentError, ModelError, UnsupportedError, warn
-from pyro_dvi.signatures import explained_calls
 
 M = TypeVar("M", bound=nn.Module)
 

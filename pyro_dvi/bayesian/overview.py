@@ -12,15 +12,15 @@ from pyro.nn.module import PyroModule
 from pyro.poutine.messenger import Messenger
 from torch import Tensor, nn
 
-from pyro_dvi.autograd_graph import enters
 from pyro_dvi.bayesian.export import posterior_means
 from pyro_dvi.bayesian.priors import described
 from pyro_dvi.bayesian.scales import ScalePrior
 from pyro_dvi.bayesian.site_prior import SitePrior, TiedPrior
+from pyro_dvi.core.autograd_graph import enters
+from pyro_dvi.core.table import Columns, Report
+from pyro_dvi.core.undisturbed import undisturbed
 from pyro_dvi.errors import ArgumentError, ModelError
-from pyro_dvi.sites import is_data, is_factor, is_latent
-from pyro_dvi.table import Columns, Report
-from pyro_dvi.undisturbed import undisturbed
+from pyro_dvi.runs.sites import is_data, is_factor, is_latent
 
 
 @dataclass(frozen=True)

@@ -89,11 +89,6 @@ def half_weighted_squares(scales: Sequence[Tensor], gradients: Sequence[Tensor])
     return total
 
 
-def row_norms(x: Tensor) -> Tensor:
-    """Return a tensor of the same norm, of fewer numbers if they are many: torch rounds each partial sum of squares."""
-    return torch.linalg.vector_norm(x.flatten(1), dim=1) if x.dim() > 1 and x.numel() > 1 << 18 else x
-
-
 def sum_of(terms: Sequence[Tensor]) -> Tensor:
     """Return the sum of scalars."""
     return torch.stack(list(terms)).sum() if len(terms) > 1 else terms[0]

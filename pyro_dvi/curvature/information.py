@@ -18,10 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch import distributions as td
 
+from pyro_dvi.core.devices import widest
+from pyro_dvi.core.registry import registering
 from pyro_dvi.curvature.likelihood import ObservedSite
-from pyro_dvi.devices import widest
 from pyro_dvi.errors import UnsupportedError
-from pyro_dvi.registry import registering
 
 Pairs = list[tuple[Tensor, Tensor]]
 _RULES: dict[type, Callable[..., Pairs]] = {}

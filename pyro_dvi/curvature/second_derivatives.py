@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 
+from pyro_dvi.core.registry import registering
 from pyro_dvi.curvature.per_example.convolution import per_dimension
 from pyro_dvi.errors import UnsupportedError
-from pyro_dvi.registry import registering
 
 _RULES: dict[Callable, Callable] = {}
 

@@ -12,7 +12,8 @@ from pyro.infer.elbo import ELBO
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from pyro_dvi.choice import check_choice
+from pyro_dvi.core.choice import check_choice
+from pyro_dvi.core.natural_step import STEPS
 from pyro_dvi.distributed.draws import AnnouncedFunction, Draws, SharedDraws, seeded
 from pyro_dvi.distributed.messages import exchange, exchange_results, several
 from pyro_dvi.distributed.parameters import (
@@ -26,7 +27,6 @@ from pyro_dvi.distributed.parameters import (
 )
 from pyro_dvi.distributed.shares import Fractions, weights_of
 from pyro_dvi.errors import ArgumentError, DataError, NonFiniteError, PyroDviError, UnsupportedError
-from pyro_dvi.natural_step import STEPS
 
 
 class DataParallel(ELBO):

@@ -4,7 +4,7 @@
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from pyro_dvi.batches import number_of_batches
+from pyro_dvi.core.batches import number_of_batches
 from pyro_dvi.distributed.data_parallel import DataParallel
 from pyro_dvi.distributed.messages import exchange, exchange_results, several
 from pyro_dvi.errors import ArgumentError, DataError

@@ -11,9 +11,9 @@ import torch.distributed as td
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from pyro_dvi.autograd_graph import leaves_of
+from pyro_dvi.core.autograd_graph import leaves_of
+from pyro_dvi.core.undisturbed import undisturbed
 from pyro_dvi.errors import GuideError, UnsupportedError
-from pyro_dvi.undisturbed import undisturbed
 
 
 def create_parameters(model: Any, guide: Any, args: tuple, kwargs: dict) -> None:

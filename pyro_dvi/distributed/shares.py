@@ -9,7 +9,7 @@ import torch
 from pyro.poutine.messenger import Messenger
 
 from pyro_dvi.errors import DataError, ModelError, UnsupportedError
-from pyro_dvi.sites import is_data, subsampled_share
+from pyro_dvi.runs.sites import is_data, subsampled_share
 
 
 class Fractions(Messenger):

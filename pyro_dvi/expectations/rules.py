@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pyro_dvi.core.registry import registering
 from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.expectations.gaussian import are_dependent, are_distinct
 from pyro_dvi.expectations.logits import LogitEstimator, Sobol
 from pyro_dvi.expectations.numerical import numerical_expectation
 from pyro_dvi.moments import GaussianMoments
-from pyro_dvi.registry import registering
 
 _RULES: dict[type, Callable] = {}
 _WITH_COVARIANCES: set[Callable] = set()

@@ -10,7 +10,7 @@ from pyro.distributions.distribution import Distribution
 from torch import Tensor
 from torch import distributions as td
 
-from pyro_dvi.choice import check_choice
+from pyro_dvi.core.choice import check_choice
 from pyro_dvi.guides.scales import PerWeight, ScaleFamily
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributions import ExpTransform, constraints, transform_to
 
-from pyro_dvi.choice import check_count, check_positive
+from pyro_dvi.core.choice import check_count, check_positive
 from pyro_dvi.errors import ArgumentError
 
 

@@ -23,7 +23,7 @@ from pyro_dvi.laplace.methods.posterior_samples import PosteriorSamples
 from pyro_dvi.laplace.methods.top_eigen import TopEigen
 from pyro_dvi.laplace.mode.convergence import Accept, Refuse, UseGGN
 from pyro_dvi.laplace.mode.diagnosis import Diagnosis
-from pyro_dvi.laplace.mode.polish import Polished
+from pyro_dvi.laplace.mode.search import Polished
 from pyro_dvi.laplace.online_evidence import OnlineEvidence
 from pyro_dvi.laplace.outputs import GaussianOutputs
 from pyro_dvi.laplace.parameter_uncertainty import parameter_uncertainty

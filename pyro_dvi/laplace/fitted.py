@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_dvi.batches import mapped
+from pyro_dvi.core.batches import mapped
 from pyro_dvi.errors import CheckpointError, GuideError, UnsupportedError, warn
 from pyro_dvi.laplace.energy.batch_graph import refuse_torch_modes
 from pyro_dvi.laplace.energy.layout import Layout

@@ -7,7 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from pyro_dvi.choice import check_choice, check_count
+from pyro_dvi.core.choice import check_choice, check_count
+from pyro_dvi.core.progress import progress_bar
+from pyro_dvi.core.signatures import with_missing
 from pyro_dvi.laplace.energy.energy import Energy, LocalEnergy
 from pyro_dvi.laplace.energy.layout import Subset
 from pyro_dvi.laplace.energy.precision import GGN, PrecisionMatrix
@@ -22,8 +24,6 @@ from pyro_dvi.laplace.methods.posterior import LaplacePosterior, Method, check_m
 from pyro_dvi.laplace.mode.convergence import Unconverged, chosen_policy, warned_if_far
 from pyro_dvi.laplace.mode.diagnosis import sound
 from pyro_dvi.laplace.outputs import GaussianOutputs
-from pyro_dvi.progress import progress_bar
-from pyro_dvi.signatures import with_missing
 
 
 class LaplaceGuide(GaussianGuide):

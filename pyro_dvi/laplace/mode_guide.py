@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from pyro_dvi.bayesian import init_to_module
-from pyro_dvi.choice import check_positive
+from pyro_dvi.core.choice import check_positive
 from pyro_dvi.errors import ArgumentError
 from pyro_dvi.guides.base import FactorisedGuide
 from pyro_dvi.guides.factors import Deterministic, Factor
-from pyro_dvi.handlers.fingerprint import Fingerprint
 from pyro_dvi.laplace.energy.batch_graph import refuse_torch_modes
 from pyro_dvi.laplace.energy.energy import Energy
 from pyro_dvi.laplace.energy.layout import Subset
@@ -21,8 +20,10 @@ from pyro_dvi.laplace.energy.passes import Passes
 from pyro_dvi.laplace.energy.query import Query
 from pyro_dvi.laplace.mode.certificate import Certificate
 from pyro_dvi.laplace.mode.diagnosis import Diagnosis, diagnose
-from pyro_dvi.laplace.mode.polish import Polished, polish
+from pyro_dvi.laplace.mode.polish import polish
+from pyro_dvi.laplace.mode.search import Polished
 from pyro_dvi.laplace.point_mass import ModelReference, PointMass
+from pyro_dvi.runs.fingerprint import Fingerprint
 
 
 class ModeGuide(FactorisedGuide):

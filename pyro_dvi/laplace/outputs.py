@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from pyro_dvi.errors import ArgumentError
-from pyro_dvi.handlers.outputs import Outputs
 from pyro_dvi.laplace.energy.query import Query
 from pyro_dvi.laplace.methods.posterior import LaplacePosterior
+from pyro_dvi.runs.outputs import Outputs
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_dvi.devices import device_of
+from pyro_dvi.core.devices import device_of
 from pyro_dvi.errors import ArgumentError, GuideError
-from pyro_dvi.handlers.fingerprint import Fingerprint
 from pyro_dvi.laplace.energy.energy import Energy
 from pyro_dvi.laplace.energy.layout import Layout, Subset
 from pyro_dvi.laplace.energy.query import Query
 from pyro_dvi.laplace.evidence.scales import rescaled_model
-from pyro_dvi.sites import sites_named
+from pyro_dvi.runs.fingerprint import Fingerprint
+from pyro_dvi.runs.sites import sites_named
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch import distributions as td
 
-from pyro_dvi.choice import check_choice
+from pyro_dvi.core.choice import check_choice
+from pyro_dvi.core.registry import registering
 from pyro_dvi.expectations.bernoulli import is_gaussian_logit
 from pyro_dvi.expectations.categorical import gaussian_logits
 from pyro_dvi.expectations.gaussian import are_distinct, gaussian_of
@@ -21,7 +22,6 @@ from pyro_dvi.links.mixture import PointMixture
 from pyro_dvi.links.noise import MomentMatched, NoiseLink, Normal, correlated_normal
 from pyro_dvi.moments import GaussianMoments
 from pyro_dvi.moments.value import loc_of, variance_of
-from pyro_dvi.registry import registering
 
 _RULES: dict[type, Callable] = {}
 _LINK, _NOISE = SobolSoftmax(), MomentMatched()

@@ -22,9 +22,9 @@ from pyro_dvi.moments import (  # noqa: F401  # they register their rules
     softmax,
 )
 from pyro_dvi.moments.bilinear import MultiplicativeMoments
-from pyro_dvi.moments.dispatch import observed_by
+from pyro_dvi.moments.dispatch import Kind, observed_by
 from pyro_dvi.moments.floor import variance_floor
-from pyro_dvi.moments.rules import Kind, moment_rule, rule_for, rules
+from pyro_dvi.moments.rules import moment_rule, rule_for, rules
 from pyro_dvi.moments.value import GaussianMoments, Link
 
 __all__ = [

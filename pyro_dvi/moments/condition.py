@@ -27,9 +27,9 @@ from torch import Tensor
 from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.moments.activations.normal import DENSITY, distribution, half_line
 from pyro_dvi.moments.activations.rectified import relu
-from pyro_dvi.moments.dispatch import Composed, broadcast
+from pyro_dvi.moments.dispatch import Composed, Kind, broadcast
 from pyro_dvi.moments.floor import floored
-from pyro_dvi.moments.rules import Kind, functions_of, moment_rule
+from pyro_dvi.moments.rules import functions_of, moment_rule
 from pyro_dvi.moments.tensor_like import Uncertain, call
 from pyro_dvi.moments.value import GaussianMoments, Link, loc_of
 

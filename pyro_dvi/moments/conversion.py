@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from pyro_dvi.errors import UnsupportedError
-from pyro_dvi.moments.rules import Kind, functions_of, moment_rule
+from pyro_dvi.moments.dispatch import Kind
+from pyro_dvi.moments.rules import functions_of, moment_rule
 from pyro_dvi.moments.value import GaussianMoments, loc_of
 
 # Functions that give the same values in another guise: what applies to the mean applies to the variance.

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyro_dvi.errors import UnsupportedError
-from pyro_dvi.moments.rules import Kind, moment_rule
+from pyro_dvi.moments.dispatch import Kind
+from pyro_dvi.moments.rules import moment_rule
 from pyro_dvi.moments.value import GaussianMoments
 
 

@@ -24,8 +24,9 @@ from torch import Tensor
 from pyro_dvi.moments.activations.normal import distribution
 from pyro_dvi.moments.activations.rectified import relu
 from pyro_dvi.moments.activations.sigmoidal import sigmoid, softplus
+from pyro_dvi.moments.dispatch import Kind
 from pyro_dvi.moments.floor import floored
-from pyro_dvi.moments.rules import Kind, moment_rule
+from pyro_dvi.moments.rules import moment_rule
 from pyro_dvi.moments.value import GaussianMoments, loc_of, variance_of
 
 

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.moments.arithmetic import mul, plus, promoted, squarable, square, times
-from pyro_dvi.moments.dispatch import broadcast
-from pyro_dvi.moments.rules import Kind, moment_rule
+from pyro_dvi.moments.dispatch import Kind, broadcast
+from pyro_dvi.moments.rules import moment_rule
 from pyro_dvi.moments.through_link import through_link
 from pyro_dvi.moments.value import GaussianMoments, Link
 

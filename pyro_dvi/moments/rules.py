@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 
 import torch
 
+from pyro_dvi.core.registry import registering
 from pyro_dvi.moments.dispatch import Entry, Kind
 from pyro_dvi.moments.tensor_like import ENTRIES
-from pyro_dvi.registry import registering
 
 __all__ = ["Kind", "functions_of", "moment_rule", "rule_for", "rules"]
 

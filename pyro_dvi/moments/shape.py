@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 
 from pyro_dvi.errors import UnsupportedError
-from pyro_dvi.moments.rules import Kind, functions_of, moment_rule
+from pyro_dvi.moments.dispatch import Kind
+from pyro_dvi.moments.rules import functions_of, moment_rule
 from pyro_dvi.moments.tensor_like import Uncertain, call
 from pyro_dvi.moments.value import GaussianMoments, loc_of, variance_of
 

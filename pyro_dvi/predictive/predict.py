@@ -10,13 +10,12 @@ from pyro.infer import SVI
 from pyro.infer.autoguide import AutoDelta
 from torch import nn
 
-from pyro_dvi.choice import check_choice
-from pyro_dvi.devices import device_of
+from pyro_dvi.core.choice import check_choice
+from pyro_dvi.core.devices import device_of
+from pyro_dvi.core.progress import progress_bar
+from pyro_dvi.core.signatures import with_missing
 from pyro_dvi.errors import ArgumentError, GuideError, warn
-from pyro_dvi.guides import MultiplicativeNoiseGuide
-from pyro_dvi.handlers.explained import explained_errors
-from pyro_dvi.handlers.response import responses
-from pyro_dvi.handlers.trained_for import trained_for
+from pyro_dvi.moment_propagation.multiplicative_noise import MultiplicativeNoiseGuide
 from pyro_dvi.predictive.components import Components
 from pyro_dvi.predictive.engine.batches import Batch, batches, keeps_order
 from pyro_dvi.predictive.engine.run import check_observation, evaluation_mode, observed_run, seeded
@@ -28,8 +27,9 @@ from pyro_dvi.predictive.rules.linearised import Linearised
 from pyro_dvi.predictive.rules.members import OfMembers
 from pyro_dvi.predictive.rules.moments import Moments
 from pyro_dvi.predictive.rules.rule import AtMean, PredictionRule, Samples
-from pyro_dvi.progress import progress_bar
-from pyro_dvi.signatures import with_missing
+from pyro_dvi.runs.explained import explained_errors
+from pyro_dvi.runs.response import responses
+from pyro_dvi.runs.trained_for import trained_for
 
 KEPT_COMPONENTS = (
     2**25

@@ -11,9 +11,9 @@ import pyro
 import torch
 from torch import Tensor, fx, nn
 
-from pyro_dvi.devices import device_of, seeder
+from pyro_dvi.core.devices import device_of, seeder
+from pyro_dvi.core.recording import Function, recorded, rows_of
 from pyro_dvi.errors import DataError, UnsupportedError
-from pyro_dvi.handlers.explained import bad_values
 from pyro_dvi.predictive.engine.batches import batches
 from pyro_dvi.predictive.engine.probe import agrees
 from pyro_dvi.predictive.engine.run import Latents, Response, evaluation_mode, seeded, sites_at
@@ -23,7 +23,7 @@ from pyro_dvi.predictive.predict import predict
 from pyro_dvi.predictive.prediction.component import statistics
 from pyro_dvi.predictive.prediction.mixture import Mixture
 from pyro_dvi.predictive.rules.rule import FromDraws, PredictionRule
-from pyro_dvi.recording import Function, recorded, rows_of
+from pyro_dvi.runs.explained import bad_values
 
 EXAMPLES = 4  # rows that the model is looked at with
 

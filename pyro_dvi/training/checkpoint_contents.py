@@ -11,10 +11,10 @@ import pyro
 import torch
 from torch import Tensor, nn
 
-from pyro_dvi.batches import arguments
+from pyro_dvi.core.batches import arguments
 from pyro_dvi.errors import CheckpointError, GuideError
-from pyro_dvi.handlers.fingerprint import Fingerprint, central_values
-from pyro_dvi.handlers.trained_for import note_trained_for
+from pyro_dvi.runs.fingerprint import Fingerprint, central_values
+from pyro_dvi.runs.trained_for import note_trained_for
 from pyro_dvi.training.checkpoint_file import first_line, write_file
 from pyro_dvi.training.history import History
 from pyro_dvi.training.ownership import check_parameters

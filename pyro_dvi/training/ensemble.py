@@ -17,9 +17,9 @@ import pyro.distributions as dist
 import torch
 from torch import Tensor, nn
 
-from pyro_dvi.choice import check_count
+from pyro_dvi.core.choice import check_count
+from pyro_dvi.core.progress import progress_bar
 from pyro_dvi.errors import ArgumentError, GuideError, warn
-from pyro_dvi.progress import progress_bar
 from pyro_dvi.training.ownership import supplanted
 from pyro_dvi.training.posterior import TrainedPosterior, train_apart
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pyro_dvi.batches import mapped
-from pyro_dvi.handlers.fingerprint import Fingerprint
-from pyro_dvi.table import InNotebook
+from pyro_dvi.core.batches import mapped
+from pyro_dvi.core.table import InNotebook
+from pyro_dvi.runs.fingerprint import Fingerprint
 
 if TYPE_CHECKING:
     import pandas

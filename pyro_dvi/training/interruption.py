@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pyro_dvi.batches import is_strided, tensors_in
+from pyro_dvi.core.batches import is_strided, tensors_in
 from pyro_dvi.errors import CheckpointError, warn
 from pyro_dvi.training.history import History
 from pyro_dvi.training.random_state import random_state, restore_random_state

@@ -13,16 +13,12 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from pyro_dvi.batches import (
-    arguments,
-    check_loader,
-    number_of_batches,
-)
-from pyro_dvi.choice import check_choice, check_count
+from pyro_dvi.core.batches import arguments, check_loader, number_of_batches
+from pyro_dvi.core.choice import check_choice, check_count
+from pyro_dvi.core.progress import progress_bar
 from pyro_dvi.errors import ArgumentError, DataError
-from pyro_dvi.handlers.explained import explained_errors
-from pyro_dvi.handlers.trained_for import check_trainable, note_trained_for
-from pyro_dvi.progress import progress_bar
+from pyro_dvi.runs.explained import explained_errors
+from pyro_dvi.runs.trained_for import check_trainable, note_trained_for
 from pyro_dvi.training.batch_norm import BatchNormStatistics
 from pyro_dvi.training.checkpoint import Checkpoint
 from pyro_dvi.training.checkpoint_contents import Contents, fingerprint_of

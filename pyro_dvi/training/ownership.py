@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from pyro_dvi.errors import GuideError, ModelError
-from pyro_dvi.handlers.posterior_prior import without_posterior_prior
 from pyro_dvi.optim.learning_rates import is_uninitialised, parameter_names
+from pyro_dvi.runs.posterior_prior import without_posterior_prior
 from pyro_dvi.training.routes import Route
 
 # Parameter -> the model or guide that was trained with it. Weak on both sides: what is garbage has no claim.

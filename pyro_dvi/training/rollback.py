@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import linalg
 
-from pyro_dvi.batches import non_finite_inputs
+from pyro_dvi.core.batches import non_finite_inputs
+from pyro_dvi.core.undisturbed import preserve_buffers
 from pyro_dvi.errors import NonFiniteError, PyroDviError
-from pyro_dvi.handlers.explained import non_finite
+from pyro_dvi.runs.explained import non_finite
 from pyro_dvi.training.checkpoint_file import first_line
 from pyro_dvi.training.history import History
 from pyro_dvi.training.random_state import preserve_random_state
 from pyro_dvi.training.routes import Route
-from pyro_dvi.undisturbed import preserve_buffers
 
 _NUMERICAL = (ValueError, ArithmeticError, linalg.LinAlgError)  # type: ignore[attr-defined]
 

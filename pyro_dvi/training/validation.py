@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pyro_dvi.batches import batches, with_rows
+from pyro_dvi.core.batches import batches, with_rows
 from pyro_dvi.errors import ArgumentError, DataError
 from pyro_dvi.training.random_state import preserve_random_state
 from pyro_dvi.training.routes import Route

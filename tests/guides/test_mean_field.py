@@ -16,17 +16,13 @@ from torch import Tensor
 
 import pyro_dvi as dvi
 from pyro_dvi.curvature import GGNDiagonal
-from pyro_dvi.elbos import SampledELBO, TaylorELBO
 from pyro_dvi.errors import GuideError, ModelError
-from pyro_dvi.guides import (
-    MeanFieldGuide,
-    MultiplicativeNoiseGuide,
-    NaturalGradientGuide,
-    PerSite,
-    PerWeight,
-    SGDStepSize,
-)
+from pyro_dvi.guides import MeanFieldGuide, PerSite, PerWeight, SGDStepSize
 from pyro_dvi.laplace import LaplaceGuide
+from pyro_dvi.moment_propagation.multiplicative_noise import MultiplicativeNoiseGuide
+from pyro_dvi.natural_gradients.guide import NaturalGradientGuide
+from pyro_dvi.objectives.sampled import SampledELBO
+from pyro_dvi.variational_laplace.taylor import TaylorELBO
 from tests.guides.networks import Net
 from tests.models import GUIDES, LinearRegression, gradients
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import pyro_dvi as dvi
+from pyro_dvi.core.progress import progress_bar
 from pyro_dvi.errors import CheckpointError, DviWarning, GuideError
 from pyro_dvi.laplace import Accept, Dense, Exactly, Hessian, LaplaceGuide, PosteriorSamples
 from pyro_dvi.predictive import AtMean, Samples, predict
-from pyro_dvi.progress import progress_bar
 from tests.laplace.problems import guide_at
 
 X = torch.tensor([-1.0, 0.0, 0.5, 2.0], dtype=torch.float64)

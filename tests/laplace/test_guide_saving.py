@@ -18,7 +18,6 @@ from pyro_dvi.errors import (
     DviWarning,
     GuideError,
 )
-from pyro_dvi.handlers.fingerprint import Fingerprint
 from pyro_dvi.laplace import (
     Accept,
     ConjugateGradient,
@@ -28,6 +27,7 @@ from pyro_dvi.laplace import (
     PosteriorSamples,
     TopEigen,
 )
+from pyro_dvi.runs.fingerprint import Fingerprint
 from tests.laplace.problems import guide_at
 from tests.laplace.slope import LOCS, PointSolver, X, Y, fitted, model
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 import pyro_dvi as dvi
 from pyro_dvi.errors import DviWarning
-from pyro_dvi.optim import VOGN
-from tests.inference_data.reading import values
+from pyro_dvi.natural_gradients.pyro_optimizers import VOGN
+from tests.analysis.inference_data.reading import values
 
 X = torch.linspace(-1, 1, 12)
 Y = 2 * X

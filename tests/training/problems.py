@@ -12,9 +12,9 @@ from pyro.optim import Adam
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from pyro_dvi.elbos.taylor import TaylorELBO
 from pyro_dvi.guides import MeanFieldGuide
 from pyro_dvi.optim import learning_rates, parameter_groups
+from pyro_dvi.variational_laplace.taylor import TaylorELBO
 
 NUM_DATA, BATCH = 24, 8
 

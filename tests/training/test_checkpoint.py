@@ -18,12 +18,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from pyro_dvi import optim
 from pyro_dvi.bayesian import classifier, to_bayesian_
-from pyro_dvi.elbos.taylor import TaylorELBO
 from pyro_dvi.errors import CheckpointError, ModelError
 from pyro_dvi.guides import MeanFieldGuide
+from pyro_dvi.objectives.schedules import LinearWarmup
 from pyro_dvi.optim import learning_rates
-from pyro_dvi.schedules import LinearWarmup
 from pyro_dvi.training import Checkpoint, EarlyStopping, History, fit, load, save
+from pyro_dvi.variational_laplace.taylor import TaylorELBO
 from tests.training.problems import (
     BOTH,
     METHODS,

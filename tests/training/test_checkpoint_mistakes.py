@@ -11,12 +11,12 @@ from pyro.optim import SGD, Adam
 from torch import nn
 
 import pyro_dvi as dvi
-from pyro_dvi.elbos.taylor import TaylorELBO
 from pyro_dvi.errors import ArgumentError, CheckpointError, GuideError
 from pyro_dvi.guides import MeanFieldGuide
+from pyro_dvi.objectives.schedules import LinearWarmup
 from pyro_dvi.optim import learning_rates
-from pyro_dvi.schedules import LinearWarmup
 from pyro_dvi.training import Checkpoint, fit, load, save
+from pyro_dvi.variational_laplace.taylor import TaylorELBO
 from tests.training.problems import (
     data,
     fresh_start,

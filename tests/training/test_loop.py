@@ -17,15 +17,15 @@ from pyro.optim import Adam, ExponentialLR, PyroOptim
 from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 
 from pyro_dvi import optim
-from pyro_dvi.elbos import SampledELBO
-from pyro_dvi.elbos.taylor import TaylorELBO
+from pyro_dvi.core.undisturbed import preserve_buffers
 from pyro_dvi.errors import DataError, DviWarning
+from pyro_dvi.objectives.sampled import SampledELBO
+from pyro_dvi.objectives.schedules import LinearWarmup
 from pyro_dvi.optim import learning_rates
-from pyro_dvi.schedules import LinearWarmup
 from pyro_dvi.training import EveryStep, fit
 from pyro_dvi.training.routes import route_of
 from pyro_dvi.training.validation import validation_metrics
-from pyro_dvi.undisturbed import preserve_buffers
+from pyro_dvi.variational_laplace.taylor import TaylorELBO
 from tests.training.problems import (
     BATCH,
     BOTH,

@@ -86,7 +86,7 @@ def test_an_ensemble_beside_one_network_of_the_same_names(ensemble_first):
 def test_another_guide_of_the_same_model_takes_nothing_away():
     model, guide = trained(1.0)
     other = dvi.NaturalGradientGuide(model)
-    svi = SVI(model, other, dvi.optim.VOGN({}), loss=dvi.NaturalGradientELBO())
+    svi = SVI(model, other, dvi.VOGN({}), loss=dvi.NaturalGradientELBO())
     dvi.fit(svi, [(X, X)], 2, progress=False)
     dvi.predict(model, guide, X)
     dvi.predict(model, other, X)

@@ -12,9 +12,9 @@ from pyro.infer import SVI
 from pyro.optim import Adam, PyroOptim
 from torch import nn
 
-from pyro_dvi.elbos.taylor import TaylorELBO
 from pyro_dvi.errors import DataError, NonFiniteError
 from pyro_dvi.training import History, fit
+from pyro_dvi.variational_laplace.taylor import TaylorELBO
 from tests.training.problems import (
     BOTH,
     METHODS,

@@ -25,7 +25,7 @@ pyro_dvi.to_arviz
 print(*{name.partition(".")[0] for name in set(sys.modules) - known} - sys.stdlib_module_names)
 import matplotlib
 before = dict(matplotlib.rcParams)
-print(pyro_dvi.plots.__name__, before == dict(matplotlib.rcParams))
+print(pyro_dvi.analysis.plots.__name__, before == dict(matplotlib.rcParams))
 """
 
 
@@ -34,7 +34,7 @@ def test_optional_libraries_are_loaded_only_when_asked_and_matplotlib_is_left_as
     done = subprocess.run([sys.executable, "-c", FRESH], capture_output=True, text=True, check=True)
     loaded, plots = done.stdout.splitlines()
     assert loaded.split() == ["pyro_dvi"], "the import loads what torch and Pyro do not"
-    assert plots.split() == ["pyro_dvi.plots", "True"]
+    assert plots.split() == ["pyro_dvi.analysis.plots", "True"]
 
 
 def test_what_an_editor_offers_are_the_public_names():

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 import pyro_dvi as dvi
 from pyro_dvi.curvature import EmpiricalFisher, GGNDiagonal
+from pyro_dvi.curvature.reverse_delta import pullback
 from pyro_dvi.errors import DviWarning, UnsupportedError
 from pyro_dvi.laplace import Dense, Diagonal
-from pyro_dvi.reverse_delta import pullback
-from tests.elbos.loops import assert_equal, squares_at_mean
+from tests.objectives.loops import assert_equal, squares_at_mean
 
 pytestmark = [
     pytest.mark.usefixtures("double"),

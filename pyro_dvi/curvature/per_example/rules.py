@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from pyro_dvi.registry import registering
+from pyro_dvi.core.registry import registering
 
 _RULES: dict[Callable, Callable] = {}
 _PARAMETERS: dict[Callable, tuple[str, ...]] = {}

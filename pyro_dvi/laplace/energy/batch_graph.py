@@ -12,9 +12,9 @@ from torch import Tensor
 from pyro_dvi.curvature.likelihood import ObservedSite, private_random_state
 from pyro_dvi.curvature.products import LinearMap, batched_gradients, information_pairs
 from pyro_dvi.errors import DataError, ModelError, UnsupportedError, warn
-from pyro_dvi.handlers.log_joint import JointRun
 from pyro_dvi.laplace.energy.passes import Passes
 from pyro_dvi.linalg.operator import gaussian_rows
+from pyro_dvi.runs.log_joint import JointRun
 
 _LABELS = 8  # for each observation
 

@@ -18,19 +18,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyro_dvi.core.devices import widest
+from pyro_dvi.core.undisturbed import constant_parameters, evaluating
 from pyro_dvi.curvature.example_gradients import ExampleGradients, by_examples
 from pyro_dvi.curvature.products import SavedBytes, information_pairs, vectors_together
 from pyro_dvi.curvature.squared_gradients import SquaredGradients
-from pyro_dvi.devices import widest
 from pyro_dvi.errors import NonFiniteError, UnsupportedError
-from pyro_dvi.handlers.explained import explained_errors
-from pyro_dvi.handlers.log_joint import JointRun, run_joint
-from pyro_dvi.handlers.posterior_run import Call
-from pyro_dvi.handlers.structure import check_gradients
 from pyro_dvi.laplace.energy.batch_graph import BatchGraph, DrawnLabels, sites_only
 from pyro_dvi.laplace.energy.layout import Layout
 from pyro_dvi.laplace.energy.passes import Arguments, Passes, Rows
-from pyro_dvi.undisturbed import constant_parameters, evaluating
+from pyro_dvi.runs.explained import explained_errors
+from pyro_dvi.runs.log_joint import JointRun, run_joint
+from pyro_dvi.runs.posterior_run import Call
+from pyro_dvi.runs.structure import check_gradients
 
 
 @dataclass

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from pyro_dvi.batches import arguments, check_loader, tensors_in
-from pyro_dvi.devices import widest
+from pyro_dvi.core.batches import arguments, check_loader, tensors_in
+from pyro_dvi.core.devices import widest
 from pyro_dvi.errors import DataError, ModelError, warn
-from pyro_dvi.handlers.explained import bad_values
-from pyro_dvi.handlers.log_joint import JointRun
+from pyro_dvi.runs.explained import bad_values
+from pyro_dvi.runs.log_joint import JointRun
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 

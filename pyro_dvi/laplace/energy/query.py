@@ -8,18 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_dvi.batches import tensors_in
+from pyro_dvi.core.batches import tensors_in
+from pyro_dvi.core.signatures import with_missing
+from pyro_dvi.core.undisturbed import constant_parameters, evaluating
 from pyro_dvi.curvature.example_gradients import ExampleGradients
 from pyro_dvi.curvature.products import LinearMap, SavedBytes, vectors_together
 from pyro_dvi.curvature.squared_gradients import SquaredGradients
 from pyro_dvi.errors import DataError
-from pyro_dvi.handlers.explained import explained_errors
-from pyro_dvi.handlers.outputs import Outputs, run_outputs
 from pyro_dvi.laplace.energy.batch_graph import refuse_torch_modes
 from pyro_dvi.laplace.energy.layout import Layout
 from pyro_dvi.linalg.operator import identity_rows
-from pyro_dvi.signatures import with_missing
-from pyro_dvi.undisturbed import constant_parameters, evaluating
+from pyro_dvi.runs.explained import explained_errors
+from pyro_dvi.runs.outputs import Outputs, run_outputs
 
 ReadOutputs = Callable[[Mapping[str, Tensor], int], Outputs]
 
@@ -32,9 +32,9 @@ class Query:
         inputs: its positional arguments; observations may be left out.
         locs: unconstrained value of every latent site.
         layout: what varies.
-        site: which outputs; see :func:`~pyro_dvi.handlers.outputs.run_outputs`.
+        site: which outputs; see :func:`~pyro_dvi.runs.outputs.run_outputs`.
         read: returns the outputs, given unconstrained values of the latents by name and the number of rows; None: the
-            model is run by :func:`~pyro_dvi.handlers.outputs.run_outputs`.
+            model is run by :func:`~pyro_dvi.runs.outputs.run_outputs`.
 
     Attributes:
         num_rows: B.

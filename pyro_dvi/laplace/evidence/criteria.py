@@ -12,9 +12,9 @@ import torch
 from pyro.distributions.util import scale_and_mask
 from torch import Tensor
 
+from pyro_dvi.core.signatures import by_position
+from pyro_dvi.core.undisturbed import evaluating
 from pyro_dvi.errors import DataError, NotPositiveDefiniteError
-from pyro_dvi.handlers.log_joint import JointRun, run_joint
-from pyro_dvi.handlers.rescaled import rescaled
 from pyro_dvi.laplace.energy.batch_graph import BatchGraph
 from pyro_dvi.laplace.energy.energy import Energy, LocalEnergy, diagonal_of
 from pyro_dvi.laplace.energy.passes import Passes
@@ -26,9 +26,9 @@ from pyro_dvi.laplace.methods.dense import DensePosterior
 from pyro_dvi.laplace.methods.posterior import LaplacePosterior, Method
 from pyro_dvi.laplace.outputs import GaussianOutputs
 from pyro_dvi.links import ClassLink, GaussHermite, NoiseLink, Probit
-from pyro_dvi.links.outputs import integrated
-from pyro_dvi.signatures import by_position
-from pyro_dvi.undisturbed import evaluating
+from pyro_dvi.runs.log_joint import JointRun, run_joint
+from pyro_dvi.runs.predictive_of_outputs import integrated
+from pyro_dvi.runs.rescaled import rescaled
 
 _ANOTHER = 4.0  # a value to compare with 1
 

@@ -9,11 +9,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from pyro_dvi.autograd_graph import enters
-from pyro_dvi.choice import check_choice
-from pyro_dvi.devices import widest
+from pyro_dvi.core.autograd_graph import enters
+from pyro_dvi.core.choice import check_choice
+from pyro_dvi.core.devices import widest
+from pyro_dvi.core.table import InNotebook
 from pyro_dvi.errors import ArgumentError, NotPositiveDefiniteError, UnsupportedError
-from pyro_dvi.handlers.log_joint import JointRun, log_prior_of_entries
 from pyro_dvi.laplace.energy.energy import Energy, LocalEnergy
 from pyro_dvi.laplace.energy.layout import Layout
 from pyro_dvi.laplace.energy.passes import same_data
@@ -21,7 +21,7 @@ from pyro_dvi.laplace.energy.precision import PrecisionMatrix
 from pyro_dvi.laplace.methods.posterior import LaplacePosterior
 from pyro_dvi.laplace.mode.diagnosis import sound
 from pyro_dvi.linalg import SpectralQuadrature, TraceEstimate, trace_of_function
-from pyro_dvi.table import InNotebook
+from pyro_dvi.runs.log_joint import JointRun, log_prior_of_entries
 
 _EXACT_SIZE = 1000  # both ways cost about the same there
 

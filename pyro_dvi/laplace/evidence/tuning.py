@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pyro_dvi.core.progress import progress_bar
+from pyro_dvi.core.table import InNotebook
 from pyro_dvi.errors import ArgumentError, NotPositiveDefiniteError, warn
 from pyro_dvi.laplace.evidence.criteria import Candidates, Criterion
-from pyro_dvi.progress import progress_bar
-from pyro_dvi.table import InNotebook
 
 _GOLDEN = (math.sqrt(5) - 1) / 2
 

@@ -8,8 +8,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from pyro_dvi.core.devices import widest
 from pyro_dvi.curvature.example_gradients import ExampleGradients, OuterGradients
-from pyro_dvi.devices import widest
 from pyro_dvi.errors import ArgumentError, NotPositiveDefiniteError
 from pyro_dvi.laplace.energy.energy import LocalEnergy
 from pyro_dvi.laplace.energy.precision import GGN, PrecisionMatrix

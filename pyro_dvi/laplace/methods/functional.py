@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from pyro_dvi.core.devices import widest
 from pyro_dvi.curvature.example_gradients import ExampleGradients
-from pyro_dvi.devices import widest
 from pyro_dvi.errors import ArgumentError, ModelError
 from pyro_dvi.laplace.energy.energy import LocalEnergy
 from pyro_dvi.laplace.energy.precision import GGN, PrecisionMatrix, common_ratio, independent_prior_precision

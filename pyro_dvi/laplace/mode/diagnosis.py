@@ -12,14 +12,14 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
+from pyro_dvi.core.table import InNotebook
+from pyro_dvi.core.undisturbed import undisturbed
 from pyro_dvi.errors import ModelError, NotPositiveDefiniteError, UnsupportedError
 from pyro_dvi.laplace.energy.energy import Energy, LocalEnergy
 from pyro_dvi.laplace.energy.precision import GGN, Hessian, PrecisionMatrix
 from pyro_dvi.laplace.methods.posterior import LaplacePosterior
 from pyro_dvi.laplace.mode.kinks import TIES, kinks, without_kinks
 from pyro_dvi.linalg import Eigenpair, conjugate_gradients, smallest_eigenpair
-from pyro_dvi.table import InNotebook
-from pyro_dvi.undisturbed import undisturbed
 
 _COLLINEAR = 0.99  # cosine above which the prior's gradient explains that of the likelihood
 _STEPS_AT_SADDLE = 10  # of conjugate gradients, for a distance that nothing depends on

@@ -6,13 +6,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from pyro_dvi.choice import check_count, check_positive
+from pyro_dvi.core.choice import check_count, check_positive
+from pyro_dvi.core.progress import progress_bar
 from pyro_dvi.errors import UnconvergedError, warn
 from pyro_dvi.laplace.energy.energy import Energy
 from pyro_dvi.laplace.mode.diagnosis import look_at_kinks
 from pyro_dvi.laplace.mode.kinks import without_kinks
 from pyro_dvi.laplace.mode.search import Polished, Search
-from pyro_dvi.progress import progress_bar
 
 __all__ = ["Polished", "polish"]
 

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyro_dvi.core.table import InNotebook
 from pyro_dvi.errors import NonFiniteError, NotPositiveDefiniteError, PyroDviError
 from pyro_dvi.laplace.energy.energy import Energy
 from pyro_dvi.laplace.mode.diagnosis import smallest_in_prior_units
 from pyro_dvi.laplace.mode.metric import metric_at
 from pyro_dvi.linalg import Descent, InMetric, Minimum, conjugate_gradients, descend, minimise_newton
-from pyro_dvi.table import InNotebook
 
 GOOD_ENOUGH = 1e-2
 """The decrement of a mode that no prediction is off by more than a tenth of its standard deviation for."""

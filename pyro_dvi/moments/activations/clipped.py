@@ -12,7 +12,8 @@ from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.moments.activations.elementwise import through
 from pyro_dvi.moments.activations.piecewise import Piece, Piecewise
 from pyro_dvi.moments.activations.rectified import Leaky, relu
-from pyro_dvi.moments.rules import Kind, moment_rule
+from pyro_dvi.moments.dispatch import Kind
+from pyro_dvi.moments.rules import moment_rule
 from pyro_dvi.moments.value import GaussianMoments, loc_of, second_moment_of, variance_of
 
 _IDENTITY = Piece(slope=1.0)

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from pyro_dvi.core.recording import is_recording
 from pyro_dvi.moments.floor import floored
 from pyro_dvi.moments.value import GaussianMoments
-from pyro_dvi.recording import is_recording
 
 # Elements at once: with quadrature nodes for each they still fit into the cache, or into little memory. Whatever needs
 # more numbers for each element has a smaller ``block``.

@@ -28,7 +28,8 @@ from torch import Tensor
 
 from pyro_dvi.moments.activations.elementwise import from_scores, through
 from pyro_dvi.moments.activations.piecewise import Cut, truncated
-from pyro_dvi.moments.rules import Kind, moment_rule
+from pyro_dvi.moments.dispatch import Kind
+from pyro_dvi.moments.rules import moment_rule
 from pyro_dvi.moments.value import GaussianMoments
 
 _ROOT_HALF = math.sqrt(0.5)

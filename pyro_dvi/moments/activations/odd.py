@@ -21,7 +21,8 @@ from torch import Tensor
 
 from pyro_dvi.moments.activations.elementwise import from_scores, through
 from pyro_dvi.moments.activations.normal import DENSITY, constants, half_line
-from pyro_dvi.moments.rules import Kind, moment_rule
+from pyro_dvi.moments.dispatch import Kind
+from pyro_dvi.moments.rules import moment_rule
 from pyro_dvi.moments.value import GaussianMoments
 
 

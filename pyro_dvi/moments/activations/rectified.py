@@ -23,8 +23,9 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from pyro_dvi.moments.activations.normal import constants
+from pyro_dvi.moments.dispatch import Kind
 from pyro_dvi.moments.floor import raised, tiny_variance
-from pyro_dvi.moments.rules import Kind, moment_rule
+from pyro_dvi.moments.rules import moment_rule
 from pyro_dvi.moments.value import GaussianMoments
 
 _ROOT_HALF = math.sqrt(0.5)

@@ -12,7 +12,8 @@ from pyro_dvi.moments.activations.elementwise import through
 from pyro_dvi.moments.activations.normal import moments_of_erf, moments_of_gelu
 from pyro_dvi.moments.activations.smooth import Rescaled, Smooth
 from pyro_dvi.moments.arithmetic import mul
-from pyro_dvi.moments.rules import Kind, moment_rule
+from pyro_dvi.moments.dispatch import Kind
+from pyro_dvi.moments.rules import moment_rule
 from pyro_dvi.moments.value import GaussianMoments
 
 _CUBIC = 0.044715  # of GELU's approximation by tanh

@@ -39,8 +39,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pyro_dvi.core.recording import is_recording
 from pyro_dvi.moments.activations.normal import DENSITY, Nodes, column, constants, distribution, gauss_hermite
-from pyro_dvi.recording import is_recording
 
 _SERIES = (1e-6, 1e-3)  # variances in float64 and float32
 Form = Callable[[Tensor], tuple[Tensor, Tensor]]

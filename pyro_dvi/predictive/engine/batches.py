@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
-from pyro_dvi.batches import mapped, tensors_in
-from pyro_dvi.choice import check_count
+from pyro_dvi.core.batches import mapped, tensors_in
+from pyro_dvi.core.choice import check_count
+from pyro_dvi.core.signatures import keyword_only, positional, takes_any_number
 from pyro_dvi.errors import ArgumentError, DataError
-from pyro_dvi.signatures import keyword_only, positional, takes_any_number
 
 
 @dataclass(frozen=True)

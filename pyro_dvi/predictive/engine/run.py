@@ -13,13 +13,13 @@ from pyro.poutine.condition_messenger import ConditionMessenger
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
-from pyro_dvi.devices import forked
+from pyro_dvi.core.devices import forked
+from pyro_dvi.core.signatures import parameter_names, with_missing
+from pyro_dvi.core.undisturbed import evaluating
 from pyro_dvi.errors import DataError, ModelError
-from pyro_dvi.handlers.response import choose_response, counted, example_axis, responses
 from pyro_dvi.predictive.engine.batches import Batch
-from pyro_dvi.signatures import parameter_names, with_missing
-from pyro_dvi.sites import AllRows, SetLatents
-from pyro_dvi.undisturbed import evaluating
+from pyro_dvi.runs.response import choose_response, counted, example_axis, responses
+from pyro_dvi.runs.sites import AllRows, SetLatents
 
 Latents = Mapping[str, Tensor]
 T = TypeVar("T")
@@ -183,7 +183,7 @@ def _local(site: str, which: str) -> DataError:
 
 @contextmanager
 def evaluation_mode(*functions: Any) -> Iterator[None]:
-    """Run modules as in evaluation, without gradients; see :func:`~pyro_dvi.undisturbed.evaluating`."""
+    """Run modules as in evaluation, without gradients; see :func:`~pyro_dvi.core.undisturbed.evaluating`."""
     with evaluating(*functions), torch.no_grad():
         yield
 

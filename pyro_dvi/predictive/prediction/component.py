@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch import distributions as td
 
-from pyro_dvi.devices import forked
+from pyro_dvi.core.devices import forked
 from pyro_dvi.errors import DataError, UnsupportedError
-from pyro_dvi.handlers.distributions import untransformed
 from pyro_dvi.links.mixture import PointMixture
+from pyro_dvi.runs.distributions import untransformed
 
 Statistics = dict[str, Tensor]
 

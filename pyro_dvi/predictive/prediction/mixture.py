@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 from torch import distributions as td
 
-from pyro_dvi.handlers.distributions import untransformed
 from pyro_dvi.links.mixture import EqualMixture
 from pyro_dvi.predictive.engine.distributions import tensors_of, with_tensors
 from pyro_dvi.predictive.engine.run import Response
@@ -34,6 +33,7 @@ from pyro_dvi.predictive.prediction.component import (
     with_any,
 )
 from pyro_dvi.predictive.prediction.part import Part
+from pyro_dvi.runs.distributions import untransformed
 
 _LOG = ("log_probabilities", "log_likelihood")  # averaged as probabilities
 _PLAIN = ("variance", "function_variance", "entropy")  # averaged as they are

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from pyro_dvi.choice import check_count
+from pyro_dvi.core.choice import check_count
+from pyro_dvi.core.table import InNotebook
 from pyro_dvi.errors import DataError, UnsupportedError
 from pyro_dvi.predictive.engine.run import seeded
 from pyro_dvi.predictive.prediction import scores
@@ -17,7 +18,6 @@ from pyro_dvi.predictive.prediction.part import Part, of_distributions
 from pyro_dvi.predictive.prediction.quantiles import crps, probabilities, quantile
 from pyro_dvi.predictive.prediction.tables import dataframe, dataset
 from pyro_dvi.predictive.rules.rule import PredictionRule
-from pyro_dvi.table import InNotebook
 
 if TYPE_CHECKING:
     import pandas
@@ -308,7 +308,7 @@ class Prediction(InNotebook):
             y: observed values, examples first; by default those that came with the data.
 
         Returns:
-            A flat mapping, defined in :mod:`pyro_dvi.metrics`. Always ``nll`` and ``nll_standard_error``.
+            A flat mapping, defined in :mod:`pyro_dvi.predictive.metrics`. Always ``nll`` and ``nll_standard_error``.
 
             For classes ``accuracy``, ``brier``, ``ece`` and ``adaptive_ece`` (15 bins), ``aumrc`` (ranked by the
             predictive entropy), and the means of ``entropy`` and ``mutual_information``; the last only where the

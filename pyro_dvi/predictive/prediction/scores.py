@@ -4,7 +4,7 @@
 import torch
 from torch import Tensor
 
-from pyro_dvi import metrics
+from pyro_dvi.predictive import metrics
 
 
 def of_densities(log_likelihood: Tensor) -> dict[str, float]:

@@ -17,11 +17,10 @@ import torch
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
-from pyro_dvi.choice import check_count
-from pyro_dvi.devices import device_of
+from pyro_dvi.core.choice import check_count
+from pyro_dvi.core.devices import device_of
+from pyro_dvi.core.progress import progress_bar
 from pyro_dvi.errors import ModelError
-from pyro_dvi.handlers.moment_run import PosteriorMoments, median
-from pyro_dvi.handlers.uncertain import uncertain_likelihoods
 from pyro_dvi.moments import GaussianMoments, observed_by
 from pyro_dvi.moments.tensor_like import name_of
 from pyro_dvi.moments.weight_uses import WeightTracker, parts_of
@@ -30,7 +29,8 @@ from pyro_dvi.predictive.engine.run import Response, evaluation_mode, respond, s
 from pyro_dvi.predictive.posterior import posterior_gaussians
 from pyro_dvi.predictive.rules.propagation import Propagation
 from pyro_dvi.predictive.rules.rule import Samples
-from pyro_dvi.progress import progress_bar
+from pyro_dvi.runs.moment_run import PosteriorMoments, median
+from pyro_dvi.runs.uncertain import uncertain_likelihoods
 
 Use = tuple[str, str]  # names of the weights, and of the function
 

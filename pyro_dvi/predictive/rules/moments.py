@@ -8,18 +8,18 @@ from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
-from pyro_dvi.choice import check_choice, check_count
-from pyro_dvi.devices import reseeded
-from pyro_dvi.handlers.moment_run import PosteriorMoments, propagated, reparameterised
-from pyro_dvi.handlers.uncertain import predictive_of, uncertain_likelihoods
+from pyro_dvi.core.choice import check_choice, check_count
+from pyro_dvi.core.devices import reseeded
 from pyro_dvi.links import ClassLink, MomentMatched, NoiseLink, SobolSoftmax, predictive_distribution
 from pyro_dvi.links.joint import joint_if_dependent
-from pyro_dvi.links.outputs import as_pyro
 from pyro_dvi.moments.weight_uses import warned_of_repeated_uses
 from pyro_dvi.predictive.engine.run import Respond, Response
 from pyro_dvi.predictive.posterior import posterior_gaussians
 from pyro_dvi.predictive.rules.propagation import Independent, Propagation
 from pyro_dvi.predictive.rules.rule import PredictionRule
+from pyro_dvi.runs.moment_run import PosteriorMoments, propagated, reparameterised
+from pyro_dvi.runs.predictive_of_outputs import as_pyro
+from pyro_dvi.runs.uncertain import predictive_of, uncertain_likelihoods
 
 _LOOKED_AT: WeakValueDictionary[int, Any] = WeakValueDictionary()  # guides that were predicted with
 

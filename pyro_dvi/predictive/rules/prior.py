@@ -9,14 +9,14 @@ import torch
 from pyro import poutine
 from torch import Tensor
 
-from pyro_dvi.devices import seeder
+from pyro_dvi.core.devices import seeder
+from pyro_dvi.core.signatures import with_missing
 from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.predictive.engine.distributions import tensors_of
 from pyro_dvi.predictive.engine.run import sites_at
 from pyro_dvi.predictive.engine.vectorised import ManyDraws
 from pyro_dvi.predictive.rules.rule import FromDraws
-from pyro_dvi.signatures import with_missing
-from pyro_dvi.sites import AllRows
+from pyro_dvi.runs.sites import AllRows
 
 
 @dataclass(frozen=True)

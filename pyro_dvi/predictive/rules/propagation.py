@@ -12,14 +12,14 @@ from typing import Any, ClassVar
 
 import torch
 
+from pyro_dvi.curvature.reverse_delta.recorder import ReverseDeltaRecorder
 from pyro_dvi.errors import ArgumentError, UnsupportedError
 from pyro_dvi.expectations.gaussian import event_dim_of
-from pyro_dvi.handlers.latents import Marginals
-from pyro_dvi.handlers.uncertain import UncertainDistribution, uncertain_part, with_uncertain_part
-from pyro_dvi.joint_normal import is_joint
+from pyro_dvi.gaussians.joint_normal import is_joint
 from pyro_dvi.moments import GaussianMoments, observed_by
 from pyro_dvi.predictive.engine.run import Response
-from pyro_dvi.reverse_delta import ReverseDeltaRecorder
+from pyro_dvi.runs.latents import Marginals
+from pyro_dvi.runs.uncertain import UncertainDistribution, uncertain_part, with_uncertain_part
 
 
 class Propagation(ABC):
@@ -90,7 +90,7 @@ class ReverseDelta(Propagation):
 
     Cost: one backward pass for each output of an example besides one run with gradients; a pass for each example where
     a function of a weight has no rule for gradients of examples, or rows that are not those of single examples. See
-    :mod:`pyro_dvi.reverse_delta`.
+    :mod:`pyro_dvi.curvature.reverse_delta`.
 
     Raises:
         UnsupportedError: a parameter of the observed distribution has no row for each example, or the model changed a

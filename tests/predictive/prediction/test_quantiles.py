@@ -146,7 +146,7 @@ def test_counts_have_intervals_after_vogn():
     x = torch.linspace(-1, 1, 20)[:, None]
     y = torch.poisson((1 + x[:, 0]).exp())
     guide = dvi.NaturalGradientGuide(model)
-    svi = pyro.infer.SVI(model, guide, dvi.optim.VOGN({"lr": 0.05}), loss=dvi.NaturalGradientELBO())
+    svi = pyro.infer.SVI(model, guide, dvi.VOGN({"lr": 0.05}), loss=dvi.NaturalGradientELBO())
     dvi.fit(svi, [(x, y)], 20, progress=False)
     prediction = predict(model, guide, (x, y))
     low, high = prediction.interval(0.9)

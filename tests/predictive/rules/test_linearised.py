@@ -13,7 +13,7 @@ from torch import Tensor
 
 import pyro_dvi as dvi
 from pyro_dvi.errors import GuideError
-from pyro_dvi.handlers.outputs import Outputs
+from pyro_dvi.runs.outputs import Outputs
 
 
 class Gaussian(NamedTuple):

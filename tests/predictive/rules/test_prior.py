@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from pyro_dvi import regressor, to_bayesian_
-from pyro_dvi.devices import seeder
+from pyro_dvi.core.devices import seeder
+from pyro_dvi.core.undisturbed import evaluating
 from pyro_dvi.predictive.rules.prior import PriorSamples
-from pyro_dvi.sites import is_latent
-from pyro_dvi.undisturbed import evaluating
+from pyro_dvi.runs.sites import is_latent
 
 X = torch.linspace(-1, 1, 9)[:, None]
 

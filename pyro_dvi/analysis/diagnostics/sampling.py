@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Propagated moments against draws of the weights, at every layer of a model."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pyro_dvi.analysis.diagnostics.comparison import Comparison, compared
+from pyro_dvi.core.choice import check_choice, check_count
+from pyro_dvi.core.devices import device_of
+from pyro_dvi.core.progress import progress_bar
+from pyro_dvi.errors import ModelError
+from pyro_dvi.moments import GaussianMoments
+from pyro_dvi.predictive.engine.batches import batches
+from pyro_dvi.predictive.engine.run import evaluation_mode, respond, seeded
+from pyro_dvi.predictive.posterior import posterior_gaussians
+from pyro_dvi.predictive.rules.calibration import RunningMoments
+from pyro_dvi.predictive.rules.propagation import Independent, Propagation
+from pyro_dvi.predictive.rules.rule import Samples
+from pyro_dvi.runs.distributions import Built, arguments_kept, given_to, innermost
+from pyro_dvi.runs.moment_run import PosteriorMoments, median
+from pyro_dvi.runs.uncertain import uncertain_likelihoods, uncertain_part
+
+# A module and the number of its call, or a parameter of the observed site.
+Place = tuple[nn.Module, int] | str
+
+
+def compare_with_sampling(
+    model: Callable[..., Any],
+    guide: Callable[..., Any],
+    data: Any,
+    *,
+    num_samples: int = 1000,
+    propagation: Propagation | None = None,
+    site: str | None = None,
+    observed: str | None = None,
+    batch_size: int = 100,
+    seed: int | None = None,
+    progress: bool = False,
+) -> Comparison:
+    r"""Report where propagated moments deviate from draws of the weights.
+
+    The model runs once with moments and ``num_samples`` times at draws from the guide. Compared are the outputs of
+    every module that returns moments, and the uncertain parameters of the observed site. The first layer whose
+    standard deviations are off is where covariances were lost, or where a rule approximates badly. Memory takes a few
+    copies of all activations.
+
+    Args:
+        model: the Pyro model.
+        guide: its trained guide, a factorised Gaussian.
+        data: as in :func:`~pyro_dvi.predict`; used are the first ``batch_size`` examples, or the first batch of a
+            loader.
+        num_samples: draws of the weights. A standard deviation of n draws has a relative error of about
+            :math:`1/\sqrt{2n}`.
+        propagation: the way to look at, ``Independent()`` by default. ``ReverseDelta()`` changes the parameters of the
+            observed site only.
+        site: observed site, where the model has several.
+        observed: the model's argument that holds the observation; by default the one whose default is None.
+        batch_size: number of examples to use.
+        seed: of the draws. The global random state is left as it was.
+        progress: show a progress bar over draws.
+
+    Returns:
+        The report, to print; with :attr:`~pyro_dvi.analysis.diagnostics.Comparison.rows` and
+        :meth:`~pyro_dvi.analysis.diagnostics.Comparison.worst`. :func:`pyro_dvi.analysis.plots.moment_comparison` draws it.
+
+    Raises:
+        ArgumentError: fewer than two draws, or no propagation.
+        GuideError: the guide is not a factorised Gaussian, or was never run.
+        ModelError: nothing that the model computes is uncertain.
+        UnsupportedError: a function of the model has no rule.
+
+    Example:
+        >>> import pyro, pyro.distributions as dist
+        >>> from pyro.infer.autoguide import AutoNormal
+        >>> def model(x, y=None):
+        ...     slope = pyro.sample("slope", dist.Normal(0.0, 1.0))
+        ...     with pyro.plate("data", len(x)):
+        ...         return pyro.sample("obs", dist.Normal(slope * x, 0.5), obs=y)
+        >>> guide = AutoNormal(model)
+        >>> x = torch.linspace(1, 2, 5)
+        >>> _ = guide(x, x)
+        >>> report = compare_with_sampling(model, guide, x, num_samples=500, seed=0)
+        >>> print(report.worst().layer, round(report.worst().sd_ratio, 1))
+        obs.loc 1.0
+    """
+    check_count("num_samples", num_samples, least=2)
+    propagation = Independent() if propagation is None else propagation
+    check_choice("propagation", propagation, Propagation, "Independent()")
+    device = device_of(model, guide)
+    batch = next(iter(batches(model, data, observed=observed, batch_size=batch_size, device=device)))
+    with evaluation_mode(model, guide), seeded(seed, device) as seed, _layer_by_layer():
+        centre, marginals = posterior_gaussians(guide, batch.inputs)
+        run = partial(respond, model, batch, site=site)
+        weights = PosteriorMoments(marginals, median)
+        propagated = _Propagated()
+        with uncertain_likelihoods(), weights, _watching(propagated.see) as calls:
+            response = propagation.respond(weights.given, partial(run, centre))
+        propagated.read(response)
+        if not propagated.moments:
+            raise ModelError(
+                "nothing that the model computes is uncertain: no module returned moments, and the parameters of site "
+                f"{response.site!r} are certain. Are the guide's Gaussians used by the model?"
+            )
+        sampled = _Sampled({place: loc.shape for place, (loc, _) in propagated.moments.items()})
+        torch.manual_seed(seed)
+        draws = Samples(num_samples).draws(guide, batch.inputs)
+        for draw in progress_bar(progress, num_samples, unit="draw", label="compare", of=draws):
+            # What did not enter as moments stays where it was.
+            values = {name: draw[name] if name in weights.given else value for name, value in centre.items()}
+            with arguments_kept() as made, _watching(sampled.see):
+                response = run(values)
+            sampled.read(response, made)
+    names = _names(model, calls)
+    rows = []
+    for place, (loc, variance) in propagated.moments.items():
+        found = sampled.moments.get(place)
+        if found is not None and found.count == num_samples:
+            if isinstance(place, str):
+                title = place, propagated.family, 0
+            else:
+                module, call = place
+                title = names[id(module)], type(module).__name__.removeprefix("Pyro"), call
+            rows.append(compared(*title, loc, variance, found.mean, found.variance))
+    return Comparison(tuple(rows), num_samples, batch.num_rows, response.site)
+
+
+@contextmanager
+def _watching(see: Callable[[Place, Any], None]) -> Iterator[Counter[nn.Module]]:
+    """Show what every module returns to ``see``; gives the number of calls of each."""
+    calls: Counter[nn.Module] = Counter()
+
+    def hook(module: nn.Module, _inputs: Any, output: Any) -> None:
+        see((module, calls[module]), output)
+        calls[module] += 1
+
+    handle = nn.modules.module.register_module_forward_hook(hook)
+    try:
+        yield calls
+    finally:
+        handle.remove()
+
+
+class _Propagated:
+    """Moments of one run."""
+
+    def __init__(self) -> None:
+        self.moments: dict[Place, tuple[Tensor, Tensor]] = {}
+        self.family = ""
+
+    def see(self, place: Place, output: Any) -> None:
+        if isinstance(output, GaussianMoments):
+            self.moments[place] = output.loc.detach().clone(), output.variance.detach().clone()
+
+    def read(self, response: Any) -> None:
+        part = uncertain_part(response.distribution)
+        if part is not None:
+            self.family = part.family.__name__
+            for name, value in part.parameters.items():
+                self.see(f"{response.site}.{name}", value)
+
+
+class _Sampled:
+    """Moments over runs."""
+
+    def __init__(self, shapes: Mapping[Place, torch.Size]) -> None:
+        self.shapes = shapes
+        self.moments: dict[Place, RunningMoments] = {}
+
+    def see(self, place: Place, output: Any) -> None:
+        if isinstance(output, Tensor) and self.shapes.get(place) == output.shape:
+            self.moments.setdefault(place, RunningMoments()).add(output.detach())
+
+    def read(self, response: Any, made: list[Built]) -> None:
+        names = [place.removeprefix(f"{response.site}.") for place in self.shapes if isinstance(place, str)]
+        if names:
+            given = given_to(response.site, innermost(response.distribution), made)
+            for name in names:
+                self.see(f"{response.site}.{name}", given.get(name))
+
+
+@contextmanager
+def _layer_by_layer() -> Iterator[None]:
+    """Run attention layer by layer, instead of a fused kernel that calls no module."""
+    enabled = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(enabled)
+
+
+def _names(model: Any, modules: Iterable[nn.Module]) -> dict[int, str]:
+    """Paths of modules: inside the model or, for models that are functions, inside the largest module around."""
+    names: dict[int, str] = {}
+    if isinstance(model, nn.Module):
+        names = {id(module): path or type(model).__name__ for path, module in model.named_modules()}
+    for root in sorted(modules, key=lambda module: -sum(1 for _ in module.modules())):
+        if id(root) in names:
+            continue
+        start = type(root).__name__.removeprefix("Pyro")
+        number = sum(name.split(".")[0].split(" ")[0] == start and "." not in name for name in names.values())
+        start = f"{start} {number + 1}" if number else start
+        for path, module in root.named_modules():
+            names.setdefault(id(module), f"{start}.{path}" if path else start)
+    return names

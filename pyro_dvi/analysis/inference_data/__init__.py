@@ -1,0 +1,9 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Export to ArviZ: ``InferenceData`` with ArviZ 0.x, ``xarray.DataTree`` with ArviZ 1.x.
+
+The only chapter that knows ArviZ; ``import pyro_dvi`` does not load it.
+"""
+
+from pyro_dvi.analysis.inference_data.export import to_arviz
+
+__all__ = ["to_arviz"]

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draws of every observed site, batch after batch, and the log densities of what was observed there."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pyro_dvi.analysis.inference_data.group import Group, as_array, joined, listed, plate_names
+from pyro_dvi.errors import DataError, ModelError
+from pyro_dvi.predictive.components import Components
+from pyro_dvi.predictive.engine.batches import Batch
+from pyro_dvi.predictive.prediction.observations import Observation, ObservationDraws
+from pyro_dvi.runs.response import choose_response, counted, responses
+
+
+def choose_responses(
+    site: str | Sequence[str] | None, nodes: Mapping[str, Any], latents: Mapping[str, Tensor]
+) -> list[str]:
+    """Return the sites to export: those that are named, else all that the model observes.
+
+    Raises:
+        ModelError: a name that is no observed site, no such site at all, or several of which some observe nothing.
+    """
+    names = responses(nodes, latents)
+    if site is not None:
+        asked = listed("site", site)
+        if not asked:
+            raise ModelError(f"site=[] asks for no observed site; the model has {names}")
+        return [choose_response(name, names) for name in asked]
+    if len(names) > 1 and all(nodes[name]["is_observed"] for name in names):
+        return names
+    return [choose_response(None, names)]
+
+
+def _observations(batch: Batch, sites: Sequence[str], nodes: Mapping[str, Any]) -> dict[str, Observation]:
+    """Return what each site observes in a run by :func:`~pyro_dvi.predictive.engine.run.observed_run`.
+
+    Raises:
+        DataError: the data hold an observation, and a site observes nothing.
+    """
+    found = {}
+    for name in sites:
+        node = nodes[name]
+        if node["is_observed"]:
+            found[name] = Observation(node["value"], counted(node))
+        elif batch.observed is not None:
+            raise DataError(
+                f"site {name!r} observes nothing when the model is given the observation of the data: choose the "
+                "argument that it observes by observed=..., or the site by site=..."
+            )
+    return found
+
+
+class Predictions:
+    r"""Predictions of every observed site by one rule, batch after batch.
+
+    Args:
+        sites: the observed sites.
+        components: give their predictive distributions.
+        count: draws in all.
+        noise_seed: of the noise of the first site; the others take the numbers after it.
+        are_scored: whether observations are scored, each site given those of the others: the distribution at a site is
+            then :math:`p(y_s \mid y_{\setminus s}, x, \theta)` in the order of the model, whose product over sites
+            is the likelihood, also where one site depends on another.
+    """
+
+    def __init__(
+        self, sites: Sequence[str], components: Components, count: int, noise_seed: int, *, are_scored: bool
+    ) -> None:
+        self._sites = [_Site(name, components, count, noise_seed + s) for s, name in enumerate(sites)]
+        self._are_scored = are_scored
+
+    def add(self, batch: Batch, nodes: Mapping[str, Any], latents: Mapping[str, Tensor]) -> None:
+        """Add a batch.
+
+        Args:
+            batch: arguments of the model.
+            nodes: the sites of a run by :func:`~pyro_dvi.predictive.engine.run.observed_run`.
+            latents: the latent values of this run.
+
+        Raises:
+            DataError: observations only in some batches, of another shape, or impossible.
+            UnsupportedError: a mask that depends on the draw, or cuts events.
+        """
+        names = [own.name for own in self._sites]
+        found = _observations(batch, names, nodes) if self._are_scored else {}
+        observed = {name for name in responses(nodes, latents) if nodes[name]["is_observed"]}
+        for own in self._sites:
+            given = observed - {own.name} if self._are_scored else ()
+            others = {name: nodes[name]["value"] for name in given}
+            own.add(batch, nodes[own.name], found.get(own.name), others)
+
+    def groups(self) -> tuple[Group, Group, Group]:
+        """Return draws of the observations, log densities of the observed values, and these values."""
+        drawn, densities, observed = Group(), Group(), Group(sampled=False)
+        for own in self._sites:
+            own.predictive(drawn)
+            own.log_likelihood(densities, observed)
+        return drawn, densities, observed
+
+    @property
+    def rows(self) -> str | None:
+        """The name of the dimension of examples, if a plate gives one."""
+        return self._sites[0].dims[0]
+
+
+class _Site:
+    """The same of one site; examples come after the dimension of draws.
+
+    The noise has a seed of its own, since batches share the draws of the weights but not the noise.
+    """
+
+    def __init__(self, name: str, components: Components, count: int, seed: int) -> None:
+        self.name = name
+        self.dims: list[str | None] = []
+        self._components, self._count = components, count
+        self._seeds = torch.Generator().manual_seed(seed)
+        self._drawn: list[np.ndarray] = []
+        self._log_probs: list[np.ndarray] = []
+        self._observed: list[np.ndarray] = []
+        self._cells: list[np.ndarray] = []
+
+    def add(
+        self, batch: Batch, node: Any, observed: Observation | None, others: Mapping[str, Tensor]
+    ) -> None:
+        if self._drawn and bool(self._log_probs) != (observed is not None):
+            raise DataError(
+                f"some batches hold observations of site {self.name!r} and some do not: give all of them, or inputs "
+                "alone"
+            )
+        draws = ObservationDraws(self._count, self._components.count, self._seeds, observed)
+        self._components.read(draws, batch, self.name, others)
+        fn, axis = draws.first.distribution, draws.first.axis
+        event_dim = len(fn.event_shape)
+        self._drawn.append(as_array(draws.values))
+        self.dims = plate_names(node, fn.batch_shape + fn.event_shape)
+        self.dims.insert(0, self.dims.pop(axis - event_dim))
+        if observed is not None:
+            value = observed.value
+            counts = torch.ones_like(value, dtype=torch.bool) if draws.counts is None else draws.counts
+            self._log_probs.append(as_array(draws.log_prob))
+            self._observed.append(as_array(value.movedim(axis - event_dim, 0)))
+            self._cells.append(as_array(counts.movedim(axis - event_dim, 0)) > 0)
+
+    def predictive(self, group: Group) -> None:
+        group.add(self.name, joined(self._drawn, 1), self.dims)
+
+    def log_likelihood(self, densities: Group, observed: Group) -> None:
+        """Add the log densities and the observed values; nothing where nothing was observed."""
+        if not self._log_probs:
+            return
+        log_probs, cells = joined(self._log_probs, 1), joined(self._cells, 0)
+        if len(log_probs) > 1:  # else the same for every draw, of which ArviZ can make nothing
+            share = self._count // len(log_probs)
+            log_probs = log_probs if share == 1 else log_probs.repeat(share, 0)
+            densities.add(
+                self.name, log_probs, self.dims, cells.any(tuple(range(log_probs.ndim - 1, cells.ndim)))
+            )
+        observed.add(self.name, joined(self._observed, 0), self.dims, cells)

@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The weight of the KL divergence, chosen on validation data, by the same training at several weights."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from torch import linalg
+
+from pyro_dvi.core.choice import check_count, check_positive
+from pyro_dvi.core.progress import progress_bar
+from pyro_dvi.core.table import Columns, Report
+from pyro_dvi.errors import ArgumentError, NonFiniteError, PyroDviError, warn
+from pyro_dvi.predictive.predict import predict
+from pyro_dvi.training import Table, TrainedPosterior, train_apart
+from pyro_dvi.training.random_state import preserve_random_state
+
+__all__ = ["TunedKLWeight", "tune_kl_weight"]
+
+_NUMERICAL = (ValueError, ArithmeticError, linalg.LinAlgError)  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True, repr=False)
+class TunedKLWeight(Report):
+    """What a choice of the KL weight was made from; ``print`` shows it as a table.
+
+    Attributes:
+        kl_weight: the best.
+        model: the model that was trained with it.
+        guide: its posterior.
+        table: columns ``kl_weight``, ascending, and ``score``, where lower is better; NaN where training failed.
+        failures: why it failed, by weight.
+        at_edge: whether the best is the smallest or largest of those that were tried.
+    """
+
+    kl_weight: float
+    model: Any
+    guide: Any
+    table: Table
+    failures: dict[float, str]
+    at_edge: bool
+
+    def _shown(self) -> list[Any]:
+        rows = []
+        for weight, score in zip(*self.table.values(), strict=True):
+            note = f"failed: {self.failures[weight]}" if weight in self.failures else ""
+            rows.append((note or "best" * (weight == self.kl_weight), f"{weight:g}", f"{score:.4f}"))
+        return [Columns(("", "KL weight", "score"), rows)]
+
+    __repr__ = Report.__str__
+
+
+def tune_kl_weight(
+    train: Callable[[float], tuple[Any, Any]],
+    validation: Any,
+    kl_weights: Sequence[float] = (0.003, 0.01, 0.03, 0.1, 0.3),
+    *,
+    score: Callable[[Any, Any, Any], float] | None = None,
+    max_trainings: int = 9,
+    seed: int = 0,
+    progress: bool = True,
+) -> TunedKLWeight:
+    r"""Train at several KL weights and keep the posterior that predicts validation data best.
+
+    .. math::
+        \hat\beta = \arg\min_\beta \; -\frac1n \sum_{i=1}^n \log p(y_i \mid x_i, q_\beta)
+
+    The grid is a first guess: as long as the best weight is its smallest or largest, it grows there by the pattern of
+    its steps (0.003, ..., 0.1, 0.3 is followed by 1, or preceded by 0.001). Every method has its own best weight,
+    maximum a posteriori included, so that methods compared at a common one are not compared at their best.
+
+    Each training begins with the same seed and an empty parameter store, and is scored with that seed. Afterwards
+    Pyro's store holds the parameters of the best, in place of others of the same names, and random numbers outside
+    are as if nothing had been drawn. A training that diverges is a row of the table.
+
+    Status: the best of those tried. Its score is lower than what new data will show, since it was chosen by that.
+
+    Args:
+        train: given a KL weight, builds and trains a model and its guide, and returns ``(model, guide)``; by any
+            objective with a ``kl_weight``: ``TaylorELBO``, ``SampledELBO`` (with ``AutoDelta`` for the maximum a
+            posteriori), a ``LaplaceGuide``, ... Networks must be built, or copied, inside it.
+        validation: what :func:`~pyro_dvi.predict` takes, inputs with observations: data that ``train`` does not use.
+        kl_weights: positive numbers to begin with; a single one is not extended.
+        score: called with model, guide and validation data, returns a number that is better when lower; by default
+            ``predict(model, guide, validation).metrics()["nll"]``, by the rule that the guide was trained for.
+        max_trainings: at most so many.
+        seed: of every training.
+        progress: show a progress bar where there is a terminal or notebook.
+
+    Returns:
+        The best weight, its model and guide, ready for ``predict``, and the table.
+
+    Raises:
+        ArgumentError: a weight is not positive, more weights than ``max_trainings``, ``train`` returns something else
+            than model and guide, or uses one network in several trainings.
+        NonFiniteError: every training has failed.
+
+    Warns:
+        DviWarning: the best is still the smallest or largest when ``max_trainings`` are done.
+
+    Example:
+        >>> import pyro, pyro.distributions as dist, torch
+        >>> import pyro_dvi as dvi
+        >>> def train(kl_weight):
+        ...     def model(x, y=None):
+        ...         w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        ...         with pyro.plate("data", len(x)):
+        ...             return pyro.sample("y", dist.Normal(w * x, 1.0), obs=y)
+        ...
+        ...     guide = dvi.MeanFieldGuide(model)
+        ...     elbo = dvi.TaylorELBO(kl_weight=kl_weight)
+        ...     svi = pyro.infer.SVI(model, guide, dvi.optim.Adam({"lr": 0.1}), loss=elbo)
+        ...     dvi.fit(svi, [(x, y)], epochs=100)
+        ...     return model, guide
+        >>> x = torch.linspace(-1, 1, 10)
+        >>> y = 0.2 * x + torch.tensor([1.0, -1, 0.5, 0.5, -1, -1, 0.5, 0.5, -1, 1])
+        >>> tuned = tune_kl_weight(train, (x, 0.2 * x), kl_weights=(1, 3, 10))
+        >>> tuned
+              KL weight   score
+        -----------------------
+                      1  0.9194
+        best          3  0.9190
+                     10  0.9201
+        >>> dvi.predict(tuned.model, tuned.guide, x).mean.shape
+        torch.Size([10])
+    """
+    check_count("max_trainings", max_trainings)
+    grid = sorted({float(weight) for weight in kl_weights})
+    for weight in grid:
+        check_positive("each of kl_weights", weight)
+    if not 1 <= len(grid) <= max_trainings:
+        raise ArgumentError(
+            f"kl_weights must be one to max_trainings={max_trainings} numbers, not {len(grid)}"
+        )
+    search = _Search(train, partial(_nll, seed=seed) if score is None else score, validation, seed)
+    with progress_bar(progress, len(grid), unit="training") as bar:
+        waiting: list[float] = grid
+        while waiting and len(search.scores) < max_trainings:
+            for weight in waiting:
+                search.try_weight(weight)
+                bar.update()
+            waiting = search.beyond()
+            bar.total = bar.n + len(waiting)
+    return search.result()
+
+
+@dataclass
+class _Search:
+    """The trainings done, and the best posterior among them."""
+
+    train: Callable[[float], tuple[Any, Any]]
+    score: Callable[[Any, Any, Any], float]
+    validation: Any
+    seed: int
+    scores: dict[float, float] = field(default_factory=dict)
+    failures: dict[float, str] = field(default_factory=dict)
+    posterior: TrainedPosterior | None = None
+    error: Exception | None = None
+
+    @property
+    def best(self) -> float:
+        """The weight with the lowest score."""
+        return min(self.scores, key=lambda weight: (math.isnan(self.scores[weight]), self.scores[weight]))
+
+    def try_weight(self, weight: float) -> None:
+        """Train at a weight; keep the posterior if it is the best so far."""
+        self.scores[weight] = math.nan
+        try:
+            others = [] if self.posterior is None else [self.posterior]
+            posterior = train_apart(partial(self.train, weight), self.seed, others)
+            with preserve_random_state(), posterior.in_store():
+                score = float(self.score(posterior.model, posterior.guide, self.validation))
+        except _NUMERICAL as error:
+            if isinstance(error, PyroDviError) and not isinstance(error, ArithmeticError):
+                raise
+            score, self.error = math.nan, error
+            self.failures[weight] = str(error).split("\n")[0].split(". ")[0]
+        if not math.isfinite(score):
+            self.failures.setdefault(weight, f"the score is {score}")
+            return
+        self.scores[weight] = score
+        if self.best == weight:
+            self.posterior = posterior
+
+    def beyond(self) -> list[float]:
+        """The next weight beyond the end of the grid where the best is, if it is at one."""
+        if self.posterior is None or len(self.scores) < 2:
+            return []
+        ordered = sorted(self.scores)
+        if self.best == ordered[-1]:
+            ordered.reverse()
+        if self.best != ordered[0]:
+            return []
+        first, second, *rest = ordered
+        step = first / second if not rest else second / rest[0]  # of 0.03, 0.1, 0.3 two make a decade
+        return [float(f"{first * step:.6g}")]
+
+    def result(self) -> TunedKLWeight:
+        """Put the best into Pyro's store, and report."""
+        if self.posterior is None:
+            listed = "; ".join(f"{weight:g}: {why}" for weight, why in self.failures.items())
+            raise NonFiniteError(
+                f"every training has failed ({listed}). Run train(kl_weight) alone at one of these weights until it "
+                "works; where it diverges, lower the learning rate, that of posterior scales first, or train in float64"
+            ) from self.error
+        ordered = sorted(self.scores)
+        at_edge = len(ordered) > 1 and self.best in (ordered[0], ordered[-1])
+        if at_edge:
+            warn(
+                f"the best KL weight, {self.best:g}, is at the end of those tried, {ordered[0]:g} to {ordered[-1]:g}: "
+                "begin with others (kl_weights), or allow more trainings (max_trainings)"
+            )
+        self.posterior.put_back()
+        table = Table(kl_weight=ordered, score=[self.scores[weight] for weight in ordered])
+        return TunedKLWeight(
+            self.best, self.posterior.model, self.posterior.guide, table, self.failures, at_edge
+        )
+
+
+def _nll(model: Any, guide: Any, validation: Any, seed: int) -> float:
+    return predict(model, guide, validation, seed=seed).metrics()["nll"]

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run a model only to look at it: no statistics are updated and no random numbers are used up."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import nn
+
+from pyro_dvi.core.devices import accelerators, forked
+
+
+@contextmanager
+def modules_met(meet: Callable[[nn.Module], None], *functions: Any) -> Iterator[None]:
+    """Call ``meet`` with every module inside ``functions``, and with every module of the block before each of its runs.
+
+    So the modules that a plain function calls are met as well.
+    """
+
+    def before_run(module: nn.Module, _inputs: object) -> None:
+        meet(module)
+
+    handle = nn.modules.module.register_module_forward_pre_hook(before_run)
+    try:
+        for function in functions:
+            if isinstance(function, nn.Module):
+                for module in function.modules():
+                    meet(module)
+        yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Restore buffers and the random state when the block ends.
+
+    Example:
+        >>> with undisturbed():
+        ...     first = torch.rand(())
+        >>> bool(first == torch.rand(()))
+        True
+    """
+    with forked(*accelerators()), preserve_buffers():
+        yield
+
+
+@contextmanager
+def evaluating(*functions: Any) -> Iterator[None]:
+    """Run modules as in evaluation; put every one back as it was.
+
+    Modules are found inside ``functions`` and, by a forward hook, wherever a plain function calls them, so batch
+    normalisation keeps its running statistics and dropout does nothing in models of either kind.
+
+    Example:
+        >>> net = nn.Dropout()
+        >>> with evaluating():
+        ...     print(net(torch.ones(2)))
+        tensor([1., 1.])
+        >>> net.training
+        True
+    """
+    with ExitStack() as undo:
+
+        def switch(module: nn.Module) -> None:
+            if module.training:
+                undo.callback(setattr, module, "training", True)
+                module.training = False
+
+        with modules_met(switch, *functions):
+            yield
+
+
+@contextmanager
+def constant_parameters(*functions: Any) -> Iterator[None]:
+    """Run modules with their own parameters as constants: no graph is kept for what only these reach.
+
+    Modules are found as by :func:`evaluating`.
+
+    Example:
+        >>> net = nn.Linear(1, 1)
+        >>> with constant_parameters():
+        ...     net(torch.ones(1)).requires_grad
+        False
+        >>> net.weight.requires_grad
+        True
+    """
+    with ExitStack() as undo:
+
+        def switch(module: nn.Module) -> None:
+            for parameter in module.parameters(recurse=False):
+                # torch.func.functional_call puts other tensors there, as latents
+                if parameter.requires_grad and isinstance(parameter, nn.Parameter):
+                    undo.callback(parameter.requires_grad_)
+                    parameter.requires_grad_(False)
+
+        with modules_met(switch, *functions):
+            yield
+
+
+@contextmanager
+def preserve_buffers() -> Iterator[None]:
+    """Give every module that runs inside the block copies of its buffers, and the originals back afterwards.
+
+    A guide that inspects its model, or ``Predictive`` in training mode, runs the network and so advances the
+    running statistics of batch normalisation. Modules are found by a forward hook, so models that are functions
+    around a network are covered as well. The originals are never written to, so graphs that saved them stay valid.
+
+    Example:
+        >>> norm = torch.nn.BatchNorm1d(2)
+        >>> with preserve_buffers():
+        ...     _ = norm(torch.ones(4, 2))
+        >>> norm.running_mean
+        tensor([0., 0.])
+    """
+    lent: dict[int, nn.Module] = {}
+    with ExitStack() as undo:
+
+        def lend_copies(module: nn.Module) -> None:
+            if module._buffers and id(module) not in lent:
+                lent[id(module)] = module
+                kept = {name: b for name, b in module._buffers.items() if b is not None}
+                undo.callback(module._buffers.update, kept)
+                module._buffers.update({name: b.clone() for name, b in kept.items()})
+
+        with modules_met(lend_copies):
+            yield

@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Moment propagation: means and variances of activations in one pass, and the posteriors made for it."""
+
+from pyro_dvi.moment_propagation.elbo import MomentPropagationELBO
+from pyro_dvi.moment_propagation.last_layer import (
+    AllOutputs,
+    LastLayerGuide,
+    LayerCovariance,
+    LowRank,
+    PerOutput,
+)
+from pyro_dvi.moment_propagation.multiplicative_noise import MultiplicativeNoiseGuide
+from pyro_dvi.moment_propagation.weighting import ExampleWeighting, VarianceWeighted
+
+__all__ = [
+    "AllOutputs",
+    "ExampleWeighting",
+    "LastLayerGuide",
+    "LayerCovariance",
+    "LowRank",
+    "MomentPropagationELBO",
+    "MultiplicativeNoiseGuide",
+    "PerOutput",
+    "VarianceWeighted",
+]

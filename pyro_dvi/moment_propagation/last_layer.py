@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The posterior of a last layer with covariances, beside any other posterior of the rest."""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from pyro import poutine
+from pyro.distributions import constraints
+from pyro.infer.autoguide import (
+    AutoContinuous,
+    AutoGuide,
+    AutoGuideList,
+    AutoLowRankMultivariateNormal,
+)
+from pyro.nn import PyroParam
+from torch import Tensor, nn
+
+from pyro_dvi.bayesian import init_to_module
+from pyro_dvi.core.choice import check_choice, check_count
+from pyro_dvi.core.undisturbed import preserve_buffers
+from pyro_dvi.errors import ArgumentError
+from pyro_dvi.gaussians.joint_normal import RowsNormal
+from pyro_dvi.guides.base import FactorisedGuide, prior_scale_of
+from pyro_dvi.guides.factors import Deterministic, Factor, MeanField
+from pyro_dvi.guides.mean_field import MeanFieldGuide
+from pyro_dvi.guides.scales import exp_positive
+from pyro_dvi.moment_propagation.weight_products import FollowedStart, WeightProducts
+from pyro_dvi.runs.sites import is_latent
+
+
+@dataclass(frozen=True)
+class LayerCovariance(ABC):
+    r"""Which covariances the weights and biases of a layer have.
+
+    Args:
+        log_offset: :math:`\log(\sigma/s)` at the start, with the prior's standard deviation s of each weight.
+    """
+
+    log_offset: float = field(default=-3.0, kw_only=True)
+
+    @abstractmethod
+    def guide(self, model: Callable) -> AutoGuide:
+        """Return the posterior of a model that has the layer's sites only."""
+
+
+@dataclass(frozen=True)
+class PerOutput(LayerCovariance):
+    """A dense covariance for the weights and the bias of each output; outputs are independent.
+
+    A layer ``[out, in]`` has ``out (in + 1)²`` numbers, and costs ``in`` times its matrix product.
+    """
+
+    def guide(self, model: Callable) -> AutoGuide:
+        return _RowsGuide(model, self.log_offset, per_output=True)
+
+
+@dataclass(frozen=True)
+class AllOutputs(LayerCovariance):
+    """One dense covariance for the whole layer: the square of its number of weights."""
+
+    def guide(self, model: Callable) -> AutoGuide:
+        return _RowsGuide(model, self.log_offset, per_output=False)
+
+
+@dataclass(frozen=True)
+class LowRank(LayerCovariance):
+    """A diagonal and a few directions in which all weights of the layer move together.
+
+    Args:
+        rank: number of directions.
+    """
+
+    rank: int = 4
+
+    def __post_init__(self) -> None:
+        check_count("rank", self.rank)
+
+    def guide(self, model: Callable) -> AutoGuide:
+        return _LowRankGuide(model, self.log_offset, self.rank)
+
+
+class LastLayerGuide(AutoGuideList):
+    r"""A Gaussian with covariances over the last layer, and another posterior over all other sites.
+
+    .. math:: q(w) = \mathcal N(w_{\mathrm{last}};\, \mu, \Sigma)\; q_{\mathrm{rest}}(w_{\mathrm{rest}})
+
+    With point masses for the rest, the default, it is the posterior of variational Bayesian last layers. With
+    :class:`~pyro_dvi.MomentPropagationELBO` the outputs then have exact means and covariances, and the loss is a bound
+    on the evidence given the rest (but for the expected log-normaliser of classes, which is averaged over points);
+    with an uncertain rest, it is as exact as the moments that arrive at the layer. Predict with
+    :class:`~pyro_dvi.Moments`.
+
+    Args:
+        model: a Pyro model.
+        layer: the last layer: a name of a module or site, a pattern of sites, or several.
+        covariance: ``PerOutput()``, ``AllOutputs()`` or ``LowRank(rank)`` of :mod:`pyro_dvi.guides`; ``MeanField()``
+            for none.
+        rest: makes the guide of a model without the layer: ``MeanFieldGuide``, ``MultiplicativeNoiseGuide``, or any
+            other function of the model; by default point masses at the mode, given the layer's posterior.
+
+    Raises:
+        ArgumentError: no site belongs to ``layer``, or ``covariance`` is no object of its kind; outputs are no first
+            dimension of all sites of the layer where each has a covariance of its own.
+
+    Source: Harrison, Willes & Snoek (2024), "Variational Bayesian last layers", whose dense covariance is that of
+    ``PerOutput()``; the bound on class probabilities, the priors and the noise are those of the model here.
+
+    Example:
+        >>> import pyro_dvi as dvi
+        >>> net = dvi.to_bayesian_(nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2)))
+        >>> model = dvi.classifier(net, num_data=4)
+        >>> guide = LastLayerGuide(model, "net.2")
+        >>> guide.initialize(torch.zeros(4, 3), torch.zeros(4).long())
+        >>> guide[1].scale_tril.shape
+        torch.Size([2, 9, 9])
+    """
+
+    def __init__(
+        self,
+        model: Callable,
+        layer: str | Iterable[str],
+        *,
+        covariance: LayerCovariance | MeanField | None = None,
+        rest: Callable[[Callable], Any] | None = None,
+    ) -> None:
+        covariance = PerOutput() if covariance is None else covariance
+        if not isinstance(covariance, MeanField):
+            known = "PerOutput(), AllOutputs(), LowRank(rank) or MeanField()"
+            check_choice("covariance", covariance, LayerCovariance, known)
+        super().__init__(model)
+        self.layer = [layer] if isinstance(layer, str) else list(layer)
+        self.covariance, self.rest = covariance, _PointMasses if rest is None else rest
+
+    def initialize(self, *args: Any, **kwargs: Any) -> None:
+        """Create the parameters from one look at the model with these arguments, if they do not exist yet."""
+        if self.prototype_trace is None:
+            self._setup_prototype(*args, **kwargs)
+
+    def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
+        with preserve_buffers(), torch.no_grad():
+            super()._setup_prototype(*args, **kwargs)
+            trace: Any = self.prototype_trace
+            names = [name for name, _ in trace.iter_stochastic_nodes()]
+            inside = [self._is_inside(name) for name in names]
+            try:
+                if not any(inside):
+                    raise ArgumentError(f"layer={self.layer} has no site; the sites of the model are {names}")
+                if not all(inside) and len(self) == 0:
+                    self.append(self.rest(poutine.block(self.model, hide_fn=self._is_layer)))
+                if len(self) == (not all(inside)):
+                    self.append(self._of_layer(poutine.block(self.model, hide_fn=self._is_rest)))
+                self._create_plates(*args, **kwargs)
+                for part in self:
+                    if part.prototype_trace is None:
+                        part._setup_prototype(*args, **kwargs)
+            except Exception:
+                self.prototype_trace = None  # so that a corrected call starts anew
+                raise
+
+    def _of_layer(self, model: Callable) -> AutoGuide:
+        if isinstance(self.covariance, MeanField):
+            return MeanFieldGuide(model, scale=self.covariance.scale)
+        return self.covariance.guide(model)
+
+    def _is_inside(self, name: str) -> bool:
+        return any(name.startswith(f"{p}.") or fnmatchcase(name, p) for p in self.layer)
+
+    def _is_layer(self, site: Any) -> bool:
+        return site["type"] == "sample" and is_latent(site) and self._is_inside(site["name"])
+
+    def _is_rest(self, site: Any) -> bool:
+        return site["type"] == "sample" and is_latent(site) and not self._is_inside(site["name"])
+
+
+class _PointMasses(FactorisedGuide):
+    """The mode of all sites."""
+
+    def __init__(self, model: Callable) -> None:
+        super().__init__(model, init_loc_fn=init_to_module)
+
+    def _factor_of(self, name: str, site: Any, loc: Tensor) -> Factor:
+        return Deterministic()
+
+
+def _initial_scales(guide: AutoContinuous, log_offset: float) -> Tensor:
+    """Return scales that are a fraction of the prior's, in the order of the joint vector."""
+    trace: Any = guide.prototype_trace
+    scales = [
+        prior_scale_of(site["fn"], site["value"]).expand_as(site["value"]).flatten()
+        for _, site in trace.iter_stochastic_nodes()
+    ]
+    return torch.cat(scales).detach() * math.exp(log_offset)
+
+
+class _RowsGuide(AutoContinuous):
+    """A dense covariance of a vector, or of each row of what it consists of."""
+
+    def __init__(self, model: Callable, log_offset: float, per_output: bool) -> None:
+        super().__init__(model, init_loc_fn=FollowedStart(init_to_module))
+        self.log_offset, self.per_output = log_offset, per_output
+
+    def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
+        with WeightProducts() as products:
+            super()._setup_prototype(*args, **kwargs)
+        trace: Any = self.prototype_trace
+        shapes = {name: site["value"].shape for name, site in trace.iter_stochastic_nodes()}
+        rows = {shape[0] if shape else 1 for shape in shapes.values()} if self.per_output else {1}
+        inputs = [name for name, units in products.units.items() if any(0 in unit.axes for unit in units)]
+        if len(rows) > 1 or (self.per_output and inputs):
+            found = (
+                f", and the model multiplies inputs with the first dimension of {inputs}" if inputs else ""
+            )
+            raise ArgumentError(
+                f"PerOutput() needs sites whose first dimension counts the outputs of the layer; their shapes are "
+                f"{ {name: tuple(shape) for name, shape in shapes.items()} }{found}. Use AllOutputs() or LowRank(rank)."
+            )
+        loc = self._init_loc()
+        places = torch.arange(len(loc), device=loc.device).split([s.numel() for s in shapes.values()])
+        table = torch.cat(
+            [place.reshape(*rows, -1) for place in places], -1
+        )  # the rows' elements in the vector
+        self.register_buffer("order", table.flatten().argsort(), persistent=False)
+        self.loc = nn.Parameter(loc)
+        self.scale = PyroParam(_initial_scales(self, self.log_offset), exp_positive)
+        start = torch.eye(table.shape[1], dtype=loc.dtype, device=loc.device).expand(len(table), -1, -1)
+        self.scale_tril = PyroParam(start.contiguous(), constraints.unit_lower_cholesky)
+
+    def get_posterior(self, *args: Any, **kwargs: Any) -> RowsNormal:
+        """Return the posterior of the joint vector."""
+        scale, correlations, order = (getattr(self, name) for name in ("scale", "scale_tril", "order"))
+        rows = torch.empty_like(self.loc).index_put((order,), scale).reshape(correlations.shape[:2])
+        return RowsNormal(self.loc, rows.unsqueeze(-1) * correlations, order)
+
+    def _loc_scale(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        posterior = self.get_posterior()
+        return posterior.loc, posterior.stddev
+
+
+class _LowRankGuide(AutoLowRankMultivariateNormal):
+    """Pyro's, with scales that start from those of the prior."""
+
+    def __init__(self, model: Callable, log_offset: float, rank: int) -> None:
+        super().__init__(model, init_loc_fn=init_to_module, rank=rank)
+        self.log_offset = log_offset
+
+    def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
+        super()._setup_prototype(*args, **kwargs)
+        self.scale = PyroParam(_initial_scales(self, self.log_offset) * 0.5**0.5, self.scale_constraint)

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The posterior of weights with multiplicative noise, one variance per input unit."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch.nn.functional as F
+from pyro.distributions import constraints as pyro_constraints
+from torch import Tensor, nn
+
+from pyro_dvi.bayesian import init_to_module
+from pyro_dvi.core.choice import check_positive
+from pyro_dvi.errors import ArgumentError, ModelError, warn
+from pyro_dvi.gaussians.multiplicative_normal import MultiplicativeNormal
+from pyro_dvi.guides.base import FactorisedGuide
+from pyro_dvi.guides.factors import Deterministic, Factor, MeanField
+from pyro_dvi.guides.scales import exp_positive
+from pyro_dvi.moment_propagation.input_units import (
+    InputAxis,
+    InputUnits,
+    Layers,
+    check_input_axis,
+    chosen_units,
+    layers_called,
+    units_of_layer,
+)
+from pyro_dvi.moment_propagation.weight_products import FollowedStart, WeightProducts
+from pyro_dvi.runs.latents import unconstraining_transform
+from pyro_dvi.runs.sites import sites_named
+
+
+class MultiplicativeNoiseGuide(FactorisedGuide):
+    r"""Gaussian weights whose variance is proportional to their squared mean, one factor per input unit.
+
+    .. math::
+        q(w_{ij}) = \mathcal N\bigl(m_{ij},\ \alpha_j m_{ij}^2 + \varepsilon\bigr), \qquad
+        \alpha_j = \log(1 + e^{\rho_j}),
+
+    as if input j of the layer were multiplied by noise of mean 1 and variance :math:`\alpha_j`. To a network of n
+    weights the posterior adds one number per input unit, about :math:`\sqrt n` in all, where a mean-field posterior
+    adds n. For a prior :math:`\mathcal N(0, s^2)` the objective has the divergence
+
+    .. math::
+        \mathrm{KL} = \sum_{ij} \tfrac12\Bigl(\frac{(1 + \alpha_j) m_{ij}^2 + \varepsilon}{s^2} - 1
+            - \log\frac{\alpha_j m_{ij}^2 + \varepsilon}{s^2}\Bigr).
+
+    A latent counts as a weight if it is real, has two or more dimensions, and is not inside a plate. Its layer says
+    where its inputs are: the columns of linear, attention and recurrent layers; the input channels of convolutions,
+    separately for each group; the rows of embeddings. A weight that no torch layer owns is looked up in the products
+    that it takes part in when the guide first runs the model (``x @ w``, einsum, convolutions, look-ups); where these
+    do not tell, axis 1 is taken, with a warning. ``input_axis`` overrides what was found. ``biases`` chooses the
+    posterior of biases, normalisation parameters and other real latents. Latents inside plates, and those with a
+    constrained support (a noise scale, say), are mean-field Gaussians in unconstrained space.
+
+    Status: a family of posteriors. Moments through a network use :math:`\alpha_j m_{ij}^2` without
+    :math:`\varepsilon`; samples and the divergence include it. The paper has it in the logarithm only, which differs by
+    the constant :math:`\varepsilon / 2 s^2` for each weight: the gradients are the same.
+
+    Args:
+        model: a Pyro model whose latents are continuous.
+        init_loc_fn: Pyro initialisation strategy of the means; by default the weights that a network had before
+            :func:`~pyro_dvi.to_bayesian_`.
+        initial_rho: :math:`\rho` at the start; -3 means :math:`\alpha = 0.0486`, noise of 22 %.
+        biases: posterior of other real latents: ``Deterministic()`` point masses or ``MeanField()``. Use the latter
+            where such a latent sets the prior of others.
+        input_axis: where the inputs of weights are. An axis or a tuple of axes (``(0, 1)`` for a batch of nets
+            ``[K, in, out]``) holds for weights that no torch layer owns. A mapping from site names (or patterns, the
+            first match decides) to axes, or a callable from the name of any weight to axes, overrides layers too.
+            None in place of an axis says that a site is no weight; an axis in a mapping makes a weight of any real
+            latent, one-dimensional ones and those inside plates included.
+        create_plates: as in Pyro's guides; returns plates that the guide should subsample.
+        eps: :math:`\varepsilon`, in squared units of the weights.
+
+    Attributes:
+        locs: module of means, ``guide.locs.<site>``; ``MultiplicativeNoiseGuide.locs.<site>`` in the parameter store.
+        alphas: module of relative variances likewise, ``[1, in]`` for a weight ``[out, in]`` (``[groups, in / groups,
+            1, 1]`` for grouped convolutions); the optimizer sees :math:`\rho`, with the step size of scales where
+            :func:`~pyro_dvi.learning_rates` tells them apart.
+        scales: module of standard deviations of mean-field sites; the optimizer sees their logarithm.
+
+    Raises:
+        ModelError: a latent is discrete, there is none, or ``input_axis`` names one that is no weight.
+        ArgumentError: an option has a value that it cannot have.
+        DviWarning: (a warning) the model does not show where the inputs of a weight are.
+        GuideError: a state was loaded that was saved with other options.
+
+    Source: Schmitt & Roth (2021), "Sampling-free variational inference for neural networks with multiplicative
+    activation noise", Eq. 5 and 17, Appendix A.
+
+    Example:
+        >>> import torch
+        >>> from pyro_dvi.bayesian import to_bayesian_
+        >>> net = to_bayesian_(
+        ...     nn.Sequential(nn.Conv2d(3, 8, 5), nn.ReLU(), nn.Flatten(), nn.Linear(8, 2))
+        ... )
+        >>> guide = MultiplicativeNoiseGuide(net)
+        >>> guide.initialize(torch.ones(1, 3, 5, 5))
+        >>> {name: tuple(alpha.shape) for name, alpha in guide.alphas.named_parameters()}
+        {'0.weight_unconstrained': (1, 3, 1, 1), '3.weight_unconstrained': (1, 8)}
+        >>> guide.get_posterior()["3.weight"].base_dist.alpha[0, 0].item()
+        0.0485...
+    """
+
+    _constraints = {  # noqa: RUF012
+        "alphas": pyro_constraints.softplus_positive,
+        "scales": exp_positive,
+    }
+
+    def __init__(
+        self,
+        model: Callable,
+        *,
+        init_loc_fn: Callable = init_to_module,
+        initial_rho: float = -3.0,
+        biases: Factor | None = None,
+        input_axis: InputAxis = None,
+        create_plates: Callable | None = None,
+        eps: float = 1e-10,
+    ) -> None:
+        is_number = isinstance(initial_rho, int | float) and not isinstance(initial_rho, bool)
+        if not is_number or not -30 <= initial_rho <= 10:
+            raise ArgumentError(
+                "initial_rho is the inverse softplus of the relative variance at the start, a number from -30 to 10, "
+                f"got {initial_rho!r}: try -3"
+            )
+        biases = Deterministic() if biases is None else biases
+        if not isinstance(biases, Factor) or biases.store not in (None, "scales"):
+            raise TypeError(f"biases must be Deterministic() or MeanField(), got {biases!r}")
+        check_input_axis(input_axis)
+        check_positive("eps", eps)
+        super().__init__(model, init_loc_fn=FollowedStart(init_loc_fn), create_plates=create_plates)
+        self.initial_rho = float(initial_rho)
+        self.biases = biases
+        self.input_axis = input_axis
+        self.eps = eps
+        self._layers, self._products = Layers(), WeightProducts()
+
+    def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
+        with layers_called() as self._layers, WeightProducts() as self._products:
+            try:
+                super()._setup_prototype(*args, **kwargs)
+            finally:  # a guide must not keep the network
+                self._layers, self._products = Layers(), WeightProducts()
+
+    def _check_sites(self, sites: dict[str, Any]) -> None:
+        if isinstance(self.input_axis, Mapping):
+            sites_named("input_axis", self.input_axis, list(sites))
+
+    def _factor_of(self, name: str, site: Any, loc: Tensor) -> Factor:
+        owner, attribute = self._layers.owners.get(name, (None, name))
+        local = any(frame.vectorized for frame in site["cond_indep_stack"])
+        constrained = unconstraining_transform(site["fn"].support) is not None
+        named = isinstance(self.input_axis, Mapping)
+        units: InputUnits | None | bool = False
+        if named or not (local or constrained):
+            units = chosen_units(self.input_axis, name, loc.dim(), _is_torch_layer(owner))
+        if isinstance(units, InputUnits):
+            if constrained:
+                raise ModelError(
+                    f"input_axis makes a weight of site {name!r}, whose support {site['fn'].support} is constrained; "
+                    "multiplicative noise needs a latent on the whole real line"
+                )
+            return MultiplicativeNoise(units, self.initial_rho, self.eps)
+        if local or constrained:
+            return self.biases if isinstance(self.biases, MeanField) else MeanField()
+        if units is False and loc.dim() >= 2:
+            units = self._units_of(name, loc, owner, attribute)
+            if units is not None:
+                return MultiplicativeNoise(units, self.initial_rho, self.eps)
+        return self.biases
+
+    def _units_of(self, name: str, loc: Tensor, owner: nn.Module | None, attribute: str) -> InputUnits | None:
+        """Return the layout of a weight, by its use in the model or by its layer."""
+        seen = self._products.units.get(name, set())
+        if len(seen) == 1:
+            return next(iter(seen))
+        if not _is_torch_layer(owner):
+            axes = f"several, {[units.axes for units in seen]}" if seen else "none"
+            warn(
+                f"which axis of site {name!r}, of shape {tuple(loc.shape)}, counts the inputs of a layer? The products "
+                f"in the model say {axes}; its noise is per entry of axis 1. Say input_axis={{{name!r}: 0}}, the "
+                "axis that is right, or None in its place if the site is no weight."
+            )
+        return units_of_layer(owner, attribute)
+
+
+@dataclass(frozen=True)
+class MultiplicativeNoise(Factor):
+    """The posterior of a weight.
+
+    Args:
+        units: where its input units are.
+        initial_rho: inverse softplus of the relative variance at the start.
+        eps: what is added to variances.
+    """
+
+    units: InputUnits
+    initial_rho: float
+    eps: float
+    store: ClassVar[str] = "alphas"
+
+    def initial(self, loc: Tensor, prior_scale: Tensor, event_dim: int) -> Tensor:
+        return F.softplus(loc.new_full(self.units.shape(loc.shape), self.initial_rho))
+
+    def distribution(self, loc: Tensor, spread: Tensor | None) -> MultiplicativeNormal:
+        assert spread is not None
+        return MultiplicativeNormal(loc, self.units.along(spread, loc.shape), self.eps, validate_args=False)
+
+
+def _is_torch_layer(owner: nn.Module | None) -> bool:
+    """Whether a module is one of torch's or derived from it, so that its layout is known."""
+    return any(c.__module__.startswith("torch.nn.") and c is not nn.Module for c in type(owner).__mro__)

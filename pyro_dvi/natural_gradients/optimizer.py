@@ -1,0 +1,359 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""What the natural-gradient optimizers share: measurements, momentum, the schedule, the posterior precision.
+
+Gradients come summed over the data, as Pyro's losses are; divided by N they are means over examples, :math:`\hat g`,
+and so are squares, :math:`\hat h`. With the weight :math:`\beta` of the KL (the papers' temperature
+:math:`\tau`; :math:`\beta_1` and :math:`\beta_2` are decay rates), data-augmentation factor :math:`\rho` and prior
+precision :math:`\delta`, the scaled prior precision and the posterior precision are
+
+.. math:: \tilde\delta = \frac{\beta\delta}{\rho N}, \qquad
+    \Lambda = \frac{\rho N}{\beta}(s + \tilde\delta) = \frac{\rho N s}{\beta} + \delta .
+"""
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from pyro_dvi.core.natural_step import NaturalSite, NaturalStep, Statistic, steps_of
+from pyro_dvi.errors import GuideError
+from pyro_dvi.optim.options import check_options, refuse_unknown
+
+Tensors = list[Tensor] | tuple[Tensor, ...]
+
+
+@dataclass
+class Update:
+    r"""One step of the means of several sites, with the same options, as lists with an entry for each site.
+
+    Gradients and curvature are sums over the data, not means over examples: in these units N cancels, which varies with
+    padding and with scales of examples.
+
+    Attributes:
+        sites: their parameters and priors.
+        memories: "step" (this one, from 1), "momentum" and "curvature" (:math:`Ns`), to be updated.
+        group: the options.
+        step: what was measured, and how.
+        count: number of this step, from 1.
+        factor: of the learning rate, by the schedule.
+        temperature: :math:`\beta`, as far as it has risen.
+        gradients: of minus the log-likelihood at the means; may be overwritten.
+        measured: squares or products, as ``step`` says; may be overwritten.
+        priors: :math:`\rho N\tilde\delta / \rho = \beta\delta / \rho`.
+    """
+
+    sites: list[NaturalSite]
+    memories: list[dict[str, Any]]
+    group: dict[str, Any]
+    step: NaturalStep
+    count: int
+    factor: float
+    temperature: float
+
+    def __post_init__(self) -> None:
+        self.locs = [site.loc for site in self.sites]
+        self.precisions = [site.precision for site in self.sites]
+        self.gradients: Any = [loc.grad for loc in self.locs]
+        self.measured: Any = [precision.grad for precision in self.precisions]
+        self.prior_precisions = [site.prior_precision for site in self.sites]
+        self.inverse_temperature: float = self.group["data_augmentation"] / self.temperature
+        self.priors = torch._foreach_mul(self.prior_precisions, 1 / self.inverse_temperature)
+        self.has_start = self.group["initial_curvature"] is not None
+        # Where the curvature starts with what this minibatch has measured, that does not count again.
+        self.is_start = self.count == 1 and not self.has_start
+        for memory, loc, *rest in zip(
+            self.memories, self.locs, self.precisions, self.measured, self.priors, strict=True
+        ):
+            if "curvature" not in memory:
+                memory["momentum"] = torch.zeros_like(loc)
+                memory["curvature"] = self._initial_curvature(*rest)
+        self.momenta = [memory["momentum"] for memory in self.memories]
+        self.curvatures = [memory["curvature"] for memory in self.memories]
+
+    def _initial_curvature(self, precision: Tensor, measured: Tensor, prior: Tensor) -> Tensor:
+        """A number, or the squared gradients of the first minibatch.
+
+        Where another optimizer went before, which asked for no squares, it is that of the posterior as it stands.
+        """
+        if self.has_start:
+            return torch.full_like(precision, self.group["initial_curvature"] * self.step.num_data)
+        if self.step.measured is Statistic.NOISE_PRODUCTS:
+            return (precision / self.inverse_temperature - prior).clamp_(min=0)
+        return measured.clone()
+
+    def add_priors(self, gradients: Tensors, factor: float = 1.0) -> None:
+        """Add the gradient of the prior, times a factor, in place."""
+        priors = torch._foreach_mul(self.priors, factor) if factor != 1.0 else self.priors
+        torch._foreach_addcmul_(gradients, self.locs, priors)
+        torch._foreach_sub_(gradients, torch._foreach_mul(priors, [site.prior_loc for site in self.sites]))
+
+    def sum_into_precisions(self) -> None:
+        r"""Write :math:`\rho N(s + \tilde\delta) / \rho` to the precisions."""
+        torch._foreach_copy_(self.precisions, self.curvatures)
+        torch._foreach_add_(self.precisions, self.priors)
+
+    def damped(self) -> Tensors:
+        """What :meth:`sum_into_precisions` has written, with damping."""
+        damping = self.group["damping"] * self.step.num_data
+        return torch._foreach_add(self.precisions, damping) if damping else self.precisions
+
+    def move_along(self, directions: Tensors, scale: float) -> None:
+        """Move against preconditioned directions times a scale, each weight by ``max_step`` prior scales at most."""
+        if self.group["max_step"] is not None:
+            bounds = torch._foreach_pow(self.prior_precisions, -0.5)
+            torch._foreach_mul_(bounds, self.group["max_step"] / self.group["full_lr"] / scale)
+            torch._foreach_minimum_(directions, bounds)
+            torch._foreach_neg_(bounds)
+            torch._foreach_maximum_(directions, bounds)
+        torch._foreach_add_(self.locs, directions, alpha=-self.factor * self.group["lr"] * scale)
+
+
+class NaturalGradientOptimizer(Optimizer):
+    """Base class of torch optimizers that move means along the natural gradient and set posterior precisions.
+
+    Parameters that belong to no latent get a step of Adam.
+
+    The loss may be multiplied with a number before the backward pass, as ``torch.amp.GradScaler`` and losses per
+    example do: gradients are divided by it.
+
+    Adding one: say in ``statistic`` what to measure, and write ``_move``.
+
+    Attributes:
+        statistic: what to measure in each step.
+        first: what to measure in the first one, where the curvature starts with that.
+        rate_factor: by which warm-up and cosine decay scaled the learning rate in the last step.
+    """
+
+    statistic: Statistic
+    first: Statistic
+    rate_factor = 1.0
+    _step_supports_amp_scaling = True  # GradScaler leaves it to the step to skip infinite gradients
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        *,
+        lr: float = 10.0,
+        betas: tuple[float, float] = (0.9, 0.999),
+        damping: float = 0.0,
+        max_step: float | None = 0.01,
+        data_augmentation: float = 1.0,
+        initial_curvature: float | None = None,
+        warmup_steps: int = 100,
+        total_steps: int | None = None,
+        deterministic_lr: float = 1e-2,
+        **unknown: Any,
+    ) -> None:
+        defaults: dict[str, Any] = dict(
+            lr=lr,
+            betas=betas,
+            damping=damping,
+            max_step=max_step,
+            data_augmentation=data_augmentation,
+            initial_curvature=initial_curvature,
+            warmup_steps=warmup_steps,
+            total_steps=total_steps,
+            deterministic_lr=deterministic_lr,
+        )
+        refuse_unknown(type(self), unknown, defaults)
+        check_options(defaults)
+        super().__init__(params, defaults)
+        self._told_steps: int | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Keep in copies and pickles what torch leaves out."""
+        return {**super().__getstate__(), "_told_steps": self._told_steps}
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, as torch does."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        # Before schedulers, which know one rate only and may change it at once.
+        group["full_lr"] = group["lr"]
+
+    @property
+    def wanted(self) -> Statistic:
+        """What an objective has to measure for the next step."""
+        starts = any(group["initial_curvature"] is None for group in self.param_groups)
+        started = any("curvature" in memory for memory in self.state.values())
+        return self.first if starts and not started else self.statistic
+
+    def set_total_steps(self, total_steps: int) -> None:
+        """Let the learning rate fall to zero over this many steps, where the option ``total_steps`` is not given.
+
+        Args:
+            total_steps: steps from the start of training, those already taken included.
+        """
+        self._told_steps = total_steps
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Move every parameter that has a gradient.
+
+        Args:
+            closure: evaluates the loss and its gradients first, as for any torch optimizer.
+
+        Raises:
+            GuideError: the loss was no ``NaturalGradientELBO``, or its measurements were used already.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        moved = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        steps = steps_of(moved)
+        if getattr(self, "found_inf", 0):  # set by GradScaler while its step lasts
+            for step in steps:
+                step.drop()  # the step is skipped
+            return loss
+        if moved and not steps:
+            raise GuideError(
+                f"{type(self).__name__.removesuffix('Optimizer')} found no means with measurements among its "
+                "parameters: it goes with NaturalGradientGuide and NaturalGradientELBO. For another guide or objective "
+                "take an optimizer such as pyro_dvi.optim.Adam(learning_rates(1e-3))."
+            )
+        if any(step.measured.at_mean != self.wanted.at_mean for step in steps):
+            for step in steps:  # only the first one of an objective that does not serve this optimizer
+                step.drop()
+                step.wanted = self.wanted
+            return loss
+        self._divide_gradients(moved, steps)
+        sites = {id(site.loc): (step, site) for step in steps for site in step.sites.values()}
+        precisions = {id(site.precision) for _, site in sites.values()}
+        for group in self.param_groups:
+            updates: dict[tuple[int, int], list[NaturalSite]] = {}
+            others: dict[int, list[Tensor]] = {}
+            for parameter in group["params"]:
+                if parameter.grad is None or id(parameter) in precisions:
+                    continue
+                count = self._count(parameter)
+                if id(parameter) in sites:
+                    step, site = sites[id(parameter)]
+                    updates.setdefault((steps.index(step), count), []).append(site)
+                else:
+                    others.setdefault(count, []).append(parameter)
+            for (place, count), found in updates.items():
+                self._update(steps[place], count, group, found)
+            rate = group["deterministic_lr"] * group["lr"] / group["full_lr"]
+            for count, plain in others.items():
+                memories = [self.state[parameter] for parameter in plain]
+                _adam(plain, memories, count, rate * cosine(count, self._length(group)))
+        return loss
+
+    def _count(self, parameter: Tensor) -> int:
+        """Count a step of a parameter, whose memory follows a model that was moved or converted."""
+        memory = self.state[parameter]
+        for name, value in memory.items():
+            if torch.is_tensor(value):
+                memory[name] = value.to(parameter)
+        memory["step"] = memory.get("step", 0) + 1
+        return memory["step"]  # type: ignore[no-any-return]
+
+    def _length(self, group: dict[str, Any]) -> int | None:
+        return group["total_steps"] or self._told_steps
+
+    def _update(self, step: NaturalStep, count: int, group: dict[str, Any], sites: list[NaturalSite]) -> None:
+        """Move the means of some sites, and set their precisions."""
+        if any(site.precision.grad is None for site in sites):
+            raise GuideError(
+                f"{type(self).__name__} got means with a gradient but no curvature: train with NaturalGradientELBO, "
+                "and take one step for each backward pass"
+            )
+        total = self._length(group)
+        rise = warm_up(count, group["warmup_steps"], total)
+        self.rate_factor = cosine(count, total) * rise
+        tempering = rise if total is None or not group["warmup_steps"] else min(1.0, 2 * count / total) ** 2
+        self._move(
+            Update(
+                sites,
+                [self.state[site.loc] for site in sites],
+                group,
+                step,
+                count,
+                factor=self.rate_factor,
+                temperature=step.temperature * tempering,
+            )
+        )
+        for site in sites:
+            site.precision.grad = None
+        step.wanted = self.wanted
+
+    def _divide_gradients(self, moved: list[Tensor], steps: list[NaturalStep]) -> None:
+        """Divide gradients by what the loss was multiplied with.
+
+        Raises:
+            GuideError: ``GradScaler.unscale_`` has divided them by some of it, and does not say by how much.
+        """
+        own = set(map(id, moved))
+        for step in steps:
+            factor = step.loss_factor
+            if isinstance(factor, float):
+                continue
+            means = [site for site in step.sites.values() if id(site.loc) in own]
+            gradients: Any = [
+                s.precision.grad for s in means if s.precision.grad is not None and id(s.precision) not in own
+            ]
+            if not hasattr(self, "found_inf") or getattr(self, "grad_scale", None) is not None:
+                gradients += [p.grad for p in moved if id(p) in step.trained]
+            elif math.frexp(float(factor))[0] != 0.5:  # scales are powers of two, by torch's defaults
+                raise GuideError(
+                    f"the loss was multiplied with {float(factor):g} before the backward pass, by GradScaler and by "
+                    "something else. Where GradScaler.unscale_ is called, its scale alone, a power of two, may do so: "
+                    "do not divide the loss by the number of data."
+                )
+            if gradients:
+                torch._foreach_div_(gradients, factor)
+
+    @abstractmethod
+    def _move(self, update: Update) -> None:
+        """Move means and set posterior precisions, both in place."""
+
+
+def _adam(parameters: list[Tensor], memories: list[dict[str, Any]], count: int, lr: float) -> None:
+    """One step of Adam (Kingma & Ba, 2015) with its usual constants."""
+    for memory, parameter in zip(memories, parameters, strict=True):
+        if "mean" not in memory:
+            memory["mean"], memory["square"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+    gradients: Any = [parameter.grad for parameter in parameters]
+    means, squares = ([memory[name] for memory in memories] for name in ("mean", "square"))
+    torch._foreach_lerp_(means, gradients, 0.1)
+    torch._foreach_mul_(squares, 0.999)
+    torch._foreach_addcmul_(squares, gradients, gradients, value=0.001)
+    scales = torch._foreach_div(squares, 1 - 0.999**count)
+    torch._foreach_sqrt_(scales)
+    torch._foreach_add_(scales, 1e-8)
+    torch._foreach_addcdiv_(parameters, means, scales, value=-lr / (1 - 0.9**count))
+
+
+def cosine(step: int, total_steps: int | None) -> float:
+    """Half a cosine wave from 1 to 0; 1 where the length of training is not known.
+
+    Example:
+        >>> [round(cosine(step, 4), 3) for step in (1, 3, 5)]
+        [1.0, 0.5, 0.0]
+    """
+    if total_steps is None:
+        return 1.0
+    return 0.5 * (1 + math.cos(math.pi * min(step - 1, total_steps) / total_steps))
+
+
+def warm_up(step: int, warmup_steps: int, total_steps: int | None) -> float:
+    """A straight line from 0 to 1, over at most a quarter of training.
+
+    The curvature of the first steps says little: it is that of a network which has learned nothing, seen through a few
+    minibatches. Whole steps by it can carry the means far away for good, and a posterior as wide as it allows drowns
+    the gradient in noise: a network that never gets away from its prior is an optimum too. Therefore the temperature
+    rises more slowly, as a square over half of training, where the length of that is known.
+
+    Example:
+        >>> [warm_up(step, 4, None) for step in (1, 2, 4, 5)]
+        [0.25, 0.5, 1.0, 1.0]
+    """
+    if total_steps is not None:
+        warmup_steps = min(warmup_steps, total_steps // 4)
+    return min(1.0, step / warmup_steps) if warmup_steps else 1.0

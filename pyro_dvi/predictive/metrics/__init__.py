@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""Scores of predictions: how likely, how accurate, how calibrated, how watchful.
+
+Every function takes what a prediction consists of (probabilities, means, log-likelihoods) and what was observed, as
+tensors or anything that ``torch.as_tensor`` accepts, and computes in double precision. Probabilities have their
+classes in the last dimension, ``[..., C]`` with labels ``[...]``; where labels are two-valued, probabilities of label
+1 alone, of the labels' shape, will do. What cannot be right (NaN, rows that do not sum to one, labels out of range)
+raises a :class:`~pyro_dvi.errors.DataError` instead of giving a number.
+"""
+
+from pyro_dvi.predictive.metrics.calibration import (
+    ReliabilityTable,
+    adaptive_calibration_error,
+    expected_calibration_error,
+    reliability_table,
+)
+from pyro_dvi.predictive.metrics.classification import accuracy, brier
+from pyro_dvi.predictive.metrics.detection import auroc, fpr_at_tpr
+from pyro_dvi.predictive.metrics.entropy import mutual_information, predictive_entropy
+from pyro_dvi.predictive.metrics.likelihood import Estimate, nll
+from pyro_dvi.predictive.metrics.regression import coverage, crps_gaussian, crps_samples, interval_width, rmse
+from pyro_dvi.predictive.metrics.rejection import (
+    RejectionCurve,
+    aumrc,
+    error_at_rejection,
+    rejection_curve,
+    trapezoidal_aumrc,
+)
+
+__all__ = [
+    "Estimate",
+    "RejectionCurve",
+    "ReliabilityTable",
+    "accuracy",
+    "adaptive_calibration_error",
+    "aumrc",
+    "auroc",
+    "brier",
+    "coverage",
+    "crps_gaussian",
+    "crps_samples",
+    "error_at_rejection",
+    "expected_calibration_error",
+    "fpr_at_tpr",
+    "interval_width",
+    "mutual_information",
+    "nll",
+    "predictive_entropy",
+    "rejection_curve",
+    "reliability_table",
+    "rmse",
+    "trapezoidal_aumrc",
+]

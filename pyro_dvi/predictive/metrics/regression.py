@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Numbers: errors, intervals, and the score of whole distributions."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_dvi.errors import DataError
+from pyro_dvi.predictive.metrics.checks import numbers
+
+
+def rmse(mean: Any, observed: Any) -> float:
+    r"""Root of the mean squared error of the predicted mean, in units of the observation.
+
+    .. math::
+        \sqrt{\frac1n \sum_i (m_i - y_i)^2}
+
+    Args:
+        mean: predicted means, any shape.
+        observed: observed values of exactly the same shape (``[n]`` against ``[n, 1]`` would broadcast to ``[n, n]``).
+
+    Returns:
+        A number in units of ``observed``.
+
+    Raises:
+        DataError: shapes that differ, no values, or NaN.
+
+    Example:
+        >>> round(rmse([1.0, 2.0], [1.0, 4.0]), 6)
+        1.414214
+    """
+    m, y = _alike(mean=mean, observed=observed)
+    return float((m - y).square().mean().sqrt())
+
+
+def coverage(lower: Any, upper: Any, observed: Any) -> float:
+    r"""Prediction interval coverage probability (PICP): the share of observations inside their interval.
+
+    .. math::
+        \frac1n \sum_i 1[l_i \le y_i \le u_i]
+
+    A calibrated 95 % interval covers 95 % of new observations, up to a binomial standard error.
+
+    Args:
+        lower: lower limits, any shape.
+        upper: upper limits of the same shape.
+        observed: observed values of the same shape.
+
+    Returns:
+        A number between 0 and 1.
+
+    Raises:
+        DataError: shapes that differ, no values, NaN, or a lower limit above its upper one.
+
+    Source: Khosravi et al. (2011), Eq. 8.
+
+    Example:
+        >>> coverage([0.0, 0.0], [1.0, 1.0], [0.5, 2.0])
+        0.5
+    """
+    low, high, y = _interval(lower, upper, observed)
+    return float(((low <= y) & (y <= high)).double().mean())
+
+
+def interval_width(lower: Any, upper: Any) -> float:
+    r"""Mean width of prediction intervals, in units of the observation.
+
+    Of two sets of intervals with equal :func:`coverage` the narrower is the better.
+
+    Args:
+        lower: lower limits, any shape.
+        upper: upper limits of the same shape.
+
+    Returns:
+        A number in units of the observation, not negative.
+
+    Raises:
+        DataError: shapes that differ, no values, NaN, or a lower limit above its upper one.
+
+    Example:
+        >>> interval_width([0.0, 0.0], [1.0, 2.0])
+        1.5
+    """
+    low, high, _ = _interval(lower, upper, lower)
+    return float((high - low).mean())
+
+
+def crps_gaussian(mean: Any, scale: Any, observed: Any) -> float:
+    r"""Continuous ranked probability score of Gaussian predictions; 0 is perfect.
+
+    .. math::
+        \mathrm{CRPS} = \frac1n \sum_i \sigma_i \Bigl[z_i (2\Phi(z_i) - 1) + 2\phi(z_i) - \tfrac1{\sqrt\pi}\Bigr],
+        \qquad z_i = \frac{y_i - m_i}{\sigma_i}
+
+    Status: exact. A scale of zero gives the absolute error, as in the limit.
+
+    Args:
+        mean: predictive means, any shape.
+        scale: predictive standard deviations of the same shape, not negative.
+        observed: observed values of the same shape.
+
+    Returns:
+        A number in units of the observation.
+
+    Raises:
+        DataError: shapes that differ, no values, NaN, or a negative scale.
+
+    Source: Gneiting & Raftery (2007), section 4.2, with the sign turned.
+
+    Example:
+        >>> round(crps_gaussian([0.0], [1.0], [0.0]), 6)
+        0.233695
+    """
+    m, s, y = _alike(mean=mean, scale=scale, observed=observed)
+    if s.min() < 0:
+        raise DataError(f"scale is a standard deviation and must not be negative; found {float(s.min()):.6g}")
+    return float((mean_distance(y - m, s) - s / math.sqrt(math.pi)).mean())
+
+
+def mean_distance(distance: Tensor, scale: Tensor) -> Tensor:
+    """Return the mean of abs(x) for Gaussian x with these means and standard deviations."""
+    z = distance / scale.clamp_min(torch.finfo(scale.dtype).tiny)
+    density = math.sqrt(2 / math.pi) * torch.exp(-0.5 * z.square())
+    return scale * density + distance * torch.erf(z / math.sqrt(2))
+
+
+def crps_samples(draws: Any, observed: Any) -> float:
+    r"""Continuous ranked probability score of the empirical distribution of draws; 0 is perfect.
+
+    .. math::
+        \mathrm{CRPS} = \frac1n \sum_i \Bigl[\frac1S \sum_s |x_{is} - y_i|
+            - \frac1{2S^2} \sum_{s,t} |x_{is} - x_{it}|\Bigr]
+
+    Status: exact for the empirical distribution. As an estimate of the score of the distribution that the draws come
+    from it is too high by :math:`\mathrm{E}|x - x'| / 2S`.
+
+    Args:
+        draws: S draws for each observation, ``[S, ...]``.
+        observed: observed values, ``[...]``.
+
+    Returns:
+        A number in units of the observation.
+
+    Raises:
+        DataError: shapes that do not belong together, no values, or NaN.
+
+    Source: Gneiting & Raftery (2007), Eq. 21, with the sign turned.
+
+    Example:
+        >>> crps_samples([[0.0], [2.0]], [1.0])
+        0.5
+    """
+    x, y = numbers(draws, "draws"), numbers(observed, "observed")
+    if x.shape[1:] != y.shape:
+        raise DataError(
+            f"draws of shape {tuple(x.shape)} belong to observations of shape {tuple(x.shape[1:])}, not "
+            f"{tuple(y.shape)}: draws are counted in the first dimension"
+        )
+    count = len(x)
+    ordered = x.sort(0).values
+    ranks = torch.arange(count, dtype=x.dtype).reshape(-1, *[1] * y.dim())
+    spread = ((2 * ranks + 1 - count) * ordered).sum(0) / count**2  # half the mean absolute difference
+    return float(((x - y).abs().mean(0) - spread).mean())
+
+
+def _interval(lower: Any, upper: Any, observed: Any) -> tuple[Tensor, ...]:
+    low, high, y = _alike(lower=lower, upper=upper, observed=observed)
+    if (low > high).any():
+        raise DataError(f"{int((low > high).sum())} of {low.numel()} lower limits lie above the upper ones")
+    return low, high, y
+
+
+def _alike(**given: Any) -> tuple[Tensor, ...]:
+    """Return the values in double precision; their shapes must be the same."""
+    values = {name: numbers(value, name) for name, value in given.items()}
+    if len({value.shape for value in values.values()}) > 1:
+        shapes = " and ".join(f"{name} has shape {tuple(value.shape)}" for name, value in values.items())
+        raise DataError(f"{shapes}: they must be the same")
+    return tuple(values.values())

@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Match the latent sites of a model with the Gaussians of a guide, whatever way the guide writes them."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import dropwhile
+from typing import Any
+
+import torch
+from pyro.distributions.util import sum_rightmost
+from pyro.infer.autoguide.guides import AutoContinuous
+from torch import Tensor, nn
+from torch import distributions as td
+from torch.distributions import biject_to, constraints
+
+from pyro_dvi.errors import GuideError, ModelError
+from pyro_dvi.gaussians.joint_normal import is_joint, shared_factor
+from pyro_dvi.moments.joint import SharedNoise
+from pyro_dvi.runs.distributions import strip_event_dims
+from pyro_dvi.runs.sites import is_latent, sites_of
+
+
+@dataclass
+class GaussianSite:
+    """A Gaussian sample site of a guide.
+
+    Attributes:
+        name: the guide's site name.
+        value: what the guide returned: a tracked copy of the mean, or a sample.
+        base: the Normal distribution, its parameters attached to those of the guide.
+        transforms: maps from the Gaussian to the site's value (``LogNormal`` and its like); usually none.
+        sampled: elements of the value that were sampled instead of set to the mean: a mask, or True or False.
+    """
+
+    name: str
+    value: Tensor
+    base: td.Normal
+    transforms: tuple[Any, ...] = ()
+    sampled: Tensor | bool = False
+
+    @property
+    def loc(self) -> Tensor:
+        """Mean, attached to the parameters."""
+        return self.base.loc
+
+    @property
+    def scale(self) -> Tensor:
+        """Standard deviation, attached to the parameters."""
+        return self.base.stddev
+
+    def expanded_scale(self) -> Tensor:
+        """Standard deviations of the elements that stand at their mean; zero for those that were sampled."""
+        return (
+            self.scale
+            if self.sampled is False
+            else self.scale.masked_fill(torch.as_tensor(self.sampled), 0.0)
+        )
+
+
+@dataclass(eq=False)
+class Latent:
+    """One latent site of the model and its posterior marginal in unconstrained space.
+
+    Attributes:
+        name: the model's site name.
+        prior: the site's distribution, given its parents' values.
+        value: the value that the model computed with.
+        loc: posterior mean of the unconstrained value; None for a point mass.
+        own_scale: its standard deviation; that of ``source`` by default.
+        transform: map from unconstrained to constrained values; None for the identity.
+        log_density: log-density that a point mass carries (a Jacobian, for MAP in unconstrained space).
+        plate_scale: the site's own scale, as for local latents of a subsampled plate.
+        mask: the site's own mask.
+        source: the guide's Gaussian that it comes from; None for a point mass.
+        guide_scale: the scale of the guide's site, which weighs its density.
+        elements: mask of the elements of the guide's Gaussian that are the site's; True if all are.
+        shared: what it shares with other sites of a Gaussian with covariances.
+        rest: variance of what it does not share; None for nothing.
+    """
+
+    name: str
+    prior: Any
+    value: Tensor
+    loc: Tensor | None = None
+    own_scale: Tensor | None = None
+    transform: Any = None
+    log_density: Tensor | float = 0.0
+    plate_scale: float | Tensor = 1.0
+    mask: Tensor | bool | None = None
+    source: GaussianSite | None = None
+    guide_scale: float | Tensor = 1.0
+    elements: Tensor | bool = True
+    shared: SharedNoise | None = None
+    rest: Tensor | None = None
+
+    @property
+    def scale(self) -> Tensor | None:
+        """Standard deviation of the unconstrained value, computed when it is asked for; None for a point mass."""
+        return self.source.scale if self.own_scale is None and self.source is not None else self.own_scale
+
+
+def is_real(support: Any) -> bool:
+    """Whether a support is all real numbers."""
+    while isinstance(support, constraints.independent):
+        support = support.base_constraint
+    return support is constraints.real or support is constraints.real_vector
+
+
+def unconstraining_transform(support: Any) -> Any:
+    """Return the transform from real numbers to ``support``, or None where it is the identity."""
+    return None if is_real(support) else biject_to(support)
+
+
+def elementary(transform: Any) -> list[Any]:
+    """Return the transforms that one consists of, without identities.
+
+    Such as the shift by nothing that PyTorch appends to exp for positive supports.
+    """
+    if isinstance(transform, td.IndependentTransform):
+        return elementary(transform.base_transform)
+    if isinstance(transform, td.ComposeTransform):
+        return [part for inner in transform.parts for part in elementary(inner)]
+    return [] if transform is None or _is_identity(transform) else [transform]
+
+
+def _is_identity(transform: Any) -> bool:
+    """Whether a transform shifts by the number 0 and scales by the number 1; tensors are not looked into."""
+    if not isinstance(transform, td.AffineTransform):
+        return False
+    numbers = isinstance(transform.loc, int | float) and isinstance(transform.scale, int | float)
+    return numbers and (transform.loc, transform.scale) == (0, 1)
+
+
+class Marginals:
+    """Where a guide has the Gaussians of latent sites.
+
+    Understood are Normal sites of the same name, auxiliary ``<name>_unconstrained`` Normals followed by a Delta (Pyro's
+    AutoNormal), and the joint vector of AutoDiagonalNormal, AutoMultivariateNormal and their kin.
+
+    Args:
+        guide: the guide.
+        gaussians: its Gaussian sites.
+    """
+
+    def __init__(self, guide: Callable, gaussians: dict[str, GaussianSite]) -> None:
+        self.gaussians = gaussians
+        self._auxiliary = dict(_parts_of_vectors(guide, gaussians))
+        for name, source in gaussians.items():
+            if name.endswith("_unconstrained"):
+                part = {"source": source, "loc": source.loc}
+                self._auxiliary[name.removesuffix("_unconstrained")] = part
+
+    def of(self, site: Any) -> Latent:
+        """Return a latent site of the model, a node of its run or a message, with its Gaussian if it has one."""
+        name, prior = site["name"], site["fn"]
+        found: dict[str, Any] = {}
+        if name in self.gaussians:
+            source = self.gaussians[name]
+            transform = td.ComposeTransform(list(source.transforms)) if source.transforms else None
+            found = {"source": source, "loc": source.loc, "transform": transform}
+            if is_joint(source.base):
+                factor, found["rest"], between = shared_factor(source.base)
+                found["shared"] = SharedNoise(factor, repr(name), between)
+        elif name in self._auxiliary:
+            found = self._auxiliary[name] | {"transform": unconstraining_transform(prior.support)}
+        return Latent(name, prior, site["value"], plate_scale=site["scale"], mask=site["mask"], **found)
+
+
+def match_latents(model_trace: Any, guide_trace: Any, marginals: Marginals) -> list[Latent]:
+    """Pair every latent site of the model with its marginal in the guide, or its point mass.
+
+    Raises:
+        ModelError: a site is neither observed nor in the guide, or has another shape there.
+        GuideError: the guide has Gaussians that belong to no latent site, or lacks an auxiliary that it needs.
+    """
+    latents = []
+    for site in sites_of(model_trace, is_latent):
+        name = site["name"]
+        guide_site = guide_trace.nodes.get(name)
+        if guide_site is None:
+            raise ModelError(
+                f"site {name!r} is neither observed nor in the guide. If it is data, pass the observed values "
+                f"(y was None?); if it is a latent variable, add pyro.sample({name!r}, ...) to the guide."
+            )
+        check_shape(site, guide_site["cond_indep_stack"])
+        latent = marginals.of(site)
+        if latent.source is None:
+            latent.log_density = _log_density_of_mass(guide_site["fn"])
+        else:
+            guide_site = guide_trace.nodes[latent.source.name]
+        latent.guide_scale = guide_site["scale"]
+        latents.append(latent)
+    left = sorted(
+        set(marginals.gaussians) - {latent.source.name for latent in latents if latent.source is not None}
+    )
+    if left:
+        raise GuideError(
+            f"guide site {left[0]!r} is a Normal that belongs to no latent site of the model, so latents computed from "
+            "it may depend on each other. Give each latent site of the model its own Normal site of the same name "
+            f"(or '<name>_unconstrained'); the model's latent sites are {[latent.name for latent in latents]}."
+        )
+    return latents
+
+
+def check_shape(site: Any, frames: Iterable[Any] = ()) -> None:
+    """Refuse a value of a latent whose shape differs from its prior's, to which it would be broadcast.
+
+    As in Pyro, leading dimensions of size one make no difference.
+
+    Args:
+        site: the latent in a run of the model.
+        frames: the plates around it in the guide.
+
+    Raises:
+        ModelError: naming the site and both shapes.
+    """
+    shape, value = site["fn"].batch_shape + site["fn"].event_shape, site["value"]
+    sizes = {frame.name: frame.full_size for frame in frames}
+    here = {frame.name: frame.full_size for frame in site["cond_indep_stack"] if frame.name in sizes}
+    if (
+        _without_leading_ones(value.shape) != _without_leading_ones(shape)
+        or not here.items() <= sizes.items()
+    ):
+        own, other = (f" in plates of the sizes {found}" if here else "" for found in (here, sizes))
+        raise ModelError(
+            f"latent site {site['name']!r} has the shape {tuple(shape)}{own} in this call of the model, and "
+            f"{tuple(value.shape)}{other} in the guide, which knows one shape: it must not depend on the minibatch. A "
+            "latent of each row needs a plate of the whole data set, pyro.plate(name, num_data, subsample=rows)"
+        )
+
+
+def _without_leading_ones(shape: torch.Size) -> tuple[int, ...]:
+    return tuple(dropwhile(lambda size: size == 1, shape))
+
+
+def _log_density_of_mass(fn: Any) -> Tensor | float:
+    """Log-density that a point mass carries; of a Delta below to_event, it has one for each element."""
+    log_density = getattr(strip_event_dims(fn), "log_density", 0.0)
+    if not torch.is_tensor(log_density):
+        return log_density
+    return sum_rightmost(log_density, log_density.dim() - len(fn.batch_shape))
+
+
+def _parts_of_vectors(
+    guide: Callable, gaussians: dict[str, GaussianSite]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Split the joint vector of AutoDiagonalNormal guides into the model's sites; transforms are not known here."""
+    for name, source in gaussians.items():
+        owner = _vector_owner(guide, name)
+        if owner is None:
+            continue
+        positions = torch.arange(source.loc.shape[-1], device=source.loc.device)
+        unpacked = map(owner._unpack_latent, (source.loc, source.scale, positions))
+        parts, indices = {}, {}
+        for (site, loc), (_, scale), (_, index) in zip(*unpacked, strict=True):
+            elements = torch.zeros_like(positions, dtype=torch.bool)
+            elements[index.reshape(-1)] = True
+            parts[site["name"]] = {"source": source, "loc": loc, "own_scale": scale, "elements": elements}
+            indices[site["name"]] = index
+        if is_joint(source.base):
+            factor, rest, between = shared_factor(source.base)
+            sites, start = " and ".join(map(repr, parts)), 0
+            for name, index in indices.items():
+                own = slice(
+                    start, start := start + index.numel()
+                )  # a view, since indexing costs more backwards
+                parts[name]["shared"] = SharedNoise(factor[:, own].reshape(-1, *index.shape), sites, between)
+                parts[name]["rest"] = None if rest is None else rest[own].reshape(index.shape)
+        yield from parts.items()
+
+
+def _vector_owner(guide: Callable, name: str) -> AutoContinuous | None:
+    if not name.endswith("_latent") or not isinstance(guide, nn.Module):
+        return None
+    for module in guide.modules():
+        if isinstance(module, AutoContinuous) and f"_{module._pyro_name}_latent" == name:
+            return module
+    return None

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run a model at given unconstrained values of its latents, with every example counted once."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from pyro.distributions.util import scale_and_mask, sum_rightmost
+from torch import Tensor
+
+from pyro_dvi.errors import ModelError, UnsupportedError
+from pyro_dvi.runs.distributions import strip_event_dims
+from pyro_dvi.runs.latents import check_shape, unconstraining_transform
+from pyro_dvi.runs.means import twice_differentiable
+from pyro_dvi.runs.observed import Observed, observed_sites
+from pyro_dvi.runs.sites import AllRows, SampleTrace, SetLatents, is_latent
+
+
+@dataclass
+class JointRun(Observed):
+    r"""One run of the model on one batch.
+
+    Attributes:
+        sites: observed sites, scaled so that the sum over the batches of a pass is the likelihood of all data.
+        factors: ``pyro.factor`` terms likewise.
+        log_priors: log density of every latent in unconstrained space, Jacobian included; counts once a pass.
+        rows: for every subsampled plate the rows of this batch and those of the data.
+        trace: the model's trace.
+    """
+
+    log_priors: dict[str, Tensor]
+    rows: dict[str, tuple[int, int]]
+    trace: Any
+
+    @property
+    def log_prior(self) -> Tensor:
+        r""":math:`\log p(u)` of all latents, a scalar."""
+        return torch.stack(list(self.log_priors.values())).sum()
+
+
+def run_joint(model: Callable, args: tuple, kwargs: dict[str, Any], values: Mapping[str, Tensor]) -> JointRun:
+    """Run ``model`` with its latents at ``values``.
+
+    Args:
+        model: a Pyro model.
+        args: its positional arguments: one batch.
+        kwargs: its keyword arguments.
+        values: unconstrained value of every latent site.
+
+    Raises:
+        ModelError: nothing is observed, a site is neither observed nor in ``values`` or has another shape there, or one
+            of ``values`` is no site.
+        UnsupportedError: a latent has a value for each row of a subsampled plate.
+    """
+    with twice_differentiable(), AllRows(), AtUnconstrained(values) as latents:
+        model(*args, **kwargs)
+    trace = latents.trace
+    rows: dict[str, tuple[int, int]] = {}
+    for name, node in trace.nodes.items():
+        if is_latent(node):
+            if name not in values:
+                raise ModelError(
+                    f"site {name!r} is neither observed nor in the guide. If it is data, pass the observed values "
+                    f"(y was None?); if it is a latent variable, the guide was set up with another model."
+                )
+            check_shape(node)
+        elif node["type"] == "sample" and node["is_observed"]:
+            for frame in node["cond_indep_stack"]:
+                if frame.vectorized and frame.full_size is not None:
+                    rows[frame.name] = (frame.size, frame.full_size)
+    unvisited = [name for name in values if name not in trace.nodes]
+    if unvisited:
+        raise ModelError(
+            f"the model did not sample {unvisited[0]!r}, which the guide has: it was set up with another model, or "
+            "without the observations, or the model chooses its latent variables by its arguments"
+        )
+    observed = observed_sites(trace)
+    for site in observed.terms:
+        site.scale = site.scale * site.share  # each row counts once
+    return JointRun(observed.sites, observed.factors, latents.log_priors(), rows, trace)
+
+
+class AtUnconstrained(SetLatents, SampleTrace):
+    """Set latent sites by their unconstrained values, and record the run; other sites are left alone.
+
+    Raises:
+        UnsupportedError: in a run: a latent has a value for each row of a subsampled plate.
+    """
+
+    def __init__(self, values: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self.values = values
+        self._jacobians: dict[str, Tensor] = {}
+
+    def _value_of(self, site: Any) -> Tensor | None:
+        name, fn = site["name"], site["fn"]
+        if name not in self.values:
+            return None
+        for frame in site["cond_indep_stack"]:
+            if frame.full_size is not None and frame.full_size != frame.size:
+                raise UnsupportedError(
+                    f"latent site {name!r} has a value for each row of the subsampled plate {frame.name!r}: "
+                    "give all the data in one batch, without subsampling. If it is data, pass the observed values"
+                )
+        u = self.values[name]
+        transform = unconstraining_transform(fn.support)
+        if transform is None:
+            return u
+        value: Tensor = transform(u)
+        log_det = transform.log_abs_det_jacobian(u, value)
+        self._jacobians[name] = sum_rightmost(log_det, log_det.dim() - value.dim() + fn.event_dim).sum()
+        return value
+
+    def log_priors(self) -> dict[str, Tensor]:
+        """Log density of the value of each latent in unconstrained space."""
+        terms: dict[str, Tensor] = {}
+        nodes: Any = self.trace.nodes
+        for name, node in nodes.items():
+            if is_latent(node) and name in self.values:
+                log_prob = node["fn"].log_prob(node["value"])
+                term = scale_and_mask(log_prob, node["scale"], node["mask"]).sum()
+                terms[name] = term + self._jacobians[name] if name in self._jacobians else term
+        return terms
+
+
+def log_prior_of_entries(node: Any, entries: Tensor) -> Tensor:
+    """Log density of some entries of a latent in unconstrained space, given the others; a scalar.
+
+    Args:
+        node: the latent in a trace.
+        entries: where these are in the flattened site.
+
+    Raises:
+        UnsupportedError: the prior couples the entries of the site.
+    """
+    fn, value = node["fn"], node["value"]
+    base = strip_event_dims(fn)
+    if base.event_shape:
+        raise UnsupportedError(
+            f"the prior of {node['name']!r}, a {type(base).__name__}, couples its entries, so that the evidence of "
+            "some of them is not known: let the whole site vary, or none of it"
+        )
+    mask = (
+        torch.zeros_like(value, dtype=torch.bool).flatten().index_fill(0, entries, True).reshape(value.shape)
+    )
+    log_prob = base.mask(mask).to_event(len(fn.event_shape)).log_prob(value)
+    found = scale_and_mask(log_prob, node["scale"], node["mask"]).sum()
+    transform = unconstraining_transform(base.support)
+    if transform is not None:
+        found = found + transform.log_abs_det_jacobian(transform.inv(value), value)[mask].sum()
+    return found

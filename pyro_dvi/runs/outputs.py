@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a model puts out for given inputs, as real numbers: the parameters of its observed distribution.
+
+A mean is a real number; a scale enters by its logarithm, class probabilities by the logits that the model gave.
+Linearising these keeps every distribution inside its domain.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import pyro.distributions as dist
+import torch
+from torch import Tensor
+from torch import distributions as td
+from torch.distributions import constraints
+
+from pyro_dvi.errors import DataError, ModelError, NonFiniteError, UnsupportedError
+from pyro_dvi.expectations.numerical import without_checks
+from pyro_dvi.runs.distributions import Built, arguments_kept, given_to, innermost, rewrapped
+from pyro_dvi.runs.latents import unconstraining_transform
+from pyro_dvi.runs.log_joint import AtUnconstrained
+from pyro_dvi.runs.means import twice_differentiable
+from pyro_dvi.runs.response import choose_response, example_axis, responses
+from pyro_dvi.runs.sites import AllRows, is_deterministic
+
+# Parameters that say where the observations lie. They come before others, such as degrees of freedom.
+_LOCATIONS = ("loc", "logits", "probs", "rate", "predictor")
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One uncertain parameter of the observed distribution.
+
+    Attributes:
+        name: as the distribution calls it.
+        shape: of one example, in real numbers.
+        axis: the dimension of the example in the parameter, from the left.
+        transform: from real numbers to the parameter's domain; None for the identity.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    axis: int
+    transform: Any
+
+    @property
+    def size(self) -> int:
+        """Real numbers for each example."""
+        return prod(self.shape)
+
+    def native(self, real: Tensor) -> Tensor:
+        """Return the parameter as the distribution takes it, from real numbers ``[*lead, B, *shape]``."""
+        lead = real.dim() - 1 - len(self.shape)
+        moved = real.movedim(lead, lead + self.axis)
+        return moved if self.transform is None else self.transform(moved)
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """The outputs of one run.
+
+    Attributes:
+        site: the observed site, or the deterministic one.
+        values: all parameters of each example, ``[B, K]``.
+        parameters: what the K numbers are, in order; the first is the mean, the logits or the logarithm of a rate, also
+            where only others are uncertain.
+        distribution: the observed distribution; None for a deterministic site.
+        given: what the innermost distribution is made with, by name.
+        axis: the dimension of its batch shape that counts examples, from the right.
+    """
+
+    site: str
+    values: Tensor
+    parameters: tuple[Parameter, ...]
+    distribution: Any
+    given: Mapping[str, Any]
+    axis: int
+
+    def split(self, values: Tensor) -> list[Tensor]:
+        """Return the real numbers ``[*lead, B, *shape]`` of each parameter, from values ``[*lead, B, K]``."""
+        parts = values.split([p.size for p in self.parameters], -1)
+        return [
+            part.reshape(*values.shape[:-1], *p.shape) for p, part in zip(self.parameters, parts, strict=True)
+        ]
+
+    def with_values(self, values: Tensor) -> Any:
+        """Return the distribution with other parameters.
+
+        Args:
+            values: ``[*lead, B, K]``.
+
+        Returns:
+            The distribution with batch shape ``[*lead, *batch]``.
+        """
+        real = self.split(values)
+        native = {p.name: p.native(part) for p, part in zip(self.parameters, real, strict=True)}
+        return self.rebuilt({**self.given, **native}, tuple(values.shape[:-2]))
+
+    def rebuilt(self, given: Mapping[str, Any], lead: tuple[int, ...]) -> Any:
+        """Return the distribution with other parameters of the innermost one.
+
+        Args:
+            given: arguments of the innermost distribution.
+            lead: its batch dimensions on the left of those of now.
+        """
+
+        def replaced(base: Any) -> Any:
+            return type(base)(**given, **without_checks(type(base)))
+
+        return rewrapped(self.distribution, replaced, lead)
+
+    def detached(self) -> "Outputs":
+        """Return the same without the graph of the run."""
+        given = {k: v.detach() if torch.is_tensor(v) else v for k, v in self.given.items()}
+        plain = replace(self, values=self.values.detach(), given=given)
+        if self.distribution is None:
+            return plain
+        return replace(plain, distribution=plain.with_values(plain.values))
+
+
+def run_outputs(
+    model: Callable, args: tuple, values: Mapping[str, Tensor], num_rows: int, site: str | None = None
+) -> Outputs:
+    """Run ``model`` with its latents at ``values`` and read its outputs.
+
+    Args:
+        model: a Pyro model.
+        args: its positional arguments; observations may be None.
+        values: unconstrained value of every latent site.
+        num_rows: B, the number of examples.
+        site: an observed site or one of ``pyro.deterministic``; None for the one observed site.
+
+    Raises:
+        ModelError: no such site, or several to choose from; no latent site reaches it.
+        DataError: the site has no dimension of B examples.
+        UnsupportedError: a parameter of the distribution cannot be written as free real numbers.
+    """
+    with twice_differentiable(), AllRows(), AtUnconstrained(values) as run, arguments_kept() as made:
+        model(*args)
+    nodes: Any = run.trace.nodes
+    node = nodes.get(site)
+    if node is not None and is_deterministic(node):
+        return _deterministic(str(site), node["value"], num_rows)
+    name = choose_response(site, responses(nodes, values))
+    node = nodes[name]
+    return observed_outputs(name, node["fn"], example_axis(name, node, num_rows), num_rows, made)
+
+
+def _deterministic(site: str, value: Tensor, num_rows: int) -> Outputs:
+    if value.dim() == 0 or len(value) != num_rows:
+        raise DataError(
+            f"deterministic site {site!r} has the shape {tuple(value.shape)}: its first dimension has to count the "
+            f"{num_rows} examples. Where it has a value for each group, read the latents from guide.sample or "
+            "guide.quantiles, or name that of each example in the model, pyro.deterministic('own', value[group])"
+        )
+    if not value.requires_grad:
+        raise _without_latents(f"deterministic site {site!r} does not depend")
+    parameter = Parameter("value", tuple(value.shape[1:]), 0, None)
+    return Outputs(site, value.reshape(num_rows, -1), (parameter,), None, {}, -value.dim())
+
+
+def observed_outputs(site: str, fn: Any, axis: int, num_rows: int, made: list[Built]) -> Outputs:
+    """Read the outputs from the distribution of an observed site; raises as :func:`run_outputs`.
+
+    Args:
+        site: the name of the site.
+        fn: its distribution.
+        axis: the dimension of its batch shape that counts examples, from the right.
+        num_rows: B.
+        made: what the distributions of the run were built with.
+    """
+    base = innermost(fn)
+    given = given_to(site, base, made)
+    batch_shape = _full_batch_shape(fn)
+    position = len(fn.batch_shape) + axis  # wrappers move batch dimensions to the right only
+    parts, parameters = [], []
+    location = _location(given)
+    for name in sorted(given, key=lambda name: name not in _LOCATIONS):
+        value = given[name]
+        constraint = base.arg_constraints.get(name)
+        if constraint is None or not (torch.is_tensor(value) and value.requires_grad):
+            _refuse_hidden(site, base, name, value)
+            if constraint is None or name != location:
+                continue
+            value = _certain(value, given)
+        transform, event_dim = _real_numbers(site, base, name, constraint)
+        own = value.shape[value.dim() - event_dim :] if event_dim else ()
+        value = value.expand(*batch_shape, *own)
+        real = (value if transform is None else transform.inv(value)).movedim(position, 0)
+        if not bool(torch.isfinite(real.detach()).all()):
+            raise NonFiniteError(
+                f"observed site {site!r}: {name!r} of {type(base).__name__} is NaN, infinite or at the edge of its "
+                "domain for some examples; give logits= in place of probs=, or keep scales away from zero"
+            )
+        parts.append(real.reshape(num_rows, -1))
+        parameters.append(Parameter(name, tuple(real.shape[1:]), position, transform))
+    if not any(part.requires_grad for part in parts):
+        raise _without_latents(f"no parameter of {type(base).__name__} at observed site {site!r} depends")
+    return Outputs(site, torch.cat(parts, -1), tuple(parameters), fn, given, axis)
+
+
+def _location(given: Mapping[str, Any]) -> str | None:
+    """Return the parameter that is the prediction: it counts among the outputs even where it is certain."""
+    name = next((name for name in _LOCATIONS if name in given), None)
+    # Of a Gamma, rate and concentration are two equal parts of its mean.
+    return None if name == "rate" and "concentration" in given else name
+
+
+def _certain(value: Any, given: Mapping[str, Any]) -> Tensor:
+    """Return a parameter without uncertainty as a constant tensor, like those that the model gave."""
+    if torch.is_tensor(value):
+        return value
+    like = next((v for v in given.values() if torch.is_tensor(v)), torch.empty(()))
+    return torch.as_tensor(value, dtype=like.dtype, device=like.device)
+
+
+def _without_latents(what: str) -> ModelError:
+    return ModelError(f"{what} on the latent sites: its prediction has no uncertainty to approximate")
+
+
+def _refuse_hidden(site: str, base: Any, name: str, value: Any) -> None:
+    """Refuse parameters inside another distribution, as the components of a mixture are."""
+    if isinstance(value, td.Distribution) or (torch.is_tensor(value) and value.requires_grad):
+        raise UnsupportedError(
+            f"observed site {site!r}: {type(base).__name__} has the argument {name!r}, which cannot be written "
+            "as free real numbers, so its prediction cannot be linearised. Name a pyro.deterministic site of the "
+            "prediction: guide.predictive(x, site='...')"
+        )
+
+
+def _full_batch_shape(fn: Any) -> tuple[int, ...]:
+    """Batch shape of the innermost distribution after it is expanded to all that is around it."""
+    shape = tuple(fn.batch_shape)
+    base = innermost(fn)
+    while fn is not base:
+        if isinstance(fn, td.Independent):
+            shape = (*shape, *fn.event_shape[: fn.reinterpreted_batch_ndims])
+        elif not isinstance(fn, (dist.MaskedDistribution, dist.ExpandedDistribution)):
+            # Transforms may turn batch dimensions into those of an event.
+            inner = tuple(fn.base_dist.batch_shape)
+            shape = shape if len(inner) == len(shape) else inner
+        fn = fn.base_dist
+    return shape
+
+
+def _real_numbers(site: str, base: Any, name: str, constraint: Any) -> tuple[Any, int]:
+    """Return the transform from real numbers to a parameter's domain, and the parameter's own dimensions."""
+    if constraints.is_dependent(constraint):
+        raise UnsupportedError(
+            f"observed site {site!r}: the domain of {name!r} of {type(base).__name__} depends on other parameters, so "
+            "it cannot be linearised. Name a pyro.deterministic site of the prediction instead: site='...'"
+        )
+    try:
+        if constraint is constraints.simplex:
+            # One number for each class, as for logits; stick-breaking would treat the classes unequally.
+            return td.SoftmaxTransform(), constraint.event_dim
+        return unconstraining_transform(constraint), constraint.event_dim
+    except NotImplementedError as error:
+        raise UnsupportedError(
+            f"observed site {site!r}: {name!r} of {type(base).__name__} lies in {constraint}, which no transform maps "
+            "to real numbers. Name a pyro.deterministic site of the prediction instead: site='...'"
+        ) from error

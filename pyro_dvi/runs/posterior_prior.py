@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The posterior of one task as the prior of the next."""
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pyro.distributions as dist
+import torch
+from pyro.poutine.messenger import Messenger
+from torch import Tensor, nn
+from torch import distributions as td
+
+from pyro_dvi.errors import ArgumentError, ModelError, UnsupportedError
+from pyro_dvi.runs.distributions import strip_event_dims
+from pyro_dvi.runs.latents import is_real
+from pyro_dvi.runs.sites import sites_named
+
+
+@dataclass(frozen=True)
+class PosteriorPrior:
+    """Gaussians that take the place of a model's priors; ``guide.as_prior()`` makes one.
+
+    Calling it with a model returns that model with these priors. It is a module, with the Gaussians as buffers and the
+    model under ``.model``; site names, parameters and running statistics are the model's own.
+    Called with a model that has such priors already, it replaces them.
+
+    Attributes:
+        gaussians: mean and standard deviation by site name; no gradients reach them.
+        origin: name of the guide that they come from.
+    """
+
+    gaussians: Mapping[str, tuple[Tensor, Tensor]]
+    origin: str
+
+    def __call__(self, model: Callable[..., Any]) -> Any:
+        """Return ``model`` with these Gaussians as its priors.
+
+        Raises:
+            ModelError: when it runs, if a site is missing, has another shape or is not real.
+        """
+        gaussians = dict(self.gaussians)
+        if isinstance(model, _WithPrior):
+            gaussians, model = {**model.priors(), **gaussians}, model.model
+        return _WithPrior(model, gaussians, self.origin)
+
+
+def without_posterior_prior(model: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the model of the first task, whose modules and parameters those of later tasks share."""
+    return model.model if isinstance(model, _WithPrior) else model
+
+
+def posterior_prior(
+    posteriors: Iterable[tuple[str, Any, bool]], exclude: str | Iterable[str], origin: str
+) -> PosteriorPrior:
+    """Make priors of a guide's posteriors.
+
+    Args:
+        posteriors: name, posterior in unconstrained space and whether that is the site's own space, for each site.
+        exclude: site names, or patterns of them.
+        origin: name of the guide.
+
+    Raises:
+        ArgumentError: a pattern fits no site, or they leave none.
+        UnsupportedError: the posterior of a site is no Gaussian over its values.
+    """
+    posteriors = list(posteriors)
+    excluded = sites_named("exclude", exclude, [name for name, _, _ in posteriors])
+    gaussians = {}
+    for name, posterior, real in posteriors:
+        if name in excluded:
+            continue
+        base = strip_event_dims(posterior)
+        remedy = f"Leave it with the prior of the model: as_prior(exclude=[{name!r}])"
+        if not real:
+            raise UnsupportedError(
+                f"the values of site {name!r} are constrained, so its posterior is no Gaussian over them. {remedy}."
+            )
+        if not isinstance(base, td.Normal):
+            raise UnsupportedError(
+                f"the posterior of site {name!r} is {type(base).__name__}, which as a prior would hold it fixed. "
+                f"{remedy}, or give it a mean-field posterior."
+            )
+        loc, scale = torch.broadcast_tensors(base.loc.detach(), base.scale.detach())
+        gaussians[name] = (loc.clone(), scale.clone())
+    if not gaussians:
+        raise ArgumentError(f"exclude={exclude!r} leaves no site whose posterior could become a prior")
+    return PosteriorPrior(gaussians, origin)
+
+
+class _Priors(Messenger):
+    """Replace the distributions of latent sites, inside the model only."""
+
+    def __init__(self, gaussians: Mapping[str, tuple[Tensor, Tensor]], origin: str) -> None:
+        super().__init__()
+        self.gaussians, self.origin = gaussians, origin
+        self.seen: set[str] = set()
+
+    def _pyro_sample(self, msg: Any) -> None:
+        name = msg["name"]
+        if name not in self.gaussians:
+            return
+        self.seen.add(name)
+        fn = msg["fn"]
+        loc, scale = self.gaussians[name]
+        if fn.shape() != loc.shape:
+            raise ModelError(
+                f"site {name!r} has the shape {tuple(fn.shape())}, its posterior in {self.origin} {tuple(loc.shape)}. "
+                "A head of another size, or a latent with a value for each example, belongs to its task: "
+                f"as_prior(exclude=[{name!r}])."
+            )
+        if not is_real(fn.support):
+            raise ModelError(
+                f"site {name!r} has the support {fn.support}, where its posterior from {self.origin} is a Gaussian: "
+                f"as_prior(exclude=[{name!r}]) leaves it with its own prior."
+            )
+        prior = dist.Normal(loc, scale, validate_args=False).to_event(fn.event_dim)
+        prior.initial_value = loc  # where the next guide starts
+        msg["fn"] = prior
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        missing = sorted(set(self.gaussians) - self.seen)
+        if missing and error[0] is None:
+            raise ModelError(
+                f"the model has no site {missing[0]!r}, to which the posterior from {self.origin} belongs "
+                f"({len(missing)} such sites). The head of an earlier task is left out by "
+                f"as_prior(exclude=[{missing[0]!r}])."
+            )
+
+
+class _WithPrior(nn.Module):
+    """A model whose runs see other priors."""
+
+    def __init__(
+        self, model: Callable[..., Any], gaussians: Mapping[str, tuple[Tensor, Tensor]], origin: str
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.origin = origin
+        self.sites = list(gaussians)
+        for k, (loc, scale) in enumerate(gaussians.values()):
+            self.register_buffer(f"prior_loc_{k}", loc)
+            self.register_buffer(f"prior_scale_{k}", scale)
+        self.train(getattr(model, "training", True))
+
+    def priors(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return mean and standard deviation by site name."""
+        return {
+            name: (self.get_buffer(f"prior_loc_{k}"), self.get_buffer(f"prior_scale_{k}"))
+            for k, name in enumerate(self.sites)
+        }
+
+    @property
+    def forward(self) -> Callable[..., Any]:  # type: ignore[override]
+        """The model's own, with its signature, which tells predictions what its observation is."""
+        run = self.model.forward if isinstance(self.model, nn.Module) else self.model
+        return functools.update_wrapper(functools.partial(self._run), run)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        with _Priors(self.priors(), self.origin):
+            return self.model(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "model":
+                raise
+            return getattr(self.model, name)

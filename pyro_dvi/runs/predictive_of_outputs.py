@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""The predictive of Gaussian outputs of a model, :math:`\int p(y \mid f)\,\mathcal N(f; \hat f, \Sigma)\,\mathrm df`.
+
+Outputs are the real-valued parameters of any observed distribution (:mod:`pyro_dvi.runs.outputs`). Their whole
+covariance is used: between classes, between elements of a vector, between a mean and the logarithm of its noise scale.
+An example may have several densities, one for each row of an inner plate, say. Each depends on its own outputs only,
+so that integrals are over these few.
+"""
+
+import math
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import torch
+from pyro.distributions.torch_distribution import TorchDistributionMixin
+from torch import Size, Tensor
+from torch import distributions as td
+from torch.distributions import constraints
+
+from pyro_dvi.links import mixture
+from pyro_dvi.links.classes import ClassLink
+from pyro_dvi.links.joint import Joint
+from pyro_dvi.links.noise import NoiseLink, ShapedNormal
+from pyro_dvi.links.noise import Normal as NoisyNormal
+from pyro_dvi.links.predictive import predictive_distribution
+from pyro_dvi.moments import GaussianMoments, Link
+from pyro_dvi.runs.distributions import innermost, rewrapped, untransformed
+from pyro_dvi.runs.outputs import Outputs, Parameter
+from pyro_dvi.runs.response import counted
+
+_CLASSES = (td.Bernoulli, td.Categorical, td.OneHotCategorical)
+# How parameters of these domains come from real numbers.
+_NAMES = {constraints.positive: "exp", constraints.unit_interval: "sigmoid", constraints.simplex: "softmax"}
+
+
+def integrated(
+    outputs: Outputs, covariance: Tensor, link: ClassLink, noise: NoiseLink, num_points: int
+) -> Any:
+    """Return the predictive distribution, of the batch and event shape of the observed one.
+
+    Status: as :func:`~pyro_dvi.links.predictive_distribution`. Several labels of one example (``to_event``) have the
+    right probabilities each, and count as independent of each other.
+
+    Args:
+        outputs: outputs at the mode.
+        covariance: of all outputs of each example, ``[B, K, K]``.
+        link: from Gaussian logits to class probabilities.
+        noise: from an uncertain scale of Gaussian noise to a distribution.
+        num_points: Sobol points where more than two numbers of one density are uncertain.
+    """
+    outputs, covariance = outputs.detached(), covariance.detach()
+    fn, base, parameters = outputs.distribution, innermost(outputs.distribution), outputs.parameters
+    variances = torch.diagonal(covariance, dim1=-2, dim2=-1)
+    parts = zip(parameters, outputs.split(outputs.values), outputs.split(variances), strict=True)
+    given = {**outputs.given, **{part[0].name: _uncertain(base, *part) for part in parts}}
+    uncertain = {name: value for name, value in given.items() if isinstance(value, GaussianMoments)}
+    if not uncertain:
+        return fn
+    # Dimensions of densities, without that of the examples.
+    shape = parameters[0].shape
+    others = shape[: len(shape) - base.arg_constraints[parameters[0].name].event_dim]
+    rank = len(fn.batch_shape) - 1
+    joined = len(others) > rank and not isinstance(base, _CLASSES)
+    if joined:  # by to_event: one density, whose numbers are dependent
+        others = others[:rank]
+    numbers = torch.arange(covariance.shape[-1], device=covariance.device).split([p.size for p in parameters])
+    places = {
+        p.name: own.reshape(math.prod(others), -1)
+        for p, own in zip(parameters, numbers, strict=True)
+        if p.name in uncertain
+    }
+    place = torch.cat(list(places.values()), -1)
+    between = covariance[:, place.unsqueeze(-1), place.unsqueeze(-2)]
+    between = between.reshape(len(covariance), *others, *between.shape[2:]).movedim(0, parameters[0].axis)
+    sizes = {name: own.shape[1] for name, own in places.items()}
+    joint = Joint(between, sizes, Size(shape[rank:] if joined else ()), num_points)
+
+    def predictive(base: Any) -> Any:
+        with pyro.validation_enabled(False):
+            found = as_pyro(predictive_distribution(type(base), given, link=link, noise=noise, joint=joint))
+        found._validate_args = (
+            False  # whoever scores observations checks them; a second look would wait for the device
+        )
+        return found
+
+    if not joined:
+        return rewrapped(fn, predictive)
+    if type(untransformed(fn)) is dist.Normal:
+        found, counts = predictive(base), counted({"fn": fn, "mask": None})
+        if counts is None:
+            return found
+        if not isinstance(found, mixture.PointMixture):
+            return PartlyCounted(found, counts)
+        found.components = PartlyCounted(found.components, counts)
+        return found
+    values, weights = joint.points(uncertain)
+    return mixture.PointMixture(outputs.rebuilt({**given, **values}, tuple(weights.shape)), weights)
+
+
+def _uncertain(base: Any, parameter: Parameter, real: Tensor, variance: Tensor) -> Any:
+    """A parameter as a function of its Gaussian real numbers, ``[B, *shape]``; a tensor if they have no variance."""
+    if not bool((variance > 0).any()):
+        return parameter.native(real)
+    inner = GaussianMoments(real.movedim(0, parameter.axis), variance.movedim(0, parameter.axis))
+    function = parameter.transform
+    if function is None:
+        return inner
+    # Its own variance is not known, and not asked for: that of an exponential is known from the Gaussian.
+    return GaussianMoments(
+        function(inner.loc),
+        inner.variance,
+        Link(inner, function, _NAMES.get(base.arg_constraints[parameter.name])),
+    )
+
+
+class PointMixture(mixture.PointMixture, TorchDistributionMixin):
+    """A mixture with Pyro's methods."""
+
+
+class Normal(NoisyNormal, TorchDistributionMixin):
+    """Noise around an uncertain mean, with Pyro's methods."""
+
+
+class PartlyCounted(dist.MaskedDistribution):
+    """Gaussian vectors, matrices or tensors whose log density is that of the numbers that count, the others left out.
+
+    Args:
+        base: the Gaussian.
+        counts: which numbers count, broadcastable to an observation of every density.
+    """
+
+    def __init__(self, base: Any, counts: Tensor) -> None:
+        super().__init__(base, True)
+        self.counts = counts
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Return the log density of the numbers that count, of the batch shape."""
+        start = -len(self.event_shape)
+        vectors: Any = (
+            self.base_dist.base_dist if isinstance(self.base_dist, ShapedNormal) else self.base_dist
+        )
+        apart = torch.where(self.counts, value - self.mean, 0.0).flatten(start)
+        counts = self.counts.flatten(start)
+        # In place of the others, numbers at their mode, where their density is one.
+        both, alone = counts.unsqueeze(-1) & counts.unsqueeze(-2), torch.eye(counts.shape[-1]).to(apart)
+        covariance = torch.where(both, vectors.covariance_matrix, alone / (2 * math.pi))
+        normal: Any = td.MultivariateNormal(torch.zeros_like(apart), covariance, validate_args=False)
+        return normal.log_prob(apart)  # type: ignore[no-any-return]
+
+
+_OURS = {mixture.PointMixture: PointMixture, NoisyNormal: Normal}
+
+
+def as_pyro(distribution: Any) -> Any:
+    """Return a torch distribution as the Pyro class of the same name, with Pyro's methods; one of ours as it is."""
+    kind: Any = _OURS.get(type(distribution), getattr(dist, type(distribution).__name__, None))
+    if kind is None or isinstance(distribution, dist.Distribution):
+        return distribution
+    twin = object.__new__(kind)
+    twin.__dict__.update(vars(distribution))
+    return twin

@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the first run of a model with its guide shows, looked at once."""
+
+import inspect
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from pyro.infer.util import is_validation_enabled
+from pyro.poutine.util import prune_subsample_sites
+from pyro.util import check_site_shape
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from pyro_dvi.core.autograd_graph import enters, function_of, graph_of
+from pyro_dvi.core.placement import tensors_of
+from pyro_dvi.core.undisturbed import undisturbed
+from pyro_dvi.errors import GuideError, ModelError, PyroDviError
+from pyro_dvi.gaussians.joint_normal import is_joint
+from pyro_dvi.runs.distributions import strip_event_dims
+from pyro_dvi.runs.equal_units import Starts, equal_units
+from pyro_dvi.runs.latents import GaussianSite, Latent, unconstraining_transform
+from pyro_dvi.runs.means import run_at_means
+from pyro_dvi.runs.observed import observed_sites
+from pyro_dvi.runs.posterior_run import Call, PosteriorRun
+from pyro_dvi.runs.sites import is_data, is_latent, sites_of
+
+_TYPES = [torch.finfo(t) for t in (torch.float16, torch.bfloat16, torch.float32, torch.float64)]
+# Limits of torch's own clamps: probabilities of distributions (eps), values of transforms to the unit interval (tiny).
+_OPEN_INTERVALS = {(low, 1 - t.eps) for t in _TYPES for low in (t.eps, t.tiny)}
+# Autograd nodes of functions whose derivative is zero wherever it exists.
+_FLAT = {f"{name}Backward{k}" for name in ("Round", "Floor", "Ceil", "Trunc", "Sign") for k in range(2)}
+_TURNS = (0, 1, 1, 0, 1, 0, 0, 1)  # of two kinds of runs, in an order that no cycle follows
+# What a model, a prior or a check may raise at an unusual value.
+_FAILURES = (ArithmeticError, AssertionError, LookupError, RuntimeError, ValueError, PyroDviError)
+_UNLIMITED: Any = float("inf")  # Pyro's way to say so, though it annotates an int
+
+
+@dataclass
+class Structure:
+    """What the first run showed of a model and its guide.
+
+    Attributes:
+        sampled: guide sites (or masks of their elements) that set the prior of another latent. They are sampled,
+            never fixed at their mean, which would lose the prior's curvature in them.
+        function_names: functions whose autograd nodes lead from the latents to the observed distributions.
+        shapes: shape of a draw at each observed site, for the arguments of the first run.
+        reached: guide sites that the observed sites depend on.
+        joint: Gaussian vectors with covariances among the guide sites, by name.
+        starts: means to be moved before training, see :mod:`~pyro_dvi.runs.equal_units`.
+    """
+
+    sampled: dict[str, Tensor | bool] = field(default_factory=dict)
+    function_names: frozenset[str] = frozenset()
+    shapes: dict[str, torch.Size] = field(default_factory=dict)
+    reached: frozenset[str] = frozenset()
+    joint: dict[str, Any] = field(default_factory=dict)
+    starts: Starts = field(default_factory=list)
+
+
+# Weak references to the guide and the model, the functions that they call (for bound methods), what was seen.
+_STRUCTURES: list[tuple[Any, Any, tuple[Any, Any], Structure]] = []
+
+
+def _owner(function: Callable) -> tuple[Any, Any]:
+    """The object to remember a callable by: a bound method is a new object at every access."""
+    return (function.__self__, function.__func__) if inspect.ismethod(function) else (function, None)
+
+
+def structure_of(call: Call) -> tuple[Structure, bool]:
+    """Look at a model and guide once; later calls for the same pair return the same answer.
+
+    Returns:
+        the structure, and whether this was the first look.
+    """
+    (model_owner, model_function), (guide_owner, guide_function) = _owner(call.model), _owner(call.guide)
+    functions = (guide_function, model_function)
+    for guide_ref, model_ref, called, structure in _STRUCTURES:
+        if guide_ref() is guide_owner and model_ref() is model_owner and called == functions:
+            return structure, False
+    fresh = getattr(call.guide, "prototype_trace", 0) is None
+    try:
+        with undisturbed():  # a look must not shift the random numbers of a resumed run
+            run = run_at_means(call)
+            structure = _look(run)
+    except Exception:
+        if fresh:
+            call.guide.prototype_trace = None  # look again when the call is corrected
+        raise
+    _STRUCTURES[:] = [known for known in _STRUCTURES if known[0]() is not None and known[1]() is not None]
+    _STRUCTURES.append((weakref.ref(guide_owner), weakref.ref(model_owner), functions, structure))
+    return structure, True
+
+
+def _look(run: PosteriorRun) -> Structure:
+    observed = observed_sites(run.model_trace)
+    log_likelihood = observed.log_likelihood()
+    if is_validation_enabled():
+        _check_shapes(prune_subsample_sites(run.model_trace))
+    refuse_dependent(run.gaussians)
+    check_gradients(run.call, run.model_trace, log_likelihood)
+    graph = graph_of(t for site in observed.terms for t in _tensors(site.fn))
+    names = frozenset(function_of(node) for node in graph if not _keeps_probabilities(node))
+    shapes = {site.name: site.fn.batch_shape + site.fn.event_shape for site in observed.sites}
+    reached = reached_by(log_likelihood, {g.name: g.value for g in run.gaussians})
+    sampled, starts = _sampled(run.latents), equal_units(run.latents, log_likelihood)
+    joint = {g.name: g.base for g in run.gaussians if is_joint(g.base)}
+    for latent in run.latents:
+        source: Any = latent.source
+        if latent.shared is not None and (latent.transform is not None or source.name in sampled):
+            raise GuideError(
+                f"guide site {source.name!r} gives {latent.name!r} covariances with others, though it "
+                f"{'is constrained' if latent.transform is not None else 'sets the prior of another latent'}: hide it "
+                "from this guide by pyro.poutine.block, and give it a MeanFieldGuide in an AutoGuideList"
+            )
+    return Structure(sampled, names, shapes, reached, joint, starts)
+
+
+def _sampled(latents: list[Latent]) -> dict[str, Tensor | bool]:
+    """Guide sites that set the prior of a latent, or masks of their elements.
+
+    Raises:
+        GuideError: point masses of a latent and of one that sets its prior.
+    """
+    sampled: dict[str, Tensor | bool] = {}
+    for child in latents:
+        for parent in _parents(child, _tensors(child.prior), latents):
+            if parent.source is not None:
+                name, elements = parent.source.name, parent.elements
+                if name in sampled:
+                    elements = torch.as_tensor(sampled[name]) | torch.as_tensor(elements)
+                sampled[name] = elements
+            elif child.source is None and parent in _parents(child, _shape_of(child.prior), latents):
+                raise GuideError(
+                    f"a point estimate of both {parent.name!r} and {child.name!r} is unbounded: the first sets "
+                    f"the prior of the second, so the density grows without limit as both shrink together. "
+                    f"Use a variational guide (MeanFieldGuide), integrate {parent.name!r} out, or write "
+                    f"{child.name!r} non-centred."
+                )
+    return sampled
+
+
+def reached_by(log_likelihood: Tensor, values: dict[str, Tensor]) -> frozenset[str]:
+    """Return the names of the values that a log-likelihood depends on, as its autograd graph knows."""
+    reached = enters(list(values.values()), [log_likelihood])
+    return frozenset(name for name, is_reached in zip(values, reached, strict=True) if is_reached)
+
+
+def check_gradients(call: Call, trace: Any, log_likelihood: Tensor) -> None:
+    """Refuse data that depend on a latent which no gradient of their likelihood reaches.
+
+    A latent behind functions without a slope is one. Where a latent is not in the graph at all, the model runs twice
+    more: with its value, and with a draw from its prior. Where these differ, both are run again several times, as the
+    model may have a state or random numbers of its own. What only sets priors, or no data depend on, is left alone.
+
+    Args:
+        call: of the model.
+        trace: its run.
+        log_likelihood: of that run.
+
+    Raises:
+        ModelError: naming the observed sites and the latent.
+    """
+    latents = {site["name"]: site for site in sites_of(trace, is_latent) if site["value"].requires_grad}
+    nodes = {name: get_gradient_edge(site["value"]).node for name, site in latents.items()}
+    outputs = [log_likelihood, *(t for site in latents.values() for t in _tensors(site["fn"]))]
+    sloped, graph = graph_of(outputs, without=_FLAT), graph_of(outputs)
+    blind = [name for name, node in nodes.items() if node in graph and node not in sloped]
+    absent = [name for name, node in nodes.items() if node not in graph]
+    hidden = any("Checkpoint" in node.name() for node in graph)  # a reentrant one: what its function uses
+    other = trace.copy()
+    seen: tuple[list[Tensor], list[Tensor]] = [], []
+    with suppress(*_FAILURES), undisturbed(), torch.no_grad():  # the model need not take draws
+        for name in absent:
+            other.nodes[name] = {**latents[name], "value": latents[name]["fn"].sample()}
+        for k in _TURNS if absent and not hidden else ():
+            with undisturbed():  # all from the same random numbers
+                seen[k].append(observed_sites(call.trace_model((trace, other)[k])).log_likelihood())
+            if seen[1] and _agree([seen[0][0], seen[1][0]]):
+                break
+    repeatable = len(seen[0] + seen[1]) == len(_TURNS) and all(map(_agree, seen))
+    if blind or repeatable:
+        observed = ", ".join(repr(site["name"]) for site in sites_of(trace, is_data))
+        raise ModelError(
+            f"observed site {observed} depends on latent site {(blind or absent)[0]!r}, but no gradient of the "
+            "likelihood gets there, so that its posterior would become the prior: .detach(), .item(), round, floor, "
+            "argmax or a comparison is in between. Leave it out, take a smooth function, as sigmoid for a step, or let "
+            "gradients pass, as f + (f.round() - f).detach()"
+        )
+
+
+def _agree(values: list[Tensor]) -> bool:
+    return all(bool(torch.isclose(values[0], v, rtol=1e-3, equal_nan=True)) for v in values)
+
+
+def _check_shapes(trace: Any) -> None:
+    """Pyro's own check that batch shapes agree with plates; a forgotten ``to_event`` is found here."""
+    try:
+        trace.compute_log_prob()
+        for site in trace.nodes.values():
+            if site["type"] == "sample":
+                check_site_shape(site, max_plate_nesting=_UNLIMITED)
+    except ValueError as error:
+        raise ModelError(f"the shapes of the model's sites and plates do not agree: {error}") from error
+
+
+def refuse_dependent(gaussians: Sequence[GaussianSite]) -> None:
+    """Refuse a guide in which one Gaussian's parameters are computed from another's value.
+
+    Raises:
+        GuideError: naming both sites.
+    """
+    for site in gaussians:
+        others = [other for other in gaussians if other is not site]
+        parents = enters([other.value for other in others], [site.loc, site.scale])
+        for other, is_parent in zip(others, parents, strict=True):
+            if is_parent:
+                raise GuideError(
+                    f"guide site {site.name!r} depends on the value of {other.name!r}, so the posterior does not "
+                    "factorise. Let its loc and scale depend on parameters only, or use Pyro's Trace_ELBO."
+                )
+
+
+def _parents(child: Latent, parameters: Iterable[Tensor], latents: list[Latent]) -> list[Latent]:
+    """Latents whose value enters ``parameters`` of the prior of ``child``, seen in their autograd graph."""
+    others = [latent for latent in latents if latent is not child]
+    parents = enters([other.value for other in others], parameters)
+    return [other for other, is_parent in zip(others, parents, strict=True) if is_parent]
+
+
+def _shape_of(prior: Any) -> Iterator[Tensor]:
+    """Parameters of a prior but for its location on the real line, which cannot make its density unbounded."""
+    base = strip_event_dims(prior)
+    movable = (
+        unconstraining_transform(getattr(base, "support", None)) is None if hasattr(base, "loc") else False
+    )
+    location = base.loc if movable else None
+    return (t for t in _tensors(prior) if t is not location)
+
+
+def _tensors(distribution: Any) -> list[Tensor]:
+    """Floating-point tensors among the parameters of a distribution, however nested."""
+    return [t for t in tensors_of(distribution) if t.is_floating_point()]
+
+
+def _keeps_probabilities(node: Any) -> bool:
+    """Whether a node is the clamp by which torch keeps probabilities off zero and one by a rounding."""
+    return (getattr(node, "_saved_min", None), getattr(node, "_saved_max", None)) in _OPEN_INTERVALS

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Distributions whose parameters are uncertain: what a model observes when moments reach its likelihood.
+
+Inside :func:`uncertain_likelihoods`, building a Pyro distribution from :class:`~pyro_dvi.moments.GaussianMoments` gives
+an :class:`UncertainDistribution`, whose ``log_prob`` is the *expected* log-likelihood. Plates, masks, scales,
+``to_event`` and transforms with certain parameters then work as ever.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import pyro.distributions as dist
+import torch
+from pyro.poutine.messenger import Messenger
+from torch import Tensor
+from torch import distributions as td
+
+from pyro_dvi.errors import UnsupportedError
+from pyro_dvi.expectations import LogitEstimator, expected_log_prob
+from pyro_dvi.moments import GaussianMoments
+from pyro_dvi.runs.distributions import WRAPPERS, arguments_of, building_by, innermost, rewrapped
+
+Predictive = Callable[[type, Mapping[str, Any]], Any]
+
+
+class UncertainDistribution(dist.TorchDistribution):
+    r"""A family of distributions with Gaussian parameters.
+
+    .. math:: \texttt{log\_prob}(y) = \mathrm E_{\theta}[\log p(y \mid \theta)]
+
+    Status: as exact as the rule of the family, see :mod:`pyro_dvi.expectations`.
+
+    Args:
+        family: class of the distribution.
+        parameters: its arguments by name, some of them moments.
+        estimator: of the expected log-normaliser of logits; None for the default.
+
+    Attributes:
+        at_mean: the distribution with every parameter at its mean.
+    """
+
+    arg_constraints = {}
+    has_rsample = False
+
+    def __init__(
+        self, family: type, parameters: Mapping[str, Any], estimator: LogitEstimator | None = None
+    ) -> None:
+        self.family, self.parameters, self.estimator = family, dict(parameters), estimator
+        self.at_mean = family(**{name: _centre(value) for name, value in self.parameters.items()})
+        super().__init__(self.at_mean.batch_shape, self.at_mean.event_shape, validate_args=False)
+
+    def __repr__(self) -> str:
+        uncertain = [name for name, value in self.parameters.items() if isinstance(value, GaussianMoments)]
+        return f"{self.family.__name__} with uncertain {', '.join(uncertain)}"
+
+    @property
+    def support(self) -> Any:
+        """That of the family."""
+        return self.at_mean.support
+
+    @property
+    def has_enumerate_support(self) -> bool:  # type: ignore[override]
+        """That of the family."""
+        return self.at_mean.has_enumerate_support
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Expected log-likelihood, of the batch shape."""
+        if self.at_mean._validate_args:
+            self.at_mean._validate_sample(value)
+        return expected_log_prob(self.family, self.parameters, value, self.estimator)
+
+    def sample(self, sample_shape: Any = ()) -> Tensor:
+        """Draw parameters, each from its own Gaussian, and an observation."""
+        drawn = {name: _draw(value, sample_shape) for name, value in self.parameters.items()}
+        drawn_distribution: Any = self.family(**drawn, validate_args=False)
+        return drawn_distribution.sample()
+
+
+def predictive_of(fn: Any, predictive: Predictive) -> Any:
+    """Return a distribution with its uncertain parts replaced by their predictive distributions.
+
+    Args:
+        fn: the distribution of an observed site.
+        predictive: gives the predictive distribution, one of Pyro's, of a family with uncertain parameters.
+    """
+    return _rebuilt(fn, lambda uncertain: predictive(uncertain.family, uncertain.parameters))
+
+
+def at_mean(fn: Any) -> Any:
+    """Return a distribution with its uncertain parameters at their mean."""
+    return _rebuilt(fn, lambda uncertain: uncertain.at_mean)
+
+
+def uncertain_part(fn: Any) -> UncertainDistribution | None:
+    """Return the uncertain distribution in ``fn``, however wrapped; None if all its parameters are certain."""
+    fn = innermost(fn)
+    return fn if isinstance(fn, UncertainDistribution) else None
+
+
+def with_uncertain_part(fn: Any, part: UncertainDistribution) -> Any:
+    """Return ``fn`` with another uncertain distribution in place of its own."""
+    return _rebuilt(fn, lambda _: part)
+
+
+def _rebuilt(fn: Any, certain: Callable[[UncertainDistribution], Any]) -> Any:
+    """Return ``fn`` around what ``certain`` makes of the uncertain distribution in it."""
+    return rewrapped(fn, lambda base: certain(base) if isinstance(base, UncertainDistribution) else base)
+
+
+@contextmanager
+def uncertain_likelihoods(estimator: LogitEstimator | None = None) -> Iterator[None]:
+    """Let Pyro distributions take moments as parameters inside the context."""
+
+    def coerce(cls: type, args: tuple, kwargs: dict[str, Any]) -> Any:
+        values = (*args, *kwargs.values())
+        if any(isinstance(value, td.Distribution) and uncertain_part(value) is not None for value in values):
+            _check_wrapper(cls, values)
+            return None
+        if any(isinstance(value, GaussianMoments) for value in values):
+            return _uncertain(cls, args, kwargs, estimator)
+        return None
+
+    with building_by(coerce), _Repeated():  # before that of an outer context
+        yield
+
+
+class _Repeated(Messenger):
+    """Record a latent that a tied layer repeats as deterministic; Pyro takes what is no tensor for a prior."""
+
+    def _pyro_sample(self, msg: Any) -> None:
+        value = msg["fn"]
+        if isinstance(value, GaussianMoments):
+            msg["fn"] = dist.Delta(value.loc, event_dim=value.dim()).mask(False)
+            msg["value"], msg["is_observed"], msg["infer"]["_deterministic"] = value, True, True
+
+
+# Building one --------------------------------------------------------------------------------------------------
+
+
+def _uncertain(cls: Any, args: tuple, kwargs: dict[str, Any], estimator: LogitEstimator | None) -> Any:
+    given = arguments_of(cls, args, kwargs)
+    if cls is dist.Delta:  # pyro.deterministic: no density to integrate
+        return dist.Delta(given["v"].loc, given.get("log_density", 0.0), given.get("event_dim", 0))
+    if cls is dist.Unit:  # pyro.factor: linear in what is uncertain
+        return dist.Unit(given["log_factor"].loc)
+    if not issubclass(cls, td.Distribution):
+        raise UnsupportedError(
+            f"{cls.__name__} is not a torch distribution, and has no expected log-likelihood for uncertain "
+            "parameters: use a distribution of pyro.distributions that is, or train with TaylorELBO"
+        )
+    return UncertainDistribution(cls, given, estimator)
+
+
+def _check_wrapper(cls: type, values: tuple) -> None:
+    if not issubclass(cls, WRAPPERS):
+        raise UnsupportedError(
+            f"{cls.__name__} around a distribution with uncertain parameters: the expected log-likelihood of a mixture "
+            "(or of anything else that adds up densities) is not that of its parts. Train such models with TaylorELBO "
+            "or Pyro's Trace_ELBO."
+        )
+    for value in values:
+        transforms = value if isinstance(value, list | tuple) else [value]
+        for transform in transforms:
+            if isinstance(transform, td.Transform) and any(
+                isinstance(part, GaussianMoments) for part in vars(transform).values()
+            ):
+                raise UnsupportedError(
+                    f"{type(transform).__name__} has uncertain parameters: let uncertainty enter the base distribution "
+                    "only, as in TransformedDistribution(Normal(mean, scale), AffineTransform(0.0, unit))"
+                )
+
+
+def _centre(value: Any) -> Any:
+    """A certain value in the domain of the parameter."""
+    if not isinstance(value, GaussianMoments):
+        return value
+    return value.loc if value.link is None else value.link.function(value.link.inner.loc)
+
+
+def _draw(value: Any, sample_shape: Any) -> Any:
+    if not isinstance(value, GaussianMoments):
+        return value
+    inner = value if value.link is None else value.link.inner
+    noise = torch.randn((*sample_shape, *inner.shape), dtype=inner.dtype, device=inner.device)
+    drawn = inner.loc + noise * inner.variance.sqrt()
+    return drawn if value.link is None else value.link.function(drawn)
+
+
+def refuse_moments(fn: Any, name: str) -> None:
+    """Refuse a distribution that holds moments without knowing it.
+
+    Raises:
+        UnsupportedError: a plain torch distribution was given moments.
+    """
+    if any(isinstance(part, GaussianMoments) for part in vars(fn).values()):
+        raise UnsupportedError(
+            f"site {name!r}: {type(fn).__module__}.{type(fn).__name__} was given uncertain parameters, of which it "
+            "knows nothing. Use the class of the same name in pyro.distributions."
+        )

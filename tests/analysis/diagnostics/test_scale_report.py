@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The report says which scales have converged."""
+
+import math
+
+import numpy as np
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer import SVI, TraceMeanField_ELBO
+from pyro.infer.autoguide import AutoLowRankMultivariateNormal
+from torch import nn
+
+from pyro_dvi import (
+    MeanFieldGuide,
+    NaturalGradientELBO,
+    NaturalGradientGuide,
+    SGDStepSize,
+    fit,
+    regressor,
+    to_bayesian_,
+)
+from pyro_dvi.analysis.diagnostics.posterior_spread import scale_snapshot
+from pyro_dvi.analysis.diagnostics.scale_report import scale_course, scale_report
+from pyro_dvi.errors import ArgumentError, DataError
+from pyro_dvi.natural_gradients.pyro_optimizers import IVON, VOGN
+from pyro_dvi.training import History
+
+
+def model():
+    pyro.sample("a", dist.Normal(torch.zeros(4), 2.0).to_event(1))
+    pyro.sample("b", dist.Normal(torch.zeros(2, 3), 0.5).to_event(2))
+
+
+def guide_at(**factors):
+    """Return a guide whose scales are these multiples of their start, and the scales at the start."""
+    guide = MeanFieldGuide(model)
+    guide.initialize()
+    start = scale_snapshot(guide)
+    with torch.no_grad():
+        for name, factor in factors.items():
+            getattr(guide.scales, f"{name}_unconstrained").add_(torch.as_tensor(factor).log())
+    return guide, start
+
+
+def states(report):
+    return {row.site: row.state for row in report.rows}
+
+
+def test_untrained_scales_are_at_their_start():
+    guide, start = guide_at()
+    report = scale_report(guide)
+    assert states(report) == {"a": "at its start", "b": "at its start"}
+    assert states(scale_report(guide, earlier=start)) == states(report)
+    assert report.converged is False
+    assert "2 of 2 sites (a, b) are where they started" in report.verdict
+
+
+def test_without_a_snapshot_nothing_is_known_of_scales_that_have_moved():
+    report = scale_report(guide_at(a=3.0, b=0.5)[0])
+    assert states(report) == {"a": "has moved", "b": "has moved"}
+    assert report.converged is None
+    assert "earlier=scale_snapshot" in report.verdict
+
+
+def test_nothing_is_said_of_a_start_that_is_not_known():
+    guide = AutoLowRankMultivariateNormal(model)
+    guide()
+    report = scale_report(guide)
+    assert states(report) == {"a": "unknown", "b": "unknown"}
+    assert report.converged is None and "start" not in report.verdict
+    assert "earlier=scale_snapshot" in report.verdict
+    assert set(states(scale_report(guide, earlier=scale_snapshot(guide))).values()) == {"settled"}
+
+
+def test_a_snapshot_tells_moving_from_settled():
+    guide, _ = guide_at(a=3.0, b=0.5)
+    earlier = scale_snapshot(guide)
+    earlier["b"] = earlier["b"] * torch.tensor([[1.1, 1 / 1.1, 1.1], [1 / 1.1, 1.1, 1 / 1.1]])
+    report = scale_report(guide, earlier=earlier)
+    assert states(report) == {"a": "settled", "b": "moves"}
+    assert report.rows[1].change == pytest.approx(0.1, rel=1e-5)  # up and down do not cancel
+    assert report.converged is False and "1 of 2 sites (b) still move" in report.verdict
+    loose = scale_report(guide, earlier=earlier, tolerance=0.2)
+    assert loose.converged is True and loose.verdict.startswith("Scales have settled")
+
+
+def test_the_numbers_of_a_row():
+    factors = torch.tensor([1.0, 2.0, 4.0, 30.0])
+    report = scale_report(guide_at(a=factors)[0])
+    row = report.rows[0]
+    ratio = math.exp(-3) * factors.double().numpy()
+    np.testing.assert_allclose(row.to_prior, np.quantile(ratio, (0.05, 0.25, 0.5, 0.75, 0.95)), rtol=1e-6)
+    np.testing.assert_allclose(np.array(row.quantiles), 2.0 * np.array(row.to_prior), rtol=1e-6)
+    assert row.to_start == pytest.approx(240**0.25, rel=1e-6)  # geometric mean
+    assert row.like_prior == 0.25  # 30 exp(-3) is above the prior
+    assert row.num_elements == 4 and math.isnan(row.change)
+
+
+def test_the_history_is_judged_with_the_sites():
+    guide, _ = guide_at(a=3.0, b=0.5)
+    history = History()
+    for epoch in range(10):
+        history.epochs.append(epoch=epoch + 1, posterior_scale=0.5 * 0.9**epoch)
+    report = scale_report(guide, history=history)
+    assert report.converged is False and "still falls: -10.0% in the last epoch" in report.verdict
+    assert scale_report(guide, history={"posterior_scale": [1.0, 0.5, 0.5]}).converged is True
+
+
+def test_scales_of_a_fixed_family_have_nothing_to_converge():
+    guide = MeanFieldGuide(model, scale=SGDStepSize(0.1, 5))
+    guide.initialize()
+    report = scale_report(guide)
+    assert states(report) == {"a": "not trained", "b": "not trained"}
+    assert report.converged is True and "nothing to converge" in report.verdict
+
+
+def test_text_and_frame_hold_the_same_rows():
+    guide, start = guide_at(a=3.0)
+    report = scale_report(guide, earlier=start)
+    frame = report.to_dataframe()
+    assert list(frame.index) == ["a", "b"]
+    assert frame.loc["a", "to_start"] == pytest.approx(3.0, rel=1e-5)
+    assert frame.loc["a", "scale_50%"] == pytest.approx(report.rows[0].quantiles[2])
+    text = str(report)
+    assert "200.0%" in text and text.endswith(report.verdict)
+    assert "MeanFieldGuide" in text
+
+
+def test_training_of_a_conjugate_model_is_recognised_as_unfinished_and_as_finished():
+    """The posterior standard deviation of a mean of Normals has a closed form."""
+    x = 0.3 * torch.randn(40, dtype=torch.float64)
+
+    def conjugate(x):
+        m = pyro.sample("m", dist.Normal(x.new_zeros(2), 1.0).to_event(1))
+        with pyro.plate("data", len(x)):
+            pyro.sample("x", dist.Normal(m.mean(-1), 0.1), obs=x)
+
+    guide = MeanFieldGuide(conjugate)
+    elbo = TraceMeanField_ELBO(num_particles=16, vectorize_particles=True, max_plate_nesting=1)
+    svi = SVI(conjugate, guide, pyro.optim.Adam({"lr": 0.03}), elbo)
+    history = fit(svi, [x], epochs=30, progress=False)
+    early = scale_report(guide, history=history)
+    assert early.converged is False
+    history = fit(svi, [x], epochs=200, progress=False, history=history)
+    then = scale_snapshot(guide)
+    for group in svi.optim.optim_objs.values():
+        group.param_groups[0]["lr"] = 1e-3
+    history = fit(svi, [x], epochs=40, progress=False, history=history)
+    late = scale_report(guide, earlier=then, tolerance=0.1)
+    assert late.converged is True
+    factorised = (1 + len(x) * 0.25 / 0.1**2) ** -0.5  # the precision given the other coordinate
+    np.testing.assert_allclose(late.rows[0].quantiles[2], factorised, rtol=0.1)
+
+
+def test_a_network_of_modules():
+    net = to_bayesian_(nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 2)))
+    guide = MeanFieldGuide(net)
+    guide.initialize(torch.ones(1, 1, 4, 4))
+    report = scale_report(guide)
+    assert [row.site for row in report.rows] == ["0.weight", "0.bias", "2.weight", "2.bias"]
+    assert all(row.to_prior[2] == pytest.approx(math.exp(-3), rel=1e-5) for row in report.rows)
+
+
+def test_a_guide_that_moved_to_another_device(device):
+    from pyro_dvi import prior_predictive_check, signal_to_noise
+
+    net = to_bayesian_(nn.Linear(3, 2))
+    guide = MeanFieldGuide(net)
+    guide.initialize(torch.ones(1, 3))
+    earlier = scale_snapshot(guide)
+    net.to(device), guide.to(device)
+    report = scale_report(guide, earlier=earlier)
+    assert all(row.change == pytest.approx(0, abs=1e-6) for row in report.rows)
+    assert signal_to_noise(guide).num_weights == 8
+
+    def model(x, y=None):
+        mean = net(x)[:, 0]
+        with pyro.plate("data", len(x)):
+            return pyro.sample("y", dist.Normal(mean, 1.0), obs=y)
+
+    x = torch.ones(5, 3, device=device)
+    check = prior_predictive_check(model, (x, x[:, 0]), num_samples=3)
+    assert check.num_examples == 5
+
+
+def test_the_course_over_the_last_tenth():
+    course = scale_course([math.nan, *(0.99**k for k in range(50))])
+    assert course.epochs == 5 and course.change == pytest.approx(0.99**5 - 1)
+    assert course.moves and not scale_course([1.0, 1.0, 1.005]).moves
+    assert scale_course([1.0, 2.0]) is None
+
+
+def test_scales_that_stand_still_at_learning_rate_zero_have_no_verdict():
+    scales = [0.1, 0.2, *[0.3] * 18]
+    rates = [0.5 * (1 + math.cos(math.pi * (k + 1) / 20)) for k in range(20)]
+    course = scale_course(scales, rates)
+    assert str(course) == "stood still at learning rate 0: +0.0% in the last 2 epochs" and not course.moves
+    assert str(scale_course(scales, [1.0] * 20)) == "settled: +0.0% in the last 2 epochs"
+    assert str(scale_course(scales, [1.0] * 10 + [0.1] * 10)).startswith("settled")
+    assert str(scale_course([*scales, 0.6], [*rates, 0.0])).startswith("still rises: +100.0%")
+    guide, _ = guide_at(a=3.0, b=0.5)
+    report = scale_report(guide, history={"posterior_scale": scales, "lr": rates})
+    assert report.converged is None
+    assert (
+        "is not known" in report.verdict and "The mean scale stood still at learning rate 0" in report.verdict
+    )
+    unchanged = scale_report(
+        guide, earlier=scale_snapshot(guide), history={"posterior_scale": scales, "lr": rates}
+    )
+    assert unchanged.converged is None
+
+
+def test_scales_that_have_not_moved_since_the_first_epoch_have_no_verdict():
+    course = scale_course([math.nan, 0.3, 0.301, 0.302, 0.301], [0.0, 1.0, 1.0, 1.0, 1.0])
+    assert str(course) == "hardly moved since epoch 1: -0.3% in the last epoch"
+    assert str(scale_course([0.2, 0.301, 0.302, 0.301])).startswith("settled")
+
+
+@pytest.mark.parametrize("optimizer", [VOGN, IVON])
+def test_a_short_training_by_natural_gradients_is_not_said_to_have_converged(optimizer):
+    """Their rate falls to zero inside of the optimizer, and the history says so."""
+    torch.manual_seed(0)
+    x = torch.randn(40, 3)
+    net = to_bayesian_(nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)))
+    model = regressor(net, num_data=40, noise_scale=0.1)
+    guide = NaturalGradientGuide(model)
+    svi = SVI(model, guide, optimizer({}), loss=NaturalGradientELBO())
+    history = fit(svi, [(x, x[:, 0])], epochs=60, progress=False)
+
+    wave = [0.5 * (1 + math.cos(math.pi * step / 60)) * min(1, (step + 1) / 15) for step in range(60)]
+    np.testing.assert_allclose(np.array(history["lr"]) / max(history["lr"]), np.array(wave) / max(wave))
+    assert scale_report(guide, history=history).converged is not True
+
+
+MISTAKES = {
+    "no tolerance": (lambda: scale_report(guide_at()[0], tolerance=0), ArgumentError, "tolerance"),
+    "another site": (
+        lambda: scale_report(guide_at()[0], earlier={"c": torch.ones(4)}),
+        DataError,
+        "no site 'a'",
+    ),
+    "another shape": (
+        lambda: scale_report(guide_at()[0], earlier={"a": torch.ones(3)}),
+        DataError,
+        r"is tensor\(\[1., 1., 1.\]\), where .* shape \(4,\)",
+    ),
+    "a number": (
+        lambda: scale_report(guide_at()[0], earlier={"a": 1.0, "b": 1.0}),
+        DataError,
+        "site 'a' is 1.0, where .* scale_snapshot",
+    ),
+    "no mapping": (lambda: scale_report(guide_at()[0], earlier=[1.0]), DataError, "scale_snapshot.*not list"),
+    "no history": (lambda: scale_report(guide_at()[0], history=3), DataError, "history is .* not int"),
+    "a history of losses": (
+        lambda: scale_report(guide_at()[0], history={"loss": [1.0]}),
+        DataError,
+        r"not \['loss'\]",
+    ),
+    "a scale of zero": (lambda: scale_course([1.0, 0.0]), DataError, "positive"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_named_with_its_remedy(mistake):
+    run, error, message = MISTAKES[mistake]
+    with pytest.raises(error, match=message):
+        run()

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Methods side by side: values, standard errors, and which is best."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from matplotlib import pyplot as plt
+
+from pyro_dvi import plots
+from pyro_dvi.errors import ArgumentError, DataError
+from pyro_dvi.predictive.metrics.likelihood import Estimate
+
+RESULTS = {
+    "MAP": {"nll": 0.5, "nll_standard_error": 0.1, "accuracy": 0.9},
+    "VL": {"nll": Estimate(0.3, 0.05), "accuracy": 0.8},
+    "seeds": [{"nll": 0.4, "accuracy": 0.7}, {"nll": 0.6, "accuracy": 0.9}],
+}
+
+
+def drawn(ax):
+    """Position and half-width of every bar, by row."""
+    rows = {}
+    for container in ax.containers:
+        line, _, (bars,) = container.lines
+        for x, y, segment in zip(*line.get_data(), bars.get_segments(), strict=True):
+            rows[int(y)] = (x, (segment[1, 0] - segment[0, 0]) / 2)
+    return rows
+
+
+def best(ax):
+    return [int(y) for y in ax.containers[1].lines[0].get_ydata()]
+
+
+def test_values_errors_and_the_best():
+    nll, accuracy = plots.compare(RESULTS)
+    assert [label.get_text() for label in nll.get_yticklabels()] == ["MAP", "VL", "seeds"]
+    rows = drawn(nll)
+    np.testing.assert_allclose(rows[0], (0.5, 0.1))
+    np.testing.assert_allclose(rows[1], (0.3, 0.05))
+    np.testing.assert_allclose(rows[2], (0.5, 0.1))  # sd 0.1414 of two runs by the root of two
+    np.testing.assert_allclose(drawn(accuracy)[0], (0.9, 0.0))
+    assert best(nll) == [1] and best(accuracy) == [0]
+    assert nll.get_title("left") == "nll (lower is better)"
+    assert accuracy.get_title("left") == "accuracy (higher is better)"
+
+
+def test_runs_as_columns_of_numbers():
+    (ax,) = plots.compare({"A": {"rmse": [1.0, 2.0, 3.0]}, "B": {"rmse": np.array([2.0, 2.0])}})
+    np.testing.assert_allclose(drawn(ax)[0], (2.0, 1 / np.sqrt(3)))
+    ticks = [line for line in ax.lines if line.get_marker() == "|"]
+    np.testing.assert_allclose(ticks[0].get_xdata(), [1, 2, 3])
+    assert best(ax) == [0, 1]  # equally good
+
+
+def test_predictions_are_scored():
+    prediction = SimpleNamespace(metrics=lambda: {"nll": 1.0, "nll_standard_error": 0.2})
+    (ax,) = plots.compare({"A": prediction})
+    np.testing.assert_allclose(drawn(ax)[0], (1.0, 0.2))
+
+
+def test_low_calibration_errors_are_good():
+    (ax,) = plots.compare({"A": {"adaptive_ece": 0.1}, "B": {"adaptive_ece": 0.2}})
+    assert ax.get_title("left") == "adaptive ece (lower is better)" and best(ax) == [0]
+
+
+def test_of_a_metric_of_unknown_direction_none_is_best():
+    (ax,) = plots.compare({"A": {"length": 1.0}, "B": {"length": 2.0}})
+    assert ax.get_title("left") == "length" and best(ax) == []
+
+
+def test_chosen_metrics_into_given_axes():
+    _, axes = plt.subplots(1, 2)
+    assert list(plots.compare(RESULTS, metrics=["accuracy", "nll"], axes=axes)) == list(axes)
+    assert axes[1].get_title("left").startswith("nll")
+
+
+def test_every_row_of_panels_names_the_methods():
+    results = {name: dict.fromkeys(("nll", "brier", "ece", "rmse", "crps"), 1.0) for name in "AB"}
+    axes = plots.compare(results)
+    axes[0].figure.draw_without_rendering()
+    for ax in axes:
+        shown = any(label.get_visible() for label in ax.get_yticklabels())
+        assert shown == ax.get_subplotspec().is_first_col()
+
+
+MISTAKES = {
+    "nothing": (lambda: plots.compare({}), DataError, "at least one"),
+    "no runs": (lambda: plots.compare({"A": []}), DataError, "'A' has no runs"),
+    "a number": (lambda: plots.compare({"A": 0.5}), DataError, "results of 'A' are a Prediction"),
+    "nothing in common": (
+        lambda: plots.compare({"A": {"nll": 1.0}, "B": {"rmse": 1.0}}),
+        DataError,
+        r"no metric in common: .*'B': \['rmse'\]",
+    ),
+    "one missing": (
+        lambda: plots.compare({"A": [{"nll": 1.0}, {"rmse": 1.0}]}, metrics=["nll"]),
+        DataError,
+        "'A' has no metric 'nll' in run 1",
+    ),
+    "NaN": (lambda: plots.compare({"A": {"nll": np.nan}}), DataError, "finite"),
+    "axes": (
+        lambda: plots.compare(RESULTS, axes=[plt.figure().add_subplot()]),
+        ArgumentError,
+        "2 metrics .* 1 axes",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_named_with_its_remedy(mistake):
+    run, error, message = MISTAKES[mistake]
+    with pytest.raises(error, match=message):
+        run()

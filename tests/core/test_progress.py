@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Progress bars show on a terminal or in a notebook."""
+
+import io
+import sys
+import types
+
+import pytest
+from tqdm import notebook, std
+
+from pyro_dvi.core.progress import progress_bar
+from pyro_dvi.training import fit
+from tests.training.problems import sequence, svi_of
+
+
+class Stream(io.StringIO):
+    """Takes the place of the standard error stream."""
+
+    def __init__(self, terminal):
+        super().__init__()
+        self.terminal = terminal
+
+    def isatty(self):
+        return self.terminal
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_progress_bar_shows_on_a_terminal_only(monkeypatch, terminal):
+    stream = Stream(terminal)
+    monkeypatch.setattr("sys.stderr", stream)
+    fit(svi_of("AutoNormal + Trace_ELBO"), sequence(), 2)
+    assert ("6/6" in stream.getvalue()) is terminal
+
+
+def test_a_bar_needs_no_ipython(monkeypatch):
+    monkeypatch.setitem(sys.modules, "IPython", None)
+    assert list(progress_bar(False, of=range(3))) == [0, 1, 2]
+
+
+class Widget(std.tqdm):
+    """Stands for tqdm's bar of widgets."""
+
+
+@pytest.mark.parametrize("widgets, kind", [(None, std.tqdm), (object, Widget)])
+def test_a_notebook_without_ipywidgets_has_a_bar_of_text(monkeypatch, widgets, kind):
+    stream = Stream(terminal=False)
+    shell = types.SimpleNamespace(config={"IPKernelApp": {}})
+    monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: shell))
+    monkeypatch.setattr(notebook, "IProgress", widgets)
+    monkeypatch.setattr(notebook, "tqdm", Widget)
+    monkeypatch.setattr("sys.stderr", stream)
+    with progress_bar(True, 3, label="predict", of=range(3)) as bar:
+        assert type(bar) is kind
+        assert list(bar) == [0, 1, 2]
+    assert "predict" in stream.getvalue() and "3/3" in stream.getvalue()

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arguments of models, also below handlers."""
+
+from functools import partial
+
+import pytest
+from pyro import poutine
+from torch import nn
+
+import pyro_dvi as dvi
+from pyro_dvi.core.signatures import (
+    by_position,
+    explained_calls,
+    keyword_only,
+    misfit,
+    parameter_names,
+    with_missing,
+)
+from pyro_dvi.errors import ArgumentError, UnsupportedError
+
+
+class Model(nn.Module):
+    def forward(self, x, y, *, weight=1.0):
+        return x
+
+
+def test_handlers_of_pyro_have_the_signature_of_their_model():
+    model = poutine.mask(poutine.scale(Model(), scale=2.0), mask=True)
+    assert parameter_names(model, 2) == ["x", "y"]
+    assert keyword_only(model) == ["weight"]
+    assert with_missing(model, (1,)) == (1, None)
+    assert with_missing(partial(Model().forward, 1), ()) == (None,)
+
+
+def test_arguments_that_a_model_does_not_take_are_told_with_those_that_it_takes():
+    model = poutine.scale(Model(), scale=2.0)
+    assert misfit(model, (1, 2), {"weight": 3.0}) is None
+    assert misfit(model, (1,), {"y": 2}) is None
+    assert misfit(model, (1, 2, 3), {}) == "too many positional arguments; it takes (x, y, weight)"
+    assert misfit(model, (1,), {}) == "missing a required argument: 'y'; it takes (x, y, weight)"
+    assert "unexpected keyword argument 'label'" in misfit(model, (1, 2), {"label": 2})
+    assert misfit(lambda *args, **kwargs: None, (1, 2, 3), {"label": 2}) is None
+    assert misfit(getattr, (), {}) is None  # signatures of builtins are not always known
+
+
+def test_named_arguments_come_in_the_order_of_positions():
+    def model(x, scale, y=None, *, offset=0):
+        return x, scale, y, offset
+
+    assert by_position(model, (1,), {"y": 3, "scale": 2}) == (1, 2, 3)
+    assert by_position(model, (1, 2), {}) == (1, 2)
+    with pytest.raises(UnsupportedError, match=r"takes \['offset'\] by name only"):
+        by_position(model, (1, 2), {"offset": 4})
+
+
+def other_name():
+    """An argument of ours under the name that others give it: the call, and what to write."""
+    net = nn.Linear(2, 2)
+    for name in ("beta", "temperature", "kappa", "tau"):
+        for elbo in (dvi.TaylorELBO, dvi.MomentPropagationELBO, dvi.NaturalGradientELBO, dvi.SampledELBO):
+            yield (
+                partial(elbo, **{name: 0.5}),
+                f"{elbo.__name__}: .*{name!r}; it takes .*Write kl_weight=... instead",
+            )
+    for name in ("prior_std", "prior_sd", "prior_sigma", "sigma"):
+        yield (
+            partial(dvi.to_bayesian_, net, **{name: 0.5}),
+            f"to_bayesian_: .*{name!r}.*Write prior_scale=... instead",
+        )
+    yield partial(dvi.to_bayesian_, net, prior_variance=0.25), r"Write prior_scale=variance\*\*0.5 instead"
+    yield partial(dvi.to_bayesian_, net, beta=0.25), r"it takes \(module, prior_scale, include, exclude\)\.$"
+    yield (
+        partial(dvi.TaylorELBO, 0.5),
+        r"TaylorELBO: too many positional arguments; it takes \(curvature, kl_weight",
+    )
+
+
+@pytest.mark.parametrize(("call", "message"), list(other_name()))
+def test_an_argument_by_the_name_of_others_is_refused_with_ours(call, message):
+    with pytest.raises(ArgumentError, match=message):
+        call()
+
+
+def test_an_error_within_a_call_that_fits_passes_as_it_is():
+    @explained_calls("write nothing")
+    def broken(kl_weight=1.0):
+        return len(kl_weight)
+
+    assert broken([1]) == 1
+    with pytest.raises(TypeError, match="has no len"):
+        broken()
+    with pytest.raises(ArgumentError, match=r"broken: .*'foo'; it takes \(kl_weight\)\. write nothing$"):
+        broken(foo=1)

@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Data that depend on latents by their values only, which no gradient of the likelihood shows."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer import SVI
+from pyro.infer.autoguide import AutoDelta, AutoMultivariateNormal
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import pyro_dvi as dvi
+from pyro_dvi.errors import ModelError, UnsupportedError
+from pyro_dvi.natural_gradients.pyro_optimizers import IVON, OGN, VOGN
+from pyro_dvi.optim import Adam
+
+N = 24
+X = torch.linspace(-1, 1, N)
+Y = 2 * X
+
+METHODS = {
+    "VOGN": (dvi.NaturalGradientGuide, dvi.NaturalGradientELBO, VOGN),
+    "OGN": (dvi.NaturalGradientGuide, dvi.NaturalGradientELBO, OGN),
+    "IVON": (dvi.NaturalGradientGuide, dvi.NaturalGradientELBO, IVON),
+    "Taylor": (dvi.MeanFieldGuide, dvi.TaylorELBO, Adam),
+    "moments": (dvi.MeanFieldGuide, dvi.MomentPropagationELBO, Adam),
+    "sampled": (dvi.MeanFieldGuide, dvi.SampledELBO, Adam),
+    "point": (AutoDelta, dvi.SampledELBO, Adam),
+    "not factorised": (AutoMultivariateNormal, dvi.SampledELBO, Adam),
+    "Laplace": (dvi.LaplaceGuide, None, None),
+}
+EACH = pytest.mark.parametrize("method", METHODS)
+
+
+def regression(through: Callable[[Tensor], Any], noise: Any = None, runs: list | None = None) -> Callable:
+    """A slope, what is between it and the data, and a latent noise if there is one."""
+
+    def model(x: Tensor, y: Tensor) -> None:
+        slope = pyro.sample("slope", dist.Normal(torch.ones(N), 1.0).to_event(1))
+        scale = 0.5 if noise is None else pyro.sample("noise", noise).exp()
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(through(3 * slope * x), scale), obs=y)
+        if runs is not None:
+            runs.append(slope)
+
+    return model
+
+
+def step(method: str, model: Callable) -> Any:
+    guide_class, elbo, optimizer = METHODS[method]
+    guide: Any = guide_class(model)
+    if elbo is None:
+        guide.initialize(X, Y)
+        return guide.energy([(X, Y)]).at(torch.ones(N)).value
+    return SVI(model, guide, optimizer({}), loss=elbo()).step(X, Y)
+
+
+BLIND: dict[str, Callable[[Tensor], Any]] = {
+    "detach": lambda f: f.detach(),
+    "round": torch.round,
+    "round to a decimal": lambda f: f.round(decimals=1),
+    "floor": torch.floor,
+    "sign": torch.sign,
+    "comparison": lambda f: (f > 0).to(f),
+    "argmax": lambda f: torch.stack([f, -f]).argmax(0).to(f.dtype),
+}
+
+
+@EACH
+@pytest.mark.parametrize("through", BLIND.values(), ids=BLIND)
+def test_a_likelihood_without_a_gradient_is_refused(method, through):
+    with pytest.raises(
+        ModelError, match=r"'y' depends on latent site 'slope', but no gradient.*\.detach\(\)"
+    ):
+        step(method, regression(through))
+
+
+@pytest.mark.parametrize("method", ["VOGN", "IVON", "Taylor", "not factorised"])
+def test_another_latent_with_a_gradient_does_not_hide_it(method):
+    with pytest.raises(ModelError, match="'slope', but no gradient"):
+        step(method, regression(BLIND["detach"], dist.Normal(torch.zeros(()), 1.0)))
+
+
+SEEN: dict[str, Callable[[Tensor], Any]] = {
+    "straight through": lambda f: f + (f.round() - f).detach(),
+    "fraction": lambda f: f - f.floor(),
+    "dead units": lambda f: torch.where(f > 100.0, f, 0.0),
+    "no slope at the start": lambda f: (f - f.detach()) ** 2,
+}
+
+
+@EACH
+@pytest.mark.parametrize("through", SEEN.values(), ids=SEEN)
+def test_a_gradient_that_is_zero_or_passes_by_another_way_is_none_of_these(method, through):
+    if method == "moments":
+        through = torch.tanh  # others have no rule
+    assert torch.isfinite(torch.as_tensor(step(method, regression(through)))).all()
+
+
+@EACH
+def test_a_latent_that_no_data_depend_on_is_left_alone(method):
+    runs: list = []
+    model = regression(
+        lambda f: torch.zeros(N) * len(f) + pyro.sample("level", dist.Normal(torch.ones(()), 1.0)), runs=runs
+    )
+    guide_class, elbo, optimizer = METHODS[method]
+    if elbo is None:
+        guide: Any = guide_class(model)
+        guide.initialize(X, Y)
+        energy = guide.energy([(X, Y)])
+        assert energy.at(energy.start).value > 0
+        return
+    svi = SVI(model, guide_class(model), optimizer({}), loss=elbo())
+    svi.step(X, Y)
+    seen = len(runs)
+    svi.step(X, Y)
+    assert len(runs) == seen + 1  # it was looked at once
+
+
+def test_the_look_uses_no_random_numbers():
+    """A training that goes on in another process looks again."""
+    model = regression(lambda f: torch.zeros(N) + pyro.sample("level", dist.Normal(torch.ones(()), 1.0)))
+    guide = dvi.NaturalGradientGuide(model)
+    guide.initialize(X, Y)
+    elbo, states = dvi.NaturalGradientELBO(), []
+    for _ in range(2):
+        torch.manual_seed(0)
+        elbo.loss_and_grads(model, guide, X, Y)
+        elbo.serve(None)
+        states.append(torch.get_rng_state())
+    assert torch.equal(*states)
+
+
+@pytest.mark.parametrize("method", ["Taylor", "moments", "sampled"])
+def test_a_latent_that_sets_priors_costs_no_runs(method):
+    """Data depend on it, by the latents below it, whose values stay as they are in a look."""
+    guide_class, elbo, optimizer = METHODS[method]
+    counts = []
+    for prior in (dist.LogNormal(torch.zeros(()), 0.1), None):
+        runs: list = []
+
+        def model(x: Tensor, y: Tensor, prior: Any = prior, runs: list = runs) -> None:
+            width = 1.0 if prior is None else pyro.sample("width", prior)
+            slope = pyro.sample("slope", dist.Normal(torch.ones(N), width).to_event(1))
+            with pyro.plate("data", len(x)):
+                pyro.sample("y", dist.Normal(slope * x, 0.5), obs=y)
+            runs.append(slope)
+
+        pyro.clear_param_store()
+        SVI(model, guide_class(model), optimizer({}), loss=elbo()).step(X, Y)
+        counts.append(len(runs))
+    assert counts[0] == counts[1]
+
+
+class Restless:
+    """Something of a model that no look puts back: it changes with every run."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind, self.count = kind, 0
+        self.own, self.numpy = random.Random(0), np.random.RandomState(0)
+
+    def __call__(self) -> float:
+        self.count += 1
+        return {
+            "counter": self.count,
+            "two in turn": self.count % 2,
+            "pairs in turn": self.count // 2 % 2,
+            "random": self.own.random(),
+            "numpy": self.numpy.randn(),
+            "coin": float(self.own.random() < 0.5),
+        }[self.kind]
+
+
+@pytest.mark.parametrize("method", ["Taylor", "Laplace"])
+@pytest.mark.parametrize("kind", ["counter", "two in turn", "pairs in turn", "random", "numpy", "coin"])
+def test_an_unused_latent_is_not_blamed_for_what_a_model_does_by_itself(method, kind):
+    change = Restless(kind)
+
+    def model(x: Tensor, y: Tensor) -> None:
+        slope = pyro.sample("slope", dist.Normal(torch.ones(N), 1.0).to_event(1))
+        pyro.sample("unused", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(slope * x + change(), 0.5), obs=y)
+
+    guide_class, elbo, optimizer = METHODS[method]
+    guide: Any = guide_class(model)
+    if elbo is not None:
+        SVI(model, guide, optimizer({}), loss=elbo()).step(X, Y)
+        return
+    guide.initialize(X, Y)
+    assert guide.energy([(X, Y)]).at(torch.ones(N + 1)).value.isfinite()
+
+
+@pytest.mark.parametrize("error", [ValueError, RuntimeError, ZeroDivisionError, AssertionError, KeyError])
+def test_a_model_need_not_take_draws(error):
+    """Those of the prior of a latent that no data depend on."""
+    values = []
+
+    def model(x: Tensor, y: Tensor) -> None:
+        slope = pyro.sample("slope", dist.Normal(torch.ones(N), 1.0).to_event(1))
+        values.append(float(pyro.sample("unused", dist.Normal(0.0, 1.0)).detach()))
+        if values[-1] != values[0]:
+            raise error("another value")
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(slope * x, 0.5), obs=y)
+
+    guide = dvi.MeanFieldGuide(model)
+    guide.initialize(X, Y)
+    values.clear()
+    SVI(model, guide, Adam({}), loss=dvi.TaylorELBO()).step(X, Y)
+    assert len(set(values)) > 1
+
+
+def test_a_reentrant_checkpoint_keeps_its_own_message():
+    """It hides from the graph what its function uses."""
+
+    def hiding(x: Tensor, y: Tensor) -> None:
+        slope = pyro.sample("slope", dist.Normal(torch.ones(1), 1.0).to_event(1))
+        f = checkpoint(lambda x: x * slope, x.clone().requires_grad_(), use_reentrant=True)
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(f, 0.5), obs=y)
+
+    with pytest.raises(UnsupportedError, match="use_reentrant=False"):
+        step("VOGN", hiding)
