@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from pyro_dvi.core.choice import check_choice
-from pyro_dvi.core.natural_step import STEPS
 from pyro_dvi.distributed.draws import AnnouncedFunction, Draws, SharedDraws, seeded
 from pyro_dvi.distributed.messages import exchange, exchange_results, several
 from pyro_dvi.distributed.parameters import (
@@ -206,8 +205,7 @@ class DataParallel(ELBO):
             for statistic, total in zip(statistics, sums, strict=True):
                 statistic.copy_(total)
         result: Tensor = _Joint.apply(loss.new_tensor(value), gradients, *leaves)
-        if guide in STEPS:
-            result.register_hook(STEPS[guide].note_factor)
+        self.elbo.returned(result, guide)
         return result
 
     # The first step ---------------------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""What the natural-gradient optimizers share: measurements, momentum, the schedule, the posterior precision.
+r"""The base class of the natural-gradient optimizers: measurements, momentum, the schedule, the posterior precision.
 
 Gradients come summed over the data, as Pyro's losses are; divided by N they are means over examples, :math:`\hat g`,
 and so are squares, :math:`\hat h`. With the weight :math:`\beta` of the KL (the papers' temperature
@@ -10,21 +10,41 @@ precision :math:`\delta`, the scaled prior precision and the posterior precision
     \Lambda = \frac{\rho N}{\beta}(s + \tilde\delta) = \frac{\rho N s}{\beta} + \delta .
 """
 
+import inspect
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from pyro_dvi.core.natural_step import NaturalSite, NaturalStep, Statistic, steps_of
-from pyro_dvi.errors import GuideError
-from pyro_dvi.optim.options import check_options, refuse_unknown
+from pyro_dvi.core.choice import check_count, check_positive
+from pyro_dvi.errors import ArgumentError, GuideError
+from pyro_dvi.natural_gradients.drawn_run import NaturalSite, NaturalStep, steps_of
+from pyro_dvi.natural_gradients.estimates import Estimate
 
 Tensors = list[Tensor] | tuple[Tensor, ...]
+DEFAULTS: dict[str, Any] = {
+    "lr": 10.0,
+    "betas": (0.9, 0.999),
+    "damping": 0.0,
+    "max_step": 0.01,
+    "data_augmentation": 1.0,
+    "initial_curvature": None,
+    "warmup_steps": 100,
+    "total_steps": None,
+    "deterministic_lr": 1e-2,
+}
+_NOT_HERE = {
+    "weight_decay": "The Normal prior of the model plays its role: to_bayesian_(net, prior_scale=...).",
+    "formulation": "VOGN and OGN have several formulations, this one has one.",
+    "momentum": "Its decay rate is the first of betas.",
+    "eps": "damping is what it adds to the denominator.",
+}
 
 
 @dataclass
@@ -76,13 +96,13 @@ class Update:
         self.curvatures = [memory["curvature"] for memory in self.memories]
 
     def _initial_curvature(self, precision: Tensor, measured: Tensor, prior: Tensor) -> Tensor:
-        """A number, or the squared gradients of the first minibatch.
+        """Return a number, or what the first minibatch has measured.
 
-        Where another optimizer went before, which asked for no squares, it is that of the posterior as it stands.
+        Where another optimizer went before, whose estimate may be negative, return the curvature of the posterior.
         """
         if self.has_start:
             return torch.full_like(precision, self.group["initial_curvature"] * self.step.num_data)
-        if self.step.measured is Statistic.NOISE_PRODUCTS:
+        if self.step.measured.signed:
             return (precision / self.inverse_temperature - prior).clamp_(min=0)
         return measured.clone()
 
@@ -118,51 +138,25 @@ class NaturalGradientOptimizer(Optimizer):
 
     Parameters that belong to no latent get a step of Adam.
 
-    The loss may be multiplied with a number before the backward pass, as ``torch.amp.GradScaler`` and losses per
+    The loss may be multiplied by a number before the backward pass, as ``torch.amp.GradScaler`` and losses per
     example do: gradients are divided by it.
 
-    Adding one: say in ``statistic`` what to measure, and write ``_move``.
+    Adding one: say in ``estimate`` which curvature to measure, and write ``_move``.
 
     Attributes:
-        statistic: what to measure in each step.
-        first: what to measure in the first one, where the curvature starts with that.
+        estimate: the curvature to measure once the optimizer has started.
         rate_factor: by which warm-up and cosine decay scaled the learning rate in the last step.
     """
 
-    statistic: Statistic
-    first: Statistic
+    estimate: Estimate
     rate_factor = 1.0
     _step_supports_amp_scaling = True  # GradScaler leaves it to the step to skip infinite gradients
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        *,
-        lr: float = 10.0,
-        betas: tuple[float, float] = (0.9, 0.999),
-        damping: float = 0.0,
-        max_step: float | None = 0.01,
-        data_augmentation: float = 1.0,
-        initial_curvature: float | None = None,
-        warmup_steps: int = 100,
-        total_steps: int | None = None,
-        deterministic_lr: float = 1e-2,
-        **unknown: Any,
-    ) -> None:
-        defaults: dict[str, Any] = dict(
-            lr=lr,
-            betas=betas,
-            damping=damping,
-            max_step=max_step,
-            data_augmentation=data_augmentation,
-            initial_curvature=initial_curvature,
-            warmup_steps=warmup_steps,
-            total_steps=total_steps,
-            deterministic_lr=deterministic_lr,
-        )
-        refuse_unknown(type(self), unknown, defaults)
-        check_options(defaults)
-        super().__init__(params, defaults)
+    def __init__(self, params: Iterable[Any], **options: Any) -> None:
+        _refuse_unknown(type(self), options)
+        options = {**DEFAULTS, **options}
+        _check_options(options)
+        super().__init__(params, options)
         self._told_steps: int | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -177,11 +171,14 @@ class NaturalGradientOptimizer(Optimizer):
         group["full_lr"] = group["lr"]
 
     @property
-    def wanted(self) -> Statistic:
-        """What an objective has to measure for the next step."""
-        starts = any(group["initial_curvature"] is None for group in self.param_groups)
-        started = any("curvature" in memory for memory in self.state.values())
-        return self.first if starts and not started else self.statistic
+    def has_started(self) -> bool:
+        """Whether there is a curvature already."""
+        return any("curvature" in memory for memory in self.state.values())
+
+    @property
+    def wanted(self) -> Estimate:
+        """The curvature to measure for the next step."""
+        return self.estimate
 
     def set_total_steps(self, total_steps: int) -> None:
         """Let the learning rate fall to zero over this many steps, where the option ``total_steps`` is not given.
@@ -207,23 +204,24 @@ class NaturalGradientOptimizer(Optimizer):
                 loss = closure()
         moved = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         steps = steps_of(moved)
-        if getattr(self, "found_inf", 0):  # set by GradScaler while its step lasts
-            for step in steps:
-                step.drop()  # the step is skipped
-            return loss
+        sites = {id(site.loc): (step, site) for step in steps for site in step.sites}
         if moved and not steps:
             raise GuideError(
                 f"{type(self).__name__.removesuffix('Optimizer')} found no means with measurements among its "
                 "parameters: it goes with NaturalGradientGuide and NaturalGradientELBO. For another guide or objective "
                 "take an optimizer such as pyro_dvi.optim.Adam(learning_rates(1e-3))."
             )
-        if any(step.measured.at_mean != self.wanted.at_mean for step in steps):
-            for step in steps:  # only the first one of an objective that does not serve this optimizer
+        if getattr(self, "found_inf", 0):  # set by GradScaler, where the step is to be skipped
+            for step in steps:
+                step.drop()
+            return loss
+        has_means = any(id(p) in sites for p in moved)
+        if has_means and any(step.measured.at_mean != self.wanted.at_mean for step in steps):
+            for step in steps:  # only the first one of an objective that was not prepared for this optimizer
                 step.drop()
                 step.wanted = self.wanted
             return loss
         self._divide_gradients(moved, steps)
-        sites = {id(site.loc): (step, site) for step in steps for site in step.sites.values()}
         precisions = {id(site.precision) for _, site in sites.values()}
         for group in self.param_groups:
             updates: dict[tuple[int, int], list[NaturalSite]] = {}
@@ -294,12 +292,12 @@ class NaturalGradientOptimizer(Optimizer):
             factor = step.loss_factor
             if isinstance(factor, float):
                 continue
-            means = [site for site in step.sites.values() if id(site.loc) in own]
+            means = [site for site in step.sites if id(site.loc) in own]
             gradients: Any = [
                 s.precision.grad for s in means if s.precision.grad is not None and id(s.precision) not in own
             ]
             if not hasattr(self, "found_inf") or getattr(self, "grad_scale", None) is not None:
-                gradients += [p.grad for p in moved if id(p) in step.trained]
+                gradients += [p.grad for p in moved if getattr(p, "natural_step", None) is step]
             elif math.frexp(float(factor))[0] != 0.5:  # scales are powers of two, by torch's defaults
                 raise GuideError(
                     f"the loss was multiplied with {float(factor):g} before the backward pass, by GradScaler and by "
@@ -312,6 +310,74 @@ class NaturalGradientOptimizer(Optimizer):
     @abstractmethod
     def _move(self, update: Update) -> None:
         """Move means and set posterior precisions, both in place."""
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    """Check the options that all natural-gradient optimizers have.
+
+    Raises:
+        ArgumentError: naming the first that is out of range.
+    """
+    optional = ("max_step", "initial_curvature", "total_steps")
+    given = {name: value for name, value in options.items() if value is not None or name not in optional}
+    for name in ("lr", "data_augmentation", "deterministic_lr", "max_step", "initial_curvature"):
+        if name in given:
+            check_positive(name, given[name])
+    for name, least in (("warmup_steps", 0), ("total_steps", 1)):
+        if name in given:
+            check_count(name, given[name], least)
+    betas, damping = options["betas"], options["damping"]
+    if not (isinstance(betas, tuple | list) and len(betas) == 2 and all(_is_in(0, b, 1) for b in betas)):
+        raise ArgumentError(
+            f"betas must be two numbers in [0, 1), the decay rates of momentum and curvature as in (0.9, 0.999), got "
+            f"{betas!r}"
+        )
+    if not _is_in(0, damping, math.inf):
+        raise ArgumentError(f"damping must be a finite number of at least 0, got {damping!r}")
+
+
+def _is_in(least: float, value: Any, end: float) -> bool:
+    return isinstance(value, Real) and least <= float(value) < end
+
+
+def _refuse_unknown(optimizer: type, options: Iterable[str]) -> None:
+    """Refuse options that an optimizer has not.
+
+    Raises:
+        ArgumentError: naming those that it has.
+    """
+    for name in options:
+        if name not in DEFAULTS:
+            own = inspect.signature(optimizer).parameters.values()
+            names = sorted({*DEFAULTS, *(one.name for one in own if one.kind is one.KEYWORD_ONLY)})
+            advice = f" {_NOT_HERE[name]}" if name in _NOT_HERE else ""
+            raise ArgumentError(
+                f"{optimizer.__name__} has no option {name!r}.{advice} Its options are {', '.join(names)}."
+            )
+
+
+def wanted_by(optimizer: Any) -> Estimate:
+    """Return the curvature that an optimizer of Pyro or torch wants measured in its next step.
+
+    Raises:
+        GuideError: it knows nothing of natural gradients.
+    """
+    made = [getattr(one, "optimizer", one) for one in getattr(optimizer, "optim_objs", {}).values()]
+    made.sort(key=lambda one: not getattr(one, "has_started", False))  # others hold no means
+    for one in (*made, optimizer):
+        if isinstance(found := getattr(one, "wanted", None), Estimate):
+            return found
+    constructor = getattr(optimizer, "pt_optim_constructor", type(optimizer))
+    if not (isinstance(constructor, type) and issubclass(constructor, NaturalGradientOptimizer)):
+        raise GuideError(
+            f"{getattr(constructor, '__name__', 'unknown')} cannot train by NaturalGradientELBO, whose gradients are "
+            "of the likelihood alone: take pyro_dvi.natural_gradients.VOGN, OGN or IVON, which add the prior "
+            "(VOGNOptimizer, OGNOptimizer or IVONOptimizer for elbo(model, guide)). An optimizer of your own that wraps "
+            "one of them must pass on its attribute 'wanted'."
+        )
+    options = {} if callable(optimizer.pt_optim_args) else optimizer.pt_optim_args
+    first = constructor([torch.zeros(())], **options)
+    return first.estimate if optimizer._state_waiting_to_be_consumed else first.wanted
 
 
 def _adam(parameters: list[Tensor], memories: list[dict[str, Any]], count: int, lr: float) -> None:

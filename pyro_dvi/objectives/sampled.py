@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ELBO by draws of the weights, with a weight of the KL divergence, which Pyro's own has not."""
+"""The ELBO at draws of the weights; unlike Pyro's, with a weight of the KL divergence."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -12,7 +12,7 @@ from pyro_dvi.core.undisturbed import undisturbed
 from pyro_dvi.curvature.base import sum_of
 from pyro_dvi.errors import GuideError
 from pyro_dvi.gaussians.joint_normal import is_joint
-from pyro_dvi.objectives.base import DeterministicELBO
+from pyro_dvi.objectives.objective import Objective
 from pyro_dvi.runs.divergences import kl_to_priors
 from pyro_dvi.runs.latents import GaussianSite
 from pyro_dvi.runs.means import run_at_means
@@ -21,7 +21,7 @@ from pyro_dvi.runs.sites import core, is_latent, sites_of
 from pyro_dvi.runs.structure import check_gradients, refuse_dependent
 
 
-class SampledELBO(DeterministicELBO):
+class SampledELBO(Objective):
     r"""Objective of sampled variational inference; with ``AutoDelta``, of maximum a posteriori.
 
     .. math::
@@ -75,13 +75,13 @@ class SampledELBO(DeterministicELBO):
     divergence: str | None = None
     _known: tuple[Any, bool] = (None, False)  # of the guide last seen, whether it is a factorised Gaussian
 
-    def _evaluate(self, call: Call, kl_weight: float, training: bool) -> dict[str, Tensor]:
+    def evaluate(self, call: Call, kl_weight: float, training: bool) -> dict[str, Tensor]:
         first, factorised = self._known[0] is not call.guide, self._is_factorised(call)
         self.divergence = "closed form" if factorised else "sampled"
         if factorised:
-            self._looked_at(call, training)
+            self.structure(call, training)
         run = PosteriorRun.of(call, _GaussianDraws() if factorised else _Draws(), nullcontext)
-        log_likelihood = self._observed(run.model_trace).log_likelihood()
+        log_likelihood = self.observed(run.model_trace).log_likelihood()
         if first and not factorised:
             check_gradients(call, run.model_trace, log_likelihood)
         kl = kl_to_priors(run.latents) + run.guide.log_density()
@@ -108,7 +108,7 @@ class _GaussianDraws(GuideRun):
         return GaussianSite(name, value, base, transforms, sampled=True)
 
     def log_density(self) -> float:
-        """What the divergence lacks."""
+        """Log-density of q, added to the divergence; the closed form lacks nothing."""
         return 0.0
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Optimizers: one for all parameters, step sizes for posterior scales."""
 
-from pyro_dvi.optim.joint import JointOptim
+from pyro_dvi.optim.joint import JointOptim, ScheduledJointOptim
 from pyro_dvi.optim.learning_rates import (
     SCALE_PATTERN,
     LearningRates,
@@ -9,7 +9,6 @@ from pyro_dvi.optim.learning_rates import (
     parameter_groups,
     parameter_names,
 )
-from pyro_dvi.optim.scheduled import ScheduledJointOptim
 from pyro_dvi.optim.torch_optimizers import SGD, Adam, AdamW
 
 __all__ = [

@@ -3,14 +3,18 @@
 
 import copy
 import inspect
+import reprlib
+import warnings
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import pyro
 import torch
-from pyro.optim import PyroOptim
+from pyro.optim import PyroLRScheduler, PyroOptim
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from pyro_dvi.errors import ArgumentError
 
@@ -167,6 +171,55 @@ class JointOptim(PyroOptim):
         return {**self.__dict__, **held, "_state_waiting_to_be_consumed": self.get_state()}
 
 
+class ScheduledJointOptim(JointOptim, PyroLRScheduler):
+    """A :class:`JointOptim` with a schedule for each set of options, moved by ``step`` as Pyro's schedulers are.
+
+    A parameter that appears late has the learning rate that it would have if it had been there from the beginning.
+
+    Args:
+        scheduler: makes a torch scheduler for a torch optimizer: a class, or ``partial(CosineAnnealingLR, T_max=100)``.
+        optim_constructor: as for :class:`JointOptim`.
+        optim_args: likewise.
+        clip_args: likewise.
+    """
+
+    def __init__(
+        self,
+        scheduler: Callable[[Optimizer], Any],
+        optim_constructor: Callable[..., Optimizer],
+        optim_args: dict[str, Any] | Callable[..., dict[str, Any]],
+        clip_args: dict[str, Any] | Callable[..., dict[str, Any]] | None = None,
+    ) -> None:
+        JointOptim.__init__(self, optim_constructor, optim_args, clip_args)
+        opened = scheduler if isinstance(scheduler, partial) else partial(scheduler)
+        self.pt_scheduler_constructor, self.kwargs = opened.func, opened.keywords
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Move the learning rates.
+
+        Args:
+            *args: of the torch scheduler's ``step``: the loss, for ``ReduceLROnPlateau``.
+            **kwargs: likewise.
+        """
+        for scheduler, _ in self._shared:
+            scheduler.step(*args, **kwargs)
+
+    def _share(self, made: Any, given: dict[str, Any], fresh: bool) -> None:
+        if fresh and self._shared:
+            other, given_before = self._shared[0]
+            if isinstance(made, ReduceLROnPlateau):  # which losses have moved
+                made.load_state_dict(other.state_dict())
+                (group,), (present,) = torch_optimizer(made).param_groups, torch_optimizer(other).param_groups
+                group["lr"] *= present["lr"] / given_before["lr"]
+            else:
+                chained = other if hasattr(other, "last_epoch") else other._schedulers[0]
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # that the optimizer should have stepped before
+                    for _ in range(chained.last_epoch):
+                        made.step()
+        super()._share(made, given, fresh)
+
+
 def torch_optimizer(held: Any) -> Optimizer:
     """Return the optimizer that Pyro holds for a parameter, alone or inside its scheduler."""
     optimizer: Optimizer = getattr(held, "optimizer", held)
@@ -223,3 +276,26 @@ def _kernels(constructor: Any, parameter: Tensor, options: dict[str, Any]) -> di
 
 def _has_sparse_gradient(parameter: Tensor) -> bool:
     return parameter.grad is not None and parameter.grad.is_sparse
+
+
+def in_a_dictionary(constructor: type[Optimizer]) -> str:
+    """Say where the options of the Pyro optimizer go that makes optimizers of a class of torch."""
+    name = constructor.__name__
+    pyro_name, module = name.removesuffix("Optimizer"), constructor.__module__.rpartition(".")[0]
+    return (
+        f"{pyro_name} is the optimizer for SVI, and takes a dictionary of options: {pyro_name}({{'lr': ...}}). Where a "
+        "class of torch's optimizers is wanted, as in pyro.optim.ExponentialLR({'optimizer': ...}), or for elbo(model, "
+        f"guide), use {module}.{name}."
+    )
+
+
+def check_optim_args(optim_args: Any, constructor: type[Optimizer]) -> None:
+    """Check that the options of a Pyro optimizer are a dictionary, or a function that returns one.
+
+    Raises:
+        ArgumentError: something else was given.
+    """
+    if not (isinstance(optim_args, dict) or callable(optim_args)):
+        raise ArgumentError(
+            f"optim_args must be a dict of options, got {reprlib.repr(optim_args)}. {in_a_dictionary(constructor)}"
+        )

@@ -12,10 +12,8 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from pyro_dvi.core.signatures import explained_calls
 from pyro_dvi.errors import ArgumentError
-from pyro_dvi.optim.joint import JointOptim
+from pyro_dvi.optim.joint import JointOptim, ScheduledJointOptim, check_optim_args, in_a_dictionary
 from pyro_dvi.optim.learning_rates import SCALE_PATTERN, LearningRates
-from pyro_dvi.optim.options import check_optim_args, in_a_dictionary
-from pyro_dvi.optim.scheduled import ScheduledJointOptim
 
 Options = dict[str, Any] | Callable[..., dict[str, Any]]
 Scheduler = Callable[[Optimizer], Any] | None

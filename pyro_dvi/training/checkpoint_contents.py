@@ -137,7 +137,7 @@ class Contents:
         fingerprint = None if stored is None else Fingerprint(**stored)
         self._initialise(fingerprint, example)
         self._load_weights(saved, fingerprint)
-        note_trained_for(route.guide, getattr(route.elbo, "trains_for", "Samples"))
+        note_trained_for(route.guide, getattr(route.elbo, "prediction_rule", "Samples"))
         if saved["elbo"]["state"] is not None:
             route.elbo.load_state_dict(saved["elbo"]["state"])
         if route.steered is not None:
@@ -147,8 +147,8 @@ class Contents:
                 raise CheckpointError(
                     f"The optimizer's state does not fit: {error}. Build it as it was built."
                 ) from error
-            if hasattr(route.elbo, "serve"):  # for a loop of the user's own
-                route.elbo.serve(route.steered)
+            if hasattr(route.elbo, "prepare"):  # for a loop of the user's own
+                route.elbo.prepare(route.guide, route.steered)
         if self.lr_schedule is not None:
             self.lr_schedule.load_state_dict(saved["lr_schedule"])
         history = History.from_dict(saved["history"])

@@ -13,7 +13,7 @@ from pyro.infer import SVI, Trace_ELBO
 import pyro_dvi as dvi
 from pyro_dvi.distributed import DataParallel, JointBatches, OwnDraws, SharedDraws
 from pyro_dvi.errors import ArgumentError, UnsupportedError
-from pyro_dvi.natural_gradients.guide import NaturalGradientGuide
+from pyro_dvi.natural_gradients.precision_guide import NaturalGradientGuide
 from pyro_dvi.natural_gradients.pyro_optimizers import VOGN
 from tests.distributed import programs
 

@@ -20,6 +20,7 @@ from pyro.infer import SVI
 from torch import Tensor
 
 import pyro_dvi as dvi
+from pyro_dvi.natural_gradients.estimates import NoiseProducts
 from pyro_dvi.natural_gradients.pyro_optimizers import IVON, OGN, VOGN
 
 N, D, COPIES = 30, 3, 400
@@ -75,7 +76,7 @@ def trained(
         guide.locs.w.copy_(exact_mean(x, y).expand(COPIES, D))
         if start is not None:
             guide.precisions.w.copy_(start.expand(COPIES, D))
-            elbo.load_state_dict({"step": 0, "wanted": "noise products"})  # no squares, as after a step
+            guide.natural_step.wanted = NoiseProducts()  # no squares, as after a step
     svi = SVI(model, guide, optimizer, loss=elbo)
     means, precisions = [], []
     for t in range(steps):

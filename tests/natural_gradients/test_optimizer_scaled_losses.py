@@ -12,8 +12,7 @@ from torch.amp import GradScaler
 
 import pyro_dvi as dvi
 from pyro_dvi.errors import GuideError
-from pyro_dvi.natural_gradients.ivon import IVONOptimizer
-from pyro_dvi.natural_gradients.vogn import OGNOptimizer, VOGNOptimizer
+from pyro_dvi.natural_gradients.updates import IVONOptimizer, OGNOptimizer, VOGNOptimizer
 
 N, M = 20, 5
 OPTIMIZERS = [VOGNOptimizer, OGNOptimizer, IVONOptimizer]

@@ -106,8 +106,9 @@ def test_a_built_scheduler_says_how_to_pass_it():
     ids=["lr", "options and lr", "nothing", "a number", "parameters", "as in torch"],
 )
 def test_options_outside_of_a_dictionary_say_where_they_go(name, call):
-    torch_class = f"torch.optim.{name}" if hasattr(torch.optim, name) else f"pyro_dvi.optim.{name}Optimizer"
+    chapter = pyro_dvi.optim if hasattr(torch.optim, name) else pyro_dvi.natural_gradients
+    torch_class = f"torch.optim.{name}" if hasattr(torch.optim, name) else f"{chapter.__name__}.{name}Optimizer"
     said = f"a dictionary of options: {name}({{'lr': ...}})"
     with pytest.raises(ArgumentError, match=re.escape(said)) as caught:
-        call(getattr(pyro_dvi.optim, name))
+        call(getattr(chapter, name))
     assert str(caught.value).endswith(f"use {torch_class}.") and len(str(caught.value)) < 500

@@ -96,14 +96,13 @@ class Route(ABC):
 
     @contextmanager
     def informed(self, loader: Iterable[Any]) -> Iterator[None]:
-        """Tell the objective the size of the data set, and its optimizer if it measures for it, while training lasts.
+        """Let the objective see the optimizer, and tell it the size of the data set while training lasts.
 
         The size is compared with the plate of the model: by an ELBO that can do so, for others and for a list of
         batches in the first step. Of several processes each may have a list of its own share.
         """
         size = dataset_size(loader)
         shared = torch.distributed.is_available() and torch.distributed.is_initialized()
-        serve = getattr(self.elbo, "serve", lambda optimizer: None)
         untold = size is not None and getattr(self.elbo, "num_data", size) is None
         if size is not None and not hasattr(self.elbo, "num_data"):
             self._watch = _PlateCheck(
@@ -113,7 +112,8 @@ class Route(ABC):
             isinstance(loader, (list, tuple)) and not shared and getattr(self.elbo, "num_data", None) is None
         ):
             self._watch = _PlateCheck(lambda seen: check_list(seen, loader, hasattr(self.elbo, "num_data")))
-        served = serve(self.steered)
+        if hasattr(self.elbo, "prepare"):
+            self.elbo.prepare(self.guide, self.steered)
         if untold:
             self.elbo.num_data = size
         try:
@@ -122,7 +122,6 @@ class Route(ABC):
             self._watch = None
             if untold:
                 self.elbo.num_data = None
-            serve(served)
 
     def checked_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
         """Take a training step; the first one only with a plate that fits the data set.

@@ -9,9 +9,11 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_dvi.bayesian import init_to_module
-from pyro_dvi.errors import ArgumentError
+from pyro_dvi.errors import ArgumentError, GuideError
 from pyro_dvi.guides.base import FactorisedGuide
 from pyro_dvi.guides.factors import Factor, ReadyNormal
+from pyro_dvi.natural_gradients.drawn_run import NaturalStep
+from pyro_dvi.natural_gradients.estimates import Squares
 from pyro_dvi.runs.divergences import normal_in_unconstrained_space, refuse_not_normal
 from pyro_dvi.runs.latents import unconstraining_transform
 
@@ -37,6 +39,7 @@ class NaturalGradientGuide(FactorisedGuide):
     Attributes:
         locs: module of means, ``guide.locs.<site>``.
         precisions: module of precisions, ``guide.precisions.<site>``.
+        natural_step: what objective and optimizer tell each other.
 
     Raises:
         ModelError: in the first call: a latent is discrete, or its prior is no Normal in unconstrained space.
@@ -61,11 +64,25 @@ class NaturalGradientGuide(FactorisedGuide):
             )
         super().__init__(model, init_loc_fn=init_loc_fn, create_plates=create_plates)
         self.initial_scale = float(initial_scale)
+        self.natural_step = NaturalStep(Squares())
 
     def precision_parameter(self, name: str) -> Tensor:
         """Return the parameter that holds the precisions of a site, for the optimizer to write to."""
         parameter: Tensor = getattr(self._seen[name].spreads, name.rpartition(".")[2] + "_unconstrained")
         return parameter
+
+    def check_objective(self, objective: Any) -> None:
+        """Refuse objectives that leave the precisions where they are.
+
+        Raises:
+            GuideError: another objective than ``NaturalGradientELBO``.
+        """
+        if not getattr(objective, "moves_precisions", False):
+            raise GuideError(
+                f"{'a loss function' if objective is None else type(objective).__name__} cannot train a "
+                f"{type(self).__name__}, whose precisions get no gradients: train it with NaturalGradientELBO and "
+                "pyro_dvi.natural_gradients.VOGN, OGN or IVON, or use MeanFieldGuide"
+            )
 
     def _factor_of(self, name: str, site: Any, loc: Tensor) -> Factor:
         if normal_in_unconstrained_space(site["fn"], unconstraining_transform(site["fn"].support)) is None:

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from pyro_dvi.bayesian import LearnedScale, classifier, to_bayesian_
 from pyro_dvi.errors import DviWarning, ModelError, UnsupportedError
-from pyro_dvi.natural_gradients.elbo import NaturalGradientELBO
-from pyro_dvi.natural_gradients.guide import NaturalGradientGuide
+from pyro_dvi.natural_gradients.natural_elbo import NaturalGradientELBO
+from pyro_dvi.natural_gradients.precision_guide import NaturalGradientGuide
 from pyro_dvi.natural_gradients.pyro_optimizers import IVON, VOGN
 from tests.objectives.loops import M, N, assert_equal, squares_at_mean, weights, x_and_y
 

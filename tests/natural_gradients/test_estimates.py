@@ -13,10 +13,9 @@ from pyro.infer import SVI
 from torch import Tensor, nn
 
 from pyro_dvi.bayesian import classifier, to_bayesian_
-from pyro_dvi.core.natural_step import STEPS
 from pyro_dvi.errors import DviWarning, GuideError, ModelError
-from pyro_dvi.natural_gradients.elbo import NaturalGradientELBO
-from pyro_dvi.natural_gradients.guide import NaturalGradientGuide
+from pyro_dvi.natural_gradients.natural_elbo import NaturalGradientELBO
+from pyro_dvi.natural_gradients.precision_guide import NaturalGradientGuide
 from pyro_dvi.natural_gradients.pyro_optimizers import VOGN
 from tests.models import residual_network
 from tests.objectives.loops import M, N, assert_equal, looped, minibatch, squares_at_mean, weights, x_and_y
@@ -235,7 +234,7 @@ def test_many_passes_are_announced_once():
     assert message.startswith("observed site 'y': ") and "50 in each step" in message
     assert "'v' is used by sin, which has no rule for per-example gradients there" in message
     assert "'w' is used by tensordot, which has no rule for per-example gradients there" in message
-    STEPS[guide].drop()
+    guide.natural_step.drop()
     elbo.loss_and_grads(model, guide, x, y)  # a second warning would be an error
 
 
@@ -266,9 +265,9 @@ def test_many_columns_are_announced_once():
     elbo = NaturalGradientELBO()
     with pytest.warns(DviWarning, match=r"'pixels'.*40 backward passes.*\.to_event\(1\)"):
         elbo.loss_and_grads(model, guide, x, y)
-    STEPS[guide].drop()
+    guide.natural_step.drop()
     elbo.loss_and_grads(model, guide, x, y)  # a second warning would be an error
-    STEPS[guide].drop()
+    guide.natural_step.drop()
     NaturalGradientELBO().loss_and_grads(model, guide, x, y, 1)
 
 

@@ -11,10 +11,10 @@ from pyro.infer import SVI
 
 from pyro_dvi.errors import ArgumentError
 from pyro_dvi.natural_gradients import AsPrinted
-from pyro_dvi.natural_gradients.elbo import NaturalGradientELBO
-from pyro_dvi.natural_gradients.guide import NaturalGradientGuide
+from pyro_dvi.natural_gradients.natural_elbo import NaturalGradientELBO
+from pyro_dvi.natural_gradients.precision_guide import NaturalGradientGuide
 from pyro_dvi.natural_gradients.pyro_optimizers import OGN, VOGN
-from pyro_dvi.natural_gradients.vogn import Consistent, VOGNOptimizer
+from pyro_dvi.natural_gradients.updates import Consistent, VOGNOptimizer
 from tests.natural_gradients.reference import OPTIONS, SETTINGS, data, model, run, state
 
 pytestmark = pytest.mark.usefixtures("double")
@@ -101,7 +101,7 @@ def test_both_formulations_agree_at_temperature_one_but_for_the_length_of_the_st
         # With a curvature to start from both forget at the same rate.
         options = {"lr": 0.1, "betas": (0.0, 0.9), "initial_curvature": 0.2, "formulation": formulation}
         optimizer = VOGN({**options, "warmup_steps": 0, "max_step": None})
-        elbo.serve(optimizer)
+        elbo.prepare(guide, optimizer)
         svi = SVI(model, guide, optimizer, loss=elbo)
         if isinstance(formulation, AsPrinted):
             svi.step(x, y)  # sets the precision of the first draws

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all deterministic objectives share: the KL weight, the count of steps, Pyro's interface."""
+"""The base class of objectives: the KL weight, the count of steps, Pyro's interface."""
 
 import math
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from pyro.infer.elbo import ELBO
@@ -28,11 +28,17 @@ from pyro_dvi.runs.structure import Structure, structure_of
 from pyro_dvi.runs.trained_for import check_trainable, note_trained_for
 
 
-class DeterministicELBO(ELBO):
+class Objective(ELBO):
     """Base class of the objectives: a drop-in for Pyro's ELBOs in ``SVI`` and as ``elbo(model, guide)``.
 
     Losses are summed over the whole data set, as in Pyro, and are the objective that is actually optimised: with
     ``kl_weight`` other than one, ``elbo.terms`` holds what the untempered ELBO needs.
+
+    Adding one: write :meth:`evaluate`, and set ``prediction_rule`` where draws of the weights are not the way to predict.
+    ``fit``, checkpoints, ``predict`` and ``DataParallel`` then work. In ``evaluate``, run guide and model once by
+    ``PosteriorRun.of`` (:mod:`pyro_dvi.runs.posterior_run`) or a function for it such as ``run_at_means``, and take the
+    likelihood from :meth:`observed`. An objective that needs more overrides :meth:`prepare`, :meth:`begin`,
+    :meth:`returned`, :meth:`state_dict` and :meth:`load_state_dict`.
 
     Args:
         kl_weight: factor of the KL divergence; a float, or a schedule called with the number of training steps done.
@@ -43,7 +49,13 @@ class DeterministicELBO(ELBO):
     Attributes:
         step: training steps done. Only evaluations that record gradients count.
         terms: detached parts of the last loss.
+        prediction_rule: how posteriors that it trains are predicted: the name of a rule that
+            :mod:`pyro_dvi.predictive` exports, or a rule of your own. Files keep names only.
+        takes_joint: guides may have Gaussian vectors with covariances, as ``LastLayerGuide``.
     """
+
+    prediction_rule: Any = "Samples"
+    takes_joint: ClassVar[bool] = False
 
     @explained_calls()
     def __init__(
@@ -64,29 +76,46 @@ class DeterministicELBO(ELBO):
         self.step = 0
         self.terms: dict[str, Tensor] = {}
 
-    _moves_precisions = False  # of a NaturalGradientGuide
-    _keeps_covariances = False  # of the posterior of a last layer
-    trains_for = "Samples"  # the rule of prediction
+    # Hooks -------------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def _evaluate(self, call: Call, kl_weight: float, training: bool) -> dict[str, Tensor]:
-        """Return the terms of one run: at least "loss", "log_likelihood" and "kl" (unweighted)."""
+    def evaluate(self, call: Call, kl_weight: float, training: bool) -> dict[str, Tensor]:
+        """Return the terms of one run: at least "loss", "log_likelihood" and "kl" (unweighted).
 
-    def _looked_at(self, call: Call, training: bool) -> tuple[Structure, bool]:
-        """Return what the first run of model and guide shows, and whether this is it; leave a start at zero."""
+        Args:
+            call: model and guide with their arguments.
+            kl_weight: factor of the KL divergence in this step.
+            training: a backward pass follows; otherwise the loss is only asked for.
+        """
+
+    def prepare(self, guide: Any, optimizer: Any) -> None:
+        """Look at the optimizer before it trains the guide; ``fit`` and ``load`` call this."""
+
+    def begin(self, guide: Any) -> None:
+        """Begin a training step."""
+
+    def returned(self, loss: Tensor, guide: Any) -> None:
+        """Look at the loss on which the caller, who may have multiplied it, will start the backward pass."""
+
+    # What hooks may use ------------------------------------------------------------------------------------------
+
+    def structure(self, call: Call, training: bool) -> tuple[Structure, bool]:
+        """Return the structure of model and guide, and whether this is its first run; break a start at zero."""
         structure, first = structure_of(call)
-        if structure.joint and not self._keeps_covariances:
+        if structure.joint and not self.takes_joint:
             refuse_site(*next(iter(structure.joint.items())))
         if training and self.step == 0:
             start_apart(structure.starts)
         return structure, first
 
-    def _observed(self, trace: Any) -> Observed:
+    def observed(self, trace: Any) -> Observed:
         """Return the observed sites of a run of the model, whose scales agree with the size of the data set."""
         observed = observed_sites(trace)
         if self.num_data is not None:
             check_num_data(observed.sites, self.num_data)
         return observed
+
+    # Pyro's interface --------------------------------------------------------------------------------------------
 
     def current_kl_weight(self) -> float:
         """Return the KL weight of the next training step."""
@@ -100,14 +129,9 @@ class DeterministicELBO(ELBO):
 
     def differentiable_loss(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> Tensor:
         """Return the loss as a tensor to call ``backward`` on; counts a training step if gradients are recorded."""
-        training = torch.is_grad_enabled()
-        if training:
-            check_trainable(guide, self)
-        loss = self._total(Call(model, guide, args, kwargs), training)
-        if not training:
-            return loss.detach()
-        note_trained_for(guide, self.trains_for)
-        self.step += 1
+        loss = self._differentiable(Call(model, guide, args, kwargs))
+        if loss.requires_grad:
+            self.returned(loss, guide)
         return loss
 
     def loss_and_grads(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> float:
@@ -117,7 +141,7 @@ class DeterministicELBO(ELBO):
             NonFiniteError: the loss is NaN or infinite. Parameters are untouched and gradients cleared.
         """
         with twice_differentiated():
-            loss = self.differentiable_loss(model, guide, *args, **kwargs)
+            loss = self._differentiable(Call(model, guide, args, kwargs))
             if loss.requires_grad:
                 loss.backward(retain_graph=self.retain_graph)
         value = loss.item()
@@ -137,6 +161,17 @@ class DeterministicELBO(ELBO):
             raise CheckpointError(f"not the state of a {type(self).__name__}: the entry 'step' is missing")
         self.step = int(state["step"])
 
+    def _differentiable(self, call: Call) -> Tensor:
+        training = torch.is_grad_enabled()
+        if not training:
+            return self._total(call, training).detach()
+        check_trainable(call.guide, self)
+        self.begin(call.guide)
+        loss = self._total(call, training)
+        note_trained_for(call.guide, self.prediction_rule)
+        self.step += 1
+        return loss
+
     def _total(self, call: Call, training: bool) -> Tensor:
         if torch.is_inference_mode_enabled():
             raise PyroDviError(
@@ -145,7 +180,7 @@ class DeterministicELBO(ELBO):
             )
         weight = self.current_kl_weight()
         with torch.enable_grad():
-            runs = [self._evaluate(call, weight, training) for _ in range(self.num_particles)]
+            runs = [self.evaluate(call, weight, training) for _ in range(self.num_particles)]
             terms = (
                 {k: sum_of([run[k] for run in runs]) / len(runs) for k in runs[0]} if runs[1:] else runs[0]
             )
