@@ -47,7 +47,7 @@ def encoded(rule: Any) -> Tensor:
 
 def decoded(name: Tensor) -> str | None:
     """Return the name that :func:`encoded` was given."""
-    return bytes(name.tolist()).rstrip(b"\0").decode() or None
+    return bytes(list(name)).rstrip(b"\0").decode() or None
 
 
 def _owner(guide: Any) -> Any:
