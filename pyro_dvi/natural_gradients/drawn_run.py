@@ -6,9 +6,9 @@ Everything that is a gradient travels as one. The backward pass leaves :math:`\p
 
 .. math:: \sum_i g_i^2 \quad\text{or}\quad g\,\frac{\epsilon}{\sigma},
 
-as the ``grad`` of the precisions, summed over the data set and multiplied by whatever multiplied the loss. So
-``zero_grad``, gradient scalers and sums over processes treat it as they treat all gradients, and measurements that no
-optimizer has used are precisions with a gradient. Everything else is one :class:`NaturalStep`, which the guide owns.
+as the ``grad`` of the precisions, summed over the data set. So ``zero_grad`` and sums over processes treat it as they
+treat all gradients, and measurements that no optimizer has used are precisions with a gradient. Everything else is one
+:class:`NaturalStep`, which the guide owns.
 """
 
 from collections.abc import Iterable
@@ -62,7 +62,6 @@ class NaturalStep:
         measured: the curvature that the gradients of the precisions are.
         num_data: N.
         temperature: :math:`\beta`, the weight of the KL divergence.
-        loss_factor: what the loss was multiplied by before the backward pass, as all gradients are.
         sites: the sites with their priors; empty before the first step.
     """
 
@@ -70,7 +69,6 @@ class NaturalStep:
     measured: "Estimate" = field(init=False)
     num_data: float = 1.0
     temperature: float = 1.0
-    loss_factor: Tensor | float = 1.0
     sites: list[NaturalSite] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -92,16 +90,12 @@ class NaturalStep:
                 "pyro_dvi.natural_gradients.VOGN, OGN or IVON, and take a step after each backward pass. To go on after "
                 "a backward pass without a step, set gradients to None, or call elbo.prepare(guide, optimizer)."
             )
-        self.measured, self.loss_factor = self.wanted, 1.0
+        self.measured = self.wanted
 
     def drop(self) -> None:
         """Forget the measurements."""
         for site in self.sites:
             site.precision.grad = None
-
-    def note_factor(self, gradient: Tensor) -> None:
-        """Keep what the loss is multiplied by: a hook of the loss, which runs before all others."""
-        self.loss_factor = gradient.detach()
 
 
 def steps_of(parameters: Iterable[Tensor]) -> list[NaturalStep]:
@@ -113,35 +107,27 @@ def steps_of(parameters: Iterable[Tensor]) -> list[NaturalStep]:
 # Draws of the guide ----------------------------------------------------------------------------------------------
 
 
+@dataclass(eq=False)
 class Measurement:
     """The curvature that the backward pass of a draw gives to the precisions of its site.
 
     It holds no draw, whose graph would otherwise hold itself.
 
     Attributes:
-        step: its estimate of the curvature, and what the loss is multiplied by.
+        estimate: of the curvature.
         shift: deviation of the draw from the mean, where the estimate needs it.
         precision: precisions of the draw, likewise.
+        added: the sum of what the estimate has found so far.
     """
 
-    def __init__(self, step: NaturalStep, estimate: "Estimate") -> None:
-        self.step, self.estimate = step, estimate
-        self.shift: Any = None
-        self.precision: Any = None
-        self._parts: list[tuple[Tensor, int]] = []
+    estimate: "Estimate"
+    shift: Any = None
+    precision: Any = None
+    added: Tensor | None = None
 
-    def add(self, curvature: Tensor, power: int) -> None:
-        """Add curvature, and the power of the factor of the loss that it lacks to scale as gradients do."""
-        self._parts.append((curvature, power))
-
-    def total(self) -> Tensor | None:
-        """Return the sum of what was added, once."""
-        factor, total = self.step.loss_factor, None
-        for curvature, power in self._parts:
-            scaled = curvature if isinstance(factor, float) else curvature * factor**power
-            total = scaled if total is None else total + scaled
-        self._parts = []
-        return total
+    def add(self, curvature: Tensor) -> None:
+        """Add curvature."""
+        self.added = curvature if self.added is None else self.added + curvature
 
 
 @dataclass
@@ -196,7 +182,7 @@ class _Draws(GuideRun):
                 "optimizer cannot move it: use NaturalGradientGuide, with parameters that are not frozen"
             )
         precision = self.guide.precision_parameter(name.removesuffix("_unconstrained"))
-        measurement = Measurement(self.guide.natural_step, self.estimate)
+        measurement = Measurement(self.estimate)
         value = _Draw.apply(base.loc, precision, base.scale, measurement)
         return Drawn(
             name, value, base, transforms, leaf=leaves[0], precision=precision, measurement=measurement

@@ -7,7 +7,7 @@ Adding one: a subclass of :class:`Estimate` here, given to an optimizer as ``VOG
 import math
 import re
 from abc import ABC
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -19,7 +19,6 @@ from pyro_dvi.curvature import ObservedSite
 from pyro_dvi.curvature.per_example import Use
 from pyro_dvi.curvature.per_example.proof import Finding, Proofs, layout_of
 from pyro_dvi.curvature.per_example.uses import with_examples_first
-from pyro_dvi.curvature.rows import mixed_rows
 from pyro_dvi.curvature.squared_gradients import passes_of, squares_without_rules
 from pyro_dvi.errors import UnsupportedError, warn
 from pyro_dvi.natural_gradients.drawn_run import DrawnRun, Measurement
@@ -31,8 +30,7 @@ Served = dict[int, list[Use]]
 class Estimate(ABC):
     """Curvature that the backward pass of the loss leaves with the precisions.
 
-    Its sum over the data set takes the place of the precisions' gradient, so it has to scale with the loss as gradients
-    do.
+    Its sum over the data set takes the place of the precisions' gradient.
 
     Attributes:
         at_mean: gradients are taken at the mean, and not at draws.
@@ -63,7 +61,8 @@ class Estimate(ABC):
         Returns:
             by default, the sum of what ``prepare`` has added.
         """
-        return measurement.total()
+        added, measurement.added = measurement.added, None
+        return added
 
 
 @dataclass(frozen=True)
@@ -156,7 +155,7 @@ class SquareMeasurement:
         _refuse_checkpoints(graph)
         wanted = {k for k, one in enumerate(drawn) if one.value.grad_fn in graph}
         for k in set(range(len(drawn))) - wanted:  # no observation depends on it
-            drawn[k].measurement.add(torch.zeros_like(drawn[k].value), 1)
+            drawn[k].measurement.add(torch.zeros_like(drawn[k].value))
         if len(terms) > 1 or not _is_plain(sites[0]):
             for term in terms:
                 self._by_itself(term, wanted)
@@ -165,17 +164,14 @@ class SquareMeasurement:
         (term,), weight = terms, self.num_particles / float(sites[0].scale)
         uses = {k: calls for k, calls in run.recorder.uses().items() if k in wanted}
         served = self._served(term, uses, 0, term.log_prob)
-        alone = self._alone(term, wanted - served.keys())
-        self._without_rules(term, wanted - alone - served.keys())
+        self._without_rules(term, wanted - served.keys())
         measurements = [
             one.measurement for one in drawn
         ]  # hooks that held the draws would keep their graph alive
 
         def arrived(k: int, squares: Tensor) -> None:
-            measurements[k].add(squares if weight == 1 else squares.mul_(weight), -1)
+            measurements[k].add(squares if weight == 1 else squares.mul_(weight))
 
-        for k in alone:
-            drawn[k].value.register_hook(lambda gradient, k=k: arrived(k, gradient.square()))
         run.recorder.watch(served, arrived)
 
     def _by_itself(self, term: _Term, wanted: set[int]) -> None:
@@ -199,7 +195,7 @@ class SquareMeasurement:
             for n in range(columns.shape[1]):
                 found = term.run.recorder.measured(served, columns[:, n], roots[:, n])
                 for k, squares in found.items():
-                    drawn[k].measurement.add(squares / self.num_particles, 1)
+                    drawn[k].measurement.add(squares / self.num_particles)
         self._without_rules(term, wanted - served.keys())
 
     def _served(self, term: _Term, uses: Served, axis: int, outputs: Tensor) -> Served:
@@ -210,25 +206,11 @@ class SquareMeasurement:
             with recorder.constant_statistics():
                 return recorder.examined(served, outputs, seed)
 
-        wrong = self._disproved(term, (axis, len(outputs), layout_of(served)), look) if served else set()
+        if not served:
+            return served
+        key = term.place, axis, len(outputs), layout_of(served)
+        wrong = self._proofs.disproved(term.run.call.model, key, look, term.site.name)
         return {k: calls for k, calls in served.items() if k not in wrong}
-
-    def _alone(self, term: _Term, rest: set[int]) -> set[int]:
-        """Keep the latents with a row for each example, which no other example depends on."""
-        values = [one.value for one in term.run.guide.gaussians.values()]
-        ordered = sorted(k for k in rest if values[k].shape[:1] == term.log_prob.shape)
-
-        def look(seed: int) -> Finding:
-            with term.run.recorder.constant_statistics():
-                mixed = mixed_rows([values[k] for k in ordered], term.log_prob, seed)
-            return Finding({ordered[n] for n in mixed}, set())
-
-        layout = tuple((k, values[k].shape) for k in ordered)
-        mixed = self._disproved(term, (0, len(term.log_prob), layout), look) if ordered else set()
-        return set(ordered) - mixed
-
-    def _disproved(self, term: _Term, key: tuple, look: Callable[[int], Finding]) -> set[int]:
-        return self._proofs.disproved(term.run.call.model, (term.place, *key), look, term.site.name)
 
     def _without_rules(self, term: _Term, rest: set[int]) -> None:
         if not rest:
@@ -237,7 +219,7 @@ class SquareMeasurement:
         self._warn_of_passes(term, ordered)
         values = [drawn[k].value for k in ordered]
         for k, total in zip(ordered, squares_without_rules(term.log_prob, term.root(), values), strict=True):
-            drawn[k].measurement.add(total / self.num_particles, 1)
+            drawn[k].measurement.add(total / self.num_particles)
 
     # Warnings, once for each latent or site
 

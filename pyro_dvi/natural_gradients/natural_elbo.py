@@ -144,7 +144,18 @@ class NaturalGradientELBO(Objective):
         guide.natural_step.begin()
 
     def returned(self, loss: Tensor, guide: Any) -> None:
-        loss.register_hook(guide.natural_step.note_factor)
+        if self.step & (self.step - 1) == 0:  # now and then, since this reads a value
+            loss.register_hook(_check_factor)
+
+
+def _check_factor(gradient: Tensor) -> None:
+    """Refuse a loss that was multiplied by a number before the backward pass."""
+    if gradient.item() != 1:
+        raise UnsupportedError(
+            f"the loss was multiplied by {gradient.item():g} before the backward pass: squared gradients are multiplied by "
+            "its square. Differentiate the loss as it is, without a division by the number of data and without "
+            "GradScaler: the optimizer divides by N, and autocast with bfloat16 needs no scaler."
+        )
 
 
 def _check_guide(guide: Any) -> None:

@@ -39,12 +39,6 @@ DEFAULTS: dict[str, Any] = {
     "total_steps": None,
     "deterministic_lr": 1e-2,
 }
-_NOT_HERE = {
-    "weight_decay": "The Normal prior of the model plays its role: to_bayesian_(net, prior_scale=...).",
-    "formulation": "VOGN and OGN have several formulations, this one has one.",
-    "momentum": "Its decay rate is the first of betas.",
-    "eps": "damping is what it adds to the denominator.",
-}
 
 
 @dataclass
@@ -138,9 +132,6 @@ class NaturalGradientOptimizer(Optimizer):
 
     Parameters that belong to no latent get a step of Adam.
 
-    The loss may be multiplied by a number before the backward pass, as ``torch.amp.GradScaler`` and losses per
-    example do: gradients are divided by it.
-
     Adding one: say in ``estimate`` which curvature to measure, and write ``_move``.
 
     Attributes:
@@ -150,13 +141,10 @@ class NaturalGradientOptimizer(Optimizer):
 
     estimate: Estimate
     rate_factor = 1.0
-    _step_supports_amp_scaling = True  # GradScaler leaves it to the step to skip infinite gradients
 
     def __init__(self, params: Iterable[Any], **options: Any) -> None:
-        _refuse_unknown(type(self), options)
-        options = {**DEFAULTS, **options}
-        _check_options(options)
-        super().__init__(params, options)
+        _check_options(type(self), options)
+        super().__init__(params, {**DEFAULTS, **options})
         self._told_steps: int | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -211,17 +199,12 @@ class NaturalGradientOptimizer(Optimizer):
                 "parameters: it goes with NaturalGradientGuide and NaturalGradientELBO. For another guide or objective "
                 "take an optimizer such as pyro_dvi.optim.Adam(learning_rates(1e-3))."
             )
-        if getattr(self, "found_inf", 0):  # set by GradScaler, where the step is to be skipped
-            for step in steps:
-                step.drop()
-            return loss
         has_means = any(id(p) in sites for p in moved)
         if has_means and any(step.measured.at_mean != self.wanted.at_mean for step in steps):
             for step in steps:  # only the first one of an objective that was not prepared for this optimizer
                 step.drop()
                 step.wanted = self.wanted
             return loss
-        self._divide_gradients(moved, steps)
         precisions = {id(site.precision) for _, site in sites.values()}
         for group in self.param_groups:
             updates: dict[tuple[int, int], list[NaturalSite]] = {}
@@ -281,79 +264,45 @@ class NaturalGradientOptimizer(Optimizer):
             site.precision.grad = None
         step.wanted = self.wanted
 
-    def _divide_gradients(self, moved: list[Tensor], steps: list[NaturalStep]) -> None:
-        """Divide gradients by what the loss was multiplied with.
-
-        Raises:
-            GuideError: ``GradScaler.unscale_`` has divided them by some of it, and does not say by how much.
-        """
-        own = set(map(id, moved))
-        for step in steps:
-            factor = step.loss_factor
-            if isinstance(factor, float):
-                continue
-            means = [site for site in step.sites if id(site.loc) in own]
-            gradients: Any = [
-                s.precision.grad for s in means if s.precision.grad is not None and id(s.precision) not in own
-            ]
-            if not hasattr(self, "found_inf") or getattr(self, "grad_scale", None) is not None:
-                gradients += [p.grad for p in moved if getattr(p, "natural_step", None) is step]
-            elif math.frexp(float(factor))[0] != 0.5:  # scales are powers of two, by torch's defaults
-                raise GuideError(
-                    f"the loss was multiplied with {float(factor):g} before the backward pass, by GradScaler and by "
-                    "something else. Where GradScaler.unscale_ is called, its scale alone, a power of two, may do so: "
-                    "do not divide the loss by the number of data."
-                )
-            if gradients:
-                torch._foreach_div_(gradients, factor)
-
     @abstractmethod
     def _move(self, update: Update) -> None:
         """Move means and set posterior precisions, both in place."""
 
 
-def _check_options(options: Mapping[str, Any]) -> None:
+def _check_options(optimizer: type, options: Mapping[str, Any]) -> None:
     """Check the options that all natural-gradient optimizers have.
 
     Raises:
-        ArgumentError: naming the first that is out of range.
+        ArgumentError: naming the first that is unknown or out of range.
     """
-    optional = ("max_step", "initial_curvature", "total_steps")
-    given = {name: value for name, value in options.items() if value is not None or name not in optional}
-    for name in ("lr", "data_augmentation", "deterministic_lr", "max_step", "initial_curvature"):
-        if name in given:
-            check_positive(name, given[name])
-    for name, least in (("warmup_steps", 0), ("total_steps", 1)):
-        if name in given:
-            check_count(name, given[name], least)
-    betas, damping = options["betas"], options["damping"]
-    if not (isinstance(betas, tuple | list) and len(betas) == 2 and all(_is_in(0, b, 1) for b in betas)):
+    for name in options.keys() - DEFAULTS.keys():
+        own = inspect.signature(optimizer).parameters.values()
+        names = sorted({*DEFAULTS, *(one.name for one in own if one.kind is one.KEYWORD_ONLY)})
+        decay = " The Normal prior of the model plays its role: to_bayesian_(net, prior_scale=...)."
         raise ArgumentError(
-            f"betas must be two numbers in [0, 1), the decay rates of momentum and curvature as in (0.9, 0.999), got "
-            f"{betas!r}"
+            f"{optimizer.__name__} has no option {name!r}.{decay if name == 'weight_decay' else ''} Its options are "
+            f"{', '.join(names)}."
         )
-    if not _is_in(0, damping, math.inf):
-        raise ArgumentError(f"damping must be a finite number of at least 0, got {damping!r}")
+    optional = ("max_step", "initial_curvature", "total_steps")
+    for name, value in options.items():
+        if name == "betas":
+            if not (isinstance(value, tuple | list) and len(value) == 2 and all(_is_in(b, 1) for b in value)):
+                raise ArgumentError(
+                    "betas must be two numbers in [0, 1), the decay rates of momentum and curvature as in (0.9, 0.999), "
+                    f"got {value!r}"
+                )
+        elif name == "damping":
+            if not _is_in(value, math.inf):
+                raise ArgumentError(f"damping must be a finite number of at least 0, got {value!r}")
+        elif value is not None or name not in optional:
+            if name in ("warmup_steps", "total_steps"):
+                check_count(name, value, int(name == "total_steps"))
+            else:
+                check_positive(name, value)
 
 
-def _is_in(least: float, value: Any, end: float) -> bool:
-    return isinstance(value, Real) and least <= float(value) < end
-
-
-def _refuse_unknown(optimizer: type, options: Iterable[str]) -> None:
-    """Refuse options that an optimizer has not.
-
-    Raises:
-        ArgumentError: naming those that it has.
-    """
-    for name in options:
-        if name not in DEFAULTS:
-            own = inspect.signature(optimizer).parameters.values()
-            names = sorted({*DEFAULTS, *(one.name for one in own if one.kind is one.KEYWORD_ONLY)})
-            advice = f" {_NOT_HERE[name]}" if name in _NOT_HERE else ""
-            raise ArgumentError(
-                f"{optimizer.__name__} has no option {name!r}.{advice} Its options are {', '.join(names)}."
-            )
+def _is_in(value: Any, end: float) -> bool:
+    return isinstance(value, Real) and 0 <= float(value) < end
 
 
 def wanted_by(optimizer: Any) -> Estimate:

@@ -2,24 +2,7 @@
 """Optimizers: one for all parameters, step sizes for posterior scales."""
 
 from pyro_dvi.optim.joint import JointOptim, ScheduledJointOptim
-from pyro_dvi.optim.learning_rates import (
-    SCALE_PATTERN,
-    LearningRates,
-    learning_rates,
-    parameter_groups,
-    parameter_names,
-)
-from pyro_dvi.optim.torch_optimizers import SGD, Adam, AdamW
+from pyro_dvi.optim.learning_rates import learning_rates, parameter_groups
+from pyro_dvi.optim.torch_optimizers import SGD, Adam
 
-__all__ = [
-    "SCALE_PATTERN",
-    "SGD",
-    "Adam",
-    "AdamW",
-    "JointOptim",
-    "LearningRates",
-    "ScheduledJointOptim",
-    "learning_rates",
-    "parameter_groups",
-    "parameter_names",
-]
+__all__ = ["SGD", "Adam", "JointOptim", "ScheduledJointOptim", "learning_rates", "parameter_groups"]

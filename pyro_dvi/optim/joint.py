@@ -4,7 +4,6 @@
 import copy
 import inspect
 import reprlib
-import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -14,7 +13,6 @@ import torch
 from pyro.optim import PyroLRScheduler, PyroOptim
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from pyro_dvi.errors import ArgumentError
 
@@ -66,8 +64,8 @@ class JointOptim(PyroOptim):
             if self._together and "max_norm" not in self._together:
                 raise ArgumentError("clip_args has no max_norm, the bound of the norm of all gradients")
         PyroOptim.__init__(self, optim_constructor, optim_args, clip_args)
-        # An optimizer, or the scheduler of one, for each set of options, with these options as they were given.
-        self._shared: list[tuple[Any, dict[str, Any]]] = []
+        # An optimizer, or the scheduler of one, for each set of options and place in the schedule.
+        self._shared: list[Any] = []
         self._places: dict[Tensor, tuple[Any, ...]] = {}
 
     def __call__(self, params: Iterable[Tensor], *args: Any, **kwargs: Any) -> None:
@@ -108,7 +106,7 @@ class JointOptim(PyroOptim):
     def get_state(self) -> dict[str, Any]:
         """Return the state by names of parameters, with what waits for those not stepped yet; tensors are no copies."""
         store, state = pyro.get_param_store(), dict(self._state_waiting_to_be_consumed)
-        for shared, _ in self._shared:
+        for shared in self._shared:
             for parameter, own in _states(shared).items():
                 if (name := store.param_name(parameter)) is not None:
                     state[name] = own
@@ -124,17 +122,14 @@ class JointOptim(PyroOptim):
     def _adopt(self, parameter: Tensor, state: dict[str, Any] | None) -> None:
         """Give a parameter an optimizer in this state: that of others whose options are the same, if there is one."""
         made = self._get_optim(parameter)
-        given = _present(made)
         if state is not None:
             load_state(made, state)
         name = pyro.get_param_store().param_name(parameter)
         self._state_waiting_to_be_consumed.pop(name, None)
         self._leave(parameter)
         own = torch_optimizer(made)
-        # A schedule brings a new parameter up to the others; without one, the options of these may be new ones by now.
-        catches_up = state is None and made is not own
-        for shared, given_before in self._shared:
-            if given == given_before if catches_up else _present(made) == _present(shared):
+        for shared in self._shared:
+            if _present(made) == _present(shared):
                 joint = torch_optimizer(shared)
                 joint.param_groups[0]["params"].append(parameter)
                 if parameter in own.state:
@@ -142,13 +137,9 @@ class JointOptim(PyroOptim):
                 break
         else:
             shared = made
-            self._share(made, given, fresh=state is None)
+            self._shared.append(made)
         self.optim_objs[parameter] = shared
         self.grad_clip[parameter] = self._get_grad_clip(parameter)  # type: ignore[arg-type]
-
-    def _share(self, made: Any, given: dict[str, Any], fresh: bool) -> None:
-        """Let other parameters share an optimizer that was made for the first one with these options."""
-        self._shared.append((made, given))
 
     def _leave(self, parameter: Tensor) -> None:
         held = self.optim_objs.pop(parameter, None)
@@ -159,7 +150,7 @@ class JointOptim(PyroOptim):
         (group,) = optimizer.param_groups
         group["params"] = [other for other in group["params"] if other is not parameter]
         if not group["params"]:
-            self._shared = [pair for pair in self._shared if pair[0] is not held]
+            self._shared.remove(held)
 
     def _get_optim_args(self, param: Any) -> dict[str, Any]:
         options = super()._get_optim_args(param)
@@ -174,7 +165,7 @@ class JointOptim(PyroOptim):
 class ScheduledJointOptim(JointOptim, PyroLRScheduler):
     """A :class:`JointOptim` with a schedule for each set of options, moved by ``step`` as Pyro's schedulers are.
 
-    A parameter that appears late has the learning rate that it would have if it had been there from the beginning.
+    A parameter that appears late begins its schedule then, as with Pyro's schedulers.
 
     Args:
         scheduler: makes a torch scheduler for a torch optimizer: a class, or ``partial(CosineAnnealingLR, T_max=100)``.
@@ -201,23 +192,8 @@ class ScheduledJointOptim(JointOptim, PyroLRScheduler):
             *args: of the torch scheduler's ``step``: the loss, for ``ReduceLROnPlateau``.
             **kwargs: likewise.
         """
-        for scheduler, _ in self._shared:
+        for scheduler in self._shared:
             scheduler.step(*args, **kwargs)
-
-    def _share(self, made: Any, given: dict[str, Any], fresh: bool) -> None:
-        if fresh and self._shared:
-            other, given_before = self._shared[0]
-            if isinstance(made, ReduceLROnPlateau):  # which losses have moved
-                made.load_state_dict(other.state_dict())
-                (group,), (present,) = torch_optimizer(made).param_groups, torch_optimizer(other).param_groups
-                group["lr"] *= present["lr"] / given_before["lr"]
-            else:
-                chained = other if hasattr(other, "last_epoch") else other._schedulers[0]
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # that the optimizer should have stepped before
-                    for _ in range(chained.last_epoch):
-                        made.step()
-        super()._share(made, given, fresh)
 
 
 def torch_optimizer(held: Any) -> Optimizer:

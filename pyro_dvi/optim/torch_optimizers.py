@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adam, AdamW and SGD for ``pyro.infer.SVI``, each one torch optimizer over all parameters."""
+"""Adam and SGD for ``pyro.infer.SVI``, each one torch optimizer over all parameters."""
 
-import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from pyro_dvi.core.signatures import explained_calls
 from pyro_dvi.errors import ArgumentError
 from pyro_dvi.optim.joint import JointOptim, ScheduledJointOptim, check_optim_args, in_a_dictionary
-from pyro_dvi.optim.learning_rates import SCALE_PATTERN, LearningRates
+from pyro_dvi.optim.learning_rates import LearningRates
 
 Options = dict[str, Any] | Callable[..., dict[str, Any]]
 Scheduler = Callable[[Optimizer], Any] | None
@@ -55,36 +53,6 @@ def Adam(  # noqa: N802 (Pyro's style)
     return _joint(torch.optim.Adam, optim_args, clip_args, scheduler)
 
 
-@explained_calls(in_a_dictionary(torch.optim.AdamW))
-def AdamW(  # noqa: N802
-    optim_args: Options, clip_args: Any = None, *, scheduler: Scheduler = None
-) -> JointOptim:
-    """Adam with decoupled weight decay (Loshchilov & Hutter, 2019), which leaves posterior scales as they are.
-
-    Posterior means and parameters that belong to no latent decay; that of means comes on top of the pull of the prior.
-    The optimizer sees the logarithm of a scale, whose decay would pull the scale towards one. Scales are found by
-    ``SCALE_PATTERN``, or by the pattern of :func:`learning_rates`.
-
-    Args:
-        optim_args: as for :func:`Adam`, with ``weight_decay`` (0.01 by default); a function has one argument.
-        clip_args: as for :func:`Adam`.
-        scheduler: as for :func:`Adam`.
-
-    Returns:
-        As :func:`Adam`.
-
-    Raises:
-        ArgumentError: as for :func:`Adam`.
-
-    Example:
-        >>> from pyro_dvi.optim import learning_rates
-        >>> optimizer = AdamW(learning_rates(1e-3, weight_decay=0.1))
-        >>> optimizer.pt_optim_args("AutoNormal.scales.weight")
-        {'weight_decay': 0.0, 'lr': 0.01}
-    """
-    return _joint(torch.optim.AdamW, optim_args, clip_args, scheduler)
-
-
 @explained_calls(in_a_dictionary(torch.optim.SGD))
 def SGD(  # noqa: N802
     optim_args: Options, clip_args: Any = None, *, scheduler: Scheduler = None
@@ -98,18 +66,6 @@ def SGD(  # noqa: N802
     return _joint(torch.optim.SGD, optim_args, clip_args, scheduler)
 
 
-@dataclass(frozen=True)
-class _UndecayedScales:
-    """Options by name, without weight decay for posterior scales."""
-
-    options: Options
-
-    def __call__(self, param_name: str) -> dict[str, Any]:
-        options = self.options(param_name) if callable(self.options) else self.options
-        is_scale = re.search(getattr(self.options, "scale_pattern", SCALE_PATTERN), param_name)
-        return {**options, "weight_decay": 0.0} if is_scale else options
-
-
 def _joint(
     constructor: type[Optimizer], optim_args: Options, clip_args: Any, scheduler: Scheduler
 ) -> JointOptim:
@@ -121,8 +77,6 @@ def _joint(
         optimizer = constructor([torch.zeros(())], **({} if callable(known) else known))
     except (TypeError, ValueError) as error:
         raise ArgumentError(f"{name}: {error}; see the arguments of torch.optim.{name}") from error
-    if constructor is torch.optim.AdamW:
-        optim_args = _UndecayedScales(optim_args)
     if scheduler is None:
         return JointOptim(constructor, optim_args, clip_args)
     try:

@@ -47,5 +47,5 @@ def batches(
 
 
 def elbo(particles: int = 1) -> dvi.NaturalGradientELBO:
-    schedule = dvi.schedules.CosineWarmup(6, start=0.1)
+    schedule = dvi.schedules.LinearWarmup(6, start=0.1)
     return dvi.NaturalGradientELBO(kl_weight=schedule, num_particles=particles, num_data=N)

@@ -44,7 +44,9 @@ def test_states_of_pyro_optimizers_go_on_bit_by_bit(optimizer, stepped):
         dvi.training.routes.SVIRoute(svi).load_optimizer_state(saved[2])  # as dvi.load does
     else:
         svi.optim.set_state(saved[2])
-        svi.loss.__self__.prepare(svi.guide, svi.optim)  # the guide has not run yet, so its parameters are not in Pyro's store
+        svi.loss.__self__.prepare(
+            svi.guide, svi.optim
+        )  # the guide has not run yet, so its parameters are not in Pyro's store
     svi.model.load_state_dict(saved[0])
     svi.guide.load_state_dict(saved[1])
     svi.loss.__self__.load_state_dict(saved[3])

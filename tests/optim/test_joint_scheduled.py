@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedules of the learning rate move as Pyro's do, and include parameters that come later."""
+"""Schedules of the learning rate move as Pyro's do."""
 
 import copy
 from functools import partial
@@ -69,30 +69,6 @@ def test_numbers_and_rates_are_those_of_pyro(name):
     assert our_rates == their_rates
     for parameter, value in ours.items():
         torch.testing.assert_close(value, theirs[parameter], rtol=1e-12, atol=0)
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_parameters_that_come_later_have_the_rate_of_the_others(name):
-    early, late = (Adam(learning_rates(0.01), scheduler=scheduler_of(name)) for _ in range(2))
-    stepped(early, NAMES, 6)
-    stepped(late, ["free"], 5)
-    stepped(late, NAMES, 1)
-    assert rates(late) == pytest.approx(rates(early), rel=1e-14)
-    stepped(early, NAMES, 3)
-    stepped(late, NAMES, 3)
-    assert rates(late) == pytest.approx(rates(early), rel=1e-14)
-
-
-def test_parameters_that_come_later_on_a_plateau():
-    plateau = partial(torch_schedulers.ReduceLROnPlateau, factor=0.5, patience=0)
-    optim = Adam(learning_rates(0.01), scheduler=plateau)
-    stepped(optim, ["free"], move=False)
-    for loss in (1.0, 2.0, 3.0):
-        optim.step(loss)
-    stepped(optim, NAMES, move=False)
-    assert rates(optim) == pytest.approx({name: 0.0025 * (10 if "scales" in name else 1) for name in NAMES})
-    optim.step(2.0)  # no better than the best loss, which the late ones did not see
-    assert rates(optim)["Guide.scales.a"] == pytest.approx(0.0125)
 
 
 @pytest.mark.parametrize("name", ["ExponentialLR", "OneCycleLR", "CosineAnnealingLR"])

@@ -21,7 +21,8 @@ from pyro.optim import Adam, ClippedAdam, ExponentialLR
 from torch import nn
 
 from pyro_dvi.errors import ArgumentError, GuideError, ModelError, UnsupportedError
-from pyro_dvi.optim import learning_rates, parameter_groups, parameter_names
+from pyro_dvi.optim import learning_rates, parameter_groups
+from pyro_dvi.optim.learning_rates import parameter_names
 
 
 class Regression(PyroModule):

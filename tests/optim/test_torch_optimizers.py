@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adam, AdamW and SGD: what is decayed, which kernels run, and mistakes in their options."""
+"""Adam and SGD: which kernels run, and mistakes in their options."""
 
 import pickle
 import re
@@ -12,9 +12,9 @@ from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR
 
 import pyro_dvi
 from pyro_dvi.errors import ArgumentError
-from pyro_dvi.optim import SGD, Adam, AdamW, learning_rates
+from pyro_dvi.optim import SGD, Adam, learning_rates
 
-MAKERS = [Adam, AdamW, SGD]
+MAKERS = [Adam, SGD]
 
 
 def moved(optim, names, gradient=0.0):
@@ -24,25 +24,6 @@ def moved(optim, names, gradient=0.0):
         parameter.grad = torch.full((1,), gradient)
     optim(parameters)
     return [float(parameter.detach()) for parameter in parameters]
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"lr": 0.1, "weight_decay": 0.5},
-        learning_rates(0.1, weight_decay=0.5),
-        lambda name: {"lr": 0.1, "weight_decay": 0.5},
-    ],
-    ids=["dictionary", "learning_rates", "function"],
-)
-def test_adamw_leaves_scales_undecayed(options):
-    after = moved(AdamW(options), ["Guide.locs.w", "Guide.scales.w", "net.scale"])
-    assert after == pytest.approx([0.95, 1.0, 0.95])
-
-
-def test_adamw_finds_scales_by_the_pattern_of_the_learning_rates():
-    options = learning_rates(0.1, scale_pattern="_sigma$", weight_decay=0.5)
-    assert moved(AdamW(options), ["w", "w_sigma"]) == pytest.approx([0.95, 1.0])
 
 
 @pytest.mark.parametrize("make", MAKERS)
@@ -92,7 +73,7 @@ def test_a_built_scheduler_says_how_to_pass_it():
         Adam({"lr": 0.1}, scheduler=built)
 
 
-@pytest.mark.parametrize("name", ["Adam", "AdamW", "SGD", "VOGN", "OGN", "IVON"])
+@pytest.mark.parametrize("name", ["Adam", "SGD", "VOGN", "OGN", "IVON"])
 @pytest.mark.parametrize(
     "call",
     [
@@ -107,7 +88,9 @@ def test_a_built_scheduler_says_how_to_pass_it():
 )
 def test_options_outside_of_a_dictionary_say_where_they_go(name, call):
     chapter = pyro_dvi.optim if hasattr(torch.optim, name) else pyro_dvi.natural_gradients
-    torch_class = f"torch.optim.{name}" if hasattr(torch.optim, name) else f"{chapter.__name__}.{name}Optimizer"
+    torch_class = (
+        f"torch.optim.{name}" if hasattr(torch.optim, name) else f"{chapter.__name__}.{name}Optimizer"
+    )
     said = f"a dictionary of options: {name}({{'lr': ...}})"
     with pytest.raises(ArgumentError, match=re.escape(said)) as caught:
         call(getattr(chapter, name))
