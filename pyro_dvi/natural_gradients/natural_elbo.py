@@ -5,7 +5,6 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -120,11 +119,7 @@ class NaturalGradientELBO(Objective):
         log_likelihood = observed.log_likelihood()
         if training and not step.sites:
             check_gradients(call, run.model_trace, log_likelihood)
-        if training and run.has_learned_priors():
-            kl = kl_to_priors(_detached(latent) for latent in run.latents)
-        else:
-            with torch.no_grad():
-                kl = kl_to_priors(run.latents)
+        kl = kl_to_priors(map(_detached, run.latents))
         if training:
             graph = graph_of([log_likelihood, kl])
             log_likelihood = run.with_idle_draws(log_likelihood, graph)
