@@ -2,6 +2,7 @@
 """VOGN and OGN against their equations in NumPy, step by step; options that cannot be."""
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 import pyro
@@ -11,11 +12,13 @@ from pyro.infer import SVI
 
 from pyro_dvi.errors import ArgumentError
 from pyro_dvi.natural_gradients import AsPrinted
+from pyro_dvi.natural_gradients.drawn_run import Measurement
+from pyro_dvi.natural_gradients.estimates import Estimate
 from pyro_dvi.natural_gradients.natural_elbo import NaturalGradientELBO
 from pyro_dvi.natural_gradients.precision_guide import NaturalGradientGuide
 from pyro_dvi.natural_gradients.pyro_optimizers import OGN, VOGN
 from pyro_dvi.natural_gradients.updates import Consistent, VOGNOptimizer
-from tests.natural_gradients.reference import OPTIONS, SETTINGS, data, model, run, state
+from tests.natural_gradients.reference import OPTIONS, PRIORS, SETTINGS, N, data, model, run, state
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -115,6 +118,29 @@ def test_both_formulations_agree_at_temperature_one_but_for_the_length_of_the_st
             svi.step(x, y)
         results.append(np.concatenate(state(guide)))
     np.testing.assert_allclose(*results, rtol=1e-8)
+
+
+@dataclass(frozen=True)
+class OfMinibatch(Estimate):
+    """The squared gradient of the minibatch, as a user would write it."""
+
+    at_mean: bool = True
+
+    def curvature(self, measurement: Measurement, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.square() / N
+
+
+def test_an_estimate_of_a_user_gives_the_curvature():
+    x, y = data()
+    guide, elbo = NaturalGradientGuide(model), NaturalGradientELBO(num_data=N)
+    optimizer = VOGN({"warmup_steps": 0, "estimate": OfMinibatch()})
+    elbo.prepare(guide, optimizer)
+    elbo.loss_and_grads(model, guide, x, y)
+    expected = guide.locs.w_unconstrained.grad.square() / N
+    torch.testing.assert_close(guide.precision_parameter("w").grad, expected)
+    optimizer([*guide.parameters()])
+    prior = PRIORS["w"][1] ** -2
+    torch.testing.assert_close(guide.precision_parameter("w").detach(), expected + prior)
 
 
 @pytest.mark.parametrize(

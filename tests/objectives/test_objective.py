@@ -14,6 +14,7 @@ from pyro.infer.autoguide import AutoNormal
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
+import pyro_dvi as dvi
 from pyro_dvi.bayesian import init_to_module
 from pyro_dvi.curvature import Fisher
 from pyro_dvi.guides import MeanFieldGuide
@@ -22,7 +23,12 @@ from pyro_dvi.moment_propagation.multiplicative_noise import MultiplicativeNoise
 from pyro_dvi.natural_gradients.natural_elbo import NaturalGradientELBO
 from pyro_dvi.natural_gradients.precision_guide import NaturalGradientGuide
 from pyro_dvi.natural_gradients.pyro_optimizers import IVON, VOGN
+from pyro_dvi.objectives.objective import Objective
 from pyro_dvi.objectives.sampled import SampledELBO
+from pyro_dvi.predictive.predict import default_rule
+from pyro_dvi.runs.divergences import kl_to_priors
+from pyro_dvi.runs.means import run_at_means
+from pyro_dvi.runs.posterior_run import Call
 from pyro_dvi.variational_laplace.taylor import TaylorELBO
 from tests.objectives.networks import Classifier, images, small_net
 
@@ -118,6 +124,36 @@ def test_a_resumed_elbo_continues_its_schedule_and_label_draws():
     model.net[1].reset_running_stats()
     assert resumed.loss_and_grads(model, guide, x, y) == pytest.approx(expected)
     assert resumed.step == elbo.step == 4
+
+
+class AtMeans(Objective):
+    """The log-likelihood at the mean, without a penalty, as a user would write it."""
+
+    prediction_rule = "AtMean"
+
+    def evaluate(self, call: Call, kl_weight: float, training: bool) -> dict[str, Tensor]:
+        run = run_at_means(call)
+        log_likelihood = self.observed(run.model_trace).log_likelihood()
+        kl = kl_to_priors(run.latents)
+        return {"loss": kl_weight * kl - log_likelihood, "log_likelihood": log_likelihood, "kl": kl}
+
+
+@pytest.mark.parametrize(
+    ("rule", "restored"),
+    [("AtMean", dvi.AtMean()), ("Samples", dvi.Samples(30)), (dvi.Samples(7), dvi.Samples(30))],
+    ids=str,
+)
+def test_an_objective_of_a_user_trains_and_says_how_to_predict(rule, restored):
+    x, y = images(pixels=8)
+    model = small_net()
+    guide, elbo = MeanFieldGuide(model), AtMeans(kl_weight=0.1, num_data=40)
+    elbo.prediction_rule = rule
+    losses = dvi.fit(SVI(model, guide, dvi.optim.Adam({"lr": 0.01}), loss=elbo), [(x, y)], 5, progress=False)
+    assert losses["loss"][-1] < losses["loss"][0] and elbo.step == 5
+    assert default_rule(guide) == (rule if isinstance(rule, dvi.Samples) else restored)
+    fresh = MeanFieldGuide(model)
+    fresh.load_state_dict(guide.state_dict())
+    assert default_rule(fresh) == restored  # files keep the name
 
 
 class Statements(Messenger):
