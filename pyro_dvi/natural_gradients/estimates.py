@@ -28,19 +28,17 @@ Served = dict[int, list[Use]]
 
 
 class Estimate(ABC):
-    """Curvature that the backward pass of the loss leaves with the precisions.
+    """Curvature that the backward pass of the loss leaves with the precisions; equal ones measure the same.
 
     Its sum over the data set takes the place of the precisions' gradient.
 
     Attributes:
         at_mean: gradients are taken at the mean, and not at draws.
         keeps_noise: ``curvature`` needs the noise of the draws.
-        signed: may be negative, so that no optimizer starts with it.
     """
 
     at_mean: bool = False
     keeps_noise: ClassVar[bool] = False
-    signed: ClassVar[bool] = False
 
     def prepare(self, run: DrawnRun, sites: Sequence[ObservedSite], squares: "SquareMeasurement") -> None:
         """Measure before the backward pass of the loss, or let it measure; by default nothing.
@@ -89,7 +87,6 @@ class NoiseProducts(Estimate):
     """
 
     keeps_noise: ClassVar[bool] = True
-    signed: ClassVar[bool] = True
 
     def curvature(self, measurement: Measurement, gradient: Tensor) -> Tensor:
         return (measurement.shift * measurement.precision).mul_(gradient)

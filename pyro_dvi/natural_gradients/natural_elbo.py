@@ -87,8 +87,8 @@ class NaturalGradientELBO(Objective):
         """Let the next step of the guide measure what an optimizer needs, and drop measurements that were not used.
 
         ``fit`` and ``load`` do so. In a loop of your own it is optional, before the first step and after states were
-        loaded: otherwise that step measures squared gradients at a draw, as the optimizer says later, and ``OGN`` leaves
-        it out.
+        loaded: otherwise that step measures squared gradients at a draw, and an optimizer that wants something else, such as
+        ``OGN``, leaves it out.
 
         Args:
             guide: a ``NaturalGradientGuide``.

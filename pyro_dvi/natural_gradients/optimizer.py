@@ -80,25 +80,13 @@ class Update:
         self.has_start = self.group["initial_curvature"] is not None
         # Where the curvature starts with what this minibatch has measured, that does not count again.
         self.is_start = self.count == 1 and not self.has_start
-        for memory, loc, *rest in zip(
-            self.memories, self.locs, self.precisions, self.measured, self.priors, strict=True
-        ):
+        start = (self.group["initial_curvature"] or 0.0) * self.step.num_data
+        for memory, measured in zip(self.memories, self.measured, strict=True):
             if "curvature" not in memory:
-                memory["momentum"] = torch.zeros_like(loc)
-                memory["curvature"] = self._initial_curvature(*rest)
+                memory["momentum"] = torch.zeros_like(measured)
+                memory["curvature"] = torch.full_like(measured, start) if self.has_start else measured.clone()
         self.momenta = [memory["momentum"] for memory in self.memories]
         self.curvatures = [memory["curvature"] for memory in self.memories]
-
-    def _initial_curvature(self, precision: Tensor, measured: Tensor, prior: Tensor) -> Tensor:
-        """Return a number, or what the first minibatch has measured.
-
-        Where another optimizer went before, whose estimate may be negative, return the curvature of the posterior.
-        """
-        if self.has_start:
-            return torch.full_like(precision, self.group["initial_curvature"] * self.step.num_data)
-        if self.step.measured.signed:
-            return (precision / self.inverse_temperature - prior).clamp_(min=0)
-        return measured.clone()
 
     def add_priors(self, gradients: Tensors, factor: float = 1.0) -> None:
         """Add the gradient of the prior, times a factor, in place."""
@@ -200,7 +188,7 @@ class NaturalGradientOptimizer(Optimizer):
                 "take an optimizer such as pyro_dvi.optim.Adam(learning_rates(1e-3))."
             )
         has_means = any(id(p) in sites for p in moved)
-        if has_means and any(step.measured.at_mean != self.wanted.at_mean for step in steps):
+        if has_means and any(step.measured != self.wanted for step in steps):
             for step in steps:  # only the first one of an objective that was not prepared for this optimizer
                 step.drop()
                 step.wanted = self.wanted

@@ -218,8 +218,7 @@ class VOGNOptimizer(NaturalGradientOptimizer):
             update.sum_into_precisions()
             self.formulation.set_precisions(update, update.damped())
             return
-        known = update.step.measured == self.estimate
-        if known and not update.is_start:
+        if not update.is_start:
             self.formulation.update_curvature(update)
         update.add_priors(update.gradients)
         scale = self.formulation.update_momentum(update)
@@ -306,7 +305,7 @@ class IVONOptimizer(NaturalGradientOptimizer):
         curvatures, measured = update.curvatures, update.measured
         torch._foreach_lerp_(update.momenta, update.gradients, 1 - beta1)
         torch._foreach_maximum_(curvatures, torch._foreach_mul(update.priors, _LEAST_PRECISION - 1))
-        if update.step.measured == self.estimate and not update.is_start:
+        if not update.is_start:
             torch._foreach_sub_(measured, curvatures)
             update.sum_into_precisions()
             torch._foreach_add_(curvatures, measured, alpha=1 - beta2)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One torch optimizer for all parameters of an SVI, where Pyro makes one for each."""
+"""One torch optimizer for all parameters of an SVI, where Pyro makes one for each: JointOptim, Adam and SGD."""
 
 import copy
 import inspect
@@ -13,9 +13,14 @@ import torch
 from pyro.optim import PyroLRScheduler, PyroOptim
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from pyro_dvi.core.signatures import explained_calls
 from pyro_dvi.errors import ArgumentError
+from pyro_dvi.optim.learning_rates import LearningRates
 
+Options = dict[str, Any] | Callable[..., dict[str, Any]]
+Scheduler = Callable[[Optimizer], Any] | None
 _KERNELS = {"fused", "foreach"}  # options by which torch is told
 _TOGETHER = {"max_norm", "norm_type"}  # of torch's clip_grad_norm_
 
@@ -54,7 +59,7 @@ class JointOptim(PyroOptim):
     def __init__(
         self,
         optim_constructor: Callable[..., Optimizer],
-        optim_args: dict[str, Any] | Callable[..., dict[str, Any]],
+        optim_args: Options,
         clip_args: dict[str, Any] | Callable[..., dict[str, Any]] | None = None,
     ) -> None:
         self._together: dict[str, Any] = {}
@@ -178,7 +183,7 @@ class ScheduledJointOptim(JointOptim, PyroLRScheduler):
         self,
         scheduler: Callable[[Optimizer], Any],
         optim_constructor: Callable[..., Optimizer],
-        optim_args: dict[str, Any] | Callable[..., dict[str, Any]],
+        optim_args: Options,
         clip_args: dict[str, Any] | Callable[..., dict[str, Any]] | None = None,
     ) -> None:
         JointOptim.__init__(self, optim_constructor, optim_args, clip_args)
@@ -275,3 +280,80 @@ def check_optim_args(optim_args: Any, constructor: type[Optimizer]) -> None:
         raise ArgumentError(
             f"optim_args must be a dict of options, got {reprlib.repr(optim_args)}. {in_a_dictionary(constructor)}"
         )
+
+
+# The optimizers ---------------------------------------------------------------------------------------------------
+
+
+@explained_calls(in_a_dictionary(torch.optim.Adam))
+def Adam(  # noqa: N802 (Pyro's style)
+    optim_args: Options, clip_args: Any = None, *, scheduler: Scheduler = None
+) -> JointOptim:
+    """Adam for SVI (Kingma & Ba, 2015), one :class:`torch.optim.Adam` over all parameters.
+
+    The numbers are those of ``pyro.optim.Adam`` up to rounding, in fewer calls of the device; :class:`JointOptim` says
+    how the two differ.
+
+    Args:
+        optim_args: options of the torch optimizer, :func:`learning_rates`, or any function of the parameter's name.
+        clip_args: as for :class:`JointOptim`: ``{"clip_norm": 10.0}`` bounds the norm of each gradient by itself,
+            ``{"max_norm": num_data, "norm_type": math.inf}`` divides all by the largest entry of any where that exceeds
+            the number of examples. Losses are sums over the data; for their means that bound is one.
+        scheduler: makes a torch scheduler of the learning rate: a class, or ``partial`` of it. ``fit`` moves it after
+            each epoch, or after each step with ``lr_schedule=EveryStep(optimizer)``; in a loop of your own call
+            ``optimizer.step()``. Schedules that multiply the rate keep the multiple of posterior scales; those that set
+            it (``OneCycleLR(max_lr=...)``) give all parameters the same.
+
+    Returns:
+        The optimizer; with ``scheduler``, also a ``pyro.optim.PyroLRScheduler``.
+
+    Raises:
+        ArgumentError: an option that the optimizer does not have or that is out of range, or no such scheduler.
+
+    Example:
+        >>> from functools import partial
+        >>> from torch.optim.lr_scheduler import CosineAnnealingLR
+        >>> from pyro_dvi.optim import learning_rates
+        >>> optimizer = Adam(learning_rates(1e-3), scheduler=partial(CosineAnnealingLR, T_max=100))
+        >>> optimizer.pt_optim_constructor.__name__, optimizer.pt_scheduler_constructor.__name__
+        ('Adam', 'CosineAnnealingLR')
+    """
+    return _joint(torch.optim.Adam, optim_args, clip_args, scheduler)
+
+
+@explained_calls(in_a_dictionary(torch.optim.SGD))
+def SGD(  # noqa: N802
+    optim_args: Options, clip_args: Any = None, *, scheduler: Scheduler = None
+) -> JointOptim:
+    """Stochastic gradient descent for SVI, one :class:`torch.optim.SGD`; arguments as :func:`Adam`.
+
+    Example:
+        >>> SGD({"lr": 0.1, "momentum": 0.9}).pt_optim_constructor.__name__
+        'SGD'
+    """
+    return _joint(torch.optim.SGD, optim_args, clip_args, scheduler)
+
+
+def _joint(
+    constructor: type[Optimizer], optim_args: Options, clip_args: Any, scheduler: Scheduler
+) -> JointOptim:
+    """Build the optimizer, after a look at what can be known to be wrong before the first step."""
+    name = constructor.__name__
+    check_optim_args(optim_args, constructor)
+    known = optim_args("") if isinstance(optim_args, LearningRates) else optim_args
+    try:
+        optimizer = constructor([torch.zeros(())], **({} if callable(known) else known))
+    except (TypeError, ValueError) as error:
+        raise ArgumentError(f"{name}: {error}; see the arguments of torch.optim.{name}") from error
+    if scheduler is None:
+        return JointOptim(constructor, optim_args, clip_args)
+    try:
+        made = scheduler(optimizer)
+    except (TypeError, ValueError) as error:
+        made = error
+    if not isinstance(made, LRScheduler | ReduceLROnPlateau):
+        raise ArgumentError(
+            f"{name}: scheduler= must make a torch scheduler for a torch optimizer, as "
+            f"partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.99) does; {scheduler!r} makes {made!r}"
+        )
+    return ScheduledJointOptim(scheduler, constructor, optim_args, clip_args)

@@ -52,7 +52,7 @@ def test_training_may_change_to_ivon():
 @pytest.mark.parametrize("last", [VOGN, OGN])
 @pytest.mark.parametrize("formulation", [Consistent(), AsPrinted()], ids=lambda f: type(f).__name__)
 def test_training_may_change_from_ivon(last, formulation):
-    """The curvature goes on from the posterior as it stands."""
+    """The first step only tells the objective what to measure; the curvature then begins anew."""
     x, y = data()
     guide, elbo = NaturalGradientGuide(model), NaturalGradientELBO(kl_weight=0.5)
     svi = SVI(model, guide, IVON({"lr": 0.05}), loss=elbo)
