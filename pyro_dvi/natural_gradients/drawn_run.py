@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""One run of guide and model at draws of the weights, and what it leaves for the optimizer.
+r"""One run of guide and model at draws of the weights, and its measurements for the optimizer.
 
-Everything that is a gradient travels as one. The backward pass leaves :math:`\partial\,\mathrm{loss}/\partial\mu` as the
-``grad`` of the means, and the measured curvature, such as
+The backward pass leaves :math:`\partial\,\mathrm{loss}/\partial\mu` as the ``grad`` of the means, and the measured
+curvature, such as
 
 .. math:: \sum_i g_i^2 \quad\text{or}\quad g\,\frac{\epsilon}{\sigma},
 
@@ -33,7 +33,7 @@ from pyro_dvi.runs.posterior_run import Call, GuideRun, PosteriorRun
 if TYPE_CHECKING:
     from pyro_dvi.natural_gradients.estimates import Estimate
 
-# What objective and optimizer tell each other ------------------------------------------------------------------
+# Between objective and optimizer ------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,8 +87,8 @@ class NaturalStep:
         if any(site.precision.grad is not None for site in self.sites):
             raise GuideError(
                 "the gradients of the last step were not used by a natural-gradient optimizer: train with "
-                "pyro_dvi.natural_gradients.VOGN, OGN or IVON, and take a step after each backward pass. To go on after "
-                "a backward pass without a step, set gradients to None, or call elbo.prepare(guide, optimizer)."
+                "pyro_dvi.natural_gradients.VOGN, OGN or IVON, and take a step after each backward pass. To go on "
+                "after a backward pass without a step, set gradients to None, or call elbo.prepare(guide, optimizer)."
             )
         self.measured = self.wanted
 
@@ -191,7 +191,7 @@ class _Draws(GuideRun):
 
 @dataclass(frozen=True)
 class DrawnRun(PosteriorRun):
-    """The traces of one run, and what was recorded on the way.
+    """The traces of one run, with the uses of the draws.
 
     Attributes:
         guide: the guide's run; its ``gaussians`` are :class:`Drawn` sites by name.

@@ -6,7 +6,6 @@ Adding one: a subclass of :class:`Estimate` here, given to an optimizer as ``VOG
 
 import math
 import re
-from abc import ABC
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -27,7 +26,7 @@ _MANY_PASSES = 32
 Served = dict[int, list[Use]]
 
 
-class Estimate(ABC):
+class Estimate:
     """Curvature that the backward pass of the loss leaves with the precisions; equal ones measure the same.
 
     Its sum over the data set takes the place of the precisions' gradient.
@@ -44,7 +43,7 @@ class Estimate(ABC):
         """Measure before the backward pass of the loss, or let it measure; by default nothing.
 
         Args:
-            run: of the guide and the model; ``run.guide.gaussians[name].measurement`` takes what is found.
+            run: of the guide and the model; ``run.guide.gaussians[name].measurement`` takes the result.
             sites: observed sites and factors of the run.
             squares: measures sums of squared gradients of examples.
         """
@@ -144,7 +143,7 @@ class SquareMeasurement:
 
         Raises:
             UnsupportedError: the model uses reentrant checkpointing.
-            ModelError: what was proved about the model before is no longer right.
+            ModelError: the model mixes examples now, and did not before.
         """
         drawn = list(run.guide.gaussians.values())
         terms = [_Term(run, place, site, site.log_prob(site.value)) for place, site in enumerate(sites)]
@@ -196,7 +195,7 @@ class SquareMeasurement:
         self._without_rules(term, wanted - served.keys())
 
     def _served(self, term: _Term, uses: Served, axis: int, outputs: Tensor) -> Served:
-        """Keep the latents of whose uses the rules give the gradients of single examples, the entries of ``outputs``."""
+        """Keep the latents whose rules give the gradients of single examples, the entries of ``outputs``."""
         served, recorder = with_examples_first(uses, len(outputs)), term.run.recorder
 
         def look(seed: int) -> Finding:

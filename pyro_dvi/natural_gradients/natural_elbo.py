@@ -30,11 +30,11 @@ class NaturalGradientELBO(Objective):
 
     The backward pass gives each mean the gradient of the log-likelihood at the draws, and each precision, in the place
     of a gradient, the curvature that the optimizer asks for: sums of squared per-example gradients at the draws
-    (:class:`~pyro_dvi.natural_gradients.VOGN`) or at the mean (:class:`~pyro_dvi.natural_gradients.OGN`), or products of gradient and noise
-    (:class:`~pyro_dvi.natural_gradients.IVON`). The optimizer adds the prior, in closed form.
+    (:func:`~pyro_dvi.VOGN`) or at the mean (:func:`~pyro_dvi.OGN`), or products of gradient and noise
+    (:func:`~pyro_dvi.IVON`). The optimizer adds the prior, in closed form.
 
     Status: the loss is an unbiased estimate of the (tempered) negative ELBO. An example is an element of an observed
-    site's batch shape; where batch normalisation in training mode couples examples, squared gradients are those of each
+    site's batch shape; where batch normalisation in training mode couples examples, squares are taken over each
     layer's own rows, as in the paper. Latents that no layer with a rule uses cost a backward pass per example.
 
     Needs :class:`~pyro_dvi.NaturalGradientGuide`, Normal priors whose parameters depend on no latent, and one of the
@@ -87,8 +87,8 @@ class NaturalGradientELBO(Objective):
         """Let the next step of the guide measure what an optimizer needs, and drop measurements that were not used.
 
         ``fit`` and ``load`` do so. In a loop of your own it is optional, before the first step and after states were
-        loaded: otherwise that step measures squared gradients at a draw, and an optimizer that wants something else, such as
-        ``OGN``, leaves it out.
+        loaded: otherwise that step measures squared gradients at a draw, and an optimizer that wants something else, as
+        ``OGN`` does, leaves it out.
 
         Args:
             guide: a ``NaturalGradientGuide``.
@@ -147,8 +147,8 @@ def _check_factor(gradient: Tensor) -> None:
     """Refuse a loss that was multiplied by a number before the backward pass."""
     if gradient.item() != 1:
         raise UnsupportedError(
-            f"the loss was multiplied by {gradient.item():g} before the backward pass: squared gradients are multiplied by "
-            "its square. Differentiate the loss as it is, without a division by the number of data and without "
+            f"the loss was multiplied by {gradient.item():g} before the backward pass, which squared gradients do not "
+            "allow. Differentiate the loss as it is, without a division by the number of data and without "
             "GradScaler: the optimizer divides by N, and autocast with bfloat16 needs no scaler."
         )
 

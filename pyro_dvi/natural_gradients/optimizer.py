@@ -52,12 +52,12 @@ class Update:
         sites: their parameters and priors.
         memories: "step" (this one, from 1), "momentum" and "curvature" (:math:`Ns`), to be updated.
         group: the options.
-        step: what was measured, and how.
+        step: the measurements.
         count: number of this step, from 1.
-        factor: of the learning rate, by the schedule.
+        factor: of the learning rate, from the schedule.
         temperature: :math:`\beta`, as far as it has risen.
         gradients: of minus the log-likelihood at the means; may be overwritten.
-        measured: squares or products, as ``step`` says; may be overwritten.
+        measured: the curvature of this minibatch; may be overwritten.
         priors: :math:`\rho N\tilde\delta / \rho = \beta\delta / \rho`.
     """
 
@@ -100,7 +100,7 @@ class Update:
         torch._foreach_add_(self.precisions, self.priors)
 
     def damped(self) -> Tensors:
-        """What :meth:`sum_into_precisions` has written, with damping."""
+        """Return precisions as :meth:`sum_into_precisions` has written them, with damping."""
         damping = self.group["damping"] * self.step.num_data
         return torch._foreach_add(self.precisions, damping) if damping else self.precisions
 
@@ -148,7 +148,7 @@ class NaturalGradientOptimizer(Optimizer):
 
     @property
     def has_started(self) -> bool:
-        """Whether there is a curvature already."""
+        """True once there is a curvature."""
         return any("curvature" in memory for memory in self.state.values())
 
     @property
@@ -258,7 +258,7 @@ class NaturalGradientOptimizer(Optimizer):
 
 
 def _check_options(optimizer: type, options: Mapping[str, Any]) -> None:
-    """Check the options that all natural-gradient optimizers have.
+    """Check the options.
 
     Raises:
         ArgumentError: naming the first that is unknown or out of range.
@@ -276,8 +276,7 @@ def _check_options(optimizer: type, options: Mapping[str, Any]) -> None:
         if name == "betas":
             if not (isinstance(value, tuple | list) and len(value) == 2 and all(_is_in(b, 1) for b in value)):
                 raise ArgumentError(
-                    "betas must be two numbers in [0, 1), the decay rates of momentum and curvature as in (0.9, 0.999), "
-                    f"got {value!r}"
+                    f"betas must be two numbers in [0, 1), as (0.9, 0.999) of momentum and curvature, got {value!r}"
                 )
         elif name == "damping":
             if not _is_in(value, math.inf):
@@ -309,8 +308,8 @@ def wanted_by(optimizer: Any) -> Estimate:
         raise GuideError(
             f"{getattr(constructor, '__name__', 'unknown')} cannot train by NaturalGradientELBO, whose gradients are "
             "of the likelihood alone: take pyro_dvi.natural_gradients.VOGN, OGN or IVON, which add the prior "
-            "(VOGNOptimizer, OGNOptimizer or IVONOptimizer for elbo(model, guide)). An optimizer of your own that wraps "
-            "one of them must pass on its attribute 'wanted'."
+            "(VOGNOptimizer, OGNOptimizer or IVONOptimizer for elbo(model, guide)). An optimizer of your own that "
+            "wraps one of them must pass on its attribute 'wanted'."
         )
     options = {} if callable(optimizer.pt_optim_args) else optimizer.pt_optim_args
     first = constructor([torch.zeros(())], **options)
@@ -348,10 +347,10 @@ def cosine(step: int, total_steps: int | None) -> float:
 def warm_up(step: int, warmup_steps: int, total_steps: int | None) -> float:
     """A straight line from 0 to 1, over at most a quarter of training.
 
-    The curvature of the first steps says little: it is that of a network which has learned nothing, seen through a few
-    minibatches. Whole steps by it can carry the means far away for good, and a posterior as wide as it allows drowns
-    the gradient in noise: a network that never gets away from its prior is an optimum too. Therefore the temperature
-    rises more slowly, as a square over half of training, where the length of that is known.
+    The curvature of the first steps is unreliable: the network has learned nothing yet, and few minibatches were seen.
+    Full steps with it can carry the means far away for good, and the wide posterior that it allows drowns the gradient
+    in noise; a network that stays at its prior is an optimum, too. Therefore the temperature rises more slowly, as a
+    square over half of training, where the length of training is known.
 
     Example:
         >>> [warm_up(step, 4, None) for step in (1, 2, 4, 5)]

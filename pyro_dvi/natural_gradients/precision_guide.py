@@ -25,7 +25,7 @@ class NaturalGradientGuide(FactorisedGuide):
         \Lambda = \frac{N (s + \tilde\delta)}{\beta}
 
     Means are parameters with gradients. Precisions are parameters too, saved and loaded with the rest, but no gradient
-    reaches them: :class:`~pyro_dvi.natural_gradients.VOGN`, ``OGN`` and ``IVON`` set them from the curvature s, the prior
+    reaches them: :func:`~pyro_dvi.VOGN`, ``OGN`` and ``IVON`` set them from the curvature s, the prior
     precision, the number of data N and the temperature of their last step. A trained guide is a plain Gaussian and
     predicts the same whatever the plate or schedule.
 
@@ -39,7 +39,7 @@ class NaturalGradientGuide(FactorisedGuide):
     Attributes:
         locs: module of means, ``guide.locs.<site>``.
         precisions: module of precisions, ``guide.precisions.<site>``.
-        natural_step: what objective and optimizer tell each other.
+        natural_step: the last step, by which objective and optimizer meet.
 
     Raises:
         ModelError: in the first call: a latent is discrete, or its prior is no Normal in unconstrained space.

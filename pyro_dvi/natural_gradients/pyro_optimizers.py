@@ -10,7 +10,7 @@ from pyro_dvi.core.signatures import explained_calls
 from pyro_dvi.natural_gradients.drawn_run import steps_of
 from pyro_dvi.natural_gradients.optimizer import NaturalGradientOptimizer
 from pyro_dvi.natural_gradients.updates import IVONOptimizer, OGNOptimizer, VOGNOptimizer
-from pyro_dvi.optim.joint import JointOptim, check_optim_args, in_a_dictionary
+from pyro_dvi.optim.joint_optim import JointOptim, check_optim_args, in_a_dictionary
 
 Options = dict[str, Any] | Callable[[str], dict[str, Any]]
 
@@ -24,7 +24,7 @@ class NaturalGradientOptim(JointOptim):
         clip_args: as for :class:`JointOptim`.
 
     Raises:
-        ArgumentError: an option that the optimizer has not, or out of range.
+        ArgumentError: an unknown option, or one out of range.
     """
 
     total_steps: int | None = None
@@ -69,12 +69,12 @@ def VOGN(optim_args: Options, clip_args: Any = None) -> NaturalGradientOptim:  #
 
     Args:
         optim_args: options of :class:`VOGNOptimizer`; or a function of the parameter's name. With ``{}``,
-            what is left to choose is the temperature, ``NaturalGradientELBO(kl_weight=...)``: 0.01 to 0.1 for networks.
+            the defaults, choose the temperature, ``NaturalGradientELBO(kl_weight=...)``: 0.01 to 0.1 for networks.
         clip_args: as for :class:`~pyro_dvi.optim.JointOptim`.
 
     Raises:
-        ArgumentError: an option that the optimizer has not, or out of range; or this stands where torch's class should,
-            as in Pyro's schedulers.
+        ArgumentError: an unknown option, or one out of range; or this stands in place of torch's class, as in Pyro's
+            schedulers.
 
     Example:
         >>> VOGN({}).pt_optim_constructor.__name__

@@ -16,12 +16,12 @@ from pyro_dvi.natural_gradients.optimizer import NaturalGradientOptimizer, Tenso
 
 
 class Formulation(ABC):
-    """How momentum, curvature and precision follow from the measurements.
+    """Rules by which momentum, curvature and precision follow from the measurements.
 
     Attributes:
         options: defaults of the optimizer that go with it.
-        initial_batches: how many minibatches are measured at the mean before the first step.
-        constant_rate: whether the learning rate stays, also under ``fit``.
+        initial_batches: number of minibatches that are measured at the mean before the first step.
+        constant_rate: the learning rate is constant, also under ``fit``.
     """
 
     options: ClassVar[Mapping[str, Any]] = {}
@@ -30,11 +30,11 @@ class Formulation(ABC):
 
     @abstractmethod
     def update_momentum(self, update: Update) -> float:
-        """Update momenta in place by gradients that hold those of the prior; return by what momenta are multiplied."""
+        """Update momenta in place with gradients that include the prior; return the factor of momenta in the step."""
 
     @abstractmethod
     def update_curvature(self, update: Update) -> None:
-        """Update curvatures in place by the squared gradients of the examples."""
+        """Update curvatures in place with the measured ones."""
 
     @abstractmethod
     def set_precisions(self, update: Update, damped: Tensors) -> None:
@@ -149,10 +149,10 @@ class VOGNOptimizer(NaturalGradientOptimizer):
     draws :math:`w = \mu + \epsilon\Lambda^{-1/2}` and averaged over them.
 
     Status: a stochastic natural-gradient step with the Gauss-Newton curvature replaced by squared gradients of
-    examples: precisions are those of the data's own residuals, not of the residuals that the model expects.
+    examples: precisions follow from the residuals of the data, not from the residuals that the model expects.
 
     Args:
-        params: means, and any other parameters; see :class:`~pyro_dvi.natural_gradients.NaturalGradientOptimizer`.
+        params: means, and any other parameters, which get a step of Adam.
         lr: :math:`\alpha`; 1 is a whole Newton step by the diagonal. The default is longer: squared gradients of a
             network that has not learned yet exceed the curvature by the square of its errors in units of the noise,
             so that Newton steps by them hardly move. ``max_step`` bounds the steps.
@@ -264,7 +264,7 @@ class IVONOptimizer(NaturalGradientOptimizer):
     squared gradients; so the precision tends to the optimum of the mean-field ELBO. A step costs about one of Adam.
 
     Args:
-        params: means, and any other parameters; see :class:`~pyro_dvi.natural_gradients.NaturalGradientOptimizer`.
+        params: means, and any other parameters, which get a step of Adam.
         lr: :math:`\alpha`. The default is long, because the curvature that starts as squared gradients of a network
             which has learned nothing is forgotten slowly; ``max_step`` bounds the steps.
         betas: decay rates of momentum and curvature.

@@ -34,7 +34,7 @@ class Objective(ELBO):
     Losses are summed over the whole data set, as in Pyro, and are the objective that is actually optimised: with
     ``kl_weight`` other than one, ``elbo.terms`` holds what the untempered ELBO needs.
 
-    Adding one: write :meth:`evaluate`, and set ``prediction_rule`` where draws of the weights are not the way to predict.
+    Adding one: write :meth:`evaluate`, and set ``prediction_rule`` where draws of weights are not the way to predict.
     ``fit``, checkpoints, ``predict`` and ``DataParallel`` then work. In ``evaluate``, run guide and model once by
     ``PosteriorRun.of`` (:mod:`pyro_dvi.runs.posterior_run`) or a function for it such as ``run_at_means``, and take the
     likelihood from :meth:`observed`. An objective that needs more overrides :meth:`prepare`, :meth:`begin`,
@@ -200,7 +200,7 @@ class Objective(ELBO):
         listed = ", ".join(f"{k}={v:.4g}" for k, v in parts.items())
         return (
             f"the loss is {value} in step {self.step} ({listed}); not finite: {', '.join(bad) or 'their sum'}. "
-            "No update was made. Lower the learning rate (above all that of the scales), look for extreme "
+            "No update was made. Lower the learning rate (above all for scales), look for extreme "
             "inputs, or train in float64."
         )
 

@@ -88,7 +88,7 @@ class SampledELBO(Objective):
         return {"loss": kl_weight * kl - log_likelihood, "log_likelihood": log_likelihood, "kl": kl}
 
     def _is_factorised(self, call: Call) -> bool:
-        """Whether the closed forms know the guide; it is looked at once."""
+        """Return whether the guide is a factorised Gaussian, which is looked at once."""
         if self._known[0] is not call.guide:
             try:
                 with undisturbed():
@@ -108,12 +108,12 @@ class _GaussianDraws(GuideRun):
         return GaussianSite(name, value, base, transforms, sampled=True)
 
     def log_density(self) -> float:
-        """Log-density of q, added to the divergence; the closed form lacks nothing."""
+        """Return the log-density of q to add to the divergence: none, since its closed form is complete."""
         return 0.0
 
 
 class _Draws(GuideRun):
-    """Let a guide draw, whatever it is made of: what the model gets are points with a density."""
+    """Let any guide draw; the model gets points with a density."""
 
     def _value_of(self, site: Any) -> None:
         if not site["fn"].has_rsample:
@@ -124,7 +124,7 @@ class _Draws(GuideRun):
             )
 
     def log_density(self) -> Tensor:
-        """Log-density of the draws that the guide has made; those of its point masses are with the latents."""
+        """Return the log-density of the draws; the divergence holds the densities of point masses already."""
         drawn = [
             site for site in sites_of(self.trace, is_latent) if type(core(site["fn"])).__name__ != "Delta"
         ]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""A schedule for the weight :math:`\beta` of the KL term: a function of the training step.
 
-Every ELBO of the library takes ``kl_weight`` as a number or as a callable of the step, counted from 0. The ELBO counts the
-steps, and saves their number.
+Every ELBO of the library takes ``kl_weight`` as a number or as a callable of the step, counted from 0. The ELBO counts
+the steps, and saves their number.
 
 Adding one: any picklable callable that maps a step to a number that is not negative will do.
 """

@@ -29,7 +29,7 @@ SCALE_PATTERN = r"(^|\.)([A-Z]\w*|guide)(\.\d+)*\.(scales\.|alphas\.|scale$)"
 
 @dataclass(frozen=True)
 class LearningRates:
-    """What :func:`learning_rates` returns: a picklable function from parameter name to optimizer options."""
+    """A picklable function from parameter names to optimizer options."""
 
     base: float
     scale_multiplier: float
@@ -220,5 +220,5 @@ def check_parts(module: ELBOModule) -> None:
 
 
 def is_uninitialised(guide: AutoGuide) -> bool:
-    """Whether an automatic guide has neither seen its model nor been loaded, and so has no parameters."""
+    """Return whether an automatic guide has no parameters: it has neither seen its model nor been loaded."""
     return guide.prototype_trace is None and next(guide.parameters(), None) is None

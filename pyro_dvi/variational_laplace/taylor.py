@@ -115,7 +115,7 @@ class TaylorELBO(Objective):
     def _linearised(
         self, run: PosteriorRun, sites: list[ObservedSite], factors: Any, kl_weight: float
     ) -> Linearisation:
-        """What the curvature sees. Nothing in it holds itself: layers' inputs would outlive the step."""
+        """Return the likelihood for the curvature, without a reference to itself, which would outlive the step."""
 
         def subset(fraction: float, slice_args: SliceArguments | None) -> Linearisation:
             with self.curvature.recorder([]):

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from pyro_dvi.errors import ArgumentError, UnsupportedError
-from pyro_dvi.optim.joint import JointOptim, load_state, torch_optimizer
+from pyro_dvi.optim.joint_optim import JointOptim, load_state, torch_optimizer
 from pyro_dvi.training.routes.base import Route, finite
 
 

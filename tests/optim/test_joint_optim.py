@@ -17,7 +17,7 @@ from pyro.optim.clipped_adam import ClippedAdam
 
 from pyro_dvi.errors import ArgumentError
 from pyro_dvi.optim import learning_rates
-from pyro_dvi.optim.joint import JointOptim
+from pyro_dvi.optim.joint_optim import JointOptim
 
 Adam = torch.optim.Adam
 X = torch.randn(30, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)

@@ -92,7 +92,7 @@ class JointOptim(PyroOptim):
                 self._places[parameter] = place
             if (clip := self.grad_clip[parameter]) is not None:
                 clip(parameter)
-            # Fused kernels of the CPU take the layout of the gradient for that of the parameter.
+            # Fused kernels of the CPU assume that parameter and gradient have the same layout.
             if is_plain and parameter.grad is not None and not parameter.grad.is_contiguous():
                 parameter.grad = parameter.grad.contiguous()
         if self._together:
@@ -125,7 +125,7 @@ class JointOptim(PyroOptim):
                 self._adopt(parameter, self._state_waiting_to_be_consumed[name])
 
     def _adopt(self, parameter: Tensor, state: dict[str, Any] | None) -> None:
-        """Give a parameter an optimizer in this state: that of others whose options are the same, if there is one."""
+        """Give a parameter an optimizer in this state, which others with the same options share."""
         made = self._get_optim(parameter)
         if state is not None:
             load_state(made, state)
