@@ -20,7 +20,7 @@ from tests.distributed import programs
 pytestmark = pytest.mark.distributed
 
 
-UNEVEN = {"uneven": 8, "uneven and multiplied": 8}  # number of steps
+UNEVEN = {"uneven": 8}  # number of steps
 
 
 @pytest.fixture(scope="module")
