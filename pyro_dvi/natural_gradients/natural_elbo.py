@@ -16,7 +16,7 @@ from pyro_dvi.natural_gradients.optimizer import wanted_by
 from pyro_dvi.objectives.objective import Objective
 from pyro_dvi.runs.divergences import kl_to_priors
 from pyro_dvi.runs.latents import Latent
-from pyro_dvi.runs.minibatch import UnscaledMinibatches, num_data_of
+from pyro_dvi.runs.minibatch import num_data_of
 from pyro_dvi.runs.posterior_run import Call
 from pyro_dvi.runs.structure import check_gradients
 
@@ -79,10 +79,6 @@ class NaturalGradientELBO(Objective):
     def _squares(self) -> SquareMeasurement:
         return SquareMeasurement(self.num_particles)
 
-    @cached_property
-    def _unscaled(self) -> UnscaledMinibatches:
-        return UnscaledMinibatches()
-
     def prepare(self, guide: Any, optimizer: Any) -> None:
         """Let the next step of the guide measure what an optimizer needs, and drop measurements that were not used.
 
@@ -124,13 +120,10 @@ class NaturalGradientELBO(Objective):
             graph = graph_of([log_likelihood, kl])
             log_likelihood = run.with_idle_draws(log_likelihood, graph)
             step.num_data, step.temperature = max(map(num_data_of, observed.terms)), kl_weight
-            if not step.sites:
-                self._unscaled.largest = 0.0
             step.sites = run.sites()
             leaves = [node.variable for node in graph if hasattr(node, "variable")]
             for parameter in (*leaves, *(site.loc for site in step.sites)):
                 parameter.natural_step = step
-            self._unscaled.see(observed.terms)
             step.measured.prepare(run, observed.terms, self._squares)
         return {"loss": kl_weight * kl - log_likelihood, "log_likelihood": log_likelihood, "kl": kl}
 

@@ -2,7 +2,6 @@
 """The number of data is a unit: padding, class weights and a falling temperature leave the posterior right."""
 
 import copy
-import warnings
 
 import pyro
 import pyro.distributions as dist
@@ -14,7 +13,6 @@ from pyro.infer import SVI
 from torch import Tensor
 
 import pyro_dvi as dvi
-from pyro_dvi.errors import DviWarning
 from pyro_dvi.natural_gradients.estimates import Estimate, NoiseProducts, Squares
 from pyro_dvi.natural_gradients.pyro_optimizers import IVON, OGN, VOGN
 
@@ -83,22 +81,6 @@ def regression(x: Tensor, y: Tensor, size: int | None = None) -> None:
     w = pyro.sample("w", dist.Normal(torch.zeros(D), 1.0).to_event(1))
     with pyro.plate("data", size or len(x), subsample_size=len(x)):
         pyro.sample("y", dist.Normal(x @ w, 0.3), obs=y)
-
-
-def test_minibatches_without_the_size_of_the_data_are_announced_once():
-    x = torch.randn(50, D)
-    svi = SVI(regression, dvi.NaturalGradientGuide(regression), VOGN({}), loss=dvi.NaturalGradientELBO())
-    with pytest.warns(DviWarning, match="subsample_size") as caught:
-        for _ in range(3):
-            for batch in x.split(16):
-                svi.step(batch, batch.sum(1))
-    assert len(caught) == 1
-    pyro.clear_param_store()
-    svi = SVI(regression, dvi.NaturalGradientGuide(regression), VOGN({}), loss=dvi.NaturalGradientELBO())
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for batch in x.split(16):
-            svi.step(batch, batch.sum(1), 50)
 
 
 def cosines(x: Tensor, y: Tensor) -> None:
