@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Estimates of the curvature from which natural-gradient optimizers make precisions.
 
-Adding one: a subclass of :class:`Estimate` here, given to an optimizer as ``VOGN({"estimate": Mine()})``.
+Adding one: a subclass of :class:`Estimate`, given to an optimizer as ``VOGN({"estimate": Mine()})``. It overrides
+``curvature`` if the gradient of the loss is enough, and ``measure`` if not.
 """
 
 import math
@@ -39,7 +40,7 @@ class Estimate:
     at_mean: bool = False
     keeps_noise: ClassVar[bool] = False
 
-    def prepare(self, run: DrawnRun, sites: Sequence[ObservedSite], squares: "SquareMeasurement") -> None:
+    def measure(self, run: DrawnRun, sites: Sequence[ObservedSite], squares: "SquareMeasurement") -> None:
         """Measure before the backward pass of the loss, or let it measure; by default nothing.
 
         Args:
@@ -56,7 +57,7 @@ class Estimate:
             gradient: of the loss by the draw.
 
         Returns:
-            by default, the sum of what ``prepare`` has added.
+            by default, the sum of what ``measure`` has added.
         """
         added, measurement.added = measurement.added, None
         return added
@@ -74,7 +75,7 @@ class Squares(Estimate):
 
     at_mean: bool = False
 
-    def prepare(self, run: DrawnRun, sites: Sequence[ObservedSite], squares: "SquareMeasurement") -> None:
+    def measure(self, run: DrawnRun, sites: Sequence[ObservedSite], squares: "SquareMeasurement") -> None:
         squares.measure(run, sites)
 
 

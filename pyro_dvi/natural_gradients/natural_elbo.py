@@ -124,7 +124,7 @@ class NaturalGradientELBO(Objective):
             leaves = [node.variable for node in graph if hasattr(node, "variable")]
             for parameter in (*leaves, *(site.loc for site in step.sites)):
                 parameter.natural_step = step
-            step.measured.prepare(run, observed.terms, self._squares)
+            step.measured.measure(run, observed.terms, self._squares)
         return {"loss": kl_weight * kl - log_likelihood, "log_likelihood": log_likelihood, "kl": kl}
 
     def begin(self, guide: Any) -> None:
