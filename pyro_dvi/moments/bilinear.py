@@ -31,7 +31,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from pyro_dvi.errors import UnsupportedError
-from pyro_dvi.moments.joint import JointMoments, joint_product
+from pyro_dvi.moments.shared_noise import JointMoments, joint_product
 from pyro_dvi.moments.value import GaussianMoments, loc_of, variance_of
 
 

@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tensor of independent Gaussians that passes through torch functions, and how it came from other Gaussians."""
+r"""A tensor of independent Gaussians that passes through torch functions, and how it came from other Gaussians.
+
+The smallest variance that a nonlinearity sees.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
 from weakref import WeakSet, ref
@@ -230,3 +235,51 @@ def _refuse_stale() -> NoReturn:
         "variance do not share memory as tensors do. Use the function that returns a new tensor: relu(x) instead of "
         "relu_(x), nn.ReLU(inplace=False)."
     )
+
+
+class _Local(threading.local):
+    """The floor of the thread that asked for it, None by default."""
+
+    def __init__(self) -> None:
+        self.floor: float | None = None
+
+
+_LOCAL = _Local()
+
+
+@contextmanager
+def variance_floor(minimum: float) -> Iterator[None]:
+    r"""Raise the variance of what enters a nonlinearity to at least ``minimum``.
+
+    The slopes of :math:`\mathrm E[f(x)]` in the variance grow as :math:`1/\sigma` where f has a kink. By default the
+    floor is the square of the rounding error of the dtype, which changes no result.
+
+    Raises:
+        ArgumentError: a negative floor.
+    """
+    if minimum < 0:
+        raise ArgumentError(f"a variance floor must not be negative, got {minimum}")
+    before = _LOCAL.floor
+    _LOCAL.floor = minimum
+    try:
+        yield
+    finally:
+        _LOCAL.floor = before
+
+
+def floored(variance: Tensor) -> Tensor:
+    """Return the variance, at least the floor."""
+    tiny = tiny_variance(variance.dtype)
+    floor = _LOCAL.floor
+    return variance.clamp_min(tiny if floor is None else max(floor, tiny))
+
+
+def raised(variance: Tensor) -> Tensor:
+    """Return the variance, at least the floor if one was asked for: rules that see to zeros themselves start so."""
+    floor = _LOCAL.floor
+    return variance if floor is None else variance.clamp_min(floor)
+
+
+def tiny_variance(dtype: torch.dtype) -> float:
+    """Return the default floor."""
+    return torch.finfo(dtype).eps ** 2

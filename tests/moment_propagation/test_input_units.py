@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import pyro_dvi as dvi
 from pyro_dvi.errors import ArgumentError
-from pyro_dvi.gaussians.multiplicative_normal import MultiplicativeNormal
+from pyro_dvi.gaussians.normals import MultiplicativeNormal
 from pyro_dvi.guides import Deterministic, MeanField
 from pyro_dvi.moment_propagation.multiplicative_noise import MultiplicativeNoiseGuide
 from pyro_dvi.moments import GaussianMoments, MultiplicativeMoments

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from pyro_dvi.errors import UnsupportedError
-from pyro_dvi.expectations.gaussian import at_points
+from pyro_dvi.expectations.points import at_points
 from pyro_dvi.moments import GaussianMoments
 from tests.moments.battery import CHECKS, Case, check_spellings, name_of_check
 

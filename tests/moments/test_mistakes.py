@@ -12,7 +12,7 @@ from torch import nn
 
 from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.moments import GaussianMoments, rules
-from pyro_dvi.moments.refusals import refused
+from pyro_dvi.moments.condition import refused
 
 
 class Case(NamedTuple):
