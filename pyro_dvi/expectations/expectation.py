@@ -1,20 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Expected log-likelihoods of any distribution by its own ``log_prob`` at fixed points.
+r"""Expected log-likelihoods :math:`\mathrm E[\log p(y \mid \theta)]` where parameters of p are uncertain.
 
-One uncertain number per density: 64 equally spaced nodes. Two: a disc of 28 x 28. More (vectors, matrices): 128
-scrambled Sobol points, the same in every call. Points are taken from the Gaussian behind each parameter and passed
-through its function, so that ``concentration=softplus(h)`` stays positive.
+To add a rule, write a function of the observed value and of the parameters by the names of the constructor, each of
+which may be :class:`~pyro_dvi.moments.GaussianMoments` or a tensor, and register it with :func:`expectation_rule`. A rule
+declines parameters that it does not cover by returning ``NotImplemented``.
+
+Without a rule, the expectation is taken numerically, by the ``log_prob`` of the distribution at fixed points of the
+Gaussian behind each parameter, passed through the parameter's function, so that ``concentration=softplus(h)`` stays
+positive. One uncertain number per density takes 64 equally spaced nodes, two a disc of 28 x 28, more (vectors, matrices)
+128 scrambled Sobol points, the same in every call.
 
 Status: equally spaced nodes are exact to 1e-8 for log densities that are smooth on the scale of the Gaussian; relative
-errors of 1e-6 where the log density has half its width, 1e-3 where a fifth, or a kink. Sobol points have an error of
-some hundredths at variance 1. Functions that mix the first dimension (the examples) are not foreseen.
-
-Expected log-likelihoods :math:`\mathrm E[\log p(y \mid \theta)]` where parameters of p are uncertain.
-
-Adding a rule: write a function of the observed value and of the parameters by the names of the constructor, each of
-which may be :class:`~pyro_dvi.moments.GaussianMoments` or a tensor, and register it with :func:`expectation_rule`.
-A parameter that does not go well with the rule is declined by returning ``NotImplemented``; the expectation is then
-taken numerically, as for every distribution without a rule (:func:`numerical_expectation`).
+errors are 1e-6 where the log density has half its width, 1e-3 where it has a fifth, or a kink. Sobol points have an error
+of some hundredths at variance 1. Functions that mix the first dimension (the examples) are not covered.
 """
 
 import inspect
@@ -142,7 +140,7 @@ def _coordinates(family: type, name: str, parameter: GaussianMoments) -> tuple[i
 
 
 def _batch_rank(family: type, parameters: Mapping[str, Any], value: Tensor | None) -> int:
-    """How many batch dimensions the log density has."""
+    """Return the number of batch dimensions of the log density."""
     means = {k: p.loc if isinstance(p, GaussianMoments) else p for k, p in parameters.items()}
     fn = family(**means, **without_checks(family))
     rank = 0 if value is None else value.dim() - len(fn.event_shape)
@@ -160,7 +158,7 @@ def without_checks(family: type) -> dict[str, bool]:
     return {"validate_args": False} if "validate_args" in names else {}
 
 
-_RULES: dict[type, Callable] = {}
+RULES: dict[type, Callable] = {}
 _WITH_COVARIANCES: set[Callable] = set()
 _DEFAULT_ESTIMATOR = Sobol()
 
@@ -204,14 +202,9 @@ def expectation_rule(*families: type, covariances: bool = False) -> Callable[[Ca
         _find.cache_clear()
         if covariances:
             _WITH_COVARIANCES.add(rule)
-        return registering(_RULES, families)(rule)
+        return registering(RULES, families)(rule)
 
     return register
-
-
-def families_with_rules() -> dict[type, Callable]:
-    """Return a copy of the table of rules: distribution class to rule."""
-    return dict(_RULES)
 
 
 def expected_log_prob(
@@ -277,7 +270,7 @@ def _as_tensor(parameter: Any, like: Tensor) -> Any:
 
 @lru_cache(maxsize=256)
 def _find(family: type) -> Found | None:
-    return find_rule(_RULES, family)
+    return find_rule(RULES, family)
 
 
 def find_rule(table: Mapping[type, Callable], family: type) -> Found | None:

@@ -57,7 +57,7 @@ _SIGMOIDS = ("sigmoid", "special_expit", "expit")
 
 
 def is_gaussian_logit(logits: Any, probs: Any) -> bool:
-    """Whether the parameter is a Gaussian logit, or the sigmoid of one."""
+    """Return whether the parameter is a Gaussian logit, or the sigmoid of one."""
     if isinstance(logits, GaussianMoments):
         return logits.link is None
     return isinstance(probs, GaussianMoments) and probs.link is not None and probs.link.name in _SIGMOIDS
@@ -95,7 +95,7 @@ def bernoulli(value: Tensor, probs: Any = None, logits: Any = None) -> Tensor:
 def binomial(value: Tensor, total_count: Any = 1, probs: Any = None, logits: Any = None) -> Tensor:
     r"""Expected log probability, :math:`\log\tbinom ny + y\bar f - n\,\mathrm E[\log(1 + e^f)]`.
 
-    Status: that of :func:`bernoulli`; the count has to be certain.
+    Status: as :func:`bernoulli`; the count has to be certain.
     """
     f = gaussian_logit("Binomial", logits, probs)
     if f is None or isinstance(total_count, GaussianMoments):
@@ -109,7 +109,7 @@ def binomial(value: Tensor, total_count: Any = 1, probs: Any = None, logits: Any
 def negative_binomial(value: Tensor, total_count: Any, probs: Any = None, logits: Any = None) -> Tensor:
     r"""Expected log probability, :math:`\log\tbinom{y + n - 1}y + y\bar f - (n + y)\,\mathrm E[\log(1 + e^f)]`.
 
-    Status: that of :func:`bernoulli`; an uncertain count is averaged numerically.
+    Status: as :func:`bernoulli`; an uncertain count is averaged numerically.
     """
     f = gaussian_logit("NegativeBinomial", logits, probs)
     if f is None or isinstance(total_count, GaussianMoments):
@@ -123,7 +123,7 @@ def negative_binomial(value: Tensor, total_count: Any, probs: Any = None, logits
 def geometric(value: Tensor, probs: Any = None, logits: Any = None) -> Tensor:
     r"""Expected log probability of y failures, :math:`\bar f - (y + 1)\,\mathrm E[\log(1 + e^f)]`.
 
-    Status: that of :func:`bernoulli`.
+    Status: as :func:`bernoulli`.
     """
     f = gaussian_logit("Geometric", logits, probs)
     return NotImplemented if f is None else f.loc - (value + 1) * expected_softplus(f)
@@ -166,7 +166,7 @@ def _logits_of(family: str, logits: Any, probs: Any) -> GaussianMoments | None:
 def categorical(value: Tensor, estimator: LogitEstimator, probs: Any = None, logits: Any = None) -> Tensor:
     r"""Expected log probability of a class, :math:`\bar f_y - \mathrm E[\log\sum_c e^{f_c}]`.
 
-    Status: the first term is exact, the second that of the estimator. Logits (or ``probs`` that are a softmax of
+    Status: the first term is exact, the second as exact as the estimator. Logits (or ``probs`` that are a softmax of
     them) are taken as independent Gaussians unless they share the noise of a last layer; logits that are some other
     function are averaged numerically.
 
@@ -188,7 +188,7 @@ def _at_class(loc: Tensor, value: Tensor) -> Tensor:
 def one_hot_categorical(
     value: Tensor, estimator: LogitEstimator, probs: Any = None, logits: Any = None
 ) -> Tensor:
-    """Expected log probability of a one-hot vector; the status is that of :func:`categorical`."""
+    """Expected log probability of a one-hot vector. Status: as :func:`categorical`."""
     f = _logits_of("OneHotCategorical", logits, probs)
     if f is None:
         return NotImplemented
@@ -207,7 +207,7 @@ def multinomial(
 
     .. math:: \log n! - \sum_c\log y_c! + \sum_c y_c\bar f_c - n\,\mathrm E[\log\textstyle\sum_c e^{f_c}].
 
-    Status: that of :func:`categorical`.
+    Status: as :func:`categorical`.
     """
     f = _logits_of("Multinomial", logits, probs)
     if f is None:

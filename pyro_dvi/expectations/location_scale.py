@@ -61,7 +61,7 @@ def normal(value: Tensor, loc: Any, scale: Any) -> Tensor:
 def log_normal(value: Tensor, loc: Any, scale: Any) -> Tensor:
     r"""Expected log density of a LogNormal: the Normal's at :math:`\log y`, less :math:`\log y`.
 
-    Status: that of :func:`normal`.
+    Status: as :func:`normal`.
     """
     logarithm = value.log()
     return normal(logarithm, loc, scale) - logarithm
@@ -153,7 +153,7 @@ def poisson(value: Tensor, rate: Any) -> Tensor:
 
 @expectation_rule(td.Exponential)
 def exponential(value: Tensor, rate: Any) -> Tensor:
-    r"""Expected log density, :math:`\mathrm E[\log r] - y\,\mathrm E[r]`; the status is that of :func:`poisson`."""
+    r"""Expected log density, :math:`\mathrm E[\log r] - y\,\mathrm E[r]`. Status: as :func:`poisson`."""
     logarithm, mean = log_and_inverse_power(td.Exponential, "rate", rate, -1)
     return logarithm - value * mean
 
@@ -162,7 +162,7 @@ def exponential(value: Tensor, rate: Any) -> Tensor:
 def gamma(value: Tensor, concentration: Any, rate: Any) -> Tensor:
     r"""Expected log density, :math:`a\,\mathrm E[\log r] - \log\Gamma(a) + (a - 1)\log y - y\,\mathrm E[r]`.
 
-    Status: that of :func:`poisson`; an uncertain concentration is averaged numerically.
+    Status: as :func:`poisson`; an uncertain concentration is averaged numerically.
     """
     if isinstance(concentration, GaussianMoments):
         return NotImplemented

@@ -1,26 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""The mean of the log of a sum of exponentials of Gaussian logits, which has no closed form.
+r"""Estimators of the mean of the log of a sum of exponentials of Gaussian logits, which has no closed form.
 
-Every estimator returns :math:`\mathrm E[\log\sum_c e^{f_c}]` for :math:`f_c \sim \mathcal N(\mu_c, v_c)`, independent
-unless they are the outputs of a last layer with covariances.
-The gradient is that of the exact expectation, estimated at the same points,
-
-.. math::
-    \frac{\partial}{\partial\mu_c} = \mathrm E[p_c], \qquad
-    \frac{\partial}{\partial v_c} = \tfrac12\mathrm E[p_c(1 - p_c)], \qquad p = \mathrm{softmax}(f),
-
-(Price 1958), which keeps its precision as the variance goes to zero and needs two accumulators of the size of the
-logits, whatever the number of points.
-
-The mean of the log of a sum of exponentials of Gaussian logits with covariances.
-
-Points are spread by a Cholesky factor, through which no gradient goes: with :math:`p = \mathrm{softmax}(f)`,
+Every estimator returns :math:`\mathrm E[\log\sum_c e^{f_c}]` for :math:`f_c \sim \mathcal N(\mu_c, v_c)`. The logits are
+independent unless they are the outputs of a last layer with covariances :math:`\Sigma`; points are then spread by a
+Cholesky factor, through which no gradient goes. The gradient of the exact expectation is estimated at the same points:
+with :math:`p = \mathrm{softmax}(f)`,
 
 .. math::
     \frac{\partial}{\partial\mu} = \mathrm E[p], \qquad
+    \frac{\partial}{\partial v_c} = \tfrac12\mathrm E[p_c(1 - p_c)], \qquad
     \frac{\partial}{\partial\Sigma} = \tfrac12\mathrm E\bigl[\operatorname{diag} p - p p^\top\bigr]
 
-are estimated at the same points (Price 1958).
+(Price 1958). It keeps its precision as the variance goes to zero, and for independent logits it needs two accumulators
+of the size of the logits, whatever the number of points.
 """
 
 from abc import ABC, abstractmethod
@@ -42,7 +34,7 @@ _CHUNK = 2**20  # numbers held at once, points x logits: what a cache holds
 
 
 class LogitEstimator(ABC):
-    """How the normalising constant of a softmax is averaged over Gaussian logits."""
+    """An average of the log-normaliser of a softmax over Gaussian logits."""
 
     @abstractmethod
     def expected_logsumexp(self, logits: GaussianMoments) -> Tensor:
@@ -77,15 +69,10 @@ class Sobol(LogitEstimator):
     def expected_logsumexp(self, logits: GaussianMoments) -> Tensor:
         """Average over the points, which all examples share."""
         points = shifted_sobol(self.num_points, logits.shape[-1], logits.loc)
-        return _average(logits, points.reshape(-1, *(1,) * (logits.dim() - 1), logits.shape[-1]))
-
-
-def _average(logits: GaussianMoments, points: Tensor) -> Tensor:
-    """Average over points ``[S, *batch, C]``, which broadcast to the logits."""
-    covariance = covariance_if_any(logits)
-    if covariance is not None:
-        return average_jointly(logits.loc, covariance, points)
-    return _MeanLogSumExp.apply(logits.loc, logits.variance, points)
+        points = points.reshape(-1, *(1,) * (logits.dim() - 1), logits.shape[-1])
+        if has_covariances(logits):
+            return average_jointly(logits.loc, covariance_of(logits), points)
+        return _MeanLogSumExp.apply(logits.loc, logits.variance, points)
 
 
 class _MeanLogSumExp(Function):
@@ -116,27 +103,6 @@ def _sums(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     total = values.sub_(highest).exp_().sum(-1, keepdim=True)
     p = values.div_(total)
     return total.log_().add_(highest).sum(0).squeeze(-1), p.sum(0), p.square_().sum(0)
-
-
-@dataclass(frozen=True)
-class MonteCarlo(LogitEstimator):
-    """Independent random points for every example.
-
-    Args:
-        num_samples: points.
-    """
-
-    num_samples: int = 64
-
-    def __post_init__(self) -> None:
-        check_count("num_samples", self.num_samples)
-
-    def expected_logsumexp(self, logits: GaussianMoments) -> Tensor:
-        """Average over the samples."""
-        points = torch.randn(
-            self.num_samples, *logits.shape, dtype=logits.loc.dtype, device=logits.loc.device
-        )
-        return _average(logits, points)
 
 
 @dataclass(frozen=True)
@@ -185,29 +151,6 @@ class TiltedBound(LogitEstimator):
             s = (pv * r / diagonal).sum(-1, keepdim=True) / (p / diagonal).sum(-1, keepdim=True)
             a = (a - (r + p * s) / diagonal).clamp_(0, 1)
         return a
-
-
-@dataclass(frozen=True)
-class Taylor2(LogitEstimator):
-    r"""Second-order expansion at the mean, :math:`\log\sum_c e^{\mu_c} + \tfrac12\sum_c p_c(1 - p_c)v_c`.
-
-    Status: approximate; good for variances far below 1, and neither a bound nor close above.
-    """
-
-    def expected_logsumexp(self, logits: GaussianMoments) -> Tensor:
-        """Evaluate the expansion."""
-        p = torch.softmax(logits.loc, -1)
-        covariance = covariance_if_any(logits)
-        if covariance is None:
-            between = (p.square() * logits.variance).sum(-1)
-        else:
-            between = (p[..., None, :] @ covariance @ p[..., None])[..., 0, 0]
-        return torch.logsumexp(logits.loc, -1) + 0.5 * ((p * logits.variance).sum(-1) - between)
-
-
-def covariance_if_any(logits: GaussianMoments) -> Tensor | None:
-    """Return the covariances ``[*batch, C, C]`` of logits that share noise; None for independent ones."""
-    return covariance_of(logits) if has_covariances(logits) else None
 
 
 def average_jointly(mu: Tensor, covariance: Tensor, points: Tensor) -> Tensor:

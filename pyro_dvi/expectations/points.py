@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Points and weights for expectations under a standard Gaussian, :math:`\mathrm E[f(z)] \approx \sum_s w_s f(z_s)`.
+r"""Points and weights for expectations under Gaussians, and values of a parameter at points of the Gaussian behind it.
 
-The Gaussian behind a parameter, and values and averages of the parameter at points of that Gaussian.
+.. math:: \mathrm E[f(z)] \approx \sum_s w_s f(z_s), \qquad z \sim \mathcal N(0, I).
 """
 
 import math
@@ -170,18 +170,18 @@ def identity_of(gaussian: GaussianMoments) -> Hashable:
         return tuple(id(t) for t in parts)
     try:
         return tuple((t.data_ptr(), t.device, t.dtype, t.shape, t.stride()) for t in parts)
-    except RuntimeError:  # inside vmap and its kin there is no memory to point at
+    except RuntimeError:  # tensors inside vmap have no memory
         return tuple(id(t) for t in parts)
 
 
 def are_distinct(parameters: Iterable[GaussianMoments]) -> bool:
-    """Whether no two parameters are functions of the very same Gaussian."""
+    """Return whether no two parameters are functions of the very same Gaussian."""
     gaussians = [gaussian_of(p) for p in parameters]
     return len(gaussians) < 2 or len({identity_of(g) for g in gaussians}) == len(gaussians)
 
 
 def are_dependent(family: type, parameters: Mapping[str, Any]) -> bool:
-    """Whether numbers of one density are outputs of a layer whose weights have covariances between outputs."""
+    """Return whether numbers of one density are outputs of a layer whose weights have covariances between outputs."""
     gaussians = {k: gaussian_of(p) for k, p in parameters.items() if isinstance(p, GaussianMoments)}
     shared = [k for k, gaussian in gaussians.items() if has_covariances(gaussian)]
     mixed = [k for k in shared if event_dim_of(family, k) != 0]

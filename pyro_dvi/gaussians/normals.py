@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Gaussian vectors with covariances: dense, of low rank, or dense within each output of a layer.
+r"""Gaussian vectors with covariances, and the Gaussian whose standard deviation is proportional to its mean.
 
-All have the form :math:`w_i = \bar w_i + \sum_r F_{ri}\,\epsilon_r + \sqrt{d_i}\,\delta_i` with standard Gaussian
-:math:`\epsilon, \delta`, where :math:`\epsilon` may be another one for each output.
-
-The Gaussian whose standard deviation is proportional to its mean, and its divergence from a Normal.
+Vectors have the form :math:`w_i = \bar w_i + \sum_r F_{ri}\,\epsilon_r + \sqrt{d_i}\,\delta_i` with standard Gaussian
+:math:`\epsilon, \delta`: dense, of low rank, or dense within each output of a layer, where each output has an
+:math:`\epsilon` of its own.
 """
 
 import math
@@ -77,7 +76,7 @@ class RowsNormal(dist.TorchDistribution):
 
 
 def is_joint(fn: Any) -> bool:
-    """Whether a distribution is a Gaussian vector with covariances."""
+    """Return whether a distribution is a Gaussian vector with covariances."""
     known = isinstance(fn, td.MultivariateNormal | td.LowRankMultivariateNormal | RowsNormal)
     return known and not fn.batch_shape
 
@@ -96,7 +95,7 @@ def total_correlation(fn: Any) -> Tensor:
 
     .. math:: \sum_i \log\sigma_i - \tfrac12\log\det\Sigma
 
-    Added to the divergences of the marginals from priors that are independent, it gives that of the vector.
+    Added to the divergences of the marginals from independent priors, it gives the divergence of the vector.
 
     Status: exact.
 

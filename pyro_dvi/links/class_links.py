@@ -24,7 +24,7 @@ _CHUNK = 2**22  # numbers held at once: points x logits
 
 
 class ClassLink(ABC):
-    """How a Gaussian over the logits of C classes becomes probabilities."""
+    """A map from a Gaussian over the logits of C classes to probabilities."""
 
     def probabilities(self, loc: Tensor, spread: Tensor) -> Tensor:
         """Return the probability of each class, ``[*batch, C]``; arguments as :meth:`log_probabilities`."""

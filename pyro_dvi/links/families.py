@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Covariances of all that is uncertain in one density: between classes, elements of a vector, a mean and its noise.
+r"""Predictive distributions :math:`\int p(y \mid \theta)\,q(\theta)\,\mathrm d\theta`, a rule for each family of p.
 
-Predictive distributions :math:`\int p(y \mid \theta)\,q(\theta)\,\mathrm d\theta` of uncertain parameters.
+:class:`Joint` holds the covariances of all that is uncertain in one density: between classes, between elements of a vector,
+between a mean and its noise.
 """
 
 from collections.abc import Callable, Mapping
@@ -38,7 +39,7 @@ class Joint:
     Attributes:
         covariance: of the n uncertain numbers of each density, ``[*batch, n, n]``.
         sizes: how many of them each parameter has, in order.
-        event_shape: of a density whose numbers are those of ``to_event``; empty where each number has its own.
+        event_shape: of a density over several numbers (``to_event``); empty where each number has its own.
         num_points: Sobol points of averages over more than two numbers.
     """
 
@@ -52,7 +53,7 @@ class Joint:
         return self._part(self._part(self.covariance, first, -2), second, -1)
 
     def spread(self, name: str) -> Tensor:
-        """Return variances ``[*batch]`` of single numbers, covariances ``[*batch, n, n]`` of those of an event."""
+        """Return variances ``[*batch]`` of single numbers, covariances ``[*batch, n, n]`` of an event."""
         return self._spread(
             self.between(name, name) if name in self.sizes else torch.zeros_like(self.covariance)
         )
@@ -183,10 +184,10 @@ def predictive_distribution(
         link: from Gaussian logits to class probabilities.
         noise: from an uncertain scale of Gaussian noise to a distribution.
         joint: covariances of the Gaussians behind the uncertain parameters of each density; by default all numbers are
-            independent, but for parameters that are functions of the very same Gaussian.
+            independent, except parameters that are functions of the very same Gaussian.
 
     Raises:
-        ArgumentError: ``link`` or ``noise`` is no object of its kind.
+        ArgumentError: ``link`` or ``noise`` is not an object of its kind.
         UnsupportedError: an uncertain parameter can leave its domain.
 
     Example:
@@ -253,7 +254,7 @@ def multivariate_normal(
     scale_tril: Any = None,
     joint: Joint | None = None,
 ) -> Any:
-    """Predictive of correlated Gaussian noise: the covariance of the mean joins that of the noise."""
+    """Predictive of correlated Gaussian noise: the covariances of mean and noise are added."""
     noise = covariance_matrix, precision_matrix, scale_tril
     if any(isinstance(matrix, GaussianMoments) for matrix in noise):
         return NotImplemented

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Mixtures over the points at which uncertain parameters are evaluated.
-
-From an uncertain mean and an uncertain noise scale to a predictive distribution.
-"""
+r"""Mixtures over the points of uncertain parameters, and predictives of Gaussian noise of uncertain scale."""
 
 from __future__ import annotations
 
@@ -33,8 +30,6 @@ class PointMixture(td.Distribution):
 
     Points have a dimension on the left of the batch, so that whatever a distribution does to its last dimensions
     (``to_event``, a reshaping, single numbers of a vector) is done to the components alone.
-
-    Status: exact for what it says.
 
     Args:
         components: the distributions at the points, of batch shape ``[S, *batch]``.
@@ -110,7 +105,7 @@ class PointMixture(td.Distribution):
         return torch.cat(drawn).reshape(self._extended_shape(shape))
 
     def _with_between(self, within: Tensor) -> Tensor:
-        """Average variances of the components, and add that of their means."""
+        """Average variances of the components, and add the variance between their means."""
         between = self.components.mean - self._beside_points(self.mean)
         return self._average(within + between.square(), len(self.event_shape))
 
@@ -132,7 +127,7 @@ class EqualMixture(td.Distribution):
     """
 
     arg_constraints: dict[str, Any] = {}  # noqa: RUF012 (as in torch)
-    support = None  # that of each of them, which checks its values itself
+    support = None  # each component checks its values itself
 
     def __init__(self, each: Sequence[Any]) -> None:
         self.each = list(each)
@@ -155,7 +150,7 @@ class EqualMixture(td.Distribution):
 
 
 class _InAny(constraints.Constraint):
-    """What lies in the support of any component.
+    """The union of the supports of the components.
 
     Args:
         inner: support of the components, whose limits may differ from one to the other.
@@ -192,7 +187,7 @@ Noisy = Callable[[Tensor, Any, Any], Any]
 
 
 class NoiseLink(ABC):
-    """How Gaussian noise of uncertain scale becomes a predictive distribution."""
+    """A map from Gaussian noise of uncertain scale to a predictive distribution."""
 
     @abstractmethod
     def predictive(

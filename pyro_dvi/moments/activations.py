@@ -95,45 +95,16 @@ def _normal(x: Tensor) -> tuple[Tensor, Tensor]:
     return distribution(x), (x * x).mul_(-0.5).exp_().mul_(DENSITY)
 
 
-SIGMOID = Smooth(_sigmoid, ramp=False, smoothing=1.7)
-SOFTPLUS = Smooth(
-    _softplus,
-    ramp=True,
-    smoothing=1.7,
-    levels=(((0.3, 12), (1.0, 24)), ((0.6, 6), (1.0, 9))),
-    reach=(28.0, 12.0),
-)
-SILU = Smooth(
-    _silu,
-    ramp=True,
-    smoothing=1.7,
-    reach=(28.0, 14.0),
-    levels=(((0.3, 14), (1.0, 28)), ((0.5, 8), (1.0, 13))),
-)
-GELU_TANH = Smooth(
-    _gelu_tanh,
-    ramp=True,
-    smoothing=1.0,
-    levels=(((0.25, 14), (0.8, 28)), ((0.4, 8), (0.8, 14))),
-    reach=(9.0, 7.0),
-    spacing=(0.45, 0.65),
-)
-NORMAL = Smooth(
-    _normal,
-    ramp=False,
-    smoothing=1.0,
-    levels=(((0.3, 14), (0.8, 30)), ((0.4, 8), (0.8, 14))),
-    reach=(9.0, 7.0),
-    spacing=(0.5, 0.7),
-)
+_STEP, _NORMAL_STEP = Smooth(_sigmoid, ramp=False), Smooth(_normal, ramp=False, steep=True)
+_RAMP = Smooth(_softplus, ramp=True)
 
-_SIGMOID = Rescaled(torch.sigmoid, SIGMOID)
-_TANH = Rescaled(torch.tanh, SIGMOID, inner=2.0, outer=2.0)
-_ERF = Rescaled(torch.erf, NORMAL, inner=math.sqrt(2), outer=2.0)
-_SOFTPLUS = Rescaled(F.softplus, SOFTPLUS)
-_LOGSIGMOID = Rescaled(F.logsigmoid, SOFTPLUS, inner=-1.0, outer=-1.0)
-_SILU = Rescaled(F.silu, SILU)
-_GELU_TANH = Rescaled(partial(F.gelu, approximate="tanh"), GELU_TANH)
+_SIGMOID = Rescaled(torch.sigmoid, _STEP)
+_TANH = Rescaled(torch.tanh, _STEP, inner=2.0, outer=2.0)
+_ERF = Rescaled(torch.erf, _NORMAL_STEP, inner=math.sqrt(2), outer=2.0)
+_SOFTPLUS = Rescaled(F.softplus, _RAMP)
+_LOGSIGMOID = Rescaled(F.logsigmoid, _RAMP, inner=-1.0, outer=-1.0)
+_SILU = Rescaled(F.silu, Smooth(_silu, ramp=True))
+_GELU_TANH = Rescaled(partial(F.gelu, approximate="tanh"), Smooth(_gelu_tanh, ramp=True, steep=True))
 
 
 @moment_rule(F.sigmoid, torch.sigmoid, torch.special.expit, kind=Kind.ELEMENTWISE)
@@ -183,7 +154,7 @@ def softplus(input: GaussianMoments, beta: float = 1, threshold: float = 20) -> 
     if beta == 1:
         return through(_SOFTPLUS, input)
     centre = partial(F.softplus, beta=beta, threshold=threshold)
-    return through(Rescaled(centre, SOFTPLUS, inner=float(beta), outer=1 / beta), input)
+    return through(Rescaled(centre, _RAMP, inner=float(beta), outer=1 / beta), input)
 
 
 @moment_rule(F.logsigmoid, kind=Kind.ELEMENTWISE)
@@ -244,7 +215,7 @@ _DOUBLE, _SINGLE = gauss_legendre(11), gauss_legendre(5)
 
 
 class _Integrals:
-    """What the formulas share: τ, h, a, Φ(h), φ(h), D' and E'."""
+    """Terms that the formulas share: τ, h, a, Φ(h), φ(h), D' and E'."""
 
     def __init__(self, mu: Tensor, variance: Tensor) -> None:
         self.tau = tau = (variance + 1).reciprocal_()

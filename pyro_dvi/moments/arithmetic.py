@@ -1,23 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Sums and products of elements.
+r"""Sums, products, quotients, powers, roots and logarithms of elements.
 
 Two different objects are taken as independent; an object with itself is not: ``x + x`` is ``2 * x``, ``x - x`` is
 zero, ``x * x`` is ``x.square()``. Views count as different objects.
 
-Quotients, powers, roots and logarithms of elements.
+Quotients, powers and logarithms of a function of a Gaussian, such as ``softplus(h)``, are integrated over that Gaussian
+(:func:`~pyro_dvi.moments.quadrature.through_link`). For a Gaussian itself the moments of most of these functions do not
+exist, since it puts mass outside their domain.
 
-Of what is a function of a Gaussian, as ``softplus(h)``, moments are taken by quadrature over that Gaussian
-(:func:`~pyro_dvi.moments.quadrature.through_link`). A Gaussian itself puts mass where most of these are not defined, so its moments
-do not exist (a Gaussian denominator has no mean at all).
-
-Quotients by something uncertain and powers other than 2 and 3 are then expanded around the mean, which is good only
-where the deviation is small against the mean. These rules look at the coefficient of variation and refuse more than
-0.2, where the error of the deviation reaches 7 %. For logarithms, the moments of the tangent at the mean are passed on,
+Quotients by a Gaussian, and its powers other than 2 and 3, are therefore expanded around the mean. The expansion is good
+only where the deviation is small against the mean: the rules refuse a coefficient of variation above 0.2, where the
+deviation is wrong by 7 %. Logarithms use the tangent at the mean,
 
 .. math:: m = f(\mu), \qquad v = f'(\mu)^2\,\sigma^2.
 
-Status: logarithms to first order; good where :math:`\sigma \ll \mu` (the relative error of the variance is of the
-order of :math:`\sigma^2/\mu^2`). A mean outside the domain gives what the function gives there, nan or inf.
+Status: logarithms are exact to first order; the relative error of the variance is of the order of
+:math:`\sigma^2/\mu^2`. A mean outside the domain gives what the function gives there, nan or inf.
 """
 
 import math
@@ -40,7 +38,7 @@ def promoted(loc: Tensor, variance: Tensor) -> GaussianMoments:
 
 
 def squarable(factor: Any, like: Tensor) -> Any:
-    """A certain factor whose square does not overflow, as that of a small integer would."""
+    """Return a certain factor whose square does not overflow, as the square of a small integer would."""
     if isinstance(factor, int | float) or (isinstance(factor, Tensor) and factor.is_floating_point()):
         return factor
     return torch.as_tensor(factor, dtype=like.dtype, device=like.device)
@@ -91,7 +89,7 @@ def mul(input: Any, other: Any) -> GaussianMoments:
     .. math:: \mathrm E[xy] = m_x m_y, \qquad \mathrm{Var}[xy] = m_x^2 v_y + v_x (m_y^2 + v_y)
 
     Status: exact moments for independent x and y, and for the same object twice. The product of two Gaussians is not
-    Gaussian; that of a Gaussian and a certain number is.
+    Gaussian; the product of a Gaussian and a certain number is.
 
     Example:
         >>> x, y = (GaussianMoments(torch.ones(1), torch.ones(1)) for _ in range(2))
@@ -118,32 +116,6 @@ def square(input: GaussianMoments) -> GaussianMoments:
     """
     m2, v = input.loc.square(), input.variance
     return GaussianMoments(m2 + v, 2 * v * torch.add(v, m2, alpha=2))
-
-
-@moment_rule(torch.addcmul)
-def addcmul(input: Any, tensor1: Any, tensor2: Any, *, value: float = 1) -> GaussianMoments:
-    r"""Moments of :math:`x + c\,y\,z`.
-
-    Status: exact for independent factors, and where x is y.
-    """
-    if input is tensor1 and isinstance(input, GaussianMoments):
-        return times(input, plus(1, times(tensor2, value)))
-    return plus(input, times(times(tensor1, tensor2), value))
-
-
-@moment_rule(torch.lerp)
-def lerp(input: Any, end: Any, weight: Any) -> GaussianMoments:
-    r"""Moments of :math:`(1 - w) x + w y`.
-
-    Status: exact for independent x and y and certain w.
-    """
-    if isinstance(weight, GaussianMoments):
-        raise UnsupportedError(
-            "torch.lerp has no rule for an uncertain weight: write start + weight * (end - start)"
-        )
-    if input is end:
-        return input.snapshot()
-    return plus(times(input, 1 - weight), times(end, weight))
 
 
 def plus(x: Any, y: Any) -> Any:
@@ -289,22 +261,11 @@ def log1p(input: GaussianMoments) -> GaussianMoments:
 
 @moment_rule(torch.sqrt, kind=Kind.ELEMENTWISE)
 def sqrt(input: GaussianMoments) -> GaussianMoments:
-    """Moments of the square root: those of ``x ** 0.5``, with its status and refusals."""
+    """Moments of the square root, computed as ``x ** 0.5``."""
     return pow(input, 0.5)
 
 
 @moment_rule(torch.rsqrt, kind=Kind.ELEMENTWISE)
 def rsqrt(input: GaussianMoments) -> GaussianMoments:
-    """Moments of 1/sqrt(x): those of ``x ** -0.5``, with its status and refusals."""
+    """Moments of 1/sqrt(x), computed as ``x ** -0.5``."""
     return pow(input, -0.5)
-
-
-@moment_rule(torch.addcdiv)
-def addcdiv(input: Any, tensor1: Any, tensor2: Any, *, value: float = 1) -> GaussianMoments:
-    r"""Moments of :math:`x + c\,y/z`.
-
-    Status: that of :func:`div`.
-    """
-    if input is tensor1 and isinstance(input, GaussianMoments):
-        return times(input, plus(1, torch.div(value, tensor2)))
-    return plus(input, times(torch.div(tensor1, tensor2), value))

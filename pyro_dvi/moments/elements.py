@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Functions that move, join, read and write elements: what they do to the mean they do to the variance.
+r"""Functions that move, join, convert, read and write elements, applied to mean and variance alike.
 
-Status: exact, all of them. Mean and variance cannot be written through these views as through those of tensors: a
-change in place makes the other views unusable (:meth:`~pyro_dvi.moments.GaussianMoments.alias`), which raises an error
-instead of giving old values. Only ``x[index]`` writes through.
-
-Copies, other dtypes and devices, and new tensors of the same shape.
+Status: exact. Views of moments do not share memory as views of tensors do: after a change in place the other views raise
+an error (:meth:`~pyro_dvi.moments.GaussianMoments.alias`). Only ``x[index]`` writes through to its base.
 """
 
 from collections.abc import Callable, Sequence
@@ -74,11 +71,8 @@ def _moving(function: Callable, view: bool) -> Callable:
 def _parting(function: Callable) -> Callable:
     def part(input: GaussianMoments, *args: Any, **kwargs: Any) -> tuple[GaussianMoments, ...]:
         _certain(function.__name__, args, kwargs)
-        pairs = zip(
-            function(input.loc, *args, **kwargs), function(input.variance, *args, **kwargs), strict=True
-        )
-        parts = tuple(GaussianMoments(loc, variance) for loc, variance in pairs)
-        input.divided_into(parts)
+        values = function(input.loc, *args, **kwargs), function(input.variance, *args, **kwargs)
+        parts = tuple(GaussianMoments(*pair).alias(input) for pair in zip(*values, strict=True))
         return parts
 
     part.__doc__ = f"Moments of the parts of ``{function.__name__}``."

@@ -1,21 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Convolutions and their transposes: linear layers whose map is a convolution.
+r"""Convolutions, embeddings and dropout.
 
-Status: exact for independent inputs and weights, with every stride, padding, dilation and number of groups. Outputs at
-different positions share weights and are correlated; the next layer takes them as independent.
+**Convolutions** and their transposes are bilinear (:mod:`pyro_dvi.moments.bilinear`). Their moments are exact for
+independent inputs and weights, with every stride, padding, dilation and number of groups. Outputs at different positions
+share weights and are correlated; the next layer takes them as independent.
 
-Source: Schmitt & Roth (2021), Eq. 9, :mod:`pyro_dvi.moments.bilinear`.
-
-Rows of an uncertain table.
-
-Dropout: in training a multiplicative noise of known moments, else nothing.
-
-With the mask :math:`b \sim \mathrm{Bernoulli}(1 - p)`, independent of x,
+**Dropout** in training multiplies by noise of known moments. With the mask :math:`b \sim \mathrm{Bernoulli}(1 - p)`,
+independent of x,
 
 .. math:: \mathrm E\Bigl[\frac{b x}{1 - p}\Bigr] = m, \qquad \mathrm{Var} = \frac{v + p m^2}{1 - p}.
 
-Status: exact marginals of mask and x together; no mask is drawn. Channels that drop out together are taken as
-independent, as everything else.
+No mask is drawn, and the marginals over mask and x are exact. Channels that drop out together are taken as independent.
+
+Source: Schmitt & Roth (2021), Eq. 9.
 """
 
 import math
@@ -222,12 +219,6 @@ def dropout(input: GaussianMoments, p: float = 0.5, training: bool = True) -> Ga
     return GaussianMoments(input.loc, input.variance / (1 - p) + odds * input.loc.square())
 
 
-@moment_rule(torch.dropout, torch.feature_dropout)
-def torch_dropout(input: GaussianMoments, p: float, train: bool) -> GaussianMoments:
-    """Moments of dropout under the name that torch gives it."""
-    return dropout(input, p, train)
-
-
 @moment_rule(F.alpha_dropout, F.feature_alpha_dropout)
 def alpha_dropout(input: GaussianMoments, p: float = 0.5, training: bool = False) -> GaussianMoments:
     r"""Moments of :math:`a(b (x - s) + (1 - p)s)` with :math:`a^2 (1 - p)(1 + ps^2) = 1`, where s is the limit of SELU.
@@ -241,9 +232,3 @@ def alpha_dropout(input: GaussianMoments, p: float = 0.5, training: bool = False
         return input
     scale = math.sqrt((1 - p) / (1 + p * limit**2))
     return GaussianMoments(scale * input.loc, scale**2 * noisy.variance)
-
-
-@moment_rule(torch.alpha_dropout, torch.feature_alpha_dropout)
-def torch_alpha_dropout(input: GaussianMoments, p: float, train: bool) -> GaussianMoments:
-    """Moments of alpha dropout under the name that torch gives it."""
-    return alpha_dropout(input, p, train)

@@ -47,7 +47,7 @@ Compute = Callable[[Tensor, Tensor, bool], list[Tensor]]
 def constants(numbers: Any, like: Tensor) -> Tensor:
     """Return a number or a tuple of numbers as a tensor like another one, made once for each dtype and device.
 
-    What traces a program (``torch.compile``, ``torch.export``) makes its own.
+    Tracers (``torch.compile``, ``torch.export``) make their own.
     """
     if type(like) is not Tensor or torch.compiler.is_compiling():
         return torch.tensor(numbers, dtype=like.dtype, device=like.device)
@@ -98,8 +98,8 @@ def through(compute: Compute, x: GaussianMoments) -> GaussianMoments:
 
     Args:
         compute: takes means and variances of one dimension, the variance at least the floor, and whether slopes are
-            needed; returns mean and variance, then with slopes the four derivatives: those of the mean in μ and σ²,
-            those of the variance in μ and σ².
+            needed; returns mean and variance, then with slopes the four derivatives: of the mean in μ and
+            σ², and of the variance in μ and σ².
         x: moments of what enters.
     """
     dtype = x.loc.dtype
@@ -160,7 +160,7 @@ def from_scores(
         sigma: σ.
         variance: σ².
         first: expectations of d, d z and d z².
-        second: those of d², d² z and d² z².
+        second: expectations of d², d² z and d² z².
         slopes: whether to look beyond the first of each.
     """
     shift = first[0]

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Sums, means, extremes and norms over dimensions.
+r"""Sums, means, extremes and norms over dimensions, pooling over windows, and resizing of images and signals.
 
-The largest of many Gaussians has no closed form. As in max pooling, it is taken to be the element with the largest
-mean, which is exact where one is clearly the largest; elsewhere the mean comes out too small.
-
-Maxima and means over windows, and what resizes images and signals.
+The largest of many Gaussians has no closed form. It is taken to be the element with the largest mean, which is exact
+where one element is clearly the largest; elsewhere the mean is too small.
 """
 
 import math
@@ -75,7 +73,7 @@ def _extreme(
     extreme.__doc__ = f"""Moments of ``{name}``: over a dimension with the index of the {name} of the means, over all
     elements, or of two things.
 
-    Status: over elements, those of the one with the {name} mean; of two things, that of ``{of_two.__name__}``.
+    Status: over elements, the moments of the element with the {name} mean; of two things, as ``{of_two.__name__}``.
     """
     return extreme
 
@@ -129,14 +127,14 @@ def vector_norm(
 
     Status: the Euclidean norm approximately, for independent elements with any noise: against sampling, means are
     within 5 % and deviations within 15 %, both exact to first order in the noise and for noise alone. The sum of
-    absolute values is exact; the largest one is that of :func:`amax`.
+    absolute values is exact; the largest is as exact as :func:`amax`.
 
     Args:
         x: the vectors.
         ord: 1, 2, or plus or minus infinity.
         dim: over which dimensions; all by default.
         keepdim: whether these stay, with size 1.
-        dtype: that of the result.
+        dtype: of the result.
 
     Raises:
         UnsupportedError: another norm.
@@ -173,7 +171,7 @@ def linalg_norm(
     *,
     dtype: torch.dtype | None = None,
 ) -> GaussianMoments:
-    """Moments of the norm of vectors, or the Frobenius norm of matrices. Status: that of :func:`vector_norm`.
+    """Moments of the norm of vectors, or the Frobenius norm of matrices. Status: as :func:`vector_norm`.
 
     Raises:
         UnsupportedError: any other norm of a matrix.
@@ -195,7 +193,7 @@ def norm(
     keepdim: bool = False,
     dtype: torch.dtype | None = None,
 ) -> GaussianMoments:
-    """Moments of the norm of all elements, or over dimensions. Status: that of :func:`vector_norm`.
+    """Moments of the norm of all elements, or over dimensions. Status: as :func:`vector_norm`.
 
     Raises:
         UnsupportedError: the nuclear norm, or another order without a rule.
@@ -240,39 +238,26 @@ def _avg_pool(function: Callable[..., Tensor], dims: int) -> Callable[..., Gauss
         divisor_override: int | None = None,
     ) -> GaussianMoments:
         """Moments of means over windows: the variance is the mean variance over the divisor. Status: exact."""
-        size, pad = _each(kernel_size, dims), _each(padding, dims)
-        options: dict[str, Any] = {
-            "stride": kernel_size if stride is None or stride == () else stride,
-            "padding": padding,
-            "ceil_mode": ceil_mode,
-            "count_include_pad": count_include_pad,
-        }
+        stride = kernel_size if stride is None or stride == () else stride
+        windows = kernel_size, stride, padding, ceil_mode, count_include_pad
         if divisor_override is not None:
-            options["divisor_override"] = divisor_override
-        weight: Any = 1 / (divisor_override or math.prod(size))
-        if divisor_override is None and (ceil_mode or (not count_include_pad and any(pad))):
-            weight = _window_weights(function, input.variance, size, options, dims)
-        loc, mean = (function(t, kernel_size, **options) for t in (input.loc, input.variance))
+            windows = (*windows, divisor_override)
+        weight: Any = 1 / (divisor_override or math.prod(_each(kernel_size, dims)))
+        if divisor_override is None and (ceil_mode or (not count_include_pad and any(_each(padding, dims)))):
+            weight = _window_weights(input.variance, windows, dims)
+        loc, mean = (function(t, *windows) for t in (input.loc, input.variance))
         return GaussianMoments(loc, weight * mean)
 
     return avg_pool
 
 
-def _window_weights(
-    function: Callable[..., Tensor], like: Tensor, size: list[int], options: dict[str, Any], dims: int
-) -> Tensor:
+def _window_weights(like: Tensor, windows: tuple, dims: int) -> Tensor:
     """Return one over the divisor of each window, which is smaller at borders."""
-    ones = like.new_ones(1, 1, *like.shape[-dims:])
-    mean = function(ones, size, **options)  # elements over divisor
-    kernel = like.new_ones(1, 1, *size)
-    stride, pad = _each(options["stride"], dims), _each(options["padding"], dims)
-    # In ceil mode windows may reach over the end: pad by what they need.
-    reach = [
-        (out - 1) * s + k - n - p
-        for out, s, k, n, p in zip(mean.shape[-dims:], stride, size, ones.shape[-dims:], pad, strict=True)
-    ]
-    sides = [side for p, r in zip(reversed(pad), reversed(reach), strict=True) for side in (p, r)]
-    count = (F.conv1d, F.conv2d, F.conv3d)[dims - 1](F.pad(ones, sides), kernel, stride=stride)
+    row = 1 if dims == 1 else 0  # a signal is an image of one row
+    ones = like.new_ones(1, 1, *[1] * row, *like.shape[-dims:])
+    sizes = [[least] * row + _each(size, dims) for least, size in zip((1, 1, 0), windows[:3], strict=True)]
+    pool = F.avg_pool3d if dims == 3 else F.avg_pool2d
+    mean, count = (pool(ones, *sizes, *windows[3:], divisor) for divisor in (None, 1))
     return (mean / count).reshape(mean.shape[-dims:])
 
 

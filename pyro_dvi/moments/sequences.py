@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Recurrent cells and sequences, step by step from the rules of their parts.
+r"""Recurrent networks and attention.
 
-Status: each step is as exact as its parts, for independent gates and state. Weights that act again at the next step are
-the same, so states of different steps are correlated; that is dropped, and deviations of long sequences come out too
-small where the state accumulates.
+**Recurrent cells** combine the rules of their parts step by step. Each step is as exact as its parts, for independent
+gates and state. The same weights act at every step, so states of different steps are correlated; that is dropped, and
+deviations of long sequences are too small where the state accumulates.
 
-Attention: averages of values, weighted by a softmax of scores.
-
+**Attention** averages values, weighted by a softmax of scores.
 With scores of mean m and variance s, :math:`q` the mean of their softmax (:mod:`pyro_dvi.moments.softmax`) and
 :math:`\bar v = \sum_j q_j v_j`,
 
@@ -16,12 +15,12 @@ With scores of mean m and variance s, :math:`q` the mean of their softmax (:mod:
         + \sum_j a_j \bigl((v_j - \bar v)^2 + \mathrm{Var}[v_j]\bigr), \qquad
     a_j = \frac{q_j^2 s_j}{1 + q_j s_j}.
 
-The second sum is the first order in the scores, which knows that weights sum to one; its damping keeps the variance
-below :math:`\sum_j q_j (v_j - \bar v)^2`, the most that any random weights of mean q can give.
+The second sum is of first order in the scores and respects that weights sum to one. Its damping keeps the variance below
+:math:`\sum_j q_j (v_j - \bar v)^2`, the largest variance that random weights of mean q can give.
 
-Status: approximate. Scores of one query are taken as independent. Two identities remove most of what they share: what
-is added to all keys alike cancels in the softmax, so keys are centred; and with uncertain weights, inputs are averaged
-*before* they are projected to values, since all values share those weights.
+Attention is approximate: scores of one query are taken as independent. Two identities remove most of their correlation.
+A shift of all keys cancels in the softmax, so keys are centred; and with uncertain weights, inputs are averaged *before*
+they are projected to values, since all values share those weights.
 """
 
 import math
@@ -85,7 +84,7 @@ def _rnn_step(activation: Callable, x: Any, state: State, w_hh: Any, b_hh: Any) 
 
 
 class _Options(NamedTuple):
-    """What torch's recurrent functions take after weights and biases."""
+    """Arguments of torch's recurrent functions after weights and biases."""
 
     has_biases: bool
     num_layers: int

@@ -27,7 +27,7 @@ from pyro_dvi.moments.value import GaussianMoments, loc_of, second_moment_of, va
 
 @dataclass(frozen=True)
 class SharedNoise:
-    """What dependent Gaussians share.
+    """The noise that dependent Gaussians share.
 
     Attributes:
         factor: F, ``[R, *shape]``.
@@ -96,12 +96,12 @@ class JointMoments(GaussianMoments):
 
 
 def has_covariances(*gaussians: GaussianMoments) -> bool:
-    """Whether any of them share noise between outputs."""
+    """Return whether any of them share noise between outputs."""
     return any(_noise_between_outputs(gaussian) is not None for gaussian in gaussians)
 
 
 def covariance_between(first: JointMoments, second: JointMoments) -> Tensor:
-    """Return the covariance of each element of one with that of the other; both have the same noise."""
+    """Return the covariance of each element with the same element of the other; both have the same noise."""
     return (first.noise.factor * second.noise.factor).sum(0)
 
 

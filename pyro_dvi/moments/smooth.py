@@ -46,7 +46,25 @@ from pyro_dvi.moments.quadrature import DENSITY, Nodes, column, constants, distr
 _SERIES = (1e-6, 1e-3)  # variances in float64 and float32
 Form = Callable[[Tensor], tuple[Tensor, Tensor]]
 Levels = tuple[tuple[float, int], ...]
-_LEVELS: tuple[Levels, Levels] = (((0.3, 12), (1.0, 24)), ((0.5, 6), (1.0, 11)))
+
+
+class _Nodes(NamedTuple):
+    """How densely a kind of functions is sampled, in float64 and in float32.
+
+    Attributes:
+        levels: up to which deviation how many nodes of Gauss-Hermite are enough. Beyond the last the lattice takes
+            over. The others serve blocks without wider elements.
+        reach: half the length of the lattice.
+        spacing: of the lattice.
+    """
+
+    levels: tuple[Levels, Levels]
+    reach: tuple[float, float]
+    spacing: tuple[float, float]
+
+
+_LOGISTIC = _Nodes((((0.3, 14), (1.0, 28)), ((0.5, 8), (1.0, 13))), (28.0, 14.0), (0.55, 0.9))
+_STEEP = _Nodes((((0.25, 14), (0.8, 30)), ((0.4, 8), (0.8, 14))), (9.0, 7.0), (0.45, 0.65))
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,22 +74,18 @@ class Smooth:
     Attributes:
         value_and_slope: f and its derivative.
         ramp: whether f follows x to the right; else it tends to 1.
+        steep: whether f reaches its ends as a Gaussian decays, else as an exponential.
         smoothing: s, the width of the smoothed end.
-        levels: up to which deviation how many nodes of Gauss-Hermite do, in float64 and float32. Beyond the last the
-            lattice takes over. The others serve blocks without wider elements.
-        reach: half the length of the lattice, likewise.
-        spacing: of the lattice, likewise.
     """
 
     value_and_slope: Form
     ramp: bool
-    smoothing: float
-    levels: tuple[Levels, Levels] = _LEVELS
-    reach: tuple[float, float] = (26.0, 13.0)
-    spacing: tuple[float, float] = (0.55, 0.9)
+    steep: bool = False
+    smoothing: float = field(init=False)
     _tables: tuple["_Table", "_Table"] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "smoothing", 1.0 if self.steep else 1.7)
         object.__setattr__(self, "_tables", (_Table.of(self, 0), _Table.of(self, 1)))
 
     def around(self, mu: Tensor, variance: Tensor, slopes: bool) -> list[Tensor]:
@@ -302,9 +316,10 @@ class _Table(NamedTuple):
 
     @classmethod
     def of(cls, function: Smooth, precision: int) -> "_Table":
-        levels = tuple((sigma**2, gauss_hermite(n)) for sigma, n in function.levels[precision])
-        spacing = function.spacing[precision]
-        count = math.ceil(function.reach[precision] / spacing)
+        nodes = _STEEP if function.steep else _LOGISTIC
+        levels = tuple((sigma**2, gauss_hermite(n)) for sigma, n in nodes.levels[precision])
+        spacing = nodes.spacing[precision]
+        count = math.ceil(nodes.reach[precision] / spacing)
         x = torch.arange(-count, count + 1, dtype=torch.float64, device="cpu") * spacing
         step = torch.special.ndtr(x / function.smoothing)
         end = x if function.ramp else torch.ones_like(x)

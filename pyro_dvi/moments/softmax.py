@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Softmax, its logarithm, and the logarithm of a sum of exponentials.
+r"""Softmax, its logarithm, the logarithm of a sum of exponentials, and the larger of two.
 
 With :math:`p = \mathrm{softmax}(m)` at the means, one correction of the logits gives the mean,
 
@@ -11,12 +11,10 @@ a number in [0, 1] of this mean can have, bound the variance together:
 
 .. math:: \frac1{\mathrm{Var}_i} = \frac1{q_i^2 s_i^2} + \frac1{q_i(1 - q_i)}.
 
-Of two classes the softmax is the sigmoid of a Gaussian, and has its moments. A likelihood that takes softmax
+For two classes the softmax is the sigmoid of a Gaussian, and has its moments. A likelihood that takes softmax
 probabilities does not use these moments: it integrates over the logits, to which they are linked.
 
-The larger of two, and the smooth maximum.
-
-Both are a function of the difference added to one of two independent x and y,
+The larger of two, and the smooth maximum ``logaddexp``, are a function of the difference, added to one of two independent x and y,
 
 .. math:: \max(x, y) = y + (x - y)_+, \qquad \log(e^x + e^y) = y + \mathrm{softplus}(x - y).
 
@@ -24,7 +22,7 @@ By Stein's lemma, with :math:`d = x - y`,
 
 .. math:: \mathrm{Var}[y + f(d)] = \mathrm{Var}[f(d)] + \mathrm{Var}[y]\,(1 - 2\,\mathrm E[f'(d)]),
 
-where y is the one with the smaller variance, so that no digits are lost.
+where y has the smaller variance, so that no digits are lost.
 
 Source: for the maximum, Clark (1961), "The greatest of a finite set of random variables".
 """
@@ -48,7 +46,7 @@ from pyro_dvi.moments.value import GaussianMoments, Link, floored, loc_of, varia
 
 
 def probabilities(m: Tensor, v: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """Return mean and variance of the softmax; of two classes, those of the sigmoid of their difference."""
+    """Return mean and variance of the softmax; for two classes, of the sigmoid of their difference."""
     if m.shape[dim] == 2:
         difference = GaussianMoments(m.select(dim, 0) - m.select(dim, 1), v.select(dim, 0) + v.select(dim, 1))
         first = sigmoid(difference)
@@ -103,7 +101,7 @@ def softmax(
     Args:
         input: logits.
         dim: over which they are normalised.
-        dtype: that of the result.
+        dtype: of the result.
 
     Example:
         >>> x = GaussianMoments(torch.tensor([2.0, 0.0]), torch.tensor([4.0, 4.0]))
@@ -168,12 +166,6 @@ def logsumexp(input: GaussianMoments, dim: Any, keepdim: bool = False) -> Gaussi
     return GaussianMoments(loc, spread) if keepdim else GaussianMoments(loc.squeeze(dim), spread.squeeze(dim))
 
 
-@moment_rule(F.gumbel_softmax)
-def gumbel_softmax(*args: Any, **kwargs: Any) -> GaussianMoments:
-    """Refuse to sample."""
-    raise UnsupportedError("F.gumbel_softmax draws samples, which moments replace: use F.softmax")
-
-
 @moment_rule(torch.maximum, torch.fmax, kind=Kind.ELEMENTWISE)
 def maximum(input: Any, other: Any) -> GaussianMoments:
     """Moments of the larger of two. Status: exact for independent Gaussians, and where one is certain.
@@ -190,7 +182,7 @@ def maximum(input: Any, other: Any) -> GaussianMoments:
 
 @moment_rule(torch.minimum, torch.fmin, kind=Kind.ELEMENTWISE)
 def minimum(input: Any, other: Any) -> GaussianMoments:
-    """Moments of the smaller of two. Status: that of :func:`maximum`."""
+    """Moments of the smaller of two. Status: as :func:`maximum`."""
     return input.snapshot() if input is other else -maximum(-input, -other)
 
 

@@ -23,7 +23,8 @@ from pyro_dvi.links.class_links import ClassLink
 from pyro_dvi.links.families import Joint, predictive_distribution
 from pyro_dvi.links.noise_links import NoiseLink, ShapedNormal
 from pyro_dvi.links.noise_links import Normal as NoisyNormal
-from pyro_dvi.moments import GaussianMoments, Link
+from pyro_dvi.moments import GaussianMoments
+from pyro_dvi.moments.value import Link
 from pyro_dvi.runs.distributions import innermost, rewrapped, untransformed
 from pyro_dvi.runs.outputs import Outputs, Parameter
 from pyro_dvi.runs.response import counted

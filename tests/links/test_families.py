@@ -17,7 +17,8 @@ from pyro_dvi.links import (
 )
 from pyro_dvi.links.families import _RULES
 from pyro_dvi.links.noise_links import PointMixture
-from pyro_dvi.moments import GaussianMoments, Link
+from pyro_dvi.moments import GaussianMoments
+from pyro_dvi.moments.value import Link
 from tests.expectations.cases import CLASSES, NUMERICAL, RULES, Case, Uncertain
 
 # One distribution that has the exact mean and variance, but only nearly the density.

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyro_dvi.errors import UnsupportedError
-from pyro_dvi.moments import GaussianMoments, MultiplicativeMoments
+from pyro_dvi.moments import GaussianMoments
+from pyro_dvi.moments.bilinear import MultiplicativeMoments
 from tests.moments.multilinear import CHECKS, FLOAT64, Case, exact
 
 

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pyro_dvi.moments import GaussianMoments, MultiplicativeMoments
+from pyro_dvi.moments import GaussianMoments
+from pyro_dvi.moments.bilinear import MultiplicativeMoments
 from tests.moments.multilinear import CHECKS, FLOAT64, Case
 
 CASES = [

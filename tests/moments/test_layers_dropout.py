@@ -42,12 +42,8 @@ TRAINING = [
     Case(F.dropout1d, (2, 3, 4), kwargs={"p": 0.3}, oracle=plain(0.3)),
     Case(F.dropout2d, (1, 2, 2, 2), kwargs={"p": 0.3}, oracle=plain(0.3)),
     Case(F.dropout3d, (1, 2, 1, 2, 2), kwargs={"p": 0.3}, oracle=plain(0.3)),
-    Case(torch.dropout, args=(0.3, True), oracle=plain(0.3)),
-    Case(torch.feature_dropout, (2, 3, 4), args=(0.3, True), oracle=plain(0.3)),
     Case(F.alpha_dropout, args=(0.3, True), oracle=alpha(0.3)),
     Case(F.feature_alpha_dropout, (2, 3, 4), args=(0.3, True), oracle=alpha(0.3)),
-    Case(torch.alpha_dropout, args=(0.3, True), oracle=alpha(0.3)),
-    Case(torch.feature_alpha_dropout, (2, 3, 4), args=(0.3, True), oracle=alpha(0.3)),
 ]
 CASES = TRAINING
 

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 
 from pyro_dvi.errors import UnsupportedError
-from pyro_dvi.moments import GaussianMoments, MultiplicativeMoments
+from pyro_dvi.moments import GaussianMoments
+from pyro_dvi.moments.bilinear import MultiplicativeMoments
 from pyro_dvi.moments.sequences import _between
 
 DOUBLE = {"dtype": torch.float64}

@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 
 from pyro_dvi.errors import ArgumentError
-from pyro_dvi.moments import GaussianMoments, observed_by, variance_floor
-from pyro_dvi.moments.value import floored
+from pyro_dvi.moments import GaussianMoments
+from pyro_dvi.moments.dispatch import observed_by
+from pyro_dvi.moments.value import floored, variance_floor
 
 
 def certain() -> GaussianMoments:

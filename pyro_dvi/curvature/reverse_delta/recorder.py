@@ -22,7 +22,7 @@ _COPYING = (torch.Tensor.expand, torch.Tensor.repeat)
 class ReverseDeltaRecorder:
     """Observe a run with moments, then give the variances of its outputs.
 
-    Use with :func:`~pyro_dvi.moments.observed_by`, with gradients enabled, and only for one run.
+    Use with :func:`~pyro_dvi.moments.dispatch.observed_by`, with gradients enabled, and only for one run.
 
     Args:
         weights: latent weights by name; may be filled while the model runs.
