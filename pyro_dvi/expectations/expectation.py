@@ -2,17 +2,17 @@
 r"""Expected log-likelihoods :math:`\mathrm E[\log p(y \mid \theta)]` where parameters of p are uncertain.
 
 To add a rule, write a function of the observed value and of the parameters by the names of the constructor, each of
-which may be :class:`~pyro_dvi.moments.GaussianMoments` or a tensor, and register it with :func:`expectation_rule`. A rule
-declines parameters that it does not cover by returning ``NotImplemented``.
+which may be :class:`~pyro_dvi.moments.GaussianMoments` or a tensor, and register it with :func:`expectation_rule`. A
+rule declines parameters that it does not cover by returning ``NotImplemented``.
 
 Without a rule, the expectation is taken numerically, by the ``log_prob`` of the distribution at fixed points of the
 Gaussian behind each parameter, passed through the parameter's function, so that ``concentration=softplus(h)`` stays
-positive. One uncertain number per density takes 64 equally spaced nodes, two a disc of 28 x 28, more (vectors, matrices)
-128 scrambled Sobol points, the same in every call.
+positive. One uncertain number per density takes 64 equally spaced nodes, two a disc of 28 x 28, more (vectors,
+matrices) 128 scrambled Sobol points, the same in every call.
 
 Status: equally spaced nodes are exact to 1e-8 for log densities that are smooth on the scale of the Gaussian; relative
-errors are 1e-6 where the log density has half its width, 1e-3 where it has a fifth, or a kink. Sobol points have an error
-of some hundredths at variance 1. Functions that mix the first dimension (the examples) are not covered.
+errors are 1e-6 where the log density has half its width, 1e-3 where it has a fifth, or a kink. Sobol points have an
+error of some hundredths at variance 1. Functions that mix the first dimension (the examples) are not covered.
 """
 
 import inspect

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Estimators of the mean of the log of a sum of exponentials of Gaussian logits, which has no closed form.
 
-Every estimator returns :math:`\mathrm E[\log\sum_c e^{f_c}]` for :math:`f_c \sim \mathcal N(\mu_c, v_c)`. The logits are
-independent unless they are the outputs of a last layer with covariances :math:`\Sigma`; points are then spread by a
+Every estimator returns :math:`\mathrm E[\log\sum_c e^{f_c}]` for :math:`f_c \sim \mathcal N(\mu_c, v_c)`. The logits
+are independent unless they are the outputs of a last layer with covariances :math:`\Sigma`; points are then spread by a
 Cholesky factor, through which no gradient goes. The gradient of the exact expectation is estimated at the same points:
 with :math:`p = \mathrm{softmax}(f)`,
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Predictive distributions :math:`\int p(y \mid \theta)\,q(\theta)\,\mathrm d\theta`, a rule for each family of p.
 
-:class:`Joint` holds the covariances of all that is uncertain in one density: between classes, between elements of a vector,
-between a mean and its noise.
+:class:`Joint` holds the covariances of all that is uncertain in one density: between classes, between elements of a
+vector, between a mean and its noise.
 """
 
 from collections.abc import Callable, Mapping

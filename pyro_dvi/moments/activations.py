@@ -34,8 +34,8 @@ Source: for T, Owen (1956), "Tables for computing bivariate normal probabilities
 
 and the same with sine and cosine exchanged: sums of terms that are not negative, so that no digits cancel.
 
-**Steps and ramps** (sigmoid, tanh, erf, softplus, SiLU) share the fast rule of :mod:`pyro_dvi.moments.smooth`; all other
-functions (ELU, mish, softsign, arctangent, tanhshrink) share the quadrature of
+**Steps and ramps** (sigmoid, tanh, erf, softplus, SiLU) share the fast rule of :mod:`pyro_dvi.moments.smooth`; all
+other functions (ELU, mish, softsign, arctangent, tanhshrink) share the quadrature of
 :class:`~pyro_dvi.moments.quadrature.BothSides`.
 """
 

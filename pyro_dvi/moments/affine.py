@@ -84,8 +84,8 @@ def matmul(input: Any, *factor: Any, **named: Any) -> GaussianMoments:
 
     Args:
         input: ``[*, M, d]`` or ``[d]``.
-        factor: ``[*, d, n]`` or ``[d]``. Noise of :class:`~pyro_dvi.moments.bilinear.MultiplicativeMoments` that belongs to
-            inputs has the shape ``[*, d, 1]``.
+        factor: ``[*, d, n]`` or ``[d]``. Noise of
+            :class:`~pyro_dvi.moments.bilinear.MultiplicativeMoments` that belongs to inputs has the shape ``[*, d, 1]``.
         named: the same by name: ``other``, ``mat2`` or ``vec``.
 
     Raises:

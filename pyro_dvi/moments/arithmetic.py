@@ -8,9 +8,9 @@ Quotients, powers and logarithms of a function of a Gaussian, such as ``softplus
 (:func:`~pyro_dvi.moments.quadrature.through_link`). For a Gaussian itself the moments of most of these functions do not
 exist, since it puts mass outside their domain.
 
-Quotients by a Gaussian, and its powers other than 2 and 3, are therefore expanded around the mean. The expansion is good
-only where the deviation is small against the mean: the rules refuse a coefficient of variation above 0.2, where the
-deviation is wrong by 7 %. Logarithms use the tangent at the mean,
+Quotients by a Gaussian, and its powers other than 2 and 3, are therefore expanded around the mean. The expansion is
+good only where the deviation is small against the mean: the rules refuse a coefficient of variation above 0.2, where
+the deviation is wrong by 7 %. Logarithms use the tangent at the mean,
 
 .. math:: m = f(\mu), \qquad v = f'(\mu)^2\,\sigma^2.
 

@@ -238,13 +238,13 @@ def _refusing(function: Callable, instead: str) -> Callable[..., NoReturn]:
 
 _WITH_INDICES = [f"{kind}max_pool{dims}d_with_indices" for kind in ("", "adaptive_") for dims in (1, 2, 3)]
 for _instead, _functions in {
-    "A comparison of something uncertain has no answer, only a probability. Compare x.loc if the mean may decide (as in "
-    "torch.where(x.loc > 0, x, y)), or use the activation that the comparison spells out": (
+    "A comparison of something uncertain has no answer, only a probability. Compare x.loc if the mean may decide (as "
+    "in torch.where(x.loc > 0, x, y)), or use the activation that the comparison spells out": (
         functions_of(torch, "eq ne not_equal isclose allclose equal bitwise_not logical_not")
         + functions_of(torch.Tensor, "__eq__ __ne__")
     ),
-    "Which element is largest is itself uncertain. Choose by the mean (x.loc.argmax(-1), then x.gather), use x.amax(-1) "
-    "or pooling without indices for the element with the largest mean, and torch.logsumexp or softmax for a smooth "
+    "Which element is largest is itself uncertain. Choose by the mean (x.loc.argmax(-1), then x.gather), use "
+    "x.amax(-1) or pooling without indices for the element with the largest mean, and torch.logsumexp or softmax for a smooth "
     "maximum": functions_of(
         torch,
         "aminmax argmax argmin cummax cummin topk sort argsort kthvalue median quantile mode nonzero unique bernoulli "

@@ -15,12 +15,13 @@ With scores of mean m and variance s, :math:`q` the mean of their softmax (:mod:
         + \sum_j a_j \bigl((v_j - \bar v)^2 + \mathrm{Var}[v_j]\bigr), \qquad
     a_j = \frac{q_j^2 s_j}{1 + q_j s_j}.
 
-The second sum is of first order in the scores and respects that weights sum to one. Its damping keeps the variance below
+The second sum is of first order in the scores and respects that weights sum to one. Its damping keeps the variance
+below
 :math:`\sum_j q_j (v_j - \bar v)^2`, the largest variance that random weights of mean q can give.
 
 Attention is approximate: scores of one query are taken as independent. Two identities remove most of their correlation.
-A shift of all keys cancels in the softmax, so keys are centred; and with uncertain weights, inputs are averaged *before*
-they are projected to values, since all values share those weights.
+A shift of all keys cancels in the softmax, so keys are centred; and with uncertain weights, inputs are averaged
+*before* they are projected to values, since all values share those weights.
 """
 
 import math

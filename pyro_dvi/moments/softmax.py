@@ -14,7 +14,8 @@ a number in [0, 1] of this mean can have, bound the variance together:
 For two classes the softmax is the sigmoid of a Gaussian, and has its moments. A likelihood that takes softmax
 probabilities does not use these moments: it integrates over the logits, to which they are linked.
 
-The larger of two, and the smooth maximum ``logaddexp``, are a function of the difference, added to one of two independent x and y,
+The larger of two, and the smooth maximum ``logaddexp``, are a function of the difference, added to one of two
+independent x and y,
 
 .. math:: \max(x, y) = y + (x - y)_+, \qquad \log(e^x + e^y) = y + \mathrm{softplus}(x - y).
 

@@ -62,7 +62,8 @@ class GaussianMoments(TensorLike):
     (``if x > 0``, ``x.item()``) is refused. Moments are not instances of :class:`torch.Tensor`, whose memory torch's
     compiled code would read; write ``hasattr(x, "shape")`` where a model asks.
 
-    Status: each rule states its accuracy; correlations between elements are dropped, except those of an object with itself (``x + x`` has four times the variance).
+    Status: each rule states its accuracy; correlations between elements are dropped, except those of an object with
+    itself (``x + x`` has four times the variance).
 
     Args:
         loc: means, floating point.
