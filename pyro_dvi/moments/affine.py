@@ -84,8 +84,7 @@ def matmul(input: Any, *factor: Any, **named: Any) -> GaussianMoments:
 
     Args:
         input: ``[*, M, d]`` or ``[d]``.
-        factor: ``[*, d, n]`` or ``[d]``. Noise of
-            :class:`~pyro_dvi.moments.bilinear.MultiplicativeMoments` that belongs to inputs has the shape ``[*, d, 1]``.
+        factor: ``[*, d, n]`` or ``[d]``.
         named: the same by name: ``other``, ``mat2`` or ``vec``.
 
     Raises:
@@ -99,18 +98,8 @@ def matmul(input: Any, *factor: Any, **named: Any) -> GaussianMoments:
     (other,) = (*factor, *named.values())
     if input is other and input.dim() == 1:
         return dot(input, other)
-    alpha = _alpha_of_rows(other)
-    if alpha is not None and alpha.dim() > 1 and input.dim() == 1:
-        alpha = alpha[0] if alpha.dim() == 2 else None
-    if alpha is None and (left := _alpha_of_columns(input)) is not None:
-        left = left if other.dim() == 1 else left.unsqueeze(-1)
-        return bilinear_moments(_matmul_reversed, other, input, left)
     product = _MATMUL if input.dim() > 1 and other.dim() > 1 else torch.matmul
-    return bilinear_moments(product, input, other, alpha)
-
-
-def _matmul_reversed(right: Tensor, left: Tensor) -> Tensor:
-    return torch.matmul(left, right)
+    return bilinear_moments(product, input, other)
 
 
 @moment_rule(torch.dot, torch.vdot)
@@ -276,13 +265,3 @@ def _alpha_of_columns(weight: Any) -> Tensor | None:
     if alpha.dim() < 2:
         return alpha if weight.dim() <= 2 else None
     return alpha.squeeze(-2) if alpha.shape[-2] == 1 and alpha.dim() == weight.dim() == 2 else None
-
-
-def _alpha_of_rows(weight: Any) -> Tensor | None:
-    """Noise that belongs to the rows of a weight (``[*, in, 1]``), as a row that multiplies inputs ``[*, M, in]``."""
-    if not isinstance(weight, MultiplicativeMoments):
-        return None
-    alpha = weight.alpha
-    if weight.dim() == 1 or alpha.numel() == 1:
-        return alpha.reshape(()) if alpha.numel() == 1 else alpha
-    return alpha.mT if alpha.dim() > 1 and alpha.shape[-1] == 1 else None

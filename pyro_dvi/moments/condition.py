@@ -269,6 +269,7 @@ for _instead, _functions in {
         + functions_of(torch.Tensor, "__mod__ __rmod__ __floordiv__ __rfloordiv__")
     ),
     "It draws samples, which moments replace: use F.softmax": [F.gumbel_softmax],
+    "Call the function of this name in torch.nn.functional": functions_of(torch, "batch_norm instance_norm"),
 }.items():
     for _function in dict.fromkeys(_functions):
         moment_rule(_function)(_refusing(_function, _instead))

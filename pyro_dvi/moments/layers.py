@@ -46,11 +46,7 @@ def _convolution(function: Callable[..., Tensor], dims: int) -> Callable[..., Ga
         if input.dim() == dims + 2 and given["padding"] != "same":
             product = _Convolution(product, transposed, given)
         if isinstance(input, GaussianMoments) or isinstance(weight, GaussianMoments):
-            alpha = (
-                _alpha_of_transposed_inputs(weight)
-                if transposed
-                else _alpha_of_inputs(weight, given["groups"])
-            )
+            alpha = None if transposed else _alpha_of_inputs(weight, given["groups"])
             return bilinear_moments(product, input, weight, alpha, bias)
         return GaussianMoments(product(input, weight, loc_of(bias)), bias.variance.reshape(-1, *[1] * dims))
 
@@ -100,15 +96,6 @@ def _alpha_of_inputs(weight: Any, groups: int) -> Tensor | None:
     if rows == groups == weight.shape[0]:
         return alpha.expand(-1, weight.shape[1], *ones).reshape(-1, *ones)
     return None
-
-
-def _alpha_of_transposed_inputs(weight: Any) -> Tensor | None:
-    """Likewise for the weight ``[in, out / groups, ...]`` of a transposed convolution: noise ``[in, 1, ...]``."""
-    if not isinstance(weight, MultiplicativeMoments):
-        return None
-    alpha, dims = weight.alpha, weight.dim()
-    alpha = alpha.reshape(*[1] * (dims - alpha.dim()), *alpha.shape)
-    return alpha[:, 0] if all(size == 1 for size in alpha.shape[1:]) else None
 
 
 @moment_rule(F.embedding, kind=Kind.REARRANGEMENT)

@@ -34,7 +34,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyro_dvi.errors import UnsupportedError
-from pyro_dvi.moments.bilinear import MultiplicativeMoments
 from pyro_dvi.moments.rules import moment_rule
 from pyro_dvi.moments.softmax import probabilities
 from pyro_dvi.moments.value import GaussianMoments, loc_of, second_moment_of, variance_of
@@ -294,11 +293,10 @@ def multi_head_attention(
     if not batched:
         query, key, value = (t.unsqueeze(1) for t in (query, key, value))
         key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
-    width = query.shape[-1]
     if use_separate_proj_weight:
         weights = (q_proj_weight, k_proj_weight, v_proj_weight)
     else:
-        weights = tuple(_rows(in_proj_weight, k * width, (k + 1) * width) for k in range(3))
+        weights = in_proj_weight.chunk(3)
     biases = (None,) * 3 if in_proj_bias is None else in_proj_bias.chunk(3)
     query, key, value = (t.transpose(0, 1) for t in (query, key, value))  # [B, L, E]
 
@@ -319,7 +317,10 @@ def multi_head_attention(
     if dropout_p > 0 or not shared:
         values = _heads(F.linear(value, weights[2], biases[2]), num_heads)
     if shared:
-        result = _projected(_averaged(q, a, value.unsqueeze(1)), weights[2], biases[2], num_heads)
+        heads = weights[2].unflatten(0, (num_heads, -1)).mT
+        result = torch.matmul(_averaged(q, a, value.unsqueeze(1)), heads)
+        if biases[2] is not None:
+            result = result + biases[2].unflatten(0, (num_heads, 1, -1))
     else:
         result = _averaged(q, a, values)
     result = _with_dropout(result, q, a, values, dropout_p)
@@ -342,22 +343,3 @@ def _attended(mask: Any) -> Any:
 
 def _heads(x: Any, number: int) -> Any:
     return x.unflatten(-1, (number, -1)).transpose(1, 2)  # [B, H, L, d]
-
-
-def _rows(weight: Any, start: int, stop: int) -> Any:
-    """Rows of a packed weight; multiplicative noise stays so."""
-    if not isinstance(weight, MultiplicativeMoments):
-        return weight[start:stop]
-    alpha = weight.alpha
-    own = alpha.dim() > 1 and alpha.shape[-2] != 1
-    return MultiplicativeMoments(weight.loc[start:stop], alpha[start:stop] if own else alpha)
-
-
-def _projected(x: Any, weight: GaussianMoments, bias: Any, number: int) -> Any:
-    """Project averaged inputs ``[B, H, L, E]`` by the rows of each head."""
-    if isinstance(weight, MultiplicativeMoments) and weight.alpha.dim() > 1 and weight.alpha.shape[-2] == 1:
-        heads: Any = MultiplicativeMoments(weight.loc.unflatten(0, (number, -1)).mT, weight.alpha.mT)
-    else:
-        heads = weight.unflatten(0, (number, -1)).mT
-    y = torch.matmul(x, heads)
-    return y if bias is None else y + bias.unflatten(0, (number, 1, -1))

@@ -37,7 +37,7 @@ def alpha(p: float) -> Callable:
 
 
 TRAINING = [
-    Case(F.dropout, oracle=plain(0.5), note="half"),
+    Case(F.dropout, args=(0.5, True), oracle=plain(0.5)),
     Case(F.dropout, args=(0.2, True), oracle=plain(0.2)),
     Case(F.dropout1d, (2, 3, 4), kwargs={"p": 0.3}, oracle=plain(0.3)),
     Case(F.dropout2d, (1, 2, 2, 2), kwargs={"p": 0.3}, oracle=plain(0.3)),
