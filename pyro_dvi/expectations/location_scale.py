@@ -140,7 +140,7 @@ def poisson(value: Tensor, rate: Any) -> Tensor:
 
     Example:
         >>> f = GaussianMoments(torch.zeros(1), torch.ones(1))
-        >>> from pyro_dvi.moments import Link
+        >>> from pyro_dvi.moments.value import Link
         >>> rate = GaussianMoments(
         ...     f.loc.exp(), f.variance, Link(f, torch.exp, "exp")
         ... )  # as from a rule for exp

@@ -101,7 +101,7 @@ class Joint:
         return covariance if self.event_shape else covariance[..., 0, 0]
 
     def _part(self, of_all: Tensor, name: str, dim: int) -> Tensor:
-        """The numbers of a parameter among those of all."""
+        """Return the part of one parameter."""
         return of_all.split(list(self.sizes.values()), dim)[list(self.sizes).index(name)]
 
 

@@ -164,7 +164,7 @@ def _noisy(x: Tensor, variance: Tensor, alpha: Tensor | None) -> Tensor:
     if alpha is None:
         return variance
     moment = torch.addcmul(variance, x, x)
-    # Fresh memory of the size of activations costs more than the sum: reuse that of the moment if autograd allows.
+    # Fresh memory costs more than the sum: write over the moment if autograd allows.
     larger = (
         torch.broadcast_shapes(alpha.shape, moment.shape) != moment.shape
     )  # noise for each of a batch of nets

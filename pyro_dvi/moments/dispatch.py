@@ -56,7 +56,7 @@ def _observers(observers: tuple[Observer, ...]) -> Iterator[None]:
 
 
 class Kind(Enum):
-    """How a function treats elements, and so the :class:`~pyro_dvi.moments.value.Link` of its argument."""
+    """The way a function treats elements, which decides the :class:`~pyro_dvi.moments.value.Link` of its result."""
 
     ELEMENTWISE = "a function of each element"
     AFFINE = "scaling and shift by certain numbers: Gaussians stay Gaussian"
@@ -182,20 +182,12 @@ def _elementwise(step: _Call, x: GaussianMoments, result: Any) -> Any:
     )
 
 
-_REMEMBERED = 4  # steps
-
-
 def _affine(step: _Call, x: GaussianMoments, result: Any) -> Any:
     """Leave a Gaussian Gaussian, and note which one it came from."""
     if x.link is not None:
         return _elementwise(step, x, result)
     if isinstance(result, GaussianMoments) and result.link is None and result is not x:
-        inner, before = x.snapshot(), x.origin
-        for _ in range(_REMEMBERED - 1):
-            before = before and before.inner.origin
-        if before is not None:  # so that a long chain of such steps does not stay in memory
-            inner.origin = None
-        result.origin = Link(inner, step)
+        result.origin = Link(x.snapshot(), step)
     return result
 
 

@@ -15,6 +15,7 @@ Slopes come from the score of the Gaussian, so that functions with jumps are ser
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -44,12 +45,12 @@ class Piecewise:
     Attributes:
         breaks: in increasing order.
         pieces: one more than breaks.
-        function: the function itself, if it has more digits somewhere than its polynomials.
+        function: the function itself, for its value at the mean.
     """
 
     breaks: tuple[float, ...]
     pieces: tuple[Piece, ...]
-    function: Callable[[Tensor], Tensor] | None = None
+    function: Callable[[Tensor], Tensor]
 
     def __call__(self, mu: Tensor, variance: Tensor, slopes: bool) -> list[Tensor]:
         """Return mean and variance, and their slopes."""
@@ -57,7 +58,7 @@ class Piecewise:
         cuts = [Cut.at((c - mu) / sigma) for c in self.breaks]
         right = [mu > c for c in self.breaks]
         changes = [self._change(k, mu) for k in range(len(self.breaks))]
-        centre = self._value(mu, right) if self.function is None else self.function(mu)
+        centre = self.function(mu)
         first: list[Any] = [0.0] * 3  # E[d z^k]
         second: list[Any] = [0.0] * 3  # E[d² z^k]
         for j, (below, above) in enumerate(zip([None, *cuts], [*cuts, None], strict=True)):
@@ -73,12 +74,6 @@ class Piecewise:
                 first[k] = first[k] + sum(c * moments[i + k] for i, c in enumerate(q))
                 second[k] = second[k] + sum(c * moments[i + k] for i, c in enumerate(squared))
         return from_scores(centre, sigma, variance, first, second, slopes)
-
-    def _value(self, x: Tensor, right: Sequence[Tensor]) -> Tensor:
-        value = _polynomial(self.pieces[0], x)
-        for r, piece in zip(right, self.pieces[1:], strict=True):
-            value = torch.where(r, _polynomial(piece, x), value)
-        return value
 
     def _change(self, k: int, x: Tensor) -> Tensor:
         """Return what the piece after break k has more than the one before, without a difference of large numbers."""
@@ -105,12 +100,6 @@ class Cut(NamedTuple):
         scaled = z * ROOT_HALF
         below, above = torch.special.erfc(-scaled).mul_(0.5), torch.special.erfc(scaled).mul_(0.5)
         return cls(z, torch.exp(-scaled * scaled) * DENSITY, below, above)
-
-
-def _polynomial(piece: Piece, x: Tensor) -> Tensor:
-    if piece.square:
-        return torch.addcmul(x * piece.slope + piece.constant, x, x, value=piece.square)
-    return x * piece.slope + piece.constant
 
 
 def _in_z(piece: Piece, mu: Tensor, sigma: Tensor, start: Tensor) -> list[Tensor]:
@@ -165,7 +154,11 @@ def _clipped(x: GaussianMoments, low: float, high: float) -> GaussianMoments:
         breaks, pieces = [low], [Piece(low), _IDENTITY]
     if high < math.inf:
         breaks, pieces = [*breaks, high], [*pieces, Piece(high)]
-    return through(Piecewise(tuple(breaks), tuple(pieces)), x) if breaks else x
+    return (
+        through(Piecewise(tuple(breaks), tuple(pieces), partial(torch.clamp, min=low, max=high)), x)
+        if breaks
+        else x
+    )
 
 
 def _bound(value: Any, default: float) -> float:
@@ -217,7 +210,8 @@ def clamp_max(input: GaussianMoments, max: Any) -> GaussianMoments:
 @moment_rule(F.threshold, torch.threshold, kind=Kind.ELEMENTWISE)
 def threshold(input: GaussianMoments, threshold: float, value: float) -> GaussianMoments:
     """Moments of x where it exceeds the threshold, and ``value`` elsewhere. Status: exact."""
-    return through(Piecewise((float(threshold),), (Piece(float(value)), _IDENTITY)), input)
+    function = partial(F.threshold, threshold=threshold, value=value)
+    return through(Piecewise((float(threshold),), (Piece(float(value)), _IDENTITY), function), input)
 
 
 @moment_rule(F.hardsigmoid, kind=Kind.ELEMENTWISE)
@@ -236,11 +230,13 @@ def hardswish(input: GaussianMoments) -> GaussianMoments:
 def hardshrink(input: GaussianMoments, lambd: float = 0.5) -> GaussianMoments:
     """Moments of x where abs(x) exceeds lambd, and 0 elsewhere. Status: exact."""
     at = float(lambd)
-    return through(Piecewise((-at, at), (_IDENTITY, Piece(), _IDENTITY)), input)
+    pieces = (_IDENTITY, Piece(), _IDENTITY)
+    return through(Piecewise((-at, at), pieces, partial(torch.hardshrink, lambd=at)), input)
 
 
 @moment_rule(F.softshrink, kind=Kind.ELEMENTWISE)
 def softshrink(input: GaussianMoments, lambd: float = 0.5) -> GaussianMoments:
     """Moments of x moved towards 0 by lambd, at most to 0. Status: exact."""
     at = float(lambd)
-    return through(Piecewise((-at, at), (Piece(at, 1.0), Piece(), Piece(-at, 1.0))), input)
+    pieces = (Piece(at, 1.0), Piece(), Piece(-at, 1.0))
+    return through(Piecewise((-at, at), pieces, partial(F.softshrink, lambd=at)), input)

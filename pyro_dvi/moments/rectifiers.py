@@ -55,7 +55,7 @@ def relu(input: GaussianMoments) -> GaussianMoments:
 
 @dataclass(frozen=True)
 class Leaky:
-    r"""The function :math:`ax + (1-a)x_+`, whose moments follow from those of the rectifier, m and v, and its slopes.
+    r"""The function :math:`ax + (1-a)x_+`, from the moments m and v of the rectifier.
 
     .. math::
         \mathrm E = a\mu + (1-a)\,m, \qquad \mathrm{Var} = a^2\sigma^2 + (1-a)^2\,v + 2a(1-a)\,\sigma^2\Phi(\alpha).

@@ -239,7 +239,7 @@ def _avg_pool(function: Callable[..., Tensor], dims: int) -> Callable[..., Gauss
     ) -> GaussianMoments:
         """Moments of means over windows: the variance is the mean variance over the divisor. Status: exact."""
         stride = kernel_size if stride is None or stride == () else stride
-        windows = kernel_size, stride, padding, ceil_mode, count_include_pad
+        windows: tuple[Any, ...] = kernel_size, stride, padding, ceil_mode, count_include_pad
         if divisor_override is not None:
             windows = (*windows, divisor_override)
         weight: Any = 1 / (divisor_override or math.prod(_each(kernel_size, dims)))
@@ -256,7 +256,7 @@ def _window_weights(like: Tensor, windows: tuple, dims: int) -> Tensor:
     row = 1 if dims == 1 else 0  # a signal is an image of one row
     ones = like.new_ones(1, 1, *[1] * row, *like.shape[-dims:])
     sizes = [[least] * row + _each(size, dims) for least, size in zip((1, 1, 0), windows[:3], strict=True)]
-    pool = F.avg_pool3d if dims == 3 else F.avg_pool2d
+    pool: Callable[..., Tensor] = F.avg_pool3d if dims == 3 else F.avg_pool2d
     mean, count = (pool(ones, *sizes, *windows[3:], divisor) for divisor in (None, 1))
     return (mean / count).reshape(mean.shape[-dims:])
 

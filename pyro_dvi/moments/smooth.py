@@ -19,8 +19,8 @@ The first terms have closed forms. The remainders are integrated by the trapezoi
 
 .. math:: \mathrm E[r(x)] \approx h\sum_k r(x_k)\,\mathcal N(x_k; \mu, \sigma^2),
 
-where all :math:`r(x_k)` are constants; its error falls as :math:`e^{-2\pi\rho/h}`, and derivatives in μ and σ² are
-those of the Gaussian.
+where all :math:`r(x_k)` are constants; its error falls as :math:`e^{-2\pi\rho/h}`, and derivatives in μ and σ² fall on
+the Gaussian alone.
 
 All functions have a symmetry, :math:`f(x) = 1 - f(-x)` for steps and :math:`f(x) = x + f(-x)` for ramps. Means on the
 right are mirrored, so that no digits cancel far from zero.
@@ -49,7 +49,7 @@ Levels = tuple[tuple[float, int], ...]
 
 
 class _Nodes(NamedTuple):
-    """How densely a kind of functions is sampled, in float64 and in float32.
+    """The density of nodes for a kind of functions, in float64 and in float32.
 
     Attributes:
         levels: up to which deviation how many nodes of Gauss-Hermite are enough. Beyond the last the lattice takes
@@ -249,7 +249,7 @@ def _add_straight_ends(
 ) -> None:
     r"""Add the expectations of q Φ(x/s), and of q² Φ(x/s), and as many derivatives in the mean as there are rows.
 
-    With :math:`c = v + s^2`, :math:`z = y/\sqrt c` and :math:`p = \phi(z)/\sqrt c`, those of x Φ(x/s) are
+    With :math:`c = v + s^2`, :math:`z = y/\sqrt c` and :math:`p = \phi(z)/\sqrt c`, the expectation of x Φ(x/s) and its derivatives are
 
     .. math::
         y\Phi(z) + vp, \qquad \Phi(z) + \tfrac{s^2}{c}yp, \qquad

@@ -23,7 +23,7 @@ class Link:
 
     Attributes:
         inner: the Gaussian.
-        function: the map from its values to those of the moments.
+        function: the map from its values to values of the moments.
         name: its name if it is one torch function and nothing else ("exp", "softmax", ...); else None.
         elementwise: whether each element depends on one element of ``inner``, of the same shape.
         uniform: whether ``function`` is the same at each element, so that it still holds after elements moved.
@@ -62,7 +62,7 @@ class GaussianMoments(TensorLike):
     (``if x > 0``, ``x.item()``) is refused. Moments are not instances of :class:`torch.Tensor`, whose memory torch's
     compiled code would read; write ``hasattr(x, "shape")`` where a model asks.
 
-    Status: each rule states its accuracy; correlations between elements are dropped, except those of an object with
+    Status: each rule states its accuracy; correlations between elements are dropped, except of an object with
     itself (``x + x`` has four times the variance).
 
     Args:
@@ -71,7 +71,7 @@ class GaussianMoments(TensorLike):
         link: how these moments came from Gaussian ones, if they did.
 
     Attributes:
-        shape, dtype, device: those of ``loc``.
+        shape, dtype, device: of ``loc``.
         link: as above.
         origin: the Gaussian that these, Gaussian too, are a multiple of and a shift, if they are.
 
@@ -120,7 +120,7 @@ class GaussianMoments(TensorLike):
         return other
 
     def detach(self) -> GaussianMoments:
-        """Return the moments without their history. What is written into them is written into these as well."""
+        """Return the moments without their history, as a view that writes through."""
         return call(torch.detach, (self,), {})
 
     def snapshot(self) -> GaussianMoments:

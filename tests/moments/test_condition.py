@@ -112,16 +112,6 @@ def test_the_condition_asks_for_what_x_was() -> None:
     torch.testing.assert_close(torch.where(condition, x - 1, branch).variance, F.leaky_relu(X, 0.1).variance)
 
 
-def test_a_long_chain_of_steps_is_forgotten() -> None:
-    y = X
-    for _ in range(20):
-        y = 1.1 * y
-    steps = 0
-    while y.origin is not None:
-        y, steps = y.origin.inner, steps + 1
-    assert 3 <= steps <= 8
-
-
 REFUSALS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "another Gaussian": (lambda x: torch.where(x > 0, x.flip(0), 0.0), r"Compare x\.loc"),
     "a copy": (lambda x: torch.where(x > 0, x.clone(), 0.0), "how this one depends"),

@@ -28,7 +28,7 @@ class ReverseDeltaRecorder:
         weights: latent weights by name; may be filled while the model runs.
 
     Example:
-        >>> from pyro_dvi.moments import observed_by
+        >>> from pyro_dvi.moments.dispatch import observed_by
         >>> weight = GaussianMoments(torch.ones(1, 2), torch.full((1, 2), 0.1))
         >>> recorder = ReverseDeltaRecorder({"weight": weight})
         >>> with observed_by(recorder):
