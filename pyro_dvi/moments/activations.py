@@ -9,8 +9,8 @@ r"""Activations that bend smoothly, exponentials and waves.
 
 and the same with sine and cosine exchanged: sums of terms that are not negative, so that no digits cancel.
 
-**Steps and ramps** (sigmoid, tanh, erf, softplus, SiLU, GELU) share the fast rule of :mod:`pyro_dvi.moments.smooth`; all
-other functions (ELU, mish, softsign, arctangent, tanhshrink) share the quadrature of
+**Steps and ramps** (sigmoid, tanh, erf, softplus, SiLU, GELU) share the fast rule of :mod:`pyro_dvi.moments.smooth`;
+all other functions (ELU, mish, softsign, arctangent, tanhshrink) share the quadrature of
 :class:`~pyro_dvi.moments.quadrature.BothSides`.
 """
 

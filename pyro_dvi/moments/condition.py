@@ -244,8 +244,8 @@ for _instead, _functions in {
         + functions_of(torch.Tensor, "__eq__ __ne__")
     ),
     "Which element is largest is itself uncertain. Choose by the mean (x.loc.argmax(-1), then x.gather), use "
-    "x.amax(-1) or pooling without indices for the element with the largest mean, and torch.logsumexp or softmax for a smooth "
-    "maximum": functions_of(
+    "x.amax(-1) or pooling without indices for the element with the largest mean, and torch.logsumexp or softmax for a "
+    "smooth maximum": functions_of(
         torch,
         "aminmax argmax argmin cummax cummin topk sort argsort kthvalue median quantile mode nonzero unique bernoulli "
         "multinomial max_pool1d_with_indices",

@@ -249,7 +249,8 @@ def _add_straight_ends(
 ) -> None:
     r"""Add the expectations of q Φ(x/s), and of q² Φ(x/s), and as many derivatives in the mean as there are rows.
 
-    With :math:`c = v + s^2`, :math:`z = y/\sqrt c` and :math:`p = \phi(z)/\sqrt c`, the expectation of x Φ(x/s) and its derivatives are
+    With :math:`c = v + s^2`, :math:`z = y/\sqrt c` and :math:`p = \phi(z)/\sqrt c`, the expectation of x Φ(x/s) and its
+    derivatives are
 
     .. math::
         y\Phi(z) + vp, \qquad \Phi(z) + \tfrac{s^2}{c}yp, \qquad
