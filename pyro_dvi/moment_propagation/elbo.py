@@ -13,10 +13,11 @@ from pyro_dvi.core.signatures import explained_calls
 from pyro_dvi.curvature import ObservedSite
 from pyro_dvi.errors import ArgumentError, ModelError, warn
 from pyro_dvi.expectations import LogitEstimator
-from pyro_dvi.expectations.gaussian import are_distinct, gaussian_of
+from pyro_dvi.expectations.points import are_distinct, gaussian_of
 from pyro_dvi.moment_propagation.weighting import ExampleWeighting
-from pyro_dvi.moments import GaussianMoments, variance_floor
-from pyro_dvi.moments.joint import has_covariances
+from pyro_dvi.moments import GaussianMoments
+from pyro_dvi.moments.shared_noise import has_covariances
+from pyro_dvi.moments.value import variance_floor
 from pyro_dvi.moments.weight_uses import warned_of_repeated_uses
 from pyro_dvi.objectives.objective import Objective
 from pyro_dvi.runs.divergences import kl_to_priors

@@ -11,7 +11,7 @@ from torch import distributions as td
 from pyro_dvi.core.undisturbed import undisturbed
 from pyro_dvi.curvature.base import sum_of
 from pyro_dvi.errors import GuideError
-from pyro_dvi.gaussians.joint_normal import is_joint
+from pyro_dvi.gaussians.normals import is_joint
 from pyro_dvi.objectives.objective import Objective
 from pyro_dvi.runs.divergences import kl_to_priors
 from pyro_dvi.runs.latents import GaussianSite
