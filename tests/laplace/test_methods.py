@@ -129,7 +129,7 @@ def test_a_posterior_is_made_again_from_what_a_file_holds(
     file = io.BytesIO()
     torch.save(posterior.state(), file)
     file.seek(0)
-    again = LaplacePosterior.of_kind(type(posterior).__name__, torch.load(file, weights_only=True))
+    again = LaplacePosterior.of_kind(posterior.kind(), torch.load(file, weights_only=True))
     query = query_of(guide, problem.model, problem.x[:3])
     torch.testing.assert_close(again.covariance(query), posterior.covariance(query))
 
@@ -148,8 +148,6 @@ def test_the_diagonal_of_the_hessian(sine: tuple[SineRegression, LaplaceGuide]) 
     problem = LinearRegression()
     posterior = fit(problem.guide(), problem.batches, Diagonal(Hessian()))
     torch.testing.assert_close(posterior.marginal_variance(), 1 / problem.precision().diagonal())
-    with pytest.raises(ArgumentError, match="costs"):
-        fit(problem.guide(), problem.batches, Diagonal(Hessian(), max_size=2))
 
 
 # --- errors ----------------------------------------------------------------------------------------------------

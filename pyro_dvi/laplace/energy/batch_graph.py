@@ -99,7 +99,7 @@ def sites_only(run: JointRun) -> list[ObservedSite]:
     if run.factors:
         raise ModelError(
             f"pyro.factor site {run.factors[0].name!r} has no distribution, so its Gauss-Newton matrix is not "
-            "defined. Write it as an observed pyro.sample site, or use curvature=Hessian()."
+            "defined. Write it as an observed pyro.sample site, or use precision=Hessian()."
         )
     return run.sites
 
@@ -158,7 +158,7 @@ class DrawnLabels:
             warn(
                 f"the Fisher information of {kind} at observed site {site.name!r} has no closed form here: the "
                 f"Gauss-Newton matrix is estimated from {_LABELS} drawn labels for each observation. Use "
-                "curvature=Hessian(), or register it with pyro_dvi.curvature.information.information_rule"
+                "precision=Hessian(), or register it with pyro_dvi.curvature.information.information_rule"
             )
         seed = crc32(f"0/{batch}/{site.name}".encode())
         generator = torch.Generator(device=site.value.device).manual_seed(seed)

@@ -25,8 +25,8 @@ from pyro_dvi.curvature.products import SavedBytes, information_pairs, vectors_t
 from pyro_dvi.curvature.squared_gradients import SquaredGradients
 from pyro_dvi.errors import NonFiniteError, UnsupportedError
 from pyro_dvi.laplace.energy.batch_graph import BatchGraph, DrawnLabels, sites_only
-from pyro_dvi.laplace.energy.layout import Layout
 from pyro_dvi.laplace.energy.passes import Arguments, Passes, Rows
+from pyro_dvi.laplace.energy.query import Layout
 from pyro_dvi.runs.explained import explained_errors
 from pyro_dvi.runs.log_joint import JointRun, run_joint
 from pyro_dvi.runs.posterior_run import Call

@@ -14,8 +14,7 @@ from pyro_dvi.errors import ArgumentError, NotPositiveDefiniteError
 from pyro_dvi.laplace.energy.energy import LocalEnergy
 from pyro_dvi.laplace.energy.precision import GGN, PrecisionMatrix
 from pyro_dvi.laplace.energy.query import Query
-from pyro_dvi.laplace.methods.layerwise import RootPosterior
-from pyro_dvi.laplace.methods.posterior import LaplacePosterior, Method
+from pyro_dvi.laplace.methods.method import LaplacePosterior, Method, RootPosterior
 
 
 @dataclass(frozen=True)
@@ -28,7 +27,7 @@ class Dense(Method):
     Status: exact.
 
     Args:
-        curvature: ``GGN()`` or ``Hessian()``.
+        precision: ``GGN()`` or ``Hessian()``.
         max_size: refuse a larger D, instead of running out of memory.
 
     Raises:
@@ -48,7 +47,7 @@ class Dense(Method):
         tensor([0.2500])
     """
 
-    curvature: PrecisionMatrix = field(default_factory=GGN)
+    precision: PrecisionMatrix = field(default_factory=GGN)
     max_size: int = 20_000
 
     by_spectrum = reweights = True
@@ -61,7 +60,7 @@ class Dense(Method):
                 f"Dense() would build a matrix of {size} x {size} ({size**2 * 8 / 2**30:.1f} GiB): use "
                 "PosteriorSamples() or ConjugateGradient(), a subset of the sites, or a larger max_size"
             )
-        precision = self.curvature.matrix(local)
+        precision = self.precision.matrix(local)
         return DensePosterior(local.point, 0.5 * (precision + precision.mT), local.prior_diagonal)
 
 
@@ -83,7 +82,7 @@ class DensePosterior(RootPosterior):
             raise NotPositiveDefiniteError(
                 f"the precision has {int((values <= 0).sum())} of {len(values)} eigenvalues that are not positive, the "
                 f"smallest {values[0].item():.3g}: the mode is no minimum. Run guide.polish(batches), or use "
-                "curvature=GGN()."
+                "precision=GGN()."
             )
         self.factor = factor
         self._rows_asked = 0

@@ -1,18 +1,96 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a fit does about a mode that is no minimum: a choice passed as an object."""
+r"""What a search, or a look, has shown of a mode, so that nobody looks again.
+
+What a fit does about a mode that is no minimum: a choice passed as an object.
+"""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
+
+from torch import Tensor
 
 from pyro_dvi.core.choice import check_choice, check_count, check_positive
 from pyro_dvi.errors import UnconvergedError, warn
 from pyro_dvi.laplace.energy.energy import Energy
+from pyro_dvi.laplace.energy.passes import same_data
 from pyro_dvi.laplace.energy.precision import GGN, Hessian
+from pyro_dvi.laplace.fitted import PointMass
 from pyro_dvi.laplace.methods.conjugate_gradient import ConjugateGradient
-from pyro_dvi.laplace.methods.posterior import LaplacePosterior, Method
-from pyro_dvi.laplace.mode.certificate import Certificate
-from pyro_dvi.laplace.mode.diagnosis import Diagnosis, diagnose, distance_by, look_at_kinks, sound
+from pyro_dvi.laplace.methods.method import LaplacePosterior, Method
+from pyro_dvi.laplace.mode.diagnosis import Diagnosis, diagnose, distance_by, kinks, sound
+from pyro_dvi.laplace.mode.search import Polished
+
+
+@dataclass(frozen=True)
+class Certificate:
+    r"""That a mode is a minimum, or has no slope; nothing changes it, and any move of the mode ends it.
+
+    Attributes:
+        point: the mode, and the U that it belongs to, with its data and its model.
+        sites: those all of whose entries varied.
+        curvature: ``"Hessian"`` for a minimum with a positive definite Hessian; ``"GGN"`` where there is only no slope.
+        decrement: :math:`g^\top P^{-1} g` with that matrix, from above.
+    """
+
+    point: PointMass
+    sites: tuple[str, ...]
+    curvature: str
+    decrement: float
+
+    @classmethod
+    def of(cls, point: PointMass, energy: Energy, shown: Polished | Diagnosis) -> "Certificate":
+        """Return what a search or a diagnosis has shown of U on all the data."""
+        assert shown.newton_decrement is not None
+        whole = tuple(name for name in energy.layout.names if name not in energy.layout.chosen)
+        return cls(point, whole, shown.curvature, shown.newton_decrement)
+
+    def is_of(self, point: PointMass) -> bool:
+        """Whether it is about this mode of this U."""
+        return point.change_since(self.point) is None
+
+    def covers(self, energy: Energy, model: Callable[..., Any], latents: dict[str, Tensor]) -> bool:
+        """Whether it is so with these data, and the model as it is now; a minimum over more sites is one over fewer.
+
+        Args:
+            energy: U.
+            model: the model, with every scale as it is written.
+            latents: the mode, constrained.
+        """
+        return (
+            set(energy.layout.names) <= set(self.sites)
+            and same_data(self.point.data, energy.passes.checksum)
+            and (self.point.model is None or not self.point.model.differences(model, latents))
+        )
+
+    def state(self) -> dict[str, Any]:
+        """Return tensors and plain values, for files."""
+        return {**vars(self), "point": self.point.state()}
+
+    @staticmethod
+    def from_state(state: Mapping[str, Any] | None) -> "Certificate | None":
+        """Make what :meth:`state` describes."""
+        if state is None:
+            return None
+        return Certificate(**{**state, "point": PointMass.from_state(state["point"])})
+
+
+def minimum_of(
+    known: Certificate | None,
+    point: PointMass,
+    energy: Energy,
+    model: Callable[..., Any],
+    latents: dict[str, Tensor],
+) -> tuple[PointMass, Energy, Certificate | None]:
+    """Return the point and the U that it should be a minimum of, and the certificate if it covers them.
+
+    A tuned U counts only where the mode was polished since; else the mode belongs to the model as it is written.
+    """
+    if point.scale_factors and not (known and known.is_of(point)):
+        point, energy = replace(point, scale_factors={}), energy.with_model(model)
+    covered = known and known.is_of(point) and known.covers(energy, model, latents)
+    return point, energy, known if covered else None
 
 
 class Unconverged(ABC):
@@ -84,11 +162,11 @@ class Refuse(Unconverged):
         seen = None if known else sound(energy)
         if not wanted.needs_minimum:
             return wanted, None
-        if not isinstance(wanted.curvature, Hessian):
+        if not isinstance(wanted.precision, Hessian):
             return wanted, seen
         if known and known.curvature == "Hessian" and known.decrement <= self.tolerance:
             return wanted, None
-        found = look_at_kinks(energy)
+        found = Diagnosis(kinks=kinks(energy))
         if not found.kinks:
             found = diagnose(energy, tolerance=self.tolerance, steps=self.steps)
             if found.converged:
@@ -117,7 +195,7 @@ class UseGGN(Refuse):
 
     def _otherwise(self, wanted: Method, found: Diagnosis) -> Method:
         changed: Any = wanted
-        other = replace(changed, curvature=GGN()) if _has_curvature(wanted) else ConjugateGradient(GGN())
+        other = replace(changed, precision=GGN()) if _has_precision(wanted) else ConjugateGradient(GGN())
         by = (
             "" if type(other) is type(wanted) else f", with {other!r} in the place of {type(wanted).__name__}"
         )
@@ -125,9 +203,9 @@ class UseGGN(Refuse):
         return other
 
 
-def _has_curvature(method: Any) -> bool:
+def _has_precision(method: Any) -> bool:
     """Whether the precision is a choice of the method."""
-    return any(field.name == "curvature" and field.init for field in fields(method))
+    return any(field.name == "precision" and field.init for field in fields(method))
 
 
 def warned_if_far(found: Diagnosis, posterior: LaplacePosterior, energy: Energy) -> Diagnosis:
