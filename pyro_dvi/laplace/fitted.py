@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Where a Laplace guide is, and of which U that is the mode.
-
-What a fit leaves in the guide: a Gaussian, the sites that it is over, and the mode that it belongs to.
-"""
+"""Parts of a guide: the mode with the U that it minimises, and the Gaussian that a fit puts around it."""
 
 import functools
 from collections.abc import Callable, Iterable, Mapping

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Uncertainty of the latents themselves from one pair of fits.
-
-Which weights to keep uncertain where all of them are too many.
-"""
+"""Uncertainty of the latents themselves, and the choice of those that stay uncertain in a subnetwork."""
 
 from collections.abc import Iterable
 from typing import Any

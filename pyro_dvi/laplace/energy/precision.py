@@ -85,21 +85,6 @@ class Hessian(PrecisionMatrix):
         return local.hessian(vectors)
 
 
-@dataclass(frozen=True, eq=False)
-class KnownMatrix(PrecisionMatrix):
-    """A matrix ``[D, D]`` that is there already."""
-
-    values: Tensor
-
-    def product(self, local: LocalEnergy, vectors: Tensor) -> Tensor:
-        """Return P v."""
-        return vectors @ self.values
-
-    def matrix(self, local: LocalEnergy) -> Tensor:
-        """Return P."""
-        return self.values
-
-
 def independent_prior_precision(local: LocalEnergy, method: str) -> Tensor:
     """Return the diagonal [D] of the Hessian of minus the log prior, which has nothing else.
 

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Which entries of which sites vary, and in what order they stand in a flat vector.
-
-Outputs of a model at query inputs, as a function of the flat vector of latents.
-"""
+"""Flat vectors of the latents that vary, and the outputs of a model at query inputs as functions of these."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""What can be tuned after training: the scale of priors, and that of the noise.
-
-What makes one value of a scale better than another: the evidence, or predictions of data that were held out.
-"""
+"""Scales of priors and noise that are tuned after training, and quantities that depend on their values."""
 
 import math
 from abc import ABC, abstractmethod
@@ -19,10 +16,8 @@ from torch import Tensor
 from pyro_dvi.errors import ArgumentError, ModelError, NotPositiveDefiniteError, UnsupportedError
 from pyro_dvi.laplace.energy.batch_graph import BatchGraph
 from pyro_dvi.laplace.energy.energy import Energy, LocalEnergy, diagonal_of
-from pyro_dvi.laplace.energy.precision import KnownMatrix, PrecisionMatrix
 from pyro_dvi.laplace.evidence.evidence import free_terms
 from pyro_dvi.laplace.fitted import rescaled_model
-from pyro_dvi.laplace.methods.dense import DensePosterior
 from pyro_dvi.laplace.methods.method import LaplacePosterior, Method
 from pyro_dvi.runs.log_joint import JointRun
 from pyro_dvi.runs.rescaled import rescaled, scale_name
@@ -225,13 +220,6 @@ class Candidates:
         if self.fitted is None or prior is None:
             return None
         return self.fitted.reweighted(self.scale.proportions(value)[0], prior)
-
-    def matrix(self, value: float) -> PrecisionMatrix:
-        """Return the precision: of a dense Gaussian, or by its products."""
-        posterior = self.posterior(value) if isinstance(self.fitted, DensePosterior) else None
-        if isinstance(posterior, DensePosterior):
-            return KnownMatrix(posterior.precision)
-        return self.method.precision
 
     @cached_property
     def _first(self) -> tuple[list[Tensor], JointRun]:

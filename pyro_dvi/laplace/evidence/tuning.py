@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""What makes one value of a scale better than another: the evidence, or predictions of data that were held out.
-
-The search for the best value of a scale.
-"""
+"""Tuning of a scale by the evidence or by held-out data, and the search for its best value."""
 
 import math
 from abc import ABC, abstractmethod
@@ -47,13 +44,11 @@ class ByEvidence(Criterion):
     .. math:: \log p_c(D) \approx \log p(D \mid \hat u) + \log p_c(\hat u) + \tfrac D2 \log 2\pi
         - \tfrac12 \log\det(G + \Pi_c)
 
-    The determinant is that of the precision which the method predicts with: of the diagonal for ``Diagonal()``, of the
-    Kronecker factors for ``KroneckerFactored()``, of the directions that are kept for ``TopEigen(k)``, of the kernel,
-    which is exact, for ``Functional()``; these fit once for all values where their Gaussian allows it. For the other
-    methods, whose precision is the matrix itself, a common multiplier of all priors, and the scale of a constant
-    Gaussian noise, need its eigenvalues once; anything else needs them for each value.
-
-    A dense matrix is built once for all values.
+    The determinant is that of the precision with which the method predicts: of the matrix for ``Dense()`` and
+    ``Functional()``, of the diagonal for ``Diagonal()``, of the factors for ``KroneckerFactored()``, of the directions
+    that are kept for ``TopEigen(rank)``; these fit once for all values where their Gaussian allows it. For methods that
+    solve or draw, a common multiplier of all priors, and the scale of a constant Gaussian noise, need the eigenvalues
+    of the matrix once; anything else needs them for each value.
 
     Status: Laplace's approximation for the mode as it is, which is no mode for another c; train again, or polish, with
     the scale that was found, and repeat, for a joint optimum. It judges the model, not its predictions: class
@@ -62,8 +57,8 @@ class ByEvidence(Criterion):
 
     Args:
         determinant: ``Exactly()`` or ``ByLanczos(num_probes, steps)`` of the matrix itself, whatever the
-            method makes of it. None: that of the method; for ``Dense()`` and the methods that solve or draw, exactly up to D = 1,000,
-            and by Lanczos beyond.
+            method makes of it. None: that of the method; for those that solve or draw, exactly up to
+            D = 1,000, and by Lanczos beyond.
 
     Source: MacKay (1992); Immer et al. (2021), "Scalable marginal likelihood estimation".
     """
@@ -92,7 +87,7 @@ class ByEvidence(Criterion):
         if self.determinant is None and not method.by_spectrum:
             return lambda value: float(candidates.posterior(value).log_determinant())
         determinant = chosen_determinant(self.determinant, energy.layout.size)
-        spectrum = determinant.spectrum(energy.at(energy.start), candidates.matrix(1.0))
+        spectrum = determinant.spectrum(energy.at(energy.start), method.precision)
         if (
             spectrum.log_prior_determinant is not None
             and candidates.prior_is_proportional
@@ -101,8 +96,7 @@ class ByEvidence(Criterion):
             return lambda value: spectrum.log_determinant(*candidates.scale.proportions(value)).value
 
         def of_candidate(value: float) -> float:
-            matrix = candidates.matrix(value)
-            return determinant.spectrum(candidates.local(value), matrix).log_determinant().value
+            return determinant.spectrum(candidates.local(value), method.precision).log_determinant().value
 
         return of_candidate
 

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Which tilted fits there are, and how variances are read off them: for each query, or from an evaluation set.
-
-The method, and the Gaussian whose covariances are read off second fits.
-"""
+"""Hessian-free Laplace: tilted fits for each query or from an evaluation set, and the Gaussian read off them."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
@@ -184,7 +181,7 @@ class HessianFree(Method):
     of them by more than 1.7 to 3.5 times. The modes other than ``Pointwise()`` target something else.
 
     ``ConjugateGradient(Hessian())`` gives the numbers of ``NewtonCG()`` with one linear solve in the place of two fits,
-    in our benchmark at about a ninth of the cost (923 gradients of all data against 8,067).
+    in our benchmark at about a ninth of the cost.
 
     Args:
         mode: ``Pointwise()``, or one of the pre-trained modes ``Sum(inputs)``, ``AbsoluteSum(inputs)``, ``InSample()``

@@ -1,14 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""U pulled aside by a function r of the latents, and the contract of what finds its minima.
+r"""Second fits: minima of U tilted by a function r of the latents, by Newton's method or by training on.
 
 .. math:: U_\lambda(u) = U(u) - \lambda\, r(u)
 
 To first order its minimum moves from the mode by :math:`\lambda P^{-1} \nabla r`: what the Gaussian's covariance does
 to a gradient, read off a second fit.
-
-Second fits with gradients only, of a fixed strength: from anywhere, as networks are trained.
-
-Second fits by Newton's method, a step away from a minimum that is known.
 """
 
 from abc import ABC, abstractmethod

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Covariances by solving linear equations with the precision, which is known by its products only.
-
-Draws from the Gaussian by solving randomised least-squares problems, one for each draw.
-"""
+"""Covariances and draws by linear solves with the precision, which is known by its products only."""
 
 from dataclasses import dataclass, field
 from typing import Any

@@ -50,7 +50,7 @@ class Dense(Method):
     precision: PrecisionMatrix = field(default_factory=GGN)
     max_size: int = 20_000
 
-    by_spectrum = reweights = True
+    reweights = True
 
     def fit(self, local: LocalEnergy, *, seed: int = 0) -> "DensePosterior":
         """Return the posterior."""

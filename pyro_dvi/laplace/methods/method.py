@@ -2,17 +2,12 @@
 r"""The contract of a Laplace method, and of the Gaussian that it makes.
 
 Adding a method: subclass :class:`Method`, whose :meth:`~Method.fit` looks at U around the mode and returns a
-:class:`LaplacePosterior`; give that a :meth:`~LaplacePosterior.solve`, which covariances follow from, and what else it
-can do at its cost.
-
-Gaussians by a root of their covariance, and covariances of outputs layer by layer.
-
-These come from a layer's inputs and gradients in place of rows of the Jacobian.
+:class:`LaplacePosterior`. That needs :meth:`~LaplacePosterior.solve`, from which covariances follow; other operations
+are optional. :class:`RootPosterior` is for a Gaussian with a root of its covariance.
 
 The gradient of output k with respect to a layer's weight is :math:`J_k = \sum_t \delta_{kt} a_t^\top`, with one
-position t in a dense layer. What depends on the inputs a alone is then computed once for all K outputs.
-
-The Gaussian over a model's outputs that linearisation gives.
+position t in a dense layer, so that covariances of outputs come from the inputs a and the gradients of a layer, without
+rows of the Jacobian.
 """
 
 from abc import ABC, abstractmethod

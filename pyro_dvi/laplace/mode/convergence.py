@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""What a search, or a look, has shown of a mode, so that nobody looks again.
-
-What a fit does about a mode that is no minimum: a choice passed as an object.
-"""
+"""The record that a mode is a minimum, and policies of a fit around a mode that is none."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -11,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from pyro_dvi.core.choice import check_choice, check_count, check_positive
+from pyro_dvi.core.choice import check_choice
 from pyro_dvi.errors import UnconvergedError, warn
 from pyro_dvi.laplace.energy.energy import Energy
 from pyro_dvi.laplace.energy.passes import same_data
@@ -20,7 +17,7 @@ from pyro_dvi.laplace.fitted import PointMass
 from pyro_dvi.laplace.methods.conjugate_gradient import ConjugateGradient
 from pyro_dvi.laplace.methods.method import LaplacePosterior, Method
 from pyro_dvi.laplace.mode.diagnosis import Diagnosis, diagnose, distance_by, kinks, sound
-from pyro_dvi.laplace.mode.search import Polished
+from pyro_dvi.laplace.mode.search import GOOD_ENOUGH, Polished
 
 
 @dataclass(frozen=True)
@@ -136,18 +133,7 @@ class Refuse(Unconverged):
 
     A mode that ``polish``, ``diagnose`` or an earlier fit has found to be a minimum of the same U on the same data is
     not looked at again. Where U has kinks, as that of ReLU networks, no Hessian is taken for a precision.
-
-    Args:
-        tolerance: on the Newton decrement :math:`g^\top P^{-1} g`; see :meth:`~pyro_dvi.LaplaceGuide.diagnose`.
-        steps: of the Lanczos recursion, and of conjugate gradients; up to 2 gradients of all data each.
     """
-
-    tolerance: float = 1e-2
-    steps: int = 200
-
-    def __post_init__(self) -> None:
-        check_positive("tolerance", self.tolerance)
-        check_count("steps", self.steps)
 
     def look(
         self, wanted: Method, energy: Energy, known: Certificate | None
@@ -164,11 +150,11 @@ class Refuse(Unconverged):
             return wanted, None
         if not isinstance(wanted.precision, Hessian):
             return wanted, seen
-        if known and known.curvature == "Hessian" and known.decrement <= self.tolerance:
+        if known and known.curvature == "Hessian" and known.decrement <= GOOD_ENOUGH:
             return wanted, None
         found = Diagnosis(kinks=kinks(energy))
         if not found.kinks:
-            found = diagnose(energy, tolerance=self.tolerance, steps=self.steps)
+            found = diagnose(energy)
             if found.converged:
                 return wanted, found
         return self._otherwise(wanted, found), found
@@ -187,10 +173,6 @@ class UseGGN(Refuse):
     """Take the Gauss-Newton matrix in place of the Hessian, with a warning.
 
     Methods that know no other matrix than the Hessian, such as ``HessianFree()``, give way to ``ConjugateGradient()``.
-
-    Args:
-        tolerance: as for :class:`Refuse`.
-        steps: likewise.
     """
 
     def _otherwise(self, wanted: Method, found: Diagnosis) -> Method:

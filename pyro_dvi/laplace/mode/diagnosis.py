@@ -20,7 +20,6 @@ from pyro_dvi.linalg.conjugate_gradients import conjugate_gradients
 from pyro_dvi.linalg.lanczos import Eigenpair, smallest_eigenpair
 
 _COLLINEAR = 0.99  # cosine above which the prior's gradient explains that of the likelihood
-_STEPS_AT_SADDLE = 10  # of conjugate gradients, for a distance that nothing depends on
 _ANOTHER_WEIGHT = 0.05  # relative difference from which another kl_weight is worth mentioning
 
 
@@ -178,10 +177,7 @@ def diagnose(energy: Energy, *, tolerance: float = 1e-2, steps: int = 200) -> Di
             except NotPositiveDefiniteError as error:  # a direction that the recursion has not seen
                 assert error.curvature is not None
                 found = replace(found, smallest_eigenvalue=replace(lowest, value=error.curvature))
-        try:
-            return _with_decrement(found, local, GGN(), _STEPS_AT_SADDLE)
-        except (NotPositiveDefiniteError, ModelError):  # ModelError: no Gauss-Newton matrix
-            return replace(found, fitting_kl_weight=_fitting_kl_weight(local))
+        return replace(found, fitting_kl_weight=_fitting_kl_weight(local))
 
 
 def smallest_in_prior_units(local: LocalEnergy, steps: int, tolerance: float) -> Eigenpair:

@@ -95,8 +95,7 @@ class Polished(InNotebook):
         mode: where it ended, flat, [D].
         value_before: U where it began.
         value: U where it ended.
-        gradient_norm_before: of the gradient of U, in units of U per unit of the unconstrained latents.
-        gradient_norm: where it ended.
+        gradient_norm: of the gradient of U where it ended.
         newton_decrement: :math:`g^\top P^{-1} g` at the mode: the squared distance to the minimum in posterior standard
             deviations; infinite where P is not positive definite.
         curvature: the matrix P of the decrement: ``"Hessian"``, or ``"GGN"`` where U has kinks.
@@ -112,7 +111,6 @@ class Polished(InNotebook):
     mode: Tensor
     value_before: float
     value: float
-    gradient_norm_before: float
     gradient_norm: float
     steps: int
     gradients: int
@@ -128,7 +126,7 @@ class Polished(InNotebook):
         lowest = "" if self.smallest_eigenvalue is None else f"{self.smallest_eigenvalue:.3g}"
         rows = (
             ("U", f"{self.value_before:.8g} -> {self.value:.8g}"),
-            ("gradient norm", f"{self.gradient_norm_before:.3g} -> {self.gradient_norm:.3g}"),
+            ("gradient norm", f"{self.gradient_norm:.3g}"),
             ("Newton decrement", f"{distance} ({self.curvature})"),
             ("smallest eigenvalue", lowest or "not computed"),
             ("work", f"{self.steps} steps, {self.gradients} gradients of all data"),
@@ -154,8 +152,8 @@ class Search:
             gradient in the metric, which estimates it.
 
     Attributes:
-        first: the point where it starts, U and the norm of the gradient there.
-        best: the lowest point so far, likewise.
+        first_value: U where it starts.
+        best: the lowest point so far, U and the norm of the gradient there.
         steps: number of steps.
     """
 
@@ -164,18 +162,18 @@ class Search:
         self.before, self.max_gradients = energy.work.done, max_gradients
         self.limit: float = self.before + max_gradients
         start = energy.at(energy.start)  # its gradient raises where there is nothing to start from
-        self.best = self.first = start.point, float(start.value), float(start.gradient.norm())
+        self.best = start.point, float(start.value), float(start.gradient.norm())
+        self.first_value = self.best[1]
         self.steps = 0
         self.decrement = math.nan
 
     def ended(self, **outcome: Any) -> Polished:
         """Return what was done until now, with the other attributes of :class:`Polished`."""
-        (_, value_before, norm_before), (mode, value, norm) = self.first, self.best
+        mode, value, norm = self.best
         return Polished(
             mode=mode,
-            value_before=value_before,
+            value_before=self.first_value,
             value=value,
-            gradient_norm_before=norm_before,
             gradient_norm=norm,
             steps=self.steps,
             gradients=self.energy.work.done - self.before,
