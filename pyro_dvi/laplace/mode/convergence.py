@@ -196,7 +196,7 @@ def warned_if_far(found: Diagnosis, posterior: LaplacePosterior, energy: Energy)
     Warns:
         DviWarning: the minimum is more than a standard deviation away.
     """
-    if found.newton_decrement is None:
+    if found.newton_decrement is None and not found.at_saddle:
         found = distance_by(posterior, found, energy.at(energy.start))
         if found.decrement_at_least > found.tolerance:
             warn(f"the Gaussian is put around a mode that is no minimum. {found}")
