@@ -206,7 +206,7 @@ def test_saddle_is_named(saddle):
     assert "prior precisions" in str(found)
 
 
-@pytest.mark.parametrize("trained_with", [0.05, 20.0])
+@pytest.mark.parametrize("trained_with", [20.0])
 def test_another_kl_weight_is_found(trained_with):
     problem = SineRegression(hidden=4)
     guide = problem.trained(1500, kl_weight=trained_with)

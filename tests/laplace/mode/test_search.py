@@ -123,7 +123,7 @@ def test_models_without_gauss_newton_matrix_are_polished_in_the_metric_of_the_pr
 
 
 def test_kinks_are_named_where_they_end_the_search():
-    guide, batches = cosine_network(nn.ReLU(), steps=100)
+    guide, batches = cosine_network(nn.ReLU(), steps=100, hidden=8)
     with pytest.warns(DviWarning, match=r"relu(.|\n)*GGN\(\)(.|\n)*smooth_activations_"):
         report = guide.polish(batches, **QUIET)
     assert not report.converged and report.curvature == "GGN" and report.value < report.value_before
