@@ -32,10 +32,10 @@ class PointMass:
 
     Attributes:
         locs: the unconstrained mode of every site.
-        scale_factors: what multiplies the scales of sites in U.
+        scale_factors: multipliers of the scales of sites in U.
         kl_weight: :math:`\beta`.
         data: checksum of the batches, where something was done with all of them.
-        model: what the model said at the mode; None where it could not be asked.
+        model: fingerprint of the model at the mode; None where the model could not be run.
     """
 
     locs: Mapping[str, Tensor]
@@ -109,7 +109,7 @@ class PointMass:
         return replace(self, data=energy.passes.checksum, model=fingerprint)
 
     def change_since(self, fit: "PointMass") -> str | None:
-        """Say what is no longer as it was in a fit; None if all is."""
+        """Return the difference from the mode of a fit, in words; None if there is none."""
         moved = next((name for name, u in self.locs.items() if not torch.equal(u, fit.locs[name])), None)
         if moved is not None:
             return f"site {moved!r} has moved since guide.fit, so that its Gaussian belongs to another mode"
@@ -180,7 +180,7 @@ class ModelReference:
 
     @property
     def device(self) -> torch.device | None:
-        """Where the tensors of a module are; None if it has none."""
+        """Device of the tensors of a module; None if it has none."""
         return device_of(self.get())
 
     def __deepcopy__(self, memo: Any) -> "ModelReference":
@@ -196,7 +196,7 @@ class Fitted:
 
     Attributes:
         posterior: the Gaussian.
-        layout: what varies, in the order of its vectors.
+        layout: order of the latents that vary in its vectors.
         point: the mode, and the U that it belongs to, with its data and its model.
         precision: the matrix that the precision of the Gaussian is, or approximates.
         method: by which it was made; None where it comes from a file.
@@ -232,7 +232,7 @@ class Fitted:
         Args:
             model: the model, with every scale as it is written.
             latents: the mode, constrained.
-            plates: whether plates and shapes of observed sites count, on which predictions do not depend.
+            plates: compare plates and shapes of observed sites too, on which predictions do not depend.
 
         Raises:
             GuideError: a prior, the likelihood or a deterministic part of the model is another one.

@@ -71,9 +71,9 @@ class LaplaceGuide(FactorisedGuide):
 
     Attributes:
         locs: module of modes, ``guide.locs.<site>``.
-        posterior: what the last :meth:`fit` made; None before, and after an error.
-        scale_factors: what multiplies the scale of a site's distribution in U, latent or observed; :meth:`tune` sets
-            it, training does not use it.
+        posterior: result of the last :meth:`fit`; None before, and after an error.
+        scale_factors: multipliers of the scales of sites in U, latent or observed; set by :meth:`tune`, not used in
+            training.
 
     Raises:
         ModelError: a latent is discrete, or there is none.
@@ -150,7 +150,7 @@ class LaplaceGuide(FactorisedGuide):
 
         Args:
             batches: all the data: a loader or a list of batches, as for :func:`~pyro_dvi.fit`.
-            subset: what varies, as in ``guide.fit``; the rest stays at its mode. None: all.
+            subset: the latents that vary, as in ``guide.fit``; the rest stays at its mode. None: all.
         """
         return self._point_mass(batches).energy(self._plain_model.get(), batches, subset)
 
@@ -162,7 +162,7 @@ class LaplaceGuide(FactorisedGuide):
         Args:
             inputs: positional arguments of the model; observations may be left out.
             site: an observed site, or one of ``pyro.deterministic``; None for the one observed site.
-            subset: what varies, as in ``guide.fit``.
+            subset: the latents that vary, as in ``guide.fit``.
         """
         point = self._point_mass()
         return point.query(self._plain_model.get(), inputs, point.layout(subset), site)
@@ -497,14 +497,14 @@ class LaplaceGuide(FactorisedGuide):
             self._fitted.check(model, self.median(), plates)
 
     def _stale(self) -> str | None:
-        """What is no longer as it was in the fit."""
+        """Return the change since the fit that makes it obsolete, in words; None if there is none."""
         if self._fitted is None:
             return "the last guide.fit ended in an error"
         return self._point_mass().change_since(self._fitted.point)
 
     @property
     def _asked(self) -> bool:
-        """Whether a fit was asked for, whose Gaussian is then expected; it may have ended in an error."""
+        """A fit was requested, whose Gaussian is then expected; it may have ended in an error."""
         return self._fitted is not None or self._failed is not None
 
     # What predictions ask of a guide, this one or another's -------------------------------------------------------
@@ -629,7 +629,7 @@ class LaplaceGuide(FactorisedGuide):
         return self
 
     def __repr__(self) -> str:
-        """Say what the guide has: its mode, what is known of that, and a Gaussian."""
+        """Describe the mode, the evidence that it is a minimum, and the Gaussian."""
         return f"{type(self).__name__}({self._state()})"
 
     def _state(self) -> str:

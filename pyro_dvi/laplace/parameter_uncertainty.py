@@ -39,7 +39,7 @@ def parameter_uncertainty(
     Args:
         guide: for ``NewtonCG()`` at a minimum of U (``guide.polish``).
         batches: all the data.
-        subset: what varies, as in ``guide.fit``.
+        subset: the latents that vary, as in ``guide.fit``.
         solver: of the tilted fits; ``NewtonCG()`` by default.
         central: fit on both sides.
 

@@ -18,7 +18,7 @@ class Solution:
         x: the solutions, ``[S, D]``.
         iterations: calls of the operator within the recursion.
         residuals: ``|b - A x| / |b|`` of each row, ``[S]``, computed afresh from x; zero where b is zero.
-        converged: whether every residual is within the tolerance.
+        converged: every residual is within the tolerance.
     """
 
     x: Tensor

@@ -68,7 +68,7 @@ class LanczosProcess:
 
     @property
     def finished(self) -> bool:
-        """Whether no row can advance: the capacity is used, or every space is invariant."""
+        """No row can advance: the capacity is used, or every space is invariant."""
         return self.steps == self.capacity or not len(self.active)
 
     def advance(self) -> None:
@@ -124,7 +124,7 @@ class Eigenpair:
 
     @property
     def resolution(self) -> float:
-        """How near to zero an eigenvalue of this matrix can be and still be told from it in this dtype."""
+        """Smallest distance from zero at which this dtype distinguishes an eigenvalue of the matrix from zero."""
         return 8 * torch.finfo(self.vector.dtype).eps * self.norm
 
 

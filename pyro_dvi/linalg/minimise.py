@@ -162,7 +162,7 @@ def descend(
     pairs: list[tuple[Tensor, Tensor]] = []
     while float(gradient @ gradient) > target and steps < max_steps:
         direction = _direction(pairs, gradient)
-        found = _line_search(problem, x, value, gradient, direction)
+        found = _line_search(problem, x, value, gradient, direction, strict=True)
         if found is None and not pairs:
             return Descent(x, value, fallen, steps, True)
         if found is None:
@@ -268,7 +268,9 @@ def minimise_newton(
     while steps < max_steps:
         size, steps, lowest = float(gradient.norm()), steps + 1, None
         direction, decrement, residual = _newton_direction(product, gradient, first, krylov_steps)
-        found = _line_search(problem, x, value, gradient, direction) if size else None
+        # Rounding hides the decrease along such a step: shorter ones would show no more.
+        trials = 1 if 0.5 * decrement <= _resolution(x, value) else _TRIALS
+        found = _line_search(problem, x, value, gradient, direction, trials) if size else None
         if found is not None:
             x, value, gradient = x + found[0], *found[2:]
         if callback is not None:
@@ -327,6 +329,11 @@ def _evaluated(problem: SmoothFunction, x: Tensor) -> tuple[float, Tensor]:
     return float(value.detach()), gradient.detach().to(x)
 
 
+def _resolution(x: Tensor, value: float) -> float:
+    """Return the size of differences of values that may be rounding error."""
+    return 10 * torch.finfo(x.dtype).eps * abs(value)
+
+
 def _direction(pairs: list[tuple[Tensor, Tensor]], gradient: Tensor) -> Tensor:
     """Return -B g by the two-loop recursion."""
     direction, weights = -gradient, []
@@ -339,20 +346,25 @@ def _direction(pairs: list[tuple[Tensor, Tensor]], gradient: Tensor) -> Tensor:
 
 
 def _line_search(
-    problem: SmoothFunction, x: Tensor, value: float, gradient: Tensor, direction: Tensor
+    problem: SmoothFunction,
+    x: Tensor,
+    value: float,
+    gradient: Tensor,
+    direction: Tensor,
+    trials: int = _TRIALS,
+    strict: bool = False,
 ) -> tuple[Tensor, float, float, Tensor] | None:
     """Return a step that meets Wolfe's conditions, the decrease of U, U and its gradient there; None: there is none.
 
-    Where U still falls after the last trial, the longest step is returned.
+    After the last trial it is the longest step along which U falls; with ``strict`` only if U falls there still.
     """
     slope = float(gradient @ direction)
-    resolution = 10 * torch.finfo(x.dtype).eps * abs(value)
     low, high, length, longest = 0.0, math.inf, 1.0, None
-    for _ in range(_TRIALS):
+    for _ in range(trials):
         new_value, new_gradient = _evaluated(problem, x + length * direction)
         new_slope = float(new_gradient @ direction)
         decrease = value - new_value
-        if abs(decrease) <= resolution:
+        if abs(decrease) <= _resolution(x, value):
             decrease = -0.5 * length * (slope + new_slope)
         if not decrease >= -_DECREASE * length * slope or not math.isfinite(new_slope):
             high = length
@@ -367,4 +379,4 @@ def _line_search(
             length *= min(0.5, max(0.1, -0.5 * slope * length / -(decrease + slope * length)))
         else:
             length = 0.5 * (low + high)
-    return longest
+    return longest if high == math.inf or not strict else None

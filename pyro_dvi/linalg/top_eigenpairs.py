@@ -21,7 +21,7 @@ class Eigenpairs:
         values: ``[k]``, descending.
         vectors: the rows v, ``[k, D]``.
         residuals: :math:`|A v_i - \lambda_i v_i|`, ``[k]``; an eigenvalue lies within that distance of each value.
-        converged: whether every residual is within the tolerance.
+        converged: every residual is within the tolerance.
         applications: vectors that the operator was applied to.
     """
 

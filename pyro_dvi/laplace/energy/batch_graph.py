@@ -27,7 +27,7 @@ class BatchGraph:
         values: the sites' tensors, in the graph.
         run: the model at them.
         kl_weight: :math:`\beta`.
-        with_prior: whether this batch, of all of a pass, brings the prior.
+        with_prior: this batch, of all of a pass, brings the prior.
         labels: gives labels of a site without a closed-form Fisher information; products of the prior need none.
         vectors_at_once: how many vectors go through the graph together.
     """
@@ -42,12 +42,12 @@ class BatchGraph:
     @cached_property
     @torch.enable_grad()  # whoever asks
     def energy(self) -> Tensor:
-        """What the batch adds to U."""
+        """Contribution of the batch to U."""
         energy = -self.run.log_likelihood() / self.kl_weight
         return energy - self.run.log_prior if self.with_prior else energy
 
     def gradient(self) -> list[Tensor]:
-        """Its gradient."""
+        """Return the gradient of :attr:`energy`."""
         return _gradients(self.energy, self.values)
 
     @cached_property

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which matrix is the precision of the Gaussian, a choice passed as an object; and what the prior adds to it."""
+"""Choices of the precision matrix of the Gaussian, and the prior's contribution to it."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -90,7 +90,7 @@ def independent_prior_precision(local: LocalEnergy, method: str) -> Tensor:
 
     Args:
         local: U around the mode.
-        method: who asks, for the message.
+        method: name of the caller, for the message.
 
     Raises:
         UnsupportedError: latents are coupled by their prior, as the scale of a hierarchical prior with what it scales.

@@ -93,7 +93,7 @@ class Layout:
         """Return whole sites ``[*lead, *site]`` of pieces ``[*lead, *piece]``, as functions of these.
 
         Args:
-            pieces: what varies, in order.
+            pieces: values of the latents that vary, in order.
             elsewhere: the values ``[*site]`` of entries that do not, by site; None: zero.
         """
         sites = dict(zip(self.shapes, pieces, strict=True))
@@ -106,7 +106,7 @@ class Layout:
 
 
 Subset = str | Iterable[str] | Mapping[str, Tensor | bool] | Layout
-"""What varies, as users say it: sites by name or pattern, or a mapping of these to masks of their entries."""
+"""Selection of the latents that vary: sites by name or pattern, or a mapping of these to masks of their entries."""
 
 
 ReadOutputs = Callable[[Mapping[str, Tensor], int], Outputs]
@@ -119,8 +119,8 @@ class Query:
         model: a Pyro model.
         inputs: its positional arguments; observations may be left out.
         locs: unconstrained value of every latent site.
-        layout: what varies.
-        site: which outputs; see :func:`~pyro_dvi.runs.outputs.run_outputs`.
+        layout: order of the latents that vary.
+        site: of the outputs; see :func:`~pyro_dvi.runs.outputs.run_outputs`.
         read: returns the outputs, given unconstrained values of the latents by name and the number of rows; None: the
             model is run by :func:`~pyro_dvi.runs.outputs.run_outputs`.
 

@@ -24,7 +24,7 @@ from pyro_dvi.runs.rescaled import rescaled, scale_name
 
 
 class Scale(ABC):
-    """What is tuned: a positive number that multiplies something in the model.
+    """A positive number that multiplies something in the model, to be tuned.
 
     Attributes:
         exponent: of the number, in what multiplies the scale of the sites' distributions.
@@ -140,14 +140,14 @@ _ANOTHER = 4.0  # a value to compare with 1
 
 @dataclass(frozen=True)
 class Candidates:
-    r"""What depends on the value that is tuned, around a mode that does not; a criterion compares values by it.
+    r"""Quantities that depend on the tuned value, around a fixed mode; criteria compare values by these.
 
     The model runs once for the priors of all values. The method fits once where its Gaussian, of precision
     :math:`G + \Pi`, can be made that of :math:`a G + \Pi_c`, and again for each value elsewhere.
 
     Attributes:
         energy: U with value 1.
-        scale: what is tuned.
+        scale: the scale that is tuned.
         sites: the sites that change.
         method: how the Gaussian is represented.
         seed: of random numbers.
@@ -172,7 +172,7 @@ class Candidates:
 
     @property
     def prior_is_proportional(self) -> bool:
-        """Whether all of the prior precision is multiplied by a number, seen by another value."""
+        """The whole prior precision is multiplied by one number, as another value shows."""
         before, after = self.prior_diagonal(1.0), self.prior_diagonal(_ANOTHER)
         if before is None or after is None:
             return False
@@ -192,7 +192,7 @@ class Candidates:
 
     @cached_property
     def likelihood_is_proportional(self) -> bool:
-        """Whether the likelihood's part of P is multiplied by a number, seen by one product."""
+        """The likelihood's part of P is multiplied by one number, as one product shows."""
         factor = self.scale.proportions(_ANOTHER)[0]
         if factor == 1:
             return True  # the scale of a prior, which is no part of the likelihood

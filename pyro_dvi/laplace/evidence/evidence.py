@@ -66,7 +66,7 @@ class Spectrum:
 
 
 class Determinant(ABC):
-    """How the log determinant of the precision is found.
+    """Computation of the log determinant of the precision.
 
     Attributes:
         exact: by all the eigenvalues.
@@ -285,7 +285,7 @@ def free_terms(values: list[Tensor], run: JointRun, layout: Layout) -> float:
     Args:
         values: tensors of what varies, in the graph of the run.
         run: the model at them.
-        layout: what that is.
+        layout: order of the latents that vary.
 
     Raises:
         UnsupportedError: the prior couples the entries of a site of which some vary.

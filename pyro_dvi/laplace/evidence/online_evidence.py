@@ -34,7 +34,7 @@ class OnlineEvidence:
     Args:
         guide: the guide that is trained, with ``kl_weight=1``.
         batches: all the data, as for :meth:`LaplaceGuide.tune`; without augmentation.
-        scales: what is chosen, one after the other: ``PriorPrecision()``, the default, ``PriorPrecision("net.0.*")``
+        scales: scales to choose, one after the other: ``PriorPrecision()``, the default, ``PriorPrecision("net.0.*")``
             for layers of their own, ``NoiseScale()``.
         method: whose determinant is taken; ``Diagonal()`` by default.
         every: epochs between two choices, each of which costs a few fits of the method for every scale.

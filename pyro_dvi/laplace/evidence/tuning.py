@@ -27,7 +27,7 @@ from pyro_dvi.runs.predictive_of_outputs import integrated
 
 
 class Criterion(ABC):
-    """What makes one value better than another."""
+    """A score for values of a scale."""
 
     @abstractmethod
     def score(self, candidates: Candidates) -> Callable[[float], float]:
@@ -202,7 +202,7 @@ class TuningCurve(InNotebook):
         scores: larger is better; NaN where the precision is not positive definite.
         best: the value that was taken.
         at_edge: it is the smallest or largest that was tried, or next to where there is no positive precision.
-        what: what was tuned, by which criterion.
+        what: the scale and the criterion, in words.
 
     Example:
         >>> import pyro, pyro.distributions as dist
@@ -249,8 +249,8 @@ def tune(
     """Find the best value on a grid, then between its neighbours by golden sections of the logarithm.
 
     Args:
-        candidates: what varies, and around which mode.
-        criterion: what is best.
+        candidates: quantities that depend on the value.
+        criterion: the score to maximise.
         values: the grid, positive; None: that of the scale.
         refinements: values to try between the neighbours of the best one; none where that is at the edge.
         progress: show a progress bar where there is a terminal or notebook.

@@ -20,10 +20,10 @@ from pyro_dvi.linalg.operator import identity_rows
 
 
 class Mode(ABC):
-    """Which functions U is tilted by.
+    """Choice of the functions by which U is tilted.
 
     Attributes:
-        reusable: whether the fits serve other queries of the same site.
+        reusable: the fits serve other queries of the same site.
         if_negative: why a variance may come out negative, and what to do then.
     """
 
@@ -252,7 +252,7 @@ class HessianFreePosterior(LaplacePosterior):
 
     Args:
         local: U around the mode.
-        method: which fits.
+        method: choice of the fits.
     """
 
     def __init__(self, local: LocalEnergy, method: HessianFree) -> None:

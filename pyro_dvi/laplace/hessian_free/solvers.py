@@ -71,7 +71,7 @@ class OutputTilt(Tilt):
 
 @dataclass(frozen=True)
 class Fits:
-    r"""Where two fits of one tilt end, and how far apart their strengths are.
+    r"""End points of two fits of one tilt, and the difference of their strengths.
 
     Attributes:
         above: minimum of :math:`U - \lambda r`, [D].
@@ -92,10 +92,10 @@ _AT_ONCE = 64  # tilts that are solved together; each holds several vectors [D]
 
 
 class Solver(ABC):
-    """How strongly U is tilted, and how the minima are found.
+    """Choice of the strength of the tilt, and search for the minima.
 
     Attributes:
-        needs_minimum: whether the latents have to be at a minimum of U before.
+        needs_minimum: the latents have to be at a minimum of U.
     """
 
     needs_minimum: ClassVar[bool] = True

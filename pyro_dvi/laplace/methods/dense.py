@@ -143,7 +143,7 @@ class DensePosterior(RootPosterior):
 
 
 def _factors(examples: ExampleGradients, part: slice, like: Tensor) -> "list[_Rows | _Single]":
-    """What J of some examples is made of, tensor by tensor."""
+    """Return the factors of J of some examples, tensor by tensor."""
     single, tensors = examples.single, range(len(examples.values))
     found: dict[int, _Rows | _Single] = {
         k: _Single(*outer.factors(part, like.dtype), outer) for k, outer in single.items()

@@ -168,7 +168,7 @@ class FunctionalPosterior(LaplacePosterior):
     Attributes:
         prior: the prior's precision, [D].
         kernel: k(X, X), ``[N K, N K]``.
-        root: what multiplies the rows of J in the data, beside the root of their Fisher information.
+        root: multiplier of the rows of J in the data, beside the root of their Fisher information.
     """
 
     def __init__(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Kronecker product for each layer: what goes in, times what comes back."""
+"""A Kronecker product for each layer: inputs times gradients of outputs."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar

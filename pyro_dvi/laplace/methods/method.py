@@ -31,14 +31,14 @@ _ROWS, _ENTRIES = 512, 1 << 26  # rows of J, and entries of them, that are held 
 
 
 class Method(ABC):
-    """How the Gaussian around the mode is represented.
+    """A representation of the Gaussian around the mode.
 
     Attributes:
         precision: the matrix P, or the one that is approximated: ``GGN()`` or ``Hessian()``.
         by_spectrum: tuning by the evidence takes the eigenvalues of that matrix, once for all values, instead of
             :meth:`LaplacePosterior.log_determinant`.
         reweights: its posterior may have :meth:`LaplacePosterior.reweighted`.
-        needs_minimum: whether the policy for unconverged modes is asked; else the mode may be no minimum.
+        needs_minimum: the policy for unconverged modes applies; else the mode may be no minimum.
     """
 
     precision: PrecisionMatrix
@@ -238,7 +238,7 @@ def products_at_layer(
     With one position it is :math:`\sum_p \delta_{kp}\,\delta_{lp} \sum_q v_{pq}\,a_q^2`.
 
     Args:
-        outer: what the gradients J of a weight are made of.
+        outer: factors of the gradients J of a weight.
         variances: v, ``[p, q]``.
         changed: another basis: new a and :math:`\delta` from those of the layer.
     """
@@ -315,19 +315,19 @@ class GaussianOutputs:
 
     @property
     def variance(self) -> Tensor:
-        """Its variance, ``[B, ...]``."""
+        """Variance of the prediction, ``[B, ...]``."""
         first = self.outputs.parameters[0]
         return torch.diagonal(self.covariance, dim1=-2, dim2=-1).reshape(-1, *first.shape)
 
     @property
     def covariance(self) -> Tensor:
-        """Its covariance for each example, ``[B, k, k]`` with k numbers in the prediction."""
+        """Covariance of the prediction of each example, ``[B, k, k]`` for k numbers."""
         size = self.outputs.parameters[0].size
         return self.full_covariance[:, :size, :size]
 
     @property
     def joint_covariance(self) -> Tensor:
-        """Its covariance over all examples, ``[B k, B k]``, example by example.
+        """Covariance of the predictions of all examples, ``[B k, B k]``, example by example.
 
         Raises:
             ArgumentError: it was not asked for.

@@ -22,7 +22,7 @@ from pyro_dvi.laplace.mode.search import GOOD_ENOUGH, Polished
 
 @dataclass(frozen=True)
 class Certificate:
-    r"""That a mode is a minimum, or has no slope; nothing changes it, and any move of the mode ends it.
+    r"""A record that a mode is a minimum, or stationary; any move of the mode ends it.
 
     Attributes:
         point: the mode, and the U that it belongs to, with its data and its model.
@@ -44,11 +44,11 @@ class Certificate:
         return cls(point, whole, shown.curvature, shown.newton_decrement)
 
     def is_of(self, point: PointMass) -> bool:
-        """Whether it is about this mode of this U."""
+        """Tell if it is about this mode of this U."""
         return point.change_since(self.point) is None
 
     def covers(self, energy: Energy, model: Callable[..., Any], latents: dict[str, Tensor]) -> bool:
-        """Whether it is so with these data, and the model as it is now; a minimum over more sites is one over fewer.
+        """Tell if it holds for these data and the present model; a minimum over more sites is one over fewer.
 
         Args:
             energy: U.
@@ -91,7 +91,7 @@ def minimum_of(
 
 
 class Unconverged(ABC):
-    """What to do about a mode that is no minimum."""
+    """A policy for modes that are no minimum."""
 
     @abstractmethod
     def look(
@@ -102,7 +102,7 @@ class Unconverged(ABC):
         Args:
             wanted: the method that was asked for.
             energy: the U that the mode should be a minimum of.
-            known: what was shown of it before.
+            known: an earlier record about it.
         """
 
 
@@ -186,7 +186,7 @@ class UseGGN(Refuse):
 
 
 def _has_precision(method: Any) -> bool:
-    """Whether the precision is a choice of the method."""
+    """Tell if the precision is an option of the method."""
     return any(field.name == "precision" and field.init for field in fields(method))
 
 

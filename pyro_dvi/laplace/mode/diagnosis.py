@@ -25,7 +25,7 @@ _ANOTHER_WEIGHT = 0.05  # relative difference from which another kl_weight is wo
 
 @dataclass(frozen=True)
 class Diagnosis(InNotebook):
-    r"""How far the mode is from a minimum, found without moving it.
+    r"""Distance of the mode from a minimum, found without moving it.
 
     Attributes:
         non_finite: latents that hold NaN or infinities; everything below is then unknown.
@@ -63,24 +63,24 @@ class Diagnosis(InNotebook):
 
     @property
     def at_saddle(self) -> bool:
-        """Whether some direction has negative curvature, or none to rounding."""
+        """Some direction has negative curvature, or none to rounding."""
         lowest = self.smallest_eigenvalue
         return lowest is not None and lowest.value <= lowest.resolution
 
     @property
     def near(self) -> bool:
-        """Whether the point is stationary within the tolerance, in the norm of :attr:`curvature`."""
+        """The point is stationary within the tolerance, in the norm of :attr:`curvature`."""
         return self.newton_decrement is not None and self.newton_decrement <= self.tolerance
 
     @property
     def converged(self) -> bool:
-        """Whether this is a minimum within the tolerance, with a positive definite Hessian."""
+        """The mode is a minimum within the tolerance, with a positive definite Hessian."""
         lowest = self.smallest_eigenvalue
         return self.near and self.curvature == "Hessian" and lowest is not None and not self.at_saddle
 
     @property
     def verdict(self) -> str:
-        """What is the matter, in words, and what to do."""
+        """The finding in words, with a remedy."""
         if self.non_finite:
             return f"NaN or infinite values in {', '.join(self.non_finite)}: train again, with a lower learning rate."
         if self.randomness:
@@ -280,7 +280,7 @@ def distance_by(posterior: LaplacePosterior, found: Diagnosis, local: LocalEnerg
 
     Args:
         posterior: the Gaussian around the mode, of a precision close to P.
-        found: what is known.
+        found: earlier findings.
         local: U around the mode.
     """
     gradient, least = local.gradient.unsqueeze(0), 0.0

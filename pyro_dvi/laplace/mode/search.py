@@ -103,7 +103,7 @@ class Polished(InNotebook):
             that only the prior holds); None where the search ended before it was looked for.
         steps: number of steps.
         gradients: work in gradients of all data.
-        converged: whether the mode is a minimum with a positive definite Hessian, or with kinks a point at rest, and
+        converged: the mode is a minimum with a positive definite Hessian, or with kinks a point at rest, and
             the decrement within the tolerance or 0.01.
         reason: for ending the search.
     """
