@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pyro_dvi.core.choice import check_choice
+from pyro_dvi.core.kinks import PIECEWISE_LINEAR
 from pyro_dvi.core.signatures import explained_calls
 from pyro_dvi.curvature import Curvature, Fisher, Linearisation, ObservedSite
 from pyro_dvi.curvature.likelihood import SliceArguments
@@ -17,11 +18,6 @@ from pyro_dvi.runs.divergences import kl_to_priors, prior_precision
 from pyro_dvi.runs.means import run_at_means
 from pyro_dvi.runs.minibatch import run_on_part
 from pyro_dvi.runs.posterior_run import Call, PosteriorRun
-
-# Functions whose second derivative is zero almost everywhere.
-_PIECEWISE_LINEAR = frozenset(
-    "abs clamp clamp_min hardsigmoid hardtanh leaky_relu maximum minimum prelu relu rrelu threshold".split()
-)
 
 
 class TaylorELBO(Objective):
@@ -168,7 +164,7 @@ def _precision_limits(run: PosteriorRun, kl_weight: float) -> list[Tensor | None
 
 
 def _warn_of_kinks(function_names: frozenset[str]) -> None:
-    kinks = sorted(_PIECEWISE_LINEAR & function_names)
+    kinks = sorted(PIECEWISE_LINEAR & function_names)
     if kinks:
         warn(
             f"the model uses {', '.join(kinks)}, whose second derivative is zero wherever it exists: the gradient of "

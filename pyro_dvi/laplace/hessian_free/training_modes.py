@@ -14,8 +14,8 @@ from pyro_dvi.errors import ModelError, UnsupportedError
 from pyro_dvi.laplace.energy.energy import Energy, LocalEnergy, within
 from pyro_dvi.laplace.energy.passes import Arguments
 from pyro_dvi.laplace.energy.query import Query
-from pyro_dvi.laplace.methods.hessian_free.modes import PretrainedMode
-from pyro_dvi.laplace.methods.hessian_free.solvers import OutputTilt, Tilt
+from pyro_dvi.laplace.hessian_free.second_fits import PretrainedMode
+from pyro_dvi.laplace.hessian_free.solvers import OutputTilt, Tilt
 from pyro_dvi.runs.distributions import untransformed
 from pyro_dvi.runs.response import example_axis
 
@@ -27,7 +27,7 @@ class InSample(PretrainedMode):
     .. math:: r_k(u) = \frac1N \sum_{i=1}^N f_k(x_i; u)
 
     No evaluation set is needed. With ``Adam`` or ``SGD`` a step takes a minibatch, as in training, at about twice the
-    cost; ``NewtonCG`` and ``LBFGS`` go through all data for each gradient.
+    cost; ``NewtonCG`` goes through all data for each gradient.
 
     Status: gives :math:`\frac1N\sum_i \operatorname{Cov}(f_k(x), f_k(x_i))`, a row mean against the training data, not
     the variance. Away from the data it can fall where the variance rises, or be negative.
@@ -94,7 +94,7 @@ class LabelShift(PretrainedMode):
         \frac{(y_i + \lambda\beta\sigma_i^2/N - f_i)^2}{2\beta\sigma_i^2} + \text{const},
 
     so that training on shifted labels is the tilted fit, and a training loop needs no change at all. The result is that
-    of :class:`~pyro_dvi.laplace.methods.hessian_free.training_modes.InSample`, at the cost of training.
+    of :class:`~pyro_dvi.laplace.hessian_free.training_modes.InSample`, at the cost of training.
 
     Status: as ``InSample()``, to which it is equal. Masked examples have no labels and take no part.
 

@@ -3,7 +3,7 @@
 
 import torch
 
-from pyro_dvi.laplace.energy.layout import Layout
+from pyro_dvi.laplace.energy.query import Layout
 
 SITES = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.tensor(7.0), "c": torch.arange(10.0, 14.0)}
 LAYOUT = Layout(

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from pyro_dvi.errors import ArgumentError, GuideError
-from pyro_dvi.laplace.point_mass import ModelReference, PointMass
+from pyro_dvi.laplace.fitted import ModelReference, PointMass
 
 POINT = PointMass({"w": torch.zeros(2, 3), "b": torch.ones(3)})
 

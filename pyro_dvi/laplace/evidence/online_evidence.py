@@ -9,10 +9,11 @@ from typing import Any
 from pyro_dvi.core.batches import check_loader
 from pyro_dvi.core.choice import check_choice, check_count
 from pyro_dvi.errors import ArgumentError, DviWarning
-from pyro_dvi.laplace.evidence.scales import PriorPrecision, Scale, rescaled_model
+from pyro_dvi.laplace.evidence.candidates import PriorPrecision, Scale
+from pyro_dvi.laplace.fitted import rescaled_model
 from pyro_dvi.laplace.guide import LaplaceGuide
 from pyro_dvi.laplace.methods.diagonal import Diagonal
-from pyro_dvi.laplace.methods.posterior import Method, check_method
+from pyro_dvi.laplace.methods.method import Method, check_method
 from pyro_dvi.laplace.mode.convergence import Accept
 
 _NEAR = (0.25, 0.5, 1.0, 2.0, 4.0)  # times the present value
@@ -33,7 +34,7 @@ class OnlineEvidence:
     Args:
         guide: the guide that is trained, with ``kl_weight=1``.
         batches: all the data, as for :meth:`LaplaceGuide.tune`; without augmentation.
-        scales: what is chosen, one after the other: ``PriorPrecision()``, the default, ``PriorPrecision("net.0.*")``
+        scales: scales to choose, one after the other: ``PriorPrecision()``, the default, ``PriorPrecision("net.0.*")``
             for layers of their own, ``NoiseScale()``.
         method: whose determinant is taken; ``Diagonal()`` by default.
         every: epochs between two choices, each of which costs a few fits of the method for every scale.
@@ -114,5 +115,5 @@ class OnlineEvidence:
                     unconverged=Accept(),
                     progress=False,
                 ).best
-        self.guide._fitted = None  # of weights that training moves on
+        self.guide._fitted = None  # training moves its weights on
         self.values.append(now)

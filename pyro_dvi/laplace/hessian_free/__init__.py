@@ -6,35 +6,31 @@ a mode: subclass ``Mode``, or ``PretrainedMode`` where one pair of fits serves a
 ``FineTuning`` with an optimizer, or ``Solver``.
 """
 
-from pyro_dvi.laplace.methods.hessian_free.fine_tuning import (
-    LBFGS,
+from pyro_dvi.laplace.hessian_free.second_fits import (
+    AbsoluteSum,
+    Mode,
+    Pointwise,
+    Sum,
+)
+from pyro_dvi.laplace.hessian_free.solvers import (
     SGD,
     Adam,
     AsPrinted,
-    FineTuning,
-    FixedStrength,
+    NewtonCG,
+    Solver,
 )
-from pyro_dvi.laplace.methods.hessian_free.method import HessianFree
-from pyro_dvi.laplace.methods.hessian_free.modes import AbsoluteSum, Mode, Pointwise, PretrainedMode, Sum
-from pyro_dvi.laplace.methods.hessian_free.newton_cg import NewtonCG
-from pyro_dvi.laplace.methods.hessian_free.solvers import Solver
-from pyro_dvi.laplace.methods.hessian_free.training_modes import InSample, LabelShift
+from pyro_dvi.laplace.hessian_free.training_modes import InSample, LabelShift
 
 __all__ = [
-    "LBFGS",
     "SGD",
     "AbsoluteSum",
     "Adam",
     "AsPrinted",
-    "FineTuning",
-    "FixedStrength",
-    "HessianFree",
     "InSample",
     "LabelShift",
     "Mode",
     "NewtonCG",
     "Pointwise",
-    "PretrainedMode",
     "Solver",
     "Sum",
 ]

@@ -12,7 +12,7 @@ import pyro_dvi
 from pyro_dvi.bayesian import classifier, regressor, to_bayesian_
 from pyro_dvi.laplace import Dense, Diagonal, KroneckerFactored, LaplaceGuide, Method
 from pyro_dvi.laplace.methods.dense import DensePosterior
-from pyro_dvi.laplace.methods.posterior import LaplacePosterior
+from pyro_dvi.laplace.methods.method import LaplacePosterior
 from tests.laplace.cases import fit, query_of
 from tests.laplace.problems import SineRegression
 from tests.laplace.test_methods_networks import Network, rows_by_products
