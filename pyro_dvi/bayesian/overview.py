@@ -12,10 +12,10 @@ from pyro.nn.module import PyroModule
 from pyro.poutine.messenger import Messenger
 from torch import Tensor, nn
 
-from pyro_dvi.bayesian.export import posterior_means
+from pyro_dvi.bayesian.conversion import posterior_means
+from pyro_dvi.bayesian.converted import SitePrior, TiedPrior
+from pyro_dvi.bayesian.prior_scales import ScalePrior
 from pyro_dvi.bayesian.priors import described
-from pyro_dvi.bayesian.scales import ScalePrior
-from pyro_dvi.bayesian.site_prior import SitePrior, TiedPrior
 from pyro_dvi.core.autograd_graph import enters
 from pyro_dvi.core.table import Columns, Report
 from pyro_dvi.core.undisturbed import undisturbed

@@ -2,8 +2,8 @@
 """What ``prior_scale`` accepts, and how each form becomes the prior of a parameter.
 
 Everything becomes a :class:`Prior`: numbers, distributions, callables and mappings here; He scaling, learned and
-sampled scales in :mod:`~pyro_dvi.bayesian.scales`. Writing a new one: subclass :class:`Prior` with a ``place`` method
-that returns a :class:`~pyro_dvi.bayesian.site_prior.SitePrior`. Most wishes need less: a callable of
+sampled scales in :mod:`~pyro_dvi.bayesian.prior_scales`. Writing a new one: subclass :class:`Prior` with a ``place`` method
+that returns a :class:`~pyro_dvi.bayesian.converted.SitePrior`. Most wishes need less: a callable of
 ``(name, parameter)`` may return a float, a distribution or any prior.
 """
 
@@ -21,8 +21,8 @@ from pyro.nn.module import PyroModule
 from torch import Tensor
 from torch.distributions import Distribution
 
+from pyro_dvi.bayesian.converted import DistributionPrior, SitePrior
 from pyro_dvi.bayesian.selection import Candidate, suggestion
-from pyro_dvi.bayesian.site_prior import DistributionPrior, SitePrior
 from pyro_dvi.core.placement import broadcasts_to, placed_like, tensors_of
 from pyro_dvi.errors import ArgumentError, ModelError
 

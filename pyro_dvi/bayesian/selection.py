@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import _WeightNorm
 
-from pyro_dvi.bayesian.converted import parameter_order
-from pyro_dvi.bayesian.site_prior import SitePrior
+from pyro_dvi.bayesian.converted import SitePrior, parameter_order
 from pyro_dvi.errors import ArgumentError, ModelError, UnsupportedError
 
 Predicate = Callable[[str, nn.Module, Tensor], bool]

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from pyro_dvi.core.choice import check_count
+from pyro_dvi.core.arguments import check_count
 from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.expectations.joint_logits import average_jointly, covariance_if_any
 from pyro_dvi.expectations.points import shifted_sobol

@@ -20,9 +20,7 @@ from torch.distributions import constraints
 from pyro_dvi.core.placement import broadcasts_to
 from pyro_dvi.core.undisturbed import preserve_buffers
 from pyro_dvi.errors import ArgumentError, GuideError, ModelError, PyroDviError, warn
-from pyro_dvi.guides.factors import Factor
-from pyro_dvi.guides.site import GuideSite
-from pyro_dvi.guides.stores import Store, complete_loaded
+from pyro_dvi.guides.factors import Factor, GuideSite, Store, complete_loaded
 from pyro_dvi.runs.distributions import strip_event_dims
 from pyro_dvi.runs.explained import AS_A_MODEL, explained_errors
 from pyro_dvi.runs.latents import unconstraining_transform

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pyro_dvi.errors import GuideError, warn
-from pyro_dvi.guides.site import GuideSite
+from pyro_dvi.guides.factors import GuideSite
 from pyro_dvi.laplace.energy.query import Query, ReadOutputs
 from pyro_dvi.laplace.evidence.scales import rescaled_model
 from pyro_dvi.laplace.fitted import Draws, Fitted

@@ -7,9 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from pyro_dvi.core.choice import check_choice, check_count
+from pyro_dvi.core.arguments import check_choice, check_count, with_missing
 from pyro_dvi.core.progress import progress_bar
-from pyro_dvi.core.signatures import with_missing
 from pyro_dvi.laplace.energy.energy import Energy, LocalEnergy
 from pyro_dvi.laplace.energy.layout import Subset
 from pyro_dvi.laplace.energy.precision import GGN, PrecisionMatrix

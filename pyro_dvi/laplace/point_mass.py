@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_dvi.core.devices import device_of
+from pyro_dvi.core.undisturbed import device_of
 from pyro_dvi.errors import ArgumentError, GuideError
 from pyro_dvi.laplace.energy.energy import Energy
 from pyro_dvi.laplace.energy.layout import Layout, Subset

@@ -4,7 +4,7 @@
 import torch
 from torch import Tensor
 
-from pyro_dvi.core.choice import check_count
+from pyro_dvi.core.arguments import check_count
 from pyro_dvi.errors import ArgumentError
 from pyro_dvi.laplace.guide import LaplaceGuide
 

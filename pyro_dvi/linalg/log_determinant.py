@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pyro_dvi.core.choice import check_count
+from pyro_dvi.core.arguments import check_count
 from pyro_dvi.errors import NotPositiveDefiniteError
 from pyro_dvi.linalg.lanczos import LanczosProcess
 from pyro_dvi.linalg.operator import Operator

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pyro_dvi.core.choice import check_count, check_positive
+from pyro_dvi.core.arguments import check_count, check_positive
 from pyro_dvi.errors import ArgumentError, NonFiniteError, NotPositiveDefiniteError
 from pyro_dvi.linalg.conjugate_gradients import conjugate_gradients
 from pyro_dvi.linalg.metric import SmoothFunction

@@ -10,7 +10,7 @@ import torch
 from torch import Size, Tensor
 from torch import distributions as td
 
-from pyro_dvi.core.choice import check_count
+from pyro_dvi.core.arguments import check_count
 from pyro_dvi.expectations.gaussian import check_domain, nodes_of
 from pyro_dvi.expectations.numerical import aligned
 from pyro_dvi.links.joint import Joint

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch import distributions as td
 
-from pyro_dvi.core.choice import check_choice
+from pyro_dvi.core.arguments import check_choice
 from pyro_dvi.core.registry import registering
 from pyro_dvi.expectations.bernoulli import is_gaussian_logit
 from pyro_dvi.expectations.categorical import gaussian_logits

@@ -8,8 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from pyro_dvi.core.choice import check_choice
-from pyro_dvi.core.signatures import explained_calls
+from pyro_dvi.core.arguments import check_choice, explained_calls
 from pyro_dvi.curvature import ObservedSite
 from pyro_dvi.errors import ArgumentError, ModelError, warn
 from pyro_dvi.expectations import LogitEstimator
@@ -21,8 +20,7 @@ from pyro_dvi.moments.weight_uses import warned_of_repeated_uses
 from pyro_dvi.objectives.base import DeterministicELBO
 from pyro_dvi.runs.divergences import kl_to_priors
 from pyro_dvi.runs.latents import Latent
-from pyro_dvi.runs.moment_run import run_with_moments
-from pyro_dvi.runs.posterior_run import Call
+from pyro_dvi.runs.posterior_run import Call, run_with_moments
 from pyro_dvi.runs.structure import reached_by
 from pyro_dvi.runs.uncertain import at_mean, refuse_moments, uncertain_likelihoods, uncertain_part
 

@@ -18,8 +18,7 @@ from pyro_dvi.natural_gradients.squares import Draw, SquareMeasurement
 from pyro_dvi.objectives.base import DeterministicELBO
 from pyro_dvi.runs.divergences import kl_to_priors
 from pyro_dvi.runs.latents import Latent
-from pyro_dvi.runs.minibatch import UnscaledMinibatches, num_data_of
-from pyro_dvi.runs.observed import Observed
+from pyro_dvi.runs.observed import Observed, UnscaledMinibatches, num_data_of
 from pyro_dvi.runs.posterior_run import Call
 from pyro_dvi.runs.structure import check_gradients
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from pyro_dvi.core.arguments import explained_calls
 from pyro_dvi.core.natural_step import Statistic, steps_of
-from pyro_dvi.core.signatures import explained_calls
 from pyro_dvi.natural_gradients.ivon import IVONOptimizer
 from pyro_dvi.natural_gradients.optimizer import NaturalGradientOptimizer
 from pyro_dvi.natural_gradients.vogn import OGNOptimizer, VOGNOptimizer

@@ -10,9 +10,8 @@ import torch
 from pyro.infer.elbo import ELBO
 from torch import Tensor
 
+from pyro_dvi.core.arguments import check_count, check_kl_weight, explained_calls
 from pyro_dvi.core.autograd_graph import leaves_of
-from pyro_dvi.core.choice import check_count, check_kl_weight
-from pyro_dvi.core.signatures import explained_calls
 from pyro_dvi.curvature.base import sum_of, twice_differentiated
 from pyro_dvi.errors import (
     CheckpointError,
@@ -20,11 +19,9 @@ from pyro_dvi.errors import (
     PyroDviError,
     UnsupportedError,
 )
-from pyro_dvi.runs.equal_units import start_apart
-from pyro_dvi.runs.minibatch import check_num_data
-from pyro_dvi.runs.observed import Observed, observed_sites
+from pyro_dvi.runs.observed import Observed, check_num_data, observed_sites
 from pyro_dvi.runs.posterior_run import Call, refuse_site
-from pyro_dvi.runs.structure import Structure, structure_of
+from pyro_dvi.runs.structure import Structure, start_apart, structure_of
 from pyro_dvi.runs.trained_for import check_trainable, note_trained_for
 
 

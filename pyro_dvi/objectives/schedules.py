@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from pyro_dvi.core.choice import check_count, check_kl_weight
+from pyro_dvi.core.arguments import check_count, check_kl_weight
 from pyro_dvi.errors import ArgumentError
 
 __all__ = ["CosineWarmup", "LinearWarmup", "Staged"]

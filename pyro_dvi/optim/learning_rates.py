@@ -18,7 +18,7 @@ from pyro.nn import PyroModule
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from pyro_dvi.core.choice import check_positive
+from pyro_dvi.core.arguments import check_positive
 from pyro_dvi.errors import ArgumentError, GuideError, ModelError, UnsupportedError
 
 #: A pattern for names of log-scales: ``<Guide>.scales.<site>`` (MeanFieldGuide, AutoNormal), ``<Guide>.alphas.<site>``

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from pyro_dvi.core.choice import check_count, check_positive
+from pyro_dvi.core.arguments import check_count, check_positive
 from pyro_dvi.errors import ArgumentError
 
 _NOT_HERE = {

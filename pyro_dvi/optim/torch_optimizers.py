@@ -10,7 +10,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from pyro_dvi.core.signatures import explained_calls
+from pyro_dvi.core.arguments import explained_calls
 from pyro_dvi.errors import ArgumentError
 from pyro_dvi.optim.joint import JointOptim
 from pyro_dvi.optim.learning_rates import SCALE_PATTERN, LearningRates

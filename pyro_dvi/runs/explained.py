@@ -10,8 +10,8 @@ from traceback import extract_tb
 import torch
 from torch import Tensor, nn
 
+from pyro_dvi.core.arguments import misfit, positional
 from pyro_dvi.core.batches import named_arguments, non_finite_inputs, tensor_arguments
-from pyro_dvi.core.signatures import misfit, positional
 from pyro_dvi.errors import DataError, DeviceError, ModelError, ParameterError, PyroDviError, UnsupportedError
 
 AS_A_MODEL = (

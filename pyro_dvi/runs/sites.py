@@ -1,22 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sites of a run: what each of them is, how to choose some by name, and how to set the latent ones.
+r"""The sites of a run: what each of them is, how to choose some by name, and how to set the latent ones.
 
 A site is a node of a trace, or the message that a messenger sees. Every sample site is one of these: latent, data, a
 factor, deterministic, or Pyro's own (the rows that a plate draws).
+
+Find the site that a model answers with, the dimension of its examples, and which of its values count.
 """
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
+import pyro.distributions as dist
 import torch
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.trace_messenger import TraceMessenger
 from pyro.poutine.util import site_is_factor, site_is_subsample
+from torch import Tensor
+from torch import distributions as td
 
-from pyro_dvi.errors import ArgumentError
+from pyro_dvi.errors import ArgumentError, DataError, ModelError
 
 
 def is_latent(site: Any) -> bool:
@@ -111,3 +116,102 @@ class AllRows(Messenger):
         fn = msg["fn"]
         if site_is_subsample(msg) and msg["value"] is None and fn.subsample_size is not None:
             msg["value"], msg["done"] = torch.arange(fn.subsample_size, device=fn.device), True
+
+
+def responses(nodes: Mapping[str, Any], latents: Container[str]) -> list[str]:
+    """Return the sample sites of a run that are neither latent nor Pyro's own: data, or a place for them."""
+    return [
+        name for name, node in nodes.items() if name not in latents and (is_latent(node) or is_data(node))
+    ]
+
+
+def choose_response(site: str | None, names: list[str]) -> str:
+    """Return the one response, or the one that is asked for.
+
+    Raises:
+        ModelError: there is none, several, or none of the name ``site``.
+    """
+    if site is not None:
+        if site in names:
+            return site
+        raise ModelError(
+            f"the model has no observed site {site!r}; it has {names}. What is latent is in guide.sample and "
+            "guide.quantiles"
+        )
+    if len(names) == 1:
+        return names[0]
+    if not names:
+        raise ModelError(
+            "the model has no observed site to predict: it needs pyro.sample(name, distribution, obs=y) where y may "
+            "be None, and a guide that was set up with the observed values given"
+        )
+    raise ModelError(
+        f"the model has several sites that the guide does not cover: {names}. Choose the one to predict by site=. If "
+        "one of them is a latent variable, either the guide is not the one of this model, or it leaves this variable "
+        "to the model (summed out in training, say): then predict with Samples(n), which averages over its draws."
+    )
+
+
+def example_axis(name: str, node: Any, num_rows: int) -> int:
+    """Return the dimension of a site's batch shape that counts examples, from the right (negative).
+
+    A plate that is subsampled comes before others of the size: it is the one that is cut into batches.
+
+    Raises:
+        DataError: there is none, or several.
+    """
+    shape = tuple(node["fn"].batch_shape)
+    frames = [f for f in node["cond_indep_stack"] if f.vectorized]
+    found = _counting(frames, shape, num_rows)
+    if len(found) == 1 or (found and num_rows == 1):  # of plates of one row any will do
+        return int(found[0].dim)
+    if not frames and shape[:1] == (num_rows,):
+        return -len(shape)
+    if found:
+        raise DataError(
+            f"observed site {name!r} is in {len(found)} plates of {num_rows} rows, {[f.name for f in found]}, and any "
+            "of them may count the examples. Give that of the data its whole size and subsample_size=len(x), as "
+            "pyro.plate('data', size, subsample_size=len(x)), or give another number of rows at a time."
+        )
+    raise _no_axis(name, node, num_rows)
+
+
+def _counting(frames: list[Any], shape: tuple[int, ...], num_rows: int) -> list[Any]:
+    """Plates of a number of rows: those that are subsampled, if there are any."""
+    fitting = [f for f in frames if f.size == num_rows and len(shape) >= -f.dim and shape[f.dim] == num_rows]
+    return [f for f in fitting if f.full_size not in (None, f.size)] or fitting
+
+
+def _no_axis(name: str, node: Any, num_rows: int) -> DataError:
+    hint = "pass batches to the model; it seems to choose rows itself (indexing by its plate)"
+    if not any(frame.vectorized for frame in node["cond_indep_stack"]):
+        hint = (
+            "put it in pyro.plate('data', size, subsample_size=len(x)), and let to_event take an example's own "
+            "dimensions only"
+        )
+    shape, event_shape = tuple(node["fn"].batch_shape), tuple(node["fn"].event_shape)
+    return DataError(
+        f"observed site {name!r} has batch shape {shape} and event shape {event_shape}: no dimension counts the "
+        f"{num_rows} examples. To be predicted by example, {hint}."
+    )
+
+
+def counted(node: Any) -> Tensor | None:
+    """Return which values of a site its masks let count, of the shape of one draw; None if all do.
+
+    Masks come from ``poutine.mask``, and from ``.mask()`` of the distribution at any depth.
+    """
+    fn = node["fn"]
+    masks = [(node["mask"], len(fn.event_shape))]
+    while isinstance(fn, (td.Independent, dist.MaskedDistribution, dist.ExpandedDistribution)):
+        masks.append((getattr(fn, "_mask", None), len(fn.event_shape)))
+        fn = fn.base_dist
+    shape = node["fn"].batch_shape + node["fn"].event_shape
+    counts = None
+    for mask, event_dim in masks:
+        if mask is None or bool(torch.as_tensor(mask).all()):
+            continue
+        mask = torch.as_tensor(mask, dtype=torch.bool)
+        mask = mask.reshape(mask.shape + (1,) * event_dim).expand(shape)
+        counts = mask if counts is None else counts & mask
+    return counts

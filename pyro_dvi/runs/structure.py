@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the first run of a model with its guide shows, looked at once."""
+r"""Leave a start at which the hidden units of a network are all alike.
+
+What the first run of a model with its guide shows, looked at once.
+"""
 
 import inspect
 import weakref
@@ -18,15 +21,65 @@ from torch.autograd.graph import get_gradient_edge
 from pyro_dvi.core.autograd_graph import enters, function_of, graph_of
 from pyro_dvi.core.placement import tensors_of
 from pyro_dvi.core.undisturbed import undisturbed
-from pyro_dvi.errors import GuideError, ModelError, PyroDviError
+from pyro_dvi.errors import GuideError, ModelError, PyroDviError, warn
 from pyro_dvi.gaussians.joint_normal import is_joint
 from pyro_dvi.runs.distributions import strip_event_dims
-from pyro_dvi.runs.equal_units import Starts, equal_units
 from pyro_dvi.runs.latents import GaussianSite, Latent, unconstraining_transform
-from pyro_dvi.runs.means import run_at_means
 from pyro_dvi.runs.observed import observed_sites
-from pyro_dvi.runs.posterior_run import Call, PosteriorRun
+from pyro_dvi.runs.posterior_run import Call, PosteriorRun, run_at_means
 from pyro_dvi.runs.sites import is_data, is_latent, sites_of
+
+# Site, its means in the storage of their parameter, weights of the network if it keeps any.
+Starts = list[tuple[str, Tensor, Tensor | None]]
+
+
+def equal_units(latents: Iterable[Any], log_likelihood: Tensor) -> Starts:
+    """Find means at zero where they leave hidden units alike.
+
+    Where all weights are zero, the likelihood has no gradient in those of hidden layers, and one and the same in all
+    that leave a hidden layer: no step of training tells the units apart. Linear models have nothing hidden.
+    """
+    zero = [latent for latent in latents if _stands_at_zero(latent)]
+    if zero and log_likelihood.requires_grad:
+        initial = [getattr(latent.prior, "initial_value", None) for latent in zero]
+        values = [latent.value for latent in zero]
+        grads = torch.autograd.grad(log_likelihood, values, allow_unused=True, retain_graph=True)
+        # Of latents that nothing says to be weights, only matrices are taken for them: numbers and vectors without a
+        # gradient are common in hierarchical models, and harmless.
+        if any(
+            g is not None and not g.any() and (start is not None or g.dim() > 1)
+            for g, start in zip(grads, initial, strict=True)
+        ):
+            return [(a.name, a.loc.detach(), start) for a, start in zip(zero, initial, strict=True)]
+    return []
+
+
+def _stands_at_zero(latent: Any) -> bool:
+    """Whether training would move the mean of a latent, unconstrained, from zero."""
+    trained = latent.source is not None and latent.loc.requires_grad and latent.value.requires_grad
+    return trained and latent.transform is None and not latent.loc.any()
+
+
+def start_apart(starts: Starts) -> None:
+    """Start from the weights of the network, unless the means have been moved since, or there are none; says so."""
+    if not starts or any(mean.any() for _, mean, _ in starts):
+        return
+    for _, mean, initial in starts:
+        if initial is not None:
+            mean.copy_(initial)
+    unknown = [name for name, _, initial in starts if initial is None]
+    warn(
+        f"the guide starts with all means at zero (site {starts[0][0]!r} and {len(starts) - 1} more), where hidden "
+        "units are alike and training hardly tells them apart. "
+        + (
+            f"The model keeps no weights of {unknown[0]!r} to start from: start from draws of the prior, as by "
+            "AutoNormal(model, init_loc_fn=pyro.infer.autoguide.init_to_sample)."
+            if unknown
+            else "They now start from the weights that the network had: as AutoNormal(model, "
+            "init_loc_fn=pyro_dvi.init_to_module) says beforehand."
+        )
+    )
+
 
 _TYPES = [torch.finfo(t) for t in (torch.float16, torch.bfloat16, torch.float32, torch.float64)]
 # Limits of torch's own clamps: probabilities of distributions (eps), values of transforms to the unit interval (tiny).
@@ -50,7 +103,7 @@ class Structure:
         shapes: shape of a draw at each observed site, for the arguments of the first run.
         reached: guide sites that the observed sites depend on.
         joint: Gaussian vectors with covariances among the guide sites, by name.
-        starts: means to be moved before training, see :mod:`~pyro_dvi.runs.equal_units`.
+        starts: means to be moved before training, see :mod:`~pyro_dvi.runs.structure`.
     """
 
     sampled: dict[str, Tensor | bool] = field(default_factory=dict)

@@ -32,8 +32,7 @@ from pyro_dvi.natural_gradients.pyro_optimizers import VOGN
 from pyro_dvi.runs.distributions import strip_event_dims
 from pyro_dvi.runs.divergences import kl_to_priors
 from pyro_dvi.runs.latents import unconstraining_transform
-from pyro_dvi.runs.means import PosteriorMeans, run_at_means
-from pyro_dvi.runs.posterior_run import Call
+from pyro_dvi.runs.posterior_run import Call, PosteriorMeans, run_at_means
 from pyro_dvi.runs.structure import structure_of
 
 

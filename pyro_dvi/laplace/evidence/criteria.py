@@ -12,7 +12,7 @@ import torch
 from pyro.distributions.util import scale_and_mask
 from torch import Tensor
 
-from pyro_dvi.core.signatures import by_position
+from pyro_dvi.core.arguments import by_position
 from pyro_dvi.core.undisturbed import evaluating
 from pyro_dvi.errors import DataError, NotPositiveDefiniteError
 from pyro_dvi.laplace.energy.batch_graph import BatchGraph
@@ -26,9 +26,8 @@ from pyro_dvi.laplace.methods.dense import DensePosterior
 from pyro_dvi.laplace.methods.posterior import LaplacePosterior, Method
 from pyro_dvi.laplace.outputs import GaussianOutputs
 from pyro_dvi.links import ClassLink, GaussHermite, NoiseLink, Probit
-from pyro_dvi.runs.log_joint import JointRun, run_joint
+from pyro_dvi.runs.log_joint import JointRun, rescaled, run_joint
 from pyro_dvi.runs.predictive_of_outputs import integrated
-from pyro_dvi.runs.rescaled import rescaled
 
 _ANOTHER = 4.0  # a value to compare with 1
 

@@ -11,10 +11,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from pyro_dvi.core.choice import check_positive
+from pyro_dvi.core.arguments import check_positive
 from pyro_dvi.errors import ArgumentError, ModelError, UnsupportedError
 from pyro_dvi.laplace.energy.energy import Energy
-from pyro_dvi.runs.rescaled import Rescaled, scale_name
+from pyro_dvi.runs.log_joint import Rescaled, scale_name
 
 
 class Scale(ABC):

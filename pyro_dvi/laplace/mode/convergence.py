@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from pyro_dvi.core.choice import check_choice, check_count, check_positive
+from pyro_dvi.core.arguments import check_choice, check_count, check_positive
 from pyro_dvi.errors import UnconvergedError, warn
 from pyro_dvi.laplace.energy.energy import Energy
 from pyro_dvi.laplace.energy.precision import GGN, Hessian

@@ -5,7 +5,7 @@ import warnings
 
 import torch
 
-from pyro_dvi.core.devices import widest
+from pyro_dvi.core.undisturbed import widest
 from pyro_dvi.errors import DviWarning, ModelError, NotPositiveDefiniteError, UnsupportedError
 from pyro_dvi.laplace.energy.energy import LocalEnergy
 from pyro_dvi.laplace.energy.precision import GGN, prior_diagonal

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from pyro_dvi.core.choice import check_count, check_positive
+from pyro_dvi.core.arguments import check_count, check_positive
 from pyro_dvi.core.progress import progress_bar
 from pyro_dvi.errors import UnconvergedError, warn
 from pyro_dvi.laplace.energy.energy import Energy

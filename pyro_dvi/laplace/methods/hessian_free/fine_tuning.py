@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from pyro_dvi.core.choice import check_choice, check_count, check_positive
+from pyro_dvi.core.arguments import check_choice, check_count, check_positive
 from pyro_dvi.laplace.energy.energy import LocalEnergy
 from pyro_dvi.laplace.methods.hessian_free.solvers import Fits, Solver, Tilt
 

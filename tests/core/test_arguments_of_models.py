@@ -8,7 +8,7 @@ from pyro import poutine
 from torch import nn
 
 import pyro_dvi as dvi
-from pyro_dvi.core.signatures import (
+from pyro_dvi.core.arguments import (
     by_position,
     explained_calls,
     keyword_only,

@@ -15,9 +15,9 @@ from pyro.nn.module import PyroModule, PyroParam, PyroSample
 from torch import Tensor, nn
 from torch.distributions import constraints
 
+from pyro_dvi.bayesian.converted import ScaleMixturePrior, SitePrior, buffer_name, set_attribute
 from pyro_dvi.bayesian.priors import FixedScale, Prior, check_no_gradient, described, positive
 from pyro_dvi.bayesian.selection import Candidate
-from pyro_dvi.bayesian.site_prior import ScaleMixturePrior, SitePrior, buffer_name, set_attribute
 from pyro_dvi.core.placement import placed_like
 from pyro_dvi.errors import ArgumentError, ModelError
 
