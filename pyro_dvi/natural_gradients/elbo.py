@@ -18,7 +18,7 @@ from pyro_dvi.natural_gradients.squares import Draw, SquareMeasurement
 from pyro_dvi.objectives.base import DeterministicELBO
 from pyro_dvi.runs.divergences import kl_to_priors
 from pyro_dvi.runs.latents import Latent
-from pyro_dvi.runs.observed import Observed, UnscaledMinibatches, num_data_of
+from pyro_dvi.runs.observed import Observed, num_data_of
 from pyro_dvi.runs.posterior_run import Call
 from pyro_dvi.runs.structure import check_gradients
 
@@ -85,10 +85,6 @@ class NaturalGradientELBO(DeterministicELBO):
     @cached_property
     def _squares(self) -> SquareMeasurement:
         return SquareMeasurement()
-
-    @cached_property
-    def _unscaled(self) -> UnscaledMinibatches:
-        return UnscaledMinibatches()
 
     def serve(self, optimizer: Any) -> Any:
         """Measure what this optimizer needs, from the first step on, and drop measurements that were not used.
@@ -170,7 +166,6 @@ class NaturalGradientELBO(DeterministicELBO):
             step.sites = run.sites()
             step.trained |= {id(node.variable): node.variable for node in graph if hasattr(node, "variable")}
             step.trained |= {id(site.loc): site.loc for site in step.sites.values()}
-            self._unscaled.see(observed.terms)
             if step.measured is not Statistic.NOISE_PRODUCTS:
                 self._measure_squares(run, observed)
         return {"loss": kl_weight * kl - log_likelihood, "log_likelihood": log_likelihood, "kl": kl}
@@ -199,7 +194,7 @@ class NaturalGradientELBO(DeterministicELBO):
         if not torch.is_grad_enabled():
             return super().differentiable_loss(model, guide, *args, **kwargs)
         if self._guide_id != id(guide):
-            self._guide_id, self._unscaled.largest = id(guide), 0.0
+            self._guide_id = id(guide)
         elif (last := self._last()) is not None and last.is_unused:
             raise GuideError(
                 "the gradients of the last step were not used by a natural-gradient optimizer: train with "

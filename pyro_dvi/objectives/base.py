@@ -21,7 +21,7 @@ from pyro_dvi.errors import (
 )
 from pyro_dvi.runs.observed import Observed, check_num_data, observed_sites
 from pyro_dvi.runs.posterior_run import Call, refuse_site
-from pyro_dvi.runs.structure import Structure, start_apart, structure_of
+from pyro_dvi.runs.structure import FirstRuns, Structure, start_apart
 from pyro_dvi.runs.trained_for import check_trainable, note_trained_for
 
 
@@ -60,6 +60,7 @@ class DeterministicELBO(ELBO):
         self.num_data = num_data
         self.step = 0
         self.terms: dict[str, Tensor] = {}
+        self._first_runs = FirstRuns()
 
     _moves_precisions = False  # of a NaturalGradientGuide
     _keeps_covariances = False  # of the posterior of a last layer
@@ -69,9 +70,9 @@ class DeterministicELBO(ELBO):
     def _evaluate(self, call: Call, kl_weight: float, training: bool) -> dict[str, Tensor]:
         """Return the terms of one run: at least "loss", "log_likelihood" and "kl" (unweighted)."""
 
-    def _looked_at(self, call: Call, training: bool) -> tuple[Structure, bool]:
-        """Return what the first run of model and guide shows, and whether this is it; leave a start at zero."""
-        structure, first = structure_of(call)
+    def _looked_at(self, call: Call, training: bool, gradients: bool = True) -> tuple[Structure, bool]:
+        """Return (structure, is_first_run) of model and guide, and break the symmetry of an all-zero start."""
+        structure, first = self._first_runs.of(call, gradients)
         if structure.joint and not self._keeps_covariances:
             refuse_site(*next(iter(structure.joint.items())))
         if training and self.step == 0:

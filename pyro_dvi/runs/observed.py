@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Read the observed sites of a model's run, and check what they say about the data.
-
-How much of the data a minibatch is: is its likelihood scaled up to all of them, and what does a part of it say?
-"""
+"""The observed sites of a model's run, their scale from a minibatch to the data set, and a run on a part of the rows."""
 
 import math
 from collections.abc import Sequence
@@ -27,7 +24,7 @@ from pyro_dvi.runs.sites import is_data, is_factor, is_latent, sites_of, subsamp
 
 @dataclass
 class Observed:
-    """What a run of a model says about its data.
+    """The likelihood of a run of a model.
 
     Attributes:
         sites: observed sites.
@@ -44,7 +41,7 @@ class Observed:
 
     def log_likelihood(self) -> Tensor:
         """Return the scaled log-likelihood of all terms, a scalar, with errors that name the site."""
-        return sum_of([checked_log_likelihood(site) for site in self.terms])
+        return sum_of([_log_likelihood(site) for site in self.terms])
 
 
 def observed_sites(trace: Any) -> Observed:
@@ -60,49 +57,37 @@ def observed_sites(trace: Any) -> Observed:
     sites, factors = [[observation(s) for s in found] for found in (data, sites_of(trace, is_factor))]
     if not sites and not factors:
         raise ModelError(
-            "the model has no observed site: pass the observed values and give them to "
-            "pyro.sample(name, distribution, obs=values). Without data the posterior is the prior. dvi.fit "
-            f"takes a list [x, y] for two batches: pass [(x, y)] for one. {AS_A_MODEL}"
+            "the model has no observed site: pass the observed values and give them to pyro.sample(name, distribution, "
+            f"obs=values). dvi.fit takes a list [x, y] for two batches: pass [(x, y)] for one. {AS_A_MODEL}"
         )
     return Observed(sites, factors)
 
 
 def observation(site: Any) -> ObservedSite:
-    """Return what objectives and curvatures read of an observed site."""
+    """Return the part of an observed site that objectives and curvatures read."""
     share = subsampled_share(site)
     return ObservedSite(site["name"], site["fn"], site["value"], site["scale"], site["mask"], share)
 
 
-def checked_log_likelihood(site: ObservedSite) -> Tensor:
-    """Scaled log-likelihood of a site, with errors that name it."""
+def _log_likelihood(site: ObservedSite) -> Tensor:
     try:
-        log_prob = site.log_prob(site.value)
+        return (site.log_prob(site.value) * site.scale).sum()
     except PyroDviError:
         raise
-    except ValueError as error:
-        value = site.value
-        if torch.is_tensor(value) and value.is_floating_point() and not bool(torch.isfinite(value).all()):
-            count = int((~torch.isfinite(value)).sum())
+    except (ValueError, RuntimeError, IndexError) as error:
+        value, fn = torch.as_tensor(site.value), site.fn
+        lost = int((~torch.isfinite(value)).sum())
+        if isinstance(error, ValueError) and lost:
             raise DataError(
-                f"observed site {site.name!r} holds {count} NaN or infinite values: drop those rows or mask them "
-                "with pyro.poutine.mask after replacing them by a number"
+                f"observed site {site.name!r} holds {lost} NaN or infinite values: drop those rows, or replace the "
+                "values and mask them with pyro.poutine.mask"
             ) from error
-        shape = tuple(value.shape) if torch.is_tensor(value) else type(value).__name__
-        low, high = (
-            (value.min().item(), value.max().item()) if torch.is_tensor(value) and value.numel() else (0, 0)
-        )
+        low, high = (value.min().item(), value.max().item()) if value.numel() else (0, 0)
         raise DataError(
-            f"observed site {site.name!r} ({type(site.fn).__name__}, batch shape {tuple(site.fn.batch_shape)}, event "
-            f"shape {tuple(site.fn.event_shape)}) cannot have these values (shape {shape}, from {low} to {high}): "
+            f"observed site {site.name!r}: values of shape {tuple(value.shape)} from {low} to {high} do not fit "
+            f"{type(fn).__name__} with batch shape {tuple(fn.batch_shape)} and event shape {tuple(fn.event_shape)}: "
             f"{error}"
         ) from error
-    except (RuntimeError, IndexError) as error:
-        raise DataError(
-            f"observed site {site.name!r}: values of shape {tuple(site.value.shape)} do not fit "
-            f"{type(site.fn).__name__} with batch shape {tuple(site.fn.batch_shape)} and event shape "
-            f"{tuple(site.fn.event_shape)} ({error})"
-        ) from error
-    return (log_prob * site.scale).sum()
 
 
 def _check_shape(node: Any) -> None:
@@ -129,10 +114,18 @@ def _check_shape(node: Any) -> None:
             raise DataError(
                 f"observed site {node['name']!r}: values of shape {tuple(value.shape)} would be broadcast against "
                 f"{type(fn).__name__} with batch shape {tuple(fn.batch_shape)} and event shape "
-                f"{tuple(fn.event_shape)}. Give values of the shape of a draw, as f.squeeze(-1) and y of one column; "
-                "or put dimensions into a plate or to_event. One number for all "
-                "rows of a plate has no dimensions: y.squeeze()"
+                f"{tuple(fn.event_shape)}. Give values of the shape of a draw (f.squeeze(-1) for y of one column), or "
+                "put dimensions into a plate or to_event. One number for all rows has no dimensions: y.squeeze()"
             )
+
+
+# The scale from a minibatch to the data set -------------------------------------------------------------------
+
+
+def num_data_of(site: ObservedSite) -> float:
+    """Return the number of examples in the data set: the plate's scale times the minibatch."""
+    scale = float(site.scale.cpu().double().mean()) if torch.is_tensor(site.scale) else float(site.scale)
+    return scale * max(1, torch.Size(site.fn.batch_shape).numel())
 
 
 def check_num_data(sites: list[ObservedSite], num_data: int) -> None:
@@ -152,32 +145,24 @@ def check_num_data(sites: list[ObservedSite], num_data: int) -> None:
     others = []
     for site in sites:
         if torch.is_tensor(site.scale) and site.scale.numel() > 1:
-            continue  # weights per example are the user's own business
+            continue  # weights of examples, which the user chose
         scale = float(site.scale)
         lengths = [n for n in (*site.fn.batch_shape, *site.value.shape) if n > 0] or [1]
         nearest = min(lengths, key=lambda n: abs(n * scale - num_data))
         # A last, shorter minibatch under a fixed scale is off by less than one minibatch's worth.
         slack = max(scale, 1.0) * 1e-4 * num_data
-        # All the data may have a weight of their author's, but no plate of another size.
+        # The whole data set may have a weight that the user chose, but no plate of another size.
         if abs(nearest * scale - num_data) <= slack or (nearest == num_data and site.share == 1):
             agreeing.add(nearest)
         else:
-            others.append((site, scale, nearest))
-    for site, scale, nearest in sorted(others, key=lambda other: abs(other[1] * other[2] - num_data)):
-        if agreeing and nearest not in agreeing:
-            continue
-        if scale == 1.0 and nearest < num_data:
+            others.append((site.name, scale, nearest))
+    for name, scale, rows in sorted(others, key=lambda other: abs(other[1] * other[2] - num_data)):
+        if not agreeing or rows in agreeing:
             raise DataError(
-                f"observed site {site.name!r} sees {nearest} of {num_data} examples but its likelihood is not scaled "
-                f"up: put it in pyro.plate('data', size={num_data}, subsample_size=len(x)), or pass "
-                f"num_data={nearest} if these are all. It is the number of examples in the data set, not of batches."
+                f"observed site {name!r} sees {rows} of {num_data} examples and its likelihood is scaled to "
+                f"{scale * rows:.6g}: write pyro.plate('data', size={num_data}, subsample_size=len(x)), or correct "
+                "num_data, the number of examples in the data set (not of batches), which fit takes from loader.dataset"
             )
-        raise DataError(
-            f"observed site {site.name!r}: plate scale {scale:.6g} times {nearest} examples gives "
-            f"{scale * nearest:.6g}, not num_data={num_data}. Both are the number of examples in the whole "
-            "data set, not of batches: correct the size of the plate, or num_data, which fit takes from "
-            "loader.dataset; give it to the objective where that is a part of the data."
-        )
 
 
 def check_list(messages: list[Any], batches: Sequence[Any], refuse: bool) -> None:
@@ -223,7 +208,7 @@ def check_list(messages: list[Any], batches: Sequence[Any], refuse: bool) -> Non
 
 
 def _plates(site: Any) -> list[tuple[Any, int, int]]:
-    """Plates that scale a site, with their rows and size; if nothing does, those that it has or lacks."""
+    """Return the plates that scale a site, with their rows and size; if nothing does, those that it has or lacks."""
     frames = site["cond_indep_stack"]
     scaling = [(f, f.size, f.full_size) for f in frames if f.full_size not in (None, f.size)]
     if scaling or torch.is_tensor(site["scale"]) or site["scale"] != 1:
@@ -234,85 +219,42 @@ def _plates(site: Any) -> list[tuple[Any, int, int]]:
 
 
 def _fits(size: int, lengths: list[int]) -> bool:
-    """Whether a plate may be that of all batches: of more, if they are several epochs, or but for one dropped."""
+    """Return whether a plate fits all batches: those of several epochs, or all but a dropped last one."""
     rows, total = lengths[0], sum(lengths)
     return total == rows if size == rows else size < total + (rows if len(set(lengths)) == 1 else 1)
 
 
 def _all_local(latents: list[Any], plate: Any, rows: int) -> bool:
-    """Whether all latents belong to rows, as in an autoencoder, whose posterior does not depend on the scale."""
-    inside = [
-        m for m in latents if (plate in m["cond_indep_stack"] if plate else m["value"].shape[:1] == (rows,))
-    ]
-    return {m["name"] for m in inside} == {m["name"] for m in latents}
+    """Return whether all latents belong to rows, as in an autoencoder, whose posterior the scale does not change."""
+    return all(plate in m["cond_indep_stack"] if plate else m["value"].shape[:1] == (rows,) for m in latents)
 
 
-class UnscaledMinibatches:
-    """Warns of minibatches whose likelihood nothing scales up: N is then taken for the size of a minibatch.
-
-    Attributes:
-        largest: examples of the largest minibatch so far.
-    """
-
-    def __init__(self) -> None:
-        self.largest = 0.0
-        self._warned = False
-
-    def see(self, terms: list[ObservedSite]) -> None:
-        """Compare a minibatch with those before."""
-        if self._warned or any(torch.is_tensor(site.scale) or site.scale != 1 for site in terms):
-            return
-        size = max(_unmasked(site) for site in terms)
-        if size < 0.9 * self.largest:
-            self._warned = True
-            warn(
-                f"the data were {self.largest:g} in one step and {size:g} in another, and no plate says how "
-                "large the data set is. If these are minibatches, N is the size of the minibatch, and the posterior is "
-                'far too wide: write pyro.plate("data", N, subsample_size=len(x)) around the observations, with N the '
-                "number of all data; NaturalGradientELBO(num_data=N) then checks it."
-            )
-        self.largest = max(size, self.largest)
-
-
-def num_data_of(site: ObservedSite) -> float:
-    """Number of examples in the data set: the plate's scale times the minibatch."""
-    scale = float(site.scale.cpu().double().mean()) if torch.is_tensor(site.scale) else float(site.scale)
-    return scale * max(1, torch.Size(site.fn.batch_shape).numel())
-
-
-def _unmasked(site: ObservedSite) -> float:
-    """Number of examples in the minibatch without those that a mask leaves out, as padding."""
-    shape = torch.Size(site.fn.batch_shape)  # a plain tuple in some distributions of Pyro
-    if not torch.is_tensor(site.mask):
-        return float(shape.numel())
-    return float(site.mask.expand(torch.broadcast_shapes(shape, site.mask.shape)).sum())
+# A part of the rows -------------------------------------------------------------------------------------------
 
 
 def run_on_part(run: PosteriorRun, fraction: float, slice_args: SliceArguments | None) -> list[ObservedSite]:
     """Return the observed sites of the model on a random part of the rows, at the same latent values.
 
     Raises:
-        UnsupportedError: a latent variable belongs to rows, so rows cannot be left out.
+        UnsupportedError: no argument has rows, or a latent variable belongs to them.
         ModelError: the plate does not follow the number of rows.
     """
     call = run.call
     first = with_rows((call.args, call.kwargs))
     if first is None:
-        raise UnsupportedError(
-            f"Fisher(fraction={fraction}) found no tensor among the model's arguments to take rows of: pass slice_args"
-        )
+        raise UnsupportedError(f"Fisher(fraction={fraction}) found no tensor of rows: pass slice_args")
     length = len(first)
     for latent in run.latents:  # a plate of another size, of groups say, has nothing to do with the rows
         if any(frame.size == length for frame in run.model_trace.nodes[latent.name]["cond_indep_stack"]):
             raise UnsupportedError(
-                f"Fisher(fraction={fraction}) cannot take part of the rows: latent site {latent.name!r} is local to a "
-                "plate of as many elements. Use Fisher(every=k) to save time instead."
+                f"Fisher(fraction={fraction}) cannot take part of the rows, each of which has a value of latent site "
+                f"{latent.name!r}: use Fisher(every=k)"
             )
     rows = torch.randperm(length, device=first.device)[: max(1, math.ceil(fraction * length))]
     part_args, part_kwargs = (slice_args or _slice_rows)(call.args, call.kwargs, rows)
     advice = (
-        "Give the plate the length of the data (subsample_size=len(x)), so that its scale follows the part, or pass "
-        "Fisher(slice_args=...) that fits the model's arguments."
+        "Give the plate the length of the data (subsample_size=len(x)), or pass Fisher(slice_args=...) that fits the "
+        "model's arguments."
     )
     with preserve_buffers(), twice_differentiable():
         try:
@@ -326,8 +268,8 @@ def run_on_part(run: PosteriorRun, fraction: float, slice_args: SliceArguments |
         before, after = num_data_of(observation(run.model_trace.nodes[site.name])), num_data_of(site)
         if abs(after / before - 1) > 1e-3:
             raise ModelError(
-                f"observed site {site.name!r} weighs {after:.6g} on {len(rows)} rows and {before:.6g} on {length}: the "
-                f"penalty of Fisher(fraction={fraction}) would be biased. {advice}"
+                f"observed site {site.name!r} weighs {after:.6g} on {len(rows)} rows and {before:.6g} on {length}, so "
+                f"that the penalty of Fisher(fraction={fraction}) would be biased. {advice}"
             )
     return sites
 

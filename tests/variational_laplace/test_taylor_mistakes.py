@@ -375,7 +375,7 @@ MISTAKES = [
         "negative count",
         lambda: evaluate(likelihood(lambda f: dist.Poisson(f.exp())), args=(X, -Y.abs().round() - 1)),
         DataError,
-        r"site 'y' \(Poisson.*cannot have these values",
+        r"site 'y': values .* do not fit Poisson",
     ),
     Mistake("labels of the wrong length", lambda: evaluate(args=(X, Y[:4])), DataError, r"site 'y'.*shape"),
     Mistake("labels with a column", lambda: evaluate(args=(X, Y[:, None])), PyroDviError, r"y.*shape"),
@@ -395,7 +395,7 @@ MISTAKES = [
         "plate of the wrong size",
         lambda: evaluate(args=(X, Y, 300), num_data=600),
         DataError,
-        r"site 'y': plate scale 50.*300, not num_data=600.*not of batches: correct the size of the plate, or num_data",
+        r"site 'y' sees 6 of 600 .* scaled to 300: write pyro.plate.*or correct num_data",
     ),
     Mistake(
         "meta device",
