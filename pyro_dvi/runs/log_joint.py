@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Run a model at given unconstrained values of its latents, with every example counted once.
-
-A model with other scales of some of its distributions: a tighter prior, a larger noise.
-"""
+"""A model at given unconstrained values of its latents, every example counted once; scales of its distributions."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,7 +14,7 @@ from torch import distributions as td
 
 from pyro_dvi.errors import ModelError, UnsupportedError
 from pyro_dvi.runs.distributions import rewrapped, strip_event_dims, untransformed
-from pyro_dvi.runs.latents import check_shape, unconstraining_transform
+from pyro_dvi.runs.latents import check_shape, not_in_guide, unconstraining_transform
 from pyro_dvi.runs.observed import Observed, observed_sites
 from pyro_dvi.runs.posterior_run import twice_differentiable
 from pyro_dvi.runs.sites import AllRows, SampleTrace, SetLatents, is_latent
@@ -66,10 +63,7 @@ def run_joint(model: Callable, args: tuple, kwargs: dict[str, Any], values: Mapp
     for name, node in trace.nodes.items():
         if is_latent(node):
             if name not in values:
-                raise ModelError(
-                    f"site {name!r} is neither observed nor in the guide. If it is data, pass the observed values "
-                    f"(y was None?); if it is a latent variable, the guide was set up with another model."
-                )
+                raise ModelError(not_in_guide(name))
             check_shape(node)
         elif node["type"] == "sample" and node["is_observed"]:
             for frame in node["cond_indep_stack"]:
@@ -78,8 +72,8 @@ def run_joint(model: Callable, args: tuple, kwargs: dict[str, Any], values: Mapp
     unvisited = [name for name in values if name not in trace.nodes]
     if unvisited:
         raise ModelError(
-            f"the model did not sample {unvisited[0]!r}, which the guide has: it was set up with another model, or "
-            "without the observations, or the model chooses its latent variables by its arguments"
+            f"the model did not sample {unvisited[0]!r}, which the guide has: set the guide up with this model, with "
+            "observations; latent variables must not depend on the arguments"
         )
     observed = observed_sites(trace)
     for site in observed.terms:
@@ -106,8 +100,8 @@ class AtUnconstrained(SetLatents, SampleTrace):
         for frame in site["cond_indep_stack"]:
             if frame.full_size is not None and frame.full_size != frame.size:
                 raise UnsupportedError(
-                    f"latent site {name!r} has a value for each row of the subsampled plate {frame.name!r}: "
-                    "give all the data in one batch, without subsampling. If it is data, pass the observed values"
+                    f"latent site {name!r} has a value for each row of the subsampled plate {frame.name!r}: give all "
+                    "the data in one batch. If it is data, pass the observed values"
                 )
         u = self.values[name]
         transform = unconstraining_transform(fn.support)
@@ -144,12 +138,11 @@ def log_prior_of_entries(node: Any, entries: Tensor) -> Tensor:
     base = strip_event_dims(fn)
     if base.event_shape:
         raise UnsupportedError(
-            f"the prior of {node['name']!r}, a {type(base).__name__}, couples its entries, so that the evidence of "
-            "some of them is not known: let the whole site vary, or none of it"
+            f"the prior of {node['name']!r}, a {type(base).__name__}, couples its entries: let the whole site vary, or "
+            "none of it"
         )
-    mask = (
-        torch.zeros_like(value, dtype=torch.bool).flatten().index_fill(0, entries, True).reshape(value.shape)
-    )
+    mask = torch.zeros(value.numel(), dtype=torch.bool, device=value.device)
+    mask = mask.index_fill(0, entries, True).reshape(value.shape)
     log_prob = base.mask(mask).to_event(len(fn.event_shape)).log_prob(value)
     found = scale_and_mask(log_prob, node["scale"], node["mask"]).sum()
     transform = unconstraining_transform(base.support)
@@ -217,17 +210,14 @@ def rescaled(site: str, fn: Any, factor: float) -> Any:
     name = scale_name(fn)
     if name is None:
         raise UnsupportedError(
-            f"site {site!r} has a {type(fn).__name__}, whose scale cannot be multiplied: Normal, MultivariateNormal, "
-            "StudentT, Laplace and Cauchy can. Make the scale an argument of the model, and compare models."
+            f"site {site!r} has a {type(fn).__name__}, whose scale cannot be multiplied as that of Normal, "
+            "MultivariateNormal, StudentT, Laplace and Cauchy: make the scale an argument, and compare models"
         )
 
     def replaced(base: Any) -> Any:
         given = {"loc": base.loc, name: getattr(base, name) * factor}
         if isinstance(base, td.StudentT):
             given["df"] = base.df
-        family = (
-            type(base) if type(base).__module__.startswith("pyro") else getattr(dist, type(base).__name__)
-        )
-        return family(**given, validate_args=False)
+        return getattr(dist, type(base).__name__, type(base))(**given, validate_args=False)
 
     return rewrapped(fn, replaced)

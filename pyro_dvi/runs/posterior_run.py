@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""One run of a guide, then of its model with what the guide gave.
-
-One run of guide and model with every Gaussian site at its mean.
-
-One run of guide and model in which every Gaussian latent is its mean and variance.
-"""
+"""One run of a guide, then of its model with the guide's values: at its means, or with moments in their place."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -78,14 +73,14 @@ class GuideRun(SetLatents, SampleTrace):
 
     def used_values(self) -> list[Tensor | None]:
         """Return the tensors that the model computes with; None where it is no plain view of the guide's Gaussian."""
-        return [self._used_value(gaussian) for gaussian in self.expanded]
-
-    def _used_value(self, gaussian: GaussianSite) -> Tensor | None:
-        site = self.trace.nodes.get(gaussian.name.removesuffix("_unconstrained"))
-        value: Any = None if site is None else site["value"]
-        if torch.is_tensor(value) and value.shape == gaussian.value.shape:
-            return value if value.data_ptr() == gaussian.value.data_ptr() else None
-        return None
+        nodes, expanded = self.trace.nodes, self.expanded
+        values = [nodes.get(g.name.removesuffix("_unconstrained"), {}).get("value") for g in expanded]
+        return [
+            v
+            if torch.is_tensor(v) and (v.shape, v.data_ptr()) == (g.value.shape, g.value.data_ptr())
+            else None
+            for v, g in zip(values, expanded, strict=True)
+        ]
 
 
 Values = TypeVar("Values", bound=GuideRun)
@@ -187,17 +182,15 @@ def refuse_site(name: str, fn: Any) -> NoReturn:
         GuideError: always.
     """
     fn = strip_event_dims(fn)
-    kind = type(fn).__name__
     if getattr(fn, "has_enumerate_support", False):
         raise GuideError(
-            f"guide site {name!r} is discrete ({kind}); only Gaussian posteriors can be expanded around "
-            "their mean. Sum the variable out of the model (pyro.infer.config_enumerate with TraceEnum_ELBO), "
-            "or replace it by a continuous relaxation."
+            f"guide site {name!r} is discrete ({type(fn).__name__}), not Gaussian: sum the variable out of the model "
+            "(pyro.infer.config_enumerate with TraceEnum_ELBO), or replace it by a continuous relaxation"
         )
     raise GuideError(
-        f"guide site {name!r} is {kind}, which is not a factorised Gaussian. Use MeanFieldGuide, "
-        "Pyro's AutoNormal, AutoDiagonalNormal or AutoDelta, or a hand-written guide of independent Normal sites; "
-        "for dependent posteriors use Pyro's Trace_ELBO, or MomentPropagationELBO if they are those of a last layer."
+        f"guide site {name!r} is {type(fn).__name__}, which is not a factorised Gaussian: use MeanFieldGuide, AutoNormal, "
+        "AutoDiagonalNormal, AutoDelta, or independent Normal sites of your own; for dependent posteriors use Pyro's "
+        "Trace_ELBO, or MomentPropagationELBO for the dependent posterior of a last layer"
     )
 
 

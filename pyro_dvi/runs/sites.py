@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""The sites of a run: what each of them is, how to choose some by name, and how to set the latent ones.
+"""The sites of a run: their kinds, choosing some by name, setting the latent ones, and the response with its examples.
 
 A site is a node of a trace, or the message that a messenger sees. Every sample site is one of these: latent, data, a
 factor, deterministic, or Pyro's own (the rows that a plate draws).
-
-Find the site that a model answers with, the dimension of its examples, and which of its values count.
 """
 
 import math
@@ -131,24 +129,24 @@ def choose_response(site: str | None, names: list[str]) -> str:
     Raises:
         ModelError: there is none, several, or none of the name ``site``.
     """
+    if site is None and len(names) == 1:
+        return names[0]
+    if site is not None and site in names:
+        return site
     if site is not None:
-        if site in names:
-            return site
         raise ModelError(
-            f"the model has no observed site {site!r}; it has {names}. What is latent is in guide.sample and "
+            f"the model has no observed site {site!r}; it has {names}. Latent sites are in guide.sample and "
             "guide.quantiles"
         )
-    if len(names) == 1:
-        return names[0]
     if not names:
         raise ModelError(
-            "the model has no observed site to predict: it needs pyro.sample(name, distribution, obs=y) where y may "
-            "be None, and a guide that was set up with the observed values given"
+            "the model has no observed site to predict: it needs pyro.sample(name, distribution, obs=y) where y may be "
+            "None, and a guide that was set up with the observed values given"
         )
     raise ModelError(
-        f"the model has several sites that the guide does not cover: {names}. Choose the one to predict by site=. If "
-        "one of them is a latent variable, either the guide is not the one of this model, or it leaves this variable "
-        "to the model (summed out in training, say): then predict with Samples(n), which averages over its draws."
+        f"the model has several sites that the guide does not cover: {names}. Choose the one to predict by site=. A "
+        "latent variable among them means a guide of another model, or one that leaves the variable to the model: then "
+        "predict with Samples(n), which averages over its draws"
     )
 
 
@@ -162,37 +160,17 @@ def example_axis(name: str, node: Any, num_rows: int) -> int:
     """
     shape = tuple(node["fn"].batch_shape)
     frames = [f for f in node["cond_indep_stack"] if f.vectorized]
-    found = _counting(frames, shape, num_rows)
+    fitting = [f for f in frames if f.size == num_rows and len(shape) >= -f.dim and shape[f.dim] == num_rows]
+    found = [f for f in fitting if f.full_size not in (None, f.size)] or fitting
     if len(found) == 1 or (found and num_rows == 1):  # of plates of one row any will do
         return int(found[0].dim)
     if not frames and shape[:1] == (num_rows,):
         return -len(shape)
-    if found:
-        raise DataError(
-            f"observed site {name!r} is in {len(found)} plates of {num_rows} rows, {[f.name for f in found]}, and any "
-            "of them may count the examples. Give that of the data its whole size and subsample_size=len(x), as "
-            "pyro.plate('data', size, subsample_size=len(x)), or give another number of rows at a time."
-        )
-    raise _no_axis(name, node, num_rows)
-
-
-def _counting(frames: list[Any], shape: tuple[int, ...], num_rows: int) -> list[Any]:
-    """Plates of a number of rows: those that are subsampled, if there are any."""
-    fitting = [f for f in frames if f.size == num_rows and len(shape) >= -f.dim and shape[f.dim] == num_rows]
-    return [f for f in fitting if f.full_size not in (None, f.size)] or fitting
-
-
-def _no_axis(name: str, node: Any, num_rows: int) -> DataError:
-    hint = "pass batches to the model; it seems to choose rows itself (indexing by its plate)"
-    if not any(frame.vectorized for frame in node["cond_indep_stack"]):
-        hint = (
-            "put it in pyro.plate('data', size, subsample_size=len(x)), and let to_event take an example's own "
-            "dimensions only"
-        )
-    shape, event_shape = tuple(node["fn"].batch_shape), tuple(node["fn"].event_shape)
-    return DataError(
-        f"observed site {name!r} has batch shape {shape} and event shape {event_shape}: no dimension counts the "
-        f"{num_rows} examples. To be predicted by example, {hint}."
+    problem = f"{len(found)} plates of {num_rows} rows, {[f.name for f in found]}, may count the examples"
+    raise DataError(
+        f"observed site {name!r} with batch shape {shape} and event shape {tuple(node['fn'].event_shape)}: "
+        f"{problem if found else f'no dimension counts the {num_rows} examples'}. Put it in pyro.plate('data', size, "
+        "subsample_size=len(x)) with the batch as the model's argument, and an example's own dimensions in to_event"
     )
 
 

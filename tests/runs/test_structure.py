@@ -245,5 +245,6 @@ def test_a_moment_rule_may_have_the_gradient_that_a_function_lacks():
         return GaussianMoments(mean, 1 - mean.square())
 
     assert torch.isfinite(torch.as_tensor(step("moments", regression(torch.fix))))
+    pyro.clear_param_store()
     with pytest.raises(ModelError, match="no gradient"):
         step("Taylor", regression(torch.fix))
