@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""``to_bayesian_``: parameters of a torch module become latent variables, in place.
-
-The network at the posterior mean: the values that a guide gives, and a module with these weights, without Pyro.
-"""
+"""From a torch module to a Bayesian one, and back to a module with the posterior means as weights."""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
@@ -32,10 +29,9 @@ from pyro_dvi.errors import ArgumentError, GuideError, ModelError, UnsupportedEr
 M = TypeVar("M", bound=nn.Module)
 
 _WRAPPERS = {
-    "DataParallel": "convert the wrapped module, net.module; Pyro's sites cannot be replicated over threads",
+    "DataParallel": "convert the wrapped module, net.module",
     "DistributedDataParallel": "convert the module before wrapping it",
-    "FullyShardedDataParallel": "convert the module before wrapping it; its flattened parameters have no "
-    "sites",
+    "FullyShardedDataParallel": "convert the module before wrapping it",
     "FSDPModule": "convert the module before fully_shard is applied",
     "OptimizedModule": "convert the module before torch.compile, or pass net._orig_mod",
 }
@@ -128,10 +124,9 @@ def _warn_of_padding(groups: Sequence[Sequence[Candidate]]) -> None:
     for owner in (candidate for group in groups for candidate in group):
         if isinstance(owner.module, nn.Embedding) and owner.module.padding_idx is not None:
             warn(
-                f"{owner.name!r} has a padding row (padding_idx={owner.module.padding_idx}), which is a latent like "
-                "the others here, but gets no gradient from torch: it keeps its prior, and draws of it enter the "
-                "network. Mask what is padded, as by layer(tokens) * (tokens != padding_idx).unsqueeze(-1), or set "
-                "padding_idx to None before the conversion, so that the row is learned."
+                f"{owner.name!r} has a padding row (padding_idx={owner.module.padding_idx}), which gets no gradient "
+                "from torch, so that draws of its prior enter the network. Mask what is padded, as by layer(tokens) * "
+                "(tokens != padding_idx).unsqueeze(-1), or set padding_idx to None before the conversion"
             )
 
 
@@ -144,16 +139,14 @@ def _make_site(target: Candidate, prior: SitePrior) -> None:
 def _checked(prior: Prior, groups: Sequence[Sequence[Candidate]]) -> list[Prior]:
     """Find the prior of every parameter, and every mistake, before the first is changed."""
     owners = [group[0] for group in groups]
-    if (complaint := prior.unused(owners)) is not None:
-        raise ModelError(complaint)
+    prior.check_used(owners)
     priors = [prior.resolved(owner) for owner in owners]
     for owner, its_prior in zip(owners, priors, strict=True):
         its_prior.check(owner)
         if hasattr(owner.module, buffer_name(owner.attribute)):
             raise ModelError(
-                f"{owner.name!r} cannot become Bayesian: its {type(owner.module).__name__} has an attribute "
-                f"{buffer_name(owner.attribute)!r} already, where the initial weight would be kept. Rename "
-                "that."
+                f"{owner.name!r} cannot become Bayesian: its {type(owner.module).__name__} has "
+                f"{buffer_name(owner.attribute)!r} already, which would keep the initial weight"
             )
     return priors
 
@@ -167,10 +160,8 @@ def _check_convertible(root: nn.Module) -> None:
         UnsupportedError: for wrapped, compiled and scripted modules.
     """
     if not isinstance(root, nn.Module):
-        raise ArgumentError(
-            f"to_bayesian_ converts a torch.nn.Module, and got a {type(root).__name__}"
-            + (" (the class itself: pass an instance)." if isinstance(root, type) else ".")
-        )
+        hint = " (the class itself: pass an instance)" if isinstance(root, type) else ""
+        raise ArgumentError(f"to_bayesian_ converts a torch.nn.Module, and got a {type(root).__name__}{hint}")
     for path, module in root.named_modules():
         place = f"{path!r}, a {type(module).__name__}," if path else f"The module, a {type(module).__name__},"
         for ancestor in type(module).__mro__:
@@ -179,14 +170,9 @@ def _check_convertible(root: nn.Module) -> None:
         if isinstance(module, torch.jit.ScriptModule):
             raise UnsupportedError(f"{place} is TorchScript and fixed: convert the Python module instead.")
         if module._compiled_call_impl is not None:
-            raise UnsupportedError(
-                f"{place} was compiled in place with .compile(), so Pyro would not see its parameters: "
-                "convert a fresh module."
-            )
+            raise UnsupportedError(f"{place} was compiled in place with .compile(): convert a fresh module.")
         if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():  # type: ignore[misc]
-            raise ModelError(
-                f"{place} is lazy and has no weights yet: run the network once on a batch, then convert it."
-            )
+            raise ModelError(f"{place} is lazy: run the network once on a batch, then convert it.")
 
 
 def to_deterministic(model_or_net: nn.Module, guide: Any) -> nn.Module:
@@ -224,18 +210,15 @@ def to_deterministic(model_or_net: nn.Module, guide: Any) -> nn.Module:
         (True, {'weight': tensor([[1., 1.]]), 'bias': tensor([0.])})
     """
     if not isinstance(model_or_net, nn.Module):
-        raise ArgumentError(
-            f"to_deterministic got a {type(model_or_net).__name__}; pass the network that to_bayesian_ "
-            "converted."
-        )
+        raise ArgumentError(f"to_deterministic got a {type(model_or_net).__name__}: pass a converted network")
     net = _only_converted_net(model_or_net)
     values = posterior_means(guide)
     weights: dict[tuple[str, str], Tensor] = {}
     for path, module in net.named_modules():
         if plain_type(module) is None:
             raise UnsupportedError(
-                f"{path or 'The network'!r} is a {type(module).__name__}, written as a PyroModule, and has "
-                "no plain form. Pass the part of the model that to_bayesian_ converted."
+                f"{path or 'The network'!r} is a {type(module).__name__}, written as a PyroModule, and has no plain "
+                "form: pass the part of the model that to_bayesian_ converted"
             )
         for attribute, prior in getattr(module, "_pyro_samples", {}).items():
             if isinstance(prior, SitePrior) and not isinstance(prior, TiedPrior):
@@ -244,9 +227,7 @@ def to_deterministic(model_or_net: nn.Module, guide: Any) -> nn.Module:
 
     plain = copy.deepcopy(net)
     modules = dict(plain.named_modules())
-    made = {
-        (id(modules[path]), attribute): nn.Parameter(value) for (path, attribute), value in weights.items()
-    }
+    made = {(id(modules[path]), name): nn.Parameter(value) for (path, name), value in weights.items()}
     for module in modules.values():
         _restore_parameters(module, made)
     for module in modules.values():  # ties look at the Pyro attributes of each other until here
@@ -268,14 +249,10 @@ def posterior_means(guide: Any) -> dict[str, Tensor]:
         return dict(guide)
     median: Callable[[], Mapping[str, Tensor]] | None = getattr(guide, "median", None)
     if not callable(median):
-        raise GuideError(
-            f"{type(guide).__name__} has no median() method, as Pyro's automatic guides have. Pass a mapping "
-            "from site names to values instead."
-        )
+        raise GuideError(f"{type(guide).__name__} has no median(): pass a mapping from site names to values")
     if getattr(guide, "prototype_trace", True) is None:
         raise GuideError(
-            f"The {type(guide).__name__} has not seen the model yet and has no parameters: train it, or call "
-            "it once with the arguments of the model."
+            f"The {type(guide).__name__} has not seen the model yet: train it, or call it with the model's arguments"
         )
     return {name: value.detach() for name, value in median().items()}
 
@@ -294,34 +271,29 @@ def _only_converted_net(model: nn.Module) -> nn.Module:
     while plain_type(net) is None:
         inside = [child for child in net.children() if has_weights(child)]
         if not inside:
-            raise ModelError(
-                f"{type(net).__name__} holds no network that to_bayesian_ converted; pass the network itself."
-            )
+            raise ModelError(f"{type(net).__name__} holds no network that to_bayesian_ converted")
         if len(inside) > 1:
             names = [name for name, child in net.named_children() if has_weights(child)]
             raise ModelError(
-                f"{type(net).__name__} holds several converted networks ({', '.join(names)}). Export them "
-                f"one by one: to_deterministic(model.{names[0]}, guide)."
+                f"{type(net).__name__} holds several converted networks ({', '.join(names)}): export one by one, "
+                f"to_deterministic(model.{names[0]}, guide)"
             )
         net = inside[0]
     if not has_weights(net):
-        raise ModelError(
-            f"No parameter of this {type(net).__name__} is Bayesian; there is nothing to export."
-        )
+        raise ModelError(f"No parameter of this {type(net).__name__} is Bayesian")
     return net
 
 
 def _value(values: Mapping[str, Tensor], site: str, like: Tensor) -> Tensor:
     if site not in values:
         raise GuideError(
-            f"The guide has no value for the site {site!r}; it has {', '.join(map(repr, list(values)[:3]))}, "
-            "... Pass the guide of the model that this network is part of, after the model was run."
+            f"The guide has no value for the site {site!r}; it has {', '.join(map(repr, list(values)[:3]))}, ...: pass "
+            "the guide of the model that this network is part of"
         )
     value = values[site]
     if value.shape != like.shape:
         raise GuideError(
-            f"The guide's value for the site {site!r} has the shape {tuple(value.shape)}, and the weight "
-            f"{tuple(like.shape)}: the guide belongs to another model."
+            f"The guide's value for {site!r} has the shape {tuple(value.shape)}, the weight {tuple(like.shape)}"
         )
     return value.detach().to(like).clone()
 
