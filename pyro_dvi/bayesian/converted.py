@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""What stands in for a converted parameter: a small picklable object that Pyro asks for the prior.
+"""A converted parameter's prior, and what its module keeps: class, order of parameters, frozen ones, checkpoint names.
 
-A :class:`SitePrior` is the ``prior`` of a :class:`pyro.nn.PyroSample`. It is called with the module that
-owned the parameter and returns a distribution of the parameter's shape, on the device and in the dtype of the
-module, that carries the module's own weight as ``initial_value``.
-
-What a converted module keeps of the one that it was: class, order of parameters, frozen ones, names in checkpoints.
+A :class:`SitePrior` is the ``prior`` of a :class:`pyro.nn.PyroSample`. It is called with the module that owned the
+parameter and returns a distribution of the parameter's shape, on the device and in the dtype of the module, that
+carries the module's own weight as ``initial_value``.
 
 Optimizers and exported modules rely on the order. Frozen parameters become buffers of the same name, because Pyro sets
 ``requires_grad`` on every parameter that a Pyro module reads; checkpoints fit as before and no optimizer sees them.
@@ -78,28 +76,25 @@ class SitePrior(ABC):
     def _check_surroundings(self, module: PyroModule) -> None:
         if torch._C._current_graph_task_id() != -1:
             raise UnsupportedError(
-                f"The Bayesian parameter {self.attribute!r} of a {type(module).__name__} is read in a backward pass, "
-                "as torch.utils.checkpoint does to compute a layer again; Pyro would draw another value. Leave "
-                "Bayesian layers out of checkpoints and take smaller minibatches, or give the checkpointed function "
-                "its weights as arguments: checkpoint(function, x, layer.weight, use_reentrant=False)."
+                f"The Bayesian parameter {self.attribute!r} is read in a backward pass, as torch.utils.checkpoint does, where Pyro would draw another "
+                "value: give the checkpointed function its weights as arguments, checkpoint(function, x, layer.weight, "
+                "use_reentrant=False), or leave Bayesian layers out of checkpoints"
             )
         if not am_i_wrapped():
             return
         context = module._pyro_context
         if not context.active:
             raise ModelError(
-                f"The Bayesian parameter {self.attribute!r} of a {type(module).__name__} is read outside a "
-                "call of its network, so Pyro would redraw it at each access and record no site. Call the "
-                "network itself, or decorate the method that reads it with pyro.nn.pyro_method."
+                f"The parameter {self.attribute!r} of a {type(module).__name__} is read outside a call of its network, so Pyro would redraw it at each access: call the "
+                "network itself, or decorate the method that reads it with pyro.nn.pyro_method"
             )
         if type(module).__mro__[1].__module__.startswith("torch.nn."):
             plates = [frame.name for frame in get_plates() if frame.vectorized]
             if plates:
                 raise ModelError(
                     f"The site {module._pyro_get_fullname(self.attribute)!r} is sampled inside the plate "
-                    f"{plates[-1]!r}, which would give {type(module).__mro__[1].__name__} a batch of weights "
-                    "that it cannot use. Call the network before entering the plate; with vectorised "
-                    "particles or Predictive(parallel=True), turn the vectorisation off."
+                    f"{plates[-1]!r}, which would give each row weights of its own: call the network before entering "
+                    "the plate, and turn off vectorised particles and Predictive(parallel=True)"
                 )
 
 

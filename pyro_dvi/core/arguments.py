@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Check options that are objects, counts or positive: another thing in their place fails later, and misleads.
-
-What the signature of a model says about its arguments.
-"""
+"""Checks of arguments: options that are objects, counts or positive numbers, and the signatures of models."""
 
 import inspect
 import math

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""What accelerators of different kinds differ in: their random generators, and whether they have float64.
-
-Run a model only to look at it: no statistics are updated and no random numbers are used up.
-"""
+"""Random generators and modules of a run: looking at a model without updating statistics or using random numbers."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager

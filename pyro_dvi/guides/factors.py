@@ -1,12 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Covariance families of the mean-field guide: which standard deviations are free.
-
-Factors of a posterior: what the Gaussian or point mass of one site is, and which parameters it has.
-
-A site of a guide, with what stays the same in every run after the first look at the model.
-
-Where a guide stores the parameters of its sites; a state may be loaded before the guide has seen its model.
-"""
+"""The posterior of one site: its factor, the family of its scales, and where its parameters are stored."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
@@ -339,7 +332,7 @@ def complete_loaded(
     loaded = {name: owner for name, owner in owners.items() if owner is not None}
     if loaded and loaded.keys() != fresh.keys():
         raise GuideError(
-            f"the loaded state has {' and '.join(sorted(loaded))} for site {site!r}, where this guide has "
+            f"the loaded state has {' and '.join(sorted(loaded))} for site {site!r}, this guide "
             f"{' and '.join(sorted(fresh))}: build {guide} with the options that it was saved with"
         )
     leaf = site.rpartition(".")[2]

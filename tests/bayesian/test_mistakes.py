@@ -250,8 +250,11 @@ CONSTRUCTORS = [
     (lambda: HierarchicalScale(dist.HalfNormal(torch.ones(2))), r"shape \(2,\).*scalar"),
     (lambda: HierarchicalScale(dist.HalfNormal(torch.ones((), requires_grad=True))), "requires gradients"),
     (lambda: SmoothClamp(1.0, 1.0), "low=1.0 is not below"),
-    (lambda: classifier(mlp(), 0), "num_data is 0.*len\\(loader.dataset\\)"),
-    (lambda: classifier(mlp(), 2.0), "num_data is 2.0"),
+    (
+        lambda: classifier(mlp(), 0),
+        "num_data, len\\(loader.dataset\\), must be a positive whole number, not 0",
+    ),
+    (lambda: classifier(mlp(), 2.0), "num_data.* not 2.0"),
     (lambda: classifier(lambda x: x, 2), "net is a function"),
     (lambda: regressor(mlp(), 9, noise_scale=0.0), "noise_scale is 0.0"),
     (lambda: regressor(mlp(), 9, noise_scale="learned"), "noise_scale is 'learned'.*Heteroscedastic"),
