@@ -45,7 +45,7 @@ class Homoscedastic(Noise):
         """Add the attribute."""
         scale: Any = self.scale
         if isinstance(scale, LearnedScale):
-            scale = PyroParam(reference.new_full((), scale.init), constraint=constraints.positive)
+            scale = PyroParam(reference.new_tensor(scale.init), constraint=constraints.positive)
         elif isinstance(scale, TorchDistributionMixin):
             model.register_buffer("noise_like", reference.new_ones(()), persistent=False)
             scale = PyroSample(ScalePrior(scale, "noise_like"))

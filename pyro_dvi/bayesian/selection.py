@@ -220,8 +220,8 @@ def _owned(module: nn.Module, paths: Sequence[str]) -> Iterator[Candidate]:
 def _reparametrised_by_hooks(module: nn.Module) -> dict[str, str]:
     """Return the parameters that the hooks of the old ``weight_norm`` or ``spectral_norm`` compute from."""
     removers = {"WeightNorm": "remove_weight_norm", "SpectralNorm": "remove_spectral_norm"}
-    hooks = {str(hook.name): removers[type(hook).__name__] for hook in module._forward_pre_hooks.values()
-             if type(hook).__name__ in removers}  # fmt: skip
+    found: list[Any] = [h for h in module._forward_pre_hooks.values() if type(h).__name__ in removers]
+    hooks = {str(hook.name): removers[type(hook).__name__] for hook in found}
     return {
         attribute: f"a hook computes from it: leave it out, or call torch.nn.utils.{remover}(module) first"
         for attribute in module._parameters

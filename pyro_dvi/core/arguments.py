@@ -72,16 +72,6 @@ def check_kl_weight(name: str, value: Any) -> None:
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# What papers and other libraries call an argument, and what to write here.
-_MEANT = {
-    **dict.fromkeys(("beta", "kappa", "kl_scale", "tau", "temperature"), "kl_weight=..."),
-    **dict.fromkeys(
-        ("prior", "prior_sd", "prior_sigma", "prior_std", "scale", "sigma", "std"), "prior_scale=..."
-    ),
-    "prior_variance": "prior_scale=variance**0.5",
-    "prior_precision": "prior_scale=precision**-0.5",
-}
-
 
 def with_missing(fn: Callable[..., Any], inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return ``inputs`` with None for every further argument that ``fn`` insists on, as in ``model(x, y)``."""
@@ -118,7 +108,7 @@ def keyword_only(fn: Callable[..., Any]) -> list[str]:
 
 
 def takes_any_number(fn: Callable[..., Any]) -> bool:
-    """Whether ``fn`` takes any number of arguments by position, or does not tell."""
+    """Return whether ``fn`` takes any number of arguments by position, or does not tell."""
     parameters = _signature(fn)
     return not parameters or any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters)
 
@@ -143,7 +133,7 @@ def by_position(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[s
 
 
 def misfit(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
-    """Say why ``fn`` does not take these arguments; None where it does, or does not tell.
+    """Return why ``fn`` does not take these arguments; None where it does, or does not tell.
 
     Example:
         >>> misfit(lambda x, y=None: None, (1, 2, 3), {})
@@ -158,10 +148,10 @@ def misfit(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, A
 
 
 def explained_calls(advice: str = "") -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Refuse calls of a function with other arguments than it has, and say what to write.
+    """Refuse calls of a function with other arguments than it has, and name those that it takes.
 
     Args:
-        advice: what to say to whoever calls it wrongly, besides the argument that was meant.
+        advice: a sentence that ends the message.
 
     Raises:
         ArgumentError: in such a call.
@@ -172,7 +162,7 @@ def explained_calls(advice: str = "") -> Callable[[Callable[P, R]], Callable[P, 
         ...     return kl_weight
         >>> loss(beta=0.5)
         Traceback (most recent call last):
-        pyro_dvi.errors.ArgumentError: loss: got an unexpected keyword argument 'beta'; ... Write kl_weight=... instead.
+        pyro_dvi.errors.ArgumentError: loss: got an unexpected keyword argument 'beta'; it takes (kl_weight).
     """
 
     def decorate(fn: Callable[P, R]) -> Callable[P, R]:
@@ -182,13 +172,7 @@ def explained_calls(advice: str = "") -> Callable[[Callable[P, R]], Callable[P, 
             if reason is None:
                 return fn(*args, **kwargs)
             name = type(args[0]).__name__ if fn.__name__ == "__init__" else fn.__name__
-            taken = inspect.signature(fn).parameters
-            meant = [
-                f" Write {_MEANT[k]} instead." for k in kwargs if _MEANT.get(k, "").partition("=")[0] in taken
-            ]
-            raise ArgumentError(
-                f"{name}: {reason.replace('(self, ', '(')}.{''.join(meant)} {advice}".rstrip()
-            )
+            raise ArgumentError(f"{name}: {reason.replace('(self, ', '(')}. {advice}".rstrip())
 
         return checked
 
