@@ -75,18 +75,17 @@ def _log_likelihood(site: ObservedSite) -> Tensor:
     except PyroDviError:
         raise
     except (ValueError, RuntimeError, IndexError) as error:
-        value, fn = torch.as_tensor(site.value), site.fn
-        lost = int((~torch.isfinite(value)).sum())
-        if isinstance(error, ValueError) and lost:
-            raise DataError(
-                f"observed site {site.name!r} holds {lost} NaN or infinite values: drop those rows, or replace the "
-                "values and mask them with pyro.poutine.mask"
-            ) from error
-        low, high = (value.min().item(), value.max().item()) if value.numel() else (0, 0)
+        value, fn, extent = torch.as_tensor(site.value), site.fn, ""
+        if isinstance(error, ValueError) and value.numel():  # not where they are on another device
+            if lost := int((~torch.isfinite(value)).sum()):
+                raise DataError(
+                    f"observed site {site.name!r} holds {lost} NaN or infinite values: drop those rows or mask them with "
+                    "pyro.poutine.mask after replacing them by a number"
+                ) from error
+            extent = f" from {value.min().item()} to {value.max().item()}"
         raise DataError(
-            f"observed site {site.name!r}: values of shape {tuple(value.shape)} from {low} to {high} do not fit "
-            f"{type(fn).__name__} with batch shape {tuple(fn.batch_shape)} and event shape {tuple(fn.event_shape)}: "
-            f"{error}"
+            f"observed site {site.name!r}: values of shape {tuple(value.shape)}{extent} do not fit {type(fn).__name__} "
+            f"with batch shape {tuple(fn.batch_shape)} and event shape {tuple(fn.event_shape)}: {error}"
         ) from error
 
 

@@ -369,7 +369,7 @@ MISTAKES = [
         "label out of range",
         lambda: evaluate(likelihood(three_classes), args=(X, torch.tensor([0, 1, 2, 3, 0, 1]))),
         DataError,
-        r"site 'y' \(Categorical.*from 0 to 3",
+        r"site 'y': values .*from 0 to 3 do not fit Categorical",
     ),
     Mistake(
         "negative count",
@@ -464,7 +464,7 @@ MISTAKES = [
         "fraction of local latents",
         lambda: evaluate(local, curvature=Fisher(fraction=0.5)),
         UnsupportedError,
-        r"latent site 'z' is local to a plate of as many elements.*every=k",
+        r"has a value of latent site 'z'.*every=k",
     ),
     Mistake(
         "fraction of a fixed subsample",
@@ -476,7 +476,7 @@ MISTAKES = [
         "fraction without tensors",
         lambda: evaluate(lambda: regression(X, Y), args=(), curvature=Fisher(fraction=0.5)),
         UnsupportedError,
-        r"no tensor among the model's arguments.*slice_args",
+        r"no tensor of rows.*slice_args",
     ),
     Mistake(
         "generator elsewhere",
