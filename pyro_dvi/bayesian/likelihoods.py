@@ -268,7 +268,7 @@ class Regressor(LikelihoodModule):
         outputs = self.outputs(x)
         if outputs.dim() not in (1, 2):
             raise ModelError(
-                f"The network's output has the shape {tuple(outputs.shape)}; regression needs [batch] or [batch, columns]"
+                f"The network's output is {tuple(outputs.shape)}; regression needs [batch] or [batch, columns]"
             )
         mean, scale = self.noise.split(self, outputs.unsqueeze(-1) if outputs.dim() == 1 else outputs)
         one_column = mean.shape[-1] == 1

@@ -281,15 +281,15 @@ class FactorisedGuide(AutoGuide):
         fn = site["fn"]
         if getattr(fn.support, "is_discrete", True):
             raise ModelError(
-                f"latent site {name!r} is discrete ({type(strip_event_dims(fn)).__name__}): sum it out, replace it by a "
-                "continuous relaxation, or hide it with pyro.poutine.block. If it is data, pass the observed values"
+                f"latent site {name!r} is discrete ({type(strip_event_dims(fn)).__name__}): sum it out, replace it by "
+                "a continuous relaxation, or hide it with pyro.poutine.block. If it is data, pass the observed values"
             )
         try:
             transform = unconstraining_transform(fn.support)
         except NotImplementedError as error:  # a sphere, say
             raise ModelError(
-                f"latent site {name!r} ({type(strip_event_dims(fn)).__name__}) has a support without a map from the real "
-                f"numbers: reparameterise it, as by poutine.reparam(model, {{{name!r}: ProjectedNormalReparam()}})"
+                f"latent site {name!r} ({type(strip_event_dims(fn)).__name__}) has a support without a map from the "
+                f"real numbers: reparameterise it, as by poutine.reparam(model, {{{name!r}: ProjectedNormalReparam()}})"
             ) from error
         value = site["value"].detach()
         loc = value if transform is None else transform.inv(value)
@@ -323,8 +323,8 @@ class FactorisedGuide(AutoGuide):
         taken = [key for key in keys if key in stored and id(stored[key]) not in own]
         if taken:
             warn(
-                f"Pyro's parameter store already holds {taken[0]}: this guide will share it (and {len(taken) - 1} other "
-                "means) with the guide that made it. Call pyro.clear_param_store() first, or "
+                f"Pyro's parameter store already holds {taken[0]}: this guide will share it (and {len(taken) - 1} "
+                "other means) with the guide that made it. Call pyro.clear_param_store() first, or "
                 "pyro.settings.set(module_local_params=True) for parameters of their own."
             )
 

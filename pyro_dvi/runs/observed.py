@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The observed sites of a model's run, their scale from a minibatch to the data set, and a run on a part of the rows."""
+"""The observed sites of a model's run, their scale from a minibatch to the data set, and a run on part of the rows."""
 
 import math
 from collections.abc import Sequence
@@ -79,8 +79,8 @@ def _log_likelihood(site: ObservedSite) -> Tensor:
         if isinstance(error, ValueError) and value.numel():  # not where they are on another device
             if lost := int((~torch.isfinite(value)).sum()):
                 raise DataError(
-                    f"observed site {site.name!r} holds {lost} NaN or infinite values: drop those rows or mask them with "
-                    "pyro.poutine.mask after replacing them by a number"
+                    f"observed site {site.name!r} holds {lost} NaN or infinite values: drop those rows or mask them "
+                    "with pyro.poutine.mask after replacing them by a number"
                 ) from error
             extent = f" from {value.min().item()} to {value.max().item()}"
         raise DataError(

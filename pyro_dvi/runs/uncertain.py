@@ -191,6 +191,6 @@ def refuse_moments(fn: Any, name: str) -> None:
     """
     if any(isinstance(part, GaussianMoments) for part in vars(fn).values()):
         raise UnsupportedError(
-            f"site {name!r}: {type(fn).__module__}.{type(fn).__name__} was given uncertain parameters: use the class of "
-            "the same name in pyro.distributions"
+            f"site {name!r}: {type(fn).__module__}.{type(fn).__name__} was given uncertain parameters: use the class "
+            "of the same name in pyro.distributions"
         )
