@@ -76,9 +76,9 @@ class SitePrior(ABC):
     def _check_surroundings(self, module: PyroModule) -> None:
         if torch._C._current_graph_task_id() != -1:
             raise UnsupportedError(
-                f"The Bayesian parameter {self.attribute!r} is read in a backward pass, as torch.utils.checkpoint does, "
-                "where Pyro would draw another value: give the checkpointed function its weights as arguments, "
-                "checkpoint(function, x, layer.weight, use_reentrant=False), or leave Bayesian layers out of checkpoints"
+                f"The Bayesian parameter {self.attribute!r} is read in a backward pass, as torch.utils.checkpoint "
+                "does, where Pyro would draw another value: give the checkpointed function its weights as arguments, "
+                "checkpoint(function, x, layer.weight, use_reentrant=False), or leave Bayesian layers out"
             )
         if not am_i_wrapped():
             return
@@ -86,7 +86,8 @@ class SitePrior(ABC):
         if not context.active:
             raise ModelError(
                 f"The parameter {self.attribute!r} of a {type(module).__name__} is read outside a call of its "
-                "network, so Pyro would redraw it at each access: call the network itself, or decorate the method that reads it with pyro.nn.pyro_method"
+                "network, so Pyro would redraw it at each access: call the network "
+                "itself, or decorate the method that reads it with pyro.nn.pyro_method"
             )
         if type(module).__mro__[1].__module__.startswith("torch.nn."):
             plates = [frame.name for frame in get_plates() if frame.vectorized]

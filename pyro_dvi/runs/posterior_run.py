@@ -189,7 +189,7 @@ def refuse_site(name: str, fn: Any) -> NoReturn:
         )
     raise GuideError(
         f"guide site {name!r} is {type(fn).__name__}, which is not a factorised Gaussian: use MeanFieldGuide, "
-        "AutoNormal, AutoDiagonalNormal, AutoDelta, or independent Normal sites of your own; for dependent posteriors use Pyro's "
+        "AutoNormal, AutoDiagonalNormal, AutoDelta or independent Normal sites; for dependent posteriors use Pyro's "
         "Trace_ELBO, or MomentPropagationELBO for the dependent posterior of a last layer"
     )
 
