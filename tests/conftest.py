@@ -12,7 +12,7 @@ import pyro
 import pytest
 import torch
 
-from pyro_dvi.core.devices import seeder
+from pyro_dvi.core.undisturbed import seeder
 from tests import emulated
 
 SEED = 20211

@@ -37,7 +37,7 @@ from pyro_dvi.predictive.engine.run import evaluation_mode, respond
 from pyro_dvi.predictive.posterior import posterior_gaussians
 from pyro_dvi.predictive.rules.calibration import calibrate
 from pyro_dvi.predictive.rules.propagation import Independent, Propagation, ReverseDelta
-from pyro_dvi.runs.moment_run import PosteriorMoments, median
+from pyro_dvi.runs.posterior_run import PosteriorMoments, median
 from pyro_dvi.runs.uncertain import uncertain_likelihoods, uncertain_part
 
 ROUNDS = 3  # at least; more for small nets

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import linalg
 
-from pyro_dvi.core.choice import check_count, check_positive
+from pyro_dvi.core.arguments import check_count, check_positive
 from pyro_dvi.core.progress import progress_bar
 from pyro_dvi.core.table import Columns, Report
 from pyro_dvi.errors import ArgumentError, NonFiniteError, PyroDviError, warn

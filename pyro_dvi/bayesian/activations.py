@@ -99,7 +99,7 @@ SMOOTH: Mapping[type[nn.Module], Replacement] = {
     nn.Hardswish: nn.SiLU,
     nn.Hardsigmoid: nn.Sigmoid,
 }
-"""What replaces what by default. Pass ``{**SMOOTH, nn.ReLU: nn.GELU}`` to change one entry."""
+"""The default replacements. Pass ``{**SMOOTH, nn.ReLU: nn.GELU}`` to change one entry."""
 
 _SMOOTH_ALREADY = (nn.Softplus, nn.GELU, nn.SiLU, nn.Mish, nn.Tanh, nn.Sigmoid, nn.ELU, nn.SELU, nn.CELU)
 _FUNCTIONS = (F.relu, torch.relu, torch.relu_, F.relu_)
@@ -144,8 +144,7 @@ def smooth_activations_(
     for old, new in mapping.items():
         if not (isinstance(old, type) and issubclass(old, nn.Module)) or not callable(new):
             raise ArgumentError(
-                f"smooth_activations_: the entry {old!r}: {new!r} of mapping is not of the form type of "
-                "module -> module, class or callable, such as nn.ReLU: nn.GELU."
+                f"smooth_activations_: the entry {old!r}: {new!r} of mapping is not of the form nn.ReLU: nn.GELU"
             )
     made: dict[int, nn.Module] = {}  # one activation module may be used in several places
 
@@ -183,8 +182,7 @@ def _made(replacement: Replacement, old: nn.Module) -> nn.Module:
     new = replacement() if isinstance(replacement, type) else replacement(old)
     if not isinstance(new, nn.Module):
         raise ArgumentError(
-            f"smooth_activations_: the replacement of {type(old).__name__} returned a {type(new).__name__}; "
-            "it must return a torch.nn.Module."
+            f"smooth_activations_: the replacement of {type(old).__name__} returned a {type(new).__name__}, no module"
         )
     return new
 
@@ -210,11 +208,11 @@ def _report(module: nn.Module, replaced: bool) -> None:
     left = sorted({type(m).__name__ for m in module.modules() if isinstance(m, KINKED_MODULES)})
     if left:
         warn(
-            f"smooth_activations_ left {', '.join(left)} in place, whose second derivative is zero almost "
-            "everywhere. Name a replacement in mapping, for instance {**SMOOTH, nn.PReLU: nn.SiLU}."
+            f"smooth_activations_ left {', '.join(left)} in place, whose second derivative is zero: name a replacement "
+            "in mapping, as {**SMOOTH, nn.PReLU: nn.SiLU}"
         )
     elif not replaced and not any(isinstance(m, (*_SMOOTH_ALREADY, SmoothClamp)) for m in module.modules()):
         warn(
-            "smooth_activations_ found no activation module. Functional calls such as F.relu inside a "
-            "forward method cannot be replaced: change them to F.softplus or F.gelu in the code."
+            "smooth_activations_ found no activation module. It cannot replace calls of F.relu in a forward method: "
+            "change them to F.softplus or F.gelu in the code"
         )

@@ -1,18 +1,216 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a converted module keeps of the one that it was: class, order of parameters, frozen ones, names in checkpoints.
+"""A converted parameter's prior, and what its module keeps: class, order of parameters, frozen ones, checkpoint names.
+
+A :class:`SitePrior` is the ``prior`` of a :class:`pyro.nn.PyroSample`. It is called with the module that owned the
+parameter and returns a distribution of the parameter's shape, on the device and in the dtype of the module, that
+carries the module's own weight as ``initial_value``.
 
 Optimizers and exported modules rely on the order. Frozen parameters become buffers of the same name, because Pyro sets
 ``requires_grad`` on every parameter that a Pyro module reads; checkpoints fit as before and no optimizer sees them.
 """
 
+from abc import ABC, abstractmethod
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from pyro.nn.module import PyroModule, _PyroModuleMeta
+import pyro.distributions as dist
+import torch
+from pyro.distributions.torch_distribution import TorchDistributionMixin
+from pyro.infer.autoguide.initialization import init_to_median
+from pyro.nn.module import PyroModule, PyroParam, PyroSample, _PyroModuleMeta
+from pyro.poutine.runtime import am_i_wrapped, get_plates
 from torch import Tensor, nn
 
-from pyro_dvi.bayesian.site_prior import SitePrior, TiedPrior, buffer_name
+from pyro_dvi.core.placement import placed_like
+from pyro_dvi.errors import ModelError, UnsupportedError
+
+
+def buffer_name(attribute: str) -> str:
+    """Return the name of the buffer that keeps the module's own value of a converted parameter."""
+    return f"{attribute}_initial"
+
+
+def set_attribute(module: nn.Module, name: str, value: PyroParam | PyroSample) -> None:
+    """Set a Pyro attribute past the module's own ``__setattr__``, which recurrent layers have to intercept it."""
+    PyroModule.__setattr__(module, name, value)  # type: ignore[arg-type]
+
+
+@dataclass(eq=False, repr=False)
+class SitePrior(ABC):
+    """The prior of one converted parameter.
+
+    Args:
+        attribute: the name of the parameter in its module.
+        text: how a summary prints the prior.
+    """
+
+    attribute: str
+    text: str
+
+    @abstractmethod
+    def distribution(self, module: PyroModule, initial: Tensor) -> TorchDistributionMixin:
+        """Return the prior for a weight of the shape, dtype and device of ``initial``."""
+
+    def __call__(self, module: PyroModule) -> Any:
+        """Return the prior, with ``initial_value`` set to the module's own weight.
+
+        Raises:
+            ModelError: inside a Pyro run but outside a call of the module, where Pyro would redraw the weight
+                at each access and record no site; or inside a plate, where a torch layer would get one weight
+                per row.
+            UnsupportedError: in the backward pass of a checkpointed layer, where Pyro would redraw it as well.
+        """
+        self._check_surroundings(module)
+        initial = self.shown_value(module)
+        prior = self.distribution(module, initial)
+        prior.initial_value = initial  # type: ignore[attr-defined]
+        return prior
+
+    def shown_value(self, module: nn.Module) -> Tensor:
+        """Return the weight that the module had before the conversion, or has been given since."""
+        return module._buffers[buffer_name(self.attribute)]  # type: ignore[return-value]
+
+    def _check_surroundings(self, module: PyroModule) -> None:
+        if torch._C._current_graph_task_id() != -1:
+            raise UnsupportedError(
+                f"The Bayesian parameter {self.attribute!r} is read in a backward pass, as torch.utils.checkpoint "
+                "does, where Pyro would draw another value: give the checkpointed function its weights as arguments, "
+                "checkpoint(function, x, layer.weight, use_reentrant=False), or leave Bayesian layers out"
+            )
+        if not am_i_wrapped():
+            return
+        context = module._pyro_context
+        if not context.active:
+            raise ModelError(
+                f"The parameter {self.attribute!r} of a {type(module).__name__} is read outside a call of its "
+                "network, so Pyro would redraw it at each access: call the network "
+                "itself, or decorate the method that reads it with pyro.nn.pyro_method"
+            )
+        if type(module).__mro__[1].__module__.startswith("torch.nn."):
+            plates = [frame.name for frame in get_plates() if frame.vectorized]
+            if plates:
+                raise ModelError(
+                    f"The site {module._pyro_get_fullname(self.attribute)!r} is sampled inside the plate "
+                    f"{plates[-1]!r}, which would give each row weights of its own: call the network before entering "
+                    "the plate, and turn off vectorised particles and Predictive(parallel=True)"
+                )
+
+
+@dataclass(eq=False, repr=False)
+class DistributionPrior(SitePrior):
+    """A given distribution, expanded to the parameter's shape with all dimensions as one event.
+
+    Args:
+        attribute: as in :class:`SitePrior`.
+        text: as in :class:`SitePrior`.
+        given: the distribution of a single weight, or of the whole weight.
+    """
+
+    given: TorchDistributionMixin
+    _built: TorchDistributionMixin | None = field(default=None, init=False)
+
+    def distribution(self, module: PyroModule, initial: Tensor) -> TorchDistributionMixin:
+        """Return one object as long as the buffer is the same: a training step allocates nothing."""
+        # Moving a module replaces its buffers, so the identity of the buffer stands for dtype and device.
+        if self._built is not None and self._built.initial_value is initial:  # type: ignore[attr-defined]
+            return self._built
+        # Expanding makes an object of its own; initial_value is written on it, and one prior may serve several.
+        batch = initial.shape[: initial.dim() - len(self.given.event_shape)]
+        built = placed_like(self.given, initial).expand(batch).to_event(len(batch))
+        # Tensors made in inference mode cannot be trained through later.
+        self._built = None if torch.is_inference_mode_enabled() else built
+        return built
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_built": None}
+
+
+@dataclass(eq=False, repr=False)
+class ScaleMixturePrior(SitePrior):
+    """``N(0, (unit·scale)²)`` with a scale that is itself an attribute of a module: learned or sampled.
+
+    Args:
+        attribute: as in :class:`SitePrior`.
+        text: as in :class:`SitePrior`.
+        scale_name: the attribute that holds the scale.
+        holder: the module that holds it, or ``None`` for the parameter's own module.
+        unit: the factor in front of the scale.
+    """
+
+    scale_name: str
+    holder: nn.Module | None
+    unit: float
+
+    def distribution(self, module: PyroModule, initial: Tensor) -> TorchDistributionMixin:
+        """Return a Normal around zero with the present scale; only scalars are allocated."""
+        scale = getattr(module if self.holder is None else self.holder, self.scale_name)
+        scale = scale * self.unit if self.unit != 1.0 else scale
+        # No validation: the scale is positive by its own constraint, and checking it would wait for the
+        # device.
+        normal = dist.Normal(torch.zeros_like(scale), scale, validate_args=False)
+        return normal.expand(initial.shape).to_event(initial.dim())
+
+
+@dataclass(eq=False, repr=False)
+class TiedPrior(SitePrior):
+    """The value that another module has sampled: weights that two modules share stay one latent variable."""
+
+    owner: nn.Module
+    owner_attribute: str
+
+    def __call__(self, module: PyroModule) -> Tensor:
+        """Return the owner's weight; Pyro records it as a deterministic site."""
+        value: Tensor = getattr(self.owner, self.owner_attribute)
+        return value
+
+    def distribution(self, module: PyroModule, initial: Tensor) -> TorchDistributionMixin:
+        """Never called: the value is the owner's."""
+        raise NotImplementedError
+
+    def shown_value(self, module: nn.Module) -> Tensor:
+        """Return the owner's own weight."""
+        return self.owner._buffers[buffer_name(self.owner_attribute)]  # type: ignore[return-value]
+
+
+def init_to_module(
+    site: dict[str, Any] | None = None, *, fallback: Callable[[dict[str, Any]], Tensor] = init_to_median
+) -> Any:
+    """Start a latent from the module's own, for instance pretrained, weight.
+
+    An initialisation strategy for any of Pyro's automatic guides. ``to_bayesian_`` puts the weight on the
+    prior as ``initial_value``; sites without one (a noise scale, a latent of your own) start from
+    ``fallback``.
+
+    Args:
+        site: the message of a sample statement, as Pyro passes it. Without it, the strategy is returned with
+            ``fallback`` filled in.
+        fallback: the strategy for sites without a weight of their own; the median of the prior by default.
+
+    Returns:
+        A tensor of the site's shape, in constrained space and apart from the module's own storage.
+
+    Example:
+        >>> import torch
+        >>> from pyro.infer.autoguide import AutoNormal
+        >>> from pyro_dvi.bayesian import to_bayesian_
+        >>> net = torch.nn.Linear(3, 1)
+        >>> weight = net.weight.detach().clone()
+        >>> guide = AutoNormal(to_bayesian_(net), init_loc_fn=init_to_module)
+        >>> _ = guide(torch.ones(1, 3))
+        >>> torch.equal(guide.median()["weight"], weight)
+        True
+    """
+    if site is None:
+        return partial(init_to_module, fallback=fallback)  # which can be pickled with its guide
+    value = getattr(site["fn"], "initial_value", None)
+    if value is None:
+        return fallback(site)
+    # Pyro's guides train the tensor that they are given: without a copy they would train the module's buffer.
+    return value.detach().clone()
+
 
 _ATTRIBUTE = "_before_conversion"
 

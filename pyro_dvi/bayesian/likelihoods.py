@@ -1,18 +1,118 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ready Pyro models: a network followed by a likelihood, in a plate over a minibatch of the data set."""
+"""Ready Pyro models: a network followed by a likelihood, in a plate over a minibatch of the data set.
 
+Writing a noise model: subclass :class:`Noise` and split the network's outputs into means and scales.
+"""
+
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import pyro
 import pyro.distributions as dist
 import torch
+from pyro.distributions.torch_distribution import TorchDistributionMixin
 from pyro.infer.util import is_validation_enabled
-from pyro.nn.module import PyroModule
+from pyro.nn.module import PyroModule, PyroParam, PyroSample
 from torch import Tensor, nn
+from torch.distributions import constraints
 
-from pyro_dvi.bayesian.noise import Noise, as_noise
+from pyro_dvi.bayesian.prior_scales import LearnedScale, ScalePrior, check_positive_support
+from pyro_dvi.bayesian.priors import check_no_gradient, positive
+from pyro_dvi.core.arguments import check_count
 from pyro_dvi.errors import ArgumentError, DataError, ModelError, warn
+
+
+class Noise(ABC):
+    """The scale of the observation noise, in units of the target."""
+
+    def attach(self, model: PyroModule, reference: Tensor) -> None:  # noqa: B027 (not all need something)
+        """Add what the noise needs to the model, in the dtype and on the device of ``reference``."""
+
+    @abstractmethod
+    def split(self, model: PyroModule, outputs: Tensor) -> tuple[Tensor, Tensor | float]:
+        """Return the mean and the scale of the observations for the network's outputs ``[batch, columns]``."""
+
+
+@dataclass(frozen=True, eq=False)
+class Homoscedastic(Noise):
+    """One scale for all observations, ``noise_scale`` of the model: a number, a latent site or a parameter."""
+
+    scale: float | TorchDistributionMixin | LearnedScale
+
+    def attach(self, model: PyroModule, reference: Tensor) -> None:
+        """Add the attribute."""
+        scale: Any = self.scale
+        if isinstance(scale, LearnedScale):
+            scale = PyroParam(reference.new_tensor(scale.init), constraint=constraints.positive)
+        elif isinstance(scale, TorchDistributionMixin):
+            model.register_buffer("noise_like", reference.new_ones(()), persistent=False)
+            scale = PyroSample(ScalePrior(scale, "noise_like"))
+        model.noise_scale = scale
+
+    def split(self, model: PyroModule, outputs: Tensor) -> tuple[Tensor, Tensor | float]:
+        """All outputs are means."""
+        return outputs, model.noise_scale
+
+
+@dataclass(frozen=True)
+class Heteroscedastic(Noise):
+    r"""A noise scale for each input, from a second half of the network's outputs.
+
+    .. math::
+        f_w(x) = (\mu, c), \qquad \sigma(x) = e^{c/2}
+
+    The last layer needs twice as many outputs as the target has columns: means first, log-variances after
+    them.
+
+    Status: exact.
+
+    Example:
+        >>> noise = Heteroscedastic()
+        >>> mean, scale = noise.split(PyroModule(), torch.tensor([[1.0, 0.0]]))
+        >>> mean, scale
+        (tensor([[1.]]), tensor([[1.]]))
+    """
+
+    def split(self, model: PyroModule, outputs: Tensor) -> tuple[Tensor, Tensor | float]:
+        """Return the first half of the columns, and exp of half the second half."""
+        columns = outputs.shape[-1]
+        if columns % 2:
+            raise ModelError(
+                f"The network has {columns} outputs, and Heteroscedastic() needs an even number: a mean and a "
+                "log-variance for each column of the target"
+            )
+        mean, log_variance = outputs[..., : columns // 2], outputs[..., columns // 2 :]
+        return mean, torch.exp(0.5 * log_variance)
+
+
+def as_noise(noise: Any) -> Noise:
+    """Turn anything that ``regressor`` accepts as ``noise_scale`` into a :class:`Noise`.
+
+    Raises:
+        ArgumentError: if it is none of the accepted forms.
+
+    Example:
+        >>> as_noise(0.1)
+        Homoscedastic(scale=0.1)
+    """
+    if isinstance(noise, Noise):
+        return noise
+    if isinstance(noise, LearnedScale):
+        if callable(noise.init):
+            raise ArgumentError("noise_scale: the init of LearnedScale is a rule for weights: pass a number")
+    elif isinstance(noise, TorchDistributionMixin):
+        check_positive_support(noise, "noise_scale")
+        check_no_gradient(noise, "noise_scale")
+    elif isinstance(noise, int | float | Tensor):
+        noise = positive(noise, "noise_scale")
+    else:
+        raise ArgumentError(
+            f"noise_scale is {noise!r}: pass a number, a distribution over positive numbers, LearnedScale() or "
+            "Heteroscedastic()"
+        )
+    return Homoscedastic(noise)
 
 
 class LikelihoodModule(PyroModule):
@@ -27,10 +127,7 @@ class LikelihoodModule(PyroModule):
         super().__init__()
         if not isinstance(net, nn.Module):
             raise ArgumentError(f"net is a {type(net).__name__}; pass a torch.nn.Module.")
-        if isinstance(num_data, bool) or not isinstance(num_data, int) or num_data < 1:
-            raise ArgumentError(
-                f"num_data is {num_data!r}; pass the number of examples in the data set, len(loader.dataset)."
-            )
+        check_count("num_data, len(loader.dataset),", num_data)
         for module in net.modules():
             # A network that was tried out before is not bound to the names of that run.
             if isinstance(module, PyroModule) and not module._pyro_context.active:
@@ -43,18 +140,14 @@ class LikelihoodModule(PyroModule):
 
         A log-likelihood is a sum over many examples, for which three digits are too few.
         """
-        if isinstance(x, tuple | list):
-            outputs = self.net(*x)
-        else:
-            outputs = self.net(**x) if isinstance(x, Mapping) else self.net(x)
+        sequence = isinstance(x, tuple | list)
+        outputs = self.net(*x) if sequence else self.net(**x) if isinstance(x, Mapping) else self.net(x)
         if not hasattr(outputs, "dim"):
             raise ModelError(
-                f"The network returned a {type(outputs).__name__}, and {type(self).__name__.lower()} needs one tensor: "
-                "let the network return it, or write the Pyro model around the network yourself."
+                f"The network returned a {type(outputs).__name__}, and {type(self).__name__.lower()} needs one tensor"
             )
-        return (
-            outputs.float() if getattr(outputs, "dtype", None) in (torch.bfloat16, torch.float16) else outputs
-        )
+        half = getattr(outputs, "dtype", None) in (torch.bfloat16, torch.float16)
+        return outputs.float() if half else outputs
 
     def data_plate(self, size: int, observed: bool) -> Any:
         """Return the plate over a minibatch, which scales its likelihood to the whole data set.
@@ -64,8 +157,8 @@ class LikelihoodModule(PyroModule):
         """
         if size > self.num_data and observed and self.training:
             raise DataError(
-                f"The batch has {size} examples and num_data is {self.num_data}. Pass the number of examples "
-                "in the whole data set as num_data, len(loader.dataset) and not len(loader)."
+                f"The batch has {size} examples and num_data is {self.num_data}: pass the size of the data set, "
+                "len(loader.dataset) and not len(loader)"
             )
         # The indices are not used. Given, they spare Pyro a random permutation of the data set in every step.
         return pyro.plate("data", max(self.num_data, size), subsample=torch.arange(size))
@@ -77,13 +170,9 @@ def _check_target(y: object, shape: torch.Size, outputs: torch.Size, meaning: st
     Raises:
         DataError: otherwise; the wrong shape would be broadcast to a batch by batch table without a word.
     """
-    if not isinstance(y, Tensor):
-        raise DataError(f"y is a {type(y).__name__}; pass a tensor of {meaning} of shape {tuple(shape)}.")
-    if y.shape != shape:
-        raise DataError(
-            f"y has the shape {tuple(y.shape)}; for outputs of shape {tuple(outputs)} the {meaning} need "
-            f"{tuple(shape)}."
-        )
+    given = f"has the shape {tuple(y.shape)}" if isinstance(y, Tensor) else f"is a {type(y).__name__}"
+    if not isinstance(y, Tensor) or y.shape != shape:
+        raise DataError(f"y {given}; for outputs of shape {tuple(outputs)} the {meaning} need {tuple(shape)}")
     return y
 
 
@@ -97,9 +186,8 @@ class Classifier(LikelihoodModule):
         outputs = self.outputs(x)
         if outputs.dim() < 2 or outputs.shape[1] < 2:
             raise ModelError(
-                f"The network's output has the shape {tuple(outputs.shape)}; classification needs logits of "
-                "shape [batch, classes] with two classes or more (or [batch, classes, *positions]). Give "
-                "the last layer one output for each class, also for two classes."
+                f"The network's output has the shape {tuple(outputs.shape)}; classification needs logits [batch, "
+                "classes] or [batch, classes, *positions] with two classes or more"
             )
         logits = outputs if outputs.dim() == 2 else outputs.movedim(1, -1)
         if y is not None:
@@ -108,9 +196,8 @@ class Classifier(LikelihoodModule):
             if not self.warned and type(getattr(outputs, "grad_fn", None)).__name__ == "SoftmaxBackward0":
                 self.warned = True
                 warn(
-                    "The network ends in a softmax, and classifier takes its output for logits, to which the softmax "
-                    "of the likelihood comes a second time: no class can then be more likely than e times another. "
-                    "Leave out the last layer, nn.Softmax."
+                    "The network ends in a softmax, and classifier takes its output for logits: leave out the last "
+                    "layer, nn.Softmax."
                 )
         with self.data_plate(logits.shape[0], observed=y is not None):
             labels = dist.Categorical(logits=logits).to_event(logits.dim() - 2)
@@ -123,12 +210,11 @@ class Classifier(LikelihoodModule):
             return y
         y = _check_target(y, logits.shape[:-1], logits.shape, "class indices")
         if y.is_floating_point() or y.is_complex() or y.dtype is torch.bool:
-            raise DataError(f"y has the dtype {y.dtype}; class indices are integers: pass y.long().")
+            raise DataError(f"y has the dtype {y.dtype}; class indices are integers: pass y.long()")
         lowest, highest, classes = int(y.min()), int(y.max()), logits.shape[-1]
         if lowest < 0 or highest >= classes:
             raise DataError(
-                f"y has labels from {lowest} to {highest}, and the network {classes} outputs; labels must "
-                f"lie in 0..{classes - 1}. Shift them to start at 0, or give the last layer more outputs."
+                f"y has labels from {lowest} to {highest}, and the network {classes} outputs for 0..{classes - 1}"
             )
         return y
 
@@ -182,8 +268,7 @@ class Regressor(LikelihoodModule):
         outputs = self.outputs(x)
         if outputs.dim() not in (1, 2):
             raise ModelError(
-                f"The network's output has the shape {tuple(outputs.shape)}; regression needs [batch] or "
-                "[batch, columns]. Flatten other dimensions in the network."
+                f"The network's output is {tuple(outputs.shape)}; regression needs [batch] or [batch, columns]"
             )
         mean, scale = self.noise.split(self, outputs.unsqueeze(-1) if outputs.dim() == 1 else outputs)
         one_column = mean.shape[-1] == 1
@@ -195,7 +280,7 @@ class Regressor(LikelihoodModule):
         if y is not None and is_validation_enabled():
             y = _check_target(y, mean.shape, outputs.shape, "targets")
             if not bool(torch.isfinite(y).all()):
-                raise DataError("y holds NaN or infinite targets; leave these rows out.")
+                raise DataError("y holds NaN or infinite targets: leave these rows out")
         with self.data_plate(mean.shape[0], observed=y is not None):
             targets = dist.Normal(mean, scale).to_event(0 if one_column else 1)
             drawn: Tensor = pyro.sample("obs", targets, obs=y)

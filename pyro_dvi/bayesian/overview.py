@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``summary``: a table of what is inferred, under which priors, and what a guide has learned."""
+"""``summary``: a table of the latent sites with their priors, starts and posteriors."""
 
 import math
 from collections.abc import Mapping
@@ -12,15 +12,14 @@ from pyro.nn.module import PyroModule
 from pyro.poutine.messenger import Messenger
 from torch import Tensor, nn
 
-from pyro_dvi.bayesian.export import posterior_means
+from pyro_dvi.bayesian.conversion import posterior_means
+from pyro_dvi.bayesian.converted import SitePrior, TiedPrior
+from pyro_dvi.bayesian.prior_scales import ScalePrior
 from pyro_dvi.bayesian.priors import described
-from pyro_dvi.bayesian.scales import ScalePrior
-from pyro_dvi.bayesian.site_prior import SitePrior, TiedPrior
-from pyro_dvi.core.autograd_graph import enters
 from pyro_dvi.core.table import Columns, Report
 from pyro_dvi.core.undisturbed import undisturbed
 from pyro_dvi.errors import ArgumentError, ModelError
-from pyro_dvi.runs.sites import is_data, is_factor, is_latent
+from pyro_dvi.runs.sites import is_data, is_factor, is_latent, sites_of
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,7 @@ class SiteSummary:
     Args:
         name: name of the site.
         shape: its shape.
-        prior: its prior in words; ``scale from s`` marks a parameter that is computed from the latent ``s``.
+        prior: its prior in words; ``scale varies`` marks a parameter that is learned or set by another latent.
         start: root mean square of the module's own weights, where there are any.
         mean: root mean square of the posterior means.
         scale: mean of the posterior standard deviations.
@@ -72,25 +71,17 @@ class Summary(Report):
 
     def _shown(self) -> list[Any]:
         titles = ["site", "shape", "prior", "weights", "start rms"]
-        numbers = ["mean rms", "scale"] if any(site.mean is not None for site in self.sites) else []
+        if any(site.mean is not None for site in self.sites):
+            titles += ["mean rms", "scale"]
         rows = []
         for site in self.sites:
+            numbers = ["-" if v is None else f"{v:.4g}" for v in (site.start, site.mean, site.scale)]
             shape = "×".join(map(str, site.shape)) or "scalar"
-            row = [
-                site.name,
-                shape,
-                site.prior,
-                f"{site.size:,}",
-                *map(_number, (site.start, site.mean, site.scale)),
-            ]
-            rows.append(row[: len(titles + numbers)])
-        empty = [""] * (2 + len(numbers))
-        rows += [[name, "", f"= {owner}", *empty] for name, owner in self.tied.items()]
-        total = (
-            f"{self.latent:,} latent weights in {len(self.sites)} sites; {self.deterministic:,} deterministic"
-        )
+            rows.append([site.name, shape, site.prior, f"{site.size:,}", *numbers][: len(titles)])
+        rows += [[name, "", f"= {owner}", *[""] * (len(titles) - 3)] for name, owner in self.tied.items()]
+        sites = f"{self.latent:,} latent weights in {len(self.sites)} sites"
         seen = f"; observed: {', '.join(self.observed)}" if self.observed else ""
-        return [Columns([*titles, *numbers], rows, names=3), total + seen]
+        return [Columns(titles, rows, names=3), f"{sites}; {self.deterministic:,} deterministic{seen}"]
 
 
 def summary(model_or_net: Any, guide: Any = None, *args: Any, **kwargs: Any) -> Summary:
@@ -143,8 +134,8 @@ def summary(model_or_net: Any, guide: Any = None, *args: Any, **kwargs: Any) -> 
         sites, observed = _traced(model_or_net, known, *args, **kwargs)
     if not sites:
         raise ModelError(
-            "There are no latent sites to list: convert the network with to_bayesian_, or pass the model's "
-            "arguments (summary(model, guide, x, y)) so that it can be run."
+            "there are no latent sites to list: convert the network with to_bayesian_, or pass the model's arguments, "
+            "summary(model, guide, x, y)"
         )
     rows = [
         replace(site, prior="earlier posterior") if name in replaced else site for name, site in sites.items()
@@ -181,17 +172,16 @@ def _traced(
     model: Any, known: Mapping[str, SiteSummary], *args: Any, **kwargs: Any
 ) -> tuple[dict[str, SiteSummary], tuple[str, ...]]:
     """Run the model once and list its latent and observed sites."""
-    sites, observed = {}, []
-    with torch.enable_grad():  # gradients show which priors depend on other sites
-        with undisturbed(), poutine.block(), _PriorParents() as parents:
-            trace = poutine.trace(model).get_trace(*args, **kwargs)
-        for name, site in trace.nodes.items():
-            if is_data(site) or is_factor(site):
-                observed.append(name)
-            elif is_latent(site):
-                shape = tuple(site["value"].shape)
-                sites[name] = known.get(name) or SiteSummary(name, shape, described(site["fn"], parents.of))
-    return sites, tuple(observed)
+    # Gradients show which priors depend on other sites.
+    with torch.enable_grad(), undisturbed(), poutine.block(), _Tracked():
+        trace = poutine.trace(model).get_trace(*args, **kwargs)
+    sites = {
+        site["name"]: known.get(site["name"])
+        or SiteSummary(site["name"], tuple(site["value"].shape), described(site["fn"]))
+        for site in sites_of(trace, is_latent)
+    }
+    observed = sites_of(trace, lambda site: is_data(site) or is_factor(site))
+    return sites, tuple(site["name"] for site in observed)
 
 
 @torch.no_grad()
@@ -200,53 +190,19 @@ def _with_posterior(rows: list[SiteSummary], guide: Any) -> list[SiteSummary]:
     quantiles: Mapping[str, Any] = {}
     if callable(getattr(guide, "quantiles", None)):
         quantiles = guide.quantiles([0.15865525, 0.84134475])
-    result = []
-    for row in rows:
-        scale = None
-        if row.name in quantiles:
-            low, high = quantiles[row.name]
-            # abs: a decreasing transform, such as that of an upper bound, swaps the two
-            scale = float((torch.as_tensor(high) - torch.as_tensor(low)).abs().mean() / 2)
-        mean = _rms(means[row.name]) if row.name in means else None
-        result.append(replace(row, mean=mean, scale=scale))
-    return result
+    # abs: a decreasing transform, such as that of an upper bound, swaps the two
+    scales = {name: float((high - low).abs().mean() / 2) for name, (low, high) in quantiles.items()}
+    found = {row.name: _rms(means[row.name]) for row in rows if row.name in means}
+    return [replace(row, mean=found.get(row.name), scale=scales.get(row.name)) for row in rows]
 
 
 def _rms(value: Tensor) -> float:
     return float(value.detach().cpu().double().square().mean().sqrt()) if value.numel() else 0.0
 
 
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4g}"
-
-
-class _PriorParents(Messenger):
-    """Remember the latent values of a run, so that tensors computed from them can be traced back.
-
-    Status: follows gradients, so a parent that is discrete, or detached by the model, is not seen.
-
-    Example:
-        >>> import pyro, pyro.distributions as dist
-        >>> with _PriorParents() as parents:
-        ...     scale = pyro.sample("s", dist.LogNormal(0.0, 1.0))
-        >>> parents.of(2 * scale), parents.of(torch.ones(()))
-        (('s',), ())
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._values: dict[str, Tensor] = {}
+class _Tracked(Messenger):
+    """Track the latent values of a run for differentiation; a copy may be written in place."""
 
     def _pyro_post_sample(self, msg: Any) -> None:
-        value = msg["value"]
-        if msg["is_observed"] or not isinstance(value, Tensor) or not value.is_floating_point():
-            return
-        # Cut off from its own parents, so that only the nearest are found; a copy may be written in place.
-        leaf = value.detach().requires_grad_()
-        self._values[msg["name"]] = leaf
-        msg["value"] = leaf.clone()
-
-    def of(self, value: Tensor) -> tuple[str, ...]:
-        """Return the sites that ``value`` was computed from, in the order of the run."""
-        parents = enters(list(self._values.values()), [value])
-        return tuple(name for name, is_parent in zip(self._values, parents, strict=True) if is_parent)
+        if is_latent(msg) and msg["value"].is_floating_point():
+            msg["value"] = msg["value"].detach().requires_grad_().clone()

@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``prior_scale`` accepts, and how each form becomes the prior of a parameter.
+"""The forms of ``prior_scale``, and the prior of a parameter that each of them becomes.
 
 Everything becomes a :class:`Prior`: numbers, distributions, callables and mappings here; He scaling, learned and
-sampled scales in :mod:`~pyro_dvi.bayesian.scales`. Writing a new one: subclass :class:`Prior` with a ``place`` method
-that returns a :class:`~pyro_dvi.bayesian.site_prior.SitePrior`. Most wishes need less: a callable of
+sampled scales in :mod:`~pyro_dvi.bayesian.prior_scales`. Writing a new one: subclass :class:`Prior` with a ``place`` method
+that returns a :class:`~pyro_dvi.bayesian.converted.SitePrior`. Most wishes need less: a callable of
 ``(name, parameter)`` may return a float, a distribution or any prior.
 """
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
 import pyro.distributions as dist
@@ -21,8 +20,8 @@ from pyro.nn.module import PyroModule
 from torch import Tensor
 from torch.distributions import Distribution
 
+from pyro_dvi.bayesian.converted import DistributionPrior, SitePrior
 from pyro_dvi.bayesian.selection import Candidate, suggestion
-from pyro_dvi.bayesian.site_prior import DistributionPrior, SitePrior
 from pyro_dvi.core.placement import broadcasts_to, placed_like, tensors_of
 from pyro_dvi.errors import ArgumentError, ModelError
 
@@ -32,7 +31,7 @@ or a mapping from name patterns to these."""
 
 
 class Prior(ABC):
-    """How the prior of one parameter is made."""
+    """A recipe for the prior of one parameter."""
 
     @abstractmethod
     def place(self, target: Candidate, root: PyroModule) -> SitePrior:
@@ -50,14 +49,13 @@ class Prior(ABC):
         """Return the prior that ``target`` gets in the end; rules and mappings look it up."""
         return self
 
-    def unused(self, targets: Iterable[Candidate]) -> str | None:
-        """Say what part of the prior concerns none of ``targets``, or return ``None``."""
-        return None
+    def check_used(self, targets: Sequence[Candidate]) -> None:  # noqa: B027 (most priors have one part)
+        """Raise if a part of the prior concerns none of ``targets``."""
 
 
 @dataclass(frozen=True)
 class FixedScale(Prior):
-    """``N(0, scale²)``: what a number means."""
+    """``N(0, scale²)``: the meaning of a number."""
 
     scale: float
 
@@ -82,34 +80,38 @@ class Given(Prior):
 
     def check(self, target: Candidate) -> None:
         """Compare shape and support with the parameter."""
-        given, shape = self.distribution, target.parameter.shape
-        name = type(given).__name__
-        check_no_gradient(given, f"The prior {name} of {target.name!r}")
-        events = len(given.event_shape)
-        batch, event = shape[: len(shape) - events], shape[len(shape) - events :]
-        if len(shape) < events or event != given.event_shape or not broadcasts_to(given.batch_shape, batch):
+        given, value = self.distribution, target.parameter.detach()
+        place = f"The prior {type(given).__name__} of {target.name!r}"
+        check_no_gradient(given, place)
+        events = value.dim() - len(given.event_shape)
+        batch, event = value.shape[: max(events, 0)], value.shape[max(events, 0) :]
+        if events < 0 or event != given.event_shape or not broadcasts_to(given.batch_shape, batch):
             raise ModelError(
-                f"The prior {name} of {target.name!r} has the shape {tuple(given.shape())}, and the "
-                f"parameter {tuple(shape)}. Pass a scalar distribution, or one of the parameter's shape; a "
-                "callable of (name, parameter) can make one for each parameter."
+                f"{place} has the shape {tuple(given.shape())}, and the parameter {tuple(value.shape)}: pass a scalar "
+                "distribution, one of the parameter's shape, or a callable of (name, parameter) that makes one"
             )
         if given.support.is_discrete or not given.has_rsample:
             raise ModelError(
-                f"The prior {name} of {target.name!r} is discrete or cannot be differentiated through its "
-                "draws; weights need a continuous, reparameterised distribution such as Normal, Laplace or "
-                "StudentT."
+                f"{place} is discrete or has draws without gradients; weights need a continuous, reparameterised "
+                "distribution such as Normal, Laplace or StudentT"
             )
-        value = target.parameter.detach()
         if not bool(placed_like(given, value).expand(batch).support.check(value).all()):
             raise ModelError(
-                f"The initial value of {target.name!r} lies outside the support {given.support} of its prior "
-                f"{name}, so no guide could start from it. Use a prior over all real numbers, or change the "
-                "initial value."
+                f"The initial value of {target.name!r} lies outside the support {given.support} of its prior: use a "
+                "prior over all real numbers, or change the initial value"
             )
+
+
+class LookedUp(Prior):
+    """A prior that differs between parameters."""
+
+    def place(self, target: Candidate, root: PyroModule) -> SitePrior:
+        """Place the prior of ``target``."""
+        return self.resolved(target).place(target, root)
 
 
 @dataclass(frozen=True, eq=False)
-class ByRule(Prior):
+class ByRule(LookedUp):
     """A callable of ``(name, parameter)``."""
 
     rule: Callable[[str, Tensor], PriorLike]
@@ -117,18 +119,12 @@ class ByRule(Prior):
     def resolved(self, target: Candidate) -> Prior:
         """Call the rule; it sees a detached parameter."""
         answer = self.rule(target.name, target.parameter.detach())
-        place = f"The prior rule {getattr(self.rule, '__name__', self.rule)!s} for {target.name!r}"
-        if answer is None:
-            raise ArgumentError(f"{place} returned None; return a float, a distribution or a prior.")
+        place = f"The answer of {getattr(self.rule, '__name__', self.rule)!s} for {target.name!r}"
         return as_prior(answer, place).resolved(target)
-
-    def place(self, target: Candidate, root: PyroModule) -> SitePrior:
-        """Place what the rule says."""
-        return self.resolved(target).place(target, root)
 
 
 @dataclass(frozen=True, eq=False)
-class ByName(Prior):
+class ByName(LookedUp):
     """A mapping from name patterns to priors; the first pattern that matches decides."""
 
     priors: Mapping[str, Prior]
@@ -136,31 +132,20 @@ class ByName(Prior):
     def resolved(self, target: Candidate) -> Prior:
         """Return the prior of the first matching pattern."""
         for pattern, prior in self.priors.items():
-            if self._matches(pattern, target):
+            if target.is_called(pattern):
                 return prior.resolved(target)
         raise ModelError(
-            f"No pattern of prior_scale matches {target.name!r}; add one, for instance '*' as the last for "
-            "the rest."
+            f"No pattern of prior_scale matches {target.name!r}: add '*' as the last for the rest"
         )
 
-    def unused(self, targets: Iterable[Candidate]) -> str | None:
-        """Name the first pattern that matches no parameter at all."""
-        targets = list(targets)
+    def check_used(self, targets: Sequence[Candidate]) -> None:
+        """Refuse a pattern that matches no parameter."""
         for pattern in self.priors:
-            if not any(self._matches(pattern, target) for target in targets):
-                return (
+            if not any(target.is_called(pattern) for target in targets):
+                raise ModelError(
                     f"The pattern {pattern!r} of prior_scale matches no chosen parameter. "
                     f"{suggestion(pattern, targets)}"
                 )
-        return None
-
-    def place(self, target: Candidate, root: PyroModule) -> SitePrior:
-        """Place the prior of the first matching pattern."""
-        return self.resolved(target).place(target, root)
-
-    @staticmethod
-    def _matches(pattern: str, target: Candidate) -> bool:
-        return any(fnmatchcase(name, pattern) for name in target.names)
 
 
 def as_prior(prior: PriorLike, place: str = "prior_scale") -> Prior:
@@ -183,8 +168,7 @@ def as_prior(prior: PriorLike, place: str = "prior_scale") -> Prior:
     if isinstance(prior, Distribution):
         if not isinstance(prior, TorchDistributionMixin):
             raise ArgumentError(
-                f"{place} is a {type(prior).__module__}.{type(prior).__name__}, a distribution of torch; "
-                "take the one of the same name from pyro.distributions."
+                f"{place} is a {type(prior).__name__} of torch: take the one of pyro.distributions"
             )
         return Given(prior)
     if isinstance(prior, Mapping):
@@ -195,14 +179,13 @@ def as_prior(prior: PriorLike, place: str = "prior_scale") -> Prior:
         return FixedScale(positive(prior, place))
     if isinstance(prior, Tensor):
         raise ArgumentError(
-            f"{place} is a tensor of shape {tuple(prior.shape)}; for one scale per weight pass a "
-            "distribution, pyro.distributions.Normal(0., scale)."
+            f"{place} is a tensor of shape {tuple(prior.shape)}: for a scale per weight pass Normal(0., scale)"
         )
     if callable(prior) and not isinstance(prior, type):
         return ByRule(prior)
     raise ArgumentError(
-        f"{place} is {prior!r}. Pass a number, a Pyro distribution, fan_in, LearnedScale(), "
-        "HierarchicalScale(), a callable of (name, parameter), or a mapping from name patterns to these."
+        f"{place} is {prior!r}: pass a number, a Pyro distribution, fan_in, LearnedScale(), HierarchicalScale(), a "
+        "callable of (name, parameter), or a mapping from name patterns to these"
     )
 
 
@@ -210,12 +193,9 @@ def positive(value: object, place: str) -> float:
     """Return ``value`` as a float if it is a positive finite number, and raise otherwise."""
     if isinstance(value, Tensor) and value.dim() == 0:
         value = value.item()
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ArgumentError(f"{place} is {value!r}; a scale is a positive number.")
-    if not (value > 0 and math.isfinite(value)):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise ArgumentError(
-            f"{place} is {value}; a scale must be positive and finite. To keep a parameter deterministic, "
-            "leave it out with exclude=."
+            f"{place} is {value!r}; a scale is a positive, finite number (exclude= keeps a parameter deterministic)"
         )
     return float(value)
 
@@ -224,20 +204,14 @@ def check_no_gradient(distribution: TorchDistributionMixin, place: str) -> None:
     """Raise if a distribution holds trainable tensors, which no optimizer would see."""
     if any(tensor.requires_grad for tensor in tensors_of(distribution)):
         raise ArgumentError(
-            f"{place} holds a tensor that requires gradients, which Pyro's optimizers would not see; use "
-            "LearnedScale() for a scale that is learned."
+            f"{place} holds a tensor that requires gradients, which optimizers would not see: use LearnedScale()"
         )
 
 
-def described(
-    distribution: TorchDistributionMixin, parents: Callable[[Tensor], Sequence[str]] = lambda value: ()
-) -> str:
+def described(distribution: TorchDistributionMixin) -> str:
     """Return a short text such as ``Laplace(loc=0, scale=1)``.
 
-    Args:
-        distribution: what to describe.
-        parents: names the sites that a parameter was drawn from. Such a parameter is shown as ``scale from s``,
-            not by its value, which is one random draw.
+    A parameter that is learned, or was drawn from another site, varies: its present value is not shown.
     """
     inner = distribution
     while hasattr(inner, "base_dist") and type(inner).__name__ in ("Independent", "ExpandedDistribution"):
@@ -247,15 +221,12 @@ def described(
         # Stored or computed from what is stored; not the lazy second parametrisation (logits for probs).
         known = name in vars(inner) or isinstance(getattr(type(inner), name, None), property)
         value = getattr(inner, name) if known else None
-        if isinstance(value, Tensor) and (sources := parents(value)):
-            more = ", ..." if len(sources) > 2 else ""
-            parts.append(f"{name} from {', '.join(sources[:2])}{more}")
+        if isinstance(value, Tensor) and value.requires_grad:
+            parts.append(f"{name} varies")
         elif isinstance(value, Tensor):
             same = value.numel() > 0 and bool((value == value.flatten()[0]).all())
-            shown = (
-                f"{value.flatten()[0].item():.4g}" if same else "×".join(map(str, value.shape)) + " values"
-            )
-            parts.append(f"{name}={shown}")
+            shape = "×".join(map(str, value.shape))
+            parts.append(f"{name}={value.flatten()[0].item():.4g}" if same else f"{name}={shape} values")
     if not parts and isinstance(base := vars(inner).get("base_dist"), TorchDistributionMixin):
-        parts = [described(base, parents)]
+        parts = [described(base)]
     return f"{type(inner).__name__}({', '.join(parts)})"

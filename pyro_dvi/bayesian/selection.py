@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which parameters of a module become Bayesian: selectors by type, by name and by predicate.
+"""The parameters of a module that become Bayesian, chosen by type, by name and by predicate.
 
 A *selector* is a module type (``nn.Linear``: the parameters that such a module owns itself), a pattern for
 the full parameter name as in :mod:`fnmatch` (``"encoder.*"``; ``*`` also crosses dots), or a predicate of
@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import _WeightNorm
 
-from pyro_dvi.bayesian.converted import parameter_order
-from pyro_dvi.bayesian.site_prior import SitePrior
+from pyro_dvi.bayesian.converted import SitePrior, parameter_order
 from pyro_dvi.errors import ArgumentError, ModelError, UnsupportedError
 
 Predicate = Callable[[str, nn.Module, Tensor], bool]
@@ -75,12 +74,16 @@ class Candidate:
         """The first name."""
         return self.names[0]
 
+    def is_called(self, pattern: str) -> bool:
+        """Return whether a pattern matches one of the names."""
+        return any(fnmatchcase(name, pattern) for name in self.names)
+
     def chosen_by(self, selector: Selector) -> bool:
-        """Whether ``selector`` names this parameter."""
+        """Return whether ``selector`` chooses this parameter."""
         if isinstance(selector, str):
             if isinstance(self.module, NORM_LAYERS) and any(wildcard in selector for wildcard in "*?["):
                 return False
-            return any(fnmatchcase(name, selector) for name in self.names)
+            return self.is_called(selector)
         if isinstance(selector, type):
             return isinstance(self.layer or self.module, selector)
         return bool(selector(self.name, self.module, self.parameter))
@@ -121,26 +124,22 @@ def _check_group(group: Sequence[Candidate], wanted: set[int], excluded: set[int
         if id(candidate) in excluded:
             name = next(c.name for c in group if id(c) in wanted)
             raise ModelError(
-                f"{name!r} and {candidate.name!r} are one shared parameter; the first is included and the second "
-                "excluded. Exclude both or neither."
+                f"{name!r} and {candidate.name!r} are one shared parameter: include or exclude both"
             )
         if candidate.obstacle is not None:
             floating = candidate.parameter.is_floating_point()  # neither complex nor an integer
             kind = ModelError if floating else UnsupportedError
-            raise kind(f"{candidate.name!r} cannot become Bayesian: {candidate.obstacle}.")
+            raise kind(f"{candidate.name!r} cannot become Bayesian: {candidate.obstacle}")
 
 
 def _check_that_all_match(everything: Sequence[Candidate], selectors: Sequence[Selector]) -> None:
-    """Raise for a pattern or type that matches nothing: most often it is a slip of the pen."""
+    """Refuse a pattern or type that matches nothing: most often it is misspelt."""
     for selector in selectors:
-        if callable(selector) and not isinstance(selector, type):
+        if not isinstance(selector, str | type) or any(c.chosen_by(selector) for c in everything):
             continue
-        if not any(c.chosen_by(selector) for c in everything):
-            shown = repr(selector) if isinstance(selector, str) else selector.__name__
-            raise ModelError(
-                f"{shown} of include= or exclude= matches no parameter. "
-                + (suggestion(selector, everything) if isinstance(selector, str) else "")
-            )
+        shown = repr(selector) if isinstance(selector, str) else selector.__name__
+        hint = suggestion(selector, everything) if isinstance(selector, str) else ""
+        raise ModelError(f"{shown} of include= or exclude= matches no parameter. {hint}")
 
 
 def _candidates(root: nn.Module) -> list[Candidate]:
@@ -170,8 +169,8 @@ def _selectors(selection: Selection, argument: str) -> tuple[Selector, ...]:
         is_predicate = callable(entry) and not isinstance(entry, type | nn.Module)
         if not (is_module_type or is_predicate or isinstance(entry, str)):
             raise ArgumentError(
-                f"{argument} has the entry {entry!r}, a {type(entry).__name__}. Pass module types "
-                "(nn.Linear), name patterns ('encoder.*') or predicates of (name, module, parameter)."
+                f"{argument} has the entry {entry!r}, a {type(entry).__name__}: pass module types (nn.Linear), name "
+                "patterns ('encoder.*') or predicates of (name, module, parameter)"
             )
     return entries
 
@@ -197,17 +196,13 @@ def _owned(module: nn.Module, paths: Sequence[str]) -> Iterator[Candidate]:
     for attribute in parameter_order(module):
         prior = getattr(module, "_pyro_samples", {}).get(attribute)
         if isinstance(prior, SitePrior):
-            value = prior.shown_value(module)
-            obstacle: str | None = (
-                "it is Bayesian already; leave it out with exclude=, or start from a fresh module"
-            )
-        else:
-            parameter = module._parameters.get(attribute, module._buffers.get(attribute))  # frozen: a buffer
-            if parameter is None:  # bias=False registers the name without a value
-                continue
-            value = parameter
+            obstacle: str | None = "it is Bayesian already: leave it out, or start from a fresh module"
+            yield Candidate(names(attribute), module, attribute, prior.shown_value(module), obstacle)
+            continue
+        value = module._parameters.get(attribute, module._buffers.get(attribute))  # frozen: a buffer
+        if value is not None:  # bias=False registers the name without a value
             obstacle = hooked.get(attribute) or _unsuitable(value)
-        yield Candidate(names(attribute), module, attribute, value, obstacle)
+            yield Candidate(names(attribute), module, attribute, value, obstacle)
     if parametrize.is_parametrized(module):
         for attribute, found in module.parametrizations.items():  # type: ignore[union-attr, operator]
             if all(isinstance(step, _WeightNorm) for step in found):
@@ -216,45 +211,36 @@ def _owned(module: nn.Module, paths: Sequence[str]) -> Iterator[Candidate]:
                     yield Candidate(names_of, found, name, getattr(found, name), layer=module)
                 continue
             obstacle = (
-                "it is computed by torch.nn.utils.parametrize; call "
-                f"parametrize.remove_parametrizations(module, {attribute!r}) first, or leave it out with "
-                "exclude="
+                "it is computed by torch.nn.utils.parametrize: leave it out, or call "
+                f"parametrize.remove_parametrizations(module, {attribute!r}) first"
             )
             yield Candidate(names(attribute), module, attribute, torch.empty(0), obstacle)
 
 
 def _reparametrised_by_hooks(module: nn.Module) -> dict[str, str]:
     """Return the parameters that the hooks of the old ``weight_norm`` or ``spectral_norm`` compute from."""
-    found = {}
     removers = {"WeightNorm": "remove_weight_norm", "SpectralNorm": "remove_spectral_norm"}
-    for hook in module._forward_pre_hooks.values():
-        kind = type(hook).__name__
-        if remover := removers.get(kind):
-            target = str(hook.name)  # type: ignore[attr-defined]
-            for attribute in module._parameters:
-                if attribute.startswith(f"{target}_"):
-                    found[attribute] = (
-                        f"{target!r} is computed from it by a {kind} hook; call "
-                        f"torch.nn.utils.{remover}(module) first, or leave it out with exclude="
-                    )
-    return found
+    found: list[Any] = [h for h in module._forward_pre_hooks.values() if type(h).__name__ in removers]
+    hooks = {str(hook.name): removers[type(hook).__name__] for hook in found}
+    return {
+        attribute: f"a hook computes from it: leave it out, or call torch.nn.utils.{remover}(module) first"
+        for attribute in module._parameters
+        for target, remover in hooks.items()
+        if attribute.startswith(f"{target}_")
+    }
 
 
 def _unsuitable(parameter: Tensor) -> str | None:
     """Say why a posterior over a plain parameter cannot be Gaussian or cannot start from it."""
-    if parameter.is_complex():
-        return "it is complex; represent it by two real parameters, or leave it out with exclude="
     if not parameter.is_floating_point():
+        kind = "complex" if parameter.is_complex() else str(parameter.dtype)
         return (
-            f"its dtype is {parameter.dtype}; only floating-point weights have a Gaussian posterior: use "
-            "exclude="
+            f"it is {kind}; only floating-point weights have a Gaussian posterior: leave it out with exclude="
         )
     if parameter.is_meta:
-        return (
-            "it is on the meta device and has no value; materialise it with module.to_empty(device=...) first"
-        )
+        return "it is on the meta device: materialise it with module.to_empty(device=...) first"
     if parameter.requires_grad and not bool(torch.isfinite(parameter.detach()).all()):
-        return "its value is not finite; initialise it or load a sound checkpoint first"
+        return "its value is not finite: initialise it or load a sound checkpoint first"
     return None
 
 
@@ -262,18 +248,15 @@ def _why_nothing(
     everything: Sequence[Candidate], included: set[int], excluded: set[int], frozen: Sequence[str]
 ) -> str:
     """Explain an empty selection."""
+    start = "Nothing to make Bayesian: "
     if frozen:
-        return (
-            f"Nothing to make Bayesian: the chosen parameters ({', '.join(frozen[:3])}, ...) are frozen. "
-            "Call requires_grad_(True) on those that should be inferred, before the first conversion."
-        )
+        return f"{start}the chosen parameters ({', '.join(frozen[:3])}, ...) are frozen: call requires_grad_(True)"
     if included & excluded:
-        return "Nothing to make Bayesian: exclude= takes away everything that include= chooses."
+        return f"{start}exclude= takes away everything that include= chooses"
     if not everything:
-        return "Nothing to make Bayesian: the module has no parameters."
+        return f"{start}the module has no parameters"
     kinds = sorted({type(c.module).__name__ for c in everything})
     return (
-        f"Nothing to make Bayesian: include= matches none of the {len(everything)} parameters, which belong "
-        f"to {', '.join(kinds[:6])}. Name them by type or pattern, for instance "
-        f"include={everything[0].name!r}."
+        f"{start}include= matches none of the {len(everything)} parameters, which belong to {', '.join(kinds[:6])}. "
+        f"Name them by type or pattern, as include={everything[0].name!r}"
     )

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pyro_dvi.core.choice import check_count
+from pyro_dvi.core.arguments import check_count
 from pyro_dvi.curvature.base import Curvature, half_weighted_squares, sum_of
 from pyro_dvi.curvature.likelihood import Linearisation, ObservedSite, SliceArguments, private_random_state
 from pyro_dvi.curvature.second_derivatives import FastSecondDerivatives

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pyro_dvi.core.choice import check_count
+from pyro_dvi.core.arguments import check_count
 from pyro_dvi.curvature.base import Curvature, half_sum, sum_of
 from pyro_dvi.curvature.likelihood import Linearisation, private_random_state
 from pyro_dvi.curvature.products import batched_gradients

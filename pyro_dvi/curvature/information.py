@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch import distributions as td
 
-from pyro_dvi.core.devices import widest
 from pyro_dvi.core.registry import registering
+from pyro_dvi.core.undisturbed import widest
 from pyro_dvi.curvature.likelihood import ObservedSite
 from pyro_dvi.errors import UnsupportedError
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution
 
-from pyro_dvi.core.devices import state_of
+from pyro_dvi.core.undisturbed import state_of
 from pyro_dvi.errors import ArgumentError, ModelError, UnsupportedError
 
 SliceArguments = Callable[[tuple, dict, Tensor], tuple[tuple, dict]]

@@ -12,7 +12,7 @@ from pyro.infer.elbo import ELBO
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from pyro_dvi.core.choice import check_choice
+from pyro_dvi.core.arguments import check_choice
 from pyro_dvi.distributed.draws import AnnouncedFunction, Draws, SharedDraws, seeded
 from pyro_dvi.distributed.messages import exchange, exchange_results, several
 from pyro_dvi.distributed.parameters import (

@@ -12,7 +12,7 @@ import torch
 from pyro.poutine.messenger import Messenger
 from torch import nn
 
-from pyro_dvi.core.devices import accelerators, forked
+from pyro_dvi.core.undisturbed import accelerators, forked
 
 
 class Draws(ABC):

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from pyro_dvi.core.choice import check_count
+from pyro_dvi.core.arguments import check_count
 from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.expectations.points import shifted_sobol
 from pyro_dvi.moments import GaussianMoments

@@ -2,9 +2,16 @@
 """Guides: posterior families for ``pyro.infer.SVI``."""
 
 from pyro_dvi.guides.base import FactorisedGuide
-from pyro_dvi.guides.factors import Deterministic, Factor, MeanField
+from pyro_dvi.guides.factors import (
+    Deterministic,
+    Factor,
+    MeanField,
+    PerSite,
+    PerWeight,
+    ScaleFamily,
+    SGDStepSize,
+)
 from pyro_dvi.guides.mean_field import MeanFieldGuide
-from pyro_dvi.guides.scales import PerSite, PerWeight, ScaleFamily, SGDStepSize
 
 __all__ = [
     "Deterministic",

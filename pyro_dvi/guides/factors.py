@@ -1,17 +1,129 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Factors of a posterior: what the Gaussian or point mass of one site is, and which parameters it has."""
+"""The posterior of one site: its factor, the family of its scales, and where its parameters are stored."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from math import sqrt
+from typing import Any, ClassVar
 
+import pyro
 import pyro.distributions as dist
+import torch
 from pyro.distributions.distribution import Distribution
+from pyro.distributions.util import sum_rightmost
+from pyro.infer.autoguide.utils import deep_setattr
+from pyro.nn import PyroModule, PyroParam
 from torch import Tensor
 from torch import distributions as td
+from torch.distributions import ExpTransform, constraints, transform_to
 
-from pyro_dvi.core.choice import check_choice
-from pyro_dvi.guides.scales import PerWeight, ScaleFamily
+from pyro_dvi.core.arguments import check_choice, check_count, check_positive
+from pyro_dvi.errors import ArgumentError, GuideError
+
+
+class _ExpPositive(constraints.greater_than):  # type: ignore[misc]
+    """Positive numbers, of which an optimizer sees the logarithm.
+
+    Torch's own transform to positive numbers adds zero and multiplies by one after the exponential: two passes over all
+    weights in every step, and a third one backwards.
+    """
+
+
+exp_positive = _ExpPositive(0.0)
+_EXP = ExpTransform()
+
+
+@transform_to.register(_ExpPositive)
+def _to_exp_positive(constraint: _ExpPositive) -> ExpTransform:
+    return _EXP
+
+
+class ScaleFamily(ABC):
+    """A way to parameterise posterior standard deviations.
+
+    Adding one: say in which shape the learned scales of a site are stored, or that they are fixed.
+    """
+
+    learned: ClassVar[bool] = True
+
+    @abstractmethod
+    def initial(self, loc: Tensor, prior_scale: Tensor, event_dim: int) -> Tensor:
+        """Return the scales of a site at the start, in the shape in which they are stored.
+
+        Args:
+            loc: the site's initial mean, in unconstrained space.
+            prior_scale: standard deviation of its prior, broadcastable to ``loc``.
+            event_dim: number of event dimensions of ``loc``; those to their left belong to plates.
+        """
+
+
+@dataclass(frozen=True)
+class _FromPrior(ScaleFamily):
+    """Standard deviations that start as a fraction of the prior's."""
+
+    log_offset: float = -3.0
+
+    def __post_init__(self) -> None:
+        if not -20 <= self.log_offset <= 5:
+            raise ArgumentError(
+                f"log_offset is log(posterior scale / prior scale) at the start, got {self.log_offset}: try -3"
+            )
+
+
+class PerWeight(_FromPrior):
+    r"""One standard deviation per weight, :math:`\log\sigma = \log s - 3` at the start.
+
+    Args:
+        log_offset: initial :math:`\log(\sigma/s)` with the prior's standard deviation s.
+
+    Source: Unlu & Aitchison (2021), section 4.
+    """
+
+    def initial(self, loc: Tensor, prior_scale: Tensor, event_dim: int) -> Tensor:
+        return (prior_scale * torch.full_like(loc, self.log_offset).exp()).contiguous()
+
+
+class PerSite(_FromPrior):
+    r"""One standard deviation shared by all weights of a site (per plate element for local latents).
+
+    Args:
+        log_offset: initial :math:`\log(\sigma/s)` with the prior's standard deviation s (its mean over the site).
+    """
+
+    def initial(self, loc: Tensor, prior_scale: Tensor, event_dim: int) -> Tensor:
+        scales = prior_scale.expand_as(loc)
+        axes = tuple(range(loc.dim() - event_dim, loc.dim()))
+        shared = scales.mean(axes, keepdim=True) if axes else scales
+        return (shared * torch.full_like(shared, self.log_offset).exp()).contiguous()
+
+
+@dataclass(frozen=True)
+class SGDStepSize(ScaleFamily):
+    r"""One fixed variance for every weight, that of SGD with this step size: :math:`\sigma^2 = \eta / 2M`.
+
+    Together with ``TaylorELBO(curvature=MinibatchGradient())`` only the means are learned, on the objective
+    :math:`\tfrac NM[\log p - \tfrac{\eta}{4M}\sum_\lambda g_\lambda^2] - \beta\,\mathrm{(weight\ decay)}` with the
+    summed minibatch gradient g.
+
+    Args:
+        lr: step size :math:`\eta` of SGD on the mean loss.
+        batch_size: M.
+
+    Source: Unlu & Aitchison (2021), Eq. 29 (arXiv), there with the mean gradient :math:`g / M`, which is the same.
+    """
+
+    learned: ClassVar[bool] = False
+
+    lr: float
+    batch_size: int
+
+    def __post_init__(self) -> None:
+        check_positive("lr", self.lr)
+        check_count("batch_size", self.batch_size)
+
+    def initial(self, loc: Tensor, prior_scale: Tensor, event_dim: int) -> Tensor:
+        return loc.new_full((), sqrt(self.lr / (2 * self.batch_size)))
 
 
 class Factor(ABC):
@@ -103,3 +215,134 @@ class TransformedValue(dist.Delta):
 def _divergence(p: TransformedValue, q: Any) -> Tensor:
     divergence: Tensor = p.log_density - q.log_prob(p.v)
     return divergence
+
+
+@dataclass(frozen=True, eq=False)
+class GuideSite:
+    """The posterior of one latent site of the model.
+
+    Attributes:
+        name: the model's name of the site.
+        prior: its distribution in the first look at the model.
+        transform: from unconstrained values to the site's own; None for the identity.
+        event_dim: event dimensions of an unconstrained value; those to their left belong to plates.
+        plates: names of the plates around the site.
+        factor: which posterior it has.
+        means: the module that holds its mean.
+        spreads: the module that holds the parameter of its spread; None if nothing but the mean is learned.
+    """
+
+    name: str
+    prior: Any
+    transform: Any
+    event_dim: int
+    plates: tuple[str, ...]
+    factor: Factor
+    means: PyroModule
+    spreads: PyroModule | None
+
+    @property
+    def loc(self) -> Tensor:
+        """The mean, read by a statement of Pyro's where a handler is around."""
+        value: Tensor = self._read(self.means)
+        return value
+
+    @property
+    def spread(self) -> Any:
+        """The parameter of the spread likewise; None if nothing but the mean is learned."""
+        return self._read(self.spreads)
+
+    def _read(self, owner: PyroModule | None) -> Any:
+        return None if owner is None else getattr(owner, self.name.rpartition(".")[2])
+
+    def posterior(self) -> Any:
+        """Return the posterior in unconstrained space."""
+        return self.factor.distribution(self.loc, self.spread).to_event(self.event_dim)
+
+    def sample(self, posterior: Any) -> Tensor:
+        """Draw the site from a posterior in unconstrained space, by statements of Pyro's; return its own value."""
+        if self.transform is None:
+            return pyro.sample(self.name, posterior)
+        u = pyro.sample(f"{self.name}_unconstrained", posterior, infer={"is_auxiliary": True})
+        value, event_dim = self.transform(u), self.prior.event_dim
+        log_density = -self.transform.log_abs_det_jacobian(u, value)
+        log_density = sum_rightmost(log_density, log_density.dim() - value.dim() + event_dim)
+        return pyro.sample(self.name, TransformedValue(value, log_density=log_density, event_dim=event_dim))
+
+    def constrained(self, u: Tensor) -> Tensor:
+        """Return the site's own value, given an unconstrained one."""
+        value: Tensor = u if self.transform is None else self.transform(u)
+        return value
+
+
+@dataclass(frozen=True)
+class Store:
+    """A parameter for each site, of one kind.
+
+    Attributes:
+        name: attribute of the guide, as ``locs``.
+        module: what holds the parameters.
+        constraint: which the optimizer does not see.
+    """
+
+    name: str
+    module: PyroModule
+    constraint: Any
+
+    def create(self, site: str, value: Tensor, event_dim: int = 0) -> None:
+        """Create the parameter of a site."""
+        deep_setattr(self.module, site, PyroParam(value, self.constraint, event_dim))
+
+    def create_from(self, state: Mapping[str, Any], prefix: str) -> None:
+        """Create the parameters that a state has."""
+        start = f"{prefix}{self.name}."
+        for key, stored in state.items():
+            if key.startswith(start) and key.endswith("_unconstrained"):
+                site = key.removeprefix(start).removesuffix("_unconstrained")
+                self.create(site, transform_to(self.constraint)(stored.detach().clone()))
+
+    def owner_of(self, site: str) -> Any:
+        """Return the module within that holds the parameter of a site, or None."""
+        *path, leaf = site.split(".")
+        owner: Any = self.module
+        for part in path:
+            owner = getattr(owner, "_modules", {}).get(part)
+        return owner if leaf in getattr(owner, "_pyro_params", {}) else None
+
+
+def complete_loaded(
+    stores: Iterable[Store], site: str, fresh: Mapping[str, Tensor], event_dim: int, guide: str
+) -> bool:
+    """Give loaded parameters the event dimension that only the model knows.
+
+    Args:
+        stores: of the guide.
+        site: name of the site.
+        fresh: what its parameters would be by name of the store, had none been loaded.
+        event_dim: their event dimensions.
+        guide: name of its class.
+
+    Returns:
+        whether there are any.
+
+    Raises:
+        GuideError: what was loaded belongs to another posterior of the site.
+    """
+    owners = {store.name: store.owner_of(site) for store in stores}
+    loaded = {name: owner for name, owner in owners.items() if owner is not None}
+    if loaded and loaded.keys() != fresh.keys():
+        raise GuideError(
+            f"the loaded state has {' and '.join(sorted(loaded))} for site {site!r}, this guide "
+            f"{' and '.join(sorted(fresh))}: build {guide} with the options that it was saved with"
+        )
+    leaf = site.rpartition(".")[2]
+    for name, owner in loaded.items():
+        constraint, _ = owner._pyro_params[leaf]
+        owner._pyro_params[leaf] = (constraint, event_dim)
+        shape, expected = getattr(owner, leaf).shape, fresh[name].shape
+        if name != "locs" and shape != expected:
+            raise GuideError(
+                f"the loaded {name} of site {site!r} have the shape {tuple(shape)}, this guide's have "
+                f"{tuple(expected)}: build {guide} with the options that it was saved with"
+            )
+    return bool(loaded)

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from pyro_dvi.bayesian import init_to_module
 from pyro_dvi.guides.base import FactorisedGuide
-from pyro_dvi.guides.factors import Factor, MeanField
-from pyro_dvi.guides.scales import ScaleFamily, exp_positive
+from pyro_dvi.guides.factors import Factor, MeanField, ScaleFamily, exp_positive
 
 
 class MeanFieldGuide(FactorisedGuide):

@@ -11,13 +11,11 @@ import torch
 from torch import Tensor
 
 from pyro_dvi.bayesian import init_to_module
-from pyro_dvi.core.choice import check_choice, check_count, check_positive
+from pyro_dvi.core.arguments import check_choice, check_count, check_positive, with_missing
 from pyro_dvi.core.progress import progress_bar
-from pyro_dvi.core.signatures import with_missing
 from pyro_dvi.errors import GuideError, warn
 from pyro_dvi.guides.base import FactorisedGuide
-from pyro_dvi.guides.factors import Deterministic, Factor
-from pyro_dvi.guides.site import GuideSite
+from pyro_dvi.guides.factors import Deterministic, Factor, GuideSite
 from pyro_dvi.laplace.energy.batch_graph import refuse_torch_modes
 from pyro_dvi.laplace.energy.energy import Energy, LocalEnergy
 from pyro_dvi.laplace.energy.passes import Passes

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_dvi.core.choice import check_choice, check_count
+from pyro_dvi.core.arguments import check_choice, check_count
 from pyro_dvi.errors import ArgumentError, warn
 from pyro_dvi.laplace.energy.query import Subset
 from pyro_dvi.laplace.guide import LaplaceGuide

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pyro_dvi.core.choice import check_count
+from pyro_dvi.core.arguments import check_count
 from pyro_dvi.errors import ArgumentError, NonFiniteError, NotPositiveDefiniteError
 from pyro_dvi.linalg.operator import Operator, apply, dots, gaussian_rows
 

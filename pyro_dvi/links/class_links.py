@@ -14,7 +14,7 @@ from torch import Tensor
 from torch import distributions as td
 from torch.nn.functional import logsigmoid
 
-from pyro_dvi.core.choice import check_count
+from pyro_dvi.core.arguments import check_count
 from pyro_dvi.errors import ArgumentError
 from pyro_dvi.expectations.labels import logit_of_expected_sigmoid
 from pyro_dvi.expectations.points import sobol_points

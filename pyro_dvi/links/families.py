@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch import distributions as td
 
-from pyro_dvi.core.choice import check_choice
+from pyro_dvi.core.arguments import check_choice
 from pyro_dvi.core.registry import registering
 from pyro_dvi.expectations.expectation import evaluation, find_rule, without_checks
 from pyro_dvi.expectations.labels import gaussian_logits, is_gaussian_logit, logit_of_expected_sigmoid

@@ -13,7 +13,7 @@ from torch import Size, Tensor
 from torch import distributions as td
 from torch.distributions import constraints
 
-from pyro_dvi.core.choice import check_count
+from pyro_dvi.core.arguments import check_count
 from pyro_dvi.expectations.expectation import aligned
 from pyro_dvi.expectations.points import check_domain, nodes_of
 from pyro_dvi.moments import GaussianMoments

@@ -8,8 +8,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from pyro_dvi.core.choice import check_choice
-from pyro_dvi.core.signatures import explained_calls
+from pyro_dvi.core.arguments import check_choice, explained_calls
+from pyro_dvi.core.undisturbed import undisturbed
 from pyro_dvi.curvature import ObservedSite
 from pyro_dvi.errors import ArgumentError, ModelError, warn
 from pyro_dvi.expectations import LogitEstimator
@@ -22,9 +22,9 @@ from pyro_dvi.moments.weight_uses import warned_of_repeated_uses
 from pyro_dvi.objectives.objective import Objective
 from pyro_dvi.runs.divergences import kl_to_priors
 from pyro_dvi.runs.latents import Latent
-from pyro_dvi.runs.moment_run import run_with_moments
-from pyro_dvi.runs.posterior_run import Call
-from pyro_dvi.runs.structure import reached_by
+from pyro_dvi.runs.observed import observed_sites
+from pyro_dvi.runs.posterior_run import Call, run_at_means, run_with_moments
+from pyro_dvi.runs.structure import Structure, check_gradients, reached_by
 from pyro_dvi.runs.uncertain import at_mean, refuse_moments, uncertain_likelihoods, uncertain_part
 
 
@@ -117,7 +117,7 @@ class MomentPropagationELBO(Objective):
         self.variance_floor = variance_floor
 
     def evaluate(self, call: Call, kl_weight: float, training: bool) -> dict[str, Tensor]:
-        structure, first = self.structure(call, training)
+        structure, first = self.structure(call, training, gradients=False)
         run = run_with_moments(call, structure.sampled, partial(self._moments_taken, first))
         observed = self.observed(run.model_trace)
         for site in observed.sites:
@@ -130,7 +130,7 @@ class MomentPropagationELBO(Objective):
                 site.scale = site.scale * self.weighting.weights(at_mean(site.fn), self.step)
         log_likelihood = observed.log_likelihood()
         if first:
-            _check_reached(log_likelihood, run.latents, structure.reached)
+            _check_reached(call, log_likelihood, run.latents, structure)
         kl = kl_to_priors(run.latents)
         return {"loss": kl_weight * kl - log_likelihood, "log_likelihood": log_likelihood, "kl": kl}
 
@@ -180,11 +180,16 @@ def _root(gaussian: GaussianMoments) -> Tensor:
     return gaussian.loc if gaussian.loc._base is None else gaussian.loc._base
 
 
-def _check_reached(log_likelihood: Tensor, latents: list[Latent], expected: frozenset[str]) -> None:
+def _check_reached(call: Call, log_likelihood: Tensor, latents: list[Latent], structure: Structure) -> None:
     """Find functions that drop the gradients of moments, which they take for something other than tensors."""
     locs = {latent.source.name: latent.source.loc for latent in latents if latent.source is not None}
     trainable = {name for name, loc in locs.items() if loc.requires_grad}
-    lost = sorted((expected & trainable) - reached_by(log_likelihood, locs))
+    missing = trainable - reached_by(log_likelihood, locs) - structure.sampled.keys()
+    if missing - structure.reached:
+        with undisturbed():
+            trace = run_at_means(call).model_trace
+            check_gradients(call, trace, observed_sites(trace).log_likelihood())
+    lost = sorted(missing & structure.reached)
     if lost:
         raise ModelError(
             f"gradients of the likelihood do not reach latent site {lost[0]!r} when it enters as moments, though they "

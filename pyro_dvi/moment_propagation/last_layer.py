@@ -21,14 +21,13 @@ from pyro.nn import PyroParam
 from torch import Tensor, nn
 
 from pyro_dvi.bayesian import init_to_module
-from pyro_dvi.core.choice import check_choice, check_count
+from pyro_dvi.core.arguments import check_choice, check_count
 from pyro_dvi.core.undisturbed import preserve_buffers
 from pyro_dvi.errors import ArgumentError
 from pyro_dvi.gaussians.normals import RowsNormal
 from pyro_dvi.guides.base import FactorisedGuide, prior_scale_of
-from pyro_dvi.guides.factors import Deterministic, Factor, MeanField
+from pyro_dvi.guides.factors import Deterministic, Factor, MeanField, exp_positive
 from pyro_dvi.guides.mean_field import MeanFieldGuide
-from pyro_dvi.guides.scales import exp_positive
 from pyro_dvi.moment_propagation.weight_products import FollowedStart, WeightProducts
 from pyro_dvi.runs.sites import is_latent
 

@@ -10,12 +10,11 @@ from pyro.distributions import constraints as pyro_constraints
 from torch import Tensor, nn
 
 from pyro_dvi.bayesian import init_to_module
-from pyro_dvi.core.choice import check_positive
+from pyro_dvi.core.arguments import check_positive
 from pyro_dvi.errors import ArgumentError, ModelError, warn
 from pyro_dvi.gaussians.normals import MultiplicativeNormal
 from pyro_dvi.guides.base import FactorisedGuide
-from pyro_dvi.guides.factors import Deterministic, Factor, MeanField
-from pyro_dvi.guides.scales import exp_positive
+from pyro_dvi.guides.factors import Deterministic, Factor, MeanField, exp_positive
 from pyro_dvi.moment_propagation.input_units import (
     InputAxis,
     InputUnits,

@@ -16,7 +16,7 @@ from pyro_dvi.natural_gradients.optimizer import wanted_by
 from pyro_dvi.objectives.objective import Objective
 from pyro_dvi.runs.divergences import kl_to_priors
 from pyro_dvi.runs.latents import Latent
-from pyro_dvi.runs.minibatch import num_data_of
+from pyro_dvi.runs.observed import num_data_of
 from pyro_dvi.runs.posterior_run import Call
 from pyro_dvi.runs.structure import check_gradients
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from pyro_dvi.core.choice import check_count, check_positive
+from pyro_dvi.core.arguments import check_count, check_positive
 from pyro_dvi.errors import ArgumentError, GuideError
 from pyro_dvi.natural_gradients.drawn_run import NaturalSite, NaturalStep, steps_of
 from pyro_dvi.natural_gradients.estimates import Estimate

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from pyro_dvi.core.signatures import explained_calls
+from pyro_dvi.core.arguments import explained_calls
 from pyro_dvi.natural_gradients.drawn_run import steps_of
 from pyro_dvi.natural_gradients.optimizer import NaturalGradientOptimizer
 from pyro_dvi.natural_gradients.updates import IVONOptimizer, OGNOptimizer, VOGNOptimizer

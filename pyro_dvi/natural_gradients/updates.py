@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from pyro_dvi.core.choice import check_choice, check_count
+from pyro_dvi.core.arguments import check_choice, check_count
 from pyro_dvi.errors import ArgumentError
 from pyro_dvi.natural_gradients.estimates import Estimate, NoiseProducts, Squares
 from pyro_dvi.natural_gradients.optimizer import NaturalGradientOptimizer, Tensors, Update

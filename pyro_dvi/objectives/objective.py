@@ -10,9 +10,8 @@ import torch
 from pyro.infer.elbo import ELBO
 from torch import Tensor
 
+from pyro_dvi.core.arguments import check_count, check_kl_weight, explained_calls
 from pyro_dvi.core.autograd_graph import leaves_of
-from pyro_dvi.core.choice import check_count, check_kl_weight
-from pyro_dvi.core.signatures import explained_calls
 from pyro_dvi.curvature.base import sum_of, twice_differentiated
 from pyro_dvi.errors import (
     CheckpointError,
@@ -20,11 +19,9 @@ from pyro_dvi.errors import (
     PyroDviError,
     UnsupportedError,
 )
-from pyro_dvi.runs.equal_units import start_apart
-from pyro_dvi.runs.minibatch import check_num_data
-from pyro_dvi.runs.observed import Observed, observed_sites
+from pyro_dvi.runs.observed import Observed, check_num_data, observed_sites
 from pyro_dvi.runs.posterior_run import Call, refuse_site
-from pyro_dvi.runs.structure import Structure, structure_of
+from pyro_dvi.runs.structure import FirstRuns, Structure, start_apart
 from pyro_dvi.runs.trained_for import check_trainable, note_trained_for
 
 
@@ -75,6 +72,7 @@ class Objective(ELBO):
         self.num_data = num_data
         self.step = 0
         self.terms: dict[str, Tensor] = {}
+        self._first_runs = FirstRuns()
 
     # Hooks -------------------------------------------------------------------------------------------------------
 
@@ -99,9 +97,9 @@ class Objective(ELBO):
 
     # What hooks may use ------------------------------------------------------------------------------------------
 
-    def structure(self, call: Call, training: bool) -> tuple[Structure, bool]:
+    def structure(self, call: Call, training: bool, gradients: bool = True) -> tuple[Structure, bool]:
         """Return the structure of model and guide, and whether this is its first run; break a start at zero."""
-        structure, first = structure_of(call)
+        structure, first = self._first_runs.of(call, gradients)
         if structure.joint and not self.takes_joint:
             refuse_site(*next(iter(structure.joint.items())))
         if training and self.step == 0:

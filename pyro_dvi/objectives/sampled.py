@@ -15,8 +15,7 @@ from pyro_dvi.gaussians.normals import is_joint
 from pyro_dvi.objectives.objective import Objective
 from pyro_dvi.runs.divergences import kl_to_priors
 from pyro_dvi.runs.latents import GaussianSite
-from pyro_dvi.runs.means import run_at_means
-from pyro_dvi.runs.posterior_run import Call, GuideRun, PosteriorRun
+from pyro_dvi.runs.posterior_run import Call, GuideRun, PosteriorRun, run_at_means
 from pyro_dvi.runs.sites import core, is_latent, sites_of
 from pyro_dvi.runs.structure import check_gradients, refuse_dependent
 

@@ -9,7 +9,7 @@ Adding one: any picklable callable that maps a step to a number that is not nega
 
 from dataclasses import dataclass
 
-from pyro_dvi.core.choice import check_count, check_kl_weight
+from pyro_dvi.core.arguments import check_count, check_kl_weight
 
 __all__ = ["LinearWarmup"]
 

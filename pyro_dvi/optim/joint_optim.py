@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from pyro_dvi.core.signatures import explained_calls
+from pyro_dvi.core.arguments import explained_calls
 from pyro_dvi.errors import ArgumentError
 from pyro_dvi.optim.learning_rates import LearningRates
 

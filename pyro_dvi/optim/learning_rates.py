@@ -17,7 +17,7 @@ from pyro.infer.elbo import ELBOModule
 from pyro.nn import PyroModule
 from torch import nn
 
-from pyro_dvi.core.choice import check_positive
+from pyro_dvi.core.arguments import check_positive
 from pyro_dvi.errors import ArgumentError, GuideError, ModelError, UnsupportedError
 
 #: A pattern for names of log-scales: ``<Guide>.scales.<site>`` (MeanFieldGuide, AutoNormal), ``<Guide>.alphas.<site>``

@@ -11,7 +11,7 @@ import torch
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
-from pyro_dvi.core.devices import forked, seeder
+from pyro_dvi.core.undisturbed import forked, seeder
 from pyro_dvi.errors import ModelError, UnsupportedError
 from pyro_dvi.predictive.engine.batches import Batch
 from pyro_dvi.predictive.engine.distributions import possible, tensors_of

@@ -17,15 +17,14 @@ from pyro.infer.autoguide import AutoCallable, AutoGuide
 from torch import Tensor, nn
 from torch import distributions as td
 
-from pyro_dvi.core.devices import reseeded
+from pyro_dvi.core.arguments import with_missing
 from pyro_dvi.core.recording import is_recording
-from pyro_dvi.core.signatures import with_missing
+from pyro_dvi.core.undisturbed import reseeded
 from pyro_dvi.errors import GuideError, NonFiniteError
 from pyro_dvi.guides.base import FactorisedGuide
 from pyro_dvi.runs.explained import non_finite
 from pyro_dvi.runs.latents import Marginals
-from pyro_dvi.runs.means import PosteriorMeans
-from pyro_dvi.runs.posterior_run import Call
+from pyro_dvi.runs.posterior_run import Call, PosteriorMeans
 from pyro_dvi.runs.sites import AllRows, SetLatents, is_latent
 from pyro_dvi.runs.structure import refuse_dependent
 from pyro_dvi.training.ensemble import MEMBER

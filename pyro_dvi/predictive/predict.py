@@ -10,10 +10,9 @@ from pyro.infer import SVI
 from pyro.infer.autoguide import AutoDelta
 from torch import nn
 
-from pyro_dvi.core.choice import check_choice
-from pyro_dvi.core.devices import device_of
+from pyro_dvi.core.arguments import check_choice, with_missing
 from pyro_dvi.core.progress import progress_bar
-from pyro_dvi.core.signatures import with_missing
+from pyro_dvi.core.undisturbed import device_of
 from pyro_dvi.errors import ArgumentError, GuideError, warn
 from pyro_dvi.moment_propagation.multiplicative_noise import MultiplicativeNoiseGuide
 from pyro_dvi.predictive.components import Components
@@ -27,7 +26,7 @@ from pyro_dvi.predictive.rules.members import OfMembers
 from pyro_dvi.predictive.rules.moments import Moments
 from pyro_dvi.predictive.rules.rule import AtMean, PredictionRule, Samples
 from pyro_dvi.runs.explained import explained_errors
-from pyro_dvi.runs.response import responses
+from pyro_dvi.runs.sites import responses
 from pyro_dvi.runs.trained_for import trained_for
 
 KEPT_COMPONENTS = (

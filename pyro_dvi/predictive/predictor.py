@@ -11,8 +11,8 @@ import pyro
 import torch
 from torch import Tensor, fx, nn
 
-from pyro_dvi.core.devices import device_of, seeder
 from pyro_dvi.core.recording import Function, recorded, rows_of
+from pyro_dvi.core.undisturbed import device_of, seeder
 from pyro_dvi.errors import DataError, UnsupportedError
 from pyro_dvi.predictive.engine.batches import batches
 from pyro_dvi.predictive.engine.probe import agrees

@@ -8,7 +8,7 @@ own parents. Point masses contribute minus their log prior.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Any, NoReturn
 
@@ -54,7 +54,8 @@ def kl_to_priors(latents: Iterable[Latent]) -> Tensor:
         latents: posterior marginals and priors of the sites.
     """
     latents = list(latents)
-    terms: list[Tensor] = [_kl_of_covariances(*members) for members in _joint(latents)]
+    sources = {id(a.source): a.source for a in latents if a.shared is not None and a.source is not None}
+    terms = [_kl_of_covariances(s, [a for a in latents if a.source is s]) for s in sources.values()]
     together: dict[Any, list[tuple[Any, ...]]] = {}
     for latent in latents:
         summand = _summand(latent)
@@ -71,28 +72,19 @@ def kl_to_priors(latents: Iterable[Latent]) -> Tensor:
     return sum_of(terms) if terms else torch.zeros(())
 
 
-def _joint(latents: list[Latent]) -> Iterator[tuple[GaussianSite, list[Latent]]]:
-    """Gaussian vectors with covariances, with the sites that they have."""
-    sources = {id(latent.source): latent.source for latent in latents if latent.shared is not None}
-    for key, source in sources.items():
-        if source is not None:
-            yield source, [latent for latent in latents if id(latent.source) == key]
-
-
 def _kl_of_covariances(source: GaussianSite, latents: list[Latent]) -> Tensor:
-    """What covariances add to the divergences of the marginals."""
+    """Return the part of the divergence that covariances add to those of the marginals."""
     scales = {scale for latent in latents for scale in (latent.plate_scale, latent.guide_scale)}
     if len(scales) > 1 or any(latent.mask is not None for latent in latents):
         raise ModelError(
-            f"sites {[latent.name for latent in latents]} have a posterior with covariances, so that they cannot be "
-            "scaled or masked one by one: put them outside of subsampled plates, masks and poutine.scale, or give them "
-            "a MeanFieldGuide"
+            f"sites {[latent.name for latent in latents]} have covariances, and cannot be scaled or masked one by one: "
+            "put them outside of subsampled plates, masks and poutine.scale, or give them a MeanFieldGuide"
         )
     return total_correlation(source.base) * scales.pop()
 
 
 def _summand(latent: Latent) -> tuple[tuple[Any, ...], tuple[Any, ...]] | None:
-    """What a site with a Normal prior is summed by, with all that agree in it, and its arguments.
+    """Return a key (divergence, scale, dtypes) that sites with Normal priors are summed by, and the arguments.
 
     None for a site that is masked, or does not count with one number, or has a prior that is not Normal.
     """
@@ -118,7 +110,7 @@ def _summand(latent: Latent) -> tuple[tuple[Any, ...], tuple[Any, ...]] | None:
 
 
 def _kl_to_prior(latent: Latent) -> Tensor:
-    """KL divergence of one site, by whatever its prior, scales and mask ask for."""
+    """Return the KL divergence of one site, with its scales and mask."""
     divergence, c_p, c_q = _divergence_to_prior(latent), latent.plate_scale, latent.guide_scale
     if len({c_p, c_q}) == 1:
         return divergence
@@ -170,9 +162,7 @@ def _log_prior(latent: Latent, value: Tensor) -> Tensor:
     try:
         return latent.prior.log_prob(value)
     except ValueError as error:
-        raise DataError(
-            f"the prior of site {latent.name!r} does not admit its own posterior: {error}"
-        ) from error
+        raise DataError(f"the prior of site {latent.name!r} does not admit its posterior: {error}") from error
 
 
 def normal_prior(latent: Latent) -> td.Normal | None:
@@ -205,8 +195,7 @@ def refuse_not_normal(site: str, prior: Any) -> NoReturn:
     """
     raise ModelError(
         f"the prior of site {site!r} is {type(strip_event_dims(prior)).__name__}; natural-gradient updates need a "
-        "Normal prior (in unconstrained space, as LogNormal's is). Use MeanFieldGuide with TaylorELBO or "
-        "MomentPropagationELBO."
+        "Normal prior (in unconstrained space). Use MeanFieldGuide with TaylorELBO or MomentPropagationELBO"
     )
 
 
@@ -245,7 +234,7 @@ def _hermite_nodes() -> tuple[tuple[float, float], ...]:
 
 
 def _scalar(parameter: Tensor) -> Tensor:
-    """An expanded scalar back as a scalar, so that one number is read instead of one per weight."""
+    """Return an expanded scalar as a scalar, so that one number is read instead of one per weight."""
     base = parameter._base
     if base is not None and base.dim() == 0 and base.requires_grad == parameter.requires_grad:
         return base  # without an operator call

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Say what is wrong with the data where a model merely stumbles over them."""
+"""Errors of torch and Pyro in a run of a model, turned into errors that name their cause."""
 
 import inspect
 import math
@@ -10,8 +10,8 @@ from traceback import extract_tb
 import torch
 from torch import Tensor, nn
 
+from pyro_dvi.core.arguments import misfit, positional
 from pyro_dvi.core.batches import named_arguments, non_finite_inputs, tensor_arguments
-from pyro_dvi.core.signatures import misfit, positional
 from pyro_dvi.errors import DataError, DeviceError, ModelError, ParameterError, PyroDviError, UnsupportedError
 
 AS_A_MODEL = (
@@ -43,20 +43,10 @@ def explained_errors(
     except PyroDviError:
         raise
     except (RuntimeError, ValueError, IndexError, TypeError, ZeroDivisionError) as error:
-        data, message = tensor_arguments(args, kwargs), str(error).partition("\n")[0]
-        inner = inspect.unwrap(model)
-        module = inner if isinstance(inner, nn.Module) else nn.Module()
-        weights = dict((*module.named_parameters(), *module.named_buffers()))
-        explanation = _of_arguments(error, inner, args, kwargs)
-        about_data = not isinstance(error, (TypeError, torch.OutOfMemoryError))
-        if explanation is None and about_data:
-            explanation = _of_devices(data, [*weights.values(), *posterior]) or _of_values(
-                args, kwargs, weights
-            )
-        explanation = explanation or _of_text(error, message)
-        if explanation is None and about_data:
-            types = _of_types(message, data, [*weights.values(), *posterior])
-            explanation = types or _of_shapes(error, message, data)
+        explanation = _of_arguments(error, model, args, kwargs)
+        if explanation is None and not isinstance(error, (TypeError, torch.OutOfMemoryError)):
+            explanation = _of_data(error, model, [*posterior], args, kwargs)
+        explanation = explanation or _of_text(error)
         if explanation is None:
             raise
         raise explanation from error
@@ -67,69 +57,61 @@ def _of_arguments(error: Exception, model: Callable, args: tuple, kwargs: dict) 
         if hasattr(value, "__array__") and not isinstance(value, Tensor):
             kind = type(value).__name__
             return DataError(f"{name} of the model is of type {kind}: torch.as_tensor makes it a tensor")
-    reason = misfit(model, args, kwargs) if isinstance(error, TypeError) else None
+    inner = inspect.unwrap(model)
+    reason = misfit(inner, args, kwargs) if isinstance(error, TypeError) else None
     if reason is None:
         return None
     # A module of one argument sees no observations.
-    network = f". {AS_A_MODEL}" if isinstance(model, nn.Module) and len(positional(model)) == 1 else ""
+    network = f". {AS_A_MODEL}" if isinstance(inner, nn.Module) and len(positional(inner)) == 1 else ""
     return DataError(f"a batch does not hold the arguments of the model: {reason}{network}")
 
 
-def _of_devices(data: Mapping[str, Tensor], weights: Iterable[Tensor]) -> PyroDviError | None:
-    parameters = {t.device.type for t in weights}
-    places = {v.device.type for v in data.values()}
-    if len(places | parameters) <= 1:
-        return None
-    return DeviceError(
-        f"the data are on {sorted(places)} but the posterior is on {sorted(parameters) or 'the default device'}: "
-        "move both to one device, e.g. x.to(device), model.to(device), and build the guide after moving the model"
-    )
-
-
-def _of_values(args: tuple, kwargs: dict, weights: Mapping[str, Tensor]) -> PyroDviError | None:
-    bad = bad_values(args, kwargs)
-    if bad is not None:
+def _of_data(
+    error: Exception, model: Callable, posterior: list[Tensor], args: tuple, kwargs: dict
+) -> PyroDviError | None:
+    data, inner = tensor_arguments(args, kwargs), inspect.unwrap(model)
+    module = inner if isinstance(inner, nn.Module) else nn.Module()
+    weights = dict((*module.named_parameters(), *module.named_buffers()))
+    own = [*weights.values(), *posterior]
+    places, devices = {v.device.type for v in data.values()}, {t.device.type for t in own}
+    if len(places | devices) > 1:
+        return DeviceError(
+            f"the data are on {sorted(places)} but the posterior is on {sorted(devices) or 'the default device'}: move "
+            "both to one device, e.g. x.to(device), model.to(device), and build the guide after moving the model"
+        )
+    if (bad := bad_values(args, kwargs)) is not None:
         return bad
-    for name, value in tensor_arguments(args, kwargs).items():
+    for name, value in data.items():
         if value.dim() and not len(value):
             return DataError(f"{name} of the model has no rows: leave out batches without examples")
     for name in non_finite(weights):
-        return ModelError(
-            f"{name!r} of the model holds NaN or infinite values, on which it fails: start from finite weights"
+        return ModelError(f"{name!r} of the model holds NaN or infinite values: start from finite weights")
+    if (known := _of_text(error)) is not None:
+        return known
+    message, types = _first_line(error), {t.dtype for t in own if t.is_floating_point()}
+    described = ", ".join(f"{name} {value.dtype} {tuple(value.shape)}" for name, value in data.items())
+    if {v.dtype for v in data.values()} != types and ("dtype" in message or "scalar type" in message):
+        return DataError(
+            f"the data ({described}) are of another type than the weights ({', '.join(sorted(map(str, types)))}): "
+            "convert the data, as by x.float(), or build model and guide in their type, as by model.double()"
+        )
+    # A ValueError with a shape is that of a distribution, whose parameters training may have made impossible.
+    shapes = any(word in message for word in ("shape", "size", "dimension", "channels"))
+    if shapes and not isinstance(error, ValueError):
+        return DataError(
+            f"the model fails on data of these shapes ({described}): {message}. A batch holds the arguments of the "
+            "model in their order"
         )
     return None
 
 
-def _of_types(message: str, data: Mapping[str, Tensor], weights: Iterable[Tensor]) -> PyroDviError | None:
-    own = {t.dtype for t in weights if t.is_floating_point()}
-    if {v.dtype for v in data.values()} == own or not ("dtype" in message or "scalar type" in message):
-        return None
-    known = f" ({', '.join(sorted(map(str, own)))})" if own else ""
-    return DataError(
-        f"the data ({_described(data)}) are of another type than the weights{known}: convert the data, as "
-        "by x.float(), or build model and guide in their type, as by model.double(). A batch holds the "
-        "arguments of the model in their order"
-    )
-
-
-def _of_shapes(error: Exception, message: str, data: Mapping[str, Tensor]) -> PyroDviError | None:
-    # A ValueError with a shape is that of a distribution, whose parameters training may have made impossible.
-    words = ("shape", "size", "dimension", "channels")
-    if isinstance(error, ValueError) or not any(word in message for word in words):
-        return None
-    return DataError(
-        f"the model fails on data of these shapes ({_described(data)}): {message}. A batch holds the arguments of the "
-        "model in their order; inputs differ from those that a network was made for by their number of rows only"
-    )
-
-
-def _described(data: Mapping[str, Tensor]) -> str:
-    return ", ".join(f"{name} {value.dtype} {tuple(value.shape)}" for name, value in data.items())
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
 
 
 _TRANSFORM = (
-    "means and variances do not pass through torch.vmap or torch.func: {}. Write the function for all rows at once, as "
-    "x @ w.T for torch.vmap(lambda row: w @ row)(x), or train with TaylorELBO and predict by Samples()"
+    "means and variances do not pass through torch.vmap or torch.func: {}. Write the function for all rows at once, "
+    "or train with TaylorELBO and predict by Samples()"
 )
 # What Pyro and PyTorch say, and how to say it to somebody who can change it; {} is the first line of what they say,
 # {at} where.
@@ -145,13 +127,12 @@ _TEXTS: dict[str, tuple[type[PyroDviError], str]] = {
     ),
     "does not support sampling": (
         ModelError,
-        "{}: a latent site needs a proper prior, for its start and for the KL divergence. Take a wide one, as "
-        "Normal(0, 100)",
+        "{}: a latent site needs a proper prior, for its start and for the KL divergence, as Normal(0, 100)",
     ),
     "to satisfy the constraint": (
         ParameterError,
-        "{} in the model.\nMap what it is computed from into that range, as torch.nn.functional.softplus does for a "
-        "scale. Values of NaN come from weights or inputs that are too large.",
+        "{} in the model.\nMap the parameter into that range, as torch.nn.functional.softplus does for a scale. NaN "
+        "comes from weights or inputs that are too large.",
     ),
     "save_for_backward can only": (
         UnsupportedError,
@@ -163,7 +144,8 @@ _TEXTS: dict[str, tuple[type[PyroDviError], str]] = {
 }
 
 
-def _of_text(error: Exception, message: str) -> PyroDviError | None:
+def _of_text(error: Exception) -> PyroDviError | None:
+    message = _first_line(error)
     for part, (kind, text) in _TEXTS.items():
         if part in message:
             frames = extract_tb(error.__traceback__)
@@ -178,8 +160,8 @@ def bad_values(args: tuple, kwargs: dict) -> DataError | None:
     if not found:
         return None
     return DataError(
-        f"{' and '.join(found)} of the model: NaN or infinite values. Drop those rows, or replace the values by "
-        "numbers, those of missing observations with pyro.poutine.mask around their site"
+        f"{' and '.join(found)} of the model: NaN or infinite values. Drop those rows, or replace the values (and put "
+        "pyro.poutine.mask around the site of missing observations)"
     )
 
 

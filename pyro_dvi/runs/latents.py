@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Match the latent sites of a model with the Gaussians of a guide, whatever way the guide writes them."""
+"""The latent sites of a model with their Gaussians in the guide, in every form in which guides write them."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -50,11 +50,8 @@ class GaussianSite:
 
     def expanded_scale(self) -> Tensor:
         """Standard deviations of the elements that stand at their mean; zero for those that were sampled."""
-        return (
-            self.scale
-            if self.sampled is False
-            else self.scale.masked_fill(torch.as_tensor(self.sampled), 0.0)
-        )
+        scale = self.scale
+        return scale if self.sampled is False else scale.masked_fill(torch.as_tensor(self.sampled), 0.0)
 
 
 @dataclass(eq=False)
@@ -120,15 +117,10 @@ def elementary(transform: Any) -> list[Any]:
         return elementary(transform.base_transform)
     if isinstance(transform, td.ComposeTransform):
         return [part for inner in transform.parts for part in elementary(inner)]
-    return [] if transform is None or _is_identity(transform) else [transform]
-
-
-def _is_identity(transform: Any) -> bool:
-    """Whether a transform shifts by the number 0 and scales by the number 1; tensors are not looked into."""
-    if not isinstance(transform, td.AffineTransform):
-        return False
-    numbers = isinstance(transform.loc, int | float) and isinstance(transform.scale, int | float)
-    return numbers and (transform.loc, transform.scale) == (0, 1)
+    if isinstance(transform, td.AffineTransform):
+        numbers = isinstance(transform.loc, int | float) and isinstance(transform.scale, int | float)
+        return [] if numbers and (transform.loc, transform.scale) == (0, 1) else [transform]
+    return [] if transform is None else [transform]
 
 
 class Marginals:
@@ -178,10 +170,7 @@ def match_latents(model_trace: Any, guide_trace: Any, marginals: Marginals) -> l
         name = site["name"]
         guide_site = guide_trace.nodes.get(name)
         if guide_site is None:
-            raise ModelError(
-                f"site {name!r} is neither observed nor in the guide. If it is data, pass the observed values "
-                f"(y was None?); if it is a latent variable, add pyro.sample({name!r}, ...) to the guide."
-            )
+            raise ModelError(not_in_guide(name))
         check_shape(site, guide_site["cond_indep_stack"])
         latent = marginals.of(site)
         if latent.source is None:
@@ -190,16 +179,21 @@ def match_latents(model_trace: Any, guide_trace: Any, marginals: Marginals) -> l
             guide_site = guide_trace.nodes[latent.source.name]
         latent.guide_scale = guide_site["scale"]
         latents.append(latent)
-    left = sorted(
-        set(marginals.gaussians) - {latent.source.name for latent in latents if latent.source is not None}
-    )
-    if left:
+    used = {latent.source.name for latent in latents if latent.source is not None}
+    if left := sorted(set(marginals.gaussians) - used):
         raise GuideError(
-            f"guide site {left[0]!r} is a Normal that belongs to no latent site of the model, so latents computed from "
-            "it may depend on each other. Give each latent site of the model its own Normal site of the same name "
-            f"(or '<name>_unconstrained'); the model's latent sites are {[latent.name for latent in latents]}."
+            f"guide site {left[0]!r} is a Normal that belongs to no latent site of the model. Give each of "
+            f"{[latent.name for latent in latents]} its own Normal site of the same name (or '<name>_unconstrained')"
         )
     return latents
+
+
+def not_in_guide(name: str) -> str:
+    """Return the message about a site without a value."""
+    return (
+        f"site {name!r} is neither observed nor in the guide. If it is data, pass the observed values (y was None?); "
+        f"if it is a latent variable, add pyro.sample({name!r}, ...) to the guide, or set the guide up with this model"
+    )
 
 
 def check_shape(site: Any, frames: Iterable[Any] = ()) -> None:
@@ -217,15 +211,12 @@ def check_shape(site: Any, frames: Iterable[Any] = ()) -> None:
     shape, value = site["fn"].batch_shape + site["fn"].event_shape, site["value"]
     sizes = {frame.name: frame.full_size for frame in frames}
     here = {frame.name: frame.full_size for frame in site["cond_indep_stack"] if frame.name in sizes}
-    if (
-        _without_leading_ones(value.shape) != _without_leading_ones(shape)
-        or not here.items() <= sizes.items()
-    ):
-        own, other = (f" in plates of the sizes {found}" if here else "" for found in (here, sizes))
+    same = _without_leading_ones(value.shape) == _without_leading_ones(shape)
+    if not same or not here.items() <= sizes.items():
         raise ModelError(
-            f"latent site {site['name']!r} has the shape {tuple(shape)}{own} in this call of the model, and "
-            f"{tuple(value.shape)}{other} in the guide, which knows one shape: it must not depend on the minibatch. A "
-            "latent of each row needs a plate of the whole data set, pyro.plate(name, num_data, subsample=rows)"
+            f"latent site {site['name']!r} has the shape {tuple(shape)} (plates {here}) in this call of the model, and "
+            f"{tuple(value.shape)} (plates {sizes}) in the guide: it must not depend on the minibatch. A latent of "
+            "each row needs a plate of the whole data set, pyro.plate(name, num_data, subsample=rows)"
         )
 
 
@@ -261,9 +252,7 @@ def _parts_of_vectors(
             factor, rest, between = shared_factor(source.base)
             sites, start = " and ".join(map(repr, parts)), 0
             for name, index in indices.items():
-                own = slice(
-                    start, start := start + index.numel()
-                )  # a view, since indexing costs more backwards
+                own = slice(start, start := start + index.numel())  # a view: indexing costs more backwards
                 parts[name]["shared"] = SharedNoise(factor[:, own].reshape(-1, *index.shape), sites, between)
                 parts[name]["rest"] = None if rest is None else rest[own].reshape(index.shape)
         yield from parts.items()

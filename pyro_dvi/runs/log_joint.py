@@ -1,19 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run a model at given unconstrained values of its latents, with every example counted once."""
+"""A model at given unconstrained values of its latents, every example counted once; scales of its distributions."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import pyro.distributions as dist
 import torch
 from pyro.distributions.util import scale_and_mask, sum_rightmost
+from pyro.poutine.messenger import Messenger
 from torch import Tensor
+from torch import distributions as td
 
 from pyro_dvi.errors import ModelError, UnsupportedError
-from pyro_dvi.runs.distributions import strip_event_dims
-from pyro_dvi.runs.latents import check_shape, unconstraining_transform
-from pyro_dvi.runs.means import twice_differentiable
+from pyro_dvi.runs.distributions import rewrapped, strip_event_dims, untransformed
+from pyro_dvi.runs.latents import check_shape, not_in_guide, unconstraining_transform
 from pyro_dvi.runs.observed import Observed, observed_sites
+from pyro_dvi.runs.posterior_run import twice_differentiable
 from pyro_dvi.runs.sites import AllRows, SampleTrace, SetLatents, is_latent
 
 
@@ -60,10 +63,7 @@ def run_joint(model: Callable, args: tuple, kwargs: dict[str, Any], values: Mapp
     for name, node in trace.nodes.items():
         if is_latent(node):
             if name not in values:
-                raise ModelError(
-                    f"site {name!r} is neither observed nor in the guide. If it is data, pass the observed values "
-                    f"(y was None?); if it is a latent variable, the guide was set up with another model."
-                )
+                raise ModelError(not_in_guide(name))
             check_shape(node)
         elif node["type"] == "sample" and node["is_observed"]:
             for frame in node["cond_indep_stack"]:
@@ -72,8 +72,8 @@ def run_joint(model: Callable, args: tuple, kwargs: dict[str, Any], values: Mapp
     unvisited = [name for name in values if name not in trace.nodes]
     if unvisited:
         raise ModelError(
-            f"the model did not sample {unvisited[0]!r}, which the guide has: it was set up with another model, or "
-            "without the observations, or the model chooses its latent variables by its arguments"
+            f"the model did not sample {unvisited[0]!r}, which the guide has: set the guide up with this model, with "
+            "observations; latent variables must not depend on the arguments"
         )
     observed = observed_sites(trace)
     for site in observed.terms:
@@ -100,8 +100,8 @@ class AtUnconstrained(SetLatents, SampleTrace):
         for frame in site["cond_indep_stack"]:
             if frame.full_size is not None and frame.full_size != frame.size:
                 raise UnsupportedError(
-                    f"latent site {name!r} has a value for each row of the subsampled plate {frame.name!r}: "
-                    "give all the data in one batch, without subsampling. If it is data, pass the observed values"
+                    f"latent site {name!r} has a value for each row of the subsampled plate {frame.name!r}: give all "
+                    "the data in one batch. If it is data, pass the observed values"
                 )
         u = self.values[name]
         transform = unconstraining_transform(fn.support)
@@ -138,15 +138,86 @@ def log_prior_of_entries(node: Any, entries: Tensor) -> Tensor:
     base = strip_event_dims(fn)
     if base.event_shape:
         raise UnsupportedError(
-            f"the prior of {node['name']!r}, a {type(base).__name__}, couples its entries, so that the evidence of "
-            "some of them is not known: let the whole site vary, or none of it"
+            f"the prior of {node['name']!r}, a {type(base).__name__}, couples its entries: let the whole site vary, or "
+            "none of it"
         )
-    mask = (
-        torch.zeros_like(value, dtype=torch.bool).flatten().index_fill(0, entries, True).reshape(value.shape)
-    )
+    mask = torch.zeros(value.numel(), dtype=torch.bool, device=value.device)
+    mask = mask.index_fill(0, entries, True).reshape(value.shape)
     log_prob = base.mask(mask).to_event(len(fn.event_shape)).log_prob(value)
     found = scale_and_mask(log_prob, node["scale"], node["mask"]).sum()
     transform = unconstraining_transform(base.support)
     if transform is not None:
         found = found + transform.log_abs_det_jacobian(transform.inv(value), value)[mask].sum()
     return found
+
+
+# Distributions of location and scale, with what multiplies their spread.
+_SCALES: dict[type, str] = {
+    td.Normal: "scale",
+    td.Laplace: "scale",
+    td.StudentT: "scale",
+    td.Cauchy: "scale",
+    td.MultivariateNormal: "scale_tril",
+}
+
+
+class Rescaled(Messenger):
+    """Multiply the scales of sites by constants.
+
+    Args:
+        factors: what multiplies the scale of a site, by its name, latent or observed; sites that are left out, or that
+            a run does not meet, stay as they are.
+
+    Raises:
+        UnsupportedError: in a run: a site's distribution has no scale to multiply.
+
+    Example:
+        >>> import pyro, torch
+        >>> def model():
+        ...     return pyro.sample("w", dist.Normal(0.0, 2.0), obs=torch.tensor(0.0))
+        >>> trace = pyro.poutine.trace(Rescaled({"w": 0.5})(model)).get_trace()
+        >>> trace.nodes["w"]["fn"].scale
+        tensor(1.)
+    """
+
+    def __init__(self, factors: Mapping[str, float]) -> None:
+        super().__init__()
+        self.factors = dict(factors)
+
+    def _pyro_sample(self, msg: Any) -> None:
+        factor = self.factors.get(msg["name"])
+        if factor is not None:
+            msg["fn"] = rescaled(msg["name"], msg["fn"], factor)
+
+
+def scale_name(fn: Any) -> str | None:
+    """Return the name of the scale of a distribution, or None where it has none to multiply."""
+    fn = untransformed(fn)  # what a factor inside does to the value is another matter for every transform
+    return next((name for family, name in _SCALES.items() if isinstance(fn, family)), None)
+
+
+def rescaled(site: str, fn: Any, factor: float) -> Any:
+    """Return a distribution with its scale multiplied.
+
+    Args:
+        site: where it is from, for the message.
+        fn: the distribution.
+        factor: of its scale.
+
+    Raises:
+        UnsupportedError: it has no scale to multiply.
+    """
+    name = scale_name(fn)
+    if name is None:
+        raise UnsupportedError(
+            f"site {site!r} has a {type(fn).__name__}, whose scale cannot be multiplied as that of Normal, "
+            "MultivariateNormal, StudentT, Laplace and Cauchy: make the scale an argument, and compare models"
+        )
+
+    def replaced(base: Any) -> Any:
+        given = {"loc": base.loc, name: getattr(base, name) * factor}
+        if isinstance(base, td.StudentT):
+            given["df"] = base.df
+        return getattr(dist, type(base).__name__, type(base))(**given, validate_args=False)
+
+    return rewrapped(fn, replaced)

@@ -1,24 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read the observed sites of a model's run, and check what they say about the data."""
+"""The observed sites of a model's run, their scale from a minibatch to the data set, and a run on part of the rows."""
 
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pyro_dvi.core.batches import rows_cut, tensors_in, with_rows
+from pyro_dvi.core.undisturbed import preserve_buffers
 from pyro_dvi.curvature import ObservedSite
 from pyro_dvi.curvature.base import sum_of
-from pyro_dvi.errors import DataError, ModelError, PyroDviError
+from pyro_dvi.curvature.likelihood import SliceArguments
+from pyro_dvi.errors import DataError, ModelError, PyroDviError, UnsupportedError, warn
 from pyro_dvi.runs.distributions import untransformed
 from pyro_dvi.runs.explained import AS_A_MODEL
-from pyro_dvi.runs.sites import is_data, is_factor, sites_of, subsampled_share
+from pyro_dvi.runs.posterior_run import PosteriorRun, twice_differentiable
+from pyro_dvi.runs.sites import is_data, is_factor, is_latent, sites_of, subsampled_share
 
 
 @dataclass
 class Observed:
-    """What a run of a model says about its data.
+    """The likelihood of a run of a model.
 
     Attributes:
         sites: observed sites.
@@ -35,7 +41,7 @@ class Observed:
 
     def log_likelihood(self) -> Tensor:
         """Return the scaled log-likelihood of all terms, a scalar, with errors that name the site."""
-        return sum_of([checked_log_likelihood(site) for site in self.terms])
+        return sum_of([_log_likelihood(site) for site in self.terms])
 
 
 def observed_sites(trace: Any) -> Observed:
@@ -51,49 +57,36 @@ def observed_sites(trace: Any) -> Observed:
     sites, factors = [[observation(s) for s in found] for found in (data, sites_of(trace, is_factor))]
     if not sites and not factors:
         raise ModelError(
-            "the model has no observed site: pass the observed values and give them to "
-            "pyro.sample(name, distribution, obs=values). Without data the posterior is the prior. dvi.fit "
-            f"takes a list [x, y] for two batches: pass [(x, y)] for one. {AS_A_MODEL}"
+            "the model has no observed site: pass the observed values and give them to pyro.sample(name, distribution, "
+            f"obs=values). dvi.fit takes a list [x, y] for two batches: pass [(x, y)] for one. {AS_A_MODEL}"
         )
     return Observed(sites, factors)
 
 
 def observation(site: Any) -> ObservedSite:
-    """Return what objectives and curvatures read of an observed site."""
+    """Return the part of an observed site that objectives and curvatures read."""
     share = subsampled_share(site)
     return ObservedSite(site["name"], site["fn"], site["value"], site["scale"], site["mask"], share)
 
 
-def checked_log_likelihood(site: ObservedSite) -> Tensor:
-    """Scaled log-likelihood of a site, with errors that name it."""
+def _log_likelihood(site: ObservedSite) -> Tensor:
     try:
-        log_prob = site.log_prob(site.value)
+        return (site.log_prob(site.value) * site.scale).sum()
     except PyroDviError:
         raise
-    except ValueError as error:
-        value = site.value
-        if torch.is_tensor(value) and value.is_floating_point() and not bool(torch.isfinite(value).all()):
-            count = int((~torch.isfinite(value)).sum())
-            raise DataError(
-                f"observed site {site.name!r} holds {count} NaN or infinite values: drop those rows or mask them "
-                "with pyro.poutine.mask after replacing them by a number"
-            ) from error
-        shape = tuple(value.shape) if torch.is_tensor(value) else type(value).__name__
-        low, high = (
-            (value.min().item(), value.max().item()) if torch.is_tensor(value) and value.numel() else (0, 0)
-        )
+    except (ValueError, RuntimeError, IndexError) as error:
+        value, fn, extent = torch.as_tensor(site.value), site.fn, ""
+        if isinstance(error, ValueError) and value.numel():  # not where they are on another device
+            if lost := int((~torch.isfinite(value)).sum()):
+                raise DataError(
+                    f"observed site {site.name!r} holds {lost} NaN or infinite values: drop those rows or mask them "
+                    "with pyro.poutine.mask after replacing them by a number"
+                ) from error
+            extent = f" from {value.min().item()} to {value.max().item()}"
         raise DataError(
-            f"observed site {site.name!r} ({type(site.fn).__name__}, batch shape {tuple(site.fn.batch_shape)}, event "
-            f"shape {tuple(site.fn.event_shape)}) cannot have these values (shape {shape}, from {low} to {high}): "
-            f"{error}"
+            f"observed site {site.name!r}: values of shape {tuple(value.shape)}{extent} do not fit {type(fn).__name__} "
+            f"with batch shape {tuple(fn.batch_shape)} and event shape {tuple(fn.event_shape)}: {error}"
         ) from error
-    except (RuntimeError, IndexError) as error:
-        raise DataError(
-            f"observed site {site.name!r}: values of shape {tuple(site.value.shape)} do not fit "
-            f"{type(site.fn).__name__} with batch shape {tuple(site.fn.batch_shape)} and event shape "
-            f"{tuple(site.fn.event_shape)} ({error})"
-        ) from error
-    return (log_prob * site.scale).sum()
 
 
 def _check_shape(node: Any) -> None:
@@ -120,7 +113,166 @@ def _check_shape(node: Any) -> None:
             raise DataError(
                 f"observed site {node['name']!r}: values of shape {tuple(value.shape)} would be broadcast against "
                 f"{type(fn).__name__} with batch shape {tuple(fn.batch_shape)} and event shape "
-                f"{tuple(fn.event_shape)}. Give values of the shape of a draw, as f.squeeze(-1) and y of one column; "
-                "or put dimensions into a plate or to_event. One number for all "
-                "rows of a plate has no dimensions: y.squeeze()"
+                f"{tuple(fn.event_shape)}. Give values of the shape of a draw (f.squeeze(-1) for y of one column), or "
+                "put dimensions into a plate or to_event. One number for all rows has no dimensions: y.squeeze()"
             )
+
+
+# The scale from a minibatch to the data set -------------------------------------------------------------------
+
+
+def num_data_of(site: ObservedSite) -> float:
+    """Return the number of examples in the data set: the plate's scale times the minibatch."""
+    scale = float(site.scale.cpu().double().mean()) if torch.is_tensor(site.scale) else float(site.scale)
+    return scale * max(1, torch.Size(site.fn.batch_shape).numel())
+
+
+def check_num_data(sites: list[ObservedSite], num_data: int) -> None:
+    """Compare the plate's scale of every site with the size of the data set.
+
+    Once a site agrees, others may be data of their own, with a plate of another size or none: only those as long as
+    the minibatch have to agree as well.
+
+    Args:
+        sites: observed in a step.
+        num_data: size of the data set.
+
+    Raises:
+        DataError: a minibatch whose likelihood is not scaled up to the data set.
+    """
+    agreeing: set[int] = set()
+    others = []
+    for site in sites:
+        if torch.is_tensor(site.scale) and site.scale.numel() > 1:
+            continue  # weights of examples, which the user chose
+        scale = float(site.scale)
+        lengths = [n for n in (*site.fn.batch_shape, *site.value.shape) if n > 0] or [1]
+        nearest = min(lengths, key=lambda n: abs(n * scale - num_data))
+        # A last, shorter minibatch under a fixed scale is off by less than one minibatch's worth.
+        slack = max(scale, 1.0) * 1e-4 * num_data
+        # The whole data set may have a weight that the user chose, but no plate of another size.
+        if abs(nearest * scale - num_data) <= slack or (nearest == num_data and site.share == 1):
+            agreeing.add(nearest)
+        else:
+            others.append((site.name, scale, nearest))
+    for name, scale, rows in sorted(others, key=lambda other: abs(other[1] * other[2] - num_data)):
+        if not agreeing or rows in agreeing:
+            raise DataError(
+                f"observed site {name!r} sees {rows} of {num_data} examples and its likelihood is scaled to "
+                f"{scale * rows:.6g}: write pyro.plate('data', size={num_data}, subsample_size=len(x)), or correct "
+                "num_data, the number of examples in the data set (not of batches), which fit takes from loader.dataset"
+            )
+
+
+def check_list(messages: list[Any], batches: Sequence[Any], refuse: bool) -> None:
+    """Compare the plates of the first step with the rows of all batches of a list.
+
+    Rows are counted by tensors of the batches that are as long, in the first one, as a plate of an observed site; where
+    there is none, as for one row at a time or a plate of tokens, nothing is said. A tensor that comes again counts
+    once, a last batch may have been dropped, and more rows than the plate has may be those of several epochs. Where one
+    plate agrees, others may be of data of their own.
+
+    Args:
+        messages: of all sites in the step.
+        batches: the list.
+        refuse: raise an error; a warning else.
+
+    Raises:
+        DataError: a minibatch whose likelihood is not scaled up to the data.
+    """
+    # For each tensor of a batch its length in every one.
+    places = [
+        [len(t) if t.dim() else 0 for t in {id(t): t for t in place}.values()]
+        for place in zip(*map(tensors_in, batches), strict=False)
+    ]
+    latents = [msg for msg in messages if is_latent(msg) and not msg["infer"].get("is_auxiliary")]
+    found = [
+        (site["name"], size, lengths)
+        for site in filter(is_data, messages)
+        for plate, rows, size in _plates(site)
+        for lengths in places
+        if lengths[0] == rows and not _all_local(latents, plate, rows)
+    ]
+    if not found or any(_fits(size, lengths) for _, size, lengths in found):
+        return
+    name, size, lengths = found[0]
+    message = (
+        f"observed site {name!r} sees {lengths[0]} of {sum(lengths)} examples in the list of batches, but its "
+        f"likelihood is scaled to {size}: write pyro.plate('data', size={sum(lengths)}, subsample_size=len(x)), or "
+        f"pass num_data={size} to an ELBO of pyro_dvi, if that is the number of examples in the data set"
+    )
+    if refuse:
+        raise DataError(message)
+    warn(message)
+
+
+def _plates(site: Any) -> list[tuple[Any, int, int]]:
+    """Return the plates that scale a site, with their rows and size; if nothing does, those that it has or lacks."""
+    frames = site["cond_indep_stack"]
+    scaling = [(f, f.size, f.full_size) for f in frames if f.full_size not in (None, f.size)]
+    if scaling or torch.is_tensor(site["scale"]) or site["scale"] != 1:
+        return scaling
+    fn = site["fn"]
+    shape = (*fn.batch_shape, *fn.event_shape[: len(fn.event_shape) - len(untransformed(fn).event_shape)])
+    return [(f, f.size, f.size) for f in frames] or [(None, n, n) for n in shape[:1]]
+
+
+def _fits(size: int, lengths: list[int]) -> bool:
+    """Return whether a plate fits all batches: those of several epochs, or all but a dropped last one."""
+    rows, total = lengths[0], sum(lengths)
+    return total == rows if size == rows else size < total + (rows if len(set(lengths)) == 1 else 1)
+
+
+def _all_local(latents: list[Any], plate: Any, rows: int) -> bool:
+    """Return whether all latents belong to rows, as in an autoencoder, whose posterior the scale does not change."""
+    return all(plate in m["cond_indep_stack"] if plate else m["value"].shape[:1] == (rows,) for m in latents)
+
+
+# A part of the rows -------------------------------------------------------------------------------------------
+
+
+def run_on_part(run: PosteriorRun, fraction: float, slice_args: SliceArguments | None) -> list[ObservedSite]:
+    """Return the observed sites of the model on a random part of the rows, at the same latent values.
+
+    Raises:
+        UnsupportedError: no argument has rows, or a latent variable belongs to them.
+        ModelError: the plate does not follow the number of rows.
+    """
+    call = run.call
+    first = with_rows((call.args, call.kwargs))
+    if first is None:
+        raise UnsupportedError(f"Fisher(fraction={fraction}) found no tensor of rows: pass slice_args")
+    length = len(first)
+    for latent in run.latents:  # a plate of another size, of groups say, has nothing to do with the rows
+        if any(frame.size == length for frame in run.model_trace.nodes[latent.name]["cond_indep_stack"]):
+            raise UnsupportedError(
+                f"Fisher(fraction={fraction}) cannot take part of the rows, each of which has a value of latent site "
+                f"{latent.name!r}: use Fisher(every=k)"
+            )
+    rows = torch.randperm(length, device=first.device)[: max(1, math.ceil(fraction * length))]
+    part_args, part_kwargs = (slice_args or _slice_rows)(call.args, call.kwargs, rows)
+    advice = (
+        "Give the plate the length of the data (subsample_size=len(x)), or pass Fisher(slice_args=...) that fits the "
+        "model's arguments."
+    )
+    with preserve_buffers(), twice_differentiable():
+        try:
+            trace = replace(call, args=part_args, kwargs=part_kwargs).trace_model(run.guide.trace)
+        except (ValueError, RuntimeError) as error:
+            raise ModelError(
+                f"the model failed on {len(rows)} of {length} rows for Fisher(fraction={fraction}): {error}. {advice}"
+            ) from error
+    sites = observed_sites(trace).sites
+    for site in sites:
+        before, after = num_data_of(observation(run.model_trace.nodes[site.name])), num_data_of(site)
+        if abs(after / before - 1) > 1e-3:
+            raise ModelError(
+                f"observed site {site.name!r} weighs {after:.6g} on {len(rows)} rows and {before:.6g} on {length}, so "
+                f"that the penalty of Fisher(fraction={fraction}) would be biased. {advice}"
+            )
+    return sites
+
+
+def _slice_rows(args: tuple, kwargs: dict, rows: Tensor) -> tuple[tuple, dict]:
+    part: tuple[tuple, dict] = rows_cut(lambda tensor: tensor[rows], (args, kwargs))
+    return part

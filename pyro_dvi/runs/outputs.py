@@ -21,9 +21,8 @@ from pyro_dvi.expectations.expectation import without_checks
 from pyro_dvi.runs.distributions import Built, arguments_kept, given_to, innermost, rewrapped
 from pyro_dvi.runs.latents import unconstraining_transform
 from pyro_dvi.runs.log_joint import AtUnconstrained
-from pyro_dvi.runs.means import twice_differentiable
-from pyro_dvi.runs.response import choose_response, example_axis, responses
-from pyro_dvi.runs.sites import AllRows, is_deterministic
+from pyro_dvi.runs.posterior_run import twice_differentiable
+from pyro_dvi.runs.sites import AllRows, choose_response, example_axis, is_deterministic, responses
 
 # Parameters that say where the observations lie. They come before others, such as degrees of freedom.
 _LOCATIONS = ("loc", "logits", "probs", "rate", "predictor")

@@ -17,6 +17,9 @@ from pyro_dvi.runs.distributions import strip_event_dims
 from pyro_dvi.runs.latents import is_real
 from pyro_dvi.runs.sites import sites_named
 
+Gaussians = Mapping[str, tuple[Tensor, Tensor]]
+"""Mean and standard deviation by site name."""
+
 
 @dataclass(frozen=True)
 class PosteriorPrior:
@@ -31,7 +34,7 @@ class PosteriorPrior:
         origin: name of the guide that they come from.
     """
 
-    gaussians: Mapping[str, tuple[Tensor, Tensor]]
+    gaussians: Gaussians
     origin: str
 
     def __call__(self, model: Callable[..., Any]) -> Any:
@@ -72,15 +75,11 @@ def posterior_prior(
         if name in excluded:
             continue
         base = strip_event_dims(posterior)
-        remedy = f"Leave it with the prior of the model: as_prior(exclude=[{name!r}])"
-        if not real:
+        if not real or not isinstance(base, td.Normal):
+            reason = f"posterior of site {name!r} is {type(base).__name__}" if real else None
             raise UnsupportedError(
-                f"the values of site {name!r} are constrained, so its posterior is no Gaussian over them. {remedy}."
-            )
-        if not isinstance(base, td.Normal):
-            raise UnsupportedError(
-                f"the posterior of site {name!r} is {type(base).__name__}, which as a prior would hold it fixed. "
-                f"{remedy}, or give it a mean-field posterior."
+                f"the {reason or f'values of site {name!r} are constrained'}, which is no Gaussian over its values: "
+                f"leave it with the prior of the model, as_prior(exclude=[{name!r}]), or give it a mean-field posterior"
             )
         loc, scale = torch.broadcast_tensors(base.loc.detach(), base.scale.detach())
         gaussians[name] = (loc.clone(), scale.clone())
@@ -92,7 +91,7 @@ def posterior_prior(
 class _Priors(Messenger):
     """Replace the distributions of latent sites, inside the model only."""
 
-    def __init__(self, gaussians: Mapping[str, tuple[Tensor, Tensor]], origin: str) -> None:
+    def __init__(self, gaussians: Gaussians, origin: str) -> None:
         super().__init__()
         self.gaussians, self.origin = gaussians, origin
         self.seen: set[str] = set()
@@ -104,16 +103,11 @@ class _Priors(Messenger):
         self.seen.add(name)
         fn = msg["fn"]
         loc, scale = self.gaussians[name]
-        if fn.shape() != loc.shape:
+        if fn.shape() != loc.shape or not is_real(fn.support):
             raise ModelError(
-                f"site {name!r} has the shape {tuple(fn.shape())}, its posterior in {self.origin} {tuple(loc.shape)}. "
-                "A head of another size, or a latent with a value for each example, belongs to its task: "
-                f"as_prior(exclude=[{name!r}])."
-            )
-        if not is_real(fn.support):
-            raise ModelError(
-                f"site {name!r} has the support {fn.support}, where its posterior from {self.origin} is a Gaussian: "
-                f"as_prior(exclude=[{name!r}]) leaves it with its own prior."
+                f"site {name!r} has the shape {tuple(fn.shape())} and the support {fn.support}, its posterior in "
+                f"{self.origin} {tuple(loc.shape)} and all real numbers: as_prior(exclude=[{name!r}]) leaves a head "
+                "of another size, or a latent of each example, with its own prior"
             )
         prior = dist.Normal(loc, scale, validate_args=False).to_event(fn.event_dim)
         prior.initial_value = loc  # where the next guide starts
@@ -124,21 +118,17 @@ class _Priors(Messenger):
         missing = sorted(set(self.gaussians) - self.seen)
         if missing and error[0] is None:
             raise ModelError(
-                f"the model has no site {missing[0]!r}, to which the posterior from {self.origin} belongs "
-                f"({len(missing)} such sites). The head of an earlier task is left out by "
-                f"as_prior(exclude=[{missing[0]!r}])."
+                f"the model has no site {missing[0]!r}, to which the posterior from {self.origin} belongs: leave out "
+                f"the head of an earlier task by as_prior(exclude=[{missing[0]!r}])"
             )
 
 
 class _WithPrior(nn.Module):
     """A model whose runs see other priors."""
 
-    def __init__(
-        self, model: Callable[..., Any], gaussians: Mapping[str, tuple[Tensor, Tensor]], origin: str
-    ) -> None:
+    def __init__(self, model: Callable[..., Any], gaussians: Gaussians, origin: str) -> None:
         super().__init__()
-        self.model = model
-        self.origin = origin
+        self.model, self.origin = model, origin
         self.sites = list(gaussians)
         for k, (loc, scale) in enumerate(gaussians.values()):
             self.register_buffer(f"prior_loc_{k}", loc)

@@ -1,23 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One run of a guide, then of its model with what the guide gave."""
+"""One run of a guide, then of its model with the guide's values: at its means, or with moments in their place."""
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NoReturn, Self, TypeVar
 
 import pyro.distributions as dist
 import torch
 from pyro.poutine.replay_messenger import ReplayMessenger
-from torch import Tensor
+from torch import Tensor, nn
 from torch import distributions as td
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils import _named_member_accessor as accessor
 
 from pyro_dvi.core.undisturbed import preserve_buffers
 from pyro_dvi.errors import GuideError
-from pyro_dvi.gaussians.normals import is_joint
+from pyro_dvi.gaussians.normals import MultiplicativeNormal, is_joint
+from pyro_dvi.moments import GaussianMoments
+from pyro_dvi.moments.bilinear import MultiplicativeMoments
+from pyro_dvi.moments.quadrature import through_link
+from pyro_dvi.moments.shared_noise import JointMoments, joint_noise_followed
+from pyro_dvi.moments.value import Link
 from pyro_dvi.runs.distributions import strip_event_dims
 from pyro_dvi.runs.explained import explained_errors
-from pyro_dvi.runs.latents import GaussianSite, Latent, Marginals, match_latents
+from pyro_dvi.runs.latents import GaussianSite, Latent, Marginals, elementary, match_latents
 from pyro_dvi.runs.sites import SampleTrace, SetLatents
 
 
@@ -67,14 +74,14 @@ class GuideRun(SetLatents, SampleTrace):
 
     def used_values(self) -> list[Tensor | None]:
         """Return the tensors that the model computes with; None where it is no plain view of the guide's Gaussian."""
-        return [self._used_value(gaussian) for gaussian in self.expanded]
-
-    def _used_value(self, gaussian: GaussianSite) -> Tensor | None:
-        site = self.trace.nodes.get(gaussian.name.removesuffix("_unconstrained"))
-        value: Any = None if site is None else site["value"]
-        if torch.is_tensor(value) and value.shape == gaussian.value.shape:
-            return value if value.data_ptr() == gaussian.value.data_ptr() else None
-        return None
+        nodes, expanded = self.trace.nodes, self.expanded
+        values = [nodes.get(g.name.removesuffix("_unconstrained"), {}).get("value") for g in expanded]
+        return [
+            v
+            if torch.is_tensor(v) and (v.shape, v.data_ptr()) == (g.value.shape, g.value.data_ptr())
+            else None
+            for v, g in zip(values, expanded, strict=True)
+        ]
 
 
 Values = TypeVar("Values", bound=GuideRun)
@@ -176,15 +183,193 @@ def refuse_site(name: str, fn: Any) -> NoReturn:
         GuideError: always.
     """
     fn = strip_event_dims(fn)
-    kind = type(fn).__name__
     if getattr(fn, "has_enumerate_support", False):
         raise GuideError(
-            f"guide site {name!r} is discrete ({kind}); only Gaussian posteriors can be expanded around "
-            "their mean. Sum the variable out of the model (pyro.infer.config_enumerate with TraceEnum_ELBO), "
-            "or replace it by a continuous relaxation."
+            f"guide site {name!r} is discrete ({type(fn).__name__}), not Gaussian: sum the variable out of the model "
+            "(pyro.infer.config_enumerate with TraceEnum_ELBO), or replace it by a continuous relaxation"
         )
     raise GuideError(
-        f"guide site {name!r} is {kind}, which is not a factorised Gaussian. Use MeanFieldGuide, "
-        "Pyro's AutoNormal, AutoDiagonalNormal or AutoDelta, or a hand-written guide of independent Normal sites; "
-        "for dependent posteriors use Pyro's Trace_ELBO, or MomentPropagationELBO if they are those of a last layer."
+        f"guide site {name!r} is {type(fn).__name__}, which is not a factorised Gaussian: use MeanFieldGuide, "
+        "AutoNormal, AutoDiagonalNormal, AutoDelta or independent Normal sites; for dependent posteriors use Pyro's "
+        "Trace_ELBO, or MomentPropagationELBO for the dependent posterior of a last layer"
     )
+
+
+def run_at_means(
+    call: Call,
+    sampled: Mapping[str, Tensor | bool] | None = None,
+    recorder: Callable[[list[Tensor | None]], AbstractContextManager[Any]] | None = None,
+) -> PosteriorRun:
+    """Run the guide at its means, then the model with those values; raises as :meth:`PosteriorRun.of`.
+
+    Args:
+        call: of a model and a guide of factorised Gaussians and point masses.
+        sampled: see :class:`~pyro_dvi.runs.structure.Structure`.
+        recorder: given the values that the model will use, returns the context in which it runs.
+    """
+    if recorder is None:
+        return PosteriorRun.of(call, PosteriorMeans(sampled), lambda _: nullcontext())
+    with twice_differentiable():
+        return PosteriorRun.of(call, PosteriorMeans(sampled), lambda means: recorder(means.used_values()))
+
+
+def twice_differentiable() -> AbstractContextManager[Any]:
+    """Attention without fused kernels, which have no second derivative."""
+    return sdpa_kernel(SDPBackend.MATH)
+
+
+class PosteriorMeans(GuideRun):
+    """Set Gaussian sites of a guide to their mean, tracked for differentiation; sample those in ``sampled``.
+
+    Every mean becomes a node of its own in the autograd graph, so that gradients of the likelihood with respect to it
+    do not mix with other uses of the parameters.
+
+    Args:
+        sampled: per guide site True, or a mask of the elements, to draw by reparameterisation.
+    """
+
+    takes_joint = True
+
+    def __init__(self, sampled: Mapping[str, Tensor | bool] | None = None) -> None:
+        super().__init__()
+        self.sampled = sampled or {}
+
+    def _chosen(self, name: str, base: td.Normal, transforms: tuple[Any, ...]) -> GaussianSite:
+        loc = base.loc
+        value = mean = loc.view_as(loc) if loc.requires_grad else loc.detach().requires_grad_()
+        sampled = self.sampled.get(name, False)
+        if sampled is not False:
+            draw = loc + base.scale * torch.randn_like(loc)
+            value = draw if sampled is True else torch.where(torch.as_tensor(sampled), draw, mean)
+        return GaussianSite(name, value, base, transforms, sampled)
+
+
+Around = Callable[[Mapping[str, GaussianMoments]], AbstractContextManager[Any]]
+
+
+def run_with_moments(
+    call: Call,
+    sampled: Mapping[str, Tensor | bool] | None = None,
+    around: Around = nullcontext,
+) -> PosteriorRun:
+    """Run the guide, then the model with the moments of the guide's Gaussians in place of values.
+
+    Args:
+        call: of a model and a guide of factorised Gaussians and point masses.
+        sampled: guide sites to sample, see :class:`~pyro_dvi.runs.structure.Structure`.
+        around: given the moments that the model will use, by name and filled while it runs, returns the context in
+            which it runs: :func:`~pyro_dvi.runs.uncertain.uncertain_likelihoods`, which lets distributions take
+            moments, and what is to watch.
+
+    Raises:
+        UnsupportedError: the model uses a function or distribution without a rule; others as
+            :meth:`~pyro_dvi.runs.posterior_run.PosteriorRun.of`.
+    """
+
+    @contextmanager
+    def with_moments(means: PosteriorMeans) -> Iterator[None]:
+        with PosteriorMoments(means.marginals, sampled=sampled) as moments, around(moments.given):
+            yield
+
+    return PosteriorRun.of(call, PosteriorMeans(), with_moments)
+
+
+StandIn = Callable[[Tensor, Tensor, Any], Any]
+
+
+def reparameterised(loc: Tensor, scale: Tensor, transform: Any) -> Tensor:
+    """Draw the value of a transformed Gaussian so that it can be differentiated."""
+    return median(loc + scale * torch.randn_like(loc), scale, transform)
+
+
+def median(loc: Tensor, scale: Tensor, transform: Any) -> Tensor:
+    """Return the median of a transformed Gaussian."""
+    return loc if transform is None else transform(loc)
+
+
+def propagated(loc: Tensor, scale: Tensor, transform: Any) -> Any:
+    """Return the moments of a transformed Gaussian, linked to it; the median where elements are mixed (a simplex)."""
+    if transform is None:
+        return GaussianMoments(loc, scale.square())
+    parts = elementary(transform)
+    if any(part.domain.event_dim or part.codomain.event_dim for part in parts):
+        return transform(loc)
+    name = "exp" if len(parts) == 1 and isinstance(parts[0], td.ExpTransform) else None
+    # Without the event dimensions, which elements that the model takes out do not have.
+    function = td.ComposeTransform(parts)
+    uniform = not any(torch.is_tensor(v) and v.dim() > 0 for part in parts for v in vars(part).values())
+    link = Link(GaussianMoments(loc, scale.square()), function, name, uniform=uniform)
+    moments = through_link(GaussianMoments(loc, scale.square(), link), lambda value: value)
+    assert moments is not None
+    return moments.linked(link)
+
+
+_SWAP = accessor.swap_tensor
+
+
+def _swap(module: nn.Module, name: str, value: Any, *args: Any, **kwargs: Any) -> Any:
+    """Put a value in the place of a parameter, for ``torch.func.functional_call``, which refuses all but tensors."""
+    if name not in module._parameters or not isinstance(value, GaussianMoments):
+        return _SWAP(module, name, value, *args, **kwargs)
+    before, module._parameters[name] = module._parameters[name], value  # type: ignore[assignment]
+    return before
+
+
+class PosteriorMoments(SetLatents):
+    """Give each latent site of a model the moments of its posterior marginal.
+
+    A Gaussian in the site's own space becomes :class:`~pyro_dvi.moments.GaussianMoments`, with what it shares if it has
+    covariances. One that a transform takes
+    to the site's space (a positive scale, say), or that sets the prior of another latent, is sampled by
+    reparameterisation. Point masses are left to Pyro's replay, which has to be the inner of the two handlers.
+
+    Args:
+        marginals: where the guide has the Gaussians of latent sites.
+        stand_in: gives the value of a site that is sampled or transformed, from mean and standard deviation of its
+            Gaussian and the transforms.
+        sampled: guide sites that set the prior of another latent, or masks of their elements.
+
+    Attributes:
+        given: the moments of Gaussian sites that the model was given so far, by name.
+    """
+
+    def __init__(
+        self,
+        marginals: Marginals,
+        stand_in: StandIn = reparameterised,
+        sampled: Mapping[str, Tensor | bool] | None = None,
+    ) -> None:
+        super().__init__()
+        self.marginals, self.stand_in, self.sampled = marginals, stand_in, sampled or {}
+        self.given: dict[str, GaussianMoments] = {}
+        self._following = ExitStack()
+
+    def __enter__(self) -> Self:
+        self._following.callback(setattr, accessor, "swap_tensor", _SWAP)
+        accessor.swap_tensor = _swap  # type: ignore[assignment]
+        if any(is_joint(gaussian.base) for gaussian in self.marginals.gaussians.values()):
+            self._following.enter_context(joint_noise_followed())
+        return super().__enter__()  # type: ignore[no-any-return]
+
+    def __exit__(self, *error: Any) -> Any:
+        with self._following:
+            return super().__exit__(*error)
+
+    def _value_of(self, site: Any) -> Any:
+        latent: Any = self.marginals.of(site)
+        if latent.source is None:
+            return None
+        if latent.transform is not None or self._is_sampled(latent):
+            return self.stand_in(latent.loc, latent.scale, latent.transform)
+        base = latent.source.base
+        if latent.shared is not None:
+            self.given[latent.name] = JointMoments(latent.loc, latent.rest, latent.shared, of_weights=True)
+        elif isinstance(base, MultiplicativeNormal):
+            self.given[latent.name] = MultiplicativeMoments(latent.loc, base.alpha)
+        else:
+            self.given[latent.name] = GaussianMoments(latent.loc, latent.scale.square())
+        return self.given[latent.name]
+
+    def _is_sampled(self, latent: Any) -> bool:
+        mask = self.sampled.get(latent.source.name, False)
+        return mask is True or (mask is not False and bool((torch.as_tensor(mask) & latent.elements).any()))

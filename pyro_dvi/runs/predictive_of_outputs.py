@@ -27,7 +27,7 @@ from pyro_dvi.moments import GaussianMoments
 from pyro_dvi.moments.value import Link
 from pyro_dvi.runs.distributions import innermost, rewrapped, untransformed
 from pyro_dvi.runs.outputs import Outputs, Parameter
-from pyro_dvi.runs.response import counted
+from pyro_dvi.runs.sites import counted
 
 _CLASSES = (td.Bernoulli, td.Categorical, td.OneHotCategorical)
 # How parameters of these domains come from real numbers.

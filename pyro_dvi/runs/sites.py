@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sites of a run: what each of them is, how to choose some by name, and how to set the latent ones.
+"""The sites of a run: their kinds, choosing some by name, setting the latent ones, and the response with its examples.
 
 A site is a node of a trace, or the message that a messenger sees. Every sample site is one of these: latent, data, a
 factor, deterministic, or Pyro's own (the rows that a plate draws).
@@ -7,16 +7,19 @@ factor, deterministic, or Pyro's own (the rows that a plate draws).
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
+import pyro.distributions as dist
 import torch
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.trace_messenger import TraceMessenger
 from pyro.poutine.util import site_is_factor, site_is_subsample
+from torch import Tensor
+from torch import distributions as td
 
-from pyro_dvi.errors import ArgumentError
+from pyro_dvi.errors import ArgumentError, DataError, ModelError
 
 
 def is_latent(site: Any) -> bool:
@@ -111,3 +114,82 @@ class AllRows(Messenger):
         fn = msg["fn"]
         if site_is_subsample(msg) and msg["value"] is None and fn.subsample_size is not None:
             msg["value"], msg["done"] = torch.arange(fn.subsample_size, device=fn.device), True
+
+
+def responses(nodes: Mapping[str, Any], latents: Container[str]) -> list[str]:
+    """Return the sample sites of a run that are neither latent nor Pyro's own: data, or a place for them."""
+    return [
+        name for name, node in nodes.items() if name not in latents and (is_latent(node) or is_data(node))
+    ]
+
+
+def choose_response(site: str | None, names: list[str]) -> str:
+    """Return the one response, or the one that is asked for.
+
+    Raises:
+        ModelError: there is none, several, or none of the name ``site``.
+    """
+    if site is None and len(names) == 1:
+        return names[0]
+    if site is not None and site in names:
+        return site
+    if site is not None:
+        raise ModelError(
+            f"the model has no observed site {site!r}; it has {names}. Latent sites are in guide.sample and "
+            "guide.quantiles"
+        )
+    if not names:
+        raise ModelError(
+            "the model has no observed site to predict: it needs pyro.sample(name, distribution, obs=y) where y may be "
+            "None, and a guide that was set up with the observed values given"
+        )
+    raise ModelError(
+        f"the model has several sites that the guide does not cover: {names}. Choose the one to predict by site=. A "
+        "latent variable among them means a guide of another model, or one that leaves the variable to the model: then "
+        "predict with Samples(n), which averages over its draws"
+    )
+
+
+def example_axis(name: str, node: Any, num_rows: int) -> int:
+    """Return the dimension of a site's batch shape that counts examples, from the right (negative).
+
+    A plate that is subsampled comes before others of the size: it is the one that is cut into batches.
+
+    Raises:
+        DataError: there is none, or several.
+    """
+    shape = tuple(node["fn"].batch_shape)
+    frames = [f for f in node["cond_indep_stack"] if f.vectorized]
+    fitting = [f for f in frames if f.size == num_rows and len(shape) >= -f.dim and shape[f.dim] == num_rows]
+    found = [f for f in fitting if f.full_size not in (None, f.size)] or fitting
+    if len(found) == 1 or (found and num_rows == 1):  # of plates of one row any will do
+        return int(found[0].dim)
+    if not frames and shape[:1] == (num_rows,):
+        return -len(shape)
+    problem = f"{len(found)} plates of {num_rows} rows, {[f.name for f in found]}, may count the examples"
+    raise DataError(
+        f"observed site {name!r} with batch shape {shape} and event shape {tuple(node['fn'].event_shape)}: "
+        f"{problem if found else f'no dimension counts the {num_rows} examples'}. Put it in pyro.plate('data', size, "
+        "subsample_size=len(x)) with the batch as the model's argument, and an example's own dimensions in to_event"
+    )
+
+
+def counted(node: Any) -> Tensor | None:
+    """Return which values of a site its masks let count, of the shape of one draw; None if all do.
+
+    Masks come from ``poutine.mask``, and from ``.mask()`` of the distribution at any depth.
+    """
+    fn = node["fn"]
+    masks = [(node["mask"], len(fn.event_shape))]
+    while isinstance(fn, (td.Independent, dist.MaskedDistribution, dist.ExpandedDistribution)):
+        masks.append((getattr(fn, "_mask", None), len(fn.event_shape)))
+        fn = fn.base_dist
+    shape = node["fn"].batch_shape + node["fn"].event_shape
+    counts = None
+    for mask, event_dim in masks:
+        if mask is None or bool(torch.as_tensor(mask).all()):
+            continue
+        mask = torch.as_tensor(mask, dtype=torch.bool)
+        mask = mask.reshape(mask.shape + (1,) * event_dim).expand(shape)
+        counts = mask if counts is None else counts & mask
+    return counts

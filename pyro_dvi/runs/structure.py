@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the first run of a model with its guide shows, looked at once."""
+"""The first run of a model with its guide: dependences, gradients that do not arrive, and a start at zero."""
 
 import inspect
 import weakref
@@ -18,14 +18,12 @@ from torch.autograd.graph import get_gradient_edge
 from pyro_dvi.core.autograd_graph import enters, function_of, graph_of
 from pyro_dvi.core.placement import tensors_of
 from pyro_dvi.core.undisturbed import undisturbed
-from pyro_dvi.errors import GuideError, ModelError, PyroDviError
+from pyro_dvi.errors import GuideError, ModelError, PyroDviError, warn
 from pyro_dvi.gaussians.normals import is_joint
 from pyro_dvi.runs.distributions import strip_event_dims
-from pyro_dvi.runs.equal_units import Starts, equal_units
 from pyro_dvi.runs.latents import GaussianSite, Latent, unconstraining_transform
-from pyro_dvi.runs.means import run_at_means
 from pyro_dvi.runs.observed import observed_sites
-from pyro_dvi.runs.posterior_run import Call, PosteriorRun
+from pyro_dvi.runs.posterior_run import Call, PosteriorRun, run_at_means
 from pyro_dvi.runs.sites import is_data, is_latent, sites_of
 
 _TYPES = [torch.finfo(t) for t in (torch.float16, torch.bfloat16, torch.float32, torch.float64)]
@@ -38,10 +36,13 @@ _TURNS = (0, 1, 1, 0, 1, 0, 0, 1)  # of two kinds of runs, in an order that no c
 _FAILURES = (ArithmeticError, AssertionError, LookupError, RuntimeError, ValueError, PyroDviError)
 _UNLIMITED: Any = float("inf")  # Pyro's way to say so, though it annotates an int
 
+# Site, its means in the storage of their parameter, weights of the network if it keeps any.
+Starts = list[tuple[str, Tensor, Tensor | None]]
+
 
 @dataclass
 class Structure:
-    """What the first run showed of a model and its guide.
+    """The result of the first run of a model and its guide.
 
     Attributes:
         sampled: guide sites (or masks of their elements) that set the prior of another latent. They are sampled,
@@ -50,7 +51,7 @@ class Structure:
         shapes: shape of a draw at each observed site, for the arguments of the first run.
         reached: guide sites that the observed sites depend on.
         joint: Gaussian vectors with covariances among the guide sites, by name.
-        starts: means to be moved before training, see :mod:`~pyro_dvi.runs.equal_units`.
+        starts: means at zero to be moved before training, see :func:`start_apart`.
     """
 
     sampled: dict[str, Tensor | bool] = field(default_factory=dict)
@@ -61,66 +62,73 @@ class Structure:
     starts: Starts = field(default_factory=list)
 
 
-# Weak references to the guide and the model, the functions that they call (for bound methods), what was seen.
-_STRUCTURES: list[tuple[Any, Any, tuple[Any, Any], Structure]] = []
+class FirstRuns:
+    """The structures of the models and guides that an objective has met; copies of the objective look anew."""
+
+    def __init__(self) -> None:
+        # Weak references to the guide and the model, the functions that they call (for bound methods), the structure.
+        self._known: list[tuple[Any, Any, tuple[Any, Any], Structure]] = []
+
+    def __reduce__(self) -> Any:
+        return FirstRuns, ()
+
+    def of(self, call: Call, gradients: bool = True) -> tuple[Structure, bool]:
+        """Return (structure, is_first_run); later calls for the same pair return the same structure.
+
+        Args:
+            call: of a model and a guide.
+            gradients: refuse a latent that gradients of the likelihood at the means do not reach.
+        """
+        (model, model_function), (guide, guide_function) = _owner(call.model), _owner(call.guide)
+        functions = (guide_function, model_function)
+        for guide_ref, model_ref, called, structure in self._known:
+            if guide_ref() is guide and model_ref() is model and called == functions:
+                return structure, False
+        fresh = getattr(call.guide, "prototype_trace", 0) is None
+        try:
+            with undisturbed():  # a look must not shift the random numbers of a resumed run
+                structure = _look(run_at_means(call), gradients)
+        except Exception:
+            if fresh:
+                call.guide.prototype_trace = None  # look again when the call is corrected
+            raise
+        self._known = [known for known in self._known if known[0]() is not None and known[1]() is not None]
+        self._known.append((weakref.ref(guide), weakref.ref(model), functions, structure))
+        return structure, True
 
 
 def _owner(function: Callable) -> tuple[Any, Any]:
-    """The object to remember a callable by: a bound method is a new object at every access."""
+    """Return the object to remember a callable by: a bound method is a new object at every access."""
     return (function.__self__, function.__func__) if inspect.ismethod(function) else (function, None)
 
 
-def structure_of(call: Call) -> tuple[Structure, bool]:
-    """Look at a model and guide once; later calls for the same pair return the same answer.
-
-    Returns:
-        the structure, and whether this was the first look.
-    """
-    (model_owner, model_function), (guide_owner, guide_function) = _owner(call.model), _owner(call.guide)
-    functions = (guide_function, model_function)
-    for guide_ref, model_ref, called, structure in _STRUCTURES:
-        if guide_ref() is guide_owner and model_ref() is model_owner and called == functions:
-            return structure, False
-    fresh = getattr(call.guide, "prototype_trace", 0) is None
-    try:
-        with undisturbed():  # a look must not shift the random numbers of a resumed run
-            run = run_at_means(call)
-            structure = _look(run)
-    except Exception:
-        if fresh:
-            call.guide.prototype_trace = None  # look again when the call is corrected
-        raise
-    _STRUCTURES[:] = [known for known in _STRUCTURES if known[0]() is not None and known[1]() is not None]
-    _STRUCTURES.append((weakref.ref(guide_owner), weakref.ref(model_owner), functions, structure))
-    return structure, True
-
-
-def _look(run: PosteriorRun) -> Structure:
+def _look(run: PosteriorRun, gradients: bool) -> Structure:
     observed = observed_sites(run.model_trace)
     log_likelihood = observed.log_likelihood()
     if is_validation_enabled():
         _check_shapes(prune_subsample_sites(run.model_trace))
     refuse_dependent(run.gaussians)
-    check_gradients(run.call, run.model_trace, log_likelihood)
+    if gradients:
+        check_gradients(run.call, run.model_trace, log_likelihood)
     graph = graph_of(t for site in observed.terms for t in _tensors(site.fn))
     names = frozenset(function_of(node) for node in graph if not _keeps_probabilities(node))
     shapes = {site.name: site.fn.batch_shape + site.fn.event_shape for site in observed.sites}
     reached = reached_by(log_likelihood, {g.name: g.value for g in run.gaussians})
-    sampled, starts = _sampled(run.latents), equal_units(run.latents, log_likelihood)
+    sampled, starts = _sampled(run.latents), _equal_units(run.latents, log_likelihood)
     joint = {g.name: g.base for g in run.gaussians if is_joint(g.base)}
     for latent in run.latents:
         source: Any = latent.source
         if latent.shared is not None and (latent.transform is not None or source.name in sampled):
             raise GuideError(
-                f"guide site {source.name!r} gives {latent.name!r} covariances with others, though it "
-                f"{'is constrained' if latent.transform is not None else 'sets the prior of another latent'}: hide it "
-                "from this guide by pyro.poutine.block, and give it a MeanFieldGuide in an AutoGuideList"
+                f"guide site {source.name!r} gives {latent.name!r} covariances with others, though it is constrained "
+                "or sets the prior of another latent: hide it from this guide by pyro.poutine.block, and give it a "
+                "MeanFieldGuide in an AutoGuideList"
             )
     return Structure(sampled, names, shapes, reached, joint, starts)
 
 
 def _sampled(latents: list[Latent]) -> dict[str, Tensor | bool]:
-    """Guide sites that set the prior of a latent, or masks of their elements.
+    """Return guide sites that set the prior of a latent, or masks of their elements.
 
     Raises:
         GuideError: point masses of a latent and of one that sets its prior.
@@ -135,10 +143,9 @@ def _sampled(latents: list[Latent]) -> dict[str, Tensor | bool]:
                 sampled[name] = elements
             elif child.source is None and parent in _parents(child, _shape_of(child.prior), latents):
                 raise GuideError(
-                    f"a point estimate of both {parent.name!r} and {child.name!r} is unbounded: the first sets "
-                    f"the prior of the second, so the density grows without limit as both shrink together. "
-                    f"Use a variational guide (MeanFieldGuide), integrate {parent.name!r} out, or write "
-                    f"{child.name!r} non-centred."
+                    f"a point estimate of both {parent.name!r} and {child.name!r} is unbounded, since the first sets "
+                    f"the prior of the second: use a variational guide (MeanFieldGuide), integrate {parent.name!r} "
+                    f"out, or write {child.name!r} non-centred"
                 )
     return sampled
 
@@ -171,24 +178,24 @@ def check_gradients(call: Call, trace: Any, log_likelihood: Tensor) -> None:
     blind = [name for name, node in nodes.items() if node in graph and node not in sloped]
     absent = [name for name, node in nodes.items() if node not in graph]
     hidden = any("Checkpoint" in node.name() for node in graph)  # a reentrant one: what its function uses
-    other = trace.copy()
-    seen: tuple[list[Tensor], list[Tensor]] = [], []
-    with suppress(*_FAILURES), undisturbed(), torch.no_grad():  # the model need not take draws
-        for name in absent:
-            other.nodes[name] = {**latents[name], "value": latents[name]["fn"].sample()}
-        for k in _TURNS if absent and not hidden else ():
-            with undisturbed():  # all from the same random numbers
-                seen[k].append(observed_sites(call.trace_model((trace, other)[k])).log_likelihood())
-            if seen[1] and _agree([seen[0][0], seen[1][0]]):
-                break
-    repeatable = len(seen[0] + seen[1]) == len(_TURNS) and all(map(_agree, seen))
-    if blind or repeatable:
+    if absent and not hidden and not blind:
+        other = trace.copy()
+        seen: tuple[list[Tensor], list[Tensor]] = [], []
+        with suppress(*_FAILURES), undisturbed(), torch.no_grad():  # the model need not take draws
+            for name in absent:
+                other.nodes[name] = {**latents[name], "value": latents[name]["fn"].sample()}
+            for k in _TURNS:
+                with undisturbed():  # all from the same random numbers
+                    seen[k].append(observed_sites(call.trace_model((trace, other)[k])).log_likelihood())
+                if seen[1] and _agree([seen[0][0], seen[1][0]]):
+                    break
+        blind = absent if len(seen[0] + seen[1]) == len(_TURNS) and all(map(_agree, seen)) else []
+    if blind:
         observed = ", ".join(repr(site["name"]) for site in sites_of(trace, is_data))
         raise ModelError(
-            f"observed site {observed} depends on latent site {(blind or absent)[0]!r}, but no gradient of the "
-            "likelihood gets there, so that its posterior would become the prior: .detach(), .item(), round, floor, "
-            "argmax or a comparison is in between. Leave it out, take a smooth function, as sigmoid for a step, or let "
-            "gradients pass, as f + (f.round() - f).detach()"
+            f"observed site {observed} depends on latent site {blind[0]!r}, but no gradient of the likelihood gets "
+            "there: .detach(), .item(), round, floor, argmax or a comparison is in between. Leave it out, take a "
+            "smooth function, as sigmoid for a step, or let gradients pass, as f + (f.round() - f).detach()"
         )
 
 
@@ -197,12 +204,11 @@ def _agree(values: list[Tensor]) -> bool:
 
 
 def _check_shapes(trace: Any) -> None:
-    """Pyro's own check that batch shapes agree with plates; a forgotten ``to_event`` is found here."""
+    """Run Pyro's own check that batch shapes agree with plates; a forgotten ``to_event`` is found here."""
     try:
         trace.compute_log_prob()
-        for site in trace.nodes.values():
-            if site["type"] == "sample":
-                check_site_shape(site, max_plate_nesting=_UNLIMITED)
+        for site in sites_of(trace, lambda site: site["type"] == "sample"):
+            check_site_shape(site, max_plate_nesting=_UNLIMITED)
     except ValueError as error:
         raise ModelError(f"the shapes of the model's sites and plates do not agree: {error}") from error
 
@@ -220,32 +226,78 @@ def refuse_dependent(gaussians: Sequence[GaussianSite]) -> None:
             if is_parent:
                 raise GuideError(
                     f"guide site {site.name!r} depends on the value of {other.name!r}, so the posterior does not "
-                    "factorise. Let its loc and scale depend on parameters only, or use Pyro's Trace_ELBO."
+                    "factorise: let its loc and scale depend on parameters only, or use Pyro's Trace_ELBO"
                 )
 
 
 def _parents(child: Latent, parameters: Iterable[Tensor], latents: list[Latent]) -> list[Latent]:
-    """Latents whose value enters ``parameters`` of the prior of ``child``, seen in their autograd graph."""
+    """Return latents whose value enters ``parameters`` of the prior of ``child``, seen in their autograd graph."""
     others = [latent for latent in latents if latent is not child]
     parents = enters([other.value for other in others], parameters)
     return [other for other, is_parent in zip(others, parents, strict=True) if is_parent]
 
 
 def _shape_of(prior: Any) -> Iterator[Tensor]:
-    """Parameters of a prior but for its location on the real line, which cannot make its density unbounded."""
+    """Yield parameters of a prior, without a location on the real line, which cannot make its density unbounded."""
     base = strip_event_dims(prior)
-    movable = (
-        unconstraining_transform(getattr(base, "support", None)) is None if hasattr(base, "loc") else False
-    )
-    location = base.loc if movable else None
-    return (t for t in _tensors(prior) if t is not location)
+    movable = hasattr(base, "loc") and unconstraining_transform(getattr(base, "support", None)) is None
+    return (t for t in _tensors(prior) if not (movable and t is base.loc))
 
 
 def _tensors(distribution: Any) -> list[Tensor]:
-    """Floating-point tensors among the parameters of a distribution, however nested."""
+    """Return floating-point tensors among the parameters of a distribution, however nested."""
     return [t for t in tensors_of(distribution) if t.is_floating_point()]
 
 
 def _keeps_probabilities(node: Any) -> bool:
-    """Whether a node is the clamp by which torch keeps probabilities off zero and one by a rounding."""
+    """Return whether a node is the clamp by which torch keeps probabilities off zero and one by a rounding."""
     return (getattr(node, "_saved_min", None), getattr(node, "_saved_max", None)) in _OPEN_INTERVALS
+
+
+# A start at which all hidden units are alike --------------------------------------------------------------------
+
+
+def _equal_units(latents: Iterable[Any], log_likelihood: Tensor) -> Starts:
+    """Find means at zero where they leave hidden units alike.
+
+    Where all weights are zero, the likelihood has no gradient in those of hidden layers, and the same one in all that
+    leave a hidden layer: no step of training breaks the symmetry. Linear models have nothing hidden.
+    """
+    zero = [
+        latent
+        for latent in latents
+        if latent.source is not None and latent.loc.requires_grad and latent.value.requires_grad
+        if latent.transform is None and not latent.loc.any()
+    ]
+    if not zero or not log_likelihood.requires_grad:
+        return []
+    values = [latent.value for latent in zero]
+    grads = torch.autograd.grad(log_likelihood, values, allow_unused=True, retain_graph=True)
+    initial = [getattr(latent.prior, "initial_value", None) for latent in zero]
+    # Of latents that nothing says to be weights, only matrices are taken for them: numbers and vectors without a
+    # gradient are common in hierarchical models, and harmless.
+    hidden = (
+        g is not None and not g.any() and (start is not None or g.dim() > 1)
+        for g, start in zip(grads, initial, strict=True)
+    )
+    means = [(latent.name, latent.loc.detach()) for latent in zero]
+    return [(*mean, start) for mean, start in zip(means, initial, strict=True)] if any(hidden) else []
+
+
+def start_apart(starts: Starts) -> None:
+    """Break the symmetry of an all-zero start: begin at the weights of the network, and say so."""
+    if not starts or any(mean.any() for _, mean, _ in starts):
+        return
+    for _, mean, initial in starts:
+        if initial is not None:
+            mean.copy_(initial)
+    unknown = [name for name, _, initial in starts if initial is None]
+    warn(
+        f"the guide starts with all means at zero (site {starts[0][0]!r} and {len(starts) - 1} more), where hidden "
+        "units are alike and training hardly tells them apart. "
+        + (
+            f"The model keeps no weights of {unknown[0]!r} to start from: pass init_loc_fn=init_to_sample."
+            if unknown
+            else "They now start from the weights of the network; init_loc_fn=pyro_dvi.init_to_module does so."
+        )
+    )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Distributions whose parameters are uncertain: what a model observes when moments reach its likelihood.
+"""Distributions whose parameters are uncertain, for likelihoods that moments reach.
 
 Inside :func:`uncertain_likelihoods`, building a Pyro distribution from :class:`~pyro_dvi.moments.GaussianMoments` gives
 an :class:`UncertainDistribution`, whose ``log_prob`` is the *expected* log-likelihood. Plates, masks, scales,
@@ -8,6 +8,7 @@ an :class:`UncertainDistribution`, whose ``log_prob`` is the *expected* log-like
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import pyro.distributions as dist
@@ -56,12 +57,12 @@ class UncertainDistribution(dist.TorchDistribution):
 
     @property
     def support(self) -> Any:
-        """That of the family."""
+        """The family's own."""
         return self.at_mean.support
 
     @property
     def has_enumerate_support(self) -> bool:  # type: ignore[override]
-        """That of the family."""
+        """The family's own."""
         return self.at_mean.has_enumerate_support
 
     def log_prob(self, value: Tensor) -> Tensor:
@@ -84,7 +85,7 @@ def predictive_of(fn: Any, predictive: Predictive) -> Any:
         fn: the distribution of an observed site.
         predictive: gives the predictive distribution, one of Pyro's, of a family with uncertain parameters.
     """
-    return _rebuilt(fn, lambda uncertain: predictive(uncertain.family, uncertain.parameters))
+    return _rebuilt(fn, lambda part: predictive(part.family, part.parameters))
 
 
 def at_mean(fn: Any) -> Any:
@@ -146,8 +147,7 @@ def _uncertain(cls: Any, args: tuple, kwargs: dict[str, Any], estimator: LogitEs
         return dist.Unit(given["log_factor"].loc)
     if not issubclass(cls, td.Distribution):
         raise UnsupportedError(
-            f"{cls.__name__} is not a torch distribution, and has no expected log-likelihood for uncertain "
-            "parameters: use a distribution of pyro.distributions that is, or train with TaylorELBO"
+            f"{cls.__name__} is not a torch distribution, and has no expected log-likelihood: train with TaylorELBO"
         )
     return UncertainDistribution(cls, given, estimator)
 
@@ -155,20 +155,16 @@ def _uncertain(cls: Any, args: tuple, kwargs: dict[str, Any], estimator: LogitEs
 def _check_wrapper(cls: type, values: tuple) -> None:
     if not issubclass(cls, WRAPPERS):
         raise UnsupportedError(
-            f"{cls.__name__} around a distribution with uncertain parameters: the expected log-likelihood of a mixture "
-            "(or of anything else that adds up densities) is not that of its parts. Train such models with TaylorELBO "
-            "or Pyro's Trace_ELBO."
+            f"{cls.__name__} around a distribution with uncertain parameters: a mixture (or anything else that adds up "
+            "densities) has no rule. Train such models with TaylorELBO or Pyro's Trace_ELBO"
         )
-    for value in values:
-        transforms = value if isinstance(value, list | tuple) else [value]
-        for transform in transforms:
-            if isinstance(transform, td.Transform) and any(
-                isinstance(part, GaussianMoments) for part in vars(transform).values()
-            ):
-                raise UnsupportedError(
-                    f"{type(transform).__name__} has uncertain parameters: let uncertainty enter the base distribution "
-                    "only, as in TransformedDistribution(Normal(mean, scale), AffineTransform(0.0, unit))"
-                )
+    transforms = chain.from_iterable(v if isinstance(v, list | tuple) else [v] for v in values)
+    for transform in (t for t in transforms if isinstance(t, td.Transform)):
+        if any(isinstance(part, GaussianMoments) for part in vars(transform).values()):
+            raise UnsupportedError(
+                f"{type(transform).__name__} has uncertain parameters: let uncertainty enter the base distribution "
+                "only, as in TransformedDistribution(Normal(mean, scale), AffineTransform(0.0, unit))"
+            )
 
 
 def _centre(value: Any) -> Any:
@@ -195,6 +191,6 @@ def refuse_moments(fn: Any, name: str) -> None:
     """
     if any(isinstance(part, GaussianMoments) for part in vars(fn).values()):
         raise UnsupportedError(
-            f"site {name!r}: {type(fn).__module__}.{type(fn).__name__} was given uncertain parameters, of which it "
-            "knows nothing. Use the class of the same name in pyro.distributions."
+            f"site {name!r}: {type(fn).__module__}.{type(fn).__name__} was given uncertain parameters: use the class "
+            "of the same name in pyro.distributions"
         )

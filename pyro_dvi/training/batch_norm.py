@@ -12,11 +12,11 @@ from pyro import poutine
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from pyro_dvi.core.arguments import check_count
 from pyro_dvi.core.batches import batches, check_loader
-from pyro_dvi.core.choice import check_count
 from pyro_dvi.core.undisturbed import modules_met
 from pyro_dvi.errors import DataError, GuideError, ModelError
-from pyro_dvi.runs.means import PosteriorMeans
+from pyro_dvi.runs.posterior_run import PosteriorMeans
 from pyro_dvi.training.random_state import preserve_random_state
 from pyro_dvi.training.routes import Route
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from pyro_dvi.core.choice import check_choice, check_count
+from pyro_dvi.core.arguments import check_choice, check_count
 from pyro_dvi.errors import CheckpointError, ModelError
 from pyro_dvi.training.checkpoint_contents import Contents
 from pyro_dvi.training.checkpoint_file import read_file

@@ -14,7 +14,7 @@ from pyro.distributions import constraints as pyro_constraints
 from torch.distributions import constraints as torch_constraints
 
 from pyro_dvi.errors import CheckpointError
-from pyro_dvi.guides import scales
+from pyro_dvi.guides import factors
 
 _FORMAT, _VERSION = "pyro_dvi checkpoint", 1
 _ENTRIES = {
@@ -100,7 +100,7 @@ def read_file(path: Path, map_location: Any, weights_only: bool) -> dict[str, An
 def _constraint_classes() -> list[Any]:
     """Constraints of parameters in Pyro's store: plain values, but of classes that a safe load must be told of."""
     found = {}
-    for library in (torch_constraints, pyro_constraints, scales):
+    for library in (torch_constraints, pyro_constraints, factors):
         for value in vars(library).values():
             if isinstance(value, type) and issubclass(value, torch_constraints.Constraint):
                 found[id(value)] = value

@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pyro_dvi.core.choice import check_count
+from pyro_dvi.core.arguments import check_count
 from pyro_dvi.errors import ArgumentError
 from pyro_dvi.training.history import History
 

@@ -17,7 +17,7 @@ import pyro.distributions as dist
 import torch
 from torch import Tensor, nn
 
-from pyro_dvi.core.choice import check_count
+from pyro_dvi.core.arguments import check_count
 from pyro_dvi.core.progress import progress_bar
 from pyro_dvi.errors import ArgumentError, GuideError, warn
 from pyro_dvi.training.ownership import supplanted

@@ -13,8 +13,8 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from pyro_dvi.core.arguments import check_choice, check_count
 from pyro_dvi.core.batches import arguments, check_loader, number_of_batches
-from pyro_dvi.core.choice import check_choice, check_count
 from pyro_dvi.core.progress import progress_bar
 from pyro_dvi.errors import ArgumentError, DataError
 from pyro_dvi.runs.explained import explained_errors

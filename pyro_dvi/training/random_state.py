@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pyro_dvi.core.devices import accelerators, state_of
+from pyro_dvi.core.undisturbed import accelerators, state_of
 from pyro_dvi.errors import CheckpointError
 
 

@@ -7,17 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_dvi.core.choice import check_choice
+from pyro_dvi.core.arguments import check_choice, explained_calls
 from pyro_dvi.core.kinks import PIECEWISE_LINEAR
-from pyro_dvi.core.signatures import explained_calls
 from pyro_dvi.curvature import Curvature, Fisher, Linearisation, ObservedSite
 from pyro_dvi.curvature.likelihood import SliceArguments
 from pyro_dvi.errors import CheckpointError, warn
 from pyro_dvi.objectives.objective import Objective
 from pyro_dvi.runs.divergences import kl_to_priors, prior_precision
-from pyro_dvi.runs.means import run_at_means
-from pyro_dvi.runs.minibatch import run_on_part
-from pyro_dvi.runs.posterior_run import Call, PosteriorRun
+from pyro_dvi.runs.observed import run_on_part
+from pyro_dvi.runs.posterior_run import Call, PosteriorRun, run_at_means
 
 
 class TaylorELBO(Objective):

@@ -112,7 +112,7 @@ def test_warnings():
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return F.relu(self.layer(x))
 
-    with pytest.warns(DviWarning, match="F.relu inside a forward method"):
+    with pytest.warns(DviWarning, match="F.relu in a forward method"):
         smooth_activations_(Functional())
     with pytest.warns(DviWarning, match="left PReLU in place"):
         smooth_activations_(nn.Sequential(nn.PReLU(), nn.ReLU()))

@@ -82,7 +82,7 @@ def test_hierarchical_scales_and_ties_are_listed():
     assert "= 0.weight" in str(table)
 
 
-def test_priors_that_depend_on_other_sites_name_them_instead_of_a_draw():
+def test_priors_that_depend_on_other_sites_say_so_instead_of_showing_a_draw():
     def model(x: torch.Tensor) -> torch.Tensor:
         top = pyro.sample("top", dist.HalfNormal(1.0))
         s = pyro.sample("s", dist.LogNormal(0.0, top))
@@ -93,9 +93,9 @@ def test_priors_that_depend_on_other_sites_name_them_instead_of_a_draw():
         table = summary(model, None, torch.randn(4, 3))
     assert {site.name: site.prior for site in table.sites} == {
         "top": "HalfNormal(scale=1)",
-        "s": "LogNormal(loc=0, scale from top)",
-        "w": "Normal(loc=0, scale from s)",
-        "y": "Normal(loc from w, scale from s)",
+        "s": "LogNormal(loc=0, scale varies)",
+        "w": "Normal(loc=0, scale varies)",
+        "y": "Normal(loc varies, scale varies)",
     }
 
 

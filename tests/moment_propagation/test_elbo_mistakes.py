@@ -79,7 +79,7 @@ def to_numpy(f, x, y):
 MISTAKES = {
     "unknown function": (lambda f, x, y: observed(dist.Normal(torch.erfinv(f), 1.0), y), r"erfinv.*moment_rule"),
     "control flow": (control_flow, "value of something uncertain"),
-    "conversion": (to_numpy, r"'w', but no gradient.*\.item\(\)"),
+    "conversion": (to_numpy, r"value of something uncertain.*\.item\(\)"),
     "mixture": (mixture, "MixtureSameFamily.*mixture"),
     "uncertain transform": (uncertain_transform, "AffineTransform has uncertain parameters"),
     "torch distribution": (plain_torch, "pyro.distributions|value of something uncertain"),

@@ -27,8 +27,7 @@ from pyro_dvi.objectives.objective import Objective
 from pyro_dvi.objectives.sampled import SampledELBO
 from pyro_dvi.predictive.predict import default_rule
 from pyro_dvi.runs.divergences import kl_to_priors
-from pyro_dvi.runs.means import run_at_means
-from pyro_dvi.runs.posterior_run import Call
+from pyro_dvi.runs.posterior_run import Call, run_at_means
 from pyro_dvi.variational_laplace.taylor import TaylorELBO
 from tests.objectives.networks import Classifier, images, small_net
 

@@ -194,7 +194,7 @@ MISTAKES = {
     "one event": (
         lambda: predict(one_event, guide, X),
         DataError,
-        r"'obs' has batch shape \(\) and event shape \(10,\)",
+        r"'obs' with batch shape \(\) and event shape \(10,\)",
     ),
 }
 

@@ -32,9 +32,8 @@ from pyro_dvi.natural_gradients.pyro_optimizers import VOGN
 from pyro_dvi.runs.distributions import strip_event_dims
 from pyro_dvi.runs.divergences import kl_to_priors
 from pyro_dvi.runs.latents import unconstraining_transform
-from pyro_dvi.runs.means import PosteriorMeans, run_at_means
-from pyro_dvi.runs.posterior_run import Call
-from pyro_dvi.runs.structure import structure_of
+from pyro_dvi.runs.posterior_run import Call, PosteriorMeans, run_at_means
+from pyro_dvi.runs.structure import FirstRuns
 
 
 def model() -> None:
@@ -68,8 +67,9 @@ GUIDES: dict[str, Callable] = {
 @pytest.mark.parametrize("make", GUIDES.values(), ids=GUIDES)
 def test_every_latent_finds_its_marginal(make):
     guide = make(model)
-    structure, first = structure_of(Call(model, guide))
-    assert first and structure_of(Call(model, guide))[1] is False
+    runs = FirstRuns()
+    structure, first = runs.of(Call(model, guide))
+    assert first and runs.of(Call(model, guide))[1] is False
     run = run_at_means(Call(model, guide))
     latents = {latent.name: latent for latent in run.latents}
     assert list(latents) == ["s", "w", "p", "z"]
@@ -94,7 +94,7 @@ def test_every_latent_finds_its_marginal(make):
 @pytest.mark.parametrize("make", GUIDES.values(), ids=GUIDES)
 def test_sampled_elements_move_and_the_others_stay(make):
     guide = make(model)
-    structure, _ = structure_of(Call(model, guide))
+    structure, _ = FirstRuns().of(Call(model, guide))
     runs = [run_at_means(Call(model, guide), structure.sampled) for _ in range(2)]
     first, second = ({latent.name: latent.value for latent in run.latents} for run in runs)
     assert not torch.equal(first["s"], second["s"])
@@ -108,7 +108,7 @@ def test_sampled_elements_move_and_the_others_stay(make):
 def test_the_first_look_leaves_random_numbers_and_parameters_alone():
     guide = AutoNormal(model)
     state = torch.get_rng_state()
-    structure_of(Call(model, guide))
+    FirstRuns().of(Call(model, guide))
     assert torch.equal(torch.get_rng_state(), state)
 
 

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import pyro_dvi as dvi
 from pyro_dvi.errors import ModelError, UnsupportedError
+from pyro_dvi.moments import GaussianMoments, moment_rule
 from pyro_dvi.natural_gradients.pyro_optimizers import IVON, OGN, VOGN
 from pyro_dvi.optim import Adam
 
@@ -75,9 +76,14 @@ BLIND: dict[str, Callable[[Tensor], Any]] = {
 @EACH
 @pytest.mark.parametrize("through", BLIND.values(), ids=BLIND)
 def test_a_likelihood_without_a_gradient_is_refused(method, through):
-    with pytest.raises(
-        ModelError, match=r"'y' depends on latent site 'slope', but no gradient.*\.detach\(\)"
-    ):
+    message = r"'y' depends on latent site 'slope', but no gradient.*\.detach\(\)"
+    kinds: tuple[type[Exception], ...] = (ModelError,)
+    if method == "moments":  # most have no rule
+        message, kinds = (
+            rf"{message}|Steps have no rule|only a probability|argmax of moments",
+            (ModelError, UnsupportedError),
+        )
+    with pytest.raises(kinds, match=message):
         step(method, regression(through))
 
 
@@ -228,3 +234,17 @@ def test_a_reentrant_checkpoint_keeps_its_own_message():
 
     with pytest.raises(UnsupportedError, match="use_reentrant=False"):
         step("VOGN", hiding)
+
+
+def test_a_moment_rule_may_have_the_gradient_that_a_function_lacks():
+    """The expectation of a step is smooth in the mean."""
+
+    @moment_rule(torch.fix)
+    def step_of(x: GaussianMoments) -> GaussianMoments:
+        mean = torch.erf(x.loc / (2 * x.variance).sqrt())
+        return GaussianMoments(mean, 1 - mean.square())
+
+    assert torch.isfinite(torch.as_tensor(step("moments", regression(torch.fix))))
+    pyro.clear_param_store()
+    with pytest.raises(ModelError, match="no gradient"):
+        step("Taylor", regression(torch.fix))

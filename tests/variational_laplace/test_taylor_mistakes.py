@@ -369,13 +369,13 @@ MISTAKES = [
         "label out of range",
         lambda: evaluate(likelihood(three_classes), args=(X, torch.tensor([0, 1, 2, 3, 0, 1]))),
         DataError,
-        r"site 'y' \(Categorical.*from 0 to 3",
+        r"site 'y': values .*from 0 to 3 do not fit Categorical",
     ),
     Mistake(
         "negative count",
         lambda: evaluate(likelihood(lambda f: dist.Poisson(f.exp())), args=(X, -Y.abs().round() - 1)),
         DataError,
-        r"site 'y' \(Poisson.*cannot have these values",
+        r"site 'y': values .* do not fit Poisson",
     ),
     Mistake("labels of the wrong length", lambda: evaluate(args=(X, Y[:4])), DataError, r"site 'y'.*shape"),
     Mistake("labels with a column", lambda: evaluate(args=(X, Y[:, None])), PyroDviError, r"y.*shape"),
@@ -395,7 +395,7 @@ MISTAKES = [
         "plate of the wrong size",
         lambda: evaluate(args=(X, Y, 300), num_data=600),
         DataError,
-        r"site 'y': plate scale 50.*300, not num_data=600.*not of batches: correct the size of the plate, or num_data",
+        r"site 'y' sees 6 of 600 .* scaled to 300: write pyro.plate.*or correct num_data",
     ),
     Mistake(
         "meta device",
@@ -464,7 +464,7 @@ MISTAKES = [
         "fraction of local latents",
         lambda: evaluate(local, curvature=Fisher(fraction=0.5)),
         UnsupportedError,
-        r"latent site 'z' is local to a plate of as many elements.*every=k",
+        r"has a value of latent site 'z'.*every=k",
     ),
     Mistake(
         "fraction of a fixed subsample",
@@ -476,7 +476,7 @@ MISTAKES = [
         "fraction without tensors",
         lambda: evaluate(lambda: regression(X, Y), args=(), curvature=Fisher(fraction=0.5)),
         UnsupportedError,
-        r"no tensor among the model's arguments.*slice_args",
+        r"no tensor of rows.*slice_args",
     ),
     Mistake(
         "generator elsewhere",

@@ -264,7 +264,7 @@ def two_parts(f: Tensor) -> Any:
 
 
 BROADCAST = every(DataError, r"'y'.*would be broadcast.*shape of a draw")
-NOT_THESE = every(DataError, r"'y' \(.*cannot have these values")
+NOT_THESE = every(DataError, r"'y': values of shape .* do not fit")
 NOT_FINITE = every(DataError, "argument 1 .* of the model: NaN or infinite")
 NO_LOSS = every(NonFiniteError, "not finite: log_likelihood")
 TYPES = every(DataError, r"the data \(.*other type than the weights.*convert")

@@ -22,8 +22,7 @@ from torch import Tensor
 from torch import distributions as td
 
 from pyro_dvi.core.batches import arguments
-from pyro_dvi.core.devices import device_of
-from pyro_dvi.core.undisturbed import undisturbed
+from pyro_dvi.core.undisturbed import device_of, undisturbed
 from pyro_dvi.errors import GuideError
 from pyro_dvi.guides.base import FactorisedGuide
 from pyro_dvi.predictive.engine.run import AtValues, evaluation_mode

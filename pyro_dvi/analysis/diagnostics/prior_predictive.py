@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from pyro_dvi.analysis.diagnostics.statistics import Statistic, applied, default_statistics
-from pyro_dvi.core.choice import check_count
-from pyro_dvi.core.devices import device_of
+from pyro_dvi.core.arguments import check_count
 from pyro_dvi.core.progress import progress_bar
 from pyro_dvi.core.table import Columns, Report
+from pyro_dvi.core.undisturbed import device_of
 from pyro_dvi.errors import ArgumentError, DataError, ModelError, NonFiniteError, UnsupportedError
 from pyro_dvi.predictive.components import Components
 from pyro_dvi.predictive.engine.batches import Batch, batches
@@ -22,7 +22,7 @@ from pyro_dvi.predictive.engine.run import check_observation, evaluation_mode, o
 from pyro_dvi.predictive.prediction.component import class_log_probabilities
 from pyro_dvi.predictive.prediction.observations import ObservationDraws
 from pyro_dvi.predictive.rules.prior import PriorSamples
-from pyro_dvi.runs.response import choose_response, example_axis, responses
+from pyro_dvi.runs.sites import choose_response, example_axis, responses
 
 if TYPE_CHECKING:
     import pandas

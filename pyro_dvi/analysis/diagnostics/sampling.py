@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from pyro_dvi.analysis.diagnostics.comparison import Comparison, compared
-from pyro_dvi.core.choice import check_choice, check_count
-from pyro_dvi.core.devices import device_of
+from pyro_dvi.core.arguments import check_choice, check_count
 from pyro_dvi.core.progress import progress_bar
+from pyro_dvi.core.undisturbed import device_of
 from pyro_dvi.errors import ModelError
 from pyro_dvi.moments import GaussianMoments
 from pyro_dvi.predictive.engine.batches import batches
@@ -23,7 +23,7 @@ from pyro_dvi.predictive.rules.calibration import RunningMoments
 from pyro_dvi.predictive.rules.propagation import Independent, Propagation
 from pyro_dvi.predictive.rules.rule import Samples
 from pyro_dvi.runs.distributions import Built, arguments_kept, given_to, innermost
-from pyro_dvi.runs.moment_run import PosteriorMoments, median
+from pyro_dvi.runs.posterior_run import PosteriorMoments, median
 from pyro_dvi.runs.uncertain import uncertain_likelihoods, uncertain_part
 
 # A module and the number of its call, or a parameter of the observed site.

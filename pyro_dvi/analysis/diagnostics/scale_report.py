@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from pyro_dvi.analysis.diagnostics.posterior_spread import Spread, posterior_spread
-from pyro_dvi.core.choice import check_positive
+from pyro_dvi.core.arguments import check_positive
 from pyro_dvi.core.table import Columns, Report
 from pyro_dvi.errors import DataError
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributions import biject_to
 
 from pyro_dvi.analysis.inference_data.group import Group, as_array, plate_names
-from pyro_dvi.core.devices import seeder
+from pyro_dvi.core.undisturbed import seeder
 from pyro_dvi.predictive.engine.batches import Batch
 from pyro_dvi.predictive.engine.run import Latents, sites_at
 from pyro_dvi.predictive.engine.vectorised import ManyDraws

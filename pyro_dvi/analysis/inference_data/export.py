@@ -19,9 +19,9 @@ from pyro_dvi.analysis.inference_data.posterior import LatentDraws, Selection, S
 from pyro_dvi.analysis.inference_data.predictive import Predictions, choose_responses
 from pyro_dvi.analysis.inference_data.records import attributes, inputs_of, named_constants, training_group
 from pyro_dvi.analysis.inference_data.samples import GivenSamples
-from pyro_dvi.core.choice import check_count
-from pyro_dvi.core.devices import device_of
+from pyro_dvi.core.arguments import check_count
 from pyro_dvi.core.progress import progress_bar
+from pyro_dvi.core.undisturbed import device_of
 from pyro_dvi.errors import ArgumentError, DviWarning, GuideError, UnsupportedError
 from pyro_dvi.laplace.guide import DRAWN_WEIGHTS
 from pyro_dvi.predictive import PredictionRule

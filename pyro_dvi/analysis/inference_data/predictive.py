@@ -13,7 +13,7 @@ from pyro_dvi.errors import DataError, ModelError
 from pyro_dvi.predictive.components import Components
 from pyro_dvi.predictive.engine.batches import Batch
 from pyro_dvi.predictive.prediction.observations import Observation, ObservationDraws
-from pyro_dvi.runs.response import choose_response, counted, responses
+from pyro_dvi.runs.sites import choose_response, counted, responses
 
 
 def choose_responses(

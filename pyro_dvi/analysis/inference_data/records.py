@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pyro_dvi.analysis.inference_data.group import Group, as_array, joined
 from pyro_dvi.analysis.inference_data.samples import GivenSamples
-from pyro_dvi.core.signatures import parameter_names
+from pyro_dvi.core.arguments import parameter_names
 from pyro_dvi.errors import ArgumentError
 from pyro_dvi.predictive import PredictionRule
 from pyro_dvi.training import History

@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from pyro_dvi.analysis.plots.style import LINES, color, column, legend_above, own_axes, quiet, shortened
-from pyro_dvi.core.choice import check_count
+from pyro_dvi.core.arguments import check_count
 from pyro_dvi.errors import DataError
 from pyro_dvi.predictive import metrics
 

@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_dvi.core.devices import widest
-from pyro_dvi.core.undisturbed import constant_parameters, evaluating
+from pyro_dvi.core.undisturbed import constant_parameters, evaluating, widest
 from pyro_dvi.curvature.example_gradients import ExampleGradients, by_examples
 from pyro_dvi.curvature.products import SavedBytes, information_pairs, vectors_together
 from pyro_dvi.curvature.squared_gradients import SquaredGradients

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from pyro_dvi.core.batches import arguments, check_loader, tensors_in
-from pyro_dvi.core.devices import widest
+from pyro_dvi.core.undisturbed import widest
 from pyro_dvi.errors import DataError, ModelError, warn
 from pyro_dvi.runs.explained import bad_values
 from pyro_dvi.runs.log_joint import JointRun

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyro_dvi.core.arguments import with_missing
 from pyro_dvi.core.batches import tensors_in
-from pyro_dvi.core.signatures import with_missing
 from pyro_dvi.core.undisturbed import constant_parameters, evaluating
 from pyro_dvi.curvature.example_gradients import ExampleGradients
 from pyro_dvi.curvature.products import LinearMap, SavedBytes, vectors_together

@@ -19,8 +19,7 @@ from pyro_dvi.laplace.energy.energy import Energy, LocalEnergy, diagonal_of
 from pyro_dvi.laplace.evidence.evidence import free_terms
 from pyro_dvi.laplace.fitted import rescaled_model
 from pyro_dvi.laplace.methods.method import LaplacePosterior, Method
-from pyro_dvi.runs.log_joint import JointRun
-from pyro_dvi.runs.rescaled import rescaled, scale_name
+from pyro_dvi.runs.log_joint import JointRun, rescaled, scale_name
 
 
 class Scale(ABC):

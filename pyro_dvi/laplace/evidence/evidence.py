@@ -9,10 +9,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from pyro_dvi.core.arguments import check_choice
 from pyro_dvi.core.autograd_graph import enters
-from pyro_dvi.core.choice import check_choice
-from pyro_dvi.core.devices import widest
 from pyro_dvi.core.table import InNotebook
+from pyro_dvi.core.undisturbed import widest
 from pyro_dvi.errors import ArgumentError, NotPositiveDefiniteError, UnsupportedError
 from pyro_dvi.laplace.energy.energy import Energy, LocalEnergy
 from pyro_dvi.laplace.energy.passes import same_data

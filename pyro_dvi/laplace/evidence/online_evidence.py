@@ -6,8 +6,8 @@ import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from pyro_dvi.core.arguments import check_choice, check_count
 from pyro_dvi.core.batches import check_loader
-from pyro_dvi.core.choice import check_choice, check_count
 from pyro_dvi.errors import ArgumentError, DviWarning
 from pyro_dvi.laplace.evidence.candidates import PriorPrecision, Scale
 from pyro_dvi.laplace.fitted import rescaled_model

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyro_dvi.core.arguments import by_position
 from pyro_dvi.core.progress import progress_bar
-from pyro_dvi.core.signatures import by_position
 from pyro_dvi.core.table import InNotebook
 from pyro_dvi.core.undisturbed import evaluating
 from pyro_dvi.errors import ArgumentError, DataError, NotPositiveDefiniteError, warn

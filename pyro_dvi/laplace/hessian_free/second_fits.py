@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from pyro_dvi.core.choice import check_choice
+from pyro_dvi.core.arguments import check_choice
 from pyro_dvi.errors import NonFiniteError, NotPositiveDefiniteError, UnsupportedError, warn
 from pyro_dvi.laplace.energy.energy import LocalEnergy
 from pyro_dvi.laplace.energy.precision import Hessian

@@ -16,7 +16,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from pyro_dvi.core.choice import check_choice, check_count, check_positive
+from pyro_dvi.core.arguments import check_choice, check_count, check_positive
 from pyro_dvi.errors import ArgumentError, NotConvergedError
 from pyro_dvi.laplace.energy.energy import Energy, LocalEnergy
 from pyro_dvi.laplace.energy.passes import Arguments

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_dvi.core.choice import check_count
+from pyro_dvi.core.arguments import check_count
 from pyro_dvi.errors import ArgumentError, NotConvergedError, NotPositiveDefiniteError, UnsupportedError
 from pyro_dvi.laplace.energy.energy import LocalEnergy
 from pyro_dvi.laplace.energy.precision import GGN, PrecisionMatrix, independent_prior_precision

@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from pyro_dvi.core.devices import widest
+from pyro_dvi.core.undisturbed import widest
 from pyro_dvi.curvature.example_gradients import ExampleGradients, OuterGradients
 from pyro_dvi.errors import ArgumentError, NotPositiveDefiniteError
 from pyro_dvi.laplace.energy.energy import LocalEnergy

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from pyro_dvi.core.devices import widest
+from pyro_dvi.core.undisturbed import widest
 from pyro_dvi.curvature.example_gradients import ExampleGradients
 from pyro_dvi.errors import ArgumentError, ModelError
 from pyro_dvi.laplace.energy.energy import LocalEnergy

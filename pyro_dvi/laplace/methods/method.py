@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from pyro_dvi.core.choice import check_choice
+from pyro_dvi.core.arguments import check_choice
 from pyro_dvi.curvature.example_gradients import ExampleGradients, OuterGradients
 from pyro_dvi.errors import ArgumentError, UnsupportedError
 from pyro_dvi.laplace.energy.energy import LocalEnergy

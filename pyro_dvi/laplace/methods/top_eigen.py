@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from pyro_dvi.core.choice import check_count
+from pyro_dvi.core.arguments import check_count
 from pyro_dvi.errors import NotConvergedError, NotPositiveDefiniteError
 from pyro_dvi.laplace.energy.energy import LocalEnergy
 from pyro_dvi.laplace.energy.precision import GGN, PrecisionMatrix, common_ratio, independent_prior_precision

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from pyro_dvi.core.choice import check_choice
+from pyro_dvi.core.arguments import check_choice
 from pyro_dvi.errors import UnconvergedError, warn
 from pyro_dvi.laplace.energy.energy import Energy
 from pyro_dvi.laplace.energy.passes import same_data

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_dvi.core.choice import check_count, check_positive
-from pyro_dvi.core.devices import widest
+from pyro_dvi.core.arguments import check_count, check_positive
 from pyro_dvi.core.progress import progress_bar
 from pyro_dvi.core.table import InNotebook
+from pyro_dvi.core.undisturbed import widest
 from pyro_dvi.errors import (
     DviWarning,
     ModelError,

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
+from pyro_dvi.core.arguments import check_count, keyword_only, positional, takes_any_number
 from pyro_dvi.core.batches import mapped, tensors_in
-from pyro_dvi.core.choice import check_count
-from pyro_dvi.core.signatures import keyword_only, positional, takes_any_number
 from pyro_dvi.errors import ArgumentError, DataError
 
 

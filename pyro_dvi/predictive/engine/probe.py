@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from pyro_dvi.core.devices import state_of
 from pyro_dvi.core.recording import Watch
+from pyro_dvi.core.undisturbed import state_of
 
 LARGE = 1000  # entries of a container of which only the number is compared
 

@@ -13,13 +13,11 @@ from pyro.poutine.condition_messenger import ConditionMessenger
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
-from pyro_dvi.core.devices import forked
-from pyro_dvi.core.signatures import parameter_names, with_missing
-from pyro_dvi.core.undisturbed import evaluating
+from pyro_dvi.core.arguments import parameter_names, with_missing
+from pyro_dvi.core.undisturbed import evaluating, forked
 from pyro_dvi.errors import DataError, ModelError
 from pyro_dvi.predictive.engine.batches import Batch
-from pyro_dvi.runs.response import choose_response, counted, example_axis, responses
-from pyro_dvi.runs.sites import AllRows, SetLatents
+from pyro_dvi.runs.sites import AllRows, SetLatents, choose_response, counted, example_axis, responses
 
 Latents = Mapping[str, Tensor]
 T = TypeVar("T")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_dvi.core.choice import check_count
+from pyro_dvi.core.arguments import check_count
 from pyro_dvi.predictive.metrics.checks import classes_and_labels
 
 

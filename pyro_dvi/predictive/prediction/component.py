@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch import distributions as td
 
-from pyro_dvi.core.devices import forked
+from pyro_dvi.core.undisturbed import forked
 from pyro_dvi.errors import DataError, UnsupportedError
 from pyro_dvi.links.noise_links import PointMixture
 from pyro_dvi.runs.distributions import untransformed

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_dvi.core.devices import seeder
+from pyro_dvi.core.undisturbed import seeder
 from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.predictive.engine.distributions import tensors_of, with_tensors
 from pyro_dvi.predictive.engine.run import Response
 from pyro_dvi.predictive.prediction.component import as_drawn, both_masks, check_events, checked_log_prob
-from pyro_dvi.runs.response import counted
+from pyro_dvi.runs.sites import counted
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from pyro_dvi.core.choice import check_count
+from pyro_dvi.core.arguments import check_count
 from pyro_dvi.core.table import InNotebook
 from pyro_dvi.errors import DataError, UnsupportedError
 from pyro_dvi.predictive.engine.run import seeded

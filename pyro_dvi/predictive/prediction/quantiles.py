@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch import distributions as td
 
-from pyro_dvi.core.devices import accelerators, forked, widest
+from pyro_dvi.core.undisturbed import accelerators, forked, widest
 from pyro_dvi.errors import ArgumentError
 from pyro_dvi.links.noise_links import EqualMixture, PointMixture, ShapedNormal, distribution_function
 from pyro_dvi.predictive.metrics.regression import mean_distance

@@ -17,9 +17,9 @@ import torch
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
-from pyro_dvi.core.choice import check_count
-from pyro_dvi.core.devices import device_of
+from pyro_dvi.core.arguments import check_count
 from pyro_dvi.core.progress import progress_bar
+from pyro_dvi.core.undisturbed import device_of
 from pyro_dvi.errors import ModelError
 from pyro_dvi.moments import GaussianMoments
 from pyro_dvi.moments.dispatch import observed_by
@@ -30,7 +30,7 @@ from pyro_dvi.predictive.engine.run import Response, evaluation_mode, respond, s
 from pyro_dvi.predictive.posterior import posterior_gaussians
 from pyro_dvi.predictive.rules.propagation import Propagation
 from pyro_dvi.predictive.rules.rule import Samples
-from pyro_dvi.runs.moment_run import PosteriorMoments, median
+from pyro_dvi.runs.posterior_run import PosteriorMoments, median
 from pyro_dvi.runs.uncertain import uncertain_likelihoods
 
 Use = tuple[str, str]  # names of the weights, and of the function

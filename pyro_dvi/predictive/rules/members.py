@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from pyro_dvi.core.devices import seeder
+from pyro_dvi.core.undisturbed import seeder
 from pyro_dvi.errors import ArgumentError
 from pyro_dvi.predictive.engine.run import Latents, Respond, Response
 from pyro_dvi.predictive.posterior import members_of, of_member

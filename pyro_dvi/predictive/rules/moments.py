@@ -8,8 +8,8 @@ from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
-from pyro_dvi.core.choice import check_choice, check_count
-from pyro_dvi.core.devices import reseeded
+from pyro_dvi.core.arguments import check_choice, check_count
+from pyro_dvi.core.undisturbed import reseeded
 from pyro_dvi.links import ClassLink, MomentMatched, NoiseLink, SobolSoftmax, predictive_distribution
 from pyro_dvi.links.families import joint_if_dependent
 from pyro_dvi.moments.weight_uses import warned_of_repeated_uses
@@ -17,7 +17,7 @@ from pyro_dvi.predictive.engine.run import Respond, Response
 from pyro_dvi.predictive.posterior import posterior_gaussians
 from pyro_dvi.predictive.rules.propagation import Independent, Propagation
 from pyro_dvi.predictive.rules.rule import PredictionRule
-from pyro_dvi.runs.moment_run import PosteriorMoments, propagated, reparameterised
+from pyro_dvi.runs.posterior_run import PosteriorMoments, propagated, reparameterised
 from pyro_dvi.runs.predictive_of_outputs import as_pyro
 from pyro_dvi.runs.uncertain import predictive_of, uncertain_likelihoods
 

@@ -9,8 +9,8 @@ import torch
 from pyro import poutine
 from torch import Tensor
 
-from pyro_dvi.core.devices import seeder
-from pyro_dvi.core.signatures import with_missing
+from pyro_dvi.core.arguments import with_missing
+from pyro_dvi.core.undisturbed import seeder
 from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.predictive.engine.distributions import tensors_of
 from pyro_dvi.predictive.engine.run import sites_at

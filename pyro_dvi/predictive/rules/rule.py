@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from pyro_dvi.core.choice import check_count
+from pyro_dvi.core.arguments import check_count
 from pyro_dvi.predictive.engine.run import Respond, Response
 from pyro_dvi.predictive.posterior import ignores_inputs, posterior_mean, seeded_draws
 

@@ -21,8 +21,7 @@ from pyro_dvi.core.batches import dataset_size
 from pyro_dvi.core.undisturbed import modules_met, preserve_buffers
 from pyro_dvi.errors import DeviceError, NonFiniteError, UnsupportedError
 from pyro_dvi.optim.learning_rates import SCALE_PATTERN, is_uninitialised, parameter_names
-from pyro_dvi.runs.minibatch import check_list, check_num_data
-from pyro_dvi.runs.observed import observation
+from pyro_dvi.runs.observed import check_list, check_num_data, observation
 from pyro_dvi.runs.sites import is_data
 from pyro_dvi.training.random_state import preserve_random_state
 

@@ -15,9 +15,9 @@ from pyro.nn.module import PyroModule, PyroParam, PyroSample
 from torch import Tensor, nn
 from torch.distributions import constraints
 
+from pyro_dvi.bayesian.converted import ScaleMixturePrior, SitePrior, buffer_name, set_attribute
 from pyro_dvi.bayesian.priors import FixedScale, Prior, check_no_gradient, described, positive
 from pyro_dvi.bayesian.selection import Candidate
-from pyro_dvi.bayesian.site_prior import ScaleMixturePrior, SitePrior, buffer_name, set_attribute
 from pyro_dvi.core.placement import placed_like
 from pyro_dvi.errors import ArgumentError, ModelError
 
@@ -69,9 +69,8 @@ class FanIn(Prior):
             return 1.0
         inputs = parameter.numel() / max(1, parameter.shape[0])
         if isinstance(module, nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d):
-            inputs = (
-                module.in_channels / module.groups * math.prod(module.kernel_size) / math.prod(module.stride)
-            )
+            channels = module.in_channels / module.groups
+            inputs = channels * math.prod(module.kernel_size) / math.prod(module.stride)
         return self.gain / math.sqrt(max(inputs, 1.0))
 
     def place(self, target: Candidate, root: PyroModule) -> SitePrior:
@@ -96,16 +95,15 @@ class _OwnScale(Prior):
         """Make the scale the attribute ``name`` of ``holder``, of the dtype and device of ``target``."""
 
     @abstractmethod
-    def _said(self, name: str) -> str:
-        """Say in a summary what the scale is."""
+    def _shown(self, name: str) -> str:
+        """Return the end of the prior's text in a summary."""
 
     def check(self, target: Candidate) -> None:
         """Evaluate the rule once, so that a bad one is found before anything is changed."""
         name = f"{target.attribute}_scale"
         if not self.shared and hasattr(target.module, name):
             raise ModelError(
-                f"{target.name!r} cannot get a scale of its own: its {type(target.module).__name__} has an "
-                f"attribute {name!r} already. Rename that, or give this parameter a fixed prior_scale."
+                f"{target.name!r} cannot get a scale: its {type(target.module).__name__} has {name!r} already"
             )
         self._unit(target)
 
@@ -122,7 +120,7 @@ class _OwnScale(Prior):
             holder, name = None, f"{target.attribute}_scale"
             self._attach(target.module, name, target, start=unit)
             unit = 1.0 if self.starts_at_unit else unit
-        text = f"Normal(0, {'' if unit == 1.0 else f'{unit:.4g}·'}{self._said(name)}"
+        text = f"Normal(0, {'' if unit == 1.0 else f'{unit:.4g}·'}{self._shown(name)}"
         return ScaleMixturePrior(target.attribute, text, name, holder, unit)
 
     def _unit(self, target: Candidate) -> float:
@@ -175,11 +173,10 @@ class LearnedScale(_OwnScale):
             positive(self.init, "LearnedScale: init")
 
     def _attach(self, holder: nn.Module, name: str, target: Candidate, start: float) -> None:
-        set_attribute(
-            holder, name, PyroParam(target.parameter.new_full((), start), constraint=constraints.positive)
-        )
+        value = PyroParam(target.parameter.new_full((), start), constraint=constraints.positive)
+        set_attribute(holder, name, value)
 
-    def _said(self, name: str) -> str:
+    def _shown(self, name: str) -> str:
         return f"{name} learned)"
 
 
@@ -227,14 +224,10 @@ class HierarchicalScale(_OwnScale):
             positive(self.unit, "HierarchicalScale: unit")
         prior = self.prior
         if not isinstance(prior, TorchDistributionMixin):
-            raise ArgumentError(
-                f"HierarchicalScale: prior is {prior!r}. Pass a distribution, for instance "
-                "dist.LogNormal(0., 1.)."
-            )
+            raise ArgumentError(f"HierarchicalScale: prior is {prior!r}: pass dist.LogNormal(0., 1.), say")
         if prior.shape():
             raise ArgumentError(
-                f"HierarchicalScale: prior has the shape {tuple(prior.shape())}; pass a scalar distribution. "
-                "One scale is made for each parameter, or one for all with shared=True."
+                f"HierarchicalScale: prior has the shape {tuple(prior.shape())}: pass a scalar distribution"
             )
         check_no_gradient(prior, "HierarchicalScale: prior")
         check_positive_support(prior, "HierarchicalScale: prior")
@@ -247,7 +240,7 @@ class HierarchicalScale(_OwnScale):
             holder.register_buffer(reference, target.parameter.new_ones(()), persistent=False)
         set_attribute(holder, name, PyroSample(ScalePrior(self.prior, reference)))
 
-    def _said(self, name: str) -> str:
+    def _shown(self, name: str) -> str:
         return f"{name}), {name} ~ {described(self.prior)}"
 
 
@@ -274,13 +267,12 @@ class ScalePrior:
 
 
 def check_positive_support(distribution: TorchDistributionMixin, place: str) -> None:
-    """Raise unless a distribution is one of positive numbers; its support says so, a draw may be lucky."""
+    """Raise unless the support of a distribution is positive."""
     support = distribution.support
     if isinstance(support, constraints.independent):
         support = support.base_constraint
     lower = getattr(support, "lower_bound", None)
     if support.is_discrete or lower is None or float(torch.as_tensor(lower).min()) < 0.0:
         raise ArgumentError(
-            f"{place} is a {type(distribution).__name__} over {support}; a scale is positive. Use LogNormal, "
-            "HalfNormal, HalfCauchy or Gamma."
+            f"{place} is a {type(distribution).__name__} over {support}: use LogNormal, HalfNormal, HalfCauchy or Gamma"
         )

@@ -1,27 +1,76 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the signature of a model says about its arguments."""
+"""Checks of arguments: options that are objects, counts or positive numbers, and the signatures of models."""
 
 import inspect
+import math
+import reprlib
 from collections.abc import Callable, Mapping
 from functools import wraps
+from numbers import Integral, Real
 from typing import Any, ParamSpec, TypeVar
 
 from torch import nn
 
 from pyro_dvi.errors import ArgumentError, UnsupportedError
 
+
+def check_choice(name: str, value: object, kind: type | tuple[type, ...], examples: str) -> None:
+    """Refuse what is no object of a kind.
+
+    Args:
+        name: of the option.
+        value: what was given.
+        kind: the class that it has to be of, or several.
+        examples: what to pass.
+
+    Raises:
+        ArgumentError: it is something else.
+    """
+    if isinstance(value, kind):
+        return
+    hint = (
+        f" itself: write {value.__name__}(...)" if isinstance(value, type) and issubclass(value, kind) else ""
+    )
+    what = f"the class {value.__name__}{hint}" if isinstance(value, type) else reprlib.repr(value)
+    raise ArgumentError(f"{name} must be an object such as {examples}, not {what}")
+
+
+def check_count(name: str, value: Any, least: int = 1) -> None:
+    """Refuse what is no whole number of things, or too few of them.
+
+    Raises:
+        ArgumentError: it is something else.
+    """
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+        what = "a positive whole number" if least == 1 else f"a whole number of at least {least}"
+        raise ArgumentError(f"{name} must be {what}, not {reprlib.repr(value)}")
+
+
+def check_positive(name: str, value: Any) -> None:
+    """Refuse what is no finite number above zero.
+
+    Raises:
+        ArgumentError: it is something else.
+    """
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 < float(value) < math.inf:
+        raise ArgumentError(f"{name} must be a positive number, not {reprlib.repr(value)}")
+
+
+def check_kl_weight(name: str, value: Any) -> None:
+    """Refuse what is no finite number of zero or more.
+
+    Raises:
+        ArgumentError: it is something else.
+    """
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) < math.inf:
+        raise ArgumentError(
+            f"{name} must be a finite number >= 0, not {reprlib.repr(value)}: as a weight of the KL divergence, 1 is "
+            "the Bayesian posterior, smaller values temper it, 0 switches the prior off"
+        )
+
+
 P = ParamSpec("P")
 R = TypeVar("R")
-
-# What papers and other libraries call an argument, and what to write here.
-_MEANT = {
-    **dict.fromkeys(("beta", "kappa", "kl_scale", "tau", "temperature"), "kl_weight=..."),
-    **dict.fromkeys(
-        ("prior", "prior_sd", "prior_sigma", "prior_std", "scale", "sigma", "std"), "prior_scale=..."
-    ),
-    "prior_variance": "prior_scale=variance**0.5",
-    "prior_precision": "prior_scale=precision**-0.5",
-}
 
 
 def with_missing(fn: Callable[..., Any], inputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -59,7 +108,7 @@ def keyword_only(fn: Callable[..., Any]) -> list[str]:
 
 
 def takes_any_number(fn: Callable[..., Any]) -> bool:
-    """Whether ``fn`` takes any number of arguments by position, or does not tell."""
+    """Return whether ``fn`` takes any number of arguments by position, or does not tell."""
     parameters = _signature(fn)
     return not parameters or any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters)
 
@@ -84,7 +133,7 @@ def by_position(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[s
 
 
 def misfit(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
-    """Say why ``fn`` does not take these arguments; None where it does, or does not tell.
+    """Return why ``fn`` does not take these arguments; None where it does, or does not tell.
 
     Example:
         >>> misfit(lambda x, y=None: None, (1, 2, 3), {})
@@ -99,10 +148,10 @@ def misfit(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, A
 
 
 def explained_calls(advice: str = "") -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Refuse calls of a function with other arguments than it has, and say what to write.
+    """Refuse calls of a function with other arguments than it has, and name those that it takes.
 
     Args:
-        advice: what to say to whoever calls it wrongly, besides the argument that was meant.
+        advice: a sentence that ends the message.
 
     Raises:
         ArgumentError: in such a call.
@@ -113,7 +162,7 @@ def explained_calls(advice: str = "") -> Callable[[Callable[P, R]], Callable[P, 
         ...     return kl_weight
         >>> loss(beta=0.5)
         Traceback (most recent call last):
-        pyro_dvi.errors.ArgumentError: loss: got an unexpected keyword argument 'beta'; ... Write kl_weight=... instead.
+        pyro_dvi.errors.ArgumentError: loss: got an unexpected keyword argument 'beta'; it takes (kl_weight).
     """
 
     def decorate(fn: Callable[P, R]) -> Callable[P, R]:
@@ -123,13 +172,7 @@ def explained_calls(advice: str = "") -> Callable[[Callable[P, R]], Callable[P, 
             if reason is None:
                 return fn(*args, **kwargs)
             name = type(args[0]).__name__ if fn.__name__ == "__init__" else fn.__name__
-            taken = inspect.signature(fn).parameters
-            meant = [
-                f" Write {_MEANT[k]} instead." for k in kwargs if _MEANT.get(k, "").partition("=")[0] in taken
-            ]
-            raise ArgumentError(
-                f"{name}: {reason.replace('(self, ', '(')}.{''.join(meant)} {advice}".rstrip()
-            )
+            raise ArgumentError(f"{name}: {reason.replace('(self, ', '(')}. {advice}".rstrip())
 
         return checked
 

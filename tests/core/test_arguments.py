@@ -4,7 +4,7 @@
 import numpy as np
 import pytest
 
-from pyro_dvi.core.choice import check_choice, check_count, check_positive
+from pyro_dvi.core.arguments import check_choice, check_count, check_positive
 from pyro_dvi.errors import ArgumentError
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.distributions import biject_to, constraints
 
-from pyro_dvi.runs.moment_run import propagated
+from pyro_dvi.runs.posterior_run import propagated
 
 LOC, SCALE = torch.tensor([0.0, 0.5]), torch.tensor([0.5, 0.2])
 

@@ -8,8 +8,7 @@ import torch
 from pyro.infer.autoguide import AutoNormal
 
 from pyro_dvi import Samples, predict
-from pyro_dvi.core.devices import forked
-from pyro_dvi.core.undisturbed import undisturbed
+from pyro_dvi.core.undisturbed import forked, undisturbed
 from pyro_dvi.training.random_state import random_state, restore_random_state
 
 

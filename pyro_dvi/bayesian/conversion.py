@@ -1,0 +1,328 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a torch module to a Bayesian one, and back to a module with the posterior means as weights."""
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar, cast
+
+import torch
+from pyro.nn.module import PyroModule, PyroSample, to_pyro_module_
+from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
+
+from pyro_dvi.bayesian.converted import (
+    SitePrior,
+    TiedPrior,
+    accept_old_keys,
+    buffer_name,
+    forget,
+    parameter_order,
+    plain_type,
+    remember,
+    set_attribute,
+)
+from pyro_dvi.bayesian.priors import Prior, PriorLike, as_prior
+from pyro_dvi.bayesian.selection import DEFAULT_LAYERS, Candidate, Selection, chosen
+from pyro_dvi.core.arguments import explained_calls
+from pyro_dvi.errors import ArgumentError, GuideError, ModelError, UnsupportedError, warn
+
+M = TypeVar("M", bound=nn.Module)
+
+_WRAPPERS = {
+    "DataParallel": "convert the wrapped module, net.module",
+    "DistributedDataParallel": "convert the module before wrapping it",
+    "FullyShardedDataParallel": "convert the module before wrapping it",
+    "FSDPModule": "convert the module before fully_shard is applied",
+    "OptimizedModule": "convert the module before torch.compile, or pass net._orig_mod",
+}
+
+
+@explained_calls()
+def to_bayesian_(
+    module: M,
+    prior_scale: PriorLike = 1.0,
+    *,
+    include: Selection = DEFAULT_LAYERS,
+    exclude: Selection = (),
+) -> M:
+    r"""Turn parameters of ``module`` into latent variables with a prior, in place.
+
+    .. math::
+        w_\lambda \sim N(0, s_\lambda^2) \quad \text{for every chosen weight, unless a distribution is given}
+
+    Linear, convolution, embedding, bilinear and attention layers become Bayesian with weights and biases;
+    normalisation layers, recurrent layers and parameters of your own modules stay deterministic unless
+    ``include`` names them. Frozen parameters (``requires_grad=False``) stay as they are, whatever ``include``
+    says; they become buffers of the same name, because Pyro would set ``requires_grad`` again.
+
+    The module's present weights, pretrained ones too, are kept as buffers (``weight_initial``), so that
+    guides can start from them (:func:`~pyro_dvi.bayesian.init_to_module`), and checkpoints of the module from
+    before the conversion still load. Load them *before* the guide is made: a guide copies its start. Priors
+    follow ``module.to(device, dtype)``.
+
+    Every chosen parameter is one Pyro site, named like the parameter. A parameter that two layers share stays
+    one latent: the first layer has the site, the others repeat it as a deterministic one. Inside a Pyro run,
+    one draw serves a whole call of the network. Outside, *each access redraws from the prior*: ``net.fc.weight`` twice
+    gives two values, and ``net(x)`` is a network drawn from the prior. Predict with a guide.
+
+    The padding row of an ``nn.Embedding`` becomes a latent like the others, though torch gives it no gradient: a
+    warning says how to mask it.
+
+    Of a layer under :func:`torch.nn.utils.parametrizations.weight_norm` the length and the direction become Bayesian.
+
+    Status: exact; the model is the network with the stated prior.
+
+    Args:
+        module: any module; its class becomes the Pyro version of itself, so ``isinstance`` keeps working.
+        prior_scale: the prior's standard deviation, in units of the weight: a number, ``fan_in``,
+            ``LearnedScale()``, ``HierarchicalScale(...)``, a Pyro distribution (scalar, or of the parameter's
+            shape), a callable of ``(name, parameter)`` that returns one of these, or a mapping from name
+            patterns to these of which the first match decides.
+        include: what becomes Bayesian: module types (the parameters such a module owns itself), name patterns
+            (``"encoder.*"``), predicates of ``(name, module, parameter)``, or a list of these. A pattern with
+            a wildcard passes over normalisation layers; name them exactly, by type or by predicate.
+        exclude: what stays deterministic, in the same forms; it wins over ``include``.
+
+    Returns:
+        ``module``.
+
+    Raises:
+        ArgumentError: if ``prior_scale``, ``include`` or ``exclude`` has a value that it cannot have.
+        ModelError: if nothing matches, a pattern matches nothing, a parameter is Bayesian already, is
+            computed by another parametrization or a hook, does not suit its prior, or is shared by a chosen and an
+            excluded layer; or if a lazy module has no weights yet. Nothing is changed then.
+        UnsupportedError: for compiled, scripted or wrapped modules, and complex or integer parameters.
+
+    Example:
+        >>> import pyro, torch
+        >>> net = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Softplus(), nn.Linear(8, 2))
+        >>> net = to_bayesian_(net, prior_scale=0.5, exclude="3.bias")
+        >>> trace = pyro.poutine.trace(net).get_trace(torch.zeros(1, 4))
+        >>> list(trace.stochastic_nodes)
+        ['0.weight', '0.bias', '3.weight']
+        >>> [name for name, _ in net.named_parameters()]
+        ['1.weight', '1.bias', '3.bias']
+    """
+    _check_convertible(module)
+    prior = as_prior(prior_scale)
+    groups = chosen(module, include, exclude)
+    priors = _checked(prior, groups)
+    _warn_of_padding(groups)
+
+    to_pyro_module_(module)
+    remember(module)
+    root = cast(PyroModule, module)
+    for (owner, *others), its_prior in zip(groups, priors, strict=True):
+        _make_site(owner, its_prior.place(owner, root))
+        owner.module.register_buffer(buffer_name(owner.attribute), owner.parameter.detach())
+        for other in others:
+            _make_site(other, TiedPrior(other.attribute, f"= {owner.name}", owner.module, owner.attribute))
+    return module
+
+
+def _warn_of_padding(groups: Sequence[Sequence[Candidate]]) -> None:
+    for owner in (candidate for group in groups for candidate in group):
+        if isinstance(owner.module, nn.Embedding) and owner.module.padding_idx is not None:
+            warn(
+                f"{owner.name!r} has a padding row (padding_idx={owner.module.padding_idx}), which gets no gradient "
+                "from torch, so that draws of its prior enter the network. Mask what is padded, as by layer(tokens) * "
+                "(tokens != padding_idx).unsqueeze(-1), or set padding_idx to None before the conversion"
+            )
+
+
+def _make_site(target: Candidate, prior: SitePrior) -> None:
+    del target.module._parameters[target.attribute]
+    set_attribute(target.module, target.attribute, PyroSample(prior))
+    accept_old_keys(target.module)
+
+
+def _checked(prior: Prior, groups: Sequence[Sequence[Candidate]]) -> list[Prior]:
+    """Find the prior of every parameter, and every mistake, before the first is changed."""
+    owners = [group[0] for group in groups]
+    prior.check_used(owners)
+    priors = [prior.resolved(owner) for owner in owners]
+    for owner, its_prior in zip(owners, priors, strict=True):
+        its_prior.check(owner)
+        if hasattr(owner.module, buffer_name(owner.attribute)):
+            raise ModelError(
+                f"{owner.name!r} cannot become Bayesian: its {type(owner.module).__name__} has "
+                f"{buffer_name(owner.attribute)!r} already, which would keep the initial weight"
+            )
+    return priors
+
+
+def _check_convertible(root: nn.Module) -> None:
+    """Raise if some module below ``root`` cannot become a ``PyroModule``.
+
+    Raises:
+        ArgumentError: if ``root`` is no module.
+        ModelError: if a lazy module has not seen data yet.
+        UnsupportedError: for wrapped, compiled and scripted modules.
+    """
+    if not isinstance(root, nn.Module):
+        hint = " (the class itself: pass an instance)" if isinstance(root, type) else ""
+        raise ArgumentError(f"to_bayesian_ converts a torch.nn.Module, and got a {type(root).__name__}{hint}")
+    for path, module in root.named_modules():
+        place = f"{path!r}, a {type(module).__name__}," if path else f"The module, a {type(module).__name__},"
+        for ancestor in type(module).__mro__:
+            if ancestor.__module__.startswith("torch.") and (advice := _WRAPPERS.get(ancestor.__name__)):
+                raise UnsupportedError(f"{place} cannot be converted: {advice}.")
+        if isinstance(module, torch.jit.ScriptModule):
+            raise UnsupportedError(f"{place} is TorchScript and fixed: convert the Python module instead.")
+        if module._compiled_call_impl is not None:
+            raise UnsupportedError(f"{place} was compiled in place with .compile(): convert a fresh module.")
+        if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():  # type: ignore[misc]
+            raise ModelError(f"{place} is lazy: run the network once on a batch, then convert it.")
+
+
+def to_deterministic(model_or_net: nn.Module, guide: Any) -> nn.Module:
+    r"""Return an ordinary torch module with the posterior means as weights.
+
+    .. math::
+        \hat w = \mathbb{E}_q[w]
+
+    The result has the classes and the ``state_dict`` keys that the network had before ``to_bayesian_``,
+    shares nothing with the Bayesian one and needs neither Pyro nor this library: for ``torch.compile``, ONNX,
+    or a program that knows only torch. It predicts like ``AtMean()``; the uncertainty of the weights is lost.
+
+    Status: exact at the mean of Normal guides; the median for others.
+
+    Args:
+        model_or_net: the network that ``to_bayesian_`` converted, or a model that has just one such network
+            inside, such as ``classifier(net, ...)``. The network stays as it is.
+        guide: a trained guide of the model, or a mapping from site names to values.
+
+    Returns:
+        The network, in the same train or eval mode, device and dtype.
+
+    Raises:
+        ArgumentError: if ``model_or_net`` is no module.
+        GuideError: if the guide has not been run, or has no value of the right shape for a weight.
+        ModelError: if the model has no converted network, or several.
+        UnsupportedError: if a module inside was written as a PyroModule and has no plain form.
+
+    Example:
+        >>> import torch
+        >>> from pyro_dvi.bayesian import to_bayesian_
+        >>> net = to_bayesian_(nn.Linear(2, 1))
+        >>> plain = to_deterministic(net, {"weight": torch.ones(1, 2), "bias": torch.zeros(1)})
+        >>> type(plain) is nn.Linear, dict(plain.state_dict())
+        (True, {'weight': tensor([[1., 1.]]), 'bias': tensor([0.])})
+    """
+    if not isinstance(model_or_net, nn.Module):
+        raise ArgumentError(f"to_deterministic got a {type(model_or_net).__name__}: pass a converted network")
+    net = _only_converted_net(model_or_net)
+    values = posterior_means(guide)
+    weights: dict[tuple[str, str], Tensor] = {}
+    for path, module in net.named_modules():
+        if plain_type(module) is None:
+            raise UnsupportedError(
+                f"{path or 'The network'!r} is a {type(module).__name__}, written as a PyroModule, and has no plain "
+                "form: pass the part of the model that to_bayesian_ converted"
+            )
+        for attribute, prior in getattr(module, "_pyro_samples", {}).items():
+            if isinstance(prior, SitePrior) and not isinstance(prior, TiedPrior):
+                site = ".".join(filter(None, (module._pyro_name, attribute)))
+                weights[path, attribute] = _value(values, site, prior.shown_value(module))
+
+    plain = copy.deepcopy(net)
+    modules = dict(plain.named_modules())
+    made = {(id(modules[path]), name): nn.Parameter(value) for (path, name), value in weights.items()}
+    for module in modules.values():
+        _restore_parameters(module, made)
+    for module in modules.values():  # ties look at the Pyro attributes of each other until here
+        _remove_pyro(module)
+    return plain
+
+
+def posterior_means(guide: Any) -> dict[str, Tensor]:
+    """Return the medians of the latents, which are the means where the posterior is Normal.
+
+    Args:
+        guide: a guide with a ``median()`` method, as all automatic guides have, or a mapping from site names
+            to values: one posterior draw, say.
+
+    Raises:
+        GuideError: if the guide has no median, or has not been run yet.
+    """
+    if isinstance(guide, Mapping):
+        return dict(guide)
+    median: Callable[[], Mapping[str, Tensor]] | None = getattr(guide, "median", None)
+    if not callable(median):
+        raise GuideError(f"{type(guide).__name__} has no median(): pass a mapping from site names to values")
+    if getattr(guide, "prototype_trace", True) is None:
+        raise GuideError(
+            f"The {type(guide).__name__} has not seen the model yet: train it, or call it with the model's arguments"
+        )
+    return {name: value.detach() for name, value in median().items()}
+
+
+def _only_converted_net(model: nn.Module) -> nn.Module:
+    """Return the smallest module that was converted as a whole and holds every converted parameter."""
+
+    def has_weights(module: nn.Module) -> bool:
+        return any(
+            isinstance(prior, SitePrior)
+            for part in module.modules()
+            for prior in getattr(part, "_pyro_samples", {}).values()
+        )
+
+    net = model
+    while plain_type(net) is None:
+        inside = [child for child in net.children() if has_weights(child)]
+        if not inside:
+            raise ModelError(f"{type(net).__name__} holds no network that to_bayesian_ converted")
+        if len(inside) > 1:
+            names = [name for name, child in net.named_children() if has_weights(child)]
+            raise ModelError(
+                f"{type(net).__name__} holds several converted networks ({', '.join(names)}): export one by one, "
+                f"to_deterministic(model.{names[0]}, guide)"
+            )
+        net = inside[0]
+    if not has_weights(net):
+        raise ModelError(f"No parameter of this {type(net).__name__} is Bayesian")
+    return net
+
+
+def _value(values: Mapping[str, Tensor], site: str, like: Tensor) -> Tensor:
+    if site not in values:
+        raise GuideError(
+            f"The guide has no value for the site {site!r}; it has {', '.join(map(repr, list(values)[:3]))}, ...: pass "
+            "the guide of the model that this network is part of"
+        )
+    value = values[site]
+    if value.shape != like.shape:
+        raise GuideError(
+            f"The guide's value for {site!r} has the shape {tuple(value.shape)}, the weight {tuple(like.shape)}"
+        )
+    return value.detach().to(like).clone()
+
+
+def _restore_parameters(module: nn.Module, made: dict[tuple[int, str], nn.Parameter]) -> None:
+    """Put weights back where priors were, in the original order."""
+    order = parameter_order(module)
+    forget(module)
+    for attribute, prior in getattr(module, "_pyro_samples", {}).items():
+        if isinstance(prior, TiedPrior):
+            module._parameters[attribute] = made[id(prior.owner), prior.owner_attribute]
+        elif isinstance(prior, SitePrior):
+            module._parameters[attribute] = made[id(module), attribute]
+            del module._buffers[buffer_name(attribute)]
+    parameters = {attribute: module._parameters[attribute] for attribute in order}
+    module._parameters.clear()
+    module._parameters.update(parameters)
+
+
+def _remove_pyro(module: nn.Module) -> None:
+    if not isinstance(module, PyroModule):
+        return
+    plain = plain_type(module)
+    assert plain is not None
+    for name in list(module._non_persistent_buffers_set):
+        if name.startswith("prior_scale"):
+            delattr(module, name)
+    for name in ("_pyro_name", "_pyro_context", "_pyro_params", "_pyro_samples"):
+        module.__dict__.pop(name, None)
+    module.__class__ = plain  # type: ignore[assignment]
+    if isinstance(module, nn.RNNBase):
+        module._init_flat_weights()
