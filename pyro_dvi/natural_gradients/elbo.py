@@ -228,7 +228,7 @@ def _check(guide: Any, kl_weight: float, training: bool) -> None:
     if training and getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
         raise UnsupportedError(
             "torch's DistributedDataParallel averages gradients over processes, but not what natural gradients measure "
-            "beside them: use pyro_dvi.distributed.DataParallel(NaturalGradientELBO())(model, guide) without it"
+            "beside them: use pyro_dvi.training.DataParallel(NaturalGradientELBO())(model, guide) without it"
         )
     if training and not kl_weight > 0:
         raise ArgumentError(

@@ -20,17 +20,13 @@ from pyro_dvi.errors import ArgumentError, DataError
 from pyro_dvi.runs.explained import explained_errors
 from pyro_dvi.runs.trained_for import check_trainable, note_trained_for
 from pyro_dvi.training.batch_norm import BatchNormStatistics
-from pyro_dvi.training.checkpoint import Checkpoint
-from pyro_dvi.training.checkpoint_contents import Contents, fingerprint_of
-from pyro_dvi.training.early_stopping import EarlyStopping
+from pyro_dvi.training.between_epochs import EveryStep, Schedule, training_mode, validation_metrics
+from pyro_dvi.training.checkpoint import Checkpoint, Contents, fingerprint_of
 from pyro_dvi.training.history import History
-from pyro_dvi.training.interruption import Interrupts, Replay
-from pyro_dvi.training.lr_schedule import EveryStep, Schedule
-from pyro_dvi.training.ownership import check_parameters, claim_parameters
+from pyro_dvi.training.parameter_checks import check_parameters, claim_parameters, unwanted_updates_noticed
 from pyro_dvi.training.rollback import Rollback
 from pyro_dvi.training.routes import Route, check_target, route_of
-from pyro_dvi.training.unwanted_updates import unwanted_updates_noticed
-from pyro_dvi.training.validation import training_mode, validation_metrics
+from pyro_dvi.training.stopping import EarlyStopping, Interrupts, Replay
 
 P = ParamSpec("P")
 

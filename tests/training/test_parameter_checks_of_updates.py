@@ -11,7 +11,7 @@ from torch import nn
 
 import pyro_dvi as dvi
 from pyro_dvi.errors import DviWarning
-from pyro_dvi.training import unwanted_updates
+from pyro_dvi.training import parameter_checks as unwanted_updates
 
 X = torch.linspace(-1, 1, 100)[:, None]
 LOADER = [(X[::2], 3 * X[::2, 0]), (X[1::2], 3 * X[1::2, 0])]

@@ -1,6 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What training needs of a model, a guide, an ELBO and an optimizer, however they come."""
+r"""What training needs of a model, a guide, an ELBO and an optimizer, however they come.
 
+Training by Pyro's SVI.
+
+Training of an ELBOModule by a torch optimizer.
+
+The two ways to train, Pyro's SVI and an ELBOModule with a torch optimizer, behind one interface.
+"""
+
+import copy
 import math
 import re
 from abc import ABC, abstractmethod
@@ -11,7 +19,9 @@ from typing import Any
 import pyro
 import torch
 from pyro import poutine
+from pyro.infer import SVI
 from pyro.infer.autoguide import AutoGuide
+from pyro.infer.elbo import ELBO, ELBOModule
 from pyro.poutine.messenger import Messenger
 from torch import Tensor, nn
 from torch.distributions import transform_to
@@ -19,8 +29,9 @@ from torch.optim import Optimizer
 
 from pyro_dvi.core.batches import dataset_size
 from pyro_dvi.core.undisturbed import modules_met, preserve_buffers
-from pyro_dvi.errors import DeviceError, NonFiniteError, UnsupportedError
-from pyro_dvi.optim.learning_rates import SCALE_PATTERN, is_uninitialised, parameter_names
+from pyro_dvi.errors import ArgumentError, DeviceError, GuideError, NonFiniteError, UnsupportedError
+from pyro_dvi.optim.joint import JointOptim, load_state, torch_optimizer
+from pyro_dvi.optim.learning_rates import SCALE_PATTERN, check_parts, is_uninitialised, parameter_names
 from pyro_dvi.runs.minibatch import check_list, check_num_data
 from pyro_dvi.runs.observed import observation
 from pyro_dvi.runs.sites import is_data
@@ -305,3 +316,211 @@ class _PlateCheck(Messenger):
 
     def _pyro_post_sample(self, msg: Any) -> None:
         self.seen.append(msg)
+
+
+class SVIRoute(Route):
+    """Training by :class:`pyro.infer.SVI` under Pyro's global parameter store."""
+
+    kind = "SVI"
+
+    def __init__(self, svi: SVI) -> None:
+        if pyro.settings.get("module_local_params"):
+            raise UnsupportedError(
+                "pyro.infer.SVI does not work with pyro.settings module_local_params=True: its optimizers "
+                "look parameters up in the global store. Train elbo(model, guide) with a torch optimizer "
+                "instead: fit(elbo(model, guide), loader, epochs, "
+                "optimizer=torch.optim.Adam(parameter_groups(...)))."
+            )
+        self.svi = svi
+        owner = getattr(svi.loss, "__self__", None)
+        super().__init__(svi.model, svi.guide, owner if isinstance(owner, ELBO) else None, svi.optim)
+
+    def step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+        """Take a step with ``svi.step``."""
+        with _checked_before_update(self.svi):
+            loss = self.svi.step(*args, **kwargs)
+        return finite(loss)
+
+    def evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+        """Evaluate with ``svi.evaluate_loss``."""
+        return float(self.svi.evaluate_loss(*args, **kwargs))
+
+    def optimizer_state(self) -> dict[str, Any]:
+        """State per parameter name, with what a load left for parameters that are still to be stepped."""
+        return {**self.svi.optim._state_waiting_to_be_consumed, **self.svi.optim.get_state()}
+
+    def load_optimizer_state(self, state: dict[str, Any]) -> None:
+        """Load at once for parameters that were stepped before; the ``set_state`` of Pyro's own never reaches those."""
+        optim, state, store = self.svi.optim, copy.deepcopy(state), pyro.get_param_store()
+        self._rate = None
+        for parameter, held in () if isinstance(optim, JointOptim) else optim.optim_objs.items():
+            own = state.pop(store.param_name(parameter) or "", None)
+            if own is not None:
+                load_state(held, own)
+        optim.set_state(state)
+
+    @property
+    def optimizer_name(self) -> str:
+        """Names of the torch classes inside the Pyro optimizer."""
+        optim = self.svi.optim
+        parts = (getattr(optim, "pt_scheduler_constructor", None), optim.pt_optim_constructor)
+        return " of ".join(
+            getattr(part, "__name__", type(part).__name__) for part in parts if part is not None
+        )
+
+    def optimizer_groups(self) -> Iterator[tuple[str, Optimizer, int]]:
+        """The groups of the torch optimizers of parameters that were stepped."""
+        store = pyro.get_param_store()
+        for parameter, optimizer in self.svi.optim.optim_objs.items():
+            name = (store.param_name(parameter) or "").replace("$$$", ".")
+            yield name, torch_optimizer(optimizer), 0
+
+    def store_parameters(self) -> dict[str, Tensor]:
+        """Parameters that this SVI has stepped; the whole store where functions have taken no step yet."""
+        store = pyro.get_param_store()
+        owned = {id(parameter) for part in self.modules().values() for parameter in part.parameters()}
+        stepped = {id(parameter) for parameter in self.svi.optim.optim_objs}
+        everything = len(self.modules()) < 2 and not stepped
+        return {
+            name: value
+            for name, value in store.named_parameters()
+            if id(value) not in owned and (everything or id(value) in stepped)
+        }
+
+
+@contextmanager
+def _checked_before_update(svi: SVI) -> Iterator[None]:
+    """Look at the loss between the gradients and the optimizer of ``svi.step``.
+
+    ``svi.step`` reports its loss when the update is done, and a NaN has by then spread to all parameters:
+    what went bad first could not be told any more.
+    """
+    inner: Callable[..., Any] = svi.loss_and_grads
+    by_pyro = getattr(inner, "__qualname__", "").startswith("SVI.")
+
+    def loss_and_grads(*args: Any, **kwargs: Any) -> Any:
+        loss = inner(*args, **kwargs)
+        # Pyro differentiates a loss that is no ELBO where it can, and moves nothing where it cannot.
+        if by_pyro and not getattr(loss, "requires_grad", False):
+            raise ArgumentError(
+                f"The loss of the SVI, {svi.loss!r}, has no gradient, so no parameter would be updated: write "
+                "loss=elbo in place of loss=elbo.loss. A function of your own has to return a tensor that depends on "
+                "the parameters."
+            )
+        finite(loss.detach() if isinstance(loss, Tensor) else loss)
+        return loss
+
+    svi.loss_and_grads = loss_and_grads
+    try:
+        yield
+    finally:
+        svi.loss_and_grads = inner
+
+
+class ModuleRoute(Route):
+    """Training of an :class:`~pyro.infer.elbo.ELBOModule` by a torch optimizer, under either setting."""
+
+    kind = "ELBOModule"
+
+    def __init__(self, module: ELBOModule, optimizer: Optimizer | None) -> None:
+        super().__init__(module.model, module.guide, module.elbo, optimizer)
+        self.module, self.optimizer = module, optimizer
+        check_parts(module)
+
+    def check_optimizer(self) -> None:
+        """Refuse an optimizer that does not hold the parameters to be trained.
+
+        Raises:
+            GuideError: naming parameters that training would leave as they are.
+        """
+        assert self.optimizer is not None
+        held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        missing = [name for name, p in self.parameters().items() if p.requires_grad and id(p) not in held]
+        uninitialised = isinstance(self.guide, AutoGuide) and is_uninitialised(self.guide)
+        if missing or uninitialised:
+            what = ", ".join(missing[:5]) or f"{type(self.guide).__name__}, which has none yet"
+            raise GuideError(
+                f"The optimizer does not hold {len(missing) or 'the'} parameters of the model and guide: "
+                f"{what}. Call the guide once, guide(*batch), build the optimizer from "
+                "parameter_groups(elbo(model, guide), base) after that, and freeze with "
+                "requires_grad_(False) what should stay as it is."
+            )
+
+    def step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+        """Take the usual torch step."""
+        assert self.optimizer is not None
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = self.module(*args, **kwargs)
+        value = finite(loss.detach())
+        loss.backward()
+        self.optimizer.step()
+        return value
+
+    def evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+        """Evaluate with ``elbo.loss``."""
+        with torch.no_grad():
+            return float(self.elbo.loss(self.model, self.guide, *args, **kwargs))
+
+    def optimizer_state(self) -> dict[str, Any]:
+        """State of the torch optimizer."""
+        return {} if self.optimizer is None else self.optimizer.state_dict()
+
+    def load_optimizer_state(self, state: dict[str, Any]) -> None:
+        """Load into the torch optimizer."""
+        if self.optimizer is not None:
+            self.optimizer.load_state_dict(copy.deepcopy(state))
+
+    @property
+    def optimizer_name(self) -> str:
+        """Name of the torch class."""
+        return type(self.optimizer).__name__
+
+    def optimizer_groups(self) -> Iterator[tuple[str, Optimizer, int]]:
+        """The groups of the torch optimizer."""
+        assert self.optimizer is not None
+        held = {id(p): i for i, group in enumerate(self.optimizer.param_groups) for p in group["params"]}
+        for name, parameter in self.parameters().items():
+            if id(parameter) in held:
+                yield name, self.optimizer, held[id(parameter)]
+
+
+def check_target(target: Any) -> None:
+    """Refuse what is neither an SVI nor an ELBOModule, and an SVI whose loss is a class.
+
+    Raises:
+        ArgumentError: with the lines to write.
+    """
+    loss = target.loss if isinstance(target, SVI) else None
+    if isinstance(loss, type):
+        raise ArgumentError(f"The loss of the SVI is the class {loss.__name__}: write loss={loss.__name__}()")
+    if not isinstance(target, SVI | ELBOModule):
+        raise ArgumentError(
+            "Expected pyro.infer.SVI(model, guide, optim, loss), or elbo(model, guide) together with optimizer=, got "
+            f"{type(target).__name__}. Write\n"
+            "    svi = SVI(model, guide, dvi.optim.Adam(dvi.learning_rates(1e-2)), loss=dvi.TaylorELBO())\n"
+            "    dvi.fit(svi, loader, epochs=20)"
+        )
+
+
+def route_of(target: Any, optimizer: Optimizer | None = None, *, train: bool = True) -> Route:
+    """Choose the route for what was passed as ``svi``.
+
+    Raises:
+        ArgumentError: if :func:`check_target` refuses it, or the optimizer is missing or superfluous.
+    """
+    check_target(target)
+    if isinstance(target, SVI):
+        if optimizer is not None:
+            raise ArgumentError("An SVI brings its own optimizer; optimizer= is for elbo(model, guide).")
+        return SVIRoute(target)
+    if optimizer is None and train:
+        raise ArgumentError(
+            "An ELBOModule needs a torch optimizer: fit(elbo(model, guide), loader, epochs, "
+            "optimizer=torch.optim.Adam(parameter_groups(elbo(model, guide), base=1e-3)))."
+        )
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        raise ArgumentError(
+            "optimizer must be a torch.optim.Optimizer for an ELBOModule, got "
+            f"{type(optimizer).__name__}. Pyro's optimizers go into pyro.infer.SVI."
+        )
+    return ModuleRoute(target, optimizer)
