@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Metrics between two epochs, without a trace in the training.
-
-When the learning rate moves, whoever owns it.
-"""
+"""Validation and learning-rate schedules: what happens between two epochs."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,6 +12,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from pyro_dvi.core.batches import batches, with_rows
+from pyro_dvi.core.choice import check_choice
 from pyro_dvi.errors import ArgumentError, DataError
 from pyro_dvi.training.random_state import preserve_random_state
 from pyro_dvi.training.routes import Route, SVIRoute
@@ -81,7 +79,7 @@ def _as_metrics(result: Any) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class EveryStep:
-    """A learning rate schedule that moves with every training step instead of every epoch (``OneCycleLR``).
+    """A learning-rate schedule that moves with every training step instead of every epoch (``OneCycleLR``).
 
     Args:
         scheduler: a torch scheduler, or the ``PyroLRScheduler`` that is the optimizer of the SVI.
@@ -91,28 +89,38 @@ class EveryStep:
 
 
 class Schedule:
-    """The scheduler of a torch optimizer, or the one inside an SVI's optimizer, stepped at the right time."""
+    """The scheduler of a torch optimizer, or the one inside an SVI's optimizer, stepped at the right time.
+
+    Args:
+        route: what is being trained.
+        given: a scheduler, one in :class:`EveryStep`, or None.
+
+    Attributes:
+        scheduler: what moves the learning rate, or None.
+        saved: what a checkpoint has to save of it: an SVI's is saved with its optimizer.
+
+    Raises:
+        ArgumentError: ``given`` is no scheduler of this optimizer.
+    """
 
     def __init__(self, route: Route, given: Any) -> None:
         self.every_step = isinstance(given, EveryStep)
-        scheduler = given.scheduler if isinstance(given, EveryStep) else given
+        self.scheduler: Any = given.scheduler if isinstance(given, EveryStep) else given
+        self.saved = self.scheduler
         if isinstance(route, SVIRoute):
             own = route.svi.optim if isinstance(route.svi.optim, PyroLRScheduler) else None
-            if scheduler is not None and scheduler is not own:
+            if self.scheduler not in (None, own):
                 raise ArgumentError(
                     "lr_schedule: an SVI carries its schedule in its optimizer, for instance pyro_dvi.optim.Adam("
                     "learning_rates(1e-3), scheduler=partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.99)), "
                     "which fit steps after every epoch. Only EveryStep(svi.optim) can be given here."
                 )
-            scheduler = own
-        elif scheduler is not None and not isinstance(scheduler, (LRScheduler, ReduceLROnPlateau)):
-            raise ArgumentError(
-                f"lr_schedule must be a torch.optim.lr_scheduler of the optimizer, got {type(scheduler).__name__}."
+            self.scheduler, self.saved = own, None
+        elif self.scheduler is not None:
+            check_choice(
+                "lr_schedule", self.scheduler, (LRScheduler, ReduceLROnPlateau), "a torch.optim.lr_scheduler"
             )
-        self.scheduler: Any = scheduler
-        # That of an SVI is saved with its optimizer.
-        self.saved = None if isinstance(route, SVIRoute) else scheduler
-        kind = getattr(scheduler, "pt_scheduler_constructor", type(scheduler))
+        kind = getattr(self.scheduler, "pt_scheduler_constructor", type(self.scheduler))
         self.needs_metric = isinstance(kind, type) and issubclass(kind, ReduceLROnPlateau)
         if self.needs_metric and self.every_step:
             raise ArgumentError("ReduceLROnPlateau follows the loss of epochs; do not wrap it in EveryStep.")

@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Who owns a name in Pyro's global parameter store.
+"""Parameters that belong to another training, and updates that harm them.
 
-The store knows parameters by name only. A second model or guide with the same names, a new one made in the
-same session for instance, takes over the parameters of the first without a word, and training one then
-changes the other.
-
-What an optimizer does to gradients and posterior scales though the objective does not ask for it.
+Pyro's store knows parameters by name only. A second model or guide with the same names, a new one made in the same
+session for instance, takes over the parameters of the first without a word, and training one then changes the other.
 """
 
 import re
@@ -33,6 +30,7 @@ _WAY_OUT = (
     "apart with pyro.get_param_store().scope(); if you loaded the store from a file on purpose, call model "
     "and guide once before training, or use pyro_dvi.load."
 )
+_LARGEST_SHARE = 0.05  # of the elements of gradients, that a clamp may change without a warning
 
 
 def check_parameters(route: Route) -> None:
@@ -56,27 +54,19 @@ def check_parameters(route: Route) -> None:
         for name, parameter, _ in supplanted(part):
             if not parameter.is_contiguous():
                 raise ModelError(
-                    f"Parameter {name!r} of the {role} is not contiguous (channels_last?), so that Pyro's "
-                    "store holds, and would train, a copy of it. Call .contiguous() on the module's "
-                    "parameters, or train elbo(model, guide) with a torch optimizer under "
-                    "module_local_params=True."
+                    f"Parameter {name!r} of the {role} is not contiguous (channels_last?), so that Pyro's store holds, "
+                    "and would train, a copy of it. Call .contiguous() on the module's parameters, or train "
+                    "elbo(model, guide) with a torch optimizer under module_local_params=True."
                 )
             raise GuideError(
                 f"Pyro's parameter store holds another parameter under the name {name!r} of this {role}: it "
                 f"was put there by a different {type(part).__name__}. {_WAY_OUT}"
             )
-    own = (None, without_posterior_prior(route.model), guide)
     for name, tensor in route.parameters().items():
-        owner = _owner_of(tensor)
-        if not any(owner is one for one in own):
-            which = (
-                type(owner).__name__
-                if isinstance(owner, nn.Module)
-                else f"function {getattr(owner, '__name__', owner)!r}"
-            )
+        if _owner_of(tensor) not in (None, id(without_posterior_prior(route.model)), id(guide)):
             raise GuideError(
-                f"Parameter {name!r} belongs to another {which} that was trained before; "
-                f"training here would change it as well. {_WAY_OUT}"
+                f"Parameter {name!r} belongs to another model or guide that was trained before; training here would "
+                f"change it as well. {_WAY_OUT}"
             )
 
 
@@ -103,10 +93,10 @@ def check_still_own(model: Any, guide: Any) -> None:
     """
     if pyro.settings.get("module_local_params"):
         return
-    own = (model, without_posterior_prior(model), guide)
+    own = (id(model), id(without_posterior_prior(model)), id(guide))
     for role, part in (("model", model), ("guide", guide)):
         for name, _, stored in supplanted(part) if isinstance(part, nn.Module) else ():
-            if stored in _owners and not any(_owner_of(stored) is one for one in own):
+            if stored in _owners and _owner_of(stored) not in own:
                 raise GuideError(
                     f"Pyro's parameter store holds another parameter under the name {name!r} of this {role}: another "
                     "model or guide of the same names was trained since, and its values would be taken for these. "
@@ -115,25 +105,24 @@ def check_still_own(model: Any, guide: Any) -> None:
                 )
 
 
-def _stored() -> dict[str, Tensor]:
-    """The parameters in Pyro's store, under names with dots."""
-    return {name.replace("$$$", "."): value for name, value in pyro.get_param_store().named_parameters()}
-
-
 def supplanted(part: nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Name the parameters of a module under whose names the store holds others, and give both."""
+    """Yield names of a module's parameters under which the store holds others, and both parameters."""
     store = _stored()
     for name, parameter in parameter_names(part):
         if store.get(name, parameter) is not parameter:
             yield name, parameter, store[name]
 
 
-def _owner_of(parameter: Tensor) -> Any:
+def _stored() -> dict[str, Tensor]:
+    """Return the parameters in Pyro's store, under names with dots."""
+    return {name.replace("$$$", "."): value for name, value in pyro.get_param_store().named_parameters()}
+
+
+def _owner_of(parameter: Tensor) -> int | None:
+    """Return the identity of the model or guide that a parameter was trained with; None if that is gone."""
     owner = _owners.get(parameter)
-    return None if owner is None else owner()
-
-
-LARGEST_SHARE = 0.05  # of the elements of gradients, that a clamp may change without a word
+    owner = None if owner is None else owner()
+    return None if owner is None else id(owner)
 
 
 @contextmanager
@@ -144,50 +133,39 @@ def unwanted_updates_noticed(route: Route) -> Iterator[None]:
     ``clip_value`` of the ``clip_args`` of any other. The numbers stay on their device until the epoch ends.
     """
     clip_args = getattr(route.steered, "pt_clip_args", None)
-    clamp = _Clamp(clip_args.get("clip_value") if isinstance(clip_args, dict) else None)
-    handle = register_optimizer_step_pre_hook(clamp.look)
+    clip_value = clip_args.get("clip_value") if isinstance(clip_args, dict) else None
+    bounds: set[float] = set()
+    acted: list[Tensor] = []
+    elements = 0
+
+    def look(optimizer: Optimizer, *_: Any) -> None:
+        nonlocal elements
+        for group in optimizer.param_groups:
+            bound = group.get("clip_norm", clip_value)
+            for parameter in () if bound is None else group["params"]:
+                if parameter.grad is not None:
+                    bounds.add(bound)
+                    acted.append((parameter.grad.abs() >= bound).sum())  # a clamped element equals the bound
+                    elements += parameter.grad.numel()
+
+    handle = register_optimizer_step_pre_hook(look)
     try:
         yield
     finally:
         handle.remove()
-    if clamp.share > LARGEST_SHARE:
+    share = float(sum(acted)) / elements if elements else 0.0
+    if share > _LARGEST_SHARE:
         warn(
-            f"{route.optimizer_name} clamps the elements of gradients to ±{clamp.bound:g}, which changed "
-            f"{clamp.share:.0%} of them in this epoch. Losses are sums over the data set, and their gradients are as "
-            "large: clamped, training ends elsewhere, or late. Take dvi.optim.Adam(dvi.learning_rates(1e-2)), or "
-            "multiply the bound by the number of examples."
+            f"{route.optimizer_name} clamps the elements of gradients to ±{min(bounds):g}, which changed {share:.0%} "
+            "of them in this epoch. Losses are sums over the data set, and their gradients are as large: clamped, "
+            "training ends elsewhere, or late. Take dvi.optim.Adam(dvi.learning_rates(1e-2)), or multiply the bound "
+            "by the number of examples."
         )
-    decayed = [
-        name
-        for name, optimizer, place in route.optimizer_groups()
-        if optimizer.param_groups[place].get("weight_decay") and re.search(SCALE_PATTERN, name)
-    ]
-    if decayed:
-        warn(
-            f"The weight decay of {route.optimizer_name} acts on {decayed[0]!r}, posterior scales on a logarithmic "
-            "axis, and pulls them to a value near 1 whatever the data say. The prior of the model decays the weights "
-            "already: leave it out, or take dvi.optim.AdamW, which spares the scales."
-        )
-
-
-class _Clamp:
-    """On how many elements of gradients a clamp acts."""
-
-    def __init__(self, bound: float | None) -> None:
-        self.bound = bound
-        self.acted: Tensor | float = 0.0
-        self.elements = 0
-
-    def look(self, optimizer: Optimizer, *arguments: Any) -> None:
-        """Count, before a step of the optimizer; an element that is clamped already equals the bound."""
-        for group in optimizer.param_groups:
-            self.bound = bound = group.get("clip_norm", self.bound)
-            for parameter in () if bound is None else group["params"]:
-                if parameter.grad is not None:
-                    self.acted = self.acted + (parameter.grad.abs() >= bound).sum()
-                    self.elements += parameter.grad.numel()
-
-    @property
-    def share(self) -> float:
-        """The share of all elements; this reads a value from the device."""
-        return float(self.acted) / self.elements if self.elements else 0.0
+    for name, optimizer, place in route.optimizer_groups():
+        if optimizer.param_groups[place].get("weight_decay") and re.search(SCALE_PATTERN, name):
+            warn(
+                f"The weight decay of {route.optimizer_name} acts on {name!r}, posterior scales on a logarithmic axis, "
+                "and pulls them to a value near 1 whatever the data say. The prior of the model decays the weights "
+                "already: leave it out, or take dvi.optim.AdamW, which spares the scales."
+            )
+            break
