@@ -60,15 +60,15 @@ class Fingerprint:
         """
         shapes = input_shapes(args, kwargs)
         for rows in () if shapes is None else (_ROWS, None):
-            some = rows_cut(itemgetter(slice(rows)), shapes)
+            args, kwargs = rows_cut(itemgetter(slice(rows)), shapes)
             try:
-                sites, again = (_look(model, *some, latents, seed) for seed in (0, 1))
+                sites, again = (_look(model, args, kwargs, latents, seed) for seed in (0, 1))
             except Exception:  # the model takes whole batches only, or no stand-ins
                 continue
             for name, site in sites.items():
                 twin = again[name]["parameters"] if name in again else {}
                 site["parameters"] = {k: v for k, v in site["parameters"].items() if twin.get(k) == v}
-            return cls(*some, sites)
+            return cls(args, kwargs, sites)
         return None
 
     def differences(self, model: Any, latents: Mapping[str, Tensor], plates: bool = True) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training: the loop and its history, early stopping, checkpoints, batch-normalisation statistics, several processes."""
+"""Training: the loop and its history, early stopping, checkpoints, batch-norm statistics, several processes."""
 
 from pyro_dvi.training.batch_norm import BatchNormStatistics, recompute_batch_norm
 from pyro_dvi.training.between_epochs import EveryStep

@@ -187,7 +187,7 @@ class Contents:
         route, record = self.route, History() if history is None else history
         fingerprint = None
         if record.inputs is not None:
-            args, kwargs = stand_ins(*record.inputs, route.device())
+            args, kwargs = stand_ins(*record.inputs, device=route.device())
             with preserve_random_state():
                 centre = central_values(route.guide, args, kwargs)
                 fingerprint = Fingerprint.of(route.model, args, kwargs, centre)
@@ -250,7 +250,7 @@ class Contents:
         elif saved["inputs"] is not None:
             try:
                 with preserve_random_state():
-                    route.initialise(*stand_ins(*saved["inputs"], route.device()))
+                    route.initialise(*stand_ins(*saved["inputs"], device=route.device()))
             except Exception as error:
                 raise CheckpointError(
                     "The checkpoint belongs to another model or guide, which do not run on inputs of the shapes in the "
@@ -276,7 +276,7 @@ class Contents:
         return history
 
     def _described(self) -> dict[str, Any]:
-        """Return what has to be equal in the file and the target, under the words of a message; None is not compared."""
+        """Return what file and target have to agree in, by the words of a message; None is not compared."""
         route = self.route
         elbo = getattr(route.elbo, "elbo", route.elbo)  # whether one process evaluates it or several
         weight = getattr(elbo, "kl_weight", None)
@@ -318,7 +318,7 @@ class Contents:
         if saved["fingerprint"] is None:
             return
         fingerprint = Fingerprint(**saved["fingerprint"])
-        centre = central_values(route.guide, *stand_ins(*saved["inputs"], route.device()))
+        centre = central_values(route.guide, *stand_ins(*saved["inputs"], device=route.device()))
         differences = fingerprint.differences(route.model, centre)
         if differences:
             route.set_weights(before)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""The parameters of model and guide under names that all processes share, and sums of tensors over processes.
+r"""Training by several processes, each with its part of every minibatch, over ``torch.distributed``.
 
-An objective that several processes evaluate together.
-
-As many steps in every process, where some have fewer batches than others.
+Process k evaluates the objective on its :math:`m_k` examples, with the plate's scale :math:`N/m_k`. Weighted by
+:math:`m_k/\sum_j m_j`, their sum is the objective of the joint minibatch: log-likelihoods, their gradients and sums
+over examples add up with the scale :math:`N/\sum_j m_j`, and the KL divergence counts once.
 """
 
 import math
@@ -25,8 +25,6 @@ from pyro_dvi.core.batches import number_of_batches
 from pyro_dvi.core.choice import check_choice
 from pyro_dvi.core.natural_step import STEPS
 from pyro_dvi.core.undisturbed import undisturbed
-
-pass
 from pyro_dvi.errors import (
     ArgumentError,
     DataError,

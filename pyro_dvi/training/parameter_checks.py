@@ -141,7 +141,7 @@ def unwanted_updates_noticed(route: Route) -> Iterator[None]:
     def look(optimizer: Optimizer, *_: Any) -> None:
         nonlocal elements
         for group in optimizer.param_groups:
-            bound = group.get("clip_norm", clip_value)
+            bound: Any = group.get("clip_norm", clip_value)
             for parameter in () if bound is None else group["params"]:
                 if parameter.grad is not None:
                     bounds.add(bound)

@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Words between processes: whether there are others, and what each has to say.
-
-Which share of the joint minibatch each process has.
-
-Which weights the processes draw.
-"""
+"""Messages between processes, their shares of the joint minibatch, and the weights that they draw."""
 
 import functools
 import math

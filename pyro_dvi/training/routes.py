@@ -283,7 +283,8 @@ class SVIRoute(Route):
                 "the parameters."
             )
         value = _finite(loss)
-        parameters = {site["value"].unconstrained() for site in capture.trace.nodes.values()}
+        sites: Any = capture.trace.nodes.values()
+        parameters = {site["value"].unconstrained() for site in sites}
         svi.optim(parameters)
         zero_grads(parameters)
         return value
