@@ -187,7 +187,7 @@ class Contents:
         route, record = self.route, History() if history is None else history
         fingerprint = None
         if record.inputs is not None:
-            args, kwargs = stand_ins(*record.inputs, device=route.device())
+            args, kwargs = stand_ins(record.inputs[0], record.inputs[1], route.device())
             with preserve_random_state():
                 centre = central_values(route.guide, args, kwargs)
                 fingerprint = Fingerprint.of(route.model, args, kwargs, centre)
@@ -250,7 +250,7 @@ class Contents:
         elif saved["inputs"] is not None:
             try:
                 with preserve_random_state():
-                    route.initialise(*stand_ins(*saved["inputs"], device=route.device()))
+                    route.initialise(*self._stand_ins(saved))
             except Exception as error:
                 raise CheckpointError(
                     "The checkpoint belongs to another model or guide, which do not run on inputs of the shapes in the "
@@ -274,6 +274,10 @@ class Contents:
         history = History.from_dict(saved["history"])
         history.best_weights, history.inputs = saved["best_weights"], saved["inputs"]
         return history
+
+    def _stand_ins(self, saved: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        args, kwargs = saved["inputs"]
+        return stand_ins(args, kwargs, self.route.device())
 
     def _described(self) -> dict[str, Any]:
         """Return what file and target have to agree in, by the words of a message; None is not compared."""
@@ -318,7 +322,7 @@ class Contents:
         if saved["fingerprint"] is None:
             return
         fingerprint = Fingerprint(**saved["fingerprint"])
-        centre = central_values(route.guide, *stand_ins(*saved["inputs"], device=route.device()))
+        centre = central_values(route.guide, *self._stand_ins(saved))
         differences = fingerprint.differences(route.model, centre)
         if differences:
             route.set_weights(before)

@@ -78,9 +78,10 @@ def read_file(path: Path, map_location: Any, weights_only: bool) -> dict[str, An
         )
     missing = sorted(_ENTRIES.difference(content))
     if missing or content["version"] != _VERSION:
+        lacks = f" and no {missing}" if missing else ""
         raise CheckpointError(
-            f"{str(path)!r} has version {content.get('version')} of the format{f' and no {missing}' if missing else ''}; this "
-            f"library reads version {_VERSION}. Load it with the release that wrote it."
+            f"{str(path)!r} has version {content.get('version')} of the format{lacks}; this library reads version "
+            f"{_VERSION}. Load it with the release that wrote it."
         )
     return content
 

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Trained posteriors that do not touch each other: each has a parameter store of its own.
+r"""Posteriors trained apart, each with a parameter store of its own, and ensembles of them as one model and guide.
 
-Ensembles: several posteriors in equal shares, as one model with one guide.
-
-Which member it is, is one more latent variable: the model runs the network of the member m that the site ``member``
+The number of the member is one more latent variable: the model runs the network of the member m that the site ``member``
 says, and the guide draws m and then the weights from the posterior of that member,
 
 .. math:: q(m, \theta) = \tfrac1K\, q_m(\theta).
