@@ -27,7 +27,6 @@ PAGES = HERE / "reference" / "api"
 # Code of these names in a text is as often a torch class, a method or an argument.
 NOT_LINKED = {
     "Adam",
-    "AdamW",
     "SGD",
     "Function",
     "Draws",

@@ -84,7 +84,6 @@ OBJECTIVES: dict[str, Callable[[], Any]] = {
 RATE = {"lr": 0.01}
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "dvi.optim.Adam": partial(dvi.optim.Adam, RATE),
-    "dvi.optim.AdamW": partial(dvi.optim.AdamW, RATE),
     "dvi.optim.SGD": partial(dvi.optim.SGD, RATE),
     "pyro.optim.Adam": partial(pyro.optim.Adam, RATE),
     "pyro.optim.ClippedAdam": partial(pyro.optim.ClippedAdam, RATE),

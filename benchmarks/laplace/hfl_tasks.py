@@ -33,7 +33,8 @@ from pyro_dvi.laplace import (
     TopEigen,
 )
 from pyro_dvi.laplace.energy.query import Query
-from pyro_dvi.laplace.methods.hessian_free import AbsoluteSum, InSample, LabelShift, Sum
+from pyro_dvi.laplace.hessian_free.second_fits import AbsoluteSum, Sum
+from pyro_dvi.laplace.hessian_free.training_modes import InSample, LabelShift
 from pyro_dvi.predictive.metrics.regression import coverage, crps_gaussian
 
 NUM_DATA, TRAINING = 100, Training(steps=20_000, rate=1e-2)
@@ -124,7 +125,7 @@ def run(settings: Settings, data_dir: str | None) -> Row:
     begin = time.perf_counter()
     polished = guide.polish(batches, progress=False, max_gradients=50_000)
     found["polish"] = {
-        "evaluations": polished.evaluations,
+        "evaluations": polished.gradients,
         "seconds": time.perf_counter() - begin,
         "decrement": polished.newton_decrement,
     }

@@ -242,7 +242,7 @@ def run(settings: Settings, data_dir: str | None) -> Row:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            work = guide.polish(batches, progress=False, **options).evaluations
+            work = guide.polish(batches, progress=False, **options).gradients
             method = Dense()
             if problem.smooth:
                 method = Dense(Hessian()) if size <= DENSE else ConjugateGradient(Hessian())

@@ -12,7 +12,8 @@ from torch import Tensor
 from benchmarks.shared.benchmark import Benchmark, Budget, Row, Settings
 from benchmarks.shared.tables import provenance, table
 from pyro_dvi.curvature.reverse_delta.recorder import ReverseDeltaRecorder
-from pyro_dvi.moments import GaussianMoments, observed_by
+from pyro_dvi.moments import GaussianMoments
+from pyro_dvi.moments.dispatch import observed_by
 
 SEEDS, DRAWS = 20, 4000
 SCALES = (0.05, 0.1, 0.2)

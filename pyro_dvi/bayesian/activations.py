@@ -10,6 +10,7 @@ from pyro.nn.module import PyroModule, to_pyro_module_
 from torch import Tensor, nn
 
 from pyro_dvi.bayesian.converted import plain_type
+from pyro_dvi.core.kinks import KINKED_MODULES
 from pyro_dvi.errors import ArgumentError, warn
 
 Replacement = nn.Module | type[nn.Module] | Callable[[nn.Module], nn.Module]
@@ -100,7 +101,6 @@ SMOOTH: Mapping[type[nn.Module], Replacement] = {
 }
 """What replaces what by default. Pass ``{**SMOOTH, nn.ReLU: nn.GELU}`` to change one entry."""
 
-_KINKED = (*SMOOTH, nn.PReLU, nn.RReLU, nn.Threshold, nn.Hardshrink, nn.Softshrink)
 _SMOOTH_ALREADY = (nn.Softplus, nn.GELU, nn.SiLU, nn.Mish, nn.Tanh, nn.Sigmoid, nn.ELU, nn.SELU, nn.CELU)
 _FUNCTIONS = (F.relu, torch.relu, torch.relu_, F.relu_)
 
@@ -207,7 +207,7 @@ def _leave_fused_paths(root: nn.Module, changed: Sequence[nn.Module]) -> None:
 
 def _report(module: nn.Module, replaced: bool) -> None:
     """Warn about kinks that are left, and about networks without any activation module."""
-    left = sorted({type(m).__name__ for m in module.modules() if isinstance(m, _KINKED)})
+    left = sorted({type(m).__name__ for m in module.modules() if isinstance(m, KINKED_MODULES)})
     if left:
         warn(
             f"smooth_activations_ left {', '.join(left)} in place, whose second derivative is zero almost "

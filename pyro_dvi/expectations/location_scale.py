@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 from torch import distributions as td
 
-from pyro_dvi.expectations.gaussian import are_dependent, log_and_inverse_power
-from pyro_dvi.expectations.rules import expectation_rule
+from pyro_dvi.expectations.expectation import expectation_rule
+from pyro_dvi.expectations.points import are_dependent, log_and_inverse_power
 from pyro_dvi.moments import GaussianMoments
-from pyro_dvi.moments.floor import floored
-from pyro_dvi.moments.joint import covariance_between, covariance_of, has_covariances
-from pyro_dvi.moments.value import loc_of, variance_of
+from pyro_dvi.moments.shared_noise import covariance_between, covariance_of, has_covariances
+from pyro_dvi.moments.value import floored, loc_of, variance_of
 
 _HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
 
@@ -31,7 +30,7 @@ def normal(value: Tensor, loc: Any, scale: Any) -> Tensor:
     .. math:: -\tfrac12\bigl(\log 2\pi + \bar c + e^{-\bar c + v_c/2}(v_\mu + (y - \bar\mu)^2)\bigr).
 
     Status: exact for Gaussian loc and a scale that is certain or ``exp``; other scales by quadrature
-    (:func:`~pyro_dvi.expectations.gaussian.log_and_inverse_power`). Where loc and h are outputs of one layer whose
+    (:func:`~pyro_dvi.expectations.points.log_and_inverse_power`). Where loc and h are outputs of one layer whose
     weights have covariances between outputs, :math:`y - \bar\mu` becomes :math:`y - \bar\mu + 2\mathrm{Cov}[\mu, h]`.
 
     Source: Schmitt & Roth (2021), Eq. 15, which prints :math:`e^{-c + v_c}`. That is a slip: the mean of a
@@ -62,7 +61,7 @@ def normal(value: Tensor, loc: Any, scale: Any) -> Tensor:
 def log_normal(value: Tensor, loc: Any, scale: Any) -> Tensor:
     r"""Expected log density of a LogNormal: the Normal's at :math:`\log y`, less :math:`\log y`.
 
-    Status: that of :func:`normal`.
+    Status: as :func:`normal`.
     """
     logarithm = value.log()
     return normal(logarithm, loc, scale) - logarithm
@@ -114,7 +113,7 @@ def laplace(value: Tensor, loc: Any, scale: Any) -> Tensor:
         \mathrm E|y - f| = d\,\mathrm{erf}\frac{d}{\sqrt{2v}} + \sqrt{\frac{2v}{\pi}}\,e^{-d^2/2v}.
 
     Status: exact for Gaussian loc and a scale that is certain or ``exp``; other scales by quadrature
-    (:func:`~pyro_dvi.expectations.gaussian.log_and_inverse_power`). The correlation of loc and scale is dropped. A loc
+    (:func:`~pyro_dvi.expectations.points.log_and_inverse_power`). The correlation of loc and scale is dropped. A loc
     that is some other function of a Gaussian is averaged numerically.
     """
     if isinstance(loc, GaussianMoments) and loc.link is not None:
@@ -141,7 +140,7 @@ def poisson(value: Tensor, rate: Any) -> Tensor:
 
     Example:
         >>> f = GaussianMoments(torch.zeros(1), torch.ones(1))
-        >>> from pyro_dvi.moments import Link
+        >>> from pyro_dvi.moments.value import Link
         >>> rate = GaussianMoments(
         ...     f.loc.exp(), f.variance, Link(f, torch.exp, "exp")
         ... )  # as from a rule for exp
@@ -154,7 +153,7 @@ def poisson(value: Tensor, rate: Any) -> Tensor:
 
 @expectation_rule(td.Exponential)
 def exponential(value: Tensor, rate: Any) -> Tensor:
-    r"""Expected log density, :math:`\mathrm E[\log r] - y\,\mathrm E[r]`; the status is that of :func:`poisson`."""
+    r"""Expected log density, :math:`\mathrm E[\log r] - y\,\mathrm E[r]`. Status: as :func:`poisson`."""
     logarithm, mean = log_and_inverse_power(td.Exponential, "rate", rate, -1)
     return logarithm - value * mean
 
@@ -163,7 +162,7 @@ def exponential(value: Tensor, rate: Any) -> Tensor:
 def gamma(value: Tensor, concentration: Any, rate: Any) -> Tensor:
     r"""Expected log density, :math:`a\,\mathrm E[\log r] - \log\Gamma(a) + (a - 1)\log y - y\,\mathrm E[r]`.
 
-    Status: that of :func:`poisson`; an uncertain concentration is averaged numerically.
+    Status: as :func:`poisson`; an uncertain concentration is averaged numerically.
     """
     if isinstance(concentration, GaussianMoments):
         return NotImplemented

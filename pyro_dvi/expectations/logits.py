@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""The mean of the log of a sum of exponentials of Gaussian logits, which has no closed form.
+r"""Estimators of the mean of the log of a sum of exponentials of Gaussian logits, which has no closed form.
 
-Every estimator returns :math:`\mathrm E[\log\sum_c e^{f_c}]` for :math:`f_c \sim \mathcal N(\mu_c, v_c)`, independent
-unless they are the outputs of a last layer with covariances (:mod:`pyro_dvi.expectations.joint_logits`).
-The gradient is that of the exact expectation, estimated at the same points,
+Every estimator returns :math:`\mathrm E[\log\sum_c e^{f_c}]` for :math:`f_c \sim \mathcal N(\mu_c, v_c)`. The logits
+are independent unless they are the outputs of a last layer with covariances :math:`\Sigma`; points are then spread by a
+Cholesky factor, through which no gradient goes. The gradient of the exact expectation is estimated at the same points:
+with :math:`p = \mathrm{softmax}(f)`,
 
 .. math::
-    \frac{\partial}{\partial\mu_c} = \mathrm E[p_c], \qquad
-    \frac{\partial}{\partial v_c} = \tfrac12\mathrm E[p_c(1 - p_c)], \qquad p = \mathrm{softmax}(f),
+    \frac{\partial}{\partial\mu} = \mathrm E[p], \qquad
+    \frac{\partial}{\partial v_c} = \tfrac12\mathrm E[p_c(1 - p_c)], \qquad
+    \frac{\partial}{\partial\Sigma} = \tfrac12\mathrm E\bigl[\operatorname{diag} p - p p^\top\bigr]
 
-(Price 1958), which keeps its precision as the variance goes to zero and needs two accumulators of the size of the
-logits, whatever the number of points.
+(Price 1958). It keeps its precision as the variance goes to zero, and for independent logits it needs two accumulators
+of the size of the logits, whatever the number of points.
 """
 
 from abc import ABC, abstractmethod
@@ -24,16 +26,15 @@ from torch.autograd.function import once_differentiable
 
 from pyro_dvi.core.choice import check_count
 from pyro_dvi.errors import UnsupportedError
-from pyro_dvi.expectations.joint_logits import average_jointly, covariance_if_any
 from pyro_dvi.expectations.points import shifted_sobol
 from pyro_dvi.moments import GaussianMoments
-from pyro_dvi.moments.joint import has_covariances
+from pyro_dvi.moments.shared_noise import covariance_of, has_covariances
 
 _CHUNK = 2**20  # numbers held at once, points x logits: what a cache holds
 
 
 class LogitEstimator(ABC):
-    """How the normalising constant of a softmax is averaged over Gaussian logits."""
+    """An average of the log-normaliser of a softmax over Gaussian logits."""
 
     @abstractmethod
     def expected_logsumexp(self, logits: GaussianMoments) -> Tensor:
@@ -68,15 +69,10 @@ class Sobol(LogitEstimator):
     def expected_logsumexp(self, logits: GaussianMoments) -> Tensor:
         """Average over the points, which all examples share."""
         points = shifted_sobol(self.num_points, logits.shape[-1], logits.loc)
-        return _average(logits, points.reshape(-1, *(1,) * (logits.dim() - 1), logits.shape[-1]))
-
-
-def _average(logits: GaussianMoments, points: Tensor) -> Tensor:
-    """Average over points ``[S, *batch, C]``, which broadcast to the logits."""
-    covariance = covariance_if_any(logits)
-    if covariance is not None:
-        return average_jointly(logits.loc, covariance, points)
-    return _MeanLogSumExp.apply(logits.loc, logits.variance, points)
+        points = points.reshape(-1, *(1,) * (logits.dim() - 1), logits.shape[-1])
+        if has_covariances(logits):
+            return average_jointly(logits.loc, covariance_of(logits), points)
+        return _MeanLogSumExp.apply(logits.loc, logits.variance, points)
 
 
 class _MeanLogSumExp(Function):
@@ -107,27 +103,6 @@ def _sums(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     total = values.sub_(highest).exp_().sum(-1, keepdim=True)
     p = values.div_(total)
     return total.log_().add_(highest).sum(0).squeeze(-1), p.sum(0), p.square_().sum(0)
-
-
-@dataclass(frozen=True)
-class MonteCarlo(LogitEstimator):
-    """Independent random points for every example.
-
-    Args:
-        num_samples: points.
-    """
-
-    num_samples: int = 64
-
-    def __post_init__(self) -> None:
-        check_count("num_samples", self.num_samples)
-
-    def expected_logsumexp(self, logits: GaussianMoments) -> Tensor:
-        """Average over the samples."""
-        points = torch.randn(
-            self.num_samples, *logits.shape, dtype=logits.loc.dtype, device=logits.loc.device
-        )
-        return _average(logits, points)
 
 
 @dataclass(frozen=True)
@@ -178,19 +153,47 @@ class TiltedBound(LogitEstimator):
         return a
 
 
-@dataclass(frozen=True)
-class Taylor2(LogitEstimator):
-    r"""Second-order expansion at the mean, :math:`\log\sum_c e^{\mu_c} + \tfrac12\sum_c p_c(1 - p_c)v_c`.
+def average_jointly(mu: Tensor, covariance: Tensor, points: Tensor) -> Tensor:
+    """Average ``logsumexp(f, -1)`` over points.
 
-    Status: approximate; good for variances far below 1, and neither a bound nor close above.
+    Args:
+        mu: ``[*batch, C]``.
+        covariance: ``[*batch, C, C]``.
+        points: standard Gaussian, ``[S, *batch, C]``, or with batch dimensions of size 1.
+
+    Returns:
+        ``[*batch]``, differentiable once in both.
     """
+    return _MeanJointLogSumExp.apply(mu, covariance, points)
 
-    def expected_logsumexp(self, logits: GaussianMoments) -> Tensor:
-        """Evaluate the expansion."""
-        p = torch.softmax(logits.loc, -1)
-        covariance = covariance_if_any(logits)
-        if covariance is None:
-            between = (p.square() * logits.variance).sum(-1)
-        else:
-            between = (p[..., None, :] @ covariance @ p[..., None])[..., 0, 0]
-        return torch.logsumexp(logits.loc, -1) + 0.5 * ((p * logits.variance).sum(-1) - between)
+
+class _MeanJointLogSumExp(Function):
+    @staticmethod
+    def forward(ctx: Any, mu: Tensor, covariance: Tensor, points: Tensor) -> Tensor:
+        root = _root(covariance)
+        total: Any = 0.0
+        first: Any = 0.0
+        second: Any = 0.0
+        for chunk in points.split(max(1, _CHUNK // max(mu.numel(), 1))):
+            values = mu + torch.einsum("...ij,s...j->s...i", root, chunk)
+            total = total + values.logsumexp(-1).sum(0)
+            p = values.softmax(-1)
+            first = first + p.sum(0)
+            second = second + torch.einsum("s...i,s...j->...ij", p, p)
+        first, second = first / len(points), second / len(points)
+        ctx.save_for_backward(first, torch.diag_embed(first).sub_(second).mul_(0.5))
+        return torch.as_tensor(total / len(points))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor, None]:
+        first, curvature = ctx.saved_tensors
+        return g[..., None] * first, g[..., None, None] * curvature, None
+
+
+def _root(covariance: Tensor) -> Tensor:
+    """Return a Cholesky factor, also where logits have no variance or move together."""
+    diagonal = covariance.diagonal(dim1=-2, dim2=-1)
+    info = torch.finfo(covariance.dtype)
+    rounding = (4 * diagonal.shape[-1] * info.eps) * diagonal.amax(-1, keepdim=True) + info.tiny
+    return torch.linalg.cholesky_ex(covariance + torch.diag_embed(rounding.expand_as(diagonal)))[0]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Divergence of many Gaussians from Normal priors at once: few operator calls, few passes over the weights.
 
-What is summed goes through one site after the other, so that intermediate results stay in the processor's cache;
+Sums are taken one site after the other, so that intermediate results stay in the processor's cache;
 gradients, which have to be stored, are written by torch's operations on lists. A prior that the weights of a site share
 is one number, and enters where the sums of the sites do.
 """

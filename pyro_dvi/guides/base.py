@@ -27,7 +27,7 @@ from pyro_dvi.runs.distributions import strip_event_dims
 from pyro_dvi.runs.explained import AS_A_MODEL, explained_errors
 from pyro_dvi.runs.latents import unconstraining_transform
 from pyro_dvi.runs.posterior_prior import PosteriorPrior, posterior_prior
-from pyro_dvi.runs.trained_for import RULES, note_trained_for, trained_for
+from pyro_dvi.runs.trained_for import decoded, encoded, note_trained_for, trained_for
 
 
 class FactorisedGuide(AutoGuide):
@@ -358,12 +358,12 @@ class FactorisedGuide(AutoGuide):
     # The rule of prediction goes along in a state_dict
 
     def get_extra_state(self) -> Any:
-        """Return which rule of prediction the posterior was trained for."""
-        return torch.tensor(RULES.index(trained_for(self)), dtype=torch.int8)
+        """Return the name of the rule of prediction that the posterior was trained for."""
+        return encoded(trained_for(self))
 
     def set_extra_state(self, state: Tensor) -> None:
         """Remember what :meth:`get_extra_state` returned."""
-        note_trained_for(self, RULES[int(state)])
+        note_trained_for(self, decoded(state))
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Load a state, as torch's modules do; a guide that has not seen its model yet gets its parameters from it.

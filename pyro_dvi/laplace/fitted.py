@@ -1,22 +1,193 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a fit leaves in the guide: a Gaussian, the sites that it is over, and the mode that it belongs to."""
+"""Parts of a guide: the mode with the U that it minimises, and the Gaussian that a fit puts around it."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import pyro
 import pyro.distributions as dist
 import torch
 from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_dvi.core.batches import mapped
-from pyro_dvi.errors import CheckpointError, GuideError, UnsupportedError, warn
+from pyro_dvi.core.choice import check_positive
+from pyro_dvi.core.devices import device_of
+from pyro_dvi.errors import ArgumentError, CheckpointError, GuideError, UnsupportedError, warn
 from pyro_dvi.laplace.energy.batch_graph import refuse_torch_modes
-from pyro_dvi.laplace.energy.layout import Layout
-from pyro_dvi.laplace.energy.precision import GGN, PrecisionMatrix
-from pyro_dvi.laplace.methods.posterior import LaplacePosterior
-from pyro_dvi.laplace.point_mass import PointMass
+from pyro_dvi.laplace.energy.energy import Energy
+from pyro_dvi.laplace.energy.precision import GGN, Hessian, PrecisionMatrix
+from pyro_dvi.laplace.energy.query import Layout, Query, Subset
+from pyro_dvi.laplace.methods.method import LaplacePosterior, Method
+from pyro_dvi.runs.fingerprint import Fingerprint
+from pyro_dvi.runs.rescaled import Rescaled
+from pyro_dvi.runs.sites import sites_named
+
+
+@dataclass(frozen=True)
+class PointMass:
+    r"""A mode :math:`\hat u`, with what belongs to the U that it minimises.
+
+    Attributes:
+        locs: the unconstrained mode of every site.
+        scale_factors: multipliers of the scales of sites in U.
+        kl_weight: :math:`\beta`.
+        data: checksum of the batches, where something was done with all of them.
+        model: fingerprint of the model at the mode; None where the model could not be run.
+    """
+
+    locs: Mapping[str, Tensor]
+    scale_factors: Mapping[str, float] = field(default_factory=dict)
+    kl_weight: float = 1.0
+    data: float | None = None
+    model: Fingerprint | None = None
+
+    def state(self) -> dict[str, Any]:
+        """Return tensors and plain values, for files."""
+        model = None if self.model is None else self.model.state()
+        return {**vars(self), "scale_factors": dict(self.scale_factors), "model": model}
+
+    @staticmethod
+    def from_state(state: Mapping[str, Any]) -> "PointMass":
+        """Make what :meth:`state` describes."""
+        model = None if state["model"] is None else Fingerprint(**state["model"])
+        return PointMass(state["locs"], state["scale_factors"], state["kl_weight"], state["data"], model)
+
+    def layout(self, subset: Subset | None = None) -> Layout:
+        """Return the order of what varies.
+
+        Args:
+            subset: sites by name or pattern, or a mapping of these to masks: True, or a boolean tensor of the shape of
+                the site's unconstrained values. Of several patterns that fit a site the last one counts. None: all.
+
+        Raises:
+            ArgumentError: a pattern fits no site, a mask does not fit its site, or nothing is left.
+        """
+        if isinstance(subset, Layout):
+            return subset
+        names = list(self.locs)
+        asked: Any = "*" if subset is None else subset
+        several = isinstance(asked, Iterable) and not isinstance(asked, str)
+        given = asked if isinstance(asked, Mapping) else dict.fromkeys(asked if several else [asked], True)
+        masks = {name: given[p] for p in given for name in sites_named("subset", [p], names)}
+        entries = {
+            name: _entries(name, masks[name], self.locs[name])
+            for name in names
+            if name in masks and self.locs[name].numel()
+        }
+        varying = {name: places for name, places in entries.items() if places is None or len(places)}
+        if not varying:
+            raise ArgumentError(
+                f"subset is empty: name sites or patterns, or leave it None for all of {names}"
+            )
+        return Layout({name: self.locs[name].shape for name in varying}, varying)
+
+    def energy(self, model: Callable, batches: Iterable[Any], subset: Subset | None) -> Energy:
+        """Return U of a model, whose scales are as it is written, on all the data.
+
+        Raises:
+            ArgumentError: a scale factor that is not positive, or of a site that the model has not.
+        """
+        model = rescaled_model(model, self.scale_factors)
+        energy = Energy(model, batches, self.locs, layout=self.layout(subset), kl_weight=self.kl_weight)
+        if self.scale_factors:
+            run = energy.first_run(energy.start)[1]
+            names = [*run.log_priors, *(site.name for site in run.sites)]
+            for name in self.scale_factors.keys() - names:
+                raise ArgumentError(f"scale_factors: the model has no site {name!r}; there are {names}")
+        return energy
+
+    def query(self, model: Callable, inputs: tuple[Any, ...], layout: Layout, site: str | None) -> Query:
+        """Return the outputs of such a model at the mode."""
+        return Query(rescaled_model(model, self.scale_factors), inputs, self.locs, layout, site=site)
+
+    def seen_with(self, energy: Energy, model: Callable[..., Any], latents: dict[str, Tensor]) -> "PointMass":
+        """Return it with the data of U and the sites of the model, given the mode in constrained space."""
+        fingerprint = Fingerprint.of(model, *energy.passes.first_again(), latents)
+        return replace(self, data=energy.passes.checksum, model=fingerprint)
+
+    def change_since(self, fit: "PointMass") -> str | None:
+        """Return the difference from the mode of a fit, in words; None if there is none."""
+        moved = next((name for name, u in self.locs.items() if not torch.equal(u, fit.locs[name])), None)
+        if moved is not None:
+            return f"site {moved!r} has moved since guide.fit, so that its Gaussian belongs to another mode"
+        if self.scale_factors != fit.scale_factors:
+            return "guide.scale_factors has changed since guide.fit"
+        if self.kl_weight != fit.kl_weight:
+            return (
+                f"the Gaussian was fitted with kl_weight={fit.kl_weight:g}, and guide.kl_weight is "
+                f"{self.kl_weight:g}"
+            )
+        return None
+
+
+def _entries(name: str, given: Tensor | bool, loc: Tensor) -> Tensor | None:
+    """Return where the entries of a site that vary are in the flattened site; None: all of them vary."""
+    if given is True:
+        return None
+    try:
+        mask = torch.as_tensor(given, device=loc.device)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ArgumentError(f"subset[{name!r}] must be True, False, or a boolean tensor: {error}") from None
+    if mask.dtype != torch.bool or mask.shape not in (loc.shape, ()):
+        raise ArgumentError(
+            f"subset[{name!r}] must be True, False, or a boolean tensor of shape {tuple(loc.shape)}, that of the "
+            f"site's unconstrained values; got {mask.dtype} of shape {tuple(mask.shape)}"
+        )
+    return None if bool(mask.all()) else mask.expand(loc.shape).flatten().nonzero()[:, 0]
+
+
+def rescaled_model(model: Callable[..., Any], factors: Mapping[str, float]) -> Callable[..., Any]:
+    """Return the model with scales multiplied; the model itself where nothing changes.
+
+    Raises:
+        ArgumentError: a factor that is no positive number.
+    """
+    for name, factor in factors.items():
+        scalar = torch.is_tensor(factor) and factor.numel() == 1
+        check_positive(f"scale_factors[{name!r}]", float(factor) if scalar else factor)
+    changed = {name: factor for name, factor in factors.items() if factor != 1}
+    if not changed:
+        return model
+    # As by Pyro's own handlers, so that the signature stays known.
+    return functools.update_wrapper(Rescaled(changed)(model), model, assigned=(), updated=())
+
+
+class ModelReference:
+    """Hold a model: copies share it, pickles leave it out, as Pyro's guides do.
+
+    Args:
+        model: a Pyro model; None in what was loaded.
+    """
+
+    def __init__(self, model: Callable | None = None) -> None:
+        self._model = model
+
+    def get(self) -> Callable:
+        """Return the model.
+
+        Raises:
+            GuideError: it was left out of the file that the guide comes from.
+        """
+        if self._model is None:
+            raise GuideError(
+                "this LaplaceGuide comes from a file, which has no model: use predict(model, guide, x), or build "
+                "LaplaceGuide(model), call its initialize(*args) and load_state_dict(loaded.state_dict())"
+            )
+        return self._model
+
+    @property
+    def device(self) -> torch.device | None:
+        """Device of the tensors of a module; None if it has none."""
+        return device_of(self.get())
+
+    def __deepcopy__(self, memo: Any) -> "ModelReference":
+        return self
+
+    def __reduce__(self) -> Any:
+        return ModelReference, ()
 
 
 @dataclass(frozen=True)
@@ -25,15 +196,17 @@ class Fitted:
 
     Attributes:
         posterior: the Gaussian.
-        layout: what varies, in the order of its vectors.
+        layout: order of the latents that vary in its vectors.
         point: the mode, and the U that it belongs to, with its data and its model.
-        curvature: which matrix its precision is.
+        precision: the matrix that the precision of the Gaussian is, or approximates.
+        method: by which it was made; None where it comes from a file.
     """
 
     posterior: LaplacePosterior
     layout: Layout
     point: PointMass
-    curvature: PrecisionMatrix = field(default_factory=GGN)
+    precision: PrecisionMatrix = field(default_factory=GGN)
+    method: Method | None = None
 
     def draw(self, count: int) -> dict[str, Tensor]:
         """Draw unconstrained values ``[count, *site]`` of every site."""
@@ -41,15 +214,16 @@ class Fitted:
         pieces = self.layout.split(_draw(self.posterior, count))
         return {**fixed, **self.layout.place(pieces, self.point.locs)}
 
-    def values_of(self, vectors: Tensor, event_dims: Mapping[str, int]) -> dict[str, Tensor]:
-        """Return the unconstrained value of every site in flat vectors ``[*lead, D]``; at its mode where it is fixed.
+    def sampled(self, name: str, event_dims: Mapping[str, int]) -> dict[str, Tensor]:
+        """Draw the flat vector as a Pyro site; return unconstrained values of every site.
 
         Leading dimensions belong to plates outside the guide, so the sites' own plates lie to their right.
         """
+        vectors = pyro.sample(name, Draws(self.posterior), infer={"is_auxiliary": True})
         values = dict(self.point.locs)
-        for name, value in self.layout.place(self.layout.split(vectors), self.point.locs).items():
-            lead = (*vectors.shape[:-1], *(1,) * event_dims[name])
-            values[name] = value.reshape(torch.broadcast_shapes(values[name].shape, lead))
+        for site, value in self.layout.place(self.layout.split(vectors), self.point.locs).items():
+            lead = (*vectors.shape[:-1], *(1,) * event_dims[site])
+            values[site] = value.reshape(torch.broadcast_shapes(values[site].shape, lead))
         return values
 
     def check(self, model: Callable[..., Any], latents: dict[str, Tensor], plates: bool = False) -> None:
@@ -58,7 +232,7 @@ class Fitted:
         Args:
             model: the model, with every scale as it is written.
             latents: the mode, constrained.
-            plates: whether plates and shapes of observed sites count, on which predictions do not depend.
+            plates: compare plates and shapes of observed sites too, on which predictions do not depend.
 
         Raises:
             GuideError: a prior, the likelihood or a deterministic part of the model is another one.
@@ -85,10 +259,10 @@ class Fitted:
             return None
         return {
             "posterior": posterior,
-            "kind": type(self.posterior).__name__,
+            "kind": self.posterior.kind(),
             "sites": {name: self.layout.chosen.get(name) for name in self.layout.names},
             "point": self.point.state(),
-            "curvature": type(self.curvature).__name__,
+            "precision": type(self.precision).__name__,
         }
 
     @staticmethod
@@ -96,7 +270,7 @@ class Fitted:
         """Make what :meth:`state` describes.
 
         Raises:
-            CheckpointError: something is missing, as in files of another version.
+            CheckpointError: something is missing or unknown, as in files of another version.
         """
         if state is None:
             return None
@@ -106,13 +280,14 @@ class Fitted:
                 LaplacePosterior.of_kind(state["kind"], state["posterior"]),
                 Layout({name: point.locs[name].shape for name in state["sites"]}, state["sites"]),
                 point,
-                PrecisionMatrix.of_kind(state["curvature"]),
+                {"GGN": GGN, "Hessian": Hessian}[state["precision"]](),
             )
-        except KeyError as missing:
+        except (KeyError, TypeError) as error:
             raise CheckpointError(
-                f"the Gaussian in this state has no {missing.args[0]}: it was saved by another version. Load the guide "
-                "without it (state['_extra_state'] = None), fit again, and save"
-            ) from missing
+                f"the Gaussian in this state cannot be made again ({type(error).__name__}: {error}): it was saved by "
+                "another version, or its method is defined in a module that is not imported. Import that, or load the "
+                "guide without it (state['_extra_state'] = None), fit again, and save"
+            ) from error
 
     def moved(self, function: Callable[[Tensor], Tensor]) -> "Fitted | None":
         """Return it with ``function`` (to another device or dtype) applied to every tensor; None as :meth:`state`."""

@@ -5,28 +5,51 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import pyro
+import pyro.distributions as dist
+import torch
 from torch import Tensor
 
-from pyro_dvi.core.choice import check_choice, check_count
+from pyro_dvi.bayesian import init_to_module
+from pyro_dvi.core.choice import check_choice, check_count, check_positive
 from pyro_dvi.core.progress import progress_bar
 from pyro_dvi.core.signatures import with_missing
+from pyro_dvi.errors import GuideError, warn
+from pyro_dvi.guides.base import FactorisedGuide
+from pyro_dvi.guides.factors import Deterministic, Factor
+from pyro_dvi.guides.site import GuideSite
+from pyro_dvi.laplace.energy.batch_graph import refuse_torch_modes
 from pyro_dvi.laplace.energy.energy import Energy, LocalEnergy
-from pyro_dvi.laplace.energy.layout import Subset
+from pyro_dvi.laplace.energy.passes import Passes
 from pyro_dvi.laplace.energy.precision import GGN, PrecisionMatrix
-from pyro_dvi.laplace.evidence.criteria import ByEvidence, Candidates, Criterion
+from pyro_dvi.laplace.energy.query import Query, ReadOutputs, Subset
+from pyro_dvi.laplace.evidence.candidates import Candidates, PriorPrecision, Scale
 from pyro_dvi.laplace.evidence.evidence import Determinant, Evidence, log_evidence
-from pyro_dvi.laplace.evidence.scales import PriorPrecision, Scale
-from pyro_dvi.laplace.evidence.tuning import TuningCurve, tune
-from pyro_dvi.laplace.fitted import Fitted
-from pyro_dvi.laplace.gaussian_guide import GaussianGuide
+from pyro_dvi.laplace.evidence.tuning import ByEvidence, Criterion, TuningCurve, tune
+from pyro_dvi.laplace.fitted import Fitted, ModelReference, PointMass, rescaled_model
 from pyro_dvi.laplace.methods.dense import Dense
-from pyro_dvi.laplace.methods.posterior import LaplacePosterior, Method, check_method
-from pyro_dvi.laplace.mode.convergence import Unconverged, chosen_policy, warned_if_far
-from pyro_dvi.laplace.mode.diagnosis import sound
-from pyro_dvi.laplace.outputs import GaussianOutputs
+from pyro_dvi.laplace.methods.method import GaussianOutputs, LaplacePosterior, Method, check_method
+from pyro_dvi.laplace.mode.convergence import (
+    Certificate,
+    Unconverged,
+    chosen_policy,
+    minimum_of,
+    warned_if_far,
+)
+from pyro_dvi.laplace.mode.diagnosis import Diagnosis, diagnose, sound
+from pyro_dvi.laplace.mode.search import Polished, polish
+
+DRAWN_WEIGHTS = (
+    "weights are drawn from a Laplace posterior: a network run at them leaves the neighbourhood in which the Gaussian "
+    "was fitted, and predicts too widely. predict(model, guide, x, method=Linearised()) stays at the mode."
+)
+WIDE_WEIGHTS = (
+    "the spread of the weights of a Laplace posterior goes through the network itself: unless it is linear in them, as "
+    "a last layer is, it can predict far too widely. predict(model, guide, x, method=Linearised()) stays at the mode."
+)
 
 
-class LaplaceGuide(GaussianGuide):
+class LaplaceGuide(FactorisedGuide):
     r"""Laplace's approximation: a Gaussian around the most probable weights.
 
     .. math:: q(u) = \mathcal N(\hat u, P^{-1}), \qquad \hat u = \arg\min_u U(u), \qquad
@@ -48,9 +71,9 @@ class LaplaceGuide(GaussianGuide):
 
     Attributes:
         locs: module of modes, ``guide.locs.<site>``.
-        posterior: what the last :meth:`fit` made; None before, and after an error.
-        scale_factors: what multiplies the scale of a site's distribution in U, latent or observed; :meth:`tune` sets
-            it, training does not use it.
+        posterior: result of the last :meth:`fit`; None before, and after an error.
+        scale_factors: multipliers of the scales of sites in U, latent or observed; set by :meth:`tune`, not used in
+            training.
 
     Raises:
         ModelError: a latent is discrete, or there is none.
@@ -73,6 +96,158 @@ class LaplaceGuide(GaussianGuide):
         tensor([0.2500, 0.2500, 0.2500])
     """
 
+    prediction_rule: Any = "Linearised"  # the name of a rule, or a rule
+
+    _fitted: Fitted | None = None
+    _failed: Method | None = None  # of the last fit, if it ended in an error
+    _certificate: Certificate | None = None
+
+    def __init__(
+        self,
+        model: Callable,
+        *,
+        kl_weight: float = 1.0,
+        init_loc_fn: Callable = init_to_module,
+        create_plates: Callable | None = None,
+    ) -> None:
+        check_positive("kl_weight", kl_weight)
+        super().__init__(model, init_loc_fn=init_loc_fn, create_plates=create_plates)
+        self.kl_weight = float(kl_weight)
+        self.scale_factors: dict[str, float] = {}
+        self._plain_model = ModelReference(model)  # without the initialisation of means, and no submodule
+
+    def _factor_of(self, name: str, site: Any, loc: Tensor) -> Factor:
+        return Deterministic()
+
+    # The mode -----------------------------------------------------------------------------------------------------
+
+    def unconstrained_mode(self) -> dict[str, Tensor]:
+        """Return a copy of the mode of every site in unconstrained space."""
+        return {site.name: site.loc.detach().clone() for site in self._sites()}
+
+    @torch.no_grad()
+    def median(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """Return the mode of every site; in unconstrained space that is the median."""
+        return self._constrained(self.unconstrained_mode())
+
+    def _point_mass(self, batches: Iterable[Any] | None = None) -> PointMass:
+        """Return the mode as it is; a guide that has not seen its model yet looks at it with the first batch."""
+        if batches is not None:
+            device = self._plain_model.device
+            refuse_torch_modes(device)
+            if self.prototype_trace is None:
+                args, kwargs = next(iter(Passes(batches, device)))
+                self.initialize(*args, **kwargs)
+        return PointMass(self.unconstrained_mode(), dict(self.scale_factors), self.kl_weight)
+
+    def _point_seen(self, energy: Energy) -> PointMass:
+        return self._point_mass().seen_with(energy, self._plain_model.get(), self.median())
+
+    def energy(self, batches: Iterable[Any], *, subset: Subset | None = None) -> Energy:
+        """Return U on these batches, with its gradient and products.
+
+        A guide that has not seen its model yet looks at it with the first batch.
+
+        Args:
+            batches: all the data: a loader or a list of batches, as for :func:`~pyro_dvi.fit`.
+            subset: the latents that vary, as in ``guide.fit``; the rest stays at its mode. None: all.
+        """
+        return self._point_mass(batches).energy(self._plain_model.get(), batches, subset)
+
+    def query(self, *inputs: Any, site: str | None = None, subset: Subset | None = None) -> Query:
+        """Return the outputs at the mode for some inputs, with products of their Jacobian.
+
+        ``guide.predictive(x)`` does with it what is usually wanted; ``guide.posterior`` takes it for the rest.
+
+        Args:
+            inputs: positional arguments of the model; observations may be left out.
+            site: an observed site, or one of ``pyro.deterministic``; None for the one observed site.
+            subset: the latents that vary, as in ``guide.fit``.
+        """
+        point = self._point_mass()
+        return point.query(self._plain_model.get(), inputs, point.layout(subset), site)
+
+    def polish(
+        self,
+        batches: Iterable[Any],
+        *,
+        subset: Subset | None = None,
+        tolerance: float = 1e-10,
+        max_gradients: int = 3000,
+        progress: bool = True,
+    ) -> Polished:
+        r"""Bring the mode to the minimum of U, and prove it by the true Hessian, which is known by its products only.
+
+        Ctrl-C ends the search; the best point so far is kept then, and after any error.
+
+        Status: a local minimum with a positive definite Hessian, as far as 200 Lanczos steps show. Where U has kinks
+        (ReLU), a point at rest in the norm of the Gauss-Newton matrix, or a warning.
+
+        Args:
+            batches: all the data, the same in every pass.
+            subset: the latents that may move, as in ``guide.fit``; None: all.
+            tolerance: on the Newton decrement :math:`g^\top P^{-1} g`, in squared posterior standard deviations.
+            max_gradients: of all data, that the search may take: by default as many as a training of 3,000 steps.
+            progress: show a progress bar where there is a terminal or notebook.
+
+        Raises:
+            UnconvergedError: no minimum was found; ``report`` says how far it came.
+            NonFiniteError: U is NaN or infinite at the mode.
+            DataError: batches that do not hold all data, or change.
+
+        Example:
+            >>> import pyro, pyro.distributions as dist
+            >>> def model(x, y=None):
+            ...     slope = pyro.sample("slope", dist.Normal(0.0, 1.0))
+            ...     with pyro.plate("data", len(x)):
+            ...         return pyro.sample("y", dist.Normal(slope * x, 1.0), obs=y)
+            >>> x = torch.ones(3)
+            >>> guide = LaplaceGuide(model)
+            >>> guide.initialize(x, x)
+            >>> guide.polish([(x, x)], progress=False).converged, guide.median()["slope"]
+            (True, tensor(0.7500))
+        """
+
+        def keep(point: Tensor) -> None:
+            with torch.no_grad():
+                for name, value in energy.layout.place(energy.layout.split(point), energy.locs).items():
+                    self._seen[name].loc.copy_(value)
+
+        energy = self.energy(batches, subset=subset)
+        report = polish(energy, keep, tolerance=tolerance, max_gradients=max_gradients, progress=progress)
+        if report.converged:
+            self._certificate = Certificate.of(self._point_seen(energy), energy, report)
+        return report
+
+    def diagnose(
+        self,
+        batches: Iterable[Any],
+        *,
+        subset: Subset | None = None,
+        tolerance: float = 1e-2,
+        steps: int = 200,
+    ) -> Diagnosis:
+        r"""Find out whether the mode is a minimum of U, without moving it; ``print`` the result.
+
+        After ``tune``, U has the tuned scales, of which a mode that was trained before is no minimum.
+
+        Args:
+            batches: all the data.
+            subset: the latents that vary, as in ``guide.fit``; None: all.
+            tolerance: on the Newton decrement :math:`g^\top P^{-1} g`; 0.01 is a tenth of a standard deviation.
+            steps: of the Lanczos recursion, and of conjugate gradients; up to two gradients of all data each.
+
+        Raises:
+            DataError: batches that do not hold all data, or change.
+        """
+        energy = self.energy(batches, subset=subset)
+        found = diagnose(energy, tolerance=tolerance, steps=steps)
+        if found.near:
+            self._certificate = Certificate.of(self._point_seen(energy), energy, found)
+        return found
+
+    # Its Gaussian -------------------------------------------------------------------------------------------------
+
     def fit(
         self,
         batches: Iterable[Any],
@@ -90,12 +265,12 @@ class LaplaceGuide(GaussianGuide):
 
         Args:
             batches: all the data: a loader or a list of batches, as for :func:`~pyro_dvi.fit`.
-            method: how the Gaussian is represented.
-            subset: sites that are uncertain, by name or pattern (``"net.4.*"`` for a last layer), or a mapping of these
-                to True, False or boolean masks of their entries (of their unconstrained values, where a latent is
-                transformed); see :func:`~pyro_dvi.laplace.largest_variance`. The rest stays at its mode. None: all.
-            unconverged: what to do about a mode that is no minimum: ``Refuse()``, the default, raises where the
-                precision is the Hessian and warns otherwise; ``UseGGN()``, ``Accept()``.
+            method: for the representation of the Gaussian; ``Dense()`` by default.
+            subset: uncertain sites, by name or pattern (``"net.4.*"`` for a last layer), or a mapping of these to True,
+                False or boolean masks of their unconstrained entries; see
+                :func:`~pyro_dvi.laplace.largest_variance`. The rest stays at its mode. None: all.
+            unconverged: policy for a mode that is no minimum: ``Refuse()``, the default, raises where the precision is
+                the Hessian and warns otherwise; ``UseGGN()``, ``Accept()``.
             seed: of random numbers.
             progress: count the work, in gradients of all data, where there is a terminal or notebook.
 
@@ -125,18 +300,21 @@ class LaplaceGuide(GaussianGuide):
         posterior_of: Callable[[Method, LocalEnergy], LaplacePosterior],
     ) -> LaplacePosterior:
         """Look at the mode, make the Gaussian by the method that is taken then, and remember it."""
-        self._fitted, self._refused = None, method  # an error leaves no Gaussian
-        minimum_of, looked_at, known = self._place(self._point_mass(), energy)
+        self._fitted, self._failed = None, method  # an error leaves no Gaussian
+        model = self._plain_model.get()
+        point, looked_at, known = minimum_of(
+            self._certificate, self._point_mass(), energy, model, self.median()
+        )
         method, found = policy.look(method, looked_at, known)
         posterior = posterior_of(method, energy.at(energy.start))
         energy.work.report = None
-        point = self._point_of(energy)
+        seen = self._point_seen(energy)
         if found is not None:
             found = warned_if_far(found, posterior, looked_at)
             if found.near:
-                self._certify(replace(point, scale_factors=minimum_of.scale_factors), looked_at, found)
-        self._method, self._refused = method, None
-        self._fitted = Fitted(posterior, energy.layout, point, method.curvature)
+                at_minimum = replace(seen, scale_factors=point.scale_factors)
+                self._certificate = Certificate.of(at_minimum, looked_at, found)
+        self._fitted, self._failed = Fitted(posterior, energy.layout, seen, method.precision, method), None
         return posterior
 
     def log_evidence(
@@ -151,18 +329,13 @@ class LaplaceGuide(GaussianGuide):
         .. math:: \log p(D) \approx -U(\hat u) + \tfrac D2 \log 2\pi - \tfrac12 \log\det P
 
         Status: exact for linear models with Gaussian noise; elsewhere Laplace's approximation, which counts one mode.
-        The log determinant is that of the last :meth:`fit` where its method knows it (exact for ``Dense()``), as good
-        as the method's approximation of P, if the batches are those of the fit; otherwise that of the matrix itself,
-        exactly up to D = 1,000 and by Lanczos beyond. ``print`` says which. With a subset it is the evidence given the
-        sites that stay fixed.
+        With a subset it is the evidence given the sites that stay fixed.
 
         Args:
             batches: all the data.
-            determinant: ``Exactly()`` or ``ByLanczos(probes, steps)``, instead of the one of the fit.
-            subset: without a fit: what is uncertain. None: that of the fit, or all.
-
-        Returns:
-            ``value`` in nats, ``standard_error``, and the parts.
+            determinant: ``Exactly()`` or ``ByLanczos(num_probes, steps)``. None: that of the last :meth:`fit`, if its
+                method knows one and the batches are the same; else exactly up to D = 1,000 and by Lanczos beyond.
+            subset: without a fit: uncertain sites. None: that of the fit, or all.
 
         Raises:
             ArgumentError: ``kl_weight`` is not 1: a tempered posterior has no evidence.
@@ -171,16 +344,16 @@ class LaplaceGuide(GaussianGuide):
             NonFiniteError: the likelihood, or the prior, is NaN or infinite.
             NotPositiveDefiniteError: the precision is not positive definite.
         """
-        fitted = self.fitted if self._refused or (self._fitted is not None and subset is None) else None
+        fitted = self.fitted if self._failed or (self._fitted is not None and subset is None) else None
         energy = self.energy(batches, subset=subset if fitted is None else fitted.layout)
         if fitted is not None:
             self.check_model(self._plain_model.get(), plates=True)
         known = () if fitted is None else (fitted.posterior, fitted.point.data)
-        return log_evidence(energy, self._curvature, determinant, *known)
+        return log_evidence(energy, self._precision, determinant, *known)
 
     @property
-    def _curvature(self) -> PrecisionMatrix:
-        return GGN() if self._fitted is None else self._fitted.curvature
+    def _precision(self) -> PrecisionMatrix:
+        return GGN() if self._fitted is None else self._fitted.precision
 
     def tune(
         self,
@@ -198,11 +371,9 @@ class LaplaceGuide(GaussianGuide):
     ) -> TuningCurve:
         r"""Choose the scale of priors, or of the noise, after training; then fit with it.
 
-        The mode stays where it is, although it is no minimum of U with another scale (``polish`` moves it there, and
-        training with another ``prior_scale`` does so from the start). Values are relative to the model as it is
-        written; several scales are tuned one after the other. The Gaussian of the best value is the one that is kept.
-        Tune a classifier by validation data where there are any: by the evidence its class probabilities are
-        under-confident, whatever the method.
+        The mode stays where it is, although it is no minimum of U with another scale (``polish`` moves it there).
+        Values are relative to the model as it is written; several scales are tuned one after the other. Tune a
+        classifier by validation data where there are any: by the evidence its class probabilities are under-confident.
 
         Args:
             batches: all the data.
@@ -211,7 +382,7 @@ class LaplaceGuide(GaussianGuide):
             criterion: ``ByEvidence()``, the default, or ``ByValidation(batches)``.
             method: as for :meth:`fit`; None: that of the last fit.
             subset: as for :meth:`fit`; None: that of the last fit.
-            values: to try; by default 25 from 0.001 to 1,000 for a precision, 0.1 to 10 for a noise.
+            values: to try; by default 25 from 0.001 to 1,000 for a precision, 17 from 0.1 to 10 for a noise.
             refinements: more values, between the neighbours of the best one.
             unconverged: as for :meth:`fit`.
             seed: of random numbers.
@@ -229,7 +400,8 @@ class LaplaceGuide(GaussianGuide):
         """
         if self._fitted is not None and subset is None:
             subset = self._fitted.layout
-        chosen = method or self._method or Dense(self._curvature)
+        last = None if self._fitted is None else self._fitted.method
+        chosen = method or last or Dense(self._precision)
         scale = PriorPrecision() if scale is None else scale
         criterion = ByEvidence() if criterion is None else criterion
         check_method(chosen)
@@ -279,3 +451,198 @@ class LaplaceGuide(GaussianGuide):
         self.check_model(self._plain_model.get())
         query = fitted.point.query(self._plain_model.get(), inputs, fitted.layout, site)
         return GaussianOutputs.of(fitted.posterior, query, joint=joint)
+
+    @property
+    def posterior(self) -> LaplacePosterior | None:
+        """The Gaussian of the last :meth:`fit`; None before, and after an error.
+
+        Raises:
+            GuideError: the mode has moved since.
+        """
+        return None if self._fitted is None else self.fitted.posterior
+
+    @property
+    def fitted(self) -> Fitted:
+        """The Gaussian with its mode and the sites that it is over.
+
+        Raises:
+            GuideError: not fitted yet, or the mode has moved since, or the last fit ended in an error.
+        """
+        if self._failed is not None:
+            raise GuideError(
+                f"the last guide.fit, by {self._failed!r}, ended in an error, so that there is no Gaussian: run "
+                "guide.polish(batches) and fit again, or fit with another method or GGN(), which exists at any mode"
+            )
+        if self._fitted is None:
+            raise GuideError(
+                "this LaplaceGuide is a point mass so far: call guide.fit(batches, method) after training. "
+                "predict(..., method=AtMean()) predicts at the mode"
+            )
+        stale = self._stale()
+        if stale is not None:
+            raise GuideError(f"{stale}: fit again")
+        return self._fitted
+
+    def check_model(self, model: Callable[..., Any], plates: bool = False) -> None:
+        """Refuse a model that is not the one of the fit. Does nothing before a fit, or after the mode has moved.
+
+        Args:
+            model: the model.
+            plates: see :meth:`Fitted.check`.
+
+        Raises:
+            GuideError: naming what differs.
+        """
+        if self._fitted is not None and self._stale() is None:
+            self._fitted.check(model, self.median(), plates)
+
+    def _stale(self) -> str | None:
+        """Return the change since the fit that makes it obsolete, in words; None if there is none."""
+        if self._fitted is None:
+            return "the last guide.fit ended in an error"
+        return self._point_mass().change_since(self._fitted.point)
+
+    @property
+    def _asked(self) -> bool:
+        """A fit was requested, whose Gaussian is then expected; it may have ended in an error."""
+        return self._fitted is not None or self._failed is not None
+
+    # What predictions ask of a guide, this one or another's -------------------------------------------------------
+
+    @property
+    def factorised(self) -> Callable[..., dict[str, Tensor]] | None:
+        """The Gaussian as a guide of independent sites; None where it couples latents.
+
+        Raises:
+            GuideError: not fitted yet, or the mode has moved since.
+        """
+        return self._at_marginals if self.fitted.posterior.independent else None
+
+    def _at_marginals(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        warn(WIDE_WEIGHTS)
+        marginals = self._marginals()
+        return self._within_plates(lambda site: site.sample(marginals[site.name]), *args, **kwargs)
+
+    def predicted_model(self, model: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the model as it is predicted with: its scales times those that :meth:`tune` has set."""
+        return rescaled_model(model, self.scale_factors)
+
+    def example_latents(self) -> dict[str, Tensor]:
+        """Return values to look at the model with: the mode, since not every method has draws."""
+        return self.median()
+
+    def linearised(self, inputs: tuple[Any, ...], read: ReadOutputs) -> GaussianOutputs:
+        """Return the Gaussian over outputs that someone else reads.
+
+        Args:
+            inputs: positional arguments of the model.
+            read: returns the outputs at unconstrained values of the latents, as nodes of the graph of these; it is
+                also given the number of rows.
+
+        Raises:
+            GuideError: not fitted yet, or the mode has moved since.
+        """
+        fitted = self.fitted
+        query = Query(read, inputs, fitted.point.locs, fitted.layout, read=read)
+        return GaussianOutputs.of(fitted.posterior, query)
+
+    # What a guide is to Pyro, to files and to devices -----------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """Give every latent site a value; Pyro calls it with the arguments of the model.
+
+        With gradients enabled, as in training, this is the mode. Without (``Predictive``, ``Samples``) and after
+        :meth:`fit` it is a draw from the Gaussian, with a warning: a network run at such weights is no linearised
+        prediction.
+        """
+        self.initialize(*args, **kwargs)
+        if torch.is_grad_enabled() or not self._asked:
+            return super().forward(*args, **kwargs)
+        stale = self._stale()
+        if stale is not None or self._fitted is None:
+            warn(f"{stale}: a point mass until it is fitted again")
+            return super().forward(*args, **kwargs)
+        warn(DRAWN_WEIGHTS)
+        event_dims = {site.name: site.event_dim for site in self._sites()}
+        values = self._constrained(self._fitted.sampled(f"_{self._pyro_name}_latent", event_dims))
+
+        def drawn(site: GuideSite) -> Tensor:
+            return pyro.sample(site.name, dist.Delta(values[site.name], event_dim=site.prior.event_dim))
+
+        return self._within_plates(drawn, *args, **kwargs)
+
+    @torch.no_grad()
+    def sample(self, sample_shape: Sequence[int] | int = ()) -> dict[str, Tensor]:
+        """Draw all sites at once: from the Gaussian after :meth:`fit`, the mode before.
+
+        Args:
+            sample_shape: leading dimensions of the draws; a number of draws, or a shape.
+
+        Returns:
+            draws of shape ``[*sample_shape, *site]`` by site name, in their own (constrained) space.
+
+        Raises:
+            GuideError: the mode has moved since the fit, or that ended in an error.
+            UnsupportedError: the method of the fit has no draws.
+        """
+        if not self._asked:
+            return super().sample(sample_shape)
+        shape = torch.Size([sample_shape] if isinstance(sample_shape, int) else sample_shape)
+        drawn = self.fitted.draw(shape.numel())
+        return self._constrained({name: u.reshape(shape + u.shape[1:]) for name, u in drawn.items()})
+
+    def _marginals(self) -> dict[str, Any]:
+        marginals = super()._marginals()
+        if self._asked:
+            variances = self.fitted.posterior.marginal_variance().detach()
+            layout = self.fitted.layout
+            for name, variance in layout.place(layout.split(variances)).items():
+                normal = dist.Normal(marginals[name].mean.detach(), variance.sqrt(), validate_args=False)
+                marginals[name] = normal.to_event(self._seen[name].event_dim)
+        return marginals
+
+    def get_extra_state(self) -> dict[str, Any] | None:
+        """Return the Gaussian of the last fit, tuned scales and what was shown of the mode, for ``state_dict``.
+
+        A method that needs the model and the data to predict (conjugate gradients, say) is left out, with a warning.
+        """
+        if self._fitted is None and self._certificate is None and not self.scale_factors:
+            return None
+        return {
+            "gaussian": None if self._fitted is None else self._fitted.state(),
+            "scale_factors": dict(self.scale_factors),
+            "certificate": None if self._certificate is None else self._certificate.state(),
+        }
+
+    def set_extra_state(self, state: Any) -> None:
+        """Take over what :meth:`get_extra_state` returned."""
+        self.scale_factors = {} if state is None else dict(state["scale_factors"])
+        self._fitted = None if state is None else Fitted.from_state(state["gaussian"])
+        self._certificate = None if state is None else Certificate.from_state(state.get("certificate"))
+        self._failed = None
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)
+        self._certificate = None
+        if self._fitted is not None:
+            self._fitted = self._fitted.moved(fn)
+        return self
+
+    def __repr__(self) -> str:
+        """Describe the mode, the evidence that it is a minimum, and the Gaussian."""
+        return f"{type(self).__name__}({self._state()})"
+
+    def _state(self) -> str:
+        if self.prototype_trace is None:
+            return "has not seen its model yet"
+        point, known = self._point_mass(), self._certificate
+        size, found = sum(u.numel() for u in point.locs.values()), "not known to be a minimum"
+        if known is not None and known.is_of(point):
+            found = "a minimum" if known.curvature == "Hessian" else "a point without slope"
+            if len(known.sites) < len(point.locs):
+                found += f" in {len(known.sites)} of {len(point.locs)} sites"
+        mode, fitted = f"mode of {size} latents, {found}", self._fitted
+        if fitted is None:
+            return f"{mode}; no Gaussian yet: guide.fit(batches)"
+        parts = [mode, f"{fitted.posterior!r}, precision {type(fitted.precision).__name__}", self._stale()]
+        return "; ".join(part for part in parts if part)

@@ -50,7 +50,7 @@ def identity_rows(like: Tensor, at_once: int = 256) -> Iterator[Tensor]:
         yield rows
 
 
-def gaussian_rows(count: int, dim: int, like: Tensor, generator: torch.Generator | None) -> Tensor:
+def gaussian_rows(count: int, dim: int, like: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """Return standard normal rows ``[count, dim]`` with dtype and device of ``like``.
 
     They are drawn on the device of the generator, so that one seed gives the same rows everywhere. Without a generator

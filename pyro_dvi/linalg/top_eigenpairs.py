@@ -6,9 +6,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pyro_dvi.core.choice import check_count
 from pyro_dvi.errors import ArgumentError
 from pyro_dvi.linalg.operator import Operator, apply, gaussian_rows
+
+_BLOCK = 16  # vectors applied together
+_BUDGET = 400  # applications, and 20 for each pair
 
 
 @dataclass(frozen=True)
@@ -19,7 +21,7 @@ class Eigenpairs:
         values: ``[k]``, descending.
         vectors: the rows v, ``[k, D]``.
         residuals: :math:`|A v_i - \lambda_i v_i|`, ``[k]``; an eigenvalue lies within that distance of each value.
-        converged: whether every residual is within the tolerance.
+        converged: every residual is within the tolerance.
         applications: vectors that the operator was applied to.
     """
 
@@ -36,9 +38,6 @@ def top_eigenpairs(
     k: int,
     *,
     tolerance: float = 1e-4,
-    block: int | None = None,
-    max_applications: int | None = None,
-    generator: torch.Generator | None = None,
     like: Tensor | None = None,
 ) -> Eigenpairs:
     r"""Return the k algebraically largest eigenvalues of a symmetric matrix and their eigenvectors.
@@ -49,21 +48,17 @@ def top_eigenpairs(
     its best vectors, which loses nothing of them.
 
     Status: exact to the tolerance where ``converged``; the error of a separated value is the square of its residual
-    over the gap. Of an eigenvalue that occurs more often than ``block`` times, copies can be missed.
+    over the gap. Of an eigenvalue that occurs more than 16 times, copies can be missed.
 
     Args:
         operator: A, symmetric; positive semi-definite in the usual case of a Gauss-Newton matrix.
         dim: D.
         k: pairs wanted, at most ``dim``.
         tolerance: bound on the residuals relative to the largest ``|value|``; float32 reaches about 1e-6.
-        block: vectors applied together, by default the smaller of k and 16. Larger blocks make fewer calls and more
-            applications.
-        max_applications: by default ``20 k + 400``. The space holds up to about ``2 k + 4 * block`` vectors.
-        generator: of the random start; a fixed seed by default.
         like: tensor whose dtype and device are used; the default dtype on the CPU otherwise.
 
     Raises:
-        ArgumentError: k or the block is out of range.
+        ArgumentError: k is out of range.
 
     Source: Wu & Simon (2000) for the thick restart; Golub & Van Loan (2013), Section 10.3, for blocks.
 
@@ -74,11 +69,10 @@ def top_eigenpairs(
     """
     if not 1 <= k <= dim:
         raise ArgumentError(f"k lies between 1 and the dimension {dim}, got {k}")
-    block = min(k, 16) if block is None else min(block, dim)
-    check_count("block", block)
+    block = min(k, _BLOCK)
     like = torch.empty(0) if like is None else like
-    generator = torch.Generator().manual_seed(0) if generator is None else generator
-    budget = 20 * k + 400 if max_applications is None else max_applications
+    generator = torch.Generator().manual_seed(0)
+    budget = 20 * k + _BUDGET
     keep, capacity = k + block, min(dim, 2 * k + 4 * block)
 
     basis = like.new_empty(0, dim)

@@ -13,12 +13,13 @@ from pyro_dvi.core.signatures import explained_calls
 from pyro_dvi.curvature import ObservedSite
 from pyro_dvi.errors import ArgumentError, ModelError, warn
 from pyro_dvi.expectations import LogitEstimator
-from pyro_dvi.expectations.gaussian import are_distinct, gaussian_of
+from pyro_dvi.expectations.points import are_distinct, gaussian_of
 from pyro_dvi.moment_propagation.weighting import ExampleWeighting
-from pyro_dvi.moments import GaussianMoments, variance_floor
-from pyro_dvi.moments.joint import has_covariances
+from pyro_dvi.moments import GaussianMoments
+from pyro_dvi.moments.shared_noise import has_covariances
+from pyro_dvi.moments.value import variance_floor
 from pyro_dvi.moments.weight_uses import warned_of_repeated_uses
-from pyro_dvi.objectives.base import DeterministicELBO
+from pyro_dvi.objectives.objective import Objective
 from pyro_dvi.runs.divergences import kl_to_priors
 from pyro_dvi.runs.latents import Latent
 from pyro_dvi.runs.moment_run import run_with_moments
@@ -27,7 +28,7 @@ from pyro_dvi.runs.structure import reached_by
 from pyro_dvi.runs.uncertain import at_mean, refuse_moments, uncertain_likelihoods, uncertain_part
 
 
-class MomentPropagationELBO(DeterministicELBO):
+class MomentPropagationELBO(Objective):
     r"""Objective of moment propagation: means and variances of the weights pass through the network, not draws.
 
     .. math::
@@ -90,8 +91,8 @@ class MomentPropagationELBO(DeterministicELBO):
         True
     """
 
-    trains_for = "Moments"
-    _keeps_covariances = True
+    prediction_rule = "Moments"
+    takes_joint = True
 
     @explained_calls()
     def __init__(
@@ -115,10 +116,10 @@ class MomentPropagationELBO(DeterministicELBO):
         self.weighting = weighting
         self.variance_floor = variance_floor
 
-    def _evaluate(self, call: Call, kl_weight: float, training: bool) -> dict[str, Tensor]:
-        structure, first = self._looked_at(call, training)
+    def evaluate(self, call: Call, kl_weight: float, training: bool) -> dict[str, Tensor]:
+        structure, first = self.structure(call, training)
         run = run_with_moments(call, structure.sampled, partial(self._moments_taken, first))
-        observed = self._observed(run.model_trace)
+        observed = self.observed(run.model_trace)
         for site in observed.sites:
             refuse_moments(site.fn, site.name)
             if first:

@@ -24,7 +24,7 @@ from pyro_dvi.bayesian import init_to_module
 from pyro_dvi.core.choice import check_choice, check_count
 from pyro_dvi.core.undisturbed import preserve_buffers
 from pyro_dvi.errors import ArgumentError
-from pyro_dvi.gaussians.joint_normal import RowsNormal
+from pyro_dvi.gaussians.normals import RowsNormal
 from pyro_dvi.guides.base import FactorisedGuide, prior_scale_of
 from pyro_dvi.guides.factors import Deterministic, Factor, MeanField
 from pyro_dvi.guides.mean_field import MeanFieldGuide

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from pyro_dvi.bayesian import init_to_module
 from pyro_dvi.core.choice import check_positive
 from pyro_dvi.errors import ArgumentError, ModelError, warn
-from pyro_dvi.gaussians.multiplicative_normal import MultiplicativeNormal
+from pyro_dvi.gaussians.normals import MultiplicativeNormal
 from pyro_dvi.guides.base import FactorisedGuide
 from pyro_dvi.guides.factors import Deterministic, Factor, MeanField
 from pyro_dvi.guides.scales import exp_positive

@@ -5,36 +5,17 @@ from pyro_dvi.moments import (  # noqa: F401  # they register their rules
     activations,
     affine,
     arithmetic,
-    attention,
     condition,
-    conversion,
-    convolution,
-    dropout,
-    embedding,
-    maximum,
+    elements,
+    layers,
     normalisation,
-    pooling,
-    powers,
-    recurrent,
+    piecewise,
     reduction,
-    refusals,
-    shape,
+    sequences,
     softmax,
 )
-from pyro_dvi.moments.bilinear import MultiplicativeMoments
-from pyro_dvi.moments.dispatch import Kind, observed_by
-from pyro_dvi.moments.floor import variance_floor
-from pyro_dvi.moments.rules import moment_rule, rule_for, rules
-from pyro_dvi.moments.value import GaussianMoments, Link
+from pyro_dvi.moments.dispatch import Kind
+from pyro_dvi.moments.rules import moment_rule
+from pyro_dvi.moments.value import GaussianMoments
 
-__all__ = [
-    "GaussianMoments",
-    "Kind",
-    "Link",
-    "MultiplicativeMoments",
-    "moment_rule",
-    "observed_by",
-    "rule_for",
-    "rules",
-    "variance_floor",
-]
+__all__ = ["GaussianMoments", "Kind", "moment_rule"]

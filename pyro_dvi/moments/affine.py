@@ -12,7 +12,7 @@ from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.moments.arithmetic import plus, times
 from pyro_dvi.moments.bilinear import Gradients, Layer, MultiplicativeMoments, bilinear_moments
 from pyro_dvi.moments.rules import moment_rule
-from pyro_dvi.moments.value import GaussianMoments, loc_of, second_moment_of
+from pyro_dvi.moments.value import GaussianMoments, loc_of, second_moment_of, variance_of
 
 
 @moment_rule(F.linear)
@@ -84,12 +84,11 @@ def matmul(input: Any, *factor: Any, **named: Any) -> GaussianMoments:
 
     Args:
         input: ``[*, M, d]`` or ``[d]``.
-        factor: ``[*, d, n]`` or ``[d]``. Noise of :class:`~pyro_dvi.moments.MultiplicativeMoments` that belongs to
-            inputs has the shape ``[*, d, 1]``.
+        factor: ``[*, d, n]`` or ``[d]``.
         named: the same by name: ``other``, ``mat2`` or ``vec``.
 
     Raises:
-        UnsupportedError: the product of a matrix with itself, whose elements are no independent factors.
+        UnsupportedError: the product of a matrix with itself, whose factors are not independent.
 
     Example:
         >>> x = GaussianMoments(torch.tensor([1.0, 2.0]), torch.tensor([0.1, 0.1]))
@@ -99,18 +98,8 @@ def matmul(input: Any, *factor: Any, **named: Any) -> GaussianMoments:
     (other,) = (*factor, *named.values())
     if input is other and input.dim() == 1:
         return dot(input, other)
-    alpha = _alpha_of_rows(other)
-    if alpha is not None and alpha.dim() > 1 and input.dim() == 1:
-        alpha = alpha[0] if alpha.dim() == 2 else None
-    if alpha is None and (left := _alpha_of_columns(input)) is not None:
-        left = left if other.dim() == 1 else left.unsqueeze(-1)
-        return bilinear_moments(_matmul_reversed, other, input, left)
     product = _MATMUL if input.dim() > 1 and other.dim() > 1 else torch.matmul
-    return bilinear_moments(product, input, other, alpha)
-
-
-def _matmul_reversed(right: Tensor, left: Tensor) -> Tensor:
-    return torch.matmul(left, right)
+    return bilinear_moments(product, input, other)
 
 
 @moment_rule(torch.dot, torch.vdot)
@@ -179,18 +168,16 @@ def bilinear_form(input1: Any, input2: Any, weight: Any, bias: Any = None) -> Ga
             "F.bilinear(x, x, weight) of uncertain x has no rule: the inputs are not independent"
         )
     x, z, a = loc_of(input1), loc_of(input2), loc_of(weight)
-    loc = F.bilinear(x, z, a)
-    parts = []
-    if isinstance(input1, GaussianMoments):
-        parts.append((torch.einsum("...j,oij->...oi", z, a).square() @ input1.variance[..., None])[..., 0])
-    if isinstance(input2, GaussianMoments):
-        parts.append((torch.einsum("...i,oij->...oj", x, a).square() @ input2.variance[..., None])[..., 0])
-    if isinstance(input1, GaussianMoments) and isinstance(input2, GaussianMoments):
-        parts.append(F.bilinear(input1.variance, input2.variance, a.square()))
-    if isinstance(weight, GaussianMoments):
-        parts.append(F.bilinear(second_moment_of(input1), second_moment_of(input2), weight.variance))
-    variance = sum(parts[1:], parts[0]) if parts else torch.zeros_like(loc)
-    return plus(GaussianMoments(loc, variance), 0 if bias is None else bias)
+    vx, vz, va = (
+        torch.zeros_like(loc_of(t)) if variance_of(t) is None else t.variance
+        for t in (input1, input2, weight)
+    )
+    variance = F.bilinear(vx, vz, a.square()) + F.bilinear(
+        second_moment_of(input1), second_moment_of(input2), va
+    )
+    variance = variance + (torch.einsum("...j,oij->...oi", z, a).square() @ vx[..., None])[..., 0]
+    variance = variance + (torch.einsum("...i,oij->...oj", x, a).square() @ vz[..., None])[..., 0]
+    return plus(GaussianMoments(F.bilinear(x, z, a), variance), 0 if bias is None else bias)
 
 
 @moment_rule(torch.einsum)
@@ -278,13 +265,3 @@ def _alpha_of_columns(weight: Any) -> Tensor | None:
     if alpha.dim() < 2:
         return alpha if weight.dim() <= 2 else None
     return alpha.squeeze(-2) if alpha.shape[-2] == 1 and alpha.dim() == weight.dim() == 2 else None
-
-
-def _alpha_of_rows(weight: Any) -> Tensor | None:
-    """Noise that belongs to the rows of a weight (``[*, in, 1]``), as a row that multiplies inputs ``[*, M, in]``."""
-    if not isinstance(weight, MultiplicativeMoments):
-        return None
-    alpha = weight.alpha
-    if weight.dim() == 1 or alpha.numel() == 1:
-        return alpha.reshape(()) if alpha.numel() == 1 else alpha
-    return alpha.mT if alpha.dim() > 1 and alpha.shape[-1] == 1 else None

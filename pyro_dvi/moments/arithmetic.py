@@ -1,19 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Sums and products of elements.
+r"""Sums, products, quotients, powers, roots and logarithms of elements.
 
 Two different objects are taken as independent; an object with itself is not: ``x + x`` is ``2 * x``, ``x - x`` is
 zero, ``x * x`` is ``x.square()``. Views count as different objects.
+
+Quotients, powers and logarithms of a function of a Gaussian, such as ``softplus(h)``, are integrated over that Gaussian
+(:func:`~pyro_dvi.moments.quadrature.through_link`). For a Gaussian itself the moments of most of these functions do not
+exist, since it puts mass outside their domain.
+
+Quotients by a Gaussian, and its powers other than 2 and 3, are therefore expanded around the mean. The expansion is
+good only where the deviation is small against the mean: the rules refuse a coefficient of variation above 0.2, where
+the deviation is wrong by 7 %. Logarithms use the tangent at the mean,
+
+.. math:: m = f(\mu), \qquad v = f'(\mu)^2\,\sigma^2.
+
+Status: logarithms are exact to first order; the relative error of the variance is of the order of
+:math:`\sigma^2/\mu^2`. A mean outside the domain gives what the function gives there, nan or inf.
 """
 
+import math
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pyro_dvi.errors import UnsupportedError
-from pyro_dvi.moments.dispatch import Kind
+from pyro_dvi.moments.dispatch import Kind, broadcast
+from pyro_dvi.moments.quadrature import through_link
 from pyro_dvi.moments.rules import moment_rule
-from pyro_dvi.moments.value import GaussianMoments, loc_of, second_moment_of, variance_of
+from pyro_dvi.moments.value import GaussianMoments, Link, loc_of, second_moment_of, variance_of
 
 
 def promoted(loc: Tensor, variance: Tensor) -> GaussianMoments:
@@ -22,7 +38,7 @@ def promoted(loc: Tensor, variance: Tensor) -> GaussianMoments:
 
 
 def squarable(factor: Any, like: Tensor) -> Any:
-    """A certain factor whose square does not overflow, as that of a small integer would."""
+    """Return a certain factor whose square does not overflow, as the square of a small integer would."""
     if isinstance(factor, int | float) or (isinstance(factor, Tensor) and factor.is_floating_point()):
         return factor
     return torch.as_tensor(factor, dtype=like.dtype, device=like.device)
@@ -73,7 +89,7 @@ def mul(input: Any, other: Any) -> GaussianMoments:
     .. math:: \mathrm E[xy] = m_x m_y, \qquad \mathrm{Var}[xy] = m_x^2 v_y + v_x (m_y^2 + v_y)
 
     Status: exact moments for independent x and y, and for the same object twice. The product of two Gaussians is not
-    Gaussian; that of a Gaussian and a certain number is.
+    Gaussian; the product of a Gaussian and a certain number is.
 
     Example:
         >>> x, y = (GaussianMoments(torch.ones(1), torch.ones(1)) for _ in range(2))
@@ -102,32 +118,6 @@ def square(input: GaussianMoments) -> GaussianMoments:
     return GaussianMoments(m2 + v, 2 * v * torch.add(v, m2, alpha=2))
 
 
-@moment_rule(torch.addcmul)
-def addcmul(input: Any, tensor1: Any, tensor2: Any, *, value: float = 1) -> GaussianMoments:
-    r"""Moments of :math:`x + c\,y\,z`.
-
-    Status: exact for independent factors, and where x is y.
-    """
-    if input is tensor1 and isinstance(input, GaussianMoments):
-        return times(input, plus(1, times(tensor2, value)))
-    return plus(input, times(times(tensor1, tensor2), value))
-
-
-@moment_rule(torch.lerp)
-def lerp(input: Any, end: Any, weight: Any) -> GaussianMoments:
-    r"""Moments of :math:`(1 - w) x + w y`.
-
-    Status: exact for independent x and y and certain w.
-    """
-    if isinstance(weight, GaussianMoments):
-        raise UnsupportedError(
-            "torch.lerp has no rule for an uncertain weight: write start + weight * (end - start)"
-        )
-    if input is end:
-        return input.snapshot()
-    return plus(times(input, 1 - weight), times(end, weight))
-
-
 def plus(x: Any, y: Any) -> Any:
     """Return the sum of two things, of which any may be uncertain."""
     return add(x, y) if isinstance(x, GaussianMoments) or isinstance(y, GaussianMoments) else x + y
@@ -136,3 +126,146 @@ def plus(x: Any, y: Any) -> Any:
 def times(x: Any, y: Any) -> Any:
     """Return the product of two things, of which any may be uncertain."""
     return mul(x, y) if isinstance(x, GaussianMoments) or isinstance(y, GaussianMoments) else x * y
+
+
+_LARGEST_VARIATION = 0.2
+
+
+@moment_rule(torch.div, torch.divide, torch.true_divide, kind=Kind.AFFINE)
+def div(input: Any, other: Any, *, rounding_mode: str | None = None) -> GaussianMoments:
+    r"""Moments of a quotient.
+
+    Status: exact for a certain denominator. An uncertain one is expanded, see :func:`reciprocal`.
+
+    Raises:
+        UnsupportedError: rounding; or the deviation of the denominator is more than 0.2 of its mean.
+    """
+    if rounding_mode is not None:
+        raise UnsupportedError(
+            "torch.div with a rounding mode has steps, where moments have no rule: drop rounding_mode"
+        )
+    if input is other:
+        return GaussianMoments(torch.ones_like(input.loc), torch.zeros_like(input.loc))
+    if not isinstance(other, GaussianMoments):
+        loc = torch.div(input.loc, other)
+        other = squarable(other, loc)
+        return promoted(loc, input.variance / (other * other))
+    quotient = mul(input, reciprocal(other))
+    if isinstance(input, GaussianMoments):
+        return quotient
+    uniform = not (isinstance(input, Tensor) and input.dim() > 0)
+    inner = broadcast(other.snapshot(), quotient)
+    return quotient.linked(Link(inner, partial(torch.div, input), uniform=uniform))
+
+
+@moment_rule(torch.reciprocal, kind=Kind.ELEMENTWISE)
+def reciprocal(input: GaussianMoments) -> GaussianMoments:
+    r"""Moments of :math:`1/x`.
+
+    With :math:`c^2 = v/m^2`, the mean is :math:`(1 + c^2 + 3c^4)/m` and the variance :math:`(c^2 + 8c^4)/m^2`.
+
+    Status: expansion around the mean. At the largest c allowed, 0.2, the mean is 0.2 % and the deviation 7 % too
+    small; at 0.1 they are 0.002 % and 0.4 %.
+
+    Raises:
+        UnsupportedError: c is more than 0.2 somewhere (this looks at the values, which waits for a GPU).
+    """
+    return _expanded_power(input, -1.0)
+
+
+@moment_rule(torch.pow, kind=Kind.ELEMENTWISE)
+def pow(input: Any, exponent: Any) -> GaussianMoments:
+    r"""Moments of :math:`x^p` for a certain exponent, or of :math:`b^x` for a certain base.
+
+    Status: exact for p = 0, 1, 2, 3 and for a certain base; by quadrature where x is a function of a Gaussian, as
+    ``softplus(h)`` is; else an expansion around the mean, of the accuracy of :func:`reciprocal` or better for
+    -1 ≤ p ≤ 4.
+
+    Raises:
+        UnsupportedError: base and exponent are uncertain, the exponent differs between elements, or the deviation is
+            more than 0.2 of the mean.
+    """
+    if not isinstance(input, GaussianMoments):
+        base = torch.as_tensor(input, dtype=exponent.dtype, device=exponent.device)
+        scaled: Any = mul(exponent, base.log())
+        return scaled.exp()
+    if isinstance(exponent, Tensor) and exponent.dim() == 0:
+        exponent = exponent.item()
+    if isinstance(exponent, GaussianMoments | Tensor):
+        raise UnsupportedError(
+            "torch.pow has rules for an exponent that is a number: write x ** 2, or exp(exponent * log(x)) if both vary"
+        )
+    if exponent == 0:
+        return GaussianMoments(torch.ones_like(input.loc), torch.zeros_like(input.loc))
+    if exponent == 1:
+        return input.snapshot()
+    if exponent == 2:
+        return square(input)
+    if exponent == 3:
+        return _cube(input)
+    return _expanded_power(input, float(exponent))
+
+
+def _cube(x: GaussianMoments) -> GaussianMoments:
+    m, v = x.loc, x.variance
+    m2 = m.square()
+    return GaussianMoments(m * torch.add(m2, v, alpha=3), v * (9 * m2.square() + v * (36 * m2 + 15 * v)))
+
+
+def _expanded_power(x: GaussianMoments, p: float) -> GaussianMoments:
+    """By quadrature over the Gaussian behind x; else to fourth order in the coefficient of variation."""
+    linked = through_link(x, lambda value: value.pow(p))
+    if linked is not None:
+        return linked
+    m = x.loc
+    c2 = x.variance / m.square()
+    if not bool((c2 <= _LARGEST_VARIATION**2).all()) or (not p.is_integer() and bool((m <= 0).any())):
+        raise UnsupportedError(
+            f"the power {p:g} of something uncertain is expanded around its mean, which needs a deviation of at most "
+            f"{_LARGEST_VARIATION} of the mean (and a positive mean if the exponent is not an integer); here it is "
+            f"{math.sqrt(c2.max().item()):.3g}. Reduce the uncertainty of the denominator, divide by x.loc if its mean "
+            "may stand for it, or use exp(-log) of something that is Gaussian on the log scale."
+        )
+    power = m.pow(p)
+    second, fourth = p * (p - 1) / 2, p * (p - 1) * (p - 2) * (p - 3) / 8
+    spread = p**2 * ((p - 1) ** 2 / 2 + (p - 1) * (p - 2))
+    return GaussianMoments(
+        power * (1 + c2 * (second + fourth * c2)), power.square() * c2 * (p**2 + spread * c2)
+    )
+
+
+@moment_rule(torch.log, kind=Kind.ELEMENTWISE)
+def log(input: GaussianMoments) -> GaussianMoments:
+    """Moments of the tangent of the logarithm.
+
+    Status: approximate, to first order in σ/μ.
+
+    Example:
+        >>> log(GaussianMoments(torch.full((1,), 2.0), torch.full((1,), 0.04))).variance
+        tensor([0.0100])
+    """
+    linked = through_link(input, torch.log)
+    if linked is not None:
+        return linked
+    return GaussianMoments(torch.log(input.loc), input.variance / input.loc.square())
+
+
+@moment_rule(torch.log1p, torch.special.log1p, kind=Kind.ELEMENTWISE)
+def log1p(input: GaussianMoments) -> GaussianMoments:
+    """Moments of the tangent of log(1 + x). Status: approximate, as :func:`log`."""
+    linked = through_link(input, torch.log1p)
+    if linked is not None:
+        return linked
+    return GaussianMoments(torch.log1p(input.loc), input.variance / (1 + input.loc).square())
+
+
+@moment_rule(torch.sqrt, kind=Kind.ELEMENTWISE)
+def sqrt(input: GaussianMoments) -> GaussianMoments:
+    """Moments of the square root, computed as ``x ** 0.5``."""
+    return pow(input, 0.5)
+
+
+@moment_rule(torch.rsqrt, kind=Kind.ELEMENTWISE)
+def rsqrt(input: GaussianMoments) -> GaussianMoments:
+    """Moments of 1/sqrt(x), computed as ``x ** -0.5``."""
+    return pow(input, -0.5)

@@ -31,7 +31,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from pyro_dvi.errors import UnsupportedError
-from pyro_dvi.moments.joint import JointMoments, joint_product
+from pyro_dvi.moments.shared_noise import JointMoments, joint_product
 from pyro_dvi.moments.value import GaussianMoments, loc_of, variance_of
 
 
@@ -109,7 +109,7 @@ def bilinear_moments(
         x: moments, or a tensor that is certain.
         weight: likewise; at least one of the two has to be uncertain.
         alpha: relative variance of the weight, of a shape that multiplies ``x``: only given where the noise of
-            :class:`~pyro_dvi.moments.MultiplicativeMoments` belongs to inputs.
+            :class:`~pyro_dvi.moments.bilinear.MultiplicativeMoments` belongs to inputs.
         bias: what the product adds at the end, certain or not. Layers add it on the way, at no cost.
 
     Raises:
@@ -140,7 +140,7 @@ Factors = tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None]
 def _moments(
     product: Map, factors: Factors, biases: tuple[Tensor | None, Tensor | None]
 ) -> tuple[Tensor, Tensor]:
-    """Return mean and variance from those of the input and the weight and from the noise of the input."""
+    """Return mean and variance of the product."""
     x, x_variance, weight, weight_variance, alpha = factors
     shift, spread = (() if bias is None else (bias,) for bias in biases)
     loc = product(x, weight, *shift)
@@ -154,7 +154,7 @@ def _moments(
 
 
 def _square(certain: Tensor, like: Tensor) -> Tensor:
-    """Return the square; that of small integers would overflow."""
+    """Return the square, computed in floating point so that small integers do not overflow."""
     certain = certain if certain.is_floating_point() else certain.to(like.dtype)
     return certain * certain
 
@@ -164,7 +164,7 @@ def _noisy(x: Tensor, variance: Tensor, alpha: Tensor | None) -> Tensor:
     if alpha is None:
         return variance
     moment = torch.addcmul(variance, x, x)
-    # Fresh memory of the size of activations costs more than the sum: that of the moment is used if autograd allows.
+    # Fresh memory costs more than the sum: write over the moment if autograd allows.
     larger = (
         torch.broadcast_shapes(alpha.shape, moment.shape) != moment.shape
     )  # noise for each of a batch of nets

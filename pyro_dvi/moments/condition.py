@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Choices by a condition, which may compare moments with numbers: ``torch.where(x > c, f(x), g(x))``.
 
-A comparison of something uncertain is true with some probability. It is no tensor, but :func:`torch.where`,
-``masked_fill`` and ``x[x < c] = ...`` understand it, for Gaussian x and branches that are certain or known to be
-functions of x. With :math:`u = x - c`, a function that is straight on either side is
+A comparison of something uncertain is true with some probability. It is not a tensor, but :func:`torch.where`,
+``masked_fill`` and ``x[x < c] = ...`` accept it, for Gaussian x and branches that are certain or known to be functions
+of x. With :math:`u = x - c`, a function that is straight on either side is
 
 .. math:: h(x) = l + (r - l)\,[u > 0] + b\,u_+ - a\,(-u)_+,
 
@@ -16,33 +16,35 @@ Its variance is a sum over pairs of the three parts,
 
 Status: exact where both branches are certain, multiples or shifts of x; for all other functions by Gauss-Legendre on
 either side of the cut, exact to 1e-8 (float64), 3e-4 (float32) for what is smooth there.
+
+Functions that need a value, or whose moments would mislead, are refused with a remedy.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, NoReturn
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from pyro_dvi.errors import UnsupportedError
-from pyro_dvi.moments.activations.normal import DENSITY, distribution, half_line
-from pyro_dvi.moments.activations.rectified import relu
 from pyro_dvi.moments.dispatch import Composed, Kind, broadcast
-from pyro_dvi.moments.floor import floored
+from pyro_dvi.moments.quadrature import DENSITY, averaged, distribution, half_line
+from pyro_dvi.moments.rectifiers import relu
 from pyro_dvi.moments.rules import functions_of, moment_rule
-from pyro_dvi.moments.tensor_like import Uncertain, call
-from pyro_dvi.moments.value import GaussianMoments, Link, loc_of
+from pyro_dvi.moments.tensor_like import Uncertain, call, name_of
+from pyro_dvi.moments.value import GaussianMoments, Link, floored, loc_of
 
 _CHOOSING = {torch.where, torch.Tensor.where}
 
 
 class Condition(Uncertain):
-    """Whether Gaussian x lies above a bound, or below it.
+    """The event that Gaussian x lies above a bound, or below it.
 
     Args:
         x: the Gaussian.
         bound: a number or tensor that is certain.
-        above: whether this asks for x above the bound.
+        above: whether the event is x above the bound.
 
     Example:
         >>> x = GaussianMoments(torch.zeros(1), torch.ones(1))
@@ -90,7 +92,7 @@ def _comparing(function: Callable, above: bool) -> Callable:
             return Condition(input, other, above)
         return Condition(other, input, not above)
 
-    compare.__doc__ = f"What ``{function.__name__}`` of moments and a bound is: true with some probability."
+    compare.__doc__ = f"Return the event ``{function.__name__}`` of moments and a bound."
     return compare
 
 
@@ -101,7 +103,7 @@ for _function in (*_ABOVE, *_BELOW):
 
 
 class _Branch(NamedTuple):
-    """What is chosen, as a function of x."""
+    """One of the two choices, as a function of x."""
 
     function: Callable[[Tensor], Any]
     is_affine: bool
@@ -176,20 +178,20 @@ def _by_quadrature(x: GaussianMoments, cut: Tensor, lower: Function, upper: Func
     reach, nodes = half_line(x.dtype)
     scale = floored(x.variance).sqrt()
     z = ((cut - x.loc) / scale).clamp(-reach, reach)
-    centre = torch.where(z < 0, upper(x.loc), lower(x.loc))  # so that differences keep their digits
-    first, second = torch.zeros_like(centre), torch.zeros_like(centre)
-    for function, start, length in ((lower, -reach, z + reach), (upper, z, reach - z)):
-        for (node,), (weight,) in zip(*nodes, strict=True):
-            place = start + node * length
-            density = torch.exp(-0.5 * place.square()) * length * (weight * DENSITY)
-            shift = function(x.loc + place * scale) - centre
-            first, second = first + density * shift, second + density * shift.square()
-    return GaussianMoments(centre + first, (second - first.square()).clamp_min(0))
+
+    def values() -> Iterator[tuple[Tensor, Tensor]]:
+        for function, start, length in ((lower, -reach, z + reach), (upper, z, reach - z)):
+            for (node,), (weight,) in zip(*nodes, strict=True):
+                place = start + node * length
+                density = torch.exp(-0.5 * place.square()) * length * (weight * DENSITY)
+                yield function(x.loc + place * scale), density
+
+    return averaged(torch.where(z < 0, upper(x.loc), lower(x.loc)), values())
 
 
 @moment_rule(torch.masked_fill, kind=Kind.AFFINE)
 def masked_fill(input: Any, mask: Tensor, value: Any) -> GaussianMoments:
-    """Moments where the mask is False, and a certain value where it is True. Status: that of :func:`where`."""
+    """Moments where the mask is False, and a certain value where it is True. Status: as :func:`where`."""
     if isinstance(mask, Condition) and isinstance(input, GaussianMoments):
         return _chosen(mask, value, input)
     if isinstance(mask, GaussianMoments) or isinstance(value, GaussianMoments):
@@ -224,3 +226,50 @@ def where(condition: Any, input: Any = None, other: Any = None) -> GaussianMomen
 def where_method(input: Any, condition: Any, other: Any) -> GaussianMoments:
     """Moments of ``x.where(condition, other)``, whose arguments come in another order."""
     return where(condition, input, other)
+
+
+def _refusing(function: Callable, instead: str) -> Callable[..., NoReturn]:
+    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+        raise UnsupportedError(f"{name_of(function)} of moments is refused. {instead}.")
+
+    refuse.__doc__ = f"Refuse ``{function.__name__}``."
+    return refuse
+
+
+_WITH_INDICES = [f"{kind}max_pool{dims}d_with_indices" for kind in ("", "adaptive_") for dims in (1, 2, 3)]
+for _instead, _functions in {
+    "A comparison of something uncertain has no answer, only a probability. Compare x.loc if the mean may decide (as "
+    "in torch.where(x.loc > 0, x, y)), or use the activation that the comparison spells out": (
+        functions_of(torch, "eq ne not_equal isclose allclose equal bitwise_not logical_not")
+        + functions_of(torch.Tensor, "__eq__ __ne__")
+    ),
+    "Which element is largest is itself uncertain. Choose by the mean (x.loc.argmax(-1), then x.gather), use "
+    "x.amax(-1) or pooling without indices for the element with the largest mean, and torch.logsumexp or softmax for a "
+    "smooth maximum": functions_of(
+        torch,
+        "aminmax argmax argmin cummax cummin topk sort argsort kthvalue median quantile mode nonzero unique bernoulli "
+        "multinomial max_pool1d_with_indices",
+    )
+    + functions_of(F, " ".join(_WITH_INDICES)),
+    "The variance over elements is a sum of squares of correlated differences. Use F.layer_norm, F.batch_norm or "
+    "F.group_norm, which have rules, or ((x - x.loc.mean()) ** 2).mean()": functions_of(
+        torch, "var std var_mean std_mean"
+    ),
+    "A loss of something uncertain is its expectation over the Gaussian, not its value at one place: let the model "
+    "sample the data (pyro.sample('obs', dist.Categorical(logits=logits), obs=y)), or take the loss of x.loc": [
+        *functions_of(
+            F,
+            "cross_entropy nll_loss binary_cross_entropy binary_cross_entropy_with_logits mse_loss l1_loss "
+            "smooth_l1_loss huber_loss gaussian_nll_loss poisson_nll_loss kl_div",
+        ),
+        torch.Tensor.backward,
+    ],
+    "Steps have no rule: round x.loc, or leave the function out of the model": (
+        functions_of(torch, "sign sgn round floor ceil trunc frac fmod remainder floor_divide heaviside")
+        + functions_of(torch.Tensor, "__mod__ __rmod__ __floordiv__ __rfloordiv__")
+    ),
+    "It draws samples, which moments replace: use F.softmax": [F.gumbel_softmax],
+    "Call the function of this name in torch.nn.functional": functions_of(torch, "batch_norm instance_norm"),
+}.items():
+    for _function in dict.fromkeys(_functions):
+        moment_rule(_function)(_refusing(_function, _instead))

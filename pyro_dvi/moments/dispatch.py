@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happens when a torch function meets moments: its rule is called, and the result completed."""
+"""Calls of torch functions with moments: the rule is called, and its result linked, observed and written in place."""
 
 from __future__ import annotations
 
@@ -30,10 +30,9 @@ class Observer(Protocol):
 
 
 class _Local(threading.local):
-    """What holds for the thread that asked for it."""
+    """The observers of this thread."""
 
-    def __init__(self) -> None:
-        self.observers: tuple[Observer, ...] = ()
+    observers: tuple[Observer, ...] = ()
 
 
 _LOCAL = _Local()
@@ -57,7 +56,7 @@ def _observers(observers: tuple[Observer, ...]) -> Iterator[None]:
 
 
 class Kind(Enum):
-    """Whether the :class:`~pyro_dvi.moments.Link` of its argument survives a function, and in which form."""
+    """The way a function treats elements, which decides the :class:`~pyro_dvi.moments.value.Link` of its result."""
 
     ELEMENTWISE = "a function of each element"
     AFFINE = "scaling and shift by certain numbers: Gaussians stay Gaussian"
@@ -70,8 +69,7 @@ class Kind(Enum):
 class Entry:
     """A rule as it applies to one spelling of its function.
 
-    What a call needs to know is decided here, when rules are registered: looking at names at each call is slow, and
-    ``torch.compile`` cannot trace it.
+    It is made when a rule is registered: looking at names at each call is slow, and ``torch.compile`` cannot trace it.
     """
 
     rule: Callable[..., Any]
@@ -84,7 +82,7 @@ class Entry:
         """Call the rule and complete its result.
 
         Raises:
-            UnsupportedError: what a user's rule returned are no moments.
+            UnsupportedError: a user's rule returned something else than moments.
         """
         in_place = self.in_place
         if kwargs:
@@ -184,20 +182,12 @@ def _elementwise(step: _Call, x: GaussianMoments, result: Any) -> Any:
     )
 
 
-_REMEMBERED = 4  # steps
-
-
 def _affine(step: _Call, x: GaussianMoments, result: Any) -> Any:
     """Leave a Gaussian Gaussian, and note which one it came from."""
     if x.link is not None:
         return _elementwise(step, x, result)
     if isinstance(result, GaussianMoments) and result.link is None and result is not x:
-        inner, before = x.snapshot(), x.origin
-        for _ in range(_REMEMBERED - 1):
-            before = before and before.inner.origin
-        if before is not None:  # so that a long chain of such steps does not stay in memory
-            inner.origin = None
-        result.origin = Link(inner, step)
+        result.origin = Link(x.snapshot(), step)
     return result
 
 

@@ -59,7 +59,7 @@ def batch_norm(
         running_var: updated in training.
         weight: ``[channels]``, certain or not, as bias.
         bias: ``[channels]``.
-        training: whether statistics are those of the batch.
+        training: whether to use the statistics of the batch.
         momentum: share of the batch in the running statistics.
         eps: added to the variance of the channel.
 
@@ -108,22 +108,6 @@ class _ScaledChannels(Function):
             g, variance, square, zero, zero, None, None, False, 1.0, [*ctx.needs_input_grad[::2], False]
         )
         return in_variance, None, in_square * (2 * factor * inverse) if ctx.needs_input_grad[2] else None
-
-
-@moment_rule(torch.batch_norm)
-def torch_batch_norm(
-    input: Any,
-    weight: Any,
-    bias: Any,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    training: bool,
-    momentum: float,
-    eps: float,
-    cudnn_enabled: bool = True,
-) -> GaussianMoments:
-    """Moments of batch norm under the name and order of arguments that torch gives it."""
-    return batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
 
 
 @moment_rule(F.layer_norm, torch.layer_norm)
@@ -220,7 +204,7 @@ def normalize(input: GaussianMoments, p: float = 2.0, dim: int = 1, eps: float =
 def weight_norm(v: Any, g: Any, dim: int = 0) -> GaussianMoments:
     r"""Moments of :math:`g\,v / \lVert v \rVert`, the weight of :func:`torch.nn.utils.parametrizations.weight_norm`.
 
-    Status: that of :func:`normalize` in the direction v, exact in the length g. Elements of one row share both and are
+    Status: as :func:`normalize` in the direction v, exact in the length g. Elements of one row share both and are
     correlated, which is dropped.
 
     Args:

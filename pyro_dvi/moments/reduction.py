@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Sums, means, extremes and norms over dimensions.
+r"""Sums, means, extremes and norms over dimensions, pooling over windows, and resizing of images and signals.
 
-The largest of many Gaussians has no closed form. As in max pooling, it is taken to be the element with the largest
-mean, which is exact where one is clearly the largest; elsewhere the mean comes out too small.
+The largest of many Gaussians has no closed form. It is taken to be the element with the largest mean, which is exact
+where one element is clearly the largest; elsewhere the mean is too small.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.moments.rules import moment_rule
@@ -71,7 +73,7 @@ def _extreme(
     extreme.__doc__ = f"""Moments of ``{name}``: over a dimension with the index of the {name} of the means, over all
     elements, or of two things.
 
-    Status: over elements, those of the one with the {name} mean; of two things, that of ``{of_two.__name__}``.
+    Status: over elements, the moments of the element with the {name} mean; of two things, as ``{of_two.__name__}``.
     """
     return extreme
 
@@ -125,14 +127,14 @@ def vector_norm(
 
     Status: the Euclidean norm approximately, for independent elements with any noise: against sampling, means are
     within 5 % and deviations within 15 %, both exact to first order in the noise and for noise alone. The sum of
-    absolute values is exact; the largest one is that of :func:`amax`.
+    absolute values is exact; the largest is as exact as :func:`amax`.
 
     Args:
         x: the vectors.
         ord: 1, 2, or plus or minus infinity.
         dim: over which dimensions; all by default.
         keepdim: whether these stay, with size 1.
-        dtype: that of the result.
+        dtype: of the result.
 
     Raises:
         UnsupportedError: another norm.
@@ -169,7 +171,7 @@ def linalg_norm(
     *,
     dtype: torch.dtype | None = None,
 ) -> GaussianMoments:
-    """Moments of the norm of vectors, or the Frobenius norm of matrices. Status: that of :func:`vector_norm`.
+    """Moments of the norm of vectors, or the Frobenius norm of matrices. Status: as :func:`vector_norm`.
 
     Raises:
         UnsupportedError: any other norm of a matrix.
@@ -191,7 +193,7 @@ def norm(
     keepdim: bool = False,
     dtype: torch.dtype | None = None,
 ) -> GaussianMoments:
-    """Moments of the norm of all elements, or over dimensions. Status: that of :func:`vector_norm`.
+    """Moments of the norm of all elements, or over dimensions. Status: as :func:`vector_norm`.
 
     Raises:
         UnsupportedError: the nuclear norm, or another order without a rule.
@@ -199,3 +201,143 @@ def norm(
     if p == "nuc":
         raise UnsupportedError("the nuclear norm of moments has no rule: only orders 1, 2, inf and -inf have")
     return vector_norm(input, 2 if p in (None, "fro") else p, dim, keepdim, dtype=dtype)
+
+
+# Maxima ------------------------------------------------------------------------------------------------------
+
+
+def _max_pool(function: Callable[..., tuple[Tensor, Tensor]], dims: int) -> Callable[..., GaussianMoments]:
+    def max_pool(input: GaussianMoments, *args: Any, **kwargs: Any) -> GaussianMoments:
+        """Moments of the element with the largest mean. Status: exact where one is clearly the largest."""
+        loc, index = function(input.loc, *args, **kwargs)
+        variance = input.variance.flatten(-dims).gather(-1, index.flatten(-dims)).view_as(index)
+        return GaussianMoments(loc, variance)
+
+    return max_pool
+
+
+for _dims in (1, 2, 3):
+    for _name in (f"max_pool{_dims}d", f"adaptive_max_pool{_dims}d"):
+        moment_rule(getattr(F, _name))(_max_pool(getattr(F, f"{_name}_with_indices"), _dims))
+    moment_rule(getattr(torch, f"max_pool{_dims}d"))(
+        _max_pool(getattr(F, f"max_pool{_dims}d_with_indices"), _dims)
+    )
+
+
+# Means -------------------------------------------------------------------------------------------------------
+
+
+def _avg_pool(function: Callable[..., Tensor], dims: int) -> Callable[..., GaussianMoments]:
+    def avg_pool(
+        input: GaussianMoments,
+        kernel_size: Any,
+        stride: Any = None,
+        padding: Any = 0,
+        ceil_mode: bool = False,
+        count_include_pad: bool = True,
+        divisor_override: int | None = None,
+    ) -> GaussianMoments:
+        """Moments of means over windows: the variance is the mean variance over the divisor. Status: exact."""
+        stride = kernel_size if stride is None or stride == () else stride
+        windows: tuple[Any, ...] = kernel_size, stride, padding, ceil_mode, count_include_pad
+        if divisor_override is not None:
+            windows = (*windows, divisor_override)
+        weight: Any = 1 / (divisor_override or math.prod(_each(kernel_size, dims)))
+        if divisor_override is None and (ceil_mode or (not count_include_pad and any(_each(padding, dims)))):
+            weight = _window_weights(input.variance, windows, dims)
+        loc, mean = (function(t, *windows) for t in (input.loc, input.variance))
+        return GaussianMoments(loc, weight * mean)
+
+    return avg_pool
+
+
+def _window_weights(like: Tensor, windows: tuple, dims: int) -> Tensor:
+    """Return one over the divisor of each window, which is smaller at borders."""
+    row = 1 if dims == 1 else 0  # a signal is an image of one row
+    ones = like.new_ones(1, 1, *[1] * row, *like.shape[-dims:])
+    sizes = [[least] * row + _each(size, dims) for least, size in zip((1, 1, 0), windows[:3], strict=True)]
+    pool: Callable[..., Tensor] = F.avg_pool3d if dims == 3 else F.avg_pool2d
+    mean, count = (pool(ones, *sizes, *windows[3:], divisor) for divisor in (None, 1))
+    return (mean / count).reshape(mean.shape[-dims:])
+
+
+def _each(value: Any, dims: int) -> list[int]:
+    values = list(value) if isinstance(value, Sequence) else [value]
+    return values * dims if len(values) == 1 else values
+
+
+def _adaptive_avg_pool(function: Callable[..., Tensor], dims: int) -> Callable[..., GaussianMoments]:
+    def adaptive_avg_pool(input: GaussianMoments, output_size: Any) -> GaussianMoments:
+        """Moments of means over windows that share out the input. Status: exact."""
+        sizes = [
+            n if out is None else out
+            for n, out in zip(input.shape[-dims:], _each(output_size, dims), strict=True)
+        ]
+        weight: Any = 1
+        for k, (n, out) in enumerate(zip(input.shape[-dims:], sizes, strict=True)):
+            if n % out == 0:
+                weight = weight * (out / n)
+            else:
+                windows = [1 / (-(-(i + 1) * n // out) - i * n // out) for i in range(out)]
+                weight = weight * input.variance.new_tensor(windows).reshape(-1, *[1] * (dims - 1 - k))
+        return GaussianMoments(function(input.loc, sizes), weight * function(input.variance, sizes))
+
+    return adaptive_avg_pool
+
+
+for _dims in (1, 2, 3):
+    _function = getattr(F, f"avg_pool{_dims}d")
+    moment_rule(_function)(_avg_pool(_function, _dims))
+    _function = getattr(F, f"adaptive_avg_pool{_dims}d")
+    moment_rule(_function)(_adaptive_avg_pool(_function, _dims))
+
+
+# Resizing ------------------------------------------------------------------------------------------------------
+
+# Modes that F.interpolate has for one number of dimensions.
+_FLAT = {"linear": "bilinear", "trilinear": "bilinear"}
+
+
+@moment_rule(F.interpolate)
+def interpolate(
+    input: GaussianMoments,
+    size: Any = None,
+    scale_factor: Any = None,
+    mode: str = "nearest",
+    align_corners: bool | None = None,
+    recompute_scale_factor: bool | None = None,
+    antialias: bool = False,
+) -> GaussianMoments:
+    r"""Moments of resized images, :math:`y = (W_1 \otimes \dots \otimes W_d)x`.
+
+    .. math:: \mathrm{Var}[y] = (W_1^{\circ 2} \otimes \dots \otimes W_d^{\circ 2}) \mathrm{Var}[x]
+
+    Status: exact for independent inputs. The mode "nearest" copies elements; the matrices of the others are read off
+    from the function itself, applied to unit vectors.
+    """
+    options: dict[str, Any] = {
+        "align_corners": align_corners,
+        "recompute_scale_factor": recompute_scale_factor,
+        "antialias": antialias,
+    }
+    loc = F.interpolate(input.loc, size, scale_factor, mode, **options)
+    if mode.startswith("nearest"):
+        return GaussianMoments(loc, F.interpolate(input.variance, size, scale_factor, mode, **options))
+    dims = input.dim() - 2
+    variance = input.variance
+    for k in range(dims):
+        scale = scale_factor[k] if isinstance(scale_factor, Sequence) else scale_factor
+        matrix = _matrix(variance, input.shape[2 + k], loc.shape[2 + k], scale, mode, options)
+        variance = torch.movedim(torch.movedim(variance, 2 + k, -1) @ matrix.square(), -1, 2 + k)
+    return GaussianMoments(loc, variance)
+
+
+def _matrix(like: Tensor, n: int, out: int, scale: Any, mode: str, options: dict[str, Any]) -> Tensor:
+    """Return the matrix ``[n, out]`` of one dimension: what unit vectors become."""
+    units = torch.eye(n, dtype=like.dtype, device=like.device)[:, None, None, :]
+    flat = _FLAT.get(mode, mode)
+    if scale is None:
+        resized = F.interpolate(units, size=(1, out), mode=flat, **options)
+    else:
+        resized = F.interpolate(units, scale_factor=(1.0, scale), mode=flat, **options)
+    return resized[:, 0, 0, :]

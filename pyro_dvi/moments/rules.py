@@ -16,11 +16,9 @@ from pyro_dvi.core.registry import registering
 from pyro_dvi.moments.dispatch import Entry, Kind
 from pyro_dvi.moments.tensor_like import ENTRIES
 
-__all__ = ["Kind", "functions_of", "moment_rule", "rule_for", "rules"]
-
 Rule = TypeVar("Rule", bound=Callable[..., Any])
 
-_RULES: dict[Callable, Callable] = {}
+RULES: dict[Callable, Callable] = {}
 _KINDS: dict[Callable, Kind] = {}
 _OWNERS = (torch.Tensor, torch, torch.nn.functional)
 # What some of their functions call.
@@ -56,7 +54,7 @@ def moment_rule(*functions: Callable, kind: Kind = Kind.OTHER) -> Callable[[Rule
             raise TypeError(f"moment_rule takes functions, as in @moment_rule(torch.relu), got {function!r}")
 
     def register(rule: Rule) -> Rule:
-        registering(_RULES, functions)(rule)
+        registering(RULES, functions)(rule)
         _KINDS.update(dict.fromkeys(functions, kind))
         for spelling in {s for function in functions for s in _spellings(function)}:
             entry = _entry(spelling)
@@ -70,11 +68,6 @@ def moment_rule(*functions: Callable, kind: Kind = Kind.OTHER) -> Callable[[Rule
 def functions_of(owner: Any, names: str) -> list[Callable]:
     """Return functions of a module, or methods of a class, by their names."""
     return [getattr(owner, name) for name in names.split()]
-
-
-def rules() -> dict[Callable, Callable]:
-    """Return a copy of the table of rules: torch function to rule."""
-    return dict(_RULES)
 
 
 def rule_for(func: Callable) -> Callable | None:
@@ -98,12 +91,12 @@ def _spellings(function: Callable) -> Iterator[Callable]:
 
 def _entry(func: Callable) -> Entry | None:
     name = getattr(func, "__name__", "")
-    if func not in _RULES and name.startswith("__") and name.endswith("__"):
+    if func not in RULES and name.startswith("__") and name.endswith("__"):
         return _operator(name[2:-2])
     plain = name.removesuffix("_")
     for spelling in (func, *[getattr(owner, plain, None) for owner in _OWNERS]):
-        if spelling in _RULES:
-            rule = _RULES[spelling]
+        if spelling in RULES:
+            rule = RULES[spelling]
             in_place = spelling is not func and name.endswith("_")
             return Entry(rule, _KINDS[spelling], in_place, plain, not rule.__module__.startswith("pyro_dvi."))
     return None
@@ -115,9 +108,9 @@ def _operator(name: str) -> Entry | None:
         core = name.removeprefix(prefix)
         if name.startswith(prefix) and core in _OPERATORS:
             function = getattr(torch, "div" if core == "truediv" else core)
-            if function not in _RULES:
+            if function not in RULES:
                 return None
-            rule = _swapped(_RULES[function]) if prefix == "r" else _RULES[function]
+            rule = _swapped(RULES[function]) if prefix == "r" else RULES[function]
             from_user = not rule.__module__.startswith("pyro_dvi.")
             return Entry(rule, _KINDS[function], False, name, from_user)  # Python rebinds x in x += y
     return None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Softmax, its logarithm, and the logarithm of a sum of exponentials.
+r"""Softmax, its logarithm, the logarithm of a sum of exponentials, and the larger of two.
 
 With :math:`p = \mathrm{softmax}(m)` at the means, one correction of the logits gives the mean,
 
@@ -11,10 +11,25 @@ a number in [0, 1] of this mean can have, bound the variance together:
 
 .. math:: \frac1{\mathrm{Var}_i} = \frac1{q_i^2 s_i^2} + \frac1{q_i(1 - q_i)}.
 
-Of two classes the softmax is the sigmoid of a Gaussian, and has its moments. A likelihood that takes softmax
+For two classes the softmax is the sigmoid of a Gaussian, and has its moments. A likelihood that takes softmax
 probabilities does not use these moments: it integrates over the logits, to which they are linked.
+
+The larger of two, and the smooth maximum ``logaddexp``, are a function of the difference, added to one of two
+independent x and y,
+
+.. math:: \max(x, y) = y + (x - y)_+, \qquad \log(e^x + e^y) = y + \mathrm{softplus}(x - y).
+
+By Stein's lemma, with :math:`d = x - y`,
+
+.. math:: \mathrm{Var}[y + f(d)] = \mathrm{Var}[f(d)] + \mathrm{Var}[y]\,(1 - 2\,\mathrm E[f'(d)]),
+
+where y has the smaller variance, so that no digits are lost.
+
+Source: for the maximum, Clark (1961), "The greatest of a finite set of random variables".
 """
 
+import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -23,14 +38,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyro_dvi.errors import UnsupportedError
-from pyro_dvi.moments.activations.sigmoidal import sigmoid
-from pyro_dvi.moments.dispatch import Composed
+from pyro_dvi.moments.activations import sigmoid, softplus
+from pyro_dvi.moments.dispatch import Composed, Kind
+from pyro_dvi.moments.quadrature import distribution
+from pyro_dvi.moments.rectifiers import relu
 from pyro_dvi.moments.rules import moment_rule
-from pyro_dvi.moments.value import GaussianMoments, Link
+from pyro_dvi.moments.value import GaussianMoments, Link, floored, loc_of, variance_of
 
 
 def probabilities(m: Tensor, v: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """Return mean and variance of the softmax; of two classes, those of the sigmoid of their difference."""
+    """Return mean and variance of the softmax; for two classes, of the sigmoid of their difference."""
     if m.shape[dim] == 2:
         difference = GaussianMoments(m.select(dim, 0) - m.select(dim, 1), v.select(dim, 0) + v.select(dim, 1))
         first = sigmoid(difference)
@@ -85,7 +102,7 @@ def softmax(
     Args:
         input: logits.
         dim: over which they are normalised.
-        dtype: that of the result.
+        dtype: of the result.
 
     Example:
         >>> x = GaussianMoments(torch.tensor([2.0, 0.0]), torch.tensor([4.0, 4.0]))
@@ -150,7 +167,48 @@ def logsumexp(input: GaussianMoments, dim: Any, keepdim: bool = False) -> Gaussi
     return GaussianMoments(loc, spread) if keepdim else GaussianMoments(loc.squeeze(dim), spread.squeeze(dim))
 
 
-@moment_rule(F.gumbel_softmax)
-def gumbel_softmax(*args: Any, **kwargs: Any) -> GaussianMoments:
-    """Refuse to sample."""
-    raise UnsupportedError("F.gumbel_softmax draws samples, which moments replace: use F.softmax")
+@moment_rule(torch.maximum, torch.fmax, kind=Kind.ELEMENTWISE)
+def maximum(input: Any, other: Any) -> GaussianMoments:
+    """Moments of the larger of two. Status: exact for independent Gaussians, and where one is certain.
+
+    Example:
+        >>> x, y = (GaussianMoments(torch.zeros(1), torch.ones(1)) for _ in range(2))
+        >>> torch.maximum(x, y)
+        GaussianMoments(loc=tensor([0.5642]), variance=tensor([0.6817]))
+    """
+    if input is other:
+        return input.snapshot()
+    return _above(input, other, relu, lambda d: distribution(d.loc * floored(d.variance).rsqrt()))
+
+
+@moment_rule(torch.minimum, torch.fmin, kind=Kind.ELEMENTWISE)
+def minimum(input: Any, other: Any) -> GaussianMoments:
+    """Moments of the smaller of two. Status: as :func:`maximum`."""
+    return input.snapshot() if input is other else -maximum(-input, -other)
+
+
+@moment_rule(torch.logaddexp, kind=Kind.ELEMENTWISE)
+def logaddexp(input: Any, other: Any) -> GaussianMoments:
+    r"""Moments of :math:`\log(e^x + e^y)`.
+
+    Status: as exact as :func:`~pyro_dvi.moments.activations.softplus` for independent Gaussians, and where
+    one is certain.
+    """
+    if input is other:
+        return input + math.log(2)
+    return _above(input, other, softplus, lambda d: sigmoid(d).loc)
+
+
+def _above(
+    x: Any, y: Any, excess: Callable[..., GaussianMoments], slope: Callable[..., Tensor]
+) -> GaussianMoments:
+    """Moments of one plus a function of the difference, whose expected slope is given."""
+    first, second = loc_of(x), loc_of(y)
+    zero = torch.zeros_like(second if isinstance(y, GaussianMoments) else first)
+    spreads = [zero if spread is None else spread for spread in (variance_of(x), variance_of(y))]
+    swapped = spreads[0] < spreads[1]
+    base, top = torch.where(swapped, first, second), torch.where(swapped, second, first)
+    difference = GaussianMoments(top - base, spreads[0] + spreads[1])
+    f, smaller = excess(difference), torch.minimum(*spreads)
+    variance = torch.addcmul(f.variance + smaller, smaller, slope(difference), value=-2)
+    return GaussianMoments(base + f.loc, variance.clamp_min(0))

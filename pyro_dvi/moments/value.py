@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tensor of independent Gaussians that passes through torch functions, and how it came from other Gaussians."""
+r"""A tensor of independent Gaussians, its link to the Gaussians behind it, and the smallest variance of an input."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
-from weakref import WeakSet, ref
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -21,7 +23,7 @@ class Link:
 
     Attributes:
         inner: the Gaussian.
-        function: the map from its values to those of the moments.
+        function: the map from its values to values of the moments.
         name: its name if it is one torch function and nothing else ("exp", "softmax", ...); else None.
         elementwise: whether each element depends on one element of ``inner``, of the same shape.
         uniform: whether ``function`` is the same at each element, so that it still holds after elements moved.
@@ -37,45 +39,17 @@ class Link:
 
     @property
     def separate(self) -> bool:
-        """Whether each element depends on one element of ``inner``, wherever that is."""
+        """Return whether each element depends on one element of ``inner``, wherever that is."""
         return self.elementwise or self.moved
 
 
 class Memory:
-    """What moments that alias each other share: the count of changes in place.
+    """The number of changes in place, shared by moments that are views of each other."""
 
-    Parts of moments (those of ``chunk``) have a memory each, below that of the whole: they do not overlap.
-    """
+    __slots__ = ("version",)
 
-    __slots__ = ("__weakref__", "parts", "version", "whole")
-
-    def __init__(self, whole: Memory | None = None) -> None:
+    def __init__(self) -> None:
         self.version = 0
-        self.whole = whole
-        self.parts: list[WeakSet[Memory]] = []  # those of one call do not overlap each other
-
-    def divided(self, count: int) -> list[Memory]:
-        """Return memories for parts."""
-        memories = [Memory(self) for _ in range(count)]
-        self.parts = [*filter(len, self.parts), WeakSet(memories)]
-        return memories
-
-    def changed(self, part: Memory | None = None) -> None:
-        """Count a change, of one part only if given, wherever it can be seen."""
-        self.version += 1
-        for group in self.parts:
-            if part not in group:
-                for memory in group:
-                    memory.overwritten()
-        if self.whole is not None:
-            self.whole.changed(self)
-
-    def overwritten(self) -> None:
-        """Count a change that came from the whole."""
-        self.version += 1
-        for group in self.parts:
-            for memory in group:
-                memory.overwritten()
 
 
 class GaussianMoments(TensorLike):
@@ -83,13 +57,13 @@ class GaussianMoments(TensorLike):
 
     .. math:: x_i \sim \mathcal N(\mathrm{loc}_i, \mathrm{variance}_i)
 
-    Torch functions of moments return moments, by the rules of this chapter; a function without a rule raises an error
-    that shows how to write one. Operators, methods, and functions of :mod:`torch` and :mod:`torch.nn.functional` all
-    work. What needs a number (``if x > 0``, ``x.item()``) is refused. They are no instances of :class:`torch.Tensor`,
-    which torch's compiled code would take at its word; write ``hasattr(x, "shape")`` where a model asks.
+    Torch functions of moments return moments; a function without a rule raises an error that shows how to write one.
+    Operators, methods, and functions of :mod:`torch` and :mod:`torch.nn.functional` all work. Code that needs a number
+    (``if x > 0``, ``x.item()``) is refused. Moments are not instances of :class:`torch.Tensor`, whose memory torch's
+    compiled code would read; write ``hasattr(x, "shape")`` where a model asks.
 
-    Status: each rule says how exact it is; correlations between elements are dropped throughout, but for an object
-    with itself (``x + x`` has four times the variance).
+    Status: each rule states its accuracy; correlations between elements are dropped, except of an object with
+    itself (``x + x`` has four times the variance).
 
     Args:
         loc: means, floating point.
@@ -97,7 +71,7 @@ class GaussianMoments(TensorLike):
         link: how these moments came from Gaussian ones, if they did.
 
     Attributes:
-        shape, dtype, device: those of ``loc``.
+        shape, dtype, device: of ``loc``.
         link: as above.
         origin: the Gaussian that these, Gaussian too, are a multiple of and a shift, if they are.
 
@@ -146,7 +120,7 @@ class GaussianMoments(TensorLike):
         return other
 
     def detach(self) -> GaussianMoments:
-        """Return the moments without their history. What is written into them is written into these as well."""
+        """Return the moments without their history, as a view that writes through."""
         return call(torch.detach, (self,), {})
 
     def snapshot(self) -> GaussianMoments:
@@ -171,14 +145,6 @@ class GaussianMoments(TensorLike):
         self._place = None if place is None else (ref(base), place)
         return self
 
-    def divided_into(self, parts: Sequence[GaussianMoments]) -> None:
-        """Mark moments as parts that do not overlap.
-
-        When one is changed in place, the others can be used further, these moments cannot.
-        """
-        for part, memory in zip(parts, self._memory.divided(len(parts)), strict=True):
-            part._memory, part._seen, part._place = memory, memory.version, None
-
     def become(self, other: GaussianMoments) -> GaussianMoments:
         """Take the value of ``other``, as functions that work in place do."""
         base, place = (None, None) if self._place is None else (self._place[0](), self._place[1])
@@ -187,7 +153,7 @@ class GaussianMoments(TensorLike):
             loc[place], variance[place] = other.loc, other.variance
             base.become(GaussianMoments(loc, variance))
         else:
-            self._memory.changed()
+            self._memory.version += 1
         self._loc, self._variance, self.link = other.loc, other.variance, other.link
         self.origin = other.origin
         self._seen = self._memory.version
@@ -230,3 +196,50 @@ def _refuse_stale() -> NoReturn:
         "variance do not share memory as tensors do. Use the function that returns a new tensor: relu(x) instead of "
         "relu_(x), nn.ReLU(inplace=False)."
     )
+
+
+class _Local(threading.local):
+    """The floor that this thread asked for."""
+
+    floor: float | None = None
+
+
+_LOCAL = _Local()
+
+
+@contextmanager
+def variance_floor(minimum: float) -> Iterator[None]:
+    r"""Raise the variance of what enters a nonlinearity to at least ``minimum``.
+
+    The slopes of :math:`\mathrm E[f(x)]` in the variance grow as :math:`1/\sigma` where f has a kink. By default the
+    floor is the square of the rounding error of the dtype, which changes no result.
+
+    Raises:
+        ArgumentError: a negative floor.
+    """
+    if minimum < 0:
+        raise ArgumentError(f"a variance floor must not be negative, got {minimum}")
+    before = _LOCAL.floor
+    _LOCAL.floor = minimum
+    try:
+        yield
+    finally:
+        _LOCAL.floor = before
+
+
+def floored(variance: Tensor) -> Tensor:
+    """Return the variance, at least the floor."""
+    tiny = tiny_variance(variance.dtype)
+    floor = _LOCAL.floor
+    return variance.clamp_min(tiny if floor is None else max(floor, tiny))
+
+
+def raised(variance: Tensor) -> Tensor:
+    """Return the variance, at least the floor if one was asked for: rules that see to zeros themselves start so."""
+    floor = _LOCAL.floor
+    return variance if floor is None else variance.clamp_min(floor)
+
+
+def tiny_variance(dtype: torch.dtype) -> float:
+    """Return the default floor."""
+    return torch.finfo(dtype).eps ** 2

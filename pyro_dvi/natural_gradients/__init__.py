@@ -1,22 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """Natural gradients: VOGN, its deterministic version OGN, and IVON."""
 
-from pyro_dvi.natural_gradients.elbo import NaturalGradientELBO
-from pyro_dvi.natural_gradients.guide import NaturalGradientGuide
-from pyro_dvi.natural_gradients.ivon import IVONOptimizer
-from pyro_dvi.natural_gradients.optimizer import NaturalGradientOptimizer
-from pyro_dvi.natural_gradients.pyro_optimizers import IVON, OGN, VOGN, NaturalGradientOptim
-from pyro_dvi.natural_gradients.vogn import AsPrinted, Consistent, OGNOptimizer, VOGNOptimizer
+from pyro_dvi.natural_gradients.estimates import Estimate
+from pyro_dvi.natural_gradients.natural_elbo import NaturalGradientELBO
+from pyro_dvi.natural_gradients.precision_guide import NaturalGradientGuide
+from pyro_dvi.natural_gradients.pyro_optimizers import IVON, OGN, VOGN
+from pyro_dvi.natural_gradients.updates import (
+    AsPrinted,
+    Consistent,
+    IVONOptimizer,
+    OGNOptimizer,
+    VOGNOptimizer,
+)
 
 __all__ = [
     "AsPrinted",
     "Consistent",
+    "Estimate",
     "IVON",
     "IVONOptimizer",
     "NaturalGradientELBO",
     "NaturalGradientGuide",
-    "NaturalGradientOptim",
-    "NaturalGradientOptimizer",
     "OGN",
     "OGNOptimizer",
     "VOGN",

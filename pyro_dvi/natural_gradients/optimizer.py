@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""What the natural-gradient optimizers share: measurements, momentum, the schedule, the posterior precision.
+r"""The base class of the natural-gradient optimizers: measurements, momentum, the schedule, the posterior precision.
 
 Gradients come summed over the data, as Pyro's losses are; divided by N they are means over examples, :math:`\hat g`,
 and so are squares, :math:`\hat h`. With the weight :math:`\beta` of the KL (the papers' temperature
@@ -10,21 +10,35 @@ precision :math:`\delta`, the scaled prior precision and the posterior precision
     \Lambda = \frac{\rho N}{\beta}(s + \tilde\delta) = \frac{\rho N s}{\beta} + \delta .
 """
 
+import inspect
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from pyro_dvi.core.natural_step import NaturalSite, NaturalStep, Statistic, steps_of
-from pyro_dvi.errors import GuideError
-from pyro_dvi.optim.options import check_options, refuse_unknown
+from pyro_dvi.core.choice import check_count, check_positive
+from pyro_dvi.errors import ArgumentError, GuideError
+from pyro_dvi.natural_gradients.drawn_run import NaturalSite, NaturalStep, steps_of
+from pyro_dvi.natural_gradients.estimates import Estimate
 
 Tensors = list[Tensor] | tuple[Tensor, ...]
+DEFAULTS: dict[str, Any] = {
+    "lr": 10.0,
+    "betas": (0.9, 0.999),
+    "damping": 0.0,
+    "max_step": 0.01,
+    "data_augmentation": 1.0,
+    "initial_curvature": None,
+    "warmup_steps": 100,
+    "total_steps": None,
+    "deterministic_lr": 1e-2,
+}
 
 
 @dataclass
@@ -38,12 +52,12 @@ class Update:
         sites: their parameters and priors.
         memories: "step" (this one, from 1), "momentum" and "curvature" (:math:`Ns`), to be updated.
         group: the options.
-        step: what was measured, and how.
+        step: the measurements.
         count: number of this step, from 1.
-        factor: of the learning rate, by the schedule.
+        factor: of the learning rate, from the schedule.
         temperature: :math:`\beta`, as far as it has risen.
         gradients: of minus the log-likelihood at the means; may be overwritten.
-        measured: squares or products, as ``step`` says; may be overwritten.
+        measured: the curvature of this minibatch; may be overwritten.
         priors: :math:`\rho N\tilde\delta / \rho = \beta\delta / \rho`.
     """
 
@@ -66,25 +80,13 @@ class Update:
         self.has_start = self.group["initial_curvature"] is not None
         # Where the curvature starts with what this minibatch has measured, that does not count again.
         self.is_start = self.count == 1 and not self.has_start
-        for memory, loc, *rest in zip(
-            self.memories, self.locs, self.precisions, self.measured, self.priors, strict=True
-        ):
+        start = (self.group["initial_curvature"] or 0.0) * self.step.num_data
+        for memory, measured in zip(self.memories, self.measured, strict=True):
             if "curvature" not in memory:
-                memory["momentum"] = torch.zeros_like(loc)
-                memory["curvature"] = self._initial_curvature(*rest)
+                memory["momentum"] = torch.zeros_like(measured)
+                memory["curvature"] = torch.full_like(measured, start) if self.has_start else measured.clone()
         self.momenta = [memory["momentum"] for memory in self.memories]
         self.curvatures = [memory["curvature"] for memory in self.memories]
-
-    def _initial_curvature(self, precision: Tensor, measured: Tensor, prior: Tensor) -> Tensor:
-        """A number, or the squared gradients of the first minibatch.
-
-        Where another optimizer went before, which asked for no squares, it is that of the posterior as it stands.
-        """
-        if self.has_start:
-            return torch.full_like(precision, self.group["initial_curvature"] * self.step.num_data)
-        if self.step.measured is Statistic.NOISE_PRODUCTS:
-            return (precision / self.inverse_temperature - prior).clamp_(min=0)
-        return measured.clone()
 
     def add_priors(self, gradients: Tensors, factor: float = 1.0) -> None:
         """Add the gradient of the prior, times a factor, in place."""
@@ -98,7 +100,7 @@ class Update:
         torch._foreach_add_(self.precisions, self.priors)
 
     def damped(self) -> Tensors:
-        """What :meth:`sum_into_precisions` has written, with damping."""
+        """Return precisions as :meth:`sum_into_precisions` has written them, with damping."""
         damping = self.group["damping"] * self.step.num_data
         return torch._foreach_add(self.precisions, damping) if damping else self.precisions
 
@@ -118,51 +120,19 @@ class NaturalGradientOptimizer(Optimizer):
 
     Parameters that belong to no latent get a step of Adam.
 
-    The loss may be multiplied with a number before the backward pass, as ``torch.amp.GradScaler`` and losses per
-    example do: gradients are divided by it.
-
-    Adding one: say in ``statistic`` what to measure, and write ``_move``.
+    Adding one: say in ``estimate`` which curvature to measure, and write ``_move``.
 
     Attributes:
-        statistic: what to measure in each step.
-        first: what to measure in the first one, where the curvature starts with that.
+        estimate: the curvature to measure once the optimizer has started.
         rate_factor: by which warm-up and cosine decay scaled the learning rate in the last step.
     """
 
-    statistic: Statistic
-    first: Statistic
+    estimate: Estimate
     rate_factor = 1.0
-    _step_supports_amp_scaling = True  # GradScaler leaves it to the step to skip infinite gradients
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        *,
-        lr: float = 10.0,
-        betas: tuple[float, float] = (0.9, 0.999),
-        damping: float = 0.0,
-        max_step: float | None = 0.01,
-        data_augmentation: float = 1.0,
-        initial_curvature: float | None = None,
-        warmup_steps: int = 100,
-        total_steps: int | None = None,
-        deterministic_lr: float = 1e-2,
-        **unknown: Any,
-    ) -> None:
-        defaults: dict[str, Any] = dict(
-            lr=lr,
-            betas=betas,
-            damping=damping,
-            max_step=max_step,
-            data_augmentation=data_augmentation,
-            initial_curvature=initial_curvature,
-            warmup_steps=warmup_steps,
-            total_steps=total_steps,
-            deterministic_lr=deterministic_lr,
-        )
-        refuse_unknown(type(self), unknown, defaults)
-        check_options(defaults)
-        super().__init__(params, defaults)
+    def __init__(self, params: Iterable[Any], **options: Any) -> None:
+        _check_options(type(self), options)
+        super().__init__(params, {**DEFAULTS, **options})
         self._told_steps: int | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -177,11 +147,14 @@ class NaturalGradientOptimizer(Optimizer):
         group["full_lr"] = group["lr"]
 
     @property
-    def wanted(self) -> Statistic:
-        """What an objective has to measure for the next step."""
-        starts = any(group["initial_curvature"] is None for group in self.param_groups)
-        started = any("curvature" in memory for memory in self.state.values())
-        return self.first if starts and not started else self.statistic
+    def has_started(self) -> bool:
+        """True once there is a curvature."""
+        return any("curvature" in memory for memory in self.state.values())
+
+    @property
+    def wanted(self) -> Estimate:
+        """The curvature to measure for the next step."""
+        return self.estimate
 
     def set_total_steps(self, total_steps: int) -> None:
         """Let the learning rate fall to zero over this many steps, where the option ``total_steps`` is not given.
@@ -207,23 +180,19 @@ class NaturalGradientOptimizer(Optimizer):
                 loss = closure()
         moved = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         steps = steps_of(moved)
-        if getattr(self, "found_inf", 0):  # set by GradScaler while its step lasts
-            for step in steps:
-                step.drop()  # the step is skipped
-            return loss
+        sites = {id(site.loc): (step, site) for step in steps for site in step.sites}
         if moved and not steps:
             raise GuideError(
                 f"{type(self).__name__.removesuffix('Optimizer')} found no means with measurements among its "
                 "parameters: it goes with NaturalGradientGuide and NaturalGradientELBO. For another guide or objective "
                 "take an optimizer such as pyro_dvi.optim.Adam(learning_rates(1e-3))."
             )
-        if any(step.measured.at_mean != self.wanted.at_mean for step in steps):
-            for step in steps:  # only the first one of an objective that does not serve this optimizer
+        has_means = any(id(p) in sites for p in moved)
+        if has_means and any(step.measured != self.wanted for step in steps):
+            for step in steps:  # only the first one of an objective that was not prepared for this optimizer
                 step.drop()
                 step.wanted = self.wanted
             return loss
-        self._divide_gradients(moved, steps)
-        sites = {id(site.loc): (step, site) for step in steps for site in step.sites.values()}
         precisions = {id(site.precision) for _, site in sites.values()}
         for group in self.param_groups:
             updates: dict[tuple[int, int], list[NaturalSite]] = {}
@@ -283,35 +252,68 @@ class NaturalGradientOptimizer(Optimizer):
             site.precision.grad = None
         step.wanted = self.wanted
 
-    def _divide_gradients(self, moved: list[Tensor], steps: list[NaturalStep]) -> None:
-        """Divide gradients by what the loss was multiplied with.
-
-        Raises:
-            GuideError: ``GradScaler.unscale_`` has divided them by some of it, and does not say by how much.
-        """
-        own = set(map(id, moved))
-        for step in steps:
-            factor = step.loss_factor
-            if isinstance(factor, float):
-                continue
-            means = [site for site in step.sites.values() if id(site.loc) in own]
-            gradients: Any = [
-                s.precision.grad for s in means if s.precision.grad is not None and id(s.precision) not in own
-            ]
-            if not hasattr(self, "found_inf") or getattr(self, "grad_scale", None) is not None:
-                gradients += [p.grad for p in moved if id(p) in step.trained]
-            elif math.frexp(float(factor))[0] != 0.5:  # scales are powers of two, by torch's defaults
-                raise GuideError(
-                    f"the loss was multiplied with {float(factor):g} before the backward pass, by GradScaler and by "
-                    "something else. Where GradScaler.unscale_ is called, its scale alone, a power of two, may do so: "
-                    "do not divide the loss by the number of data."
-                )
-            if gradients:
-                torch._foreach_div_(gradients, factor)
-
     @abstractmethod
     def _move(self, update: Update) -> None:
         """Move means and set posterior precisions, both in place."""
+
+
+def _check_options(optimizer: type, options: Mapping[str, Any]) -> None:
+    """Check the options.
+
+    Raises:
+        ArgumentError: naming the first that is unknown or out of range.
+    """
+    for name in options.keys() - DEFAULTS.keys():
+        own = inspect.signature(optimizer).parameters.values()
+        names = sorted({*DEFAULTS, *(one.name for one in own if one.kind is one.KEYWORD_ONLY)})
+        decay = " The Normal prior of the model plays its role: to_bayesian_(net, prior_scale=...)."
+        raise ArgumentError(
+            f"{optimizer.__name__} has no option {name!r}.{decay if name == 'weight_decay' else ''} Its options are "
+            f"{', '.join(names)}."
+        )
+    optional = ("max_step", "initial_curvature", "total_steps")
+    for name, value in options.items():
+        if name == "betas":
+            if not (isinstance(value, tuple | list) and len(value) == 2 and all(_is_in(b, 1) for b in value)):
+                raise ArgumentError(
+                    f"betas must be two numbers in [0, 1), as (0.9, 0.999) of momentum and curvature, got {value!r}"
+                )
+        elif name == "damping":
+            if not _is_in(value, math.inf):
+                raise ArgumentError(f"damping must be a finite number of at least 0, got {value!r}")
+        elif value is not None or name not in optional:
+            if name in ("warmup_steps", "total_steps"):
+                check_count(name, value, int(name == "total_steps"))
+            else:
+                check_positive(name, value)
+
+
+def _is_in(value: Any, end: float) -> bool:
+    return isinstance(value, Real) and 0 <= float(value) < end
+
+
+def wanted_by(optimizer: Any) -> Estimate:
+    """Return the curvature that an optimizer of Pyro or torch wants measured in its next step.
+
+    Raises:
+        GuideError: it knows nothing of natural gradients.
+    """
+    made = [getattr(one, "optimizer", one) for one in getattr(optimizer, "optim_objs", {}).values()]
+    made.sort(key=lambda one: not getattr(one, "has_started", False))  # others hold no means
+    for one in (*made, optimizer):
+        if isinstance(found := getattr(one, "wanted", None), Estimate):
+            return found
+    constructor = getattr(optimizer, "pt_optim_constructor", type(optimizer))
+    if not (isinstance(constructor, type) and issubclass(constructor, NaturalGradientOptimizer)):
+        raise GuideError(
+            f"{getattr(constructor, '__name__', 'unknown')} cannot train by NaturalGradientELBO, whose gradients are "
+            "of the likelihood alone: take pyro_dvi.natural_gradients.VOGN, OGN or IVON, which add the prior "
+            "(VOGNOptimizer, OGNOptimizer or IVONOptimizer for elbo(model, guide)). An optimizer of your own that "
+            "wraps one of them must pass on its attribute 'wanted'."
+        )
+    options = {} if callable(optimizer.pt_optim_args) else optimizer.pt_optim_args
+    first = constructor([torch.zeros(())], **options)
+    return first.estimate if optimizer._state_waiting_to_be_consumed else first.wanted
 
 
 def _adam(parameters: list[Tensor], memories: list[dict[str, Any]], count: int, lr: float) -> None:
@@ -345,10 +347,10 @@ def cosine(step: int, total_steps: int | None) -> float:
 def warm_up(step: int, warmup_steps: int, total_steps: int | None) -> float:
     """A straight line from 0 to 1, over at most a quarter of training.
 
-    The curvature of the first steps says little: it is that of a network which has learned nothing, seen through a few
-    minibatches. Whole steps by it can carry the means far away for good, and a posterior as wide as it allows drowns
-    the gradient in noise: a network that never gets away from its prior is an optimum too. Therefore the temperature
-    rises more slowly, as a square over half of training, where the length of that is known.
+    The curvature of the first steps is unreliable: the network has learned nothing yet, and few minibatches were seen.
+    Full steps with it can carry the means far away for good, and the wide posterior that it allows drowns the gradient
+    in noise; a network that stays at its prior is an optimum, too. Therefore the temperature rises more slowly, as a
+    square over half of training, where the length of training is known.
 
     Example:
         >>> [warm_up(step, 4, None) for step in (1, 2, 4, 5)]

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What objectives share: the KL weight, the count of steps and Pyro's interface; and the objective that draws weights."""
+"""The base class of objectives, schedules of the KL weight, and the objective that draws weights."""
 
+from pyro_dvi.objectives.objective import Objective
 from pyro_dvi.objectives.sampled import SampledELBO
 
-__all__ = ["SampledELBO"]
+__all__ = ["Objective", "SampledELBO"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ELBO by draws of the weights, with a weight of the KL divergence, which Pyro's own has not."""
+"""The ELBO at draws of the weights; unlike Pyro's, with a weight of the KL divergence."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -11,8 +11,8 @@ from torch import distributions as td
 from pyro_dvi.core.undisturbed import undisturbed
 from pyro_dvi.curvature.base import sum_of
 from pyro_dvi.errors import GuideError
-from pyro_dvi.gaussians.joint_normal import is_joint
-from pyro_dvi.objectives.base import DeterministicELBO
+from pyro_dvi.gaussians.normals import is_joint
+from pyro_dvi.objectives.objective import Objective
 from pyro_dvi.runs.divergences import kl_to_priors
 from pyro_dvi.runs.latents import GaussianSite
 from pyro_dvi.runs.means import run_at_means
@@ -21,7 +21,7 @@ from pyro_dvi.runs.sites import core, is_latent, sites_of
 from pyro_dvi.runs.structure import check_gradients, refuse_dependent
 
 
-class SampledELBO(DeterministicELBO):
+class SampledELBO(Objective):
     r"""Objective of sampled variational inference; with ``AutoDelta``, of maximum a posteriori.
 
     .. math::
@@ -75,20 +75,20 @@ class SampledELBO(DeterministicELBO):
     divergence: str | None = None
     _known: tuple[Any, bool] = (None, False)  # of the guide last seen, whether it is a factorised Gaussian
 
-    def _evaluate(self, call: Call, kl_weight: float, training: bool) -> dict[str, Tensor]:
+    def evaluate(self, call: Call, kl_weight: float, training: bool) -> dict[str, Tensor]:
         first, factorised = self._known[0] is not call.guide, self._is_factorised(call)
         self.divergence = "closed form" if factorised else "sampled"
         if factorised:
-            self._looked_at(call, training)
+            self.structure(call, training)
         run = PosteriorRun.of(call, _GaussianDraws() if factorised else _Draws(), nullcontext)
-        log_likelihood = self._observed(run.model_trace).log_likelihood()
+        log_likelihood = self.observed(run.model_trace).log_likelihood()
         if first and not factorised:
             check_gradients(call, run.model_trace, log_likelihood)
         kl = kl_to_priors(run.latents) + run.guide.log_density()
         return {"loss": kl_weight * kl - log_likelihood, "log_likelihood": log_likelihood, "kl": kl}
 
     def _is_factorised(self, call: Call) -> bool:
-        """Whether the closed forms know the guide; it is looked at once."""
+        """Return whether the guide is a factorised Gaussian, which is looked at once."""
         if self._known[0] is not call.guide:
             try:
                 with undisturbed():
@@ -108,12 +108,12 @@ class _GaussianDraws(GuideRun):
         return GaussianSite(name, value, base, transforms, sampled=True)
 
     def log_density(self) -> float:
-        """What the divergence lacks."""
+        """Return the log-density of q to add to the divergence: none, since its closed form is complete."""
         return 0.0
 
 
 class _Draws(GuideRun):
-    """Let a guide draw, whatever it is made of: what the model gets are points with a density."""
+    """Let any guide draw; the model gets points with a density."""
 
     def _value_of(self, site: Any) -> None:
         if not site["fn"].has_rsample:
@@ -124,7 +124,7 @@ class _Draws(GuideRun):
             )
 
     def log_density(self) -> Tensor:
-        """Log-density of the draws that the guide has made; those of its point masses are with the latents."""
+        """Return the log-density of the draws; the divergence holds the densities of point masses already."""
         drawn = [
             site for site in sites_of(self.trace, is_latent) if type(core(site["fn"])).__name__ != "Delta"
         ]

@@ -1,26 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Optimizers: one for all parameters, step sizes for posterior scales."""
 
-from pyro_dvi.optim.joint import JointOptim
-from pyro_dvi.optim.learning_rates import (
-    SCALE_PATTERN,
-    LearningRates,
-    learning_rates,
-    parameter_groups,
-    parameter_names,
-)
-from pyro_dvi.optim.scheduled import ScheduledJointOptim
-from pyro_dvi.optim.torch_optimizers import SGD, Adam, AdamW
+from pyro_dvi.optim.joint_optim import SGD, Adam, JointOptim, ScheduledJointOptim
+from pyro_dvi.optim.learning_rates import learning_rates, parameter_groups
 
-__all__ = [
-    "SCALE_PATTERN",
-    "SGD",
-    "Adam",
-    "AdamW",
-    "JointOptim",
-    "LearningRates",
-    "ScheduledJointOptim",
-    "learning_rates",
-    "parameter_groups",
-    "parameter_names",
-]
+__all__ = ["SGD", "Adam", "JointOptim", "ScheduledJointOptim", "learning_rates", "parameter_groups"]

@@ -16,7 +16,6 @@ from pyro.infer.autoguide import AutoGuide
 from pyro.infer.elbo import ELBOModule
 from pyro.nn import PyroModule
 from torch import nn
-from torch.nn.parameter import UninitializedParameter
 
 from pyro_dvi.core.choice import check_positive
 from pyro_dvi.errors import ArgumentError, GuideError, ModelError, UnsupportedError
@@ -30,7 +29,7 @@ SCALE_PATTERN = r"(^|\.)([A-Z]\w*|guide)(\.\d+)*\.(scales\.|alphas\.|scale$)"
 
 @dataclass(frozen=True)
 class LearningRates:
-    """What :func:`learning_rates` returns: a picklable function from parameter name to optimizer options."""
+    """A picklable function from parameter names to optimizer options."""
 
     base: float
     scale_multiplier: float
@@ -126,7 +125,7 @@ def parameter_groups(
     Raises:
         ArgumentError: if a rate is not a positive finite number.
         GuideError: if a guide has not been called yet, so that its parameters do not exist.
-        ModelError: if a lazy module has not seen data yet, or nothing requires gradients.
+        ModelError: if nothing requires gradients.
         UnsupportedError: if the model or guide is a function, whose parameters only Pyro's store knows.
 
     Example:
@@ -146,25 +145,22 @@ def parameter_groups(
     rates = LearningRates(base, scale_multiplier, scale_pattern, options)
     if isinstance(module, ELBOModule):
         check_parts(module)
-    _require_initialised(module)
-    groups: dict[str, list[nn.Parameter]] = {"parameters": [], "scales": []}
+    for part in module.modules():
+        if isinstance(part, AutoGuide) and is_uninitialised(part):
+            raise GuideError(
+                f"parameter_groups: {type(part).__name__} has no parameters before its first call. Call it "
+                "once with the arguments of the model, guide(*batch), and build the optimizer afterwards."
+            )
+    groups: dict[str, dict[str, Any]] = {}
     for name, parameter in parameter_names(module):
         if parameter.requires_grad:
-            groups["scales" if re.search(scale_pattern, name) else "parameters"].append(parameter)
-    if not any(groups.values()):
+            group = "scales" if re.search(scale_pattern, name) else "parameters"
+            groups.setdefault(group, {"params": [], "name": group, **rates(name)})["params"].append(parameter)
+    if not groups:
         raise ModelError(
             f"parameter_groups: {type(module).__name__} has no parameter that requires gradients."
         )
-    return [
-        {
-            "params": parameters,
-            "name": group,
-            **options,
-            "lr": rates.base * (scale_multiplier if group == "scales" else 1),
-        }
-        for group, parameters in groups.items()
-        if parameters
-    ]
+    return [groups[group] for group in sorted(groups)]
 
 
 def parameter_names(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -224,20 +220,5 @@ def check_parts(module: ELBOModule) -> None:
 
 
 def is_uninitialised(guide: AutoGuide) -> bool:
-    """Whether an automatic guide has neither seen its model nor been loaded, and so has no parameters."""
+    """Return whether an automatic guide has no parameters: it has neither seen its model nor been loaded."""
     return guide.prototype_trace is None and next(guide.parameters(), None) is None
-
-
-def _require_initialised(module: nn.Module) -> None:
-    for part in module.modules():
-        if isinstance(part, AutoGuide) and is_uninitialised(part):
-            raise GuideError(
-                f"parameter_groups: {type(part).__name__} has no parameters before its first call. Call it "
-                "once with the arguments of the model, guide(*batch), and build the optimizer afterwards."
-            )
-    for name, parameter in module.named_parameters():
-        if isinstance(parameter, UninitializedParameter):
-            raise ModelError(
-                f"parameter_groups: '{name}' belongs to a lazy module that has no shape yet. Run the "
-                "network once on a batch, and build the optimizer afterwards."
-            )

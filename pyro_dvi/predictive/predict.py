@@ -23,7 +23,6 @@ from pyro_dvi.predictive.posterior import check_posterior, example_latents, memb
 from pyro_dvi.predictive.prediction.mixture import Mixture
 from pyro_dvi.predictive.prediction.part import Part
 from pyro_dvi.predictive.prediction.prediction import Prediction
-from pyro_dvi.predictive.rules.linearised import Linearised
 from pyro_dvi.predictive.rules.members import OfMembers
 from pyro_dvi.predictive.rules.moments import Moments
 from pyro_dvi.predictive.rules.rule import AtMean, PredictionRule, Samples
@@ -34,7 +33,6 @@ from pyro_dvi.runs.trained_for import trained_for
 KEPT_COMPONENTS = (
     2**25
 )  # numbers that kept components of all batches may predict: 256 MiB of means and scales
-_RULES = {"AtMean": AtMean(), "Linearised": Linearised(), "Moments": Moments(), "Samples": Samples(30)}
 
 
 def predict(
@@ -184,7 +182,7 @@ def rule_of(method: Any, guide: Any) -> PredictionRule:
     check_choice("method", method, PredictionRule, "AtMean() or Samples(30)")
     # The width of a Laplace approximation was fitted after training, whatever trained its mode.
     fitted = hasattr(guide, "linearised")
-    if trained_for(guide) == "AtMean" and not fitted and isinstance(method, (Moments, Samples)):
+    if trained_for(guide) in ("AtMean", AtMean()) and not fitted and isinstance(method, (Moments, Samples)):
         warn(
             f"{method} predicts with the width of a posterior that TaylorELBO trained for predictions at its mean. "
             "Draws of a network's weights leave the neighbourhood where its expansion holds, and predict worse: use "
@@ -214,14 +212,17 @@ def default_rule(guide: Any) -> PredictionRule:
     members = members_of(guide)
     if members:
         return OfMembers(tuple(default_rule(member.guide) for member in members))
-    rule = getattr(guide, "prediction_rule", None)
+    trained = "Moments" if isinstance(guide, MultiplicativeNoiseGuide) else "Samples"
+    by_objective = "AtMean" if isinstance(guide, AutoDelta) else trained_for(guide)
+    rule = getattr(guide, "prediction_rule", None) or by_objective or trained
     if isinstance(rule, PredictionRule):
         return rule
-    if rule is not None and rule not in _RULES:
+    from pyro_dvi import predictive  # when it is complete
+
+    named = getattr(predictive, str(rule), None)
+    if not (isinstance(named, type) and issubclass(named, PredictionRule)):
         raise GuideError(
-            f"the prediction_rule of {type(guide).__name__} is {rule!r}: it must be a rule, such as AtMean(), or one "
-            f"of the names {', '.join(_RULES)}"
+            f"the prediction_rule of {type(guide).__name__} is {rule!r}: it must be a rule, such as AtMean(), or the "
+            "name of one that pyro_dvi.predictive exports"
         )
-    trained = "Moments" if isinstance(guide, MultiplicativeNoiseGuide) else "Samples"
-    name = rule or ("AtMean" if isinstance(guide, AutoDelta) else trained_for(guide)) or trained
-    return _RULES[name]
+    return named()

@@ -20,13 +20,12 @@ from torch import distributions as td
 
 from pyro_dvi.curvature.base import sum_of
 from pyro_dvi.errors import DataError, ModelError
-from pyro_dvi.gaussians.joint_normal import total_correlation
-from pyro_dvi.gaussians.multiplicative_normal import MultiplicativeNormal
 from pyro_dvi.gaussians.normal_divergence import (
     minus_log_density,
     multiplicative_divergence,
     normal_divergence,
 )
+from pyro_dvi.gaussians.normals import MultiplicativeNormal, total_correlation
 from pyro_dvi.runs.distributions import strip_event_dims
 from pyro_dvi.runs.latents import GaussianSite, Latent, elementary
 
@@ -46,7 +45,7 @@ def kl_to_priors(latents: Iterable[Latent]) -> Tensor:
     where multiplicative noise has :math:`\sigma^2 = \alpha\mu^2 + \varepsilon`. Such sites are summed together in
     few passes over the weights (:mod:`pyro_dvi.gaussians.normal_divergence`), all others one by one.
 
-    A Gaussian vector with covariances adds its :func:`~pyro_dvi.gaussians.joint_normal.total_correlation`.
+    A Gaussian vector with covariances adds its :func:`~pyro_dvi.gaussians.normals.total_correlation`.
 
     Status: exact for Normal and transformed Normal priors; Gauss-Hermite with 32 nodes for other factorised priors
     (exact to rounding for smooth ones, about 1 % for kinks such as Laplace's); otherwise an unbiased sample.

@@ -133,45 +133,10 @@ def _all_local(latents: list[Any], plate: Any, rows: int) -> bool:
     return {m["name"] for m in inside} == {m["name"] for m in latents}
 
 
-class UnscaledMinibatches:
-    """Warns of minibatches whose likelihood nothing scales up: N is then taken for the size of a minibatch.
-
-    Attributes:
-        largest: examples of the largest minibatch so far.
-    """
-
-    def __init__(self) -> None:
-        self.largest = 0.0
-        self._warned = False
-
-    def see(self, terms: list[ObservedSite]) -> None:
-        """Compare a minibatch with those before."""
-        if self._warned or any(torch.is_tensor(site.scale) or site.scale != 1 for site in terms):
-            return
-        size = max(_unmasked(site) for site in terms)
-        if size < 0.9 * self.largest:
-            self._warned = True
-            warn(
-                f"the data were {self.largest:g} in one step and {size:g} in another, and no plate says how "
-                "large the data set is. If these are minibatches, N is the size of the minibatch, and the posterior is "
-                'far too wide: write pyro.plate("data", N, subsample_size=len(x)) around the observations, with N the '
-                "number of all data; NaturalGradientELBO(num_data=N) then checks it."
-            )
-        self.largest = max(size, self.largest)
-
-
 def num_data_of(site: ObservedSite) -> float:
     """Number of examples in the data set: the plate's scale times the minibatch."""
     scale = float(site.scale.cpu().double().mean()) if torch.is_tensor(site.scale) else float(site.scale)
     return scale * max(1, torch.Size(site.fn.batch_shape).numel())
-
-
-def _unmasked(site: ObservedSite) -> float:
-    """Number of examples in the minibatch without those that a mask leaves out, as padding."""
-    shape = torch.Size(site.fn.batch_shape)  # a plain tuple in some distributions of Pyro
-    if not torch.is_tensor(site.mask):
-        return float(shape.numel())
-    return float(site.mask.expand(torch.broadcast_shapes(shape, site.mask.shape)).sum())
 
 
 def run_on_part(run: PosteriorRun, fraction: float, slice_args: SliceArguments | None) -> list[ObservedSite]:

@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from torch import distributions as td
 from torch.nn.utils import _named_member_accessor as accessor
 
-from pyro_dvi.gaussians.joint_normal import is_joint
-from pyro_dvi.gaussians.multiplicative_normal import MultiplicativeNormal
-from pyro_dvi.moments import GaussianMoments, Link, MultiplicativeMoments
-from pyro_dvi.moments.joint import JointMoments, joint_noise_followed
-from pyro_dvi.moments.through_link import through_link
+from pyro_dvi.gaussians.normals import MultiplicativeNormal, is_joint
+from pyro_dvi.moments import GaussianMoments
+from pyro_dvi.moments.bilinear import MultiplicativeMoments
+from pyro_dvi.moments.quadrature import through_link
+from pyro_dvi.moments.shared_noise import JointMoments, joint_noise_followed
+from pyro_dvi.moments.value import Link
 from pyro_dvi.runs.latents import Marginals, elementary
 from pyro_dvi.runs.means import PosteriorMeans
 from pyro_dvi.runs.posterior_run import Call, PosteriorRun

@@ -18,13 +18,13 @@ from torch import Size, Tensor
 from torch import distributions as td
 from torch.distributions import constraints
 
-from pyro_dvi.links import mixture
-from pyro_dvi.links.classes import ClassLink
-from pyro_dvi.links.joint import Joint
-from pyro_dvi.links.noise import NoiseLink, ShapedNormal
-from pyro_dvi.links.noise import Normal as NoisyNormal
-from pyro_dvi.links.predictive import predictive_distribution
-from pyro_dvi.moments import GaussianMoments, Link
+from pyro_dvi.links import noise_links
+from pyro_dvi.links.class_links import ClassLink
+from pyro_dvi.links.families import Joint, predictive_distribution
+from pyro_dvi.links.noise_links import NoiseLink, ShapedNormal
+from pyro_dvi.links.noise_links import Normal as NoisyNormal
+from pyro_dvi.moments import GaussianMoments
+from pyro_dvi.moments.value import Link
 from pyro_dvi.runs.distributions import innermost, rewrapped, untransformed
 from pyro_dvi.runs.outputs import Outputs, Parameter
 from pyro_dvi.runs.response import counted
@@ -90,12 +90,12 @@ def integrated(
         found, counts = predictive(base), counted({"fn": fn, "mask": None})
         if counts is None:
             return found
-        if not isinstance(found, mixture.PointMixture):
+        if not isinstance(found, noise_links.PointMixture):
             return PartlyCounted(found, counts)
         found.components = PartlyCounted(found.components, counts)
         return found
     values, weights = joint.points(uncertain)
-    return mixture.PointMixture(outputs.rebuilt({**given, **values}, tuple(weights.shape)), weights)
+    return noise_links.PointMixture(outputs.rebuilt({**given, **values}, tuple(weights.shape)), weights)
 
 
 def _uncertain(base: Any, parameter: Parameter, real: Tensor, variance: Tensor) -> Any:
@@ -114,7 +114,7 @@ def _uncertain(base: Any, parameter: Parameter, real: Tensor, variance: Tensor) 
     )
 
 
-class PointMixture(mixture.PointMixture, TorchDistributionMixin):
+class PointMixture(noise_links.PointMixture, TorchDistributionMixin):
     """A mixture with Pyro's methods."""
 
 
@@ -149,7 +149,7 @@ class PartlyCounted(dist.MaskedDistribution):
         return normal.log_prob(apart)  # type: ignore[no-any-return]
 
 
-_OURS = {mixture.PointMixture: PointMixture, NoisyNormal: Normal}
+_OURS = {noise_links.PointMixture: PointMixture, NoisyNormal: Normal}
 
 
 def as_pyro(distribution: Any) -> Any:

@@ -19,7 +19,7 @@ from pyro_dvi.core.autograd_graph import enters, function_of, graph_of
 from pyro_dvi.core.placement import tensors_of
 from pyro_dvi.core.undisturbed import undisturbed
 from pyro_dvi.errors import GuideError, ModelError, PyroDviError
-from pyro_dvi.gaussians.joint_normal import is_joint
+from pyro_dvi.gaussians.normals import is_joint
 from pyro_dvi.runs.distributions import strip_event_dims
 from pyro_dvi.runs.equal_units import Starts, equal_units
 from pyro_dvi.runs.latents import GaussianSite, Latent, unconstraining_transform

@@ -1,47 +1,53 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a guide can be trained by, and the rule of prediction that it was trained for, which objectives record on it."""
+"""The rule of prediction that a guide was trained for, which its objective records on the guide."""
 
 import inspect
 from contextlib import suppress
 from typing import Any
 
-from pyro_dvi.errors import GuideError
+import torch
+from torch import Tensor
 
-# None: trained neither by an objective of this library nor by ``fit``.
-RULES = (None, "AtMean", "Moments", "Samples")
 _ATTRIBUTE = "_pyro_dvi_trained_for"
 
 
 def check_trainable(guide: Any, objective: Any) -> None:
-    """Refuse a guide of which an objective would train nothing, or only a part.
+    """Refuse an objective that would train nothing of a guide, or only a part.
+
+    A guide says so by its method ``check_objective(objective)``, which raises; None stands for a function.
 
     Raises:
-        GuideError: the guide is an ensemble, or stores precisions, which only natural gradients move.
+        GuideError: the guide refuses the objective.
     """
-    name = "a loss function" if objective is None else type(objective).__name__
-    if getattr(guide, "_is_trained", False):
-        raise GuideError(
-            f"{name} cannot train this {type(guide).__name__}, whose members have been trained: it is for predictions. "
-            "To train other members, give pyro_dvi.train_ensemble a function that trains one and returns its model and "
-            "guide."
-        )
-    if hasattr(guide, "precision_parameter") and not getattr(objective, "_moves_precisions", False):
-        raise GuideError(
-            f"{name} cannot train a {type(guide).__name__}, whose precisions get no gradients: train it with "
-            "NaturalGradientELBO and pyro_dvi.natural_gradients.VOGN, OGN or IVON, or use MeanFieldGuide"
-        )
+    getattr(guide, "check_objective", lambda _: None)(objective)
 
 
-def trained_for(guide: Any) -> str | None:
-    """Return the name of the rule that the guide's objective trained it for, or None."""
+def trained_for(guide: Any) -> Any:
+    """Return the rule that the guide's objective trained it for, or the name of one; None before training."""
     return getattr(_owner(guide), _ATTRIBUTE, None)
 
 
-def note_trained_for(guide: Any, rule: str | None) -> None:
-    """Record the name of a rule on a guide, below handlers around it."""
+def note_trained_for(guide: Any, rule: Any) -> None:
+    """Record a rule, or the name of one, on a guide, below handlers around it."""
     if rule != trained_for(guide):
         with suppress(AttributeError):  # an object with slots
             setattr(_owner(guide), _ATTRIBUTE, rule)
+
+
+def encoded(rule: Any) -> Tensor:
+    """Return the name of a rule as a tensor of one size, which all that handles states can copy and compare.
+
+    Example:
+        >>> decoded(encoded("AtMean"))
+        'AtMean'
+    """
+    name = "" if rule is None else rule if isinstance(rule, str) else type(rule).__name__
+    return torch.tensor(list(name.encode()[:64].ljust(64, b"\0")), dtype=torch.uint8)
+
+
+def decoded(name: Tensor) -> str | None:
+    """Return the name that :func:`encoded` was given."""
+    return bytes(list(name)).rstrip(b"\0").decode() or None
 
 
 def _owner(guide: Any) -> Any:

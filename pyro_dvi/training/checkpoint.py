@@ -257,7 +257,7 @@ class Contents:
                     f"file ({first_line(error)}); if they are the same, pass example=, one batch of the loader."
                 ) from error
         self._load_weights(saved)
-        note_trained_for(route.guide, getattr(route.elbo, "trains_for", "Samples"))
+        note_trained_for(route.guide, getattr(route.elbo, "prediction_rule", "Samples"))
         if saved["elbo"] is not None:
             route.elbo.load_state_dict(saved["elbo"])
         if route.steered is not None:
@@ -267,8 +267,8 @@ class Contents:
                 raise CheckpointError(
                     f"The optimizer's state does not fit: {error}. Build it as it was built."
                 ) from error
-            if hasattr(route.elbo, "serve"):  # for a loop of the user's own
-                route.elbo.serve(route.steered)
+            if hasattr(route.elbo, "prepare"):  # for a loop of the user's own
+                route.elbo.prepare(route.guide, route.steered)
         if self.lr_schedule is not None:
             self.lr_schedule.load_state_dict(saved["lr_schedule"])
         history = History.from_dict(saved["history"])

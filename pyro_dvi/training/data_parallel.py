@@ -23,7 +23,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from pyro_dvi.core.autograd_graph import leaves_of
 from pyro_dvi.core.batches import number_of_batches
 from pyro_dvi.core.choice import check_choice
-from pyro_dvi.core.natural_step import STEPS
 from pyro_dvi.core.undisturbed import undisturbed
 from pyro_dvi.errors import (
     ArgumentError,
@@ -303,8 +302,7 @@ class DataParallel(ELBO):
             for statistic, total in zip(statistics, sums, strict=True):
                 statistic.copy_(total)
         result: Tensor = _Joint.apply(loss.new_tensor(value), gradients, *leaves)
-        if guide in STEPS:
-            result.register_hook(STEPS[guide].note_factor)
+        self.elbo.returned(result, guide)
         return result
 
     # The first step ---------------------------------------------------------------------------------------------

@@ -229,7 +229,6 @@ class EnsembleGuide(nn.Module):
     """
 
     factorised = None  # a mixture is no product of Gaussians
-    _is_trained = True  # so that no objective takes it
 
     def __init__(self, members: Iterable[TrainedPosterior | tuple[Any, Any]]) -> None:
         super().__init__()
@@ -250,6 +249,18 @@ class EnsembleGuide(nn.Module):
     def model(self) -> EnsembleModel:
         """The model of the ensemble."""
         return self._model[0]
+
+    def check_objective(self, objective: Any) -> None:
+        """Refuse every objective.
+
+        Raises:
+            GuideError: always.
+        """
+        raise GuideError(
+            f"{'a loss function' if objective is None else type(objective).__name__} cannot train this "
+            f"{type(self).__name__}, whose members have been trained: it is for predictions. To train other members, give "
+            "pyro_dvi.train_ensemble a function that trains one and returns its model and guide."
+        )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Draw a member, then its latents; what its guide returns."""

@@ -317,7 +317,7 @@ class _Run:
             self.checkpoint.check_covers(self.route.loose_modules)
         check_parameters(self.route)
         claim_parameters(self.route)
-        note_trained_for(self.route.guide, getattr(self.route.elbo, "trains_for", "Samples"))
+        note_trained_for(self.route.guide, getattr(self.route.elbo, "prediction_rule", "Samples"))
         self.history.inputs = self.history.inputs or input_shapes(args, kwargs)
         self.rollback.remember()
 

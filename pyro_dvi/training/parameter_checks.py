@@ -166,6 +166,6 @@ def unwanted_updates_noticed(route: Route) -> Iterator[None]:
             warn(
                 f"The weight decay of {route.optimizer_name} acts on {name!r}, posterior scales on a logarithmic axis, "
                 "and pulls them to a value near 1 whatever the data say. The prior of the model decays the weights "
-                "already: leave it out, or take dvi.optim.AdamW, which spares the scales."
+                "already: leave it out."
             )
             break

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from pyro_dvi.core.batches import dataset_size
 from pyro_dvi.core.undisturbed import modules_met, preserve_buffers
 from pyro_dvi.errors import ArgumentError, DeviceError, GuideError, NonFiniteError, UnsupportedError
-from pyro_dvi.optim.joint import JointOptim, load_state, torch_optimizer
+from pyro_dvi.optim.joint_optim import JointOptim, load_state, torch_optimizer
 from pyro_dvi.optim.learning_rates import SCALE_PATTERN, check_parts, is_uninitialised, parameter_names
 from pyro_dvi.runs.minibatch import check_list, check_num_data
 from pyro_dvi.runs.observed import observation
@@ -94,7 +94,7 @@ class Route(ABC):
 
     @contextmanager
     def informed(self, loader: Iterable[Any]) -> Iterator[None]:
-        """Tell the objective the size of the data set, and its optimizer if it measures for it, while training lasts.
+        """Let the objective see the optimizer, and tell it the size of the data set while training lasts.
 
         The size is compared with the plate of the model: by an ELBO that can do so, for others and for a list of
         batches in the first step. Of several processes each may have a list of its own share.
@@ -103,14 +103,14 @@ class Route(ABC):
         told = hasattr(self.elbo, "num_data")
         known = getattr(self.elbo, "num_data", None)
         shared = torch.distributed.is_available() and torch.distributed.is_initialized()
-        serve = getattr(self.elbo, "serve", lambda optimizer: None)
         if size is not None and not told:
             self._first_step = _SitesSeen(
                 lambda seen: check_num_data([*map(observation, filter(is_data, seen))], size)
             )
         elif isinstance(loader, (list, tuple)) and not shared and known is None:
             self._first_step = _SitesSeen(lambda seen: check_list(seen, loader, told))
-        served = serve(self.steered)
+        if hasattr(self.elbo, "prepare"):
+            self.elbo.prepare(self.guide, self.steered)
         if told and known is None:
             self.elbo.num_data = size
         try:
@@ -119,7 +119,6 @@ class Route(ABC):
             self._first_step = nullcontext()
             if told:
                 self.elbo.num_data = known
-            serve(served)
 
     def checked_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
         """Take a training step; the first one only with a plate that fits the data set.

@@ -8,23 +8,19 @@ import torch
 from torch import Tensor
 
 from pyro_dvi.core.choice import check_choice
+from pyro_dvi.core.kinks import PIECEWISE_LINEAR
 from pyro_dvi.core.signatures import explained_calls
 from pyro_dvi.curvature import Curvature, Fisher, Linearisation, ObservedSite
 from pyro_dvi.curvature.likelihood import SliceArguments
 from pyro_dvi.errors import CheckpointError, warn
-from pyro_dvi.objectives.base import DeterministicELBO
+from pyro_dvi.objectives.objective import Objective
 from pyro_dvi.runs.divergences import kl_to_priors, prior_precision
 from pyro_dvi.runs.means import run_at_means
 from pyro_dvi.runs.minibatch import run_on_part
 from pyro_dvi.runs.posterior_run import Call, PosteriorRun
 
-# Functions whose second derivative is zero almost everywhere.
-_PIECEWISE_LINEAR = frozenset(
-    "abs clamp clamp_min hardsigmoid hardtanh leaky_relu maximum minimum prelu relu rrelu threshold".split()
-)
 
-
-class TaylorELBO(DeterministicELBO):
+class TaylorELBO(Objective):
     r"""Objective of Variational Laplace: the loss at the posterior mean and a penalty on squared gradients.
 
     For :math:`q = \mathcal N(\mu, \mathrm{diag}\,\sigma^2)` over the latents and a minibatch with plate scale N/M,
@@ -79,7 +75,7 @@ class TaylorELBO(DeterministicELBO):
         True
     """
 
-    trains_for = "AtMean"
+    prediction_rule = "AtMean"
 
     @explained_calls()
     def __init__(
@@ -95,14 +91,14 @@ class TaylorELBO(DeterministicELBO):
         super().__init__(kl_weight=kl_weight, num_data=num_data, num_particles=num_particles)
         self.curvature = curvature
 
-    def _evaluate(self, call: Call, kl_weight: float, training: bool) -> dict[str, Tensor]:
-        structure, first = self._looked_at(call, training)
+    def evaluate(self, call: Call, kl_weight: float, training: bool) -> dict[str, Tensor]:
+        structure, first = self.structure(call, training)
         penalty_weight = self.curvature.weight(self.step) if training else 1.0
         recorder = self.curvature.recorder if penalty_weight else None
         run = run_at_means(call, structure.sampled, recorder)
         if first and run.gaussians:  # a point mass has no penalty
             _warn_of_kinks(structure.function_names)
-        observed = self._observed(run.model_trace)
+        observed = self.observed(run.model_trace)
         log_likelihood = observed.log_likelihood()
         kl = kl_to_priors(run.latents)
         penalty = torch.zeros_like(log_likelihood)
@@ -115,7 +111,7 @@ class TaylorELBO(DeterministicELBO):
     def _linearised(
         self, run: PosteriorRun, sites: list[ObservedSite], factors: Any, kl_weight: float
     ) -> Linearisation:
-        """What the curvature sees. Nothing in it holds itself: layers' inputs would outlive the step."""
+        """Return the likelihood for the curvature, without a reference to itself, which would outlive the step."""
 
         def subset(fraction: float, slice_args: SliceArguments | None) -> Linearisation:
             with self.curvature.recorder([]):
@@ -168,7 +164,7 @@ def _precision_limits(run: PosteriorRun, kl_weight: float) -> list[Tensor | None
 
 
 def _warn_of_kinks(function_names: frozenset[str]) -> None:
-    kinks = sorted(_PIECEWISE_LINEAR & function_names)
+    kinks = sorted(PIECEWISE_LINEAR & function_names)
     if kinks:
         warn(
             f"the model uses {', '.join(kinks)}, whose second derivative is zero wherever it exists: the gradient of "

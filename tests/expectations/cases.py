@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch import distributions as td
 
-from pyro_dvi.moments import GaussianMoments, Link
+from pyro_dvi.moments import GaussianMoments
+from pyro_dvi.moments.value import Link
 
 Function = Callable[[Tensor], Tensor] | None
 

@@ -156,7 +156,7 @@ def natural_squares(seed: int) -> None:
     guide = dvi.NaturalGradientGuide(case)
     guide.initialize(*case.data)
     elbo, optimizer = dvi.NaturalGradientELBO(), OGN({"warmup_steps": 0})
-    elbo.serve(optimizer)
+    elbo.prepare(guide, optimizer)
     elbo.loss_and_grads(case, guide, *case.data)
     values, scale = case.leaves(), case.num_data / EXAMPLES
     rows = rows_of(case.log_prob(values), values)
@@ -165,7 +165,7 @@ def natural_squares(seed: int) -> None:
     found = flat([guide.precision_parameter(name).grad for name in case.locs], values)
     squares = scale * rows.square().sum(0)
     assert_close(case, "squares", found, squares)
-    elbo.serve(optimizer)
+    elbo.prepare(guide, optimizer)
     SVI(case, guide, optimizer, loss=elbo).step(*case.data)
     precision = flat([guide.precision_parameter(name).detach() for name in case.locs], values)
     assert_close(case, "precisions", precision, squares + 1)

@@ -12,12 +12,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributions import kl_divergence
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pyro_dvi.gaussians.multiplicative_normal import MultiplicativeNormal
 from pyro_dvi.gaussians.normal_divergence import (
     minus_log_density,
     multiplicative_divergence,
     normal_divergence,
 )
+from pyro_dvi.gaussians.normals import MultiplicativeNormal
 from pyro_dvi.runs.divergences import kl_to_priors
 from pyro_dvi.runs.latents import GaussianSite, Latent
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pyro_dvi.gaussians.multiplicative_normal import MultiplicativeNormal
+from pyro_dvi.gaussians.normals import MultiplicativeNormal
 from pyro_dvi.moment_propagation.multiplicative_noise import MultiplicativeNoiseGuide
 from pyro_dvi.runs.distributions import strip_event_dims
 

@@ -20,7 +20,7 @@ from pyro_dvi.errors import GuideError, ModelError
 from pyro_dvi.guides import MeanFieldGuide, PerSite, PerWeight, SGDStepSize
 from pyro_dvi.laplace import LaplaceGuide
 from pyro_dvi.moment_propagation.multiplicative_noise import MultiplicativeNoiseGuide
-from pyro_dvi.natural_gradients.guide import NaturalGradientGuide
+from pyro_dvi.natural_gradients.precision_guide import NaturalGradientGuide
 from pyro_dvi.objectives.sampled import SampledELBO
 from pyro_dvi.variational_laplace.taylor import TaylorELBO
 from tests.guides.networks import Net

@@ -47,10 +47,6 @@ CASES = {
     "cg": Case(
         ConjugateGradient(tolerance=1e-9), unsupported=("draw", "marginal_variance", "log_determinant")
     ),
-    "preconditioned": Case(
-        ConjugateGradient(tolerance=1e-9, preconditioner=Diagonal()),
-        unsupported=("draw", "marginal_variance", "log_determinant"),
-    ),
     "functional": Case(Functional()),
     "top eigenvectors": Case(TopEigen(1000)),
     "samples": Case(

@@ -7,10 +7,8 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from pyro_dvi.laplace import (
-    LaplaceGuide,
-)
-from pyro_dvi.linalg import minimise_newton
+from pyro_dvi.laplace import LaplaceGuide
+from pyro_dvi.linalg.minimise import minimise_newton
 from tests.laplace.problems import Batches, guide_at
 
 pretrained = pytest.mark.filterwarnings("ignore:.*means of rows of the covariance:pyro_dvi.errors.DviWarning")
@@ -32,6 +30,6 @@ class _Smooth:
 def at_minimum(guide: LaplaceGuide, batches: Batches, model: Any, **options: Any) -> LaplaceGuide:
     """The guide at the minimum of U nearby."""
     energy = guide.energy(batches)
-    found = minimise_newton(_Smooth(energy), energy.start, tolerance=1e-14, max_iterations=2000)
+    found = minimise_newton(_Smooth(energy), energy.start, tolerance=1e-14, max_steps=2000)
     assert found.converged, found.reason
     return guide_at(model, batches[0], energy.layout.named(found.x), **options)

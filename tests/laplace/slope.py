@@ -40,7 +40,7 @@ def fitted(**options: object) -> LaplaceGuide:
 class PointSolver(Method):
     """A method that keeps what no file can hold, and knows nothing but covariances."""
 
-    curvature = Hessian()
+    precision = Hessian()
 
     def fit(self, local, *, seed):
         return Solutions(local)

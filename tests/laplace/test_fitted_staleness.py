@@ -120,24 +120,22 @@ def test_files_of_other_versions_are_named():
     guide = fitted()
     state = guide.state_dict()
     del state["_extra_state"]["gaussian"]["point"]["model"]
-    with pytest.raises(CheckpointError, match="has no model.*another version"):
+    with pytest.raises(CheckpointError, match="KeyError: .model.*another version"):
         guide.load_state_dict(state)
     state = guide.state_dict()
     state["_extra_state"]["gaussian"]["posterior"]["covariance"] = torch.ones(1, 1)
-    with pytest.raises(CheckpointError, match="DensePosterior.*fit again"):
+    with pytest.raises(CheckpointError, match="TypeError.*covariance.*fit again"):
         guide.load_state_dict(state)
     state["_extra_state"] = None
     guide.load_state_dict(state)
     assert guide.posterior is None
     for entry, kind in (
         ("kind", "Thing"),
-        ("kind", "GGN"),
-        ("curvature", "Thing"),
-        ("curvature", "DensePosterior"),
+        ("precision", "Thing"),
     ):
         state = fitted().state_dict()
         state["_extra_state"]["gaussian"][entry] = kind
-        with pytest.raises(CheckpointError, match=f"{kind}, which is unknown here"):
+        with pytest.raises(CheckpointError, match=f"KeyError: .{kind}"):
             guide.load_state_dict(state)
 
 

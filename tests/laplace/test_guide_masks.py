@@ -99,7 +99,7 @@ def test_predictions_are_those_of_the_entries_that_vary(sine, method, tolerance)
     problem, guide = sine
     posterior = guide.fit(problem.batches, method, subset=SUBSET, seed=1)
     assert len(posterior.mode) == SIZE
-    _, expected = brute_force(problem, guide, type(method.curvature).__name__)
+    _, expected = brute_force(problem, guide, type(method.precision).__name__)
     torch.testing.assert_close(guide.predictive(GRID).variance, expected, rtol=tolerance, atol=0)
     predicted = dvi.predict(problem.model, guide, GRID)
     torch.testing.assert_close(predicted.variance, expected + problem.noise**2, rtol=tolerance, atol=0)

@@ -50,7 +50,7 @@ def guide():
         (lambda guide: guide.fit(BATCHES, Dense), r"the class Dense itself: write Dense\(...\)"),
         (lambda guide: guide.fit(BATCHES, "dense"), r"method must be .* Dense\(\)"),
         (lambda guide: guide.fit(BATCHES, unconverged=UseGGN), r"unconverged must .*UseGGN\(...\)"),
-        (lambda guide: guide.fit(BATCHES, Dense(Hessian)), r"curvature must .*Hessian\(...\)"),
+        (lambda guide: guide.fit(BATCHES, Dense(Hessian)), r"precision must .*Hessian\(...\)"),
         (lambda guide: guide.fit(BATCHES, subset=[]), "subset is empty"),
         (lambda guide: guide.fit(BATCHES, subset=3), r"subset names 3, .* no site .*\['w'\]"),
         (lambda guide: guide.energy(BATCHES, subset=["w", 3]), "subset names 3"),

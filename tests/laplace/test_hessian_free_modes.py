@@ -16,7 +16,9 @@ from pyro_dvi.errors import (
 )
 from pyro_dvi.laplace import Dense, Hessian, HessianFree, LaplaceGuide, parameter_uncertainty
 from pyro_dvi.laplace.energy.query import Query
-from pyro_dvi.laplace.methods.hessian_free import AbsoluteSum, InSample, LabelShift, NewtonCG, Sum
+from pyro_dvi.laplace.hessian_free.second_fits import AbsoluteSum, Sum
+from pyro_dvi.laplace.hessian_free.solvers import NewtonCG
+from pyro_dvi.laplace.hessian_free.training_modes import InSample, LabelShift
 from tests.laplace.minima import at_minimum, pretrained
 from tests.laplace.problems import LinearRegression, SineRegression, ragged
 

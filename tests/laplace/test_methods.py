@@ -129,7 +129,7 @@ def test_a_posterior_is_made_again_from_what_a_file_holds(
     file = io.BytesIO()
     torch.save(posterior.state(), file)
     file.seek(0)
-    again = LaplacePosterior.of_kind(type(posterior).__name__, torch.load(file, weights_only=True))
+    again = LaplacePosterior.of_kind(posterior.kind(), torch.load(file, weights_only=True))
     query = query_of(guide, problem.model, problem.x[:3])
     torch.testing.assert_close(again.covariance(query), posterior.covariance(query))
 
@@ -148,8 +148,6 @@ def test_the_diagonal_of_the_hessian(sine: tuple[SineRegression, LaplaceGuide]) 
     problem = LinearRegression()
     posterior = fit(problem.guide(), problem.batches, Diagonal(Hessian()))
     torch.testing.assert_close(posterior.marginal_variance(), 1 / problem.precision().diagonal())
-    with pytest.raises(ArgumentError, match="costs"):
-        fit(problem.guide(), problem.batches, Diagonal(Hessian(), max_size=2))
 
 
 # --- errors ----------------------------------------------------------------------------------------------------
@@ -219,9 +217,7 @@ def test_methods_refuse_what_they_cannot_be(make: Callable[[], Method], error: t
         make()
 
 
-@pytest.mark.parametrize(
-    "method", [Dense(), Dense(Hessian()), Functional(), ConjugateGradient(), Diagonal()], ids=repr
-)
+@pytest.mark.parametrize("method", [Dense(Hessian()), Functional(), ConjugateGradient()], ids=repr)
 def test_gradients_that_are_switched_off_change_nothing(method: Method) -> None:
     problem = SineRegression(hidden=2)
     guide = problem.trained(200)

@@ -28,7 +28,7 @@ from pyro_dvi.laplace import (
     HessianFree,
     UseGGN,
 )
-from pyro_dvi.laplace.methods.hessian_free import Adam
+from pyro_dvi.laplace.hessian_free.solvers import Adam
 from tests.laplace.problems import SineRegression, guide_at, ragged
 from tests.laplace.slope import LOCS, X, Y, fitted, model
 
@@ -45,7 +45,7 @@ class TestMistakes:
     def test_no_minimum(self):
         with pytest.raises(NotPositiveDefiniteError, match="polish"):
             guide_at(_saddle, (X,), {"u": torch.zeros(2).double()}).fit(
-                [(X,)], Dense(curvature=Hessian()), unconverged=Accept()
+                [(X,)], Dense(precision=Hessian()), unconverged=Accept()
             )
 
     @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ _IMPROPER = {
 
 
 @pytest.mark.parametrize("kind", _IMPROPER)
-@pytest.mark.parametrize("determinant", [None, Exactly(), ByLanczos(probes=2, steps=2)])
+@pytest.mark.parametrize("determinant", [None, Exactly(), ByLanczos(num_probes=2, steps=2)])
 def test_an_improper_likelihood_has_no_evidence(kind, determinant):
     improper, error, message = _IMPROPER[kind]
     guide = guide_at(improper, (X, Y), {"w": torch.ones(()).double()})

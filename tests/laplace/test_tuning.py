@@ -31,7 +31,7 @@ from pyro_dvi.laplace import (
     TopEigen,
 )
 from pyro_dvi.laplace.energy.energy import Energy, LocalEnergy
-from pyro_dvi.laplace.evidence.scales import Scale
+from pyro_dvi.laplace.evidence.candidates import Scale
 from pyro_dvi.predictive import Linearised
 from tests.laplace.problems import LinearRegression, SineRegression, guide_at
 
@@ -64,7 +64,7 @@ def maximum(function, low=-7.0, high=7.0, count=801):
     return math.exp(float(grid[i] + 0.5 * (a - c) / (a - 2 * b + c) * (grid[1] - grid[0])))
 
 
-@pytest.mark.parametrize("determinant", [None, ByLanczos(probes=2, steps=3)])
+@pytest.mark.parametrize("determinant", [None, ByLanczos(num_probes=2, steps=3)])
 def test_prior_precision_by_evidence(determinant):
     # Of orthogonal features a Rademacher probe has no error, so that the stochastic determinant is exact as well.
     problem = LinearRegression(num_data=20)

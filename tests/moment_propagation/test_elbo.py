@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributions import constraints
 
 import pyro_dvi as dvi
-from pyro_dvi.expectations import MonteCarlo, Sobol, Taylor2, TiltedBound
+from pyro_dvi.expectations import Sobol, TiltedBound
 from pyro_dvi.guides import MeanFieldGuide
 from pyro_dvi.moment_propagation.elbo import MomentPropagationELBO
 from pyro_dvi.moment_propagation.multiplicative_noise import MultiplicativeNoiseGuide
@@ -70,9 +70,7 @@ def test_heteroscedastic_loss_is_close_to_that_of_samples(data, guide_class):
     assert abs(loss - mean) < 4 * error + 0.01 * abs(mean)
 
 
-@pytest.mark.parametrize(
-    "estimator", [Sobol(256), MonteCarlo(4000), TiltedBound(), Taylor2()], ids=lambda e: type(e).__name__
-)
+@pytest.mark.parametrize("estimator", [Sobol(256), TiltedBound()], ids=lambda e: type(e).__name__)
 def test_estimators_of_classes_agree_with_samples(data, estimator):
     model = dvi.classifier(network(3), num_data=12)
     labels = torch.arange(12) % 3

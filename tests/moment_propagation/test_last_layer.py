@@ -10,7 +10,7 @@ from torch import nn
 
 import pyro_dvi as dvi
 from pyro_dvi.errors import ArgumentError
-from pyro_dvi.gaussians.joint_normal import RowsNormal, shared_factor, total_correlation
+from pyro_dvi.gaussians.normals import RowsNormal, shared_factor, total_correlation
 from pyro_dvi.guides import MeanField
 from pyro_dvi.moment_propagation.last_layer import AllOutputs, LowRank, PerOutput
 

@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.autograd import gradcheck
 from torch.func import jacrev
 
-from pyro_dvi.moments import GaussianMoments, MultiplicativeMoments
+from pyro_dvi.moments import GaussianMoments
+from pyro_dvi.moments.bilinear import MultiplicativeMoments
 
 FLOAT64 = torch.float64
 

@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pyro_dvi.moments import GaussianMoments, MultiplicativeMoments
+from pyro_dvi.moments import GaussianMoments
+from pyro_dvi.moments.bilinear import MultiplicativeMoments
 from tests.moments.battery import quadrature
 
 INPUTS, HIDDEN, OUTPUTS, EXAMPLES = 3, 24, 2, 5

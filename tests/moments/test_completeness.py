@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from pyro_dvi.moments import rules
+from pyro_dvi.moments.rules import RULES
 from pyro_dvi.moments.tensor_like import name_of
 
-OURS = sorted((f for f, rule in rules().items() if rule.__module__.startswith("pyro_dvi.")), key=name_of)
+OURS = sorted((f for f, rule in RULES.items() if rule.__module__.startswith("pyro_dvi.")), key=name_of)
 
 
 def functions_with_cases() -> set[Callable]:

@@ -12,21 +12,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from pyro_dvi.moments import GaussianMoments, MultiplicativeMoments
+from pyro_dvi.moments import GaussianMoments
+from pyro_dvi.moments.bilinear import MultiplicativeMoments
 from tests.moments import (
     battery,
     multilinear,
     test_activations,
     test_affine,
     test_arithmetic,
-    test_convolution,
-    test_dropout,
-    test_maximum,
+    test_arithmetic_powers,
+    test_elements,
+    test_layers_convolution,
+    test_layers_dropout,
     test_normalisation,
-    test_pooling,
-    test_powers,
     test_reduction,
-    test_shape,
+    test_reduction_pooling,
+    test_softmax_maximum,
 )
 
 DTYPE = torch.float64
@@ -34,14 +35,14 @@ MODULES = (
     test_activations,
     test_affine,
     test_arithmetic,
-    test_convolution,
-    test_dropout,
-    test_maximum,
+    test_layers_convolution,
+    test_layers_dropout,
+    test_softmax_maximum,
     test_normalisation,
-    test_pooling,
-    test_powers,
+    test_reduction_pooling,
+    test_arithmetic_powers,
     test_reduction,
-    test_shape,
+    test_elements,
 )
 # Random, of the CPU by name, refused, or with tests of their own.
 LEFT_OUT = {
@@ -72,7 +73,7 @@ def cases(module: Any) -> list[Any]:
         case
         for case in module.CASES
         if case.func not in LEFT_OUT
-        and case not in test_pooling.INDICES
+        and case not in test_reduction_pooling.INDICES
         and not {"device", "training"} & case.kwargs.keys()
     ]
 

@@ -34,22 +34,16 @@ class Case(multilinear.Case):
             tensors = {k: v.float() if isinstance(v, Tensor) else v for k, v in self.kwargs.items()}
         else:
             tensors = dict(self.kwargs)
-        given = {k: v for k, v in affine.items() if v is not None or self.func in POSITIONAL}
+        given = {k: v for k, v in affine.items() if v is not None}
         return self.func(x, *self.first, **tensors, **given)
 
 
-POSITIONAL = {torch.batch_norm}  # these have no defaults
 SHAPE = (3, C, 2)
 RUNNING_CASES = [  # exact: linear in the input, the weight and the bias
     Case(F.batch_norm, (SHAPE, (C,), (C,)), RUNNING),
     Case(F.batch_norm, ((3, C), (C,), (C,)), {**RUNNING, "eps": 0.1}),
     Case(F.batch_norm, ((2, C, 2, 1),), RUNNING),
     Case(F.instance_norm, (SHAPE, (C,), (C,)), {**RUNNING, "use_input_stats": False}),
-    Case(
-        torch.batch_norm,
-        (SHAPE, (C,), (C,)),
-        {**RUNNING, "training": False, "momentum": 0.1, "eps": 1e-5, "cudnn_enabled": False},
-    ),
 ]
 EXAMPLE_CASES = [  # by the statistics of each example
     Case(F.layer_norm, ((3, 5), (5,), (5,)), first=((5,),)),

@@ -51,7 +51,7 @@ def sampled(function: Callable[[Tensor], Tensor], x: GaussianMoments) -> tuple[T
 
 
 @pytest.mark.parametrize("level", CLAIMS)
-@pytest.mark.parametrize("classes", [2, 3, 10])
+@pytest.mark.parametrize("classes", [2, 10])
 def test_softmax_is_as_good_as_claimed(classes: int, level: float) -> None:
     x = logits(classes, level)
     mean, variance = sampled(lambda v: torch.softmax(v, -1), x)
@@ -67,7 +67,7 @@ def test_softmax_is_as_good_as_claimed(classes: int, level: float) -> None:
 
 
 @pytest.mark.parametrize("level", CLAIMS)
-@pytest.mark.parametrize("classes", [2, 3, 10])
+@pytest.mark.parametrize("classes", [2, 10])
 def test_logsumexp_and_log_softmax_are_as_good_as_claimed(classes: int, level: float) -> None:
     x = logits(classes, level)
     mean, variance = sampled(lambda v: torch.cat([total := v.logsumexp(-1, keepdim=True), v - total], -1), x)

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pyro_dvi.moments import GaussianMoments, MultiplicativeMoments
+from pyro_dvi.moments import GaussianMoments
+from pyro_dvi.moments.bilinear import MultiplicativeMoments
 
 models = pytest.importorskip("torchvision.models")
 

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import pyro_dvi as dvi
-from pyro_dvi.natural_gradients.ivon import IVONOptimizer
 from pyro_dvi.natural_gradients.pyro_optimizers import IVON, OGN, VOGN
-from pyro_dvi.natural_gradients.vogn import OGNOptimizer, VOGNOptimizer
+from pyro_dvi.natural_gradients.updates import IVONOptimizer, OGNOptimizer, VOGNOptimizer
 
 N, M = 20, 8
 
@@ -48,5 +47,5 @@ def batches(
 
 
 def elbo(particles: int = 1) -> dvi.NaturalGradientELBO:
-    schedule = dvi.schedules.CosineWarmup(6, start=0.1)
+    schedule = dvi.schedules.LinearWarmup(6, start=0.1)
     return dvi.NaturalGradientELBO(kl_weight=schedule, num_particles=particles, num_data=N)

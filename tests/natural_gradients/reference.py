@@ -7,8 +7,8 @@ import pyro.distributions as dist
 import torch
 from pyro.infer import SVI
 
-from pyro_dvi.natural_gradients.elbo import NaturalGradientELBO
-from pyro_dvi.natural_gradients.guide import NaturalGradientGuide
+from pyro_dvi.natural_gradients.natural_elbo import NaturalGradientELBO
+from pyro_dvi.natural_gradients.precision_guide import NaturalGradientGuide
 
 N, M = 40, 10
 
@@ -120,7 +120,7 @@ def run(optimizer, step, *, tau: float, particles: int = 1, steps: int = 25) -> 
     guide = NaturalGradientGuide(model)
     guide.initialize(x[:M], y[:M])
     elbo = NaturalGradientELBO(kl_weight=tau, num_particles=particles, num_data=N)
-    elbo.serve(optimizer)
+    elbo.prepare(guide, optimizer)
     svi = SVI(model, guide, optimizer, loss=elbo)
     reference = Reference(*state(guide))
     for t in range(steps):

@@ -16,10 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pyro_dvi.bayesian import classifier, to_bayesian_
 from pyro_dvi.errors import ArgumentError, GuideError
 from pyro_dvi.guides import MeanFieldGuide
-from pyro_dvi.natural_gradients.elbo import NaturalGradientELBO
-from pyro_dvi.natural_gradients.guide import NaturalGradientGuide
+from pyro_dvi.natural_gradients.natural_elbo import NaturalGradientELBO
+from pyro_dvi.natural_gradients.precision_guide import NaturalGradientGuide
 from pyro_dvi.natural_gradients.pyro_optimizers import IVON, OGN, VOGN
-from pyro_dvi.natural_gradients.vogn import VOGNOptimizer
+from pyro_dvi.natural_gradients.updates import VOGNOptimizer
 from pyro_dvi.training import fit
 from tests.natural_gradients.reference import M, N, data, model, state
 
@@ -161,16 +161,16 @@ def test_another_optimizer_is_found_out():
     svi.step(x, y)
     for _ in range(2):
         before = guide.locs.w.detach().clone()
-        with pytest.raises(GuideError, match=r"not used by a natural-gradient optimizer.*VOGN.*serve"):
+        with pytest.raises(GuideError, match=r"not used by a natural-gradient optimizer.*VOGN.*prepare"):
             svi.step(x, y)
         assert torch.equal(guide.locs.w.detach(), before)
     elbo = svi.loss.__self__
     with pytest.raises(GuideError, match=r"Adam.*VOGN"):
-        elbo.serve(svi.optim)
+        elbo.prepare(guide, svi.optim)
     with pytest.raises(GuideError, match=r"Adam.*VOGN"):
         fit(svi, [(x, y)], epochs=1, progress=False)
     optimizer = VOGN({})
-    elbo.serve(optimizer)
+    elbo.prepare(guide, optimizer)
     assert math.isfinite(SVI(model, guide, optimizer, loss=elbo).step(x, y))
 
 

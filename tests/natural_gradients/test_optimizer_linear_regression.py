@@ -66,20 +66,22 @@ def trained(
         x: inputs.
         y: targets.
         steps: steps of training.
-        start: precisions to start from, instead of the squares of the first step.
+        start: precisions after the first step, in place of those by its squares.
     """
     guide = dvi.NaturalGradientGuide(model)
     guide.initialize(x, y)
     elbo = dvi.NaturalGradientELBO()
     with torch.no_grad():
         guide.locs.w.copy_(exact_mean(x, y).expand(COPIES, D))
-        if start is not None:
-            guide.precisions.w.copy_(start.expand(COPIES, D))
-            elbo.load_state_dict({"step": 0, "wanted": "noise products"})  # no squares, as after a step
     svi = SVI(model, guide, optimizer, loss=elbo)
     means, precisions = [], []
     for t in range(steps):
         svi.step(x, y)
+        if t == 0 and start is not None:
+            memory = svi.optim.optim_objs[guide.locs.w_unconstrained].state[guide.locs.w_unconstrained]
+            memory["curvature"].copy_((start - DELTA).expand(COPIES, D))
+            with torch.no_grad():
+                guide.precisions.w.copy_(start.expand(COPIES, D))
         if 3 * t >= 2 * steps:
             means.append(guide.locs.w.detach().mean(0))
             precisions.append(guide.precisions.w.detach().mean(0))

@@ -13,10 +13,9 @@ from torch import Tensor
 from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau
 
 import pyro_dvi as dvi
-from pyro_dvi.natural_gradients.ivon import IVONOptimizer
 from pyro_dvi.natural_gradients.optimizer import Update
 from pyro_dvi.natural_gradients.pyro_optimizers import IVON, OGN, VOGN
-from pyro_dvi.natural_gradients.vogn import VOGNOptimizer
+from pyro_dvi.natural_gradients.updates import IVONOptimizer, VOGNOptimizer
 from pyro_dvi.training import EveryStep, fit
 
 EPOCHS, BATCHES = 3, 2

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import pyro_dvi as dvi
-from pyro_dvi.natural_gradients.vogn import OGNOptimizer
+from pyro_dvi.natural_gradients.updates import OGNOptimizer
 from tests.natural_gradients.network import TORCH_OPTIMIZERS, Net, batches, elbo
 
 
@@ -40,6 +40,7 @@ def module_run(
                 for part, state in zip((module, optimizer, module.elbo), saved, strict=True):
                     part.load_state_dict(state)
                 assert module.elbo.state_dict() == saved[2]
+                module.elbo.prepare(module.guide, optimizer)
                 torch.set_rng_state(random)
             optimizer.zero_grad()
             module(x, y).backward()

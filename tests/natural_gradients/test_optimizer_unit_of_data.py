@@ -2,7 +2,6 @@
 """The number of data is a unit: padding, class weights and a falling temperature leave the posterior right."""
 
 import copy
-import warnings
 
 import pyro
 import pyro.distributions as dist
@@ -14,8 +13,7 @@ from pyro.infer import SVI
 from torch import Tensor
 
 import pyro_dvi as dvi
-from pyro_dvi.core.natural_step import STEPS, Statistic
-from pyro_dvi.errors import DviWarning
+from pyro_dvi.natural_gradients.estimates import Estimate, NoiseProducts, Squares
 from pyro_dvi.natural_gradients.pyro_optimizers import IVON, OGN, VOGN
 
 N, D, LENGTH = 20, 3, 4
@@ -55,7 +53,7 @@ def test_padding_changes_nothing(optimizer):
             guide.initialize(*padded(LENGTH))
             step = optimizer({"betas": (0.9, 0.9), "warmup_steps": 4})
             elbo = dvi.NaturalGradientELBO()
-            elbo.serve(step)
+            elbo.prepare(guide, step)
             return SVI(padded_model, guide, step, loss=elbo)
 
         svi = started()
@@ -67,6 +65,7 @@ def test_padding_changes_nothing(optimizer):
                 svi = started()
                 svi.guide.load_state_dict(saved[0])
                 svi.optim.set_state(saved[1])
+                svi.loss.__self__.prepare(svi.guide, svi.optim)
                 torch.set_rng_state(random)
             svi.step(*padded(length))
         return torch.stack([svi.guide.locs.w.detach(), svi.guide.precisions.w.detach()])
@@ -82,22 +81,6 @@ def regression(x: Tensor, y: Tensor, size: int | None = None) -> None:
     w = pyro.sample("w", dist.Normal(torch.zeros(D), 1.0).to_event(1))
     with pyro.plate("data", size or len(x), subsample_size=len(x)):
         pyro.sample("y", dist.Normal(x @ w, 0.3), obs=y)
-
-
-def test_minibatches_without_the_size_of_the_data_are_announced_once():
-    x = torch.randn(50, D)
-    svi = SVI(regression, dvi.NaturalGradientGuide(regression), VOGN({}), loss=dvi.NaturalGradientELBO())
-    with pytest.warns(DviWarning, match="subsample_size") as caught:
-        for _ in range(3):
-            for batch in x.split(16):
-                svi.step(batch, batch.sum(1))
-    assert len(caught) == 1
-    pyro.clear_param_store()
-    svi = SVI(regression, dvi.NaturalGradientGuide(regression), VOGN({}), loss=dvi.NaturalGradientELBO())
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for batch in x.split(16):
-            svi.step(batch, batch.sum(1), 50)
 
 
 def cosines(x: Tensor, y: Tensor) -> None:
@@ -126,7 +109,7 @@ def test_precisions_of_ivon_stay_positive_where_the_temperature_falls(seed):
 # What is measured ----------------------------------------------------------------------------------------------
 
 
-def measured(optimizer, told: bool) -> Statistic:
+def measured(optimizer, told: bool) -> Estimate:
     """What the first step measures."""
     pyro.clear_param_store()
     guide = dvi.NaturalGradientGuide(regression)
@@ -134,22 +117,22 @@ def measured(optimizer, told: bool) -> Statistic:
     guide.initialize(x, x.sum(1))
     elbo = dvi.NaturalGradientELBO()
     if told:
-        elbo.serve(optimizer)
+        elbo.prepare(guide, optimizer)
     elbo.loss_and_grads(regression, guide, x, x.sum(1))
     assert guide.precisions.w.grad is not None
-    return STEPS[guide].measured
+    return guide.natural_step.measured
 
 
 def test_the_first_step_measures_what_the_optimizer_needs():
-    assert measured(VOGN({}), told=True) is Statistic.SQUARES
-    assert measured(OGN({}), told=True) is Statistic.SQUARES_AT_MEAN
-    assert measured(IVON({}), told=True) is Statistic.SQUARES
-    assert measured(IVON({"initial_curvature": 0.1}), told=True) is Statistic.NOISE_PRODUCTS
+    assert measured(VOGN({}), told=True) == Squares()
+    assert measured(OGN({}), told=True) == Squares(at_mean=True)
+    assert measured(IVON({}), told=True) == Squares()
+    assert measured(IVON({"initial_curvature": 0.1}), told=True) == NoiseProducts()
     schedule = pyro.optim.ExponentialLR(
         {"optimizer": dvi.natural_gradients.OGNOptimizer, "optim_args": {}, "gamma": 0.9}
     )
-    assert measured(schedule, told=True) is Statistic.SQUARES_AT_MEAN
-    assert measured(IVON({"initial_curvature": 0.1}), told=False) is Statistic.SQUARES
+    assert measured(schedule, told=True) == Squares(at_mean=True)
+    assert measured(IVON({"initial_curvature": 0.1}), told=False) == Squares()
 
 
 @pytest.mark.parametrize("told", [False, True])
@@ -161,7 +144,7 @@ def test_ogn_is_deterministic_from_the_first_step(told):
         guide = dvi.NaturalGradientGuide(regression, init_loc_fn=pyro.infer.autoguide.init_to_mean)
         optimizer, elbo = OGN({}), dvi.NaturalGradientELBO()
         if told:
-            elbo.serve(optimizer)
+            elbo.prepare(guide, optimizer)
         svi = SVI(regression, guide, optimizer, loss=elbo)
         pyro.set_rng_seed(seed)
         for _ in range(3):

@@ -44,8 +44,8 @@ def test_states_of_pyro_optimizers_go_on_bit_by_bit(optimizer, stepped):
         dvi.training.routes.SVIRoute(svi).load_optimizer_state(saved[2])  # as dvi.load does
     else:
         svi.optim.set_state(saved[2])
-        svi.loss.__self__.serve(
-            svi.optim
+        svi.loss.__self__.prepare(
+            svi.guide, svi.optim
         )  # the guide has not run yet, so its parameters are not in Pyro's store
     svi.model.load_state_dict(saved[0])
     svi.guide.load_state_dict(saved[1])
@@ -68,7 +68,7 @@ def test_clipping_is_that_of_pyro(optimizer):
         guide.initialize(x, y)
         before = {name: value.clone() for name, value in guide.median().items()}
         svi = SVI(model, guide, optimizer({"lr": 0.05}, clip_args), loss=elbo())
-        svi.loss.__self__.serve(svi.optim)
+        svi.loss.__self__.prepare(svi.guide, svi.optim)
         svi.step(x, y)
         return sum(float((value - before[name]).abs().sum()) for name, value in guide.median().items())
 
@@ -86,7 +86,7 @@ def test_a_model_that_is_converted_in_training_takes_its_optimizer_along(optimiz
         pyro.clear_param_store()
         model = Net(dtype)
         svi = SVI(model, dvi.NaturalGradientGuide(model), optimizer({"lr": 0.05}), loss=elbo())
-        svi.loss.__self__.serve(svi.optim)
+        svi.loss.__self__.prepare(svi.guide, svi.optim)
         return svi
 
     def go_on(svi: SVI) -> dict[str, Tensor]:
@@ -115,5 +115,6 @@ def test_a_model_that_is_converted_in_training_takes_its_optimizer_along(optimiz
     again.model.load_state_dict(saved[0])
     again.guide.load_state_dict(saved[1])
     again.optim.set_state(saved[2])
+    again.loss.__self__.prepare(again.guide, again.optim)
     again.loss.__self__.load_state_dict(saved[3])
     torch.testing.assert_close(go_on(again), expected, rtol=1e-12, atol=1e-12)

@@ -10,9 +10,8 @@ import pyro.poutine as poutine
 import torch
 from torch import Tensor
 
-from pyro_dvi.core.natural_step import STEPS
-from pyro_dvi.natural_gradients.elbo import NaturalGradientELBO
-from pyro_dvi.natural_gradients.guide import NaturalGradientGuide
+from pyro_dvi.natural_gradients.natural_elbo import NaturalGradientELBO
+from pyro_dvi.natural_gradients.precision_guide import NaturalGradientGuide
 from pyro_dvi.natural_gradients.pyro_optimizers import OGN
 
 M, N = 6, 24
@@ -24,12 +23,11 @@ def squares_at_mean(model: Callable, *args: Any) -> tuple[dict[str, Tensor], dic
     guide = NaturalGradientGuide(model)
     guide.initialize(*args)
     elbo = NaturalGradientELBO(kl_weight=0.3)
-    elbo.serve(OGN({}))
+    elbo.prepare(guide, OGN({}))
     means = {name: value.detach().clone() for name, value in guide.median(*args).items()}
     torch.manual_seed(1)
     elbo.loss_and_grads(model, guide, *args)
-    sites = STEPS[guide].sites
-    found = {name.removesuffix("_unconstrained"): site.precision.grad for name, site in sites.items()}
+    found = {name: guide.precision_parameter(name).grad for name in means}
     torch.manual_seed(1)
     return found, looped(model, means, *args)
 

@@ -13,7 +13,7 @@ from torch import distributions as td
 from torch.distributions import ComposeTransform, ExpTransform, biject_to
 
 from pyro_dvi.errors import DataError
-from pyro_dvi.gaussians.multiplicative_normal import MultiplicativeNormal
+from pyro_dvi.gaussians.normals import MultiplicativeNormal
 from pyro_dvi.runs import divergences
 from pyro_dvi.runs.divergences import kl_to_priors, prior_precision
 from pyro_dvi.runs.latents import GaussianSite, Latent, unconstraining_transform

@@ -19,8 +19,8 @@ from pyro_dvi.errors import ArgumentError, GuideError, ModelError, UnsupportedEr
 from pyro_dvi.guides import MeanField, MeanFieldGuide
 from pyro_dvi.moment_propagation.elbo import MomentPropagationELBO
 from pyro_dvi.moment_propagation.multiplicative_noise import MultiplicativeNoiseGuide
-from pyro_dvi.natural_gradients.elbo import NaturalGradientELBO
-from pyro_dvi.natural_gradients.guide import NaturalGradientGuide
+from pyro_dvi.natural_gradients.natural_elbo import NaturalGradientELBO
+from pyro_dvi.natural_gradients.precision_guide import NaturalGradientGuide
 from pyro_dvi.natural_gradients.pyro_optimizers import OGN
 from pyro_dvi.variational_laplace.taylor import TaylorELBO
 

@@ -12,7 +12,7 @@ from pyro.infer import SVI, Trace_ELBO
 
 import pyro_dvi as dvi
 from pyro_dvi.errors import ArgumentError, UnsupportedError
-from pyro_dvi.natural_gradients.guide import NaturalGradientGuide
+from pyro_dvi.natural_gradients.precision_guide import NaturalGradientGuide
 from pyro_dvi.natural_gradients.pyro_optimizers import VOGN
 from pyro_dvi.training.data_parallel import DataParallel, JointBatches
 from pyro_dvi.training.processes import OwnDraws, SharedDraws
@@ -21,7 +21,7 @@ from tests.training import distributed_programs as programs
 pytestmark = pytest.mark.distributed
 
 
-UNEVEN = {"uneven": 8, "uneven and multiplied": 8}  # number of steps
+UNEVEN = {"uneven": 8}  # number of steps
 
 
 @pytest.fixture(scope="module")

@@ -168,7 +168,7 @@ MISTAKES = [
         "method as loss",
         lambda: loss_without_gradients(TaylorELBO().loss),
         ArgumentError,
-        r"method DeterministicELBO.loss of .*, has no gradient.*loss=elbo in place of loss=elbo.loss",
+        r"method Objective.loss of .*, has no gradient.*loss=elbo in place of loss=elbo.loss",
     ),
     (
         "Pyro's method as loss",

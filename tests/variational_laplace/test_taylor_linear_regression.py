@@ -67,8 +67,8 @@ def repeated(problem: LinearRegression, guide: object, elbo: TaylorELBO, data: C
 
 
 FISHERS = {
-    "every": (lambda: Fisher(every=3), 6, 504),
-    "fraction": (lambda: Fisher(fraction=0.5, num_label_samples=2), 6, 500),
+    "every": (lambda: Fisher(every=3), 6, 252),
+    "fraction": (lambda: Fisher(fraction=0.5, num_label_samples=2), 6, 250),
 }
 
 
@@ -97,8 +97,8 @@ def test_num_label_samples_shrinks_the_noise(problem):
     guide = case.start(problem)
     single = penalty_deviation(problem, case, guide)
     elbo = TaylorELBO(curvature=Fisher(num_label_samples=16))
-    losses = torch.tensor([elbo.loss(problem.model, guide, problem.x, problem.y) for _ in range(150)])
-    assert losses.std().item() == pytest.approx(single / 4, rel=0.25)  # 4.3 errors of 0.058
+    losses = torch.tensor([elbo.loss(problem.model, guide, problem.x, problem.y) for _ in range(90)])
+    assert losses.std().item() == pytest.approx(single / 4, rel=0.32)  # 4.3 errors of 0.075
 
 
 def test_a_generator_makes_label_draws_reproducible_and_private(problem):

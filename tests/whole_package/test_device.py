@@ -21,7 +21,8 @@ from pyro_dvi import curvature, metrics
 from pyro_dvi.bayesian import HierarchicalScale, LearnedScale
 from pyro_dvi.curvature.information import expected_information
 from pyro_dvi.laplace import Accept, ByEvidence, ByLanczos, Dense, HessianFree, PriorPrecision
-from pyro_dvi.laplace.methods.hessian_free import Adam, LabelShift
+from pyro_dvi.laplace.hessian_free.solvers import Adam
+from pyro_dvi.laplace.hessian_free.training_modes import LabelShift
 from tests import emulated
 from tests.laplace.cases import CASES as LAPLACE
 from tests.whole_package.methods import (
@@ -253,7 +254,7 @@ def test_evidence_and_tuning_of_laplace(device):
     assert str(guide.diagnose(batches))
     guide.fit(batches, Dense())
     exact = guide.log_evidence(batches).value
-    assert guide.log_evidence(batches, determinant=ByLanczos(probes=20)).value == pytest.approx(
+    assert guide.log_evidence(batches, determinant=ByLanczos(num_probes=20)).value == pytest.approx(
         exact, rel=0.2
     )
     guide.tune(batches, PriorPrecision(), ByEvidence(), progress=False)

@@ -161,14 +161,14 @@ def natural(problem: Problem, optimizer: Any, squares: bool) -> None:
     half = problem.data[0].dtype in (torch.float16, torch.bfloat16)
     guide = problem.guide or dvi.NaturalGradientGuide(problem.model, initial_scale=1e-2 if half else 1e-6)
     elbo = dvi.NaturalGradientELBO(**problem.options)
-    elbo.serve(optimizer)
+    elbo.prepare(guide, optimizer)
     elbo.loss_and_grads(problem.model, guide, *problem.data)
     truth = Truth(problem, guide.median(*problem.data))
     assert_close("log-likelihood", elbo.terms["log_likelihood"], truth.likelihood, atol=1e-2, rtol=1e-4)
     if squares and truth.real and problem.second_order:
         found = torch.cat([guide.precision_parameter(name).grad.reshape(-1) for name in truth.values])
         assert_close("squares", found, truth.squares, rtol=1e-3, atol=1e-3)
-    elbo.serve(optimizer)
+    elbo.prepare(guide, optimizer)
     trained(elbo, guide, optimizer, problem)
 
 

@@ -246,7 +246,6 @@ MODES = {
 SOLVERS = {
     "SGD": hessian_free.SGD(0.1, learning_rate=1e-3, epochs=2),
     "Adam": hessian_free.Adam(0.1, epochs=2),
-    "LBFGS": hessian_free.LBFGS(0.1, max_iterations=3),
 }
 ACCEPT = laplace.Accept()
 

@@ -23,7 +23,7 @@ from pyro_dvi.core.choice import check_count
 from pyro_dvi.core.devices import device_of
 from pyro_dvi.core.progress import progress_bar
 from pyro_dvi.errors import ArgumentError, DviWarning, GuideError, UnsupportedError
-from pyro_dvi.laplace.gaussian_guide import DRAWN_WEIGHTS
+from pyro_dvi.laplace.guide import DRAWN_WEIGHTS
 from pyro_dvi.predictive import PredictionRule
 from pyro_dvi.predictive.components import Components
 from pyro_dvi.predictive.engine.batches import Batch, batches

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from pyro_dvi.curvature.products import LinearMap
-from pyro_dvi.moments import GaussianMoments, observed_by
+from pyro_dvi.moments import GaussianMoments
+from pyro_dvi.moments.dispatch import observed_by
 from pyro_dvi.moments.tensor_like import call
 from pyro_dvi.moments.value import loc_of
 from pyro_dvi.moments.weight_uses import parts_of

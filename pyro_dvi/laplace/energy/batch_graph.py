@@ -27,7 +27,7 @@ class BatchGraph:
         values: the sites' tensors, in the graph.
         run: the model at them.
         kl_weight: :math:`\beta`.
-        with_prior: whether this batch, of all of a pass, brings the prior.
+        with_prior: this batch, of all of a pass, brings the prior.
         labels: gives labels of a site without a closed-form Fisher information; products of the prior need none.
         vectors_at_once: how many vectors go through the graph together.
     """
@@ -42,12 +42,12 @@ class BatchGraph:
     @cached_property
     @torch.enable_grad()  # whoever asks
     def energy(self) -> Tensor:
-        """What the batch adds to U."""
+        """Contribution of the batch to U."""
         energy = -self.run.log_likelihood() / self.kl_weight
         return energy - self.run.log_prior if self.with_prior else energy
 
     def gradient(self) -> list[Tensor]:
-        """Its gradient."""
+        """Return the gradient of :attr:`energy`."""
         return _gradients(self.energy, self.values)
 
     @cached_property
@@ -99,7 +99,7 @@ def sites_only(run: JointRun) -> list[ObservedSite]:
     if run.factors:
         raise ModelError(
             f"pyro.factor site {run.factors[0].name!r} has no distribution, so its Gauss-Newton matrix is not "
-            "defined. Write it as an observed pyro.sample site, or use curvature=Hessian()."
+            "defined. Write it as an observed pyro.sample site, or use precision=Hessian()."
         )
     return run.sites
 
@@ -158,7 +158,7 @@ class DrawnLabels:
             warn(
                 f"the Fisher information of {kind} at observed site {site.name!r} has no closed form here: the "
                 f"Gauss-Newton matrix is estimated from {_LABELS} drawn labels for each observation. Use "
-                "curvature=Hessian(), or register it with pyro_dvi.curvature.information.information_rule"
+                "precision=Hessian(), or register it with pyro_dvi.curvature.information.information_rule"
             )
         seed = crc32(f"0/{batch}/{site.name}".encode())
         generator = torch.Generator(device=site.value.device).manual_seed(seed)

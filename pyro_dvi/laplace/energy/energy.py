@@ -25,8 +25,8 @@ from pyro_dvi.curvature.products import SavedBytes, information_pairs, vectors_t
 from pyro_dvi.curvature.squared_gradients import SquaredGradients
 from pyro_dvi.errors import NonFiniteError, UnsupportedError
 from pyro_dvi.laplace.energy.batch_graph import BatchGraph, DrawnLabels, sites_only
-from pyro_dvi.laplace.energy.layout import Layout
 from pyro_dvi.laplace.energy.passes import Arguments, Passes, Rows
+from pyro_dvi.laplace.energy.query import Layout
 from pyro_dvi.runs.explained import explained_errors
 from pyro_dvi.runs.log_joint import JointRun, run_joint
 from pyro_dvi.runs.posterior_run import Call
@@ -35,7 +35,7 @@ from pyro_dvi.runs.structure import check_gradients
 
 @dataclass
 class Work:
-    """What was done in gradients of all data: 1 for a gradient, 2 for the product with a vector.
+    """Work in gradients of all data: 1 for a gradient, 2 for the product with a vector.
 
     Attributes:
         done: so far.
@@ -56,7 +56,7 @@ class Energy:
         model: a Pyro model.
         batches: a loader or a list of batches of its arguments.
         locs: unconstrained value of every latent site.
-        layout: what varies; the rest stays at ``locs``. None: all of every site.
+        layout: the latents that vary; the rest stays at ``locs``. None: all of every site.
         kl_weight: :math:`\beta`.
         memory: bytes of graphs to keep between products at one point; what does not fit is run again each time.
 
@@ -64,7 +64,7 @@ class Energy:
         UnsupportedError: latents in half precision.
 
     Attributes:
-        layout: what varies, in the flat vector.
+        layout: order of the latents that vary in the flat vector.
         work: done so far.
     """
 
@@ -171,7 +171,7 @@ class Energy:
             return values, found
 
     def change_between_runs(self, point: Tensor) -> float:
-        """By how much two runs of the same batch differ in what they add to U: by rounding, unless they are random."""
+        """Return the difference between two runs of the same batch in U: rounding, unless the model is random."""
         batch = self.passes.first_again()
         with torch.no_grad():
             graphs = [BatchGraph(*self.run(batch, point), kl_weight=self.kl_weight) for _ in range(2)]

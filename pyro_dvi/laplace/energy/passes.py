@@ -55,7 +55,7 @@ class Passes:
 
     @property
     def checksum(self) -> float:
-        """That of the rows with their labels, in whatever order; goes through the data if no pass was made yet."""
+        """Checksum of the rows with their labels, in any order; goes through the data if no pass was made yet."""
         if self._first is None:
             deque(self, maxlen=0)
         assert self._first is not None
@@ -63,7 +63,7 @@ class Passes:
 
     @property
     def num_batches(self) -> int:
-        """Those of the first whole pass."""
+        """Number of batches in the first whole pass."""
         assert self._first is not None
         return self._first[0]
 
@@ -109,7 +109,7 @@ class Passes:
         return first
 
     def _checksums(self, given: Tensor, placed: Tensor) -> tuple[float, float]:
-        """Those of a tensor; a list of batches gives the same tensors in each pass, which are looked at once."""
+        """Return the checksums of a tensor; tensors that come again, as from a list of batches, are read once."""
         version = None if given.is_inference() else given._version  # counts changes in place
         known, sums = self._known.get(given, (None, (0.0, 0.0)))
         if given is placed and known is not None and version != known:
@@ -131,7 +131,7 @@ class Passes:
 
 
 def same_data(first: float | None, other: float | None) -> bool:
-    """Say whether two checksums are those of the same rows; not, where one is unknown."""
+    """Tell if two checksums belong to the same rows; False where one is unknown."""
     return first is not None and other is not None and abs(other - first) <= 1e-6 * max(1.0, abs(first))
 
 

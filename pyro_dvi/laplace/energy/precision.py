@@ -1,51 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which matrix is the precision of the Gaussian, a choice passed as an object; and what the prior adds to it."""
+"""Choices of the precision matrix of the Gaussian, and the prior's contribution to it."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from pyro_dvi.curvature.gauss_newton_matrix import add_gauss_newton_matrix
-from pyro_dvi.errors import CheckpointError, NotPositiveDefiniteError, UnsupportedError
+from pyro_dvi.errors import NotPositiveDefiniteError, UnsupportedError
 from pyro_dvi.laplace.energy.energy import LocalEnergy
 from pyro_dvi.linalg.operator import identity_rows
 
 
-class NamedInFiles(ABC):  # noqa: B024 (its subclasses are abstract)
-    """What files know by the name of its class: a subclass enters itself, so that adding one touches one file."""
-
-    _classes: ClassVar[dict[str, type]] = {}
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        NamedInFiles._classes[cls.__name__] = cls
-
-    @classmethod
-    def of_kind(cls, kind: str, state: Mapping[str, Any] | None = None) -> Self:
-        """Make the object again from the name of its class and its arguments.
-
-        Raises:
-            CheckpointError: no such class, or one that is made of something else.
-        """
-        found = NamedInFiles._classes.get(kind, object)
-        if not issubclass(found, cls):
-            raise CheckpointError(
-                f"the state holds a {kind}, which is unknown here: import the module that defines it"
-            )
-        try:
-            return found(**({} if state is None else state))
-        except TypeError as error:
-            raise CheckpointError(
-                f"the state of a {kind} holds {sorted(state or ())}, of which this version makes none: fit again, and "
-                "save"
-            ) from error
-
-
-class PrecisionMatrix(NamedInFiles):
+class PrecisionMatrix(ABC):
     """A symmetric matrix P at the mode, by its products."""
 
     @abstractmethod
@@ -117,27 +85,12 @@ class Hessian(PrecisionMatrix):
         return local.hessian(vectors)
 
 
-@dataclass(frozen=True, eq=False)
-class KnownMatrix(PrecisionMatrix):
-    """A matrix ``[D, D]`` that is there already."""
-
-    values: Tensor
-
-    def product(self, local: LocalEnergy, vectors: Tensor) -> Tensor:
-        """Return P v."""
-        return vectors @ self.values
-
-    def matrix(self, local: LocalEnergy) -> Tensor:
-        """Return P."""
-        return self.values
-
-
 def independent_prior_precision(local: LocalEnergy, method: str) -> Tensor:
     """Return the diagonal [D] of the Hessian of minus the log prior, which has nothing else.
 
     Args:
         local: U around the mode.
-        method: who asks, for the message.
+        method: name of the caller, for the message.
 
     Raises:
         UnsupportedError: latents are coupled by their prior, as the scale of a hierarchical prior with what it scales.

@@ -15,12 +15,12 @@ from pyro_dvi.core.devices import widest
 from pyro_dvi.core.table import InNotebook
 from pyro_dvi.errors import ArgumentError, NotPositiveDefiniteError, UnsupportedError
 from pyro_dvi.laplace.energy.energy import Energy, LocalEnergy
-from pyro_dvi.laplace.energy.layout import Layout
 from pyro_dvi.laplace.energy.passes import same_data
 from pyro_dvi.laplace.energy.precision import PrecisionMatrix
-from pyro_dvi.laplace.methods.posterior import LaplacePosterior
+from pyro_dvi.laplace.energy.query import Layout
+from pyro_dvi.laplace.methods.method import LaplacePosterior
 from pyro_dvi.laplace.mode.diagnosis import sound
-from pyro_dvi.linalg import SpectralQuadrature, TraceEstimate, trace_of_function
+from pyro_dvi.linalg.lanczos import SpectralQuadrature, TraceEstimate, trace_of_function
 from pyro_dvi.runs.log_joint import JointRun, log_prior_of_entries
 
 _EXACT_SIZE = 1000  # both ways cost about the same there
@@ -59,14 +59,14 @@ class Spectrum:
         except NotPositiveDefiniteError as error:
             raise NotPositiveDefiniteError(
                 "the precision is not positive definite, so that its log determinant does not exist: run "
-                "guide.polish(batches), or use curvature=GGN()",
+                "guide.polish(batches), or use precision=GGN()",
                 curvature=error.curvature,
             ) from error
         return TraceEstimate(found.value + offset, 0.0 if self.exact else found.standard_error)
 
 
 class Determinant(ABC):
-    """How the log determinant of the precision is found.
+    """Computation of the log determinant of the precision.
 
     Attributes:
         exact: by all the eigenvalues.
@@ -76,20 +76,20 @@ class Determinant(ABC):
 
     @abstractmethod
     def quadrature(
-        self, local: LocalEnergy, curvature: PrecisionMatrix, prior: Tensor | None
+        self, local: LocalEnergy, precision: PrecisionMatrix, prior: Tensor | None
     ) -> SpectralQuadrature:
         """Return the eigenvalues of the likelihood's part of P relative to the prior's, with weights.
 
         Args:
             local: U around the mode.
-            curvature: P.
+            precision: P.
             prior: its diagonal part ``[D]``; None: the eigenvalues are those of P.
         """
 
-    def spectrum(self, local: LocalEnergy, curvature: PrecisionMatrix) -> Spectrum:
+    def spectrum(self, local: LocalEnergy, precision: PrecisionMatrix) -> Spectrum:
         """Return the spectrum of the precision at a point."""
         prior = local.prior_diagonal
-        found = self.quadrature(local, curvature, prior)
+        found = self.quadrature(local, precision, prior)
         rounding = 64 * torch.finfo(local.point.dtype).eps * (1 + found.nodes.abs().max())
         nodes = torch.where((found.nodes < 0) & (found.nodes > -rounding), 0.0, found.nodes)
         log_prior = None if prior is None else float(prior.cpu().double().log().sum())
@@ -98,65 +98,52 @@ class Determinant(ABC):
 
 @dataclass(frozen=True)
 class Exactly(Determinant):
-    """The log determinant from all eigenvalues: the cost of :class:`Dense`, and of an eigenvalue decomposition.
-
-    Args:
-        max_size: refuse a larger D.
-
-    Raises:
-        ArgumentError: D is larger than ``max_size``.
-    """
-
-    max_size: int = 10_000
+    """The log determinant from all eigenvalues: the cost of :class:`Dense`, and of an eigenvalue decomposition."""
 
     exact = True
 
     def quadrature(
-        self, local: LocalEnergy, curvature: PrecisionMatrix, prior: Tensor | None
+        self, local: LocalEnergy, precision: PrecisionMatrix, prior: Tensor | None
     ) -> SpectralQuadrature:
         """Return every eigenvalue once."""
         size = len(local.point)
-        if size > self.max_size:
-            raise ArgumentError(
-                f"Exactly() would decompose a matrix of {size} x {size}: use ByLanczos(), or a larger max_size"
-            )
-        dense = curvature.matrix(local).to(widest(local.point.device))
+        dense = precision.matrix(local).to(widest(local.point.device))
         if prior is not None:
             half = prior.to(dense).rsqrt()
             dense = half.unsqueeze(1) * dense * half - torch.eye(size).to(dense)
         values = torch.linalg.eigvalsh(0.5 * (dense + dense.mT)).cpu().double()
-        return SpectralQuadrature(values[None], torch.full_like(values[None], 1 / size), size, size)
+        return SpectralQuadrature(values[None], torch.full_like(values[None], 1 / size), size)
 
 
 @dataclass(frozen=True)
 class ByLanczos(Determinant):
-    """The log determinant by stochastic Lanczos quadrature, for ``2 * probes * steps`` gradients of all data.
+    """The log determinant by stochastic Lanczos quadrature, for ``2 * num_probes * steps`` gradients of all data.
 
     Args:
-        probes: random vectors; the standard error falls with their square root.
+        num_probes: random vectors; the standard error falls with their square root.
         steps: of the recursion of each; ``steps * D`` numbers are held for as many probes together as fit 2 GiB.
         seed: of the vectors.
 
     Source: Ubaru, Chen & Saad (2017).
     """
 
-    probes: int = 16
+    num_probes: int = 16
     steps: int = 60
     seed: int = 0
 
     def quadrature(
-        self, local: LocalEnergy, curvature: PrecisionMatrix, prior: Tensor | None
+        self, local: LocalEnergy, precision: PrecisionMatrix, prior: Tensor | None
     ) -> SpectralQuadrature:
         """Return what Lanczos recursions from random vectors give."""
         half, one = local.prior_scale, 0.0 if prior is None else 1.0
 
         def product(vectors: Tensor) -> Tensor:
-            return half * curvature.product(local, half * vectors) - one * vectors
+            return half * precision.product(local, half * vectors) - one * vectors
 
         return trace_of_function(
             product,
             len(local.point),
-            probes=self.probes,
+            num_probes=self.num_probes,
             steps=self.steps,
             generator=torch.Generator().manual_seed(self.seed),
             like=local.point,
@@ -227,7 +214,7 @@ class Evidence(InNotebook):
 
 def log_evidence(
     energy: Energy,
-    curvature: PrecisionMatrix,
+    precision: PrecisionMatrix,
     determinant: Determinant | None,
     posterior: LaplacePosterior | None = None,
     data: float | None = None,
@@ -239,7 +226,7 @@ def log_evidence(
 
     Args:
         energy: U around the mode.
-        curvature: the precision.
+        precision: the precision.
         determinant: how its log determinant is found; None: by the posterior, or by :func:`chosen_determinant`.
         posterior: the Gaussian of a fit; its own log determinant is taken where it has one, which is as good as its
             approximation of P.
@@ -263,7 +250,7 @@ def log_evidence(
     if found is None:
         sound(energy)
         chosen = chosen_determinant(determinant, energy.layout.size)
-        found = chosen.spectrum(energy.at(energy.start), curvature).log_determinant()
+        found = chosen.spectrum(energy.at(energy.start), precision).log_determinant()
         source = "exact" if chosen.exact else repr(chosen)
     with torch.enable_grad():
         log_prior = free_terms(*energy.first_run(energy.start), energy.layout)
@@ -298,7 +285,7 @@ def free_terms(values: list[Tensor], run: JointRun, layout: Layout) -> float:
     Args:
         values: tensors of what varies, in the graph of the run.
         run: the model at them.
-        layout: what that is.
+        layout: order of the latents that vary.
 
     Raises:
         UnsupportedError: the prior couples the entries of a site of which some vary.

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the Gaussian around a mode is represented: a file for each method."""
+"""Representations of the Gaussian around a mode: a file for each method."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Covariances by solving linear equations with the precision, which is known by its products only."""
+"""Covariances and draws by linear solves with the precision, which is known by its products only."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -7,12 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_dvi.errors import ArgumentError, NotConvergedError, NotPositiveDefiniteError
+from pyro_dvi.core.choice import check_count
+from pyro_dvi.errors import ArgumentError, NotConvergedError, NotPositiveDefiniteError, UnsupportedError
 from pyro_dvi.laplace.energy.energy import LocalEnergy
-from pyro_dvi.laplace.energy.precision import GGN, PrecisionMatrix
+from pyro_dvi.laplace.energy.precision import GGN, PrecisionMatrix, independent_prior_precision
 from pyro_dvi.laplace.energy.query import Query
-from pyro_dvi.laplace.methods.posterior import LaplacePosterior, Method
-from pyro_dvi.linalg import Solution, block_conjugate_gradients, conjugate_gradients
+from pyro_dvi.laplace.methods.method import LaplacePosterior, Method
+from pyro_dvi.linalg.conjugate_gradients import conjugate_gradients
+from pyro_dvi.linalg.operator import gaussian_rows
 
 
 @dataclass(frozen=True)
@@ -25,12 +27,9 @@ class ConjugateGradient(Method):
     Status: exact to the tolerance: variances come out too small by less than its square times the condition number.
 
     Args:
-        curvature: ``GGN()``, or ``Hessian()`` at a minimum.
+        precision: ``GGN()``, or ``Hessian()`` at a minimum.
         tolerance: bound on ``|J' e - P v| / |J' e|``; products in float32 reach about 1e-4, which is then the bound.
         max_iterations: by default ``min(10 D, 1000)``.
-        preconditioner: a method whose posterior is close to P and solves at once, such as ``TopEigen(k)``. None: all
-            right-hand sides share one Krylov space, relative to the prior, which took fewer iterations in our
-            measurements than ``Diagonal()`` and ``KroneckerFactored()``.
 
     Raises:
         NotPositiveDefiniteError: P has a direction of negative curvature: the mode is no minimum.
@@ -50,10 +49,9 @@ class ConjugateGradient(Method):
         tensor([1.])
     """
 
-    curvature: PrecisionMatrix = field(default_factory=GGN)
+    precision: PrecisionMatrix = field(default_factory=GGN)
     tolerance: float = 1e-6
     max_iterations: int | None = None
-    preconditioner: Method | None = None
 
     by_spectrum = True
 
@@ -62,37 +60,36 @@ class ConjugateGradient(Method):
 
     def fit(self, local: LocalEnergy, *, seed: int = 0) -> "ConjugateGradientPosterior":
         """Return the posterior."""
-        return ConjugateGradientPosterior(PrecisionSolver(self, local, seed))
+        return ConjugateGradientPosterior(PrecisionSolver(self, local))
 
 
 class PrecisionSolver:
-    """Solutions of P v = b.
+    """Solutions of P v = b, in coordinates in which the prior precision is one.
 
     Args:
-        method: with a curvature, a tolerance, a number of iterations, and a method for its preconditioner; see
-            :class:`ConjugateGradient`.
+        method: with a precision, a tolerance and a number of iterations; see :class:`ConjugateGradient`.
         local: U around the mode.
-        seed: of random numbers.
     """
 
-    def __init__(self, method: Any, local: LocalEnergy, seed: int) -> None:
-        near = method.preconditioner
+    def __init__(self, method: Any, local: LocalEnergy) -> None:
         self.method, self.local = method, local
-        self._preconditioner = None if near is None else near.fit(local, seed=seed).solve
 
     def __call__(self, rhs: Tensor) -> Tensor:
         """Return v for the rows b, ``[S, D]``."""
-        matrix, tolerance = (
-            self.method.curvature,
-            max(self.method.tolerance, 1000 * torch.finfo(rhs.dtype).eps),
-        )
+        matrix, half = self.method.precision, self.local.prior_scale
+        tolerance = max(self.method.tolerance, 1000 * torch.finfo(rhs.dtype).eps)
         try:
-            x, found = self._solve(rhs, tolerance)
+            found = conjugate_gradients(
+                lambda v: matrix.product(self.local, v * half) * half,
+                rhs * half,
+                tolerance=tolerance,
+                max_iterations=self.method.max_iterations,
+            )
         except NotPositiveDefiniteError as error:
             raise NotPositiveDefiniteError(
                 f"{matrix!r} has curvature {error.curvature:.3g} along a direction: the mode is no "
                 "minimum, or the prior does not determine every latent. Run guide.polish(batches), use "
-                "curvature=GGN(), or float64.",
+                "precision=GGN(), or float64.",
                 direction=error.direction,
                 curvature=error.curvature,
             ) from error
@@ -100,23 +97,9 @@ class PrecisionSolver:
             worst = float(found.residuals.max())
             raise NotConvergedError(
                 f"after {found.iterations} iterations a solve with {matrix!r} has the residual {worst:.2g}, "
-                f"not {tolerance:.2g}: allow more max_iterations or a larger tolerance, use float64, or another "
-                "preconditioner such as TopEigen(k)"
+                f"not {tolerance:.2g}: allow more max_iterations or a larger tolerance, or use float64"
             )
-        return x
-
-    def _solve(self, rhs: Tensor, tolerance: float) -> tuple[Tensor, Solution]:
-        options: Any = {"tolerance": tolerance, "max_iterations": self.method.max_iterations}
-
-        def product(vectors: Tensor) -> Tensor:
-            return self.method.curvature.product(self.local, vectors)
-
-        if self._preconditioner is not None:
-            found = conjugate_gradients(product, rhs, preconditioner=self._preconditioner, **options)
-            return found.x, found
-        half = self.local.prior_scale
-        found = block_conjugate_gradients(lambda v: product(v * half) * half, rhs * half, **options)
-        return found.x * half, found
+        return found.x * half
 
 
 class ConjugateGradientPosterior(LaplacePosterior):
@@ -141,3 +124,103 @@ def check_tolerance(name: str, tolerance: float) -> None:
     """Refuse a tolerance that is no relative residual."""
     if not 0 < tolerance < 1:
         raise ArgumentError(f"{name} must be a relative error between 0 and 1, not {tolerance!r}")
+
+
+@dataclass(frozen=True)
+class PosteriorSamples(Method):
+    r"""Represent the Gaussian by a number of draws, made once and used for every prediction.
+
+    With independent standard normal :math:`\xi, \zeta`,
+
+    .. math::
+        P v_s = J^\top \Lambda^{1/2} \xi_s + \Pi^{1/2} \zeta_s, \qquad P = J^\top \Lambda J + \Pi
+        \quad\Rightarrow\quad v_s \sim \mathcal N(0, P^{-1}), \qquad
+        J_* P^{-1} J_*^\top \approx \frac1S \sum_s (J_* v_s)(J_* v_s)^\top .
+
+    The right-hand sides take one pass over all data, S conjugate-gradient solves run together, and a query costs S
+    products whatever the number of its outputs.
+
+    Status: unbiased, but for the tolerance of the solves; a variance has the relative standard error
+    :math:`\sqrt{2/S}` (9 % for 256 draws), a standard deviation half of it. Errors of variances that inputs share do
+    not average out over inputs: with 64 draws the AUROC of foreign digits varied by 0.08 between seeds. For the
+    Gauss-Newton matrix only: a Hessian is no sum of squares from which noise could be drawn.
+
+    Args:
+        num_samples: S. Antithetic pairs would not help: the estimate is even in the draws.
+        precision: ``GGN()``.
+        tolerance: of the solves, see :class:`ConjugateGradient`; the default is far below the sampling error.
+        max_iterations: by default ``min(10 D, 1000)``.
+
+    Raises:
+        UnsupportedError: the precision is not ``GGN()``, or the prior couples latents.
+        NotConvergedError: the tolerance was not reached in ``max_iterations``.
+
+    Source: Papandreou & Yuille (2010), Section 3; Antorán et al. (2023), Section 3, for linearised networks.
+
+    Example:
+        >>> import pyro_dvi as dvi
+        >>> from pyro_dvi.laplace import PosteriorSamples
+        >>> net = dvi.to_bayesian_(torch.nn.Linear(1, 1, bias=False))
+        >>> guide = dvi.LaplaceGuide(dvi.regressor(net, num_data=3, noise_scale=1.0))
+        >>> batches = [(torch.ones(3, 1), torch.zeros(3, 1))]
+        >>> _ = guide.polish(batches, progress=False)
+        >>> guide.fit(batches, PosteriorSamples(1000)).marginal_variance().round(
+        ...     decimals=1
+        ... )  # 0.25 exactly, ± 4 %
+        tensor([0.2000])
+    """
+
+    num_samples: int = 256
+    precision: PrecisionMatrix = field(default_factory=GGN)
+    tolerance: float = 1e-2
+    max_iterations: int | None = None
+
+    by_spectrum = True
+
+    def __post_init__(self) -> None:
+        check_tolerance("tolerance", self.tolerance)
+        check_count("num_samples", self.num_samples)
+        if not isinstance(self.precision, GGN):
+            raise UnsupportedError(
+                f"PosteriorSamples() cannot draw with {self.precision!r}: noise of that covariance takes a factor of "
+                "the matrix, which the Gauss-Newton matrix has and a Hessian has not. Use precision=GGN(), or "
+                "ConjugateGradient(precision=Hessian()) or Dense(precision=Hessian())."
+            )
+
+    def fit(self, local: LocalEnergy, *, seed: int = 0) -> "SamplesPosterior":
+        """Return the posterior."""
+        generator = torch.Generator().manual_seed(seed)
+        prior = independent_prior_precision(local, "PosteriorSamples()")
+        noise = local.ggn_noise(self.num_samples, generator)
+        noise += gaussian_rows(self.num_samples, len(prior), prior, generator) * prior.sqrt()
+        return SamplesPosterior(local.point, PrecisionSolver(self, local)(noise))
+
+
+class SamplesPosterior(LaplacePosterior):
+    r"""A Gaussian known by draws: its covariance is that of the draws, :math:`\frac1S\sum_s v_s v_s^\top`.
+
+    Attributes:
+        samples: the draws v, without the mode, ``[S, D]``.
+    """
+
+    stored = ("mode", "samples")
+
+    def __init__(self, mode: Tensor, samples: Tensor) -> None:
+        self.mode, self.samples = mode, samples
+
+    def covariance(self, query: Query) -> Tensor:
+        moved = query.forward(self.samples).movedim(0, 1)  # [B, S, K]
+        return moved.mT @ moved / len(self.samples)
+
+    def joint_covariance(self, query: Query) -> Tensor:
+        moved = query.forward(self.samples).flatten(1)
+        return moved.mT @ moved / len(self.samples)
+
+    def draw(self, count: int, generator: torch.Generator) -> Tensor:
+        """Draw from the Gaussian whose covariance is that of the samples; :attr:`samples` are exact, but few."""
+        samples = self.samples
+        weights = gaussian_rows(count, len(samples), samples, generator)
+        return self.mode + weights @ samples / len(samples) ** 0.5
+
+    def marginal_variance(self) -> Tensor:
+        return self.samples.square().mean(0)

@@ -14,8 +14,7 @@ from pyro_dvi.errors import ArgumentError, NotPositiveDefiniteError
 from pyro_dvi.laplace.energy.energy import LocalEnergy
 from pyro_dvi.laplace.energy.precision import GGN, PrecisionMatrix
 from pyro_dvi.laplace.energy.query import Query
-from pyro_dvi.laplace.methods.layerwise import RootPosterior
-from pyro_dvi.laplace.methods.posterior import LaplacePosterior, Method
+from pyro_dvi.laplace.methods.method import LaplacePosterior, Method, RootPosterior
 
 
 @dataclass(frozen=True)
@@ -28,7 +27,7 @@ class Dense(Method):
     Status: exact.
 
     Args:
-        curvature: ``GGN()`` or ``Hessian()``.
+        precision: ``GGN()`` or ``Hessian()``.
         max_size: refuse a larger D, instead of running out of memory.
 
     Raises:
@@ -48,10 +47,10 @@ class Dense(Method):
         tensor([0.2500])
     """
 
-    curvature: PrecisionMatrix = field(default_factory=GGN)
+    precision: PrecisionMatrix = field(default_factory=GGN)
     max_size: int = 20_000
 
-    by_spectrum = reweights = True
+    reweights = True
 
     def fit(self, local: LocalEnergy, *, seed: int = 0) -> "DensePosterior":
         """Return the posterior."""
@@ -61,7 +60,7 @@ class Dense(Method):
                 f"Dense() would build a matrix of {size} x {size} ({size**2 * 8 / 2**30:.1f} GiB): use "
                 "PosteriorSamples() or ConjugateGradient(), a subset of the sites, or a larger max_size"
             )
-        precision = self.curvature.matrix(local)
+        precision = self.precision.matrix(local)
         return DensePosterior(local.point, 0.5 * (precision + precision.mT), local.prior_diagonal)
 
 
@@ -83,7 +82,7 @@ class DensePosterior(RootPosterior):
             raise NotPositiveDefiniteError(
                 f"the precision has {int((values <= 0).sum())} of {len(values)} eigenvalues that are not positive, the "
                 f"smallest {values[0].item():.3g}: the mode is no minimum. Run guide.polish(batches), or use "
-                "curvature=GGN()."
+                "precision=GGN()."
             )
         self.factor = factor
         self._rows_asked = 0
@@ -144,7 +143,7 @@ class DensePosterior(RootPosterior):
 
 
 def _factors(examples: ExampleGradients, part: slice, like: Tensor) -> "list[_Rows | _Single]":
-    """What J of some examples is made of, tensor by tensor."""
+    """Return the factors of J of some examples, tensor by tensor."""
     single, tensors = examples.single, range(len(examples.values))
     found: dict[int, _Rows | _Single] = {
         k: _Single(*outer.factors(part, like.dtype), outer) for k, outer in single.items()

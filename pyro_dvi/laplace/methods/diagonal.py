@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from pyro_dvi.errors import ArgumentError, NotPositiveDefiniteError
+from pyro_dvi.errors import NotPositiveDefiniteError
 from pyro_dvi.laplace.energy.energy import LocalEnergy
 from pyro_dvi.laplace.energy.precision import GGN, PrecisionMatrix, prior_diagonal
 from pyro_dvi.laplace.methods.kronecker import KroneckerPosterior
-from pyro_dvi.laplace.methods.posterior import Method
+from pyro_dvi.laplace.methods.method import Method
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,7 @@ class Diagonal(Method):
     Status: the diagonal is exact; what is left out is not small for networks, whose weights are strongly dependent.
 
     Args:
-        curvature: ``GGN()``, or ``Hessian()`` for small models.
-        max_size: refuse a Hessian of more latents.
+        precision: ``GGN()``, or ``Hessian()`` for small models.
 
     Raises:
         NotPositiveDefiniteError: an entry is not positive.
@@ -43,28 +42,22 @@ class Diagonal(Method):
         tensor([0.2500])
     """
 
-    curvature: PrecisionMatrix = field(default_factory=GGN)
-    max_size: int = 20_000
+    precision: PrecisionMatrix = field(default_factory=GGN)
 
     reweights = True
 
     def fit(self, local: LocalEnergy, *, seed: int = 0) -> "DiagonalPosterior":
         """Return the posterior."""
         prior = local.prior_diagonal
-        if isinstance(self.curvature, GGN):
+        if isinstance(self.precision, GGN):
             precision = prior_diagonal(local, "Diagonal()") + likelihood_diagonal(local)
-        elif len(local.point) > self.max_size:
-            raise ArgumentError(
-                f"the diagonal of the Hessian costs {2 * len(local.point)} gradients of all data here: use "
-                "curvature=GGN(), a subset of the sites, or a larger max_size"
-            )
         else:
-            precision = self.curvature.matrix(local).diagonal().clone()
+            precision = self.precision.matrix(local).diagonal().clone()
         for name, part in local.energy.layout.named(precision).items():
             if not bool((part > 0).all()):
                 raise NotPositiveDefiniteError(
                     f"the precision of {name!r} has an entry {part.min().item():.3g} on its diagonal. Run "
-                    "guide.polish(batches), or use curvature=GGN() with a prior of positive curvature."
+                    "guide.polish(batches), or use precision=GGN() with a prior of positive curvature."
                 )
         return DiagonalPosterior(local.point, precision, prior)
 

@@ -25,7 +25,7 @@ from pyro_dvi.errors import ArgumentError, ModelError
 from pyro_dvi.laplace.energy.energy import LocalEnergy
 from pyro_dvi.laplace.energy.precision import GGN, PrecisionMatrix, common_ratio, independent_prior_precision
 from pyro_dvi.laplace.energy.query import Query
-from pyro_dvi.laplace.methods.posterior import LaplacePosterior, Method
+from pyro_dvi.laplace.methods.method import LaplacePosterior, Method
 from pyro_dvi.linalg.operator import gaussian_rows
 
 _ROWS, _ENTRIES = 512, 1 << 24  # rows of J, and entries of them, that are formed together
@@ -73,7 +73,7 @@ class Functional(Method):
     """
 
     max_size: int = 10_000
-    curvature: PrecisionMatrix = field(default_factory=GGN, init=False)
+    precision: PrecisionMatrix = field(default_factory=GGN, init=False)
 
     reweights = True
 
@@ -168,7 +168,7 @@ class FunctionalPosterior(LaplacePosterior):
     Attributes:
         prior: the prior's precision, [D].
         kernel: k(X, X), ``[N K, N K]``.
-        root: what multiplies the rows of J in the data, beside the root of their Fisher information.
+        root: multiplier of the rows of J in the data, beside the root of their Fisher information.
     """
 
     def __init__(

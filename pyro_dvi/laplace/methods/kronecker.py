@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Kronecker product for each layer: what goes in, times what comes back."""
+"""A Kronecker product for each layer: inputs times gradients of outputs."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyro_dvi.curvature.example_gradients import ExampleGradients
+from pyro_dvi.curvature.kronecker import KroneckerFactors, KroneckerLayer
 from pyro_dvi.errors import UnsupportedError, warn
 from pyro_dvi.laplace.energy.energy import LocalEnergy
 from pyro_dvi.laplace.energy.precision import GGN, PrecisionMatrix, common_ratio, independent_prior_precision
-from pyro_dvi.laplace.methods.layerwise import RootPosterior, products_at_layer, products_of_diagonal
-from pyro_dvi.laplace.methods.posterior import Method
+from pyro_dvi.laplace.methods.method import Method, RootPosterior, products_at_layer, products_of_diagonal
 
 
 @dataclass(eq=False)
@@ -77,11 +77,15 @@ def _eigen(matrix: Tensor) -> tuple[Tensor, Tensor]:
     return values.clamp_min(0), vectors
 
 
-def _gram(rows: Tensor) -> Tensor:
-    """The sum of x x' over rows x ``[..., T, n]``: where there are many together, without a copy of them."""
-    if rows.shape[-2] < rows.shape[-1]:
-        rows = rows.flatten(0, -2)
-    return (rows.mT @ rows).reshape(-1, rows.shape[-1], rows.shape[-1]).sum(0)
+def _block(layer: KroneckerLayer, prior: Tensor) -> KroneckerBlock:
+    """Return the layer's block of the precision, given the prior's."""
+    logs = prior[layer.places].log()
+    r = (logs.mean(1, keepdim=True) - logs.mean() / 2).exp()
+    c = (logs.mean(0) - logs.mean() / 2).exp()
+    beta, left = _eigen(layer.deltas / layer.positions / (r * r.mT).sqrt())
+    alpha, right = _eigen(layer.inputs / (c.unsqueeze(-1) * c).sqrt())
+    values = 1 + beta.unsqueeze(-1) * alpha
+    return KroneckerBlock(layer.tensors, layer.places, r * c, left, right, values)
 
 
 @dataclass(frozen=True)
@@ -103,10 +107,10 @@ class KroneckerFactored(Method):
     Sites that are no weight or bias of such a layer, or are used several times, keep a diagonal, with a warning.
 
     Args:
-        curvature: ``GGN()``.
+        precision: ``GGN()``.
 
     Raises:
-        UnsupportedError: the curvature is not ``GGN()``, the prior couples latents, observed sites differ in their
+        UnsupportedError: the precision is not ``GGN()``, the prior couples latents, observed sites differ in their
             number of rows, or ``subset`` has masks.
 
     Source: Martens & Grosse (2015); Grosse & Martens (2016), Eq. 25-27, for convolutions;
@@ -123,15 +127,15 @@ class KroneckerFactored(Method):
         tensor([0.2500])
     """
 
-    curvature: PrecisionMatrix = field(default_factory=GGN)
+    precision: PrecisionMatrix = field(default_factory=GGN)
 
     reweights = True
 
     def __post_init__(self) -> None:
-        if not isinstance(self.curvature, GGN):
+        if not isinstance(self.precision, GGN):
             raise UnsupportedError(
-                f"KroneckerFactored() is an approximation of the Gauss-Newton matrix, not of {self.curvature!r}: use "
-                "curvature=GGN(), or Dense(curvature=Hessian())"
+                f"KroneckerFactored() is an approximation of the Gauss-Newton matrix, not of {self.precision!r}: use "
+                "precision=GGN(), or Dense(precision=Hessian())"
             )
 
     def fit(self, local: LocalEnergy, *, seed: int = 0) -> "KroneckerPosterior":
@@ -142,7 +146,7 @@ class KroneckerFactored(Method):
                 "precision is no Kronecker product. Use Dense(), Diagonal() or PosteriorSamples(n)"
             )
         prior = independent_prior_precision(local, "KroneckerFactored()")
-        factors: _Factors | None = None
+        factors: KroneckerFactors | None = None
         previous: Any = None
         for examples in local.examples():
             if examples.recorder is previous:
@@ -151,7 +155,7 @@ class KroneckerFactored(Method):
                     "PosteriorSamples(n)"
                 )
             previous = examples.recorder
-            factors = _Factors(examples) if factors is None else factors
+            factors = KroneckerFactors(examples) if factors is None else factors
             factors.add(examples)
         assert factors is not None
         names = [local.energy.layout.names[k] for k in factors.rest]
@@ -161,73 +165,8 @@ class KroneckerFactored(Method):
                 f"KroneckerFactored() has no factors for {len(names)} sites, which are no weight or bias of a dense or "
                 f"convolutional layer that is used once, and keep a diagonal: {shown}"
             )
-        return KroneckerPosterior(local.point, *factors.precision(prior), prior)
-
-
-@dataclass(eq=False)
-class _Layer:
-    """Sums of both factors of a layer; its tensors and places are those of a :class:`KroneckerBlock`."""
-
-    tensors: tuple[int, ...]
-    places: Tensor
-    inputs: Any = 0.0
-    deltas: Any = 0.0
-    positions: int = 0
-
-    def add(self, examples: ExampleGradients) -> None:
-        """Add a batch."""
-        outer = examples.outer(self.tensors[0])
-        if outer is None:  # no gradient arrives in this batch
-            return
-        for part in outer.chunks():
-            a, delta = outer.parts(part)
-            if len(self.tensors) > 1:  # the bias has an input of 1
-                a = F.pad(a, (0, 1), value=1.0)
-            self.positions += a[..., 0].numel()
-            self.inputs = self.inputs + _gram(a)
-            self.deltas = self.deltas + _gram(delta)
-
-    def block(self, prior: Tensor) -> KroneckerBlock:
-        """Return its block of the precision, given the prior's."""
-        logs = prior[self.places].log()
-        r = (logs.mean(1, keepdim=True) - logs.mean() / 2).exp()
-        c = (logs.mean(0) - logs.mean() / 2).exp()
-        beta, left = _eigen(self.deltas / self.positions / (r * r.mT).sqrt())
-        alpha, right = _eigen(self.inputs / (c.unsqueeze(-1) * c).sqrt())
-        values = 1 + beta.unsqueeze(-1) * alpha
-        return KroneckerBlock(self.tensors, self.places, r * c, left, right, values)
-
-
-class _Factors:
-    """The layers, and the diagonal of what belongs to none."""
-
-    def __init__(self, examples: ExampleGradients) -> None:
-        numbers = range(len(examples.values))
-        outer = {k: found for k in numbers if (found := examples.outer(k)) is not None}
-        self.layers: list[_Layer] = []
-        paired: set[int] = set()
-        for k in sorted(outer, key=lambda k: -examples.values[k].dim()):  # weights before their biases
-            if k not in paired:
-                same = [other for other in outer if other != k and examples.same_call(k, other)]
-                spans = [examples.spans[n] for n in (k, *same[:1])]
-                weight, *bias = (torch.arange(s.start, s.stop, device=examples.outputs.device) for s in spans)
-                places = torch.cat([outer[k].by_unit(weight), *(b.unsqueeze(-1) for b in bias)], -1)
-                self.layers.append(_Layer((k, *same[:1]), places))
-                paired |= {k, *same}
-        self.rest = [k for k in numbers if k not in paired]
-        self.diagonal: Tensor | float = 0.0
-
-    def add(self, examples: ExampleGradients) -> None:
-        """Add a batch."""
-        for layer in self.layers:
-            layer.add(examples)
-        if self.rest:
-            self.diagonal = self.diagonal + examples.squares(self.rest)
-
-    def precision(self, prior: Tensor) -> tuple[Tensor, list[dict[str, Any]]]:
-        """Return the diagonal [D], to be used outside the blocks, and the blocks."""
-        blocks = [vars(layer.block(prior)) for layer in self.layers if layer.positions]
-        return prior + self.diagonal, blocks
+        blocks = [vars(_block(layer, prior)) for layer in factors.layers if layer.positions]
+        return KroneckerPosterior(local.point, prior + factors.diagonal, blocks, prior)
 
 
 class KroneckerPosterior(RootPosterior):

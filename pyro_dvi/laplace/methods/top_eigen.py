@@ -10,9 +10,8 @@ from pyro_dvi.core.choice import check_count
 from pyro_dvi.errors import NotConvergedError, NotPositiveDefiniteError
 from pyro_dvi.laplace.energy.energy import LocalEnergy
 from pyro_dvi.laplace.energy.precision import GGN, PrecisionMatrix, common_ratio, independent_prior_precision
-from pyro_dvi.laplace.methods.layerwise import RootPosterior
-from pyro_dvi.laplace.methods.posterior import Method
-from pyro_dvi.linalg import top_eigenpairs
+from pyro_dvi.laplace.methods.method import Method, RootPosterior
+from pyro_dvi.linalg.top_eigenpairs import top_eigenpairs
 
 
 @dataclass(frozen=True)
@@ -32,8 +31,8 @@ class TopEigen(Method):
     Status: exact for k = D, or where k reaches the rank of G; otherwise variances are too large, never too small.
 
     Args:
-        k: how many directions; holds about 2 k + 64 vectors while it looks for them. At most D are kept.
-        curvature: ``GGN()`` or ``Hessian()``.
+        rank: k, the number of directions, at most D; about 2 k + 64 vectors are held while it looks for them.
+        precision: ``GGN()`` or ``Hessian()``.
         tolerance: of the eigenvectors' residuals, relative to the largest eigenvalue.
 
     Raises:
@@ -54,14 +53,14 @@ class TopEigen(Method):
         tensor([0.2500])
     """
 
-    k: int
-    curvature: PrecisionMatrix = field(default_factory=GGN)
+    rank: int
+    precision: PrecisionMatrix = field(default_factory=GGN)
     tolerance: float = 1e-4
 
     reweights = True
 
     def __post_init__(self) -> None:
-        check_count("k", self.k)
+        check_count("rank", self.rank)
 
     def fit(self, local: LocalEnergy, *, seed: int = 0) -> "TopEigenPosterior":
         """Return the posterior."""
@@ -69,21 +68,20 @@ class TopEigen(Method):
         half = prior.rsqrt()
 
         def relative(vectors: Tensor) -> Tensor:
-            return self.curvature.product(local, vectors * half) * half - vectors
+            return self.precision.product(local, vectors * half) * half - vectors
 
         found = top_eigenpairs(
             relative,
             len(prior),
-            min(self.k, len(prior)),
+            min(self.rank, len(prior)),
             tolerance=max(self.tolerance, 100 * torch.finfo(prior.dtype).eps),
-            generator=torch.Generator().manual_seed(seed),
             like=prior,
         )
         if not found.converged:
             raise NotConvergedError(
-                f"the top {self.k} eigenvectors have residuals up to {float(found.residuals.max()):.2g} after "
+                f"the top {self.rank} eigenvectors have residuals up to {float(found.residuals.max()):.2g} after "
                 f"{found.applications} products, not {self.tolerance:.2g} of {float(found.values[0]):.2g}: use a "
-                "smaller k, or a larger tolerance"
+                "smaller rank, or a larger tolerance"
             )
         return TopEigenPosterior(local.point, prior, found.values, found.vectors)
 
@@ -105,7 +103,7 @@ class TopEigenPosterior(RootPosterior):
             lowest = 1 + float(values.min())
             raise NotPositiveDefiniteError(
                 f"the precision has curvature {lowest:.3g} times the prior's along a direction: the mode is no "
-                "minimum. Run guide.polish(batches), or use curvature=GGN().",
+                "minimum. Run guide.polish(batches), or use precision=GGN().",
                 curvature=lowest,
             )
 

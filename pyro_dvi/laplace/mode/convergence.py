@@ -1,22 +1,97 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a fit does about a mode that is no minimum: a choice passed as an object."""
+"""The record that a mode is a minimum, and policies of a fit around a mode that is none."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from pyro_dvi.core.choice import check_choice, check_count, check_positive
+from torch import Tensor
+
+from pyro_dvi.core.choice import check_choice
 from pyro_dvi.errors import UnconvergedError, warn
 from pyro_dvi.laplace.energy.energy import Energy
+from pyro_dvi.laplace.energy.passes import same_data
 from pyro_dvi.laplace.energy.precision import GGN, Hessian
+from pyro_dvi.laplace.fitted import PointMass
 from pyro_dvi.laplace.methods.conjugate_gradient import ConjugateGradient
-from pyro_dvi.laplace.methods.posterior import LaplacePosterior, Method
-from pyro_dvi.laplace.mode.certificate import Certificate
-from pyro_dvi.laplace.mode.diagnosis import Diagnosis, diagnose, distance_by, look_at_kinks, sound
+from pyro_dvi.laplace.methods.method import LaplacePosterior, Method
+from pyro_dvi.laplace.mode.diagnosis import Diagnosis, diagnose, distance_by, kinks, sound
+from pyro_dvi.laplace.mode.search import GOOD_ENOUGH, Polished
+
+
+@dataclass(frozen=True)
+class Certificate:
+    r"""A record that a mode is a minimum, or stationary; any move of the mode ends it.
+
+    Attributes:
+        point: the mode, and the U that it belongs to, with its data and its model.
+        sites: those all of whose entries varied.
+        curvature: ``"Hessian"`` for a minimum with a positive definite Hessian; ``"GGN"`` where there is only no slope.
+        decrement: :math:`g^\top P^{-1} g` with that matrix, from above.
+    """
+
+    point: PointMass
+    sites: tuple[str, ...]
+    curvature: str
+    decrement: float
+
+    @classmethod
+    def of(cls, point: PointMass, energy: Energy, shown: Polished | Diagnosis) -> "Certificate":
+        """Return what a search or a diagnosis has shown of U on all the data."""
+        assert shown.newton_decrement is not None
+        whole = tuple(name for name in energy.layout.names if name not in energy.layout.chosen)
+        return cls(point, whole, shown.curvature, shown.newton_decrement)
+
+    def is_of(self, point: PointMass) -> bool:
+        """Tell if it is about this mode of this U."""
+        return point.change_since(self.point) is None
+
+    def covers(self, energy: Energy, model: Callable[..., Any], latents: dict[str, Tensor]) -> bool:
+        """Tell if it holds for these data and the present model; a minimum over more sites is one over fewer.
+
+        Args:
+            energy: U.
+            model: the model, with every scale as it is written.
+            latents: the mode, constrained.
+        """
+        return (
+            set(energy.layout.names) <= set(self.sites)
+            and same_data(self.point.data, energy.passes.checksum)
+            and (self.point.model is None or not self.point.model.differences(model, latents))
+        )
+
+    def state(self) -> dict[str, Any]:
+        """Return tensors and plain values, for files."""
+        return {**vars(self), "point": self.point.state()}
+
+    @staticmethod
+    def from_state(state: Mapping[str, Any] | None) -> "Certificate | None":
+        """Make what :meth:`state` describes."""
+        if state is None:
+            return None
+        return Certificate(**{**state, "point": PointMass.from_state(state["point"])})
+
+
+def minimum_of(
+    known: Certificate | None,
+    point: PointMass,
+    energy: Energy,
+    model: Callable[..., Any],
+    latents: dict[str, Tensor],
+) -> tuple[PointMass, Energy, Certificate | None]:
+    """Return the point and the U that it should be a minimum of, and the certificate if it covers them.
+
+    A tuned U counts only where the mode was polished since; else the mode belongs to the model as it is written.
+    """
+    if point.scale_factors and not (known and known.is_of(point)):
+        point, energy = replace(point, scale_factors={}), energy.with_model(model)
+    covered = known and known.is_of(point) and known.covers(energy, model, latents)
+    return point, energy, known if covered else None
 
 
 class Unconverged(ABC):
-    """What to do about a mode that is no minimum."""
+    """A policy for modes that are no minimum."""
 
     @abstractmethod
     def look(
@@ -27,7 +102,7 @@ class Unconverged(ABC):
         Args:
             wanted: the method that was asked for.
             energy: the U that the mode should be a minimum of.
-            known: what was shown of it before.
+            known: an earlier record about it.
         """
 
 
@@ -58,18 +133,7 @@ class Refuse(Unconverged):
 
     A mode that ``polish``, ``diagnose`` or an earlier fit has found to be a minimum of the same U on the same data is
     not looked at again. Where U has kinks, as that of ReLU networks, no Hessian is taken for a precision.
-
-    Args:
-        tolerance: on the Newton decrement :math:`g^\top P^{-1} g`; see :meth:`~pyro_dvi.LaplaceGuide.diagnose`.
-        steps: of the Lanczos recursion, and of conjugate gradients; up to 2 gradients of all data each.
     """
-
-    tolerance: float = 1e-2
-    steps: int = 200
-
-    def __post_init__(self) -> None:
-        check_positive("tolerance", self.tolerance)
-        check_count("steps", self.steps)
 
     def look(
         self, wanted: Method, energy: Energy, known: Certificate | None
@@ -84,13 +148,13 @@ class Refuse(Unconverged):
         seen = None if known else sound(energy)
         if not wanted.needs_minimum:
             return wanted, None
-        if not isinstance(wanted.curvature, Hessian):
+        if not isinstance(wanted.precision, Hessian):
             return wanted, seen
-        if known and known.curvature == "Hessian" and known.decrement <= self.tolerance:
+        if known and known.curvature == "Hessian" and known.decrement <= GOOD_ENOUGH:
             return wanted, None
-        found = look_at_kinks(energy)
+        found = Diagnosis(kinks=kinks(energy))
         if not found.kinks:
-            found = diagnose(energy, tolerance=self.tolerance, steps=self.steps)
+            found = diagnose(energy)
             if found.converged:
                 return wanted, found
         return self._otherwise(wanted, found), found
@@ -109,15 +173,11 @@ class UseGGN(Refuse):
     """Take the Gauss-Newton matrix in place of the Hessian, with a warning.
 
     Methods that know no other matrix than the Hessian, such as ``HessianFree()``, give way to ``ConjugateGradient()``.
-
-    Args:
-        tolerance: as for :class:`Refuse`.
-        steps: likewise.
     """
 
     def _otherwise(self, wanted: Method, found: Diagnosis) -> Method:
         changed: Any = wanted
-        other = replace(changed, curvature=GGN()) if _has_curvature(wanted) else ConjugateGradient(GGN())
+        other = replace(changed, precision=GGN()) if _has_precision(wanted) else ConjugateGradient(GGN())
         by = (
             "" if type(other) is type(wanted) else f", with {other!r} in the place of {type(wanted).__name__}"
         )
@@ -125,9 +185,9 @@ class UseGGN(Refuse):
         return other
 
 
-def _has_curvature(method: Any) -> bool:
-    """Whether the precision is a choice of the method."""
-    return any(field.name == "curvature" and field.init for field in fields(method))
+def _has_precision(method: Any) -> bool:
+    """Tell if the precision is an option of the method."""
+    return any(field.name == "precision" and field.init for field in fields(method))
 
 
 def warned_if_far(found: Diagnosis, posterior: LaplacePosterior, energy: Energy) -> Diagnosis:
@@ -136,7 +196,7 @@ def warned_if_far(found: Diagnosis, posterior: LaplacePosterior, energy: Energy)
     Warns:
         DviWarning: the minimum is more than a standard deviation away.
     """
-    if found.newton_decrement is None:
+    if found.newton_decrement is None and not found.at_saddle:
         found = distance_by(posterior, found, energy.at(energy.start))
         if found.decrement_at_least > found.tolerance:
             warn(f"the Gaussian is put around a mode that is no minimum. {found}")

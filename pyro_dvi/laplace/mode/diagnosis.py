@@ -1,34 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """Is the mode a minimum, and if not, why?"""
 
-import inspect
 import math
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
-from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.dropout import _DropoutNd
 
+from pyro_dvi.core.autograd_graph import graph_between, graph_of
+from pyro_dvi.core.kinks import kinks_among
+from pyro_dvi.core.placement import tensors_of
 from pyro_dvi.core.table import InNotebook
 from pyro_dvi.core.undisturbed import undisturbed
 from pyro_dvi.errors import ModelError, NotPositiveDefiniteError, UnsupportedError
 from pyro_dvi.laplace.energy.energy import Energy, LocalEnergy
 from pyro_dvi.laplace.energy.precision import GGN, Hessian, PrecisionMatrix
-from pyro_dvi.laplace.methods.posterior import LaplacePosterior
-from pyro_dvi.laplace.mode.kinks import TIES, kinks, without_kinks
-from pyro_dvi.linalg import Eigenpair, conjugate_gradients, smallest_eigenpair
+from pyro_dvi.laplace.methods.method import LaplacePosterior
+from pyro_dvi.linalg.conjugate_gradients import conjugate_gradients
+from pyro_dvi.linalg.lanczos import Eigenpair, smallest_eigenpair
 
 _COLLINEAR = 0.99  # cosine above which the prior's gradient explains that of the likelihood
-_STEPS_AT_SADDLE = 10  # of conjugate gradients, for a distance that nothing depends on
 _ANOTHER_WEIGHT = 0.05  # relative difference from which another kl_weight is worth mentioning
 
 
 @dataclass(frozen=True)
 class Diagnosis(InNotebook):
-    r"""How far the mode is from a minimum, found without moving it.
+    r"""Distance of the mode from a minimum, found without moving it.
 
     Attributes:
         non_finite: latents that hold NaN or infinities; everything below is then unknown.
@@ -47,8 +44,6 @@ class Diagnosis(InNotebook):
         in_prior_units: the eigenvalue is relative to the prior precision: 1 is a direction that only the prior holds.
         kl_weight: with which U is made.
         fitting_kl_weight: the weight for which this point is about a minimum, if it is clearly another one.
-        stochastic_modules: dropout and batch normalisation that the model holds in training mode; here they ran in
-            evaluation mode.
         tolerance: on the decrement.
     """
 
@@ -64,29 +59,28 @@ class Diagnosis(InNotebook):
     in_prior_units: bool = False
     kl_weight: float = 1.0
     fitting_kl_weight: float | None = None
-    stochastic_modules: tuple[str, ...] = ()
     tolerance: float = 1e-2
 
     @property
     def at_saddle(self) -> bool:
-        """Whether some direction has negative curvature, or none to rounding."""
+        """Some direction has negative curvature, or none to rounding."""
         lowest = self.smallest_eigenvalue
         return lowest is not None and lowest.value <= lowest.resolution
 
     @property
     def near(self) -> bool:
-        """Whether the point is stationary within the tolerance, in the norm of :attr:`curvature`."""
+        """The point is stationary within the tolerance, in the norm of :attr:`curvature`."""
         return self.newton_decrement is not None and self.newton_decrement <= self.tolerance
 
     @property
     def converged(self) -> bool:
-        """Whether this is a minimum within the tolerance, with a positive definite Hessian."""
+        """The mode is a minimum within the tolerance, with a positive definite Hessian."""
         lowest = self.smallest_eigenvalue
         return self.near and self.curvature == "Hessian" and lowest is not None and not self.at_saddle
 
     @property
     def verdict(self) -> str:
-        """What is the matter, in words, and what to do."""
+        """The finding in words, with a remedy."""
         if self.non_finite:
             return f"NaN or infinite values in {', '.join(self.non_finite)}: train again, with a lower learning rate."
         if self.randomness:
@@ -101,20 +95,14 @@ class Diagnosis(InNotebook):
                 "likelihood and prior balance for that weight. Give LaplaceGuide the kl_weight of training (a loss "
                 "that was divided by something counts), or polish."
             )
-        modules = (
-            ""
-            if not self.stochastic_modules
-            else f" {self.stochastic_modules[0]} and other dropout or batch normalisation was in training mode, so "
-            "that the objective of training was another function: polish in any case."
-        )
         if self.at_saddle:
             return (
                 "The mode is no minimum: minus the log posterior bends down in some direction. Train further or run "
-                f"guide.polish(batches); GGN() is a precision that does without.{modules}"
+                "guide.polish(batches); GGN() is a precision that does without."
             )
         if self.converged:
             return "Converged: a minimum with a positive definite Hessian."
-        return self._distance + modules * (not self.near) + self._of_kinks
+        return self._distance + self._of_kinks
 
     @property
     def _distance(self) -> str:
@@ -177,7 +165,7 @@ def diagnose(energy: Energy, *, tolerance: float = 1e-2, steps: int = 200) -> Di
         found = _first_look(energy, tolerance)
         if found.non_finite or found.randomness:
             return found
-        found = replace(found, kinks=look_at_kinks(energy).kinks)
+        found = replace(found, kinks=kinks(energy))
         local = energy.at(energy.start)
         if found.kinks:
             return _with_decrement(found, local, GGN(), steps)
@@ -189,10 +177,7 @@ def diagnose(energy: Energy, *, tolerance: float = 1e-2, steps: int = 200) -> Di
             except NotPositiveDefiniteError as error:  # a direction that the recursion has not seen
                 assert error.curvature is not None
                 found = replace(found, smallest_eigenvalue=replace(lowest, value=error.curvature))
-        try:
-            return _with_decrement(found, local, GGN(), _STEPS_AT_SADDLE)
-        except (NotPositiveDefiniteError, ModelError):  # ModelError: no Gauss-Newton matrix
-            return replace(found, fitting_kl_weight=_fitting_kl_weight(local))
+        return replace(found, fitting_kl_weight=_fitting_kl_weight(local))
 
 
 def smallest_in_prior_units(local: LocalEnergy, steps: int, tolerance: float) -> Eigenpair:
@@ -208,9 +193,45 @@ def smallest_in_prior_units(local: LocalEnergy, steps: int, tolerance: float) ->
 
 
 @undisturbed()
-def look_at_kinks(energy: Energy) -> Diagnosis:
-    """Say which kinks there are, but for those where two values are equal, which are rarely met; nothing else."""
-    return Diagnosis(kinks=tuple(name for name in kinks(energy) if name.split()[0] not in TIES))
+def kinks(energy: Energy) -> tuple[str, ...]:
+    """Name the functions with kinks on the way from the latents that vary to U, in alphabetical order.
+
+    Those of densities are named with their place, as ``"abs in the likelihood"`` of a Laplace distribution.
+
+    Status: of the first batch, at the mode; see :func:`~pyro_dvi.core.kinks.kinks_among`.
+
+    Example:
+        >>> import pyro_dvi as dvi
+        >>> net = torch.nn.Sequential(
+        ...     torch.nn.Linear(1, 20), torch.nn.ReLU(), torch.nn.Linear(20, 1)
+        ... )
+        >>> _ = torch.manual_seed(0)
+        >>> guide = dvi.LaplaceGuide(
+        ...     dvi.regressor(dvi.to_bayesian_(net), num_data=9, noise_scale=0.1)
+        ... )
+        >>> batches = [(torch.linspace(-1, 1, 9)[:, None], torch.zeros(9, 1))]
+        >>> kinks(guide.energy(batches)), kinks(guide.energy(batches, subset="net.2.*"))
+        (('relu',), ())
+    """
+    with torch.enable_grad():
+        values, run = energy.first_run(energy.start)
+        log_likelihood = run.log_likelihood()
+        nodes = graph_between(values, [log_likelihood, run.log_prior])
+    outputs = graph_of(tensor for site in run.sites for tensor in tensors_of(site.fn))
+    likelihood = graph_of([log_likelihood])
+    found = set()
+    for node, name in kinks_among(nodes):
+        where = "" if node in outputs else " in the likelihood" if node in likelihood else " in a prior"
+        found.add(name + where)
+    return tuple(sorted(found))
+
+
+def without_kinks(found: tuple[str, ...]) -> str:
+    """Return a text that says what to take in place of functions with kinks."""
+    of_networks = "smooth_activations_(net) before training"
+    of_densities = "a density that is smooth at its mode, as StudentT or Normal in the place of Laplace"
+    ways = {of_densities if " in " in name else of_networks for name in found}
+    return " and ".join(sorted(ways, reverse=True))
 
 
 @undisturbed()
@@ -221,9 +242,7 @@ def _first_look(energy: Energy, tolerance: float = 1.0) -> Diagnosis:
         energy: U on fixed batches.
         tolerance: on the decrement, which others look for.
     """
-    found = Diagnosis(
-        kl_weight=energy.kl_weight, tolerance=tolerance, stochastic_modules=_in_training(energy.model)
-    )
+    found = Diagnosis(kl_weight=energy.kl_weight, tolerance=tolerance)
     bad = [f"latent {name!r}" for name, u in energy.locs.items() if not bool(torch.isfinite(u).all())]
     if bad:
         return replace(found, non_finite=tuple(bad))
@@ -261,7 +280,7 @@ def distance_by(posterior: LaplacePosterior, found: Diagnosis, local: LocalEnerg
 
     Args:
         posterior: the Gaussian around the mode, of a precision close to P.
-        found: what is known.
+        found: earlier findings.
         local: U around the mode.
     """
     gradient, least = local.gradient.unsqueeze(0), 0.0
@@ -275,7 +294,7 @@ def distance_by(posterior: LaplacePosterior, found: Diagnosis, local: LocalEnerg
         found,
         value=float(local.value),
         gradient_norm=float(gradient.norm()),
-        kinks=look_at_kinks(local.energy).kinks if least > 1 else (),
+        kinks=kinks(local.energy) if least > 1 else (),
         newton_decrement=max(decrement, least),
         decrement_at_least=least,
         curvature="GGN",
@@ -284,18 +303,8 @@ def distance_by(posterior: LaplacePosterior, found: Diagnosis, local: LocalEnerg
     )
 
 
-def _in_training(model: Any) -> tuple[str, ...]:
-    model = inspect.unwrap(model)  # without other scales
-    modules = model.named_modules() if isinstance(model, nn.Module) else ()
-    return tuple(
-        name or type(m).__name__
-        for name, m in modules
-        if m.training and isinstance(m, (_BatchNorm, _DropoutNd))
-    )
-
-
 def _with_decrement(
-    found: Diagnosis, local: LocalEnergy, curvature: PrecisionMatrix, steps: int
+    found: Diagnosis, local: LocalEnergy, precision: PrecisionMatrix, steps: int
 ) -> Diagnosis:
     r"""Add :math:`g^\top P^{-1} g` from both sides, in coordinates in which the prior precision is one.
 
@@ -304,14 +313,14 @@ def _with_decrement(
     """
     diagonal, lowest, scale = local.prior_diagonal, found.smallest_eigenvalue, local.prior_scale
     floor = 0.0 if diagonal is None else 1.0
-    if isinstance(curvature, Hessian) and lowest is not None:
+    if isinstance(precision, Hessian) and lowest is not None:
         shown = lowest.value - lowest.residual
         floor = shown if diagonal is None else min(shown, 1.0)  # a larger one was found in too few steps
     gradient = scale * local.gradient
     size = float(gradient.norm())
     enough = 0.1 * math.sqrt(found.tolerance * floor) / max(size, 1e-300) if floor > 0 else 1e-3
     solution = conjugate_gradients(
-        lambda v: scale * curvature.product(local, scale * v),
+        lambda v: scale * precision.product(local, scale * v),
         gradient.unsqueeze(0),
         tolerance=enough,
         max_iterations=steps,
@@ -322,7 +331,7 @@ def _with_decrement(
         found,
         newton_decrement=least + rest,
         decrement_at_least=least,
-        curvature=type(curvature).__name__,
+        curvature=type(precision).__name__,
         fitting_kl_weight=None if least + rest <= found.tolerance else _fitting_kl_weight(local),
     )
 

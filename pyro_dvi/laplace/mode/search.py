@@ -2,6 +2,7 @@
 """The search for a minimum of U, and for a point at rest where U has kinks."""
 
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -9,12 +10,71 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyro_dvi.core.choice import check_count, check_positive
+from pyro_dvi.core.devices import widest
+from pyro_dvi.core.progress import progress_bar
 from pyro_dvi.core.table import InNotebook
-from pyro_dvi.errors import NonFiniteError, NotPositiveDefiniteError, PyroDviError
-from pyro_dvi.laplace.energy.energy import Energy
-from pyro_dvi.laplace.mode.diagnosis import smallest_in_prior_units
-from pyro_dvi.laplace.mode.metric import metric_at
-from pyro_dvi.linalg import Descent, InMetric, Minimum, conjugate_gradients, descend, minimise_newton
+from pyro_dvi.errors import (
+    DviWarning,
+    ModelError,
+    NonFiniteError,
+    NotPositiveDefiniteError,
+    PyroDviError,
+    UnconvergedError,
+    UnsupportedError,
+    warn,
+)
+from pyro_dvi.laplace.energy.energy import Energy, LocalEnergy
+from pyro_dvi.laplace.energy.precision import GGN, prior_diagonal
+from pyro_dvi.laplace.methods.diagonal import likelihood_diagonal
+from pyro_dvi.laplace.methods.kronecker import KroneckerFactored
+from pyro_dvi.laplace.mode.diagnosis import kinks, smallest_in_prior_units, without_kinks
+from pyro_dvi.linalg.conjugate_gradients import conjugate_gradients
+from pyro_dvi.linalg.minimise import (
+    CholeskyMetric,
+    Descent,
+    DiagonalMetric,
+    InMetric,
+    Metric,
+    Minimum,
+    descend,
+    minimise_newton,
+)
+
+_DENSE = 2000  # latents up to which a matrix is factorised again every some thirty gradients
+
+
+def metric_at(local: LocalEnergy) -> Metric:
+    """Return the Gauss-Newton matrix of U, or its Kronecker factors: positive definite wherever the point is.
+
+    K backward passes for K outputs. The matrix is taken where its size allows and its rows are cheap, the diagonal
+    where the latents have no factors, and the prior's where the model has no such matrix (``pyro.factor``).
+
+    Args:
+        local: U around a point.
+    """
+    try:
+        if len(local.point) <= _DENSE and (matrix := GGN().from_examples(local)) is not None:
+            factor, failed = torch.linalg.cholesky_ex(matrix.to(widest(matrix.device)))
+            if not bool(failed):
+                return CholeskyMetric(factor.to(local.point))
+        if (factors := _by_factors(local)) is not None:
+            return factors
+        diagonal = prior_diagonal(local, "polish") + likelihood_diagonal(local)
+        # One where a prior bends down, or is flat and no data are near.
+        return DiagonalMetric(torch.where(diagonal > 0, diagonal, 1.0))
+    except (ModelError, UnsupportedError):
+        return DiagonalMetric(local.prior_scale.square().reciprocal())
+
+
+def _by_factors(local: LocalEnergy) -> Metric | None:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DviWarning)  # sites that keep a diagonal are no matter here
+            return KroneckerFactored().fit(local)
+    except (NotPositiveDefiniteError, UnsupportedError):
+        return None
+
 
 GOOD_ENOUGH = 1e-2
 """The decrement of a mode that no prediction is off by more than a tenth of its standard deviation for."""
@@ -29,33 +89,31 @@ _KRYLOV_BYTES = 2**31
 
 @dataclass(frozen=True)
 class Polished(InNotebook):
-    r"""What :meth:`~pyro_dvi.LaplaceGuide.polish` did: how far the mode was from a minimum, before and after.
+    r"""Result of :meth:`~pyro_dvi.LaplaceGuide.polish`: the distance of the mode from a minimum, before and after.
 
     Attributes:
         mode: where it ended, flat, [D].
         value_before: U where it began.
         value: U where it ended.
-        gradient_norm_before: of the gradient of U, in units of U per unit of the unconstrained latents.
-        gradient_norm: where it ended.
+        gradient_norm: of the gradient of U where it ended.
         newton_decrement: :math:`g^\top P^{-1} g` at the mode: the squared distance to the minimum in posterior standard
             deviations; infinite where P is not positive definite.
         curvature: the matrix P of the decrement: ``"Hessian"``, or ``"GGN"`` where U has kinks.
         smallest_eigenvalue: of the Hessian, relative to the prior precision where that is diagonal (1 is a direction
             that only the prior holds); None where the search ended before it was looked for.
-        iterations: steps.
-        evaluations: work in gradients of all data.
-        converged: whether the mode is a minimum with a positive definite Hessian, or with kinks a point at rest, and
+        steps: number of steps.
+        gradients: work in gradients of all data.
+        converged: the mode is a minimum with a positive definite Hessian, or with kinks a point at rest, and
             the decrement within the tolerance or 0.01.
-        reason: why the search ended.
+        reason: for ending the search.
     """
 
     mode: Tensor
     value_before: float
     value: float
-    gradient_norm_before: float
     gradient_norm: float
-    iterations: int
-    evaluations: int
+    steps: int
+    gradients: int
     newton_decrement: float
     curvature: str
     reason: str
@@ -68,10 +126,10 @@ class Polished(InNotebook):
         lowest = "" if self.smallest_eigenvalue is None else f"{self.smallest_eigenvalue:.3g}"
         rows = (
             ("U", f"{self.value_before:.8g} -> {self.value:.8g}"),
-            ("gradient norm", f"{self.gradient_norm_before:.3g} -> {self.gradient_norm:.3g}"),
+            ("gradient norm", f"{self.gradient_norm:.3g}"),
             ("Newton decrement", f"{distance} ({self.curvature})"),
             ("smallest eigenvalue", lowest or "not computed"),
-            ("work", f"{self.iterations} steps, {self.evaluations} gradients of all data"),
+            ("work", f"{self.steps} steps, {self.gradients} gradients of all data"),
         )
         state = "converged" if self.converged else "not converged"
         return "\n".join([f"{state}: {self.reason}", *(f"  {name:<20} {text}" for name, text in rows)])
@@ -84,50 +142,48 @@ class BudgetSpent(Exception):
 class Search:
     r"""U as searches see it, which remembers the best point and counts gradients.
 
-    Steps of a quasi-Newton method in the metric of the Gauss-Newton matrix, which is made again every thirty of them,
-    go along curved valleys for a gradient or two each; Newton's method in that metric ends the search.
+    Quasi-Newton steps in the metric of the Gauss-Newton matrix, which is made again every thirty of them, follow curved
+    valleys for a gradient or two each; Newton's method in that metric ends the search.
 
     Args:
         energy: U.
         max_gradients: of all data, that may be taken before the search ends.
-        callback: called after each step with its number, U, the norm of its gradient, and the decrement or, far from
-            the minimum, the squared norm of the gradient in the metric, which is about that.
+        report: called after each step with U and the decrement or, far from the minimum, the squared norm of the
+            gradient in the metric, which estimates it.
 
     Attributes:
-        first: the point where it starts, U and the norm of the gradient there.
-        best: the lowest point so far, likewise.
-        steps: taken.
+        first_value: U where it starts.
+        best: the lowest point so far, U and the norm of the gradient there.
+        steps: number of steps.
     """
 
-    def __init__(
-        self, energy: Energy, max_gradients: int, callback: Callable[[int, float, float, float], None]
-    ) -> None:
-        self.energy, self.callback = energy, callback
+    def __init__(self, energy: Energy, max_gradients: int, report: Callable[[float, float], None]) -> None:
+        self.energy, self.report = energy, report
         self.before, self.max_gradients = energy.work.done, max_gradients
         self.limit: float = self.before + max_gradients
         start = energy.at(energy.start)  # its gradient raises where there is nothing to start from
-        self.best = self.first = start.point, float(start.value), float(start.gradient.norm())
+        self.best = start.point, float(start.value), float(start.gradient.norm())
+        self.first_value = self.best[1]
         self.steps = 0
         self.decrement = math.nan
 
     def ended(self, **outcome: Any) -> Polished:
         """Return what was done until now, with the other attributes of :class:`Polished`."""
-        (_, value_before, norm_before), (mode, value, norm) = self.first, self.best
+        mode, value, norm = self.best
         return Polished(
             mode=mode,
-            value_before=value_before,
+            value_before=self.first_value,
             value=value,
-            gradient_norm_before=norm_before,
             gradient_norm=norm,
-            iterations=self.steps,
-            evaluations=self.energy.work.done - self.before,
+            steps=self.steps,
+            gradients=self.energy.work.done - self.before,
             **outcome,
         )
 
     # --- U, for the searches of linalg ----------------------------------------------------------------------
 
     def value_and_gradient(self, x: Tensor, /) -> tuple[Tensor, Tensor]:
-        """U and its gradient; infinite where the model fails, so that a step which is too long is taken back."""
+        """Return U and its gradient; infinite where the model fails, so that a step which is too long is taken back."""
         self._spend()
         try:
             value, gradient = self.energy.at(x).value_and_gradient
@@ -141,7 +197,7 @@ class Search:
         return value, gradient
 
     def product(self, x: Tensor, vectors: Tensor, /) -> Tensor:
-        """Products with the Hessian of U."""
+        """Return products with the Hessian of U."""
         self._spend()
         return self.energy.at(x).hessian(vectors)
 
@@ -174,7 +230,7 @@ class Search:
         self.best = x, found.value, float(local.gradient.norm())
         converged = False
         if lowest is not None:
-            value = smallest_in_prior_units(local, self._krylov_steps(x), 0.1).value
+            value = smallest_in_prior_units(local, _krylov_steps(x), 0.1).value
             positive = lowest.value > lowest.resolution and value > 0
             converged = positive and found.newton_decrement <= max(GOOD_ENOUGH, tolerance)
         return self.ended(
@@ -205,35 +261,28 @@ class Search:
             local,
             torch.zeros_like(x),
             tolerance=tolerance,
-            max_iterations=steps,
-            krylov_steps=self._krylov_steps(x),
-            callback=lambda _, value, size, decrement: self._step(value, decrement),
+            max_steps=steps,
+            krylov_steps=_krylov_steps(x),
+            callback=self._step,
         )
         return local.x(found.x), found
 
     def _step(self, value: float, decrement: float) -> None:
-        self.steps += 1
-        self.decrement = decrement
-        self.callback(self.steps, value, self.best[2], decrement)
-
-    @staticmethod
-    def _krylov_steps(x: Tensor) -> int:
-        return max(20, min(_KRYLOV_STEPS, _KRYLOV_BYTES // (len(x) * x.element_size())))
+        self.steps, self.decrement = self.steps + 1, decrement
+        self.report(value, decrement)
 
     # --- with kinks -----------------------------------------------------------------------------------------
 
     def rest(self, kinked: tuple[str, ...]) -> Polished:
         """Go to a point at rest in the norm of the Gauss-Newton matrix, or to where kinks stop the search."""
-        x, target, reason = self.best[0], GOOD_ENOUGH / 2, ""
-        decrement = math.inf
+        x, target, reason, decrement = self.best[0], GOOD_ENOUGH / 2, "", math.inf
         try:
             while not reason:
                 x, down = self._descent(x, target)
                 if down.steps < _STEPS and not down.stuck:
                     decrement, target = self._gauss_newton_decrement(x), target / 10
-                    reason = (
-                        "at rest in the norm of the Gauss-Newton matrix" if decrement <= GOOD_ENOUGH else ""
-                    )
+                    if decrement <= GOOD_ENOUGH:
+                        reason = "at rest in the norm of the Gauss-Newton matrix"
                 elif down.stuck or down.fallen <= GOOD_ENOUGH / 2:
                     reason = f"stopped at kinks of {', '.join(kinked)}"
         except BudgetSpent:
@@ -245,14 +294,78 @@ class Search:
 
     def _gauss_newton_decrement(self, x: Tensor) -> float:
         local, metric = self.energy.at(x), metric_at(self.energy.at(x))
+        gradient = metric.whitened(local.gradient.unsqueeze(0))
+
+        def product(rows: Tensor) -> Tensor:
+            return metric.whitened(local.ggn(metric.coloured(rows)))
+
         try:
-            solution = conjugate_gradients(
-                local.ggn,
-                local.gradient.unsqueeze(0),
-                tolerance=0.1,
-                max_iterations=_KRYLOV_STEPS,
-                preconditioner=lambda rows: metric.coloured(metric.whitened(rows)),
-            )
+            solution = conjugate_gradients(product, gradient, tolerance=0.1, max_iterations=_KRYLOV_STEPS)
         except NotPositiveDefiniteError:
             return math.inf
-        return float(solution.x[0] @ local.gradient)
+        return float((solution.x * gradient).sum())
+
+
+def _krylov_steps(x: Tensor) -> int:
+    return max(20, min(_KRYLOV_STEPS, _KRYLOV_BYTES // (len(x) * x.element_size())))
+
+
+def polish(
+    energy: Energy, keep: Callable[[Tensor], None], *, tolerance: float, max_gradients: int, progress: bool
+) -> Polished:
+    """Go down to a minimum of U, and prove it by the true Hessian; see :meth:`~pyro_dvi.LaplaceGuide.polish`.
+
+    Args:
+        energy: U on fixed batches.
+        keep: takes the best point so far, however the search ends; also after Ctrl-C or an error.
+        tolerance: on the Newton decrement, in squared posterior standard deviations. Where rounding hides further
+            progress, or the gradients are spent, a decrement below 0.01 will do.
+        max_gradients: of all data, that the search may take; a proof of some hundred may follow.
+        progress: show a progress bar where there is a terminal or notebook.
+
+    Raises:
+        UnconvergedError: the search ended elsewhere; ``report`` holds what it did. The best point is kept.
+        NonFiniteError: U is NaN or infinite where the search starts.
+        ArgumentError: a tolerance or a count is not positive.
+    """
+    check_positive("tolerance", tolerance)
+    check_count("max_gradients", max_gradients)
+    spent = energy.work.done
+    with progress_bar(progress, max_gradients, unit="gradient") as bar:
+
+        def report(value: float, decrement: float) -> None:
+            bar.update(energy.work.done - spent - bar.n)
+            bar.set_postfix_str(f"U {value:.6g}, decrement {decrement:.2g}")
+
+        search = Search(energy, max_gradients, report)
+        kinked = kinks(energy)
+        try:
+            found = search.rest(kinked) if kinked else search.minimum(tolerance)
+        except KeyboardInterrupt:
+            warn(f"polish was interrupted after {search.steps} steps; the guide keeps the best point so far")
+            curvature = "GGN" if kinked else "Hessian"
+            return search.ended(newton_decrement=search.decrement, curvature=curvature, reason="interrupted")
+        finally:
+            keep(search.best[0])
+    if kinked and not found.converged:
+        warn(
+            f"polish: {found.reason}; the guide keeps the best point. U has kinks ({', '.join(kinked)}), where no "
+            "gradient vanishes and the Hessian means nothing. fit with GGN(), which does without a minimum; what "
+            f"avoids kinks is {without_kinks(kinked)}."
+        )
+    elif not found.converged:
+        raise _unconverged(found, energy.start.dtype)
+    return found
+
+
+def _unconverged(found: Polished, dtype: torch.dtype) -> UnconvergedError:
+    way = "call guide.polish again, which goes on from here, with a larger max_gradients"
+    if "gradients" not in found.reason:
+        way = "give a prior that holds every direction"
+        if dtype != torch.float64:
+            way = "use float64 (model.double(), guide.double() and the data), or " + way
+    error = UnconvergedError(
+        f"polish ended without a minimum; the guide keeps the best point.\n{found}\nTo go on, {way}."
+    )
+    error.report = found
+    return error

@@ -10,7 +10,7 @@ from torch import distributions as td
 
 from pyro_dvi.core.devices import forked
 from pyro_dvi.errors import DataError, UnsupportedError
-from pyro_dvi.links.mixture import PointMixture
+from pyro_dvi.links.noise_links import PointMixture
 from pyro_dvi.runs.distributions import untransformed
 
 Statistics = dict[str, Tensor]

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch import distributions as td
 
-from pyro_dvi.links.mixture import EqualMixture
+from pyro_dvi.links.noise_links import EqualMixture
 from pyro_dvi.predictive.engine.distributions import tensors_of, with_tensors
 from pyro_dvi.predictive.engine.run import Response
 from pyro_dvi.predictive.prediction.component import (

@@ -19,8 +19,7 @@ from torch import distributions as td
 
 from pyro_dvi.core.devices import accelerators, forked, widest
 from pyro_dvi.errors import ArgumentError
-from pyro_dvi.links.mixture import EqualMixture, PointMixture, distribution_function
-from pyro_dvi.links.noise import ShapedNormal
+from pyro_dvi.links.noise_links import EqualMixture, PointMixture, ShapedNormal, distribution_function
 from pyro_dvi.predictive.metrics.regression import mean_distance
 from pyro_dvi.runs.distributions import untransformed
 

@@ -21,7 +21,8 @@ from pyro_dvi.core.choice import check_count
 from pyro_dvi.core.devices import device_of
 from pyro_dvi.core.progress import progress_bar
 from pyro_dvi.errors import ModelError
-from pyro_dvi.moments import GaussianMoments, observed_by
+from pyro_dvi.moments import GaussianMoments
+from pyro_dvi.moments.dispatch import observed_by
 from pyro_dvi.moments.tensor_like import name_of
 from pyro_dvi.moments.weight_uses import WeightTracker, parts_of
 from pyro_dvi.predictive.engine.batches import batches

@@ -11,7 +11,7 @@ from weakref import WeakValueDictionary
 from pyro_dvi.core.choice import check_choice, check_count
 from pyro_dvi.core.devices import reseeded
 from pyro_dvi.links import ClassLink, MomentMatched, NoiseLink, SobolSoftmax, predictive_distribution
-from pyro_dvi.links.joint import joint_if_dependent
+from pyro_dvi.links.families import joint_if_dependent
 from pyro_dvi.moments.weight_uses import warned_of_repeated_uses
 from pyro_dvi.predictive.engine.run import Respond, Response
 from pyro_dvi.predictive.posterior import posterior_gaussians

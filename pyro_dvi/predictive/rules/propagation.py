@@ -14,9 +14,10 @@ import torch
 
 from pyro_dvi.curvature.reverse_delta.recorder import ReverseDeltaRecorder
 from pyro_dvi.errors import ArgumentError, UnsupportedError
-from pyro_dvi.expectations.gaussian import event_dim_of
-from pyro_dvi.gaussians.joint_normal import is_joint
-from pyro_dvi.moments import GaussianMoments, observed_by
+from pyro_dvi.expectations.points import event_dim_of
+from pyro_dvi.gaussians.normals import is_joint
+from pyro_dvi.moments import GaussianMoments
+from pyro_dvi.moments.dispatch import observed_by
 from pyro_dvi.predictive.engine.run import Response
 from pyro_dvi.runs.latents import Marginals
 from pyro_dvi.runs.uncertain import UncertainDistribution, uncertain_part, with_uncertain_part

@@ -109,13 +109,13 @@ class Samples(FromDraws):
     with the root of ``num_samples``.
 
     Args:
-        num_samples: draws from the guide.
+        num_samples: draws from the guide; 30 predict networks well.
 
     Raises:
         ArgumentError: less than one draw.
     """
 
-    num_samples: int
+    num_samples: int = 30
 
     def __post_init__(self) -> None:
         check_count("num_samples", self.num_samples)

@@ -14,7 +14,9 @@ from pyro_dvi.curvature.reverse_delta import pullback
 from pyro_dvi.curvature.reverse_delta.pullback import uses_behind
 from pyro_dvi.curvature.reverse_delta.recorder import ReverseDeltaRecorder
 from pyro_dvi.errors import UnsupportedError
-from pyro_dvi.moments import GaussianMoments, MultiplicativeMoments, observed_by
+from pyro_dvi.moments import GaussianMoments
+from pyro_dvi.moments.bilinear import MultiplicativeMoments
+from pyro_dvi.moments.dispatch import observed_by
 
 B = 3
 

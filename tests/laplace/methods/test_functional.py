@@ -146,6 +146,7 @@ def test_digits_with_fifty_thousand_weights_are_those_of_solves():
     torch.testing.assert_close(found, guide.predictive(others[:1]).covariance, rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_dense_layers_form_no_rows(monkeypatch):
     """A kernel of three million weights: no tensor of the size of the rows, 40 times that of the weights, is made."""
     guide, batches, others = digits(torch.float32, (1500, 1500, 500), 4)

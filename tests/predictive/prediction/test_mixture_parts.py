@@ -9,7 +9,7 @@ from torch import nn
 import pyro_dvi as dvi
 from pyro_dvi.bayesian import Heteroscedastic, LearnedScale
 from pyro_dvi.links import GaussHermite
-from pyro_dvi.links.noise import Normal
+from pyro_dvi.links.noise_links import Normal
 from pyro_dvi.predictive.engine.run import Response
 from pyro_dvi.predictive.prediction.mixture import Mixture
 

@@ -13,7 +13,7 @@ from torch import distributions as td
 
 from pyro_dvi import AtMean, LaplaceGuide, Linearised, MeanFieldGuide, Moments, Samples, metrics, predict
 from pyro_dvi.errors import ArgumentError, DataError, UnsupportedError
-from pyro_dvi.links.mixture import PointMixture
+from pyro_dvi.links.noise_links import PointMixture
 from pyro_dvi.predictive.prediction.quantiles import crps, quantile
 
 N, K = 12, 15

@@ -56,7 +56,7 @@ def test_latent_noise_scale_correlates_with_the_mean():
         "scale": torch.tensor(-0.4, dtype=torch.float64),
     }
     guide = guide_at(_uncertain_noise, (x, y), locs)
-    guide.fit([(x, y)], Dense(curvature=Hessian()), unconverged=Accept())
+    guide.fit([(x, y)], Dense(precision=Hessian()), unconverged=Accept())
     assert guide.posterior.precision[0, 2].abs() > 0.1
     draws = guide.sample(DRAWS)
     scores = dist.Normal(draws["w"] @ x.T, draws["scale"].unsqueeze(-1)).log_prob(y)

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""Kronecker factors of the Fisher information: inputs of a layer times gradients of its outputs.
+
+.. math::
+    G_{\text{layer}} \approx B \otimes A, \qquad A = \sum_{i,t} a_{it} a_{it}^\top, \qquad
+    B = \frac{1}{NT} \sum_{i,k,t} \delta_{ikt} \delta_{ikt}^\top
+
+Source: Martens & Grosse (2015); Grosse & Martens (2016), Eq. 25-27, for convolutions.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pyro_dvi.curvature.example_gradients import ExampleGradients
+
+
+class KroneckerFactors:
+    """Factors of dense and convolutional layers that are used once, and the diagonal of all other tensors.
+
+    Args:
+        examples: gradients of the first batch, by which layers are found.
+
+    Attributes:
+        layers: the factors.
+        rest: numbers of the tensors that belong to no layer.
+        diagonal: sums of squared gradients of these, ``[D]``, zero elsewhere.
+    """
+
+    def __init__(self, examples: ExampleGradients) -> None:
+        numbers = range(len(examples.values))
+        outer = {k: found for k in numbers if (found := examples.outer(k)) is not None}
+        self.layers: list[KroneckerLayer] = []
+        paired: set[int] = set()
+        for k in sorted(outer, key=lambda k: -examples.values[k].dim()):  # weights before their biases
+            if k not in paired:
+                same = [other for other in outer if other != k and examples.same_call(k, other)]
+                spans = [examples.spans[n] for n in (k, *same[:1])]
+                weight, *bias = (torch.arange(s.start, s.stop, device=examples.outputs.device) for s in spans)
+                places = torch.cat([outer[k].by_unit(weight), *(b.unsqueeze(-1) for b in bias)], -1)
+                self.layers.append(KroneckerLayer((k, *same[:1]), places))
+                paired |= {k, *same}
+        self.rest = [k for k in numbers if k not in paired]
+        self.diagonal: Tensor | float = 0.0
+
+    def add(self, examples: ExampleGradients) -> None:
+        """Add a batch."""
+        for layer in self.layers:
+            layer.add(examples)
+        if self.rest:
+            self.diagonal = self.diagonal + examples.squares(self.rest)
+
+
+@dataclass(eq=False)
+class KroneckerLayer:
+    r"""Sums of both factors of the Fisher information of a layer's weights W ``[p, q]``, :math:`B \otimes A`.
+
+    Attributes:
+        tensors: the numbers of the weight, and of the bias where there is one; its input is the last of the q.
+        places: of W in a flat vector, ``[p, q]``.
+        inputs: A, the sum of :math:`a a^\top` over examples and positions, ``[q, q]``.
+        deltas: the sum of :math:`\delta \delta^\top` over these, ``[p, p]``; B is this divided by ``positions``.
+        positions: number of terms in A.
+    """
+
+    tensors: tuple[int, ...]
+    places: Tensor
+    inputs: Any = 0.0
+    deltas: Any = 0.0
+    positions: int = 0
+
+    def add(self, examples: ExampleGradients) -> None:
+        """Add a batch."""
+        outer = examples.outer(self.tensors[0])
+        if outer is None:  # no gradient arrives in this batch
+            return
+        for part in outer.chunks():
+            a, delta = outer.parts(part)
+            if len(self.tensors) > 1:  # the bias has an input of 1
+                a = F.pad(a, (0, 1), value=1.0)
+            self.positions += a[..., 0].numel()
+            self.inputs = self.inputs + _gram(a)
+            self.deltas = self.deltas + _gram(delta)
+
+
+def _gram(rows: Tensor) -> Tensor:
+    """The sum of x x' over rows x ``[..., T, n]``: where there are many together, without a copy of them."""
+    if rows.shape[-2] < rows.shape[-1]:
+        rows = rows.flatten(0, -2)
+    return (rows.mT @ rows).reshape(-1, rows.shape[-1], rows.shape[-1]).sum(0)

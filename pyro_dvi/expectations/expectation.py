@@ -1,0 +1,293 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""Expected log-likelihoods :math:`\mathrm E[\log p(y \mid \theta)]` where parameters of p are uncertain.
+
+To add a rule, write a function of the observed value and of the parameters by the names of the constructor, each of
+which may be :class:`~pyro_dvi.moments.GaussianMoments` or a tensor, and register it with :func:`expectation_rule`. A
+rule declines parameters that it does not cover by returning ``NotImplemented``.
+
+Without a rule, the expectation is taken numerically, by the ``log_prob`` of the distribution at fixed points of the
+Gaussian behind each parameter, passed through the parameter's function, so that ``concentration=softplus(h)`` stays
+positive. One uncertain number per density takes 64 equally spaced nodes, two a disc of 28 x 28, more (vectors,
+matrices) 128 scrambled Sobol points, the same in every call.
+
+Status: equally spaced nodes are exact to 1e-8 for log densities that are smooth on the scale of the Gaussian; relative
+errors are 1e-6 where the log density has half its width, 1e-3 where it has a fifth, or a kink. Sobol points have an
+error of some hundredths at variance 1. Functions that mix the first dimension (the examples) are not covered.
+"""
+
+import inspect
+import math
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from pyro_dvi.core.registry import registering
+from pyro_dvi.errors import UnsupportedError
+from pyro_dvi.expectations.logits import LogitEstimator, Sobol
+from pyro_dvi.expectations.points import (
+    are_dependent,
+    are_distinct,
+    at_points,
+    check_domain,
+    event_dim_of,
+    fixed_points,
+    gaussian_of,
+    identity_of,
+    within_example,
+)
+from pyro_dvi.moments import GaussianMoments
+
+_CHUNK = 2**22  # values of one parameter that are held at once
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Where a distribution with uncertain parameters is evaluated.
+
+    Attributes:
+        points: standard Gaussian, ``[S, number of Gaussians]``.
+        weights: ``[S]``, sum to one.
+        at: the distribution with batch shape ``[S, *batch]`` at some of the points.
+        rank: number of batch dimensions.
+        size: number of values of the largest parameter.
+    """
+
+    points: Tensor
+    weights: Tensor
+    at: Callable[[Tensor], Any]
+    rank: int
+    size: int
+
+
+def numerical_expectation(family: type, parameters: Mapping[str, Any], value: Tensor) -> Tensor:
+    """Return the expected log-likelihood, of the batch shape.
+
+    Memory does not grow with the number of points: what does not fit is computed in parts, and again in the backward
+    pass.
+
+    Raises:
+        UnsupportedError: an uncertain parameter leaves its domain.
+    """
+    plan = evaluation(family, parameters, value)
+
+    def part(points: Tensor, weights: Tensor) -> Tensor:
+        return torch.tensordot(weights, plan.at(points).log_prob(value), 1)
+
+    per_part = max(1, _CHUNK // max(plan.size, value.numel(), 1))
+    if per_part >= len(plan.points):
+        return part(plan.points, plan.weights)
+    parts = zip(plan.points.split(per_part), plan.weights.split(per_part), strict=True)
+    total: Any = 0.0
+    for points, weights in parts:
+        total = total + checkpoint(part, points, weights, use_reentrant=False, preserve_rng_state=False)
+    return torch.as_tensor(total)
+
+
+def evaluation(
+    family: type, parameters: Mapping[str, Any], value: Tensor | None = None, num_points: int = 128
+) -> Evaluation:
+    """Choose the points for the Gaussians behind the parameters; parameters that share a Gaussian share its points.
+
+    Args:
+        family: the distribution class.
+        parameters: its arguments by name.
+        value: what will be scored, for its batch dimensions.
+        num_points: points where more than two numbers of one density are uncertain.
+    """
+    uncertain = {k: p for k, p in parameters.items() if isinstance(p, GaussianMoments)}
+    like = next(iter(uncertain.values())).loc
+    keys = {name: identity_of(gaussian_of(p)) for name, p in uncertain.items()}
+    shapes: dict[Hashable, tuple[int, ...]] = {}
+    for name, p in uncertain.items():
+        shape = _coordinates(family, name, p)
+        if len(shape) >= len(shapes.get(keys[name], ())):  # of the same last dimensions
+            shapes[keys[name]] = shape
+    blocks: dict[Hashable, slice] = {}
+    count = 0
+    for key, shape in shapes.items():
+        blocks[key] = slice(count, count + math.prod(shape))
+        count += math.prod(shape)
+    points, weights = fixed_points(count, like, num_points)
+    rank = _batch_rank(family, parameters, value)
+    options = without_checks(family)
+
+    def at(points: Tensor) -> Any:
+        found = {}
+        for name, p in uncertain.items():
+            block = points[:, blocks[keys[name]]]
+            values = at_points(p, block.reshape(len(points), *shapes[keys[name]]))
+            check_domain(family, name, p, values)
+            found[name] = aligned(values, rank + (event_dim_of(family, name) or 0))
+        return family(**{**parameters, **found}, **options)
+
+    return Evaluation(points, weights, at, rank, max(p.numel() for p in uncertain.values()))
+
+
+def _coordinates(family: type, name: str, parameter: GaussianMoments) -> tuple[int, ...]:
+    """Shape of the numbers that need points of their own; other elements, of other examples, may share them."""
+    inner = gaussian_of(parameter)
+    depth = event_dim_of(family, name)
+    link = parameter.link
+    mixed = link is not None and not (link.elementwise or (link.moved and depth == 0))
+    if depth is None or mixed:
+        return within_example(parameter)
+    return tuple(inner.shape[inner.dim() - depth :]) if depth else ()
+
+
+def _batch_rank(family: type, parameters: Mapping[str, Any], value: Tensor | None) -> int:
+    """Return the number of batch dimensions of the log density."""
+    means = {k: p.loc if isinstance(p, GaussianMoments) else p for k, p in parameters.items()}
+    fn = family(**means, **without_checks(family))
+    rank = 0 if value is None else value.dim() - len(fn.event_shape)
+    return max(rank, len(fn.batch_shape))
+
+
+def aligned(values: Tensor, rank: int) -> Tensor:
+    """Insert dimensions after the first, so that ``[S, *]`` broadcasts against tensors of that rank."""
+    return values.reshape(len(values), *(1,) * (rank + 1 - values.dim()), *values.shape[1:])
+
+
+def without_checks(family: type) -> dict[str, bool]:
+    """Keyword arguments that build a distribution without checking its parameters."""
+    names = inspect.signature(family).parameters
+    return {"validate_args": False} if "validate_args" in names else {}
+
+
+RULES: dict[type, Callable] = {}
+_WITH_COVARIANCES: set[Callable] = set()
+_DEFAULT_ESTIMATOR = Sobol()
+
+
+class Found(NamedTuple):
+    """A rule, the names of its parameters, and whether it takes those that share noise."""
+
+    rule: Callable
+    names: frozenset[str]
+    covariances: bool
+
+
+def expectation_rule(*families: type, covariances: bool = False) -> Callable[[Callable], Callable]:
+    """Return a decorator that registers the expected log-likelihood of distribution classes.
+
+    The rule is called as ``rule(value, loc=..., scale=...)`` with the arguments that the distribution was made with,
+    and with ``estimator=`` if it has a parameter of that name (for the logits of classes).
+
+    Args:
+        families: the classes.
+        covariances: whether the rule looks at the covariances of parameters that are
+            :class:`~pyro_dvi.moments.shared_noise.JointMoments`.
+
+    Raises:
+        ValueError: a class has a rule already.
+
+    Example:
+        >>> class Unit(torch.distributions.Normal):
+        ...     def __init__(self, loc):
+        ...         super().__init__(loc, 1.0)
+        >>> @expectation_rule(Unit)
+        ... def unit(value, loc):
+        ...     return -0.5 * ((value - loc.loc) ** 2 + loc.variance) - 0.918938533
+        >>> expected_log_prob(
+        ...     Unit, {"loc": GaussianMoments(torch.zeros(2), torch.ones(2))}, torch.zeros(2)
+        ... )
+        tensor([-1.4189, -1.4189])
+    """
+
+    def register(rule: Callable) -> Callable:
+        _find.cache_clear()
+        if covariances:
+            _WITH_COVARIANCES.add(rule)
+        return registering(RULES, families)(rule)
+
+    return register
+
+
+def expected_log_prob(
+    family: type,
+    parameters: Mapping[str, Any],
+    value: Tensor,
+    estimator: LogitEstimator | None = None,
+) -> Tensor:
+    r"""Return :math:`\mathrm E[\log p(y \mid \theta)]`, of the batch shape of the distribution.
+
+    Status: each rule says how exact it is. Uncertain parameters are taken as independent of each other, unless they
+    are functions of the very same Gaussian, or of the same view of it (``h.squeeze(-1)``; copies such as ``h.clone()``
+    or ``h.flip(0)`` count as another). Without a rule: quadrature (:func:`numerical_expectation`).
+
+    Args:
+        family: the distribution class.
+        parameters: what the distribution is made with, by name: moments, tensors or numbers.
+        value: y.
+        estimator: how the log of the sum of class probabilities is averaged; :class:`Sobol` by default.
+
+    Raises:
+        UnsupportedError: an uncertain parameter can leave its domain.
+
+    Example:
+        >>> f = GaussianMoments(torch.tensor(0.0), torch.tensor(1.0))
+        >>> expected_log_prob(
+        ...     torch.distributions.Normal, {"loc": f, "scale": 1.0}, torch.tensor(1.0)
+        ... )
+        tensor(-1.9189)
+    """
+    given = {k: v for k, v in parameters.items() if k != "validate_args" and v is not None}
+    uncertain = [p for p in given.values() if isinstance(p, GaussianMoments)]
+    value = torch.as_tensor(value)
+    if not uncertain:
+        plain: Tensor = family(**given).log_prob(value)
+        return plain
+    found = _find(family)
+    dependent = are_dependent(family, given)
+    fits = found is not None and (found.covariances or not dependent)
+    if found is not None and fits and given.keys() <= found.names and are_distinct(uncertain):
+        like = uncertain[0].loc
+        arguments = {k: _as_tensor(p, like) for k, p in given.items()}
+        if "estimator" in found.names:
+            arguments["estimator"] = estimator or _DEFAULT_ESTIMATOR
+        result = found.rule(value, **arguments)
+        if result is not NotImplemented:
+            return result
+    if dependent:
+        names = ", ".join(k for k, p in given.items() if isinstance(p, GaussianMoments))
+        raise UnsupportedError(
+            f"{family.__name__}({names}) has outputs of a last layer with covariances between them, which only "
+            "Categorical, OneHotCategorical, Multinomial, MultivariateNormal and Normal with a scale that is certain "
+            "or exp(h) know. Use LastLayerGuide with PerOutput(), whose outputs are independent, or a MeanFieldGuide"
+        )
+    return numerical_expectation(family, given, value)
+
+
+def _as_tensor(parameter: Any, like: Tensor) -> Any:
+    if isinstance(parameter, GaussianMoments | Tensor):
+        return parameter
+    return torch.as_tensor(parameter, dtype=like.dtype, device=like.device)
+
+
+@lru_cache(maxsize=256)
+def _find(family: type) -> Found | None:
+    return find_rule(RULES, family)
+
+
+def find_rule(table: Mapping[type, Callable], family: type) -> Found | None:
+    """Return the rule of the class, or of a parent whose density it has.
+
+    Pyro's classes keep the name of torch's. Any other subclass may redefine the density, as NanMaskedNormal does, and
+    is served only if it does not.
+
+    Args:
+        table: distribution class to rule.
+        family: the class.
+    """
+    for parent in family.__mro__:
+        if parent in table:
+            density = getattr(family, "log_prob", None)
+            if family.__name__ != parent.__name__ and density is not getattr(parent, "log_prob", None):
+                return None
+            names = inspect.signature(table[parent]).parameters
+            return Found(table[parent], frozenset(names), table[parent] in _WITH_COVARIANCES)
+    return None

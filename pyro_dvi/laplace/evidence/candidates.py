@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scales of priors and noise that are tuned after training, and quantities that depend on their values."""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from functools import cached_property
+from typing import Any, ClassVar
+
+import torch
+from pyro.distributions.util import scale_and_mask
+from torch import Tensor
+
+from pyro_dvi.errors import ArgumentError, ModelError, NotPositiveDefiniteError, UnsupportedError
+from pyro_dvi.laplace.energy.batch_graph import BatchGraph
+from pyro_dvi.laplace.energy.energy import Energy, LocalEnergy, diagonal_of
+from pyro_dvi.laplace.evidence.evidence import free_terms
+from pyro_dvi.laplace.fitted import rescaled_model
+from pyro_dvi.laplace.methods.method import LaplacePosterior, Method
+from pyro_dvi.runs.log_joint import JointRun
+from pyro_dvi.runs.rescaled import rescaled, scale_name
+
+
+class Scale(ABC):
+    """A positive number that multiplies something in the model, to be tuned.
+
+    Attributes:
+        exponent: of the number, in what multiplies the scale of the sites' distributions.
+        of_prior: it changes the prior's part of P, not the likelihood's.
+        decades: above and below 1, in which values are tried where the caller names none.
+        num_values: how many.
+    """
+
+    exponent: ClassVar[float]
+    of_prior: ClassVar[bool]
+    decades: ClassVar[int]
+    num_values: ClassVar[int]
+
+    @abstractmethod
+    def sites(self, energy: Energy) -> list[str]:
+        """Return the sites whose distributions change."""
+
+    def factor(self, value: float) -> float:
+        """Return what multiplies the scale of these sites."""
+        return value**self.exponent
+
+    def grid(self) -> Tensor:
+        """Return the values that are tried where the caller names none."""
+        return torch.logspace(-self.decades, self.decades, self.num_values, dtype=torch.float64)
+
+    def proportions(self, value: float) -> tuple[float, float]:
+        """Return what multiplies the likelihood's part of P and the prior's, if all sites of a kind change."""
+        precision = value ** (-2 * self.exponent)
+        return (1.0, precision) if self.of_prior else (precision, 1.0)
+
+
+@dataclass(frozen=True)
+class PriorPrecision(Scale):
+    """The precision of the prior, times one number for several sites.
+
+    Args:
+        names: the sites, by name or pattern (``"net.0.*"``); None: all that are uncertain and whose prior is Normal,
+            MultivariateNormal, StudentT, Laplace or Cauchy.
+    """
+
+    names: str | None = None
+
+    exponent, of_prior, decades, num_values = -0.5, True, 3, 25
+
+    def sites(self, energy: Energy) -> list[str]:
+        """Return the latent sites.
+
+        Raises:
+            ArgumentError: the pattern fits no site that is uncertain.
+            UnsupportedError: the prior of a site has no scale to multiply.
+        """
+        nodes = _nodes(energy)
+        scalable = [name for name in energy.layout.names if scale_name(nodes[name]["fn"]) is not None]
+        if self.names is None:
+            if not scalable:
+                raise UnsupportedError(
+                    "no uncertain site has a prior whose scale can be multiplied: Normal, MultivariateNormal, "
+                    "StudentT, Laplace or Cauchy"
+                )
+            return scalable
+        chosen = [name for name in energy.layout.names if fnmatchcase(name, self.names)]
+        if not chosen:
+            raise ArgumentError(
+                f"PriorPrecision({self.names!r}) fits no uncertain site; there are {energy.layout.names}"
+            )
+        for name in chosen:
+            if name not in scalable:
+                raise UnsupportedError(
+                    f"the prior of {name!r}, a {type(nodes[name]['fn']).__name__}, has no scale that can be multiplied"
+                )
+        return chosen
+
+
+@dataclass(frozen=True)
+class NoiseScale(Scale):
+    """The scale of the observation noise, times a number.
+
+    Args:
+        site: the observed site, a Normal, MultivariateNormal, StudentT, Laplace or Cauchy; None for the one that the
+            model has.
+    """
+
+    site: str | None = None
+
+    exponent, of_prior, decades, num_values = 1.0, False, 1, 17
+
+    def sites(self, energy: Energy) -> list[str]:
+        """Return the observed site.
+
+        Raises:
+            ModelError: there is no such site, or several to choose from.
+            UnsupportedError: it has no scale.
+        """
+        nodes = _nodes(energy)
+        observed = [
+            site.name for site in energy.first_run(energy.start)[1].sites if self.site in (None, site.name)
+        ]
+        if len(observed) != 1:
+            raise ModelError(f"NoiseScale(site) needs one observed site; {observed or 'none'} would do")
+        if scale_name(nodes[observed[0]]["fn"]) is None:
+            raise UnsupportedError(
+                f"observed site {observed[0]!r}, a {type(nodes[observed[0]]['fn']).__name__}, has no noise scale"
+            )
+        return observed
+
+
+def _nodes(energy: Energy) -> Any:
+    return energy.first_run(energy.start)[1].trace.nodes
+
+
+_ANOTHER = 4.0  # a value to compare with 1
+
+
+@dataclass(frozen=True)
+class Candidates:
+    r"""Quantities that depend on the tuned value, around a fixed mode; criteria compare values by these.
+
+    The model runs once for the priors of all values. The method fits once where its Gaussian, of precision
+    :math:`G + \Pi`, can be made that of :math:`a G + \Pi_c`, and again for each value elsewhere.
+
+    Attributes:
+        energy: U with value 1.
+        scale: the scale that is tuned.
+        sites: the sites that change.
+        method: how the Gaussian is represented.
+        seed: of random numbers.
+    """
+
+    energy: Energy
+    scale: Scale
+    sites: Sequence[str]
+    method: Method
+    seed: int
+
+    def local(self, value: float) -> LocalEnergy:
+        """Return U with another value around the mode, which stays where it is."""
+        factors = dict.fromkeys(self.sites, self.scale.factor(value))
+        energy = self.energy.with_model(rescaled_model(self.energy.model, factors))
+        return energy.at(energy.start)
+
+    def log_prior(self, value: float) -> float:
+        """Return the log prior of the sites that vary."""
+        with torch.enable_grad():
+            return free_terms(self._first[0], self._prior_run(value), self.energy.layout)
+
+    @property
+    def prior_is_proportional(self) -> bool:
+        """The whole prior precision is multiplied by one number, as another value shows."""
+        before, after = self.prior_diagonal(1.0), self.prior_diagonal(_ANOTHER)
+        if before is None or after is None:
+            return False
+        tolerance = math.sqrt(torch.finfo(before.dtype).eps)
+        return torch.allclose(after, self.scale.proportions(_ANOTHER)[1] * before, rtol=tolerance, atol=0)
+
+    def prior_diagonal(self, value: float) -> Tensor | None:
+        """Return the prior precision [D]; None unless it is diagonal and positive."""
+        layout = self.energy.layout
+        with torch.enable_grad():
+            graph = BatchGraph(self._first[0], self._prior_run(value))
+
+            def product(vectors: Tensor) -> Tensor:
+                return layout.flatten(graph.prior_hessian(layout.split(vectors)))
+
+            return diagonal_of(product, self.energy.start)
+
+    @cached_property
+    def likelihood_is_proportional(self) -> bool:
+        """The likelihood's part of P is multiplied by one number, as one product shows."""
+        factor = self.scale.proportions(_ANOTHER)[0]
+        if factor == 1:
+            return True  # the scale of a prior, which is no part of the likelihood
+        found, expected = self._likelihood_product(_ANOTHER), factor * self._likelihood_product(1.0)
+        return bool((found - expected).norm() <= math.sqrt(torch.finfo(found.dtype).eps) * expected.norm())
+
+    def posterior(self, value: float) -> LaplacePosterior:
+        """Return the Gaussian.
+
+        Raises:
+            NotPositiveDefiniteError: there is none.
+        """
+        found = self.reweighted(value)
+        return self.method.fit(self.local(value), seed=self.seed) if found is None else found
+
+    def reweighted(self, value: float) -> LaplacePosterior | None:
+        """Return the Gaussian made of that of value 1; None where it takes a fit.
+
+        Raises:
+            NotPositiveDefiniteError: there is none.
+        """
+        prior = None
+        if self.fitted is not None and self.likelihood_is_proportional:
+            prior = self.prior_diagonal(value)
+        if self.fitted is None or prior is None:
+            return None
+        return self.fitted.reweighted(self.scale.proportions(value)[0], prior)
+
+    @cached_property
+    def _first(self) -> tuple[list[Tensor], JointRun]:
+        with torch.enable_grad():
+            return self.energy.first_run(self.energy.start)
+
+    @cached_property
+    def fitted(self) -> LaplacePosterior | None:
+        """The Gaussian of value 1, if it exists and can become that of another."""
+        if not self.method.reweights:
+            return None
+        try:
+            return self.method.fit(self.energy.at(self.energy.start), seed=self.seed)
+        except NotPositiveDefiniteError:
+            return None
+
+    def _prior_run(self, value: float) -> JointRun:
+        """The run with other scales: values of sites are given, so that only their own densities change."""
+        _, run = self._first
+        terms, trace = dict(run.log_priors), run.trace.copy()
+        factor = self.scale.factor(value)
+        for name in self.sites:
+            if factor != 1 and name in terms:
+                node = run.trace.nodes[name]
+                trace.nodes[name] = {**node, "fn": rescaled(name, node["fn"], factor)}
+                log_prob = trace.nodes[name]["fn"].log_prob(node["value"])
+                # Of real numbers, which need no transform.
+                terms[name] = scale_and_mask(log_prob, node["scale"], node["mask"]).sum()
+        return replace(run, log_priors=terms, trace=trace)
+
+    def _likelihood_product(self, value: float) -> Tensor:
+        local = self.local(value)
+        probe = torch.randn(1, len(local.point), generator=torch.Generator().manual_seed(0)).to(local.point)
+        return self.method.precision.product(local, probe) - local.prior_hessian(probe)

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hessian-free Laplace: variances from second fits of an energy that is tilted by the prediction.
+
+A mode says which functions tilt, and reads variances off the fits; a solver sets their strength, and makes them. Adding
+a mode: subclass ``Mode``, or ``PretrainedMode`` where one pair of fits serves all queries. Adding a solver: subclass
+``FineTuning`` with an optimizer, or ``Solver``.
+"""
+
+from pyro_dvi.laplace.hessian_free.second_fits import (
+    AbsoluteSum,
+    Mode,
+    Pointwise,
+    Sum,
+)
+from pyro_dvi.laplace.hessian_free.solvers import (
+    SGD,
+    Adam,
+    AsPrinted,
+    NewtonCG,
+    Solver,
+)
+from pyro_dvi.laplace.hessian_free.training_modes import InSample, LabelShift
+
+__all__ = [
+    "SGD",
+    "AbsoluteSum",
+    "Adam",
+    "AsPrinted",
+    "InSample",
+    "LabelShift",
+    "Mode",
+    "NewtonCG",
+    "Pointwise",
+    "Solver",
+    "Sum",
+]

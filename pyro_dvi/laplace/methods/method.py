@@ -1,0 +1,339 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""The contract of a Laplace method, and of the Gaussian that it makes.
+
+Adding a method: subclass :class:`Method`, whose :meth:`~Method.fit` looks at U around the mode and returns a
+:class:`LaplacePosterior`. That needs :meth:`~LaplacePosterior.solve`, from which covariances follow; other operations
+are optional. :class:`RootPosterior` is for a Gaussian with a root of its covariance.
+
+The gradient of output k with respect to a layer's weight is :math:`J_k = \sum_t \delta_{kt} a_t^\top`, with one
+position t in a dense layer, so that covariances of outputs come from the inputs a and the gradients of a layer, without
+rows of the Jacobian.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from pyro_dvi.core.choice import check_choice
+from pyro_dvi.curvature.example_gradients import ExampleGradients, OuterGradients
+from pyro_dvi.errors import ArgumentError, UnsupportedError
+from pyro_dvi.laplace.energy.energy import LocalEnergy
+from pyro_dvi.laplace.energy.precision import PrecisionMatrix
+from pyro_dvi.laplace.energy.query import Query
+from pyro_dvi.linalg.operator import gaussian_rows
+from pyro_dvi.runs.outputs import Outputs
+
+_ROWS, _ENTRIES = 512, 1 << 26  # rows of J, and entries of them, that are held together
+
+
+class Method(ABC):
+    """A representation of the Gaussian around the mode.
+
+    Attributes:
+        precision: the matrix P, or the one that is approximated: ``GGN()`` or ``Hessian()``.
+        by_spectrum: tuning by the evidence takes the eigenvalues of that matrix, once for all values, instead of
+            :meth:`LaplacePosterior.log_determinant`.
+        reweights: its posterior may have :meth:`LaplacePosterior.reweighted`.
+        needs_minimum: the policy for unconverged modes applies; else the mode may be no minimum.
+    """
+
+    precision: PrecisionMatrix
+    by_spectrum: ClassVar[bool] = False
+    reweights: ClassVar[bool] = False
+    needs_minimum: bool = True
+
+    @abstractmethod
+    def fit(self, local: LocalEnergy, *, seed: int) -> "LaplacePosterior":
+        """Return the posterior around ``local.point``.
+
+        Args:
+            local: U around the mode.
+            seed: of random numbers.
+        """
+
+
+def check_method(method: object) -> None:
+    """Refuse what is no method, or has no matrix for its precision.
+
+    Raises:
+        ArgumentError: a class or string in place of an object.
+    """
+    check_choice("method", method, Method, "Dense(), Dense(Hessian()) or PosteriorSamples()")
+    assert isinstance(method, Method)
+    check_choice("precision", method.precision, PrecisionMatrix, "GGN() or Hessian()")
+
+
+class LaplacePosterior(ABC):  # noqa: B024 (a method gives what it can)
+    r"""A Gaussian :math:`\mathcal N(\hat u, P^{-1})` around the mode, as a method of ``laplace`` represents it.
+
+    Attributes:
+        mode: :math:`\hat u`, flat, [D].
+        independent: its precision is diagonal.
+        stored: the arguments of the class, tensors and plain values, that its attributes of the same names hold: what
+            a file keeps of it. None: it needs the model and the data to work, and is not saved.
+    """
+
+    mode: Tensor
+    independent: ClassVar[bool] = False
+    stored: ClassVar[tuple[str, ...] | None] = None
+    _kinds: ClassVar[dict[str, type["LaplacePosterior"]]] = {}
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        LaplacePosterior._kinds[cls.kind()] = cls
+
+    @classmethod
+    def kind(cls) -> str:
+        """Return the name of the class in files."""
+        return f"{cls.__module__}.{cls.__qualname__}"
+
+    @staticmethod
+    def of_kind(kind: str, state: Mapping[str, Any]) -> "LaplacePosterior":
+        """Make a Gaussian again from the name of its class and what :meth:`state` returned.
+
+        Raises:
+            KeyError: no such class has been imported.
+            TypeError: it is made of something else.
+        """
+        return LaplacePosterior._kinds[kind](**state)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {len(self.mode)} latents>"
+
+    def state(self) -> dict[str, Any]:
+        """Return what a file keeps.
+
+        Raises:
+            UnsupportedError: the posterior cannot do without the model and the data.
+        """
+        if self.stored is None:
+            raise UnsupportedError(
+                f"{type(self).__name__} solves with the model and the data, which a file does not hold: call guide.fit "
+                "again after loading or moving, or use Dense() or PosteriorSamples(n)"
+            )
+        return {name: getattr(self, name) for name in self.stored}
+
+    def quadratic(self, rows: Tensor) -> Tensor:
+        r"""Return :math:`R P^{-1} R^\top` as ``[*lead, n, n]`` for rows of J, ``[*lead, n, D]``; by :meth:`solve`.
+
+        Raises:
+            UnsupportedError: the method cannot solve.
+        """
+        found = rows @ self.solve(rows.flatten(0, -2)).reshape(rows.shape).mT
+        return 0.5 * (found + found.mT)
+
+    def covariance(self, query: Query) -> Tensor:
+        r"""Return :math:`J_b P^{-1} J_b^\top` for each example, ``[B, K, K]``."""
+        size = query.size
+        at_once = max(1, min(_ROWS, _ENTRIES // query.layout.size) // size) * size
+        blocks = [self.quadratic(rows.unflatten(0, (-1, size))) for rows in query.rows(at_once)]
+        return torch.cat(blocks)
+
+    def joint_covariance(self, query: Query) -> Tensor:
+        r"""Return :math:`J P^{-1} J^\top` over all examples, ``[B K, B K]``.
+
+        Raises:
+            UnsupportedError: the method knows the outputs of single examples only.
+        """
+        return self.quadratic(torch.cat(list(query.rows())))
+
+    def draw(self, count: int, generator: torch.Generator) -> Tensor:
+        """Draw from the Gaussian: flat vectors ``[count, D]``.
+
+        Raises:
+            UnsupportedError: the method has no draws.
+        """
+        raise UnsupportedError(
+            f"{type(self).__name__} has no draws of the latents: use PosteriorSamples(n) or Dense()"
+        )
+
+    def solve(self, vectors: Tensor) -> Tensor:
+        r"""Return the rows :math:`P^{-1} v` for vectors ``[S, D]``.
+
+        Raises:
+            UnsupportedError: the method cannot.
+        """
+        raise UnsupportedError(
+            f"{type(self).__name__} has no solutions of P x = v, so that it has no joint covariance either: use "
+            "Dense(), ConjugateGradient(), TopEigen(k), Diagonal() or KroneckerFactored()"
+        )
+
+    def marginal_variance(self) -> Tensor:
+        """Return the diagonal of the covariance, [D].
+
+        Raises:
+            UnsupportedError: the method does not know it.
+        """
+        raise UnsupportedError(
+            f"{type(self).__name__} does not know the variances of single latents: use Diagonal(), Dense() or "
+            "PosteriorSamples(n)"
+        )
+
+    def reweighted(self, likelihood: float, prior: Tensor) -> "LaplacePosterior | None":
+        r"""Return the Gaussian of precision :math:`a G + \Pi_c` in place of :math:`G + \Pi`; None: it takes a fit.
+
+        Args:
+            likelihood: a, positive.
+            prior: the diagonal of :math:`\Pi_c`, positive, [D].
+
+        Raises:
+            NotPositiveDefiniteError: that precision is not positive definite.
+        """
+        return None
+
+    def log_determinant(self) -> Tensor:
+        """Return log det P, a scalar.
+
+        Raises:
+            UnsupportedError: the method does not know it.
+        """
+        raise UnsupportedError(
+            f"{type(self).__name__} has no log-determinant: use Dense(), or that of the matrix itself, which "
+            "guide.log_evidence(batches, determinant=ByLanczos()) and ByEvidence(ByLanczos()) take"
+        )
+
+
+class RootPosterior(LaplacePosterior):
+    r"""A Gaussian by a root C of its covariance, :math:`P^{-1} = C C^\top`; also a metric of searches."""
+
+    @abstractmethod
+    def coloured(self, rows: Tensor) -> Tensor:
+        r"""Return :math:`C v` for rows ``[*lead, D]``."""
+
+    @abstractmethod
+    def whitened(self, rows: Tensor) -> Tensor:
+        r"""Return :math:`C^\top v` for rows ``[*lead, D]``."""
+
+    def quadratic(self, rows: Tensor) -> Tensor:
+        white = self.whitened(rows)
+        return white @ white.mT
+
+    def covariance(self, query: Query) -> Tensor:
+        if not query.examples.cheap:
+            return super().covariance(query)
+        return self.covariance_of_examples(query.examples)
+
+    def covariance_of_examples(self, examples: ExampleGradients) -> Tensor:
+        r"""Return :math:`J_i P^{-1} J_i^\top` for each example, ``[B, K, K]``; by rows where layers do not help."""
+        return torch.cat([self.quadratic(examples.rows(part)) for part in examples.chunks()])
+
+    def draw(self, count: int, generator: torch.Generator) -> Tensor:
+        return self.mode + self.coloured(gaussian_rows(count, len(self.mode), self.mode, generator))
+
+    def solve(self, vectors: Tensor) -> Tensor:
+        return self.coloured(self.whitened(vectors))
+
+
+def products_at_layer(
+    outer: OuterGradients,
+    variances: Tensor,
+    changed: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = lambda a, delta: (a, delta),
+) -> Tensor:
+    r"""Return :math:`\sum_{pq} v_{pq}\,J_{kpq}\,J_{lpq}` for each example, ``[B, K, K]``.
+
+    With one position it is :math:`\sum_p \delta_{kp}\,\delta_{lp} \sum_q v_{pq}\,a_q^2`.
+
+    Args:
+        outer: factors of the gradients J of a weight.
+        variances: v, ``[p, q]``.
+        changed: another basis: new a and :math:`\delta` from those of the layer.
+    """
+    found = []
+    for part in outer.chunks(0 if outer.is_single else outer.num_outputs * variances.numel()):
+        a, delta = changed(*outer.parts(part))
+        if outer.is_single:
+            spread = a.square() @ variances.mT  # [m, 1, p]
+            half = delta.squeeze(2).transpose(0, 1) * spread.sqrt()
+        else:
+            half = ((delta.transpose(0, 1).mT @ a.unsqueeze(1)) * variances.sqrt()).flatten(2)
+        found.append(half @ half.mT)
+    return torch.cat(found)
+
+
+def products_of_diagonal(
+    examples: ExampleGradients, variances: Tensor, tensors: Iterable[int] | None = None
+) -> Tensor:
+    r"""Return :math:`J_i \operatorname{diag}(v) J_i^\top` for each example, ``[B, K, K]``.
+
+    Args:
+        examples: J.
+        variances: v, ``[D]``.
+        tensors: those that count; None: all.
+    """
+    spans, rest, total = examples.spans, [], variances.new_zeros(())
+    for k in range(len(spans)) if tensors is None else tensors:
+        outer = examples.outer(k)
+        if outer is None or not outer.is_whole:
+            rest.append(k)
+        else:
+            total = total + products_at_layer(outer, outer.by_unit(variances[spans[k]]))
+    if rest:
+        deviations = torch.cat([variances[spans[k]] for k in rest]).sqrt()
+        halves = [examples.rows(part, rest) * deviations for part in examples.chunks()]
+        total = total + torch.cat([half @ half.mT for half in halves])
+    return total
+
+
+@dataclass(frozen=True)
+class GaussianOutputs:
+    r"""Outputs f of B examples, :math:`f \sim \mathcal N(\hat f, J P^{-1} J^\top)`.
+
+    Outputs are real numbers: a mean, logits, the logarithm of a rate or of a noise scale. The location of the
+    observed distribution is the prediction, also where it is certain; the others matter to :func:`~pyro_dvi.predict`.
+
+    Attributes:
+        outputs: the outputs at the mode, and the distribution around them.
+        full_covariance: covariance of all K outputs of each example, ``[B, K, K]``, in squared units of the outputs.
+        full_joint_covariance: of all outputs of all examples, ``[B, K, B, K]``; None unless asked for.
+    """
+
+    outputs: Outputs
+    full_covariance: Tensor
+    full_joint_covariance: Tensor | None = None
+
+    @classmethod
+    @torch.enable_grad()  # Jacobians need it, whoever asks
+    def of(cls, posterior: LaplacePosterior, query: Query, *, joint: bool = False) -> "GaussianOutputs":
+        """Return those of a query; with ``joint`` also over all its examples."""
+        outputs = query.outputs.detached()
+        if not joint:
+            return cls(outputs, posterior.covariance(query).detach())
+        count, size = query.num_rows, query.size
+        whole = posterior.joint_covariance(query).detach().reshape(count, size, count, size)
+        rows = torch.arange(count, device=whole.device)
+        return cls(outputs, whole[rows, :, rows], whole)
+
+    @property
+    def mean(self) -> Tensor:
+        """Prediction at the mode, ``[B, ...]``."""
+        first = self.outputs.parameters[0]
+        return self.outputs.values.detach()[:, : first.size].reshape(-1, *first.shape)
+
+    @property
+    def variance(self) -> Tensor:
+        """Variance of the prediction, ``[B, ...]``."""
+        first = self.outputs.parameters[0]
+        return torch.diagonal(self.covariance, dim1=-2, dim2=-1).reshape(-1, *first.shape)
+
+    @property
+    def covariance(self) -> Tensor:
+        """Covariance of the prediction of each example, ``[B, k, k]`` for k numbers."""
+        size = self.outputs.parameters[0].size
+        return self.full_covariance[:, :size, :size]
+
+    @property
+    def joint_covariance(self) -> Tensor:
+        """Covariance of the predictions of all examples, ``[B k, B k]``, example by example.
+
+        Raises:
+            ArgumentError: it was not asked for.
+        """
+        if self.full_joint_covariance is None:
+            raise ArgumentError("ask for the covariance between examples: guide.predictive(x, joint=True)")
+        size = self.outputs.parameters[0].size
+        whole = self.full_joint_covariance[:, :size, :, :size]
+        return whole.reshape(len(whole) * size, -1)

@@ -1,0 +1,382 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""Minimise a smooth function: a quasi-Newton method far from the minimum, Newton's method to reach and prove it.
+
+Both work in coordinates :math:`x = x_0 + R^{-1} y` of a metric :math:`M = R^\top R`, in which the function is about
+round.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from pyro_dvi.errors import NonFiniteError, NotPositiveDefiniteError
+from pyro_dvi.linalg.conjugate_gradients import conjugate_gradients
+from pyro_dvi.linalg.lanczos import Eigenpair, smallest_eigenpair
+
+_DECREASE, _SLOPE = 1e-4, 0.9  # Wolfe's conditions
+_TRIALS = 12  # of one line search
+
+
+class SmoothFunction(Protocol):
+    """A function U of ``[D]``; the same U at each call."""
+
+    def value_and_gradient(self, x: Tensor, /) -> tuple[Tensor, Tensor]:
+        """Return U(x) and its gradient ``[D]``."""
+
+    def product(self, x: Tensor, vectors: Tensor, /) -> Tensor:
+        """Return the products ``[S, D]`` of the Hessian at x with the rows of ``vectors``."""
+
+
+class Metric(Protocol):
+    r"""A positive definite matrix :math:`M = R^\top R` by a root, for rows ``[S, D]``."""
+
+    def coloured(self, rows: Tensor) -> Tensor:
+        r"""Return :math:`R^{-1} y`, a displacement of x, for each row y."""
+
+    def whitened(self, rows: Tensor) -> Tensor:
+        r"""Return :math:`R^{-\top} g`, the gradient with respect to y, for each gradient g with respect to x."""
+
+
+class DiagonalMetric:
+    """A diagonal M.
+
+    Args:
+        diagonal: of M, positive, ``[D]``.
+    """
+
+    def __init__(self, diagonal: Tensor) -> None:
+        self._inverse_root = diagonal.detach().rsqrt()
+
+    def coloured(self, rows: Tensor) -> Tensor:
+        """Return displacements of x."""
+        return rows * self._inverse_root
+
+    whitened = coloured
+
+
+class CholeskyMetric:
+    r"""A dense :math:`M = L L^\top`.
+
+    Args:
+        factor: L, lower triangular, ``[D, D]``.
+    """
+
+    def __init__(self, factor: Tensor) -> None:
+        self._factor = factor.detach()
+
+    def coloured(self, rows: Tensor) -> Tensor:
+        """Return displacements of x."""
+        return torch.linalg.solve_triangular(self._factor, rows, upper=False, left=False)
+
+    def whitened(self, rows: Tensor) -> Tensor:
+        """Return gradients with respect to y."""
+        return torch.linalg.solve_triangular(self._factor.mT, rows, upper=True, left=False)
+
+
+@dataclass(frozen=True)
+class InMetric:
+    r"""The function :math:`y \mapsto U(x_0 + R^{-1} y)`, in whose coordinates the norm is that of M.
+
+    Attributes:
+        problem: U.
+        metric: M, close to the Hessian of U in scale.
+        origin: :math:`x_0`, ``[D]``; displacements from it lose nothing to rounding.
+    """
+
+    problem: SmoothFunction
+    metric: Metric
+    origin: Tensor
+
+    def x(self, y: Tensor) -> Tensor:
+        """Return the point itself."""
+        return self.origin + self.metric.coloured(y.unsqueeze(0))[0]
+
+    def value_and_gradient(self, y: Tensor, /) -> tuple[Tensor, Tensor]:
+        """Return U and its gradient with respect to y."""
+        value, gradient = self.problem.value_and_gradient(self.x(y))
+        return value, self.metric.whitened(gradient.detach().unsqueeze(0))[0]
+
+    def product(self, y: Tensor, vectors: Tensor, /) -> Tensor:
+        r"""Return products with :math:`R^{-\top} P R^{-1}`."""
+        return self.metric.whitened(self.problem.product(self.x(y), self.metric.coloured(vectors)))
+
+
+@dataclass(frozen=True)
+class Descent:
+    """Result of :func:`descend`.
+
+    Attributes:
+        x: the point, ``[D]``.
+        value: U there.
+        fallen: decrease of U, estimated from the slopes where rounding hides it.
+        steps: number of steps.
+        stuck: no step along the last direction made U smaller.
+    """
+
+    x: Tensor
+    value: float
+    fallen: float
+    steps: int
+    stuck: bool
+
+
+def descend(
+    problem: SmoothFunction,
+    start: Tensor,
+    *,
+    target: float,
+    max_steps: int = 30,
+    callback: Callable[[float, float], None] | None = None,
+) -> Descent:
+    r"""Take BFGS steps, in coordinates where the Hessian of U is about the identity.
+
+    .. math:: x \leftarrow x - t\,B\,g, \qquad B_{+} = (1 - \rho s y^\top) B (1 - \rho y s^\top) + \rho s s^\top
+
+    with :math:`B = 1` at first, the step s, the change y of the gradient along it, :math:`\rho = 1/s^\top y`, and t by
+    Wolfe's conditions. Where rounding hides the change of U, the trapezoid rule of the two slopes decides.
+
+    Status: a lower value at every step, to rounding; superlinear near a minimum. Saddle points are passed, not proved.
+
+    Args:
+        problem: see :class:`SmoothFunction`; products are not used.
+        start: ``[D]``; U is finite there.
+        target: on :math:`|g|^2`.
+        max_steps: at most; ``2 * max_steps * D`` numbers are held.
+        callback: called after each step with U and :math:`|g|^2`.
+
+    Source: Nocedal & Wright (2006), Alg. 7.4 and Section 3.1.
+
+    Example:
+        >>> class Quartic:
+        ...     def value_and_gradient(self, x):
+        ...         return ((x - 1) ** 4).sum() / 4 + ((x - 1) ** 2).sum() / 2, (x - 1) ** 3 + x - 1
+        >>> descend(Quartic(), torch.zeros(2), target=1e-8).x
+        tensor([1., 1.])
+    """
+    value, gradient = _evaluated(problem, start)
+    x, fallen, steps = start, 0.0, 0
+    pairs: list[tuple[Tensor, Tensor]] = []
+    while float(gradient @ gradient) > target and steps < max_steps:
+        direction = _direction(pairs, gradient)
+        found = _line_search(problem, x, value, gradient, direction, strict=True)
+        if found is None and not pairs:
+            return Descent(x, value, fallen, steps, True)
+        if found is None:
+            pairs.clear()
+            continue
+        step, decrease, value, after = found
+        change = after - gradient
+        if float(step @ change) > torch.finfo(x.dtype).eps * float(step.norm() * change.norm()):
+            pairs.append((step, change))
+        x, gradient, fallen, steps = x + step, after, fallen + decrease, steps + 1
+        if callback is not None:
+            callback(value, float(gradient @ gradient))
+    return Descent(x, value, fallen, steps, False)
+
+
+@dataclass(frozen=True)
+class Minimum:
+    r"""Result of :func:`minimise_newton`.
+
+    Attributes:
+        x: the point, ``[D]``.
+        value: U there.
+        newton_decrement: :math:`g^\top P^{-1} g`, the squared distance to the minimum in posterior standard deviations:
+            before the last step, with :math:`|r|^2/\lambda_{\min}` for the residual r of that step, or
+            :math:`|g|^2/\lambda_{\min}` after it where that bound is smaller; infinite where P showed negative
+            curvature.
+        smallest_eigenvalue: of the Hessian there, with the residual of the pair; None where the search ended before it
+            was looked for.
+        steps: number of steps.
+        converged: the decrement is within the tolerance, and the Hessian positive definite as far as the Lanczos
+            recursion from a random start shows.
+        reason: for ending the search, as a sentence.
+    """
+
+    x: Tensor
+    value: float
+    newton_decrement: float
+    smallest_eigenvalue: Eigenpair | None
+    steps: int
+    converged: bool
+    reason: str
+
+
+def minimise_newton(
+    problem: SmoothFunction,
+    start: Tensor,
+    *,
+    tolerance: float = 1e-10,
+    max_steps: int = 200,
+    krylov_steps: int = 200,
+    callback: Callable[[float, float], None] | None = None,
+) -> Minimum:
+    r"""Find a local minimum with positive definite Hessian, matrix-free.
+
+    .. math:: x \leftarrow x - t\,s, \qquad |P s - g| \le \eta\,|g|
+
+    Conjugate gradients give the step s, and Wolfe's conditions its length t. Where they meet a direction of negative
+    curvature, the search follows that direction. At rest, the Lanczos recursion looks for negative curvature from a
+    random start, and the search goes on along it.
+
+    Status: superlinear convergence to a local minimum; which one depends on the start. A negative eigenvalue that
+    ``krylov_steps`` of the Lanczos recursion do not reveal is not seen.
+
+    Args:
+        problem: see :class:`SmoothFunction`.
+        start: ``[D]``; its dtype and device are used.
+        tolerance: on the Newton decrement :math:`g^\top P^{-1} g`, in squared posterior standard deviations.
+        max_steps: at most.
+        krylov_steps: of the Lanczos recursion, for which ``krylov_steps * D`` numbers are held; conjugate gradients
+            may take ten times as many.
+        callback: called after each step with the value after it and the Newton decrement before it.
+
+    Raises:
+        NonFiniteError: value or gradient at the start, or a product, is NaN or infinite.
+
+    Source: Nocedal & Wright (2006), Alg. 7.1.
+
+    Example:
+        >>> class Well:  # (a^2 - 1)^2 + b^2, with a saddle at the origin
+        ...     def value_and_gradient(self, x):
+        ...         a, b = x
+        ...         return (a * a - 1) ** 2 + b * b, torch.stack([4 * a * (a * a - 1), 2 * b])
+        ...
+        ...     def product(self, x, vectors):
+        ...         return vectors * torch.stack([12 * x[0] ** 2 - 4, torch.tensor(2.0)])
+        >>> found = minimise_newton(Well(), torch.zeros(2))
+        >>> found.x.abs(), found.converged
+        (tensor([1., 0.]), True)
+    """
+    x = start.detach()
+    value, gradient = _evaluated(problem, x)
+    if not math.isfinite(value) or not bool(gradient.isfinite().all()):
+        raise NonFiniteError(
+            "the function or its gradient is NaN or infinite at the start of the minimisation"
+        )
+
+    def product(vectors: Tensor) -> Tensor:
+        return problem.product(x, vectors)
+
+    first = float(gradient.norm())
+    decrement, lowest, reason, steps = math.inf, None, f"{max_steps} steps did not suffice", 0
+    floor = math.inf  # the smallest eigenvalue, once it was looked for
+    while steps < max_steps:
+        size, steps, lowest = float(gradient.norm()), steps + 1, None
+        direction, decrement, residual = _newton_direction(product, gradient, first, krylov_steps)
+        # Rounding hides the decrease along such a step: shorter ones would show no more.
+        trials = 1 if 0.5 * decrement <= _resolution(x, value) else _TRIALS
+        found = _line_search(problem, x, value, gradient, direction, trials) if size else None
+        if found is not None:
+            x, value, gradient = x + found[0], *found[2:]
+        if callback is not None:
+            callback(value, decrement)
+        if found is not None and decrement + residual**2 / floor > tolerance:
+            continue
+        lowest = smallest_eigenpair(product, len(x), steps=krylov_steps, like=x)
+        if lowest.value < -lowest.resolution:
+            found = _line_search(problem, x, value, gradient, _downhill(lowest.vector, gradient))
+            if found is not None:
+                x, value, gradient, lowest = x + found[0], *found[2:], None
+                continue
+            reason = "negative curvature remains, but rounding hides the decrease along it; use float64"
+        elif lowest.value <= lowest.resolution:
+            reason = "the Hessian is singular to rounding: some direction has no curvature"
+        else:
+            floor = max(lowest.value - lowest.residual, 0.5 * lowest.value)
+            decrement = min(decrement + residual**2 / floor, float(gradient.norm()) ** 2 / floor)
+            if decrement <= tolerance:
+                reason = "the Newton decrement is within the tolerance"
+            elif found is not None:
+                lowest = None
+                continue
+            else:
+                reason = f"rounding in {x.dtype} hides further progress; use float64 or a larger tolerance"
+        break
+    converged = decrement <= tolerance and lowest is not None and lowest.value > lowest.resolution
+    return Minimum(x, value, decrement, lowest, steps, converged, reason)
+
+
+def _newton_direction(
+    product: Callable[[Tensor], Tensor], gradient: Tensor, first: float, krylov_steps: int
+) -> tuple[Tensor, float, float]:
+    """Return a direction downhill (of negative curvature, if any), the Newton decrement and the residual."""
+    size = float(gradient.norm())
+    if size == 0:
+        return gradient, 0.0, 0.0
+    forcing = min(0.1, math.sqrt(size / (first or size)))
+    try:
+        solution = conjugate_gradients(
+            product, -gradient.unsqueeze(0), tolerance=forcing, max_iterations=10 * krylov_steps
+        )
+    except NotPositiveDefiniteError as error:
+        assert error.direction is not None
+        return _downhill(error.direction / error.direction.norm(), gradient), math.inf, 0.0
+    step = solution.x[0]
+    return step, -float(step @ gradient), float(solution.residuals[0]) * size
+
+
+def _downhill(direction: Tensor, gradient: Tensor) -> Tensor:
+    return -direction if float(direction @ gradient) > 0 else direction
+
+
+def _evaluated(problem: SmoothFunction, x: Tensor) -> tuple[float, Tensor]:
+    value, gradient = problem.value_and_gradient(x)
+    return float(value.detach()), gradient.detach().to(x)
+
+
+def _resolution(x: Tensor, value: float) -> float:
+    """Return the size of differences of values that may be rounding error."""
+    return 10 * torch.finfo(x.dtype).eps * abs(value)
+
+
+def _direction(pairs: list[tuple[Tensor, Tensor]], gradient: Tensor) -> Tensor:
+    """Return -B g by the two-loop recursion."""
+    direction, weights = -gradient, []
+    for step, change in reversed(pairs):
+        weights.append((step @ direction) / (step @ change))
+        direction = direction - weights[-1] * change
+    for (step, change), weight in zip(pairs, reversed(weights), strict=True):
+        direction = direction + (weight - (change @ direction) / (step @ change)) * step
+    return direction
+
+
+def _line_search(
+    problem: SmoothFunction,
+    x: Tensor,
+    value: float,
+    gradient: Tensor,
+    direction: Tensor,
+    trials: int = _TRIALS,
+    strict: bool = False,
+) -> tuple[Tensor, float, float, Tensor] | None:
+    """Return a step that meets Wolfe's conditions, the decrease of U, U and its gradient there; None: there is none.
+
+    After the last trial it is the longest step along which U falls; with ``strict`` only if U falls there still.
+    """
+    slope = float(gradient @ direction)
+    low, high, length, longest = 0.0, math.inf, 1.0, None
+    for _ in range(trials):
+        new_value, new_gradient = _evaluated(problem, x + length * direction)
+        new_slope = float(new_gradient @ direction)
+        decrease = value - new_value
+        if abs(decrease) <= _resolution(x, value):
+            decrease = -0.5 * length * (slope + new_slope)
+        if not decrease >= -_DECREASE * length * slope or not math.isfinite(new_slope):
+            high = length
+        else:
+            longest = length * direction, decrease, new_value, new_gradient
+            if new_slope >= _SLOPE * slope:
+                return longest
+            low = length
+        if high == math.inf:
+            length = 2 * length
+        elif low == 0 and math.isfinite(decrease):  # the minimum of the parabola through what is known
+            length *= min(0.5, max(0.1, -0.5 * slope * length / -(decrease + slope * length)))
+        else:
+            length = 0.5 * (low + high)
+    return longest if high == math.inf or not strict else None

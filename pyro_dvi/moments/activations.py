@@ -1,0 +1,338 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""Activations that bend smoothly, exponentials and waves.
+
+**Sine and cosine** have
+
+.. math::
+    \mathrm E[\sin x] = e^{-\sigma^2/2}\sin\mu, \qquad
+    \mathrm{Var}[\sin x] = \tfrac12(1 - e^{-\sigma^2})\bigl((1 - e^{-\sigma^2}) + 2e^{-\sigma^2}\cos^2\mu\bigr),
+
+and the same with sine and cosine exchanged: sums of terms that are not negative, so that no digits cancel.
+
+**Steps and ramps** (sigmoid, tanh, erf, softplus, SiLU, GELU) share the fast rule of :mod:`pyro_dvi.moments.smooth`;
+all other functions (ELU, mish, softsign, arctangent, tanhshrink) share the quadrature of
+:class:`~pyro_dvi.moments.quadrature.BothSides`.
+"""
+
+import math
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pyro_dvi.moments.arithmetic import mul
+from pyro_dvi.moments.dispatch import Kind
+from pyro_dvi.moments.quadrature import (
+    DENSITY,
+    BothSides,
+    distribution,
+    through,
+)
+from pyro_dvi.moments.rules import moment_rule
+from pyro_dvi.moments.smooth import Rescaled, Smooth
+from pyro_dvi.moments.value import GaussianMoments
+
+# Steps and ramps ----------------------------------------------------------------------------------------------
+
+_CUBIC = 0.044715  # of GELU's approximation by tanh
+_RATE = 2 * math.sqrt(2 / math.pi)
+
+
+def _sigmoid(x: Tensor) -> tuple[Tensor, Tensor]:
+    s = torch.sigmoid(x)
+    return s, s - s * s
+
+
+def _softplus(x: Tensor) -> tuple[Tensor, Tensor]:
+    # Nowhere far on the right, where the exponential would overflow: those means are mirrored.
+    return torch.exp(x).log1p_(), torch.sigmoid(x)
+
+
+def _silu(x: Tensor) -> tuple[Tensor, Tensor]:
+    s = torch.sigmoid(x)
+    f = x * s
+    return f, torch.addcmul(s + f, f, s, value=-1)
+
+
+def _normal(x: Tensor) -> tuple[Tensor, Tensor]:
+    return distribution(x), (x * x).mul_(-0.5).exp_().mul_(DENSITY)
+
+
+def _gelu(x: Tensor) -> tuple[Tensor, Tensor]:
+    p, density = _normal(x)
+    return x * p, torch.addcmul(p, x, density)
+
+
+def _gelu_tanh(x: Tensor) -> tuple[Tensor, Tensor]:
+    xx = x * x
+    s = torch.sigmoid((xx * (_RATE * _CUBIC)).add_(_RATE).mul_(x))
+    f = x * s
+    rate = xx.mul_(3 * _RATE * _CUBIC).add_(_RATE)
+    return f, torch.addcmul(s, f * rate, 1 - s)
+
+
+_STEP, _NORMAL_STEP = Smooth(_sigmoid, ramp=False), Smooth(_normal, ramp=False, steep=True)
+_RAMP = Smooth(_softplus, ramp=True)
+
+_SIGMOID = Rescaled(torch.sigmoid, _STEP)
+_TANH = Rescaled(torch.tanh, _STEP, inner=2.0, outer=2.0)
+_ERF = Rescaled(torch.erf, _NORMAL_STEP, inner=math.sqrt(2), outer=2.0)
+_SOFTPLUS = Rescaled(F.softplus, _RAMP)
+_LOGSIGMOID = Rescaled(F.logsigmoid, _RAMP, inner=-1.0, outer=-1.0)
+_SILU = Rescaled(F.silu, Smooth(_silu, ramp=True))
+_GELU = Rescaled(lambda x: x * distribution(x), Smooth(_gelu, ramp=True, steep=True))
+_GELU_TANH = Rescaled(partial(F.gelu, approximate="tanh"), Smooth(_gelu_tanh, ramp=True, steep=True))
+
+
+@moment_rule(F.sigmoid, torch.sigmoid, torch.special.expit, kind=Kind.ELEMENTWISE)
+def sigmoid(input: GaussianMoments) -> GaussianMoments:
+    """Moments of the logistic function.
+
+    Status: exact to 1e-8 (float64), 1e-4 (float32): :mod:`pyro_dvi.moments.smooth`.
+
+    Example:
+        >>> sigmoid(GaussianMoments(torch.zeros(1), torch.ones(1))).variance
+        tensor([0.0434])
+    """
+    return through(_SIGMOID, input)
+
+
+@moment_rule(F.tanh, torch.tanh, kind=Kind.ELEMENTWISE)
+def tanh(input: GaussianMoments) -> GaussianMoments:
+    r"""Moments of :math:`\tanh x = 2\,\mathrm{sigmoid}(2x) - 1`.
+
+    Status: as :func:`sigmoid`.
+
+    Example:
+        >>> tanh(GaussianMoments(torch.zeros(1), torch.ones(1))).variance
+        tensor([0.3943])
+    """
+    return through(_TANH, input)
+
+
+@moment_rule(torch.erf, torch.special.erf, kind=Kind.ELEMENTWISE)
+def erf(input: GaussianMoments) -> GaussianMoments:
+    """Moments of the error function. Status: as :func:`sigmoid`."""
+    return through(_ERF, input)
+
+
+@moment_rule(F.softplus, kind=Kind.ELEMENTWISE)
+def softplus(input: GaussianMoments, beta: float = 1, threshold: float = 20) -> GaussianMoments:
+    r"""Moments of :math:`\log(1 + e^{\beta x}) / \beta`.
+
+    Status: exact to 1e-8 (float64), 1e-4 (float32): :mod:`pyro_dvi.moments.smooth`. Torch replaces
+    the function by x where :math:`\beta x` exceeds the threshold; the rule does not, a difference of
+    :math:`e^{-\mathrm{threshold}}/\beta` at most.
+
+    Example:
+        >>> softplus(GaussianMoments(torch.zeros(1), torch.ones(1))).loc
+        tensor([0.8061])
+    """
+    if beta == 1:
+        return through(_SOFTPLUS, input)
+    centre = partial(F.softplus, beta=beta, threshold=threshold)
+    return through(Rescaled(centre, _RAMP, inner=float(beta), outer=1 / beta), input)
+
+
+@moment_rule(F.logsigmoid, kind=Kind.ELEMENTWISE)
+def logsigmoid(input: GaussianMoments) -> GaussianMoments:
+    r"""Moments of :math:`-\mathrm{softplus}(-x)`.
+
+    Status: as :func:`softplus`.
+    """
+    return through(_LOGSIGMOID, input)
+
+
+@moment_rule(F.silu, kind=Kind.ELEMENTWISE)
+def silu(input: GaussianMoments) -> GaussianMoments:
+    r"""Moments of :math:`x\,\mathrm{sigmoid}(x)`.
+
+    Status: as :func:`softplus`.
+
+    Example:
+        >>> silu(GaussianMoments(torch.zeros(1), torch.ones(1))).loc
+        tensor([0.2066])
+    """
+    return through(_SILU, input)
+
+
+@moment_rule(F.gelu, kind=Kind.ELEMENTWISE)
+def gelu(input: GaussianMoments, *, approximate: str = "none") -> GaussianMoments:
+    r"""Moments of :math:`x\,\Phi(x)`, or of its approximation by tanh.
+
+    Status: as :func:`softplus`.
+
+    Example:
+        >>> gelu(GaussianMoments(torch.zeros(1), torch.ones(1))).loc
+        tensor([0.2821])
+    """
+    return through(_GELU_TANH if approximate == "tanh" else _GELU, input)
+
+
+@moment_rule(F.glu)
+def glu(input: GaussianMoments, dim: int = -1) -> GaussianMoments:
+    r"""Moments of :math:`a\,\mathrm{sigmoid}(b)` for the halves a and b along a dimension.
+
+    Status: exact for independent elements, as exact as :func:`sigmoid`.
+
+    Example:
+        >>> glu(GaussianMoments(torch.tensor([2.0, 0.0]), torch.tensor([1.0, 0.0])))
+        GaussianMoments(loc=tensor([1.]), variance=tensor([0.2500]))
+    """
+    if input.shape[dim] % 2:
+        raise ValueError(f"F.glu halves a dimension of even size, got {tuple(input.shape)} and dim={dim}")
+    halves = zip(torch.chunk(input.loc, 2, dim), torch.chunk(input.variance, 2, dim), strict=True)
+    values, gates = (GaussianMoments(loc, variance) for loc, variance in halves)
+    return mul(values, sigmoid(gates))
+
+
+# Quadrature on either side of zero ------------------------------------------------------------------------------
+
+
+def _softsign_difference(x: Tensor, mu: Tensor, delta: Tensor) -> Tensor:
+    size, size_of_mean = x.abs(), mu.abs()
+    across = x * size_of_mean - mu * size  # exactly zero where x and μ have the same sign
+    return (delta + across) / ((1 + size) * (1 + size_of_mean))
+
+
+def _tanhshrink_difference(x: Tensor, mu: Tensor, delta: Tensor) -> Tensor:
+    tanh = torch.tanh(delta)
+    return torch.addcmul(delta - tanh, tanh, torch.tanh(x) * torch.tanh(mu))
+
+
+def _atan_difference(x: Tensor, mu: Tensor, delta: Tensor) -> Tensor:
+    return torch.atan2(delta, torch.addcmul(torch.ones_like(x), x, mu))  # the angle between (1, μ) and (1, x)
+
+
+def _mish_difference(x: Tensor, mu: Tensor, delta: Tensor) -> Tensor:
+    # mish(x) = x (1 - 2/n), n = (1 + e^x)² + 1; beyond 20 it is x to rounding.
+    e, at_mean = torch.exp(x.clamp_max(20.0)), torch.exp(mu.clamp_max(20.0))
+    rise = torch.maximum(e, at_mean) * torch.copysign(torch.expm1(-delta.abs()), delta)  # of e^x
+    n, n_at_mean = (1 + e).square() + 1, (1 + at_mean).square() + 1
+    return delta * (e * (e + 2) / n) + 2 * mu * rise * (e + at_mean + 2) / n / n_at_mean
+
+
+def _elu_difference(x: Tensor, mu: Tensor, delta: Tensor, alpha: float = 1.0, rate: float = 1.0) -> Tensor:
+    # The distance from μ to x is split at zero: α(e^(rate x) - 1) to the left, x to the right.
+    left = torch.minimum(delta, -mu) - (-mu).clamp_max(0)
+    right = torch.maximum(delta, -mu) - (-mu).clamp_min(0)
+    highest = torch.exp(rate * torch.maximum(x, mu).clamp_max(0))
+    return right + alpha * highest * torch.copysign(torch.expm1(-rate * left.abs()), left)
+
+
+_SOFTSIGN = BothSides(F.softsign, _softsign_difference)
+_ATAN = BothSides(torch.atan, _atan_difference)
+_TANHSHRINK = BothSides(F.tanhshrink, _tanhshrink_difference, width=10.0)
+_MISH = BothSides(F.mish, _mish_difference, width=8.0)
+
+
+@moment_rule(F.mish, kind=Kind.ELEMENTWISE)
+def mish(input: GaussianMoments) -> GaussianMoments:
+    r"""Moments of :math:`x\tanh(\mathrm{softplus}(x))`.
+
+    Status: exact to 1e-8 (float64), 1e-4 (float32), as all functions below. Several times the work of a sigmoid.
+    """
+    return through(_MISH, input)
+
+
+@moment_rule(F.elu, kind=Kind.ELEMENTWISE)
+def elu(input: GaussianMoments, alpha: float = 1.0) -> GaussianMoments:
+    r"""Moments of x where it is positive, and :math:`\alpha(e^x - 1)` elsewhere. Status: as :func:`mish`.
+
+    Example:
+        >>> elu(GaussianMoments(torch.zeros(1), torch.ones(1))).loc
+        tensor([0.1605])
+    """
+    difference = partial(_elu_difference, alpha=float(alpha))
+    return through(BothSides(partial(F.elu, alpha=alpha), difference, width=8.0), input)
+
+
+@moment_rule(F.celu, torch.celu, kind=Kind.ELEMENTWISE)
+def celu(input: GaussianMoments, alpha: float = 1.0) -> GaussianMoments:
+    r"""Moments of x where it is positive, and :math:`\alpha(e^{x/\alpha} - 1)` elsewhere. Status: as :func:`mish`."""
+    difference = partial(_elu_difference, alpha=float(alpha), rate=1 / alpha)
+    return through(BothSides(partial(F.celu, alpha=alpha), difference, width=8 * float(alpha)), input)
+
+
+@moment_rule(F.selu, torch.selu, kind=Kind.ELEMENTWISE)
+def selu(input: GaussianMoments) -> GaussianMoments:
+    """Moments of the scaled ELU of self-normalising networks. Status: as :func:`mish`."""
+    y = elu(input, 1.6732632423543772)
+    scale = 1.0507009873554805
+    return GaussianMoments(scale * y.loc, scale**2 * y.variance)
+
+
+@moment_rule(F.softsign, kind=Kind.ELEMENTWISE)
+def softsign(input: GaussianMoments) -> GaussianMoments:
+    """Moments of x / (1 + abs(x)). Status: as :func:`mish`.
+
+    Example:
+        >>> softsign(GaussianMoments(torch.zeros(1), torch.ones(1))).variance
+        tensor([0.1830])
+    """
+    return through(_SOFTSIGN, input)
+
+
+@moment_rule(F.tanhshrink, kind=Kind.ELEMENTWISE)
+def tanhshrink(input: GaussianMoments) -> GaussianMoments:
+    """Moments of x - tanh(x). Status: as :func:`mish`."""
+    return through(_TANHSHRINK, input)
+
+
+@moment_rule(torch.atan, torch.arctan, kind=Kind.ELEMENTWISE)
+def atan(input: GaussianMoments) -> GaussianMoments:
+    """Moments of the arctangent. Status: as :func:`mish`."""
+    return through(_ATAN, input)
+
+
+# Exponentials and waves -----------------------------------------------------------------------------------------
+
+
+@moment_rule(torch.exp, kind=Kind.ELEMENTWISE)
+def exp(input: GaussianMoments) -> GaussianMoments:
+    r"""Moments of :math:`e^x`, which is log-normal.
+
+    .. math:: m = e^{\mu+\sigma^2/2}, \qquad v = (e^{\sigma^2} - 1)\,m^2.
+
+    Status: exact for Gaussian x.
+
+    Example:
+        >>> exp(GaussianMoments(torch.zeros(1), torch.ones(1)))
+        GaussianMoments(loc=tensor([1.6487]), variance=tensor([4.6708]))
+    """
+    mean = torch.exp(torch.add(input.loc, input.variance, alpha=0.5))
+    return GaussianMoments(mean, mean.square() * torch.expm1(input.variance))
+
+
+@moment_rule(torch.expm1, torch.special.expm1, kind=Kind.ELEMENTWISE)
+def expm1(input: GaussianMoments) -> GaussianMoments:
+    r"""Moments of :math:`e^x - 1`. Status: exact, as :func:`exp`."""
+    exponent = torch.add(input.loc, input.variance, alpha=0.5)
+    return GaussianMoments(torch.expm1(exponent), torch.exp(2 * exponent) * torch.expm1(input.variance))
+
+
+@moment_rule(torch.sin, kind=Kind.ELEMENTWISE)
+def sin(input: GaussianMoments) -> GaussianMoments:
+    """Moments of the sine.
+
+    Status: exact for Gaussian x.
+
+    Example:
+        >>> sin(GaussianMoments(torch.zeros(1), torch.ones(1))).variance
+        tensor([0.4323])
+    """
+    return _wave(torch.sin(input.loc), torch.cos(input.loc), input.variance)
+
+
+@moment_rule(torch.cos, kind=Kind.ELEMENTWISE)
+def cos(input: GaussianMoments) -> GaussianMoments:
+    """Moments of the cosine. Status: exact, as :func:`sin`."""
+    return _wave(torch.cos(input.loc), torch.sin(input.loc), input.variance)
+
+
+def _wave(value: Tensor, other: Tensor, variance: Tensor) -> GaussianMoments:
+    lost = -torch.expm1(-variance)
+    return GaussianMoments(
+        value * torch.exp(-0.5 * variance), 0.5 * lost * (lost + 2 * torch.exp(-variance) * other.square())
+    )

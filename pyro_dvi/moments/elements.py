@@ -1,0 +1,294 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""Functions that move, join, convert, read and write elements, applied to mean and variance alike.
+
+Status: exact. Views of moments do not share memory as views of tensors do: after a change in place the other views
+raise an error (:meth:`~pyro_dvi.moments.GaussianMoments.alias`). Only ``x[index]`` writes through to its base.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pyro_dvi.errors import UnsupportedError
+from pyro_dvi.moments.dispatch import Kind
+from pyro_dvi.moments.rules import functions_of, moment_rule
+from pyro_dvi.moments.tensor_like import Uncertain, call
+from pyro_dvi.moments.value import GaussianMoments, loc_of, variance_of
+
+_VIEWS = [
+    *functions_of(
+        torch,
+        "reshape flatten ravel unflatten permute transpose swapaxes swapdims movedim moveaxis t adjoint "
+        "squeeze unsqueeze broadcast_to narrow select diagonal atleast_1d atleast_2d atleast_3d",
+    ),
+    *functions_of(torch.Tensor, "reshape unflatten permute squeeze expand unfold"),
+]
+
+# Views too, as tuples.
+_PARTS = [
+    *functions_of(torch, "split split_with_sizes chunk tensor_split hsplit vsplit dsplit unbind"),
+    *functions_of(torch.Tensor, "split"),
+]
+
+_COPIES = [
+    *functions_of(
+        torch,
+        "index_select gather take take_along_dim masked_select tile repeat_interleave roll flip fliplr "
+        "flipud rot90 pixel_shuffle pixel_unshuffle channel_shuffle",
+    ),
+    *functions_of(torch.Tensor, "repeat tile flip"),
+]
+
+# Elements besides those that move are zero, or elements are added, so a link to the Gaussian behind them is lost.
+_OTHERS: tuple[Callable, ...] = (torch.tril, torch.triu, torch.diag, torch.diag_embed, F.unfold, F.fold)
+
+
+def _certain(name: str, args: tuple, kwargs: dict[str, Any]) -> None:
+    if any(isinstance(a, GaussianMoments) for a in (*args, *kwargs.values())):
+        raise UnsupportedError(
+            f"{name} takes indices, sizes and masks that are certain: pass a tensor, such as x.loc"
+        )
+
+
+def _moving(function: Callable, view: bool) -> Callable:
+    name = function.__name__
+
+    def move(input: Any, *args: Any, **kwargs: Any) -> GaussianMoments:
+        _certain(name, args, kwargs)
+        result = GaussianMoments(
+            function(input.loc, *args, **kwargs), function(input.variance, *args, **kwargs)
+        )
+        return result.alias(input) if view else result
+
+    move.__doc__ = f"Moments of ``{name}``."
+    return move
+
+
+def _parting(function: Callable) -> Callable:
+    def part(input: GaussianMoments, *args: Any, **kwargs: Any) -> tuple[GaussianMoments, ...]:
+        _certain(function.__name__, args, kwargs)
+        values = function(input.loc, *args, **kwargs), function(input.variance, *args, **kwargs)
+        parts = tuple(GaussianMoments(*pair).alias(input) for pair in zip(*values, strict=True))
+        return parts
+
+    part.__doc__ = f"Moments of the parts of ``{function.__name__}``."
+    return part
+
+
+for _function in _VIEWS:
+    moment_rule(_function, kind=Kind.REARRANGEMENT)(_moving(_function, view=True))
+for _function in _COPIES:
+    moment_rule(_function, kind=Kind.REARRANGEMENT)(_moving(_function, view=False))
+for _function in _OTHERS:
+    moment_rule(_function)(_moving(_function, view=False))
+for _function in _PARTS:
+    moment_rule(_function, kind=Kind.REARRANGEMENT)(_parting(_function))
+
+
+@moment_rule(torch.Tensor.view, kind=Kind.REARRANGEMENT)
+def view(input: GaussianMoments, *shape: Any) -> GaussianMoments:
+    """Moments of ``x.view(...)``; the variance may be expanded where the mean is not, so it is reshaped."""
+    if shape and isinstance(shape[0], torch.dtype):
+        raise UnsupportedError(
+            "x.view(dtype) reinterprets bits, which means nothing for moments: use x.to(dtype)"
+        )
+    return GaussianMoments(input.loc.view(*shape), input.variance.reshape(*shape)).alias(input)
+
+
+def _following(function: Callable) -> Callable:
+    name = function.__name__
+
+    def follow(input: Any, other: Any) -> Any:
+        if not isinstance(input, GaussianMoments):
+            return function(input, loc_of(other))
+        return getattr(input, name.removesuffix("_as"))(other.shape)
+
+    follow.__doc__ = f"Moments of ``{name}``, which asks the other for its shape only."
+    return follow
+
+
+for _function in (torch.Tensor.view_as, torch.Tensor.reshape_as, torch.Tensor.expand_as):
+    moment_rule(_function)(_following(_function))
+
+
+@moment_rule(torch.broadcast_tensors)
+def broadcast_tensors(*tensors: Any) -> list[Any]:
+    """Moments and tensors, broadcast against each other."""
+    shape = torch.broadcast_shapes(*(t.shape for t in tensors))
+    return [torch.broadcast_to(t, shape) for t in tensors]
+
+
+@moment_rule(F.pad)
+def pad(
+    input: GaussianMoments, pad: Any, mode: str = "constant", value: float | None = None
+) -> GaussianMoments:
+    """Moments of a padded tensor; a constant is certain, reflected and repeated borders are as uncertain as inside."""
+    extend = partial(F.pad, pad=pad, mode=mode)
+    return GaussianMoments(extend(input.loc, value=value), extend(input.variance))
+
+
+# Joining ------------------------------------------------------------------------------------------------------
+
+_JOINING = functions_of(torch, "cat concat concatenate stack hstack vstack dstack column_stack row_stack")
+
+
+def _joining(function: Callable) -> Callable:
+    def join(tensors: Sequence[Any], *args: Any, **kwargs: Any) -> GaussianMoments:
+        variances = [t.variance if isinstance(t, GaussianMoments) else torch.zeros_like(t) for t in tensors]
+        loc = function([loc_of(t) for t in tensors], *args, **kwargs)
+        return GaussianMoments(loc, function(variances, *args, **kwargs))
+
+    join.__doc__ = (
+        f"Moments of ``{function.__name__}`` of moments and tensors; what is certain has variance zero."
+    )
+    return join
+
+
+for _function in _JOINING:
+    moment_rule(_function)(_joining(_function))
+
+
+# Reading and writing by index ---------------------------------------------------------------------------------
+
+
+@moment_rule(torch.Tensor.__getitem__, kind=Kind.REARRANGEMENT)
+def getitem(input: Any, index: Any) -> GaussianMoments:
+    """Moments of ``x[index]``; a view where tensors give one (integers, slices, None, Ellipsis).
+
+    Status: exact.
+    """
+    _check(index)
+    part = GaussianMoments(input.loc[index], input.variance[index])
+    return part.alias(input, index) if _is_basic(index) else part
+
+
+@moment_rule(torch.Tensor.__setitem__)
+def setitem(input: Any, index: Any, value: Any) -> None:
+    """Write moments or numbers into moments. Views taken before cannot be used any more.
+
+    Status: exact.
+    """
+    if isinstance(input, GaussianMoments) and isinstance(index, Uncertain):
+        input.become(call(torch.where, (index, value, input.snapshot()), {}))
+        return
+    _check(index)
+    if not isinstance(input, GaussianMoments):
+        raise UnsupportedError(
+            "moments are written into a tensor, which has no variance (x[index] = moments). Join the parts by "
+            "torch.stack or torch.cat instead"
+        )
+    spread = variance_of(value)
+    loc, variance = input.loc.clone(), input.variance.clone()
+    loc[index] = loc_of(value)
+    variance[index] = 0 if spread is None else spread
+    input.become(GaussianMoments(loc, variance))
+
+
+@moment_rule(torch.Tensor.copy_)
+def copy_(input: Any, src: Any, non_blocking: bool = False) -> Any:
+    """Overwrite moments by moments or certain numbers.
+
+    Status: exact.
+    """
+    setitem(input, ..., src)
+    return input
+
+
+@moment_rule(torch.Tensor.fill_, torch.fill_)
+def fill_(input: Any, value: Any) -> Any:
+    """Overwrite moments by a certain number."""
+    return copy_(input, value)
+
+
+@moment_rule(torch.Tensor.zero_, torch.zero_)
+def zero_(input: Any) -> Any:
+    """Overwrite moments by zero, for certain."""
+    return copy_(input, 0)
+
+
+def _check(index: Any) -> None:
+    for part in index if isinstance(index, tuple | list) else (index,):
+        if isinstance(part, Uncertain):
+            raise UnsupportedError("an index has to be certain: index by a tensor, such as x.loc.argmax()")
+
+
+def _is_basic(index: Any) -> bool:
+    parts = index if isinstance(index, tuple) else (index,)
+    return all(part is None or part is Ellipsis or type(part) in (int, slice) for part in parts)
+
+
+# Functions that give the same values in another guise: what applies to the mean applies to the variance.
+_CONVERSIONS = [
+    *functions_of(torch, "clone detach"),
+    *functions_of(torch.Tensor, "to type type_as float double half bfloat16 cpu cuda contiguous"),
+]
+
+# Functions that ask for shape, dtype and device only, and return a tensor that is certain.
+_LIKE = [
+    *functions_of(
+        torch,
+        "zeros_like ones_like empty_like full_like rand_like randn_like is_floating_point is_complex numel",
+    ),
+    *functions_of(torch.Tensor, "new_zeros new_ones new_empty new_full new_tensor"),
+]
+
+
+def _converting(function: Callable) -> Callable:
+    def convert(input: Any, *args: Any, **kwargs: Any) -> Any:
+        if any(
+            isinstance(a, GaussianMoments) for a in (*args, *kwargs.values())
+        ):  # asked for dtype and device only
+            args, kwargs = tuple(map(loc_of, args)), {key: loc_of(value) for key, value in kwargs.items()}
+            return getattr(input, function.__name__)(*args, **kwargs)
+        loc = function(input.loc, *args, **kwargs)
+        if loc is input.loc:
+            return input
+        if not isinstance(loc, Tensor):
+            return loc  # x.type() is a name
+        if not loc.is_floating_point():
+            raise UnsupportedError(
+                f"moments cannot become {loc.dtype}: rounding to integers or truth values has no rule. Decide on x.loc"
+            )
+        result = GaussianMoments(loc, function(input.variance, *args, **kwargs))
+        return result.alias(input, ...) if function is torch.detach else result
+
+    convert.__doc__ = f"Moments of ``{function.__name__}(x)``, applied to mean and variance."
+    return convert
+
+
+def _describing(function: Callable) -> Callable:
+    def describe(input: GaussianMoments, *args: Any, **kwargs: Any) -> Any:
+        return function(input.loc, *args, **kwargs)
+
+    describe.__doc__ = f"Result of ``{function.__name__}``, which is certain."
+    return describe
+
+
+for _func in _CONVERSIONS:
+    moment_rule(_func, kind=Kind.CONVERSION)(_converting(_func))
+for _func in _LIKE:
+    moment_rule(_func)(_describing(_func))
+
+
+@moment_rule(torch.Tensor.requires_grad_)
+def requires_grad_(input: GaussianMoments, requires_grad: bool = True) -> GaussianMoments:
+    """Record gradients with respect to the mean."""
+    input.loc.requires_grad_(requires_grad)
+    return input
+
+
+def _checking(function: Callable, combine: Callable) -> Callable:
+    def check(input: GaussianMoments) -> Tensor:
+        return combine(function(input.loc), function(input.variance))
+
+    check.__doc__ = f"Result of ``{function.__name__}`` for mean and variance together, which is certain."
+    return check
+
+
+is_finite = moment_rule(torch.isfinite)(_checking(torch.isfinite, torch.logical_and))
+moment_rule(torch.isnan)(_checking(torch.isnan, torch.logical_or))
+moment_rule(torch.isinf)(_checking(torch.isinf, torch.logical_or))

@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""Moments of dependent Gaussians: the weights of one layer, and the outputs that are linear in them.
+
+.. math:: x_i = \bar x_i + \sum_r F_{ri}\,\epsilon_r + \sqrt{d_i}\,\delta_i, \qquad \epsilon_r, \delta_i \sim N(0, 1)
+
+The weights of a posterior with a Cholesky factor or a low-rank factor have this form, and so has everything that is
+linear in them: what a function does to a weight it does to each row of F. A layer :math:`y = Wh + b` with certain
+:math:`h` has exact covariances. With uncertain :math:`h`, independent of the weights, variances are exact, while the
+covariance that outputs have by common noise of :math:`h` is dropped, as in all other layers. A layer that is used twice
+shares :math:`\epsilon` in both, while d counts as independent in each use.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from pyro_dvi.errors import UnsupportedError
+from pyro_dvi.moments.dispatch import Kind, observed_by
+from pyro_dvi.moments.tensor_like import ENTRIES, name_of
+from pyro_dvi.moments.value import GaussianMoments, loc_of, second_moment_of, variance_of
+
+
+@dataclass(frozen=True)
+class SharedNoise:
+    """The noise that dependent Gaussians share.
+
+    Attributes:
+        factor: F, ``[R, *shape]``.
+        sites: what it belongs to, for messages.
+        between_outputs: whether outputs of the layer share it. If not, every row of a weight has noise of its own.
+    """
+
+    factor: Tensor
+    sites: str
+    between_outputs: bool = True
+
+
+class JointMoments(GaussianMoments):
+    """Moments of Gaussians that share noise.
+
+    Args:
+        loc: means.
+        rest: variance of what is not shared; None for nothing.
+        noise: what is shared.
+        of_weights: whether these are weights; else they are linear in weights.
+        variance: the whole variance if it is known.
+    """
+
+    __slots__ = ("_rest", "noise", "of_weights")
+
+    def __init__(
+        self,
+        loc: Tensor,
+        rest: Tensor | None,
+        noise: SharedNoise,
+        *,
+        of_weights: bool = False,
+        variance: Tensor | None = None,
+    ) -> None:
+        super().__init__(loc, loc if variance is None else variance)
+        self._rest, self.noise, self.of_weights = rest, noise, of_weights
+
+    @property
+    def rest(self) -> Tensor | None:
+        """Variance of what is not shared; None for nothing."""
+        return self._rest
+
+    @property
+    def variance(self) -> Tensor:
+        """Whole variances, computed when first asked for."""
+        if self._variance is self._loc:
+            shared = self.noise.factor.square().sum(0)
+            self._variance = shared if self._rest is None else self._rest + shared
+        return self._variance
+
+    def snapshot(self) -> GaussianMoments:
+        """Return the same moments as another object."""
+        copy = JointMoments(
+            self.loc, self._rest, self.noise, of_weights=self.of_weights, variance=self.variance
+        )
+        copy.origin = self.origin
+        return copy
+
+    def become(self, other: GaussianMoments) -> GaussianMoments:
+        """Take the value of ``other``, which shares the same noise."""
+        if self.of_weights or not isinstance(other, JointMoments):
+            _refuse(self, "are changed in place")
+        super().become(other)
+        self._rest, self.noise = other.rest, other.noise
+        return self
+
+
+def has_covariances(*gaussians: GaussianMoments) -> bool:
+    """Return whether any of them share noise between outputs."""
+    return any(_noise_between_outputs(gaussian) is not None for gaussian in gaussians)
+
+
+def covariance_between(first: JointMoments, second: JointMoments) -> Tensor:
+    """Return the covariance of each element with the same element of the other; both have the same noise."""
+    return (first.noise.factor * second.noise.factor).sum(0)
+
+
+def covariance_of(*gaussians: GaussianMoments) -> Tensor:
+    """Return the covariance ``[*batch, n, n]`` of the numbers along the last dimensions, one after the other.
+
+    Args:
+        gaussians: ``[*batch, n_k]``, with the same noise where they share any.
+    """
+    own = [g.rest if isinstance(g, JointMoments) and has_covariances(g) else g.variance for g in gaussians]
+    rests = [torch.zeros_like(g.loc) if r is None else r for g, r in zip(gaussians, own, strict=True)]
+    covariance = torch.diag_embed(torch.cat(rests, -1))
+    noises = [_noise_between_outputs(g) for g in gaussians]
+    count = max([0 if noise is None else len(noise.factor) for noise in noises])
+    lanes = [
+        g.loc.new_zeros(count, *g.shape) if noise is None else noise.factor
+        for g, noise in zip(gaussians, noises, strict=True)
+    ]
+    factor = torch.cat(lanes, -1).movedim(0, -1)
+    return covariance + factor @ factor.mT
+
+
+def _noise_between_outputs(x: Any) -> SharedNoise | None:
+    return x.noise if isinstance(x, JointMoments) and x.noise.between_outputs else None
+
+
+def joint_product(product: Callable[..., Tensor], x: Any, weight: Any, bias: Any) -> JointMoments:
+    r"""Moments of ``product(x, weight)`` or ``product(x, weight, bias)`` with weights that share noise.
+
+    .. math::
+        F'_r = F_r h, \qquad d' = d\,(\bar h^2 + v) + \Bigl(\bar W^2 + \sum_r F_r^2\Bigr) v
+
+    Status: exact means and variances for :math:`h` that is independent of the weights; the covariance of outputs that
+    common noise v of :math:`h` causes is dropped.
+
+    Args:
+        product: as for :func:`~pyro_dvi.moments.bilinear.bilinear_moments`.
+        x: moments or a tensor.
+        weight: likewise.
+        bias: likewise, or None.
+
+    Raises:
+        UnsupportedError: two factors share noise, a bias has the noise of another layer, or outputs enter a further
+            layer.
+    """
+    joint, other = (weight, x) if isinstance(weight, JointMoments) else (x, weight)
+    if not isinstance(joint, JointMoments) or not joint.of_weights or isinstance(other, JointMoments):
+        _refuse(next(a for a in (weight, x, bias) if isinstance(a, JointMoments)), "enter a product")
+    if isinstance(bias, JointMoments) and bias.noise.sites != joint.noise.sites:
+        _refuse(bias, "belong to another layer's noise")
+
+    def of(factor: Tensor, by: Tensor, *shift: Tensor) -> Tensor:
+        return product(by, factor, *shift) if joint is weight else product(factor, by, *shift)
+
+    mean, spread = loc_of(other), variance_of(other)
+    shifts = () if bias is None else (loc_of(bias),)
+    lanes = (bias.noise.factor,) if isinstance(bias, JointMoments) else ()
+    factor = torch.vmap(lambda f, *shift: of(f, mean, *shift))(joint.noise.factor, *lanes)
+    rest = None if joint.rest is None else of(joint.rest, second_moment_of(other))
+    if spread is not None:
+        rest = _sum(rest, of(joint.loc.square() + joint.noise.factor.square().sum(0), spread))
+    own = bias.rest if isinstance(bias, JointMoments) else variance_of(bias)
+    if own is not None:  # added where the product adds a bias
+        zeros = torch.zeros_like(joint.loc), torch.zeros_like(mean)
+        rest = _sum(rest, of(*zeros, own))
+    return _outputs(of(joint.loc, mean, *shifts), rest, replace(joint.noise, factor=factor))
+
+
+def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    return a if b is None else b if a is None else a + b
+
+
+def _outputs(loc: Tensor, rest: Tensor | None, noise: SharedNoise) -> JointMoments:
+    return JointMoments(loc, rest, noise, variance=_sum(noise.factor.square().sum(0), rest))
+
+
+# Through other functions --------------------------------------------------------------------------------------
+
+_SUMS = frozenset("add sub subtract rsub radd".split())
+
+
+@contextmanager
+def joint_noise_followed() -> Iterator[None]:
+    """Let functions that shift, scale or move dependent Gaussians keep what they share, and refuse others."""
+    with observed_by(_Followed()):
+        yield
+
+
+class _Followed:
+    """Observe functions of dependent Gaussians."""
+
+    outermost = True
+
+    def __call__(self, func: Callable, args: tuple, kwargs: dict[str, Any], result: Any) -> Any:
+        uncertain = [a for a in tree_leaves((args, kwargs)) if isinstance(a, GaussianMoments)]
+        found = [a for a in uncertain if isinstance(_gaussian(a), JointMoments)]
+        products = isinstance(result, JointMoments) and all(a.link is None for a in found)
+        if not found or products or isinstance(result, Tensor):
+            return result
+        entry, first, alone = ENTRIES[func], found[0], len(uncertain) == 1
+        moves = entry.kind in (Kind.REARRANGEMENT, Kind.CONVERSION)
+        parts: list[Any] = [result] if isinstance(result, GaussianMoments) else list(result)
+        if alone and first.link is not None and moves:
+            inners: list[Any] = [part.link.inner for part in parts]
+            if not isinstance(inners[0], JointMoments):  # moved by the rule alone
+                inners = _through(
+                    entry.rule, [first.link.inner], _with(args, first, first.link.inner), kwargs, inners
+                )
+            return _as(
+                result, [p.linked(replace(p.link, inner=i)) for p, i in zip(parts, inners, strict=True)]
+            )
+        if alone and isinstance(_gaussian(parts[0]), JointMoments):
+            return result  # a function of the Gaussian, which likelihoods integrate over
+        adds = entry.name.strip("_") in _SUMS and len({_gaussian(a).noise.sites for a in found}) == 1
+        if len(found) > 1 and not any(a.of_weights or a.noise.between_outputs for a in map(_gaussian, found)):
+            adds = False  # they may be of rows that are independent
+        if all(a.link is None for a in found) and (adds or (alone and (moves or entry.kind is Kind.AFFINE))):
+            return _as(result, _through(entry.rule, found, args, kwargs, parts))
+        return _refuse(_gaussian(first), f"enter {name_of(func)}")
+
+
+def _through(
+    rule: Callable, joint: list[Any], args: tuple, kwargs: dict[str, Any], parts: list[Any]
+) -> list[JointMoments]:
+    """Return what a rule makes of dependent Gaussians; it shifts, scales, adds or moves them."""
+
+    def lanes(*values: Tensor) -> tuple[Tensor, ...]:
+        given = args
+        for old, value in zip(joint, values, strict=True):
+            given = _with(given, old, GaussianMoments(value, value))
+        result = rule(*given, **kwargs)
+        return tuple(p.loc for p in ([result] if isinstance(result, GaussianMoments) else result))
+
+    zeros = lanes(*[torch.zeros_like(a.loc) for a in joint])
+    factors = torch.vmap(lanes)(*[a.noise.factor for a in joint])
+    given, owns = args, any(a.rest is not None for a in joint)
+    for old in joint:
+        rest = torch.zeros_like(old.loc) if old.rest is None else old.rest
+        given = _with(given, old, GaussianMoments(old.loc, rest))
+    owns = owns or any(
+        isinstance(a, GaussianMoments) and not any(a is j for j in joint) for a in tree_leaves(args)
+    )
+    alone = rule(*given, **kwargs) if owns else [None] * len(parts)
+    rests = [alone] if isinstance(alone, GaussianMoments) else alone
+    results = []
+    for part, zero, factor, rest in zip(parts, zeros, factors, rests, strict=True):
+        noise = replace(joint[0].noise, factor=factor - zero)
+        variance = part.variance if len(joint) == 1 else _sum(noise.factor.square().sum(0), variance_of(rest))
+        new = JointMoments(
+            part.loc, variance_of(rest), noise, of_weights=joint[0].of_weights, variance=variance
+        )
+        new.origin = part.origin
+        results.append(new)
+    return results
+
+
+def _with(args: tuple, old: Any, new: Any) -> tuple:
+    return tuple(new if a is old else a for a in args)
+
+
+def _as(like: Any, parts: list[Any]) -> Any:
+    return parts[0] if isinstance(like, GaussianMoments) else type(like)(parts)
+
+
+def _gaussian(x: GaussianMoments) -> Any:
+    return x if x.link is None else x.link.inner
+
+
+def _refuse(joint: JointMoments, what: str) -> NoReturn:
+    subject = "weights" if joint.of_weights else "outputs of the layer"
+    raise UnsupportedError(
+        f"the posterior of {joint.noise.sites} has covariances, and its {subject} {what}, for which no rule keeps "
+        "them. They have to be the last layer: linear in its inputs (F.linear, a matrix product, a convolution), with "
+        "only shifts, scaling and views between it and the likelihood. Give the other sites a MeanFieldGuide of their "
+        "own (as LastLayerGuide does), or train with Pyro's Trace_ELBO and predict with Samples(n)."
+    )

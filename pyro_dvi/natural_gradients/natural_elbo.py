@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ELBO whose gradients and curvature feed a natural-gradient optimizer."""
+
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from pyro_dvi.core.autograd_graph import graph_of
+from pyro_dvi.errors import ArgumentError, GuideError, UnsupportedError
+from pyro_dvi.natural_gradients.drawn_run import DrawnRun
+from pyro_dvi.natural_gradients.estimates import SquareMeasurement
+from pyro_dvi.natural_gradients.optimizer import wanted_by
+from pyro_dvi.objectives.objective import Objective
+from pyro_dvi.runs.divergences import kl_to_priors
+from pyro_dvi.runs.latents import Latent
+from pyro_dvi.runs.minibatch import num_data_of
+from pyro_dvi.runs.posterior_run import Call
+from pyro_dvi.runs.structure import check_gradients
+
+
+class NaturalGradientELBO(Objective):
+    r"""Objective of VOGN, OGN and IVON: the loss at draws of the weights, and the curvature that they need.
+
+    .. math::
+        \mathrm{loss} = -\frac1K\sum_k \sum_s \mathrm{scale}_s \log p_s(y_s \mid w_k)
+            + \beta\,\mathrm{KL}(q \,\|\, p), \qquad w_k \sim q
+
+    The backward pass gives each mean the gradient of the log-likelihood at the draws, and each precision, in the place
+    of a gradient, the curvature that the optimizer asks for: sums of squared per-example gradients at the draws
+    (:func:`~pyro_dvi.VOGN`) or at the mean (:func:`~pyro_dvi.OGN`), or products of gradient and noise
+    (:func:`~pyro_dvi.IVON`). The optimizer adds the prior, in closed form.
+
+    Status: the loss is an unbiased estimate of the (tempered) negative ELBO. An example is an element of an observed
+    site's batch shape; where batch normalisation in training mode couples examples, squares are taken over each
+    layer's own rows, as in the paper. Latents that no layer with a rule uses cost a backward pass per example.
+
+    Needs :class:`~pyro_dvi.NaturalGradientGuide`, Normal priors whose parameters depend on no latent, and one of the
+    optimizers above. Parameters that are no latents (batch normalisation, a learned noise scale, a learned prior scale)
+    get an ordinary Adam step from the same optimizer.
+
+    Args:
+        kl_weight: :math:`\beta` (the papers' temperature :math:`\tau`); positive; a float or a schedule of the
+            training steps done.
+        num_data: N, compared with the plate's scale; None skips the check.
+        num_particles: K, draws of the weights a step.
+
+    Raises:
+        GuideError: the guide is no ``NaturalGradientGuide``, or the last measurements were never used.
+        ModelError: a prior is not Normal, or depends on another latent; or nothing is observed.
+        UnsupportedError: reentrant checkpointing, sparse embeddings, or torch's DistributedDataParallel.
+        ArgumentError: a temperature of zero.
+        NonFiniteError: the loss is NaN or infinite; no update is made.
+
+    Source: Osawa et al. (2019), "Practical deep learning with Bayesian principles", Eq. 2 and Algorithm 1.
+
+    Example:
+        >>> import pyro, pyro.distributions as dist
+        >>> from pyro.infer import SVI
+        >>> from pyro_dvi import NaturalGradientGuide
+        >>> from pyro_dvi.natural_gradients import VOGN
+        >>> def model(x, y=None):
+        ...     w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        ...     with pyro.plate("data", len(x)):
+        ...         return pyro.sample("y", dist.Normal(w * x, 0.5), obs=y)
+        >>> x = torch.linspace(-1, 1, 20)
+        >>> guide = NaturalGradientGuide(model)
+        >>> svi = SVI(model, guide, VOGN({"lr": 0.1}), loss=NaturalGradientELBO())
+        >>> losses = [svi.step(x, 2 * x) for _ in range(300)]
+        >>> bool(abs(guide.median()["w"] - 2) < 0.3)
+        True
+    """
+
+    moves_precisions = True
+
+    @cached_property
+    def _squares(self) -> SquareMeasurement:
+        return SquareMeasurement(self.num_particles)
+
+    def prepare(self, guide: Any, optimizer: Any) -> None:
+        """Let the next step of the guide measure what an optimizer needs, and drop measurements that were not used.
+
+        ``fit`` and ``load`` do so. In a loop of your own it is optional, before the first step and after states were
+        loaded: otherwise that step measures squared gradients at a draw, and an optimizer that wants something else, as
+        ``OGN`` does, leaves it out.
+
+        Args:
+            guide: a ``NaturalGradientGuide``.
+            optimizer: a natural-gradient optimizer of Pyro or torch, or a scheduler of Pyro for one.
+
+        Raises:
+            GuideError: another guide or optimizer.
+
+        Example:
+            >>> from pyro_dvi import NaturalGradientGuide, OGN
+            >>> guide, optimizer = NaturalGradientGuide(lambda: None), OGN({})
+            >>> elbo = NaturalGradientELBO()
+            >>> elbo.prepare(guide, optimizer)  # and SVI(model, guide, optimizer, loss=elbo)
+            >>> guide.natural_step.wanted
+            Squares(at_mean=True)
+        """
+        _check_guide(guide)
+        guide.natural_step.wanted = wanted_by(optimizer)
+        guide.natural_step.drop()
+
+    def evaluate(self, call: Call, kl_weight: float, training: bool) -> dict[str, Tensor]:
+        _check_guide(call.guide)
+        step = call.guide.natural_step
+        if training:
+            _check_training(kl_weight)
+        run = DrawnRun.measuring(step.measured if training else step.wanted, call)
+        observed = self.observed(run.model_trace)
+        log_likelihood = observed.log_likelihood()
+        if training and not step.sites:
+            check_gradients(call, run.model_trace, log_likelihood)
+        kl = kl_to_priors(map(_detached, run.latents))
+        if training:
+            graph = graph_of([log_likelihood, kl])
+            log_likelihood = run.with_idle_draws(log_likelihood, graph)
+            step.num_data, step.temperature = max(map(num_data_of, observed.terms)), kl_weight
+            step.sites = run.sites()
+            leaves = [node.variable for node in graph if hasattr(node, "variable")]
+            for parameter in (*leaves, *(site.loc for site in step.sites)):
+                parameter.natural_step = step
+            step.measured.measure(run, observed.terms, self._squares)
+        return {"loss": kl_weight * kl - log_likelihood, "log_likelihood": log_likelihood, "kl": kl}
+
+    def begin(self, guide: Any) -> None:
+        _check_guide(guide)
+        guide.natural_step.begin()
+
+    def returned(self, loss: Tensor, guide: Any) -> None:
+        if self.step & (self.step - 1) == 0:  # now and then, since this reads a value
+            loss.register_hook(_check_factor)
+
+
+def _check_factor(gradient: Tensor) -> None:
+    """Refuse a loss that was multiplied by a number before the backward pass."""
+    if gradient.item() != 1:
+        raise UnsupportedError(
+            f"the loss was multiplied by {gradient.item():g} before the backward pass, which squared gradients do not "
+            "allow. Differentiate the loss as it is, without a division by the number of data and without "
+            "GradScaler: the optimizer divides by N, and autocast with bfloat16 needs no scaler."
+        )
+
+
+def _check_guide(guide: Any) -> None:
+    if not hasattr(guide, "natural_step"):
+        raise GuideError(
+            f"NaturalGradientELBO needs a NaturalGradientGuide, got {type(guide).__name__}: the posterior has to be "
+            "stored by mean and precision. Take pyro_dvi.NaturalGradientGuide(model), or another objective for this "
+            "guide."
+        )
+
+
+def _check_training(kl_weight: float) -> None:
+    if getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
+        raise UnsupportedError(
+            "torch's DistributedDataParallel averages gradients over processes, but not what natural gradients measure "
+            "beside them: use pyro_dvi.training.DataParallel(NaturalGradientELBO())(model, guide) without it"
+        )
+    if not kl_weight > 0:
+        raise ArgumentError(
+            "kl_weight is the temperature of the posterior here and must be positive: at 0 its variance vanishes. Try "
+            "0.1, also where a schedule starts, as in LinearWarmup(steps, start=0.1); or AutoDelta with Trace_ELBO for "
+            "a point estimate."
+        )
+
+
+def _detached(latent: Latent) -> Latent:
+    """Return the latent with a constant posterior: the divergence moves parameters of priors only."""
+    if latent.loc is None or latent.scale is None:
+        return latent
+    return replace(latent, loc=latent.loc.detach(), own_scale=latent.scale.detach())

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The posterior whose variances come from the curvature that a natural-gradient optimizer gathers."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+from torch.distributions import constraints
+
+from pyro_dvi.bayesian import init_to_module
+from pyro_dvi.errors import ArgumentError, GuideError
+from pyro_dvi.guides.base import FactorisedGuide
+from pyro_dvi.guides.factors import Factor, ReadyNormal
+from pyro_dvi.natural_gradients.drawn_run import NaturalStep
+from pyro_dvi.natural_gradients.estimates import Squares
+from pyro_dvi.runs.divergences import normal_in_unconstrained_space, refuse_not_normal
+from pyro_dvi.runs.latents import unconstraining_transform
+
+
+class NaturalGradientGuide(FactorisedGuide):
+    r"""Independent Gaussians stored by mean and precision, for the natural-gradient optimizers.
+
+    .. math:: q(u) = \prod_\lambda \mathcal N(u_\lambda; \mu_\lambda, \Lambda_\lambda^{-1}), \qquad
+        \Lambda = \frac{N (s + \tilde\delta)}{\beta}
+
+    Means are parameters with gradients. Precisions are parameters too, saved and loaded with the rest, but no gradient
+    reaches them: :func:`~pyro_dvi.VOGN`, ``OGN`` and ``IVON`` set them from the curvature s, the prior
+    precision, the number of data N and the temperature of their last step. A trained guide is a plain Gaussian and
+    predicts the same whatever the plate or schedule.
+
+    Args:
+        model: a Pyro model whose latents have Normal priors (in unconstrained space).
+        init_loc_fn: Pyro initialisation strategy of the means; by default the weights that a network had before
+            :func:`~pyro_dvi.to_bayesian_`.
+        initial_scale: standard deviation at the start, as a fraction of the prior's; the first step replaces it.
+        create_plates: as in Pyro's guides; returns plates that the guide should subsample.
+
+    Attributes:
+        locs: module of means, ``guide.locs.<site>``.
+        precisions: module of precisions, ``guide.precisions.<site>``.
+        natural_step: the last step, by which objective and optimizer meet.
+
+    Raises:
+        ModelError: in the first call: a latent is discrete, or its prior is no Normal in unconstrained space.
+        ArgumentError: a scale that is not positive.
+
+    Source: Osawa et al. (2019), "Practical deep learning with Bayesian principles", Algorithm 1.
+    """
+
+    _constraints = {"precisions": constraints.real}  # noqa: RUF012 (positive by the optimizer's update)
+
+    def __init__(
+        self,
+        model: Callable,
+        *,
+        init_loc_fn: Callable = init_to_module,
+        initial_scale: float = 0.05,
+        create_plates: Callable | None = None,
+    ) -> None:
+        if not 0 < initial_scale <= 10:
+            raise ArgumentError(
+                f"initial_scale is a fraction of the prior's standard deviation, got {initial_scale!r}"
+            )
+        super().__init__(model, init_loc_fn=init_loc_fn, create_plates=create_plates)
+        self.initial_scale = float(initial_scale)
+        self.natural_step = NaturalStep(Squares())
+
+    def precision_parameter(self, name: str) -> Tensor:
+        """Return the parameter that holds the precisions of a site, for the optimizer to write to."""
+        parameter: Tensor = getattr(self._seen[name].spreads, name.rpartition(".")[2] + "_unconstrained")
+        return parameter
+
+    def check_objective(self, objective: Any) -> None:
+        """Refuse objectives that leave the precisions where they are.
+
+        Raises:
+            GuideError: another objective than ``NaturalGradientELBO``.
+        """
+        if not getattr(objective, "moves_precisions", False):
+            raise GuideError(
+                f"{'a loss function' if objective is None else type(objective).__name__} cannot train a "
+                f"{type(self).__name__}, whose precisions get no gradients: train it with NaturalGradientELBO and "
+                "pyro_dvi.natural_gradients.VOGN, OGN or IVON, or use MeanFieldGuide"
+            )
+
+    def _factor_of(self, name: str, site: Any, loc: Tensor) -> Factor:
+        if normal_in_unconstrained_space(site["fn"], unconstraining_transform(site["fn"].support)) is None:
+            refuse_not_normal(name, site["fn"])
+        return Precision(self.initial_scale)
+
+
+@dataclass(frozen=True)
+class Precision(Factor):
+    """Independent Gaussians by precision.
+
+    Args:
+        initial_scale: standard deviation at the start, as a fraction of the prior's.
+    """
+
+    initial_scale: float
+    store: ClassVar[str] = "precisions"
+
+    def initial(self, loc: Tensor, prior_scale: Tensor, event_dim: int) -> Tensor:
+        return (self.initial_scale * prior_scale.expand_as(loc)).pow(-2).contiguous()
+
+    def distribution(self, loc: Tensor, spread: Tensor | None) -> ReadyNormal:
+        assert spread is not None
+        return ReadyNormal(loc, spread.detach().rsqrt())

@@ -1,0 +1,320 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The torch optimizers: variational online Gauss-Newton, its deterministic version, and improved variational Newton."""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from pyro_dvi.core.choice import check_choice, check_count
+from pyro_dvi.errors import ArgumentError
+from pyro_dvi.natural_gradients.estimates import Estimate, NoiseProducts, Squares
+from pyro_dvi.natural_gradients.optimizer import NaturalGradientOptimizer, Tensors, Update
+
+
+class Formulation(ABC):
+    """Rules by which momentum, curvature and precision follow from the measurements.
+
+    Attributes:
+        options: defaults of the optimizer that go with it.
+        initial_batches: number of minibatches that are measured at the mean before the first step.
+        constant_rate: the learning rate is constant, also under ``fit``.
+    """
+
+    options: ClassVar[Mapping[str, Any]] = {}
+    initial_batches: int = 0
+    constant_rate: ClassVar[bool] = False
+
+    @abstractmethod
+    def update_momentum(self, update: Update) -> float:
+        """Update momenta in place with gradients that include the prior; return the factor of momenta in the step."""
+
+    @abstractmethod
+    def update_curvature(self, update: Update) -> None:
+        """Update curvatures in place with the measured ones."""
+
+    @abstractmethod
+    def set_precisions(self, update: Update, damped: Tensors) -> None:
+        r"""Write posterior precisions, where :math:`N(s + \tilde\delta)` stands; damping is in ``damped``."""
+
+
+@dataclass(frozen=True)
+class Consistent(Formulation):
+    r"""The update whose averages end at the optimum of the tempered ELBO; the default.
+
+    .. math::
+        m \leftarrow \beta_1 m + (1-\beta_1) \hat g, \quad \hat m = \frac{m}{1-\beta_1^t}, \qquad
+        s \leftarrow s + r_t (\hat h - s), \quad r_t = \max\Bigl(1-\beta_2, \frac{\eta+1}{\eta+t}\Bigr), \qquad
+        \Lambda = \frac{N}{\beta}(s + \tilde\delta)
+
+    The precision at rest is :math:`N\hat h/\beta + \delta`, the optimum for temperature :math:`\beta`. Damping
+    shortens the step and leaves the posterior alone.
+
+    Squared gradients shrink by orders of magnitude while a network learns. At a constant rate the first minibatch,
+    whose gradients are the largest of all, would count for some :math:`1/(1-\beta_2)` steps: steps would be far too
+    short and the posterior far too narrow for as long. With :math:`r_t` the measurement of step i has a weight of about
+    :math:`i^\eta`, and the memory grows with training up to :math:`1/(1-\beta_2)` steps. Where ``initial_curvature`` is
+    given, it is meant to last, and the rate is :math:`1-\beta_2` from the start.
+
+    Args:
+        forgetting: :math:`\eta`; 0 weighs all steps alike until the memory is full.
+
+    Raises:
+        ArgumentError: a negative or infinite ``forgetting``.
+
+    Source: the averages of Shamir & Zhang (2013), "Stochastic gradient descent for non-smooth optimization", section 4,
+    here of the curvature.
+    """
+
+    forgetting: float = 2.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.forgetting < math.inf:
+            raise ArgumentError(f"forgetting must be a finite number of at least 0, got {self.forgetting}")
+
+    def update_momentum(self, update: Update) -> float:
+        beta = update.group["betas"][0]
+        torch._foreach_lerp_(update.momenta, update.gradients, 1 - beta)
+        return 1 / (1 - beta**update.count)
+
+    def update_curvature(self, update: Update) -> None:
+        rate = 1 - update.group["betas"][1]
+        if not update.has_start:
+            rate = max(rate, (self.forgetting + 1) / (self.forgetting + update.count))
+        torch._foreach_lerp_(update.curvatures, update.measured, rate)
+
+    def set_precisions(self, update: Update, damped: Tensors) -> None:
+        torch._foreach_mul_(update.precisions, update.inverse_temperature)
+
+
+@dataclass(frozen=True)
+class AsPrinted(Formulation):
+    r"""Algorithm 1 to the letter.
+
+    .. math::
+        m \leftarrow \beta_1 m + \hat g, \qquad s \leftarrow (1 - \beta b)s + b\hat h, \quad b = 1 - \beta_2, \qquad
+        \Lambda = N(s + \tilde\delta + \gamma)
+
+    The momentum is a sum, so that the step is :math:`1/(1-\beta_1)` times longer. At rest :math:`s = \hat h/\beta` and
+    the precision is :math:`N\hat h/\beta + \beta\delta + N\gamma`: the prior is tempered too, and damping narrows the
+    posterior. Both formulations agree at :math:`\beta = 1, \gamma = 0` up to the length of the step.
+
+    With it go, unless they are given: no warm-up, no bound of steps, a constant learning rate under ``fit`` too, and
+    ``lr=0.001``. Before the first step, minibatches are measured at the mean: their squared gradients are
+    :math:`s_0`, and the first draws have the precision :math:`N(s_0 + \tilde\delta + \gamma)` of line 9; the paper's
+    text has :math:`N(s_0 + \tilde\delta) / \beta`, which contradicts it. Parameters that are no latents move meanwhile.
+    Where ``initial_curvature`` is given, that is :math:`s_0`.
+
+    Args:
+        initial_batches: how many; the first one in print. ``len(loader)`` is a pass over the data. They count as
+            equally large.
+
+    Raises:
+        ArgumentError: ``initial_batches`` is no number of at least 1.
+    """
+
+    initial_batches: int = 1
+    options: ClassVar[Mapping[str, Any]] = {"lr": 1e-3, "max_step": None, "warmup_steps": 0}
+    constant_rate: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_count("initial_batches", self.initial_batches, 1)
+
+    def update_momentum(self, update: Update) -> float:
+        torch._foreach_mul_(update.momenta, update.group["betas"][0])
+        torch._foreach_add_(update.momenta, update.gradients)
+        return 1.0
+
+    def update_curvature(self, update: Update) -> None:
+        rate = 1 - update.group["betas"][1]
+        torch._foreach_mul_(update.curvatures, 1 - update.temperature * rate)
+        torch._foreach_add_(update.curvatures, update.measured, alpha=rate)
+
+    def set_precisions(self, update: Update, damped: Tensors) -> None:
+        torch._foreach_copy_(update.precisions, damped)
+        torch._foreach_mul_(update.precisions, update.group["data_augmentation"])
+
+
+class VOGNOptimizer(NaturalGradientOptimizer):
+    r"""Variational online Gauss-Newton as a torch optimizer.
+
+    .. math::
+        \hat g = \frac1M\sum_i g_i + \tilde\delta(\mu - m_0), \qquad \hat h = \frac1M\sum_i g_i^2, \qquad
+        \mu \leftarrow \mu - \alpha\,\frac{\hat m}{s + \tilde\delta + \gamma}
+
+    with momentum :math:`\hat m`, curvature s and posterior precision as the formulation says; gradients are taken at
+    draws :math:`w = \mu + \epsilon\Lambda^{-1/2}` and averaged over them.
+
+    Status: a stochastic natural-gradient step with the Gauss-Newton curvature replaced by squared gradients of
+    examples: precisions follow from the residuals of the data, not from the residuals that the model expects.
+
+    Args:
+        params: means, and any other parameters, which get a step of Adam.
+        lr: :math:`\alpha`; 1 is a whole Newton step by the diagonal. The default is longer: squared gradients of a
+            network that has not learned yet exceed the curvature by the square of its errors in units of the noise,
+            so that Newton steps by them hardly move. ``max_step`` bounds the steps.
+        betas: decay rates of momentum and, in the long run, of curvature; see the formulation.
+        damping: :math:`\gamma`, in units of the curvature of one example.
+        data_augmentation: :math:`\rho`, by how much augmentation multiplies the effective number of data.
+        initial_curvature: :math:`s_0`; None takes the squared gradients of the first minibatch.
+        max_step: longest :math:`|\Delta\mu|` of a weight in a step, in standard deviations of its prior; it falls with
+            the learning rate. None sets no bound.
+        warmup_steps: over which the learning rate rises from 0, but at most a quarter of training; 0 starts in full.
+            The temperature rises as a square over half of training, where its length is known, and with the learning
+            rate where it is not.
+        total_steps: length of a cosine decay of the learning rate. None: the length that ``fit`` announces, unless the
+            optimizer has a scheduler, which then says alone how the rate falls; constant without either. A number
+            and a scheduler multiply. At a constant rate means go on to fluctuate, by more than the posterior's width
+            where the temperature is low.
+        deterministic_lr: learning rate of Adam for parameters that are no latents (batch normalisation, a noise scale).
+            The cosine and schedulers steer it too: it falls in proportion to ``lr``. It has no warm-up.
+        formulation: ``Consistent()`` or ``AsPrinted()``, which has other defaults of the options above.
+        estimate: of the curvature; by default ``Squares()`` of single examples.
+
+    Raises:
+        ArgumentError: an option out of range.
+        GuideError: in a step, if the loss was no ``NaturalGradientELBO``.
+
+    Source: Osawa et al. (2019), "Practical deep learning with Bayesian principles", Algorithm 1 and section 3.
+    Bounds of steps, there in units of the weights: Liu et al. (2024), "Sophia", section 2.2.
+    """
+
+    estimate: Estimate = Squares()
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        *,
+        formulation: Formulation | None = None,
+        estimate: Estimate | None = None,
+        **options: Any,
+    ) -> None:
+        self.formulation = Consistent() if formulation is None else formulation
+        self.estimate = type(self).estimate if estimate is None else estimate
+        check_choice("formulation", self.formulation, Formulation, "Consistent() or AsPrinted()")
+        check_choice("estimate", self.estimate, Estimate, "Squares()")
+        super().__init__(params, **{**self.formulation.options, **options})
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Keep in copies and pickles what torch leaves out."""
+        return {**super().__getstate__(), "formulation": self.formulation, "estimate": self.estimate}
+
+    @property
+    def wanted(self) -> Estimate:
+        """The curvature to measure for the next step."""
+        done = max((memory["step"] for memory in self.state.values() if "curvature" in memory), default=0)
+        return Squares(at_mean=True) if done < self.formulation.initial_batches else self.estimate
+
+    def _length(self, group: dict[str, Any]) -> int | None:
+        return group["total_steps"] if self.formulation.constant_rate else super()._length(group)
+
+    def _move(self, update: Update) -> None:
+        if update.count <= self.formulation.initial_batches:
+            if not update.has_start:
+                torch._foreach_lerp_(update.curvatures, update.measured, 1 / update.count)
+            update.sum_into_precisions()
+            self.formulation.set_precisions(update, update.damped())
+            return
+        if not update.is_start:
+            self.formulation.update_curvature(update)
+        update.add_priors(update.gradients)
+        scale = self.formulation.update_momentum(update)
+        update.sum_into_precisions()
+        damped, direction = update.damped(), update.measured
+        torch._foreach_copy_(direction, update.momenta)
+        torch._foreach_div_(direction, damped)
+        update.move_along(direction, scale)
+        self.formulation.set_precisions(update, damped)
+
+
+class OGNOptimizer(VOGNOptimizer):
+    """Online Gauss-Newton: :class:`VOGNOptimizer` with gradients at the mean instead of at draws.
+
+    Status: a deterministic step; its precision is a Gauss-Newton approximation at the mode, as Laplace's is.
+
+    Source: Osawa et al. (2019), section 3; Khan et al. (2018).
+    """
+
+    estimate = Squares(at_mean=True)
+
+
+_LEAST_PRECISION = 0.1  # of IVON before an update, as a fraction of the prior's
+
+
+class IVONOptimizer(NaturalGradientOptimizer):
+    r"""Improved variational online Newton as a torch optimizer.
+
+    With one draw :math:`w = \mu + \sigma\epsilon` and the mean gradient :math:`\hat g` there,
+
+    .. math::
+        \hat h = \hat g\,\frac{\epsilon}{\sigma}, \qquad
+        h \leftarrow \beta_2 h + (1-\beta_2)\hat h
+            + \frac{(1-\beta_2)^2}{2}\frac{(h - \hat h)^2}{h + \tilde\delta}, \qquad
+        \mu \leftarrow \mu - \alpha\,\frac{\hat m + \tilde\delta(\mu - m_0)}{h + \tilde\delta}
+
+    and :math:`\sigma^{-2} = \tfrac{N}{\beta}(h + \tilde\delta)`. The last term of h keeps it above
+    :math:`-\tilde\delta` where that is constant. It is not where the temperature or a learned prior precision falls, so
+    h is raised to :math:`-0.9\,\tilde\delta` before each update: the posterior variance of a weight is then less than
+    some twenty times its prior's.
+
+    Status: :math:`\hat h` is an unbiased estimate of the expected Hessian diagonal (Stein's lemma), noisier than
+    squared gradients; so the precision tends to the optimum of the mean-field ELBO. A step costs about one of Adam.
+
+    Args:
+        params: means, and any other parameters, which get a step of Adam.
+        lr: :math:`\alpha`. The default is long, because the curvature that starts as squared gradients of a network
+            which has learned nothing is forgotten slowly; ``max_step`` bounds the steps.
+        betas: decay rates of momentum and curvature.
+        damping: added to the denominator of the step.
+        data_augmentation: :math:`\rho`, by how much augmentation multiplies the effective number of data.
+        initial_curvature: :math:`h_0`; None takes the squared gradients of the first minibatch.
+        max_step: longest :math:`|\Delta\mu|` of a weight in a step, in standard deviations of its prior; it falls with
+            the learning rate. None sets no bound.
+        warmup_steps: over which the learning rate rises from 0, but at most a quarter of training; 0 starts in full.
+            The temperature rises as a square over half of training, where its length is known.
+        total_steps: length of a cosine decay of the learning rate. None: the length that ``fit`` announces, unless the
+            optimizer has a scheduler, which then says alone how the rate falls; constant without either. A number
+            and a scheduler multiply.
+        deterministic_lr: learning rate of Adam for parameters that are no latents. The cosine and schedulers steer it
+            too: it falls in proportion to ``lr``. It has no warm-up.
+
+    Raises:
+        ArgumentError: an option out of range.
+        GuideError: in a step, if the loss was no ``NaturalGradientELBO``.
+
+    Source: Shen et al. (2024), "Variational learning is effective for large deep networks", Algorithm 1; Lin et al.
+    (2020) for the correction of h. Own code from the equations.
+    """
+
+    estimate = NoiseProducts()
+
+    def __init__(self, params: Iterable[Any], *, lr: float = 100.0, **options: Any) -> None:
+        super().__init__(params, lr=lr, **options)
+
+    @property
+    def wanted(self) -> Estimate:
+        """The curvature to measure for the next step: squares, where the curvature starts with them."""
+        starts = any(group["initial_curvature"] is None for group in self.param_groups)
+        return Squares() if starts and not self.has_started else self.estimate
+
+    def _move(self, update: Update) -> None:
+        beta1, beta2 = update.group["betas"]
+        curvatures, measured = update.curvatures, update.measured
+        torch._foreach_lerp_(update.momenta, update.gradients, 1 - beta1)
+        torch._foreach_maximum_(curvatures, torch._foreach_mul(update.priors, _LEAST_PRECISION - 1))
+        if not update.is_start:
+            torch._foreach_sub_(measured, curvatures)
+            update.sum_into_precisions()
+            torch._foreach_add_(curvatures, measured, alpha=1 - beta2)
+            torch._foreach_mul_(measured, measured)
+            torch._foreach_addcdiv_(curvatures, measured, update.precisions, value=0.5 * (1 - beta2) ** 2)
+        correction = 1 - beta1**update.count
+        torch._foreach_copy_(measured, update.momenta)
+        update.add_priors(measured, correction)
+        update.sum_into_precisions()
+        torch._foreach_div_(measured, update.damped())
+        update.move_along(measured, 1 / correction)
+        torch._foreach_mul_(update.precisions, update.inverse_temperature)

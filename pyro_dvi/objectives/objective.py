@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The base class of objectives: the KL weight, the count of steps, Pyro's interface."""
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from pyro.infer.elbo import ELBO
+from torch import Tensor
+
+from pyro_dvi.core.autograd_graph import leaves_of
+from pyro_dvi.core.choice import check_count, check_kl_weight
+from pyro_dvi.core.signatures import explained_calls
+from pyro_dvi.curvature.base import sum_of, twice_differentiated
+from pyro_dvi.errors import (
+    CheckpointError,
+    NonFiniteError,
+    PyroDviError,
+    UnsupportedError,
+)
+from pyro_dvi.runs.equal_units import start_apart
+from pyro_dvi.runs.minibatch import check_num_data
+from pyro_dvi.runs.observed import Observed, observed_sites
+from pyro_dvi.runs.posterior_run import Call, refuse_site
+from pyro_dvi.runs.structure import Structure, structure_of
+from pyro_dvi.runs.trained_for import check_trainable, note_trained_for
+
+
+class Objective(ELBO):
+    """Base class of the objectives: a drop-in for Pyro's ELBOs in ``SVI`` and as ``elbo(model, guide)``.
+
+    Losses are summed over the whole data set, as in Pyro, and are the objective that is actually optimised: with
+    ``kl_weight`` other than one, ``elbo.terms`` holds what the untempered ELBO needs.
+
+    Adding one: write :meth:`evaluate`, and set ``prediction_rule`` where draws of weights are not the way to predict.
+    ``fit``, checkpoints, ``predict`` and ``DataParallel`` then work. In ``evaluate``, run guide and model once by
+    ``PosteriorRun.of`` (:mod:`pyro_dvi.runs.posterior_run`) or a function for it such as ``run_at_means``, and take the
+    likelihood from :meth:`observed`. An objective that needs more overrides :meth:`prepare`, :meth:`begin`,
+    :meth:`returned`, :meth:`state_dict` and :meth:`load_state_dict`.
+
+    Args:
+        kl_weight: factor of the KL divergence; a float, or a schedule called with the number of training steps done.
+        num_data: size of the data set, compared with the plate's scale; None skips the check.
+        num_particles: runs to average where a latent that sets another's prior has to be sampled; one run
+            is enough otherwise.
+
+    Attributes:
+        step: training steps done. Only evaluations that record gradients count.
+        terms: detached parts of the last loss.
+        prediction_rule: how posteriors that it trains are predicted: the name of a rule that
+            :mod:`pyro_dvi.predictive` exports, or a rule of your own. Files keep names only.
+        takes_joint: guides may have Gaussian vectors with covariances, as ``LastLayerGuide``.
+    """
+
+    prediction_rule: Any = "Samples"
+    takes_joint: ClassVar[bool] = False
+
+    @explained_calls()
+    def __init__(
+        self,
+        *,
+        kl_weight: float | Callable[[int], float] = 1.0,
+        num_data: int | None = None,
+        num_particles: int = 1,
+    ) -> None:
+        check_count("num_particles", num_particles)
+        if num_data is not None:
+            check_count("num_data", num_data)
+        super().__init__(num_particles=num_particles)
+        if not callable(kl_weight):
+            check_kl_weight("kl_weight", kl_weight)
+        self.kl_weight = kl_weight
+        self.num_data = num_data
+        self.step = 0
+        self.terms: dict[str, Tensor] = {}
+
+    # Hooks -------------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def evaluate(self, call: Call, kl_weight: float, training: bool) -> dict[str, Tensor]:
+        """Return the terms of one run: at least "loss", "log_likelihood" and "kl" (unweighted).
+
+        Args:
+            call: model and guide with their arguments.
+            kl_weight: factor of the KL divergence in this step.
+            training: a backward pass follows; otherwise the loss is only asked for.
+        """
+
+    def prepare(self, guide: Any, optimizer: Any) -> None:
+        """Look at the optimizer before it trains the guide; ``fit`` and ``load`` call this."""
+
+    def begin(self, guide: Any) -> None:
+        """Begin a training step."""
+
+    def returned(self, loss: Tensor, guide: Any) -> None:
+        """Look at the loss on which the caller, who may have multiplied it, will start the backward pass."""
+
+    # What hooks may use ------------------------------------------------------------------------------------------
+
+    def structure(self, call: Call, training: bool) -> tuple[Structure, bool]:
+        """Return the structure of model and guide, and whether this is its first run; break a start at zero."""
+        structure, first = structure_of(call)
+        if structure.joint and not self.takes_joint:
+            refuse_site(*next(iter(structure.joint.items())))
+        if training and self.step == 0:
+            start_apart(structure.starts)
+        return structure, first
+
+    def observed(self, trace: Any) -> Observed:
+        """Return the observed sites of a run of the model, whose scales agree with the size of the data set."""
+        observed = observed_sites(trace)
+        if self.num_data is not None:
+            check_num_data(observed.sites, self.num_data)
+        return observed
+
+    # Pyro's interface --------------------------------------------------------------------------------------------
+
+    def current_kl_weight(self) -> float:
+        """Return the KL weight of the next training step."""
+        weight = self.kl_weight(self.step) if callable(self.kl_weight) else self.kl_weight
+        check_kl_weight("kl_weight, or what its schedule gives,", weight)
+        return float(weight)
+
+    def loss(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> float:
+        """Return the loss as a number, without counting a training step."""
+        return self._total(Call(model, guide, args, kwargs), training=False).item()
+
+    def differentiable_loss(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the loss as a tensor to call ``backward`` on; counts a training step if gradients are recorded."""
+        loss = self._differentiable(Call(model, guide, args, kwargs))
+        if loss.requires_grad:
+            self.returned(loss, guide)
+        return loss
+
+    def loss_and_grads(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> float:
+        """Accumulate gradients and return the loss, as ``SVI.step`` expects.
+
+        Raises:
+            NonFiniteError: the loss is NaN or infinite. Parameters are untouched and gradients cleared.
+        """
+        with twice_differentiated():
+            loss = self._differentiable(Call(model, guide, args, kwargs))
+            if loss.requires_grad:
+                loss.backward(retain_graph=self.retain_graph)
+        value = loss.item()
+        if not math.isfinite(value):
+            for leaf in leaves_of([loss]):  # so that what failed does not reach the next step
+                leaf.grad = None
+            raise NonFiniteError(self._diagnosis(value))
+        return value
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs besides model, guide and optimizer."""
+        return {"step": self.step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned."""
+        if not isinstance(state, dict) or "step" not in state:
+            raise CheckpointError(f"not the state of a {type(self).__name__}: the entry 'step' is missing")
+        self.step = int(state["step"])
+
+    def _differentiable(self, call: Call) -> Tensor:
+        training = torch.is_grad_enabled()
+        if not training:
+            return self._total(call, training).detach()
+        check_trainable(call.guide, self)
+        self.begin(call.guide)
+        loss = self._total(call, training)
+        note_trained_for(call.guide, self.prediction_rule)
+        self.step += 1
+        return loss
+
+    def _total(self, call: Call, training: bool) -> Tensor:
+        if torch.is_inference_mode_enabled():
+            raise PyroDviError(
+                f"{type(self).__name__} differentiates the model even when it only evaluates the loss, which "
+                "torch.inference_mode() forbids: use torch.no_grad() instead"
+            )
+        weight = self.current_kl_weight()
+        with torch.enable_grad():
+            runs = [self.evaluate(call, weight, training) for _ in range(self.num_particles)]
+            terms = (
+                {k: sum_of([run[k] for run in runs]) / len(runs) for k in runs[0]} if runs[1:] else runs[0]
+            )
+        kind = terms["loss"].device.type
+        if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is torch.float16:
+            raise UnsupportedError(
+                f"{type(self).__name__} squares gradients and variances, which float16 cannot hold, scaled or not: use "
+                f"torch.autocast({kind!r}, torch.bfloat16), which needs no GradScaler"
+            )
+        self.terms = {k: v.detach() for k, v in terms.items()}
+        self.terms["kl_weight"] = torch.tensor(weight)
+        return terms["loss"]
+
+    def _diagnosis(self, value: float) -> str:
+        parts = {k: v.item() for k, v in self.terms.items() if k != "loss"}
+        bad = [k for k, v in parts.items() if not math.isfinite(v)]
+        listed = ", ".join(f"{k}={v:.4g}" for k, v in parts.items())
+        return (
+            f"the loss is {value} in step {self.step} ({listed}); not finite: {', '.join(bad) or 'their sum'}. "
+            "No update was made. Lower the learning rate (above all for scales), look for extreme "
+            "inputs, or train in float64."
+        )
+
+    def _get_trace(self, model: Callable, guide: Callable, args: tuple, kwargs: dict) -> Any:
+        raise UnsupportedError(f"{type(self).__name__} does not sample traces; see its loss methods")

@@ -1,0 +1,359 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One torch optimizer for all parameters of an SVI, where Pyro makes one for each: JointOptim, Adam and SGD."""
+
+import copy
+import inspect
+import reprlib
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import pyro
+import torch
+from pyro.optim import PyroLRScheduler, PyroOptim
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from pyro_dvi.core.signatures import explained_calls
+from pyro_dvi.errors import ArgumentError
+from pyro_dvi.optim.learning_rates import LearningRates
+
+Options = dict[str, Any] | Callable[..., dict[str, Any]]
+Scheduler = Callable[[Optimizer], Any] | None
+_KERNELS = {"fused", "foreach"}  # options by which torch is told
+_TOGETHER = {"max_norm", "norm_type"}  # of torch's clip_grad_norm_
+
+
+class JointOptim(PyroOptim):
+    """A Pyro optimizer that steps all parameters with equal options at once, by fused or foreach kernels.
+
+    To be used wherever Pyro's own are, with the same numbers up to rounding. Its state has Pyro's format, one entry for
+    each name, and can be exchanged with that of Pyro's optimizers and schedulers.
+
+    Three things differ. After a step gradients are None instead of zero: the next backward pass writes them instead of
+    adding to zeros, and a parameter that is part of a step but gets no gradient there stays as it is, as in torch.
+    A state that is set acts at once on parameters that were stepped before; it is copied. To change a rate by hand,
+    go through ``set(optimizer.optim_objs.values())``, since parameters share what they have there.
+
+    Copies and pickles know parameters by their names in Pyro's store.
+
+    Args:
+        optim_constructor: class of the torch optimizer. Its kernels are chosen for each parameter by device and dtype,
+            unless the options name one (``fused``, ``foreach``).
+        optim_args: its options, or a function of the name of a parameter that returns them, as for Pyro's optimizers.
+            Parameters with equal options share one torch optimizer.
+        clip_args: as for Pyro's optimizers, ``{"clip_norm": 10.0}`` or ``{"clip_value": 1.0}`` for every gradient by
+            itself, or options of :func:`torch.nn.utils.clip_grad_norm_` for all parameters of a step together:
+            ``{"max_norm": 10.0}``, ``{"max_norm": 10.0, "norm_type": math.inf}`` for the largest entry.
+
+    Example:
+        >>> optimizer = JointOptim(torch.optim.RMSprop, {"lr": 1e-3})
+        >>> weights = pyro.param("weights", torch.ones(3)), pyro.param("bias", torch.zeros(()))
+        >>> (weights[0].sum() + weights[1]).backward()
+        >>> optimizer(weights)
+        >>> len(set(optimizer.optim_objs.values())), weights[0].grad
+        (1, None)
+    """
+
+    def __init__(
+        self,
+        optim_constructor: Callable[..., Optimizer],
+        optim_args: Options,
+        clip_args: dict[str, Any] | Callable[..., dict[str, Any]] | None = None,
+    ) -> None:
+        self._together: dict[str, Any] = {}
+        if isinstance(clip_args, dict):
+            self._together = {name: clip_args[name] for name in clip_args.keys() & _TOGETHER}
+            clip_args = {name: value for name, value in clip_args.items() if name not in _TOGETHER}
+            if self._together and "max_norm" not in self._together:
+                raise ArgumentError("clip_args has no max_norm, the bound of the norm of all gradients")
+        PyroOptim.__init__(self, optim_constructor, optim_args, clip_args)
+        # An optimizer, or the scheduler of one, for each set of options and place in the schedule.
+        self._shared: list[Any] = []
+        self._places: dict[Tensor, tuple[Any, ...]] = {}
+
+    def __call__(self, params: Iterable[Tensor], *args: Any, **kwargs: Any) -> None:
+        """Step the parameters that have gradients, and drop these.
+
+        Args:
+            params: parameters of Pyro's store. Others stay as they are, even those with gradients.
+            *args: of the torch optimizer's ``step``.
+            **kwargs: likewise.
+        """
+        params, store = list(params), pyro.get_param_store()
+        for parameter in params:
+            is_plain = parameter.is_contiguous() and not _has_sparse_gradient(parameter)
+            place = parameter.device, parameter.dtype, is_plain
+            if self._places.get(parameter) != place:
+                name, held = store.param_name(parameter), self.optim_objs.get(parameter)
+                waiting = self._state_waiting_to_be_consumed.get(name)
+                self._adopt(parameter, waiting if held is None else _states(held)[parameter])
+                self._places[parameter] = place
+            if (clip := self.grad_clip[parameter]) is not None:
+                clip(parameter)
+            # Fused kernels of the CPU assume that parameter and gradient have the same layout.
+            if is_plain and parameter.grad is not None and not parameter.grad.is_contiguous():
+                parameter.grad = parameter.grad.contiguous()
+        if self._together:
+            nn.utils.clip_grad_norm_(params, **self._together)
+        others = self._places.keys() - dict.fromkeys(params)
+        aside = {parameter: parameter.grad for parameter in others if parameter.grad is not None}
+        for parameter in aside:
+            parameter.grad = None
+        for held in dict.fromkeys(self.optim_objs[parameter] for parameter in params):
+            torch_optimizer(held).step(*args, **kwargs)
+        for parameter in params:
+            parameter.grad = None
+        for parameter, gradient in aside.items():
+            parameter.grad = gradient
+
+    def get_state(self) -> dict[str, Any]:
+        """Return the state by names of parameters, with what waits for those not stepped yet; tensors are no copies."""
+        store, state = pyro.get_param_store(), dict(self._state_waiting_to_be_consumed)
+        for shared in self._shared:
+            for parameter, own in _states(shared).items():
+                if (name := store.param_name(parameter)) is not None:
+                    state[name] = own
+        return state
+
+    def set_state(self, state_dict: dict[str, Any]) -> None:
+        """Take over a copy of a state, of this class or of Pyro's, for parameters stepped before and those to come."""
+        super().set_state(copy.deepcopy(state_dict))
+        for name, parameter in pyro.get_param_store().named_parameters():
+            if name in state_dict and parameter in self._places:
+                self._adopt(parameter, self._state_waiting_to_be_consumed[name])
+
+    def _adopt(self, parameter: Tensor, state: dict[str, Any] | None) -> None:
+        """Give a parameter an optimizer in this state, which others with the same options share."""
+        made = self._get_optim(parameter)
+        if state is not None:
+            load_state(made, state)
+        name = pyro.get_param_store().param_name(parameter)
+        self._state_waiting_to_be_consumed.pop(name, None)
+        self._leave(parameter)
+        own = torch_optimizer(made)
+        for shared in self._shared:
+            if _present(made) == _present(shared):
+                joint = torch_optimizer(shared)
+                joint.param_groups[0]["params"].append(parameter)
+                if parameter in own.state:
+                    joint.state[parameter] = own.state[parameter]
+                break
+        else:
+            shared = made
+            self._shared.append(made)
+        self.optim_objs[parameter] = shared
+        self.grad_clip[parameter] = self._get_grad_clip(parameter)  # type: ignore[arg-type]
+
+    def _leave(self, parameter: Tensor) -> None:
+        held = self.optim_objs.pop(parameter, None)
+        if held is None:
+            return
+        optimizer = torch_optimizer(held)
+        optimizer.state.pop(parameter, None)
+        (group,) = optimizer.param_groups
+        group["params"] = [other for other in group["params"] if other is not parameter]
+        if not group["params"]:
+            self._shared.remove(held)
+
+    def _get_optim_args(self, param: Any) -> dict[str, Any]:
+        options = super()._get_optim_args(param)
+        return {**_kernels(self.pt_optim_constructor, param, options), **options}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the tensors, which a copy would not find in Pyro's store; their state waits for their names."""
+        held: dict[str, Any] = {"optim_objs": {}, "grad_clip": {}, "_places": {}, "_shared": []}
+        return {**self.__dict__, **held, "_state_waiting_to_be_consumed": self.get_state()}
+
+
+class ScheduledJointOptim(JointOptim, PyroLRScheduler):
+    """A :class:`JointOptim` with a schedule for each set of options, moved by ``step`` as Pyro's schedulers are.
+
+    A parameter that appears late begins its schedule then, as with Pyro's schedulers.
+
+    Args:
+        scheduler: makes a torch scheduler for a torch optimizer: a class, or ``partial(CosineAnnealingLR, T_max=100)``.
+        optim_constructor: as for :class:`JointOptim`.
+        optim_args: likewise.
+        clip_args: likewise.
+    """
+
+    def __init__(
+        self,
+        scheduler: Callable[[Optimizer], Any],
+        optim_constructor: Callable[..., Optimizer],
+        optim_args: Options,
+        clip_args: dict[str, Any] | Callable[..., dict[str, Any]] | None = None,
+    ) -> None:
+        JointOptim.__init__(self, optim_constructor, optim_args, clip_args)
+        opened = scheduler if isinstance(scheduler, partial) else partial(scheduler)
+        self.pt_scheduler_constructor, self.kwargs = opened.func, opened.keywords
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Move the learning rates.
+
+        Args:
+            *args: of the torch scheduler's ``step``: the loss, for ``ReduceLROnPlateau``.
+            **kwargs: likewise.
+        """
+        for scheduler in self._shared:
+            scheduler.step(*args, **kwargs)
+
+
+def torch_optimizer(held: Any) -> Optimizer:
+    """Return the optimizer that Pyro holds for a parameter, alone or inside its scheduler."""
+    optimizer: Optimizer = getattr(held, "optimizer", held)
+    return optimizer
+
+
+def _states(held: Any) -> dict[Tensor, dict[str, Any]]:
+    """For each parameter, what Pyro's own optimizer or scheduler of it would return as its state."""
+    optimizer, states = torch_optimizer(held), {}
+    packed, (group,) = optimizer.state_dict(), optimizer.param_groups
+    options = {**packed["param_groups"][0], "params": [0]}
+    options |= {kernel: None for kernel in _KERNELS & options.keys()}  # for the one to choose who loads
+    for index, parameter in enumerate(group["params"]):
+        own = {0: packed["state"][index]} if index in packed["state"] else {}
+        state = {"state": own, "param_groups": [dict(options)]}
+        states[parameter] = (
+            state if held is optimizer else {"scheduler": held.state_dict(), "optimizer": state}
+        )
+    return states
+
+
+def _present(held: Any) -> dict[str, Any]:
+    """Options as they stand, and the place in the schedule."""
+    (group,) = torch_optimizer(held).param_groups
+    options = {name: value for name, value in group.items() if name != "params"}
+    return options if held is torch_optimizer(held) else {**options, "scheduler": held.state_dict()}
+
+
+def load_state(held: Any, state: dict[str, Any]) -> None:
+    """Load a state of Pyro's format, but for the kernels in it."""
+    optimizer = torch_optimizer(held)
+    if held is not optimizer:
+        held.load_state_dict(state["scheduler"])
+        state = state["optimizer"]
+    (saved,), (own,) = state["param_groups"], optimizer.param_groups
+    kernels = {kernel: own[kernel] for kernel in _KERNELS & own.keys()}
+    optimizer.load_state_dict({**state, "param_groups": [{**saved, **kernels}]})
+
+
+def _kernels(constructor: Any, parameter: Tensor, options: dict[str, Any]) -> dict[str, bool]:
+    """The option by which torch takes its fastest kernel for this parameter; none where the user has spoken."""
+    offered, device = inspect.signature(constructor).parameters, parameter.device.type
+    spoken = (_KERNELS | {"differentiable", "capturable"}) & options.keys()
+    odd = type(parameter) not in (Tensor, nn.Parameter) or _has_sparse_gradient(parameter)
+    if spoken or odd or device not in ("cpu", "cuda") or any(map(torch.is_tensor, options.values())):
+        return {}
+    # The fused SGD cannot begin the momentum of one parameter where others have theirs; Adagrad has it on the CPU only.
+    fused = "fused" in offered and not options.get("momentum")
+    fused &= device == "cpu" or constructor is not torch.optim.Adagrad
+    if fused and parameter.is_floating_point() and parameter.is_contiguous():
+        return {"fused": True}
+    return {"foreach": True} if "foreach" in offered else {}
+
+
+def _has_sparse_gradient(parameter: Tensor) -> bool:
+    return parameter.grad is not None and parameter.grad.is_sparse
+
+
+def in_a_dictionary(constructor: type[Optimizer]) -> str:
+    """Say where the options of the Pyro optimizer go that makes optimizers of a class of torch."""
+    name = constructor.__name__
+    pyro_name, module = name.removesuffix("Optimizer"), constructor.__module__.rpartition(".")[0]
+    return (
+        f"{pyro_name} is the optimizer for SVI, and takes a dictionary of options: {pyro_name}({{'lr': ...}}). Where a "
+        "class of torch's optimizers is wanted, as in pyro.optim.ExponentialLR({'optimizer': ...}), or for elbo(model, "
+        f"guide), use {module}.{name}."
+    )
+
+
+def check_optim_args(optim_args: Any, constructor: type[Optimizer]) -> None:
+    """Check that the options of a Pyro optimizer are a dictionary, or a function that returns one.
+
+    Raises:
+        ArgumentError: something else was given.
+    """
+    if not (isinstance(optim_args, dict) or callable(optim_args)):
+        raise ArgumentError(
+            f"optim_args must be a dict of options, got {reprlib.repr(optim_args)}. {in_a_dictionary(constructor)}"
+        )
+
+
+# The optimizers ---------------------------------------------------------------------------------------------------
+
+
+@explained_calls(in_a_dictionary(torch.optim.Adam))
+def Adam(  # noqa: N802 (Pyro's style)
+    optim_args: Options, clip_args: Any = None, *, scheduler: Scheduler = None
+) -> JointOptim:
+    """Adam for SVI (Kingma & Ba, 2015), one :class:`torch.optim.Adam` over all parameters.
+
+    The numbers are those of ``pyro.optim.Adam`` up to rounding, in fewer calls of the device; :class:`JointOptim` says
+    how the two differ.
+
+    Args:
+        optim_args: options of the torch optimizer, :func:`learning_rates`, or any function of the parameter's name.
+        clip_args: as for :class:`JointOptim`: ``{"clip_norm": 10.0}`` bounds the norm of each gradient by itself,
+            ``{"max_norm": num_data, "norm_type": math.inf}`` divides all by the largest entry of any where that exceeds
+            the number of examples. Losses are sums over the data; for their means that bound is one.
+        scheduler: makes a torch scheduler of the learning rate: a class, or ``partial`` of it. ``fit`` moves it after
+            each epoch, or after each step with ``lr_schedule=EveryStep(optimizer)``; in a loop of your own call
+            ``optimizer.step()``. Schedules that multiply the rate keep the multiple of posterior scales; those that set
+            it (``OneCycleLR(max_lr=...)``) give all parameters the same.
+
+    Returns:
+        The optimizer; with ``scheduler``, also a ``pyro.optim.PyroLRScheduler``.
+
+    Raises:
+        ArgumentError: an option that the optimizer does not have or that is out of range, or no such scheduler.
+
+    Example:
+        >>> from functools import partial
+        >>> from torch.optim.lr_scheduler import CosineAnnealingLR
+        >>> from pyro_dvi.optim import learning_rates
+        >>> optimizer = Adam(learning_rates(1e-3), scheduler=partial(CosineAnnealingLR, T_max=100))
+        >>> optimizer.pt_optim_constructor.__name__, optimizer.pt_scheduler_constructor.__name__
+        ('Adam', 'CosineAnnealingLR')
+    """
+    return _joint(torch.optim.Adam, optim_args, clip_args, scheduler)
+
+
+@explained_calls(in_a_dictionary(torch.optim.SGD))
+def SGD(  # noqa: N802
+    optim_args: Options, clip_args: Any = None, *, scheduler: Scheduler = None
+) -> JointOptim:
+    """Stochastic gradient descent for SVI, one :class:`torch.optim.SGD`; arguments as :func:`Adam`.
+
+    Example:
+        >>> SGD({"lr": 0.1, "momentum": 0.9}).pt_optim_constructor.__name__
+        'SGD'
+    """
+    return _joint(torch.optim.SGD, optim_args, clip_args, scheduler)
+
+
+def _joint(
+    constructor: type[Optimizer], optim_args: Options, clip_args: Any, scheduler: Scheduler
+) -> JointOptim:
+    """Build the optimizer, after a look at what can be known to be wrong before the first step."""
+    name = constructor.__name__
+    check_optim_args(optim_args, constructor)
+    known = optim_args("") if isinstance(optim_args, LearningRates) else optim_args
+    try:
+        optimizer = constructor([torch.zeros(())], **({} if callable(known) else known))
+    except (TypeError, ValueError) as error:
+        raise ArgumentError(f"{name}: {error}; see the arguments of torch.optim.{name}") from error
+    if scheduler is None:
+        return JointOptim(constructor, optim_args, clip_args)
+    try:
+        made = scheduler(optimizer)
+    except (TypeError, ValueError) as error:
+        made = error
+    if not isinstance(made, LRScheduler | ReduceLROnPlateau):
+        raise ArgumentError(
+            f"{name}: scheduler= must make a torch scheduler for a torch optimizer, as "
+            f"partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.99) does; {scheduler!r} makes {made!r}"
+        )
+    return ScheduledJointOptim(scheduler, constructor, optim_args, clip_args)
