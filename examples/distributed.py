@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 import pyro_dvi as dvi
-from pyro_dvi.distributed import DataParallel
+from pyro_dvi.training import DataParallel
 
 
 def spirals(count: int, seed: int) -> tuple[Tensor, Tensor]:

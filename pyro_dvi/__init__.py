@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from pyro_dvi import (
     bayesian,
     curvature,
-    distributed,
     errors,
     expectations,
     guides,
@@ -119,7 +118,6 @@ __all__ = [
     "VOGN",
     "OGN",
     "IVON",
-    "distributed",
     "schedules",
     "training",
     "learning_rates",

@@ -244,7 +244,7 @@ class Fitted:
         if differences:
             raise GuideError(
                 f"the model has changed since guide.fit, or is another one, so that the Gaussian does not belong to it "
-                f"({differences}; in evaluation mode, at the mode, on the first rows of the fit). Give it the model of "
+                f"({differences}; in evaluation mode, at the mode, on stand-ins for the data). Give it the model of "
                 "the fit, with its state, or fit again"
             )
 

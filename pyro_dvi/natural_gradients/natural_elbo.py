@@ -159,7 +159,7 @@ def _check_training(kl_weight: float) -> None:
     if getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
         raise UnsupportedError(
             "torch's DistributedDataParallel averages gradients over processes, but not what natural gradients measure "
-            "beside them: use pyro_dvi.distributed.DataParallel(NaturalGradientELBO())(model, guide) without it"
+            "beside them: use pyro_dvi.training.DataParallel(NaturalGradientELBO())(model, guide) without it"
         )
     if not kl_weight > 0:
         raise ArgumentError(

@@ -28,7 +28,7 @@ from pyro_dvi.predictive.posterior import (
 from pyro_dvi.predictive.prediction.component import class_log_probabilities
 from pyro_dvi.predictive.rules.members import OfMembers
 from pyro_dvi.predictive.rules.rule import FromDraws, PredictionRule
-from pyro_dvi.training.posterior import TrainedPosterior
+from pyro_dvi.training.ensemble import TrainedPosterior
 
 KEPT_LATENTS = 2**26  # numbers in all draws, if they are kept for later batches: 256 MiB of float32
 NOTHING: Latents = MappingProxyType({})

@@ -27,9 +27,8 @@ from pyro_dvi.runs.latents import Marginals
 from pyro_dvi.runs.posterior_run import Call, PosteriorMeans
 from pyro_dvi.runs.sites import AllRows, SetLatents, is_latent
 from pyro_dvi.runs.structure import refuse_dependent
-from pyro_dvi.training.ensemble import MEMBER
-from pyro_dvi.training.ownership import check_still_own
-from pyro_dvi.training.posterior import TrainedPosterior
+from pyro_dvi.training.ensemble import MEMBER, TrainedPosterior
+from pyro_dvi.training.parameter_checks import check_still_own
 
 
 def check_posterior(model: Callable[..., Any], guide: Callable[..., Any], inputs: tuple[Any, ...]) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model says about a few rows of data, by which it is recognised: after a change, or in another process."""
+"""Recognise a model after a change, or in another process, without keeping any data."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -12,44 +12,39 @@ from pyro import poutine
 from torch import Tensor
 from torch.distributions import Distribution, Transform
 
-from pyro_dvi.core.batches import arguments, is_strided, mapped, rows_cut, tensors_in
-from pyro_dvi.core.undisturbed import evaluating, undisturbed
+from pyro_dvi.core.batches import arguments, is_strided, mapped, rows_cut
+from pyro_dvi.core.undisturbed import device_of, evaluating, undisturbed
 from pyro_dvi.runs.distributions import unexpanded
 from pyro_dvi.runs.posterior_run import PosteriorMeans
 from pyro_dvi.runs.sites import core, is_latent
 
-_ROWS = 4  # of the data
-_NUMBERS = 64  # of each parameter of a distribution, spread evenly over its elements
-_PLAIN = {type(None), bool, int, float, str}
-_LARGEST = 1_000_000  # numbers in arguments that are kept, where the model does not take a few rows
-# Relative to the range of the numbers. More than rounding adds up to in a deep network (0.003 with TensorFloat-32 in
-# ResNet-50, on a device; 0.000002 on the CPU), less than another activation, prior or noise makes.
-_TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-2, torch.bfloat16: 5e-2, torch.float16: 5e-2}
-_ON_CPU = {**_TOLERANCES, torch.float32: 1e-4}
-_OFFSET = 0.1  # of the tolerance, relative to the largest number: what all have in common is rounded as well
+_ROWS = 4  # of a batch, where the model takes so few
+# Relative. More than rounding adds up to in a deep network (0.003 with TensorFloat-32 in ResNet-50), less than another
+# activation, prior or noise makes.
+_TOLERANCE = 1e-2
 
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Sites of a model in evaluation mode at given values of its latents: plates, distributions, their parameters.
+    """Sites of a model in evaluation mode, at given values of its latents and at stand-ins for its data.
+
+    A stand-in has the shape and dtype of a tensor, and its elements rise from 0 to 1; integers and booleans are 1. So
+    nothing of the data is kept, yet another prior, noise, activation or deterministic weight is seen.
 
     Attributes:
-        args: positional arguments that the model was run with: the first rows of a batch, or all of it where the model
-            does not take fewer.
+        args: positional arguments of the model: tensors of which only shape and dtype count, in tuples, lists and
+            dictionaries.
         kwargs: keyword arguments, likewise.
-        sites: what was found, in tensors and plain values.
-        precise: whether it was computed in full precision, by the CPU.
+        sites: family, shape and plates of each site, and of each parameter of its distribution the mean, the mean of
+            the absolute values, and a mean weighted by position.
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     sites: dict[str, dict[str, Any]]
-    precise: bool = False
 
     @classmethod
-    def of(
-        cls, model: Any, args: Any, kwargs: Any, latents: Mapping[str, Tensor], known: Any = None
-    ) -> "Fingerprint | None":
+    def of(cls, model: Any, args: Any, kwargs: Any, latents: Mapping[str, Tensor]) -> "Fingerprint | None":
         """Take it; parameters that depend on random numbers of the model's own are left out.
 
         Args:
@@ -57,31 +52,22 @@ class Fingerprint:
             args: its positional arguments.
             kwargs: its keyword arguments.
             latents: values of its latents.
-            known: the sites of an earlier one with these arguments, at other values of the latents. None: the model is
-                run a second time to see what depends on random numbers.
 
         Returns:
-            The fingerprint; None if the model does not run with these values of its latents, or only with more data
-            than is worth keeping.
+            The fingerprint; None if the model takes anything but dense tensors, None and booleans in tuples, lists and
+            dictionaries, or does not run on the stand-ins.
         """
-        for rows in (_ROWS, None) if known is None else (None,):
+        shapes = input_shapes(args, kwargs)
+        for rows in () if shapes is None else (_ROWS, None):
+            args, kwargs = rows_cut(itemgetter(slice(rows)), shapes)
             try:
-                some = rows_cut(itemgetter(slice(rows)), (tuple(args), dict(kwargs)))
-                if sum(value.numel() for value in tensors_in(some) if is_strided(value)) > _LARGEST:
-                    continue
-                few, named = mapped(lambda v: v.detach().clone() if is_strided(v) else v, some)
-                sites = _look(model, few, named, latents, 0)
-                again = known or _look(model, few, named, latents, 1)
-            except Exception:  # the model takes whole batches only, or these latents belong to other rows
+                sites, again = (_look(model, args, kwargs, latents, seed) for seed in (0, 1))
+            except Exception:  # the model takes whole batches only, or no stand-ins
                 continue
             for name, site in sites.items():
                 twin = again[name]["parameters"] if name in again else {}
-                site["parameters"] = {
-                    k: v
-                    for k, v in site["parameters"].items()
-                    if k in twin and (known is not None or torch.equal(*map(torch.nan_to_num, (v, twin[k]))))
-                }
-            return cls(few, named, sites, _precise(latents))
+                site["parameters"] = {k: v for k, v in site["parameters"].items() if twin.get(k) == v}
+            return cls(args, kwargs, sites)
         return None
 
     def differences(self, model: Any, latents: Mapping[str, Tensor], plates: bool = True) -> str:
@@ -93,23 +79,32 @@ class Fingerprint:
             plates: whether plates and shapes of observed sites count. False is for predictions, which do not depend on
                 them, and asks nothing of a model that does not take the arguments of before.
         """
-        device = next((value.device for value in latents.values()), None)
         try:
-            after = _look(model, *self.placed(device), latents, 0)
+            after = _look(model, self.args, self.kwargs, latents, 0)
         except Exception as error:
             reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-            return f"it does not run with the arguments of before ({reason})" if plates else ""
-        tolerances = _ON_CPU if self.precise and _precise(latents) else _TOLERANCES
-        found = list(_compared(self.sites, after, plates, tolerances))
+            return f"it does not run with arguments of these shapes ({reason})" if plates else ""
+        found = list(_compared(self.sites, after, plates))
         return "; ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
 
-    def placed(self, device: torch.device | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments on a device."""
-        return arguments(self.args, device)[0], arguments(self.kwargs, device)[1]
+    def state(self) -> dict[str, Any]:
+        """Return tensors and plain values, for a file."""
+        return dict(vars(self))
 
-    def state(self) -> dict[str, Any] | None:
-        """Return it for a file; None where the arguments hold what a safe load of the file does not build."""
-        return dict(vars(self)) if _is_plain((self.args, self.kwargs)) else None
+
+def input_shapes(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Return arguments of a model with tensors that keep shape and dtype only, of a single element in memory.
+
+    None if there is anything but dense tensors, None and booleans in tuples, lists and dictionaries: it might be data.
+    """
+    if not _is_plain((tuple(args), dict(kwargs))):
+        return None
+    return tuple(mapped(_only_shape, tuple(args))), mapped(_only_shape, dict(kwargs))
+
+
+def stand_ins(args: Any, kwargs: Any, device: torch.device | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return arguments of these shapes to run a model with, on a device."""
+    return arguments(mapped(_stand_in, args), device)[0], arguments(mapped(_stand_in, kwargs), device)[1]
 
 
 def central_values(guide: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Tensor]:
@@ -126,24 +121,33 @@ def central_values(guide: Callable[..., Any], args: Any, kwargs: Any) -> dict[st
     return {name: node["value"].detach() for name, node in _sites(means.trace.nodes)}
 
 
+def _is_plain(value: Any) -> bool:
+    if type(value) in (tuple, list, dict):
+        return all(map(_is_plain, value.values() if type(value) is dict else value))
+    return value is None or type(value) is bool or (type(value) is Tensor and is_strided(value))
+
+
+def _only_shape(value: Any) -> Any:
+    return torch.zeros((), dtype=value.dtype).expand(value.shape) if isinstance(value, Tensor) else value
+
+
+def _stand_in(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    if not value.is_floating_point():
+        return torch.ones(value.shape, dtype=value.dtype)
+    return torch.linspace(0, 1, value.numel()).reshape(value.shape).to(value.dtype)
+
+
 def _sites(nodes: Any) -> Iterator[tuple[str, Any]]:
     for name, node in nodes.items():
         if (is_latent(node) or node.get("is_observed")) and not node["infer"].get("is_auxiliary"):
             yield name, node
 
 
-def _precise(latents: Mapping[str, Tensor]) -> bool:
-    modes = torch.is_autocast_enabled("cpu") or torch.get_float32_matmul_precision() != "highest"
-    return not modes and {value.device.type for value in latents.values()} == {"cpu"}
-
-
-def _is_plain(value: Any) -> bool:
-    if type(value) in (tuple, list, dict):
-        return all(map(_is_plain, (*value, *value.values()) if type(value) is dict else value))
-    return type(value) in _PLAIN or (type(value) is Tensor and is_strided(value))
-
-
 def _look(model: Any, args: Any, kwargs: Any, latents: Mapping[str, Tensor], seed: int) -> dict[str, Any]:
+    device = next((value.device for value in latents.values()), device_of(model))
+    args, kwargs = stand_ins(args, kwargs, device)
     with undisturbed(), evaluating(model), torch.no_grad(), poutine.block():
         torch.manual_seed(seed)
         nodes = poutine.trace(poutine.condition(model, data=dict(latents))).get_trace(*args, **kwargs).nodes
@@ -159,23 +163,26 @@ def _look(model: Any, args: Any, kwargs: Any, latents: Mapping[str, Tensor], see
     }
 
 
-def _parameters(part: Any) -> Iterator[tuple[str, Tensor]]:
-    """Parameters of a distribution as it was given them, of those within it, and of its transforms."""
+def _parameters(part: Any) -> Iterator[tuple[str, list[float]]]:
+    """Summarise the parameters of a distribution as it was given them, of those within it, and of its transforms."""
     transform = isinstance(part, Transform)
     for name, value in vars(part).items():
         for inner in value if isinstance(value, (list, tuple)) else [value]:
             if isinstance(inner, (Distribution, Transform)) and name != "_inv":
                 yield from _parameters(inner)
         if isinstance(value, float) and transform:
-            yield name, torch.tensor([value])
+            yield name, _summary(torch.tensor([value]))
         elif isinstance(value, Tensor) and (transform or name in part.arg_constraints):
-            flat = unexpanded(value.detach()).reshape(-1)
-            if len(flat) > _NUMBERS:
-                flat = flat[torch.linspace(0, len(flat) - 1, _NUMBERS).long().to(flat.device)]
-            yield name, flat.to("cpu", copy=True)
+            yield name, _summary(unexpanded(value).flatten())
 
 
-def _compared(before: Any, after: Any, plates: bool, tolerances: Mapping[Any, float]) -> Iterator[str]:
+def _summary(values: Tensor) -> list[float]:
+    values = values.cpu().double().nan_to_num()
+    weights = torch.linspace(0.5, 1.5, len(values), dtype=values.dtype, device="cpu")
+    return [float(v.mean()) for v in (values, values.abs(), values * weights)] if len(values) else []
+
+
+def _compared(before: Any, after: Any, plates: bool) -> Iterator[str]:
     for name in [*before, *(set(after) - set(before))]:
         old, new = before.get(name), after.get(name)
         if old is None or new is None:
@@ -187,26 +194,9 @@ def _compared(before: Any, after: Any, plates: bool, tolerances: Mapping[Any, fl
             if old[part] != new[part] and (plates or old["latent"] or part == "family"):
                 yield f"{what}: {part} {old[part]} → {new[part]}"
         for key in old["parameters"].keys() & new["parameters"].keys():
-            values = old["parameters"][key].cpu(), new["parameters"][key]
-            if not torch.equal(*values) and (change := _change(*values, tolerances)):
-                yield f"{what}: {key} {change}"
-
-
-def _change(a: Tensor, b: Tensor, tolerances: Mapping[Any, float]) -> str:
-    """Say how a parameter has changed by more than rounding; empty if it has not."""
-    if min(len(a), len(b)) not in (1, max(len(a), len(b))):
-        return "has other dimensions"
-    tolerance = max(tolerances.get(v.dtype, 0.0) for v in (a, b))
-    a, b = torch.broadcast_tensors(a.double(), b.double())
-    gap = (a - b).abs().nan_to_num(nan=math.inf).masked_fill((a == b) | (a.isnan() & b.isnan()), 0.0)
-    if not bool((gap > tolerance * max(1e-4, _scale(a), _scale(b))).any()):
-        return ""
-    at = int(gap.argmax())
-    return f"{float(a[at]):.5g} → {float(b[at]):.5g}"
-
-
-def _scale(values: Tensor) -> float:
-    """What differences between numbers are relative to: their range, and a part of what they have in common."""
-    numbers = values[values.isfinite()].tolist() or [0.0]
-    largest = max(map(abs, numbers))
-    return largest if len(numbers) == 1 else max(numbers) - min(numbers) + _OFFSET * largest
+            pairs = list(zip(old["parameters"][key], new["parameters"][key], strict=False))
+            size = max((abs(number) for pair in pairs for number in pair), default=0.0)
+            for a, b in pairs:
+                if not math.isclose(a, b, rel_tol=0.0, abs_tol=_TOLERANCE * size):
+                    yield f"{what}: {key} {a:.5g} → {b:.5g}"
+                    break

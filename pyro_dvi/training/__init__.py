@@ -1,23 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training: the loop, its record, early stopping, checkpoints and batch-normalisation statistics."""
+"""Training: the loop and its history, early stopping, checkpoints, batch-norm statistics, several processes."""
 
 from pyro_dvi.training.batch_norm import BatchNormStatistics, recompute_batch_norm
+from pyro_dvi.training.between_epochs import EveryStep
 from pyro_dvi.training.checkpoint import Checkpoint, load, save
-from pyro_dvi.training.early_stopping import EarlyStopping
-from pyro_dvi.training.ensemble import EnsembleGuide, EnsembleModel, train_ensemble
+from pyro_dvi.training.data_parallel import DataParallel, JointBatches
+from pyro_dvi.training.ensemble import (
+    EnsembleGuide,
+    EnsembleModel,
+    TrainedPosterior,
+    train_apart,
+    train_ensemble,
+)
 from pyro_dvi.training.history import History, Table
 from pyro_dvi.training.loop import TrainingState, fit
-from pyro_dvi.training.lr_schedule import EveryStep
-from pyro_dvi.training.posterior import TrainedPosterior, train_apart
+from pyro_dvi.training.processes import Draws, OwnDraws, SharedDraws
+from pyro_dvi.training.stopping import EarlyStopping
 
 __all__ = [
     "BatchNormStatistics",
     "Checkpoint",
+    "DataParallel",
+    "Draws",
     "EarlyStopping",
     "EnsembleGuide",
     "EnsembleModel",
     "EveryStep",
     "History",
+    "JointBatches",
+    "OwnDraws",
+    "SharedDraws",
     "Table",
     "TrainedPosterior",
     "TrainingState",

@@ -16,16 +16,10 @@ from torch.distributions import constraints as torch_constraints
 from pyro_dvi.errors import CheckpointError
 from pyro_dvi.guides import factors
 
-_FORMAT, _VERSION = "pyro_dvi checkpoint", 1
-_ENTRIES = {
-    "": "version route guide states store elbo optimizer lr_schedule random history best_weights unfinished "
-    "fingerprint",
-    "store": "params constraints aliases",
-    "elbo": "type state kl_weight",
-    "optimizer": "type state",
-    "random": "torch accelerators numpy python loaders",
-    "history": "epochs steps stopped best_epoch",
-}
+_FORMAT, _VERSION = "pyro_dvi checkpoint", 2
+_ENTRIES = set(
+    "described states store elbo optimizer lr_schedule random history best_weights inputs fingerprint".split()
+)
 
 
 def write_file(path: Path, content: dict[str, Any]) -> None:
@@ -53,7 +47,7 @@ def read_file(path: Path, map_location: Any, weights_only: bool) -> dict[str, An
     """Read a checkpoint; for the arguments see :func:`~pyro_dvi.training.load`.
 
     Raises:
-        CheckpointError: the file is missing, damaged, foreign, of a later version, or lacks an entry.
+        CheckpointError: the file is missing, damaged, foreign, of another version, or lacks an entry.
     """
     if not path.is_file():
         raise CheckpointError(f"There is no checkpoint {str(path)!r}.")
@@ -82,18 +76,13 @@ def read_file(path: Path, map_location: Any, weights_only: bool) -> dict[str, An
             f"{str(path)!r} was not written by pyro_dvi.save: it holds a {type(content).__name__}{keys}. Load a "
             "plain state_dict with load_state_dict, Pyro's store with pyro.get_param_store().load."
         )
-    if content.get("version", 0) > _VERSION:
+    missing = sorted(_ENTRIES.difference(content))
+    if missing or content["version"] != _VERSION:
+        lacks = f" and no {missing}" if missing else ""
         raise CheckpointError(
-            f"{str(path)!r} has version {content['version']} of the format, this library reads up to {_VERSION}. "
-            "Install a newer pyro-dvi."
+            f"{str(path)!r} has version {content.get('version')} of the format{lacks}; this library reads version "
+            f"{_VERSION}. Load it with the release that wrote it."
         )
-    for part, entries in _ENTRIES.items():
-        missing = set(entries.split()).difference(content[part] if part else content)
-        if missing:
-            raise CheckpointError(
-                f"{str(path)!r} has no {sorted(missing)} in its {part or 'contents'}: it was changed after it was "
-                "saved, or by another program. Take another copy."
-            )
     return content
 
 

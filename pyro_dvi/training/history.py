@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happened during training, in columns."""
+"""The record of a training, in columns."""
 
 import json
 import math
@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from pyro_dvi.core.batches import mapped
 from pyro_dvi.core.table import InNotebook
-from pyro_dvi.runs.fingerprint import Fingerprint
 
 if TYPE_CHECKING:
     import pandas
@@ -86,11 +85,8 @@ class History(InNotebook):
         self.best_epoch: int | None = None
         # The weights of the best epoch, by name; kept for a resumed run and for load(..., best=True).
         self.best_weights: dict[str, Any] | None = None
-        # Within an epoch: how many of its batches were used, whether the loader has ended, and the state of the
-        # generators when the epoch began.
-        self.unfinished: dict[str, Any] | None = None
-        # What the model says about a few rows of the first batch, by which a checkpoint recognises it.
-        self.fingerprint: Fingerprint | None = None
+        # Shapes and dtypes of the arguments in the first batch, which initialise a guide that is loaded.
+        self.inputs: tuple[Any, Any] | None = None
 
     @property
     def epoch(self) -> int:

@@ -3,11 +3,10 @@
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import wraps
-from typing import Any, ParamSpec
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -18,21 +17,16 @@ from pyro_dvi.core.batches import arguments, check_loader, number_of_batches
 from pyro_dvi.core.progress import progress_bar
 from pyro_dvi.errors import ArgumentError, DataError
 from pyro_dvi.runs.explained import explained_errors
+from pyro_dvi.runs.fingerprint import input_shapes
 from pyro_dvi.runs.trained_for import check_trainable, note_trained_for
 from pyro_dvi.training.batch_norm import BatchNormStatistics
-from pyro_dvi.training.checkpoint import Checkpoint
-from pyro_dvi.training.checkpoint_contents import Contents, fingerprint_of
-from pyro_dvi.training.early_stopping import EarlyStopping
+from pyro_dvi.training.between_epochs import EveryStep, Schedule, training_mode, validation_metrics
+from pyro_dvi.training.checkpoint import Checkpoint, Contents
 from pyro_dvi.training.history import History
-from pyro_dvi.training.interruption import Interrupts, Replay
-from pyro_dvi.training.lr_schedule import EveryStep, Schedule
-from pyro_dvi.training.ownership import check_parameters, claim_parameters
+from pyro_dvi.training.parameter_checks import check_parameters, claim_parameters, unwanted_updates_noticed
 from pyro_dvi.training.rollback import Rollback
-from pyro_dvi.training.routes import Route, check_target, route_of
-from pyro_dvi.training.unwanted_updates import unwanted_updates_noticed
-from pyro_dvi.training.validation import training_mode, validation_metrics
-
-P = ParamSpec("P")
+from pyro_dvi.training.routes import Route, route_of
+from pyro_dvi.training.stopping import EarlyStopping, Interrupts
 
 
 @dataclass
@@ -56,19 +50,6 @@ class TrainingState:
     stop: bool = False
 
 
-def _target_first(train: Callable[P, History]) -> Callable[P, History]:
-    """Look at the first argument before Python complains of the number of the others: ``fit(model, guide, loader)``."""
-
-    @wraps(train)
-    def checked(*args: P.args, **kwargs: P.kwargs) -> History:
-        if args:
-            check_target(args[0])
-        return train(*args, **kwargs)
-
-    return checked
-
-
-@_target_first
 def fit(
     svi: Any,
     loader: Iterable[Any],
@@ -108,13 +89,9 @@ def fit(
     large, is noticed before the optimizer acts. Parameters, buffers, optimizer and ELBO go back to the end of the last
     good epoch, and the error carries the history. Errors that do not come again at these weights pass as they are.
 
-    *Ctrl-C*, and a SIGTERM as schedulers send it, end training, not the program: the state after the last finished step
-    is kept and saved, and the history is returned with ``stopped == "interrupted"``. Given that history, the next call
-    goes on within the epoch: it reads the batches that were used once more, without training, in the order that the
-    generators of torch, NumPy, Python and the loader had given them, and compares the last of them. Where that is
-    another batch, the epoch starts anew, with a warning; so it does with random transformations in the workers of a
-    loader with ``persistent_workers=True``, whose generators cannot be set back. A second signal within the step, or
-    after the loop, is not caught.
+    *Ctrl-C*, and a SIGTERM as schedulers send it, end training, not the program: the state after the current step is
+    kept and saved, and the history is returned with ``stopped == "interrupted"``. Given that history, the next call
+    begins the unfinished epoch anew. A second signal is not held back until the step is done.
 
     Args:
         svi: a :class:`pyro.infer.SVI` with any Pyro optimizer or scheduler; or ``elbo(model, guide)`` with
@@ -167,6 +144,7 @@ def fit(
         >>> history["loss"][-1] < history["loss"][0], history.stopped
         (True, 'epochs')
     """
+    route = route_of(svi, optimizer)
     check_count("epochs", epochs, least=1 if history is None else 0)
     check_loader(loader, max(epochs, 1))
     if validate is not None and not callable(validate):
@@ -184,26 +162,23 @@ def fit(
     ):
         if value is not None:
             check_choice(name, value, kind, examples)
-    route = route_of(svi, optimizer)
     if device is not None:
         for part in route.modules().values():
             part.to(device)
-    route.check_optimizer()
     check_trainable(route.guide, route.elbo)
     check_parameters(route)
-    run = _Run(
-        route=route,
-        loader=loader,
-        validate=validate,
-        callbacks=callbacks,
-        learning_rate=Schedule(route, lr_schedule),
-        early_stopping=early_stopping,
-        statistics=statistics,
-        checkpoint=checkpoint,
-        device=None if device is None else torch.device(device),
-        history=History() if history is None else history,
-    )
-    return run.train(epochs, progress)
+    return _Run(
+        route,
+        loader,
+        validate,
+        callbacks,
+        Schedule(route, lr_schedule),
+        early_stopping,
+        statistics,
+        checkpoint,
+        None if device is None else torch.device(device),
+        History() if history is None else history,
+    ).train(epochs, progress)
 
 
 @dataclass
@@ -214,7 +189,7 @@ class _Run:
     loader: Iterable[Any]
     validate: Callable[[], Any] | Iterable[Any] | None
     callbacks: Sequence[Callable[[TrainingState], None]]
-    learning_rate: Schedule
+    schedule: Schedule
     early_stopping: EarlyStopping | None
     statistics: BatchNormStatistics | None
     checkpoint: Checkpoint | None
@@ -222,7 +197,6 @@ class _Run:
     history: History
     interrupts: Interrupts = field(default_factory=Interrupts)
     rollback: Rollback = field(init=False)
-    replay: Replay = field(init=False)
     bar: Any = None
     looked_at_updates: bool = False
 
@@ -234,12 +208,15 @@ class _Run:
         last = self.history.epoch + epochs
         steps = number_of_batches(self.loader)
         if steps is not None:
-            self.route.announce_length(steps, last * steps if self.learning_rate.scheduler is None else None)
-        with ExitStack() as stack:
-            total = None if steps is None else epochs * steps
-            self.bar = stack.enter_context(progress_bar(progress, total))
-            stack.enter_context(self.route.informed(self.loader))
-            stack.enter_context(training_mode(self.route))
+            if hasattr(self.route.elbo, "check_number_of_batches"):  # several processes
+                self.route.elbo.check_number_of_batches(steps)
+            if self.schedule.scheduler is None and hasattr(self.route.steered, "set_total_steps"):
+                self.route.steered.set_total_steps(last * steps)
+        with (
+            progress_bar(progress, None if steps is None else epochs * steps) as self.bar,
+            self.route.informed(self.loader),
+            training_mode(self.route),
+        ):
             self._train_until(last)
             self._finish()
         return self.history
@@ -257,9 +234,6 @@ class _Run:
                         self._save()
         except KeyboardInterrupt:
             history.stopped = "interrupted"
-        finally:
-            if hasattr(self, "replay"):
-                self.replay.note_last()
         history.stopped = history.stopped or "epochs"
 
     def _stopped_before(self) -> str | None:
@@ -288,13 +262,13 @@ class _Run:
 
     def _epoch(self, epoch: int) -> str | None:
         """Train an epoch; return the reason to stop, if there is one."""
-        started = time.perf_counter()
+        started, first = time.perf_counter(), self.history.step
         with nullcontext() if self.looked_at_updates else unwanted_updates_noticed(self.route):
-            for args, kwargs in self._batches():
-                with self.interrupts.deferred():
-                    self._step(epoch, args, kwargs)
+            for batch in self.loader:
+                self._step(epoch, *arguments(batch, self._target_device()))
+                self.interrupts.check()
         self.looked_at_updates = True
-        steps = self.replay.note_read()
+        steps = self.history.step - first
         if not steps:
             raise DataError(f"The loader yielded no batch in epoch {epoch}. Can it be read more than once?")
         self.rollback.check_after_epoch(epoch)
@@ -304,20 +278,12 @@ class _Run:
         if scale is not None:
             record["posterior_scale"] = scale
         record |= self._validated()
-        with self.interrupts.deferred():
-            self.history.epochs.append(**record)
-            self.history.unfinished = None
-            self.learning_rate.after_epoch(record.get("validation_loss", record["loss"]))
-            self.rollback.remember()
-        return self._after_epoch(epoch)
-
-    def _batches(self) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-        """Yield the arguments of every batch of an epoch, but for those that an interrupted epoch has used."""
-        self.replay = Replay(self.loader, self.history)
-        if self.replay.last_used and not self.rollback.snapshots:
-            self._prepare(*arguments(self.replay.last_used[0], self._target_device()))
-        for batch in self.replay:
-            yield arguments(batch, self._target_device())
+        self.history.epochs.append(**record)
+        self.schedule.after_epoch(record.get("validation_loss", record["loss"]))
+        self.rollback.remember()
+        stopped = self._after_epoch(epoch)
+        self.interrupts.check()
+        return stopped
 
     def _validated(self) -> dict[str, float]:
         """Evaluate what ``validate`` says, in columns of the history."""
@@ -352,8 +318,7 @@ class _Run:
         check_parameters(self.route)
         claim_parameters(self.route)
         note_trained_for(self.route.guide, getattr(self.route.elbo, "prediction_rule", "Samples"))
-        if self.history.fingerprint is None:
-            self.history.fingerprint = fingerprint_of(self.route, args, kwargs)
+        self.history.inputs = self.history.inputs or input_shapes(args, kwargs)
         self.rollback.remember()
 
     def _step(self, epoch: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -373,14 +338,13 @@ class _Run:
         row |= {name: float(terms[name]) for name in kinds if name in terms}
         row["lr"] = self.route.learning_rate()
         self.history.steps.append(**row)
-        self.replay.note_used()
-        self.learning_rate.after_step()
+        self.schedule.after_step()
         self.bar.update()
         self.bar.set_postfix(epoch=epoch, loss=f"{loss:.5g}", refresh=False)
 
     def _save(self) -> None:
         assert self.checkpoint is not None
-        contents = Contents(self.route, self.checkpoint.modules, self.learning_rate.saved, self.loader)
+        contents = Contents(self.route, self.checkpoint.modules, self.schedule.saved, self.loader)
         contents.write(self.checkpoint.path, self.history)
 
     def _target_device(self) -> torch.device | None:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of every random generator that training draws from."""
+"""States of the random generators that training draws from."""
 
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from operator import attrgetter
 from typing import Any
 
@@ -14,8 +14,8 @@ from pyro_dvi.core.undisturbed import accelerators, state_of
 from pyro_dvi.errors import CheckpointError
 
 
-def random_state(*loaders: Any) -> dict[str, Any]:
-    """Collect the states of torch (CPU and accelerators), NumPy, Python and of the loaders' own generators.
+def random_state(loader: Any = None) -> dict[str, Any]:
+    """Return the states of torch (CPU and accelerators), NumPy, Python and of a loader's own generators.
 
     Pyro has no generator of its own: it draws from these three. The result holds tensors, numbers and tuples
     only, so that ``torch.load(weights_only=True)`` can read it.
@@ -26,32 +26,27 @@ def random_state(*loaders: Any) -> dict[str, Any]:
         "accelerators": {str(device): state_of(device)[0]() for device in accelerators()},
         "numpy": (kind, torch.from_numpy(np.asarray(keys, dtype=np.int64)), *rest),
         "python": random.getstate(),
-        "loaders": [generator.get_state() for generator in _generators(loaders)],
+        "loader": [generator.get_state() for generator in _generators(loader)],
     }
 
 
-def check_generators(state: dict[str, Any], *loaders: Any) -> None:
-    """Compare the loaders with those of ``state``.
+def check_generators(state: dict[str, Any], loader: Any) -> None:
+    """Compare a loader with the one of ``state``.
 
     Raises:
-        CheckpointError: if they have another number of generators.
+        CheckpointError: if it has another number of generators.
     """
-    given = len(_generators(loaders))
-    if given != len(state["loaders"]):
+    saved, given = len(state["loader"]), len(_generators(loader))
+    if given != saved:
         raise CheckpointError(
-            f"The state holds {len(state['loaders'])} generators of data loaders, but the loader given has {given}. "
-            "Pass the same kind of loader (same generator=... argument) to save and load, or restore_random=False to "
-            "go on with fresh random numbers."
+            f"The state holds {saved} generators of the data loader, but the loader given has {given}. Pass the same "
+            "kind of loader (same generator=... argument) to save and load, or restore_random=False to go on with "
+            "fresh random numbers."
         )
 
 
-def restore_random_state(state: dict[str, Any], *loaders: Any) -> None:
-    """Put every generator back to ``state``.
-
-    Raises:
-        CheckpointError: if the loaders have another number of generators than those of ``state``.
-    """
-    check_generators(state, *loaders)
+def restore_random_state(state: dict[str, Any], loader: Any = None) -> None:
+    """Put every generator back to ``state``; those of the loader only if it is given."""
     torch.set_rng_state(state["torch"].cpu())
     for device in accelerators():
         if str(device) in state["accelerators"]:
@@ -60,12 +55,12 @@ def restore_random_state(state: dict[str, Any], *loaders: Any) -> None:
     np.random.set_state((kind, keys.cpu().numpy().astype(np.uint32), *rest))
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
-    for generator, entry in zip(_generators(loaders), state["loaders"], strict=True):
+    for generator, entry in zip(_generators(loader), state["loader"], strict=False):
         generator.set_state(entry.cpu())
 
 
 @contextmanager
-def preserve_random_state(*loaders: Any) -> Iterator[None]:
+def preserve_random_state(loader: Any = None) -> Iterator[None]:
     """Let nothing that is drawn inside the block change what is drawn after it.
 
     Example:
@@ -74,21 +69,18 @@ def preserve_random_state(*loaders: Any) -> Iterator[None]:
         >>> bool(first == torch.rand(()))
         True
     """
-    state = random_state(*loaders)
+    state = random_state(loader)
     try:
         yield
     finally:
-        restore_random_state(state, *loaders)
+        restore_random_state(state, loader)
 
 
-def _generators(loaders: tuple[Any, ...]) -> list[torch.Generator]:
+def _generators(loader: Any) -> list[torch.Generator]:
     found: dict[int, torch.Generator] = {}
-    for loader in loaders:
-        for holder in ("", "sampler.", "batch_sampler.", "batch_sampler.sampler."):
-            try:
-                generator = attrgetter(f"{holder}generator")(loader)
-            except AttributeError:
-                continue
+    for holder in ("", "sampler.", "batch_sampler.", "batch_sampler.sampler."):
+        with suppress(AttributeError):
+            generator = attrgetter(f"{holder}generator")(loader)
             if isinstance(generator, torch.Generator):
-                found.setdefault(id(generator), generator)
+                found[id(generator)] = generator
     return list(found.values())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happens when training diverges: back to a state in which it was well, and a report of what went bad."""
+"""Diverged training: back to the last good state, with a report of what is not finite."""
 
 import copy
 import math
@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-from torch import linalg
+from torch import Tensor, linalg
 
 from pyro_dvi.core.batches import non_finite_inputs
 from pyro_dvi.core.undisturbed import preserve_buffers
@@ -22,12 +22,7 @@ _NUMERICAL = (ValueError, ArithmeticError, linalg.LinAlgError)  # type: ignore[a
 
 
 class _Snapshot:
-    """Weights, optimizer and ELBO at the end of an epoch.
-
-    Args:
-        route: what is being trained.
-        epoch: the epoch that has just ended; 0 before the first.
-    """
+    """Weights, optimizer and ELBO at the end of an epoch; epoch 0 is the start."""
 
     def __init__(self, route: Route, epoch: int) -> None:
         self.epoch = epoch
@@ -46,7 +41,7 @@ class _Snapshot:
 
 
 class Rollback:
-    """States to go back to: that of the last epoch and, until the first step after it has a loss, the one before.
+    """States to go back to: after the last epoch and, until the next step has a finite loss, after the one before.
 
     Args:
         route: what is being trained.
@@ -81,16 +76,17 @@ class Rollback:
         certain = bool(diverged or inputs or non_finite_tensors(self.route))
         if not certain and (ours or not isinstance(error, _NUMERICAL)):
             return None
-        finding = f"{_sentence(error)} {_diagnosis(self.route, args, kwargs)}"  # before weights are touched
-        if not certain and self._is_finite(args, kwargs):
+        if not certain and self._is_finite_at({}, args, kwargs):
             return None  # the error was none of the weights
+        finding = f"{first_line(error).rstrip('.')}. {_diagnosis(self.route, args, kwargs)}"
         # Of several processes each sees its own batch only, and all have to go back to the same state.
-        joint = diverged and hasattr(self.route.elbo, "agreed")
-        position = 0 if inputs or joint else self._newest_good(args, kwargs)
-        if position is not None:
-            return self.report(epoch, finding, position)
+        if inputs or (diverged and hasattr(self.route.elbo, "agreed")):
+            return self.report(epoch, finding)
+        for snapshot in self.snapshots:
+            if self._is_finite_at(snapshot.weights, args, kwargs):
+                return self.report(epoch, finding, snapshot)
         # Without certainty, the batch or the model is wrong, whatever the parameters are.
-        return self.report(epoch, finding, len(self.snapshots) - 1) if certain else None
+        return self.report(epoch, finding, *self.snapshots[-1:]) if certain else None
 
     def check_after_epoch(self, epoch: int) -> None:
         """Go back if the last step of an epoch has spoilt the parameters, after its loss was taken.
@@ -100,46 +96,40 @@ class Rollback:
         """
         if non_finite_tensors(self.route):
             raise self.report(
-                epoch, f"The loss was finite until the last step. {_diagnosis(self.route, (), {})}"
+                epoch, f"the loss was finite until the last step. {_diagnosis(self.route, (), {})}"
             )
 
-    def report(self, epoch: int, finding: str, position: int = 0) -> NonFiniteError:
-        """Go back to a snapshot and describe what happened."""
-        step = self.history.step + 1
-        kept = "as they were before training"
-        if self.snapshots:
-            self.snapshots[position].restore(self.route)
-            if self.snapshots[position].epoch:
-                kept = f"as they were after epoch {self.snapshots[position].epoch}"
-        self.history.stopped, self.history.unfinished = "non-finite", None
+    def report(self, epoch: int, finding: str, snapshot: _Snapshot | None = None) -> NonFiniteError:
+        """Go back to a snapshot, the newest by default, and describe what happened."""
+        step, kept = self.history.step + 1, "as they were before training"
+        for chosen in [snapshot] if snapshot else self.snapshots[:1]:
+            chosen.restore(self.route)
+            if chosen.epoch:
+                kept = f"as they were after epoch {chosen.epoch}"
+        self.history.stopped = "non-finite"
         error = NonFiniteError(
-            f"Training diverged in epoch {epoch}, step {step}. {finding} Parameters, buffers and optimizer are "
+            f"Training diverged in epoch {epoch}, step {step}: {finding} Parameters, buffers and optimizer are "
             f"{kept}; the record until then is this error's .history."
         )
         error.history, error.epoch, error.step = self.history, epoch, step
         return error
 
-    def _newest_good(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-        """Position of the newest snapshot at whose weights this batch has a finite loss."""
+    def _is_finite_at(
+        self, weights: dict[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> bool:
+        """Tell whether this batch has a finite loss at these weights; without any, at the present ones."""
         now = self.route.weights()
         try:
-            for position, snapshot in enumerate(self.snapshots):
-                self.route.set_weights(snapshot.weights)
-                if self._is_finite(args, kwargs):
-                    return position
-            return None
+            self.route.set_weights(weights)
+            with suppress(Exception), preserve_random_state(), preserve_buffers():
+                return math.isfinite(self.route.evaluate(args, kwargs))
+            return False
         finally:
             self.route.set_weights(now)
 
-    def _is_finite(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether this batch has a finite loss at the weights as they are."""
-        with suppress(Exception), preserve_random_state(), preserve_buffers():
-            return math.isfinite(self.route.evaluate(args, kwargs))
-        return False
-
 
 def non_finite_tensors(route: Route) -> list[str]:
-    """Names of parameters and buffers that should be finite and are not."""
+    """Name parameters and buffers that should be finite and are not."""
     # Copies of weights are detached and do not say whether they are trained.
     parameters = {f"parameter {name}": value for name, value in route.parameters().items()}
     return non_finite({**route.tensors(), **parameters})
@@ -147,45 +137,31 @@ def non_finite_tensors(route: Route) -> list[str]:
 
 def _diagnosis(route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """Name what is not finite among inputs, state, terms and gradients, causes before effects, and the way out."""
+    parameters = route.parameters()
     state = [name.split(" ", 1) for name in non_finite_tensors(route)]
     terms = {name: float(value) for name, value in getattr(route.elbo, "terms", {}).items() if name != "loss"}
-    causes = {
+    found = {
         "inputs of this batch": non_finite_inputs(args, kwargs),
         "parameters": [name for kind, name in state if kind == "parameter"],
-        "terms of the loss": [
-            f"{name}={value:g}" for name, value in terms.items() if not math.isfinite(value)
-        ],
+        "terms of the loss": [f"{name}={v:g}" for name, v in terms.items() if not math.isfinite(v)],
     }
-    found = {**causes, "buffers": [name for kind, name in state if kind == "buffer"]}
-    if not any(causes.values()):  # gradients, only if nothing else explains them
-        gradients = {name: p.grad for name, p in route.parameters().items() if p.grad is not None}
+    if not any(found.values()):  # gradients, only if nothing else explains them
+        gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
         found["gradients"] = [name for name, g in gradients.items() if not bool(torch.isfinite(g).all())]
-    text = "; ".join(f"{what}: {_shortened(names)}" for what, names in found.items() if names)
+    found["buffers"] = [name for kind, name in state if kind == "buffer"]
+    text = "; ".join(f"{what}: {', '.join(names[:5])}" for what, names in found.items() if names)
     if found["inputs of this batch"]:
         return f"Not finite: {text}. Drop or mask those values."
+    if text:
+        text = f"Not finite: {text}"
+    else:
+        sizes = {name: float(p.detach().abs().max()) for name, p in parameters.items() if p.numel()}
+        name = max(sizes, key=sizes.__getitem__, default="none")
+        text = (
+            "Inputs, parameters and the known terms of the loss are finite; the largest parameter is "
+            f"{name} (up to {sizes.get(name, 0.0):.3g})"
+        )
     return (
-        f"{f'Not finite: {text}' if text else _largest(route)}. Lower the learning rate (that of posterior scales "
-        "first: scale_multiplier), warm up the KL weight, clip gradients (clip_args), or train in float64."
+        f"{text}. Lower the learning rate (that of posterior scales first: scale_multiplier), warm up the KL weight, "
+        "clip gradients (clip_args), or train in float64."
     )
-
-
-def _largest(route: Route) -> str:
-    parameters = {name: value for name, value in route.parameters().items() if value.numel()}
-    sizes = {name: float(value.detach().abs().max()) for name, value in parameters.items()}
-    name = max(sizes, key=sizes.__getitem__, default="none")
-    return (
-        f"Inputs, parameters and the known terms of the loss are finite; the largest parameter is {name} (up to "
-        f"{sizes.get(name, 0.0):.3g})"
-    )
-
-
-def _shortened(names: list[str], limit: int = 5) -> str:
-    rest = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + rest
-
-
-def _sentence(error: BaseException) -> str:
-    text = first_line(error)
-    # Messages of our own may begin anywhere in a sentence; others stay as their authors wrote them.
-    start = text[:1].upper() if isinstance(error, PyroDviError) else text[:1]
-    return start + text[1:] + ("" if text.endswith(".") else ".")

@@ -3,7 +3,6 @@
 
 from collections import namedtuple
 from dataclasses import dataclass
-from unittest.mock import Mock
 
 import pyro
 import pyro.distributions as dist
@@ -100,11 +99,3 @@ def test_a_refusal_names_the_ways_past_it(tmp_path):
     grown.model.num_data = 6
     assert dvi.load(tmp_path / "x.pt", grown).epoch == 1
     grown.guide.load_state_dict(state)
-
-
-def test_a_save_runs_the_network_once(tmp_path):
-    svi = svi_of()
-    history = dvi.fit(svi, [(X, Y)], 1, progress=False)
-    svi.model = Mock(side_effect=svi.model)
-    dvi.save(tmp_path / "x.pt", svi, history=history)
-    assert svi.model.call_count == 1

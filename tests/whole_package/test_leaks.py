@@ -19,7 +19,7 @@ from pyro.infer.autoguide import AutoDelta, init_to_value
 from torch import Tensor, nn
 
 import pyro_dvi as dvi
-from pyro_dvi import bayesian, curvature, diagnostics, distributed, guides, laplace, training
+from pyro_dvi import bayesian, curvature, diagnostics, guides, laplace, training
 from pyro_dvi.laplace import hessian_free
 from tests.whole_package.live_tensors import growth
 
@@ -93,7 +93,7 @@ def sampled(guide: Any) -> Callable[[Any], tuple[Any, Any, Any]]:
 
 
 def parallel(model: Any) -> tuple[Any, Any, Any]:
-    return dvi.MeanFieldGuide(model), dvi.optim.Adam({"lr": 0.01}), distributed.DataParallel(dvi.TaylorELBO())
+    return dvi.MeanFieldGuide(model), dvi.optim.Adam({"lr": 0.01}), training.DataParallel(dvi.TaylorELBO())
 
 
 OBJECTIVES = {

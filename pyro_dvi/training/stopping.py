@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When to stop, and which epoch to keep."""
+"""When training stops: early, or by a signal."""
 
 import math
-from collections.abc import Sequence
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
+from typing import Any
 
 from pyro_dvi.core.arguments import check_count
 from pyro_dvi.errors import ArgumentError
@@ -54,7 +59,7 @@ class EarlyStopping:
         return position
 
     def exhausted(self, values: Sequence[float]) -> bool:
-        """Whether the patience is used up."""
+        """Tell whether the patience is used up."""
         return len(values) - (self.best_epoch(values) or 0) >= self.patience
 
     def monitored(self, history: History) -> list[float]:
@@ -72,3 +77,37 @@ class EarlyStopping:
                 f"{', '.join(map(repr, known)) or 'nothing'}."
             )
         return history.epochs[column]
+
+
+class Interrupts:
+    """Let Ctrl-C, and the SIGTERM of a scheduler, end training after the current step or validation.
+
+    A second signal passes at once. Where Python's own handlers are not in charge (another thread, a host with handlers
+    of its own), nothing is changed.
+    """
+
+    def __init__(self) -> None:
+        self._signalled = False
+
+    @contextmanager
+    def caught(self) -> Iterator[None]:
+        """Handle both signals in the block."""
+        usual: dict[int, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+        main = threading.current_thread() is threading.main_thread()
+        ours = [number for number, handler in usual.items() if main and signal.getsignal(number) == handler]
+        for number in ours:
+            signal.signal(number, self._handle)
+        try:
+            yield
+        finally:
+            for number in ours:
+                signal.signal(number, usual[number])
+
+    def check(self) -> None:
+        """Raise ``KeyboardInterrupt`` if there has been a signal."""
+        if self._signalled:
+            raise KeyboardInterrupt
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.check()
+        self._signalled = True

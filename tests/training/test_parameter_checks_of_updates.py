@@ -11,7 +11,6 @@ from torch import nn
 
 import pyro_dvi as dvi
 from pyro_dvi.errors import DviWarning
-from pyro_dvi.training import unwanted_updates
 
 X = torch.linspace(-1, 1, 100)[:, None]
 LOADER = [(X[::2], 3 * X[::2, 0]), (X[1::2], 3 * X[1::2, 0])]
@@ -75,21 +74,6 @@ def test_a_clamp_of_a_few_elements_is_not_named():
         dvi.TaylorELBO(),
     )
     dvi.fit(svi, [(x, X[:, 0])], 1, progress=False)  # a warning would be an error
-
-
-def test_nothing_is_counted_after_the_first_epoch(monkeypatch):
-    counted = []
-    look = unwanted_updates._Clamp.look
-
-    def counting(*args):
-        counted.append(args)
-        look(*args)
-
-    monkeypatch.setattr(unwanted_updates._Clamp, "look", counting)
-    said(dvi.optim.Adam(dvi.learning_rates(0.01)), epochs=1)
-    steps = len(counted)
-    said(dvi.optim.Adam(dvi.learning_rates(0.01)), epochs=3)
-    assert steps and len(counted) == 2 * steps
 
 
 def test_the_share_is_that_of_the_gradients():

@@ -1,31 +1,128 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An objective that several processes evaluate together."""
+r"""Training by several processes, each with its part of every minibatch, over ``torch.distributed``.
+
+Process k evaluates the objective on its :math:`m_k` examples, with the plate's scale :math:`N/m_k`. Weighted by
+:math:`m_k/\sum_j m_j`, their sum is the objective of the joint minibatch: log-likelihoods, their gradients and sums
+over examples add up with the scale :math:`N/\sum_j m_j`, and the KL divergence counts once.
+"""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import count, islice
 from typing import Any, NamedTuple
 
+import pyro
+import pyro.poutine as poutine
 import torch
 import torch.distributed as td
 from pyro.infer.elbo import ELBO
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from pyro_dvi.core.arguments import check_choice
-from pyro_dvi.distributed.draws import AnnouncedFunction, Draws, SharedDraws, seeded
-from pyro_dvi.distributed.messages import exchange, exchange_results, several
-from pyro_dvi.distributed.parameters import (
-    create_parameters,
-    modules_of,
-    named_leaves,
-    named_parameters,
-    refuse_synchronised,
-    running_statistics,
-    weighted_sums,
+from pyro_dvi.core.autograd_graph import leaves_of
+from pyro_dvi.core.batches import number_of_batches
+from pyro_dvi.core.undisturbed import undisturbed
+from pyro_dvi.errors import (
+    ArgumentError,
+    DataError,
+    GuideError,
+    NonFiniteError,
+    PyroDviError,
+    UnsupportedError,
 )
-from pyro_dvi.distributed.shares import Fractions, weights_of
-from pyro_dvi.errors import ArgumentError, DataError, NonFiniteError, PyroDviError, UnsupportedError
+from pyro_dvi.training.processes import (
+    AnnouncedFunction,
+    Draws,
+    Fractions,
+    SharedDraws,
+    exchange,
+    exchange_results,
+    seeded,
+    several,
+    weights_of,
+)
+
+
+def create_parameters(model: Any, guide: Any, args: tuple, kwargs: dict) -> None:
+    """Make parameters exist that a first call creates."""
+    looks = getattr(guide, "prototype_trace", True) is None
+    if looks and hasattr(guide, "initialize"):
+        guide.initialize(*args, **kwargs)
+    elif looks or not (isinstance(model, nn.Module) and isinstance(guide, nn.Module)):
+        with undisturbed(), torch.no_grad(), poutine.block():
+            trace = poutine.trace(guide).get_trace(*args, **kwargs)
+            poutine.replay(model, trace=trace)(*args, **kwargs)
+
+
+def refuse_synchronised(model: Any) -> None:
+    """Refuse batch normalisation that meets other processes by itself.
+
+    Raises:
+        UnsupportedError: naming the layer and what to use instead.
+    """
+    for name, module in model.named_modules() if isinstance(model, nn.Module) else ():
+        if isinstance(module, nn.SyncBatchNorm):
+            raise UnsupportedError(
+                f"layer {name!r} is torch.nn.SyncBatchNorm, which talks to the other processes whenever the model "
+                "runs; objectives run it at times of their own. Use nn.BatchNorm1d/2d/3d, whose running statistics "
+                "DataParallel averages, or nn.GroupNorm or nn.LayerNorm, which need no statistics of the minibatch."
+            )
+
+
+def modules_of(model: Any, guide: Any) -> nn.ModuleDict:
+    """Return model and guide, as far as they are modules."""
+    parts = {"model": model, "guide": guide}
+    return nn.ModuleDict({role: part for role, part in parts.items() if isinstance(part, nn.Module)})
+
+
+def named_parameters(model: Any, guide: Any) -> dict[str, Tensor]:
+    """Every parameter once, by a name that is the same in all processes."""
+    named: dict[str, Tensor] = dict(modules_of(model, guide).named_parameters())
+    if not pyro.settings.get("module_local_params"):
+        owned = {id(parameter) for parameter in named.values()}
+        for name, value in pyro.get_param_store().named_parameters():
+            if id(value) not in owned:
+                named[f"store.{name}"] = value
+    return named
+
+
+def named_leaves(loss: Tensor, model: Any, guide: Any) -> dict[str, Tensor]:
+    """The parameters that the loss depends on, by name."""
+    names = {id(parameter): name for name, parameter in named_parameters(model, guide).items()}
+    leaves: dict[str, Tensor] = {}
+    for leaf in leaves_of([loss]):
+        if id(leaf) not in names:
+            raise GuideError(
+                f"the loss depends on a tensor of shape {tuple(leaf.shape)} with gradients that is no parameter of "
+                "the model, the guide or Pyro's store, so processes cannot tell which of theirs it is: make it an "
+                "nn.Parameter or pyro.param"
+            )
+        leaves[names[id(leaf)]] = leaf
+    return leaves
+
+
+def running_statistics(model: Any) -> Iterator[Tensor]:
+    """Yield means and variances that batch normalisation has just updated."""
+    for module in model.modules() if isinstance(model, nn.Module) else ():
+        if isinstance(module, _BatchNorm) and module.training and module.running_mean is not None:
+            yield from (module.running_mean, module.running_var)  # type: ignore[misc]
+
+
+def weighted_sums(tensors: list[Any], weight: float, group: Any) -> list[Tensor]:
+    """Sum tensors times weights over processes, in one message for each type and device."""
+    results: list[Any] = [None] * len(tensors)
+    kinds: dict[Any, list[int]] = {}
+    for k, tensor in enumerate(tensors):
+        kinds.setdefault((tensor.dtype, tensor.device), []).append(k)
+    for positions in kinds.values():
+        flat = torch.cat([tensors[k].detach().reshape(-1) for k in positions]).mul_(weight)
+        td.all_reduce(flat, group=group)
+        parts = flat.split([tensors[k].numel() for k in positions])
+        for k, part in zip(positions, parts, strict=True):
+            results[k] = part.view(tensors[k].shape)
+    return results
 
 
 class DataParallel(ELBO):
@@ -267,3 +364,82 @@ def _diagnosis(messages: list[_Evaluation]) -> str:
         "update was made. Lower the learning rate (above all that of the scales), look for extreme inputs, or train "
         "in float64."
     )
+
+
+_END = object()
+
+
+class JointBatches:
+    r"""The batches of this process, with its last one repeated until every process has had all of its own.
+
+    A process that repeats has no share in the joint minibatch: its weight is :math:`m_k = 0`, and it makes the same
+    update as the others.
+
+    Status: exact; every example counts once in an epoch.
+
+    Args:
+        loader: a ``DataLoader`` or another iterable that can be read again and again.
+        elbo: the objective, which is told when this process has no share.
+
+    Raises:
+        ArgumentError: the objective is no ``DataParallel``.
+        DataError: while it is read: a process has no batch at all.
+        PyroDviError: while it is read: the loader of another process failed.
+
+    Example:
+        >>> from pyro_dvi import TaylorELBO
+        >>> elbo = DataParallel(TaylorELBO())
+        >>> list(JointBatches(["one", "two"], elbo))  # alone
+        ['one', 'two']
+    """
+
+    def __init__(self, loader: Iterable[Any], elbo: DataParallel) -> None:
+        if not isinstance(elbo, DataParallel):
+            raise ArgumentError(
+                f"JointBatches takes the loader and the DataParallel objective, got {type(elbo).__name__}"
+            )
+        self.loader = loader
+        self.elbo = elbo
+        self._length: int | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "loader" or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+    def __len__(self) -> int:
+        """Number of batches of the process that has most; processes meet here at the first call."""
+        if self._length is None:
+            own = number_of_batches(self.loader)
+            all_lengths = exchange(own, self.elbo.group) if several(self.elbo.group) else [own]
+            known = [length for length in all_lengths if length is not None]
+            if len(known) < len(all_lengths):
+                raise TypeError(f"the loader ({type(self.loader).__name__}) does not know its length")
+            self._length = max(known)
+        return self._length
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield batches; processes meet before each."""
+        if not several(self.elbo.group):
+            yield from self.loader
+            return
+        batches: Iterator[Any] | None = None
+        batch = last = _END
+
+        def read() -> tuple[bool, bool]:
+            """Take the next batch; whether there is one, and whether there has been any."""
+            nonlocal batches, batch
+            batches = iter(self.loader) if batches is None else batches
+            batch = next(batches, _END)
+            return batch is not _END, batch is not _END or last is not _END
+
+        while True:
+            everyone = exchange_results(read, self.elbo.group, "the loader of ")
+            empty = [k for k, (_, has_any) in enumerate(everyone) if not has_any]
+            if empty and len(empty) < len(everyone):
+                raise DataError(f"process {empty[0]} has no batch at all: give every process at least one")
+            if not any(has_batch for has_batch, _ in everyone):
+                return
+            self.elbo.stands_by = batch is _END
+            last = last if batch is _END else batch
+            yield last

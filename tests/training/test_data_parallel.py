@@ -11,11 +11,12 @@ import torch.multiprocessing as mp
 from pyro.infer import SVI, Trace_ELBO
 
 import pyro_dvi as dvi
-from pyro_dvi.distributed import DataParallel, JointBatches, OwnDraws, SharedDraws
 from pyro_dvi.errors import ArgumentError, UnsupportedError
 from pyro_dvi.natural_gradients.precision_guide import NaturalGradientGuide
 from pyro_dvi.natural_gradients.pyro_optimizers import VOGN
-from tests.distributed import programs
+from pyro_dvi.training.data_parallel import DataParallel, JointBatches
+from pyro_dvi.training.processes import OwnDraws, SharedDraws
+from tests.training import distributed_programs as programs
 
 pytestmark = pytest.mark.distributed
 

@@ -17,13 +17,14 @@ from torch.utils.data.distributed import DistributedSampler
 
 import pyro_dvi as dvi
 from pyro_dvi.curvature import GGNDiagonal
-from pyro_dvi.distributed import DataParallel, JointBatches, OwnDraws
 from pyro_dvi.errors import DataError, NonFiniteError, PyroDviError, UnsupportedError
 from pyro_dvi.guides import MeanFieldGuide
 from pyro_dvi.moment_propagation.multiplicative_noise import MultiplicativeNoiseGuide
 from pyro_dvi.natural_gradients.precision_guide import NaturalGradientGuide
 from pyro_dvi.natural_gradients.pyro_optimizers import IVON, OGN, VOGN
 from pyro_dvi.natural_gradients.updates import VOGNOptimizer
+from pyro_dvi.training.data_parallel import DataParallel, JointBatches
+from pyro_dvi.training.processes import OwnDraws
 
 N, BATCH, STEPS = 40, 12, 4
 

@@ -14,7 +14,7 @@ from torch import nn
 
 import pyro_dvi as dvi
 from pyro_dvi.errors import ArgumentError
-from pyro_dvi.training.posterior import train_apart
+from pyro_dvi.training.ensemble import train_apart
 
 X = torch.linspace(-1, 1, 20)[:, None]
 

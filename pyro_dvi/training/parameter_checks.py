@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters that belong to another training, and updates that harm them.
+
+Pyro's store knows parameters by name only. A second model or guide with the same names, a new one made in the same
+session for instance, takes over the parameters of the first without a word, and training one then changes the other.
+"""
+
+import re
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import pyro
+from pyro.infer.autoguide import AutoGuide
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
+
+from pyro_dvi.errors import GuideError, ModelError, warn
+from pyro_dvi.optim.learning_rates import SCALE_PATTERN, is_uninitialised, parameter_names
+from pyro_dvi.runs.posterior_prior import without_posterior_prior
+from pyro_dvi.training.routes import Route
+
+# Parameter -> the model or guide that was trained with it. Weak on both sides: what is garbage has no claim.
+_owners: Any = WeakIdKeyDictionary()
+
+_WAY_OUT = (
+    "To start afresh call pyro.clear_param_store() before the model and guide are built, or keep the models "
+    "apart with pyro.get_param_store().scope(); if you loaded the store from a file on purpose, call model "
+    "and guide once before training, or use pyro_dvi.load."
+)
+_LARGEST_SHARE = 0.05  # of the elements of gradients, that a clamp may change without a warning
+
+
+def check_parameters(route: Route) -> None:
+    """Refuse a model or guide whose names in the store belong to another one.
+
+    Raises:
+        GuideError: if the guide, or the model, would share parameters with another.
+        ModelError: if the store holds a copy because a parameter is not contiguous in memory.
+    """
+    if pyro.settings.get("module_local_params"):
+        return
+    guide = route.guide
+    if isinstance(guide, AutoGuide) and is_uninitialised(guide):
+        taken = [name for name in _stored() if name.startswith(f"{guide._pyro_name}.")]
+        if taken:
+            raise GuideError(
+                f"Pyro's parameter store already holds {taken[0]!r} and {len(taken) - 1} other parameters "
+                f"of another {guide._pyro_name}; this new guide would share them. {_WAY_OUT}"
+            )
+    for role, part in route.modules().items():
+        for name, parameter, _ in supplanted(part):
+            if not parameter.is_contiguous():
+                raise ModelError(
+                    f"Parameter {name!r} of the {role} is not contiguous (channels_last?), so that Pyro's store holds, "
+                    "and would train, a copy of it. Call .contiguous() on the module's parameters, or train "
+                    "elbo(model, guide) with a torch optimizer under module_local_params=True."
+                )
+            raise GuideError(
+                f"Pyro's parameter store holds another parameter under the name {name!r} of this {role}: it "
+                f"was put there by a different {type(part).__name__}. {_WAY_OUT}"
+            )
+    for name, tensor in route.parameters().items():
+        if _owner_of(tensor) not in (None, id(without_posterior_prior(route.model)), id(guide)):
+            raise GuideError(
+                f"Parameter {name!r} belongs to another model or guide that was trained before; training here would "
+                f"change it as well. {_WAY_OUT}"
+            )
+
+
+def claim_parameters(route: Route) -> None:
+    """Remember that these parameters are trained with this model and guide."""
+    if pyro.settings.get("module_local_params"):
+        return
+    in_model = set(route.model_parameters)
+    if isinstance(route.model, nn.Module):
+        in_model |= {id(parameter) for parameter in route.model.parameters()}
+    for parameter in route.parameters().values():
+        owner = without_posterior_prior(route.model) if id(parameter) in in_model else route.guide
+        with suppress(TypeError):  # a bound method of an object that cannot be referred to weakly
+            _owners[parameter] = weakref.ref(owner)
+
+
+def check_still_own(model: Any, guide: Any) -> None:
+    """Refuse a trained model or guide whose names in the store another one has been trained under since.
+
+    Pyro would give it the values of the other. Values that were loaded into the store belong to nobody, and are taken.
+
+    Raises:
+        GuideError: naming the parameter.
+    """
+    if pyro.settings.get("module_local_params"):
+        return
+    own = (id(model), id(without_posterior_prior(model)), id(guide))
+    for role, part in (("model", model), ("guide", guide)):
+        for name, _, stored in supplanted(part) if isinstance(part, nn.Module) else ():
+            if stored in _owners and _owner_of(stored) not in own:
+                raise GuideError(
+                    f"Pyro's parameter store holds another parameter under the name {name!r} of this {role}: another "
+                    "model or guide of the same names was trained since, and its values would be taken for these. "
+                    "Predict and export before the next is trained, keep them apart with "
+                    "pyro.get_param_store().scope(), or reload this one with pyro_dvi.load."
+                )
+
+
+def supplanted(part: nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yield names of a module's parameters under which the store holds others, and both parameters."""
+    store = _stored()
+    for name, parameter in parameter_names(part):
+        if store.get(name, parameter) is not parameter:
+            yield name, parameter, store[name]
+
+
+def _stored() -> dict[str, Tensor]:
+    """Return the parameters in Pyro's store, under names with dots."""
+    return {name.replace("$$$", "."): value for name, value in pyro.get_param_store().named_parameters()}
+
+
+def _owner_of(parameter: Tensor) -> int | None:
+    """Return the identity of the model or guide that a parameter was trained with; None if that is gone."""
+    owner = _owners.get(parameter)
+    owner = None if owner is None else owner()
+    return None if owner is None else id(owner)
+
+
+@contextmanager
+def unwanted_updates_noticed(route: Route) -> Iterator[None]:
+    """Watch the steps of an epoch, and warn after it of a clamp that changes many gradients, and of decaying scales.
+
+    A clamp is ``clip_norm`` of Pyro's ``ClippedAdam``, which bounds single elements despite its name, or
+    ``clip_value`` of the ``clip_args`` of any other. The numbers stay on their device until the epoch ends.
+    """
+    clip_args = getattr(route.steered, "pt_clip_args", None)
+    clip_value = clip_args.get("clip_value") if isinstance(clip_args, dict) else None
+    bounds: set[float] = set()
+    acted: list[Tensor] = []
+    elements = 0
+
+    def look(optimizer: Optimizer, *_: Any) -> None:
+        nonlocal elements
+        for group in optimizer.param_groups:
+            bound: Any = group.get("clip_norm", clip_value)
+            for parameter in () if bound is None else group["params"]:
+                if parameter.grad is not None:
+                    bounds.add(bound)
+                    acted.append((parameter.grad.abs() >= bound).sum())  # a clamped element equals the bound
+                    elements += parameter.grad.numel()
+
+    handle = register_optimizer_step_pre_hook(look)
+    try:
+        yield
+    finally:
+        handle.remove()
+    share = float(sum(acted)) / elements if elements else 0.0
+    if share > _LARGEST_SHARE:
+        warn(
+            f"{route.optimizer_name} clamps the elements of gradients to ±{min(bounds):g}, which changed {share:.0%} "
+            "of them in this epoch. Losses are sums over the data set, and their gradients are as large: clamped, "
+            "training ends elsewhere, or late. Take dvi.optim.Adam(dvi.learning_rates(1e-2)), or multiply the bound "
+            "by the number of examples."
+        )
+    for name, optimizer, place in route.optimizer_groups():
+        if optimizer.param_groups[place].get("weight_decay") and re.search(SCALE_PATTERN, name):
+            warn(
+                f"The weight decay of {route.optimizer_name} acts on {name!r}, posterior scales on a logarithmic axis, "
+                "and pulls them to a value near 1 whatever the data say. The prior of the model decays the weights "
+                "already: leave it out."
+            )
+            break
