@@ -21,8 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pyro_dvi.curvature.per_example.contribution import Contribution
 from pyro_dvi.curvature.per_example.proof import Finding, examined
-from pyro_dvi.curvature.per_example.rules import Contribution
 from pyro_dvi.curvature.per_example.uses import Use, WeightUses, at_least_single
 from pyro_dvi.curvature.products import LinearMap, batched_gradients
 from pyro_dvi.errors import GuideError, UnsupportedError

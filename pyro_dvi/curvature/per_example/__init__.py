@@ -10,7 +10,7 @@ Adding a rule: write it in the file of its family, as :func:`per_example_rule` s
 """
 
 from pyro_dvi.curvature.per_example import broadcasting, convolution, dense, embedding, normalisation
-from pyro_dvi.curvature.per_example.rules import (
+from pyro_dvi.curvature.per_example.contribution import (
     Contribution,
     Outer,
     contribution,

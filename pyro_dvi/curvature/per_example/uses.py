@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
-from pyro_dvi.curvature.per_example.rules import Contribution, contribution
+from pyro_dvi.curvature.per_example.contribution import Contribution, contribution
 from pyro_dvi.curvature.rows import constant_statistics
 
 # Questions about a tensor, which do not use its values (unless they return a tensor, as ``w.T`` does).
