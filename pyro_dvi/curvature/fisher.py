@@ -26,7 +26,7 @@ from pyro_dvi.curvature.base import (
 )
 from pyro_dvi.curvature.information import expected_information, of_site
 from pyro_dvi.curvature.per_example.proof import Finding, Proofs, examined, layout_of
-from pyro_dvi.curvature.per_example.uses import Use, WeightUses, at_least_single
+from pyro_dvi.curvature.per_example.uses import Use, WeightUses
 from pyro_dvi.curvature.second_derivatives import FastSecondDerivatives
 from pyro_dvi.curvature.squared_gradients import pass_per_example
 from pyro_dvi.errors import ArgumentError, UnsupportedError
@@ -190,8 +190,7 @@ class _ExampleSquares(Curvature):
 
         model = self if likelihood.model is None else likelihood.model
         (site, *_), key = likelihood.sites or likelihood.factors, (count, len(terms), layout_of(served))
-        wrong = self._proofs.disproved(model, key, look, site.name, likelihood.names)
-        return {k: uses for k, uses in served.items() if k not in wrong}
+        return self._proofs.proved(model, key, served, look, site.name, likelihood.names)
 
     @abstractmethod
     def _terms(self, likelihood: Linearisation) -> Iterator[tuple[Tensor, Tensor]]:
@@ -282,7 +281,7 @@ def _by_layer(served: Served, outputs: Tensor, cotangent: Tensor) -> dict[int, T
     for k, uses in served.items():
         per_use = [(use, next(deltas)) for use in uses]
         gradients = [
-            use.contribution.gradients(at_least_single(delta)) for use, delta in per_use if delta is not None
+            use.contribution.gradients(use.arranged(delta)) for use, delta in per_use if delta is not None
         ]
         if gradients:
             found[k] = sum(gradients[1:], gradients[0]).square().sum(0)

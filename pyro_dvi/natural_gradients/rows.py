@@ -8,10 +8,8 @@ from torch import Tensor
 
 from pyro_dvi.core.autograd_graph import graph_of
 from pyro_dvi.curvature import ObservedSite
-from pyro_dvi.curvature.per_example import Use
-from pyro_dvi.curvature.per_example.proof import Finding, Proofs, layout_of
-from pyro_dvi.curvature.per_example.uses import with_examples_first
-from pyro_dvi.curvature.rows import mixed_rows
+from pyro_dvi.curvature.per_example.proof import Finding, Proofs, layout_of, mixed_rows
+from pyro_dvi.curvature.per_example.uses import Use, with_rows_of_examples
 from pyro_dvi.curvature.squared_gradients import SquaredGradients
 
 Served = dict[int, list[Use]]
@@ -69,14 +67,14 @@ class RowCheck(Proofs):
         Raises:
             ModelError: what was proved before is no longer right.
         """
-        served = with_examples_first(uses, len(outputs))
+        served = with_rows_of_examples(uses, len(outputs))
 
         def look(seed: int) -> Finding:
             with run.recorder.constant_statistics():
                 return run.recorder.examined(served, outputs, seed)
 
-        wrong = self._wrong(run, (view, len(outputs), layout_of(served)), look) if served else set()
-        return {k: calls for k, calls in served.items() if k not in wrong}
+        key, site = (view, len(outputs), layout_of(served)), run.sites[view.place].name
+        return self.proved(run.model, key, served, look, site) if served else {}
 
     def own(
         self, run: Run, values: Sequence[Tensor], local: set[int], view: View, outputs: Tensor
@@ -94,8 +92,5 @@ class RowCheck(Proofs):
             return Finding({ordered[n] for n in mixed}, set())
 
         layout = tuple((k, values[k].shape) for k in ordered)
-        mixed = self._wrong(run, (view, len(outputs), layout), look) if ordered else set()
-        return set(ordered) - mixed
-
-    def _wrong(self, run: Run, key: tuple[View, int, tuple], look: Callable[[int], Finding]) -> set[int]:
-        return self.disproved(run.model, key, look, run.sites[key[0].place].name)
+        key, site = (view, len(outputs), layout), run.sites[view.place].name
+        return set(ordered) - (self.disproved(run.model, key, look, site) if ordered else set())

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from pyro_dvi.curvature import EmpiricalFisher, fisher
 from pyro_dvi.curvature.fisher import summed_squared_gradients
 from pyro_dvi.curvature.per_example import WeightUses, per_example_rule
-from pyro_dvi.curvature.per_example.contribution import _RULES
+from pyro_dvi.curvature.per_example.example_rules import _RULES
 from tests.curvature.per_example_cases import CASES, M, head, loop
 
 # An even kernel pads one side more than the other.

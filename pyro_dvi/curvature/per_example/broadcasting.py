@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pyro_dvi.curvature.per_example.contribution import Contribution, Outer, per_example_rule
+from pyro_dvi.curvature.per_example.example_rules import Contribution, Outer, per_example_rule
 
 
 def is_broadcast(shape: torch.Size, against: torch.Size) -> bool:
@@ -114,7 +114,7 @@ def _copies(weight: Tensor, shape: torch.Size) -> Contribution | None:
 
 @per_example_rule(torch.prelu)
 def _prelu(wanted: str, input: Tensor, weight: Tensor) -> Contribution | None:
-    if wanted == "input" or input.dim() < 2:
+    if wanted == "input" or input.dim() < 2 or len(weight) not in (1, input.shape[1]):
         return None
     shape = (len(weight), *[1] * (input.dim() - 2))
 
@@ -142,7 +142,7 @@ def _affine_norm(function: Callable[..., Tensor], by_channel: bool) -> None:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         x, shape = bound.arguments.pop("input"), bound.arguments[wanted].shape
-        if x.dim() <= len(shape):  # a single example
+        if x.dim() <= len(shape) or (by_channel and x.shape[1:2] != shape):  # a single example
             return None
         arguments = bound.arguments | dict.fromkeys({"weight", "bias"} & bound.arguments.keys())
         if arguments.get("training") or arguments.get("use_input_stats"):

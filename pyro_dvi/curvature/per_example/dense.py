@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyro_dvi.curvature.per_example.broadcasting import is_broadcast, rows_summed_to, shift
-from pyro_dvi.curvature.per_example.contribution import Contribution, Outer, per_example_rule
+from pyro_dvi.curvature.per_example.example_rules import Contribution, Outer, per_example_rule
 from pyro_dvi.errors import UnsupportedError
 
 _MAX_ROWS_IN_PAIRS = 4
@@ -148,7 +148,13 @@ def _einsum(wanted: str, equation: str, *operands: Tensor) -> Contribution | Non
         return None
     weight, x = terms[k], terms[1 - k]
     known = all(len(set(term)) == len(term) for term in terms) and set(weight) <= {*output, *x}
-    if not known or not output or output[0] in weight or x[:1] != output[0]:
+    if (
+        not known
+        or not output
+        or output[0] in weight
+        or x[:1] != output[0]
+        or operands[1 - k].dim() != len(x)
+    ):
         return None
     pullback = f"{output},{x}->{output[0]}{weight}"
     return Contribution(lambda delta, x: torch.einsum(pullback, delta, x), (operands[1 - k],))
