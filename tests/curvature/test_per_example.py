@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from pyro_dvi.curvature import EmpiricalFisher, fisher
 from pyro_dvi.curvature.fisher import summed_squared_gradients
-from pyro_dvi.curvature.per_example import WeightUses, per_example_rule
+from pyro_dvi.curvature.per_example import per_example_rule
+from pyro_dvi.curvature.per_example.uses import WeightUses
 from pyro_dvi.curvature.per_example.example_rules import _RULES
 from tests.curvature.per_example_cases import CASES, M, head, loop
 
