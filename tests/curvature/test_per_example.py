@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from pyro_dvi.curvature import EmpiricalFisher, fisher
 from pyro_dvi.curvature.fisher import summed_squared_gradients
 from pyro_dvi.curvature.per_example import per_example_rule
-from pyro_dvi.curvature.per_example.uses import WeightUses
 from pyro_dvi.curvature.per_example.example_rules import _RULES
+from pyro_dvi.curvature.per_example.proof import examined, with_rows
+from pyro_dvi.curvature.per_example.uses import WeightUses
 from tests.curvature.per_example_cases import CASES, M, head, loop
 
 # An even kernel pads one side more than the other.
@@ -27,6 +28,7 @@ def fast(call: Callable[..., Tensor], x: Tensor, weights: list[Tensor], cotangen
     with noted:
         outputs = call(x, *weights)
     served = noted.served(len(outputs)) if outputs.dim() == 1 else {}
+    served = with_rows(served, examined(served, weights, outputs).rows)
     return summed_squared_gradients(weights, outputs, cotangent, served)
 
 

@@ -208,7 +208,7 @@ def to_whole_weight(found: Contribution, part: Part) -> Contribution:
     shape, places = part.shape, part.places.flatten()
 
     def gradients(delta: Tensor, *operands: Tensor) -> Tensor:
-        of_part = found.function(delta, *operands).flatten(1)
+        of_part = found.function(delta, *operands).reshape(len(delta), -1)
         whole = of_part.new_zeros(len(of_part), shape.numel())
         return whole.index_copy(1, places.to(whole.device), of_part).reshape(len(of_part), *shape)
 
