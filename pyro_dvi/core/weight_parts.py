@@ -60,9 +60,9 @@ class WeightParts:
 
     def among(self, args: tuple, kwargs: dict[str, Any]) -> list[tuple[int | str | None, Part]]:
         """Return the parts among the arguments of a call with their position or name; None within a list."""
-        named = [*enumerate(args), *kwargs.items()]
+        named: list[tuple[int | str | None, Any]] = [*enumerate(args), *kwargs.items()]
         parts, lists = self._parts, [a for _, a in named if isinstance(a, list | tuple)]
-        found: list[tuple[int | str | None, Part]] = [(p, parts[id(a)]) for p, a in named if id(a) in parts]
+        found = [(p, parts[id(a)]) for p, a in named if id(a) in parts]
         return found + [(None, parts[id(a)]) for several in lists for a in several if id(a) in parts]
 
     def follow(self, func: Callable, args: tuple, kwargs: dict[str, Any], result: Any, part: Part) -> bool:

@@ -64,7 +64,7 @@ class Traced:
         return next(iter(self.uses.values())).arranged(slope)
 
 
-def calls_behind(outputs: Tensor, calls: Sequence[Call], weights: Mapping[int, Tensor]) -> list[Traced]:
+def calls_behind(outputs: Tensor, calls: Sequence[Call], weights: dict[int, Tensor]) -> list[Traced]:
     """Return the calls that outputs ``[B, K]`` depend on, with the rules that are proved to hold there.
 
     Args:

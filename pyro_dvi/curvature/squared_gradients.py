@@ -123,7 +123,7 @@ class _Gathered:
             self._gradients = gradients if self._gradients is None else self._gradients + gradients
 
     def arrived(
-        self, waiting: list[tuple[Contribution, Rows]], place: int, deltas: tuple[Tensor | None, ...]
+        self, waiting: list[tuple[Contribution, Rows | None]], place: int, deltas: tuple[Tensor | None, ...]
     ) -> None:
         """Add a use, and let go of what it holds of the forward pass, as autograd does."""
         if not waiting:
@@ -132,7 +132,7 @@ class _Gathered:
             )
         use, rows = waiting.pop()
         delta = deltas[place]
-        if delta is not None:
+        if delta is not None and rows is not None:
             self.add(use, rows.first(at_least_single(delta.detach())))
 
     def squares(self) -> Tensor | None:

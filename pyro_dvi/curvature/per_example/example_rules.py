@@ -91,7 +91,7 @@ class Contribution:
 
 @dataclass(frozen=True)
 class Rows:
-    """A dimension that counts examples, or that counts several rows of each (tokens of a sentence, windows of a picture).
+    """A dimension that counts examples, or several rows of each (tokens of a sentence, windows of a picture).
 
     Attributes:
         axis: the dimension.

@@ -77,7 +77,8 @@ def mixed_rows(places: Sequence[Any], outputs: Tensor, seed: int = 0) -> set[int
 
     Costs two backward passes. An example that alone reads a single other one is overlooked with probability 1/32 among
     more than 32 examples, n such pairs with probability :math:`32^{-n}`.
-    Batch normalisation in training mode mixes all rows: ask under :func:`~pyro_dvi.curvature.per_example.uses.constant_statistics`.
+    Batch normalisation in training mode mixes all rows: ask under
+    :func:`~pyro_dvi.curvature.per_example.uses.constant_statistics`.
 
     Args:
         places: tensors or edges of the graph with examples in their first dimension.

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from pyro_dvi.core.weight_parts import Part, WeightParts, name_of
@@ -86,7 +86,7 @@ class Use:
         arguments: all arguments, as rules shall see them.
         part: the elements of the weight that were used.
         shape: shape of the output.
-        output: the place in the graph; not the tensor, which a later in-place function would move on.
+        output: the place in the graph: an edge, since a later in-place function would move the tensor on; or means.
         rows: where examples are in the output; None: not decided.
     """
 
@@ -95,7 +95,7 @@ class Use:
     arguments: Arguments
     part: Part
     shape: torch.Size
-    output: GradientEdge
+    output: Any
     rows: Rows | None = None
 
     def at(self, rows: Rows) -> "Use":
