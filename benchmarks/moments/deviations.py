@@ -30,7 +30,7 @@ from benchmarks.shared.benchmark import Benchmark, Budget, Row, Settings
 from benchmarks.shared.networks import lenet, resnet18_cifar
 from benchmarks.shared.tables import provenance, table
 from pyro_dvi import MeanFieldGuide, classifier, to_bayesian_
-from pyro_dvi.curvature.reverse_delta.recorder import ReverseDeltaRecorder
+from pyro_dvi.curvature.reverse_delta import ReverseDeltaRecorder
 from pyro_dvi.moments.dispatch import observed_by
 from pyro_dvi.predictive.engine.batches import Batch
 from pyro_dvi.predictive.engine.run import evaluation_mode, respond

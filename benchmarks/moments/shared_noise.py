@@ -11,7 +11,7 @@ from torch import Tensor
 
 from benchmarks.shared.benchmark import Benchmark, Budget, Row, Settings
 from benchmarks.shared.tables import provenance, table
-from pyro_dvi.curvature.reverse_delta.recorder import ReverseDeltaRecorder
+from pyro_dvi.curvature.reverse_delta import ReverseDeltaRecorder
 from pyro_dvi.moments import GaussianMoments
 from pyro_dvi.moments.dispatch import observed_by
 

@@ -20,9 +20,8 @@ from benchmarks.shared.regressions import Minibatch, Rows, TrainingSets
 from pyro_dvi import predict
 from pyro_dvi.guides import MeanFieldGuide
 from pyro_dvi.links import GaussHermite
-from pyro_dvi.moment_propagation.elbo import MomentPropagationELBO
+from pyro_dvi.moment_propagation.elbo import MomentPropagationELBO, VarianceWeighted
 from pyro_dvi.moment_propagation.multiplicative_noise import MultiplicativeNoiseGuide
-from pyro_dvi.moment_propagation.weighting import VarianceWeighted
 from pyro_dvi.predictive import Moments, Samples
 
 DRAWS = 100  # of weights or dropout masks, for methods that predict with samples

@@ -9,7 +9,7 @@ from pyro import poutine
 from pyro.nn import PyroModule
 from torch import Tensor, nn
 
-from pyro_dvi.moment_propagation.weighting import ExampleWeighting
+from pyro_dvi.moment_propagation.elbo import ExampleWeighting
 
 HIDDEN = 50
 INPUT_AXIS = {site: (0, 1) for site in ("hidden", "mean", "noise")}  # noise per network and input unit

@@ -12,9 +12,9 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from pyro_dvi.curvature.per_example import Contribution, Use
-from pyro_dvi.curvature.per_example.proof import warn_of_disproved
-from pyro_dvi.curvature.per_example.uses import at_least_single
+from pyro_dvi.curvature.per_example.example_rules import Contribution, Rows
+from pyro_dvi.curvature.per_example.proof import warn_of_disproved, with_rows
+from pyro_dvi.curvature.per_example.uses import Use, at_least_single
 from pyro_dvi.curvature.products import LinearMap, gradients_at, vectors_together
 from pyro_dvi.curvature.squared_gradients import SquaredGradients, squares_of, squares_without_rules
 
@@ -139,9 +139,9 @@ class ExampleGradients:
         served = recorder.served(len(outputs))
         # All outputs at once, with weights under which they do not cancel (log-probabilities would, with equal ones).
         weights = torch.arange(1, outputs.shape[1] + 1, device=outputs.device).to(outputs).sqrt().sin()
-        wrong = recorder.examined(served, outputs @ weights).wrong
-        self._uses = {k: uses for k, uses in served.items() if k not in wrong}
-        warn_of_disproved([f"latent site {names[k]!r}" for k in sorted(wrong) if names])
+        found = recorder.examined(served, outputs @ weights)
+        self._uses = with_rows({k: uses for k, uses in served.items() if k not in found.wrong}, found.rows)
+        warn_of_disproved([f"latent site {names[k]!r}" for k in sorted(found.wrong) if names])
 
     @property
     def sizes(self) -> list[int]:
@@ -188,7 +188,7 @@ class ExampleGradients:
         for units in self._units.split(at_once) if uses else ():
             deltas = self._deltas if len(units) == len(self._units) else self._deltas_of(units)
             for k, calls in uses.items():
-                for found in _squares(calls, [deltas[use.output] for use in calls]):
+                for found in _squares(calls, [_arranged(use, deltas[use.output]) for use in calls]):
                     add(k, found)
         rest = [k for k in wanted if k not in uses]
         for output in self.outputs.unbind(1) if rest else ():
@@ -200,7 +200,7 @@ class ExampleGradients:
     def outer(self, k: int) -> OuterGradients | None:
         """Return what the gradients of tensor ``k`` are made of; None without such a rule, or with several uses."""
         uses = self._uses.get(k, [])
-        deltas = self._deltas[uses[0].output] if _is_outer(uses) else None
+        deltas = _arranged(uses[0], self._deltas[uses[0].output]) if _is_outer(uses) else None
         return None if deltas is None else OuterGradients(uses[0].contribution, deltas, self._entries.get(k))
 
     @cached_property
@@ -251,8 +251,7 @@ class ExampleGradients:
         saved = 2 * self.held // len(self._units) * self.outputs.element_size()
         seeds = units.unsqueeze(1).expand(-1, len(self.outputs), -1)
         found = gradients_at(self.outputs, edges, seeds, vectors_together(saved, seeds.device))
-        single = (None if delta is None else at_least_single(delta) for delta in found)
-        return dict(zip(edges, single, strict=True))
+        return dict(zip(edges, found, strict=True))
 
     @cached_property
     def _whole(self) -> dict[int, Tensor]:
@@ -273,7 +272,7 @@ class ExampleGradients:
     def _by_rules(self, uses: list[Use], value: Tensor) -> Tensor:
         total = self.outputs.new_zeros(*self.outputs.shape, value.numel())
         for use in uses:
-            deltas = self._deltas[use.output]
+            deltas = _arranged(use, self._deltas[use.output])
             if deltas is not None:
                 total += torch.stack(
                     [use.contribution.gradients(d).reshape(len(d), -1) for d in deltas], 1
@@ -293,6 +292,17 @@ class ExampleGradients:
         return [g.reshape(-1, outputs, g[0].numel()) for g in found]
 
 
+def _arranged(use: Use, deltas: Tensor | None) -> Tensor | None:
+    """Gradients of the output of a use with examples in the dimension after the first."""
+    if deltas is None:
+        return None
+    return (
+        at_least_single(deltas)
+        if use.rows == Rows(0, deltas.shape[1])
+        else torch.stack([use.arranged(d) for d in deltas])
+    )
+
+
 def _is_outer(uses: Sequence[Use]) -> bool:
     return len(uses) == 1 and uses[0].contribution.outer is not None
 
@@ -307,7 +317,7 @@ def _squares(uses: Sequence[Use], deltas: Sequence[Tensor | None]) -> Iterator[T
         yield together
         return
     for single in zip(*(delta for _, delta in reached), strict=True):
-        yield squares_of([use for use, _ in reached], single)
+        yield squares_of([use.contribution for use, _ in reached], single)
 
 
 def by_examples(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:

@@ -21,8 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pyro_dvi.core.weight_parts import WeightParts
+from pyro_dvi.curvature.per_example.example_rules import Contribution, Rows
 from pyro_dvi.curvature.per_example.proof import Finding, examined
-from pyro_dvi.curvature.per_example.rules import Contribution
 from pyro_dvi.curvature.per_example.uses import Use, WeightUses, at_least_single
 from pyro_dvi.curvature.products import LinearMap, batched_gradients
 from pyro_dvi.errors import GuideError, UnsupportedError
@@ -56,11 +57,11 @@ class SquaredGradients(WeightUses):
         for k, uses in served.items():
             gathered = _Gathered(len(uses) > 1)
             for use in uses:
-                hook = partial(gathered.arrived, [use.contribution], use.output.output_nr)
+                hook = partial(gathered.arrived, [(use.contribution, use.rows)], use.output.output_nr)
                 use.output.node.register_prehook(hook)
             self.values[k].register_hook(partial(_deliver, k, gathered, deliver))
         # Hooks hold what they need, and not their node; the graph must not be held twice.
-        self._weights, self.values, self._normalised = {}, {}, []
+        self._weights, self.values, self._normalised, self.parts = {}, {}, [], WeightParts()
 
     def measured(self, served: dict[int, list[Use]], outputs: Tensor, cotangent: Tensor) -> dict[int, Tensor]:
         r"""Return :math:`\sum_i (w_i\,\partial f_i)^2` for the tensors in ``served``, by a backward pass of its own.
@@ -76,7 +77,8 @@ class SquaredGradients(WeightUses):
         deltas = iter(torch.autograd.grad(outputs, edges, cotangent, retain_graph=True, allow_unused=True))
         found = {k: torch.zeros_like(self.values[k]) for k in served}
         for k, uses in served.items():
-            reached = [(use, delta) for use in uses if (delta := next(deltas)) is not None]
+            passed = [(use, delta) for use in uses if (delta := next(deltas)) is not None]
+            reached = [(use.contribution, use.arranged(delta)) for use, delta in passed]
             if reached:
                 found[k] = squares_of(*zip(*reached, strict=True))
         return found
@@ -94,11 +96,11 @@ class SquaredGradients(WeightUses):
         return examined(served, self.values, outputs, seed)
 
 
-def squares_of(uses: Sequence[Use], deltas: Sequence[Tensor]) -> Tensor:
-    """Return the sum of squares of a weight, given the gradients of the outputs of all its uses."""
+def squares_of(uses: Sequence[Contribution], deltas: Sequence[Tensor]) -> Tensor:
+    """Return the sum of squares of a weight, given the arranged gradients of the outputs of all its uses."""
     gathered = _Gathered(len(uses) > 1)
     for use, delta in zip(uses, deltas, strict=True):
-        gathered.add(use.contribution, delta)
+        gathered.add(use, delta)
     squares = gathered.squares()
     assert squares is not None
     return squares
@@ -112,24 +114,26 @@ class _Gathered:
         self._gradients: Tensor | None = None
         self._squares: Tensor | None = None
 
-    def add(self, use: Contribution, delta: Tensor | None) -> None:
-        if delta is None:
-            return
+    def add(self, use: Contribution, delta: Tensor) -> None:
         with torch.no_grad():
-            delta = at_least_single(delta)
             if not self._several:
                 self._squares = use.squares(delta)
                 return
             gradients = use.gradients(delta)
             self._gradients = gradients if self._gradients is None else self._gradients + gradients
 
-    def arrived(self, waiting: list[Contribution], place: int, deltas: tuple[Tensor | None, ...]) -> None:
+    def arrived(
+        self, waiting: list[tuple[Contribution, Rows | None]], place: int, deltas: tuple[Tensor | None, ...]
+    ) -> None:
         """Add a use, and let go of what it holds of the forward pass, as autograd does."""
         if not waiting:
             raise GuideError(
                 "squared gradients come of the first backward pass of a loss only: evaluate it anew"
             )
-        self.add(waiting.pop(), deltas[place])
+        use, rows = waiting.pop()
+        delta = deltas[place]
+        if delta is not None and rows is not None:
+            self.add(use, rows.first(at_least_single(delta.detach())))
 
     def squares(self) -> Tensor | None:
         """The sum of squares, once."""

@@ -16,15 +16,16 @@ from pyro_dvi.gaussians.normals import MultiplicativeNormal
 from pyro_dvi.guides.base import FactorisedGuide
 from pyro_dvi.guides.factors import Deterministic, Factor, MeanField, exp_positive
 from pyro_dvi.moment_propagation.input_units import (
+    FollowedStart,
     InputAxis,
     InputUnits,
     Layers,
+    WeightProducts,
     check_input_axis,
     chosen_units,
     layers_called,
     units_of_layer,
 )
-from pyro_dvi.moment_propagation.weight_products import FollowedStart, WeightProducts
 from pyro_dvi.runs.latents import unconstraining_transform
 from pyro_dvi.runs.sites import sites_named
 

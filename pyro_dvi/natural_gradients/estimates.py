@@ -16,9 +16,8 @@ from torch import Tensor
 
 from pyro_dvi.core.autograd_graph import graph_of
 from pyro_dvi.curvature import ObservedSite
-from pyro_dvi.curvature.per_example import Use
 from pyro_dvi.curvature.per_example.proof import Finding, Proofs, layout_of
-from pyro_dvi.curvature.per_example.uses import with_examples_first
+from pyro_dvi.curvature.per_example.uses import Use, with_rows_of_examples
 from pyro_dvi.curvature.squared_gradients import passes_of, squares_without_rules
 from pyro_dvi.errors import UnsupportedError, warn
 from pyro_dvi.natural_gradients.drawn_run import DrawnRun, Measurement
@@ -197,7 +196,7 @@ class SquareMeasurement:
 
     def _served(self, term: _Term, uses: Served, axis: int, outputs: Tensor) -> Served:
         """Keep the latents whose rules give the gradients of single examples, the entries of ``outputs``."""
-        served, recorder = with_examples_first(uses, len(outputs)), term.run.recorder
+        served, recorder = with_rows_of_examples(uses, len(outputs)), term.run.recorder
 
         def look(seed: int) -> Finding:
             with recorder.constant_statistics():
@@ -206,8 +205,7 @@ class SquareMeasurement:
         if not served:
             return served
         key = term.place, axis, len(outputs), layout_of(served)
-        wrong = self._proofs.disproved(term.run.call.model, key, look, term.site.name)
-        return {k: calls for k, calls in served.items() if k not in wrong}
+        return self._proofs.proved(term.run.call.model, key, served, look, term.site.name)
 
     def _without_rules(self, term: _Term, rest: set[int]) -> None:
         if not rest:

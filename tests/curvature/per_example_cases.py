@@ -73,6 +73,35 @@ def frozen_part(x: Tensor, w: Tensor) -> Tensor:
     return head(F.linear(x, w) + constant)
 
 
+def parts(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    """Slices and chunks of a packed weight, one of them transposed, and a part that another use overlaps."""
+    first, second = w.T.chunk(2)
+    return head((F.linear(x, first.T, b[:5]) @ second.T + F.linear(x, w[:3, 3:])).tanh() @ w[1:4, :2] + b[5])
+
+
+def folded(x: Tensor, w: Tensor, b: Tensor, scale: Tensor) -> Tensor:
+    """Tokens of all examples as rows, by example or by token."""
+    by_example = F.linear(x.reshape(-1, 3), w, b).unflatten(0, x.shape[:2])
+    by_token = F.layer_norm(F.linear(x.transpose(0, 1).reshape(-1, 3), w, b), (4,), scale)
+    return head(by_example.tanh() + by_token.unflatten(0, (-1, len(x))).transpose(0, 1))
+
+
+def tokens_first(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    return F.linear(x.transpose(0, 1), w, b).tanh().cumsum(0).transpose(0, 1)
+
+
+def films(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    """Convolutions of single pictures."""
+    return head(F.conv2d(x.flatten(0, 1), w, b).tanh().unflatten(0, x.shape[:2]))
+
+
+def attention(x: Tensor, w: Tensor, b: Tensor, v: Tensor, c: Tensor) -> Tensor:
+    x = x.transpose(0, 1)
+    return head(
+        F.multi_head_attention_forward(x, x, x, 4, 2, w, b, None, None, False, 0.0, v, c)[0].transpose(0, 1)
+    )
+
+
 def written_into(x: Tensor, w: Tensor) -> Tensor:
     buffer = torch.zeros(3, 4, dtype=x.dtype)
     buffer[0] = w[0]
@@ -117,7 +146,7 @@ CASES = [
         ((6, 3), (2, 6), (2,)),
     ),
     Case("used twice", twice, (M, 3), ((3, 3), (3,))),
-    Case("tied", lambda x, w: head(F.linear(F.silu(F.linear(x, w)), w.T)), (M, 3), ((4, 3),), (False,)),
+    Case("tied", lambda x, w: head(F.linear(F.silu(F.linear(x, w)), w.T)), (M, 3), ((4, 3),)),
     Case("matmul", lambda x, w: head(torch.matmul(x, w)), (M, 3), ((3, 4),)),
     Case("method", lambda x, w: head(x.matmul(w)), (M, 3), ((3, 4),)),
     Case("x @ w", lambda x, w: head(x @ w), (M, 3), ((3, 4),)),
@@ -177,7 +206,15 @@ CASES = [
     Case("w @ features", lambda x, w: head((w @ x.T).T), (M, 3), ((4, 3),), (False,)),
     Case("square w @ features", lambda x, w: head((w @ x.T).T), (M, 3), ((M, 3),), (False,)),
     Case("scaled weight", lambda x, w: head(F.linear(x, 2 * w)), (M, 3), ((4, 3),), (False,)),
-    Case("transposed elsewhere", lambda x, w: head(F.linear(x, w) + x @ w.T), (M, 3), ((4, 3),), (False,)),
+    Case("transposed elsewhere", lambda x, w: head(F.linear(x, w) + x @ w.T), (M, 3), ((4, 3),)),
+    Case("parts of a weight", parts, (M, 3), ((5, 6), (6,))),
+    Case("rows of tokens", folded, (M, 6, 3), ((4, 3), (4,), (4,))),
+    Case("tokens first", lambda x, w, b: head(tokens_first(x, w, b)), (M, 6, 3), ((4, 3), (4,))),
+    Case(
+        "tokens as many as examples", lambda x, w, b: head(tokens_first(x, w, b)), (M, M, 3), ((4, 3), (4,))
+    ),
+    Case("films", films, (M, 2, 2, 4, 4), ((3, 2, 3, 3), (3,))),
+    Case("attention", attention, (M, 3, 4), ((12, 4), (12,), (4, 4), (4,))),
     Case(
         "stacked",
         lambda x, v, w: head(x @ torch.stack([v, w]).sum(0) + x @ v),

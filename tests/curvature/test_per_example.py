@@ -8,10 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pyro_dvi.curvature import EmpiricalFisher, example_squares
-from pyro_dvi.curvature.example_squares import summed_squared_gradients
-from pyro_dvi.curvature.per_example import WeightUses, per_example_rule
-from pyro_dvi.curvature.per_example.rules import _RULES
+from pyro_dvi.curvature import EmpiricalFisher, fisher
+from pyro_dvi.curvature.fisher import summed_squared_gradients
+from pyro_dvi.curvature.per_example import per_example_rule
+from pyro_dvi.curvature.per_example.example_rules import _RULES
+from pyro_dvi.curvature.per_example.proof import examined, with_rows
+from pyro_dvi.curvature.per_example.uses import WeightUses
 from tests.curvature.per_example_cases import CASES, M, head, loop
 
 # An even kernel pads one side more than the other.
@@ -26,6 +28,7 @@ def fast(call: Callable[..., Tensor], x: Tensor, weights: list[Tensor], cotangen
     with noted:
         outputs = call(x, *weights)
     served = noted.served(len(outputs)) if outputs.dim() == 1 else {}
+    served = with_rows(served, examined(served, weights, outputs).rows)
     return summed_squared_gradients(weights, outputs, cotangent, served)
 
 
@@ -60,13 +63,13 @@ def test_squares_and_their_gradient_are_those_of_a_loop(case):
 def test_coverage_of_the_fast_rules(case, monkeypatch):
     """Counts the weights that fall back on one backward pass per example."""
     slow: list[int] = []
-    original = example_squares.pass_per_example
+    original = fisher.pass_per_example
 
     def counting(outputs: Tensor, cotangent: Tensor, values: list[Tensor], **options) -> list[Tensor]:
         slow.extend(id(v) for v in values)
         return original(outputs, cotangent, values, **options)
 
-    monkeypatch.setattr(example_squares, "pass_per_example", counting)
+    monkeypatch.setattr(fisher, "pass_per_example", counting)
     x, weights = case.inputs()
     fast(case.call, x, weights, torch.ones(M, dtype=torch.float64))
     covered = case.covered or (True,) * len(weights)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import pyro_dvi
-from pyro_dvi.curvature.per_example import rules
+from pyro_dvi.curvature.per_example import example_rules
 from tests.docs.shown_code import ROOT, python_blocks
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -29,7 +29,7 @@ def docstring_examples() -> list[doctest.DocTest]:
 @pytest.fixture(autouse=True)
 def _rules_end_with_their_example(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another test asks that every rule for gradients of single examples has a case."""
-    monkeypatch.setattr(rules, "_RULES", rules._RULES.copy())
+    monkeypatch.setattr(example_rules, "_RULES", example_rules._RULES.copy())
 
 
 def continued(page: Path) -> Path | None:

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import pyro_dvi as dvi
-from pyro_dvi.curvature import EmpiricalFisher, GGNDiagonal
-from pyro_dvi.curvature.reverse_delta import pullback
+from pyro_dvi.curvature import EmpiricalFisher, GGNDiagonal, reverse_delta
 from pyro_dvi.errors import DviWarning, UnsupportedError
 from pyro_dvi.laplace import Dense, Diagonal
 from tests.objectives.loops import assert_equal, squares_at_mean
@@ -169,10 +168,12 @@ def test_variances_that_a_plain_gradient_contradicts(monkeypatch, also_slow):
     guide.initialize(x, torch.zeros(M, 1))
     method = dvi.Moments(propagation=dvi.ReverseDelta())
     right = dvi.predict(model, guide, x, method=method).variance
-    contracted = pullback._contracted
-    monkeypatch.setattr(pullback, "_contracted", lambda *args: lambda delta: contracted(*args)(delta) / 2)
+    contracted = reverse_delta._contracted
+    monkeypatch.setattr(
+        reverse_delta, "_contracted", lambda *args: lambda delta: contracted(*args)(delta) / 2
+    )
     if also_slow:
-        monkeypatch.setattr(pullback.Call, "pulled_back", lambda self, deltas: {})
+        monkeypatch.setattr(reverse_delta.Call, "pulled_back", lambda self, deltas: {})
         with pytest.raises(UnsupportedError, match=r"the reverse delta method.*Independent\(\)"):
             dvi.predict(model, guide, x, method=method)
     else:

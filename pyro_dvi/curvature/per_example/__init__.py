@@ -9,27 +9,7 @@ slow for many examples.
 Adding a rule: write it in the file of its family, as :func:`per_example_rule` says, and register it there.
 """
 
-from pyro_dvi.curvature.per_example import broadcasting, convolution, dense, embedding, normalisation
-from pyro_dvi.curvature.per_example.rules import (
-    Contribution,
-    Outer,
-    contribution,
-    per_example_functions,
-    per_example_rule,
-)
-from pyro_dvi.curvature.per_example.uses import Use, WeightUses
+from pyro_dvi.curvature.per_example import broadcasting, convolution, dense
+from pyro_dvi.curvature.per_example.example_rules import Contribution, Outer, per_example_rule
 
-__all__ = [
-    "Contribution",
-    "Outer",
-    "Use",
-    "WeightUses",
-    "broadcasting",
-    "contribution",
-    "convolution",
-    "dense",
-    "embedding",
-    "normalisation",
-    "per_example_functions",
-    "per_example_rule",
-]
+__all__ = ["Contribution", "Outer", "broadcasting", "convolution", "dense", "per_example_rule"]

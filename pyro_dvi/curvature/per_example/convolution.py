@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.grad import conv1d_weight, conv2d_weight, conv3d_weight
 
-from pyro_dvi.curvature.per_example.normalisation import over_positions
-from pyro_dvi.curvature.per_example.rules import Contribution, Outer, per_example_rule
+from pyro_dvi.curvature.per_example.broadcasting import over_positions
+from pyro_dvi.curvature.per_example.example_rules import Contribution, Outer, per_example_rule
 
 _OF_WEIGHT = {1: conv1d_weight, 2: conv2d_weight, 3: conv3d_weight}
 _SMALL = 1 << 14  # entries of a weight whose gradients are formed for many examples at once

@@ -4,6 +4,8 @@ r"""Per-example gradients of dense layers and products, :math:`g_i = \sum_t \del
 One row for each example needs no gradients to be formed: :math:`\sum_i g_i^2 = (\delta^2)^\top x^2`. With a few rows
 t, the square of the sum is expanded into pairs of rows, which is one product too; with many, gradients are formed for
 a few examples at a time.
+
+Per-example gradients of a table of embeddings; tokens that repeat within an example add up before squaring.
 """
 
 from typing import Any
@@ -13,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyro_dvi.curvature.per_example.broadcasting import is_broadcast, rows_summed_to, shift
-from pyro_dvi.curvature.per_example.rules import Contribution, Outer, per_example_rule
+from pyro_dvi.curvature.per_example.example_rules import Contribution, Outer, per_example_rule
+from pyro_dvi.errors import UnsupportedError
 
 _MAX_ROWS_IN_PAIRS = 4
 _BUDGET = 1 << 19  # entries of per-example gradients at a time: about a processor's cache
@@ -145,7 +148,61 @@ def _einsum(wanted: str, equation: str, *operands: Tensor) -> Contribution | Non
         return None
     weight, x = terms[k], terms[1 - k]
     known = all(len(set(term)) == len(term) for term in terms) and set(weight) <= {*output, *x}
-    if not known or not output or output[0] in weight or x[:1] != output[0]:
+    if (
+        not known
+        or not output
+        or output[0] in weight
+        or x[:1] != output[0]
+        or operands[1 - k].dim() != len(x)
+    ):
         return None
     pullback = f"{output},{x}->{output[0]}{weight}"
     return Contribution(lambda delta, x: torch.einsum(pullback, delta, x), (operands[1 - k],))
+
+
+def _without_padding(delta: Tensor, tokens: Tensor, padding_idx: int | None, size: int) -> Tensor:
+    """Gradients as ``[M, T, d]``, zero at padding tokens, which get none."""
+    delta = delta.reshape(*tokens.shape, delta.shape[-1])
+    if padding_idx is None:
+        return delta
+    return delta * (tokens != padding_idx % size).unsqueeze(-1)
+
+
+@per_example_rule(F.embedding)
+def _embedding(
+    wanted: str,
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Contribution | None:
+    if sparse:
+        raise UnsupportedError(
+            "an embedding with sparse=True has sparse gradients, but every entry of a latent table moves in every "
+            "step, by its prior: use sparse=False"
+        )
+    if wanted != "weight" or input.dim() < 1 or max_norm is not None or scale_grad_by_freq:
+        return None
+    shape = weight.shape
+
+    def gradients(delta: Tensor, tokens: Tensor) -> Tensor:
+        delta = _without_padding(delta, tokens, padding_idx, shape[0])
+        index = tokens.unsqueeze(-1).expand_as(delta)
+        return delta.new_zeros(len(tokens), *shape).scatter_add(1, index, delta)
+
+    def sum_of_squares(delta: Tensor, tokens: Tensor) -> Tensor:
+        """Sum within (example, token), then square: memory for the tokens seen, not for the whole table."""
+        delta = _without_padding(delta, tokens, padding_idx, shape[0]).flatten(0, 1)
+        examples = torch.arange(len(tokens), device=tokens.device).unsqueeze(-1)
+        keys, order = (examples * shape[0] + tokens).flatten().sort()
+        starts = torch.ones_like(keys)
+        starts[1:] = keys[1:] != keys[:-1]
+        segment = starts.cumsum(0) - 1
+        sums = torch.zeros_like(delta).index_add_(0, segment, delta[order])
+        token = torch.zeros_like(keys).scatter_(0, segment, keys % shape[0])
+        return delta.new_zeros(shape).index_add_(0, token, sums.square_())
+
+    return Contribution(gradients, (input.reshape(len(input), -1),), sum_of_squares)

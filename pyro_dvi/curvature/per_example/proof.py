@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Proofs that the gradients of single examples, as layers give them, are those of the model.
 
-The table of rules believes what it recognises: that the first dimension of a layer's output counts examples, and that
-the uses of a weight which were seen are all of them. With a weight :math:`c_i` for each output,
+The table of rules believes what it recognises: that a dimension of a layer's output counts examples, and that the uses
+of a weight which were seen are all of them. With a weight :math:`c_i` for each output,
 
 .. math:: \partial_u \sum_i c_i f_i = \sum_i c_i\,g_i
 
@@ -11,20 +11,95 @@ model that mixes examples, repeats a table for each, or takes gradients inside o
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from pyro_dvi.curvature.per_example.example_rules import Rows
 from pyro_dvi.curvature.per_example.uses import Use, at_least_single
-from pyro_dvi.curvature.rows import kept_apart, row_weights
 from pyro_dvi.errors import ModelError, warn
 
 _BUDGET = 1 << 22  # entries of gradients of examples at a time
 _AT_ONCE = 8  # calls in which a proof that failed for want of gradients is tried again
 _INTERVAL = 1000  # calls between two proofs of a long training
+
+Served = dict[int, list[Use]]
+Deltas = tuple[Tensor | None, Tensor | None]  # gradients of the sum of the outputs, and of their weighted sum
+
+
+# Rows that belong to examples ------------------------------------------------------------------------------------
+
+
+def row_weights(count: int, like: Tensor, seed: int = 0) -> Tensor:
+    r"""Return a weight c for each row, by which :func:`kept_apart` sees whether rows depend on each other.
+
+    They are powers of two of both signs, so that multiplying by them rounds nothing. Up to 32 rows have 32 different
+    weights; of more rows, any two have different ones with probability 31/32.
+
+    Args:
+        count: the number of rows.
+        like: of the type and on the device that the weights shall have.
+        seed: of the order of the weights.
+    """
+    places = torch.randperm(count, generator=torch.Generator().manual_seed(seed)) % 32
+    return (torch.exp2(places // 2 - 8.0) * (1 - 2 * (places % 2))).to(like)
+
+
+def kept_apart(plain: Tensor, weighted: Tensor, weights: Tensor) -> Tensor:
+    r"""Return whether no row of a gradient comes from the output of another row, a boolean scalar.
+
+    With :math:`M_{jb}` for what output j adds to row b, rows that come from their own outputs alone are multiplied by
+    the weights of these, and others are not,
+
+    .. math:: \delta_b(c) - c_b\,\delta_b(1) = \sum_j (c_j - c_b)\, M_{jb} .
+
+    Args:
+        plain: :math:`\delta(1)`, the gradient of the sum of the outputs, ``[B, ...]``.
+        weighted: :math:`\delta(c)`, the gradient of their weighted sum.
+        weights: c, from :func:`row_weights`.
+    """
+    if not plain.numel():
+        return torch.ones((), dtype=torch.bool, device=plain.device)
+    plain, weighted = (d.reshape(len(d), -1) for d in (plain, weighted))
+    expected = plain * weights.to(plain).unsqueeze(1)
+    error, size = (d.abs().amax(1) for d in (weighted - expected, expected))
+    # Two different weights differ by half of either at least; without an influence of others only sums in a random
+    # order, as on devices, and numbers too small for their type are rounded.
+    rounding = torch.finfo(plain.dtype).eps
+    return ~(error > rounding**0.5 * size + rounding**2 * plain.abs().max()).any()  # NaN shows nothing
+
+
+def mixed_rows(places: Sequence[Any], outputs: Tensor, seed: int = 0) -> set[int]:
+    r"""Return which of ``places`` have rows that other examples than their own depend on.
+
+    Costs two backward passes. An example that alone reads a single other one is overlooked with probability 1/32 among
+    more than 32 examples, n such pairs with probability :math:`32^{-n}`.
+    Batch normalisation in training mode mixes all rows: ask under
+    :func:`~pyro_dvi.curvature.per_example.uses.constant_statistics`.
+
+    Args:
+        places: tensors or edges of the graph with examples in their first dimension.
+        outputs: f, one entry for each of B examples.
+        seed: of the order of the weights, so that another look sees what the first has overlooked.
+    """
+    if not places or not outputs.requires_grad or len(outputs) < 2:
+        return set()
+    weights = row_weights(len(outputs), outputs, seed)
+    plain, weighted = (
+        torch.autograd.grad(outputs, places, seeds, retain_graph=True, allow_unused=True)
+        for seeds in (torch.ones_like(outputs), weights)
+    )
+    reached = [n for n, d in enumerate(plain) if d is not None]
+    if not reached:
+        return set()
+    apart = torch.stack([kept_apart(plain[n], weighted[n], weights) for n in reached]).tolist()
+    return {n for n, alone in zip(reached, apart, strict=True) if not alone}
+
+
+# Gradients of examples -------------------------------------------------------------------------------------------
 
 
 class Finding(NamedTuple):
@@ -33,19 +108,21 @@ class Finding(NamedTuple):
     Attributes:
         wrong: numbers of the weights whose gradients of examples are not those of the model.
         unproven: those that gradients, all zero or rounding errors, do not tell anything about.
+        rows: where the examples are in the outputs of each use of a weight, if not in the likeliest dimension.
     """
 
     wrong: set[int]
     unproven: set[int]
+    rows: Mapping[int, tuple[Rows, ...]] = {}
 
 
 def examined(
-    uses: dict[int, list[Use]], values: Sequence[Tensor] | dict[int, Tensor], outputs: Tensor, seed: int = 0
+    uses: Served, values: Sequence[Tensor] | dict[int, Tensor], outputs: Tensor, seed: int = 0
 ) -> Finding:
     """Compare the gradients of examples with those of plain autograd, by two backward passes.
 
     Batch normalisation in training mode mixes examples: ask under
-    :func:`~pyro_dvi.curvature.rows.constant_statistics`.
+    :func:`~pyro_dvi.curvature.per_example.uses.constant_statistics`.
 
     Args:
         uses: of the weights to be proved, by their numbers.
@@ -62,17 +139,49 @@ def examined(
         outputs, edges, torch.ones_like(outputs), retain_graph=True, allow_unused=True
     )
     weighted = torch.autograd.grad(outputs, places, c, retain_graph=True, allow_unused=True)
-    deltas = dict(zip(edges, zip(plain, weighted, strict=False), strict=True))
+    deltas: dict[Any, Deltas] = dict(zip(edges, zip(plain, weighted, strict=False), strict=True))
+    wholes = dict(zip(uses, weighted[len(edges) :], strict=True))
+    found = _compared(uses, deltas, wholes, c)
+    moved = {k: _found_elsewhere(uses[k], deltas, c) for k in found.wrong}
+    others = {k: calls for k, calls in moved.items() if calls is not None}
+    if not others:
+        return found
+    again = _compared(others, deltas, wholes, c)
+    rows = {
+        k: tuple(use.rows for use in calls if use.rows) for k, calls in others.items() if k not in again.wrong
+    }
+    return Finding(found.wrong - rows.keys(), found.unproven | again.unproven, rows)
+
+
+def _found_elsewhere(calls: list[Use], deltas: Mapping[Any, Deltas], c: Tensor) -> list[Use] | None:
+    """Return the uses of a weight with examples where gradients show them; None if nowhere, or where they were."""
+    found = []
+    for use in calls:
+        plain, weighted = deltas[use.output]
+        if plain is None or weighted is None:
+            found.append(use)
+            continue
+        candidates = use.candidates(len(c))
+        shown = (u for u in candidates if bool(kept_apart(u.arranged(plain), u.arranged(weighted), c)))
+        if (chosen := next(shown, None)) is None:
+            return None
+        found.append(chosen)
+    return None if [use.rows for use in found] == [use.rows for use in calls] else found
+
+
+def _compared(
+    uses: Served, deltas: Mapping[Any, Deltas], wholes: Mapping[int, Tensor | None], c: Tensor
+) -> Finding:
     with torch.no_grad():
         compared = [
-            _compared([(use, *deltas[use.output]) for use in calls], whole, c)
-            for calls, whole in zip(uses.values(), weighted[len(edges) :], strict=True)
+            _comparison([(use, *deltas[use.output]) for use in calls], wholes[k], c)
+            for k, calls in uses.items()
         ]
     found = list(zip(uses, torch.stack(compared).tolist(), strict=True))
     return Finding({k for k, (wrong, _) in found if wrong}, {k for k, (_, unproven) in found if unproven})
 
 
-def _compared(
+def _comparison(
     calls: list[tuple[Use, Tensor | None, Tensor | None]], whole: Tensor | None, c: Tensor
 ) -> Tensor:
     """Say whether the gradients of a weight are wrong, and whether that cannot be said; booleans ``[2]``."""
@@ -83,10 +192,13 @@ def _compared(
     total, terms = torch.zeros_like(whole), whole.new_zeros(())
     apart, coarsest = torch.ones((), dtype=torch.bool, device=c.device), torch.finfo(whole.dtype).eps
     for use, plain, delta in reached:
-        apart = apart & kept_apart(plain, delta, c)
         coarsest = max(coarsest, torch.finfo(delta.dtype).eps)
-        delta = at_least_single(delta)
-        total += _summed(use, delta, whole)
+        plain, delta = use.arranged(plain), use.arranged(delta)
+        apart = apart & kept_apart(plain, delta, c)
+        try:
+            total += _summed(use, delta, whole)
+        except RuntimeError:  # shapes that do not fit
+            apart = torch.zeros_like(apart)
         largest = [x.abs().max() for x in use.contribution.operands if x.is_floating_point() and x.numel()]
         terms = terms + delta.norm() * (torch.stack(largest).max() if largest else 1.0)
     # Where terms cancel, a sum is a few roundings of their size, and normalisation makes these larger. Below this bound
@@ -134,13 +246,34 @@ class Proofs:
         Raises:
             ModelError: what was proved before is no longer right.
         """
-        verdicts = self._verdicts_on(model)
-        verdict = verdicts.setdefault(key, _Verdict())
+        return self._verdict(model, key, look, site, names).wrong
+
+    def proved(
+        self,
+        model: Any,
+        key: Any,
+        uses: Served,
+        look: Callable[[int], Finding],
+        site: str,
+        names: Sequence[str] = (),
+    ) -> Served:
+        """Return the uses of the weights that the table of rules may serve, with the rows that were found.
+
+        See :meth:`disproved`.
+        """
+        verdict = self._verdict(model, key, look, site, names)
+        kept = {k: calls for k, calls in uses.items() if k not in verdict.wrong}
+        return with_rows(kept, verdict.rows)
+
+    def _verdict(
+        self, model: Any, key: Any, look: Callable[[int], Finding], site: str, names: Sequence[str]
+    ) -> "_Verdict":
+        verdict = self._verdicts_on(model).setdefault(key, _Verdict())
         if verdict.is_due():
             before = verdict.wrong
             verdict.renew(look(verdict.looks), site)
             warn_of_disproved([f"latent site {names[k]!r}" for k in sorted(verdict.wrong - before) if names])
-        return verdict.wrong
+        return verdict
 
     def _verdicts_on(self, model: Any) -> "dict[Any, _Verdict]":
         owner = getattr(model, "__self__", model)  # a bound method is a new object at every access
@@ -159,12 +292,14 @@ class _Verdict:
     Attributes:
         wrong: weights whose gradients of examples are not those of the model.
         unproven: weights of which nothing is known yet.
+        rows: where the examples were found.
         calls: how often the question was asked.
         looks: how often it was examined.
     """
 
     wrong: set[int] = field(default_factory=set)
     unproven: set[int] = field(default_factory=set)
+    rows: dict[int, tuple[Rows, ...]] = field(default_factory=dict)
     calls: int = 0
     looks: int = 0
 
@@ -179,6 +314,7 @@ class _Verdict:
         news = found.wrong - self.wrong - self.unproven
         first, self.looks = self.looks == 0, self.looks + 1
         self.wrong, self.unproven = self.wrong | found.wrong, found.unproven - self.wrong
+        self.rows.update(found.rows)
         if news and not first:
             raise ModelError(
                 f"examples of observed site {site!r} depend on rows of other examples, which they did not in an "
@@ -188,7 +324,15 @@ class _Verdict:
             )
 
 
-def layout_of(uses: dict[int, list[Use]]) -> tuple:
+def with_rows(uses: Served, rows: Mapping[int, tuple[Rows, ...]]) -> Served:
+    """Return uses with the rows that a proof has found."""
+    return {
+        k: [use.at(found) for use, found in zip(calls, rows[k], strict=True)] if k in rows else calls
+        for k, calls in uses.items()
+    }
+
+
+def layout_of(uses: Served) -> tuple:
     """Return what minibatches with the same graph have in common."""
     return tuple((k, use.function, use.shape) for k, calls in uses.items() for use in calls)
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from pyro_dvi.curvature.reverse_delta.recorder import ReverseDeltaRecorder
+from pyro_dvi.curvature.reverse_delta import ReverseDeltaRecorder
 from pyro_dvi.errors import ArgumentError, UnsupportedError
 from pyro_dvi.expectations.points import event_dim_of
 from pyro_dvi.gaussians.normals import is_joint

@@ -12,8 +12,7 @@ from pyro_dvi.errors import (
     ModelError,
 )
 from pyro_dvi.guides import MeanFieldGuide
-from pyro_dvi.moment_propagation.elbo import MomentPropagationELBO
-from pyro_dvi.moment_propagation.weighting import VarianceWeighted
+from pyro_dvi.moment_propagation.elbo import MomentPropagationELBO, VarianceWeighted
 
 
 def test_weighted_training_ends_on_the_plain_objective():

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pyro_dvi.curvature.rows import mixed_rows, row_weights
+from pyro_dvi.curvature.per_example.proof import mixed_rows, row_weights
 
 
 def test_two_of_up_to_32_rows_have_weights_of_their_own():

@@ -10,9 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pyro_dvi.curvature.reverse_delta import pullback
-from pyro_dvi.curvature.reverse_delta.pullback import uses_behind
-from pyro_dvi.curvature.reverse_delta.recorder import ReverseDeltaRecorder
+from pyro_dvi.curvature import reverse_delta
+from pyro_dvi.curvature.reverse_delta import ReverseDeltaRecorder, calls_behind
 from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.moments import GaussianMoments
 from pyro_dvi.moments.bilinear import MultiplicativeMoments
@@ -353,7 +352,7 @@ def bag(x: Tensor, w: object) -> object:
 
 NETS = {
     "tied": Net(lambda x, w: F.linear(torch.tanh(F.linear(x, w)), w), (B, 4), ((4, 4),)),
-    "transposed and not": Net(lambda x, w: x @ w + x @ w.T, (B, 4), ((4, 4),)),
+    "transposed and not": Net(lambda x, w: x @ w + x @ w.T, (B, 4), ((4, 4),), ("matmul",)),
     "overlapping slices": Net(
         lambda x, w: torch.cat([F.linear(x, w[:3]), F.linear(x, w[2:])], -1), (B, 4), ((5, 4),)
     ),
@@ -433,8 +432,9 @@ def test_tiny_noise_is_multiplied_with_the_squares_of_plain_gradients(name):
     found = recorder.variance(out, 0) / TINY**2
     expected = torch.stack(rows).reshape(out.shape) / TINY**2
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-9)
-    uses = uses_behind(out.loc.reshape(B, -1), recorder._uses())
-    assert {use.call.func.__name__ for use in uses if use.shares is None} == set(net.slow)
+    values = {id(w): w._loc for w in weights} | {id(c.result): c.output for c in recorder._calls if c.alone}
+    traced = calls_behind(out.loc.reshape(B, -1), recorder._uses(), values)
+    assert {one.call.func.__name__ for one in traced if one.uses is None} == set(net.slow)
 
 
 def test_noise_of_weights_times_that_of_inputs_where_rows_are_no_examples():
@@ -465,7 +465,7 @@ def test_packed_multiplicative_weights_of_attention_are_not_lost():
 
 
 def test_examples_in_parts(monkeypatch):
-    monkeypatch.setattr(pullback, "_BUDGET", 50)
+    monkeypatch.setattr(reverse_delta, "_BUDGET", 50)
     for name in ("tied", "class token", "convolution of windows", "weight on the left", "lstm"):
         test_tiny_noise_is_multiplied_with_the_squares_of_plain_gradients(name)
 

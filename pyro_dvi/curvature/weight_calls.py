@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of functions of weights, kept so that they can be made again after the run of the model."""
+"""Calls of functions of uncertain weights, kept so that they can be made again after the run of the model."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -10,6 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from pyro_dvi.core.weight_parts import Part
+from pyro_dvi.curvature.per_example.example_rules import Arguments
+from pyro_dvi.curvature.per_example.uses import Use
 from pyro_dvi.curvature.products import LinearMap
 from pyro_dvi.moments import GaussianMoments
 from pyro_dvi.moments.dispatch import observed_by
@@ -85,6 +88,23 @@ class Call:
 
         result = call(self.func, *tree_map(replaced, (self.args, self.kwargs)))
         return result[self.place] if isinstance(result, tuple | list) else result
+
+    def uses(self) -> dict[int, Use]:
+        """Return the call as a use of each of its weights, by tensors, as the rules of examples see it."""
+
+        def certain(argument: Any) -> Any:
+            return self.weights[argument.key].loc if isinstance(argument, Slot) else loc_of(argument)
+
+        named: list[tuple[int | str, Any]] = [*enumerate(self.args), *self.kwargs.items()]
+        places = {place: a.key for place, a in named if isinstance(a, Slot)}
+        if sorted(places.values()) != sorted(self.weights):  # in a list, or twice
+            return {}
+        args, kwargs = tree_map(certain, (self.args, self.kwargs))
+        arguments, found = Arguments(args, kwargs, tuple(places)), {}
+        for place, key in places.items():
+            part = Part(key, self.result, self.weights[key].shape)
+            found[key] = Use(self.func, place, arguments, part, self.output.shape, self.output)
+        return found
 
     @torch.no_grad()
     def interaction(self) -> Tensor | None:

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recognise weights among the arguments of functions, also after their elements were moved: ``w.T``, ``w[0]``.
+
+All who follow weights through a model share this record: gradients of single examples, the input units of weights, and
+the warning of repeated uses.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Functions that give elements of their first argument another place, each at most once.
+_MOVES = frozenset(
+    "t T mT transpose swapaxes swapdims permute movedim moveaxis view reshape flatten ravel unflatten squeeze "
+    "unsqueeze chunk split split_with_sizes tensor_split unbind clone contiguous detach select narrow".split()
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Some elements of a weight, in the shape of a value that the model made of it.
+
+    Attributes:
+        key: the weight.
+        value: the value, kept so that its identity stays taken.
+        shape: shape of the weight.
+        places: flat places in the weight of the elements of the value; None: the weight itself.
+    """
+
+    key: Any
+    value: Any
+    shape: torch.Size
+    places: Tensor | None = None
+
+    @property
+    def indices(self) -> Tensor:
+        """The flat places in the weight, in the shape of the value."""
+        return torch.arange(self.shape.numel()).reshape(self.shape) if self.places is None else self.places
+
+    def overlaps(self, other: "Part") -> bool:
+        """Whether two parts of one weight have an element in common."""
+        if self.places is None or other.places is None:
+            return True
+        return bool(torch.isin(self.places, other.places).any())
+
+
+class WeightParts:
+    """Weights, and parts of them, by the identity of the value."""
+
+    def __init__(self) -> None:
+        self._parts: dict[int, Part] = {}
+
+    def add(self, key: Any, value: Any) -> None:
+        """Recognise a weight from now on."""
+        if id(value) not in self._parts:
+            self._parts[id(value)] = Part(key, value, value.shape)
+
+    def among(self, args: tuple, kwargs: dict[str, Any]) -> list[tuple[int | str | None, Part]]:
+        """Return the parts among the arguments of a call with their position or name; None within a list."""
+        named: list[tuple[int | str | None, Any]] = [*enumerate(args), *kwargs.items()]
+        parts, lists = self._parts, [a for _, a in named if isinstance(a, list | tuple)]
+        found = [(p, parts[id(a)]) for p, a in named if id(a) in parts]
+        return found + [(None, parts[id(a)]) for several in lists for a in several if id(a) in parts]
+
+    def follow(self, func: Callable, args: tuple, kwargs: dict[str, Any], result: Any, part: Part) -> bool:
+        """Recognise the result of a call that only moves elements of a part; False: it does something else."""
+        name = name_of(func)
+        if not args or args[0] is not part.value:
+            return False
+        if name not in _MOVES and not (name == "getitem" and _takes_each_once(args[1])):
+            return False
+        if isinstance(result, Tensor) and part.value.requires_grad and not result.requires_grad:
+            return False  # detached
+        moved = func(part.indices, *args[1:], **kwargs)
+        for value, places in zip(several(result), several(moved), strict=True):
+            self._parts[id(value)] = Part(part.key, value, part.shape, places)
+        return True
+
+
+def name_of(func: Callable) -> str:
+    """Return the name of a torch function, method or attribute without underscores: "T", "getitem", "add"."""
+    name: str = getattr(func, "__name__", str(func))
+    if name == "__get__":
+        name = getattr(getattr(func, "__self__", None), "__name__", name)
+    return name.strip("_")
+
+
+def several(result: Any) -> Sequence[Any]:
+    """Return what a function returned as a sequence, also if it is one value."""
+    return result if isinstance(result, tuple | list) else (result,)
+
+
+def _takes_each_once(index: Any) -> bool:
+    indices = index if isinstance(index, tuple) else (index,)
+    return all(i is None or i is Ellipsis or isinstance(i, int | slice) for i in indices)

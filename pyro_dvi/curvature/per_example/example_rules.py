@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of rules that say what an example contributes to the gradient of a weight."""
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_dvi.core.registry import registering
+from pyro_dvi.core.weight_parts import Part
+
+_RULES: dict[Callable, Callable] = {}
+_PARAMETERS: dict[Callable, tuple[str, ...]] = {}
+
+
+def per_example_rule(*functions: Callable) -> Callable[[Callable], Callable]:
+    """Register per-example gradients of torch ``functions`` with respect to a weight among their arguments.
+
+    The rule has the parameters of the torch function, after ``wanted``: the name of the parameter that is the weight.
+    It returns a :class:`Contribution`; or None where it does not apply, and then the weight is served by a backward
+    pass per example.
+
+    Example:
+        >>> import torch
+        >>> @per_example_rule(torch.dot)
+        ... def of_dot(wanted, input, tensor):
+        ...     return None  # a sum over all entries keeps no examples apart
+    """
+    return registering(_RULES, functions)
+
+
+@dataclass(frozen=True)
+class Outer:
+    r"""Gradients :math:`g_i = \sum_t \delta_{it} a_{it}^\top` of a weight, or their transpose.
+
+    Attributes:
+        inputs: a as ``[M, T, q]`` from the operands of the contribution.
+        deltas: :math:`\delta` as ``[M, T, p]`` from the gradient of the output.
+        inputs_first: the weight is laid out as ``[q, p]`` and not as ``[p, q]``.
+    """
+
+    inputs: Callable[..., Tensor]
+    deltas: Callable[[Tensor], Tensor]
+    inputs_first: bool = False
+
+
+@dataclass(frozen=True)
+class Contribution:
+    r"""What each example adds to the gradient of a weight, :math:`g_i = f(\delta_i, x_i)`.
+
+    Attributes:
+        function: f, from the gradient :math:`\delta` of the output and the operands to ``[M, *weight.shape]``. Some
+            curvatures differentiate what it returns, so it consists of differentiable functions.
+        operands: what :math:`\delta` is multiplied with, with examples in the first dimension as there.
+        sum_of_squares: :math:`\sum_i g_i^2` from the same arguments, where that is cheaper than squares of the
+            gradients. It need not be differentiable.
+        outer: what gradients are made of where they are sums of outer products. It spares others the gradients
+            themselves: Kronecker factors, products between layers, the rows of some examples only.
+        bilinear: whether the output is linear in the operands and linear in the weight, so that both may stand for
+            means. That of an activation function with a learned slope is not.
+    """
+
+    function: Callable[..., Tensor]
+    operands: tuple[Tensor, ...] = ()
+    sum_of_squares: Callable[..., Tensor] | None = None
+    outer: Outer | None = None
+    bilinear: bool = True
+
+    def part(self, rows: slice) -> "Contribution":
+        """Return what some examples add."""
+        return replace(self, operands=tuple(operand[rows] for operand in self.operands))
+
+    def gradients(self, delta: Tensor) -> Tensor:
+        """Return :math:`g_i` of all examples."""
+        return self.function(delta, *self.operands)
+
+    def squares(self, delta: Tensor) -> Tensor:
+        """Return the sum of their squares."""
+        if self.sum_of_squares is not None:
+            return self.sum_of_squares(delta, *self.operands)
+        return self.gradients(delta).square().sum(0)
+
+    def outer_inputs(self, part: slice) -> Tensor:
+        """Return a of some examples, ``[m, T, q]``."""
+        assert self.outer is not None
+        return self.outer.inputs(*self.part(part).operands)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A dimension that counts examples, or several rows of each (tokens of a sentence, windows of a picture).
+
+    Attributes:
+        axis: the dimension.
+        examples: the number of examples.
+        each: rows of each example.
+        innermost: examples vary faster than the rows of one, as in ``[tokens * examples, ...]``.
+    """
+
+    axis: int
+    examples: int
+    each: int = 1
+    innermost: bool = False
+
+    def first(self, x: Tensor) -> Tensor:
+        """Return ``[examples, ...]``; where an example has several rows, these come second."""
+        if self.axis:
+            x = x.movedim(self.axis, 0)
+        if self.each == 1:
+            return x
+        if self.innermost:
+            return x.unflatten(0, (self.each, self.examples)).transpose(0, 1)
+        return x.unflatten(0, (self.examples, self.each))
+
+
+def possible_rows(shape: torch.Size, examples: int) -> Iterator[Rows]:
+    """Give the dimensions of an output that may count examples, the likeliest first."""
+    for axis, size in enumerate(shape):
+        if size == examples:
+            yield Rows(axis, examples)
+    for axis, size in enumerate(shape):
+        if size > examples and size % examples == 0:
+            yield Rows(axis, examples, size // examples)
+            yield Rows(axis, examples, size // examples, innermost=True)
+
+
+def has_rule(function: Callable) -> bool:
+    """Whether a function has a rule, which may still refuse its arguments."""
+    return function in _RULES
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The arguments of a call.
+
+    Attributes:
+        args: by position.
+        kwargs: by name.
+        weights: positions and names of weights.
+    """
+
+    args: tuple
+    kwargs: dict[str, Any]
+    weights: tuple[int | str | None, ...] = ()
+
+    @property
+    def named(self) -> list[tuple[int | str, Any]]:
+        """All of them with their position or name."""
+        return [*enumerate(self.args), *self.kwargs.items()]
+
+    def mapped(self, function: Callable[[Any], Any]) -> "Arguments":
+        """Return the arguments with a function of each that is not a weight."""
+        args = tuple(a if n in self.weights else function(a) for n, a in enumerate(self.args))
+        kwargs = {name: a if name in self.weights else function(a) for name, a in self.kwargs.items()}
+        return Arguments(args, kwargs, self.weights)
+
+
+def contribution(
+    function: Callable, place: int | str, arguments: Arguments, rows: Rows, shape: torch.Size
+) -> Contribution | None:
+    """Return what examples add to the gradient of one argument of a call; None if no rule says so.
+
+    Args:
+        function: what was called.
+        place: position or name of the argument that is the weight.
+        arguments: of the call.
+        rows: where examples are in the output; gradients of it are to come as ``rows.first(delta)``.
+        shape: shape of the output.
+    """
+    if rows == Rows(0, rows.examples):
+        return _by_rule(function, place, arguments)
+    lead = shape[: rows.axis + 1]
+    others = [a for n, a in arguments.named if n not in arguments.weights and isinstance(a, Tensor)]
+    if not any(a.shape[: len(lead)] == lead for a in others):  # nothing of the examples enters
+        return None
+
+    def by_rule(arrange: Callable[[Tensor], Tensor]) -> Contribution | None:
+        arranged = arguments.mapped(
+            lambda a: arrange(a) if isinstance(a, Tensor) and a.shape[: len(lead)] == lead else a
+        )
+        return _by_rule(function, place, arranged)
+
+    found = by_rule(rows.first)
+    if found is not None or rows.each == 1:
+        return found
+    found = by_rule(lambda x: rows.first(x).flatten(0, 1))  # a rule for rows, as of pictures in a film
+    return None if found is None else _of_several_rows(found, rows.each)
+
+
+def _of_several_rows(of_row: Contribution, each: int) -> Contribution:
+    """Add up what the rows of an example contribute."""
+
+    def gradients(delta: Tensor, *operands: Tensor) -> Tensor:
+        flat = (x.flatten(0, 1) for x in (delta, *operands))
+        return of_row.function(*flat).unflatten(0, (-1, each)).sum(1)
+
+    operands = tuple(x.unflatten(0, (-1, each)) for x in of_row.operands)
+    return Contribution(gradients, operands, bilinear=of_row.bilinear)
+
+
+def to_whole_weight(found: Contribution, part: Part) -> Contribution:
+    """Return the contribution to a weight from the contribution to a part of it."""
+    if part.places is None:
+        return found
+    shape, places = part.shape, part.places.flatten()
+
+    def gradients(delta: Tensor, *operands: Tensor) -> Tensor:
+        of_part = found.function(delta, *operands).reshape(len(delta), -1)
+        whole = of_part.new_zeros(len(of_part), shape.numel())
+        return whole.index_copy(1, places.to(whole.device), of_part).reshape(len(of_part), *shape)
+
+    def squares(delta: Tensor, *operands: Tensor) -> Tensor:
+        of_part = replace(found, operands=operands).squares(delta).flatten()
+        whole = of_part.new_zeros(shape.numel())
+        return whole.index_copy(0, places.to(whole.device), of_part).reshape(shape)
+
+    return Contribution(gradients, found.operands, squares, bilinear=found.bilinear)
+
+
+def _by_rule(function: Callable, place: int | str, arguments: Arguments) -> Contribution | None:
+    rule = _RULES.get(function)
+    if rule is None:
+        return None
+    names = _parameters(rule)
+    if len(arguments.args) > len(names) or not arguments.kwargs.keys() <= set(names):
+        return None
+    return rule(names[place] if isinstance(place, int) else place, *arguments.args, **arguments.kwargs)
+
+
+def _parameters(rule: Callable) -> tuple[str, ...]:
+    """Names of the parameters of a rule's torch function."""
+    names = _PARAMETERS.get(rule)
+    if names is None:
+        parameters = list(inspect.signature(rule).parameters.values())[1:]
+        names = tuple(p.name for p in parameters)
+        if parameters and parameters[-1].kind is inspect.Parameter.VAR_POSITIONAL:
+            names = (*names[:-1], *(f"{names[-1]}{k}" for k in range(16)))
+        _PARAMETERS[rule] = names
+    return names
