@@ -4,7 +4,6 @@
 from pyro_dvi.predictive.predict import predict
 from pyro_dvi.predictive.prediction.prediction import Prediction
 from pyro_dvi.predictive.predictor import Predicted, Predictor, predictor
-from pyro_dvi.predictive.rules.calibration import Calibrated, calibrate
 from pyro_dvi.predictive.rules.linearised import Linearised
 from pyro_dvi.predictive.rules.moments import Moments
 from pyro_dvi.predictive.rules.propagation import Independent, Propagation, ReverseDelta
@@ -12,7 +11,6 @@ from pyro_dvi.predictive.rules.rule import AtMean, PredictionRule, Samples
 
 __all__ = [
     "AtMean",
-    "Calibrated",
     "Independent",
     "Linearised",
     "Moments",
@@ -23,7 +21,6 @@ __all__ = [
     "Propagation",
     "ReverseDelta",
     "Samples",
-    "calibrate",
     "predict",
     "predictor",
 ]

@@ -426,12 +426,6 @@ def prediction() -> Call:
     return call
 
 
-@entry("calibrate")
-def calibrate() -> Call:
-    model, guide = posterior()
-    return lambda: dvi.calibrate(model, guide, data()[0], num_samples=5)
-
-
 @entry("Pyro's Predictive")
 def predictive_of_pyro() -> Call:
     model, guide = posterior()

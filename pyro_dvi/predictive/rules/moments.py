@@ -46,7 +46,7 @@ class Moments(PredictionRule):
         num_samples: draws of latents that are transformed to their support (a positive noise scale, say); None passes
             on their moments, and integrates the likelihood over the Gaussian behind them.
         propagation: how variances come through the network: ``Independent()``, as in training, or
-            ``ReverseDelta()``, which keeps covariances, or what :func:`~pyro_dvi.predictive.calibrate` returned.
+            ``ReverseDelta()``, which keeps covariances.
 
     Raises:
         ArgumentError: less than one draw, or links that are no objects of their kind.
@@ -69,8 +69,7 @@ class Moments(PredictionRule):
             object.__setattr__(self, "num_samples", int(self.num_samples))  # of NumPy, say
         check_choice("link", self.link, ClassLink, "SobolSoftmax() or Probit()")
         check_choice("noise", self.noise, NoiseLink, "MomentMatched() or GaussHermite(n)")
-        what = "Independent(), ReverseDelta() or what calibrate returned"
-        check_choice("propagation", self.propagation, Propagation, what)
+        check_choice("propagation", self.propagation, Propagation, "Independent() or ReverseDelta()")
 
     @property
     def num_components(self) -> int:  # type: ignore[override]

@@ -7,13 +7,13 @@ wide the predictions are. A new one is a class with one method, :meth:`Propagati
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 
 from pyro_dvi.curvature.reverse_delta.recorder import ReverseDeltaRecorder
-from pyro_dvi.errors import ArgumentError, UnsupportedError
+from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.expectations.gaussian import event_dim_of
 from pyro_dvi.gaussians.joint_normal import is_joint
 from pyro_dvi.moments import GaussianMoments, observed_by
@@ -84,10 +84,6 @@ class ReverseDelta(Propagation):
     Status: exact for linear models, a first-order approximation with smoothed slopes otherwise. Means are those of
     :class:`Independent`. Inputs count as certain: only the noise of weights is pulled back.
 
-    Args:
-        slopes: the run whose slopes are taken; one of :class:`~pyro_dvi.predictive.Calibrated` smooths
-            with corrected widths.
-
     Cost: one backward pass for each output of an example besides one run with gradients; a pass for each example where
     a function of a weight has no rule for gradients of examples, or rows that are not those of single examples. See
     :mod:`pyro_dvi.curvature.reverse_delta`.
@@ -98,19 +94,12 @@ class ReverseDelta(Propagation):
     """
 
     counts_weights_once: ClassVar[bool] = True
-    slopes: Propagation = field(default_factory=Independent)
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.slopes, Propagation) or isinstance(self.slopes, ReverseDelta):
-            raise ArgumentError(
-                f"slopes must be Independent() or what calibrate returned, not {self.slopes!r}"
-            )
 
     def respond(self, weights: Mapping[str, GaussianMoments], run: Callable[[], Response]) -> Response:
         """Run the model, then replace the variances of the Gaussians that reach the observed site."""
         recorder = ReverseDeltaRecorder(weights)
         with torch.enable_grad(), observed_by(recorder):
-            response = self.slopes.respond(weights, run)
+            response = run()
         part = uncertain_part(response.distribution)
         if part is None:
             return response

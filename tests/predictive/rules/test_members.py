@@ -316,7 +316,6 @@ def test_drawn_weights_of_a_variational_laplace_posterior():
     "look",
     [
         lambda model, guide: dvi.compare_with_sampling(model, guide, X),
-        lambda model, guide: dvi.calibrate(model, guide, (X, Y)),
         lambda model, guide: dvi.signal_to_noise(guide),
     ],
 )

@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ways of propagation in prediction: widths against closed forms and draws of the weights."""
 
-import copy
 import math
-import pickle
 
 import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from pyro.infer.autoguide import AutoDiagonalNormal, AutoMultivariateNormal, AutoNormal
+from pyro.infer.autoguide import AutoDiagonalNormal, AutoNormal
 from torch import nn
 
 from pyro_dvi import (
@@ -21,8 +19,8 @@ from pyro_dvi import (
     regressor,
     to_bayesian_,
 )
-from pyro_dvi.errors import ArgumentError, ModelError, UnsupportedError
-from pyro_dvi.predictive import Calibrated, Independent, Moments, ReverseDelta, calibrate
+from pyro_dvi.errors import ArgumentError, UnsupportedError
+from pyro_dvi.predictive import Independent, Moments, ReverseDelta
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -79,7 +77,7 @@ def test_a_linear_model_is_exact(make_guide):
     assert (ratio < 0.8).any()  # 0.3 h and 0.7 h count as two
 
 
-def test_skip_connections_come_out_as_wide_as_draws_and_slopes_may_be_calibrated():
+def test_skip_connections_come_out_as_wide_as_draws():
     torch.manual_seed(0)
     x, y = torch.randn(20, 3), torch.randn(20, 1)
     model = regressor(to_bayesian_(skip_net()), num_data=20)
@@ -87,12 +85,9 @@ def test_skip_connections_come_out_as_wide_as_draws_and_slopes_may_be_calibrated
     truth = predict(model, guide, x, Samples(2000), seed=1).variance
     noise = predict(model, guide, x, Moments(propagation=ReverseDelta())).variance
     independent = predict(model, guide, x, Moments()).variance
-    both = predict(
-        model, guide, x, Moments(propagation=ReverseDelta(calibrate(model, guide, x, seed=0)))
-    ).variance
-    ratios = [((v - 1) / (truth - 1)).mean().item() for v in (independent, noise, both)]
+    ratios = [((v - 1) / (truth - 1)).mean().item() for v in (independent, noise)]
     # Shared draws: the average ratio has the error of one variance at most, sqrt(2 / 2000) = 3 %.
-    assert abs(ratios[1] - 1) < 0.1 and abs(ratios[2] - 1) < 0.1
+    assert abs(ratios[1] - 1) < 0.1
     assert ratios[0] < 0.8
 
 
@@ -192,76 +187,7 @@ def test_batches_and_gradient_modes_do_not_matter():
     assert all(p.grad is None for p in guide.parameters())
 
 
-# Calibration ------------------------------------------------------------------------------------------------------
-
-
-def test_factors_of_a_linear_model_are_one_within_monte_carlo_error():
-    torch.manual_seed(1)
-    x, y = torch.randn(50, 10), torch.randint(3, (50,))
-    model = classifier(to_bayesian_(nn.Linear(10, 3)), num_data=50)
-    guide = set_up(model, MeanFieldGuide, x, y)
-    calibrated = calibrate(model, guide, x, 1000, seed=0)
-    assert calibrated.uses == (("net.weight, net.bias", "torch.nn.functional.linear"),)
-    # An average of 33 chi-squares of 1,000 draws; 5 standard errors of the independent ones.
-    assert abs(calibrated.factors[0] - 1) < 5 * math.sqrt(2 / 1000 / 33)
-
-
-def test_factors_widen_what_is_too_narrow_and_can_be_kept():
-    torch.manual_seed(0)
-    x, y = torch.randn(30, 3), torch.randn(30, 1)
-    model = regressor(to_bayesian_(skip_net()), num_data=30)
-    guide = set_up(model, MeanFieldGuide, x, y)
-    calibrated = calibrate(model, guide, x, 500, seed=0)
-    assert len(calibrated.factors) == 4
-    assert abs(calibrated.factors[0] - 1) < 0.1 < calibrated.factors[-1] - 1
-    assert calibrated == calibrate(model, guide, x, 500, seed=0)
-    again = pickle.loads(pickle.dumps(calibrated))
-    assert again == calibrated
-    truth = predict(model, guide, x, Samples(1000), seed=1).variance - 1  # of the noise
-    variance = predict(model, guide, x, Moments(propagation=again)).variance - 1
-    assert abs(variance.mean() / truth.mean() - 1) < 0.15
-    assert (predict(model, guide, x, Moments()).variance - 1).mean() / truth.mean() < 0.7
-
-
-def test_calibration_leaves_model_and_random_state_alone():
-    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 1))
-    x, y = torch.randn(8, 3), torch.randn(8, 1)
-    model = regressor(to_bayesian_(net), num_data=8)
-    guide = set_up(model, MeanFieldGuide, x, y)
-    buffers = copy.deepcopy(dict(model.named_buffers()))
-    state = torch.get_rng_state()
-    calibrate(model, guide, x, 3, seed=0)
-    assert torch.equal(state, torch.get_rng_state())
-    assert model.training
-    for name, buffer in model.named_buffers():
-        torch.testing.assert_close(buffer, buffers[name])
-
-
 # Mistakes -----------------------------------------------------------------------------------------------------------
-
-
-def test_a_dependent_guide_is_refused():
-    x, y = torch.randn(6, 3), torch.randn(6)
-    guide = AutoMultivariateNormal(linear_model)
-    guide(x, y)
-    with pytest.raises(UnsupportedError, match="has covariances"):
-        calibrate(linear_model, guide, x)
-
-
-def test_factors_of_another_model_are_refused():
-    x, y = torch.randn(5, 3), torch.randn(5, 1)
-    model = regressor(to_bayesian_(skip_net()), num_data=5)
-    guide = set_up(model, MeanFieldGuide, x, y)
-    for uses, message in (
-        (
-            (("net.9.weight", "torch.nn.functional.linear"),),
-            "uses 'net.0.weight, net.0.bias' in .* 'net.9.weight'",
-        ),
-        ((), "where it used nothing more"),
-        (calibrate(model, guide, x, 2).uses * 2, "uses nothing more where it used 'net.0.weight"),
-    ):
-        with pytest.raises(ModelError, match=message):
-            predict(model, guide, x, Moments(propagation=Calibrated((1.0,) * len(uses), uses)))
 
 
 def test_a_family_whose_constraints_are_known_of_its_objects_only():
@@ -296,14 +222,3 @@ def test_outputs_without_a_row_for_each_example_are_refused():
 def test_propagation_is_an_object(propagation):
     with pytest.raises(ArgumentError, match=r"propagation must be an object such as Independent\(\)"):
         Moments(propagation=propagation)
-
-
-def test_slopes_come_from_a_run_forward():
-    with pytest.raises(ArgumentError, match="slopes must be"):
-        ReverseDelta(ReverseDelta())
-
-
-@pytest.mark.parametrize("count", [1, 0, 2.0, True])
-def test_a_variance_needs_two_draws(count):
-    with pytest.raises(ArgumentError, match="at least 2"):
-        calibrate(linear_model, None, None, count)
