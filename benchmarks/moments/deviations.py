@@ -32,10 +32,10 @@ from benchmarks.shared.tables import provenance, table
 from pyro_dvi import MeanFieldGuide, classifier, to_bayesian_
 from pyro_dvi.curvature.reverse_delta.recorder import ReverseDeltaRecorder
 from pyro_dvi.moments import observed_by
-from pyro_dvi.predictive.engine.batches import Batch
-from pyro_dvi.predictive.engine.run import evaluation_mode, respond
-from pyro_dvi.predictive.posterior import posterior_gaussians
-from pyro_dvi.predictive.rules.propagation import Independent, Propagation, ReverseDelta
+from pyro_dvi.predictive.engine.inputs import Batch
+from pyro_dvi.predictive.engine.model_runs import evaluation_mode, respond
+from pyro_dvi.predictive.engine.posterior_values import posterior_gaussians
+from pyro_dvi.predictive.rules.propagated import Independent, Propagation, ReverseDelta
 from pyro_dvi.runs.moment_run import PosteriorMoments, median
 from pyro_dvi.runs.uncertain import uncertain_likelihoods, uncertain_part
 

@@ -13,11 +13,10 @@ from torch import Tensor
 
 from pyro_dvi.core.devices import forked, seeder
 from pyro_dvi.errors import ModelError, UnsupportedError
-from pyro_dvi.predictive.engine.batches import Batch
-from pyro_dvi.predictive.engine.distributions import possible, tensors_of
-from pyro_dvi.predictive.engine.run import Latents, Respond, Response, respond, sites_at, with_others
-from pyro_dvi.predictive.engine.vectorised import POSSIBLE, ManyDraws, size_of
-from pyro_dvi.predictive.posterior import (
+from pyro_dvi.predictive.engine.distributions import tensors_of
+from pyro_dvi.predictive.engine.inputs import Batch
+from pyro_dvi.predictive.engine.model_runs import Latents, Respond, Response, respond, sites_at, with_others
+from pyro_dvi.predictive.engine.posterior_values import (
     draws_by_itself,
     example_latents,
     first_arguments,
@@ -25,9 +24,9 @@ from pyro_dvi.predictive.posterior import (
     of_member,
     predicted_model,
 )
-from pyro_dvi.predictive.prediction.component import class_log_probabilities
-from pyro_dvi.predictive.rules.members import OfMembers
-from pyro_dvi.predictive.rules.rule import FromDraws, PredictionRule
+from pyro_dvi.predictive.engine.vectorised import POSSIBLE, ManyDraws, possible, size_of
+from pyro_dvi.predictive.predictive_mixture import class_log_probabilities
+from pyro_dvi.predictive.rules.rule import FromDraws, OfMembers, PredictionRule
 from pyro_dvi.training.posterior import TrainedPosterior
 
 KEPT_LATENTS = 2**26  # numbers in all draws, if they are kept for later batches: 256 MiB of float32

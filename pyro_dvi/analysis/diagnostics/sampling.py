@@ -16,10 +16,10 @@ from pyro_dvi.core.devices import device_of
 from pyro_dvi.core.progress import progress_bar
 from pyro_dvi.errors import ModelError
 from pyro_dvi.moments import GaussianMoments
-from pyro_dvi.predictive.engine.batches import batches
-from pyro_dvi.predictive.engine.run import evaluation_mode, respond, seeded
-from pyro_dvi.predictive.posterior import posterior_gaussians
-from pyro_dvi.predictive.rules.propagation import Independent, Propagation
+from pyro_dvi.predictive.engine.inputs import batches
+from pyro_dvi.predictive.engine.model_runs import evaluation_mode, respond, seeded
+from pyro_dvi.predictive.engine.posterior_values import posterior_gaussians
+from pyro_dvi.predictive.rules.propagated import Independent, Propagation
 from pyro_dvi.predictive.rules.rule import Samples
 from pyro_dvi.runs.distributions import Built, arguments_kept, given_to, innermost
 from pyro_dvi.runs.moment_run import PosteriorMoments, median

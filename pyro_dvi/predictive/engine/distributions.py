@@ -51,31 +51,3 @@ def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(_mapped(part, function) for part in value)
     raise TypeError(f"{type(value).__name__} in a distribution")
-
-
-def possible(fn: Any) -> Tensor:
-    """Whether the parameters of a distribution are in their domains, as one truth value, also inside ``vmap``.
-
-    NaN is left to those who look at the numbers, positive definiteness to the Cholesky factorisation.
-    """
-    found = torch.ones((), dtype=torch.bool)
-    if isinstance(fn, td.Uniform):
-        found = (fn.low < fn.high).all()
-    for name, constraint in getattr(fn, "arg_constraints", {}).items():
-        value = vars(fn).get(name)
-        if isinstance(value, Tensor) and not _is_left_out(constraint):
-            found = found & constraint.check(value).all()
-    for name in ("base_dist", "component_distribution", "mixture_distribution"):
-        if (inner := getattr(fn, name, None)) is not None:
-            found = found & possible(inner)
-    return found
-
-
-def _is_left_out(constraint: Any) -> bool:
-    while isinstance(constraint, constraints.independent):
-        constraint = constraint.base_constraint
-    return constraints.is_dependent(constraint) or constraint in (
-        constraints.real,
-        constraints.positive_definite,
-        constraints.positive_semidefinite,
-    )

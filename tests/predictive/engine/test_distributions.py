@@ -5,7 +5,8 @@ import pyro.distributions as dist
 import pytest
 import torch
 
-from pyro_dvi.predictive.engine.distributions import possible, tensors_of, with_tensors
+from pyro_dvi.predictive.engine.distributions import tensors_of, with_tensors
+from pyro_dvi.predictive.engine.vectorised import possible
 
 ZEROS, ONES = torch.zeros(4), torch.ones(4)
 MADE = {

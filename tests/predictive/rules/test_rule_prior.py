@@ -10,7 +10,7 @@ from torch import nn
 from pyro_dvi import regressor, to_bayesian_
 from pyro_dvi.core.devices import seeder
 from pyro_dvi.core.undisturbed import evaluating
-from pyro_dvi.predictive.rules.prior import PriorSamples
+from pyro_dvi.predictive.rules.rule import PriorSamples
 from pyro_dvi.runs.sites import is_latent
 
 X = torch.linspace(-1, 1, 9)[:, None]

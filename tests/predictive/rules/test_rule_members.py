@@ -14,7 +14,7 @@ from torch import nn
 
 import pyro_dvi as dvi
 from pyro_dvi.errors import ArgumentError, DviWarning, GuideError, ModelError
-from pyro_dvi.predictive.rules.members import OfMembers
+from pyro_dvi.predictive.rules.rule import OfMembers
 from pyro_dvi.training import train_ensemble
 
 X = torch.linspace(-1, 1, 24, dtype=torch.float64)[:, None]

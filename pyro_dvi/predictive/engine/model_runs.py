@@ -17,7 +17,7 @@ from pyro_dvi.core.devices import forked
 from pyro_dvi.core.signatures import parameter_names, with_missing
 from pyro_dvi.core.undisturbed import evaluating
 from pyro_dvi.errors import DataError, ModelError
-from pyro_dvi.predictive.engine.batches import Batch
+from pyro_dvi.predictive.engine.inputs import Batch
 from pyro_dvi.runs.response import choose_response, counted, example_axis, responses
 from pyro_dvi.runs.sites import AllRows, SetLatents
 

@@ -10,8 +10,8 @@ import pyro_dvi as dvi
 from pyro_dvi.bayesian import Heteroscedastic, LearnedScale
 from pyro_dvi.links import GaussHermite
 from pyro_dvi.links.noise import Normal
-from pyro_dvi.predictive.engine.run import Response
-from pyro_dvi.predictive.prediction.mixture import Mixture
+from pyro_dvi.predictive.engine.model_runs import Response
+from pyro_dvi.predictive.predictive_mixture import Mixture
 
 X = torch.linspace(-1, 1, 6, dtype=torch.float64).unsqueeze(-1)
 Y = 2 * X.squeeze(-1)

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scores of real-valued predictions against scikit-learn, quadrature and loops; mistakes are refused."""
+r"""The log score against scikit-learn.
+
+Scores of real-valued predictions against scikit-learn, quadrature and loops; mistakes are refused.
+"""
 
 import math
 
@@ -7,10 +10,24 @@ import numpy as np
 import pytest
 import scipy.integrate
 import scipy.stats
-from sklearn.metrics import root_mean_squared_error
+from sklearn.metrics import log_loss, root_mean_squared_error
 
 from pyro_dvi import metrics
 from pyro_dvi.errors import DataError
+from tests.predictive.metrics.examples import problem
+
+
+def test_nll_is_scikit_learns_log_loss_and_has_the_textbook_standard_error():
+    p, y = problem()
+    log_likelihood = np.log(p[np.arange(len(y)), y])
+    score = metrics.nll(log_likelihood)
+    assert score.value == pytest.approx(log_loss(y, p, labels=range(4)), abs=1e-12)
+    assert score.standard_error == pytest.approx(
+        np.std(log_likelihood, ddof=1) / math.sqrt(len(y)), abs=1e-12
+    )
+    assert float(score) == score.value
+    assert math.isnan(metrics.nll([-1.0]).standard_error)
+    assert metrics.nll([-math.inf, -1.0]).value == math.inf
 
 
 def test_rmse_is_scikit_learns():
