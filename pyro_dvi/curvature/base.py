@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from pyro_dvi.curvature.likelihood import Linearisation
 from pyro_dvi.errors import CheckpointError, UnsupportedError
+from pyro_dvi.gaussians.normal_divergence import row_norms
 
 
 @contextmanager
