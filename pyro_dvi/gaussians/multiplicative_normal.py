@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributions import constraints, register_kl
 
 from pyro_dvi.core.choice import check_positive
-from pyro_dvi.core.placement import broadcasts_to
+from pyro_dvi.core.distributions import broadcasts_to
 from pyro_dvi.errors import ArgumentError
 
 

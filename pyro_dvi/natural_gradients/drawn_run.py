@@ -9,12 +9,12 @@ from torch import Tensor
 from torch import distributions as td
 
 from pyro_dvi.core.autograd_graph import enters
+from pyro_dvi.core.distributions import unexpanded
 from pyro_dvi.core.natural_step import NaturalSite, NaturalStep
 from pyro_dvi.curvature.base import sum_of
 from pyro_dvi.curvature.squared_gradients import SquaredGradients
 from pyro_dvi.errors import ModelError
 from pyro_dvi.natural_gradients.rows import Run
-from pyro_dvi.runs.distributions import unexpanded
 from pyro_dvi.runs.divergences import normal_prior, refuse_not_normal
 from pyro_dvi.runs.draws import TrackedDraws
 from pyro_dvi.runs.latents import Latent

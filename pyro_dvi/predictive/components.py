@@ -12,8 +12,8 @@ from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
 from pyro_dvi.core.devices import forked, seeder
+from pyro_dvi.core.distributions import tensors_of
 from pyro_dvi.errors import ModelError, UnsupportedError
-from pyro_dvi.predictive.engine.distributions import tensors_of
 from pyro_dvi.predictive.engine.inputs import Batch
 from pyro_dvi.predictive.engine.model_runs import Latents, Respond, Response, respond, sites_at, with_others
 from pyro_dvi.predictive.engine.posterior_values import (
@@ -240,7 +240,7 @@ def _refuse_unseen(
             torch.manual_seed(1 + last)
             found.append(run(latents)[response.site]["fn"])
     with suppress(TypeError):  # of a distribution that cannot be looked into
-        first, second = map(tensors_of, found)
+        first, second = (tensors_of(fn, strict=True) for fn in found)
         if len(first) == len(second) and all(map(torch.equal, first, second)):
             return
     raise UnsupportedError(

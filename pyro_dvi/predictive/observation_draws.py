@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from pyro_dvi.core.devices import seeder
+from pyro_dvi.core.distributions import tensors_of, with_tensors
 from pyro_dvi.errors import UnsupportedError
-from pyro_dvi.predictive.engine.distributions import tensors_of, with_tensors
 from pyro_dvi.predictive.engine.model_runs import Response
 from pyro_dvi.predictive.predictive_mixture import as_drawn, both_masks, check_events, checked_log_prob
 from pyro_dvi.runs.response import counted
@@ -90,7 +90,7 @@ class ObservationDraws:
             found["mask"] = self._whole(counted(node), fn)
             found["log_prob"] = fn.log_prob(as_drawn(fn, self._scored()))
         # At last: a density may leave further tensors in its distribution.
-        return found | {str(i): tensor for i, tensor in enumerate(tensors_of(fn))}
+        return found | {str(i): tensor for i, tensor in enumerate(tensors_of(fn, strict=True))}
 
     def add_statistics(self, many: Mapping[str, Tensor], count: int) -> None:
         """Add components by what :meth:`statistics` gives for them."""

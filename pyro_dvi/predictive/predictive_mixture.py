@@ -27,11 +27,10 @@ from torch import Tensor
 from torch import distributions as td
 
 from pyro_dvi.core.devices import forked
+from pyro_dvi.core.distributions import tensors_of, untransformed, with_tensors
 from pyro_dvi.errors import DataError, UnsupportedError
 from pyro_dvi.links.mixture import EqualMixture, PointMixture
-from pyro_dvi.predictive.engine.distributions import tensors_of, with_tensors
 from pyro_dvi.predictive.engine.model_runs import Response
-from pyro_dvi.runs.distributions import untransformed
 
 Statistics = dict[str, Tensor]
 
@@ -337,7 +336,7 @@ class Mixture:
         found = statistics(fn, self._scored)
         if self.room <= 0 or "log_probabilities" in found:
             return found
-        return found | {str(i): tensor for i, tensor in enumerate(tensors_of(fn))}
+        return found | {str(i): tensor for i, tensor in enumerate(tensors_of(fn, strict=True))}
 
     def add_statistics(self, many: Mapping[str, Tensor], count: int) -> None:
         """Add ``count`` components by their statistics, stacked in the first dimension."""

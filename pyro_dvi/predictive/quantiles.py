@@ -18,11 +18,11 @@ from torch import Tensor
 from torch import distributions as td
 
 from pyro_dvi.core.devices import accelerators, forked, widest
+from pyro_dvi.core.distributions import untransformed
 from pyro_dvi.errors import ArgumentError
 from pyro_dvi.links.mixture import EqualMixture, PointMixture, distribution_function
 from pyro_dvi.links.noise import ShapedNormal
 from pyro_dvi.predictive.metrics.scoring import mean_distance
-from pyro_dvi.runs.distributions import untransformed
 
 _HALVINGS = 60  # of the bracket, in double precision
 _AT_ONCE = 2**20  # numbers in one tensor

@@ -9,8 +9,8 @@ import torch
 from pyro.distributions.util import scale_and_mask, sum_rightmost
 from torch import Tensor
 
+from pyro_dvi.core.distributions import strip_event_dims
 from pyro_dvi.errors import ModelError, UnsupportedError
-from pyro_dvi.runs.distributions import strip_event_dims
 from pyro_dvi.runs.latents import check_shape, unconstraining_transform
 from pyro_dvi.runs.means import twice_differentiable
 from pyro_dvi.runs.observed import Observed, observed_sites

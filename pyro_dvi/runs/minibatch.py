@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from pyro_dvi.core.batches import rows_cut, tensors_in, with_rows
+from pyro_dvi.core.distributions import untransformed
 from pyro_dvi.core.undisturbed import preserve_buffers
 from pyro_dvi.curvature import ObservedSite
 from pyro_dvi.curvature.likelihood import SliceArguments
 from pyro_dvi.errors import DataError, ModelError, UnsupportedError, warn
-from pyro_dvi.runs.distributions import untransformed
 from pyro_dvi.runs.means import twice_differentiable
 from pyro_dvi.runs.observed import observation, observed_sites
 from pyro_dvi.runs.posterior_run import PosteriorRun

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyro_dvi.core.distributions import untransformed
 from pyro_dvi.curvature import ObservedSite
 from pyro_dvi.curvature.base import sum_of
 from pyro_dvi.errors import DataError, ModelError, PyroDviError
-from pyro_dvi.runs.distributions import untransformed
 from pyro_dvi.runs.explained import AS_A_MODEL
 from pyro_dvi.runs.sites import is_data, is_factor, sites_of, subsampled_share
 

@@ -12,10 +12,10 @@ from pyro.poutine.replay_messenger import ReplayMessenger
 from torch import Tensor
 from torch import distributions as td
 
+from pyro_dvi.core.distributions import strip_event_dims
 from pyro_dvi.core.undisturbed import preserve_buffers
 from pyro_dvi.errors import GuideError
 from pyro_dvi.gaussians.joint_normal import is_joint
-from pyro_dvi.runs.distributions import strip_event_dims
 from pyro_dvi.runs.explained import explained_errors
 from pyro_dvi.runs.latents import GaussianSite, Latent, Marginals, match_latents
 from pyro_dvi.runs.sites import SampleTrace, SetLatents

@@ -18,6 +18,7 @@ from torch import Size, Tensor
 from torch import distributions as td
 from torch.distributions import constraints
 
+from pyro_dvi.core.distributions import innermost, rewrapped, untransformed
 from pyro_dvi.links import mixture
 from pyro_dvi.links.classes import ClassLink
 from pyro_dvi.links.joint import Joint
@@ -25,7 +26,6 @@ from pyro_dvi.links.noise import NoiseLink, ShapedNormal
 from pyro_dvi.links.noise import Normal as NoisyNormal
 from pyro_dvi.links.predictive import predictive_distribution
 from pyro_dvi.moments import GaussianMoments, Link
-from pyro_dvi.runs.distributions import innermost, rewrapped, untransformed
 from pyro_dvi.runs.outputs import Outputs, Parameter
 from pyro_dvi.runs.response import counted
 

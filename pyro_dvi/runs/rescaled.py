@@ -8,8 +8,8 @@ import pyro.distributions as dist
 from pyro.poutine.messenger import Messenger
 from torch import distributions as td
 
+from pyro_dvi.core.distributions import rewrapped, untransformed
 from pyro_dvi.errors import UnsupportedError
-from pyro_dvi.runs.distributions import rewrapped, untransformed
 
 # Distributions of location and scale, with what multiplies their spread.
 _SCALES: dict[type, str] = {

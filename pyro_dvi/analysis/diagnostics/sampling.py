@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from pyro_dvi.analysis.diagnostics.comparison import Comparison, compared
 from pyro_dvi.core.choice import check_choice, check_count
 from pyro_dvi.core.devices import device_of
+from pyro_dvi.core.distributions import Built, arguments_kept, given_to, innermost
 from pyro_dvi.core.progress import progress_bar
 from pyro_dvi.errors import ModelError
 from pyro_dvi.moments import GaussianMoments
@@ -21,7 +22,6 @@ from pyro_dvi.predictive.engine.model_runs import evaluation_mode, respond, seed
 from pyro_dvi.predictive.engine.posterior_values import posterior_gaussians
 from pyro_dvi.predictive.rules.propagated import Independent, Propagation
 from pyro_dvi.predictive.rules.rule import Samples
-from pyro_dvi.runs.distributions import Built, arguments_kept, given_to, innermost
 from pyro_dvi.runs.moment_run import PosteriorMoments, median
 from pyro_dvi.runs.uncertain import uncertain_likelihoods, uncertain_part
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pyro_dvi.core.autograd_graph import function_of, graph_between, graph_of
-from pyro_dvi.core.placement import tensors_of
+from pyro_dvi.core.distributions import tensors_of
 from pyro_dvi.laplace.energy.energy import Energy
 
 TIES = frozenset({"max_pool", "max", "sort"})

@@ -26,9 +26,9 @@ from torch import Tensor
 
 from pyro_dvi.core.choice import check_count
 from pyro_dvi.core.devices import seeder
+from pyro_dvi.core.distributions import tensors_of
 from pyro_dvi.core.signatures import with_missing
 from pyro_dvi.errors import ArgumentError, UnsupportedError
-from pyro_dvi.predictive.engine.distributions import tensors_of
 from pyro_dvi.predictive.engine.model_runs import Latents, Respond, Response, sites_at
 from pyro_dvi.predictive.engine.posterior_values import (
     ignores_inputs,
@@ -300,5 +300,5 @@ def _priors(sites: Mapping[str, Any]) -> dict[str, Tensor]:
     return {
         f"{name}.{i}": tensor
         for name, site in sites.items()
-        for i, tensor in enumerate(tensors_of(site["fn"]))
+        for i, tensor in enumerate(tensors_of(site["fn"], strict=True))
     }

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from pyro_dvi import Samples, predict
+from pyro_dvi.predictive.engine.vectorised import possible
 
 X = torch.randn(6, 2, generator=torch.Generator().manual_seed(0))
 
@@ -152,3 +153,14 @@ def test_impossible_distributions_are_not_averaged(name):
     with warnings.catch_warnings(), pytest.raises(ValueError, match="invalid values|not defined"):
         warnings.simplefilter("ignore")
         predict(model, wide, X, Samples(300), seed=0)
+
+
+def test_what_is_possible():
+    assert possible(dist.Normal(torch.zeros(2), torch.ones(2)))
+    assert possible(dist.MultivariateNormal(torch.zeros(2), torch.eye(2)))
+    assert possible(dist.Categorical(torch.ones(3)))
+    assert not possible(dist.Gamma(torch.tensor(-1.0), 1.0, validate_args=False))
+    flags = torch.vmap(lambda s: possible(dist.Normal(0.0, s, validate_args=False)))(
+        torch.tensor([1.0, -1.0])
+    )
+    assert flags.tolist() == [True, False]

@@ -9,6 +9,7 @@ from pyro.poutine.messenger import Messenger
 from torch import Tensor
 from torch import distributions as td
 
+from pyro_dvi.core.distributions import untransformed
 from pyro_dvi.core.signatures import by_position
 from pyro_dvi.errors import ModelError, UnsupportedError
 from pyro_dvi.laplace.energy.energy import Energy, LocalEnergy, within
@@ -16,7 +17,6 @@ from pyro_dvi.laplace.energy.passes import Arguments
 from pyro_dvi.laplace.energy.query import Query
 from pyro_dvi.laplace.methods.hessian_free.modes import PretrainedMode
 from pyro_dvi.laplace.methods.hessian_free.solvers import OutputTilt, Tilt
-from pyro_dvi.runs.distributions import untransformed
 from pyro_dvi.runs.response import example_axis
 
 

@@ -1,21 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Take a distribution of a run apart: what is wrapped around it, and the arguments that the model built it with."""
+"""Take distributions apart: their wrappers, their tensors, and the arguments that a model built them with."""
 
+import copy
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import pyro.distributions as dist
 import torch
 from pyro.distributions import distribution as pyro_distribution
+from pyro.distributions.torch_distribution import TorchDistributionMixin
 from torch import Tensor
 from torch import distributions as td
+from torch.distributions import constraints
 
 from pyro_dvi.errors import UnsupportedError
 
-# Distributions around another one, which take it as it is.
+D = TypeVar("D", bound=TorchDistributionMixin)
+
+# Wrappers -------------------------------------------------------------------------------------------------------
+
 WRAPPERS = (td.Independent, dist.MaskedDistribution, dist.ExpandedDistribution, td.TransformedDistribution)
 
 
@@ -27,17 +33,14 @@ def strip_event_dims(fn: Any) -> Any:
 
 
 def innermost(fn: Any) -> Any:
-    """Return a distribution without what is wrapped around it.
-
-    A distribution that is a transformed one by its nature (LogNormal, Gumbel) is not taken apart.
-    """
+    """Return a distribution without its wrappers; LogNormal, Gumbel and the like are not taken apart."""
     while isinstance(fn, WRAPPERS) and not _is_named(fn):
         fn = fn.base_dist
     return fn
 
 
 def untransformed(fn: Any) -> Any:
-    """Return a distribution without what leaves values as they are: independence, masks, expansion; not transforms."""
+    """Return a distribution without the wrappers that leave values as they are, which transforms do not."""
     while isinstance(fn, WRAPPERS) and not isinstance(fn, td.TransformedDistribution):
         fn = fn.base_dist
     return fn
@@ -68,12 +71,94 @@ def rewrapped(fn: Any, replace: Callable[[Any], Any], lead: tuple[int, ...] = ()
 
 
 def unexpanded(value: Tensor) -> Tensor:
-    """Leave out what ``expand`` repeats: a prior that all weights share is one number again."""
+    """Return a tensor without the repetitions of ``expand``: a prior that all weights share is one number again."""
     shape = [1 if stride == 0 else size for size, stride in zip(value.shape, value.stride(), strict=True)]
     return value if shape == list(value.shape) else value.as_strided(shape, value.stride())
 
 
-# What the model gave: logits, say, before they are normalised ------------------------------------------------
+# Tensors --------------------------------------------------------------------------------------------------------
+
+
+def tensors_of(fn: Any, *, strict: bool = False) -> list[Tensor]:
+    """Return every tensor in a distribution, also inside its distributions, transforms and constraints.
+
+    Args:
+        fn: any distribution of Pyro or torch.
+        strict: refuse objects that may hide tensors.
+
+    Raises:
+        TypeError: such an object, a function for example.
+    """
+    found: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    _mapped(fn, note, strict)
+    return found
+
+
+def with_tensors(fn: Any, tensors: Iterable[Tensor]) -> Any:
+    """Return a copy of a distribution with other tensors, in the order of :func:`tensors_of`."""
+    given = iter(tensors)
+    return _mapped(fn, lambda _: next(given), strict=True)
+
+
+def placed_like(distribution: D, reference: Tensor) -> D:
+    """Return ``distribution`` on the device and in the floating-point dtype of ``reference``.
+
+    Distributions have no ``to`` method. This copies the object tree (base distributions, mixture components,
+    transforms) with every tensor replaced by the moved one. If all are in place already, the object itself is
+    returned.
+
+    Args:
+        distribution: any distribution of Pyro or torch.
+        reference: the tensor to follow.
+
+    Example:
+        >>> import torch
+        >>> import pyro.distributions as dist
+        >>> placed_like(dist.Normal(0.0, 1.0), torch.zeros(1, dtype=torch.float64)).sample().dtype
+        torch.float64
+    """
+    tensors = tensors_of(distribution)
+    moved = [t.to(reference.device, reference.dtype if t.is_floating_point() else None) for t in tensors]
+    if all(new is old for new, old in zip(moved, tensors, strict=True)):
+        return distribution
+    return copy.deepcopy(distribution, {id(old): new for old, new in zip(tensors, moved, strict=True)})
+
+
+def broadcasts_to(shape: Sequence[int], target: Sequence[int]) -> bool:
+    """Whether a tensor of one shape expands to another."""
+    ends = zip(reversed(shape), reversed(target), strict=False)
+    return len(shape) <= len(target) and all(size in (1, wanted) for size, wanted in ends)
+
+
+_CONSTANT = (type(None), bool, int, float, str, type, torch.Size, torch.dtype, torch.device)
+
+
+def _mapped(value: Any, function: Callable[[Tensor], Tensor], strict: bool) -> Any:
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, _CONSTANT):
+        return value
+    if isinstance(value, (td.Distribution, td.Transform, constraints.Constraint)):
+        made, parts = copy.copy(value), dict(vars(value))
+        if isinstance(value, td.Transform) and not isinstance(value, type(td.ExpTransform().inv)):
+            parts["_inv"] = None  # made of the transform itself when it is asked for
+        vars(made).update({name: _mapped(part, function, strict) for name, part in parts.items()})
+        return made
+    if isinstance(value, dict):
+        return {name: _mapped(part, function, strict) for name, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_mapped(part, function, strict) for part in value)
+    if strict:
+        raise TypeError(f"{type(value).__name__} in a distribution")
+    return value
+
+
+# Arguments that the model gave: logits, say, before they are normalised ----------------------------------------
 
 
 @dataclass(frozen=True)

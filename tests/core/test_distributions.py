@@ -5,8 +5,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 
-from pyro_dvi.predictive.engine.distributions import tensors_of, with_tensors
-from pyro_dvi.predictive.engine.vectorised import possible
+from pyro_dvi.core.distributions import tensors_of, with_tensors
 
 ZEROS, ONES = torch.zeros(4), torch.ones(4)
 MADE = {
@@ -57,15 +56,4 @@ def test_what_may_hide_tensors_is_refused():
             self.mean_of = lambda: loc
 
     with pytest.raises(TypeError, match="function in a distribution"):
-        tensors_of(Own(ZEROS))
-
-
-def test_what_is_possible():
-    assert possible(dist.Normal(torch.zeros(2), torch.ones(2)))
-    assert possible(dist.MultivariateNormal(torch.zeros(2), torch.eye(2)))
-    assert possible(dist.Categorical(torch.ones(3)))
-    assert not possible(dist.Gamma(torch.tensor(-1.0), 1.0, validate_args=False))
-    flags = torch.vmap(lambda s: possible(dist.Normal(0.0, s, validate_args=False)))(
-        torch.tensor([1.0, -1.0])
-    )
-    assert flags.tolist() == [True, False]
+        tensors_of(Own(ZEROS), strict=True)
