@@ -138,11 +138,14 @@ def predict(
         first = next(split)
         check_posterior(model, guide, first.inputs)
         components = Components(model, guide, rule, seed)
+        varies = True  # until a run with the observations takes them as they are
         for batch in progress_bar(progress, unit="batch", label="predict", of=chain([first], split)):
             args, kwargs = batch.whole
             with explained_errors(model, posterior, with_missing(model, args), kwargs):
-                if batch.observed is not None:
-                    batch = check_observation(model, batch, example_latents(guide, batch.inputs), site)
+                if batch.observed is not None and varies:
+                    latents = example_latents(guide, batch.inputs)
+                    batch = check_observation(model, batch, latents, site)
+                    varies = batch.varies
                 mixture = Mixture(batch.observed, batch.num_rows, batch.mask, room=room)
                 components.read(mixture, batch, site)
             room = mixture.room

@@ -28,7 +28,7 @@ from torch import distributions as td
 
 from pyro_dvi.core.devices import forked
 from pyro_dvi.core.distributions import tensors_of, untransformed, with_tensors
-from pyro_dvi.errors import DataError, UnsupportedError
+from pyro_dvi.errors import DataError, ModelError, UnsupportedError
 from pyro_dvi.links.mixture import EqualMixture, PointMixture
 from pyro_dvi.predictive.engine.model_runs import Response
 
@@ -77,6 +77,13 @@ def class_log_probabilities(fn: Any) -> Tensor | None:
     if isinstance(base, (td.Categorical, td.OneHotCategorical)):
         return torch.log_softmax(base.logits, -1)
     return None
+
+
+def _form(response: Response) -> tuple[str, tuple[int, ...]]:
+    """Return the site and the shape of its numbers or class probabilities."""
+    fn = response.distribution
+    classes = class_log_probabilities(fn)
+    return response.site, tuple(fn.batch_shape + fn.event_shape if classes is None else classes.shape)
 
 
 def checked_log_prob(fn: Any, values: Tensor, site: str) -> Tensor:
@@ -322,6 +329,12 @@ class Mixture:
             if self.observed is not None:
                 self._scored = filled(self.observed, self.mask, fn)
                 check_events(fn, self.mask, response.site)
+        elif _form(response) != _form(self.last):
+            raise ModelError(
+                f"members of the ensemble predict unlike things: the first {_form(self.last)}, another "
+                f"{_form(response)}, site and shape of its numbers or class probabilities. Choose a site that all "
+                "models have by site="
+            )
         self.last = response
         if self._scored is not None:
             checked_log_prob(fn, self._scored, response.site)

@@ -372,7 +372,6 @@ RULES = {
     "AtMean": dvi.AtMean(),
     "Samples": dvi.Samples(3),
     "Moments": dvi.Moments(),
-    "Moments, drawn": dvi.Moments(num_samples=2),
     "ReverseDelta": dvi.Moments(propagation=dvi.ReverseDelta()),
 }
 

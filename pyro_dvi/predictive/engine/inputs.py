@@ -28,6 +28,7 @@ class Batch:
         start: place of the first of them in the whole data.
         complete: positional and named arguments of a call in which the model sees the observations.
         mask: which observed values the model lets count, of the shape of one draw; None if all.
+        varies: whether the model masks or reshapes the observation, and so may do something else in another batch.
     """
 
     inputs: tuple[Any, ...]
@@ -36,27 +37,12 @@ class Batch:
     start: int
     complete: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
     mask: Tensor | None = None
+    varies: bool = True
 
     @property
     def whole(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments of a call in which the model sees the observations, if there are any."""
         return (self.inputs, {}) if self.observed is None else self.complete
-
-    def agrees_with(self, first: Mapping[int | str, Any], names: Sequence[str]) -> bool:
-        """Whether inputs are the same as in another call, as far as both have rows and arguments.
-
-        Args:
-            first: arguments of that call, by place or name.
-            names: of the model's arguments.
-        """
-        return all(
-            torch.equal(mine[: len(other)], other[: len(mine)].to(mine))
-            for i, value in enumerate(self.inputs)
-            for mine, other in zip(
-                tensors_in(value), tensors_in(first.get(i, first.get(names[i]))), strict=False
-            )
-            if mine.dim() and other.dim()
-        )
 
 
 def batches(

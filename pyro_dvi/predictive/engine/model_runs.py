@@ -4,9 +4,9 @@
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any, TypeVar
 
+import pyro.distributions as dist
 import torch
 from pyro import poutine
 from pyro.poutine.condition_messenger import ConditionMessenger
@@ -14,7 +14,8 @@ from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
 from pyro_dvi.core.devices import forked
-from pyro_dvi.core.signatures import parameter_names, with_missing
+from pyro_dvi.core.distributions import WRAPPERS
+from pyro_dvi.core.signatures import with_missing
 from pyro_dvi.core.undisturbed import evaluating
 from pyro_dvi.errors import DataError, ModelError
 from pyro_dvi.predictive.engine.inputs import Batch
@@ -56,7 +57,6 @@ def respond(
     batch: Batch,
     latents: Latents,
     site: str | None = None,
-    learnt_for: Mapping[int | str, Any] = MappingProxyType({}),
 ) -> Response:
     """Run ``model`` on a batch with its latent sites at ``latents`` and return its response.
 
@@ -65,12 +65,11 @@ def respond(
         batch: its arguments.
         latents: values by site.
         site: observed site, where there are several.
-        learnt_for: arguments, by place or name, of the examples that local latents belong to; empty if unknown.
 
     Raises:
         ModelError: the model has no response, several, or none of the name ``site``.
-        DataError: the response does not have a row for each example, or a latent site has one for each example of
-            other data than this batch.
+        DataError: the response does not have a row for each example, or a latent site has one for each of other
+            examples.
     """
     nodes = observed_run(model, replace(batch, observed=None), latents)
     names = responses(nodes, latents)
@@ -79,11 +78,8 @@ def respond(
     axis = example_axis(name, node, batch.num_rows)
     plates = {f.name for f in node["cond_indep_stack"] if f.vectorized and f.dim == axis}
     for latent in nodes.keys() & latents.keys():
-        if plates & {f.name for f in nodes[latent]["cond_indep_stack"]}:
-            if batch.start > 0:
-                raise _local(latent, f"and these are examples {batch.start} and later")
-            if not batch.agrees_with(learnt_for, parameter_names(model, len(batch.inputs))):
-                raise _local(latent, "learnt for others than these, which the guide has not seen")
+        if batch.start > 0 and plates & {f.name for f in nodes[latent]["cond_indep_stack"]}:
+            raise _local(latent, f"and these are examples {batch.start} and later")
     drawn = tuple(other for other in names[: names.index(name)] if not nodes[other]["is_observed"])
     return Response(name, node["fn"], node["value"], node["is_observed"], axis, counted(node), drawn)
 
@@ -121,11 +117,11 @@ def with_others(run: Callable[[Latents], T], others: Latents) -> Callable[[Laten
 
 
 def check_observation(model: Callable[..., Any], batch: Batch, latents: Latents, site: str | None) -> Batch:
-    """Make sure that the site to predict observes what the batch holds as its observation.
+    """Check that the site to predict observes the observation of the batch.
 
     Returns:
-        The batch with its observation in the shape that the site gives it: ``[N]`` of ``[N, 1]``, say; and with the
-        mask that the model puts on it.
+        The batch with its observation in the shape of the site, as ``[N]`` for ``[N, 1]``, and with the mask that the
+        model puts on it.
 
     Raises:
         DataError: it observes nothing, or other values, when the model is given the observation.
@@ -143,7 +139,16 @@ def check_observation(model: Callable[..., Any], batch: Batch, latents: Latents,
             "observes by observed=..., or the site by site=...; an observation that the model transforms is scored by "
             "predicting from inputs alone and metrics(transformed)"
         )
-    return replace(batch, observed=batch.observed.reshape(value.shape), mask=counted(node))
+    varies = _has_mask(node) or value.shape != batch.observed.shape
+    return replace(batch, observed=batch.observed.reshape(value.shape), mask=counted(node), varies=varies)
+
+
+def _has_mask(node: Any) -> bool:
+    """Return whether a site has a mask, even one that leaves nothing out."""
+    fn, found = node["fn"], node["mask"] is not None and node["mask"] is not True
+    while isinstance(fn, WRAPPERS):
+        found, fn = found or isinstance(fn, dist.MaskedDistribution), fn.base_dist
+    return found
 
 
 def observed_run(model: Callable[..., Any], batch: Batch, latents: Latents) -> Mapping[str, Any]:

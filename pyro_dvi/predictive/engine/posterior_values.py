@@ -191,17 +191,12 @@ def draws_by_itself(guide: Any) -> bool:
 
 
 def ignores_inputs(guide: Any) -> bool:
-    """Whether a guide is automatic, with no function in it that may look at the inputs."""
-    return isinstance(guide, AutoGuide) and not any(isinstance(m, AutoCallable) for m in guide.modules())
-
-
-def first_arguments(guide: Any) -> Mapping[int | str, Any]:
-    """Return the arguments, by place or name, for which a guide has learnt the latents of single examples.
-
-    They are those of its first look at the model. Empty for guides that may compute such latents from their inputs.
-    """
-    seen: Any = guide.prototype_trace.nodes["_INPUT"] if ignores_inputs(guide) else {}
-    return {**dict(enumerate(seen.get("args", ()))), **seen.get("kwargs", {})}
+    """Whether a guide is automatic, of Pyro or this library, with no function in it that may look at the inputs."""
+    if not isinstance(guide, AutoGuide):
+        return False
+    parts = [part for part in guide.modules() if isinstance(part, AutoGuide)]
+    own = all(type(part).__module__.partition(".")[0] in ("pyro", "pyro_dvi") for part in parts)
+    return own and not any(isinstance(part, AutoCallable) for part in parts)
 
 
 def _arguments(guide: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""How the variances of a prediction come from those of the weights.
+"""Prediction by moment propagation: one pass, no draws.
 
-Propagation is a choice of :class:`~pyro_dvi.predictive.rules.propagated.Moments`: what it takes as independent decides how
-wide the predictions are. A new one is a class with one method, :meth:`Propagation.respond`.
-
-Prediction by moment propagation: one pass, no draws.
+The propagation is a choice of :class:`Moments`: which quantities it takes as independent decides how wide predictions
+are. A new one is a class with one method, :meth:`Propagation.respond`.
 """
 
 from abc import ABC, abstractmethod
@@ -17,8 +15,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from pyro_dvi.core.choice import check_choice, check_count
-from pyro_dvi.core.devices import reseeded
+from pyro_dvi.core.choice import check_choice
 from pyro_dvi.curvature.reverse_delta.recorder import ReverseDeltaRecorder
 from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.expectations.gaussian import event_dim_of
@@ -31,7 +28,7 @@ from pyro_dvi.predictive.engine.model_runs import Respond, Response
 from pyro_dvi.predictive.engine.posterior_values import posterior_gaussians
 from pyro_dvi.predictive.rules.rule import PredictionRule
 from pyro_dvi.runs.latents import Marginals
-from pyro_dvi.runs.moment_run import PosteriorMoments, propagated, reparameterised
+from pyro_dvi.runs.moment_run import PosteriorMoments, propagated
 from pyro_dvi.runs.predictive_of_outputs import as_pyro
 from pyro_dvi.runs.uncertain import (
     UncertainDistribution,
@@ -185,13 +182,11 @@ class Moments(PredictionRule):
             :mod:`pyro_dvi.links`.
         noise: from an uncertain noise scale to a predictive: ``MomentMatched()``, a Normal, or ``GaussHermite(n)``, a
             mixture that keeps the heavier tails and is the sharper of the two.
-        num_samples: draws of latents that are transformed to their support (a positive noise scale, say); None passes
-            on their moments, and integrates the likelihood over the Gaussian behind them.
         propagation: how variances come through the network: ``Independent()``, as in training, or
             ``ReverseDelta()``, which keeps covariances.
 
     Raises:
-        ArgumentError: less than one draw, or links that are no objects of their kind.
+        ArgumentError: ``link``, ``noise`` or ``propagation`` is no object of its kind.
         GuideError: the guide is not a factorised Gaussian.
         UnsupportedError: a function or distribution of the model has no rule.
 
@@ -200,28 +195,20 @@ class Moments(PredictionRule):
 
     link: ClassLink = field(default_factory=SobolSoftmax)
     noise: NoiseLink = field(default_factory=MomentMatched)
-    num_samples: int | None = None
     propagation: Propagation = field(default_factory=Independent)
 
+    num_components = 1
     tells_noise_apart = False
 
     def __post_init__(self) -> None:
-        if self.num_samples is not None:
-            check_count("num_samples", self.num_samples)
-            object.__setattr__(self, "num_samples", int(self.num_samples))  # of NumPy, say
         check_choice("link", self.link, ClassLink, "SobolSoftmax() or Probit()")
         check_choice("noise", self.noise, NoiseLink, "MomentMatched() or GaussHermite(n)")
         check_choice("propagation", self.propagation, Propagation, "Independent() or ReverseDelta()")
 
-    @property
-    def num_components(self) -> int:  # type: ignore[override]
-        """One, or as many as draws of what cannot be propagated."""
-        return self.num_samples or 1
-
     def components(
         self, guide: Callable[..., Any], inputs: tuple[Any, ...], respond: Respond
     ) -> Iterator[Response]:
-        """Give the one component, or one for each draw of what cannot be propagated."""
+        """Give the one component."""
         centre, marginals = posterior_gaussians(guide, inputs)
         self.propagation.check(marginals)
 
@@ -231,13 +218,10 @@ class Moments(PredictionRule):
                 predictive_distribution(family, parameters, link=self.link, noise=self.noise, joint=joint)
             )
 
-        stand_in = propagated if self.num_samples is None else reparameterised
-        # A seed for each draw, as in Samples: how many numbers the model draws at its observed site is then no matter.
-        for _ in reseeded(self.num_components):
-            weights = PosteriorMoments(marginals, stand_in)
-            known = _LOOKED_AT.get(id(guide)) is guide or self.propagation.counts_weights_once
-            recorder = nullcontext if known else warned_of_repeated_uses
-            _LOOKED_AT[id(guide)] = guide
-            with uncertain_likelihoods(), weights, recorder(weights.given):
-                response = self.propagation.respond(weights.given, partial(respond, centre))
-            yield replace(response, distribution=predictive_of(response.distribution, predictive))
+        weights = PosteriorMoments(marginals, propagated)
+        known = _LOOKED_AT.get(id(guide)) is guide or self.propagation.counts_weights_once
+        recorder = nullcontext if known else warned_of_repeated_uses
+        _LOOKED_AT[id(guide)] = guide
+        with uncertain_likelihoods(), weights, recorder(weights.given):
+            response = self.propagation.respond(weights.given, partial(respond, centre))
+        yield replace(response, distribution=predictive_of(response.distribution, predictive))

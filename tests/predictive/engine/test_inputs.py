@@ -20,7 +20,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from pyro_dvi import AtMean, MeanFieldGuide, Moments, Samples, predict
+from pyro_dvi import AtMean, Samples, predict
 from pyro_dvi.errors import ArgumentError, DataError, GuideError
 
 X = torch.linspace(-1, 1, 10)
@@ -176,7 +176,6 @@ def test_whole_numbers_of_numpy():
     prediction = predict(model, guide, X, Samples(np.int64(3)), batch_size=np.int64(4))
     assert prediction.method.num_components == 3
     assert predict(model, guide, X, AtMean()).sample(np.int32(2)).shape == (2, 10)
-    assert Moments(num_samples=np.int64(3)) == Moments(num_samples=3)
 
 
 Pair = namedtuple("Pair", ["left", "right"])  # noqa: PYI024 (as collate functions make them)
@@ -230,19 +229,3 @@ def test_latents_that_are_computed_from_the_inputs_are_predicted_batch_by_batch(
         predict(local, amortised, X, AtMean(), batch_size=5)
     for part in (X[:5], X[5:]):
         torch.testing.assert_close(predict(local, amortised, part, AtMean()).mean, 2 * part)
-
-
-def test_draws_of_moments_do_not_depend_on_the_batch_size():
-    def noisy(x, y=None):
-        w = pyro.sample("w", dist.Normal(0.0, 1.0))
-        noise = pyro.sample("noise", dist.LogNormal(0.0, 1.0))
-        with pyro.plate("data", len(x)):
-            return pyro.sample("obs", dist.Normal(w * x, noise), obs=y)
-
-    posterior = MeanFieldGuide(noisy)
-    posterior(X, X)
-    rule = Moments(num_samples=4)
-    whole = predict(noisy, posterior, (X, X), rule, seed=0)
-    parts = predict(noisy, posterior, (X, X), rule, seed=0, batch_size=3)
-    torch.testing.assert_close(parts.variance, whole.variance)
-    torch.testing.assert_close(parts.log_likelihood(), whole.log_likelihood())

@@ -11,7 +11,7 @@ import torch
 from pyro import poutine
 from pyro.infer.autoguide import AutoGuideList, AutoNormal
 
-from pyro_dvi import AtMean, LaplaceGuide, MeanFieldGuide, Samples, predict, to_arviz
+from pyro_dvi import AtMean, MeanFieldGuide, Samples, predict, to_arviz
 from pyro_dvi.errors import ArgumentError, DataError, GuideError
 from tests.analysis.inference_data.reading import values
 
@@ -145,24 +145,6 @@ def test_examples_of_a_second_batch_do_not_get_the_latents_of_the_first():
     guide(X[:10], X[:10])
     with pytest.raises(DataError, match=r"\['z'\].*examples 10 and later"):
         predict(local_without_size, guide, (X, X), batch_size=10)
-
-
-@pytest.mark.parametrize("method", [AtMean(), Samples(3)])
-@pytest.mark.parametrize("score", [predict, to_arviz])
-@pytest.mark.parametrize("make", [AutoNormal, MeanFieldGuide, LaplaceGuide])
-@pytest.mark.parametrize("model", [local, local_without_size])
-def test_latents_of_single_examples_are_not_those_of_other_data_of_equal_length(model, make, score, method):
-    if make is LaplaceGuide and method != AtMean():
-        pytest.skip("a LaplaceGuide without a Gaussian has no draws")
-    guide = make(model)
-    guide(X, X)
-    for other in (X + 0.5, (X + 0.5, X), X.flip(0)):
-        with pytest.raises(DataError, match=r"\['z'\] have a value for each example.*has not seen"):
-            score(model, guide, other, method=method)
-    for same in (X.clone(), (X.double().float(), X + 1), [(X, X)]):
-        assert score(model, guide, same, method=method) is not None
-    with pytest.raises(DataError, match=r"\['z'\] have a value for each example.*has not seen"):
-        to_arviz(model, guide, (X, X), method=method, predictions=X + 0.5)
 
 
 def test_latents_of_a_guide_that_was_set_up_on_the_first_examples_are_those_of_all():
