@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""The scores of a prediction, by the kind of what is predicted.
-
-What is known of each example as a table, and as labelled arrays.
-"""
+"""Scores of a prediction by the kind of site, and its tables for pandas and xarray."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING

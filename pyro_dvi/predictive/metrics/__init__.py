@@ -14,7 +14,6 @@ from pyro_dvi.predictive.metrics.classification import (
     adaptive_calibration_error,
     brier,
     expected_calibration_error,
-    mutual_information,
     predictive_entropy,
     reliability_table,
 )
@@ -25,13 +24,11 @@ from pyro_dvi.predictive.metrics.ranking import (
     error_at_rejection,
     fpr_at_tpr,
     rejection_curve,
-    trapezoidal_aumrc,
 )
 from pyro_dvi.predictive.metrics.scoring import (
     Estimate,
     coverage,
     crps_gaussian,
-    crps_samples,
     interval_width,
     nll,
     rmse,
@@ -48,16 +45,13 @@ __all__ = [
     "brier",
     "coverage",
     "crps_gaussian",
-    "crps_samples",
     "error_at_rejection",
     "expected_calibration_error",
     "fpr_at_tpr",
     "interval_width",
-    "mutual_information",
     "nll",
     "predictive_entropy",
     "rejection_curve",
     "reliability_table",
     "rmse",
-    "trapezoidal_aumrc",
 ]

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Whether the uncertain predictions are the wrong ones.
-
-Whether strange inputs are noticed: uncertainty of familiar against that of foreign examples.
-"""
+"""Scores of uncertainties that rank examples: rejection curves, and detection of out-of-distribution examples."""
 
 import math
 from dataclasses import dataclass
@@ -86,7 +83,7 @@ def aumrc(probabilities: Any, labels: Any, uncertainty: Any = None) -> float:
             = \frac1n \sum_{k=1}^{n} \frac1k \sum_{i=1}^{k} e_i,
 
     with the curve and the :math:`e_i` of :func:`rejection_curve`. Read from the other end it is the area under the
-    risk-coverage curve, AURC. :func:`trapezoidal_aumrc` is the area below the straight lines between the points.
+    risk-coverage curve, AURC.
     For uncertainties that say nothing it is near the error of all examples; ranking by who is right gives about half
     the square of that error.
 
@@ -109,20 +106,6 @@ def aumrc(probabilities: Any, labels: Any, uncertainty: Any = None) -> float:
         0.25
     """
     return float(rejection_curve(probabilities, labels, uncertainty).error[:-1].mean())
-
-
-def trapezoidal_aumrc(probabilities: Any, labels: Any, uncertainty: Any = None) -> float:
-    r"""Area below the straight lines between the points of the misclassification-rejection curve.
-
-    It is less than the area of steps, :func:`aumrc`, by the error of all n examples divided by 2 n. Arguments, returns
-    and raises as there.
-
-    Example:
-        >>> trapezoidal_aumrc([[0.9, 0.1], [0.6, 0.4]], [0, 1])
-        0.125
-    """
-    curve = rejection_curve(probabilities, labels, uncertainty)
-    return float(torch.trapezoid(curve.error, curve.rejected))
 
 
 def error_at_rejection(probabilities: Any, labels: Any, rejected: float, uncertainty: Any = None) -> float:

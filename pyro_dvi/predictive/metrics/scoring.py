@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""How likely the observations were.
-
-Numbers: errors, intervals, and the score of whole distributions.
-"""
+"""Scores of densities, means, intervals and distributions of numbers."""
 
 import math
 from dataclasses import dataclass
@@ -181,45 +178,6 @@ def mean_distance(distance: Tensor, scale: Tensor) -> Tensor:
     z = distance / scale.clamp_min(torch.finfo(scale.dtype).tiny)
     density = math.sqrt(2 / math.pi) * torch.exp(-0.5 * z.square())
     return scale * density + distance * torch.erf(z / math.sqrt(2))
-
-
-def crps_samples(draws: Any, observed: Any) -> float:
-    r"""Continuous ranked probability score of the empirical distribution of draws; 0 is perfect.
-
-    .. math::
-        \mathrm{CRPS} = \frac1n \sum_i \Bigl[\frac1S \sum_s |x_{is} - y_i|
-            - \frac1{2S^2} \sum_{s,t} |x_{is} - x_{it}|\Bigr]
-
-    Status: exact for the empirical distribution. As an estimate of the score of the distribution that the draws come
-    from it is too high by :math:`\mathrm{E}|x - x'| / 2S`.
-
-    Args:
-        draws: S draws for each observation, ``[S, ...]``.
-        observed: observed values, ``[...]``.
-
-    Returns:
-        A number in units of the observation.
-
-    Raises:
-        DataError: shapes that do not belong together, no values, or NaN.
-
-    Source: Gneiting & Raftery (2007), Eq. 21, with the sign turned.
-
-    Example:
-        >>> crps_samples([[0.0], [2.0]], [1.0])
-        0.5
-    """
-    x, y = numbers(draws, "draws"), numbers(observed, "observed")
-    if x.shape[1:] != y.shape:
-        raise DataError(
-            f"draws of shape {tuple(x.shape)} belong to observations of shape {tuple(x.shape[1:])}, not "
-            f"{tuple(y.shape)}: draws are counted in the first dimension"
-        )
-    count = len(x)
-    ordered = x.sort(0).values
-    ranks = torch.arange(count, dtype=x.dtype).reshape(-1, *[1] * y.dim())
-    spread = ((2 * ranks + 1 - count) * ordered).sum(0) / count**2  # half the mean absolute difference
-    return float(((x - y).abs().mean(0) - spread).mean())
 
 
 def _interval(lower: Any, upper: Any, observed: Any) -> tuple[Tensor, ...]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Rules of prediction: which latent values stand for the posterior.
+r"""Rules of prediction: the latent values that stand for the posterior.
 
 A rule turns a posterior :math:`q` into an equally weighted mixture of predictive distributions,
 
@@ -8,10 +8,6 @@ A rule turns a posterior :math:`q` into an equally weighted mixture of predictiv
 
 and streams its components, so that :func:`~pyro_dvi.predict` can accumulate them in constant memory. A new rule is a
 class with one method, :meth:`PredictionRule.components`.
-
-Prediction by the members of an ensemble, each by its own rule.
-
-Draws from the prior of a model.
 """
 
 from abc import ABC, abstractmethod
