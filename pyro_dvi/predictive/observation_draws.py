@@ -11,8 +11,8 @@ from torch import Tensor
 from pyro_dvi.core.devices import seeder
 from pyro_dvi.core.distributions import tensors_of, with_tensors
 from pyro_dvi.errors import UnsupportedError
+from pyro_dvi.predictive.batch_prediction import as_drawn, both_masks, check_events, checked_log_prob
 from pyro_dvi.predictive.engine.model_runs import Response
-from pyro_dvi.predictive.predictive_mixture import as_drawn, both_masks, check_events, checked_log_prob
 from pyro_dvi.runs.response import counted
 
 

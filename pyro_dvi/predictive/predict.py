@@ -16,12 +16,13 @@ from pyro_dvi.core.progress import progress_bar
 from pyro_dvi.core.signatures import with_missing
 from pyro_dvi.errors import ArgumentError, GuideError, warn
 from pyro_dvi.moment_propagation.multiplicative_noise import MultiplicativeNoiseGuide
+from pyro_dvi.predictive.batch_prediction import Part
 from pyro_dvi.predictive.components import Components
 from pyro_dvi.predictive.engine.inputs import Batch, batches, keeps_order
 from pyro_dvi.predictive.engine.model_runs import check_observation, evaluation_mode, observed_run, seeded
 from pyro_dvi.predictive.engine.posterior_values import check_posterior, example_latents, members_of
 from pyro_dvi.predictive.prediction import Prediction
-from pyro_dvi.predictive.predictive_mixture import Mixture, Part
+from pyro_dvi.predictive.predictive_mixture import Mixture
 from pyro_dvi.predictive.rules.linearised import Linearised
 from pyro_dvi.predictive.rules.propagated import Moments
 from pyro_dvi.predictive.rules.rule import AtMean, OfMembers, PredictionRule, Samples

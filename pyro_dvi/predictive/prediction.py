@@ -13,9 +13,9 @@ from pyro_dvi.core.choice import check_count
 from pyro_dvi.core.table import InNotebook
 from pyro_dvi.errors import DataError, UnsupportedError
 from pyro_dvi.predictive import prediction_summaries as scores
+from pyro_dvi.predictive.batch_prediction import Part, of_distributions
 from pyro_dvi.predictive.engine.model_runs import seeded
 from pyro_dvi.predictive.prediction_summaries import dataframe, dataset
-from pyro_dvi.predictive.predictive_mixture import Part, of_distributions
 from pyro_dvi.predictive.quantiles import crps, probabilities, quantile
 from pyro_dvi.predictive.rules.rule import PredictionRule
 

@@ -1,21 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Check the parameters of a distribution.
+"""Run a model with many draws at a time: the same numbers as a loop over them, in less time.
 
-What one more run of a model tells on it: whether it draws, keeps things, and how large its tensors are.
-
-Run a model with many draws at a time: the same numbers as a loop over them, in less time.
-
-The first draw has run the model with every check. The others need only the numbers that somebody reads off it, so that
+The first draw has run the model with every check. The others need only the statistics that a reader asks for, so that
 
 - a run ends at the sites that are read, and neither records nor draws anything there;
-- one run serves a chunk of draws by ``torch.vmap``, where the model lets itself be run so.
+- one run serves a chunk of draws by ``torch.vmap``, where the model allows it.
 
 Kernels of convolutions are an exception: ``vmap`` makes them one convolution of many groups, which a CPU computes more
-slowly than one kernel after the other. They go one by one, laid out with their channels last.
+slowly than one kernel after the other. They run one by one, laid out with their channels last.
 
-Whatever does not work this way is left to the plain loop, whose errors say what is wrong: models that draw random
-numbers, that keep values in their modules, whose control flow depends on values, whose results are not finite or whose
-distributions are impossible. The first draw is run in the new way as well, and must give the same numbers.
+The plain loop, whose errors name the mistake, runs all other models: those that draw random numbers, keep values in
+their modules, branch on values, or give results that are not finite or distributions that are impossible. A probe finds
+the first two in one more run of the first draw, which must give the same numbers again.
 """
 
 import pickle
