@@ -29,11 +29,13 @@ from pyro_dvi.laplace import (
     KroneckerFactored,
     PosteriorSamples,
 )
-from pyro_dvi.predictive.metrics.calibration import expected_calibration_error
-from pyro_dvi.predictive.metrics.classification import accuracy
-from pyro_dvi.predictive.metrics.detection import auroc
-from pyro_dvi.predictive.metrics.entropy import predictive_entropy
-from pyro_dvi.predictive.metrics.likelihood import nll
+from pyro_dvi.predictive.metrics.classification import (
+    accuracy,
+    expected_calibration_error,
+    predictive_entropy,
+)
+from pyro_dvi.predictive.metrics.ranking import auroc
+from pyro_dvi.predictive.metrics.scoring import nll
 
 NUM_TRAIN, NUM_VALIDATION, BATCH_SIZE, EPOCHS = 1000, 297, 250, 200
 DECADES, GRID = (-2, 4), 13  # of the prior precision, for validation

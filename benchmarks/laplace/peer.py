@@ -28,10 +28,9 @@ from benchmarks.shared.memory import peak_growth
 from benchmarks.shared.networks import lenet, mlp
 from pyro_dvi.bayesian import classifier, to_bayesian_
 from pyro_dvi.laplace import Accept, ByEvidence, ByValidation, Dense, Diagonal, KroneckerFactored
-from pyro_dvi.predictive.metrics.calibration import expected_calibration_error
-from pyro_dvi.predictive.metrics.detection import auroc
-from pyro_dvi.predictive.metrics.entropy import predictive_entropy
-from pyro_dvi.predictive.metrics.likelihood import nll
+from pyro_dvi.predictive.metrics.classification import expected_calibration_error, predictive_entropy
+from pyro_dvi.predictive.metrics.ranking import auroc
+from pyro_dvi.predictive.metrics.scoring import nll
 
 BATCH_SIZE, NUM_VALIDATION, NUM_TEST, NUM_QUERIES, NUM_COMPARED = 250, 150, 250, 200, 50
 DECADES, GRID = (-1, 5), 7  # of the prior precision, for validation

@@ -32,11 +32,10 @@ from benchmarks.shared.tables import provenance, table
 from pyro_dvi import MeanFieldGuide, classifier, to_bayesian_
 from pyro_dvi.curvature.reverse_delta import ReverseDeltaRecorder
 from pyro_dvi.moments.dispatch import observed_by
-from pyro_dvi.predictive.engine.batches import Batch
-from pyro_dvi.predictive.engine.run import evaluation_mode, respond
-from pyro_dvi.predictive.posterior import posterior_gaussians
-from pyro_dvi.predictive.rules.calibration import calibrate
-from pyro_dvi.predictive.rules.propagation import Independent, Propagation, ReverseDelta
+from pyro_dvi.predictive.engine.inputs import Batch
+from pyro_dvi.predictive.engine.model_runs import evaluation_mode, respond
+from pyro_dvi.predictive.engine.posterior_values import posterior_gaussians
+from pyro_dvi.predictive.rules.propagated import Independent, Propagation, ReverseDelta
 from pyro_dvi.runs.posterior_run import PosteriorMoments, median
 from pyro_dvi.runs.uncertain import uncertain_likelihoods, uncertain_part
 
@@ -195,7 +194,7 @@ def plan(rows: list[Row], budget: Budget) -> list[Settings]:
 def run(settings: Settings, data_dir: str | None) -> Row:
     """Compare every way of propagation with draws, on one network."""
     torch.set_default_dtype(torch.float64)
-    case, seed = settings["case"], settings["seed"]
+    case = settings["case"]
     make, shape, epochs, noise, num_examples, share = CASES[case]
     draws = round(share * settings["draws"])
     x, y = digits(shape)
@@ -217,13 +216,7 @@ def run(settings: Settings, data_dir: str | None) -> Row:
     truth_mean, truth_variance = sampled(net, scales, inputs, draws)
     sd = truth_variance.sqrt()
     propagated = Propagated(model, guide, inputs)
-    calibrated = calibrate(model, guide, inputs, 32, seed=seed)
-    ways: dict[str, Propagation] = {
-        "independent": Independent(),
-        "reverse delta": ReverseDelta(),
-        "calibrated": calibrated,
-        "reverse delta, calibrated slopes": ReverseDelta(calibrated),
-    }
+    ways: dict[str, Propagation] = {"independent": Independent(), "reverse delta": ReverseDelta()}
     times: dict[str, list[float]] = {name: [] for name in (*ways, "one")}
     began = time.perf_counter()
     for k in range(100 * ROUNDS):
@@ -255,7 +248,6 @@ def run(settings: Settings, data_dir: str | None) -> Row:
                 "mean_error": ((logits.loc.detach() - truth_mean).abs() / sd).mean().item(),
                 "cost": cost[name],
                 "cost_of_one": cost["one"] if name == "reverse delta" else None,
-                "factors": list(calibrated.factors) if name == "calibrated" else None,
             }
         )
     return {"drawn": draws, "examples": num_examples, "noise": noise, "ways": rows}

@@ -24,7 +24,7 @@ from pyro.nn.module import PyroModule, PyroParam, PyroSample, _PyroModuleMeta
 from pyro.poutine.runtime import am_i_wrapped, get_plates
 from torch import Tensor, nn
 
-from pyro_dvi.core.placement import placed_like
+from pyro_dvi.core.distributions import placed_like
 from pyro_dvi.errors import ModelError, UnsupportedError
 
 

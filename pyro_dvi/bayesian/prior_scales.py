@@ -18,7 +18,7 @@ from torch.distributions import constraints
 from pyro_dvi.bayesian.converted import ScaleMixturePrior, SitePrior, buffer_name, set_attribute
 from pyro_dvi.bayesian.priors import FixedScale, Prior, check_no_gradient, described, positive
 from pyro_dvi.bayesian.selection import Candidate
-from pyro_dvi.core.placement import placed_like
+from pyro_dvi.core.distributions import placed_like
 from pyro_dvi.errors import ArgumentError, ModelError
 
 Unit = float | Callable[[str, Tensor], float]

@@ -22,7 +22,7 @@ from torch.distributions import Distribution
 
 from pyro_dvi.bayesian.converted import DistributionPrior, SitePrior
 from pyro_dvi.bayesian.selection import Candidate, suggestion
-from pyro_dvi.core.placement import broadcasts_to, placed_like, tensors_of
+from pyro_dvi.core.distributions import broadcasts_to, placed_like, tensors_of
 from pyro_dvi.errors import ArgumentError, ModelError
 
 PriorLike = Any

@@ -16,7 +16,7 @@ from torch import distributions as td
 from torch.distributions import constraints, register_kl
 
 from pyro_dvi.core.arguments import check_positive
-from pyro_dvi.core.placement import broadcasts_to
+from pyro_dvi.core.distributions import broadcasts_to
 from pyro_dvi.errors import ArgumentError
 
 

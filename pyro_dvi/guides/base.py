@@ -17,11 +17,10 @@ from pyro.ops.tensor_utils import periodic_repeat
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_dvi.core.placement import broadcasts_to
+from pyro_dvi.core.distributions import broadcasts_to, strip_event_dims
 from pyro_dvi.core.undisturbed import preserve_buffers
 from pyro_dvi.errors import ArgumentError, GuideError, ModelError, PyroDviError, warn
 from pyro_dvi.guides.factors import Factor, GuideSite, Store, complete_loaded
-from pyro_dvi.runs.distributions import strip_event_dims
 from pyro_dvi.runs.explained import AS_A_MODEL, explained_errors
 from pyro_dvi.runs.latents import unconstraining_transform
 from pyro_dvi.runs.posterior_prior import PosteriorPrior, posterior_prior

@@ -2,17 +2,14 @@
 """Predictions of a trained model: at the posterior mean, or averaged over draws."""
 
 from pyro_dvi.predictive.predict import predict
-from pyro_dvi.predictive.prediction.prediction import Prediction
+from pyro_dvi.predictive.prediction import Prediction
 from pyro_dvi.predictive.predictor import Predicted, Predictor, predictor
-from pyro_dvi.predictive.rules.calibration import Calibrated, calibrate
 from pyro_dvi.predictive.rules.linearised import Linearised
-from pyro_dvi.predictive.rules.moments import Moments
-from pyro_dvi.predictive.rules.propagation import Independent, Propagation, ReverseDelta
+from pyro_dvi.predictive.rules.propagated import Independent, Moments, Propagation, ReverseDelta
 from pyro_dvi.predictive.rules.rule import AtMean, PredictionRule, Samples
 
 __all__ = [
     "AtMean",
-    "Calibrated",
     "Independent",
     "Linearised",
     "Moments",
@@ -23,7 +20,6 @@ __all__ = [
     "Propagation",
     "ReverseDelta",
     "Samples",
-    "calibrate",
     "predict",
     "predictor",
 ]

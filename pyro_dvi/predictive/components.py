@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run a model with the latent values of a rule, batch after batch, for whoever reads its distributions."""
+"""Run a model with the latent values of a rule, batch after batch, and pass its distributions to a reader."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -11,23 +11,19 @@ import torch
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
+from pyro_dvi.core.distributions import tensors_of
 from pyro_dvi.core.undisturbed import forked, seeder
-from pyro_dvi.errors import ModelError, UnsupportedError
-from pyro_dvi.predictive.engine.batches import Batch
-from pyro_dvi.predictive.engine.distributions import possible, tensors_of
-from pyro_dvi.predictive.engine.run import Latents, Respond, Response, respond, sites_at, with_others
-from pyro_dvi.predictive.engine.vectorised import POSSIBLE, ManyDraws, size_of
-from pyro_dvi.predictive.posterior import (
-    draws_by_itself,
+from pyro_dvi.errors import UnsupportedError
+from pyro_dvi.predictive.engine.inputs import Batch
+from pyro_dvi.predictive.engine.model_runs import Latents, Respond, Response, respond, sites_at, with_others
+from pyro_dvi.predictive.engine.posterior_values import (
     example_latents,
-    first_arguments,
     members_of,
     of_member,
     predicted_model,
 )
-from pyro_dvi.predictive.prediction.component import class_log_probabilities
-from pyro_dvi.predictive.rules.members import OfMembers
-from pyro_dvi.predictive.rules.rule import FromDraws, PredictionRule
+from pyro_dvi.predictive.engine.vectorised import POSSIBLE, ManyDraws, possible, size_of
+from pyro_dvi.predictive.rules.rule import FromDraws, OfMembers, PredictionRule
 from pyro_dvi.training.ensemble import TrainedPosterior
 
 KEPT_LATENTS = 2**26  # numbers in all draws, if they are kept for later batches: 256 MiB of float32
@@ -35,13 +31,13 @@ NOTHING: Latents = MappingProxyType({})
 
 
 class Reader(Protocol):
-    """Takes the predictive distributions of one batch: the first by itself and with every check, others in chunks."""
+    """Takes the predictive distributions of one batch: the first by itself with every check, the others in chunks."""
 
     def add(self, response: Response) -> None:
         """Add one component."""
 
     def statistics(self, node: Any) -> dict[str, Tensor]:
-        """Return what is wanted of a component, from its site in a run without checks; ``vmap`` may compute it."""
+        """Return statistics of a component from its site in a run without checks; ``vmap`` may compute them."""
 
     def add_statistics(self, many: Mapping[str, Tensor], count: int) -> None:
         """Add ``count`` components by their statistics, stacked in the first dimension."""
@@ -50,20 +46,19 @@ class Reader(Protocol):
 class Components:
     """The predictive distributions of a model by a rule, for one batch after the other.
 
-    Those of a rule that draws come from few runs of the model, see :mod:`~pyro_dvi.predictive.engine.vectorised`. Draws
-    that do not look at the inputs serve all batches, unless they take too much memory. An ensemble has those of one
+    A rule that draws needs few runs of the model, see :mod:`~pyro_dvi.predictive.engine.vectorised`. Draws that do not
+    depend on the inputs serve all batches, unless they take too much memory. An ensemble has the components of one
     member after the other, each of its own model.
 
     Args:
         model: the Pyro model.
         guide: its posterior.
-        rule: which latent values stand for it.
+        rule: the latent values that stand for it.
         seed: of the draws, the same for every batch.
     """
 
     def __init__(self, model: Callable[..., Any], guide: Any, rule: PredictionRule, seed: int) -> None:
         self._model, self._guide, self._rule, self._seed = predicted_model(guide, model), guide, rule, seed
-        self._learnt_for = first_arguments(guide)
         self._members: list[tuple[TrainedPosterior, Components]] = []
         if isinstance(rule, OfMembers):
             generator = torch.Generator().manual_seed(seed)
@@ -75,7 +70,7 @@ class Components:
 
     @property
     def count(self) -> int:
-        """How many there are for a batch."""
+        """Number of components of a batch."""
         return self._rule.num_components
 
     def read(self, reader: Reader, batch: Batch, site: str | None, others: Latents = NOTHING) -> None:
@@ -88,22 +83,19 @@ class Components:
             others: values of further observed sites.
 
         Raises:
-            UnsupportedError: one draw of a site that is neither latent nor observed would decide the prediction.
+            UnsupportedError: the prediction depends on a site that is neither latent nor observed.
         """
-        alike = _Alike(reader)
         for member, own in self._members:
             with member.in_store():
-                own.read(alike, batch, site, others)
+                own.read(reader, batch, site, others)
         if self._members:
             return
-        plain = partial(respond, self._model, batch, site=site, learnt_for=self._learnt_for)
-        run = with_others(plain, others)
+        run = with_others(partial(respond, self._model, batch, site=site), others)
         if isinstance(self._rule, FromDraws):
             self._read_draws(reader, batch, site, run, others)
             return
         seeder()(self._seed)
-        components = self._rule.components(self._guide, batch.inputs, run)
-        for k, response in enumerate(components):
+        for k, response in enumerate(self._rule.components(self._guide, batch.inputs, run)):
             if k == 0 and response.drawn and not self._rule.averages_draws:
                 again = with_others(sites_at(self._model, batch.inputs, {}, [response.site]), others)
                 latents = example_latents(self._guide, batch.inputs)
@@ -111,34 +103,28 @@ class Components:
             reader.add(response)
 
     def draws(self, inputs: tuple[Any, ...], way: ManyDraws | None = None) -> Iterator[Latents]:
-        """Give the draws for a batch: those of the first batch again where they cannot be others.
+        """Give the draws for a batch.
 
         Args:
             inputs: of the batch.
-            way: how the model is run with them, which is known after the first at the latest. In a plain loop they are
-                drawn one by one, since each seeds the numbers that the model draws itself.
+            way: how the model is run with them. In a plain loop they are drawn one by one, since each seeds the random
+                numbers of the model.
         """
         if self._members:
             yield from self._of_members(inputs)
             return
-        assert isinstance(self._rule, FromDraws), "the rule draws"
-        if self._kept and draws_by_itself(self._guide):
+        if self._kept:
             yield from self._kept
             return
+        assert isinstance(self._rule, FromDraws), "the rule draws"
         draws = self._anew(inputs)
         first = next(draws)
         yield first
-        if self._kept and first.keys() == self._kept[0].keys() != set() and _equal(first, self._kept[0]):
-            yield from self._kept[1:]
-        elif (
-            (way is None or not way.is_plain)
-            and self._rule.repeats(self._guide)
-            and self.count * size_of(first) <= KEPT_LATENTS
-        ):
+        is_plain = way is not None and way.is_plain
+        if not is_plain and self._rule.repeats(self._guide) and self.count * size_of(first) <= KEPT_LATENTS:
             self._kept = [first, *draws]
-            yield from self._kept[1:]
-        else:
-            yield from draws
+            draws = iter(self._kept[1:])
+        yield from draws
 
     def _of_members(self, inputs: tuple[Any, ...]) -> Iterator[Latents]:
         first: Latents = {}
@@ -184,75 +170,38 @@ class Components:
                 reader.add(run(latents))
 
 
-class _Alike:
-    """Passes the components of an ensemble on to a reader, and refuses those that do not mix.
-
-    Args:
-        reader: takes them.
-    """
-
-    def __init__(self, reader: Reader) -> None:
-        self._reader = reader
-        self._first: tuple[str, tuple[int, ...]] | None = None
-
-    def statistics(self, node: Any) -> dict[str, Tensor]:
-        return self._reader.statistics(node)
-
-    def add_statistics(self, many: Mapping[str, Tensor], count: int) -> None:
-        self._reader.add_statistics(many, count)
-
-    def add(self, response: Response) -> None:
-        fn = response.distribution
-        classes = class_log_probabilities(fn)
-        shape = fn.batch_shape + fn.event_shape if classes is None else classes.shape
-        form = response.site, tuple(shape)
-        self._first = self._first or form
-        if form != self._first:
-            raise ModelError(
-                f"members of the ensemble predict unlike things: the first {self._first}, another {form}, site and "
-                "shape of its numbers or class probabilities. Choose a site that all models have by site="
-            )
-        self._reader.add(response)
-
-
-def _equal(first: Latents, second: Latents) -> bool:
-    """Whether two draws are the same, by one comparison on their device."""
-    one, other = (torch.cat([latents[name].flatten() for name in first]) for latents in (first, second))
-    return torch.equal(one, other)
-
-
 def _refuse_unseen(
     response: Response, run: Callable[[Latents], Mapping[str, Any]], latents: Latents, rule: str
 ) -> None:
-    """Refuse a prediction that one draw of such a site would decide.
+    """Refuse a prediction whose distribution changes with the draws of sites that are neither latent nor observed.
 
     Args:
         response: of a run of the model.
         run: gives the site in a run with latent values.
-        latents: values to look at the model with.
+        latents: values to run the model with.
         rule: name of the rule that predicts, for the error.
 
     Raises:
-        UnsupportedError: with the same latent values and other draws of these sites, the distribution is another.
+        UnsupportedError: it changes.
     """
     found = []
     for last in (False, True):
         with forked(*(value.device for value in latents.values())), _Elsewhere(response.drawn, last):
             torch.manual_seed(1 + last)
             found.append(run(latents)[response.site]["fn"])
-    with suppress(TypeError):  # of a distribution that cannot be looked into
-        first, second = map(tensors_of, found)
+    with suppress(TypeError):  # a distribution that may hide tensors
+        first, second = (tensors_of(fn, strict=True) for fn in found)
         if len(first) == len(second) and all(map(torch.equal, first, second)):
             return
     raise UnsupportedError(
-        f"site {response.site!r} depends on sites {list(response.drawn)}, which are neither in the guide nor observed, "
-        f"so that the model draws them: {rule}() would take one draw for the truth. Predict with Samples(n), which "
-        "averages over them, or let the model take their values from the data"
+        f"site {response.site!r} depends on sites {list(response.drawn)}, which are neither in the guide nor observed: "
+        f"{rule}() would predict from one draw of them. Predict with Samples(n), which averages over their draws, or "
+        "let the model take their values from the data"
     )
 
 
 class _Elsewhere(Messenger):
-    """Take the first or the last possible value of discrete sites, which two draws might have in common."""
+    """Set discrete sites to their first or last possible value, since two draws of them may coincide."""
 
     def __init__(self, sites: tuple[str, ...], last: bool) -> None:
         super().__init__()

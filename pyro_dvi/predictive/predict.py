@@ -15,16 +15,15 @@ from pyro_dvi.core.progress import progress_bar
 from pyro_dvi.core.undisturbed import device_of
 from pyro_dvi.errors import ArgumentError, GuideError, warn
 from pyro_dvi.moment_propagation.multiplicative_noise import MultiplicativeNoiseGuide
+from pyro_dvi.predictive.batch_prediction import Part
 from pyro_dvi.predictive.components import Components
-from pyro_dvi.predictive.engine.batches import Batch, batches, keeps_order
-from pyro_dvi.predictive.engine.run import check_observation, evaluation_mode, observed_run, seeded
-from pyro_dvi.predictive.posterior import check_posterior, example_latents, members_of
-from pyro_dvi.predictive.prediction.mixture import Mixture
-from pyro_dvi.predictive.prediction.part import Part
-from pyro_dvi.predictive.prediction.prediction import Prediction
-from pyro_dvi.predictive.rules.members import OfMembers
-from pyro_dvi.predictive.rules.moments import Moments
-from pyro_dvi.predictive.rules.rule import AtMean, PredictionRule, Samples
+from pyro_dvi.predictive.engine.inputs import Batch, batches, keeps_order
+from pyro_dvi.predictive.engine.model_runs import check_observation, evaluation_mode, observed_run, seeded
+from pyro_dvi.predictive.engine.posterior_values import check_posterior, example_latents, members_of
+from pyro_dvi.predictive.prediction import Prediction
+from pyro_dvi.predictive.predictive_mixture import Mixture
+from pyro_dvi.predictive.rules.propagated import Moments
+from pyro_dvi.predictive.rules.rule import AtMean, OfMembers, PredictionRule, Samples
 from pyro_dvi.runs.explained import explained_errors
 from pyro_dvi.runs.sites import responses
 from pyro_dvi.runs.trained_for import trained_for
@@ -137,11 +136,14 @@ def predict(
         first = next(split)
         check_posterior(model, guide, first.inputs)
         components = Components(model, guide, rule, seed)
+        varies = True  # until a run with the observations takes them as they are
         for batch in progress_bar(progress, unit="batch", label="predict", of=chain([first], split)):
             args, kwargs = batch.whole
             with explained_errors(model, posterior, with_missing(model, args), kwargs):
-                if batch.observed is not None:
-                    batch = check_observation(model, batch, example_latents(guide, batch.inputs), site)
+                if batch.observed is not None and varies:
+                    latents = example_latents(guide, batch.inputs)
+                    batch = check_observation(model, batch, latents, site)
+                    varies = batch.varies
                 mixture = Mixture(batch.observed, batch.num_rows, batch.mask, room=room)
                 components.read(mixture, batch, site)
             room = mixture.room

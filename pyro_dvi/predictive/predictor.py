@@ -14,14 +14,13 @@ from torch import Tensor, fx, nn
 from pyro_dvi.core.recording import Function, recorded, rows_of
 from pyro_dvi.core.undisturbed import device_of, seeder
 from pyro_dvi.errors import DataError, UnsupportedError
-from pyro_dvi.predictive.engine.batches import batches
-from pyro_dvi.predictive.engine.probe import agrees
-from pyro_dvi.predictive.engine.run import Latents, Response, evaluation_mode, seeded, sites_at
-from pyro_dvi.predictive.engine.vectorised import ManyDraws
-from pyro_dvi.predictive.posterior import predicted_model
+from pyro_dvi.predictive.batch_prediction import statistics
+from pyro_dvi.predictive.engine.inputs import batches
+from pyro_dvi.predictive.engine.model_runs import Latents, Response, evaluation_mode, seeded, sites_at
+from pyro_dvi.predictive.engine.posterior_values import predicted_model
+from pyro_dvi.predictive.engine.vectorised import ManyDraws, agrees
 from pyro_dvi.predictive.predict import predict
-from pyro_dvi.predictive.prediction.component import statistics
-from pyro_dvi.predictive.prediction.mixture import Mixture
+from pyro_dvi.predictive.predictive_mixture import Mixture
 from pyro_dvi.predictive.rules.rule import FromDraws, PredictionRule
 from pyro_dvi.runs.explained import bad_values
 

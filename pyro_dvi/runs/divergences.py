@@ -18,6 +18,7 @@ from pyro.distributions.util import scale_and_mask, sum_rightmost
 from torch import Tensor
 from torch import distributions as td
 
+from pyro_dvi.core.distributions import strip_event_dims
 from pyro_dvi.curvature.base import sum_of
 from pyro_dvi.errors import DataError, ModelError
 from pyro_dvi.gaussians.normal_divergence import (
@@ -26,7 +27,6 @@ from pyro_dvi.gaussians.normal_divergence import (
     normal_divergence,
 )
 from pyro_dvi.gaussians.normals import MultiplicativeNormal, total_correlation
-from pyro_dvi.runs.distributions import strip_event_dims
 from pyro_dvi.runs.latents import GaussianSite, Latent, elementary
 
 _NODES = 32

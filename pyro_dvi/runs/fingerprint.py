@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.distributions import Distribution, Transform
 
 from pyro_dvi.core.batches import arguments, is_strided, mapped, rows_cut
+from pyro_dvi.core.distributions import unexpanded
 from pyro_dvi.core.undisturbed import device_of, evaluating, undisturbed
-from pyro_dvi.runs.distributions import unexpanded
 from pyro_dvi.runs.posterior_run import PosteriorMeans
 from pyro_dvi.runs.sites import core, is_latent
 

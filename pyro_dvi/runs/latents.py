@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch import distributions as td
 from torch.distributions import biject_to, constraints
 
+from pyro_dvi.core.distributions import strip_event_dims
 from pyro_dvi.errors import GuideError, ModelError
 from pyro_dvi.gaussians.normals import is_joint, shared_factor
 from pyro_dvi.moments.shared_noise import SharedNoise
-from pyro_dvi.runs.distributions import strip_event_dims
 from pyro_dvi.runs.sites import is_latent, sites_of
 
 

@@ -12,8 +12,8 @@ from pyro.poutine.messenger import Messenger
 from torch import Tensor
 from torch import distributions as td
 
+from pyro_dvi.core.distributions import rewrapped, strip_event_dims, untransformed
 from pyro_dvi.errors import ModelError, UnsupportedError
-from pyro_dvi.runs.distributions import rewrapped, strip_event_dims, untransformed
 from pyro_dvi.runs.latents import check_shape, not_in_guide, unconstraining_transform
 from pyro_dvi.runs.observed import Observed, observed_sites
 from pyro_dvi.runs.posterior_run import twice_differentiable

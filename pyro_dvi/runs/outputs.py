@@ -16,9 +16,9 @@ from torch import Tensor
 from torch import distributions as td
 from torch.distributions import constraints
 
+from pyro_dvi.core.distributions import Built, arguments_kept, given_to, innermost, rewrapped
 from pyro_dvi.errors import DataError, ModelError, NonFiniteError, UnsupportedError
 from pyro_dvi.expectations.expectation import without_checks
-from pyro_dvi.runs.distributions import Built, arguments_kept, given_to, innermost, rewrapped
 from pyro_dvi.runs.latents import unconstraining_transform
 from pyro_dvi.runs.log_joint import AtUnconstrained
 from pyro_dvi.runs.posterior_run import twice_differentiable

@@ -12,8 +12,8 @@ from pyro.poutine.messenger import Messenger
 from torch import Tensor, nn
 from torch import distributions as td
 
+from pyro_dvi.core.distributions import strip_event_dims
 from pyro_dvi.errors import ArgumentError, ModelError, UnsupportedError
-from pyro_dvi.runs.distributions import strip_event_dims
 from pyro_dvi.runs.latents import is_real
 from pyro_dvi.runs.sites import sites_named
 

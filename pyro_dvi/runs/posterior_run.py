@@ -14,6 +14,7 @@ from torch import distributions as td
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import _named_member_accessor as accessor
 
+from pyro_dvi.core.distributions import strip_event_dims
 from pyro_dvi.core.undisturbed import preserve_buffers
 from pyro_dvi.errors import GuideError
 from pyro_dvi.gaussians.normals import MultiplicativeNormal, is_joint
@@ -22,7 +23,6 @@ from pyro_dvi.moments.bilinear import MultiplicativeMoments
 from pyro_dvi.moments.quadrature import through_link
 from pyro_dvi.moments.shared_noise import JointMoments, joint_noise_followed
 from pyro_dvi.moments.value import Link
-from pyro_dvi.runs.distributions import strip_event_dims
 from pyro_dvi.runs.explained import explained_errors
 from pyro_dvi.runs.latents import GaussianSite, Latent, Marginals, elementary, match_latents
 from pyro_dvi.runs.sites import SampleTrace, SetLatents

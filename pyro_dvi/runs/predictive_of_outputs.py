@@ -18,6 +18,7 @@ from torch import Size, Tensor
 from torch import distributions as td
 from torch.distributions import constraints
 
+from pyro_dvi.core.distributions import innermost, rewrapped, untransformed
 from pyro_dvi.links import noise_links
 from pyro_dvi.links.class_links import ClassLink
 from pyro_dvi.links.families import Joint, predictive_distribution
@@ -25,7 +26,6 @@ from pyro_dvi.links.noise_links import NoiseLink, ShapedNormal
 from pyro_dvi.links.noise_links import Normal as NoisyNormal
 from pyro_dvi.moments import GaussianMoments
 from pyro_dvi.moments.value import Link
-from pyro_dvi.runs.distributions import innermost, rewrapped, untransformed
 from pyro_dvi.runs.outputs import Outputs, Parameter
 from pyro_dvi.runs.sites import counted
 

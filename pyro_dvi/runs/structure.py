@@ -16,11 +16,10 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from pyro_dvi.core.autograd_graph import enters, function_of, graph_of
-from pyro_dvi.core.placement import tensors_of
+from pyro_dvi.core.distributions import strip_event_dims, tensors_of
 from pyro_dvi.core.undisturbed import undisturbed
 from pyro_dvi.errors import GuideError, ModelError, PyroDviError, warn
 from pyro_dvi.gaussians.normals import is_joint
-from pyro_dvi.runs.distributions import strip_event_dims
 from pyro_dvi.runs.latents import GaussianSite, Latent, unconstraining_transform
 from pyro_dvi.runs.observed import observed_sites
 from pyro_dvi.runs.posterior_run import Call, PosteriorRun, run_at_means

@@ -17,10 +17,10 @@ from pyro.poutine.messenger import Messenger
 from torch import Tensor
 from torch import distributions as td
 
+from pyro_dvi.core.distributions import WRAPPERS, arguments_of, building_by, innermost, rewrapped
 from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.expectations import LogitEstimator, expected_log_prob
 from pyro_dvi.moments import GaussianMoments
-from pyro_dvi.runs.distributions import WRAPPERS, arguments_of, building_by, innermost, rewrapped
 
 Predictive = Callable[[type, Mapping[str, Any]], Any]
 

@@ -9,9 +9,9 @@ from pyro.infer import TraceMeanField_ELBO
 from torch import Tensor
 from torch.distributions import kl_divergence
 
+from pyro_dvi.core.distributions import strip_event_dims
 from pyro_dvi.errors import ArgumentError
 from pyro_dvi.gaussians.normals import MultiplicativeNormal
-from pyro_dvi.runs.distributions import strip_event_dims
 from pyro_dvi.runs.divergences import kl_to_priors
 from pyro_dvi.runs.latents import GaussianSite, Latent
 

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pyro_dvi.core.distributions import strip_event_dims
 from pyro_dvi.gaussians.normals import MultiplicativeNormal
 from pyro_dvi.moment_propagation.multiplicative_noise import MultiplicativeNoiseGuide
-from pyro_dvi.runs.distributions import strip_event_dims
 
 X = torch.randn(6, 3, generator=torch.Generator().manual_seed(0))
 Y = X.sum(1)

@@ -13,13 +13,13 @@ from pyro.poutine.messenger import Messenger
 from torch import Tensor, nn
 
 import pyro_dvi as dvi
+from pyro_dvi.core.distributions import strip_event_dims
 from pyro_dvi.errors import ArgumentError
 from pyro_dvi.gaussians.normals import MultiplicativeNormal
 from pyro_dvi.guides import Deterministic, MeanField
 from pyro_dvi.moment_propagation.multiplicative_noise import MultiplicativeNoiseGuide
 from pyro_dvi.moments import GaussianMoments
 from pyro_dvi.moments.bilinear import MultiplicativeMoments
-from pyro_dvi.runs.distributions import strip_event_dims
 from pyro_dvi.variational_laplace.taylor import TaylorELBO
 from tests.guides.noise import ALPHA_0, X, Y, functional, kinds, noise_shapes, started
 

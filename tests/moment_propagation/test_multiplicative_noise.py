@@ -16,12 +16,12 @@ from pyro.infer.autoguide import AutoGuideList, AutoNormal, init_to_value
 from torch import Tensor, nn
 
 import pyro_dvi as dvi
+from pyro_dvi.core.distributions import strip_event_dims
 from pyro_dvi.curvature import GGNDiagonal
 from pyro_dvi.errors import ArgumentError, CheckpointError, GuideError, ModelError
 from pyro_dvi.gaussians.normal_divergence import multiplicative_divergence
 from pyro_dvi.guides import Deterministic, MeanField, PerSite, SGDStepSize
 from pyro_dvi.moment_propagation.multiplicative_noise import MultiplicativeNoiseGuide
-from pyro_dvi.runs.distributions import strip_event_dims
 from pyro_dvi.variational_laplace.taylor import TaylorELBO
 from tests.guides.networks import Net
 from tests.guides.noise import ALPHA_0, X, Y, functional, kinds, noise_shapes, started

@@ -25,11 +25,11 @@ from torch import Tensor
 from torch.distributions import constraints
 
 import pyro_dvi as dvi
+from pyro_dvi.core.distributions import strip_event_dims
 from pyro_dvi.curvature import GGNDiagonal
 from pyro_dvi.errors import ModelError
 from pyro_dvi.guides import MeanFieldGuide
 from pyro_dvi.natural_gradients.pyro_optimizers import VOGN
-from pyro_dvi.runs.distributions import strip_event_dims
 from pyro_dvi.runs.divergences import kl_to_priors
 from pyro_dvi.runs.latents import unconstraining_transform
 from pyro_dvi.runs.posterior_run import Call, PosteriorMeans, run_at_means

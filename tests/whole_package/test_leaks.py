@@ -371,7 +371,6 @@ RULES = {
     "AtMean": dvi.AtMean(),
     "Samples": dvi.Samples(3),
     "Moments": dvi.Moments(),
-    "Moments, drawn": dvi.Moments(num_samples=2),
     "ReverseDelta": dvi.Moments(propagation=dvi.ReverseDelta()),
 }
 
@@ -423,12 +422,6 @@ def prediction() -> Call:
         found.log_likelihood(), found.to_dataframe(), found.to_xarray(), found.draws
 
     return call
-
-
-@entry("calibrate")
-def calibrate() -> Call:
-    model, guide = posterior()
-    return lambda: dvi.calibrate(model, guide, data()[0], num_samples=5)
 
 
 @entry("Pyro's Predictive")

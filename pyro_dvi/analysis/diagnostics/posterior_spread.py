@@ -22,12 +22,12 @@ from torch import Tensor
 from torch import distributions as td
 
 from pyro_dvi.core.batches import arguments
+from pyro_dvi.core.distributions import strip_event_dims
 from pyro_dvi.core.undisturbed import device_of, undisturbed
 from pyro_dvi.errors import GuideError
 from pyro_dvi.guides.base import FactorisedGuide
-from pyro_dvi.predictive.engine.run import AtValues, evaluation_mode
-from pyro_dvi.predictive.posterior import check_is_set_up, predicted_model
-from pyro_dvi.runs.distributions import strip_event_dims
+from pyro_dvi.predictive.engine.model_runs import AtValues, evaluation_mode
+from pyro_dvi.predictive.engine.posterior_values import check_is_set_up, predicted_model
 from pyro_dvi.runs.divergences import normal_in_unconstrained_space
 from pyro_dvi.runs.latents import unconstraining_transform
 

@@ -16,12 +16,12 @@ from pyro_dvi.core.progress import progress_bar
 from pyro_dvi.core.table import Columns, Report
 from pyro_dvi.core.undisturbed import device_of
 from pyro_dvi.errors import ArgumentError, DataError, ModelError, NonFiniteError, UnsupportedError
+from pyro_dvi.predictive.batch_prediction import class_log_probabilities
 from pyro_dvi.predictive.components import Components
-from pyro_dvi.predictive.engine.batches import Batch, batches
-from pyro_dvi.predictive.engine.run import check_observation, evaluation_mode, observed_run, seeded
-from pyro_dvi.predictive.prediction.component import class_log_probabilities
-from pyro_dvi.predictive.prediction.observations import ObservationDraws
-from pyro_dvi.predictive.rules.prior import PriorSamples
+from pyro_dvi.predictive.engine.inputs import Batch, batches
+from pyro_dvi.predictive.engine.model_runs import check_observation, evaluation_mode, observed_run, seeded
+from pyro_dvi.predictive.observation_draws import ObservationDraws
+from pyro_dvi.predictive.rules.rule import PriorSamples
 from pyro_dvi.runs.sites import choose_response, example_axis, responses
 
 if TYPE_CHECKING:

@@ -12,17 +12,16 @@ from torch import Tensor, nn
 
 from pyro_dvi.analysis.diagnostics.comparison import Comparison, compared
 from pyro_dvi.core.arguments import check_choice, check_count
+from pyro_dvi.core.distributions import Built, arguments_kept, given_to, innermost
 from pyro_dvi.core.progress import progress_bar
 from pyro_dvi.core.undisturbed import device_of
 from pyro_dvi.errors import ModelError
 from pyro_dvi.moments import GaussianMoments
-from pyro_dvi.predictive.engine.batches import batches
-from pyro_dvi.predictive.engine.run import evaluation_mode, respond, seeded
-from pyro_dvi.predictive.posterior import posterior_gaussians
-from pyro_dvi.predictive.rules.calibration import RunningMoments
-from pyro_dvi.predictive.rules.propagation import Independent, Propagation
+from pyro_dvi.predictive.engine.inputs import batches
+from pyro_dvi.predictive.engine.model_runs import evaluation_mode, respond, seeded
+from pyro_dvi.predictive.engine.posterior_values import posterior_gaussians
+from pyro_dvi.predictive.rules.propagated import Independent, Propagation
 from pyro_dvi.predictive.rules.rule import Samples
-from pyro_dvi.runs.distributions import Built, arguments_kept, given_to, innermost
 from pyro_dvi.runs.posterior_run import PosteriorMoments, median
 from pyro_dvi.runs.uncertain import uncertain_likelihoods, uncertain_part
 
@@ -146,6 +145,28 @@ def _watching(see: Callable[[Place, Any], None]) -> Iterator[Counter[nn.Module]]
         handle.remove()
 
 
+class _RunningMoments:
+    """Mean and variance of values that come one after the other, by Welford's recursion."""
+
+    def __init__(self) -> None:
+        self.count, self.mean, self._squares = 0, torch.zeros(()), torch.zeros(())
+
+    def add(self, value: Tensor) -> None:
+        """Add one value."""
+        self.count += 1
+        if self.count == 1:
+            self.mean, self._squares = value.clone(), torch.zeros_like(value)
+            return
+        change = value - self.mean
+        self.mean += change / self.count
+        self._squares += change * (value - self.mean)
+
+    @property
+    def variance(self) -> Tensor:
+        """Unbiased variance."""
+        return self._squares / (self.count - 1)
+
+
 class _Propagated:
     """Moments of one run."""
 
@@ -170,11 +191,11 @@ class _Sampled:
 
     def __init__(self, shapes: Mapping[Place, torch.Size]) -> None:
         self.shapes = shapes
-        self.moments: dict[Place, RunningMoments] = {}
+        self.moments: dict[Place, _RunningMoments] = {}
 
     def see(self, place: Place, output: Any) -> None:
         if isinstance(output, Tensor) and self.shapes.get(place) == output.shape:
-            self.moments.setdefault(place, RunningMoments()).add(output.detach())
+            self.moments.setdefault(place, _RunningMoments()).add(output.detach())
 
     def read(self, response: Any, made: list[Built]) -> None:
         names = [place.removeprefix(f"{response.site}.") for place in self.shapes if isinstance(place, str)]

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch import distributions as td
 
+from pyro_dvi.core.distributions import innermost
 from pyro_dvi.errors import ArgumentError
-from pyro_dvi.runs.distributions import innermost
 
 Statistic = Callable[[Tensor], Any]
 

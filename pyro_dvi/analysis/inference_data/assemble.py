@@ -10,7 +10,7 @@ import torch
 from pyro_dvi.analysis.inference_data.group import Coords, Dims, Group, as_array
 from pyro_dvi.analysis.inference_data.records import provenance
 from pyro_dvi.predictive import Prediction
-from pyro_dvi.predictive.prediction.component import with_any
+from pyro_dvi.predictive.batch_prediction import with_any
 
 
 def assemble(

@@ -13,10 +13,10 @@ from torch.distributions import biject_to
 
 from pyro_dvi.analysis.inference_data.group import Group, as_array, plate_names
 from pyro_dvi.core.undisturbed import seeder
-from pyro_dvi.predictive.engine.batches import Batch
-from pyro_dvi.predictive.engine.run import Latents, sites_at
+from pyro_dvi.predictive.engine.inputs import Batch
+from pyro_dvi.predictive.engine.model_runs import Latents, sites_at
+from pyro_dvi.predictive.engine.posterior_values import traced_draws
 from pyro_dvi.predictive.engine.vectorised import ManyDraws
-from pyro_dvi.predictive.posterior import traced_draws
 from pyro_dvi.runs.sites import is_latent
 
 

@@ -26,12 +26,11 @@ from pyro_dvi.errors import ArgumentError, DviWarning, GuideError, UnsupportedEr
 from pyro_dvi.laplace.guide import DRAWN_WEIGHTS
 from pyro_dvi.predictive import PredictionRule
 from pyro_dvi.predictive.components import Components
-from pyro_dvi.predictive.engine.batches import Batch, batches
-from pyro_dvi.predictive.engine.run import evaluation_mode, observed_run, seeded
-from pyro_dvi.predictive.posterior import check_posterior, example_latents, predicted_model
+from pyro_dvi.predictive.engine.inputs import Batch, batches
+from pyro_dvi.predictive.engine.model_runs import evaluation_mode, observed_run, seeded
+from pyro_dvi.predictive.engine.posterior_values import check_posterior, example_latents, predicted_model
 from pyro_dvi.predictive.predict import names_of_sites, rule_of
-from pyro_dvi.predictive.rules.members import draws_weights, with_draws
-from pyro_dvi.predictive.rules.prior import PriorSamples
+from pyro_dvi.predictive.rules.rule import PriorSamples, draws_weights, with_draws
 from pyro_dvi.training import History
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pyro_dvi.errors import ArgumentError, ModelError
-from pyro_dvi.predictive.prediction.tables import array_of
+from pyro_dvi.predictive.prediction_summaries import array_of
 
 Dims = Mapping[Any, Sequence[Any]]
 Coords = Mapping[Any, Any]

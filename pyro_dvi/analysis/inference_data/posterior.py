@@ -12,10 +12,10 @@ from torch import Tensor
 
 from pyro_dvi.analysis.inference_data.group import Group, as_array, close_names, listed, plate_names
 from pyro_dvi.errors import ArgumentError, DataError, warn
-from pyro_dvi.predictive.engine.batches import Batch
-from pyro_dvi.predictive.engine.run import Latents, observed_run, sites_at
+from pyro_dvi.predictive.engine.inputs import Batch
+from pyro_dvi.predictive.engine.model_runs import Latents, observed_run, sites_at
+from pyro_dvi.predictive.engine.posterior_values import example_latents
 from pyro_dvi.predictive.engine.vectorised import ManyDraws
-from pyro_dvi.predictive.posterior import example_latents
 from pyro_dvi.runs.sites import is_deterministic
 
 CHUNK = 64  # draws that are copied together

@@ -11,8 +11,8 @@ from torch import Tensor
 from pyro_dvi.analysis.inference_data.group import Group, as_array, joined, listed, plate_names
 from pyro_dvi.errors import DataError, ModelError
 from pyro_dvi.predictive.components import Components
-from pyro_dvi.predictive.engine.batches import Batch
-from pyro_dvi.predictive.prediction.observations import Observation, ObservationDraws
+from pyro_dvi.predictive.engine.inputs import Batch
+from pyro_dvi.predictive.observation_draws import Observation, ObservationDraws
 from pyro_dvi.runs.sites import choose_response, counted, responses
 
 
@@ -36,7 +36,7 @@ def choose_responses(
 
 
 def _observations(batch: Batch, sites: Sequence[str], nodes: Mapping[str, Any]) -> dict[str, Observation]:
-    """Return what each site observes in a run by :func:`~pyro_dvi.predictive.engine.run.observed_run`.
+    """Return what each site observes in a run by :func:`~pyro_dvi.predictive.engine.model_runs.observed_run`.
 
     Raises:
         DataError: the data hold an observation, and a site observes nothing.
@@ -78,7 +78,7 @@ class Predictions:
 
         Args:
             batch: arguments of the model.
-            nodes: the sites of a run by :func:`~pyro_dvi.predictive.engine.run.observed_run`.
+            nodes: the sites of a run by :func:`~pyro_dvi.predictive.engine.model_runs.observed_run`.
             latents: the latent values of this run.
 
         Raises:

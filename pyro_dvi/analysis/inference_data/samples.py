@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pyro_dvi.analysis.inference_data.group import close_names
-from pyro_dvi.core.placement import broadcasts_to
+from pyro_dvi.core.distributions import broadcasts_to
 from pyro_dvi.errors import ArgumentError
 from pyro_dvi.predictive.rules.rule import FromDraws
 from pyro_dvi.runs.sites import is_data, is_latent

@@ -11,7 +11,7 @@ from matplotlib.ticker import MaxNLocator
 
 from pyro_dvi.analysis.plots.style import blue, name_rows, own_panels, quiet
 from pyro_dvi.errors import DataError
-from pyro_dvi.predictive.metrics.likelihood import Estimate
+from pyro_dvi.predictive.metrics.scoring import Estimate
 
 ERROR = "_standard_error"
 

@@ -10,13 +10,13 @@ from torch import Tensor
 from torch import distributions as td
 
 from pyro_dvi.core.arguments import by_position
+from pyro_dvi.core.distributions import untransformed
 from pyro_dvi.errors import ModelError, UnsupportedError
 from pyro_dvi.laplace.energy.energy import Energy, LocalEnergy, within
 from pyro_dvi.laplace.energy.passes import Arguments
 from pyro_dvi.laplace.energy.query import Query
 from pyro_dvi.laplace.hessian_free.second_fits import PretrainedMode
 from pyro_dvi.laplace.hessian_free.solvers import OutputTilt, Tilt
-from pyro_dvi.runs.distributions import untransformed
 from pyro_dvi.runs.sites import example_axis
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from pyro_dvi.core.autograd_graph import graph_between, graph_of
+from pyro_dvi.core.distributions import tensors_of
 from pyro_dvi.core.kinks import kinks_among
-from pyro_dvi.core.placement import tensors_of
 from pyro_dvi.core.table import InNotebook
 from pyro_dvi.core.undisturbed import undisturbed
 from pyro_dvi.errors import ModelError, NotPositiveDefiniteError, UnsupportedError

@@ -8,23 +8,30 @@ classes in the last dimension, ``[..., C]`` with labels ``[...]``; where labels 
 raises a :class:`~pyro_dvi.errors.DataError` instead of giving a number.
 """
 
-from pyro_dvi.predictive.metrics.calibration import (
+from pyro_dvi.predictive.metrics.classification import (
     ReliabilityTable,
+    accuracy,
     adaptive_calibration_error,
+    brier,
     expected_calibration_error,
+    predictive_entropy,
     reliability_table,
 )
-from pyro_dvi.predictive.metrics.classification import accuracy, brier
-from pyro_dvi.predictive.metrics.detection import auroc, fpr_at_tpr
-from pyro_dvi.predictive.metrics.entropy import mutual_information, predictive_entropy
-from pyro_dvi.predictive.metrics.likelihood import Estimate, nll
-from pyro_dvi.predictive.metrics.regression import coverage, crps_gaussian, crps_samples, interval_width, rmse
-from pyro_dvi.predictive.metrics.rejection import (
+from pyro_dvi.predictive.metrics.ranking import (
     RejectionCurve,
     aumrc,
+    auroc,
     error_at_rejection,
+    fpr_at_tpr,
     rejection_curve,
-    trapezoidal_aumrc,
+)
+from pyro_dvi.predictive.metrics.scoring import (
+    Estimate,
+    coverage,
+    crps_gaussian,
+    interval_width,
+    nll,
+    rmse,
 )
 
 __all__ = [
@@ -38,16 +45,13 @@ __all__ = [
     "brier",
     "coverage",
     "crps_gaussian",
-    "crps_samples",
     "error_at_rejection",
     "expected_calibration_error",
     "fpr_at_tpr",
     "interval_width",
-    "mutual_information",
     "nll",
     "predictive_entropy",
     "rejection_curve",
     "reliability_table",
     "rmse",
-    "trapezoidal_aumrc",
 ]

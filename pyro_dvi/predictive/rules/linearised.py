@@ -8,12 +8,12 @@ from typing import Any
 from torch import Tensor
 
 from pyro_dvi.core.arguments import check_choice, check_count
+from pyro_dvi.core.distributions import arguments_kept
 from pyro_dvi.errors import GuideError
 from pyro_dvi.links import ClassLink, GaussHermite, NoiseLink, Probit
-from pyro_dvi.predictive.engine.run import Respond, Response
-from pyro_dvi.predictive.posterior import posterior_mean
+from pyro_dvi.predictive.engine.model_runs import Respond, Response
+from pyro_dvi.predictive.engine.posterior_values import posterior_mean
 from pyro_dvi.predictive.rules.rule import PredictionRule
-from pyro_dvi.runs.distributions import arguments_kept
 from pyro_dvi.runs.log_joint import AtUnconstrained
 from pyro_dvi.runs.outputs import Outputs, observed_outputs
 from pyro_dvi.runs.posterior_run import twice_differentiable

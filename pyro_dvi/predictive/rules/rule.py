@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Rules of prediction: which latent values stand for the posterior.
+r"""Rules of prediction: the latent values that stand for the posterior.
 
 A rule turns a posterior :math:`q` into an equally weighted mixture of predictive distributions,
 
@@ -11,15 +11,29 @@ class with one method, :meth:`PredictionRule.components`.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+import torch
+from pyro import poutine
 from torch import Tensor
 
-from pyro_dvi.core.arguments import check_count
-from pyro_dvi.predictive.engine.run import Respond, Response
-from pyro_dvi.predictive.posterior import ignores_inputs, posterior_mean, seeded_draws
+from pyro_dvi.core.arguments import check_count, with_missing
+from pyro_dvi.core.distributions import tensors_of
+from pyro_dvi.core.undisturbed import seeder
+from pyro_dvi.errors import ArgumentError, UnsupportedError
+from pyro_dvi.predictive.engine.model_runs import Latents, Respond, Response, sites_at
+from pyro_dvi.predictive.engine.posterior_values import (
+    ignores_inputs,
+    members_of,
+    of_member,
+    posterior_mean,
+    seeded_draws,
+)
+from pyro_dvi.predictive.engine.vectorised import ManyDraws
+from pyro_dvi.runs.sites import AllRows
 
 
 class PredictionRule(ABC):
@@ -128,3 +142,158 @@ class Samples(FromDraws):
     def draws(self, guide: Callable[..., Any], inputs: tuple[Any, ...]) -> Iterator[dict[str, Tensor]]:
         """Give the latent values of one draw after the other."""
         return seeded_draws(guide, inputs, self.num_samples)
+
+
+@dataclass(frozen=True, repr=False)
+class OfMembers(PredictionRule):
+    r"""Predict by every member of an ensemble, and mix their predictive distributions in equal shares.
+
+    .. math:: p(y \mid x) \approx \frac1K \sum_{k=1}^K p_k(y \mid x)
+
+    What :func:`~pyro_dvi.predict` takes for an :class:`~pyro_dvi.EnsembleGuide`; ``method=`` names the rule of each
+    member.
+
+    Status: exact for what it says; each :math:`p_k` is what its rule makes of it.
+
+    Args:
+        rules: a rule for each member.
+
+    Raises:
+        ArgumentError: rules that give unequal numbers of distributions, which would have unequal weights.
+    """
+
+    rules: tuple[PredictionRule, ...]
+
+    def __post_init__(self) -> None:
+        counts = [rule.num_components for rule in self.rules]
+        if len(set(counts)) > 1:
+            raise ArgumentError(
+                f"the members of the ensemble would predict by {counts} distributions, which have equal weights in "
+                "its mixture: name one rule for all of them, as method=Samples(30) or method=AtMean()"
+            )
+
+    def __repr__(self) -> str:
+        alike = all(rule == self.rules[0] for rule in self.rules)
+        return f"{len(self.rules)} x {self.rules[0]!r}" if alike else f"OfMembers{self.rules!r}"
+
+    @property
+    def num_components(self) -> int:  # type: ignore[override]
+        """Those of all members."""
+        return sum(rule.num_components for rule in self.rules)
+
+    @property
+    def tells_noise_apart(self) -> bool:  # type: ignore[override]
+        """Whether every member does."""
+        return all(rule.tells_noise_apart for rule in self.rules)
+
+    @property
+    def keeps_components(self) -> bool:  # type: ignore[override]
+        """Where there is one of each member."""
+        return self.num_components == len(self.rules)
+
+    def components(
+        self, guide: Callable[..., Any], inputs: tuple[Any, ...], respond: Respond
+    ) -> Iterator[Response]:
+        """Give the components of one member after the other, of runs of the ensemble's model."""
+        # As Components does, so that a prepared predictor has its numbers.
+        seeds = torch.randint(2**31 - 1, (len(self.rules),)).tolist()
+        for place, (member, rule) in enumerate(zip(members_of(guide), self.rules, strict=True)):
+            with member.in_store():
+                seeder()(seeds[place])
+                own = list(rule.components(member.guide, inputs, partial(_respond, respond, place)))
+            yield from own
+
+
+def _respond(respond: Respond, place: int, latents: Latents) -> Response:
+    return respond(of_member(place, latents))
+
+
+def draws_weights(rule: PredictionRule) -> bool:
+    """Whether each component of a rule is of a draw of the weights."""
+    return all(map(draws_weights, rule.rules)) if isinstance(rule, OfMembers) else isinstance(rule, FromDraws)
+
+
+def with_draws(rule: PredictionRule, count: int) -> PredictionRule:
+    """Return the rule that draws about ``count`` weights in all, the same number from each member."""
+    if isinstance(rule, OfMembers):
+        share = max(1, count // len(rule.rules))
+        return OfMembers(tuple(with_draws(own, share) for own in rule.rules))
+    return Samples(count)
+
+
+@dataclass(frozen=True)
+class PriorSamples(FromDraws):
+    """Average the predictions of draws from the model's prior.
+
+    Every draw has a seed of its own and is made with the same inputs, so that each is one function over all batches.
+    The model runs for the first. The others are drawn from the priors that it has there, and a run with many of them
+    confirms that they are its priors for each; where one prior depends on the draw of another, the model runs for
+    every draw.
+
+    Args:
+        num_samples: draws.
+        model: the Pyro model.
+        inputs: its arguments for the first batch, without the observation.
+        sites: names of its latent sites.
+    """
+
+    num_samples: int
+    model: Callable[..., Any] = field(repr=False)
+    inputs: tuple[Any, ...] = field(repr=False)
+    sites: Collection[str] = field(repr=False)
+
+    def repeats(self, guide: Callable[..., Any]) -> bool:
+        """Always: the inputs are those of the first batch."""
+        return True
+
+    def draws(self, guide: Callable[..., Any], inputs: tuple[Any, ...]) -> Iterator[dict[str, Tensor]]:
+        """Give the latent values of one draw after the other, whatever the posterior and the inputs of this batch.
+
+        Raises:
+            UnsupportedError: a prior that has no draws.
+        """
+        seeds = torch.randint(2**31 - 1, (self.num_samples,)).tolist()
+        sites = self._run(seeds[0])
+        first = {name: site["value"] for name, site in sites.items()}
+        yield first
+
+        def drawn() -> Iterator[dict[str, Tensor]]:
+            seed_all = seeder()
+            for seed in seeds[1:]:
+                seed_all(seed)
+                yield {name: site["fn"]() for name, site in sites.items()}
+
+        run = sites_at(self.model, self.inputs, {}, list(sites))
+        place = 1
+        for chunk, found in ManyDraws().chunks(first, drawn(), lambda latents: _priors(run(latents))):
+            are_draws = found is not None and all(
+                torch.equal(found[name], prior.expand_as(found[name]))
+                for name, prior in _priors(sites).items()
+            )
+            for k, draw in enumerate(chunk, place):
+                yield (
+                    dict(draw) if are_draws else {n: site["value"] for n, site in self._run(seeds[k]).items()}
+                )
+            place += len(chunk)
+
+    def _run(self, seed: int) -> Mapping[str, Any]:
+        seeder()(seed)
+        try:
+            with AllRows():
+                trace = poutine.trace(self.model).get_trace(*with_missing(self.model, self.inputs))
+        except NotImplementedError as error:
+            reason = str(error).splitlines()[0]  # Pyro adds the shapes of its trace
+            raise UnsupportedError(
+                f"a prior of the model cannot be drawn from ({reason}): improper priors have no prior predictive "
+                "distribution; leave out prior="
+            ) from error
+        return {name: node for name, node in trace.nodes.items() if name in self.sites}
+
+
+def _priors(sites: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the parameters of the priors, by numbers of their own."""
+    return {
+        f"{name}.{i}": tensor
+        for name, site in sites.items()
+        for i, tensor in enumerate(tensors_of(site["fn"], strict=True))
+    }

@@ -12,7 +12,7 @@ from pyro.infer import SVI
 from torch import nn
 
 import pyro_dvi as dvi
-from pyro_dvi import AtMean, MeanFieldGuide, Moments, Samples, TaylorELBO, to_arviz
+from pyro_dvi import AtMean, MeanFieldGuide, Samples, TaylorELBO, to_arviz
 from pyro_dvi.errors import ArgumentError, DataError, DviWarning, ModelError, UnsupportedError
 from pyro_dvi.training import History
 from tests.analysis.inference_data.reading import ARVIZ_1, groups, reopened, values
@@ -324,10 +324,6 @@ MISTAKES = {
     "no prior draws": (lambda: export(prior=0), "prior must be a positive whole number, not 0"),
     "a list of losses": (lambda: export(history=[1.0, 0.5]), "history must be what pyro_dvi.fit returned"),
     "an empty history": (lambda: export(history=History()), "no finished epoch"),
-    "unequal shares": (
-        lambda: to_arviz(model, MeanFieldGuide(model), (X, Y), 10, method=Moments(num_samples=3)),
-        "num_samples=10 is no multiple of the 3 distributions",
-    ),
 }
 
 

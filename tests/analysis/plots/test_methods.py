@@ -9,7 +9,7 @@ from matplotlib import pyplot as plt
 
 from pyro_dvi import plots
 from pyro_dvi.errors import ArgumentError, DataError
-from pyro_dvi.predictive.metrics.likelihood import Estimate
+from pyro_dvi.predictive.metrics.scoring import Estimate
 
 RESULTS = {
     "MAP": {"nll": 0.5, "nll_standard_error": 0.1, "accuracy": 0.9},

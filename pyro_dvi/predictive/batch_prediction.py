@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The predictive distribution of one batch, and the statistics and densities of its components."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pyro.distributions as dist
+import torch
+from torch import Tensor
+from torch import distributions as td
+
+from pyro_dvi.core.distributions import untransformed
+from pyro_dvi.core.undisturbed import forked
+from pyro_dvi.errors import DataError, UnsupportedError
+from pyro_dvi.links.noise_links import PointMixture
+
+Statistics = dict[str, Tensor]
+
+
+def statistics(fn: Any, observed: Tensor | None) -> Statistics:
+    """Return the numbers that a mixture averages, in the shapes that the distribution gives them.
+
+    A plain mapping of tensors without any check of values, so that it may be computed for many draws by ``vmap``.
+
+    Args:
+        fn: the predictive distribution of one draw.
+        observed: values to score, of the shape of one draw; None where there are none.
+
+    Returns:
+        ``mean`` and ``variance`` (of the one-hot code for classes), where the distribution has them, and the part of
+        the variance that is the posterior's, where it knows it;
+        ``log_probabilities``, and ``entropy`` of each label, for classes; ``log_likelihood`` of what was observed.
+    """
+    found: Statistics = {}
+    classes = class_log_probabilities(fn)
+    if classes is not None:
+        p = classes.exp()
+        found["log_probabilities"] = classes
+        found["entropy"] = torch.special.entr(p).sum(-1)
+        found["mean"] = p[..., 1] if isinstance(untransformed(fn), td.Bernoulli) else p
+        found["variance"] = found["mean"] * (1 - found["mean"])
+    else:
+        try:
+            found["mean"], found["variance"] = fn.mean, fn.variance
+            if (of_function := getattr(untransformed(fn), "function_variance", None)) is not None:
+                found["function_variance"] = of_function.expand_as(found["variance"])
+        except (NotImplementedError, AttributeError):
+            found.clear()
+    if observed is not None:
+        found["log_likelihood"] = fn.log_prob(as_drawn(fn, observed))
+    return found
+
+
+def class_log_probabilities(fn: Any) -> Tensor | None:
+    """Log-probabilities of the classes in the last dimension, or None if ``fn`` is not over classes."""
+    base = untransformed(fn)
+    if isinstance(base, td.Bernoulli):
+        return torch.nn.functional.logsigmoid(torch.stack([-base.logits, base.logits], -1))
+    if isinstance(base, (td.Categorical, td.OneHotCategorical)):
+        return torch.log_softmax(base.logits, -1)
+    return None
+
+
+def checked_log_prob(fn: Any, values: Tensor, site: str) -> Tensor:
+    """Log density of ``values``, which must have the shape of one draw and lie in the support.
+
+    Raises:
+        DataError: another shape (broadcasting would score every value against every prediction), values that are no
+            numbers, or impossible ones.
+    """
+    expected = tuple(fn.batch_shape) + tuple(fn.event_shape)
+    kind = type(untransformed(fn)).__name__
+    if tuple(values.shape) != expected:
+        raise DataError(
+            f"site {site!r} ({kind}): observed values have shape {tuple(values.shape)}, the predictions {expected}"
+        )
+    if values.is_complex():
+        raise DataError(
+            f"site {site!r} ({kind}): observed values have the dtype {values.dtype}, not a real one"
+        )
+    values = as_drawn(fn, values)
+    inside = fn.support is None or bool(fn.support.check(values).all())
+    if not inside:
+        raise DataError(
+            f"site {site!r}: observed values from {float(values.min()):.6g} to {float(values.max()):.6g} include "
+            f"some that {kind} cannot give (its support: {fn.support})"
+        )
+    log_prob: Tensor = fn.log_prob(values)
+    return log_prob
+
+
+def filled(values: Tensor, mask: Tensor | None, fn: Any) -> Tensor:
+    """Return ``values`` with a possible value wherever the mask leaves one out; what stands there need not be one.
+
+    Args:
+        values: of the shape of one draw.
+        mask: which of them count, of the same shape; None if all do.
+        fn: the distribution that is to score them.
+    """
+    if mask is None or mask.shape != values.shape:  # another shape is reported where they are scored
+        return values
+    with forked(values.device):
+        return torch.where(mask, values, fn.sample().to(values))
+
+
+def with_any(mask: Tensor, event_dim: int) -> Tensor:
+    """Which observations have any value that counts."""
+    return mask.flatten(mask.dim() - event_dim).any(-1) if event_dim else mask
+
+
+def _cuts_events(mask: Tensor, event_dim: int) -> bool:
+    return bool((with_any(mask, event_dim) & with_any(~mask, event_dim)).any())
+
+
+def both_masks(first: Tensor | None, second: Tensor | None) -> Tensor | None:
+    """Return which values both masks let count; without a mask all do."""
+    if first is None or second is None:
+        return second if first is None else first
+    return first & second
+
+
+def check_events(fn: Any, mask: Tensor | None, site: str) -> None:
+    """Refuse to score a part of an event with a distribution that knows nothing of the mask."""
+    event_dim = len(fn.event_shape)
+    if mask is None or not event_dim or not _cuts_events(mask, event_dim):
+        return
+    while isinstance(fn, (td.Independent, dist.MaskedDistribution, dist.ExpandedDistribution, PointMixture)):
+        if isinstance(fn, dist.MaskedDistribution):
+            return
+        fn = fn.components if isinstance(fn, PointMixture) else fn.base_dist
+    raise UnsupportedError(
+        f"the mask of site {site!r} leaves out parts of single observations, which its distribution does not know by "
+        "this rule: mask the distribution before to_event, as dist.Normal(...).mask(mask).to_event(1), also where the "
+        "model is given no observation"
+    )
+
+
+def as_drawn(fn: Any, values: Tensor) -> Tensor:
+    """Return whole numbers and truth values in the dtype that the distribution draws."""
+    if values.is_floating_point() or isinstance(untransformed(fn), td.Categorical):
+        return values
+    return values.to(_parameter(fn).dtype)
+
+
+def _parameter(fn: Any) -> Tensor:
+    """Any floating-point parameter of the distribution, for its dtype."""
+    base = untransformed(fn)
+    for name in base.arg_constraints:
+        value = base.__dict__.get(name)
+        if torch.is_tensor(value) and value.is_floating_point():
+            return value
+    return torch.empty(())
+
+
+@dataclass(frozen=True)
+class Part:
+    """The predictive distribution of one batch.
+
+    Attributes:
+        kind: name of the components' distribution.
+        values: what is known, by name, examples first; what there is not is left out. ``mean``, one-hot for classes;
+            ``aleatoric``, the mean of the components' variances, and ``epistemic``, the variance of their means;
+            ``function_variance``, the mean part of those variances that is the posterior's, where all components tell
+            it: it counts as ``epistemic``;
+            ``log_probabilities`` of each class in the last dimension; ``expected_entropy``, the mean of the
+            components' entropies, for each label; ``observed`` values, the ``mask`` of those that count, and their
+            ``log_likelihood``, NaN where none of an observation counts.
+        draws: statistics of every component, ``[K, N, ...]``; empty unless they were asked for.
+        distribution: the mixture as one distribution object; None where it has no such form, or was not kept.
+        count: number of components.
+        axis: the dimension of its batch shape that counts examples, negative.
+        num_rows: number of examples.
+    """
+
+    kind: str
+    values: Mapping[str, Tensor]
+    draws: Mapping[str, Tensor]
+    distribution: Any
+    count: int
+    axis: int
+    num_rows: int
+
+    def log_prob(self, values: Tensor, site: str) -> Tensor:
+        """Log density of other values, examples first; NaN where the mask leaves an observation out."""
+        if self.distribution is None:
+            raise UnsupportedError(
+                f"the prediction at site {site!r} averages several {self.kind} distributions and kept none of them: "
+                "give predict the observed values, predict(model, guide, (x, y), ...), and they are scored on the way"
+            )
+        event_dim = len(self.distribution.event_shape)
+        native = values.movedim(0, self.axis - event_dim) if values.dim() else values
+        mask = self.values.get("mask")
+        scored = None if mask is None else with_any(mask, event_dim)
+        mask = None if mask is None else mask.movedim(0, self.axis - event_dim)
+        each = getattr(self.distribution, "each", [self.distribution])
+        check_events(each[0], mask, site)
+        native = filled(native, mask, each[0])
+        log_probs = torch.stack([checked_log_prob(fn, native, site) for fn in each])
+        log_prob = (log_probs.logsumexp(0) - math.log(len(each))).movedim(self.axis, 0)
+        return log_prob if scored is None else log_prob.masked_fill(~scored, math.nan)
+
+    def entropy(self, site: str) -> Tensor:
+        """Entropy of the predictive distribution in nats, examples first."""
+        try:
+            if self.distribution is None:
+                raise NotImplementedError
+            entropy: Tensor = self.distribution.entropy()
+        except NotImplementedError as error:
+            raise UnsupportedError(
+                f"the entropy of the predictive distribution at site {site!r} ({self.kind}) has no closed form; it "
+                "has for classes, and for one component (AtMean) of a distribution with an entropy() of its own"
+            ) from error
+        return entropy.movedim(self.axis, 0)
+
+
+def of_distributions(
+    parts: Sequence[Part],
+    read: Callable[..., Tensor],
+    what: str,
+    chunks: Sequence[Tensor] | None = None,
+    dim: int = 0,
+) -> Tensor:
+    """Collect something of each part's distribution.
+
+    Args:
+        parts: the batches.
+        read: gives it, in the shape of draws; raises NotImplementedError where there is none.
+        what: it is, for errors.
+        chunks: further arguments, examples first.
+        dim: where the examples of the result are to be.
+
+    Raises:
+        UnsupportedError: a mixture that was not kept, or a distribution that does not have it.
+    """
+    found = []
+    for i, part in enumerate(parts):
+        fn = part.distribution
+        if fn is None:
+            raise UnsupportedError(
+                f"{what}: the prediction averages {part.count} distributions ({part.kind}) that were not kept. "
+                "predict(..., keep_draws=True) keeps those of numbers, also where they take much memory; "
+                "pyro_dvi.to_arviz(..., method=Samples(n)) draws from any"
+            )
+        axis = part.axis - len(fn.event_shape)
+        own = () if chunks is None else (chunks[i].movedim(0, axis),)
+        try:
+            found.append(read(fn, *own).movedim(axis, dim))
+        except NotImplementedError as error:
+            raise UnsupportedError(f"{what}: there are none for this distribution ({part.kind})") from error
+    return torch.cat(found, dim)

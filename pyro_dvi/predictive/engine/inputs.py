@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Batches for prediction: which of the model's arguments are inputs and which is the observation."""
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+
+from pyro_dvi.core.arguments import check_count, keyword_only, positional, takes_any_number
+from pyro_dvi.core.batches import mapped, tensors_in
+from pyro_dvi.errors import ArgumentError, DataError
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Arguments of one call of the model.
+
+    Attributes:
+        inputs: positional arguments without the observation, which is None in its place.
+        observed: the observation, the first of several, where the data contain it.
+        num_rows: number of examples.
+        start: place of the first of them in the whole data.
+        complete: positional and named arguments of a call in which the model sees the observations.
+        mask: which observed values the model lets count, of the shape of one draw; None if all.
+        varies: whether the model masks or reshapes the observation, and so may do something else in another batch.
+    """
+
+    inputs: tuple[Any, ...]
+    observed: Tensor | None
+    num_rows: int
+    start: int
+    complete: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
+    mask: Tensor | None = None
+    varies: bool = True
+
+    @property
+    def whole(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments of a call in which the model sees the observations, if there are any."""
+        return (self.inputs, {}) if self.observed is None else self.complete
+
+
+def batches(
+    model: Callable[..., Any],
+    data: Any,
+    *,
+    observed: str | Sequence[str] | None = None,
+    batch_size: int = 1000,
+    device: torch.device | None = None,
+    sites: Callable[[Batch], Collection[str]] = lambda batch: (),
+) -> Iterator[Batch]:
+    """Split ``data`` into batches and set the observations apart.
+
+    Args:
+        model: the Pyro model whose signature tells which argument is observed.
+        data: a tensor; a tuple or mapping of the model's arguments; or a loader of any of these.
+        observed: name of the observed argument, or of several. By default the one whose default is None, as in
+            ``forward(x, y=None)``, those of several that are called like ``sites``, else the last one if the data fill
+            all of them.
+        batch_size: examples at a time, for tensors; a loader has its own.
+        device: where to bring the tensors.
+        sites: gives the observed sites in question for a batch that takes all such arguments for observations.
+
+    Raises:
+        ArgumentError: ``batch_size`` or ``observed`` cannot be right, or several arguments may be the observation.
+        DataError: no examples, unequal lengths, NaN, only some of the observations, or something that is not a tensor,
+            tuple or loader.
+    """
+    check_count("batch_size", batch_size)
+    taken = _Arguments(model)
+    start = 0
+
+    def moved(batch: Batch) -> Batch:  # once it has been looked at, which does not wait for the device then
+        there: dict[int, Tensor] = {}  # the same tensor in two places stays the same
+        return mapped(lambda v: there.setdefault(id(v), v.to(device)) if torch.is_tensor(v) else v, batch)
+
+    for args in taken.split(data, batch_size):
+        places, held = taken.observations(args, observed)
+        if observed is None and held and len(places) > 1:
+            called = sites(moved(taken.batch(args, held, start)))
+            held = [i for i in held if taken.names[i] in called]
+            taken.check_called(places, held)
+        else:
+            taken.check_complete(places, held)
+        batch = taken.batch(args, held, start)
+        yield moved(batch)
+        start += batch.num_rows
+    if start == 0:
+        raise DataError("the data hold no examples to predict")
+
+
+def keeps_order(data: Any) -> bool:
+    """Whether the examples are known to come in the order of the data: no loader, or one that goes through them."""
+    if not isinstance(data, DataLoader):
+        return True
+    sampler = data.sampler if data.batch_sampler is None else data.batch_sampler
+    if type(sampler) is BatchSampler:
+        sampler = sampler.sampler
+    return type(sampler) is SequentialSampler
+
+
+class _Arguments:
+    """The arguments that a model takes: those that can be given by position, then those by name only."""
+
+    def __init__(self, model: Callable[..., Any]) -> None:
+        parameters = positional(model)
+        self.by_name, self.count = keyword_only(model), len(parameters)
+        self.names = [p.name for p in parameters] + self.by_name
+        self._optional = [i for i, p in enumerate(parameters) if p.default is None]
+        self._any_number = takes_any_number(model)
+
+    def split(self, data: Any, batch_size: int) -> Iterator[tuple[Any, ...]]:
+        """Give the arguments of every batch, in their order."""
+        if torch.is_tensor(data):
+            data = (data,)
+        if isinstance(data, (tuple, Mapping)):
+            data = self._in_order(data)
+            rows = _rows(
+                data,
+                "the data hold no tensor of examples: pass tensors (torch.as_tensor), x, (x,) or (x, y)",
+            )
+            for i in range(0, rows, batch_size):
+                yield mapped(partial(_rows_at, slice(i, i + batch_size)), data)
+        elif isinstance(data, DataLoader) or _holds_batches(data):
+            for batch in data:
+                yield self._in_order((batch,) if torch.is_tensor(batch) else batch)
+        else:
+            raise DataError(
+                f"the data are of type {type(data).__name__}: pass a tensor (torch.as_tensor converts arrays), a tuple "
+                "of the model's arguments, or a DataLoader or list of such tuples"
+            )
+
+    def observations(
+        self, args: tuple[Any, ...], observed: str | Sequence[str] | None
+    ) -> tuple[list[int], list[int]]:
+        """Return the places of the arguments that are or may be observations, and those that the data fill."""
+        if observed is not None:
+            asked = [observed] if isinstance(observed, str) else list(observed)
+            for name in asked:
+                if name not in self.names:
+                    raise ArgumentError(f"the model has no argument {name!r} to observe; it has {self.names}")
+            places = [self.names.index(name) for name in asked]
+        else:
+            by_name = (
+                range(self.count, len(self.names)) if len(args) > self.count else ()
+            )  # the data reach that far
+            last = [len(args) - 1] if len(args) >= max(2, self.count) else []
+            places = [*self._optional, *by_name] or last
+        return places, [i for i in places if i < len(args) and args[i] is not None]
+
+    def check_called(self, places: Sequence[int], held: Sequence[int]) -> None:
+        """Refuse several arguments that may be the observation, none of which is called like an observed site."""
+        if not held:
+            names = [self.names[i] for i in places]
+            raise ArgumentError(
+                f"arguments {names} of the model default to None or can be given by name only, so that any may be the "
+                f"observation: name it, {' or '.join(f'observed={name!r}' for name in names)}"
+            )
+
+    def check_complete(self, places: Sequence[int], held: Sequence[int]) -> None:
+        """Refuse a part of the observations."""
+        if 0 < len(held) < len(places):
+            missing = [self.names[i] for i in places if i not in held]
+            raise DataError(
+                f"the data hold some of the observations {[self.names[i] for i in places]} but not {missing}: give "
+                "all, or inputs alone"
+            )
+
+    def batch(self, args: tuple[Any, ...], held: Collection[int], start: int) -> Batch:
+        """Set the observations at the places ``held`` apart."""
+        inputs = tuple(None if i in held else a for i, a in enumerate(args))
+        if by_name := [n for n, v in zip(self.by_name, inputs[self.count :], strict=False) if v is not None]:
+            raise DataError(
+                f"the model takes {by_name} by name only, but predictions pass inputs to model and guide by position: "
+                "move the * of the signature behind them, or wrap the model in a function of positional arguments; if "
+                f"one of them is the observation, name it: observed={by_name[0]!r}"
+            )
+        while inputs and inputs[-1] is None:  # left out where the model has a default; see with_missing
+            inputs = inputs[:-1]
+        targets = [args[i] for i in held]
+        for i, value in enumerate(inputs):
+            _check(f"input {i}", value)
+        for value in targets:
+            _check("the observation", value, is_tensor=True)
+        _rows(inputs, "a batch holds no input tensor with a row for each example")
+        rows = _rows((*inputs, *targets))
+        named = {n: v for n, v in zip(self.by_name, args[self.count :], strict=False) if v is not None}
+        whole = args[: self.count] if self.by_name else args, named
+        return Batch(inputs, targets[0] if targets else None, rows, start, whole)
+
+    def _in_order(self, batch: Any) -> tuple[Any, ...]:
+        if isinstance(batch, (tuple, list)):
+            if len(batch) > len(self.names) and not self._any_number:
+                raise DataError(
+                    f"the data have {len(batch)} entries, but the model has the arguments {self.names}: leave out the "
+                    "others, in the collate_fn of a DataLoader, say"
+                )
+            return tuple(batch)
+        if not isinstance(batch, Mapping):
+            raise DataError(
+                f"the loader gives batches of type {type(batch).__name__}: let it give a tensor, or a tuple or mapping "
+                "of the model's arguments (collate_fn of the DataLoader)"
+            )
+        if unknown := [name for name in batch if name not in self.names]:
+            raise DataError(
+                f"a batch has entries {unknown} that are no arguments of the model, which has {self.names}"
+            )
+        last = max((i for i, name in enumerate(self.names) if name in batch), default=-1)
+        return tuple(batch.get(name) for name in self.names[: last + 1])
+
+
+def _rows_at(place: slice, value: Any) -> Any:
+    return value[place] if torch.is_tensor(value) and value.dim() > 0 else value
+
+
+def _holds_batches(data: Any) -> bool:
+    """Whether something else than a DataLoader can be read like one; a list of tensors could mean two things."""
+    if isinstance(data, list):
+        return not any(torch.is_tensor(batch) for batch in data)
+    return isinstance(data, Iterable) and not isinstance(data, (str, bytes)) and not hasattr(data, "dtype")
+
+
+def _check(what: str, value: Any, *, is_tensor: bool = False) -> None:
+    if isinstance(value, np.ndarray) or (is_tensor and not isinstance(value, Tensor)):
+        raise DataError(f"{what} is of type {type(value).__name__}: torch.as_tensor makes it a tensor")
+    for tensor in tensors_in(value):
+        if tensor.is_floating_point() and tensor.isnan().any():
+            raise DataError(
+                f"{what} (shape {tuple(tensor.shape)}) holds {int(tensor.isnan().sum())} NaN: drop or fill those rows "
+                "before predicting"
+            )
+
+
+def _rows(values: Any, none: str = "") -> int:
+    """Return the number of rows of all tensors; ``none`` is the error where there is no tensor of rows."""
+    rows = [tensor.shape[0] for tensor in tensors_in(values) if tensor.dim() > 0]
+    if not rows:
+        raise DataError(none)
+    if len(set(rows)) > 1:
+        raise DataError(f"the tensors of a batch have {rows} rows: every tensor needs one row an example")
+    return int(rows[0])

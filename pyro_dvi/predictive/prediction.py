@@ -1,0 +1,462 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The result of a prediction."""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor
+
+from pyro_dvi.core.arguments import check_count
+from pyro_dvi.core.table import InNotebook
+from pyro_dvi.errors import DataError, UnsupportedError
+from pyro_dvi.predictive import prediction_summaries as scores
+from pyro_dvi.predictive.batch_prediction import Part, of_distributions
+from pyro_dvi.predictive.engine.model_runs import seeded
+from pyro_dvi.predictive.prediction_summaries import dataframe, dataset
+from pyro_dvi.predictive.quantiles import crps, probabilities, quantile
+from pyro_dvi.predictive.rules.rule import PredictionRule
+
+if TYPE_CHECKING:
+    import pandas
+    import xarray
+
+T = TypeVar("T")
+MAX_SHOWN = 1000  # columns of a table in a notebook
+
+
+class Prediction(InNotebook):
+    """Predictive distributions of a set of examples.
+
+    Every tensor has the examples in its first dimension, in the order of the data, and lies on the model's device.
+    Made by :func:`~pyro_dvi.predict`.
+
+    Attributes:
+        site: the observed site that is predicted.
+        method: the rule of prediction.
+    """
+
+    _exporter: ClassVar[Callable[..., Any] | None] = None
+
+    def __init__(self, site: str, method: PredictionRule, parts: Sequence[Part], *, ordered: bool) -> None:
+        self.site = site
+        self.method = method
+        self._parts = tuple(parts)
+        self._ordered = ordered
+
+    def __len__(self) -> int:
+        return sum(part.num_rows for part in self._parts)
+
+    def __repr__(self) -> str:
+        kind = self._parts[0].kind
+        return f"Prediction({kind} site {self.site!r}, {len(self)} examples, method={self.method})"
+
+    def _shown(self) -> list[Any]:
+        columns = self._columns()
+        num_columns = sum(value[:1].numel() for value in columns.values())
+        # A table of the pixels of images would take minutes, and nobody would read it.
+        return [repr(self), *([dataframe(columns, len(self))] if num_columns <= MAX_SHOWN else [])]
+
+    @cached_property
+    def mean(self) -> Tensor:
+        """Predictive mean, shape ``[N, ...]`` of one observation each; for classes the probabilities.
+
+        Raises:
+            UnsupportedError: the observed distribution has no mean.
+        """
+        return self._collect("mean", "mean")
+
+    @cached_property
+    def variance(self) -> Tensor:
+        """Predictive variance, noise and posterior together, in squared units of the observation.
+
+        For classes it is that of the one-hot code, ``p (1 - p)``. It is the sum of :attr:`aleatoric` and
+        :attr:`epistemic`.
+
+        Raises:
+            UnsupportedError: the observed distribution has no variance.
+        """
+        return self._collect("aleatoric", "variance") + self._collect("epistemic", "variance")
+
+    @property
+    def std(self) -> Tensor:
+        """Predictive standard deviation, the root of :attr:`variance`, in units of the observation."""
+        return self.variance.sqrt()
+
+    @cached_property
+    def aleatoric(self) -> Tensor:
+        r"""Variance that more data would not remove, :math:`\mathrm E_k[\mathrm{Var}[y \mid \theta_k]]`.
+
+        The mean over the draws of the variance of the noise, in squared units of the observation.
+
+        Raises:
+            UnsupportedError: the rule gives one distribution for noise and posterior together, as ``Moments()`` and
+                ``Linearised()`` do of all but Gaussian noise; the observed distribution has no variance.
+        """
+        self._check_is_split()
+        return self._collect("aleatoric", "variance")
+
+    @cached_property
+    def epistemic(self) -> Tensor:
+        r"""Variance of the posterior's predictions, :math:`\mathrm{Var}_k[\mathrm E[y \mid \theta_k]]`.
+
+        Zero for ``AtMean()``, whose posterior is one point.
+
+        Raises:
+            UnsupportedError: as for :attr:`aleatoric`.
+        """
+        self._check_is_split()
+        return self._collect("epistemic", "variance")
+
+    @cached_property
+    def probabilities(self) -> Tensor:
+        """Class probabilities ``[N, ..., C]``; for Bernoulli those of label 1, of the observation's shape.
+
+        Raises:
+            UnsupportedError: the observed distribution is not over classes.
+        """
+        log_p = self._collect("log_probabilities", "class probabilities")
+        return log_p[..., 1].exp() if self.is_binary else log_p.exp()
+
+    @cached_property
+    def entropy(self) -> Tensor:
+        """Entropy of each predictive distribution, in nats.
+
+        Raises:
+            UnsupportedError: it has no closed form.
+        """
+        return torch.cat([part.entropy(self.site) for part in self._parts])
+
+    @cached_property
+    def expected_entropy(self) -> Tensor:
+        r"""Mean entropy of each label over the draws, :math:`\tfrac1K \sum_k H(p_k)`, in nats: the aleatoric part.
+
+        Raises:
+            UnsupportedError: the observed distribution is not over classes, or the rule gives one distribution for
+                noise and posterior together.
+        """
+        self._check_is_split()
+        return self._collect("expected_entropy", "class probabilities")
+
+    @cached_property
+    def mutual_information(self) -> Tensor:
+        r"""Information that a label would give on the weights, :math:`H(\bar p) - \tfrac1K \sum_k H(p_k)`, in nats.
+
+        High where the draws are sure of different classes (BALD): the epistemic part of the entropy of each label. Zero
+        for ``AtMean()``.
+
+        Source: Houlsby et al. (2011), Eq. 2.
+        """
+        log_p = self._collect("log_probabilities", "class probabilities")
+        return (torch.special.entr(log_p.exp()).sum(-1) - self.expected_entropy).clamp_min(0)
+
+    @cached_property
+    def draws(self) -> dict[str, Tensor]:
+        """What each draw predicts, ``[K, N, ...]`` by name, if ``predict`` was given ``keep_draws=True``; else empty.
+
+        Of an ensemble whose members predict by one distribution each, it is what each member predicts, in any case.
+
+        ``mean`` and ``variance`` of the observation (for classes of the one-hot code), ``log_likelihood`` of what came
+        with the data, and for classes ``probabilities`` (those of label 1 for Bernoulli) and ``entropy``.
+        """
+        joined = {
+            name: torch.cat([part.draws[name] for part in self._parts], 1) for name in self._parts[0].draws
+        }
+        if "log_probabilities" in joined:
+            p = joined.pop("log_probabilities").exp()
+            joined["probabilities"] = p[..., 1] if self.is_binary else p
+        return joined
+
+    def quantiles(self, q: float | Sequence[float]) -> Tensor:
+        """Quantiles of the predictive distribution, of each number by itself: of counts the smallest with that much.
+
+        Status: exact up to the rounding of the inverted distribution function, also of mixtures; where none is known
+        (StudentT, Beta) those of about 4,000 draws or more. Never those of a Gaussian with the same moments.
+
+        Args:
+            q: one probability or several, between 0 and 1.
+
+        Returns:
+            Shape ``[N, ...]``; for several probabilities ``[Q, N, ...]``.
+
+        Raises:
+            ArgumentError: probabilities that are not between 0 and 1.
+            UnsupportedError: classes, or a mixture whose components were not kept, since they take much memory.
+        """
+        levels = probabilities("q", q)
+        found = [
+            self._of_distributions(lambda fn, level=level: quantile(fn, level), "quantiles")
+            for level in levels.reshape(-1).tolist()
+        ]
+        return torch.stack(found) if levels.dim() else found[0]
+
+    def interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
+        """Lower and upper limit of the central interval that holds an observation with probability ``level``.
+
+        Raises:
+            ArgumentError: ``level`` is not between 0 and 1.
+            UnsupportedError: as for :meth:`quantiles`.
+        """
+        (level,) = probabilities("level", [level]).tolist()
+        low, high = self.quantiles([(1 - level) / 2, (1 + level) / 2])
+        return low, high
+
+    def crps(self, y: Any = None) -> Tensor:
+        """Continuous ranked probability score of each number, in its units; NaN where the model masks it.
+
+        Status: exact for a Normal and a mixture of K Normals, at a cost of K² for each number.
+
+        Args:
+            y: observed values, examples first; by default those that came with the data.
+
+        Raises:
+            DataError: no observed values, or of another shape.
+            UnsupportedError: another distribution, or a mixture whose components were not kept.
+        """
+        values = self._values(y)
+        chunks = values.split([part.num_rows for part in self._parts])
+        score = self._of_distributions(crps, "CRPS", chunks)
+        return score if self.mask is None else score.masked_fill(~self.mask, math.nan)
+
+    def sample(self, num_samples: int = 500, *, seed: int | None = None) -> Tensor:
+        """Draw observations from the predictive distributions, each example by itself.
+
+        Args:
+            num_samples: draws S.
+            seed: of the draws; by default one from the global generator.
+
+        Returns:
+            Shape ``[S, N, ...]``.
+
+        Raises:
+            ArgumentError: less than one draw.
+            UnsupportedError: a mixture whose components were not kept.
+        """
+        check_count("num_samples", num_samples)
+        with seeded(seed, self._device) as used:
+            torch.manual_seed(used)
+            return self._of_distributions(
+                lambda fn: fn.sample((int(num_samples),)), "draws of observations", dim=1
+            )
+
+    @property
+    def is_of_classes(self) -> bool:
+        """Whether labels are predicted: a Bernoulli, Categorical or OneHotCategorical site."""
+        return "log_probabilities" in self._parts[0].values
+
+    @property
+    def is_one_hot(self) -> bool:
+        """Whether labels are observed in one-hot code."""
+        return self._parts[0].kind.startswith("OneHot")
+
+    @property
+    def is_binary(self) -> bool:
+        """Whether labels are 0 or 1, with a probability of label 1 alone."""
+        return self._parts[0].kind.startswith("Bernoulli")
+
+    @property
+    def has_moments(self) -> bool:
+        """Whether there are a mean and a variance."""
+        return "mean" in self._parts[0].values
+
+    @cached_property
+    def mask(self) -> Tensor | None:
+        """Which values of an observation the model lets count, ``[N, ...]``; None if all do."""
+        masks = [part.values.get("mask") for part in self._parts]
+        like = next((mask for mask in masks if mask is not None), None)
+        if like is None:
+            return None
+        return torch.cat(
+            [
+                like.new_ones(part.num_rows, *like.shape[1:]) if mask is None else mask
+                for part, mask in zip(self._parts, masks, strict=True)
+            ]
+        )
+
+    @cached_property
+    def observed(self) -> Tensor | None:
+        """The observed values that came with the data, or None."""
+        values = [part.values["observed"] for part in self._parts if "observed" in part.values]
+        return torch.cat(values) if len(values) == len(self._parts) else None
+
+    def log_likelihood(self, y: Any = None) -> Tensor:
+        """Log predictive density of each observation.
+
+        Args:
+            y: observed values, examples first; by default those that came with the data.
+
+        Returns:
+            Shape ``[N, ...]``, one value for each observation, in nats; NaN where the model masks it.
+
+        Raises:
+            DataError: no observed values, of another shape, or impossible ones.
+            UnsupportedError: ``y`` comes only now, and a mixture of such distributions was not kept.
+        """
+        if y is None:
+            self._values(None)
+            return self._collect("log_likelihood", "log-likelihood")
+        values = self._aligned(y)
+        chunks = values.split([part.num_rows for part in self._parts])
+        return torch.cat([part.log_prob(c, self.site) for part, c in zip(self._parts, chunks, strict=True)])
+
+    def metrics(self, y: Any = None) -> dict[str, float]:
+        """Score the predictions.
+
+        Args:
+            y: observed values, examples first; by default those that came with the data.
+
+        Returns:
+            A flat mapping, defined in :mod:`pyro_dvi.predictive.metrics`. Always ``nll`` and ``nll_standard_error``.
+
+            For classes ``accuracy``, ``brier``, ``ece`` and ``adaptive_ece`` (15 bins), ``aumrc`` (ranked by the
+            predictive entropy), and the means of ``entropy`` and ``mutual_information``; the last only where the
+            rule tells noise and posterior apart.
+
+            For numbers, where there is a mean, ``rmse``; ``coverage_95`` and ``width_95`` of the central 95 % interval;
+            ``crps`` of a Normal and of mixtures of Normals, of more than 100 draws only with ``keep_draws=True``.
+
+            Only observations that the model does not mask count.
+
+        Raises:
+            DataError: no observed values, of another shape or dtype, impossible ones, or none that counts.
+            UnsupportedError: as in :meth:`log_likelihood`.
+        """
+        values, mask = self._values(y), self.mask
+        log_likelihood = self.log_likelihood(y)
+        scored = log_likelihood if mask is None else log_likelihood[~log_likelihood.isnan()]
+        if scored.numel() == 0:
+            raise DataError(f"the mask of site {self.site!r} leaves no observation to score")
+        found = scores.of_densities(scored)
+        if self.is_one_hot:
+            values, mask = values.argmax(-1), None if mask is None else mask.any(-1)
+
+        def counted(tensor: Tensor) -> Tensor:
+            return tensor if mask is None else tensor[mask]
+
+        if self.is_of_classes:
+            information = self._available(lambda: counted(self.mutual_information))
+            return found | scores.of_classes(counted(self.probabilities), counted(values), information)
+        if self.has_moments:
+            limits = self._available(lambda: self.interval(0.95))
+            interval = None if limits is None else (counted(limits[0]), counted(limits[1]))
+            few = self.draws or self._parts[0].count <= 100  # its cost is the square of their number
+            crps = self._available(lambda: counted(self.crps(y))) if few else None
+            return found | scores.of_numbers(counted(values), counted(self.mean), interval, crps)
+        return found
+
+    def to_dataframe(self) -> "pandas.DataFrame":
+        """Return a ``pandas.DataFrame`` with a row for each example.
+
+        Columns: ``mean``, ``std``, ``aleatoric``, ``epistemic``, or for classes ``probabilities[0]``, ... , ``entropy``
+        and ``mutual_information``; ``observed`` and ``log_likelihood`` where observed values came with the data.
+        Several values for an example have a column each, as ``mean[0]``. What the rule does not give is left out.
+        """
+        return dataframe(self._columns(), len(self))
+
+    def to_xarray(self) -> "xarray.Dataset":
+        """Return an ``xarray.Dataset`` with dimension ``example``; with ``draw``, if draws were kept.
+
+        Variables: as the columns of :meth:`to_dataframe`, classes in the dimension ``class``; draws as
+        ``draws_mean`` and so on.
+        """
+        values = self.probabilities if self.is_of_classes else self.mean if self.has_moments else None
+        cell_dims = (
+            0 if values is None else values.dim() - (2 if self.is_of_classes and not self.is_binary else 1)
+        )
+        attributes = {"site": self.site, "method": repr(self.method)}
+        return dataset(self._columns(), self.draws, cell_dims, attributes)
+
+    def to_arviz(self, num_samples: int | None = None, *, seed: int | None = None) -> Any:
+        """Return the prediction as ``InferenceData`` (ArviZ 0.x) or ``DataTree`` (1.x), for predictive checks.
+
+        Groups: ``posterior_predictive``, draws of observations from the predictive distributions, each example by
+        itself; if observed values came with the data, ``observed_data``, NaN where the model masks them; and their
+        ``log_likelihood``, if draws were kept and ``num_samples`` is their number: that of the whole predictive
+        would be the same for every draw. :func:`~pyro_dvi.to_arviz` exports the posterior as well.
+
+        Args:
+            num_samples: draws of observations; by default as many as draws were kept, or 500.
+            seed: of these draws.
+
+        Raises:
+            UnsupportedError: a mixture whose components were not kept.
+        """
+        kept = self._parts[0].count if self.draws else 500
+        assert self._exporter is not None, "pyro_dvi imports the chapter that registers it"
+        return self._exporter(kept if num_samples is None else num_samples, seed)
+
+    @classmethod
+    def exported_by(cls, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Register what :meth:`to_arviz` calls with the prediction, a number of draws and a seed.
+
+        A decorator, since the chapter that knows ArviZ comes after this one.
+        """
+        cls._exporter = function
+        return function
+
+    def _columns(self) -> dict[str, Tensor]:
+        """What there is to say about each example, examples first."""
+        names: tuple[str, ...] = ("mean", "std", "aleatoric", "epistemic") if self.has_moments else ()
+        if self.is_of_classes:
+            names = ("probabilities", "entropy", "mutual_information")
+        found = {name: self._available(partial(getattr, self, name)) for name in names}
+        if self.observed is not None:
+            found |= {"observed": self.observed, "log_likelihood": self.log_likelihood()}
+        return {name: value for name, value in found.items() if value is not None}
+
+    @staticmethod
+    def _available(read: Callable[[], T]) -> T | None:
+        """What is read, or None where it does not exist: the joint entropy of several labels, say."""
+        try:
+            return read()
+        except UnsupportedError:
+            return None
+
+    def _values(self, y: Any) -> Tensor:
+        if y is not None:
+            return self._aligned(y)
+        if self.observed is None:
+            raise DataError("no observed values: pass y, or predict from data that hold them: (x, y)")
+        return self.observed
+
+    def _check_is_split(self) -> None:
+        told = all("function_variance" in part.values for part in self._parts)
+        if not told and not self.method.tells_noise_apart:
+            raise UnsupportedError(
+                f"{type(self.method).__name__}() gives one distribution for noise and posterior together, whose "
+                f"variance or entropy at site {self.site!r} has no parts: predict with Samples(n)"
+            )
+
+    def _of_distributions(
+        self, read: Callable[..., Tensor], what: str, chunks: Any = None, dim: int = 0
+    ) -> Tensor:
+        return of_distributions(self._parts, read, f"{what} at site {self.site!r}", chunks, dim)
+
+    @property
+    def _device(self) -> torch.device | None:
+        return next((value.device for value in self._parts[0].values.values()), None)
+
+    def _aligned(self, y: Any) -> Tensor:
+        """Return ``y`` on the predictions' device; one row for each example."""
+        if not self._ordered:
+            raise DataError(
+                "the loader shuffles, or has a sampler of its own, so these values need not be in the order of the "
+                "predictions: use a loader with shuffle=False, or the values that it returned itself (leave out y)"
+            )
+        try:
+            values = torch.as_tensor(y)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise DataError(f"observed values of type {type(y).__name__} are no numbers: {error}") from error
+        if values.dim() == 0 or len(values) != len(self):
+            raise DataError(
+                f"{len(self)} predictions need as many observed values, not {tuple(values.shape)}"
+            )
+        return values if self._device is None else values.to(self._device)
+
+    def _collect(self, name: str, what: str) -> Tensor:
+        found = [part.values[name] for part in self._parts if name in part.values]
+        if len(found) < len(self._parts):
+            raise UnsupportedError(f"site {self.site!r} is {self._parts[0].kind}, which has no {what}")
+        return torch.cat(found)

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""Quantiles of predictive distributions, element by element, and the score of whole distributions.
+
+The distribution function is inverted: in closed form where the distribution has one, else by bisection; that of counts
+adds up their probabilities. Where none is known, a quantile is that of draws. A quantile of a mixture lies between the
+smallest and the largest of its components'; for any other distribution of this mean and standard deviation Cantelli's
+inequality gives limits,
+
+.. math:: m - s\sqrt{(1 - q)/q} \;\le\; Q(q) \;\le\; m + s\sqrt{q/(1 - q)}.
+"""
+
+import math
+from typing import Any
+
+import pyro.distributions as dist
+import torch
+from torch import Tensor
+from torch import distributions as td
+
+from pyro_dvi.core.distributions import untransformed
+from pyro_dvi.core.undisturbed import accelerators, forked, widest
+from pyro_dvi.errors import ArgumentError
+from pyro_dvi.links.noise_links import EqualMixture, PointMixture, ShapedNormal, distribution_function
+from pyro_dvi.predictive.metrics.scoring import mean_distance
+
+_HALVINGS = 60  # of the bracket, in double precision
+_AT_ONCE = 2**20  # numbers in one tensor
+_COUNTS = 2**16  # whose probabilities are added up
+_DRAWS = 2**12  # from which a quantile is read, at least
+
+
+def marginal(fn: Any) -> Any:
+    """Return the distributions of single numbers: the batch shape holds the events of ``fn``.
+
+    Raises:
+        NotImplementedError: there is no rule for this distribution.
+    """
+    if isinstance(fn, (td.Independent, dist.MaskedDistribution, dist.ExpandedDistribution)):
+        inner = marginal(fn.base_dist)
+        if isinstance(fn, dist.ExpandedDistribution):
+            return inner.expand(fn.batch_shape + fn.event_shape)
+        return inner
+    if isinstance(fn, EqualMixture):
+        return EqualMixture([marginal(each) for each in fn.each])
+    if isinstance(fn, PointMixture):
+        return PointMixture(marginal(fn.components), fn.weights, fn.rank + len(fn.event_shape))
+    if isinstance(fn, td.MixtureSameFamily) and isinstance(
+        normals := marginal(fn.component_distribution), td.Normal
+    ):
+        # The dimension of components goes behind those of an event.
+        loc, scale = (v.movedim(-1 - len(fn.event_shape), -1) for v in (normals.loc, normals.scale))
+        logits = fn.mixture_distribution.logits
+        logits = logits.reshape(*fn.batch_shape, *[1] * len(fn.event_shape), -1).expand(loc.shape)
+        return td.MixtureSameFamily(td.Categorical(logits=logits), td.Normal(loc, scale), validate_args=False)
+    if isinstance(fn, (td.MultivariateNormal, td.LowRankMultivariateNormal, ShapedNormal)):
+        return td.Normal(fn.mean, fn.variance.sqrt(), validate_args=False)
+    if fn.event_shape or isinstance(fn, td.MixtureSameFamily):
+        raise NotImplementedError
+    return fn
+
+
+def probabilities(name: str, given: Any) -> Tensor:
+    """Return one probability or several as a tensor ``[]`` or ``[Q]`` of double precision.
+
+    Raises:
+        ArgumentError: something else, or not between 0 and 1.
+    """
+    try:
+        found = torch.as_tensor(given, dtype=torch.float64)
+    except (TypeError, ValueError, RuntimeError):
+        found = torch.empty(0)
+    if found.dim() > 1 or not found.numel() or not bool(((found > 0) & (found < 1)).all()):
+        raise ArgumentError(
+            f"{name} must lie between 0 and 1, a number or a sequence of numbers, not {given!r}"
+        )
+    return found
+
+
+@torch.no_grad()
+def quantile(fn: Any, level: float) -> Tensor:
+    """Return where the distribution function of each number reaches ``level``, of the batch and event shape.
+
+    Status: exact up to rounding where the distribution function or the probabilities of counts are known; else from
+    draws, with the same seed for every level.
+
+    Raises:
+        NotImplementedError: the distribution is over classes.
+    """
+    if isinstance(untransformed(fn), (td.Bernoulli, td.Categorical, td.OneHotCategorical)):
+        raise NotImplementedError
+    try:
+        return _inverse(marginal(fn), level)
+    except NotImplementedError:
+        with forked(*accelerators()):
+            torch.manual_seed(0)
+            drawn, weights = _draws(fn, max(_DRAWS, _AT_ONCE // (fn.batch_shape + fn.event_shape).numel()))
+        values, order = drawn.sort(0)
+        place = (weights[order].cumsum(0) < level).sum(0, keepdim=True)
+        return values.gather(0, place.clamp_max(len(values) - 1)).squeeze(0)
+
+
+def _draws(fn: Any, count: int) -> tuple[Tensor, Tensor]:
+    """Return about ``count`` draws and their weights, the same number from each component of a mixture."""
+    if isinstance(fn, EqualMixture):
+        each = [_draws(one, count // len(fn.each)) for one in fn.each]
+        return torch.cat([drawn for drawn, _ in each]), torch.cat([w for _, w in each]) / len(each)
+    if isinstance(fn, PointMixture):
+        drawn, weights = _draws(fn.components, count // len(fn.weights))
+        points = drawn.movedim(-1 - fn.rank - len(fn.event_shape), 1)
+        return points.flatten(0, 1), (weights.unsqueeze(1) * fn.weights).flatten()
+    count = max(1, count)
+    drawn = fn.sample((count,))
+    return drawn, torch.full((count,), 1 / count, dtype=widest(drawn.device), device=drawn.device)
+
+
+def _inverse(single: Any, level: float) -> Tensor:
+    """Invert the distribution function of single numbers."""
+    first = single.each[0] if isinstance(single, EqualMixture) else single
+    mean = first.mean
+    if first.support.is_discrete:
+        points = len(getattr(first, "weights", "1"))
+        return _count(single, level, max(1, min(256, _AT_ONCE // (mean.numel() * points)))).to(mean)
+    if isinstance(single, EqualMixture) and (normals := _normals(single)) is not None:
+        loc, scale, weights = normals
+        single = td.MixtureSameFamily(td.Categorical(weights), td.Normal(loc, scale), validate_args=False)
+    try:
+        found: Tensor = single.icdf(torch.as_tensor(level, dtype=mean.dtype, device=mean.device))
+        return found.expand(single.batch_shape)
+    except NotImplementedError:
+        pass
+    wide = widest(mean.device)
+    if isinstance(single, EqualMixture):
+        each = torch.stack([_inverse(fn, level) for fn in single.each]).to(wide)
+        low, high = each.aminmax(dim=0)
+    elif isinstance(single, PointMixture):
+        low, high = _inverse(single.components, level).to(wide).aminmax(dim=-1 - single.rank)
+    else:
+        centre, spread = single.mean.to(wide), single.variance.to(wide).sqrt()
+        if not bool((centre.isfinite() & spread.isfinite()).all()):
+            raise NotImplementedError
+        low = centre - spread * math.sqrt((1 - level) / level)
+        high = centre + spread * math.sqrt(level / (1 - level))
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        below = distribution_function(single, middle) < level
+        low, high = torch.where(below, middle, low), torch.where(below, high, middle)
+    return high.to(mean.dtype)  # whose probability is not zero: it lies in the support
+
+
+def _count(single: Any, level: float, at_once: int) -> Tensor:
+    """Return the smallest count up to which there is the probability ``level``: how many counts have less."""
+    total: Any = 0.0
+    found: Any = 0
+    for start in range(0, _COUNTS, at_once):
+        reached = total + _probabilities(single, start, at_once).cumsum(0)
+        found, total = found + (reached < level).sum(0), reached[-1]
+        if bool((total >= level).all()):
+            return found  # type: ignore[no-any-return]
+    raise NotImplementedError
+
+
+def _probabilities(single: Any, start: int, number: int) -> Tensor:
+    """Return the probabilities of so many counts, in double precision."""
+    if isinstance(single, EqualMixture):
+        return torch.stack([_probabilities(fn, start, number) for fn in single.each]).mean(0)
+    mean = single.mean
+    counts = torch.arange(start, start + number, device=mean.device).to(widest(mean.device))
+    counts = counts.reshape(-1, *(1,) * mean.dim()).expand(-1, *mean.shape)
+    possible = single.support.check(counts)
+    log_p: Tensor = single.log_prob(torch.where(possible, counts, 0.0))
+    return torch.where(possible, log_p.exp(), 0.0).to(counts.dtype)
+
+
+def _normals(single: Any) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Return means, deviations and weights of the Normals that a number's distribution mixes, in the last dimension."""
+    if isinstance(single, EqualMixture):
+        each = [found for found in map(_normals, single.each) if found is not None]
+        if len(each) < len(single.each):
+            return None
+        loc, scale, weights = (torch.cat(parts, -1) for parts in zip(*each, strict=True))
+        return loc, scale, weights / len(each)
+    if isinstance(single, td.MixtureSameFamily):
+        normals, weights, dim = single.component_distribution, single.mixture_distribution.probs, -1
+    elif isinstance(single, PointMixture):
+        normals, weights, dim = single.components, single.weights, -1 - single.rank
+    else:
+        normals, weights, dim = single.expand((1, *single.batch_shape)), single.mean.new_ones(1), 0
+    if not isinstance(normals, td.Normal):
+        return None
+    loc, scale = (value.to(widest(value.device)).movedim(dim, -1) for value in (normals.loc, normals.scale))
+    return loc, scale, weights.to(loc).expand(loc.shape)
+
+
+@torch.no_grad()
+def crps(fn: Any, values: Tensor) -> Tensor:
+    r"""Continuous ranked probability score of each number, for a Normal or a mixture of Normals.
+
+    .. math::
+        \mathrm{CRPS} = \sum_i w_i A(y - m_i, s_i^2) - \tfrac12 \sum_{i,j} w_i w_j A(m_i - m_j, s_i^2 + s_j^2),
+        \qquad A(d, v) = 2 \sqrt v\,\phi(d/\sqrt v) + d\,(2\Phi(d/\sqrt v) - 1)
+
+    Status: exact. K components cost K² terms for each number, and the memory of K.
+
+    Raises:
+        NotImplementedError: the distribution is neither.
+
+    Source: Grimit et al. (2006), Eq. 5.
+    """
+    found = _normals(marginal(fn))
+    if found is None:
+        raise NotImplementedError
+    loc, scale, weights = (value.movedim(-1, 0) for value in found)
+    score = (weights * mean_distance(values.to(loc) - loc, scale)).sum(0)
+    for i, weight in enumerate(weights):
+        apart = mean_distance(loc[i] - loc, torch.hypot(scale[i], scale))
+        score = score - 0.5 * weight * (weights * apart).sum(0)
+    return score

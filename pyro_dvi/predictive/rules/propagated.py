@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prediction by moment propagation: one pass, no draws.
+
+The propagation is a choice of :class:`Moments`: which quantities it takes as independent decides how wide predictions
+are. A new one is a class with one method, :meth:`Propagation.respond`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, ClassVar
+from weakref import WeakValueDictionary
+
+import torch
+
+from pyro_dvi.core.arguments import check_choice
+from pyro_dvi.curvature.reverse_delta import ReverseDeltaRecorder
+from pyro_dvi.errors import UnsupportedError
+from pyro_dvi.expectations.points import event_dim_of
+from pyro_dvi.gaussians.normals import is_joint
+from pyro_dvi.links import ClassLink, MomentMatched, NoiseLink, SobolSoftmax, predictive_distribution
+from pyro_dvi.links.families import joint_if_dependent
+from pyro_dvi.moments import GaussianMoments
+from pyro_dvi.moments.dispatch import observed_by
+from pyro_dvi.moments.weight_uses import warned_of_repeated_uses
+from pyro_dvi.predictive.engine.model_runs import Respond, Response
+from pyro_dvi.predictive.engine.posterior_values import posterior_gaussians
+from pyro_dvi.predictive.rules.rule import PredictionRule
+from pyro_dvi.runs.latents import Marginals
+from pyro_dvi.runs.posterior_run import PosteriorMoments, propagated
+from pyro_dvi.runs.predictive_of_outputs import as_pyro
+from pyro_dvi.runs.uncertain import (
+    UncertainDistribution,
+    predictive_of,
+    uncertain_likelihoods,
+    uncertain_part,
+    with_uncertain_part,
+)
+
+
+class Propagation(ABC):
+    """How the variances of the weights are propagated through a model.
+
+    Attributes:
+        counts_weights_once: whether a weight that is used several times is the same weight each time.
+    """
+
+    counts_weights_once: ClassVar[bool] = False
+
+    def check(self, marginals: Marginals) -> None:
+        """Refuse a posterior with covariances, unless the propagation is one that keeps them.
+
+        Raises:
+            UnsupportedError: names the propagation.
+        """
+        joint = [name for name, gaussian in marginals.gaussians.items() if is_joint(gaussian.base)]
+        if joint:
+            raise UnsupportedError(
+                f"{type(self).__name__} takes weights as independent, and {joint[0]!r} of the guide has covariances: "
+                "predict with Moments(), whose propagation keeps those of a last layer, or with Samples(n)"
+            )
+
+    @abstractmethod
+    def respond(self, weights: Mapping[str, GaussianMoments], run: Callable[[], Response]) -> Response:
+        """Return the response of one run of the model, whose distribution holds moments.
+
+        Args:
+            weights: the moments of the latent sites by name, filled while the model runs.
+            run: runs the model with moments, once.
+        """
+
+
+@dataclass(frozen=True)
+class Independent(Propagation):
+    """Take the units of every layer as independent, as training does; one pass.
+
+    Status: exact variances for one hidden layer. Elsewhere units are correlated, since skip connections and kernels
+    that act at many positions share weights, and the correlations are dropped. Variances of deep residual networks come
+    out too small; those behind layer, group or instance normalisation can come out too large, where its inputs are
+    nearly equal and share their noise. :func:`~pyro_dvi.compare_with_sampling` says how much.
+    """
+
+    def check(self, marginals: Marginals) -> None:
+        """Take any."""
+
+    def respond(self, weights: Mapping[str, GaussianMoments], run: Callable[[], Response]) -> Response:
+        """Run the model."""
+        return run()
+
+
+@dataclass(frozen=True)
+class ReverseDelta(Propagation):
+    r"""Variances of the outputs with the covariances that shared weights cause: the smoothed reverse delta method.
+
+    .. math:: \mathrm{Var}[f_k] \approx \sum_w (\partial m_k / \partial \bar w)^2\, \mathrm{Var}[w] + \dots
+
+    Slopes are averages over the noise (:math:`\Phi(\mu/\sigma)` for a rectifier). Paths that share a weight add up
+    before the square, so skip connections, convolutions and tied layers keep their covariances.
+
+    Status: exact for linear models, a first-order approximation with smoothed slopes otherwise. Means are those of
+    :class:`Independent`. Inputs count as certain: only the noise of weights is pulled back.
+
+    Cost: one backward pass for each output of an example besides one run with gradients; a pass for each example where
+    a function of a weight has no rule for gradients of examples, or rows that are not those of single examples. See
+    :mod:`pyro_dvi.curvature.reverse_delta`.
+
+    Raises:
+        UnsupportedError: a parameter of the observed distribution has no row for each example, or the model changed a
+            certain input of a layer in place.
+    """
+
+    counts_weights_once: ClassVar[bool] = True
+
+    def respond(self, weights: Mapping[str, GaussianMoments], run: Callable[[], Response]) -> Response:
+        """Run the model, then replace the variances of the Gaussians that reach the observed site."""
+        recorder = ReverseDeltaRecorder(weights)
+        with torch.enable_grad(), observed_by(recorder):
+            response = run()
+        part = uncertain_part(response.distribution)
+        if part is None:
+            return response
+        axis = response.axis - len(response.distribution.event_shape) + len(part.event_shape)
+        num_rows = response.distribution.batch_shape[response.axis]
+        parameters = {
+            name: _pulled_back(recorder, part, name, value, axis, num_rows)
+            if isinstance(value, GaussianMoments)
+            else value
+            for name, value in part.parameters.items()
+        }
+        new = UncertainDistribution(part.family, parameters, part.estimator)
+        return replace(response, distribution=with_uncertain_part(response.distribution, new))
+
+
+def _pulled_back(
+    recorder: ReverseDeltaRecorder,
+    part: UncertainDistribution,
+    name: str,
+    value: GaussianMoments,
+    axis: int,
+    num_rows: int,
+) -> GaussianMoments:
+    """Moments of a parameter from those of the Gaussian behind it."""
+    gaussian = value if value.link is None else value.link.inner
+    axis -= event_dim_of(part.family, name) or 0
+    if gaussian.dim() < -axis or gaussian.shape[axis] != num_rows:
+        if not recorder.reaches(gaussian):  # one number for all examples, as an uncertain noise scale
+            return value.detach()
+        raise UnsupportedError(
+            f"the reverse delta method: parameter {name!r} of {part.family.__name__} has the shape "
+            f"{tuple(gaussian.shape)}, without a row for each of {num_rows} examples. Predict with "
+            "Moments(propagation=Independent())."
+        )
+    inner = GaussianMoments(gaussian.loc.detach(), recorder.variance(gaussian, axis).detach())
+    if value.link is None:
+        return inner
+    function: Any = value.link.function
+    with torch.no_grad():
+        result = function(inner)  # moments, of moments
+    return result.linked(replace(value.link, inner=inner))
+
+
+_LOOKED_AT: WeakValueDictionary[int, Any] = WeakValueDictionary()  # guides that were predicted with
+
+
+@dataclass(frozen=True)
+class Moments(PredictionRule):
+    r"""Predict in one pass, by the means and variances of the weights propagated through the model.
+
+    .. math:: p(y \mid x) \approx \int p(y \mid f)\, \mathcal N(f; m_f(x), v_f(x))\, \mathrm df
+
+    The rule for posteriors trained by :class:`~pyro_dvi.MomentPropagationELBO`; it serves any factorised Gaussian
+    guide, and a :class:`~pyro_dvi.LaplaceGuide` after ``guide.fit(batches, Diagonal())``. Numbers with Gaussian noise
+    have mean :math:`m` and variance :math:`v + \mathrm E[\sigma^2]`; class probabilities are the average softmax.
+
+    Status: exact where every weight enters each output once, as in linear models and, up to the Gaussian form of the
+    output, networks with one hidden layer. Deeper networks, shared kernels and weights that are used twice drop
+    covariances (:func:`~pyro_dvi.compare_with_sampling` says how much).
+
+    Args:
+        link: from moments of logits to probabilities: ``SobolSoftmax()``, ``Probit()``, ``LaplaceBridge()`` of
+            :mod:`pyro_dvi.links`.
+        noise: from an uncertain noise scale to a predictive: ``MomentMatched()``, a Normal, or ``GaussHermite(n)``, a
+            mixture that keeps the heavier tails and is the sharper of the two.
+        propagation: how variances come through the network: ``Independent()``, as in training, or
+            ``ReverseDelta()``, which keeps covariances.
+
+    Raises:
+        ArgumentError: ``link``, ``noise`` or ``propagation`` is no object of its kind.
+        GuideError: the guide is not a factorised Gaussian.
+        UnsupportedError: a function or distribution of the model has no rule.
+
+    Source: Schmitt & Roth (2021), Eq. 19-20.
+    """
+
+    link: ClassLink = field(default_factory=SobolSoftmax)
+    noise: NoiseLink = field(default_factory=MomentMatched)
+    propagation: Propagation = field(default_factory=Independent)
+
+    num_components = 1
+    tells_noise_apart = False
+
+    def __post_init__(self) -> None:
+        check_choice("link", self.link, ClassLink, "SobolSoftmax() or Probit()")
+        check_choice("noise", self.noise, NoiseLink, "MomentMatched() or GaussHermite(n)")
+        check_choice("propagation", self.propagation, Propagation, "Independent() or ReverseDelta()")
+
+    def components(
+        self, guide: Callable[..., Any], inputs: tuple[Any, ...], respond: Respond
+    ) -> Iterator[Response]:
+        """Give the one component."""
+        centre, marginals = posterior_gaussians(guide, inputs)
+        self.propagation.check(marginals)
+
+        def predictive(family: type, parameters: Mapping[str, Any]) -> Any:
+            joint = joint_if_dependent(family, parameters)
+            return as_pyro(
+                predictive_distribution(family, parameters, link=self.link, noise=self.noise, joint=joint)
+            )
+
+        weights = PosteriorMoments(marginals, propagated)
+        known = _LOOKED_AT.get(id(guide)) is guide or self.propagation.counts_weights_once
+        recorder = nullcontext if known else warned_of_repeated_uses
+        _LOOKED_AT[id(guide)] = guide
+        with uncertain_likelihoods(), weights, recorder(weights.given):
+            response = self.propagation.respond(weights.given, partial(respond, centre))
+        yield replace(response, distribution=predictive_of(response.distribution, predictive))
