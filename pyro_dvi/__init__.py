@@ -26,6 +26,7 @@ from pyro_dvi import (
     variational_laplace,
 )
 from pyro_dvi.analysis import diagnostics
+from pyro_dvi.analysis.arviz_export import to_arviz
 from pyro_dvi.analysis.diagnostics import (
     compare_with_sampling,
     prior_predictive_check,
@@ -33,7 +34,6 @@ from pyro_dvi.analysis.diagnostics import (
     scale_snapshot,
     signal_to_noise,
 )
-from pyro_dvi.analysis.inference_data import to_arviz
 from pyro_dvi.analysis.tuning import tune_kl_weight
 from pyro_dvi.bayesian import (
     classifier,

@@ -22,7 +22,7 @@ from pyro.infer import SVI
 from torch import nn
 
 import pyro_dvi as dvi
-from pyro_dvi.analysis.diagnostics.held_out import compare_held_out
+from pyro_dvi.analysis.diagnostics.model_checking import compare_held_out
 
 # %%
 # Data, and a network with priors that are stated

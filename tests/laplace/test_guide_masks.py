@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 import pyro_dvi as dvi
-from pyro_dvi.analysis.diagnostics.scale_report import scale_report
-from pyro_dvi.analysis.diagnostics.signal_to_noise import signal_to_noise
+from pyro_dvi.analysis.diagnostics.scale_report import scale_report, signal_to_noise
 from pyro_dvi.errors import ArgumentError, UnsupportedError
 from pyro_dvi.laplace import (
     Accept,

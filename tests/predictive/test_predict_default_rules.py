@@ -15,7 +15,7 @@ from torch import Tensor
 import pyro_dvi as dvi
 from pyro_dvi.errors import DviWarning
 from pyro_dvi.natural_gradients.pyro_optimizers import VOGN
-from tests.analysis.inference_data.reading import values
+from tests.analysis.arviz_export.reading import values
 
 X = torch.linspace(-1, 1, 12)
 Y = 2 * X

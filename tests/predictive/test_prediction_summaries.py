@@ -11,7 +11,7 @@ import torch
 
 from pyro_dvi import AtMean, Samples, predict
 from pyro_dvi.errors import UnsupportedError
-from tests.analysis.inference_data.reading import groups
+from tests.analysis.arviz_export.reading import groups
 
 X = torch.linspace(-1, 1, 8)
 

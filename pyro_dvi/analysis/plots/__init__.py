@@ -6,16 +6,11 @@ it is given, or makes a figure, and returns the axes for titles, limits and savi
 respected and left alone.
 """
 
-from pyro_dvi.analysis.plots.entropies import entropy_histogram
-from pyro_dvi.analysis.plots.methods import compare
-from pyro_dvi.analysis.plots.moments import moment_comparison
+from pyro_dvi.analysis.plots.comparisons import compare, moment_comparison
 from pyro_dvi.analysis.plots.prior import prior_predictive
-from pyro_dvi.analysis.plots.regression import regression_band
-from pyro_dvi.analysis.plots.rejection import rejection_curve
-from pyro_dvi.analysis.plots.reliability import reliability_diagram
-from pyro_dvi.analysis.plots.scales import posterior_scales
-from pyro_dvi.analysis.plots.signal import signal_to_noise
-from pyro_dvi.analysis.plots.training import training_history
+from pyro_dvi.analysis.plots.reliability import rejection_curve, reliability_diagram
+from pyro_dvi.analysis.plots.training import posterior_scales, signal_to_noise, training_history
+from pyro_dvi.analysis.plots.uncertainty import entropy_histogram, regression_band
 
 __all__ = [
     "compare",

@@ -7,7 +7,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from pyro_dvi.analysis.diagnostics.prior_predictive import PriorPredictiveCheck, StatisticCheck
+from pyro_dvi.analysis.diagnostics.model_checking import PriorPredictiveCheck, StatisticCheck
 from pyro_dvi.analysis.plots.style import VERMILLION, blue, own_panels, shortened
 from pyro_dvi.errors import DataError
 

@@ -9,7 +9,7 @@ import torch
 from matplotlib import pyplot as plt
 
 from pyro_dvi import plots
-from pyro_dvi.analysis.diagnostics.prior_predictive import prior_predictive_check
+from pyro_dvi.analysis.diagnostics.model_checking import prior_predictive_check
 from pyro_dvi.errors import ArgumentError, DataError
 
 

@@ -13,7 +13,7 @@ from pyro.infer.autoguide import AutoGuideList, AutoNormal
 
 from pyro_dvi import AtMean, MeanFieldGuide, Samples, predict, to_arviz
 from pyro_dvi.errors import ArgumentError, DataError, GuideError
-from tests.analysis.inference_data.reading import values
+from tests.analysis.arviz_export.reading import values
 
 X = torch.linspace(-1, 1, 20)
 

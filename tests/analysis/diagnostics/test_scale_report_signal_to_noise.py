@@ -9,7 +9,7 @@ import torch
 from pyro.infer.autoguide import AutoNormal, init_to_value
 
 from pyro_dvi import MultiplicativeNoiseGuide, to_bayesian_
-from pyro_dvi.analysis.diagnostics.signal_to_noise import signal_to_noise
+from pyro_dvi.analysis.diagnostics.scale_report import signal_to_noise
 from pyro_dvi.errors import ArgumentError, GuideError
 
 

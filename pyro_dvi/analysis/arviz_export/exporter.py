@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Export of a model with its posterior to ArviZ."""
+r"""Export of a model with its posterior to ArviZ."""
 
 import re
 import warnings
@@ -11,14 +11,12 @@ from typing import Any
 
 from pyro.infer.autoguide import AutoLaplaceApproximation
 
-from pyro_dvi.analysis.inference_data.assemble import assemble
-from pyro_dvi.analysis.inference_data.densities import log_posterior, sample_stats
-from pyro_dvi.analysis.inference_data.densities import log_prior as log_prior_of
-from pyro_dvi.analysis.inference_data.group import Group, check_names, listed
-from pyro_dvi.analysis.inference_data.posterior import LatentDraws, Selection, Summaries
-from pyro_dvi.analysis.inference_data.predictive import Predictions, choose_responses
-from pyro_dvi.analysis.inference_data.records import attributes, inputs_of, named_constants, training_group
-from pyro_dvi.analysis.inference_data.samples import GivenSamples
+from pyro_dvi.analysis.arviz_export.groups import Group, assemble, check_names, listed
+from pyro_dvi.analysis.arviz_export.latent_draws import GivenSamples, LatentDraws, Selection, Summaries
+from pyro_dvi.analysis.arviz_export.log_densities import log_posterior, sample_stats
+from pyro_dvi.analysis.arviz_export.log_densities import log_prior as log_prior_of
+from pyro_dvi.analysis.arviz_export.observed_draws import Predictions, choose_responses
+from pyro_dvi.analysis.arviz_export.records import attributes, inputs_of, named_constants, training_group
 from pyro_dvi.core.arguments import check_count
 from pyro_dvi.core.progress import progress_bar
 from pyro_dvi.core.undisturbed import device_of

@@ -15,7 +15,7 @@ import pyro_dvi as dvi
 from pyro_dvi import AtMean, MeanFieldGuide, Samples, TaylorELBO, to_arviz
 from pyro_dvi.errors import ArgumentError, DataError, DviWarning, ModelError, UnsupportedError
 from pyro_dvi.training import History
-from tests.analysis.inference_data.reading import ARVIZ_1, groups, reopened, values
+from tests.analysis.arviz_export.reading import ARVIZ_1, groups, reopened, values
 
 X = torch.linspace(-1, 1, 12)
 Y = 2 * X

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws of every observed site, batch after batch, and the log densities of what was observed there."""
+r"""Draws of every observed site, batch after batch, and the log densities of what was observed there."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pyro_dvi.analysis.inference_data.group import Group, as_array, joined, listed, plate_names
+from pyro_dvi.analysis.arviz_export.groups import Group, as_array, joined, listed, plate_names
 from pyro_dvi.errors import DataError, ModelError
 from pyro_dvi.predictive.components import Components
 from pyro_dvi.predictive.engine.inputs import Batch

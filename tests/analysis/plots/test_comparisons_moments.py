@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from pyro_dvi import plots
-from pyro_dvi.analysis.diagnostics.comparison import Comparison, LayerComparison
+from pyro_dvi.analysis.diagnostics.moment_comparison import Comparison, LayerComparison
 from pyro_dvi.errors import DataError
 
 

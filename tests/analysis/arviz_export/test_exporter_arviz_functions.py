@@ -11,7 +11,7 @@ import torch
 
 import pyro_dvi as dvi
 from pyro_dvi import MeanFieldGuide, Samples, to_arviz
-from tests.analysis.inference_data.reading import ARVIZ_1, az, reopened
+from tests.analysis.arviz_export.reading import ARVIZ_1, az, reopened
 
 X = torch.linspace(-1, 1, 40)
 

@@ -2,17 +2,14 @@
 """What is recorded beside the draws: inputs, the course of the training, how and by which versions it was exported."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import UTC, datetime
-from importlib.metadata import version
 from typing import Any
 
 import numpy as np
-import pyro
 import torch
 from torch import Tensor
 
-from pyro_dvi.analysis.inference_data.group import Group, as_array, joined
-from pyro_dvi.analysis.inference_data.samples import GivenSamples
+from pyro_dvi.analysis.arviz_export.groups import Group, as_array, joined
+from pyro_dvi.analysis.arviz_export.latent_draws import GivenSamples
 from pyro_dvi.core.arguments import parameter_names
 from pyro_dvi.errors import ArgumentError
 from pyro_dvi.predictive import PredictionRule
@@ -130,14 +127,3 @@ def _kl_weight(elbo: Any, guide: Any, history: History | None) -> float | str | 
     if weight is None and history is not None:
         weight = history.epochs.last().get("kl_weight")
     return weight if weight is None or isinstance(weight, str) else float(weight)
-
-
-def provenance() -> dict[str, str]:
-    """Return the time and the versions of the libraries, as ArviZ calls them."""
-    return {
-        "created_at": datetime.now(UTC).isoformat(),
-        "inference_library": "pyro_dvi",
-        "inference_library_version": version("pyro-dvi"),
-        "pyro_version": pyro.__version__,
-        "torch_version": str(torch.__version__),
-    }

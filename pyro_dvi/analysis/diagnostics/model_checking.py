@@ -1,21 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Could the prior have produced these data?"""
+r"""Summaries of a set of observations, for checks of a model against its data.
+
+Could the prior have produced these data?
+
+Which of several predictions of the same held-out data is better, and by how much more than chance.
+"""
 
 import math
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch import distributions as td
 
-from pyro_dvi.analysis.diagnostics.statistics import Statistic, applied, default_statistics
 from pyro_dvi.core.arguments import check_count
+from pyro_dvi.core.distributions import innermost
 from pyro_dvi.core.progress import progress_bar
 from pyro_dvi.core.table import Columns, Report
 from pyro_dvi.core.undisturbed import device_of
 from pyro_dvi.errors import ArgumentError, DataError, ModelError, NonFiniteError, UnsupportedError
+from pyro_dvi.predictive import Prediction
 from pyro_dvi.predictive.batch_prediction import class_log_probabilities
 from pyro_dvi.predictive.components import Components
 from pyro_dvi.predictive.engine.inputs import Batch, batches
@@ -26,6 +35,68 @@ from pyro_dvi.runs.sites import choose_response, example_axis, responses
 
 if TYPE_CHECKING:
     import pandas
+
+
+Statistic = Callable[[Tensor], Any]
+
+MANY_CLASSES = 10  # above which single classes are not followed
+
+
+def default_statistics(fn: Any) -> dict[str, Statistic]:
+    """Return what is worth a look in observations of a distribution.
+
+    Numbers have their mean, standard deviation, minimum and maximum; classes the share of each (up to ten), the largest
+    share, and how many occur; labels 0 and 1 the share of 1.
+
+    Args:
+        fn: the observed distribution.
+    """
+    base = innermost(fn)
+    if isinstance(base, td.Bernoulli):
+        return {"share of 1": lambda y: y.double().mean()}
+    if isinstance(base, td.Categorical | td.OneHotCategorical):
+        one_hot = isinstance(base, td.OneHotCategorical)
+        num_classes = base.probs.shape[-1]
+
+        def shares(y: Tensor) -> Tensor:
+            labels = y.argmax(-1) if one_hot else y
+            counts = torch.bincount(labels.long().flatten(), minlength=num_classes)
+            return counts.double() / counts.sum()
+
+        def share(k: int, y: Tensor) -> Tensor:
+            return shares(y)[k]
+
+        followed = range(num_classes if num_classes <= MANY_CLASSES else 0)
+        return {
+            **{f"share of class {k}": partial(share, k) for k in followed},
+            "largest share": lambda y: shares(y).max(),
+            "classes seen": lambda y: (shares(y) > 0).sum(),
+        }
+    return {
+        "mean": lambda y: y.double().mean(),
+        "sd": lambda y: y.double().std(correction=0),
+        "min": lambda y: y.min(),
+        "max": lambda y: y.max(),
+    }
+
+
+def applied(statistics: Mapping[str, Statistic], y: Tensor) -> dict[str, float]:
+    """Return the value of every statistic.
+
+    Raises:
+        ArgumentError: one that fails, or gives anything else than a number.
+    """
+    values = {}
+    for name, statistic in statistics.items():
+        try:
+            values[name] = float(statistic(y))
+        except Exception as error:
+            raise ArgumentError(
+                f"statistic {name!r} failed for observations of shape {tuple(y.shape)} and dtype {y.dtype}: "
+                f"{type(error).__name__}: {error}. It has to give one number, such as y.quantile(0.9)"
+            ) from error
+    return values
+
 
 UNUSUAL = 0.01  # two-sided p-value below which a statistic of the data is called unusual
 SURE = 0.9  # mean confidence of networks from the prior, above which narrower priors are suggested
@@ -321,3 +392,119 @@ def _row(name: str, observed: float, values: np.ndarray) -> StatisticCheck:
     error = math.sqrt(a * b / ((a + b) ** 2 * (a + b + 1)))
     low, median, high = np.quantile(values, (0.05, 0.5, 0.95), method="inverted_cdf").tolist()
     return StatisticCheck(name, observed, low, median, high, above / total, error, 2 * min(a, b) / (a + b))
+
+
+def compare_held_out(predictions: Mapping[str, Prediction], y: Any = None) -> "pandas.DataFrame":
+    r"""Table of log scores on data that no posterior was trained on.
+
+    The expected log predictive density of m held-out examples, and the difference to the best, pair by pair:
+
+    .. math::
+        \mathrm{elpd}_a = \sum_{i=1}^m \log p_a(y_i \mid x_i), \qquad
+        \mathrm{dse}_a = \sqrt{\frac{m}{m-1} \sum_{i=1}^m (d_i - \bar d)^2}, \qquad
+        d_i = \log p_a(y_i \mid x_i) - \log p_{\text{best}}(y_i \mid x_i)
+
+    Every prediction is scored as what it is, whatever its rule: at the mean, by moments, linearised or over draws.
+    ``az.loo`` and ``az.compare`` estimate the same number from the data of the training, by reweighting posterior
+    draws; that needs predictions which average over these draws (:class:`~pyro_dvi.Samples`), and a posterior near
+    the exact one. A difference well above its ``dse`` is more than the choice of examples explains; other training
+    runs may still differ.
+
+    Status: unbiased for new examples of the same kind; the standard errors treat examples as independent.
+
+    Args:
+        predictions: by name, each of the same data: same site, same examples in the same order.
+        y: held-out observations, examples first; by default those that came with the predictions. What the model
+            masks is left out.
+
+    Returns:
+        ``pandas.DataFrame``, a row for each name from best to worst, with ``rank``, ``elpd`` and its standard error
+        ``se``, ``elpd_diff`` (to the best, zero or less) and its standard error ``dse``, all in nats;
+        ``az.plot_compare`` of ArviZ 1.x draws it. One example gives no standard errors: NaN.
+
+    Raises:
+        ArgumentError: no predictions, or something else in their place.
+        DataError: predictions of other examples, sites, observations or masks than the first.
+
+    Source: Vehtari, Gelman & Gabry (2017), "Practical Bayesian model evaluation using leave-one-out cross-validation
+    and WAIC", Eq. 23-24, for held-out data.
+
+    Example:
+        >>> import pyro, pyro.distributions as dist
+        >>> import pyro_dvi as dvi
+        >>> def model(x, y=None):
+        ...     slope = pyro.sample("slope", dist.Normal(0.0, 1.0))
+        ...     with pyro.plate("data", len(x)):
+        ...         return pyro.sample("obs", dist.Normal(slope * x, 0.5), obs=y)
+        >>> def fixed(slope):
+        ...     return lambda x, y=None: pyro.sample("slope", dist.Delta(torch.tensor(slope)))
+        >>> x = torch.linspace(-1, 1, 6)
+        >>> table = compare_held_out(
+        ...     {
+        ...         "flat": dvi.predict(model, fixed(1.0), (x, 2 * x)),
+        ...         "steep": dvi.predict(model, fixed(2.0), (x, 2 * x)),
+        ...     }
+        ... )
+        >>> table[["rank", "elpd_diff"]].round(2)
+               rank  elpd_diff
+        steep     0        0.0
+        flat      1       -5.6
+    """
+    import pandas
+
+    scores = _scores(predictions, y)
+    totals = {name: float(score.sum()) for name, score in scores.items()}
+    order = sorted(totals, key=lambda name: -totals[name])
+    best = scores[order[0]]
+    rows = [
+        {
+            "rank": rank,
+            "elpd": totals[name],
+            "se": _standard_error(scores[name]),
+            "elpd_diff": float((scores[name] - best).sum()),
+            "dse": _standard_error(scores[name] - best),
+        }
+        for rank, name in enumerate(order)
+    ]
+    return pandas.DataFrame(rows, index=order)
+
+
+def _scores(predictions: Mapping[str, Prediction], y: Any) -> dict[str, Tensor]:
+    """Log predictive density of every example, by name."""
+    is_mapping = isinstance(predictions, Mapping) and len(predictions) > 0
+    if not is_mapping or not all(isinstance(own, Prediction) for own in predictions.values()):
+        raise ArgumentError(
+            "predictions must map names to what predict returned, as {'at the mean': prediction}, not "
+            f"{reprlib.repr(predictions)}"
+        )
+    found: dict[str, Tensor] = {}
+    first_name, first = next(iter(predictions.items()))
+    for name, prediction in predictions.items():
+        if prediction.site != first.site or len(prediction) != len(first):
+            raise DataError(
+                f"{name!r} predicts {len(prediction)} examples of site {prediction.site!r}, {first_name!r} predicts "
+                f"{len(first)} of {first.site!r}: predict the same data with each"
+            )
+        if y is None and _differ(prediction.observed, first.observed):
+            raise DataError(
+                f"{name!r} and {first_name!r} have other observations: predict the same data, in the same order "
+                "(a loader without shuffle), with each"
+            )
+        score = prediction.log_likelihood(y).detach().cpu().double()
+        found[name] = score.reshape(len(score), -1)
+        if not torch.equal(found[name].isnan(), found[first_name].isnan()):
+            raise DataError(
+                f"{name!r} and {first_name!r} mask other observations: score the same ones with each"
+            )
+    counts = ~found[first_name].isnan()  # not a number: masked
+    # The parts of an example are no examples, and one that is masked as a whole is none.
+    return {name: score[counts.any(-1)].nansum(-1) for name, score in found.items()}
+
+
+def _differ(a: Tensor | None, b: Tensor | None) -> bool:
+    return a is not None and b is not None and not torch.equal(a.cpu(), b.cpu())
+
+
+def _standard_error(values: Tensor) -> float:
+    """Of the sum."""
+    return float(values.std() * len(values) ** 0.5) if len(values) > 1 else float("nan")

@@ -4,6 +4,6 @@
 The only chapter that knows ArviZ; ``import pyro_dvi`` does not load it.
 """
 
-from pyro_dvi.analysis.inference_data.export import to_arviz
+from pyro_dvi.analysis.arviz_export.exporter import to_arviz
 
 __all__ = ["to_arviz"]

@@ -43,7 +43,7 @@ from pyro_dvi.laplace import (
     PosteriorSamples,
     TopEigen,
 )
-from tests.analysis.inference_data.reading import groups, reopened, values
+from tests.analysis.arviz_export.reading import groups, reopened, values
 
 X = torch.linspace(-1, 1, 12)
 Y = 2 * X

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log densities of posterior draws: under the prior, with the data, and under the posterior that drew them."""
+r"""Log densities of posterior draws: under the prior, with the data, and under the posterior that drew them."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributions import biject_to
 
-from pyro_dvi.analysis.inference_data.group import Group, as_array, plate_names
+from pyro_dvi.analysis.arviz_export.groups import Group, as_array, plate_names
 from pyro_dvi.core.undisturbed import seeder
 from pyro_dvi.predictive.engine.inputs import Batch
 from pyro_dvi.predictive.engine.model_runs import Latents, sites_at

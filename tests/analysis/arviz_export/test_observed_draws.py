@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from pyro_dvi import AtMean, Samples, to_arviz
 from pyro_dvi.errors import ArgumentError, DataError, ModelError, UnsupportedError
-from tests.analysis.inference_data.reading import ARVIZ_1, az, groups, reopened, values
+from tests.analysis.arviz_export.reading import ARVIZ_1, az, groups, reopened, values
 from tests.predictive.engine.test_vectorised import Loop, made
 
 X = torch.linspace(-1, 1, 20)

@@ -26,7 +26,7 @@ from pyro_dvi import (
 )
 from pyro_dvi.errors import ArgumentError, DataError, DviWarning, GuideError, ModelError
 from pyro_dvi.laplace import Accept
-from tests.analysis.inference_data.reading import ARVIZ_1, az, groups, reopened, values
+from tests.analysis.arviz_export.reading import ARVIZ_1, az, groups, reopened, values
 
 
 def line(x, y=None):
@@ -263,7 +263,7 @@ def test_events_have_a_pointwise_likelihood(tmp_path):
 
 def test_inputs_that_are_too_big_to_copy(monkeypatch):
     guide, x, y = fitted()
-    monkeypatch.setattr("pyro_dvi.analysis.inference_data.records.MAX_INPUT_VALUES", 10)
+    monkeypatch.setattr("pyro_dvi.analysis.arviz_export.records.MAX_INPUT_VALUES", 10)
     posterior = to_arviz(line, guide, (x, y), 5)
     assert "constant_data" not in groups(posterior)
     assert posterior.attrs["inputs_left_out"] == "x"

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from pyro_dvi import plots
-from pyro_dvi.analysis.diagnostics.signal_to_noise import SignalToNoise
+from pyro_dvi.analysis.diagnostics.scale_report import SignalToNoise
 from pyro_dvi.errors import ArgumentError, GuideError
 
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from pyro_dvi import classifier, to_bayesian_
-from pyro_dvi.analysis.diagnostics.prior_predictive import prior_predictive_check
+from pyro_dvi.analysis.diagnostics.model_checking import prior_predictive_check
 from pyro_dvi.errors import ArgumentError, DataError, ModelError, NonFiniteError, UnsupportedError
 
 X = torch.linspace(-1, 1, 30)

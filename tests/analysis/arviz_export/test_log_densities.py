@@ -13,7 +13,7 @@ from pyro.poutine import block
 
 import pyro_dvi as dvi
 from pyro_dvi.errors import ArgumentError, DviWarning
-from tests.analysis.inference_data.reading import ARVIZ_1, az, groups, values
+from tests.analysis.arviz_export.reading import ARVIZ_1, az, groups, values
 
 X = torch.linspace(-1, 1, 6, dtype=torch.float64)
 Y = 2 * X + 0.1
@@ -197,7 +197,7 @@ def test_chains_hold_the_draws_one_after_the_other():
 
 def test_likelihoods_and_constants_are_as_asked_for(monkeypatch):
     monkeypatch.setattr(
-        "pyro_dvi.analysis.inference_data.records.MAX_INPUT_VALUES", 5
+        "pyro_dvi.analysis.arviz_export.records.MAX_INPUT_VALUES", 5
     )  # x is too big to be copied
     assert exported(line, exact).attrs["inputs_left_out"] == "x"
     found = exported(
