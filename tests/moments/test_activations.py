@@ -265,7 +265,7 @@ class Counted(TorchDispatchMode):
     [
         (F.relu, 1.0, 18),
         (F.leaky_relu, 1.0, 42),
-        (F.gelu, 1.0, 175),
+        (F.gelu, 1.0, 130),
         (F.softplus, 0.3, 85),  # narrow Gaussians only
         (F.softplus, 3.0, 175),  # narrow and wide ones
         (torch.tanh, 1.0, 160),
