@@ -141,7 +141,7 @@ class ExampleGradients:
         weights = torch.arange(1, outputs.shape[1] + 1, device=outputs.device).to(outputs).sqrt().sin()
         found = recorder.examined(served, outputs @ weights)
         self._uses = with_rows({k: uses for k, uses in served.items() if k not in found.wrong}, found.rows)
-        warn_of_disproved([f"latent site {names[k]!r}" for k in sorted(found.wrong) if names])
+        warn_of_disproved(served, found.wrong, names)
 
     @property
     def sizes(self) -> list[int]:

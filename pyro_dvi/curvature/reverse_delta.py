@@ -197,13 +197,13 @@ def _contracted(share: Contribution, variance: Tensor) -> Callable[[Tensor], Ten
 class ReverseDeltaRecorder:
     """Observe a run with moments, then give the variances of its outputs.
 
-    Use with :func:`~pyro_dvi.moments.observed_by`, with gradients enabled, and only for one run.
+    Use with :func:`~pyro_dvi.moments.dispatch.observed_by`, with gradients enabled, and only for one run.
 
     Args:
         weights: latent weights by name; may be filled while the model runs.
 
     Example:
-        >>> from pyro_dvi.moments import observed_by
+        >>> from pyro_dvi.moments.dispatch import observed_by
         >>> weight = GaussianMoments(torch.ones(1, 2), torch.full((1, 2), 0.1))
         >>> recorder = ReverseDeltaRecorder({"weight": weight})
         >>> with observed_by(recorder):

@@ -177,7 +177,7 @@ def _parameters(part: Any) -> Iterator[tuple[str, list[float]]]:
 
 
 def _summary(values: Tensor) -> list[float]:
-    values = values.cpu().double().nan_to_num()
+    values = values.detach().cpu().double().nan_to_num()
     weights = torch.linspace(0.5, 1.5, len(values), dtype=values.dtype, device="cpu")
     return [float(v.mean()) for v in (values, values.abs(), values * weights)] if len(values) else []
 

@@ -92,7 +92,7 @@ def test_a_head_of_zeros_proves_nothing_of_the_layers_below():
         def look(seed: int, recorder=recorder, served=served, outputs=outputs) -> Finding:
             return recorder.examined(served, outputs, seed)
 
-        assert proofs.disproved(model, "layout", look, "y") == wrong
+        assert served.keys() - proofs.proved(model, "layout", served, look, "y").keys() == wrong
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_calls_in_which_a_layout_is_examined(unproven, examined):
             calls.append(n)
             return Finding(set(), unproven)
 
-        proofs.disproved(model, "layout", look, "y")
+        proofs.proved(model, "layout", {}, look, "y")
     assert calls == examined
 
 
@@ -115,7 +115,8 @@ def test_what_was_proved_and_holds_no_longer_is_an_error():
     proofs, model = Proofs(), nn.Identity()
 
     def ask(wrong: set[int], unproven: set[int]) -> set[int]:
-        return proofs.disproved(model, "layout", lambda seed: Finding(wrong, unproven), "y")
+        uses: dict = {0: [], 1: [], 2: []}
+        return uses.keys() - proofs.proved(model, "layout", uses, lambda seed: Finding(wrong, unproven), "y")
 
     assert ask({1}, {2}) == {1}
     assert ask({1, 2}, set()) == {1, 2}

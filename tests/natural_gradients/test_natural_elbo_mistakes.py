@@ -151,7 +151,7 @@ def test_sparse_gradients():
 def test_data_parallelism_of_torch(monkeypatch):
     """Its forward pass leaves a mark, which is what is looked for: a process group is not needed to see it."""
     monkeypatch.setattr(torch.nn.parallel.DistributedDataParallel, "_active_ddp_module", object())
-    with pytest.raises(UnsupportedError, match=r"distributed\.DataParallel\(NaturalGradientELBO"):
+    with pytest.raises(UnsupportedError, match=r"training\.DataParallel\(NaturalGradientELBO"):
         svi().step(X, Y)
 
 

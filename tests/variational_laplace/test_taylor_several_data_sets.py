@@ -27,7 +27,7 @@ def test_a_second_data_set_of_another_size_is_no_mistake():
     x = torch.randn(10)
     guide = dvi.MeanFieldGuide(two_data_sets)
     assert dvi.TaylorELBO(num_data=40).loss(two_data_sets, guide, x, x) > 0
-    with pytest.raises(DataError, match="num_data=41"):
+    with pytest.raises(DataError, match="size=41"):
         dvi.TaylorELBO(num_data=41).loss(two_data_sets, guide, x, x)
 
 

@@ -231,23 +231,6 @@ class Proofs:
     def __reduce__(self) -> tuple:
         return type(self), ()  # a copy looks anew
 
-    def disproved(
-        self, model: Any, key: Any, look: Callable[[int], Finding], site: str, names: Sequence[str] = ()
-    ) -> set[int]:
-        """Return the numbers of the weights that the table of rules must not serve.
-
-        Args:
-            model: whose weights these are; remembered as long as it lives.
-            key: the layout of the minibatch.
-            look: examines it, given a seed.
-            site: the observed site, for messages.
-            names: of the weights, for a warning; none without them.
-
-        Raises:
-            ModelError: what was proved before is no longer right.
-        """
-        return self._verdict(model, key, look, site, names).wrong
-
     def proved(
         self,
         model: Any,
@@ -259,21 +242,24 @@ class Proofs:
     ) -> Served:
         """Return the uses of the weights that the table of rules may serve, with the rows that were found.
 
-        See :meth:`disproved`.
-        """
-        verdict = self._verdict(model, key, look, site, names)
-        kept = {k: calls for k, calls in uses.items() if k not in verdict.wrong}
-        return with_rows(kept, verdict.rows)
+        Args:
+            model: the model, remembered as long as it lives.
+            key: the layout of the minibatch.
+            uses: the uses of the weights, by their numbers.
+            look: examines them, given a seed.
+            site: the observed site, for messages.
+            names: of the weights, for a warning; none without them.
 
-    def _verdict(
-        self, model: Any, key: Any, look: Callable[[int], Finding], site: str, names: Sequence[str]
-    ) -> "_Verdict":
+        Raises:
+            ModelError: a layout that was proved before is no longer right.
+        """
         verdict = self._verdicts_on(model).setdefault(key, _Verdict())
         if verdict.is_due():
             before = verdict.wrong
             verdict.renew(look(verdict.looks), site)
-            warn_of_disproved([f"latent site {names[k]!r}" for k in sorted(verdict.wrong - before) if names])
-        return verdict
+            warn_of_disproved(uses, verdict.wrong - before, names)
+        kept = {k: calls for k, calls in uses.items() if k not in verdict.wrong}
+        return with_rows(kept, verdict.rows)
 
     def _verdicts_on(self, model: Any) -> "dict[Any, _Verdict]":
         owner = getattr(model, "__self__", model)  # a bound method is a new object at every access
@@ -337,11 +323,16 @@ def layout_of(uses: Served) -> tuple:
     return tuple((k, use.function, use.shape) for k, calls in uses.items() for use in calls)
 
 
-def warn_of_disproved(names: Sequence[str]) -> None:
-    """Say that weights are served in the slow way."""
-    if names:
+def warn_of_disproved(uses: Served, wrong: set[int], names: Sequence[str]) -> None:
+    """Warn that weights need one backward pass per example, unless their rows were only a guess at a folded batch."""
+    slow = [
+        f"latent site {names[k]!r}"
+        for k in sorted(wrong)
+        if names and all(use.rows is not None and use.rows.each == 1 for use in uses[k])
+    ]
+    if slow:
         warn(
-            f"{', '.join(names)}: the per-example gradients computed layer by layer disagree with the gradient of the "
+            f"{', '.join(slow)}: the per-example gradients computed layer by layer disagree with the gradient of the "
             "model, which mixes examples or takes gradients inside its forward pass. These weights get one backward "
             "pass per example: exact, but slower"
         )
