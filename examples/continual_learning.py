@@ -104,7 +104,7 @@ class PosteriorAsPrior(Learner):
 
     def __init__(self, network: nn.Sequential, strength: float, budget: Budget) -> None:
         super().__init__(network, strength, budget)
-        dvi.to_bayesian_(self.network, prior_scale=dvi.fan_in)
+        dvi.to_bayesian_(self.network, prior_scale=dvi.bayesian.fan_in)
         self.model: Any = None
         self.guide: Any = None
 
@@ -145,10 +145,10 @@ class VCL(PosteriorAsPrior):
 
     def inference(self, num_data: int) -> tuple[Any, SVI]:
         """Means and standard deviations by Adam; from the second task on they start at the prior."""
-        scale = dvi.PerWeight() if self.guide is None else dvi.PerWeight(log_offset=0.0)
+        scale = dvi.guides.PerWeight() if self.guide is None else dvi.guides.PerWeight(log_offset=0.0)
         guide = dvi.MeanFieldGuide(self.model, scale=scale)
         schedule = partial(ExponentialLR, gamma=FINAL_LR ** (1 / self.budget.epochs))
-        adam = dvi.optim.Adam(dvi.learning_rates(self.budget.lr), scheduler=schedule)
+        adam = dvi.optim.Adam(dvi.optim.learning_rates(self.budget.lr), scheduler=schedule)
         return guide, SVI(self.model, guide, adam, loss=dvi.SampledELBO(kl_weight=self.strength))
 
 

@@ -55,7 +55,7 @@ def main() -> None:
 
     pyro.set_rng_seed(rank)
     network = nn.Sequential(nn.Linear(2, 50), nn.ReLU(), nn.Linear(50, 50), nn.ReLU(), nn.Linear(50, 3))
-    network = dvi.to_bayesian_(network, prior_scale=dvi.fan_in).to(device)
+    network = dvi.to_bayesian_(network, prior_scale=dvi.bayesian.fan_in).to(device)
     model = dvi.classifier(network, num_data=args.num_data)  # its plate says how large the whole data set is
     guide = dvi.NaturalGradientGuide(model)
     elbo = DataParallel(dvi.NaturalGradientELBO(kl_weight=args.kl_weight))

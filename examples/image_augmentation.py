@@ -96,7 +96,7 @@ def train(name: str, dataset: Images, rho: float, test: Images, options: argpars
     """Train one network and score it."""
     pyro.clear_param_store()  # the networks have parameters of the same names
     pyro.set_rng_seed(options.seed)
-    net = dvi.to_bayesian_(make_network(options.width), prior_scale=dvi.fan_in)
+    net = dvi.to_bayesian_(make_network(options.width), prior_scale=dvi.bayesian.fan_in)
     model = dvi.classifier(net, num_data=len(dataset))  # N counts images; rho is the optimizer's
     guide = dvi.NaturalGradientGuide(model)
     vogn = dvi.VOGN({"data_augmentation": rho})

@@ -104,7 +104,7 @@ def noisy_digits(seed: int) -> Task:
 
     def build() -> Any:
         net = nn.Sequential(nn.Linear(64, 100), nn.Softplus(), nn.Linear(100, 10))
-        return dvi.classifier(dvi.to_bayesian_(net, prior_scale=dvi.fan_in), num_data=600)
+        return dvi.classifier(dvi.to_bayesian_(net, prior_scale=dvi.bayesian.fan_in), num_data=600)
 
     others = {"shuffled": parts["test"][0].gather(1, order)}
     return Task(build, **parts, epochs=120, batch_size=100, lr=0.01, subset="net.2.*", others=others)
@@ -119,7 +119,7 @@ TASKS = {"curve": curve, "digits": noisy_digits}
 def adam(task: Task) -> Any:
     """Adam, whose step size falls to zero; posterior scales have a larger one."""
     schedule = partial(CosineAnnealingLR, T_max=task.epochs)
-    return dvi.optim.Adam(dvi.learning_rates(task.lr), scheduler=schedule)
+    return dvi.optim.Adam(dvi.optim.learning_rates(task.lr), scheduler=schedule)
 
 
 def vogn(task: Task) -> Any:
@@ -146,7 +146,7 @@ class Method:
     fits: bool = False
 
 
-from_module = dvi.init_to_module  # begin where torch's layers do
+from_module = dvi.bayesian.init_to_module  # begin where torch's layers do
 METHODS = {
     "MAP": Method(partial(AutoDelta, init_loc_fn=from_module), dvi.SampledELBO),
     "sampled VI": Method(

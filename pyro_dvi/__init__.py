@@ -12,62 +12,55 @@ from pyro_dvi import (
     bayesian,
     curvature,
     errors,
-    expectations,
     guides,
     laplace,
-    links,
-    moment_propagation,
-    moments,
-    natural_gradients,
-    objectives,
     optim,
-    predictive,
     training,
-    variational_laplace,
+)
+from pyro_dvi import (
+    expectations as expectations,
+)
+from pyro_dvi import (
+    links as links,
+)
+from pyro_dvi import (
+    moment_propagation as moment_propagation,
+)
+from pyro_dvi import (
+    moments as moments,
+)
+from pyro_dvi import (
+    natural_gradients as natural_gradients,
+)
+from pyro_dvi import (
+    objectives as objectives,
+)
+from pyro_dvi import (
+    predictive as predictive,
+)
+from pyro_dvi import (
+    variational_laplace as variational_laplace,
 )
 from pyro_dvi.analysis import diagnostics
 from pyro_dvi.analysis.arviz_export import to_arviz
-from pyro_dvi.analysis.diagnostics import (
-    compare_with_sampling,
-    prior_predictive_check,
-    scale_report,
-    scale_snapshot,
-    signal_to_noise,
-)
 from pyro_dvi.analysis.tuning import tune_kl_weight
-from pyro_dvi.bayesian import (
-    classifier,
-    fan_in,
-    init_to_module,
-    regressor,
-    smooth_activations_,
-    summary,
-    to_bayesian_,
-    to_deterministic,
-)
-from pyro_dvi.guides import MeanFieldGuide, PerSite, PerWeight, SGDStepSize
+from pyro_dvi.bayesian import classifier, regressor, summary, to_bayesian_
+from pyro_dvi.guides import MeanFieldGuide
 from pyro_dvi.laplace import LaplaceGuide
-from pyro_dvi.moment_propagation import (
-    LastLayerGuide,
-    MomentPropagationELBO,
-    MultiplicativeNoiseGuide,
-    VarianceWeighted,
-)
+from pyro_dvi.moment_propagation import LastLayerGuide, MomentPropagationELBO, MultiplicativeNoiseGuide
 from pyro_dvi.natural_gradients import IVON, OGN, VOGN, NaturalGradientELBO, NaturalGradientGuide
 from pyro_dvi.objectives import SampledELBO, schedules
-from pyro_dvi.optim import learning_rates, parameter_groups
 from pyro_dvi.predictive import (
     AtMean,
     Linearised,
     Moments,
-    Prediction,
     ReverseDelta,
     Samples,
     metrics,
     predict,
     predictor,
 )
-from pyro_dvi.training import EnsembleGuide, fit, load, save, train_ensemble
+from pyro_dvi.training import fit, load, save, train_ensemble
 from pyro_dvi.variational_laplace import TaylorELBO
 
 if TYPE_CHECKING:
@@ -76,76 +69,53 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
-    # Errors
-    "errors",
-    # Bayesian models; their other priors and noises are in ``bayesian``
+    # Bayesian models; other priors and noises are in ``bayesian``
     "bayesian",
     "to_bayesian_",
-    "fan_in",
-    "smooth_activations_",
-    "init_to_module",
     "classifier",
     "regressor",
     "summary",
-    "to_deterministic",
-    # Posteriors and objectives; the methods of LaplaceGuide are in ``laplace``
+    # Variational Laplace
     "curvature",
-    "guides",
-    "laplace",
     "MeanFieldGuide",
+    "TaylorELBO",
+    # Moment propagation
     "MultiplicativeNoiseGuide",
     "LastLayerGuide",
-    "PerWeight",
-    "PerSite",
-    "SGDStepSize",
-    "variational_laplace",
-    "TaylorELBO",
-    "moments",
-    "expectations",
-    "links",
-    "moment_propagation",
     "MomentPropagationELBO",
-    "VarianceWeighted",
-    "natural_gradients",
+    # Natural gradients
     "NaturalGradientGuide",
     "NaturalGradientELBO",
-    "objectives",
-    "SampledELBO",
-    "LaplaceGuide",
-    # Training; early stopping, checkpoints and batch-norm statistics are in ``training``
-    "optim",
     "VOGN",
     "OGN",
     "IVON",
+    # Laplace's approximation; its methods are in ``laplace``
+    "laplace",
+    "LaplaceGuide",
+    # Training; early stopping, checkpoints and batch-norm statistics are in ``training``
+    "guides",
+    "optim",
     "schedules",
+    "SampledELBO",
     "training",
-    "learning_rates",
-    "parameter_groups",
     "fit",
-    "train_ensemble",
-    "EnsembleGuide",
     "save",
     "load",
+    "train_ensemble",
     "tune_kl_weight",
     # Predictions, scores, export and plots
-    "metrics",
-    "predictive",
-    "diagnostics",
     "predict",
     "predictor",
     "AtMean",
+    "Linearised",
     "Moments",
     "ReverseDelta",
-    "Linearised",
     "Samples",
-    "Prediction",
-    "compare_with_sampling",
-    "scale_report",
-    "scale_snapshot",
-    "signal_to_noise",
-    "prior_predictive_check",
-    "to_arviz",
+    "metrics",
+    "diagnostics",
     "plots",
+    "to_arviz",
+    "errors",
 ]
 
 

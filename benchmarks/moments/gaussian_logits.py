@@ -12,8 +12,11 @@ from torch import distributions as td
 
 from benchmarks.shared.benchmark import Benchmark, Budget, Row, Settings
 from benchmarks.shared.tables import provenance, table
-from pyro_dvi.expectations import LogitEstimator, Sobol, TiltedBound, expected_log_prob
-from pyro_dvi.links import ClassLink, LaplaceBridge, Probit, SobolSoftmax
+from pyro_dvi.expectations import Sobol, TiltedBound
+from pyro_dvi.expectations.expectation import expected_log_prob
+from pyro_dvi.expectations.logits import LogitEstimator
+from pyro_dvi.links import LaplaceBridge, Probit, SobolSoftmax
+from pyro_dvi.links.class_links import ClassLink
 from pyro_dvi.moments import GaussianMoments
 
 REPEATS, EXAMPLES, CLASSES = 50, 32, 10

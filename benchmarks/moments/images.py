@@ -116,7 +116,9 @@ def trained(task: Task, method: str, data: ImageSplit, dropout: float, kl_weight
     def build() -> Any:
         net = task.network()
         net = with_dropout(net, dropout) if dropout else net
-        return dvi.classifier(dvi.to_bayesian_(net, prior_scale=dvi.fan_in), num_data=len(data.train[0]))
+        return dvi.classifier(
+            dvi.to_bayesian_(net, prior_scale=dvi.bayesian.fan_in), num_data=len(data.train[0])
+        )
 
     loader = DataLoader(TensorDataset(*data.train), task.batch_size, shuffle=True)
     training = Training(kl_weight, task.lr, task.epochs, loader, data.validation)

@@ -111,7 +111,7 @@ class ByMoments(Learner):
         if not problem.classes:
             model = regressor(net, num_data, noise_scale=LearnedScale(0.3))
         if covariance is None:
-            guide: Any = pyro.infer.autoguide.AutoDelta(model, init_loc_fn=dvi.init_to_module)
+            guide: Any = pyro.infer.autoguide.AutoDelta(model, init_loc_fn=dvi.bayesian.init_to_module)
         else:
             guide = dvi.LastLayerGuide(model, "net.3", covariance=covariance)
         self.model, self.guide, self.num_data = model, guide, num_data
@@ -119,7 +119,7 @@ class ByMoments(Learner):
         self.rule = dvi.AtMean() if covariance is None else dvi.Moments()
         self.module = elbo(model, guide)
         self.module(*[part[:2] for part in problem.data.train])
-        self.groups = partial(dvi.parameter_groups, self.module, scale_multiplier=10)
+        self.groups = partial(dvi.optim.parameter_groups, self.module, scale_multiplier=10)
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         return self.module(x, y) / self.num_data

@@ -115,7 +115,7 @@ def trained_by(recipe: Recipe, train: Any, validation: Any, epochs: int, kl_weig
     channels = train[0].shape[1]
     net = lenet(activation=nn.ReLU, channels=channels, padding=0 if channels == 3 else 2)
     net = with_batch_norm(net) if recipe.norm else net
-    model = dvi.classifier(dvi.to_bayesian_(net.to(device()), prior_scale=dvi.fan_in), len(train[0]))
+    model = dvi.classifier(dvi.to_bayesian_(net.to(device()), prior_scale=dvi.bayesian.fan_in), len(train[0]))
     loader: Any = DataLoader(TensorDataset(*train), 100, shuffle=True)
     loader = Moved(loader) if recipe.augmented else loader
     if recipe.method != "VOGN":

@@ -30,8 +30,9 @@ from benchmarks.shared.images import load_split
 from benchmarks.shared.memory import peak_growth
 from benchmarks.shared.networks import lenet, mlp
 from benchmarks.shared.tables import provenance, table
-from pyro_dvi import MeanFieldGuide, Samples, fan_in, predict, predictor, to_bayesian_
-from pyro_dvi.predictive import Predictor
+from pyro_dvi import MeanFieldGuide, Samples, predict, predictor, to_bayesian_
+from pyro_dvi.bayesian.prior_scales import fan_in
+from pyro_dvi.predictive.predictor import Predictor
 
 OURS, PREPARED = "predict, Samples", "predictor, Samples"
 WHOLE, BATCHED = "Predictive, all inputs", "Predictive, in batches"

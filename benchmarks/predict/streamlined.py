@@ -139,7 +139,7 @@ def _posterior(task: Task, net: nn.Sequential, activation: str, kind: str) -> Po
     """Laplace's diagonal approximation around the network, or mean-field inference that starts from it."""
     bayesian = _net(task, activation)
     bayesian.load_state_dict(net.state_dict())
-    model = task.model(dvi.to_bayesian_(bayesian, prior_scale=dvi.fan_in))
+    model = task.model(dvi.to_bayesian_(bayesian, prior_scale=dvi.bayesian.fan_in))
     guide: Any
     with warnings.catch_warnings():  # of kinks and of a mode that is no minimum: any Gaussian will do here
         warnings.simplefilter("ignore", DviWarning)
@@ -151,7 +151,10 @@ def _posterior(task: Task, net: nn.Sequential, activation: str, kind: str) -> Po
         else:
             guide = dvi.MeanFieldGuide(model)
             svi = SVI(
-                model, guide, dvi.optim.Adam(dvi.learning_rates(3e-3)), dvi.SampledELBO(kl_weight=KL_WEIGHT)
+                model,
+                guide,
+                dvi.optim.Adam(dvi.optim.learning_rates(3e-3)),
+                dvi.SampledELBO(kl_weight=KL_WEIGHT),
             )
             dvi.fit(svi, task.loader, epochs=EPOCHS, progress=False)
     found = guide.get_posterior(*task.test)
@@ -171,7 +174,9 @@ def _contestants(task: Task, posterior: Posterior, activation: str) -> dict[str,
     x = task.train[0][:2]
     # With noise of variance 1 around the outputs, whatever the task is.
     model = dvi.regressor(
-        dvi.to_bayesian_(_net(task, activation), prior_scale=dvi.fan_in), NUM_QUERIES, noise_scale=1.0
+        dvi.to_bayesian_(_net(task, activation), prior_scale=dvi.bayesian.fan_in),
+        NUM_QUERIES,
+        noise_scale=1.0,
     )
     pyro.clear_param_store()  # of the guide that was trained
     guide = posterior.guide(model, x, net(x).detach())

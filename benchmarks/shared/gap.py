@@ -59,7 +59,7 @@ def trained(guide: Callable[[Any], Any], elbo: Any, batch: Any, optimizer: Any =
     posterior = guide(model)
     if optimizer is None:
         optimizer = dvi.optim.Adam(
-            dvi.learning_rates(0.02), scheduler=partial(CosineAnnealingLR, T_max=STEPS)
+            dvi.optim.learning_rates(0.02), scheduler=partial(CosineAnnealingLR, T_max=STEPS)
         )
     dvi.fit(SVI(model, posterior, optimizer, loss=elbo), [batch], STEPS, progress=False)
     return model, posterior
@@ -67,7 +67,7 @@ def trained(guide: Callable[[Any], Any], elbo: Any, batch: Any, optimizer: Any =
 
 def point(batch: Any) -> Trained:
     """Return maximum a posteriori."""
-    return trained(partial(AutoDelta, init_loc_fn=dvi.init_to_module), dvi.SampledELBO(), batch)
+    return trained(partial(AutoDelta, init_loc_fn=dvi.bayesian.init_to_module), dvi.SampledELBO(), batch)
 
 
 def laplace(batch: Any, subset: str | None = None) -> Trained:
@@ -80,7 +80,7 @@ def laplace(batch: Any, subset: str | None = None) -> Trained:
 
 def by_samples(guide: Any, batch: Any) -> Trained:
     """Train a guide of Pyro's with draws, of small width at the start."""
-    start = partial(guide, init_loc_fn=dvi.init_to_module, init_scale=0.01)
+    start = partial(guide, init_loc_fn=dvi.bayesian.init_to_module, init_scale=0.01)
     return trained(start, dvi.SampledELBO(), batch)
 
 

@@ -44,7 +44,7 @@ class Training:
         """Train and return model and guide."""
         if optimizer is None:
             schedule = partial(CosineAnnealingLR, T_max=self.epochs)
-            optimizer = dvi.optim.Adam(dvi.learning_rates(self.lr), scheduler=schedule)
+            optimizer = dvi.optim.Adam(dvi.optim.learning_rates(self.lr), scheduler=schedule)
         svi = SVI(model, guide, optimizer, loss=elbo(kl_weight=self.kl_weight))
         dvi.fit(svi, self.loader, self.epochs, progress=False)
         return model, guide
@@ -106,11 +106,11 @@ def with_dropout(net: nn.Sequential, rate: float = DROPOUT) -> nn.Sequential:
 
 
 def _point(model: Any, training: Training) -> tuple[Any, Any]:
-    return training.run(model, AutoDelta(model, init_loc_fn=dvi.init_to_module), dvi.SampledELBO)
+    return training.run(model, AutoDelta(model, init_loc_fn=dvi.bayesian.init_to_module), dvi.SampledELBO)
 
 
 def _sampled(model: Any, training: Training) -> tuple[Any, Any]:
-    guide = AutoNormal(model, init_loc_fn=dvi.init_to_module, init_scale=0.01)
+    guide = AutoNormal(model, init_loc_fn=dvi.bayesian.init_to_module, init_scale=0.01)
     return training.run(model, guide, dvi.SampledELBO)
 
 

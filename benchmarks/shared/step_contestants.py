@@ -192,7 +192,7 @@ def made(case: str, contestant: str, device: str) -> Step:
     torch.manual_seed(0)
     net = CASES[case].make().to(device)
     if contestant.startswith(TWICE):
-        dvi.smooth_activations_(net)
+        dvi.bayesian.smooth_activations_(net)
     return CONTESTANTS[contestant](net)
 
 

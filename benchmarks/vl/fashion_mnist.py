@@ -16,7 +16,8 @@ from benchmarks.shared.tables import mean_sd, provenance, table
 from benchmarks.vl.selection import METHODS, comparison, differences, per_seed
 from benchmarks.vl.training import Posterior, Recipe, posterior, train
 from pyro_dvi.curvature import Fisher, GGNDiagonal, MinibatchGradient
-from pyro_dvi.guides import PerSite, ScaleFamily, SGDStepSize
+from pyro_dvi.guides import PerSite, SGDStepSize
+from pyro_dvi.guides.factors import ScaleFamily
 
 KL_WEIGHTS = {
     ("conv_net", 2000): (0.01, 0.03, 0.1, 0.3, 1.0),

@@ -101,7 +101,7 @@ def train(net: nn.Module, data: ImageSplit, make: Posterior, recipe: Recipe, see
     model = classifier(to_bayesian_(net.to(x.device), prior_scale=fan_in), num_data=len(x))
     guide, elbo = make(model)
     batches = Minibatches(data.train, recipe, seed)
-    rates = dvi.learning_rates(recipe.lr, scale_multiplier=recipe.scale_multiplier)
+    rates = dvi.optim.learning_rates(recipe.lr, scale_multiplier=recipe.scale_multiplier)
     schedule = {"scheduler": partial(LambdaLR, lr_lambda=OneCycle(recipe.epochs * len(batches)))}
     optimizer = dvi.optim.Adam(rates, **(schedule if recipe.one_cycle else {}))
     svi = SVI(model, guide, optimizer, elbo)

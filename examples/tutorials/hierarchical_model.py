@@ -85,7 +85,7 @@ class Labs(PyroModule):
 
 
 def sampled_guide(model):
-    return AutoNormal(model, init_loc_fn=dvi.init_to_module, init_scale=0.01)
+    return AutoNormal(model, init_loc_fn=dvi.bayesian.init_to_module, init_scale=0.01)
 
 
 taylor = dvi.TaylorELBO(curvature=dvi.curvature.GGNDiagonal())
@@ -98,7 +98,7 @@ for name, make_guide, elbo in [
     pyro.set_rng_seed(0)
     model = Labs(num_data=len(train[0]))
     guide = make_guide(model)
-    adam = dvi.optim.Adam(dvi.learning_rates(0.03, scale_multiplier=5))
+    adam = dvi.optim.Adam(dvi.optim.learning_rates(0.03, scale_multiplier=5))
     dvi.fit(SVI(model, guide, adam, elbo), [train], epochs=400, progress=False)
     low, high = (limits.detach() for limits in guide.quantiles([0.159, 0.841])["offset"])
     fitted[name] = {"offset": guide.median()["offset"].detach(), "sd": (high - low) / 2}

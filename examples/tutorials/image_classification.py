@@ -51,7 +51,7 @@ def train(kl_weight, make_guide, make_elbo):
     model = dvi.classifier(dvi.to_bayesian_(net, prior_scale=1.0), num_data=600)
     guide = make_guide(model)
     decay = partial(ExponentialLR, gamma=0.03 ** (1 / EPOCHS))
-    adam = dvi.optim.Adam(dvi.learning_rates(0.05), scheduler=decay)
+    adam = dvi.optim.Adam(dvi.optim.learning_rates(0.05), scheduler=decay)
     svi = SVI(model, guide, adam, loss=make_elbo(kl_weight=kl_weight))
     dvi.fit(svi, loader, EPOCHS, progress=False)
     return model, guide
@@ -65,7 +65,7 @@ def train(kl_weight, make_guide, make_elbo):
 # so that a fair comparison tunes all of them. ``tune_kl_weight`` repeats the training with each weight and keeps the
 # posterior with the lowest validation NLL; it goes on where the best weight is the smallest or largest.
 
-most_probable = partial(AutoDelta, init_loc_fn=dvi.init_to_module)
+most_probable = partial(AutoDelta, init_loc_fn=dvi.bayesian.init_to_module)
 methods = {
     "MAP": (most_probable, dvi.SampledELBO, (0.1, 0.3, 1)),
     "Variational Laplace": (dvi.MeanFieldGuide, dvi.TaylorELBO, (0.003, 0.01, 0.03)),

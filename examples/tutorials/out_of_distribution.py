@@ -79,9 +79,11 @@ for name, (make_guide, make_elbo) in METHODS.items():
     pyro.clear_param_store()
     pyro.set_rng_seed(0)
     net = nn.Sequential(nn.Linear(64, 100), nn.Softplus(), nn.Linear(100, 8))
-    model = dvi.classifier(dvi.to_bayesian_(net, prior_scale=dvi.fan_in), num_data=500)
+    model = dvi.classifier(
+        dvi.to_bayesian_(net, prior_scale=dvi.bayesian.fan_in), num_data=500
+    )
     guide = make_guide(model, kl_weight=KL_WEIGHT) if name == "MAP" else make_guide(model)
-    adam = dvi.optim.Adam(dvi.learning_rates(0.01))
+    adam = dvi.optim.Adam(dvi.optim.learning_rates(0.01))
     optimizer = dvi.VOGN({"max_step": 0.03}) if name == "VOGN" else adam
     svi = SVI(model, guide, optimizer, make_elbo(kl_weight=KL_WEIGHT))
     dvi.fit(svi, loader, epochs=80, progress=False)

@@ -55,9 +55,9 @@ def make_model(first=2.0, second=0.5):
 #
 # Priors of scale 3 look harmless weight by weight. Together they make functions that spread much further than the data.
 
-wide = dvi.prior_predictive_check(make_model(3.0, 3.0), train, seed=0)
+wide = dvi.diagnostics.prior_predictive_check(make_model(3.0, 3.0), train, seed=0)
 print(textwrap.fill(wide.verdict), end="\n\n")
-check = dvi.prior_predictive_check(make_model(), train, seed=0)
+check = dvi.diagnostics.prior_predictive_check(make_model(), train, seed=0)
 print(check)
 dvi.plots.prior_predictive(check)
 plt.show()
@@ -84,15 +84,17 @@ for name, (make_guide, elbo) in METHODS.items():
     pyro.set_rng_seed(0)
     model = make_model()
     guide = make_guide(model)
-    adam = dvi.optim.Adam(dvi.learning_rates(0.03))
+    adam = dvi.optim.Adam(dvi.optim.learning_rates(0.03))
     svi = SVI(
         model, guide, dvi.VOGN({"max_step": 0.03}) if name == "VOGN" else adam, elbo
     )
     history = dvi.fit(svi, [train], epochs=270, progress=False)
-    earlier = dvi.scale_snapshot(guide)
+    earlier = dvi.diagnostics.scale_snapshot(guide)
     history = dvi.fit(svi, [train], epochs=30, history=history, progress=False)
     fitted[name] = model, guide
-    verdict = dvi.scale_report(guide, earlier=earlier, history=history).verdict
+    verdict = dvi.diagnostics.scale_report(
+        guide, earlier=earlier, history=history
+    ).verdict
     print(textwrap.fill(f"{name}: {verdict}"), end="\n\n")
 
 # %%
@@ -151,7 +153,11 @@ plt.show()
 # MNVI carries means and variances through the network, and treats units as independent. Draws of the same weights show
 # where that costs something: a ratio of standard deviations far from one.
 
-print(dvi.compare_with_sampling(*fitted["MNVI"], held_out, num_samples=500, seed=0))
+print(
+    dvi.diagnostics.compare_with_sampling(
+        *fitted["MNVI"], held_out, num_samples=500, seed=0
+    )
+)
 
 # %%
 # ArviZ

@@ -39,7 +39,9 @@ def build():
     pyro.clear_param_store()
     pyro.set_rng_seed(0)
     net = nn.Sequential(nn.Linear(64, 50), nn.Softplus(), nn.Linear(50, 10))
-    model = dvi.classifier(dvi.to_bayesian_(net, prior_scale=dvi.fan_in), num_data=1000)
+    model = dvi.classifier(
+        dvi.to_bayesian_(net, prior_scale=dvi.bayesian.fan_in), num_data=1000
+    )
     guide = dvi.NaturalGradientGuide(model)
     optimizer, elbo = (
         dvi.VOGN({"max_step": 0.03}),

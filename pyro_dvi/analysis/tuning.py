@@ -14,7 +14,8 @@ from pyro_dvi.core.progress import progress_bar
 from pyro_dvi.core.table import Columns, Report
 from pyro_dvi.errors import ArgumentError, NonFiniteError, PyroDviError, warn
 from pyro_dvi.predictive.predict import predict
-from pyro_dvi.training import Table, TrainedPosterior, train_apart
+from pyro_dvi.training.ensemble import TrainedPosterior, train_apart
+from pyro_dvi.training.history import Table
 from pyro_dvi.training.random_state import preserve_random_state
 
 __all__ = ["TunedKLWeight", "tune_kl_weight"]

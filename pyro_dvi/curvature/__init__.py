@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Curvatures of the log-likelihood: torch only, nothing of Pyro."""
 
-from pyro_dvi.curvature.base import Curvature, Linearisation, ObservedSite
+from pyro_dvi.curvature.base import Curvature, Linearisation
 from pyro_dvi.curvature.fisher import EmpiricalFisher, Fisher, GGNDiagonal, MinibatchGradient
 from pyro_dvi.curvature.hessian import HessianDiagonal
 
@@ -13,5 +13,4 @@ __all__ = [
     "HessianDiagonal",
     "Linearisation",
     "MinibatchGradient",
-    "ObservedSite",
 ]

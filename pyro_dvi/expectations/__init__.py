@@ -2,13 +2,11 @@
 """Expected log-likelihoods of distributions whose parameters are uncertain: one rule for each family."""
 
 from pyro_dvi.expectations import labels, location_scale  # noqa: F401  # they register rules
-from pyro_dvi.expectations.expectation import expectation_rule, expected_log_prob
-from pyro_dvi.expectations.logits import LogitEstimator, Sobol, TiltedBound
+from pyro_dvi.expectations.expectation import expectation_rule
+from pyro_dvi.expectations.logits import Sobol, TiltedBound
 
 __all__ = [
-    "LogitEstimator",
     "Sobol",
     "TiltedBound",
     "expectation_rule",
-    "expected_log_prob",
 ]

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from pyro_dvi.core.arguments import check_choice, explained_calls
 from pyro_dvi.core.undisturbed import undisturbed
-from pyro_dvi.curvature import ObservedSite
+from pyro_dvi.curvature.base import ObservedSite
 from pyro_dvi.errors import ArgumentError, ModelError, warn
-from pyro_dvi.expectations import LogitEstimator
+from pyro_dvi.expectations.logits import LogitEstimator
 from pyro_dvi.expectations.points import are_distinct, gaussian_of
 from pyro_dvi.moments import GaussianMoments
 from pyro_dvi.moments.shared_noise import has_covariances
@@ -110,7 +110,7 @@ class MomentPropagationELBO(Objective):
     Status: units are treated as independent Gaussians, as the paper does. Exact where every weight enters each output
     once: for linear models ``x @ w``, and for the moments of networks with one hidden layer. Deeper networks, kernels
     that act at many positions and weights that are used twice lose covariances, and with them a part of the variance
-    (:func:`~pyro_dvi.compare_with_sampling` says how much): write ``(a - b) @ w``, not ``a @ w - b @ w``. Not a
+    (:func:`~pyro_dvi.diagnostics.compare_with_sampling` says how much): write ``(a - b) @ w``, not ``a @ w - b @ w``. Not a
     bound. The KL divergence is exact for Normal priors.
     Latents that set the prior of others, and latents that are transformed to their support (a positive noise
     scale, say), are sampled by reparameterisation.

@@ -76,7 +76,7 @@ class MultiplicativeNoiseGuide(FactorisedGuide):
         locs: module of means, ``guide.locs.<site>``; ``MultiplicativeNoiseGuide.locs.<site>`` in the parameter store.
         alphas: module of relative variances likewise, ``[1, in]`` for a weight ``[out, in]`` (``[groups, in / groups,
             1, 1]`` for grouped convolutions); the optimizer sees :math:`\rho`, with the step size of scales where
-            :func:`~pyro_dvi.learning_rates` tells them apart.
+            :func:`~pyro_dvi.optim.learning_rates` tells them apart.
         scales: module of standard deviations of mean-field sites; the optimizer sees their logarithm.
 
     Raises:

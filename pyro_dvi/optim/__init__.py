@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Optimizers: one for all parameters, step sizes for posterior scales."""
 
-from pyro_dvi.optim.joint_optim import SGD, Adam, JointOptim, ScheduledJointOptim
+from pyro_dvi.optim.joint_optim import SGD, Adam, JointOptim
 from pyro_dvi.optim.learning_rates import learning_rates, parameter_groups
 
-__all__ = ["SGD", "Adam", "JointOptim", "ScheduledJointOptim", "learning_rates", "parameter_groups"]
+__all__ = ["SGD", "Adam", "JointOptim", "learning_rates", "parameter_groups"]

@@ -3,9 +3,9 @@
 
 from pyro_dvi.predictive.predict import predict
 from pyro_dvi.predictive.prediction import Prediction
-from pyro_dvi.predictive.predictor import Predicted, Predictor, predictor
+from pyro_dvi.predictive.predictor import predictor
 from pyro_dvi.predictive.rules.linearised import Linearised
-from pyro_dvi.predictive.rules.propagated import Independent, Moments, Propagation, ReverseDelta
+from pyro_dvi.predictive.rules.propagated import Independent, Moments, ReverseDelta
 from pyro_dvi.predictive.rules.rule import AtMean, PredictionRule, Samples
 
 __all__ = [
@@ -13,11 +13,8 @@ __all__ = [
     "Independent",
     "Linearised",
     "Moments",
-    "Predicted",
     "Prediction",
     "PredictionRule",
-    "Predictor",
-    "Propagation",
     "ReverseDelta",
     "Samples",
     "predict",

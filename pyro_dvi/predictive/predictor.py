@@ -28,7 +28,7 @@ EXAMPLES = 4  # rows that the model is looked at with
 
 
 class Predicted(NamedTuple):
-    """Predictions for some rows: the tensors of a :class:`~pyro_dvi.Prediction`, without its methods.
+    """Predictions for some rows: the tensors of a :class:`~pyro_dvi.predictive.Prediction`, without its methods.
 
     Attributes:
         mean: ``[N, ...]``; of classes the probabilities ``[N, ..., C]``, of a Bernoulli that of label 1.

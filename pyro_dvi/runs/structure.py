@@ -297,6 +297,6 @@ def start_apart(starts: Starts) -> None:
         + (
             f"The model keeps no weights of {unknown[0]!r} to start from: pass init_loc_fn=init_to_sample."
             if unknown
-            else "They now start from the weights of the network; init_loc_fn=pyro_dvi.init_to_module does so."
+            else "They now start from the weights of the network; init_loc_fn=pyro_dvi.bayesian.init_to_module does so."
         )
     )

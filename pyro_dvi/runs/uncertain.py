@@ -19,7 +19,8 @@ from torch import distributions as td
 
 from pyro_dvi.core.distributions import WRAPPERS, arguments_of, building_by, innermost, rewrapped
 from pyro_dvi.errors import UnsupportedError
-from pyro_dvi.expectations import LogitEstimator, expected_log_prob
+from pyro_dvi.expectations.expectation import expected_log_prob
+from pyro_dvi.expectations.logits import LogitEstimator
 from pyro_dvi.moments import GaussianMoments
 
 Predictive = Callable[[type, Mapping[str, Any]], Any]

@@ -2,41 +2,27 @@
 """Training: the loop and its history, early stopping, checkpoints, batch-norm statistics, several processes."""
 
 from pyro_dvi.training.batch_norm import BatchNormStatistics, recompute_batch_norm
-from pyro_dvi.training.between_epochs import EveryStep
 from pyro_dvi.training.checkpoint import Checkpoint, load, save
 from pyro_dvi.training.data_parallel import DataParallel, JointBatches
-from pyro_dvi.training.ensemble import (
-    EnsembleGuide,
-    EnsembleModel,
-    TrainedPosterior,
-    train_apart,
-    train_ensemble,
-)
-from pyro_dvi.training.history import History, Table
-from pyro_dvi.training.loop import TrainingState, fit
-from pyro_dvi.training.processes import Draws, OwnDraws, SharedDraws
+from pyro_dvi.training.ensemble import EnsembleGuide, train_ensemble
+from pyro_dvi.training.history import History
+from pyro_dvi.training.loop import fit
+from pyro_dvi.training.processes import OwnDraws, SharedDraws
 from pyro_dvi.training.stopping import EarlyStopping
 
 __all__ = [
     "BatchNormStatistics",
     "Checkpoint",
     "DataParallel",
-    "Draws",
     "EarlyStopping",
     "EnsembleGuide",
-    "EnsembleModel",
-    "EveryStep",
     "History",
     "JointBatches",
     "OwnDraws",
     "SharedDraws",
-    "Table",
-    "TrainedPosterior",
-    "TrainingState",
     "fit",
     "load",
     "recompute_batch_norm",
     "save",
-    "train_apart",
     "train_ensemble",
 ]

@@ -142,7 +142,7 @@ def train_ensemble(
         >>> def train():
         ...     net = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1))
         ...     model = dvi.regressor(dvi.to_bayesian_(net), num_data=20, noise_scale=0.1)
-        ...     guide = AutoDelta(model, init_loc_fn=dvi.init_to_module)
+        ...     guide = AutoDelta(model, init_loc_fn=dvi.bayesian.init_to_module)
         ...     svi = SVI(model, guide, dvi.optim.Adam({"lr": 0.02}), loss=Trace_ELBO())
         ...     dvi.fit(svi, [(x, x[:, 0].sin())], epochs=100, progress=False)
         ...     return model, guide

@@ -98,7 +98,7 @@ def fit(
             ``optimizer``, which is the way under ``pyro.settings.set(module_local_params=True)``.
         loader: a DataLoader, a list of batches, or any iterable that can be read again and again.
         epochs: how many more epochs to train. With ``history`` it may be 0: only what comes after the last is done.
-        optimizer: torch optimizer of an ``ELBOModule``; see :func:`~pyro_dvi.parameter_groups`.
+        optimizer: torch optimizer of an ``ELBOModule``; see :func:`~pyro_dvi.optim.parameter_groups`.
         validate: a loader, whose mean loss is recorded as ``validation_loss``, or a callable without arguments that
             returns a number or a mapping of metrics. Runs after every epoch in evaluation mode and changes neither
             running statistics nor random numbers of the training.

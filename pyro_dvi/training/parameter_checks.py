@@ -158,7 +158,7 @@ def unwanted_updates_noticed(route: Route) -> Iterator[None]:
         warn(
             f"{route.optimizer_name} clamps the elements of gradients to ±{min(bounds):g}, which changed {share:.0%} "
             "of them in this epoch. Losses are sums over the data set, and their gradients are as large: clamped, "
-            "training ends elsewhere, or late. Take dvi.optim.Adam(dvi.learning_rates(1e-2)), or multiply the bound "
+            "training ends elsewhere, or late. Take dvi.optim.Adam(dvi.optim.learning_rates(1e-2)), or multiply the bound "
             "by the number of examples."
         )
     for name, optimizer, place in route.optimizer_groups():

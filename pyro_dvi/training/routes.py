@@ -405,7 +405,7 @@ def route_of(target: Any, optimizer: Optimizer | None = None, *, train: bool = T
         raise ArgumentError(
             "Expected pyro.infer.SVI(model, guide, optim, loss), or elbo(model, guide) together with optimizer=, got "
             f"{type(target).__name__}. Write\n"
-            "    svi = SVI(model, guide, dvi.optim.Adam(dvi.learning_rates(1e-2)), loss=dvi.TaylorELBO())\n"
+            "    svi = SVI(model, guide, dvi.optim.Adam(dvi.optim.learning_rates(1e-2)), loss=dvi.TaylorELBO())\n"
             "    dvi.fit(svi, loader, epochs=20)"
         )
     if isinstance(target, SVI):

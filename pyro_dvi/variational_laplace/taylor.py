@@ -9,8 +9,8 @@ from torch import Tensor
 
 from pyro_dvi.core.arguments import check_choice, explained_calls
 from pyro_dvi.core.kinks import PIECEWISE_LINEAR
-from pyro_dvi.curvature import Curvature, Fisher, Linearisation, ObservedSite
-from pyro_dvi.curvature.base import SliceArguments
+from pyro_dvi.curvature import Curvature, Fisher, Linearisation
+from pyro_dvi.curvature.base import ObservedSite, SliceArguments
 from pyro_dvi.errors import CheckpointError, warn
 from pyro_dvi.objectives.objective import Objective
 from pyro_dvi.runs.divergences import kl_to_priors, prior_precision
@@ -167,5 +167,5 @@ def _warn_of_kinks(function_names: frozenset[str]) -> None:
         warn(
             f"the model uses {', '.join(kinks)}, whose second derivative is zero wherever it exists: the gradient of "
             "TaylorELBO's penalty then misses the kinks. Use softplus, GELU, SiLU or tanh "
-            "(pyro_dvi.smooth_activations_ replaces activation modules)."
+            "(pyro_dvi.bayesian.smooth_activations_ replaces activation modules)."
         )

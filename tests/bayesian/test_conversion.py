@@ -297,6 +297,6 @@ def test_weight_norm_has_a_prior_on_length_and_direction(layer, dim):
         assert {"net.0.bias", f"{WEIGHT}.original0", f"{WEIGHT}.original1"} < set(guide.median())
         torch.testing.assert_close(dvi.predict(model, guide, x, dvi.AtMean()).probabilities, expected)
         SVI(model, guide, dvi.optim.Adam({"lr": 0.01}), elbo).step(x, y)
-    exported = dvi.to_deterministic(net, guide)
+    exported = dvi.bayesian.to_deterministic(net, guide)
     at_mean = dvi.predict(model, guide, x, dvi.AtMean()).probabilities
     torch.testing.assert_close(exported(x).softmax(-1).detach(), at_mean)

@@ -17,11 +17,9 @@ from torch.nn.utils import parametrizations, spectral_norm
 
 from pyro_dvi import errors
 from pyro_dvi.bayesian import (
-    FanIn,
     Heteroscedastic,
     HierarchicalScale,
     LearnedScale,
-    SmoothClamp,
     classifier,
     fan_in,
     regressor,
@@ -30,6 +28,8 @@ from pyro_dvi.bayesian import (
     to_bayesian_,
     to_deterministic,
 )
+from pyro_dvi.bayesian.activations import SmoothClamp
+from pyro_dvi.bayesian.prior_scales import FanIn
 
 
 def mlp() -> nn.Sequential:

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from pyro_dvi.bayesian import FanIn, HierarchicalScale, LearnedScale, fan_in, to_bayesian_
+from pyro_dvi.bayesian import HierarchicalScale, LearnedScale, fan_in, to_bayesian_
+from pyro_dvi.bayesian.prior_scales import FanIn
 from pyro_dvi.bayesian.priors import described
 from pyro_dvi.core.distributions import placed_like, tensors_of
 

@@ -39,7 +39,7 @@ def trained():
     net = dvi.to_bayesian_(nn.Linear(1, 1))
     model = dvi.regressor(net, num_data=12)
     guide = dvi.MeanFieldGuide(model)
-    svi = SVI(model, guide, dvi.optim.Adam(dvi.learning_rates(1e-2)), loss=dvi.TaylorELBO())
+    svi = SVI(model, guide, dvi.optim.Adam(dvi.optim.learning_rates(1e-2)), loss=dvi.TaylorELBO())
     return model, guide, (x, x[:, 0]), dvi.fit(svi, [(x, x[:, 0])], 3, progress=False)
 
 

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch import distributions as td
 
 from pyro_dvi.errors import UnsupportedError
-from pyro_dvi.expectations import Sobol, TiltedBound, expectation, expectation_rule, expected_log_prob
-from pyro_dvi.expectations.expectation import numerical_expectation
+from pyro_dvi.expectations import Sobol, TiltedBound, expectation, expectation_rule
+from pyro_dvi.expectations.expectation import expected_log_prob, numerical_expectation
 from pyro_dvi.moments import GaussianMoments
 from pyro_dvi.moments.value import Link
 from tests.expectations.cases import CASES, CLASSES, LOGITS, NUMERICAL, RULES

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from pyro_dvi.errors import ArgumentError
-from pyro_dvi.expectations import LogitEstimator, Sobol, TiltedBound, logits
+from pyro_dvi.expectations import Sobol, TiltedBound, logits
+from pyro_dvi.expectations.logits import LogitEstimator
 from pyro_dvi.expectations.points import shifted_sobol
 from pyro_dvi.moments import GaussianMoments
 

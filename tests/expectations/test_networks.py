@@ -10,8 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import distributions as td
 
-from pyro_dvi.expectations import Sobol, expected_log_prob
-from pyro_dvi.links import GaussHermite, predictive_distribution
+from pyro_dvi.expectations import Sobol
+from pyro_dvi.expectations.expectation import expected_log_prob
+from pyro_dvi.links import GaussHermite
+from pyro_dvi.links.families import predictive_distribution
 from pyro_dvi.moments import GaussianMoments
 
 N = 40_000

@@ -46,7 +46,7 @@ def moments_without_noise(seed: int) -> None:
     """Likelihood and gradient of moments are those of the network."""
     case = Case(seed)
     guide = (
-        dvi.MeanFieldGuide(case, scale=dvi.PerWeight(log_offset=math.log(TINY)))
+        dvi.MeanFieldGuide(case, scale=dvi.guides.PerWeight(log_offset=math.log(TINY)))
         if seed % 3
         else dvi.MultiplicativeNoiseGuide(case, initial_rho=-30.0)
     )
@@ -66,7 +66,7 @@ def reverse_delta(seed: int) -> None:
     if "padding_idx=0" in str(case):
         return  # autograd has no gradient for a row of padding, which yet varies
     case.distribution = lambda f: pyro.distributions.Normal(f, TINY).to_event(1)
-    guide = dvi.MeanFieldGuide(case, scale=dvi.PerWeight(log_offset=math.log(TINY)))
+    guide = dvi.MeanFieldGuide(case, scale=dvi.guides.PerWeight(log_offset=math.log(TINY)))
     guide.initialize(*case.data)
     found = dvi.predict(case, guide, case.x, method=dvi.Moments(propagation=dvi.ReverseDelta()))
     values = case.leaves()
@@ -84,7 +84,7 @@ def one_hidden_layer(seed: int) -> None:
     net = nn.Sequential(nn.Linear(inputs, hidden), activation, nn.Linear(hidden, 1))
     x = torch.randn(EXAMPLES, inputs)
     model = dvi.regressor(dvi.to_bayesian_(net, prior_scale=1.0), num_data=EXAMPLES, noise_scale=1e-3)
-    guide = dvi.MeanFieldGuide(model, scale=dvi.PerWeight(log_offset=rng.uniform(-3, 0.5)))
+    guide = dvi.MeanFieldGuide(model, scale=dvi.guides.PerWeight(log_offset=rng.uniform(-3, 0.5)))
     guide.initialize(x, torch.zeros(EXAMPLES, 1))
     found = dvi.predict(model, guide, x, method=dvi.Moments())
     draws = 20_000

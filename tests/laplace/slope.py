@@ -7,13 +7,8 @@ import torch
 from torch import Tensor
 
 from pyro_dvi import LaplaceGuide
-from pyro_dvi.laplace import (
-    Accept,
-    Dense,
-    Hessian,
-    LaplacePosterior,
-    Method,
-)
+from pyro_dvi.laplace import Accept, Dense, Hessian, Method
+from pyro_dvi.laplace.methods.method import LaplacePosterior
 from tests.laplace.problems import guide_at, ragged
 
 X = torch.linspace(-1, 1, 10, dtype=torch.float64)

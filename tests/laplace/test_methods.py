@@ -25,11 +25,11 @@ from pyro_dvi.laplace import (
     Hessian,
     KroneckerFactored,
     LaplaceGuide,
-    LaplacePosterior,
     Method,
     PosteriorSamples,
     TopEigen,
 )
+from pyro_dvi.laplace.methods.method import LaplacePosterior
 from tests.laplace.cases import CASES, DRAWS, HESSIAN, Case, assert_within, fit, query_of
 from tests.laplace.problems import LinearRegression, SineRegression, guide_at
 

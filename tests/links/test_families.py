@@ -7,15 +7,8 @@ import torch
 from torch import distributions as td
 
 from pyro_dvi.errors import ArgumentError, UnsupportedError
-from pyro_dvi.links import (
-    GaussHermite,
-    LaplaceBridge,
-    MomentMatched,
-    Probit,
-    predictive_distribution,
-    predictive_rule,
-)
-from pyro_dvi.links.families import _RULES
+from pyro_dvi.links import GaussHermite, LaplaceBridge, MomentMatched, Probit, predictive_rule
+from pyro_dvi.links.families import _RULES, predictive_distribution
 from pyro_dvi.links.noise_links import PointMixture
 from pyro_dvi.moments import GaussianMoments
 from pyro_dvi.moments.value import Link

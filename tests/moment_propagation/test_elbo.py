@@ -25,8 +25,8 @@ from tests.models import gradients
 GUIDES = {
     "MeanField": MeanFieldGuide,
     "MultiplicativeNoise": MultiplicativeNoiseGuide,
-    "AutoNormal": partial(AutoNormal, init_loc_fn=dvi.init_to_module),
-    "AutoDiagonalNormal": partial(AutoDiagonalNormal, init_loc_fn=dvi.init_to_module),
+    "AutoNormal": partial(AutoNormal, init_loc_fn=dvi.bayesian.init_to_module),
+    "AutoDiagonalNormal": partial(AutoDiagonalNormal, init_loc_fn=dvi.bayesian.init_to_module),
 }
 every_guide = pytest.mark.parametrize("guide_class", GUIDES.values(), ids=GUIDES)
 

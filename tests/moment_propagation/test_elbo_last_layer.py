@@ -93,7 +93,7 @@ def test_the_loss_at_the_exact_posterior_is_minus_the_log_evidence(data, make, m
 def network(num_outputs, wrap):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, num_outputs))
-    return wrap(dvi.to_bayesian_(net, prior_scale=dvi.fan_in))
+    return wrap(dvi.to_bayesian_(net, prior_scale=dvi.bayesian.fan_in))
 
 
 def spread_out(guide, x, y):

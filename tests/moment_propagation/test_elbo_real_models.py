@@ -93,7 +93,7 @@ def test_networks_train_and_predict(name, guide_class):
 @every_guide
 def test_a_torchvision_resnet_trains(guide_class):
     net = residual_network(num_classes=3)
-    model = dvi.classifier(dvi.to_bayesian_(net, prior_scale=dvi.fan_in), num_data=6)
+    model = dvi.classifier(dvi.to_bayesian_(net, prior_scale=dvi.bayesian.fan_in), num_data=6)
     guide = guide_class(model)
     x, y = torch.randn(6, 3, 32, 32), torch.arange(6) % 3
     losses = train(model, guide, x, y, steps=4, lr=1e-3)

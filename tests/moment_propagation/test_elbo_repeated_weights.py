@@ -60,7 +60,7 @@ def tied() -> nn.Sequential:
 
 def started(net, guide_class=dvi.MeanFieldGuide):
     model = dvi.regressor(
-        dvi.to_bayesian_(net, prior_scale=dvi.fan_in, include=nn.Module), num_data=6, noise_scale=1.0
+        dvi.to_bayesian_(net, prior_scale=dvi.bayesian.fan_in, include=nn.Module), num_data=6, noise_scale=1.0
     )
     guide = guide_class(model)
     guide.initialize(X, Y)
@@ -207,5 +207,5 @@ def test_tied_layers_have_the_loss_of_one_weight_that_is_written_twice(guide_cla
 
 def test_tied_layers_can_be_compared_with_sampling():
     model, guide = started(tied())
-    report = dvi.compare_with_sampling(model, guide, X, num_samples=50, seed=0)
+    report = dvi.diagnostics.compare_with_sampling(model, guide, X, num_samples=50, seed=0)
     assert report.rows

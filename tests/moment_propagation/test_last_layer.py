@@ -19,7 +19,7 @@ CHOICES = [PerOutput(), AllOutputs(), LowRank(3), MeanField()]
 
 def classifier(num_data=6):
     net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-    return dvi.classifier(dvi.to_bayesian_(net, prior_scale=dvi.fan_in), num_data=num_data)
+    return dvi.classifier(dvi.to_bayesian_(net, prior_scale=dvi.bayesian.fan_in), num_data=num_data)
 
 
 def data():
@@ -76,7 +76,7 @@ def test_the_factor_gives_the_covariance(make):
 def test_starts_from_the_weights_of_the_network_and_a_fraction_of_the_prior(covariance):
     net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
     weight = net[2].weight.detach().clone()
-    model = dvi.classifier(dvi.to_bayesian_(net, prior_scale=dvi.fan_in), num_data=6)
+    model = dvi.classifier(dvi.to_bayesian_(net, prior_scale=dvi.bayesian.fan_in), num_data=6)
     guide = dvi.LastLayerGuide(model, "net.2", covariance=covariance)
     guide.initialize(*data())
     at_median, above = guide.quantiles([0.5, 0.8413447])["net.2.weight"]

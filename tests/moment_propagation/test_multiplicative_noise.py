@@ -170,7 +170,7 @@ def test_objectives_have_their_closed_form(biases):
 def test_training_lowers_the_loss(elbo):
     model = Net()
     guide = MultiplicativeNoiseGuide(model)
-    svi = SVI(model, guide, pyro.optim.Adam(dvi.learning_rates(0.02)), loss=elbo())
+    svi = SVI(model, guide, pyro.optim.Adam(dvi.optim.learning_rates(0.02)), loss=elbo())
     losses = [svi.step(X, Y) for _ in range(80)]
     assert sum(losses[-20:]) < 0.7 * sum(losses[:20])
     alphas = torch.cat([a.flatten() for a in (guide.alphas.net._modules["0"].weight,)])
@@ -180,14 +180,14 @@ def test_training_lowers_the_loss(elbo):
 def test_the_optimizer_tells_alphas_apart():
     guide = started(Net(), X, Y, biases=MeanField())
     guide(X, Y)
-    rates = dvi.learning_rates(1e-3, scale_multiplier=10)
+    rates = dvi.optim.learning_rates(1e-3, scale_multiplier=10)
     fast = {name for name in pyro.get_param_store() if rates(name)["lr"] == pytest.approx(1e-2)}
     store = "MultiplicativeNoiseGuide"
     assert fast == {
         f"{store}.alphas.net.0.weight", f"{store}.alphas.net.3.weight",
         f"{store}.scales.net.0.bias", f"{store}.scales.net.3.bias",
     }  # fmt: skip
-    groups = {g["name"]: g["params"] for g in dvi.parameter_groups(guide, 1e-3)}
+    groups = {g["name"]: g["params"] for g in dvi.optim.parameter_groups(guide, 1e-3)}
     assert len(groups["scales"]) == 4 and len(groups["parameters"]) == 4
 
 
@@ -271,7 +271,7 @@ def test_fit_save_and_load(tmp_path):
         model = TrainingNet()
         guide = MultiplicativeNoiseGuide(model, **options)
         return SVI(
-            model, guide, pyro.optim.Adam(dvi.learning_rates(0.01)), TaylorELBO(curvature=GGNDiagonal())
+            model, guide, pyro.optim.Adam(dvi.optim.learning_rates(0.01)), TaylorELBO(curvature=GGNDiagonal())
         )
 
     svi = build(0)

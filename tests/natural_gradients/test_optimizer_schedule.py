@@ -16,7 +16,8 @@ import pyro_dvi as dvi
 from pyro_dvi.natural_gradients.optimizer import Update
 from pyro_dvi.natural_gradients.pyro_optimizers import IVON, OGN, VOGN
 from pyro_dvi.natural_gradients.updates import IVONOptimizer, VOGNOptimizer
-from pyro_dvi.training import EveryStep, fit
+from pyro_dvi.training import fit
+from pyro_dvi.training.between_epochs import EveryStep
 
 EPOCHS, BATCHES = 3, 2
 STEPS = EPOCHS * BATCHES

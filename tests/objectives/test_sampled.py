@@ -203,7 +203,7 @@ def test_a_latent_that_a_dependent_guide_lacks():
 def test_networks_with_batch_norm_and_float32():
     net = dvi.to_bayesian_(nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2)))
     model = dvi.classifier(net, num_data=20)
-    guide = AutoMultivariateNormal(model, init_loc_fn=dvi.init_to_module)
+    guide = AutoMultivariateNormal(model, init_loc_fn=dvi.bayesian.init_to_module)
     x, y = torch.randn(20, 3), torch.randint(2, (20,))
     svi = SVI(model, guide, dvi.optim.Adam({"lr": 0.01}), loss=SampledELBO(kl_weight=0.1))
     history = dvi.fit(svi, [(x, y)], 30, progress=False)

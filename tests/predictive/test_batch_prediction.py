@@ -26,7 +26,7 @@ def linear(noise: object, columns: int = 1):
 @pytest.mark.parametrize("link", [dvi.Moments().noise, GaussHermite(32)], ids=repr)
 def test_moments_have_the_parts_of_draws(noise: object, link):
     model = linear(noise, 2 if isinstance(noise, Heteroscedastic) else 1)
-    guide = dvi.MeanFieldGuide(model, scale=dvi.PerWeight(-1.0))
+    guide = dvi.MeanFieldGuide(model, scale=dvi.guides.PerWeight(-1.0))
     guide(X, Y)
     one = dvi.predict(model, guide, X, dvi.Moments(noise=link))
     many = dvi.predict(model, guide, X, dvi.Samples(5_000), seed=0)
@@ -55,7 +55,7 @@ def test_laplace_tells_the_linear_regression_its_parts(columns: int):
 
 def test_noise_that_rounding_hides_is_not_negative():
     model = dvi.regressor(dvi.to_bayesian_(nn.Linear(1, 1)), 50, 1e-3)
-    guide = dvi.MeanFieldGuide(model, scale=dvi.PerWeight(-1.0))
+    guide = dvi.MeanFieldGuide(model, scale=dvi.guides.PerWeight(-1.0))
     x = 1000 * torch.linspace(-1, 1, 50).unsqueeze(-1)
     guide(x, x[:, 0])
     prediction = dvi.predict(model, guide, x, dvi.Moments())

@@ -285,7 +285,7 @@ def test_elbo_modules_train_under_local_parameters():
         posterior = after.get_posterior()["net.weight"].base_dist
         torch.testing.assert_close(posterior.loc[0], loc, rtol=1e-6, atol=1e-7)
         module = MomentPropagationELBO()(second, after)
-        optimizer = torch.optim.Adam(dvi.parameter_groups(module, 1e-3))
+        optimizer = torch.optim.Adam(dvi.optim.parameter_groups(module, 1e-3))
         dvi.fit(module, [task(1)], 1, optimizer=optimizer, progress=False)
 
 

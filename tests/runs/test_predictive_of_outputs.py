@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch import distributions as td
 
-from pyro_dvi.links import GaussHermite, MomentMatched, Probit, SobolSoftmax, predictive_distribution
+from pyro_dvi.links import GaussHermite, MomentMatched, Probit, SobolSoftmax
+from pyro_dvi.links.families import predictive_distribution
 from pyro_dvi.moments import GaussianMoments
 from pyro_dvi.runs.outputs import Outputs, run_outputs
 from pyro_dvi.runs.predictive_of_outputs import integrated

@@ -76,15 +76,15 @@ CASES = {
     "Taylor": (
         MeanFieldGuide,
         lambda: dvi.TaylorELBO(curvature=GGNDiagonal(), kl_weight=dvi.schedules.LinearWarmup(5)),
-        lambda: pyro.optim.Adam(dvi.learning_rates(0.01)),
+        lambda: pyro.optim.Adam(dvi.optim.learning_rates(0.01)),
     ),
     "moments": (
         MultiplicativeNoiseGuide,
         dvi.MomentPropagationELBO,
-        lambda: pyro.optim.ClippedAdam(dvi.learning_rates(0.01)),
+        lambda: pyro.optim.ClippedAdam(dvi.optim.learning_rates(0.01)),
     ),
     "AutoNormal": (
-        partial(AutoNormal, init_loc_fn=dvi.init_to_module),
+        partial(AutoNormal, init_loc_fn=dvi.bayesian.init_to_module),
         dvi.MomentPropagationELBO,
         lambda: pyro.optim.Adam({"lr": 0.01}),
     ),

@@ -175,7 +175,7 @@ def test_trainings_that_all_start_the_same():
 
 
 def test_one_network_for_all():
-    model, guide = build(lambda m: AutoDelta(m, init_loc_fn=dvi.init_to_module))
+    model, guide = build(lambda m: AutoDelta(m, init_loc_fn=dvi.bayesian.init_to_module))
 
     def again():
         svi = SVI(model, guide, dvi.optim.Adam({"lr": 0.02}), loss=Trace_ELBO())

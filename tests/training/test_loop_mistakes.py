@@ -11,7 +11,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from pyro_dvi.errors import ArgumentError, DataError, GuideError, UnsupportedError
-from pyro_dvi.training import Checkpoint, EarlyStopping, EveryStep, History, fit, save
+from pyro_dvi.training import Checkpoint, EarlyStopping, History, fit, save
+from pyro_dvi.training.between_epochs import EveryStep
 from pyro_dvi.variational_laplace.taylor import TaylorELBO
 from tests.training.problems import Net, data, module_of, sequence, svi_of, weights_of
 

@@ -53,7 +53,7 @@ def test_a_clamp_that_acts_on_many_elements_is_named_once(optimizer):
     [
         pyro.optim.ClippedAdam({"lr": 0.01, "clip_norm": 1000.0}),
         pyro.optim.Adam({"lr": 0.01}, {"clip_norm": 10.0}),  # of the whole gradient: its direction stays
-        dvi.optim.Adam(dvi.learning_rates(0.01)),
+        dvi.optim.Adam(dvi.optim.learning_rates(0.01)),
     ],
     ids=["wide clamp", "norm", "no decay"],
 )

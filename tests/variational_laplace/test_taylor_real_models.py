@@ -30,8 +30,8 @@ from tests.objectives.networks import Classifier, images, small_net
 def resnet(dtype: torch.dtype, device: torch.device | str = "cpu") -> Classifier:
     torch.manual_seed(0)
     net = residual_network(num_classes=10)
-    dvi.smooth_activations_(net)
-    dvi.to_bayesian_(net, prior_scale=dvi.fan_in)
+    dvi.bayesian.smooth_activations_(net)
+    dvi.to_bayesian_(net, prior_scale=dvi.bayesian.fan_in)
     return Classifier(net, num_data=40).to(device, dtype)
 
 
@@ -39,7 +39,7 @@ def train_resnet(dtype: torch.dtype, device: torch.device | str = "cpu", steps: 
     model = resnet(dtype, device)
     x, y = images(size=2, dtype=dtype, device=device)
     guide = MeanFieldGuide(model)
-    optimizer = pyro.optim.ClippedAdam(dvi.learning_rates(1e-3, scale_multiplier=10))
+    optimizer = pyro.optim.ClippedAdam(dvi.optim.learning_rates(1e-3, scale_multiplier=10))
     svi = SVI(model, guide, optimizer, loss=dvi.TaylorELBO(kl_weight=0.03, num_data=40))
     bn = model.net.bn1
     affine = {k: v.detach().clone() for k, v in bn.named_parameters()}
@@ -108,7 +108,7 @@ def test_every_curvature_trains_a_convolutional_network(curvature, dtype):
     svi = SVI(
         model,
         guide,
-        pyro.optim.Adam(dvi.learning_rates(3e-3)),
+        pyro.optim.Adam(dvi.optim.learning_rates(3e-3)),
         loss=TaylorELBO(curvature=copy.deepcopy(curvature), kl_weight=0.1),
     )
     losses = [svi.step(x, y) for _ in range(12)]
@@ -210,7 +210,7 @@ def test_init_strategies_of_pyros_guides_start_from_the_network():
     model = small_net()
     x, y = images(pixels=8)
     expected = {k: v for k, v in plain_weights(model).items() if k.startswith("net.")}
-    guide = AutoNormal(model, init_loc_fn=dvi.init_to_module)
+    guide = AutoNormal(model, init_loc_fn=dvi.bayesian.init_to_module)
     guide(x, y)
     torch.testing.assert_close(guide.median(), expected)
     other = AutoNormal(model, init_loc_fn=init_to_median(num_samples=3))

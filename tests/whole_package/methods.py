@@ -37,7 +37,7 @@ def classifier(where: torch.device | str, prior: Any = 1.0, norm: type = nn.Batc
 
 def taylor(curvature: Any) -> Callable[[Any], SVI]:
     def make(model: Any) -> SVI:
-        optimizer = pyro.optim.Adam(dvi.learning_rates(0.01))
+        optimizer = pyro.optim.Adam(dvi.optim.learning_rates(0.01))
         return SVI(model, dvi.MeanFieldGuide(model), optimizer, dvi.TaylorELBO(curvature=curvature))
 
     return make

@@ -200,16 +200,16 @@ def test_quantiles(device, family):
 
 def test_diagnostics_and_export(device):
     svi, (x, y) = trained("mean-field moments", device), images(device)
-    assert dvi.scale_report(svi.guide, earlier=dvi.scale_snapshot(svi.guide)).rows
-    assert dvi.signal_to_noise(svi.guide).num_weights > 0
-    assert dvi.prior_predictive_check(svi.model, (x, y), num_samples=3).num_examples == NUM_DATA
-    assert str(dvi.compare_with_sampling(svi.model, svi.guide, (x, y), num_samples=5))
+    assert dvi.diagnostics.scale_report(svi.guide, earlier=dvi.diagnostics.scale_snapshot(svi.guide)).rows
+    assert dvi.diagnostics.signal_to_noise(svi.guide).num_weights > 0
+    assert dvi.diagnostics.prior_predictive_check(svi.model, (x, y), num_samples=3).num_examples == NUM_DATA
+    assert str(dvi.diagnostics.compare_with_sampling(svi.model, svi.guide, (x, y), num_samples=5))
     assert str(dvi.summary(svi.model))
     posterior = dvi.to_arviz(
         svi.model, svi.guide, (x, y), method=dvi.Samples(3), prior=2, predictions=(x[:2],)
     )
     assert posterior["log_likelihood"]["obs"].shape == (1, 3, NUM_DATA)
-    assert set(dict(dvi.to_deterministic(svi.model, svi.guide).named_parameters()))
+    assert set(dict(dvi.bayesian.to_deterministic(svi.model, svi.guide).named_parameters()))
 
 
 METRICS = [

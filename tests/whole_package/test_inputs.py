@@ -106,7 +106,9 @@ def step_size() -> Any:
 
 
 def taylor(problem: Problem) -> None:
-    guide = problem.guide or dvi.MeanFieldGuide(problem.model, scale=dvi.PerWeight(log_offset=math.log(TINY)))
+    guide = problem.guide or dvi.MeanFieldGuide(
+        problem.model, scale=dvi.guides.PerWeight(log_offset=math.log(TINY))
+    )
     trained(dvi.TaylorELBO(**problem.options), guide, step_size(), problem)
     elbo = dvi.TaylorELBO(curvature=HessianDiagonal(), **problem.options)
     elbo.loss(problem.model, guide, *problem.data)
@@ -124,7 +126,9 @@ def multiplicative(problem: Problem) -> None:
 
 
 def moments(problem: Problem) -> None:
-    guide = problem.guide or dvi.MeanFieldGuide(problem.model, scale=dvi.PerWeight(log_offset=math.log(TINY)))
+    guide = problem.guide or dvi.MeanFieldGuide(
+        problem.model, scale=dvi.guides.PerWeight(log_offset=math.log(TINY))
+    )
     elbo = dvi.MomentPropagationELBO(**problem.options)
     trained(elbo, guide, step_size(), problem)
     elbo.loss(problem.model, guide, *problem.data)

@@ -168,7 +168,7 @@ def heteroscedastic() -> Call:
     net = dvi.to_bayesian_(nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 2)))
     model, batch = dvi.regressor(net, num_data=ROWS, noise_scale=bayesian.Heteroscedastic()), regressor()[1]
     guide = dvi.MeanFieldGuide(model)
-    elbo = dvi.MomentPropagationELBO(weighting=dvi.VarianceWeighted())
+    elbo = dvi.MomentPropagationELBO(weighting=dvi.moment_propagation.VarianceWeighted())
     svi = SVI(model, guide, dvi.optim.Adam({"lr": 0.01}), elbo)
     return lambda: svi.step(*batch)
 
@@ -177,7 +177,7 @@ def heteroscedastic() -> Call:
 
 GUIDES = {
     "MeanFieldGuide": dvi.MeanFieldGuide,
-    "MeanFieldGuide, per site": lambda model: dvi.MeanFieldGuide(model, scale=dvi.PerSite()),
+    "MeanFieldGuide, per site": lambda model: dvi.MeanFieldGuide(model, scale=dvi.guides.PerSite()),
     "MultiplicativeNoiseGuide": dvi.MultiplicativeNoiseGuide,
     "NaturalGradientGuide": dvi.NaturalGradientGuide,
     "LastLayerGuide": lambda model: dvi.LastLayerGuide(model, "net.4", rest=dvi.MeanFieldGuide),
@@ -201,7 +201,7 @@ def guide_methods(make: Any) -> Call:
         file.seek(0)
         guide.load_state_dict(torch.load(file))
         diagnostics.signal_to_noise(guide)
-        dvi.scale_report(guide, earlier=dvi.scale_snapshot(guide))
+        dvi.diagnostics.scale_report(guide, earlier=dvi.diagnostics.scale_snapshot(guide))
 
     return call
 
@@ -472,13 +472,13 @@ def save_and_load() -> Call:
 @entry("compare_with_sampling")
 def compare_with_sampling() -> Call:
     model, guide = posterior()
-    return lambda: dvi.compare_with_sampling(model, guide, data()[0], num_samples=5)
+    return lambda: dvi.diagnostics.compare_with_sampling(model, guide, data()[0], num_samples=5)
 
 
 @entry("prior_predictive_check")
 def prior_predictive_check() -> Call:
     model = classifier()
-    return lambda: dvi.prior_predictive_check(model, data(), num_samples=5)
+    return lambda: dvi.diagnostics.prior_predictive_check(model, data(), num_samples=5)
 
 
 @entry("compare_held_out")
@@ -493,7 +493,7 @@ def conversion() -> Call:
         model = classifier()
         guide = dvi.MeanFieldGuide(model)
         guide(*data())
-        dvi.summary(model, guide, *data()), dvi.to_deterministic(model, guide)
+        dvi.summary(model, guide, *data()), dvi.bayesian.to_deterministic(model, guide)
         pyro.clear_param_store()
 
     return call

@@ -52,7 +52,7 @@ def lenet(activation: type[nn.Module]) -> nn.Module:
 
 def residual(activation: type[nn.Module]) -> nn.Module:
     net = residual_network(3)
-    return dvi.smooth_activations_(net) if activation is nn.Softplus else net
+    return dvi.bayesian.smooth_activations_(net) if activation is nn.Softplus else net
 
 
 NETS = {"MLP": (perceptron, (8,)), "LeNet": (lenet, (1, 8, 8)), "ResNet": (residual, (3, 16, 16))}
@@ -82,7 +82,7 @@ def bare(net: nn.Module) -> Callable[[Tensor, Tensor], object]:
 
 
 def adam() -> Any:
-    return dvi.optim.Adam(dvi.learning_rates(1e-3))
+    return dvi.optim.Adam(dvi.optim.learning_rates(1e-3))
 
 
 METHODS: dict[str, tuple[Callable, Callable, Callable]] = {

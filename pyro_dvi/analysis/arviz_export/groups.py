@@ -279,7 +279,7 @@ def assemble(
 
 @Prediction.exported_by
 def of_prediction(prediction: Prediction, num_samples: int, seed: int | None) -> Any:
-    """Return a prediction as the object of ArviZ; see :meth:`~pyro_dvi.Prediction.to_arviz`."""
+    """Return a prediction as the object of ArviZ; see :meth:`~pyro_dvi.predictive.Prediction.to_arviz`."""
     predictive, observed, log_likelihood = Group(), Group(sampled=False), Group()
     site, values = prediction.site, prediction.observed
     predictive.add(site, as_array(prediction.sample(num_samples, seed=seed)))

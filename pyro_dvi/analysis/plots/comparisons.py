@@ -60,7 +60,7 @@ def compare(
     correlated: bars that overlap do not rule out a clear difference of pairs.
 
     Args:
-        results: by name of the method either a :class:`~pyro_dvi.Prediction` with observations, a mapping from metrics
+        results: by name of the method either a :class:`~pyro_dvi.predictive.Prediction` with observations, a mapping from metrics
             to numbers (:class:`~pyro_dvi.predictive.metrics.Estimate`, or a number with ``<metric>_standard_error`` beside it), or
             a sequence of either, one for each run. A mapping may also hold a sequence of numbers, one for each run.
         metrics: which ones to draw, in this order; by default all that every method has.
@@ -195,7 +195,7 @@ def moment_comparison(report: Any, *, ax: Axes | None = None) -> Axes:
     are the parameters of the observed site.
 
     Args:
-        report: what :func:`~pyro_dvi.compare_with_sampling` returned.
+        report: what :func:`~pyro_dvi.diagnostics.compare_with_sampling` returned.
         ax: axes to draw into, part of a grid as ``plt.subplots`` makes it; the errors take their right part.
 
     Returns:

@@ -32,7 +32,7 @@ def of_classes(prediction: Any, labels: Any, name: str = "") -> tuple[Any, Any]:
     """Return class probabilities and the labels to compare them with, without those that the model masks.
 
     Args:
-        prediction: probabilities, or a :class:`~pyro_dvi.Prediction` of classes.
+        prediction: probabilities, or a :class:`~pyro_dvi.predictive.Prediction` of classes.
         labels: observed classes; None for those of the prediction.
         name: of the method, for errors.
 
@@ -80,7 +80,7 @@ def reliability_diagram(
 
     Args:
         probabilities: class probabilities ``[..., C]``, probabilities of label 1, ``[...]``, or a
-            :class:`~pyro_dvi.Prediction` of classes.
+            :class:`~pyro_dvi.predictive.Prediction` of classes.
         labels: observed classes ``0..C-1``, shape ``[...]``; by default those of the prediction.
         num_bins: equally wide bins between 0 and 1.
         title: of the axes.
@@ -175,7 +175,7 @@ def rejection_curve(
     a thin line. The legend has the area under the curve, :func:`~pyro_dvi.predictive.metrics.aumrc`. Low is good.
 
     Args:
-        predictions: class probabilities ``[N, C]`` (``[N]`` of label 1), a :class:`~pyro_dvi.Prediction`, or a mapping
+        predictions: class probabilities ``[N, C]`` (``[N]`` of label 1), a :class:`~pyro_dvi.predictive.Prediction`, or a mapping
             from names of methods to either.
         labels: observed classes ``[N]``; by default those of the predictions.
         uncertainty: what to rank by, ``[N]``, high values first; a mapping by name where ``predictions`` is one. By

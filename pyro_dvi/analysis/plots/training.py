@@ -53,7 +53,7 @@ def training_history(history: Any, *, axes: Sequence[Axes] | None = None) -> np.
     how much the mean posterior σ changed in the last tenth of training, which is shaded where it still moved, by more
     than one per cent; it has no verdict where the learning rate had fallen to zero, or where σ has hardly moved since
     the first epoch (:func:`~pyro_dvi.analysis.diagnostics.scale_course`). Then train longer or raise ``scale_multiplier`` of
-    :func:`~pyro_dvi.learning_rates`.
+    :func:`~pyro_dvi.optim.learning_rates`.
 
     Args:
         history: what :func:`~pyro_dvi.fit` returned, or a mapping of columns of equal length, with ``epoch`` among

@@ -45,7 +45,7 @@ def regression_band(
 
     Args:
         x: the input of each prediction, shape ``[N]`` or ``[N, 1]``, in any order; of several inputs, one column.
-        prediction: a :class:`~pyro_dvi.Prediction`, or a mapping with ``mean`` and, as far as known, ``epistemic`` and
+        prediction: a :class:`~pyro_dvi.predictive.Prediction`, or a mapping with ``mean`` and, as far as known, ``epistemic`` and
             ``variance`` (of the observation), of shape ``[N]`` or ``[N, outputs]``, the latter two in squared units.
         data: observed ``(x, y)`` to show as points.
         output: which one of several outputs.
@@ -163,7 +163,7 @@ def entropy_histogram(
     of different size can be compared. Familiar inputs are filled. A dotted line marks :math:`\log C`, if it is known.
 
     Args:
-        inside: entropies of familiar inputs in nats, any shape, or a :class:`~pyro_dvi.Prediction` of classes. Any
+        inside: entropies of familiar inputs in nats, any shape, or a :class:`~pyro_dvi.predictive.Prediction` of classes. Any
             other measure of uncertainty will do.
         outside: the same of foreign inputs, or a mapping from names of data sets to them.
         num_bins: equally wide bins from zero to the largest entropy.

@@ -21,7 +21,9 @@ from pyro_dvi.laplace.energy.query import Query
 from pyro_dvi.laplace.evidence.candidates import Candidates
 from pyro_dvi.laplace.evidence.evidence import Determinant, check_untempered, chosen_determinant
 from pyro_dvi.laplace.methods.method import GaussianOutputs
-from pyro_dvi.links import ClassLink, GaussHermite, NoiseLink, Probit
+from pyro_dvi.links import GaussHermite, Probit
+from pyro_dvi.links.class_links import ClassLink
+from pyro_dvi.links.noise_links import NoiseLink
 from pyro_dvi.runs.log_joint import run_joint
 from pyro_dvi.runs.predictive_of_outputs import integrated
 

@@ -9,7 +9,6 @@ raises a :class:`~pyro_dvi.errors.DataError` instead of giving a number.
 """
 
 from pyro_dvi.predictive.metrics.classification import (
-    ReliabilityTable,
     accuracy,
     adaptive_calibration_error,
     brier,
@@ -17,27 +16,10 @@ from pyro_dvi.predictive.metrics.classification import (
     predictive_entropy,
     reliability_table,
 )
-from pyro_dvi.predictive.metrics.ranking import (
-    RejectionCurve,
-    aumrc,
-    auroc,
-    error_at_rejection,
-    fpr_at_tpr,
-    rejection_curve,
-)
-from pyro_dvi.predictive.metrics.scoring import (
-    Estimate,
-    coverage,
-    crps_gaussian,
-    interval_width,
-    nll,
-    rmse,
-)
+from pyro_dvi.predictive.metrics.ranking import aumrc, auroc, error_at_rejection, fpr_at_tpr, rejection_curve
+from pyro_dvi.predictive.metrics.scoring import coverage, crps_gaussian, interval_width, nll, rmse
 
 __all__ = [
-    "Estimate",
-    "RejectionCurve",
-    "ReliabilityTable",
     "accuracy",
     "adaptive_calibration_error",
     "aumrc",

@@ -10,7 +10,9 @@ from torch import Tensor
 from pyro_dvi.core.arguments import check_choice, check_count
 from pyro_dvi.core.distributions import arguments_kept
 from pyro_dvi.errors import GuideError
-from pyro_dvi.links import ClassLink, GaussHermite, NoiseLink, Probit
+from pyro_dvi.links import GaussHermite, Probit
+from pyro_dvi.links.class_links import ClassLink
+from pyro_dvi.links.noise_links import NoiseLink
 from pyro_dvi.predictive.engine.model_runs import Respond, Response
 from pyro_dvi.predictive.engine.posterior_values import posterior_mean
 from pyro_dvi.predictive.rules.rule import PredictionRule

@@ -20,8 +20,10 @@ from pyro_dvi.curvature.reverse_delta import ReverseDeltaRecorder
 from pyro_dvi.errors import UnsupportedError
 from pyro_dvi.expectations.points import event_dim_of
 from pyro_dvi.gaussians.normals import is_joint
-from pyro_dvi.links import ClassLink, MomentMatched, NoiseLink, SobolSoftmax, predictive_distribution
-from pyro_dvi.links.families import joint_if_dependent
+from pyro_dvi.links import MomentMatched, SobolSoftmax
+from pyro_dvi.links.class_links import ClassLink
+from pyro_dvi.links.families import joint_if_dependent, predictive_distribution
+from pyro_dvi.links.noise_links import NoiseLink
 from pyro_dvi.moments import GaussianMoments
 from pyro_dvi.moments.dispatch import observed_by
 from pyro_dvi.moments.weight_uses import warned_of_repeated_uses
@@ -79,7 +81,7 @@ class Independent(Propagation):
     Status: exact variances for one hidden layer. Elsewhere units are correlated, since skip connections and kernels
     that act at many positions share weights, and the correlations are dropped. Variances of deep residual networks come
     out too small; those behind layer, group or instance normalisation can come out too large, where its inputs are
-    nearly equal and share their noise. :func:`~pyro_dvi.compare_with_sampling` says how much.
+    nearly equal and share their noise. :func:`~pyro_dvi.diagnostics.compare_with_sampling` says how much.
     """
 
     def check(self, marginals: Marginals) -> None:
@@ -176,7 +178,7 @@ class Moments(PredictionRule):
 
     Status: exact where every weight enters each output once, as in linear models and, up to the Gaussian form of the
     output, networks with one hidden layer. Deeper networks, shared kernels and weights that are used twice drop
-    covariances (:func:`~pyro_dvi.compare_with_sampling` says how much).
+    covariances (:func:`~pyro_dvi.diagnostics.compare_with_sampling` says how much).
 
     Args:
         link: from moments of logits to probabilities: ``SobolSoftmax()``, ``Probit()``, ``LaplaceBridge()`` of

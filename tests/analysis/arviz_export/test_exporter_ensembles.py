@@ -85,7 +85,7 @@ def test_members_of_other_latents():
         with pyro.plate("data", len(x)):
             return pyro.sample("obs", dist.Normal(slope * x, 0.01), obs=y)
 
-    mixed = dvi.EnsembleGuide([*ensemble()[1].members[:1], *ensemble(of=other)[1].members[1:2]])
+    mixed = dvi.training.EnsembleGuide([*ensemble()[1].members[:1], *ensemble(of=other)[1].members[1:2]])
     with pytest.raises(UnsupportedError, match=r"\['other'\].*\['slope'\].*sites=\[\]"):
         dvi.to_arviz(mixed.model, mixed, X)
     found = dvi.to_arviz(mixed.model, mixed, X, sites=[])

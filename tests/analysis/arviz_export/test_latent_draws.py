@@ -27,12 +27,11 @@ from pyro_dvi import (
     MeanFieldGuide,
     MultiplicativeNoiseGuide,
     NaturalGradientGuide,
-    PerSite,
-    PerWeight,
     Samples,
     to_arviz,
 )
 from pyro_dvi.errors import ArgumentError, GuideError, UnsupportedError
+from pyro_dvi.guides.factors import PerSite, PerWeight
 from pyro_dvi.laplace import (
     Accept,
     ConjugateGradient,

@@ -11,8 +11,13 @@ import torch
 from pyro.infer.autoguide import AutoMultivariateNormal, AutoNormal
 from torch import nn
 
-from pyro_dvi import MeanFieldGuide, MultiplicativeNoiseGuide, classifier, compare_with_sampling, to_bayesian_
-from pyro_dvi.analysis.diagnostics.moment_comparison import Comparison, LayerComparison, compared
+from pyro_dvi import MeanFieldGuide, MultiplicativeNoiseGuide, classifier, to_bayesian_
+from pyro_dvi.analysis.diagnostics.moment_comparison import (
+    Comparison,
+    LayerComparison,
+    compare_with_sampling,
+    compared,
+)
 from pyro_dvi.errors import ArgumentError, DataError, ModelError, UnsupportedError
 from pyro_dvi.predictive import ReverseDelta
 

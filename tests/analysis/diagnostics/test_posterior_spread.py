@@ -17,13 +17,12 @@ from pyro_dvi import (
     MeanFieldGuide,
     MultiplicativeNoiseGuide,
     NaturalGradientGuide,
-    PerSite,
-    SGDStepSize,
     laplace,
     to_bayesian_,
 )
 from pyro_dvi.analysis.diagnostics.posterior_spread import posterior_spread, scale_snapshot
 from pyro_dvi.errors import GuideError
+from pyro_dvi.guides.factors import PerSite, SGDStepSize
 
 X = torch.linspace(-1, 1, 8)
 PRIORS = {"slope": torch.tensor([0.5, 2.0]), "offset": torch.tensor(3.0), "noise": torch.tensor(0.7)}

@@ -12,18 +12,11 @@ from pyro.infer import SVI, TraceMeanField_ELBO
 from pyro.infer.autoguide import AutoLowRankMultivariateNormal
 from torch import nn
 
-from pyro_dvi import (
-    MeanFieldGuide,
-    NaturalGradientELBO,
-    NaturalGradientGuide,
-    SGDStepSize,
-    fit,
-    regressor,
-    to_bayesian_,
-)
+from pyro_dvi import MeanFieldGuide, NaturalGradientELBO, NaturalGradientGuide, fit, regressor, to_bayesian_
 from pyro_dvi.analysis.diagnostics.posterior_spread import scale_snapshot
 from pyro_dvi.analysis.diagnostics.scale_report import scale_course, scale_report
 from pyro_dvi.errors import ArgumentError, DataError
+from pyro_dvi.guides.factors import SGDStepSize
 from pyro_dvi.natural_gradients.pyro_optimizers import IVON, VOGN
 from pyro_dvi.training import History
 
@@ -164,7 +157,8 @@ def test_a_network_of_modules():
 
 
 def test_a_guide_that_moved_to_another_device(device):
-    from pyro_dvi import prior_predictive_check, signal_to_noise
+    from pyro_dvi.analysis.diagnostics import signal_to_noise
+    from pyro_dvi.analysis.diagnostics.model_checking import prior_predictive_check
 
     net = to_bayesian_(nn.Linear(3, 2))
     guide = MeanFieldGuide(net)

@@ -134,6 +134,6 @@ def test_a_convolutional_network():
     batches = [(IMAGES, torch.tensor([0, 1]))]
     assert kinks(guide.energy(batches)) == ("hardtanh",)
     assert kinks(guide.energy(batches, subset="*5*")) == ()
-    dvi.smooth_activations_(net)
+    dvi.bayesian.smooth_activations_(net)
     guide = LaplaceGuide(dvi.classifier(net, num_data=2))
     assert kinks(guide.energy(batches)) == ()

@@ -195,7 +195,7 @@ def test_what_is_advised_against_kinks_removes_them(activation, kinks, way):
         guide.polish([(x, x.sin())], max_gradients=2, **QUIET)
     assert isinstance(activation, nn.ReLU) or "smooth_activations_" not in str(caught[0].message)
     likelihood = lambda f: dist.StudentT(4.0, f, 0.3)  # noqa: E731
-    dvi.smooth_activations_(net)
+    dvi.bayesian.smooth_activations_(net)
     assert kinks_of(guide.energy([(x, x.sin())])) == ()
 
 

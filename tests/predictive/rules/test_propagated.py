@@ -42,7 +42,7 @@ def test_linear_regression_has_its_closed_form(case):
 def test_regression_agrees_with_many_samples(x, noise):
     """Two tanh heads that share hidden units; 1,500 draws, fixed seed, a few per cent."""
     model = dvi.regressor(network(2), num_data=12, noise_scale=dvi.bayesian.Heteroscedastic())
-    guide = dvi.MeanFieldGuide(model, scale=dvi.PerWeight(log_offset=-2.0))
+    guide = dvi.MeanFieldGuide(model, scale=dvi.guides.PerWeight(log_offset=-2.0))
     guide.initialize(x, x[:, :1])
     moments = dvi.predict(model, guide, (x, x[:, :1]), method=dvi.Moments(noise=noise))
     sampled = dvi.predict(model, guide, (x, x[:, :1]), method=dvi.Samples(1500), seed=1)
@@ -95,7 +95,7 @@ def test_it_is_the_rule_of_multiplicative_noise(x):
 
 def test_a_point_mass_predicts_as_at_its_mean(x):
     model = dvi.regressor(network(1), num_data=12, noise_scale=0.3)
-    guide = AutoDelta(model, init_loc_fn=dvi.init_to_module)
+    guide = AutoDelta(model, init_loc_fn=dvi.bayesian.init_to_module)
     guide(x, x[:, 0])
     moments, mean = (dvi.predict(model, guide, x, method=m) for m in (dvi.Moments(), dvi.AtMean()))
     torch.testing.assert_close(moments.mean, mean.mean)

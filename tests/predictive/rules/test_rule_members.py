@@ -33,7 +33,7 @@ def trained(make_guide=None, elbo=None, optimizer=None, *, classes: bool = False
     def train():
         net = dvi.to_bayesian_(network(3 if classes else 1))
         model = dvi.classifier(net, 24) if classes else dvi.regressor(net, 24, noise_scale=NOISE)
-        guide = (make_guide or (lambda m: AutoDelta(m, init_loc_fn=dvi.init_to_module)))(model)
+        guide = (make_guide or (lambda m: AutoDelta(m, init_loc_fn=dvi.bayesian.init_to_module)))(model)
         loss = elbo() if elbo else Trace_ELBO()
         svi = SVI(model, guide, optimizer() if optimizer else dvi.optim.Adam({"lr": 0.03}), loss=loss)
         dvi.fit(svi, [(X, LABELS if classes else Y)], epochs, progress=False)
@@ -207,7 +207,7 @@ def gaussian(loc: float, scale: float):
 def test_draws_of_each_member_are_its_own():
     """Of 4,000 draws each, 5 standard errors: the mixture of two Gaussians of 1 and 5 has variance 4 + .26 / 2."""
     made = [dvi.training.train_apart(gaussian(loc, scale), 0) for loc, scale in ((1.0, 0.1), (5.0, 0.5))]
-    guide = dvi.EnsembleGuide(made)
+    guide = dvi.training.EnsembleGuide(made)
     prediction = dvi.predict(guide.model, guide, torch.ones(1), dvi.Samples(4000), seed=1, keep_draws=True)
     slopes = prediction.draws["mean"][:, 0]
     assert len(slopes) == 8000
@@ -245,8 +245,8 @@ def test_several_observed_sites():
 
 def test_an_ensemble_of_ensembles(regression):
     model, guide, means = regression
-    halves = [dvi.EnsembleGuide(guide.members[:2]), dvi.EnsembleGuide(guide.members[2:])]
-    whole = dvi.EnsembleGuide([(half.model, half) for half in halves])
+    halves = [dvi.training.EnsembleGuide(guide.members[:2]), dvi.training.EnsembleGuide(guide.members[2:])]
+    whole = dvi.training.EnsembleGuide([(half.model, half) for half in halves])
     torch.testing.assert_close(dvi.predict(whole.model, whole, X).mean, means.mean(0))
 
 
@@ -289,7 +289,7 @@ def test_the_model_of_a_member(regression):
 
 
 def test_members_that_predict_unlike_things(regression, classes):
-    mixed = dvi.EnsembleGuide([*regression[1].members[:1], *classes[1].members[:1]])
+    mixed = dvi.training.EnsembleGuide([*regression[1].members[:1], *classes[1].members[:1]])
     with pytest.raises(
         ModelError, match=r"unlike things: the first \('obs', \(24,\)\), another \('obs', \(24, 3\)\)"
     ):
@@ -315,8 +315,8 @@ def test_drawn_weights_of_a_variational_laplace_posterior():
 @pytest.mark.parametrize(
     "look",
     [
-        lambda model, guide: dvi.compare_with_sampling(model, guide, X),
-        lambda model, guide: dvi.signal_to_noise(guide),
+        lambda model, guide: dvi.diagnostics.compare_with_sampling(model, guide, X),
+        lambda model, guide: dvi.diagnostics.signal_to_noise(guide),
     ],
 )
 def test_what_asks_for_one_gaussian(regression, look):
