@@ -4,10 +4,10 @@
 ``.. entries::`` takes public names, one a line and without ``pyro_dvi.``, and makes a table and an entry of each.
 """
 
-import importlib
 import inspect
 import sys
 import zlib
+from operator import attrgetter
 from pathlib import Path
 from textwrap import indent
 from typing import Any
@@ -21,6 +21,8 @@ from sphinx.environment import BuildEnvironment
 from sphinx.pycode import ModuleAnalyzer
 from sphinx.transforms import SphinxTransform
 from sphinx.util.docutils import SphinxDirective
+
+import pyro_dvi
 
 HERE = Path(__file__).parent
 PAGES = HERE / "reference" / "api"
@@ -40,8 +42,7 @@ NOT_LINKED = {
 
 def public_object(name: str) -> Any:
     """Return what ``pyro_dvi.NAME`` is."""
-    *modules, last = name.split(".")
-    return getattr(importlib.import_module(".".join(["pyro_dvi", *modules])), last)
+    return attrgetter(name)(pyro_dvi)
 
 
 def entries_of(page: Path) -> list[str]:
