@@ -147,22 +147,22 @@ def misfit(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, A
     return None
 
 
-def explained_calls(advice: str = "") -> Callable[[Callable[P, R]], Callable[P, R]]:
+def explained_calls(advice: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Refuse calls of a function with other arguments than it has, and name those that it takes.
 
     Args:
-        advice: a sentence that ends the message.
+        advice: the sentence that ends the message.
 
     Raises:
         ArgumentError: in such a call.
 
     Example:
-        >>> @explained_calls()
+        >>> @explained_calls("Write kl_weight.")
         ... def loss(kl_weight=1.0):
         ...     return kl_weight
         >>> loss(beta=0.5)
         Traceback (most recent call last):
-        pyro_dvi.errors.ArgumentError: loss: got an unexpected keyword argument 'beta'; it takes (kl_weight).
+        pyro_dvi.errors.ArgumentError: loss: got an unexpected keyword argument 'beta'; it takes (kl_weight). Write kl_weight.
     """
 
     def decorate(fn: Callable[P, R]) -> Callable[P, R]:
@@ -171,8 +171,7 @@ def explained_calls(advice: str = "") -> Callable[[Callable[P, R]], Callable[P, 
             reason = misfit(fn, args, kwargs)
             if reason is None:
                 return fn(*args, **kwargs)
-            name = type(args[0]).__name__ if fn.__name__ == "__init__" else fn.__name__
-            raise ArgumentError(f"{name}: {reason.replace('(self, ', '(')}. {advice}".rstrip())
+            raise ArgumentError(f"{fn.__name__}: {reason}. {advice}")
 
         return checked
 

@@ -12,15 +12,16 @@ import pyro.distributions as dist
 import torch
 from pyro.infer.autoguide import AutoGuide
 from pyro.infer.autoguide.initialization import InitMessenger
-from pyro.nn import PyroModule
+from pyro.infer.autoguide.utils import deep_setattr
+from pyro.nn import PyroModule, PyroParam
 from pyro.ops.tensor_utils import periodic_repeat
 from torch import Tensor
-from torch.distributions import constraints
+from torch.distributions import constraints, transform_to
 
 from pyro_dvi.core.distributions import broadcasts_to, strip_event_dims
 from pyro_dvi.core.undisturbed import preserve_buffers
 from pyro_dvi.errors import ArgumentError, GuideError, ModelError, PyroDviError, warn
-from pyro_dvi.guides.factors import Factor, GuideSite, Store, complete_loaded
+from pyro_dvi.guides.factors import Factor, GuideSite, complete_loaded, owner_of
 from pyro_dvi.runs.explained import AS_A_MODEL, explained_errors
 from pyro_dvi.runs.latents import unconstraining_transform
 from pyro_dvi.runs.posterior_prior import PosteriorPrior, posterior_prior
@@ -54,8 +55,6 @@ class FactorisedGuide(AutoGuide):
         for store in self._constraints:
             setattr(self, store, PyroModule())
         self._seen: dict[str, GuideSite] = {}
-        # Whether sites without loaded parameters are responses that lack an observation.
-        self._only_loaded = False
 
     @abstractmethod
     def _factor_of(self, name: str, site: Any, loc: Tensor) -> Factor:
@@ -81,11 +80,7 @@ class FactorisedGuide(AutoGuide):
             knows whether they are those of the arguments.
         """
         if self.prototype_trace is None and next(self.parameters(), None) is not None:
-            self._only_loaded = True
-            try:
-                self.initialize(*args)
-            finally:
-                self._only_loaded = False
+            self.initialize(*args)
             if any(site.plates for site in self._sites()):
                 self.prototype_trace = None
         return self.prototype_trace is not None
@@ -239,11 +234,10 @@ class FactorisedGuide(AutoGuide):
         with preserve_buffers(), torch.no_grad():
             super()._setup_prototype(*args, **kwargs)
         try:
-            means = self._stores()[0]
             trace: Any = self.prototype_trace
             sites = dict(trace.iter_stochastic_nodes())
-            loaded = {name for name in sites if means.owner_of(name) is not None}
-            if self._only_loaded:
+            loaded = {name for name in sites if owner_of(self.locs, name) is not None}
+            if loaded:  # the others are responses that lack an observation
                 for name, site in sites.items():
                     site["is_observed"] = name not in loaded
                 sites = {name: sites[name] for name in sites if name in loaded}
@@ -253,12 +247,6 @@ class FactorisedGuide(AutoGuide):
                 raise ModelError(
                     f"{type(self).__name__} found no latent site in the model: use pyro.sample without obs=. "
                     f"{AS_A_MODEL}"
-                )
-            fresh = [name for name in sites if name not in loaded]
-            if 0 < len(fresh) < len(sites):
-                raise GuideError(
-                    f"the loaded state has no site {fresh[0]!r}, which is latent in this run: call "
-                    "guide.initialize(*args) with observations, or load a state of this model"
                 )
             self._check_sites(sites)
             self._warn_of_shared_parameters(sites)
@@ -304,14 +292,25 @@ class FactorisedGuide(AutoGuide):
         values = {"locs": loc.clone(memory_format=torch.contiguous_format)}
         if spread is not None:
             values[str(factor.store)] = spread
-        stores = {store.name: store for store in self._stores()}
-        if not complete_loaded(stores.values(), name, values, event_dim, type(self).__name__):
-            for store, initial in values.items():
-                stores[store].create(name, initial, event_dim)
-        plates = tuple(frame.name for frame in site["cond_indep_stack"])
-        means = stores["locs"].owner_of(name)
-        spreads = None if factor.store is None else stores[factor.store].owner_of(name)
-        return GuideSite(name, fn, transform, event_dim, plates, factor, means, spreads)
+        if loaded := self._owners(name):
+            complete_loaded(loaded, name, values, event_dim, type(self).__name__)
+        else:
+            for kind, initial in values.items():
+                self._create(kind, name, initial, event_dim)
+        plates, owners = tuple(frame.name for frame in site["cond_indep_stack"]), self._owners(name)
+        spreads = None if factor.store is None else owners[factor.store]
+        return GuideSite(name, fn, transform, event_dim, plates, factor, owners["locs"], spreads)
+
+    def _owners(self, site: str) -> dict[str, Any]:
+        """Return the modules that hold parameters of a site, by kind."""
+        owners = {kind: owner_of(getattr(self, kind), site) for kind in ("locs", *self._constraints)}
+        return {kind: owner for kind, owner in owners.items() if owner is not None}
+
+    def _create(self, kind: str, site: str, value: Tensor, event_dim: int = 0) -> None:
+        deep_setattr(getattr(self, kind), site, PyroParam(value, self._constraint(kind), event_dim))
+
+    def _constraint(self, kind: str) -> Any:
+        return self._constraints.get(kind, constraints.real)
 
     def _warn_of_shared_parameters(self, names: Iterable[str]) -> None:
         if pyro.settings.get("module_local_params"):
@@ -365,13 +364,13 @@ class FactorisedGuide(AutoGuide):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         state_dict.setdefault(f"{prefix}_extra_state", self.get_extra_state())  # older states have none
         if self.prototype_trace is None:
-            for store in self._stores():
-                store.create_from(state_dict, prefix)
+            for key, stored in state_dict.items():
+                kind, _, site = key.removeprefix(prefix).partition(".")
+                is_ours = key.startswith(prefix) and kind in ("locs", *self._constraints)
+                if is_ours and site.endswith("_unconstrained"):
+                    value = transform_to(self._constraint(kind))(stored.detach().clone())
+                    self._create(kind, site.removesuffix("_unconstrained"), value)
         super()._load_from_state_dict(state_dict, prefix, *args)
-
-    def _stores(self) -> list[Store]:
-        constraints_of = {"locs": constraints.real, **self._constraints}
-        return [Store(name, getattr(self, name), constraint) for name, constraint in constraints_of.items()]
 
 
 def prior_scale_of(prior: Any, loc: Tensor) -> Tensor:

@@ -7,7 +7,6 @@ import pytest
 from pyro import poutine
 from torch import nn
 
-import pyro_dvi as dvi
 from pyro_dvi.core.arguments import (
     by_position,
     explained_calls,
@@ -51,25 +50,6 @@ def test_named_arguments_come_in_the_order_of_positions():
     assert by_position(model, (1, 2), {}) == (1, 2)
     with pytest.raises(UnsupportedError, match=r"takes \['offset'\] by name only"):
         by_position(model, (1, 2), {"offset": 4})
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (partial(dvi.SampledELBO, beta=0.5), "SampledELBO: .*'beta'; it takes .*kl_weight"),
-        (
-            partial(dvi.TaylorELBO, 0.5),
-            r"TaylorELBO: too many positional arguments; it takes \(curvature, kl_weight",
-        ),
-        (
-            partial(dvi.to_bayesian_, nn.Linear(2, 2), std=1.0),
-            r"it takes \(module, prior_scale, include, exclude\)",
-        ),
-    ],
-)
-def test_an_argument_by_the_name_of_others_is_refused_with_ours(call, message):
-    with pytest.raises(ArgumentError, match=message):
-        call()
 
 
 def test_an_error_within_a_call_that_fits_passes_as_it_is():
