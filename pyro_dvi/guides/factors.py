@@ -299,16 +299,19 @@ def complete_loaded(
         GuideError: what was loaded belongs to another posterior of the site.
     """
     leaf = site.rpartition(".")[2]
-    # Means may be those of a plate of another size.
-    found, expected = (
-        {kind: None if kind == "locs" else tuple(value.shape) for kind, value in values.items()}
-        for values in ({kind: getattr(owner, leaf) for kind, owner in loaded.items()}, fresh)
-    )
+    found = _kinds({kind: getattr(owner, leaf) for kind, owner in loaded.items()})
+    expected = _kinds(fresh)
     if found != expected:
         raise GuideError(
-            f"the loaded state has parameters of the shapes {found} for site {site!r}, this guide {expected}: build "
-            f"{guide} with the options that it was saved with"
+            f"the loaded state has {found} for site {site!r}, where this guide has {expected}: build {guide} with the "
+            "options that it was saved with"
         )
     for owner in loaded.values():
         constraint, _ = owner._pyro_params[leaf]
         owner._pyro_params[leaf] = (constraint, event_dim)
+
+
+def _kinds(parameters: Mapping[str, Tensor]) -> str:
+    """Name the parameters of a site; means have any shape, that of a plate say."""
+    shapes = {kind: "" if kind == "locs" else f" of shape {tuple(v.shape)}" for kind, v in parameters.items()}
+    return " and ".join(f"{kind}{shapes[kind]}" for kind in sorted(shapes))

@@ -4,8 +4,10 @@
 from pyro_dvi.natural_gradients.estimates import Estimate
 from pyro_dvi.natural_gradients.natural_elbo import NaturalGradientELBO
 from pyro_dvi.natural_gradients.precision_guide import NaturalGradientGuide
-from pyro_dvi.natural_gradients.pyro_optimizers import IVON, OGN, VOGN
 from pyro_dvi.natural_gradients.updates import (
+    IVON,
+    OGN,
+    VOGN,
     AsPrinted,
     Consistent,
     IVONOptimizer,

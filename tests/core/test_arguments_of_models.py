@@ -9,13 +9,12 @@ from torch import nn
 
 from pyro_dvi.core.arguments import (
     by_position,
-    explained_calls,
     keyword_only,
     misfit,
     parameter_names,
     with_missing,
 )
-from pyro_dvi.errors import ArgumentError, UnsupportedError
+from pyro_dvi.errors import UnsupportedError
 
 
 class Model(nn.Module):
@@ -50,15 +49,3 @@ def test_named_arguments_come_in_the_order_of_positions():
     assert by_position(model, (1, 2), {}) == (1, 2)
     with pytest.raises(UnsupportedError, match=r"takes \['offset'\] by name only"):
         by_position(model, (1, 2), {"offset": 4})
-
-
-def test_an_error_within_a_call_that_fits_passes_as_it_is():
-    @explained_calls("write nothing")
-    def broken(kl_weight=1.0):
-        return len(kl_weight)
-
-    assert broken([1]) == 1
-    with pytest.raises(TypeError, match="has no len"):
-        broken()
-    with pytest.raises(ArgumentError, match=r"broken: .*'foo'; it takes \(kl_weight\)\. write nothing$"):
-        broken(foo=1)
