@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bayesian models from torch modules: priors over weights, likelihoods around them, and the way back."""
 
-from pyro_dvi.bayesian.activations import smooth_activations_
 from pyro_dvi.bayesian.conversion import to_bayesian_, to_deterministic
 from pyro_dvi.bayesian.converted import init_to_module
 from pyro_dvi.bayesian.likelihoods import Classifier, Heteroscedastic, classifier, regressor
 from pyro_dvi.bayesian.overview import summary
 from pyro_dvi.bayesian.prior_scales import HierarchicalScale, LearnedScale, fan_in
+from pyro_dvi.bayesian.smoothing import smooth_activations_
 
 __all__ = [
     "Classifier",

@@ -23,7 +23,6 @@ from pyro_dvi.bayesian.converted import (
 )
 from pyro_dvi.bayesian.priors import Prior, PriorLike, as_prior
 from pyro_dvi.bayesian.selection import DEFAULT_LAYERS, Candidate, Selection, chosen
-from pyro_dvi.core.arguments import explained_calls
 from pyro_dvi.errors import ArgumentError, GuideError, ModelError, UnsupportedError, warn
 
 M = TypeVar("M", bound=nn.Module)
@@ -37,7 +36,6 @@ _WRAPPERS = {
 }
 
 
-@explained_calls()
 def to_bayesian_(
     module: M,
     prior_scale: PriorLike = 1.0,
@@ -318,9 +316,6 @@ def _remove_pyro(module: nn.Module) -> None:
         return
     plain = plain_type(module)
     assert plain is not None
-    for name in list(module._non_persistent_buffers_set):
-        if name.startswith("prior_scale"):
-            delattr(module, name)
     for name in ("_pyro_name", "_pyro_context", "_pyro_params", "_pyro_samples"):
         module.__dict__.pop(name, None)
     module.__class__ = plain  # type: ignore[assignment]

@@ -130,23 +130,21 @@ class DistributionPrior(SitePrior):
 
 @dataclass(eq=False, repr=False)
 class ScaleMixturePrior(SitePrior):
-    """``N(0, (unit·scale)²)`` with a scale that is itself an attribute of a module: learned or sampled.
+    """``N(0, (unit·scale)²)`` with a scale that is itself an attribute of the module: learned or sampled.
 
     Args:
         attribute: as in :class:`SitePrior`.
         text: as in :class:`SitePrior`.
         scale_name: the attribute that holds the scale.
-        holder: the module that holds it, or ``None`` for the parameter's own module.
         unit: the factor in front of the scale.
     """
 
     scale_name: str
-    holder: nn.Module | None
     unit: float
 
     def distribution(self, module: PyroModule, initial: Tensor) -> TorchDistributionMixin:
         """Return a Normal around zero with the present scale; only scalars are allocated."""
-        scale = getattr(module if self.holder is None else self.holder, self.scale_name)
+        scale = getattr(module, self.scale_name)
         scale = scale * self.unit if self.unit != 1.0 else scale
         # No validation: the scale is positive by its own constraint, and checking it would wait for the
         # device.

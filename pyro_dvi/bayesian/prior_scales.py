@@ -5,7 +5,6 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import chain, count
 from typing import Any
 
 import pyro.distributions as dist
@@ -83,16 +82,14 @@ fan_in = FanIn()
 
 
 class _OwnScale(Prior):
-    """A scale that is an attribute: of each parameter's module, or of the root for all that get the same object."""
+    """A scale that is an attribute of each parameter's module, ``<weight>_scale``."""
 
     rule: str  # the name of the field that says the unit of a parameter's scale
-    starts_at_unit: bool  # a scale of one parameter only then needs no factor
-    shared: bool
-    _home: tuple[nn.Module, str] | None = None
+    starts_at_unit: bool  # the scale itself then needs no factor
 
     @abstractmethod
-    def _attach(self, holder: nn.Module, name: str, target: Candidate, start: float) -> None:
-        """Make the scale the attribute ``name`` of ``holder``, of the dtype and device of ``target``."""
+    def _scale(self, target: Candidate, start: float) -> PyroParam | PyroSample:
+        """Return the scale of ``target``, of its dtype and device."""
 
     @abstractmethod
     def _shown(self, name: str) -> str:
@@ -101,27 +98,19 @@ class _OwnScale(Prior):
     def check(self, target: Candidate) -> None:
         """Evaluate the rule once, so that a bad one is found before anything is changed."""
         name = f"{target.attribute}_scale"
-        if not self.shared and hasattr(target.module, name):
+        if hasattr(target.module, name):
             raise ModelError(
                 f"{target.name!r} cannot get a scale: its {type(target.module).__name__} has {name!r} already"
             )
         self._unit(target)
 
     def place(self, target: Candidate, root: PyroModule) -> SitePrior:
-        """Add the scale to the module, or to the root, and return a Normal prior that reads it."""
-        unit = self._unit(target)
-        if self.shared:
-            if self._home is None or self._home[0] is not root:
-                names = chain(["prior_scale"], (f"prior_scale_{number}" for number in count(2)))
-                self._home = root, next(name for name in names if not hasattr(root, name))
-                self._attach(*self._home, target, start=1.0)
-            holder, name = self._home
-        else:
-            holder, name = None, f"{target.attribute}_scale"
-            self._attach(target.module, name, target, start=unit)
-            unit = 1.0 if self.starts_at_unit else unit
+        """Add the scale to the module, and return a Normal prior that reads it."""
+        unit, name = self._unit(target), f"{target.attribute}_scale"
+        set_attribute(target.module, name, self._scale(target, start=unit))
+        unit = 1.0 if self.starts_at_unit else unit
         text = f"Normal(0, {'' if unit == 1.0 else f'{unit:.4g}·'}{self._shown(name)}"
-        return ScaleMixturePrior(target.attribute, text, name, holder, unit)
+        return ScaleMixturePrior(target.attribute, text, name, unit)
 
     def _unit(self, target: Candidate) -> float:
         unit = getattr(self, self.rule)
@@ -130,9 +119,6 @@ class _OwnScale(Prior):
         elif callable(unit):
             unit = unit(target.name, target.parameter)
         return positive(unit, f"{type(self).__name__}: {self.rule} of {target.name!r}")
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_home": None}
 
 
 @dataclass(eq=False)
@@ -150,9 +136,6 @@ class LearnedScale(_OwnScale):
     Args:
         init: initial :math:`s`, or the scale of ``FanIn()``-like rules, in units of the weight: a float or a
             callable of ``(name, parameter)`` that returns one.
-        shared: one scale for all parameters that this object is given to, instead of one for each. It is then
-            kept in the converted module under ``prior_scale``, and multiplies the ``init`` of each parameter,
-            starting at 1.
 
     Raises:
         ArgumentError: if ``init`` is not positive.
@@ -166,15 +149,13 @@ class LearnedScale(_OwnScale):
 
     rule, starts_at_unit = "init", True
     init: Unit = 1.0
-    shared: bool = False
 
     def __post_init__(self) -> None:
         if not callable(self.init):
             positive(self.init, "LearnedScale: init")
 
-    def _attach(self, holder: nn.Module, name: str, target: Candidate, start: float) -> None:
-        value = PyroParam(target.parameter.new_full((), start), constraint=constraints.positive)
-        set_attribute(holder, name, value)
+    def _scale(self, target: Candidate, start: float) -> PyroParam:
+        return PyroParam(target.parameter.new_full((), start), constraint=constraints.positive)
 
     def _shown(self, name: str) -> str:
         return f"{name} learned)"
@@ -197,8 +178,6 @@ class HierarchicalScale(_OwnScale):
             ``Gamma``.
         unit: :math:`u`, in units of the weight: a float or a callable of ``(name, parameter)`` such as
             ``fan_in``, so that ``p(s)`` is about multiples of it.
-        shared: one scale for all parameters that this object is given to, instead of one for each. It is then
-            kept in the converted module under ``prior_scale``.
 
     Raises:
         ArgumentError: if ``prior`` is no scalar distribution over positive numbers or ``unit`` is not
@@ -217,7 +196,6 @@ class HierarchicalScale(_OwnScale):
     prior: TorchDistributionMixin = field(default_factory=lambda: dist.LogNormal(0.0, 1.0))
     rule, starts_at_unit = "unit", False
     unit: Unit = 1.0
-    shared: bool = False
 
     def __post_init__(self) -> None:
         if not callable(self.unit):
@@ -232,13 +210,8 @@ class HierarchicalScale(_OwnScale):
         check_no_gradient(prior, "HierarchicalScale: prior")
         check_positive_support(prior, "HierarchicalScale: prior")
 
-    def _attach(self, holder: nn.Module, name: str, target: Candidate, start: float) -> None:
-        reference = buffer_name(target.attribute)
-        if self.shared:
-            # The root may own no parameter: a scalar of the first one's kind tells dtype and device.
-            reference = f"{name}_like"
-            holder.register_buffer(reference, target.parameter.new_ones(()), persistent=False)
-        set_attribute(holder, name, PyroSample(ScalePrior(self.prior, reference)))
+    def _scale(self, target: Candidate, start: float) -> PyroSample:
+        return PyroSample(ScalePrior(self.prior, buffer_name(target.attribute)))
 
     def _shown(self, name: str) -> str:
         return f"{name}), {name} ~ {described(self.prior)}"

@@ -2,8 +2,8 @@
 """The forms of ``prior_scale``, and the prior of a parameter that each of them becomes.
 
 Everything becomes a :class:`Prior`: numbers, distributions, callables and mappings here; He scaling, learned and
-sampled scales in :mod:`~pyro_dvi.bayesian.prior_scales`. Writing a new one: subclass :class:`Prior` with a ``place`` method
-that returns a :class:`~pyro_dvi.bayesian.converted.SitePrior`. Most wishes need less: a callable of
+sampled scales in :mod:`~pyro_dvi.bayesian.prior_scales`. Writing a new one: subclass :class:`Prior` with a ``place``
+method that returns a :class:`~pyro_dvi.bayesian.converted.SitePrior`. Most wishes need less: a callable of
 ``(name, parameter)`` may return a float, a distribution or any prior.
 """
 

@@ -248,15 +248,11 @@ def _why_nothing(
     everything: Sequence[Candidate], included: set[int], excluded: set[int], frozen: Sequence[str]
 ) -> str:
     """Explain an empty selection."""
-    start = "Nothing to make Bayesian: "
     if frozen:
-        return f"{start}the chosen parameters ({', '.join(frozen[:3])}, ...) are frozen: call requires_grad_(True)"
-    if included & excluded:
-        return f"{start}exclude= takes away everything that include= chooses"
-    if not everything:
-        return f"{start}the module has no parameters"
-    kinds = sorted({type(c.module).__name__ for c in everything})
-    return (
-        f"{start}include= matches none of the {len(everything)} parameters, which belong to {', '.join(kinds[:6])}. "
-        f"Name them by type or pattern, as include={everything[0].name!r}"
-    )
+        reason = f"the chosen parameters ({', '.join(frozen[:3])}, ...) are frozen: call requires_grad_(True)"
+    elif included & excluded:
+        reason = "exclude= takes away everything that include= chooses"
+    else:
+        kinds = ", ".join(sorted({type(c.module).__name__ for c in everything})[:6])
+        reason = f"include= matches none of the {len(everything)} parameters, which belong to {kinds or 'no module'}"
+    return f"Nothing to make Bayesian: {reason}"

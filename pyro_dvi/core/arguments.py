@@ -5,9 +5,8 @@ import inspect
 import math
 import reprlib
 from collections.abc import Callable, Mapping
-from functools import wraps
 from numbers import Integral, Real
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 from torch import nn
 
@@ -67,10 +66,6 @@ def check_kl_weight(name: str, value: Any) -> None:
             f"{name} must be a finite number >= 0, not {reprlib.repr(value)}: as a weight of the KL divergence, 1 is "
             "the Bayesian posterior, smaller values temper it, 0 switches the prior off"
         )
-
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 def with_missing(fn: Callable[..., Any], inputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -145,35 +140,3 @@ def misfit(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, A
     except TypeError as error:
         return f"{error}; it takes ({', '.join(p.name for p in parameters)})" if parameters else None
     return None
-
-
-def explained_calls(advice: str = "") -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Refuse calls of a function with other arguments than it has, and name those that it takes.
-
-    Args:
-        advice: a sentence that ends the message.
-
-    Raises:
-        ArgumentError: in such a call.
-
-    Example:
-        >>> @explained_calls()
-        ... def loss(kl_weight=1.0):
-        ...     return kl_weight
-        >>> loss(beta=0.5)
-        Traceback (most recent call last):
-        pyro_dvi.errors.ArgumentError: loss: got an unexpected keyword argument 'beta'; it takes (kl_weight).
-    """
-
-    def decorate(fn: Callable[P, R]) -> Callable[P, R]:
-        @wraps(fn)
-        def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-            reason = misfit(fn, args, kwargs)
-            if reason is None:
-                return fn(*args, **kwargs)
-            name = type(args[0]).__name__ if fn.__name__ == "__init__" else fn.__name__
-            raise ArgumentError(f"{name}: {reason.replace('(self, ', '(')}. {advice}".rstrip())
-
-        return checked
-
-    return decorate

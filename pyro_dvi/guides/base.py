@@ -12,15 +12,16 @@ import pyro.distributions as dist
 import torch
 from pyro.infer.autoguide import AutoGuide
 from pyro.infer.autoguide.initialization import InitMessenger
-from pyro.nn import PyroModule
+from pyro.infer.autoguide.utils import deep_setattr
+from pyro.nn import PyroModule, PyroParam
 from pyro.ops.tensor_utils import periodic_repeat
 from torch import Tensor
-from torch.distributions import constraints
+from torch.distributions import constraints, transform_to
 
 from pyro_dvi.core.distributions import broadcasts_to, strip_event_dims
 from pyro_dvi.core.undisturbed import preserve_buffers
 from pyro_dvi.errors import ArgumentError, GuideError, ModelError, PyroDviError, warn
-from pyro_dvi.guides.factors import Factor, GuideSite, Store, complete_loaded
+from pyro_dvi.guides.factors import Factor, GuideSite, complete_loaded, owner_of
 from pyro_dvi.runs.explained import AS_A_MODEL, explained_errors
 from pyro_dvi.runs.latents import unconstraining_transform
 from pyro_dvi.runs.posterior_prior import PosteriorPrior, posterior_prior
@@ -239,10 +240,9 @@ class FactorisedGuide(AutoGuide):
         with preserve_buffers(), torch.no_grad():
             super()._setup_prototype(*args, **kwargs)
         try:
-            means = self._stores()[0]
             trace: Any = self.prototype_trace
             sites = dict(trace.iter_stochastic_nodes())
-            loaded = {name for name in sites if means.owner_of(name) is not None}
+            loaded = {name for name in sites if owner_of(self.locs, name) is not None}
             if self._only_loaded:
                 for name, site in sites.items():
                     site["is_observed"] = name not in loaded
@@ -304,14 +304,25 @@ class FactorisedGuide(AutoGuide):
         values = {"locs": loc.clone(memory_format=torch.contiguous_format)}
         if spread is not None:
             values[str(factor.store)] = spread
-        stores = {store.name: store for store in self._stores()}
-        if not complete_loaded(stores.values(), name, values, event_dim, type(self).__name__):
-            for store, initial in values.items():
-                stores[store].create(name, initial, event_dim)
-        plates = tuple(frame.name for frame in site["cond_indep_stack"])
-        means = stores["locs"].owner_of(name)
-        spreads = None if factor.store is None else stores[factor.store].owner_of(name)
-        return GuideSite(name, fn, transform, event_dim, plates, factor, means, spreads)
+        if loaded := self._owners(name):
+            complete_loaded(loaded, name, values, event_dim, type(self).__name__)
+        else:
+            for kind, initial in values.items():
+                self._create(kind, name, initial, event_dim)
+        plates, owners = tuple(frame.name for frame in site["cond_indep_stack"]), self._owners(name)
+        spreads = None if factor.store is None else owners[factor.store]
+        return GuideSite(name, fn, transform, event_dim, plates, factor, owners["locs"], spreads)
+
+    def _owners(self, site: str) -> dict[str, Any]:
+        """Return the modules that hold parameters of a site, by kind."""
+        owners = {kind: owner_of(getattr(self, kind), site) for kind in ("locs", *self._constraints)}
+        return {kind: owner for kind, owner in owners.items() if owner is not None}
+
+    def _create(self, kind: str, site: str, value: Tensor, event_dim: int = 0) -> None:
+        deep_setattr(getattr(self, kind), site, PyroParam(value, self._constraint(kind), event_dim))
+
+    def _constraint(self, kind: str) -> Any:
+        return self._constraints.get(kind, constraints.real)
 
     def _warn_of_shared_parameters(self, names: Iterable[str]) -> None:
         if pyro.settings.get("module_local_params"):
@@ -365,13 +376,13 @@ class FactorisedGuide(AutoGuide):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         state_dict.setdefault(f"{prefix}_extra_state", self.get_extra_state())  # older states have none
         if self.prototype_trace is None:
-            for store in self._stores():
-                store.create_from(state_dict, prefix)
+            for key, stored in state_dict.items():
+                kind, _, site = key.removeprefix(prefix).partition(".")
+                is_ours = key.startswith(prefix) and kind in ("locs", *self._constraints)
+                if is_ours and site.endswith("_unconstrained"):
+                    value = transform_to(self._constraint(kind))(stored.detach().clone())
+                    self._create(kind, site.removesuffix("_unconstrained"), value)
         super()._load_from_state_dict(state_dict, prefix, *args)
-
-    def _stores(self) -> list[Store]:
-        constraints_of = {"locs": constraints.real, **self._constraints}
-        return [Store(name, getattr(self, name), constraint) for name, constraint in constraints_of.items()]
 
 
 def prior_scale_of(prior: Any, loc: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_dvi.core.arguments import check_choice, explained_calls
+from pyro_dvi.core.arguments import check_choice
 from pyro_dvi.core.undisturbed import undisturbed
 from pyro_dvi.curvature.base import ObservedSite
 from pyro_dvi.errors import ArgumentError, ModelError, warn
@@ -162,7 +162,6 @@ class MomentPropagationELBO(Objective):
     prediction_rule = "Moments"
     takes_joint = True
 
-    @explained_calls()
     def __init__(
         self,
         *,

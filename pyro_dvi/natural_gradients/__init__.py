@@ -4,8 +4,15 @@
 from pyro_dvi.natural_gradients.estimates import Estimate
 from pyro_dvi.natural_gradients.natural_elbo import NaturalGradientELBO
 from pyro_dvi.natural_gradients.precision_guide import NaturalGradientGuide
-from pyro_dvi.natural_gradients.pyro_optimizers import IVON, OGN, VOGN
-from pyro_dvi.natural_gradients.updates import AsPrinted, IVONOptimizer, OGNOptimizer, VOGNOptimizer
+from pyro_dvi.natural_gradients.updates import (
+    IVON,
+    OGN,
+    VOGN,
+    AsPrinted,
+    IVONOptimizer,
+    OGNOptimizer,
+    VOGNOptimizer,
+)
 
 __all__ = [
     "AsPrinted",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The torch optimizers: variational online Gauss-Newton, its deterministic version, and improved variational Newton."""
+"""VOGN, OGN and IVON: variational online Gauss-Newton and Newton, as optimizers of torch and of Pyro."""
 
 import math
 from abc import ABC, abstractmethod
@@ -11,8 +11,10 @@ import torch
 
 from pyro_dvi.core.arguments import check_choice, check_count
 from pyro_dvi.errors import ArgumentError
+from pyro_dvi.natural_gradients.drawn_run import steps_of
 from pyro_dvi.natural_gradients.estimates import Estimate, NoiseProducts, Squares
 from pyro_dvi.natural_gradients.optimizer import NaturalGradientOptimizer, Tensors, Update
+from pyro_dvi.optim.joint_optim import JointOptim, Options, for_svi
 
 
 class Formulation(ABC):
@@ -267,19 +269,8 @@ class IVONOptimizer(NaturalGradientOptimizer):
         params: means, and any other parameters, which get a step of Adam.
         lr: :math:`\alpha`. The default is long, because the curvature that starts as squared gradients of a network
             which has learned nothing is forgotten slowly; ``max_step`` bounds the steps.
-        betas: decay rates of momentum and curvature.
-        damping: added to the denominator of the step.
-        data_augmentation: :math:`\rho`, by how much augmentation multiplies the effective number of data.
-        initial_curvature: :math:`h_0`; None takes the squared gradients of the first minibatch.
-        max_step: longest :math:`|\Delta\mu|` of a weight in a step, in standard deviations of its prior; it falls with
-            the learning rate. None sets no bound.
-        warmup_steps: over which the learning rate rises from 0, but at most a quarter of training; 0 starts in full.
-            The temperature rises as a square over half of training, where its length is known.
-        total_steps: length of a cosine decay of the learning rate. None: the length that ``fit`` announces, unless the
-            optimizer has a scheduler, which then says alone how the rate falls; constant without either. A number
-            and a scheduler multiply.
-        deterministic_lr: learning rate of Adam for parameters that are no latents. The cosine and schedulers steer it
-            too: it falls in proportion to ``lr``. It has no warm-up.
+        **options: as for :class:`VOGNOptimizer`; no formulation and no estimate. ``damping`` is added to the
+            denominator of the step, and ``initial_curvature`` is :math:`h_0`.
 
     Raises:
         ArgumentError: an option out of range.
@@ -318,3 +309,85 @@ class IVONOptimizer(NaturalGradientOptimizer):
         torch._foreach_div_(measured, update.damped())
         update.move_along(measured, 1 / correction)
         torch._foreach_mul_(update.precisions, update.inverse_temperature)
+
+
+# For pyro.infer.SVI ----------------------------------------------------------------------------------------------
+
+
+class NaturalGradientOptim(JointOptim):
+    """A :class:`JointOptim` that can be told how long training will be.
+
+    Args:
+        constructor: class of the torch optimizer.
+        optim_args: its options, or a function of the parameter's name.
+        clip_args: as for :class:`JointOptim`.
+
+    Raises:
+        ArgumentError: an unknown option, or one out of range.
+    """
+
+    total_steps: int | None = None
+
+    def __init__(
+        self, constructor: type[NaturalGradientOptimizer], optim_args: Options, clip_args: Any = None
+    ) -> None:
+        if isinstance(optim_args, dict):
+            constructor([torch.zeros(())], **optim_args)  # mistakes show here and not in the first step
+        super().__init__(constructor, optim_args, clip_args)
+
+    def set_total_steps(self, total_steps: int) -> None:
+        """Let the learning rate fall to zero over this many steps, where no option says otherwise.
+
+        Args:
+            total_steps: steps from the start of training, those already taken included.
+        """
+        self.total_steps = total_steps
+        for optimizer in self.optim_objs.values():
+            optimizer.set_total_steps(total_steps)
+
+    def __call__(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        """Step the parameters, as Pyro's SVI asks.
+
+        Gradients of precisions are squares or the like: they are not clipped.
+        """
+        params = list(params)
+        precisions = {id(site.precision) for step in steps_of(params) for site in step.sites}
+        super().__call__([p for p in params if id(p) not in precisions], *args, **kwargs)
+
+    def _get_optim(self, param: Any) -> Any:
+        optimizer = super()._get_optim(param)
+        if self.total_steps is not None:
+            optimizer.set_total_steps(self.total_steps)
+        return optimizer
+
+
+@for_svi(VOGNOptimizer)
+def VOGN(optim_args: Options, clip_args: Any = None) -> NaturalGradientOptim:  # noqa: N802 (Pyro's style)
+    """VOGN for SVI: variational online Gauss-Newton, by one :class:`VOGNOptimizer` for all parameters.
+
+    Args:
+        optim_args: options of :class:`VOGNOptimizer`; or a function of the parameter's name. With ``{}``,
+            the defaults, choose the temperature, ``NaturalGradientELBO(kl_weight=...)``: 0.01 to 0.1 for networks.
+        clip_args: as for :class:`~pyro_dvi.optim.JointOptim`.
+
+    Raises:
+        ArgumentError: an unknown option, or one out of range; or this stands in place of torch's class, as in Pyro's
+            schedulers.
+
+    Example:
+        >>> VOGN({}).pt_optim_constructor.__name__
+        'VOGNOptimizer'
+    """
+    return NaturalGradientOptim(VOGNOptimizer, optim_args, clip_args)
+
+
+@for_svi(OGNOptimizer)
+def OGN(optim_args: Options, clip_args: Any = None) -> NaturalGradientOptim:  # noqa: N802
+    """OGN for SVI: online Gauss-Newton, by one :class:`OGNOptimizer`; arguments as :func:`VOGN`."""
+    return NaturalGradientOptim(OGNOptimizer, optim_args, clip_args)
+
+
+@for_svi(IVONOptimizer)
+def IVON(optim_args: Options, clip_args: Any = None) -> NaturalGradientOptim:  # noqa: N802
+    """IVON for SVI: improved variational online Newton, by one :class:`IVONOptimizer`; arguments as :func:`VOGN`."""
+    return NaturalGradientOptim(IVONOptimizer, optim_args, clip_args)

@@ -10,7 +10,7 @@ import torch
 from pyro.infer.elbo import ELBO
 from torch import Tensor
 
-from pyro_dvi.core.arguments import check_count, check_kl_weight, explained_calls
+from pyro_dvi.core.arguments import check_count, check_kl_weight
 from pyro_dvi.core.autograd_graph import leaves_of
 from pyro_dvi.curvature.base import sum_of, twice_differentiated
 from pyro_dvi.errors import (
@@ -54,7 +54,6 @@ class Objective(ELBO):
     prediction_rule: Any = "Samples"
     takes_joint: ClassVar[bool] = False
 
-    @explained_calls()
     def __init__(
         self,
         *,

@@ -5,8 +5,8 @@ import copy
 import inspect
 import reprlib
 from collections.abc import Callable, Iterable
-from functools import partial
-from typing import Any
+from functools import partial, wraps
+from typing import Any, ParamSpec, TypeVar
 
 import pyro
 import torch
@@ -15,12 +15,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from pyro_dvi.core.arguments import explained_calls
+from pyro_dvi.core.arguments import misfit
 from pyro_dvi.errors import ArgumentError
 from pyro_dvi.optim.learning_rates import LearningRates
 
 Options = dict[str, Any] | Callable[..., dict[str, Any]]
 Scheduler = Callable[[Optimizer], Any] | None
+P = ParamSpec("P")
+R = TypeVar("R")
 _KERNELS = {"fused", "foreach"}  # options by which torch is told
 _TOGETHER = {"max_norm", "norm_type"}  # of torch's clip_grad_norm_
 
@@ -259,33 +261,43 @@ def _has_sparse_gradient(parameter: Tensor) -> bool:
     return parameter.grad is not None and parameter.grad.is_sparse
 
 
-def in_a_dictionary(constructor: type[Optimizer]) -> str:
-    """Say where the options of the Pyro optimizer go that makes optimizers of a class of torch."""
-    name = constructor.__name__
-    pyro_name, module = name.removesuffix("Optimizer"), constructor.__module__.rpartition(".")[0]
-    return (
-        f"{pyro_name} is the optimizer for SVI, and takes a dictionary of options: {pyro_name}({{'lr': ...}}). Where a "
-        "class of torch's optimizers is wanted, as in pyro.optim.ExponentialLR({'optimizer': ...}), or for elbo(model, "
-        f"guide), use {module}.{name}."
-    )
+def for_svi(constructor: type[Optimizer]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Refuse calls of an optimizer for SVI that are meant for the class of torch, and name that class.
 
-
-def check_optim_args(optim_args: Any, constructor: type[Optimizer]) -> None:
-    """Check that the options of a Pyro optimizer are a dictionary, or a function that returns one.
+    Args:
+        constructor: the class of torch.
 
     Raises:
-        ArgumentError: something else was given.
+        ArgumentError: in such a call.
     """
-    if not (isinstance(optim_args, dict) or callable(optim_args)):
-        raise ArgumentError(
-            f"optim_args must be a dict of options, got {reprlib.repr(optim_args)}. {in_a_dictionary(constructor)}"
-        )
+    name = constructor.__name__.removesuffix("Optimizer")
+    module = constructor.__module__.rpartition(".")[0]
+
+    def decorate(fn: Callable[P, R]) -> Callable[P, R]:
+        @wraps(fn)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+            reason = misfit(fn, args, kwargs)
+            if reason is None:
+                options = args[0] if args else kwargs["optim_args"]
+                if isinstance(options, dict) or callable(options):
+                    return fn(*args, **kwargs)
+                reason = f"optim_args must be a dict of options, got {reprlib.repr(options)}"
+            raise ArgumentError(
+                f"{name}: {reason}. {name} is the optimizer for SVI, and takes a dictionary of options: "
+                f"{name}({{'lr': ...}}). Where a class of torch's optimizers is wanted, as in "
+                "pyro.optim.ExponentialLR({'optimizer': ...}), or for elbo(model, guide), use "
+                f"{module}.{constructor.__name__}."
+            )
+
+        return checked
+
+    return decorate
 
 
 # The optimizers ---------------------------------------------------------------------------------------------------
 
 
-@explained_calls(in_a_dictionary(torch.optim.Adam))
+@for_svi(torch.optim.Adam)
 def Adam(  # noqa: N802 (Pyro's style)
     optim_args: Options, clip_args: Any = None, *, scheduler: Scheduler = None
 ) -> JointOptim:
@@ -321,7 +333,7 @@ def Adam(  # noqa: N802 (Pyro's style)
     return _joint(torch.optim.Adam, optim_args, clip_args, scheduler)
 
 
-@explained_calls(in_a_dictionary(torch.optim.SGD))
+@for_svi(torch.optim.SGD)
 def SGD(  # noqa: N802
     optim_args: Options, clip_args: Any = None, *, scheduler: Scheduler = None
 ) -> JointOptim:
@@ -339,7 +351,6 @@ def _joint(
 ) -> JointOptim:
     """Build the optimizer, after a look at what can be known to be wrong before the first step."""
     name = constructor.__name__
-    check_optim_args(optim_args, constructor)
     known = optim_args("") if isinstance(optim_args, LearningRates) else optim_args
     try:
         optimizer = constructor([torch.zeros(())], **({} if callable(known) else known))

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_dvi.core.arguments import check_choice, explained_calls
+from pyro_dvi.core.arguments import check_choice
 from pyro_dvi.core.kinks import PIECEWISE_LINEAR
 from pyro_dvi.curvature import Curvature, Fisher, Linearisation
 from pyro_dvi.curvature.base import ObservedSite, SliceArguments
@@ -75,7 +75,6 @@ class TaylorELBO(Objective):
 
     prediction_rule = "AtMean"
 
-    @explained_calls()
     def __init__(
         self,
         *,

@@ -28,8 +28,8 @@ from pyro_dvi.bayesian import (
     to_bayesian_,
     to_deterministic,
 )
-from pyro_dvi.bayesian.activations import SmoothClamp
 from pyro_dvi.bayesian.prior_scales import FanIn
+from pyro_dvi.bayesian.smoothing import SmoothClamp
 
 
 def mlp() -> nn.Sequential:
@@ -172,7 +172,7 @@ CONVERSIONS: list[tuple[str, Callable[[], Any], dict[str, Any], type[Exception],
         M,
         "include= matches none of the 2 parameters.*BatchNorm1d",
     ),
-    ("no parameters", nn.ReLU, {}, M, "the module has no parameters"),
+    ("no parameters", nn.ReLU, {}, M, "none of the 0 parameters"),
     ("frozen", frozen, {}, M, "weight, bias.* are frozen.*requires_grad_"),
     ("converted before", lambda: to_bayesian_(mlp()), {}, M, "'0.weight'.*Bayesian already"),
     (

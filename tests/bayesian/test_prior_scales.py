@@ -12,29 +12,14 @@ from torch import nn
 from pyro_dvi.bayesian import HierarchicalScale, fan_in, to_bayesian_
 
 
-@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize(("unit", "factor"), [(1.0, 1.0), (0.1, 0.1), (fan_in, 0.5)])
-def test_hierarchical_density_is_conditional_on_its_scale(shared, unit, factor):
-    net = to_bayesian_(nn.Linear(8, 2), HierarchicalScale(dist.HalfCauchy(1.0), unit=unit, shared=shared))
+def test_hierarchical_density_is_conditional_on_its_scale(unit, factor):
+    net = to_bayesian_(nn.Linear(8, 2), HierarchicalScale(dist.HalfCauchy(1.0), unit=unit))
     trace = pyro.poutine.trace(net).get_trace(torch.zeros(1, 8))
-    names = ["prior_scale"] if shared else ["bias_scale", "weight_scale"]
-    assert sorted(trace.stochastic_nodes) == sorted(["weight", "bias", *names])
-    scale = trace.nodes["prior_scale" if shared else "weight_scale"]["value"]
+    assert sorted(trace.stochastic_nodes) == ["bias", "bias_scale", "weight", "weight_scale"]
+    scale = trace.nodes["weight_scale"]["value"]
     assert torch.allclose(trace.nodes["weight"]["fn"].base_dist.scale, scale * factor)
-    assert isinstance(trace.nodes[names[0]]["fn"], dist.HalfCauchy)
-
-
-def test_shared_scales_are_shared_by_those_that_get_the_same_object():
-    one, other = HierarchicalScale(shared=True), HierarchicalScale(shared=True)
-    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
-    to_bayesian_(net, {"0.*": one, "1.*": one, "2.*": other})
-    trace = pyro.poutine.trace(net).get_trace(torch.zeros(1, 2))
-    scales = {name for name in trace.stochastic_nodes if "scale" in name}
-    assert scales == {"prior_scale", "prior_scale_2"}
-    second = to_bayesian_(
-        nn.Linear(2, 2), one
-    )  # the object may serve another network, with a scale of its own
-    assert "prior_scale" in pyro.poutine.trace(second).get_trace(torch.zeros(1, 2)).nodes
+    assert isinstance(trace.nodes["weight_scale"]["fn"], dist.HalfCauchy)
 
 
 FAN_INS = [

@@ -39,7 +39,6 @@ DENSITIES = [
     ({"w*": {"*": fan_in}}, dist.Normal(0.0, math.sqrt(2 / 3))),
     (LearnedScale(0.7), dist.Normal(0.0, 0.7)),
     (LearnedScale(fan_in), dist.Normal(0.0, math.sqrt(2 / 3))),
-    (LearnedScale(0.7, shared=True), dist.Normal(0.0, 0.7)),
 ]
 
 

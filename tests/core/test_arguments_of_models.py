@@ -7,16 +7,14 @@ import pytest
 from pyro import poutine
 from torch import nn
 
-import pyro_dvi as dvi
 from pyro_dvi.core.arguments import (
     by_position,
-    explained_calls,
     keyword_only,
     misfit,
     parameter_names,
     with_missing,
 )
-from pyro_dvi.errors import ArgumentError, UnsupportedError
+from pyro_dvi.errors import UnsupportedError
 
 
 class Model(nn.Module):
@@ -51,34 +49,3 @@ def test_named_arguments_come_in_the_order_of_positions():
     assert by_position(model, (1, 2), {}) == (1, 2)
     with pytest.raises(UnsupportedError, match=r"takes \['offset'\] by name only"):
         by_position(model, (1, 2), {"offset": 4})
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (partial(dvi.SampledELBO, beta=0.5), "SampledELBO: .*'beta'; it takes .*kl_weight"),
-        (
-            partial(dvi.TaylorELBO, 0.5),
-            r"TaylorELBO: too many positional arguments; it takes \(curvature, kl_weight",
-        ),
-        (
-            partial(dvi.to_bayesian_, nn.Linear(2, 2), std=1.0),
-            r"it takes \(module, prior_scale, include, exclude\)",
-        ),
-    ],
-)
-def test_an_argument_by_the_name_of_others_is_refused_with_ours(call, message):
-    with pytest.raises(ArgumentError, match=message):
-        call()
-
-
-def test_an_error_within_a_call_that_fits_passes_as_it_is():
-    @explained_calls("write nothing")
-    def broken(kl_weight=1.0):
-        return len(kl_weight)
-
-    assert broken([1]) == 1
-    with pytest.raises(TypeError, match="has no len"):
-        broken()
-    with pytest.raises(ArgumentError, match=r"broken: .*'foo'; it takes \(kl_weight\)\. write nothing$"):
-        broken(foo=1)

@@ -20,7 +20,7 @@ import pyro_dvi as dvi
 from pyro_dvi.curvature import EmpiricalFisher, GGNDiagonal, HessianDiagonal, MinibatchGradient
 from pyro_dvi.curvature.squared_gradients import SquaredGradients
 from pyro_dvi.errors import DviWarning, UnsupportedError
-from pyro_dvi.natural_gradients.pyro_optimizers import OGN
+from pyro_dvi.natural_gradients.updates import OGN
 from tests.fuzz.layers import EXAMPLES, KINKED, SMOOTH
 from tests.fuzz.networks import Case, flat, gradient_of, rows_of
 

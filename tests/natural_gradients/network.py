@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import pyro_dvi as dvi
-from pyro_dvi.natural_gradients.pyro_optimizers import IVON, OGN, VOGN
-from pyro_dvi.natural_gradients.updates import IVONOptimizer, OGNOptimizer, VOGNOptimizer
+from pyro_dvi.natural_gradients.updates import IVON, OGN, VOGN, IVONOptimizer, OGNOptimizer, VOGNOptimizer
 
 N, M = 20, 8
 

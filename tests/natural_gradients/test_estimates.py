@@ -16,7 +16,7 @@ from pyro_dvi.bayesian import classifier, to_bayesian_
 from pyro_dvi.errors import DviWarning, GuideError, ModelError
 from pyro_dvi.natural_gradients.natural_elbo import NaturalGradientELBO
 from pyro_dvi.natural_gradients.precision_guide import NaturalGradientGuide
-from pyro_dvi.natural_gradients.pyro_optimizers import VOGN
+from pyro_dvi.natural_gradients.updates import VOGN
 from tests.models import residual_network
 from tests.objectives.loops import M, N, assert_equal, looped, minibatch, squares_at_mean, weights, x_and_y
 

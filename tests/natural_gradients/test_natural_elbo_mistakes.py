@@ -13,8 +13,7 @@ from torch import Tensor
 
 import pyro_dvi as dvi
 from pyro_dvi.errors import ArgumentError, DataError, GuideError, ModelError, NonFiniteError, UnsupportedError
-from pyro_dvi.natural_gradients.pyro_optimizers import IVON, OGN, VOGN
-from pyro_dvi.natural_gradients.updates import VOGNOptimizer
+from pyro_dvi.natural_gradients.updates import IVON, OGN, VOGN, VOGNOptimizer
 
 N, M = 20, 6
 X = torch.randn(M, 3, generator=torch.Generator().manual_seed(0))

@@ -18,8 +18,7 @@ from pyro_dvi.errors import ArgumentError, GuideError
 from pyro_dvi.guides import MeanFieldGuide
 from pyro_dvi.natural_gradients.natural_elbo import NaturalGradientELBO
 from pyro_dvi.natural_gradients.precision_guide import NaturalGradientGuide
-from pyro_dvi.natural_gradients.pyro_optimizers import IVON, OGN, VOGN
-from pyro_dvi.natural_gradients.updates import VOGNOptimizer
+from pyro_dvi.natural_gradients.updates import IVON, OGN, VOGN, VOGNOptimizer
 from pyro_dvi.training import fit
 from tests.natural_gradients.reference import M, N, data, model, state
 

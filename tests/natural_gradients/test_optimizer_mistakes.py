@@ -13,8 +13,7 @@ from torch import Tensor
 
 import pyro_dvi as dvi
 from pyro_dvi.errors import ArgumentError, GuideError, ModelError
-from pyro_dvi.natural_gradients.pyro_optimizers import IVON, OGN, VOGN
-from pyro_dvi.natural_gradients.updates import IVONOptimizer, VOGNOptimizer
+from pyro_dvi.natural_gradients.updates import IVON, OGN, VOGN, IVONOptimizer, VOGNOptimizer
 
 X = torch.linspace(-1, 1, 8)
 

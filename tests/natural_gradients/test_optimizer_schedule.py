@@ -14,8 +14,7 @@ from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau
 
 import pyro_dvi as dvi
 from pyro_dvi.natural_gradients.optimizer import Update
-from pyro_dvi.natural_gradients.pyro_optimizers import IVON, OGN, VOGN
-from pyro_dvi.natural_gradients.updates import IVONOptimizer, VOGNOptimizer
+from pyro_dvi.natural_gradients.updates import IVON, OGN, VOGN, IVONOptimizer, VOGNOptimizer
 from pyro_dvi.training import fit
 from pyro_dvi.training.between_epochs import EveryStep
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import pyro_dvi as dvi
 from pyro_dvi.natural_gradients.estimates import Estimate, NoiseProducts, Squares
-from pyro_dvi.natural_gradients.pyro_optimizers import IVON, OGN, VOGN
+from pyro_dvi.natural_gradients.updates import IVON, OGN, VOGN
 
 N, D, LENGTH = 20, 3, 4
 

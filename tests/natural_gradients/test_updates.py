@@ -16,8 +16,7 @@ from pyro_dvi.natural_gradients.drawn_run import Measurement
 from pyro_dvi.natural_gradients.estimates import Estimate
 from pyro_dvi.natural_gradients.natural_elbo import NaturalGradientELBO
 from pyro_dvi.natural_gradients.precision_guide import NaturalGradientGuide
-from pyro_dvi.natural_gradients.pyro_optimizers import OGN, VOGN
-from pyro_dvi.natural_gradients.updates import Consistent, VOGNOptimizer
+from pyro_dvi.natural_gradients.updates import OGN, VOGN, Consistent, VOGNOptimizer
 from tests.natural_gradients.reference import OPTIONS, PRIORS, SETTINGS, N, data, model, run, state
 
 pytestmark = pytest.mark.usefixtures("double")

@@ -10,8 +10,7 @@ from pyro.infer import SVI
 from pyro_dvi.natural_gradients import AsPrinted
 from pyro_dvi.natural_gradients.natural_elbo import NaturalGradientELBO
 from pyro_dvi.natural_gradients.precision_guide import NaturalGradientGuide
-from pyro_dvi.natural_gradients.pyro_optimizers import IVON, OGN, VOGN
-from pyro_dvi.natural_gradients.updates import Consistent
+from pyro_dvi.natural_gradients.updates import IVON, OGN, VOGN, Consistent
 from tests.natural_gradients.reference import OPTIONS, SETTINGS, data, model, run, state
 
 pytestmark = pytest.mark.usefixtures("double")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pyro_dvi.natural_gradients.natural_elbo import NaturalGradientELBO
 from pyro_dvi.natural_gradients.precision_guide import NaturalGradientGuide
-from pyro_dvi.natural_gradients.pyro_optimizers import OGN
+from pyro_dvi.natural_gradients.updates import OGN
 
 M, N = 6, 24
 

@@ -22,7 +22,7 @@ from pyro_dvi.moment_propagation.elbo import MomentPropagationELBO
 from pyro_dvi.moment_propagation.multiplicative_noise import MultiplicativeNoiseGuide
 from pyro_dvi.natural_gradients.natural_elbo import NaturalGradientELBO
 from pyro_dvi.natural_gradients.precision_guide import NaturalGradientGuide
-from pyro_dvi.natural_gradients.pyro_optimizers import IVON, VOGN
+from pyro_dvi.natural_gradients.updates import IVON, VOGN
 from pyro_dvi.objectives.objective import Objective
 from pyro_dvi.objectives.sampled import SampledELBO
 from pyro_dvi.predictive.predict import default_rule

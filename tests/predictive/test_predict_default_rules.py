@@ -14,7 +14,7 @@ from torch import Tensor
 
 import pyro_dvi as dvi
 from pyro_dvi.errors import DviWarning
-from pyro_dvi.natural_gradients.pyro_optimizers import VOGN
+from pyro_dvi.natural_gradients.updates import VOGN
 from tests.analysis.arviz_export.reading import values
 
 X = torch.linspace(-1, 1, 12)

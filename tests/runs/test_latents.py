@@ -29,7 +29,7 @@ from pyro_dvi.core.distributions import strip_event_dims
 from pyro_dvi.curvature import GGNDiagonal
 from pyro_dvi.errors import ModelError
 from pyro_dvi.guides import MeanFieldGuide
-from pyro_dvi.natural_gradients.pyro_optimizers import VOGN
+from pyro_dvi.natural_gradients.updates import VOGN
 from pyro_dvi.runs.divergences import kl_to_priors
 from pyro_dvi.runs.latents import unconstraining_transform
 from pyro_dvi.runs.posterior_run import Call, PosteriorMeans, run_at_means

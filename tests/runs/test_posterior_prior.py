@@ -21,7 +21,7 @@ from pyro_dvi.moment_propagation.elbo import MomentPropagationELBO
 from pyro_dvi.moment_propagation.multiplicative_noise import MultiplicativeNoiseGuide
 from pyro_dvi.natural_gradients.natural_elbo import NaturalGradientELBO
 from pyro_dvi.natural_gradients.precision_guide import NaturalGradientGuide
-from pyro_dvi.natural_gradients.pyro_optimizers import OGN
+from pyro_dvi.natural_gradients.updates import OGN
 from pyro_dvi.variational_laplace.taylor import TaylorELBO
 
 NOISE, PRIOR = 0.7, 1.3

@@ -21,8 +21,7 @@ from pyro_dvi.errors import DataError, NonFiniteError, PyroDviError, Unsupported
 from pyro_dvi.guides import MeanFieldGuide
 from pyro_dvi.moment_propagation.multiplicative_noise import MultiplicativeNoiseGuide
 from pyro_dvi.natural_gradients.precision_guide import NaturalGradientGuide
-from pyro_dvi.natural_gradients.pyro_optimizers import IVON, OGN, VOGN
-from pyro_dvi.natural_gradients.updates import VOGNOptimizer
+from pyro_dvi.natural_gradients.updates import IVON, OGN, VOGN, VOGNOptimizer
 from pyro_dvi.training.data_parallel import DataParallel, JointBatches
 from pyro_dvi.training.processes import OwnDraws
 

@@ -13,7 +13,7 @@ from pyro.infer import SVI, Trace_ELBO
 import pyro_dvi as dvi
 from pyro_dvi.errors import ArgumentError, UnsupportedError
 from pyro_dvi.natural_gradients.precision_guide import NaturalGradientGuide
-from pyro_dvi.natural_gradients.pyro_optimizers import VOGN
+from pyro_dvi.natural_gradients.updates import VOGN
 from pyro_dvi.training.data_parallel import DataParallel, JointBatches
 from pyro_dvi.training.processes import OwnDraws, SharedDraws
 from tests.training import distributed_programs as programs

@@ -14,7 +14,7 @@ from pyro_dvi import curvature
 from pyro_dvi.laplace import (
     LaplaceGuide,
 )
-from pyro_dvi.natural_gradients.pyro_optimizers import IVON, OGN, VOGN
+from pyro_dvi.natural_gradients.updates import IVON, OGN, VOGN
 
 NUM_DATA = 12
 

@@ -117,7 +117,7 @@ def test_fisher_information_of_shapes(distribution, device):
     check_device(information(device), information("cpu"), device, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("prior", [LearnedScale(), HierarchicalScale(shared=True)], ids=repr)
+@pytest.mark.parametrize("prior", [LearnedScale(), HierarchicalScale()], ids=repr)
 @pytest.mark.parametrize("method", ["Taylor, Gauss-Newton", "multiplicative noise"])
 def test_priors(method, prior, device):
     def results(where: torch.device | str) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from pyro_dvi.analysis.diagnostics.posterior_spread import scale_snapshot
 from pyro_dvi.analysis.diagnostics.scale_report import scale_course, scale_report
 from pyro_dvi.errors import ArgumentError, DataError
 from pyro_dvi.guides.factors import SGDStepSize
-from pyro_dvi.natural_gradients.pyro_optimizers import IVON, VOGN
+from pyro_dvi.natural_gradients.updates import IVON, VOGN
 from pyro_dvi.training import History
 
 

@@ -10,7 +10,7 @@ from pyro.nn.module import to_pyro_module_
 from torch import nn
 
 from pyro_dvi.bayesian import smooth_activations_, to_bayesian_
-from pyro_dvi.bayesian.activations import SMOOTH, SmoothClamp, SmoothLeakyReLU
+from pyro_dvi.bayesian.smoothing import SMOOTH, SmoothClamp, SmoothLeakyReLU
 from pyro_dvi.errors import DviWarning
 
 # old activation, new class, largest distance between the two functions
