@@ -1,37 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where do approximations deviate from what they stand for, and models from their data?"""
+"""Checks of priors, of posterior scales, of propagated moments, and of predictions on held-out data."""
 
-from pyro_dvi.analysis.diagnostics.model_checking import (
-    PriorPredictiveCheck,
-    StatisticCheck,
-    compare_held_out,
-    prior_predictive_check,
-)
-from pyro_dvi.analysis.diagnostics.moment_comparison import Comparison, LayerComparison, compare_with_sampling
+from pyro_dvi.analysis.diagnostics.model_checking import compare_held_out, prior_predictive_check
+from pyro_dvi.analysis.diagnostics.moment_comparison import Comparison, compare_with_sampling
 from pyro_dvi.analysis.diagnostics.posterior_spread import scale_snapshot
 from pyro_dvi.analysis.diagnostics.scale_report import (
-    ScaleCourse,
     ScaleReport,
     SignalToNoise,
-    SiteScales,
-    scale_course,
     scale_report,
     signal_to_noise,
 )
 
 __all__ = [
     "Comparison",
-    "LayerComparison",
-    "PriorPredictiveCheck",
-    "ScaleCourse",
     "ScaleReport",
     "SignalToNoise",
-    "SiteScales",
-    "StatisticCheck",
     "compare_held_out",
     "compare_with_sampling",
     "prior_predictive_check",
-    "scale_course",
     "scale_report",
     "scale_snapshot",
     "signal_to_noise",
