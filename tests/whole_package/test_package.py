@@ -25,7 +25,7 @@ pyro_dvi.to_arviz
 print(*{name.partition(".")[0] for name in set(sys.modules) - known} - sys.stdlib_module_names)
 import matplotlib
 before = dict(matplotlib.rcParams)
-print(pyro_dvi.analysis.plots.__name__, before == dict(matplotlib.rcParams))
+print(pyro_dvi.plots.__name__, before == dict(matplotlib.rcParams))
 """
 
 
