@@ -59,8 +59,6 @@ wide = dvi.diagnostics.prior_predictive_check(make_model(3.0, 3.0), train, seed=
 print(textwrap.fill(wide.verdict), end="\n\n")
 check = dvi.diagnostics.prior_predictive_check(make_model(), train, seed=0)
 print(check)
-dvi.plots.prior_predictive(check)
-plt.show()
 
 # %%
 # Three posteriors, and whether training has ended

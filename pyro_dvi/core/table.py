@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reports, as text and as a notebook shows them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pandas
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ class Columns:
 
 
 class InNotebook:
-    """What a cell of a notebook shows: tables as HTML and the rest as text, by default what ``print`` shows."""
+    """Objects that a notebook cell shows as tables in HTML and as text, by default the text of ``print``."""
 
     def _shown(self) -> Sequence[Any]:
         return [str(self)]
@@ -63,7 +66,63 @@ class InNotebook:
 
 
 class Report(InNotebook):
-    """Paragraphs and tables, the ``_shown`` of what was found; ``print`` has an empty line between them."""
+    """Paragraphs and tables, listed by ``_shown``; ``print`` puts an empty line between them."""
 
     def __str__(self) -> str:
         return "\n\n".join(map(str, self._shown()))
+
+
+@dataclass(frozen=True)
+class Table(Report):
+    """A report of one table: a heading, rows of named values, and the finding in words.
+
+    ``print(report)`` shows it, ``report["name"]`` is a column, and ``report.to_dataframe()`` has all columns.
+
+    Attributes:
+        heading: what the table is about.
+        rows: one mapping from column to value for each line; they all have the same columns.
+        formats: the columns to print, the first of them the name of the row, with the format of each. An underscore in
+            a name is printed as a space, and a missing number (NaN) as a dash.
+        verdict: the finding in words.
+
+    Example:
+        >>> rows = (
+        ...     {"site": "bias", "mean_error": 0.25},
+        ...     {"site": "scale", "mean_error": float("nan")},
+        ... )
+        >>> table = Table("Errors", rows, {"site": "", "mean_error": ".1%"})
+        >>> print(table)
+        Errors
+        <BLANKLINE>
+        site   mean error
+        -----------------
+        bias        25.0%
+        scale           -
+        >>> table["site"]
+        ['bias', 'scale']
+    """
+
+    heading: str
+    rows: Sequence[Mapping[str, Any]]
+    formats: Mapping[str, str]
+    verdict: str = ""
+
+    def __getitem__(self, column: str) -> list[Any]:
+        return [row[column] for row in self.rows]
+
+    def to_dataframe(self) -> "pandas.DataFrame":
+        """Return all columns as a ``pandas.DataFrame``, indexed by the first."""
+        import pandas
+
+        return pandas.DataFrame(list(self.rows)).set_index(next(iter(self.formats)))
+
+    def _shown(self) -> list[Any]:
+        titles = [name.replace("_", " ") for name in self.formats]
+        cells = [
+            [
+                "-" if row[name] != row[name] else format(row[name], form)
+                for name, form in self.formats.items()
+            ]
+            for row in self.rows
+        ]
+        return [self.heading, Columns(titles, cells), *([self.verdict] if self.verdict else [])]

@@ -208,7 +208,7 @@ def test_draws_and_marginals_have_no_spread_elsewhere(sine):
     low, high = guide.quantiles([0.1, 0.9])["w1"]
     assert torch.equal(high > low, MASKS["w1"])
     assert signal_to_noise(guide).num_weights == SIZE
-    assert [row.num_elements for row in scale_report(guide).rows] == [2, 3, 1]
+    assert scale_report(guide)["elements"] == [2, 3, 1]
     uncertain = parameter_uncertainty(guide, problem.batches, subset={"w1": MASKS["w1"]})["w1"]
     assert uncertain.shape == (1, 5) and torch.equal(uncertain != 0, MASKS["w1"])
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where do approximations deviate from what they stand for, and models from their data?"""
+"""Checks of priors, of posterior scales, of propagated moments, and of predictions on held-out data."""
 
 from pyro_dvi.analysis.diagnostics.model_checking import compare_held_out, prior_predictive_check
 from pyro_dvi.analysis.diagnostics.moment_comparison import compare_with_sampling

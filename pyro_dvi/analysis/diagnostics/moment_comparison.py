@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""What a comparison of propagated and sampled moments found, layer by layer.
-
-Propagated moments against draws of the weights, at every layer of a model.
-"""
+"""Comparison of propagated moments with draws of the weights, at every layer of a model."""
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -16,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from pyro_dvi.core.arguments import check_choice, check_count
-from pyro_dvi.core.distributions import Built, arguments_kept, given_to, innermost
+from pyro_dvi.core.distributions import arguments_kept, given_to, innermost
 from pyro_dvi.core.progress import progress_bar
-from pyro_dvi.core.table import Columns, Report
+from pyro_dvi.core.table import Table
 from pyro_dvi.core.undisturbed import device_of
 from pyro_dvi.errors import DataError, ModelError
 from pyro_dvi.moments import GaussianMoments
@@ -32,128 +29,31 @@ from pyro_dvi.runs.uncertain import uncertain_likelihoods, uncertain_part
 
 _MOST_RANKED = 200_000  # elements whose ranks are compared
 
-
-@dataclass(frozen=True)
-class LayerComparison:
-    r"""Propagated against sampled moments of one tensor.
-
-    Attributes:
-        layer: path of the module, or the parameter of the observed site.
-        kind: class of the module or of the distribution.
-        call: which call of the module it is, from 0.
-        num_elements: size of the tensor.
-        mean_error: average of :math:`|m - \hat m| / \hat\sigma` over elements. Draws alone explain
-            :attr:`Comparison.chance`.
-        sd_ratio: average propagated standard deviation over the average sampled one.
-        rms_ratio: the same of root mean squares, in which wide elements count more.
-        rank_correlation: Spearman's, of the standard deviations: are the wide elements the wide ones?
-    """
-
-    layer: str
-    kind: str
-    call: int
-    num_elements: int
-    mean_error: float
-    sd_ratio: float
-    rms_ratio: float
-    rank_correlation: float
+# A module and the number of its call, or a parameter of the observed site.
+Place = tuple[nn.Module, int] | str
 
 
 @dataclass(frozen=True)
-class Comparison(Report):
-    """Propagated against sampled moments of every layer, in the order of the computation.
+class Comparison(Table):
+    r"""Propagated against sampled moments of every layer, in the order of the computation.
 
-    ``print(report)`` shows a table; ``pandas.DataFrame(report.rows)`` makes a frame of it.
+    A row for each module that returned moments, and for each uncertain parameter of the observed site, with the columns
+    ``layer`` (the path of the module), ``class``, ``call`` (its number, from 0), ``elements``, ``mean_error`` (the
+    average of :math:`|m - \hat m| / \hat\sigma` over elements), ``sd_ratio`` (the average propagated standard deviation
+    over the average sampled one) and ``rank_correlation`` (Spearman's, of the standard deviations).
 
     Attributes:
-        rows: one for each module that returned moments, in the order in which they finish; then the
-            uncertain parameters of the observed site.
         num_samples: draws of the weights.
-        num_examples: inputs.
         site: the observed site.
     """
 
-    rows: tuple[LayerComparison, ...]
-    num_samples: int
-    num_examples: int
-    site: str
+    num_samples: int = 0
+    site: str = ""
 
     @property
     def chance(self) -> float:
         """The error of a mean that the draws explain, for Gaussian values: the root of 2 / (pi n)."""
         return math.sqrt(2 / (math.pi * self.num_samples))
-
-    def worst(self) -> LayerComparison:
-        """Return the layer whose standard deviations are off by the largest factor, up or down."""
-        return max(self.rows, key=lambda row: abs(math.log(row.sd_ratio)) if row.sd_ratio > 0 else math.inf)
-
-    def _shown(self) -> list[Any]:
-        titles = ("layer", "class", "elements", "mean error", "sd ratio", "rms ratio", "rank corr.")
-        lines = []
-        for row in self.rows:
-            layer = row.layer + (f" (call {row.call + 1})" if row.call else "")
-            numbers = (row.mean_error, row.sd_ratio, row.rms_ratio, row.rank_correlation)
-            lines.append((layer, row.kind, f"{row.num_elements:,}", *(f"{number:.3f}" for number in numbers)))
-        return [
-            f"Propagated moments against {self.num_samples:,} draws of the weights, {self.num_examples:,} examples.\n"
-            f"Mean error in sampled standard deviations; {self.chance:.3f} of it is chance. Ratios are propagated over "
-            "sampled.",
-            Columns(titles, lines, names=2),
-        ]
-
-
-def compared(
-    layer: str, kind: str, call: int, loc: Tensor, variance: Tensor, mean: Tensor, sampled: Tensor
-) -> LayerComparison:
-    """Compare the moments of one tensor.
-
-    Args:
-        layer: name.
-        kind: class.
-        call: number of the call.
-        loc: propagated means.
-        variance: propagated variances.
-        mean: means of the draws.
-        sampled: variances of the draws.
-
-    Raises:
-        DataError: a number is not finite.
-    """
-    if not all(bool(t.isfinite().all()) for t in (loc, variance, mean, sampled)):
-        raise DataError(
-            f"{layer} ({kind}) has moments or draws that are NaN or infinite: look at its input first"
-        )
-    loc, variance, mean, sampled = (t.cpu().double() for t in (loc, variance, mean, sampled))
-    sd, truth = variance.sqrt().flatten(), sampled.sqrt().flatten()
-    varying = truth > 0
-    error = ((loc - mean).abs().flatten()[varying] / truth[varying]).mean()
-    return LayerComparison(
-        layer,
-        kind,
-        call,
-        loc.numel(),
-        error.item() if bool(varying.any()) else 0.0,
-        _ratio(sd.mean(), truth.mean()),
-        _ratio(variance.mean().sqrt(), sampled.mean().sqrt()),
-        _rank_correlation(sd, truth),
-    )
-
-
-def _ratio(ours: Tensor, truth: Tensor) -> float:
-    """Their ratio; 1 if both are zero."""
-    return 1.0 if ours.item() == truth.item() else (ours / truth).item()
-
-
-def _rank_correlation(a: Tensor, b: Tensor) -> float:
-    """Spearman's; NaN where one of them is constant."""
-    import pandas
-
-    pairs = torch.stack([a, b], 1)[:: math.ceil(len(a) / _MOST_RANKED)]
-    return float(pandas.DataFrame(pairs.detach().numpy()).corr("spearman").iloc[0, 1])
-
-
-# A module and the number of its call, or a parameter of the observed site.
-Place = tuple[nn.Module, int] | str
 
 
 def compare_with_sampling(
@@ -192,8 +92,7 @@ def compare_with_sampling(
         progress: show a progress bar over draws.
 
     Returns:
-        The report, to print; with :attr:`~pyro_dvi.analysis.diagnostics.Comparison.rows` and
-        :meth:`~pyro_dvi.analysis.diagnostics.Comparison.worst`. :func:`pyro_dvi.analysis.plots.moment_comparison` draws it.
+        The report, to print; :func:`pyro_dvi.analysis.plots.moment_comparison` draws it.
 
     Raises:
         ArgumentError: fewer than two draws, or no propagation.
@@ -212,8 +111,8 @@ def compare_with_sampling(
         >>> x = torch.linspace(1, 2, 5)
         >>> _ = guide(x, x)
         >>> report = compare_with_sampling(model, guide, x, num_samples=500, seed=0)
-        >>> print(report.worst().layer, round(report.worst().sd_ratio, 1))
-        obs.loc 1.0
+        >>> report.rows[0]["layer"], round(report.rows[0]["sd_ratio"], 1)
+        ('obs.loc', 1.0)
     """
     check_count("num_samples", num_samples, least=2)
     propagation = Independent() if propagation is None else propagation
@@ -224,41 +123,65 @@ def compare_with_sampling(
         centre, marginals = posterior_gaussians(guide, batch.inputs)
         run = partial(respond, model, batch, site=site)
         weights = PosteriorMoments(marginals, median)
-        propagated = _Propagated()
-        with uncertain_likelihoods(), weights, _watching(propagated.see) as calls:
+        propagated: dict[Place, tuple[Tensor, Tensor]] = {}
+
+        def keep(place: Place, output: Any) -> None:
+            if isinstance(output, GaussianMoments):
+                propagated[place] = output.loc.detach().clone(), output.variance.detach().clone()
+
+        with uncertain_likelihoods(), weights, _watching(keep) as calls:
             response = propagation.respond(weights.given, partial(run, centre))
-        propagated.read(response)
-        if not propagated.moments:
+        part = uncertain_part(response.distribution)
+        parameters = {} if part is None else {f"{response.site}.{n}": v for n, v in part.parameters.items()}
+        for parameter, value in parameters.items():
+            keep(parameter, value)
+        if not propagated:
             raise ModelError(
                 "nothing that the model computes is uncertain: no module returned moments, and the parameters of site "
                 f"{response.site!r} are certain. Are the guide's Gaussians used by the model?"
             )
-        sampled = _Sampled({place: loc.shape for place, (loc, _) in propagated.moments.items()})
+        sampled = {place: _RunningMoments() for place in propagated}
+
+        def add(place: Place, output: Any) -> None:
+            if isinstance(output, Tensor) and place in sampled and output.shape == propagated[place][0].shape:
+                sampled[place].add(output.detach())
+
         torch.manual_seed(seed)
         draws = Samples(num_samples).draws(guide, batch.inputs)
         for draw in progress_bar(progress, num_samples, unit="draw", label="compare", of=draws):
-            # What did not enter as moments stays where it was.
+            # Sites that did not enter as moments stay at their centre.
             values = {name: draw[name] if name in weights.given else value for name, value in centre.items()}
-            with arguments_kept() as made, _watching(sampled.see):
+            with arguments_kept() as made, _watching(add):
                 response = run(values)
-            sampled.read(response, made)
+            given = given_to(response.site, innermost(response.distribution), made) if parameters else {}
+            for name, value in given.items():
+                add(f"{response.site}.{name}", value)
     names = _names(model, calls)
     rows = []
-    for place, (loc, variance) in propagated.moments.items():
-        found = sampled.moments.get(place)
-        if found is not None and found.count == num_samples:
-            if isinstance(place, str):
-                title = place, propagated.family, 0
-            else:
-                module, call = place
-                title = names[id(module)], type(module).__name__.removeprefix("Pyro"), call
-            rows.append(compared(*title, loc, variance, found.mean, found.variance))
-    return Comparison(tuple(rows), num_samples, batch.num_rows, response.site)
+    for place, (loc, variance) in propagated.items():
+        if sampled[place].count != num_samples:
+            continue
+        if isinstance(place, str):
+            layer, kind = place, "" if part is None else part.family.__name__
+        else:
+            module, call = place
+            layer = names[id(module)] + (f" (call {call + 1})" if call else "")
+            kind = type(module).__name__.removeprefix("Pyro")
+        rows.append({"layer": layer, "class": kind, **_compared(layer, loc, variance, sampled[place])})
+    chance = math.sqrt(2 / (math.pi * num_samples))
+    heading = (
+        f"Propagated moments against {num_samples:,} draws of the weights, {batch.num_rows:,} examples.\n"
+        f"Mean error in sampled standard deviations, of which {chance:.3f} is chance. The ratio of standard deviations "
+        "is propagated over sampled."
+    )
+    formats = {"layer": "", "class": "", "elements": ","}
+    formats |= dict.fromkeys(("mean_error", "sd_ratio", "rank_correlation"), ".3f")
+    return Comparison(heading, rows, formats, "", num_samples, response.site)
 
 
 @contextmanager
 def _watching(see: Callable[[Place, Any], None]) -> Iterator[Counter[nn.Module]]:
-    """Show what every module returns to ``see``; gives the number of calls of each."""
+    """Pass the output of every module to ``see``, and count the calls of each."""
     calls: Counter[nn.Module] = Counter()
 
     def hook(module: nn.Module, _inputs: Any, output: Any) -> None:
@@ -294,42 +217,34 @@ class _RunningMoments:
         return self._squares / (self.count - 1)
 
 
-class _Propagated:
-    """Moments of one run."""
+def _compared(layer: str, loc: Tensor, variance: Tensor, sampled: _RunningMoments) -> dict[str, float]:
+    """Return the numbers of one layer.
 
-    def __init__(self) -> None:
-        self.moments: dict[Place, tuple[Tensor, Tensor]] = {}
-        self.family = ""
+    Raises:
+        DataError: a number is not finite.
+    """
+    moments = (loc, variance, sampled.mean, sampled.variance)
+    if not all(bool(t.isfinite().all()) for t in moments):
+        raise DataError(f"{layer} has moments or draws that are NaN or infinite: look at its input first")
+    loc, variance, mean, truth = (t.cpu().double().flatten() for t in moments)
+    sd, truth = variance.sqrt(), truth.sqrt()
+    varying = truth > 0
+    error = ((loc - mean).abs()[varying] / truth[varying]).mean() if bool(varying.any()) else sd.new_zeros(())
+    ratio = 1.0 if torch.equal(sd.mean(), truth.mean()) else (sd.mean() / truth.mean()).item()
+    return {
+        "elements": len(loc),
+        "mean_error": error.item(),
+        "sd_ratio": ratio,
+        "rank_correlation": _rank_correlation(sd, truth),
+    }
 
-    def see(self, place: Place, output: Any) -> None:
-        if isinstance(output, GaussianMoments):
-            self.moments[place] = output.loc.detach().clone(), output.variance.detach().clone()
 
-    def read(self, response: Any) -> None:
-        part = uncertain_part(response.distribution)
-        if part is not None:
-            self.family = part.family.__name__
-            for name, value in part.parameters.items():
-                self.see(f"{response.site}.{name}", value)
+def _rank_correlation(a: Tensor, b: Tensor) -> float:
+    """Return Spearman's correlation; NaN where one of them is constant."""
+    import pandas
 
-
-class _Sampled:
-    """Moments over runs."""
-
-    def __init__(self, shapes: Mapping[Place, torch.Size]) -> None:
-        self.shapes = shapes
-        self.moments: dict[Place, _RunningMoments] = {}
-
-    def see(self, place: Place, output: Any) -> None:
-        if isinstance(output, Tensor) and self.shapes.get(place) == output.shape:
-            self.moments.setdefault(place, _RunningMoments()).add(output.detach())
-
-    def read(self, response: Any, made: list[Built]) -> None:
-        names = [place.removeprefix(f"{response.site}.") for place in self.shapes if isinstance(place, str)]
-        if names:
-            given = given_to(response.site, innermost(response.distribution), made)
-            for name in names:
-                self.see(f"{response.site}.{name}", given.get(name))
+    pairs = torch.stack([a, b], 1)[:: math.ceil(len(a) / _MOST_RANKED)]
+    return float(pandas.DataFrame(pairs.numpy()).corr("spearman").iloc[0, 1])
 
 
 @contextmanager
@@ -344,7 +259,7 @@ def _layer_by_layer() -> Iterator[None]:
 
 
 def _names(model: Any, modules: Iterable[nn.Module]) -> dict[int, str]:
-    """Paths of modules: inside the model or, for models that are functions, inside the largest module around."""
+    """Return paths of modules: inside the model or, if the model is a function, inside their outermost module."""
     names: dict[int, str] = {}
     if isinstance(model, nn.Module):
         names = {id(module): path or type(model).__name__ for path, module in model.named_modules()}

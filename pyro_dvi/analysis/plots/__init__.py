@@ -7,7 +7,6 @@ respected and left alone.
 """
 
 from pyro_dvi.analysis.plots.comparisons import compare, moment_comparison
-from pyro_dvi.analysis.plots.prior import prior_predictive
 from pyro_dvi.analysis.plots.reliability import rejection_curve, reliability_diagram
 from pyro_dvi.analysis.plots.training import posterior_scales, signal_to_noise, training_history
 from pyro_dvi.analysis.plots.uncertainty import entropy_histogram, regression_band
@@ -17,7 +16,6 @@ __all__ = [
     "entropy_histogram",
     "moment_comparison",
     "posterior_scales",
-    "prior_predictive",
     "regression_band",
     "rejection_curve",
     "reliability_diagram",

@@ -1,12 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Which of several methods is better, and is the difference more than chance?
+"""Plots that compare: several methods by their metrics, and propagated moments with draws of the weights."""
 
-Where do propagated moments deviate from draws?
-"""
-
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,8 +10,8 @@ from matplotlib.ticker import MaxNLocator
 
 from pyro_dvi.analysis.plots.style import (
     VERMILLION,
-    axes_beside,
     blue,
+    column,
     dots,
     log_axis,
     name_rows,
@@ -24,27 +19,15 @@ from pyro_dvi.analysis.plots.style import (
     own_panels,
     quiet,
     row_size,
+    split_off,
 )
 from pyro_dvi.errors import DataError
 from pyro_dvi.predictive.metrics.scoring import Estimate
 
 ERROR = "_standard_error"
 
-# Metrics whose better direction is known, by how their name starts.
-_LOWER = (
-    "nll",
-    "rmse",
-    "brier",
-    "ece",
-    "adaptive_ece",
-    "crps",
-    "aumrc",
-    "fpr",
-    "error",
-    "loss",
-    "width",
-    "seconds",
-)
+# Metrics whose better direction is known, by the beginning of their name.
+_LOWER = tuple("nll rmse brier ece adaptive_ece crps aumrc fpr error loss width seconds".split())
 _HIGHER = ("accuracy", "auroc", "log_likelihood", "lppd", "elpd")
 
 
@@ -61,8 +44,8 @@ def compare(
 
     Args:
         results: by name of the method either a :class:`~pyro_dvi.predictive.Prediction` with observations, a mapping from metrics
-            to numbers (:class:`~pyro_dvi.predictive.metrics.Estimate`, or a number with ``<metric>_standard_error`` beside it), or
-            a sequence of either, one for each run. A mapping may also hold a sequence of numbers, one for each run.
+            to numbers (:class:`~pyro_dvi.predictive.metrics.Estimate`, or a number with ``<metric>_standard_error``
+            beside it), or a sequence of either, one for each run. A mapping may also hold a sequence of numbers.
         metrics: which ones to draw, in this order; by default all that every method has.
         axes: one for each metric.
 
@@ -103,88 +86,67 @@ def compare(
     return drawn
 
 
-@dataclass(frozen=True)
-class _Score:
-    value: float
-    error: float  # NaN where it is not known
-    runs: tuple[float, ...]
-
-
-def _panel(ax: Axes, metric: str, scores: Mapping[str, _Score]) -> None:
-    values = np.array([score.value for score in scores.values()])
-    errors = np.nan_to_num([score.error for score in scores.values()])
-    places = np.arange(len(values))
+def _panel(ax: Axes, metric: str, scores: Mapping[str, tuple[np.ndarray, float]]) -> None:
+    """Draw one metric: its values in the runs of each method, and the standard error of their mean."""
+    values = np.array([runs.mean() for runs, _ in scores.values()])
+    errors = np.nan_to_num([error for _, error in scores.values()])
+    places, main = np.arange(len(values)), blue(ax)
     lower = metric.lower().startswith(_LOWER)
     known = lower or metric.lower().startswith(_HIGHER)
     best = (values == (values.min() if lower else values.max())) & known
-    for chosen, face in ((~best, ax.get_facecolor()), (best, blue(ax))):
-        ax.errorbar(
-            values[chosen],
-            places[chosen],
-            xerr=errors[chosen],
-            color=blue(ax),
-            linestyle="none",
-            elinewidth=1.5,
-            marker="o",
-            markersize=5.5,
-            markerfacecolor=face,
-            zorder=3,
-        )
-    for place, score in zip(places, scores.values(), strict=True):
-        ax.plot(
-            score.runs,
-            [place + 0.25] * len(score.runs),
-            color=quiet(ax),
-            linestyle="none",
-            marker="|",
-            markersize=5,
-        )
+    style: dict[str, Any] = {
+        "color": main,
+        "linestyle": "none",
+        "elinewidth": 1.5,
+        "marker": "o",
+        "zorder": 3,
+    }
+    for chosen, face in ((~best, ax.get_facecolor()), (best, main)):
+        own = {"xerr": errors[chosen], "markerfacecolor": face, "markersize": 5.5}
+        ax.errorbar(values[chosen], places[chosen], **own, **style)
+    for place, (runs, _) in enumerate(scores.values()):
+        if len(runs) > 1:
+            ticks: dict[str, Any] = {"linestyle": "none", "marker": "|", "markersize": 5}
+            ax.plot(runs, [place + 0.25] * len(runs), color=quiet(ax), **ticks)
     if best.any() and len(values) > 1:
         ax.axvline(float(values[best][0]), color=quiet(ax), linestyle="--", linewidth=0.8, zorder=0)
-    what = metric.replace("_", " ")
     direction = f" ({'lower' if lower else 'higher'} is better)" if known else ""
-    ax.set_title(what + direction, loc="left", fontsize="medium")
+    ax.set_title(metric.replace("_", " ") + direction, loc="left", fontsize="medium")
     ax.xaxis.set_major_locator(MaxNLocator(4))
     ax.margins(x=0.12)
     name_rows(ax, list(scores))
 
 
-def _runs(name: str, given: Any) -> list[dict[str, Any]]:
-    """Metrics of each run of a method."""
-    if isinstance(given, Sequence) and not isinstance(given, str):
-        if not given:
-            raise DataError(f"method {name!r} has no runs: its sequence is empty")
+def _runs(name: str, given: Any) -> list[Mapping[str, Any]]:
+    """Return the metrics of each run of a method."""
+    if isinstance(given, Sequence) and not isinstance(given, str) and given:
         return [row for part in given for row in _runs(name, part)]
     if isinstance(given, Mapping):
-        return [dict(given)]
+        return [given]
     if callable(getattr(given, "metrics", None)):
-        return [dict(given.metrics())]
+        return [given.metrics()]
     raise DataError(
         f"the results of {name!r} are a Prediction, a mapping of metrics, or runs of these, not {given!r}"
     )
 
 
-def _score(name: str, rows: list[dict[str, Any]], metric: str) -> _Score:
-    missing = [k for k, row in enumerate(rows) if metric not in row]
-    if missing:
-        raise DataError(
-            f"method {name!r} has no metric {metric!r}{f' in run {missing[0]}' if len(rows) > 1 else ''}; it has "
-            f"{[m for m in rows[missing[0]] if not m.endswith(ERROR)]}"
+def _score(name: str, rows: list[Mapping[str, Any]], metric: str) -> tuple[np.ndarray, float]:
+    """Return the values of a metric in all runs, and the standard error of their mean, NaN if it is not known."""
+    if any(metric not in row for row in rows):
+        known = [list(row) for row in rows]
+        raise DataError(f"method {name!r} has no metric {metric!r} in some run; its runs have {known}")
+    first = rows[0][metric]
+    values = [
+        np.atleast_1d(
+            float(row[metric]) if isinstance(row[metric], Estimate) else column(row[metric], metric)
         )
-    values: list[float] = []
-    for row in rows:
-        value = row[metric]
-        if hasattr(value, "detach"):
-            value = value.detach().cpu().numpy()
-        values += np.ravel(float(value) if isinstance(value, Estimate) else np.asarray(value, float)).tolist()
-    if not values or not np.isfinite(values).all():
-        raise DataError(f"metric {metric!r} of {name!r} has to be finite numbers, got {values}")
-    if len(values) > 1:
-        error = float(np.std(values, ddof=1) / np.sqrt(len(values)))
-        return _Score(float(np.mean(values)), error, tuple(values))
-    value = rows[0][metric]
-    error = value.standard_error if isinstance(value, Estimate) else rows[0].get(metric + ERROR, np.nan)
-    return _Score(values[0], float(error), ())
+        for row in rows
+    ]
+    runs = np.concatenate(values)
+    if len(runs) > 1:
+        return runs, float(np.std(runs, ddof=1) / np.sqrt(len(runs)))
+    error = first.standard_error if isinstance(first, Estimate) else rows[0].get(metric + ERROR, np.nan)
+    return runs, float(error)
 
 
 def moment_comparison(report: Any, *, ax: Axes | None = None) -> Axes:
@@ -205,40 +167,38 @@ def moment_comparison(report: Any, *, ax: Axes | None = None) -> Axes:
         DataError: a report without layers.
 
     Example:
-        >>> from pyro_dvi.analysis.diagnostics import Comparison, LayerComparison
-        >>> row = LayerComparison("net.0", "Linear", 0, 4, 0.01, 1.0, 1.0, 0.9)
-        >>> moment_comparison(Comparison((row,), 100, 7, "obs")).get_xscale()
+        >>> import pyro_dvi as dvi, torch
+        >>> guide = dvi.MeanFieldGuide(
+        ...     model := dvi.classifier(dvi.to_bayesian_(torch.nn.Linear(2, 3)), 4)
+        ... )
+        >>> guide(x := torch.ones(4, 2), torch.arange(4) % 3) and None
+        >>> moment_comparison(
+        ...     dvi.diagnostics.compare_with_sampling(model, guide, x, num_samples=9)
+        ... ).get_xscale()
         'log'
     """
-    rows = report.rows
-    if not rows:
+    if not report.rows:
         raise DataError("the report has no layers to plot")
-    places = np.arange(len(rows))
-    is_parameter = np.array([row.layer.rpartition(".")[0] == report.site for row in rows])
-    labels = [row.layer + (f" ({row.call + 1})" if row.call else "") for row in rows]
-    labels = [
-        f"{label}  {row.kind}" if label != row.kind else label
-        for label, row in zip(labels, rows, strict=True)
+    layers, ratios, errors = report["layer"], np.array(report["sd_ratio"]), np.array(report["mean_error"])
+    names = [
+        f"{row['layer']}  {row['class']}" if row["layer"] != row["class"] else row["layer"]
+        for row in report.rows
     ]
-    ax = own_axes(ax, figsize=(7.0, 1.4 + 0.24 * len(rows)))
+    is_parameter = np.array([layer.rpartition(".")[0] == report.site for layer in layers])
+    ax = own_axes(ax, figsize=(7.0, 1.4 + 0.24 * len(layers)))
     grey = quiet(ax)
-    beside = axes_beside(ax, "the errors")
-    panels = (
-        (ax, [row.sd_ratio for row in rows], blue(ax)),
-        (beside, [row.mean_error for row in rows], VERMILLION),
-    )
-    for panel, values, color in panels:
-        numbers = np.asarray(values, dtype=float)
-        panel.plot(numbers, places, color=color, linewidth=1, alpha=0.5)
-        dots(panel, numbers, places, is_parameter, color=color, markersize=row_size(ax, len(rows), 5))
-    low = min([0.5, *(row.sd_ratio for row in rows if row.sd_ratio > 0)])
-    high = max([2.0, *(row.sd_ratio for row in rows if math.isfinite(row.sd_ratio))])
-    log_axis(ax, low / 1.15, high * 1.15)
+    beside = split_off(ax, "the errors", below=False)
+    size = row_size(ax, len(layers), 5)
+    for panel, numbers, shade in ((ax, ratios, blue(ax)), (beside, errors, VERMILLION)):
+        panel.plot(numbers, np.arange(len(layers)), color=shade, linewidth=1, alpha=0.5)
+        dots(panel, numbers, is_parameter, (None, None), color=shade, markersize=size)
+    shown = np.append(ratios[(ratios > 0) & np.isfinite(ratios)], [0.5, 2.0])
+    log_axis(ax, shown.min() / 1.15, shown.max() * 1.15)
     ax.axvline(1, color=grey, linestyle="--", linewidth=1, zorder=0)
     ax.set_xlabel("sd, propagated\n/ sampled")
-    name_rows(ax, labels)
+    name_rows(ax, names)
     beside.axvspan(0, report.chance, color=grey, alpha=0.2, linewidth=0)
-    beside.set_xlim(0, 1.15 * max(2 * report.chance, *(row.mean_error for row in rows)))
+    beside.set_xlim(0, 1.15 * max(2 * report.chance, errors.max()))
     beside.grid(axis="y", color=grey, alpha=0.15)
     beside.set_xlabel("error of the\nmean / sd")
     beside.tick_params(axis="y", labelleft=False, length=0)

@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Probabilities and labels of what a plot of classes is given.
-
-Is the confidence of predictions justified?
-
-Are the uncertain predictions the wrong ones?
-"""
+"""Plots of classifications: is their confidence justified, and are the uncertain predictions the wrong ones?"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,20 +11,20 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from pyro_dvi.analysis.plots.style import (
     LINES,
-    axes_below,
     blue,
     color,
     legend_above,
     own_axes,
     quiet,
     shortened,
+    split_off,
 )
 from pyro_dvi.errors import DataError
 from pyro_dvi.predictive import metrics
 
 
-def of_classes(prediction: Any, labels: Any, name: str = "") -> tuple[Any, Any]:
-    """Return class probabilities and the labels to compare them with, without those that the model masks.
+def _of_classes(prediction: Any, labels: Any, name: str = "") -> tuple[Any, Any]:
+    """Return class probabilities and their labels, without those that the model masks.
 
     Args:
         prediction: probabilities, or a :class:`~pyro_dvi.predictive.Prediction` of classes.
@@ -40,15 +35,14 @@ def of_classes(prediction: Any, labels: Any, name: str = "") -> tuple[Any, Any]:
         DataError: no labels.
         UnsupportedError: a prediction of numbers.
     """
-    if not hasattr(prediction, "probabilities"):
-        if labels is None:
-            raise DataError("probabilities need labels to tell right from wrong: pass labels")
-        return prediction, labels
-    p = prediction.probabilities
-    observed = prediction.observed if labels is None else labels
+    is_prediction = hasattr(prediction, "probabilities")
+    observed = prediction.observed if labels is None and is_prediction else labels
     if observed is None:
         what = f"the predictions of {name!r}" if name else "the predictions"
         raise DataError(f"{what} came without labels: pass labels, or predict from data that hold them")
+    if not is_prediction:
+        return prediction, observed
+    p = prediction.probabilities
     observed = torch.as_tensor(observed, device=p.device)
     kept = prediction.mask
     if prediction.is_one_hot:
@@ -101,59 +95,40 @@ def reliability_diagram(
         >>> ax.get_ylabel()
         'accuracy'
     """
-    probabilities, labels = of_classes(probabilities, labels)
+    probabilities, labels = _of_classes(probabilities, labels)
     table = metrics.reliability_table(probabilities, labels, num_bins)
     error = metrics.expected_calibration_error(probabilities, labels, num_bins)
     edges, count = table.edges.numpy(), table.count.numpy()
-    filled = count > 0
-    confidence = table.confidence.numpy()[filled]
-    accuracy = table.accuracy.numpy()[filled]
+    filled, width = count > 0, 1 / num_bins
+    confidence, accuracy = table.confidence.numpy()[filled], table.accuracy.numpy()[filled]
     spread = np.sqrt(accuracy * (1 - accuracy) / count[filled])
-    width = 1 / num_bins
 
     ax = own_axes(ax, figsize=(4.2, 5.0))
-    grey = quiet(ax)
+    grey, main = quiet(ax), blue(ax)
     ax.plot([0, 1], [0, 1], color=grey, linestyle="--", linewidth=1)
-    ax.bar(
-        edges[:-1][filled] + width / 2,
-        accuracy - confidence,
-        bottom=confidence,
-        width=width,
-        color=grey,
-        alpha=0.25,
-        linewidth=0,
-    )
-    for few in (False, True):
-        chosen = (count[filled] < FEW) == few
-        style: dict[str, Any] = (
-            {"linestyle": "none", "markerfacecolor": ax.get_facecolor()} if few else {"linewidth": 1.5}
-        )
-        ax.errorbar(
-            confidence[chosen],
-            accuracy[chosen],
-            yerr=spread[chosen],
-            color=blue(ax),
-            elinewidth=1,
-            marker="o",
-            markersize=4,
-            alpha=0.5 if few else 1,
-            **style,
-        )
+    gaps: dict[str, Any] = {
+        "bottom": confidence,
+        "width": width,
+        "color": grey,
+        "alpha": 0.25,
+        "linewidth": 0,
+    }
+    ax.bar(edges[:-1][filled] + width / 2, accuracy - confidence, **gaps)
+    few = count[filled] < FEW
+    faint: dict[str, Any] = {"linestyle": "none", "markerfacecolor": ax.get_facecolor(), "alpha": 0.5}
+    for chosen, style in ((~few, {"linewidth": 1.5}), (few, faint)):
+        style |= {"yerr": spread[chosen], "color": main, "elinewidth": 1, "marker": "o", "markersize": 4}
+        ax.errorbar(confidence[chosen], accuracy[chosen], **style)
     ax.set(xlim=(0, 1), ylim=(0, 1.02), ylabel="accuracy")
     ax.set_title(title or "", loc="left", fontsize="medium", fontweight="bold")
-    ax.text(
-        0.03, 0.05, "calibrated", color=grey, rotation=45, rotation_mode="anchor", transform_rotates_text=True
-    )
+    turned: dict[str, Any] = {"rotation": 45, "rotation_mode": "anchor", "transform_rotates_text": True}
+    ax.text(0.03, 0.05, "calibrated", color=grey, **turned)
     ax.set_title(f"ECE {error:.1%}", loc="right", fontsize="medium")
     ax.tick_params(labelbottom=False)
 
-    counts = axes_below(ax, "the counts")
+    counts = split_off(ax, "the counts", below=True)
     counts.bar(edges[:-1] + width / 2, count / count.sum(), width=width * 0.9, color=blue(ax))
-    counts.set(
-        xlabel=f"confidence ({count.sum():,} example{'s' if count.sum() > 1 else ''})",
-        ylabel="share",
-        xlim=(0, 1),
-    )
+    counts.set(xlabel=f"confidence ({count.sum():,} examples)", ylabel="share", xlim=(0, 1))
     counts.yaxis.set_major_locator(MaxNLocator(3, prune="upper"))
     for axis in (ax.yaxis, counts.yaxis, counts.xaxis):
         axis.set_major_formatter(PercentFormatter(1.0, decimals=0))
@@ -202,7 +177,7 @@ def rejection_curve(
     ax = own_axes(ax, figsize=(5.0, 3.8))
     highest = 0.0
     for k, (name, prediction) in enumerate(methods.items()):
-        p, y = of_classes(prediction, labels, name)
+        p, y = _of_classes(prediction, labels, name)
         u = uncertainty
         if isinstance(uncertainty, Mapping):
             if name not in uncertainty:
@@ -212,14 +187,9 @@ def rejection_curve(
         areas = f"AUMRC {metrics.aumrc(p, y, u):.3f}"
         error = float(curve.error[0])
         rejected = curve.rejected.numpy()
-        ax.plot(
-            rejected,
-            curve.error.numpy(),
-            color=color(ax, k),
-            linestyle=LINES[k % len(LINES)],
-            label=f"{shortened(name, 24)}: {areas}" if name else areas,
-            zorder=3,
-        )
+        line: dict[str, Any] = {"color": color(ax, k), "linestyle": LINES[k % len(LINES)], "zorder": 3}
+        label = f"{shortened(name, 24)}: {areas}" if name else areas
+        ax.plot(rejected, curve.error.numpy(), label=label, **line)
         kept = np.maximum(1 - rejected, 1e-12)  # at the last point nothing is left that could be wrong
         oracle = np.clip(error - rejected, 0, None) / kept
         ax.fill_between(rejected, oracle, color=color(ax, k), alpha=0.12, linewidth=0)

@@ -10,7 +10,6 @@ Source: Okabe & Ito (2008), "Color universal design".
 
 import math
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -20,7 +19,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.font_manager import font_scalings
 from matplotlib.legend import Legend
-from matplotlib.ticker import FuncFormatter, Locator, LogLocator, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from pyro_dvi.errors import ArgumentError, DataError
 
@@ -92,23 +91,15 @@ def own_panels(
     return drawn
 
 
-def dots(ax: Axes, x: np.ndarray, y: np.ndarray, is_open: np.ndarray, **style: Any) -> None:
-    """Draw dots, some of them open; ``labels`` are those of full and open ones."""
-    full_label, open_label = style.pop("labels", (None, None))
-    for chosen, face, label in (
-        (~is_open, style["color"], full_label),
-        (is_open, ax.get_facecolor(), open_label),
-    ):
+def dots(
+    ax: Axes, x: np.ndarray, is_open: np.ndarray, labels: tuple[str | None, str | None], **style: Any
+) -> None:
+    """Draw a dot in each row, some of them open; ``labels`` are those of full and open ones."""
+    faces = style["color"], ax.get_facecolor()
+    for chosen, face, label in zip((~is_open, is_open), faces, labels, strict=True):
         if chosen.any():
-            ax.plot(
-                x[chosen],
-                y[chosen],
-                linestyle="none",
-                marker="o",
-                markerfacecolor=face,
-                label=label,
-                **style,
-            )
+            rows = np.flatnonzero(chosen)
+            ax.plot(x[chosen], rows, marker="o", linestyle="none", markerfacecolor=face, label=label, **style)
 
 
 def quiet(ax: Axes, strength: float = 0.6) -> str:
@@ -124,40 +115,27 @@ def blue(ax: Axes) -> str:
 
 def color(ax: Axes, k: int) -> str:
     """Return the k-th colour of several; they repeat after six."""
-    first, last = (SKY_BLUE, _BLUE) if _is_dark(ax) else (_BLUE, SKY_BLUE)
-    return (first, *_OTHERS, last)[k % NUM_COLORS]
+    last = _BLUE if _is_dark(ax) else SKY_BLUE
+    return (blue(ax), *_OTHERS, last)[k % NUM_COLORS]
 
 
-def axes_below(ax: Axes, what: str) -> Axes:
-    """Split the lower quarter off ``ax`` for ``what``, so that layout engines see two ordinary axes.
-
-    Raises:
-        ArgumentError: ``ax`` is not part of a grid.
-    """
-    figure, place = _split(ax, f"{what} take its lower part", 2, 1, height_ratios=[3.2, 1], hspace=0.06)
-    return figure.add_subplot(place, sharex=ax)
-
-
-def axes_beside(ax: Axes, what: str) -> Axes:
-    """Split the right part off ``ax`` for ``what``.
+def split_off(ax: Axes, what: str, *, below: bool) -> Axes:
+    """Split the lower or the right part off ``ax``, so that layout engines see two ordinary axes.
 
     Raises:
         ArgumentError: ``ax`` is not part of a grid.
     """
-    figure, place = _split(ax, f"{what} take its right part", 1, 2, width_ratios=[1.3, 1], wspace=0.06)
-    return figure.add_subplot(place, sharey=ax)
-
-
-def _split(ax: Axes, why: str, rows: int, columns: int, **grid: Any) -> tuple[Any, Any]:
-    """Keep ``ax`` in the first cell of its place; return its figure and the second cell."""
-    place = ax.get_subplotspec()
-    if place is None:
-        raise ArgumentError(f"ax must be part of a grid, as plt.subplots makes it: {why}")
-    cells = place.subgridspec(rows, columns, **grid)
+    place, figure = ax.get_subplotspec(), ax.get_figure(root=False)
+    if place is None or figure is None:
+        raise ArgumentError(
+            f"ax must be part of a grid, as plt.subplots makes it, to share its place with {what}"
+        )
+    if below:
+        cells = place.subgridspec(2, 1, height_ratios=[3.2, 1], hspace=0.06)
+    else:
+        cells = place.subgridspec(1, 2, width_ratios=[1.3, 1], wspace=0.06)
     ax.set_subplotspec(cells[0])
-    figure = ax.get_figure(root=False)
-    assert figure is not None, "axes with a place in a grid belong to a figure"
-    return figure, cells[1]
+    return figure.add_subplot(cells[1], **{"sharex" if below else "sharey": ax})
 
 
 def row_size(ax: Axes, rows: int, largest: float) -> float:
@@ -165,41 +143,20 @@ def row_size(ax: Axes, rows: int, largest: float) -> float:
     return min(largest, 0.7 * _size(ax)[1] / max(rows, 1))
 
 
-def is_narrow(ax: Axes) -> bool:
-    """Whether a legend has no room for several columns."""
-    return _size(ax)[0] < 30 * rcParams["font.size"]
-
-
-def legend_above(ax: Axes, height: float = 1.0, pad: float = 0.2, **options: Any) -> Legend:
+def legend_above(ax: Axes, height: float = 1.0, **options: Any) -> Legend:
     """Put a legend without a frame on top of ``ax``, from the left; ``height`` counts in heights of ``ax``."""
-    place: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0, height), "borderaxespad": pad}
+    place: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0, height), "borderaxespad": 0.2}
     return ax.legend(fontsize="small", frameon=False, **place, **options)
 
 
 def name_rows(ax: Axes, names: list[str]) -> None:
     """Name the rows 0, 1, ... of ``ax``, the first at the top; every k-th where not all names have room."""
-    shown = [shortened(name) for name in names]
-    ax.yaxis.set_major_locator(_Rows(ax, len(names)))
-    ax.yaxis.set_major_formatter(FuncFormatter(partial(_row_name, shown)))
+    room = 0.75 * _size(ax)[1] / (1.2 * rcParams["font.size"] * font_scalings["small"])
+    step = -(-len(names) // max(1, int(room)))
+    ax.set_yticks(range(0, len(names), step), [shortened(name) for name in names[::step]])
     ax.tick_params(axis="y", length=0, labelsize="small")
     ax.grid(axis="y", color=quiet(ax), alpha=0.15)
     ax.set_ylim(len(names) - 0.5, -0.5)
-
-
-class _Rows(Locator):
-    """Every row, or every k-th, as the height that a layout engine leaves allows."""
-
-    def __init__(self, ax: Axes, count: int) -> None:
-        self.ax = ax
-        self.count = count
-
-    def __call__(self) -> list[int]:
-        room = _size(self.ax)[1] / (1.2 * rcParams["font.size"] * font_scalings["small"])
-        step = -(-self.count // max(1, int(room)))
-        return list(range(0, self.count, step))
-
-    def tick_values(self, vmin: float, vmax: float) -> list[int]:
-        return self()
 
 
 def log_axis(ax: Axes, low: float, high: float) -> None:
@@ -238,10 +195,6 @@ def column(values: Any, name: str) -> np.ndarray:
         bad = int((~np.isfinite(numbers)).sum())
         raise DataError(f"{name} holds {bad} values of {numbers.size} that are NaN or infinite")
     return numbers
-
-
-def _row_name(names: list[str], place: float, _position: int | None) -> str:
-    return names[int(place)]
 
 
 def _plain(value: float, _position: int | None) -> str:

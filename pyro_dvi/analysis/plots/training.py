@@ -1,22 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""How did training go, and had it ended when it ended?
+"""Plots of the training, and of the posterior scales that it left."""
 
-How wide is the posterior of each layer?
-
-Which weights could be zero?
-"""
-
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from matplotlib import colormaps, rcParams
+from matplotlib import rcParams
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from pyro_dvi.analysis import diagnostics
-from pyro_dvi.analysis.diagnostics.scale_report import ScaleCourse, ScaleReport, scale_course, scale_report
+from pyro_dvi.analysis.diagnostics.scale_report import LEVELS, ScaleReport, scale_course, scale_report
 from pyro_dvi.analysis.plots.style import (
     LINES,
     NUM_COLORS,
@@ -24,7 +18,6 @@ from pyro_dvi.analysis.plots.style import (
     blue,
     color,
     dots,
-    is_narrow,
     legend_above,
     log_axis,
     name_rows,
@@ -34,7 +27,9 @@ from pyro_dvi.analysis.plots.style import (
     row_size,
     shortened,
 )
-from pyro_dvi.errors import ArgumentError, DataError
+from pyro_dvi.errors import DataError
+
+POINTS = 400  # of a curve
 
 # Columns of a training record that have a panel of their own, in this order; validation metrics follow.
 _TERMS = {
@@ -52,7 +47,7 @@ def training_history(history: Any, *, axes: Sequence[Axes] | None = None) -> np.
     Whether the loss has settled says little about the posterior: scales converge last. The title of their panel says
     how much the mean posterior σ changed in the last tenth of training, which is shaded where it still moved, by more
     than one per cent; it has no verdict where the learning rate had fallen to zero, or where σ has hardly moved since
-    the first epoch (:func:`~pyro_dvi.analysis.diagnostics.scale_course`). Then train longer or raise ``scale_multiplier`` of
+    the first epoch. Then train longer or raise ``scale_multiplier`` of
     :func:`~pyro_dvi.optim.learning_rates`.
 
     Args:
@@ -103,29 +98,19 @@ def training_history(history: Any, *, axes: Sequence[Axes] | None = None) -> np.
         values = np.asarray(columns[name], dtype=float)
         known = np.isfinite(values)  # a metric that is not measured every epoch is joined by lines
         line = color(ax, 2) if name.startswith("validation_") else blue(ax)
-        _draw(ax, epochs[known], values[known], line)
+        ax.plot(epochs[known], values[known], color=line, marker="o" if known.sum() < 20 else None)
+        ax.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+        ax.yaxis.set_major_locator(MaxNLocator(5))
         ax.set(xlabel="epoch", ylabel=text)
-        if name == "posterior_scale":
-            _judge(ax, epochs[known], scale_course(values.tolist(), columns.get("lr")))
+        course = scale_course(values.tolist(), columns.get("lr")) if name == "posterior_scale" else None
+        if course is not None:
+            settled = course.state == "settled"
+            shade = quiet(ax, 0.8) if settled else VERMILLION
+            ax.set_title(str(course), loc="left", fontsize="small", color=shade)
+        if course is not None and course.moves:
+            ends = epochs[known][-1 - course.epochs], epochs[known][-1]
+            ax.axvspan(*ends, color=VERMILLION, alpha=0.15, linewidth=0)
     return drawn
-
-
-def _draw(ax: Axes, epochs: np.ndarray, values: np.ndarray, line: str) -> None:
-    ax.plot(epochs, values, color=line, marker="o" if len(epochs) < 20 else None)
-    ax.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-    ax.yaxis.set_major_locator(MaxNLocator(5))
-    if len(epochs) == 1:
-        ax.set_xlim(epochs[0] - 1, epochs[0] + 1)
-
-
-def _judge(ax: Axes, epochs: np.ndarray, course: ScaleCourse | None) -> None:
-    """Say whether the scales still move."""
-    if course is None:
-        return
-    shade = VERMILLION if course.moves or course.doubt else quiet(ax, 0.8)
-    ax.set_title(str(course), loc="left", fontsize="small", color=shade)
-    if course.moves:
-        ax.axvspan(epochs[-1 - course.epochs], epochs[-1], color=VERMILLION, alpha=0.15, linewidth=0)
 
 
 def posterior_scales(guide: Any, *, ax: Axes | None = None) -> Axes:
@@ -148,7 +133,7 @@ def posterior_scales(guide: Any, *, ax: Axes | None = None) -> Axes:
         GuideError: a guide without Gaussians, or one that has not seen its model.
 
     Example:
-        >>> import pyro, pyro.distributions as dist
+        >>> import pyro, pyro.distributions as dist, torch
         >>> from pyro_dvi import MeanFieldGuide
         >>> guide = MeanFieldGuide(
         ...     lambda: pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
@@ -158,116 +143,85 @@ def posterior_scales(guide: Any, *, ax: Axes | None = None) -> Axes:
         ['w']
     """
     report = guide if isinstance(guide, ScaleReport) else scale_report(guide)
-    rows = [row for row in report.rows if not math.isnan(row.to_prior[2])]
-    left_out = [row.site for row in report.rows if math.isnan(row.to_prior[2])]
+    rows = [row for row in report.rows if not np.isnan(row["to_prior_50%"])]
+    left_out = [row["site"] for row in report.rows if np.isnan(row["to_prior_50%"])]
     if not rows:
-        raise DataError(
-            f"no site of {report.guide} has a prior with a finite standard deviation to compare with: {left_out}"
-        )
+        raise DataError(f"no site has a prior with a finite standard deviation to compare with: {left_out}")
     ax = own_axes(ax, figsize=(6.0, 1.3 + 0.2 * len(rows)))
-    places = np.arange(len(rows))
-    main, size = blue(ax), row_size(ax, len(rows), 5)
-    low, quarter, median, three, high = np.array([row.to_prior for row in rows]).T
+    places, main, size = np.arange(len(rows)), blue(ax), row_size(ax, len(rows), 5)
+    low, quarter, median, three, high, start = (
+        np.array([row[name] for row in rows])
+        for name in (*(f"to_prior_{level}" for level in LEVELS), "start_to_prior")
+    )
     ax.hlines(places, low, high, color=main, linewidth=min(1, size / 3), label="90 % of weights")
     ax.hlines(places, quarter, three, color=main, linewidth=0.7 * size, alpha=0.6, label="50 % of weights")
-    start = np.array([row.start_to_prior for row in rows])
     if np.isfinite(start).any():
-        ax.plot(
-            start,
-            places,
-            color=VERMILLION,
-            linestyle="none",
-            marker="x",
-            markersize=5,
-            label="start",
-            zorder=4,
-        )
-    open_dots = np.array([row.state in ("moves", "at its start") for row in rows])
+        cross: dict[str, Any] = {"marker": "x", "markersize": 5, "linestyle": "none", "zorder": 4}
+        ax.plot(start, places, color=VERMILLION, label="start", **cross)
+    unfinished = np.array([row["state"] in ("moves", "at its start") for row in rows])
     labels = ("median", "median, not converged")
-    dots(ax, median, places, open_dots, color=main, markersize=0.9 * size, labels=labels, zorder=3)
+    dots(ax, median, unfinished, labels, color=main, markersize=0.9 * size, zorder=3)
     ax.axvline(1, color=quiet(ax), linestyle="--", linewidth=1, zorder=0)
     shown = np.concatenate([low, high, start[np.isfinite(start)], [1.0]])
     log_axis(ax, shown.min() / 1.3, shown.max() * 1.3)
     names = ", ".join(left_out[:3]) + (", ..." if len(left_out) > 3 else "")
     note = f"\n(without a finite prior scale: {names})" if left_out else ""
     ax.set_xlabel(f"posterior σ / prior σ{note}")
-    name_rows(ax, [row.site for row in rows])
-    legend_above(ax, pad=0.1, ncols=1 if is_narrow(ax) else 2)
+    name_rows(ax, [row["site"] for row in rows])
+    legend_above(ax, ncols=2)
     return ax
 
 
-POINTS = 400  # of a curve
-
-
-def signal_to_noise(guide: Any, *, threshold: float | None = 1.0, ax: Axes | None = None) -> Axes:
-    r"""Draw for each ratio :math:`|\mu|/\sigma` the share of weights below it: what pruning there would remove.
+def signal_to_noise(guide: Any, *, ax: Axes | None = None) -> Axes:
+    r"""Draw for each ratio :math:`|\mu|/\sigma` the share of weights below it, which pruning there would remove.
 
     The thick line is all weights, thin ones are the sites: up to six in colours and line styles of their own, more of
-    them in shades from the first site to the last. Zero ratios lie at the left edge.
+    them in grey. A dotted line marks the ratio 1, and the title has the share below it.
 
     Args:
-        guide: a guide with Gaussians, or what :func:`~pyro_dvi.analysis.diagnostics.signal_to_noise` returned for it.
-        threshold: to mark, with the share of all weights below it in the title; None for no mark.
+        guide: a guide with Gaussians, or the value of :func:`~pyro_dvi.analysis.diagnostics.signal_to_noise` for it.
         ax: axes to draw into.
 
     Returns:
         The axes.
 
     Raises:
-        ArgumentError: a threshold that is not positive.
         GuideError: a guide without Gaussians over real numbers, or one that has not seen its model.
 
     Source: Graves (2011); Blundell et al. (2015).
 
     Example:
-        >>> from pyro_dvi.analysis.diagnostics import SignalToNoise
-        >>> ax = signal_to_noise(SignalToNoise({"w": np.array([0.1, 3.0])}, "guide"))
-        >>> ax.get_title("right")
-        '50.0% below 1'
+        >>> import pyro_dvi as dvi, torch
+        >>> guide = dvi.MeanFieldGuide(dvi.to_bayesian_(torch.nn.Linear(3, 2)))
+        >>> guide.initialize(torch.ones(1, 3))
+        >>> signal_to_noise(guide).get_ylabel()
+        'share of weights below'
     """
-    if threshold is not None and not threshold > 0:
-        raise ArgumentError(f"threshold is a positive ratio |mean| / sd such as 1.0, got {threshold!r}")
     given = guide if isinstance(guide, diagnostics.SignalToNoise) else diagnostics.signal_to_noise(guide)
     sites = {name: np.sort(ratio, axis=None) for name, ratio in given.ratios.items()}
     everything = np.sort(np.concatenate(list(sites.values())))
-    low, high = _limits(everything[everything > 0], threshold)
+    positive = everything[everything > 0]
+    # A few tiny ratios would press all others to the right.
+    low = min(1.0, np.quantile(positive, 0.002)) if len(positive) else 0.1
+    high = max(1.0, everything[-1])
     ax = own_axes(ax, figsize=(5.4, 3.8))
-    levels = np.geomspace(low, high, POINTS)
+    levels = np.geomspace(low / 1.3, high * 1.3, POINTS)
+
+    def draw(ratio: np.ndarray, name: str | None, **style: Any) -> None:
+        ax.plot(levels, np.searchsorted(ratio, levels) / len(ratio), label=name, **style)
+
     few = len(sites) <= NUM_COLORS
-    shades = colormaps[rcParams["image.cmap"]](np.linspace(0.05, 0.9, len(sites)))
     for k, (name, ratio) in enumerate(sites.items()):
-        if len(sites) == 1:
-            break
-        ends = k in (0, len(sites) - 1)
-        ax.plot(
-            levels,
-            np.searchsorted(ratio, levels) / len(ratio),
-            color=color(ax, k) if few else shades[k],
-            linestyle=LINES[k] if few else "-",
-            linewidth=1.2 if few else 0.8,
-            label=f"{shortened(name, 28)} ({len(ratio):,})" if few or ends else None,
-        )
-    ax.plot(
-        levels,
-        np.searchsorted(everything, levels) / len(everything),
-        color=rcParams["text.color"],
-        linewidth=2.5,
-        label=f"all ({len(everything):,} weights)",
-    )
-    if threshold is not None:
-        ax.axvline(threshold, color=quiet(ax), linestyle=":", linewidth=1)
-        ax.set_title(f"{given.prunable(threshold):.1%} below {threshold:g}", loc="right", fontsize="medium")
-    log_axis(ax, low, high)
+        if few:
+            label = f"{shortened(name, 28)} ({len(ratio):,})"
+            draw(ratio, label, color=color(ax, k), linestyle=LINES[k], linewidth=1.2)
+        else:
+            draw(ratio, None if k else f"each of {len(sites)} sites", color=quiet(ax, 0.4), linewidth=0.8)
+    draw(everything, f"all weights ({len(everything):,})", color=rcParams["text.color"], linewidth=2.5)
+    ax.axvline(1, color=quiet(ax), linestyle=":", linewidth=1)
+    ax.set_title(f"{given.prunable(1.0):.1%} below 1", loc="right", fontsize="medium")
+    log_axis(ax, low / 1.3, high * 1.3)
     ax.set(ylim=(0, 1), xlabel="|mean| / sd of a weight", ylabel="share of weights below")
     ax.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     ax.legend(fontsize="small", frameon=False, loc="upper left")
     return ax
-
-
-def _limits(positive: np.ndarray, threshold: float | None) -> tuple[float, float]:
-    """Where the axis of ratios begins and ends."""
-    marks = positive if threshold is None else np.append(positive, threshold)
-    low, high = (marks.min(), marks.max()) if len(marks) else (0.1, 10.0)
-    if len(positive):  # a few tiny ratios would press all others to the right
-        low = min(high, max(low, np.quantile(positive, 0.002)))
-    return low / 1.3, high * 1.3

@@ -14,8 +14,8 @@ from torch import nn
 
 from pyro_dvi import MeanFieldGuide, NaturalGradientELBO, NaturalGradientGuide, fit, regressor, to_bayesian_
 from pyro_dvi.analysis.diagnostics.posterior_spread import scale_snapshot
-from pyro_dvi.analysis.diagnostics.scale_report import scale_course, scale_report
-from pyro_dvi.errors import ArgumentError, DataError
+from pyro_dvi.analysis.diagnostics.scale_report import LEVELS, scale_course, scale_report
+from pyro_dvi.errors import DataError
 from pyro_dvi.guides.factors import SGDStepSize
 from pyro_dvi.natural_gradients.updates import IVON, VOGN
 from pyro_dvi.training import History
@@ -38,7 +38,7 @@ def guide_at(**factors):
 
 
 def states(report):
-    return {row.site: row.state for row in report.rows}
+    return {row["site"]: row["state"] for row in report.rows}
 
 
 def test_untrained_scales_are_at_their_start():
@@ -52,7 +52,7 @@ def test_untrained_scales_are_at_their_start():
 
 def test_without_a_snapshot_nothing_is_known_of_scales_that_have_moved():
     report = scale_report(guide_at(a=3.0, b=0.5)[0])
-    assert states(report) == {"a": "has moved", "b": "has moved"}
+    assert states(report) == {"a": "unknown", "b": "unknown"}
     assert report.converged is None
     assert "earlier=scale_snapshot" in report.verdict
 
@@ -73,10 +73,10 @@ def test_a_snapshot_tells_moving_from_settled():
     earlier["b"] = earlier["b"] * torch.tensor([[1.1, 1 / 1.1, 1.1], [1 / 1.1, 1.1, 1 / 1.1]])
     report = scale_report(guide, earlier=earlier)
     assert states(report) == {"a": "settled", "b": "moves"}
-    assert report.rows[1].change == pytest.approx(0.1, rel=1e-5)  # up and down do not cancel
+    assert report["change"][1] == pytest.approx(0.1, rel=1e-5)  # up and down do not cancel
     assert report.converged is False and "1 of 2 sites (b) still move" in report.verdict
-    loose = scale_report(guide, earlier=earlier, tolerance=0.2)
-    assert loose.converged is True and loose.verdict.startswith("Scales have settled")
+    settled = scale_report(guide, earlier=scale_snapshot(guide))
+    assert settled.converged is True and settled.verdict.startswith("Scales have settled")
 
 
 def test_the_numbers_of_a_row():
@@ -84,11 +84,12 @@ def test_the_numbers_of_a_row():
     report = scale_report(guide_at(a=factors)[0])
     row = report.rows[0]
     ratio = math.exp(-3) * factors.double().numpy()
-    np.testing.assert_allclose(row.to_prior, np.quantile(ratio, (0.05, 0.25, 0.5, 0.75, 0.95)), rtol=1e-6)
-    np.testing.assert_allclose(np.array(row.quantiles), 2.0 * np.array(row.to_prior), rtol=1e-6)
-    assert row.to_start == pytest.approx(240**0.25, rel=1e-6)  # geometric mean
-    assert row.like_prior == 0.25  # 30 exp(-3) is above the prior
-    assert row.num_elements == 4 and math.isnan(row.change)
+    for name, level in LEVELS.items():
+        assert row[f"to_prior_{name}"] == pytest.approx(np.quantile(ratio, level), rel=1e-6)
+        assert row[f"scale_{name}"] == pytest.approx(2.0 * np.quantile(ratio, level), rel=1e-6)
+    assert row["to_start"] == pytest.approx(240**0.25, rel=1e-6)  # geometric mean
+    assert row["like_prior"] == 0.25  # 30 exp(-3) is above the prior
+    assert row["elements"] == 4 and math.isnan(row["change"])
 
 
 def test_the_history_is_judged_with_the_sites():
@@ -115,7 +116,7 @@ def test_text_and_frame_hold_the_same_rows():
     frame = report.to_dataframe()
     assert list(frame.index) == ["a", "b"]
     assert frame.loc["a", "to_start"] == pytest.approx(3.0, rel=1e-5)
-    assert frame.loc["a", "scale_50%"] == pytest.approx(report.rows[0].quantiles[2])
+    assert frame.loc["a", "scale_50%"] == pytest.approx(report["scale_50%"][0])
     text = str(report)
     assert "200.0%" in text and text.endswith(report.verdict)
     assert "MeanFieldGuide" in text
@@ -141,10 +142,10 @@ def test_training_of_a_conjugate_model_is_recognised_as_unfinished_and_as_finish
     for group in svi.optim.optim_objs.values():
         group.param_groups[0]["lr"] = 1e-3
     history = fit(svi, [x], epochs=40, progress=False, history=history)
-    late = scale_report(guide, earlier=then, tolerance=0.1)
+    late = scale_report(guide, earlier=then)
     assert late.converged is True
     factorised = (1 + len(x) * 0.25 / 0.1**2) ** -0.5  # the precision given the other coordinate
-    np.testing.assert_allclose(late.rows[0].quantiles[2], factorised, rtol=0.1)
+    np.testing.assert_allclose(late["scale_50%"][0], factorised, rtol=0.1)
 
 
 def test_a_network_of_modules():
@@ -152,8 +153,8 @@ def test_a_network_of_modules():
     guide = MeanFieldGuide(net)
     guide.initialize(torch.ones(1, 1, 4, 4))
     report = scale_report(guide)
-    assert [row.site for row in report.rows] == ["0.weight", "0.bias", "2.weight", "2.bias"]
-    assert all(row.to_prior[2] == pytest.approx(math.exp(-3), rel=1e-5) for row in report.rows)
+    assert report["site"] == ["0.weight", "0.bias", "2.weight", "2.bias"]
+    assert all(row["to_prior_50%"] == pytest.approx(math.exp(-3), rel=1e-5) for row in report.rows)
 
 
 def test_a_guide_that_moved_to_another_device(device):
@@ -166,7 +167,7 @@ def test_a_guide_that_moved_to_another_device(device):
     earlier = scale_snapshot(guide)
     net.to(device), guide.to(device)
     report = scale_report(guide, earlier=earlier)
-    assert all(row.change == pytest.approx(0, abs=1e-6) for row in report.rows)
+    assert all(row["change"] == pytest.approx(0, abs=1e-6) for row in report.rows)
     assert signal_to_noise(guide).num_weights == 8
 
     def model(x, y=None):
@@ -176,7 +177,7 @@ def test_a_guide_that_moved_to_another_device(device):
 
     x = torch.ones(5, 3, device=device)
     check = prior_predictive_check(model, (x, x[:, 0]), num_samples=3)
-    assert check.num_examples == 5
+    assert "5 examples" in check.heading
 
 
 def test_the_course_over_the_last_tenth():
@@ -229,11 +230,10 @@ def test_a_short_training_by_natural_gradients_is_not_said_to_have_converged(opt
 
 
 MISTAKES = {
-    "no tolerance": (lambda: scale_report(guide_at()[0], tolerance=0), ArgumentError, "tolerance"),
     "another site": (
         lambda: scale_report(guide_at()[0], earlier={"c": torch.ones(4)}),
         DataError,
-        "no site 'a'",
+        "snapshot of site 'a' is None",
     ),
     "another shape": (
         lambda: scale_report(guide_at()[0], earlier={"a": torch.ones(3)}),

@@ -38,16 +38,15 @@ def test_ratios_and_what_could_be_pruned():
     assert found.num_weights == 6
     assert found.prunable(0.9) == pytest.approx(2 / 6)
     assert found.prunable(10) == pytest.approx(5 / 6)
-    assert found.threshold(0.5) == pytest.approx(2.0, rel=1e-5)  # between 1 and 3
-    np.testing.assert_array_equal(found.kept(2.0)["w"], [[False, False], [True, True]])
 
 
 def test_text_and_frame():
     found = ratios()
     frame = found.to_dataframe()
-    assert frame.loc["w", "below_0.5"] == 0.25 and frame.loc["b", "num_elements"] == 2
+    assert frame.loc["w", "<_0.5"] == 0.25 and frame.loc["b", "elements"] == 2
     lines = str(found).splitlines()
-    assert lines[-1].split() == ["all", "6", "16.7%", *f"{found.prunable(1):.1%} 50.0%".split()]
+    assert lines[-1].split()[:2] == ["all", "6"]
+    assert lines[-1].split()[-3:] == ["16.7%", f"{found.prunable(1):.1%}", f"{found.prunable(2):.1%}"]
 
 
 def test_multiplicative_noise_has_one_ratio_for_each_input():

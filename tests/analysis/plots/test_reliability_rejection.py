@@ -89,7 +89,7 @@ def test_nothing_wrong_and_everything_wrong():
 
 
 MISTAKES = {
-    "no labels": (lambda: plots.rejection_curve([[0.9, 0.1]]), "need labels"),
+    "no labels": (lambda: plots.rejection_curve([[0.9, 0.1]]), "came without labels"),
     "a prediction without labels": (
         lambda: plots.rejection_curve({"A": predicted(dist.Categorical, torch.ones(1, 1))}),
         "of 'A' came without labels",

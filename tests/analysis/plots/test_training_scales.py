@@ -12,7 +12,7 @@ from matplotlib import pyplot as plt
 
 from pyro_dvi import MeanFieldGuide, plots
 from pyro_dvi.analysis.diagnostics.posterior_spread import scale_snapshot
-from pyro_dvi.analysis.diagnostics.scale_report import ScaleReport, SiteScales, scale_report
+from pyro_dvi.analysis.diagnostics.scale_report import LEVELS, ScaleReport, scale_report
 from pyro_dvi.errors import DataError
 
 
@@ -34,16 +34,16 @@ def trained():
 def test_rows_are_quantiles_relative_to_the_prior():
     guide = trained()
     ax = plots.posterior_scales(guide)
-    rows = {row.site: row for row in scale_report(guide).rows}
+    rows = {row["site"]: row for row in scale_report(guide).rows}
     assert [label.get_text() for label in ax.get_yticklabels()] == ["a", "b"]
     assert "without a finite prior scale: heavy" in ax.get_xlabel()
     ninety, half = (np.array(lines.get_segments())[:, :, 0] for lines in ax.collections)
     assert [lines.get_label() for lines in ax.collections] == ["90 % of weights", "50 % of weights"]
     for k, site in enumerate("ab"):
-        np.testing.assert_allclose(ninety[k], np.array(rows[site].to_prior)[[0, 4]])
-        np.testing.assert_allclose(half[k], np.array(rows[site].to_prior)[[1, 3]])
+        np.testing.assert_allclose(ninety[k], [rows[site]["to_prior_5%"], rows[site]["to_prior_95%"]])
+        np.testing.assert_allclose(half[k], [rows[site]["to_prior_25%"], rows[site]["to_prior_75%"]])
     start, median = ax.lines[:2]
-    np.testing.assert_allclose(median.get_xdata(), [rows["a"].to_prior[2], rows["b"].to_prior[2]])
+    np.testing.assert_allclose(median.get_xdata(), [rows[site]["to_prior_50%"] for site in "ab"])
     np.testing.assert_allclose(start.get_xdata(), math.exp(-3), rtol=1e-5)
 
 
@@ -57,10 +57,11 @@ def test_sites_that_have_not_converged_have_an_open_dot():
 
 
 def test_sixty_layers_in_small_axes_have_readable_names():
-    row = SiteScales("x", 1, (0.1,) * 5, (0.1, 0.2, 0.3, 0.4, 0.5), 1.0, 0.1, 0.0, math.nan, "has moved")
-    rows = tuple(SiteScales(f"layer{k}.weight", *list(vars(row).values())[1:]) for k in range(60))
+    ratios = {f"to_prior_{name}": 0.1 * (k + 1) for k, name in enumerate(LEVELS)}
+    row = ratios | {"start_to_prior": 0.1, "state": "unknown"}
+    rows = [{"site": f"layer{k}.weight", **row} for k in range(60)]
     _, ax = plt.subplots(figsize=(4, 3), layout="constrained")
-    plots.posterior_scales(ScaleReport(rows, None, "guide"), ax=ax)
+    plots.posterior_scales(ScaleReport("guide", rows, {}), ax=ax)
     ax.figure.draw_without_rendering()
     boxes = [label.get_window_extent() for label in ax.get_yticklabels()]
     assert not any(a.overlaps(b) for a, b in zip(boxes, boxes[1:], strict=False))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pyro_dvi import plots
-from pyro_dvi.errors import ArgumentError, DataError
+from pyro_dvi.errors import DataError
 
 X = np.array([2.0, 0.0, 1.0])  # in no order
 MEAN, EPISTEMIC, TOTAL = np.array([5.0, 3.0, 4.0]), np.array([0.04, 0.0, 0.01]), np.array([0.25, 0.16, 0.09])
@@ -22,13 +22,13 @@ def band(collection):
 
 def test_bands_in_the_order_of_the_input():
     ax = plots.regression_band(
-        X, {"mean": MEAN, "epistemic": EPISTEMIC, "variance": TOTAL}, data=([0.5], [1.0]), width=3
+        X, {"mean": MEAN, "epistemic": EPISTEMIC, "variance": TOTAL}, data=([0.5], [1.0])
     )
     total, epistemic = ax.collections
-    np.testing.assert_allclose(band(total), [3 + 3 * 0.4, 4 + 3 * 0.3, 5 + 3 * 0.5])
-    np.testing.assert_allclose(band(epistemic), [3.0, 4 + 3 * 0.1, 5 + 3 * 0.2])
+    np.testing.assert_allclose(band(total), [3 + 2 * 0.4, 4 + 2 * 0.3, 5 + 2 * 0.5])
+    np.testing.assert_allclose(band(epistemic), [3.0, 4 + 2 * 0.1, 5 + 2 * 0.2])
     labels = ax.get_legend_handles_labels()[1]
-    assert labels == ["observation, ±3 sd", "function, ±3 sd", "mean", "data (1)"]
+    assert labels == ["observation, ±2 sd", "function, ±2 sd", "mean", "data (1)"]
     (mean,) = (line for line in ax.lines if line.get_label() == "mean")
     np.testing.assert_allclose(mean.get_ydata(), [3, 4, 5])
 
@@ -39,17 +39,6 @@ def test_a_prediction_with_a_dimension_of_one_output():
     )
     ax = plots.regression_band(torch.tensor(X)[:, None], prediction)
     np.testing.assert_allclose(band(ax.collections[0]), [3.8, 4.6, 6.0], rtol=1e-6)
-
-
-def test_one_of_several_outputs():
-    two = {"mean": np.stack([MEAN, -MEAN], 1), "variance": np.stack([TOTAL, TOTAL], 1)}
-    ax = plots.regression_band(X, two, output=1)
-    np.testing.assert_allclose(band(ax.collections[0])[0], -3 + 0.8)
-
-
-def test_a_single_input_has_a_bar():
-    ax = plots.regression_band([1.0], {"mean": [2.0], "variance": [0.25]})
-    np.testing.assert_allclose(ax.collections[0].get_segments()[0], [[1, 1], [1, 3]])
 
 
 MISTAKES = {
@@ -70,17 +59,6 @@ MISTAKES = {
         "variance holds negative numbers, down to -0.25",
     ),
     "NaN": (lambda: plots.regression_band([np.nan, 1, 2], {"mean": MEAN}), DataError, "x holds 1 values"),
-    "outputs": (
-        lambda: plots.regression_band(X, {"mean": np.ones((3, 2))}),
-        ArgumentError,
-        "choose one by output=0 .. 1",
-    ),
-    "no such output": (
-        lambda: plots.regression_band(X, {"mean": MEAN}, output=2),
-        ArgumentError,
-        "between 0 and 0",
-    ),
-    "width": (lambda: plots.regression_band(X, {"mean": MEAN}, width=0), ArgumentError, "width"),
     "data": (
         lambda: plots.regression_band(X, {"mean": MEAN}, data=([1.0], [1.0, 2.0])),
         DataError,
