@@ -23,9 +23,9 @@ from pyro_dvi.laplace.energy.precision import GGN, PrecisionMatrix
 from pyro_dvi.laplace.energy.query import Query, ReadOutputs, Subset
 from pyro_dvi.laplace.evidence.candidates import Candidates, PriorPrecision, Scale
 from pyro_dvi.laplace.evidence.evidence import Determinant, Evidence, log_evidence
-from pyro_dvi.laplace.evidence.tuning import ByEvidence, Criterion, TuningCurve, tune
+from pyro_dvi.laplace.evidence.scale_tuning import ByEvidence, Criterion, TuningCurve, tune
 from pyro_dvi.laplace.fitted import Fitted, ModelReference, PointMass, rescaled_model
-from pyro_dvi.laplace.methods.dense import Dense
+from pyro_dvi.laplace.methods.dense_precision import Dense
 from pyro_dvi.laplace.methods.method import GaussianOutputs, LaplacePosterior, Method, check_method
 from pyro_dvi.laplace.mode.convergence import (
     Certificate,
