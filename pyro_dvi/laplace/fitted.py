@@ -214,6 +214,10 @@ class Fitted:
         pieces = self.layout.split(_draw(self.posterior, count))
         return {**fixed, **self.layout.place(pieces, self.point.locs)}
 
+    def marginal_variances(self) -> dict[str, Tensor]:
+        """Return the variance of every unconstrained entry of the sites that vary; zero for entries that do not."""
+        return self.layout.place(self.layout.split(self.posterior.marginal_variance().detach()))
+
     def sampled(self, name: str, event_dims: Mapping[str, int]) -> dict[str, Tensor]:
         """Draw the flat vector as a Pyro site; return unconstrained values of every site.
 

@@ -115,5 +115,5 @@ class OnlineEvidence:
                     unconverged=Accept(),
                     progress=False,
                 ).best
-        self.guide._fitted = None  # training moves its weights on
+        self.guide._known.fitted = None  # training moves its weights on
         self.values.append(now)

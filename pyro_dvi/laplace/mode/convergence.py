@@ -15,8 +15,8 @@ from pyro_dvi.laplace.energy.passes import same_data
 from pyro_dvi.laplace.energy.precision import GGN, Hessian
 from pyro_dvi.laplace.fitted import PointMass
 from pyro_dvi.laplace.methods.conjugate_gradient import ConjugateGradient
-from pyro_dvi.laplace.methods.method import LaplacePosterior, Method
-from pyro_dvi.laplace.mode.diagnosis import Diagnosis, diagnose, distance_by, kinks, sound
+from pyro_dvi.laplace.methods.method import Method
+from pyro_dvi.laplace.mode.diagnosis import Diagnosis, diagnose, kinks, sound
 from pyro_dvi.laplace.mode.search import GOOD_ENOUGH, Polished
 
 
@@ -71,23 +71,6 @@ class Certificate:
         if state is None:
             return None
         return Certificate(**{**state, "point": PointMass.from_state(state["point"])})
-
-
-def minimum_of(
-    known: Certificate | None,
-    point: PointMass,
-    energy: Energy,
-    model: Callable[..., Any],
-    latents: dict[str, Tensor],
-) -> tuple[PointMass, Energy, Certificate | None]:
-    """Return the point and the U that it should be a minimum of, and the certificate if it covers them.
-
-    A tuned U counts only where the mode was polished since; else the mode belongs to the model as it is written.
-    """
-    if point.scale_factors and not (known and known.is_of(point)):
-        point, energy = replace(point, scale_factors={}), energy.with_model(model)
-    covered = known and known.is_of(point) and known.covers(energy, model, latents)
-    return point, energy, known if covered else None
 
 
 class Unconverged(ABC):
@@ -188,19 +171,6 @@ class UseGGN(Refuse):
 def _has_precision(method: Any) -> bool:
     """Tell if the precision is an option of the method."""
     return any(field.name == "precision" and field.init for field in fields(method))
-
-
-def warned_if_far(found: Diagnosis, posterior: LaplacePosterior, energy: Energy) -> Diagnosis:
-    """Return what is known of the mode with the distance that the Gaussian shows, if that is not known yet.
-
-    Warns:
-        DviWarning: the minimum is more than a standard deviation away.
-    """
-    if found.newton_decrement is None and not found.at_saddle:
-        found = distance_by(posterior, found, energy.at(energy.start))
-        if found.decrement_at_least > found.tolerance:
-            warn(f"the Gaussian is put around a mode that is no minimum. {found}")
-    return found
 
 
 def chosen_policy(given: Unconverged | None) -> Unconverged:
