@@ -6,19 +6,8 @@ a mode: subclass ``Mode``, or ``PretrainedMode`` where one pair of fits serves a
 ``FineTuning`` with an optimizer, or ``Solver``.
 """
 
-from pyro_dvi.laplace.hessian_free.second_fits import (
-    AbsoluteSum,
-    Mode,
-    Pointwise,
-    Sum,
-)
-from pyro_dvi.laplace.hessian_free.solvers import (
-    SGD,
-    Adam,
-    AsPrinted,
-    NewtonCG,
-    Solver,
-)
+from pyro_dvi.laplace.hessian_free.second_fits import AbsoluteSum, Mode, Pointwise, Sum
+from pyro_dvi.laplace.hessian_free.solvers import SGD, Adam, AsPrinted, NewtonCG, Solver
 from pyro_dvi.laplace.hessian_free.training_modes import InSample, LabelShift
 
 __all__ = [

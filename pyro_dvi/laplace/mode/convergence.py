@@ -73,13 +73,15 @@ class Certificate:
         return Certificate(**{**state, "point": PointMass.from_state(state["point"])})
 
 
+Decision = tuple[Method, Diagnosis | None]
+"""The method to fit with, and the findings about the mode; None: nobody looked."""
+
+
 class Unconverged(ABC):
     """A policy for modes that are no minimum."""
 
     @abstractmethod
-    def look(
-        self, wanted: Method, energy: Energy, known: Certificate | None
-    ) -> tuple[Method, Diagnosis | None]:
+    def look(self, wanted: Method, energy: Energy, known: Certificate | None) -> Decision:
         """Return the method to fit with, and what was seen of the mode; None: nobody looked.
 
         Args:
@@ -97,9 +99,7 @@ class Accept(Unconverged):
     that is not positive definite, if they come across it.
     """
 
-    def look(
-        self, wanted: Method, energy: Energy, known: Certificate | None
-    ) -> tuple[Method, Diagnosis | None]:
+    def look(self, wanted: Method, energy: Energy, known: Certificate | None) -> Decision:
         """Return the method that was asked for."""
         if not known:
             sound(energy)
@@ -118,9 +118,7 @@ class Refuse(Unconverged):
     not looked at again. Where U has kinks, as that of ReLU networks, no Hessian is taken for a precision.
     """
 
-    def look(
-        self, wanted: Method, energy: Energy, known: Certificate | None
-    ) -> tuple[Method, Diagnosis | None]:
+    def look(self, wanted: Method, energy: Energy, known: Certificate | None) -> Decision:
         """Return the method that was asked for, and the diagnosis.
 
         Raises:
@@ -160,17 +158,11 @@ class UseGGN(Refuse):
 
     def _otherwise(self, wanted: Method, found: Diagnosis) -> Method:
         changed: Any = wanted
-        other = replace(changed, precision=GGN()) if _has_precision(wanted) else ConjugateGradient(GGN())
-        by = (
-            "" if type(other) is type(wanted) else f", with {other!r} in the place of {type(wanted).__name__}"
-        )
+        is_option = any(option.name == "precision" and option.init for option in fields(changed))
+        other = replace(changed, precision=GGN()) if is_option else ConjugateGradient(GGN())
+        by = "" if is_option else f", with {other!r} in the place of {type(wanted).__name__}"
         warn(f"the Gauss-Newton matrix takes the place of the Hessian in this fit{by}. {found}")
         return other
-
-
-def _has_precision(method: Any) -> bool:
-    """Tell if the precision is an option of the method."""
-    return any(field.name == "precision" and field.init for field in fields(method))
 
 
 def chosen_policy(given: Unconverged | None) -> Unconverged:
