@@ -14,7 +14,7 @@ from pyro_dvi.bayesian import init_to_module
 from pyro_dvi.core.arguments import check_choice, check_count, check_positive, with_missing
 from pyro_dvi.errors import warn
 from pyro_dvi.guides.base import FactorisedGuide
-from pyro_dvi.guides.factors import Deterministic, Factor, GuideSite
+from pyro_dvi.guides.factors import Deterministic, Factor
 from pyro_dvi.laplace.approximation import DRAWN_WEIGHTS, WIDE_WEIGHTS, Approximation
 from pyro_dvi.laplace.energy.batch_graph import refuse_torch_modes
 from pyro_dvi.laplace.energy.energy import Energy, LocalEnergy
@@ -126,8 +126,6 @@ class LaplaceGuide(FactorisedGuide):
     def energy(self, batches: Iterable[Any], *, subset: Subset | None = None) -> Energy:
         """Return U on these batches, with its gradient and products.
 
-        A guide that has not seen its model yet looks at it with the first batch.
-
         Args:
             batches: all the data: a loader or a list of batches, as for :func:`~pyro_dvi.fit`.
             subset: the latents that vary, as in ``guide.fit``; the rest stays at its mode. None: all.
@@ -174,18 +172,6 @@ class LaplaceGuide(FactorisedGuide):
             UnconvergedError: no minimum was found; ``report`` says how far it came.
             NonFiniteError: U is NaN or infinite at the mode.
             DataError: batches that do not hold all data, or change.
-
-        Example:
-            >>> import pyro, pyro.distributions as dist
-            >>> def model(x, y=None):
-            ...     slope = pyro.sample("slope", dist.Normal(0.0, 1.0))
-            ...     with pyro.plate("data", len(x)):
-            ...         return pyro.sample("y", dist.Normal(slope * x, 1.0), obs=y)
-            >>> x = torch.ones(3)
-            >>> guide = LaplaceGuide(model)
-            >>> guide.initialize(x, x)
-            >>> guide.polish([(x, x)], progress=False).converged, guide.median()["slope"]
-            (True, tensor(0.7500))
         """
 
         def keep(point: Tensor) -> None:
@@ -396,9 +382,6 @@ class LaplaceGuide(FactorisedGuide):
             site: an observed site, or one of ``pyro.deterministic``; None for the one observed site.
             joint: also the covariance between examples, ``joint_covariance`` of shape ``[B k, B k]``.
 
-        Returns:
-            ``mean`` and ``variance`` of the prediction ``[B, ...]``, ``covariance`` ``[B, k, k]``.
-
         Raises:
             GuideError: not fitted yet, or the mode or the model has changed since.
             DataError: no rows, NaN, or inputs that the model cannot take.
@@ -502,11 +485,8 @@ class LaplaceGuide(FactorisedGuide):
         warn(DRAWN_WEIGHTS)
         event_dims = {site.name: site.event_dim for site in self._sites()}
         values = self._constrained(fitted.sampled(f"_{self._pyro_name}_latent", event_dims))
-
-        def drawn(site: GuideSite) -> Tensor:
-            return pyro.sample(site.name, dist.Delta(values[site.name], event_dim=site.prior.event_dim))
-
-        return self._within_plates(drawn, *args, **kwargs)
+        deltas = {s.name: dist.Delta(values[s.name], event_dim=s.prior.event_dim) for s in self._sites()}
+        return self._within_plates(lambda site: pyro.sample(site.name, deltas[site.name]), *args, **kwargs)
 
     @torch.no_grad()
     def sample(self, sample_shape: Sequence[int] | int = ()) -> dict[str, Tensor]:
