@@ -79,9 +79,7 @@ class PointMass:
         }
         varying = {name: places for name, places in entries.items() if places is None or len(places)}
         if not varying:
-            raise ArgumentError(
-                f"subset is empty: name sites or patterns, or leave it None for all of {names}"
-            )
+            raise ArgumentError(f"subset is empty: name sites or patterns, or None for all of {names}")
         return Layout({name: self.locs[name].shape for name in varying}, varying)
 
     def energy(self, model: Callable, batches: Iterable[Any], subset: Subset | None) -> Energy:
@@ -116,10 +114,7 @@ class PointMass:
         if self.scale_factors != fit.scale_factors:
             return "guide.scale_factors has changed since guide.fit"
         if self.kl_weight != fit.kl_weight:
-            return (
-                f"the Gaussian was fitted with kl_weight={fit.kl_weight:g}, and guide.kl_weight is "
-                f"{self.kl_weight:g}"
-            )
+            return f"guide.kl_weight is {self.kl_weight:g}, and the fit had kl_weight={fit.kl_weight:g}"
         return None
 
 
@@ -133,8 +128,8 @@ def _entries(name: str, given: Tensor | bool, loc: Tensor) -> Tensor | None:
         raise ArgumentError(f"subset[{name!r}] must be True, False, or a boolean tensor: {error}") from None
     if mask.dtype != torch.bool or mask.shape not in (loc.shape, ()):
         raise ArgumentError(
-            f"subset[{name!r}] must be True, False, or a boolean tensor of shape {tuple(loc.shape)}, that of the "
-            f"site's unconstrained values; got {mask.dtype} of shape {tuple(mask.shape)}"
+            f"subset[{name!r}] must be True, False, or a boolean tensor of shape {tuple(loc.shape)}, unconstrained; "
+            f"got {mask.dtype} of shape {tuple(mask.shape)}"
         )
     return None if bool(mask.all()) else mask.expand(loc.shape).flatten().nonzero()[:, 0]
 
@@ -214,6 +209,10 @@ class Fitted:
         pieces = self.layout.split(_draw(self.posterior, count))
         return {**fixed, **self.layout.place(pieces, self.point.locs)}
 
+    def marginal_variances(self) -> dict[str, Tensor]:
+        """Return the variance of every unconstrained entry of the sites that vary; zero for entries that do not."""
+        return self.layout.place(self.layout.split(self.posterior.marginal_variance().detach()))
+
     def sampled(self, name: str, event_dims: Mapping[str, int]) -> dict[str, Tensor]:
         """Draw the flat vector as a Pyro site; return unconstrained values of every site.
 
@@ -243,9 +242,8 @@ class Fitted:
         differences = "" if known is None else known.differences(model, latents, plates)
         if differences:
             raise GuideError(
-                f"the model has changed since guide.fit, or is another one, so that the Gaussian does not belong to it "
-                f"({differences}; in evaluation mode, at the mode, on stand-ins for the data). Give it the model of "
-                "the fit, with its state, or fit again"
+                f"the model has changed since guide.fit, or is another one ({differences}; in evaluation mode, at the "
+                "mode, on stand-ins for the data): give it the model of the fit, with its state, or fit again"
             )
 
     # In files: tensors and plain values ---------------------------------------------------------------------------
@@ -284,9 +282,8 @@ class Fitted:
             )
         except (KeyError, TypeError) as error:
             raise CheckpointError(
-                f"the Gaussian in this state cannot be made again ({type(error).__name__}: {error}): it was saved by "
-                "another version, or its method is defined in a module that is not imported. Import that, or load the "
-                "guide without it (state['_extra_state'] = None), fit again, and save"
+                f"the Gaussian in this state cannot be made again ({type(error).__name__}: {error}): import its class, "
+                "or, saved by another version, load without it (state['_extra_state'] = None) and fit again"
             ) from error
 
     def moved(self, function: Callable[[Tensor], Tensor]) -> "Fitted | None":
@@ -328,8 +325,8 @@ class Draws(dist.TorchDistribution):
     def log_prob(self, value: Tensor) -> Tensor:
         """Refuse: a method knows draws or covariances, not always the density."""
         raise UnsupportedError(
-            "a fitted LaplaceGuide gives draws without gradients, and these have no density for a loss: compute losses "
-            "of the mode before guide.fit, or with gradients enabled, as svi.step does"
+            "draws of a fitted LaplaceGuide have no density for a loss: compute losses before guide.fit, or "
+            "with gradients enabled, as svi.step does"
         )
 
 

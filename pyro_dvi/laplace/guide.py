@@ -12,39 +12,24 @@ from torch import Tensor
 
 from pyro_dvi.bayesian import init_to_module
 from pyro_dvi.core.arguments import check_choice, check_count, check_positive, with_missing
-from pyro_dvi.core.progress import progress_bar
-from pyro_dvi.errors import GuideError, warn
+from pyro_dvi.errors import warn
 from pyro_dvi.guides.base import FactorisedGuide
-from pyro_dvi.guides.factors import Deterministic, Factor, GuideSite
+from pyro_dvi.guides.factors import Deterministic, Factor
+from pyro_dvi.laplace.approximation import DRAWN_WEIGHTS, WIDE_WEIGHTS, Approximation
 from pyro_dvi.laplace.energy.batch_graph import refuse_torch_modes
 from pyro_dvi.laplace.energy.energy import Energy, LocalEnergy
 from pyro_dvi.laplace.energy.passes import Passes
-from pyro_dvi.laplace.energy.precision import GGN, PrecisionMatrix
+from pyro_dvi.laplace.energy.precision import GGN
 from pyro_dvi.laplace.energy.query import Query, ReadOutputs, Subset
 from pyro_dvi.laplace.evidence.candidates import Candidates, PriorPrecision, Scale
 from pyro_dvi.laplace.evidence.evidence import Determinant, Evidence, log_evidence
-from pyro_dvi.laplace.evidence.tuning import ByEvidence, Criterion, TuningCurve, tune
+from pyro_dvi.laplace.evidence.scale_tuning import ByEvidence, Criterion, TuningCurve, tune
 from pyro_dvi.laplace.fitted import Fitted, ModelReference, PointMass, rescaled_model
-from pyro_dvi.laplace.methods.dense import Dense
+from pyro_dvi.laplace.methods.dense_precision import Dense
 from pyro_dvi.laplace.methods.method import GaussianOutputs, LaplacePosterior, Method, check_method
-from pyro_dvi.laplace.mode.convergence import (
-    Certificate,
-    Unconverged,
-    chosen_policy,
-    minimum_of,
-    warned_if_far,
-)
+from pyro_dvi.laplace.mode.convergence import Certificate, Unconverged, chosen_policy
 from pyro_dvi.laplace.mode.diagnosis import Diagnosis, diagnose, sound
 from pyro_dvi.laplace.mode.search import Polished, polish
-
-DRAWN_WEIGHTS = (
-    "weights are drawn from a Laplace posterior: a network run at them leaves the neighbourhood in which the Gaussian "
-    "was fitted, and predicts too widely. predict(model, guide, x, method=Linearised()) stays at the mode."
-)
-WIDE_WEIGHTS = (
-    "the spread of the weights of a Laplace posterior goes through the network itself: unless it is linear in them, as "
-    "a last layer is, it can predict far too widely. predict(model, guide, x, method=Linearised()) stays at the mode."
-)
 
 
 class LaplaceGuide(FactorisedGuide):
@@ -96,10 +81,6 @@ class LaplaceGuide(FactorisedGuide):
 
     prediction_rule: Any = "Linearised"  # the name of a rule, or a rule
 
-    _fitted: Fitted | None = None
-    _failed: Method | None = None  # of the last fit, if it ended in an error
-    _certificate: Certificate | None = None
-
     def __init__(
         self,
         model: Callable,
@@ -112,6 +93,7 @@ class LaplaceGuide(FactorisedGuide):
         super().__init__(model, init_loc_fn=init_loc_fn, create_plates=create_plates)
         self.kl_weight = float(kl_weight)
         self.scale_factors: dict[str, float] = {}
+        self._known = Approximation()
         self._plain_model = ModelReference(model)  # without the initialisation of means, and no submodule
 
     def _factor_of(self, name: str, site: Any, loc: Tensor) -> Factor:
@@ -143,8 +125,6 @@ class LaplaceGuide(FactorisedGuide):
 
     def energy(self, batches: Iterable[Any], *, subset: Subset | None = None) -> Energy:
         """Return U on these batches, with its gradient and products.
-
-        A guide that has not seen its model yet looks at it with the first batch.
 
         Args:
             batches: all the data: a loader or a list of batches, as for :func:`~pyro_dvi.fit`.
@@ -192,18 +172,6 @@ class LaplaceGuide(FactorisedGuide):
             UnconvergedError: no minimum was found; ``report`` says how far it came.
             NonFiniteError: U is NaN or infinite at the mode.
             DataError: batches that do not hold all data, or change.
-
-        Example:
-            >>> import pyro, pyro.distributions as dist
-            >>> def model(x, y=None):
-            ...     slope = pyro.sample("slope", dist.Normal(0.0, 1.0))
-            ...     with pyro.plate("data", len(x)):
-            ...         return pyro.sample("y", dist.Normal(slope * x, 1.0), obs=y)
-            >>> x = torch.ones(3)
-            >>> guide = LaplaceGuide(model)
-            >>> guide.initialize(x, x)
-            >>> guide.polish([(x, x)], progress=False).converged, guide.median()["slope"]
-            (True, tensor(0.7500))
         """
 
         def keep(point: Tensor) -> None:
@@ -214,7 +182,7 @@ class LaplaceGuide(FactorisedGuide):
         energy = self.energy(batches, subset=subset)
         report = polish(energy, keep, tolerance=tolerance, max_gradients=max_gradients, progress=progress)
         if report.converged:
-            self._certificate = Certificate.of(self._point_seen(energy), energy, report)
+            self._known.certificate = Certificate.of(self._point_seen(energy), energy, report)
         return report
 
     def diagnose(
@@ -241,7 +209,7 @@ class LaplaceGuide(FactorisedGuide):
         energy = self.energy(batches, subset=subset)
         found = diagnose(energy, tolerance=tolerance, steps=steps)
         if found.near:
-            self._certificate = Certificate.of(self._point_seen(energy), energy, found)
+            self._known.certificate = Certificate.of(self._point_seen(energy), energy, found)
         return found
 
     # Its Gaussian -------------------------------------------------------------------------------------------------
@@ -286,34 +254,20 @@ class LaplaceGuide(FactorisedGuide):
         policy = chosen_policy(unconverged)
         check_method(method)
         energy = self._point_mass(batches).energy(self._plain_model.get(), batches, subset)
-        with progress_bar(progress, None, unit="gradient") as bar:
-            energy.work.report = bar.update
-            return self._fit(energy, method, policy, lambda used, local: used.fit(local, seed=seed))
+        return self._fit(energy, method, policy, lambda used, local: used.fit(local, seed=seed), progress)
 
     def _fit(
         self,
         energy: Energy,
         method: Method,
         policy: Unconverged,
-        posterior_of: Callable[[Method, LocalEnergy], LaplacePosterior],
+        make: Callable[[Method, LocalEnergy], LaplacePosterior],
+        progress: bool,
     ) -> LaplacePosterior:
-        """Look at the mode, make the Gaussian by the method that is taken then, and remember it."""
-        self._fitted, self._failed = None, method  # an error leaves no Gaussian
-        model = self._plain_model.get()
-        point, looked_at, known = minimum_of(
-            self._certificate, self._point_mass(), energy, model, self.median()
+        point, model = self._point_mass(), self._plain_model.get()
+        return self._known.fit(
+            energy, method, policy, point, model, self.median(), make=make, progress=progress
         )
-        method, found = policy.look(method, looked_at, known)
-        posterior = posterior_of(method, energy.at(energy.start))
-        energy.work.report = None
-        seen = self._point_seen(energy)
-        if found is not None:
-            found = warned_if_far(found, posterior, looked_at)
-            if found.near:
-                at_minimum = replace(seen, scale_factors=point.scale_factors)
-                self._certificate = Certificate.of(at_minimum, looked_at, found)
-        self._fitted, self._failed = Fitted(posterior, energy.layout, seen, method.precision, method), None
-        return posterior
 
     def log_evidence(
         self,
@@ -342,16 +296,13 @@ class LaplaceGuide(FactorisedGuide):
             NonFiniteError: the likelihood, or the prior, is NaN or infinite.
             NotPositiveDefiniteError: the precision is not positive definite.
         """
-        fitted = self.fitted if self._failed or (self._fitted is not None and subset is None) else None
+        fitted = self.fitted if self._known.failed or (self._known.fitted and subset is None) else None
         energy = self.energy(batches, subset=subset if fitted is None else fitted.layout)
         if fitted is not None:
             self.check_model(self._plain_model.get(), plates=True)
         known = () if fitted is None else (fitted.posterior, fitted.point.data)
-        return log_evidence(energy, self._precision, determinant, *known)
-
-    @property
-    def _precision(self) -> PrecisionMatrix:
-        return GGN() if self._fitted is None else self._fitted.precision
+        precision = GGN() if self._known.fitted is None else self._known.fitted.precision
+        return log_evidence(energy, precision, determinant, *known)
 
     def tune(
         self,
@@ -396,10 +347,10 @@ class LaplaceGuide(FactorisedGuide):
             ArgumentError: values that are not positive; the evidence of a tempered posterior.
             ModelError, UnsupportedError: there is no such scale in the model.
         """
-        if self._fitted is not None and subset is None:
-            subset = self._fitted.layout
-        last = None if self._fitted is None else self._fitted.method
-        chosen = method or last or Dense(self._precision)
+        last = self._known.fitted
+        if last is not None and subset is None:
+            subset = last.layout
+        chosen = method or (last and last.method) or Dense(GGN() if last is None else last.precision)
         scale = PriorPrecision() if scale is None else scale
         criterion = ByEvidence() if criterion is None else criterion
         check_method(chosen)
@@ -420,10 +371,7 @@ class LaplaceGuide(FactorisedGuide):
             known = candidates.reweighted(curve.best) if used is chosen else None
             return used.fit(local, seed=seed) if known is None else known
 
-        with progress_bar(progress, None, unit="gradient") as bar:
-            energy = candidates.local(curve.best).energy
-            energy.work.report = bar.update
-            self._fit(energy, chosen, policy, posterior_of)
+        self._fit(candidates.local(curve.best).energy, chosen, policy, posterior_of, progress)
         return curve
 
     def predictive(self, *inputs: Any, site: str | None = None, joint: bool = False) -> GaussianOutputs:
@@ -434,16 +382,13 @@ class LaplaceGuide(FactorisedGuide):
             site: an observed site, or one of ``pyro.deterministic``; None for the one observed site.
             joint: also the covariance between examples, ``joint_covariance`` of shape ``[B k, B k]``.
 
-        Returns:
-            ``mean`` and ``variance`` of the prediction ``[B, ...]``, ``covariance`` ``[B, k, k]``.
-
         Raises:
             GuideError: not fitted yet, or the mode or the model has changed since.
             DataError: no rows, NaN, or inputs that the model cannot take.
             ModelError: no such site, or several to choose from.
             UnsupportedError: a distribution that cannot be linearised, or a method without what is asked for.
         """
-        if self._fitted is not None:
+        if self._known.fitted is not None:
             self.initialize_loaded(*with_missing(self._plain_model.get(), inputs))
         fitted = self.fitted
         self.check_model(self._plain_model.get())
@@ -457,7 +402,7 @@ class LaplaceGuide(FactorisedGuide):
         Raises:
             GuideError: the mode has moved since.
         """
-        return None if self._fitted is None else self.fitted.posterior
+        return None if self._known.fitted is None else self.fitted.posterior
 
     @property
     def fitted(self) -> Fitted:
@@ -466,20 +411,7 @@ class LaplaceGuide(FactorisedGuide):
         Raises:
             GuideError: not fitted yet, or the mode has moved since, or the last fit ended in an error.
         """
-        if self._failed is not None:
-            raise GuideError(
-                f"the last guide.fit, by {self._failed!r}, ended in an error, so that there is no Gaussian: run "
-                "guide.polish(batches) and fit again, or fit with another method or GGN(), which exists at any mode"
-            )
-        if self._fitted is None:
-            raise GuideError(
-                "this LaplaceGuide is a point mass so far: call guide.fit(batches, method) after training. "
-                "predict(..., method=AtMean()) predicts at the mode"
-            )
-        stale = self._stale()
-        if stale is not None:
-            raise GuideError(f"{stale}: fit again")
-        return self._fitted
+        return self._known.at(self._point_mass)
 
     def check_model(self, model: Callable[..., Any], plates: bool = False) -> None:
         """Refuse a model that is not the one of the fit. Does nothing before a fit, or after the mode has moved.
@@ -491,19 +423,9 @@ class LaplaceGuide(FactorisedGuide):
         Raises:
             GuideError: naming what differs.
         """
-        if self._fitted is not None and self._stale() is None:
-            self._fitted.check(model, self.median(), plates)
-
-    def _stale(self) -> str | None:
-        """Return the change since the fit that makes it obsolete, in words; None if there is none."""
-        if self._fitted is None:
-            return "the last guide.fit ended in an error"
-        return self._point_mass().change_since(self._fitted.point)
-
-    @property
-    def _asked(self) -> bool:
-        """A fit was requested, whose Gaussian is then expected; it may have ended in an error."""
-        return self._fitted is not None or self._failed is not None
+        fitted = self._known.fitted
+        if fitted is not None and self._known.change_since(self._point_mass()) is None:
+            fitted.check(model, self.median(), plates)
 
     # What predictions ask of a guide, this one or another's -------------------------------------------------------
 
@@ -554,20 +476,17 @@ class LaplaceGuide(FactorisedGuide):
         prediction.
         """
         self.initialize(*args, **kwargs)
-        if torch.is_grad_enabled() or not self._asked:
+        if torch.is_grad_enabled() or not self._known.requested:
             return super().forward(*args, **kwargs)
-        stale = self._stale()
-        if stale is not None or self._fitted is None:
-            warn(f"{stale}: a point mass until it is fitted again")
+        fitted, change = self._known.fitted, self._known.change_since(self._point_mass())
+        if change is not None or fitted is None:
+            warn(f"{change}: a point mass until it is fitted again")
             return super().forward(*args, **kwargs)
         warn(DRAWN_WEIGHTS)
         event_dims = {site.name: site.event_dim for site in self._sites()}
-        values = self._constrained(self._fitted.sampled(f"_{self._pyro_name}_latent", event_dims))
-
-        def drawn(site: GuideSite) -> Tensor:
-            return pyro.sample(site.name, dist.Delta(values[site.name], event_dim=site.prior.event_dim))
-
-        return self._within_plates(drawn, *args, **kwargs)
+        values = self._constrained(fitted.sampled(f"_{self._pyro_name}_latent", event_dims))
+        deltas = {s.name: dist.Delta(values[s.name], event_dim=s.prior.event_dim) for s in self._sites()}
+        return self._within_plates(lambda site: pyro.sample(site.name, deltas[site.name]), *args, **kwargs)
 
     @torch.no_grad()
     def sample(self, sample_shape: Sequence[int] | int = ()) -> dict[str, Tensor]:
@@ -583,7 +502,7 @@ class LaplaceGuide(FactorisedGuide):
             GuideError: the mode has moved since the fit, or that ended in an error.
             UnsupportedError: the method of the fit has no draws.
         """
-        if not self._asked:
+        if not self._known.requested:
             return super().sample(sample_shape)
         shape = torch.Size([sample_shape] if isinstance(sample_shape, int) else sample_shape)
         drawn = self.fitted.draw(shape.numel())
@@ -591,10 +510,8 @@ class LaplaceGuide(FactorisedGuide):
 
     def _marginals(self) -> dict[str, Any]:
         marginals = super()._marginals()
-        if self._asked:
-            variances = self.fitted.posterior.marginal_variance().detach()
-            layout = self.fitted.layout
-            for name, variance in layout.place(layout.split(variances)).items():
+        if self._known.requested:
+            for name, variance in self.fitted.marginal_variances().items():
                 normal = dist.Normal(marginals[name].mean.detach(), variance.sqrt(), validate_args=False)
                 marginals[name] = normal.to_event(self._seen[name].event_dim)
         return marginals
@@ -604,43 +521,22 @@ class LaplaceGuide(FactorisedGuide):
 
         A method that needs the model and the data to predict (conjugate gradients, say) is left out, with a warning.
         """
-        if self._fitted is None and self._certificate is None and not self.scale_factors:
+        if self._known == Approximation() and not self.scale_factors:
             return None
-        return {
-            "gaussian": None if self._fitted is None else self._fitted.state(),
-            "scale_factors": dict(self.scale_factors),
-            "certificate": None if self._certificate is None else self._certificate.state(),
-        }
+        return {**self._known.state(), "scale_factors": dict(self.scale_factors)}
 
     def set_extra_state(self, state: Any) -> None:
         """Take over what :meth:`get_extra_state` returned."""
         self.scale_factors = {} if state is None else dict(state["scale_factors"])
-        self._fitted = None if state is None else Fitted.from_state(state["gaussian"])
-        self._certificate = None if state is None else Certificate.from_state(state.get("certificate"))
-        self._failed = None
+        self._known = Approximation.from_state(state)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         super()._apply(fn, recurse)
-        self._certificate = None
-        if self._fitted is not None:
-            self._fitted = self._fitted.moved(fn)
+        self._known = self._known.moved(fn)
         return self
 
     def __repr__(self) -> str:
         """Describe the mode, the evidence that it is a minimum, and the Gaussian."""
-        return f"{type(self).__name__}({self._state()})"
-
-    def _state(self) -> str:
-        if self.prototype_trace is None:
-            return "has not seen its model yet"
-        point, known = self._point_mass(), self._certificate
-        size, found = sum(u.numel() for u in point.locs.values()), "not known to be a minimum"
-        if known is not None and known.is_of(point):
-            found = "a minimum" if known.curvature == "Hessian" else "a point without slope"
-            if len(known.sites) < len(point.locs):
-                found += f" in {len(known.sites)} of {len(point.locs)} sites"
-        mode, fitted = f"mode of {size} latents, {found}", self._fitted
-        if fitted is None:
-            return f"{mode}; no Gaussian yet: guide.fit(batches)"
-        parts = [mode, f"{fitted.posterior!r}, precision {type(fitted.precision).__name__}", self._stale()]
-        return "; ".join(part for part in parts if part)
+        unseen = self.prototype_trace is None
+        found = "has not seen its model yet" if unseen else self._known.describe(self._point_mass())
+        return f"{type(self).__name__}({found})"

@@ -21,7 +21,7 @@ from pyro_dvi.core.arguments import check_count
 from pyro_dvi.core.progress import progress_bar
 from pyro_dvi.core.undisturbed import device_of
 from pyro_dvi.errors import ArgumentError, DviWarning, GuideError, UnsupportedError
-from pyro_dvi.laplace.guide import DRAWN_WEIGHTS
+from pyro_dvi.laplace.approximation import DRAWN_WEIGHTS
 from pyro_dvi.predictive import PredictionRule
 from pyro_dvi.predictive.components import Components
 from pyro_dvi.predictive.engine.inputs import Batch, batches

@@ -115,13 +115,13 @@ def refuse_torch_modes(device: torch.device | None) -> None:
     """
     if torch.is_inference_mode_enabled():
         raise UnsupportedError(
-            "a Laplace approximation differentiates the model, in predictions too, which torch.inference_mode() rules "
-            "out: leave it away, or use torch.no_grad(), and make the inputs outside of it"
+            "a Laplace approximation differentiates the model, in predictions too: use torch.no_grad() in place of "
+            "torch.inference_mode(), and make the inputs outside of it"
         )
     if torch.is_autocast_enabled("cpu" if device is None else device.type):
         raise UnsupportedError(
             "a Laplace approximation solves equations, in predictions too, for which the precision of torch.autocast "
-            "is too low: train under it if you like, but leave it to polish, fit, tune and predict"
+            "is too low: use it in training only"
         )
 
 
@@ -149,9 +149,8 @@ class DrawnLabels:
         kind = type(site.fn).__name__
         if self.passes.reordered:
             raise DataError(
-                f"the Gauss-Newton matrix of observed site {site.name!r}, a {kind}, is estimated from drawn labels, "
-                "which belong to rows: it would change with each pass over shuffled batches. Give list(loader), or a "
-                "loader with shuffle=False"
+                f"the Gauss-Newton matrix of observed site {site.name!r}, a {kind}, is estimated from labels drawn for "
+                "each row, which shuffled batches would change: give list(loader), or a loader with shuffle=False"
             )
         if site.name not in self._announced:
             self._announced.add(site.name)

@@ -42,9 +42,7 @@ class Passes:
         if isinstance(batches, (list, tuple)):
             calls = [arguments(batch, None) for batch in batches]
             if len({tuple(map(id, (*args, *kwargs.values()))) for args, kwargs in calls}) < len(calls):
-                raise DataError(
-                    "batches holds the same tensors twice: give all the data once, each batch counts"
-                )
+                raise DataError("batches holds the same tensors twice: give all the data once")
         self.batches = batches
         self.device = device
         self._first: tuple[int, float] | None = None
@@ -92,9 +90,8 @@ class Passes:
             self._tied = tied
         elif not same_data(self._first[1], total):
             raise DataError(
-                "the batches changed between two passes over the data. Solves need the same data each time: no random "
-                "augmentation, sampling with replacement, or drop_last of a shuffled loader. list(loader) fixes one "
-                "pass."
+                "the batches changed between two passes over the data (random augmentation, sampling with replacement, "
+                "or drop_last of a shuffled loader): list(loader) fixes one pass"
             )
 
     def first_again(self) -> Arguments:
@@ -114,9 +111,8 @@ class Passes:
         known, sums = self._known.get(given, (None, (0.0, 0.0)))
         if given is placed and known is not None and version != known:
             raise DataError(
-                "the batches changed between two passes over the data, or within one: their tensors are written to, "
-                "as by a loader that fills the same ones again. Give copies: [(x.clone(), y.clone()) for x, y in "
-                "loader]"
+                "the batches changed between two passes over the data, or within one, as by a loader that fills the "
+                "same tensors again: give copies, [(x.clone(), y.clone()) for x, y in loader]"
             )
         if known is None or known != version:
             sums = _checksums(placed)
@@ -167,7 +163,6 @@ class Rows:
     def __init__(self) -> None:
         self.batches = 0
         self._log_priors: Tensor | None = None
-        self._log_likelihoods: list[Tensor] = []
         # For each batch: the rows of a plate and its size; the observations of a site and their scale.
         self._plates: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
         self._scales: defaultdict[str, list[tuple[int, float]]] = defaultdict(list)
@@ -180,7 +175,6 @@ class Rows:
         """
         self.batches += 1
         self._compare_priors(run)
-        self._log_likelihoods.append(run.log_likelihood().detach())
         for site in run.sites:
             if not torch.is_tensor(site.scale) or site.scale.numel() == 1:  # else weights of single examples
                 size = torch.Size(site.fn.batch_shape).numel()
@@ -188,40 +182,30 @@ class Rows:
         for name, counts in run.rows.items():
             self._plates[name].append(counts)
 
-    def check(self, order: list[float]) -> None:
+    def check(self) -> None:
         """Compare what was seen with the size of each plate.
 
         A scale that blows each of several batches up to all the data is that of stochastic training, and would count
         the data once for each batch. It cannot be told from a weight that happens to be the number of batches: a
         warning says so.
 
-        Args:
-            order: that of the :class:`Passes`.
-
         Raises:
             DataError: rows are missing, or there are too many.
         """
-        filled = all(size == full > 1 for counts in self._plates.values() for size, full in counts)
-        # The same tensors may come with other indices of rows, and rows without inputs be equal.
-        same = all(map(torch.equal, self._log_likelihoods[1:], self._log_likelihoods[:1] * self.batches))
-        if self._plates and filled and same and len(order) > 1 == len(set(order)):
-            raise DataError("two batches hold the same data, which would count twice: give every row once")
         for name, counts in sorted(self._plates.items()):
             rows, sizes = sum(size for size, _ in counts), {full for _, full in counts}
             if sizes != {rows} and any(size != full for size, full in counts):
                 raise DataError(
-                    f"the batches hold {rows} rows of plate {name!r}, whose size is {max(sizes)}. The "
-                    "posterior needs all the data once: a loader with drop_last=False over the whole data set, and a "
-                    "plate of its size"
+                    f"the batches hold {rows} rows of plate {name!r}, whose size is {max(sizes)}: give all the data "
+                    "once, by a loader with drop_last=False, and a plate of their size"
                 )
         for name, seen in self._scales.items():
             rows = sum(size for size, _ in seen)
             if len(seen) > 1 and all(abs(size * scale - rows) <= 1e-5 * rows for size, scale in seen):
                 warn(
                     f"observed site {name!r} has scale {seen[0][1]:.6g} in a batch of {seen[0][0]} of {rows} "
-                    f"observations: over a pass of {len(seen)} batches, all data count {len(seen)} times. If it is to "
-                    "make up for the size of a batch, write pyro.plate('data', size=num_data, subsample_size=len(x)) "
-                    "in place of poutine.scale: such a plate is known, and each row counted once"
+                    f"observations, so that all data count {len(seen)} times. If it makes up for the size of a batch, "
+                    "write pyro.plate('data', size=num_data, subsample_size=len(x)) in place of poutine.scale"
                 )
 
     def _compare_priors(self, run: JointRun) -> None:
@@ -232,10 +216,9 @@ class Rows:
         rounding = 1e3 * torch.finfo(found.dtype).eps
         same = torch.isclose(found, self._log_priors, rtol=rounding, atol=rounding, equal_nan=True)
         if not bool(same.all()):
-            name, k = next((name, k) for k, name in enumerate(run.log_priors) if not same[k])
+            name = next(name for name, equal in zip(run.log_priors, same, strict=True) if not equal)
             raise ModelError(
-                f"the prior of {name!r} changes from batch to batch (log density {self._log_priors[k].item():.6g} in "
-                f"the first, {found[k].item():.6g} in another): it would count as that of the first. Compute what it "
-                "takes from data of all the data, once and outside of the model; leave the scale of a batch to "
-                "pyro.plate('data', size=num_data, subsample_size=len(x))"
+                f"the prior of {name!r} changes from batch to batch: compute what it takes from all the data, once and "
+                "outside of the model; leave the scale of a batch to pyro.plate('data', size=num_data, "
+                "subsample_size=len(x))"
             )

@@ -75,24 +75,17 @@ class PriorPrecision(Scale):
             ArgumentError: the pattern fits no site that is uncertain.
             UnsupportedError: the prior of a site has no scale to multiply.
         """
-        nodes = _nodes(energy)
-        scalable = [name for name in energy.layout.names if scale_name(nodes[name]["fn"]) is not None]
-        if self.names is None:
-            if not scalable:
-                raise UnsupportedError(
-                    "no uncertain site has a prior whose scale can be multiplied: Normal, MultivariateNormal, "
-                    "StudentT, Laplace or Cauchy"
-                )
-            return scalable
-        chosen = [name for name in energy.layout.names if fnmatchcase(name, self.names)]
+        nodes, varying = _nodes(energy), energy.layout.names
+        scalable = [name for name in varying if scale_name(nodes[name]["fn"]) is not None]
+        chosen = scalable if self.names is None else [n for n in varying if fnmatchcase(n, self.names)]
         if not chosen:
-            raise ArgumentError(
-                f"PriorPrecision({self.names!r}) fits no uncertain site; there are {energy.layout.names}"
-            )
+            error = UnsupportedError if self.names is None else ArgumentError
+            raise error(f"{self} fits no uncertain site whose prior has a scale; there are {varying}")
         for name in chosen:
             if name not in scalable:
+                kind = type(nodes[name]["fn"]).__name__
                 raise UnsupportedError(
-                    f"the prior of {name!r}, a {type(nodes[name]['fn']).__name__}, has no scale that can be multiplied"
+                    f"the prior of {name!r}, a {kind}, has no scale that can be multiplied"
                 )
         return chosen
 
@@ -118,15 +111,13 @@ class NoiseScale(Scale):
             UnsupportedError: it has no scale.
         """
         nodes = _nodes(energy)
-        observed = [
-            site.name for site in energy.first_run(energy.start)[1].sites if self.site in (None, site.name)
-        ]
+        found = energy.first_run(energy.start)[1].sites
+        observed = [site.name for site in found if self.site in (None, site.name)]
         if len(observed) != 1:
             raise ModelError(f"NoiseScale(site) needs one observed site; {observed or 'none'} would do")
-        if scale_name(nodes[observed[0]]["fn"]) is None:
-            raise UnsupportedError(
-                f"observed site {observed[0]!r}, a {type(nodes[observed[0]]['fn']).__name__}, has no noise scale"
-            )
+        fn = nodes[observed[0]]["fn"]
+        if scale_name(fn) is None:
+            raise UnsupportedError(f"site {observed[0]!r}, a {type(fn).__name__}, has no noise scale")
         return observed
 
 
@@ -204,8 +195,7 @@ class Candidates:
         Raises:
             NotPositiveDefiniteError: there is none.
         """
-        found = self.reweighted(value)
-        return self.method.fit(self.local(value), seed=self.seed) if found is None else found
+        return self.reweighted(value) or self.method.fit(self.local(value), seed=self.seed)
 
     def reweighted(self, value: float) -> LaplacePosterior | None:
         """Return the Gaussian made of that of value 1; None where it takes a fit.
@@ -213,12 +203,10 @@ class Candidates:
         Raises:
             NotPositiveDefiniteError: there is none.
         """
-        prior = None
-        if self.fitted is not None and self.likelihood_is_proportional:
-            prior = self.prior_diagonal(value)
-        if self.fitted is None or prior is None:
+        if self.fitted is None or not self.likelihood_is_proportional:
             return None
-        return self.fitted.reweighted(self.scale.proportions(value)[0], prior)
+        prior = self.prior_diagonal(value)
+        return None if prior is None else self.fitted.reweighted(self.scale.proportions(value)[0], prior)
 
     @cached_property
     def _first(self) -> tuple[list[Tensor], JointRun]:

@@ -3,6 +3,7 @@
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -26,47 +27,12 @@ from pyro_dvi.runs.log_joint import JointRun, log_prior_of_entries
 _EXACT_SIZE = 1000  # both ways cost about the same there
 
 
-@dataclass(frozen=True)
-class Spectrum:
-    r"""Eigenvalues of the likelihood's part of P relative to the prior's, :math:`A = D^{-1/2} G D^{-1/2}`.
+class Determinant(ABC):
+    r"""Computation of the log determinant of the precision.
+
+    With the eigenvalues of the likelihood's part of P relative to the prior's, :math:`A = D^{-1/2} G D^{-1/2}`,
 
     .. math:: P = G + D, \qquad \log\det(aG + cD) = \log\det D + \operatorname{tr}\log(aA + c)
-
-    Attributes:
-        quadrature: of A; of P itself where the prior precision D is not a positive diagonal.
-        log_prior_determinant: log det D; None in that case.
-        exact: the nodes are all the eigenvalues.
-    """
-
-    quadrature: SpectralQuadrature
-    log_prior_determinant: float | None
-    exact: bool
-
-    def log_determinant(self, likelihood: float = 1.0, prior: float = 1.0) -> TraceEstimate:
-        """Return log det(likelihood * G + prior * D).
-
-        Factors other than 1 need a positive diagonal D.
-
-        Raises:
-            NotPositiveDefiniteError: it has an eigenvalue that is not positive.
-        """
-        shift, offset = 0.0, 0.0
-        if self.log_prior_determinant is not None:
-            shift = prior / likelihood
-            offset = self.log_prior_determinant + self.quadrature.dim * math.log(likelihood)
-        try:
-            found = self.quadrature.log_determinant(shift)
-        except NotPositiveDefiniteError as error:
-            raise NotPositiveDefiniteError(
-                "the precision is not positive definite, so that its log determinant does not exist: run "
-                "guide.polish(batches), or use precision=GGN()",
-                curvature=error.curvature,
-            ) from error
-        return TraceEstimate(found.value + offset, 0.0 if self.exact else found.standard_error)
-
-
-class Determinant(ABC):
-    """Computation of the log determinant of the precision.
 
     Attributes:
         exact: by all the eigenvalues.
@@ -75,25 +41,43 @@ class Determinant(ABC):
     exact: ClassVar[bool] = False
 
     @abstractmethod
-    def quadrature(
-        self, local: LocalEnergy, precision: PrecisionMatrix, prior: Tensor | None
-    ) -> SpectralQuadrature:
-        """Return the eigenvalues of the likelihood's part of P relative to the prior's, with weights.
+    def quadrature(self, local: LocalEnergy, precision: PrecisionMatrix) -> SpectralQuadrature:
+        """Return the eigenvalues of A, with weights; of P where its prior's part is not a positive diagonal.
 
         Args:
             local: U around the mode.
             precision: P.
-            prior: its diagonal part ``[D]``; None: the eigenvalues are those of P.
         """
 
-    def spectrum(self, local: LocalEnergy, precision: PrecisionMatrix) -> Spectrum:
-        """Return the spectrum of the precision at a point."""
+    def log_determinant(
+        self, local: LocalEnergy, precision: PrecisionMatrix
+    ) -> Callable[[float, float], TraceEstimate]:
+        """Return log det(a * G + c * D) as a function of a and c, by one set of eigenvalues.
+
+        Factors other than 1 need a positive diagonal D. The function raises ``NotPositiveDefiniteError`` where an
+        eigenvalue is not positive.
+        """
         prior = local.prior_diagonal
-        found = self.quadrature(local, precision, prior)
+        found = self.quadrature(local, precision)
         rounding = 64 * torch.finfo(local.point.dtype).eps * (1 + found.nodes.abs().max())
         nodes = torch.where((found.nodes < 0) & (found.nodes > -rounding), 0.0, found.nodes)
-        log_prior = None if prior is None else float(prior.cpu().double().log().sum())
-        return Spectrum(replace(found, nodes=nodes), log_prior, self.exact)
+        found = replace(found, nodes=nodes)
+        of_prior = None if prior is None else float(prior.cpu().double().log().sum())
+
+        def log_determinant(likelihood: float, prior: float) -> TraceEstimate:
+            shift, offset = 0.0, 0.0
+            if of_prior is not None:
+                shift, offset = prior / likelihood, of_prior + found.dim * math.log(likelihood)
+            try:
+                trace = found.log_determinant(shift)
+            except NotPositiveDefiniteError as error:
+                raise NotPositiveDefiniteError(
+                    "the precision is not positive definite: run guide.polish(batches), or use precision=GGN()",
+                    curvature=error.curvature,
+                ) from error
+            return TraceEstimate(trace.value + offset, 0.0 if self.exact else trace.standard_error)
+
+        return log_determinant
 
 
 @dataclass(frozen=True)
@@ -102,11 +86,9 @@ class Exactly(Determinant):
 
     exact = True
 
-    def quadrature(
-        self, local: LocalEnergy, precision: PrecisionMatrix, prior: Tensor | None
-    ) -> SpectralQuadrature:
+    def quadrature(self, local: LocalEnergy, precision: PrecisionMatrix) -> SpectralQuadrature:
         """Return every eigenvalue once."""
-        size = len(local.point)
+        size, prior = len(local.point), local.prior_diagonal
         dense = precision.matrix(local).to(widest(local.point.device))
         if prior is not None:
             half = prior.to(dense).rsqrt()
@@ -131,11 +113,9 @@ class ByLanczos(Determinant):
     steps: int = 60
     seed: int = 0
 
-    def quadrature(
-        self, local: LocalEnergy, precision: PrecisionMatrix, prior: Tensor | None
-    ) -> SpectralQuadrature:
+    def quadrature(self, local: LocalEnergy, precision: PrecisionMatrix) -> SpectralQuadrature:
         """Return what Lanczos recursions from random vectors give."""
-        half, one = local.prior_scale, 0.0 if prior is None else 1.0
+        half, one = local.prior_scale, 0.0 if local.prior_diagonal is None else 1.0
 
         def product(vectors: Tensor) -> Tensor:
             return half * precision.product(local, half * vectors) - one * vectors
@@ -250,7 +230,7 @@ def log_evidence(
     if found is None:
         sound(energy)
         chosen = chosen_determinant(determinant, energy.layout.size)
-        found = chosen.spectrum(energy.at(energy.start), precision).log_determinant()
+        found = chosen.log_determinant(energy.at(energy.start), precision)(1.0, 1.0)
         source = "exact" if chosen.exact else repr(chosen)
     with torch.enable_grad():
         log_prior = free_terms(*energy.first_run(energy.start), energy.layout)
@@ -270,9 +250,8 @@ def check_untempered(energy: Energy) -> None:
     """Refuse a tempered likelihood, whose normaliser is no probability of the data."""
     if energy.kl_weight != 1:
         raise ArgumentError(
-            f"the evidence is that of kl_weight=1, and this guide has {energy.kl_weight:g}: the normaliser of a "
-            "tempered posterior is no probability of the data. Train with kl_weight=1, or compare models by the "
-            "validation likelihood: ByValidation(batches)"
+            f"a tempered posterior (kl_weight={energy.kl_weight:g}) has no evidence: train with kl_weight=1, or use "
+            "the likelihood of validation data, ByValidation(batches)"
         )
 
 

@@ -94,18 +94,15 @@ class OnlineEvidence:
             ArgumentError: another model is trained, whose scales stay as they are.
         """
         if state.model is not self.model:
-            raise ArgumentError(
-                "OnlineEvidence changes the scales of its own model only: train SVI(online.model, guide, ...)"
-            )
+            raise ArgumentError("OnlineEvidence has a model of its own: train SVI(online.model, guide, ...)")
         if state.epoch % self.every:
             return
         now = dict(self.values[-1]) if self.values else {}
         for scale in self.scales:
             near = [now[scale] * factor for factor in _NEAR] if scale in now else None
             with warnings.catch_warnings():
-                warnings.filterwarnings(
-                    "ignore", "the best of", DviWarning
-                )  # at an edge: the next choice goes on
+                # At an edge the next choice goes on.
+                warnings.filterwarnings("ignore", "the best of", DviWarning)
                 now[scale] = self.guide.tune(
                     self.batches,
                     scale,
@@ -115,5 +112,5 @@ class OnlineEvidence:
                     unconverged=Accept(),
                     progress=False,
                 ).best
-        self.guide._fitted = None  # training moves its weights on
+        self.guide._known.fitted = None  # training moves its weights on
         self.values.append(now)

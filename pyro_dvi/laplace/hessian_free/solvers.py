@@ -320,8 +320,7 @@ class NewtonCG(Solver):
     def __post_init__(self) -> None:
         if not 0 < self.step <= 1:
             raise ArgumentError(
-                "step is a distance from the mode in posterior standard deviations, between 0 and 1; got "
-                f"{self.step}. The default 0.01 suits float32 and float64."
+                f"step must be between 0 and 1 posterior standard deviations; got {self.step}"
             )
         check_tolerance("tolerance", self.tolerance)
         check_tolerance("solve_tolerance", self.solve_tolerance)
@@ -357,8 +356,7 @@ class NewtonCG(Solver):
                 return found
         raise NotConvergedError(
             f"{len(pending)} tilted minima were not found, with steps of {self.step:g} to {4 * step:g} posterior "
-            "standard deviations: the mode may be no minimum (guide.polish), or the Hessian changes too fast around "
-            "it. Take a smaller step; where rounding in float32 is the reason, a larger one or float64"
+            "standard deviations: run guide.polish, or take a smaller step; in float32, a larger step or float64"
         )
 
     def _minima(

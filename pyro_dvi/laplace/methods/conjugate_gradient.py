@@ -2,7 +2,6 @@
 """Covariances and draws by linear solves with the precision, which is known by its products only."""
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,63 +59,52 @@ class ConjugateGradient(Method):
 
     def fit(self, local: LocalEnergy, *, seed: int = 0) -> "ConjugateGradientPosterior":
         """Return the posterior."""
-        return ConjugateGradientPosterior(PrecisionSolver(self, local))
+        return ConjugateGradientPosterior(self, local)
 
 
-class PrecisionSolver:
-    """Solutions of P v = b, in coordinates in which the prior precision is one.
-
-    Args:
-        method: with a precision, a tolerance and a number of iterations; see :class:`ConjugateGradient`.
-        local: U around the mode.
-    """
-
-    def __init__(self, method: Any, local: LocalEnergy) -> None:
-        self.method, self.local = method, local
-
-    def __call__(self, rhs: Tensor) -> Tensor:
-        """Return v for the rows b, ``[S, D]``."""
-        matrix, half = self.method.precision, self.local.prior_scale
-        tolerance = max(self.method.tolerance, 1000 * torch.finfo(rhs.dtype).eps)
-        try:
-            found = conjugate_gradients(
-                lambda v: matrix.product(self.local, v * half) * half,
-                rhs * half,
-                tolerance=tolerance,
-                max_iterations=self.method.max_iterations,
-            )
-        except NotPositiveDefiniteError as error:
-            raise NotPositiveDefiniteError(
-                f"{matrix!r} has curvature {error.curvature:.3g} along a direction: the mode is no "
-                "minimum, or the prior does not determine every latent. Run guide.polish(batches), use "
-                "precision=GGN(), or float64.",
-                direction=error.direction,
-                curvature=error.curvature,
-            ) from error
-        if not found.converged:
-            worst = float(found.residuals.max())
-            raise NotConvergedError(
-                f"after {found.iterations} iterations a solve with {matrix!r} has the residual {worst:.2g}, "
-                f"not {tolerance:.2g}: allow more max_iterations or a larger tolerance, or use float64"
-            )
-        return found.x * half
+def solutions(method: "ConjugateGradient | PosteriorSamples", local: LocalEnergy, rhs: Tensor) -> Tensor:
+    """Return v with P v = b for the rows b, ``[S, D]``, in coordinates in which the prior precision is one."""
+    matrix, half = method.precision, local.prior_scale
+    tolerance = max(method.tolerance, 1000 * torch.finfo(rhs.dtype).eps)
+    try:
+        found = conjugate_gradients(
+            lambda v: matrix.product(local, v * half) * half,
+            rhs * half,
+            tolerance=tolerance,
+            max_iterations=method.max_iterations,
+        )
+    except NotPositiveDefiniteError as error:
+        raise NotPositiveDefiniteError(
+            f"{matrix!r} has curvature {error.curvature:.3g} along a direction, so that the mode is no minimum: run "
+            "guide.polish(batches), or use precision=GGN(), a prior that holds every latent, or float64",
+            direction=error.direction,
+            curvature=error.curvature,
+        ) from error
+    if not found.converged:
+        worst = float(found.residuals.max())
+        raise NotConvergedError(
+            f"after {found.iterations} iterations a solve with {matrix!r} has the residual {worst:.2g}, not "
+            f"{tolerance:.2g}: allow more max_iterations or a larger tolerance, or use float64"
+        )
+    return found.x * half
 
 
 class ConjugateGradientPosterior(LaplacePosterior):
     """A Gaussian by solutions with its precision.
 
     Args:
-        solver: gives the solutions.
+        method: with a precision, a tolerance and a number of iterations.
+        local: U around the mode.
     """
 
-    def __init__(self, solver: PrecisionSolver) -> None:
-        self.mode, self._solver = solver.local.point, solver
+    def __init__(self, method: ConjugateGradient, local: LocalEnergy) -> None:
+        self.mode, self._method, self._local = local.point, method, local
 
     def solve(self, vectors: Tensor) -> Tensor:
-        return self._solver(vectors)
+        return solutions(self._method, self._local, vectors)
 
     def joint_covariance(self, query: Query) -> Tensor:  # never holds all rows
-        found = torch.cat([query.forward(self._solver(rows)).flatten(1) for rows in query.rows()])
+        found = torch.cat([query.forward(self.solve(rows)).flatten(1) for rows in query.rows()])
         return 0.5 * (found + found.mT)
 
 
@@ -182,9 +170,8 @@ class PosteriorSamples(Method):
         check_count("num_samples", self.num_samples)
         if not isinstance(self.precision, GGN):
             raise UnsupportedError(
-                f"PosteriorSamples() cannot draw with {self.precision!r}: noise of that covariance takes a factor of "
-                "the matrix, which the Gauss-Newton matrix has and a Hessian has not. Use precision=GGN(), or "
-                "ConjugateGradient(precision=Hessian()) or Dense(precision=Hessian())."
+                f"PosteriorSamples() draws with a factor of the matrix, which {self.precision!r} does not have: use "
+                "precision=GGN(), or ConjugateGradient(precision=Hessian()) or Dense(precision=Hessian())"
             )
 
     def fit(self, local: LocalEnergy, *, seed: int = 0) -> "SamplesPosterior":
@@ -193,7 +180,7 @@ class PosteriorSamples(Method):
         prior = independent_prior_precision(local, "PosteriorSamples()")
         noise = local.ggn_noise(self.num_samples, generator)
         noise += gaussian_rows(self.num_samples, len(prior), prior, generator) * prior.sqrt()
-        return SamplesPosterior(local.point, PrecisionSolver(self, local)(noise))
+        return SamplesPosterior(local.point, solutions(self, local, noise))
 
 
 class SamplesPosterior(LaplacePosterior):

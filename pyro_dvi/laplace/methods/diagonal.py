@@ -9,7 +9,7 @@ from torch import Tensor
 from pyro_dvi.errors import NotPositiveDefiniteError
 from pyro_dvi.laplace.energy.energy import LocalEnergy
 from pyro_dvi.laplace.energy.precision import GGN, PrecisionMatrix, prior_diagonal
-from pyro_dvi.laplace.methods.kronecker import KroneckerPosterior
+from pyro_dvi.laplace.methods.kronecker_factored import KroneckerPosterior
 from pyro_dvi.laplace.methods.method import Method
 
 

@@ -85,15 +85,12 @@ class Functional(Method):
             size += examples.outputs.numel()
             if size > self.max_size:
                 raise ArgumentError(
-                    f"Functional() would factorise a matrix of more than {self.max_size} rows, one for each output of "
-                    "each observation: use PosteriorSamples(), ConjugateGradient(), or Dense() for few latents, or a "
-                    "larger max_size"
+                    f"Functional() would factorise a matrix of more than {self.max_size} rows: use PosteriorSamples(), "
+                    "ConjugateGradient(), or Dense() for few latents, or a larger max_size"
                 )
             data.append(_Rows(examples, slice(0, len(examples.outputs))))
         if not data:
-            raise ModelError(
-                f"no observed site depends on {local.energy.layout.names}, so that the data leave the prior as it is"
-            )
+            raise ModelError(f"no observed site depends on {local.energy.layout.names}")
         variances = _variances(prior, data)
         kernel = torch.cat([torch.cat([_kernel(one, two, variances) for two in data], 1) for one in data])
         return FunctionalPosterior(local.point, prior, data, kernel)

@@ -112,8 +112,8 @@ class LaplacePosterior(ABC):  # noqa: B024 (a method gives what it can)
         """
         if self.stored is None:
             raise UnsupportedError(
-                f"{type(self).__name__} solves with the model and the data, which a file does not hold: call guide.fit "
-                "again after loading or moving, or use Dense() or PosteriorSamples(n)"
+                f"{type(self).__name__} needs the model and the data: call guide.fit again after loading or moving, or "
+                "use Dense() or PosteriorSamples(n)"
             )
         return {name: getattr(self, name) for name in self.stored}
 

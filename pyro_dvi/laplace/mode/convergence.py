@@ -15,8 +15,8 @@ from pyro_dvi.laplace.energy.passes import same_data
 from pyro_dvi.laplace.energy.precision import GGN, Hessian
 from pyro_dvi.laplace.fitted import PointMass
 from pyro_dvi.laplace.methods.conjugate_gradient import ConjugateGradient
-from pyro_dvi.laplace.methods.method import LaplacePosterior, Method
-from pyro_dvi.laplace.mode.diagnosis import Diagnosis, diagnose, distance_by, kinks, sound
+from pyro_dvi.laplace.methods.method import Method
+from pyro_dvi.laplace.mode.diagnosis import Diagnosis, diagnose, kinks, sound
 from pyro_dvi.laplace.mode.search import GOOD_ENOUGH, Polished
 
 
@@ -73,30 +73,15 @@ class Certificate:
         return Certificate(**{**state, "point": PointMass.from_state(state["point"])})
 
 
-def minimum_of(
-    known: Certificate | None,
-    point: PointMass,
-    energy: Energy,
-    model: Callable[..., Any],
-    latents: dict[str, Tensor],
-) -> tuple[PointMass, Energy, Certificate | None]:
-    """Return the point and the U that it should be a minimum of, and the certificate if it covers them.
-
-    A tuned U counts only where the mode was polished since; else the mode belongs to the model as it is written.
-    """
-    if point.scale_factors and not (known and known.is_of(point)):
-        point, energy = replace(point, scale_factors={}), energy.with_model(model)
-    covered = known and known.is_of(point) and known.covers(energy, model, latents)
-    return point, energy, known if covered else None
+Decision = tuple[Method, Diagnosis | None]
+"""The method to fit with, and the findings about the mode; None: nobody looked."""
 
 
 class Unconverged(ABC):
     """A policy for modes that are no minimum."""
 
     @abstractmethod
-    def look(
-        self, wanted: Method, energy: Energy, known: Certificate | None
-    ) -> tuple[Method, Diagnosis | None]:
+    def look(self, wanted: Method, energy: Energy, known: Certificate | None) -> Decision:
         """Return the method to fit with, and what was seen of the mode; None: nobody looked.
 
         Args:
@@ -114,9 +99,7 @@ class Accept(Unconverged):
     that is not positive definite, if they come across it.
     """
 
-    def look(
-        self, wanted: Method, energy: Energy, known: Certificate | None
-    ) -> tuple[Method, Diagnosis | None]:
+    def look(self, wanted: Method, energy: Energy, known: Certificate | None) -> Decision:
         """Return the method that was asked for."""
         if not known:
             sound(energy)
@@ -135,9 +118,7 @@ class Refuse(Unconverged):
     not looked at again. Where U has kinks, as that of ReLU networks, no Hessian is taken for a precision.
     """
 
-    def look(
-        self, wanted: Method, energy: Energy, known: Certificate | None
-    ) -> tuple[Method, Diagnosis | None]:
+    def look(self, wanted: Method, energy: Energy, known: Certificate | None) -> Decision:
         """Return the method that was asked for, and the diagnosis.
 
         Raises:
@@ -177,30 +158,11 @@ class UseGGN(Refuse):
 
     def _otherwise(self, wanted: Method, found: Diagnosis) -> Method:
         changed: Any = wanted
-        other = replace(changed, precision=GGN()) if _has_precision(wanted) else ConjugateGradient(GGN())
-        by = (
-            "" if type(other) is type(wanted) else f", with {other!r} in the place of {type(wanted).__name__}"
-        )
+        is_option = any(option.name == "precision" and option.init for option in fields(changed))
+        other = replace(changed, precision=GGN()) if is_option else ConjugateGradient(GGN())
+        by = "" if is_option else f", with {other!r} in the place of {type(wanted).__name__}"
         warn(f"the Gauss-Newton matrix takes the place of the Hessian in this fit{by}. {found}")
         return other
-
-
-def _has_precision(method: Any) -> bool:
-    """Tell if the precision is an option of the method."""
-    return any(field.name == "precision" and field.init for field in fields(method))
-
-
-def warned_if_far(found: Diagnosis, posterior: LaplacePosterior, energy: Energy) -> Diagnosis:
-    """Return what is known of the mode with the distance that the Gaussian shows, if that is not known yet.
-
-    Warns:
-        DviWarning: the minimum is more than a standard deviation away.
-    """
-    if found.newton_decrement is None and not found.at_saddle:
-        found = distance_by(posterior, found, energy.at(energy.start))
-        if found.decrement_at_least > found.tolerance:
-            warn(f"the Gaussian is put around a mode that is no minimum. {found}")
-    return found
 
 
 def chosen_policy(given: Unconverged | None) -> Unconverged:

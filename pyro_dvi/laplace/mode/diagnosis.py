@@ -85,15 +85,13 @@ class Diagnosis(InNotebook):
             return f"NaN or infinite values in {', '.join(self.non_finite)}: train again, with a lower learning rate."
         if self.randomness:
             return (
-                "The model is random: two runs at the same latents differ. Modules run in evaluation mode, so that "
-                "some function draws numbers itself (dropout(x, training=True), torch.rand in the model). Make it "
-                "deterministic; no minimum can be found otherwise."
+                "The model is random: in evaluation mode, two runs at the same latents differ, so that there is no "
+                "minimum. Remove dropout(x, training=True) or torch.rand from it."
             )
         if self.fitting_kl_weight is not None:
             return (
-                f"The mode seems to be that of kl_weight={self.fitting_kl_weight:.3g}, not {self.kl_weight:.3g}: its "
-                "likelihood and prior balance for that weight. Give LaplaceGuide the kl_weight of training (a loss "
-                "that was divided by something counts), or polish."
+                f"The mode seems to be that of kl_weight={self.fitting_kl_weight:.3g}, not {self.kl_weight:.3g}. Give "
+                "LaplaceGuide the kl_weight of training (a loss that was divided by something counts), or polish."
             )
         if self.at_saddle:
             return (
@@ -102,7 +100,12 @@ class Diagnosis(InNotebook):
             )
         if self.converged:
             return "Converged: a minimum with a positive definite Hessian."
-        return self._distance + self._of_kinks
+        if not self.kinks:
+            return self._distance
+        return (
+            f"{self._distance} U has kinks ({', '.join(self.kinks)}), where the gradient need not vanish and a Hessian "
+            f"knows nothing: GGN() does without a minimum; what avoids them is {without_kinks(self.kinks)}."
+        )
 
     @property
     def _distance(self) -> str:
@@ -118,17 +121,8 @@ class Diagnosis(InNotebook):
                 "run guide.polish(batches)."
             )
         return (
-            f"Not settled: the minimum is between {low:.2g} and {high:.2g} posterior standard deviations away, as far "
-            "as these steps show. guide.diagnose(batches, steps=...) looks closer, guide.polish(batches) goes there."
-        )
-
-    @property
-    def _of_kinks(self) -> str:
-        if not self.kinks:
-            return ""
-        return (
-            f" U has kinks ({', '.join(self.kinks)}), where the gradient need not vanish and a Hessian knows nothing: "
-            f"GGN() does without a minimum; what avoids them is {without_kinks(self.kinks)}."
+            f"Not settled: the minimum is between {low:.2g} and {high:.2g} posterior standard deviations away. "
+            "guide.diagnose(batches, steps=...) looks closer, guide.polish(batches) goes there."
         )
 
     def __str__(self) -> str:
@@ -140,9 +134,8 @@ class Diagnosis(InNotebook):
         if self.smallest_eigenvalue is not None:
             lowest = self.smallest_eigenvalue
             unit = " prior precisions" if self.in_prior_units else ""
-            rows.append(
-                ("smallest eigenvalue", f"{lowest.value:.3g} ± {lowest.residual:.1g}{unit} (Hessian)")
-            )
+            text = f"{lowest.value:.3g} ± {lowest.residual:.1g}{unit} (Hessian)"
+            rows.append(("smallest eigenvalue", text))
         known = [] if math.isnan(self.gradient_norm) else rows
         return "\n".join([self.verdict.strip(), *(f"  {name:<20} {text}" for name, text in known)])
 

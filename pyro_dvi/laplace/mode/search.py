@@ -27,7 +27,7 @@ from pyro_dvi.errors import (
 from pyro_dvi.laplace.energy.energy import Energy, LocalEnergy
 from pyro_dvi.laplace.energy.precision import GGN, prior_diagonal
 from pyro_dvi.laplace.methods.diagonal import likelihood_diagonal
-from pyro_dvi.laplace.methods.kronecker import KroneckerFactored
+from pyro_dvi.laplace.methods.kronecker_factored import KroneckerFactored
 from pyro_dvi.laplace.mode.diagnosis import kinks, smallest_in_prior_units, without_kinks
 from pyro_dvi.linalg.conjugate_gradients import conjugate_gradients
 from pyro_dvi.linalg.minimise import (
@@ -289,8 +289,9 @@ class Search:
             self.limit, reason = math.inf, f"{self.max_gradients} gradients did not suffice"
         if decrement > GOOD_ENOUGH:
             decrement = self._gauss_newton_decrement(self.best[0])
-        converged = decrement <= GOOD_ENOUGH
-        return self.ended(newton_decrement=decrement, curvature="GGN", converged=converged, reason=reason)
+        return self.ended(
+            newton_decrement=decrement, curvature="GGN", converged=decrement <= GOOD_ENOUGH, reason=reason
+        )
 
     def _gauss_newton_decrement(self, x: Tensor) -> float:
         local, metric = self.energy.at(x), metric_at(self.energy.at(x))
@@ -349,9 +350,8 @@ def polish(
             keep(search.best[0])
     if kinked and not found.converged:
         warn(
-            f"polish: {found.reason}; the guide keeps the best point. U has kinks ({', '.join(kinked)}), where no "
-            "gradient vanishes and the Hessian means nothing. fit with GGN(), which does without a minimum; what "
-            f"avoids kinks is {without_kinks(kinked)}."
+            f"polish: {found.reason}; the guide keeps the best point. U has kinks ({', '.join(kinked)}): fit with "
+            f"GGN(), which does without a minimum; what avoids kinks is {without_kinks(kinked)}."
         )
     elif not found.converged:
         raise _unconverged(found, energy.start.dtype)

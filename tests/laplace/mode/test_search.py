@@ -13,7 +13,7 @@ from torch import nn
 import pyro_dvi as dvi
 from pyro_dvi.errors import DviWarning, UnconvergedError
 from pyro_dvi.laplace import Dense, Hessian, LaplaceGuide
-from pyro_dvi.laplace.methods.kronecker import KroneckerFactored
+from pyro_dvi.laplace.methods.kronecker_factored import KroneckerFactored
 from pyro_dvi.laplace.mode import search
 from pyro_dvi.laplace.mode.diagnosis import kinks as kinks_of
 from pyro_dvi.laplace.mode.search import metric_at

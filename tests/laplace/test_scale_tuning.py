@@ -184,7 +184,7 @@ def test_curve_is_missing_where_there_is_no_gaussian():
         problem.batches, method=Dense(Hessian()), values=[1e-4, 1.0, 3.0, 1e4], refinements=0, **QUIET
     )
     assert math.isnan(float(curve.scores[0])) and not math.isnan(float(curve.scores[1]))
-    assert "nan: no Gaussian, since this precision is not positive definite there" in str(curve)
+    assert "nan: the precision is not positive definite there" in str(curve)
     guide.scale_factors = {}
     # At a fixed mode the Hessian turns singular at some noise, where the evidence is infinite.
     with pytest.warns(

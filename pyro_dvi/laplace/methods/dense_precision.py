@@ -80,9 +80,8 @@ class DensePosterior(RootPosterior):
         if int(info) != 0:
             values = torch.linalg.eigvalsh(precision)
             raise NotPositiveDefiniteError(
-                f"the precision has {int((values <= 0).sum())} of {len(values)} eigenvalues that are not positive, the "
-                f"smallest {values[0].item():.3g}: the mode is no minimum. Run guide.polish(batches), or use "
-                "precision=GGN()."
+                f"the precision has {int((values <= 0).sum())} of {len(values)} eigenvalues that are not positive: the "
+                "mode is no minimum. Run guide.polish(batches), or use precision=GGN()."
             )
         self.factor = factor
         self._rows_asked = 0

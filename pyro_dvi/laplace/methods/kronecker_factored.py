@@ -142,8 +142,8 @@ class KroneckerFactored(Method):
         """Return the posterior."""
         if local.energy.layout.chosen:
             raise UnsupportedError(
-                f"KroneckerFactored() takes whole sites, not masks of {', '.join(local.energy.layout.chosen)}: their "
-                "precision is no Kronecker product. Use Dense(), Diagonal() or PosteriorSamples(n)"
+                f"KroneckerFactored() takes whole sites, not masks of {', '.join(local.energy.layout.chosen)}: use "
+                "Dense(), Diagonal() or PosteriorSamples(n)"
             )
         prior = independent_prior_precision(local, "KroneckerFactored()")
         factors: KroneckerFactors | None = None

@@ -89,16 +89,12 @@ class ByEvidence(Criterion):
         if self.determinant is None and not method.by_spectrum:
             return lambda value: float(candidates.posterior(value).log_determinant())
         determinant = chosen_determinant(self.determinant, energy.layout.size)
-        spectrum = determinant.spectrum(energy.at(energy.start), method.precision)
-        if (
-            spectrum.log_prior_determinant is not None
-            and candidates.prior_is_proportional
-            and candidates.likelihood_is_proportional
-        ):
-            return lambda value: spectrum.log_determinant(*candidates.scale.proportions(value)).value
+        if candidates.prior_is_proportional and candidates.likelihood_is_proportional:
+            of_factors = determinant.log_determinant(energy.at(energy.start), method.precision)
+            return lambda value: of_factors(*candidates.scale.proportions(value)).value
 
         def of_candidate(value: float) -> float:
-            return determinant.spectrum(candidates.local(value), method.precision).log_determinant().value
+            return determinant.log_determinant(candidates.local(value), method.precision)(1.0, 1.0).value
 
         return of_candidate
 
@@ -234,9 +230,7 @@ class TuningCurve(InNotebook):
             for v, s in zip(self.values.tolist(), self.scores.tolist(), strict=True)
         ]
         if bool(self.scores.isnan().any()):
-            rows.append(
-                "  nan: no Gaussian, since this precision is not positive definite there; that of GGN() is"
-            )
+            rows.append("  nan: the precision is not positive definite there; that of GGN() is")
         return "\n".join([self.what, *rows])
 
 
@@ -265,10 +259,8 @@ def tune(
         grid = sorted({float(v) for v in (candidates.scale.grid() if values is None else values)})
     except (TypeError, ValueError):  # one number, or none
         grid = []
-    if not grid or not all(0 < v < math.inf for v in grid) or refinements < 0:
-        raise ArgumentError(
-            f"values must be a list of positive numbers, and refinements not negative; got {values!r} and {refinements}"
-        )
+    if not grid or not all(0 < v < math.inf for v in grid):
+        raise ArgumentError(f"values must be a list of positive numbers; got {values!r}")
     what = f"{candidates.scale} by {criterion}"
     tried: dict[float, float] = {}  # minus infinity where there is no Gaussian
     with progress_bar(progress, len(grid) + refinements, unit="value") as bar:
@@ -285,9 +277,7 @@ def tune(
 
         place = grid.index(max(grid, key=attempt))
         if tried[grid[place]] == -math.inf:
-            raise NotPositiveDefiniteError(
-                "the precision is not positive definite for any value: run guide.polish(batches), or use GGN()"
-            )
+            raise NotPositiveDefiniteError("no value has a positive definite precision: polish, or use GGN()")
         at_edge = place in (0, len(grid) - 1)
         if not at_edge:
             _golden(attempt, grid[place - 1], grid[place + 1], refinements)
@@ -296,15 +286,12 @@ def tune(
     index = sorted(tried).index(best)
     singular = bool(
         (scores[max(index - 1, 0) : index + 2] == -math.inf).any()
-    )  # where the evidence goes to infinity
+    )  # the evidence tends to infinity
     if at_edge or singular:
-        where = (
-            f"the {'smallest' if place == 0 else 'largest'} value tried: pass values=[...] that reach further"
-        )
+        where = f"the {'smallest' if place == 0 else 'largest'} value tried: pass values=[...] beyond it"
         if singular:
             where = (
-                "next to values at which the precision is not positive definite, and means nothing so near to them: "
-                "use GGN(), or pass values that stay away from them"
+                "next to values at which the precision is not positive definite: use GGN(), or other values"
             )
         warn(f"the best of {what} is {best:.4g}, {where}")
     scores = scores.masked_fill(scores == -math.inf, math.nan)
