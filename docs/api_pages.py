@@ -29,7 +29,6 @@ NOT_LINKED = {
     "Adam",
     "SGD",
     "Function",
-    "Draws",
     "Kind",
     "Link",
     "Table",

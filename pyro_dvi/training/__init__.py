@@ -14,22 +14,18 @@ from pyro_dvi.training.ensemble import (
 )
 from pyro_dvi.training.history import History, Table
 from pyro_dvi.training.loop import TrainingState, fit
-from pyro_dvi.training.processes import Draws, OwnDraws, SharedDraws
 from pyro_dvi.training.stopping import EarlyStopping
 
 __all__ = [
     "BatchNormStatistics",
     "Checkpoint",
     "DataParallel",
-    "Draws",
     "EarlyStopping",
     "EnsembleGuide",
     "EnsembleModel",
     "EveryStep",
     "History",
     "JointBatches",
-    "OwnDraws",
-    "SharedDraws",
     "Table",
     "TrainedPosterior",
     "TrainingState",
