@@ -20,7 +20,7 @@ from pyro_dvi.runs.fingerprint import input_shapes
 from pyro_dvi.runs.trained_for import check_trainable, note_trained_for
 from pyro_dvi.training.batch_norm import BatchNormStatistics
 from pyro_dvi.training.between_epochs import EveryStep, Schedule, training_mode, validation_metrics
-from pyro_dvi.training.checkpoint import Checkpoint, Contents
+from pyro_dvi.training.checkpoint import Checkpoint, save
 from pyro_dvi.training.history import History, posterior_scale
 from pyro_dvi.training.parameter_checks import check_parameters, claim_parameters, warn_of_decaying_scales
 from pyro_dvi.training.rollback import Rollback
@@ -344,8 +344,14 @@ class _Run:
 
     def _save(self) -> None:
         assert self.checkpoint is not None
-        contents = Contents(self.route, self.checkpoint.modules, self.schedule.saved, self.loader)
-        contents.write(self.checkpoint.path, self.history)
+        save(
+            self.checkpoint.path,
+            self.route,
+            lr_schedule=self.schedule.saved,
+            history=self.history,
+            loader=self.loader,
+            modules=self.checkpoint.modules,
+        )
 
     def _target_device(self) -> torch.device | None:
         return self.device or self.route.device()

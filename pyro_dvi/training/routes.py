@@ -375,12 +375,14 @@ class ModuleRoute(Route):
 
 
 def route_of(target: Any, optimizer: Optimizer | None = None, *, train: bool = True) -> Route:
-    """Choose the route for what was passed as ``svi``.
+    """Choose the route for what was passed as ``svi``; a route is returned as it is.
 
     Raises:
         ArgumentError: it is neither an SVI nor an ELBOModule, the loss of the SVI is a class, or the optimizer is
             missing or superfluous.
     """
+    if isinstance(target, Route):
+        return target
     loss = target.loss if isinstance(target, SVI) else None
     if isinstance(loss, type):
         raise ArgumentError(f"The loss of the SVI is the class {loss.__name__}: write loss={loss.__name__}()")

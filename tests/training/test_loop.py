@@ -74,7 +74,7 @@ def test_fit_calls_the_step_of_a_subclass():
             self.steps += 1
             return super().step(*args, **kwargs)
 
-    usual = svi_of("Taylor")
+    usual = svi_of("MeanFieldGuide + TaylorELBO")
     svi = Counted(usual.model, usual.guide, usual.optim, loss=TaylorELBO())
     history = fit(svi, sequence(), 2, progress=False)
     assert svi.steps == history.step == 2 * len(sequence())
