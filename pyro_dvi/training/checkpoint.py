@@ -190,7 +190,8 @@ def load(
     elif saved["inputs"] is not None:
         try:
             with preserve_random_state():
-                route.initialise(*stand_ins(*saved["inputs"], device=route.device()))
+                args, kwargs = saved["inputs"]
+                route.initialise(*stand_ins(args, kwargs, route.device()))
         except Exception as error:
             raise CheckpointError(
                 "The checkpoint belongs to another model or guide, which do not run on inputs of the shapes in the "
@@ -278,7 +279,8 @@ def _load_weights(saved: Mapping[str, Any], route: Route, modules: Mapping[str, 
     if saved["fingerprint"] is None:
         return
     fingerprint = Fingerprint(**saved["fingerprint"])
-    centre = central_values(route.guide, *stand_ins(*saved["inputs"], device=route.device()))
+    args, kwargs = saved["inputs"]
+    centre = central_values(route.guide, *stand_ins(args, kwargs, route.device()))
     differences = fingerprint.differences(route.model, centre)
     if differences:
         route.set_weights(before)
