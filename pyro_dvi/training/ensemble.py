@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Posteriors trained apart, each with a parameter store of its own, and ensembles of them as one model and guide.
 
-The number of the member is one more latent variable: the model runs the network of the member m that the site ``member``
+The number of the member is one more latent variable: the model runs the network of the member m that site ``member``
 says, and the guide draws m and then the weights from the posterior of that member,
 
 .. math:: q(m, \theta) = \tfrac1K\, q_m(\theta).
@@ -258,7 +258,7 @@ class EnsembleGuide(nn.Module):
         """
         raise GuideError(
             f"{'a loss function' if objective is None else type(objective).__name__} cannot train this "
-            f"{type(self).__name__}, whose members have been trained: it is for predictions. To train other members, give "
+            f"{type(self).__name__}, whose members have been trained: it is for predictions. To train others, give "
             "pyro_dvi.train_ensemble a function that trains one and returns its model and guide."
         )
 
