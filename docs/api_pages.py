@@ -31,7 +31,6 @@ NOT_LINKED = {
     "Adam",
     "SGD",
     "Function",
-    "Draws",
     "Kind",
     "Link",
     "Table",

@@ -7,7 +7,6 @@ from pyro_dvi.training.data_parallel import DataParallel, JointBatches
 from pyro_dvi.training.ensemble import EnsembleGuide, train_ensemble
 from pyro_dvi.training.history import History
 from pyro_dvi.training.loop import fit
-from pyro_dvi.training.processes import OwnDraws, SharedDraws
 from pyro_dvi.training.stopping import EarlyStopping
 
 __all__ = [
@@ -18,8 +17,6 @@ __all__ = [
     "EnsembleGuide",
     "History",
     "JointBatches",
-    "OwnDraws",
-    "SharedDraws",
     "fit",
     "load",
     "recompute_batch_norm",

@@ -100,10 +100,39 @@ def save(
         ArgumentError: if ``svi`` is neither of the two, or ``history`` is none.
         CheckpointError: if the file cannot be written.
     """
-    if history is not None:
-        check_choice("history", history, History, "the one that fit returned")
-    route = route_of(svi, optimizer, train=False)
-    Contents(route, modules or {}, lr_schedule, loader).write(path, history)
+    history = History() if history is None else history
+    check_choice("history", history, History, "the one that fit returned")
+    route, extra = route_of(svi, optimizer, train=False), modules or {}
+    parts = {**route.modules(), **extra}
+    fingerprint = None
+    if history.inputs is not None:
+        args, kwargs = stand_ins(*history.inputs, route.device())
+        with preserve_random_state():
+            centre = central_values(route.guide, args, kwargs)
+            fingerprint = Fingerprint.of(route.model, args, kwargs, centre)
+    own, constraints = route.store_parameters(), pyro.get_param_store()._constraints
+    held = {
+        id(value): [role, name] for role, part in extra.items() for name, value in part.named_parameters()
+    }
+    content = {
+        "described": _described(route, parts),
+        "states": {role: part.state_dict() for role, part in parts.items()},
+        "store": {
+            "params": {name: value.detach().clone() for name, value in own.items()},
+            "constraints": {name: constraints[name] for name in own},
+            # pyro.module puts a network's own parameters into the store, and there they must be the same tensors.
+            "aliases": {name: held[id(value)] for name, value in own.items() if id(value) in held},
+        },
+        "elbo": route.elbo.state_dict() if hasattr(route.elbo, "state_dict") else None,
+        "optimizer": route.optimizer_state(),
+        "lr_schedule": None if lr_schedule is None else lr_schedule.state_dict(),
+        "random": random_state(loader),
+        "history": history.to_dict(),
+        "best_weights": history.best_weights,
+        "inputs": history.inputs,
+        "fingerprint": fingerprint and fingerprint.state(),
+    }
+    write_file(Path(path), content)
 
 
 def load(
@@ -146,192 +175,121 @@ def load(
         CheckpointError: if the file is missing, truncated or foreign, or does not fit the objects; keys are named.
         GuideError: if Pyro's store holds parameters of another guide under the same names.
     """
-    contents = Contents(route_of(svi, optimizer, train=False), modules or {}, lr_schedule, loader)
+    route = route_of(svi, optimizer, train=False)
+    parts = {**route.modules(), **(modules or {})}
     saved = read_file(Path(path), map_location, weights_only)
     if best and saved["best_weights"] is None:
         raise CheckpointError("The checkpoint holds no best weights: early stopping did not watch this run.")
-    contents.check(saved)
+    _check(saved, route, parts)
+    if lr_schedule is not None and saved["lr_schedule"] is None:
+        raise CheckpointError("The checkpoint holds no learning rate schedule; leave out lr_schedule.")
     if restore_random and loader is not None:
         check_generators(saved["random"], loader)
-    history = contents.load(saved, example)
+    if example is not None:
+        route.initialise(*arguments(example, route.device()))
+    elif saved["inputs"] is not None:
+        try:
+            with preserve_random_state():
+                args, kwargs = saved["inputs"]
+                route.initialise(*stand_ins(args, kwargs, route.device()))
+        except Exception as error:
+            raise CheckpointError(
+                "The checkpoint belongs to another model or guide, which do not run on inputs of the shapes in the "
+                f"file ({first_line(error)}); if they are the same, pass example=, one batch of the loader."
+            ) from error
+    _load_weights(saved, route, parts)
+    note_trained_for(route.guide, getattr(route.elbo, "prediction_rule", "Samples"))
+    if saved["elbo"] is not None:
+        route.elbo.load_state_dict(saved["elbo"])
+    if route.steered is not None:
+        try:
+            route.load_optimizer_state(saved["optimizer"])
+        except (ValueError, KeyError) as error:
+            raise CheckpointError(
+                f"The optimizer's state does not fit: {error}. Build it as it was built."
+            ) from error
+        if hasattr(route.elbo, "prepare"):  # for a loop of the user's own
+            route.elbo.prepare(route.guide, route.steered)
+    if lr_schedule is not None:
+        lr_schedule.load_state_dict(saved["lr_schedule"])
+    history = History.from_dict(saved["history"])
+    history.best_weights, history.inputs = saved["best_weights"], saved["inputs"]
     if best:
-        contents.route.set_weights(saved["best_weights"])
+        route.set_weights(saved["best_weights"])
     if restore_random:
         restore_random_state(saved["random"], loader)
     return history
 
 
-@dataclass(frozen=True)
-class Contents:
-    """The objects that a checkpoint is of, written to a file and read from one.
-
-    Args:
-        route: model, guide, ELBO and optimizer.
-        extra: modules whose buffers no module of the route lists, by name.
-        lr_schedule: a torch scheduler, or None.
-        loader: the training loader, or None.
-    """
-
-    route: Route
-    extra: Mapping[str, nn.Module]
-    lr_schedule: Any
-    loader: Any
-
-    @property
-    def modules(self) -> dict[str, nn.Module]:
-        """Everything with a ``state_dict``, by name."""
-        return {**self.route.modules(), **self.extra}
-
-    def write(self, path: str | os.PathLike[str], history: History | None) -> None:
-        """Write the file; see :func:`save`."""
-        route, record = self.route, History() if history is None else history
-        fingerprint = None
-        if record.inputs is not None:
-            args, kwargs = stand_ins(record.inputs[0], record.inputs[1], route.device())
-            with preserve_random_state():
-                centre = central_values(route.guide, args, kwargs)
-                fingerprint = Fingerprint.of(route.model, args, kwargs, centre)
-        own, constraints = route.store_parameters(), pyro.get_param_store()._constraints
-        held = {
-            id(value): [role, name]
-            for role, part in self.extra.items()
-            for name, value in part.named_parameters()
-        }
-        content = {
-            "described": self._described(),
-            "states": {role: part.state_dict() for role, part in self.modules.items()},
-            "store": {
-                "params": {name: value.detach().clone() for name, value in own.items()},
-                "constraints": {name: constraints[name] for name in own},
-                # pyro.module puts a network's own parameters into the store, and there they must be the same tensors.
-                "aliases": {name: held[id(value)] for name, value in own.items() if id(value) in held},
-            },
-            "elbo": route.elbo.state_dict() if hasattr(route.elbo, "state_dict") else None,
-            "optimizer": route.optimizer_state(),
-            "lr_schedule": None if self.lr_schedule is None else self.lr_schedule.state_dict(),
-            "random": random_state(self.loader),
-            "history": record.to_dict(),
-            "best_weights": record.best_weights,
-            "inputs": record.inputs,
-            "fingerprint": fingerprint and fingerprint.state(),
-        }
-        write_file(Path(path), content)
-
-    def check(self, saved: Mapping[str, Any]) -> None:
-        """Refuse a file of other objects, as far as these can be known before the model has run.
-
-        Raises:
-            CheckpointError: naming what differs.
-            GuideError: if Pyro's store holds parameters of another guide under the same names.
-        """
-        for what, now in self._described().items():
-            before = saved["described"][what]
-            if before != now and None not in (before, now):
-                raise CheckpointError(
-                    f"The checkpoint was trained with {what}{before}, the target has {now}. Build it as it was"
-                    f"{_WAYS_OUT.get(what, '.')}"
-                )
-        check_parameters(self.route)
-        if self.lr_schedule is not None and saved["lr_schedule"] is None:
-            raise CheckpointError("The checkpoint holds no learning rate schedule; leave out lr_schedule.")
-        for role, module in self.modules.items():
-            if role != "guide":
-                _check_state(role, module.state_dict(), saved["states"][role])
-
-    def load(self, saved: Mapping[str, Any], example: Any) -> History:
-        """Write a file that :meth:`check` has passed into the objects, and return the history.
-
-        Raises:
-            CheckpointError: if it does not fit them after all; model and guide are then as they were.
-        """
-        route = self.route
-        if example is not None:
-            route.initialise(*arguments(example, route.device()))
-        elif saved["inputs"] is not None:
-            try:
-                with preserve_random_state():
-                    route.initialise(*self._stand_ins(saved))
-            except Exception as error:
-                raise CheckpointError(
-                    "The checkpoint belongs to another model or guide, which do not run on inputs of the shapes in the "
-                    f"file ({first_line(error)}); if they are the same, pass example=, one batch of the loader."
-                ) from error
-        self._load_weights(saved)
-        note_trained_for(route.guide, getattr(route.elbo, "prediction_rule", "Samples"))
-        if saved["elbo"] is not None:
-            route.elbo.load_state_dict(saved["elbo"])
-        if route.steered is not None:
-            try:
-                route.load_optimizer_state(saved["optimizer"])
-            except (ValueError, KeyError) as error:
-                raise CheckpointError(
-                    f"The optimizer's state does not fit: {error}. Build it as it was built."
-                ) from error
-            if hasattr(route.elbo, "prepare"):  # for a loop of the user's own
-                route.elbo.prepare(route.guide, route.steered)
-        if self.lr_schedule is not None:
-            self.lr_schedule.load_state_dict(saved["lr_schedule"])
-        history = History.from_dict(saved["history"])
-        history.best_weights, history.inputs = saved["best_weights"], saved["inputs"]
-        return history
-
-    def _stand_ins(self, saved: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        args, kwargs = saved["inputs"]
-        return stand_ins(args, kwargs, self.route.device())
-
-    def _described(self) -> dict[str, Any]:
-        """Return what file and target have to agree in, by the words of a message; None is not compared."""
-        route = self.route
-        elbo = getattr(route.elbo, "elbo", route.elbo)  # whether one process evaluates it or several
-        weight = getattr(elbo, "kl_weight", None)
-        if is_dataclass(weight):
-            weight = repr(weight)
-        elif weight is not None:
-            weight = None if callable(weight) else float(weight)
-        return {
-            "": route.kind,
-            "the modules ": sorted(self.modules),
-            # The scales of two guides may have the same names and shapes, but one stores their logarithm.
-            "the guide ": type(route.guide).__name__,
-            "the objective ": type(elbo).__name__,
-            "kl_weight=": weight,
-            "the optimizer ": None if route.steered is None else route.optimizer_name,
-        }
-
-    def _load_weights(self, saved: Mapping[str, Any]) -> None:
-        """Load modules and Pyro's store; put them back if the model is then another one than that of the file."""
-        route, modules, states, stored = self.route, self.modules, saved["states"], saved["store"]
-        if "guide" in modules and next(modules["guide"].parameters(), None) is not None:
-            _check_state("guide", modules["guide"].state_dict(), states["guide"])
-        store = pyro.get_param_store()
-        existing = {name: value for name, value in store.named_parameters() if name in stored["params"]}
-        _check_state("parameter store", existing, {name: stored["params"][name] for name in existing})
-        new = {
-            name: _new_parameter(name, value, stored["aliases"], modules)
-            for name, value in stored["params"].items()
-            if name not in existing
-        }
-        before = route.weights()
-        # Of all that is written now, a fresh guide is the likeliest to refuse: it goes first.
-        for role in sorted(modules, key=lambda role: role != "guide"):
-            _load_state(role, modules[role], states[role])
-        with torch.no_grad():
-            for name, value in existing.items():
-                value.copy_(stored["params"][name])
-        store.set_state({"params": new, "constraints": {name: stored["constraints"][name] for name in new}})
-        if saved["fingerprint"] is None:
-            return
-        fingerprint = Fingerprint(**saved["fingerprint"])
-        centre = central_values(route.guide, *self._stand_ins(saved))
-        differences = fingerprint.differences(route.model, centre)
-        if differences:
-            route.set_weights(before)
+def _check(saved: Mapping[str, Any], route: Route, parts: Mapping[str, nn.Module]) -> None:
+    """Refuse a file of other objects, as far as these can be known before the model has run."""
+    for what, now in _described(route, parts).items():
+        before = saved["described"][what]
+        if before != now and None not in (before, now):
             raise CheckpointError(
-                f"The checkpoint belongs to another model: {differences} (saved → now, in evaluation mode, at the "
-                "centre of the posterior). Build the model as it was, with attributes that training moves (annealed "
-                "noise, a plate that grows) as they were when it was saved; or start from the weights alone: "
-                "guide.load_state_dict(...)."
+                f"The checkpoint was trained with {what}{before}, the target has {now}. Build it as it was"
+                f"{_WAYS_OUT.get(what, '.')}"
             )
+    check_parameters(route)
+    for role, module in parts.items():
+        if role != "guide":
+            _check_state(role, module.state_dict(), saved["states"][role])
+
+
+def _described(route: Route, parts: Mapping[str, nn.Module]) -> dict[str, Any]:
+    """Return what file and target have to agree in, by the words of a message; None is not compared."""
+    elbo = getattr(route.elbo, "elbo", route.elbo)  # whether one process evaluates it or several
+    weight = getattr(elbo, "kl_weight", None)
+    if is_dataclass(weight):
+        weight = repr(weight)
+    elif weight is not None:
+        weight = None if callable(weight) else float(weight)
+    return {
+        "": route.kind,
+        "the modules ": sorted(parts),
+        # The scales of two guides may have the same names and shapes, but one stores their logarithm.
+        "the guide ": type(route.guide).__name__,
+        "the objective ": type(elbo).__name__,
+        "kl_weight=": weight,
+        "the optimizer ": None if route.steered is None else route.optimizer_name,
+    }
+
+
+def _load_weights(saved: Mapping[str, Any], route: Route, modules: Mapping[str, nn.Module]) -> None:
+    """Load modules and Pyro's store; put them back if the model is then another one than that of the file."""
+    states, stored = saved["states"], saved["store"]
+    if "guide" in modules and next(modules["guide"].parameters(), None) is not None:
+        _check_state("guide", modules["guide"].state_dict(), states["guide"])
+    store = pyro.get_param_store()
+    existing = {name: value for name, value in store.named_parameters() if name in stored["params"]}
+    _check_state("parameter store", existing, {name: stored["params"][name] for name in existing})
+    new = {
+        name: _new_parameter(name, value, stored["aliases"], modules)
+        for name, value in stored["params"].items()
+        if name not in existing
+    }
+    before = route.weights()
+    # Of all that is written now, a fresh guide is the likeliest to refuse: it goes first.
+    for role in sorted(modules, key=lambda role: role != "guide"):
+        _load_state(role, modules[role], states[role])
+    with torch.no_grad():
+        for name, value in existing.items():
+            value.copy_(stored["params"][name])
+    store.set_state({"params": new, "constraints": {name: stored["constraints"][name] for name in new}})
+    if saved["fingerprint"] is None:
+        return
+    fingerprint = Fingerprint(**saved["fingerprint"])
+    args, kwargs = saved["inputs"]
+    centre = central_values(route.guide, *stand_ins(args, kwargs, route.device()))
+    differences = fingerprint.differences(route.model, centre)
+    if differences:
+        route.set_weights(before)
+        raise CheckpointError(
+            f"The checkpoint belongs to another model: {differences} (saved → now, in evaluation mode, at the "
+            "centre of the posterior). Build the model as it was, with attributes that training moves (annealed "
+            "noise, a plate that grows) as they were when it was saved; or start from the weights alone: "
+            "guide.load_state_dict(...)."
+        )
 
 
 def _check_state(role: str, current: Mapping[str, Any], saved: Mapping[str, Any]) -> None:

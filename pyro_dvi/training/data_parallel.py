@@ -6,123 +6,40 @@ Process k evaluates the objective on its :math:`m_k` examples, with the plate's 
 over examples add up with the scale :math:`N/\sum_j m_j`, and the KL divergence counts once.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from itertools import count, islice
 from typing import Any, NamedTuple
 
-import pyro
-import pyro.poutine as poutine
 import torch
 import torch.distributed as td
 from pyro.infer.elbo import ELBO
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.nn.modules.batchnorm import _BatchNorm
 
-from pyro_dvi.core.arguments import check_choice
-from pyro_dvi.core.autograd_graph import leaves_of
 from pyro_dvi.core.batches import number_of_batches
-from pyro_dvi.core.undisturbed import undisturbed
 from pyro_dvi.errors import (
     ArgumentError,
     DataError,
-    GuideError,
     NonFiniteError,
     PyroDviError,
     UnsupportedError,
 )
 from pyro_dvi.training.processes import (
-    AnnouncedFunction,
-    Draws,
-    Fractions,
-    SharedDraws,
+    JointRun,
+    create_parameters,
     exchange,
     exchange_results,
-    seeded,
+    modules_of,
+    named_leaves,
+    named_parameters,
+    refuse_synchronised,
+    running_statistics,
     several,
+    weighted_sums,
     weights_of,
 )
-
-
-def create_parameters(model: Any, guide: Any, args: tuple, kwargs: dict) -> None:
-    """Make parameters exist that a first call creates."""
-    looks = getattr(guide, "prototype_trace", True) is None
-    if looks and hasattr(guide, "initialize"):
-        guide.initialize(*args, **kwargs)
-    elif looks or not (isinstance(model, nn.Module) and isinstance(guide, nn.Module)):
-        with undisturbed(), torch.no_grad(), poutine.block():
-            trace = poutine.trace(guide).get_trace(*args, **kwargs)
-            poutine.replay(model, trace=trace)(*args, **kwargs)
-
-
-def refuse_synchronised(model: Any) -> None:
-    """Refuse batch normalisation that meets other processes by itself.
-
-    Raises:
-        UnsupportedError: naming the layer and what to use instead.
-    """
-    for name, module in model.named_modules() if isinstance(model, nn.Module) else ():
-        if isinstance(module, nn.SyncBatchNorm):
-            raise UnsupportedError(
-                f"layer {name!r} is torch.nn.SyncBatchNorm, which talks to the other processes whenever the model "
-                "runs; objectives run it at times of their own. Use nn.BatchNorm1d/2d/3d, whose running statistics "
-                "DataParallel averages, or nn.GroupNorm or nn.LayerNorm, which need no statistics of the minibatch."
-            )
-
-
-def modules_of(model: Any, guide: Any) -> nn.ModuleDict:
-    """Return model and guide, as far as they are modules."""
-    parts = {"model": model, "guide": guide}
-    return nn.ModuleDict({role: part for role, part in parts.items() if isinstance(part, nn.Module)})
-
-
-def named_parameters(model: Any, guide: Any) -> dict[str, Tensor]:
-    """Every parameter once, by a name that is the same in all processes."""
-    named: dict[str, Tensor] = dict(modules_of(model, guide).named_parameters())
-    if not pyro.settings.get("module_local_params"):
-        owned = {id(parameter) for parameter in named.values()}
-        for name, value in pyro.get_param_store().named_parameters():
-            if id(value) not in owned:
-                named[f"store.{name}"] = value
-    return named
-
-
-def named_leaves(loss: Tensor, model: Any, guide: Any) -> dict[str, Tensor]:
-    """The parameters that the loss depends on, by name."""
-    names = {id(parameter): name for name, parameter in named_parameters(model, guide).items()}
-    leaves: dict[str, Tensor] = {}
-    for leaf in leaves_of([loss]):
-        if id(leaf) not in names:
-            raise GuideError(
-                f"the loss depends on a tensor of shape {tuple(leaf.shape)} with gradients that is no parameter of "
-                "the model, the guide or Pyro's store, so processes cannot tell which of theirs it is: make it an "
-                "nn.Parameter or pyro.param"
-            )
-        leaves[names[id(leaf)]] = leaf
-    return leaves
-
-
-def running_statistics(model: Any) -> Iterator[Tensor]:
-    """Yield means and variances that batch normalisation has just updated."""
-    for module in model.modules() if isinstance(model, nn.Module) else ():
-        if isinstance(module, _BatchNorm) and module.training and module.running_mean is not None:
-            yield from (module.running_mean, module.running_var)  # type: ignore[misc]
-
-
-def weighted_sums(tensors: list[Any], weight: float, group: Any) -> list[Tensor]:
-    """Sum tensors times weights over processes, in one message for each type and device."""
-    results: list[Any] = [None] * len(tensors)
-    kinds: dict[Any, list[int]] = {}
-    for k, tensor in enumerate(tensors):
-        kinds.setdefault((tensor.dtype, tensor.device), []).append(k)
-    for positions in kinds.values():
-        flat = torch.cat([tensors[k].detach().reshape(-1) for k in positions]).mul_(weight)
-        td.all_reduce(flat, group=group)
-        parts = flat.split([tensors[k].numel() for k in positions])
-        for k, part in zip(positions, parts, strict=True):
-            results[k] = part.view(tensors[k].shape)
-    return results
 
 
 class DataParallel(ELBO):
@@ -156,7 +73,8 @@ class DataParallel(ELBO):
 
     Args:
         elbo: the objective.
-        draws: ``SharedDraws()``, by default, or ``OwnDraws()``; the latter also where all processes have all data.
+        own_draws: draw other weights in each process, so that gradients and curvature are averages over as many draws
+            as processes, which may then all have the whole data set. By default all draw the same weights.
         group: process group; the default one.
 
     Attributes:
@@ -179,7 +97,7 @@ class DataParallel(ELBO):
         0.1
     """
 
-    def __init__(self, elbo: Any, *, draws: Draws | None = None, group: Any = None) -> None:
+    def __init__(self, elbo: Any, *, own_draws: bool = False, group: Any = None) -> None:
         if isinstance(elbo, DataParallel) or not hasattr(elbo, "current_kl_weight"):
             raise ArgumentError(
                 "DataParallel takes an objective of this library, such as TaylorELBO(), got "
@@ -187,9 +105,7 @@ class DataParallel(ELBO):
             )
         super().__init__(num_particles=elbo.num_particles)
         self.elbo = elbo
-        self.draws = SharedDraws() if draws is None else draws
-        check_choice("draws", self.draws, Draws, "SharedDraws() or OwnDraws()")
-        self.group = group
+        self.own_draws, self.group = own_draws, group
         self.stands_by = False
         self._seed: Any = None  # a number from the first step on
         self._prepared: tuple[Any, Any] | None = None
@@ -229,26 +145,33 @@ class DataParallel(ELBO):
         self._prepare(model, guide, args, kwargs)
         losses: list[Tensor] = []
         seed, step, rank = self._seed, self.elbo.step, td.get_rank(self.group)
-        seeds = (self.draws.seed(seed, step, run, rank) for run in count())
+        stream = (seed, step, rank) if self.own_draws else (seed, step)
+        seeds = (hash((*stream, run)) % 2**63 for run in count())
         stands_by, self.stands_by = self.stands_by, False
 
         def evaluate() -> _Evaluation:
-            with seeded(self._guide, seeds), Fractions() as fractions:
+            with JointRun(self._guide, seeds) as run:
                 loss = self.elbo.differentiable_loss(model, self._guide, *args, **kwargs)
             losses.append(loss)
-            found = dict.fromkeys(fractions.found, 0.0) if stands_by else fractions.found
+            found = dict.fromkeys(run.fractions, 0.0) if stands_by else run.fractions
             terms = {name: float(value) for name, value in self.elbo.terms.items()}
             return _Evaluation(found, terms, sorted(named_leaves(loss, model, guide)))
 
         messages = exchange_results(evaluate, self.group)
-        weights = weights_of([m.fractions for m in messages], self.draws.whole_data)
+        weights = weights_of([m.fractions for m in messages], self.own_draws)
         terms = {
             name: math.fsum(w * m.terms[name] for w, m in zip(weights, messages, strict=True))
             for name in messages[0].terms
         }
         self.elbo.terms = {name: self.elbo.terms[name].new_tensor(value) for name, value in terms.items()}
-        if not all(math.isfinite(m.terms["loss"]) for m in messages):
-            raise NonFiniteError(_diagnosis(messages))
+        bad = [k for k, message in enumerate(messages) if not math.isfinite(message.terms["loss"])]
+        if bad:
+            listed = ", ".join(f"{name}={value:.4g}" for name, value in messages[bad[0]].terms.items())
+            raise NonFiniteError(
+                f"the loss of process {bad[0]} is not finite ({listed}; {len(bad)} of {len(messages)} processes). No "
+                "update was made. Lower the learning rate (above all that of the scales), look for extreme inputs, or "
+                "train in float64."
+            )
         names = sorted({name for message in messages for name in message.leaves})
         return self._joint(losses[0], terms["loss"], names, model, guide, weights[rank])
 
@@ -332,7 +255,16 @@ class DataParallel(ELBO):
             for name in sorted(values):
                 td.broadcast(values[name].data, src=source, group=self.group)
         self._prepared = (model, guide)
-        self._guide = guide if isinstance(guide, nn.Module) else AnnouncedFunction(guide)
+        self._guide = guide if isinstance(guide, nn.Module) else _GuideModule(guide)
+
+
+class _GuideModule(nn.Module):
+    """A guide that is a function, as a module, which takes hooks."""
+
+    def __init__(self, guide: Callable[..., Any]) -> None:
+        super().__init__()
+        functools.update_wrapper(self, guide, updated=())
+        self.forward = guide
 
 
 class _Evaluation(NamedTuple):
@@ -354,16 +286,6 @@ class _Joint(Function):
     @staticmethod
     def backward(ctx: Any, out: Tensor) -> tuple[Tensor | None, ...]:
         return (None, None, *(out * gradient for gradient in ctx.gradients))
-
-
-def _diagnosis(messages: list[_Evaluation]) -> str:
-    bad = [k for k, message in enumerate(messages) if not math.isfinite(message.terms["loss"])]
-    listed = ", ".join(f"{name}={value:.4g}" for name, value in messages[bad[0]].terms.items())
-    return (
-        f"the loss of process {bad[0]} is not finite ({listed}; {len(bad)} of {len(messages)} processes). No "
-        "update was made. Lower the learning rate (above all that of the scales), look for extreme inputs, or train "
-        "in float64."
-    )
 
 
 _END = object()

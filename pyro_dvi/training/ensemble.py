@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Posteriors trained apart, each with a parameter store of its own, and ensembles of them as one model and guide.
 
-The number of the member is one more latent variable: the model runs the network of the member m that the site ``member``
+The number of the member is one more latent variable: the model runs the network of the member m that site ``member``
 says, and the guide draws m and then the weights from the posterior of that member,
 
 .. math:: q(m, \theta) = \tfrac1K\, q_m(\theta).
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -237,8 +237,8 @@ class EnsembleGuide(nn.Module):
             raise ArgumentError("an ensemble needs at least one member: give pairs (model, guide)")
         self.guides = nn.ModuleList(m.guide for m in self.members if isinstance(m.guide, nn.Module))
         self._model = (EnsembleModel(self.members),)  # no submodule, as in Pyro's guides
-        numbered = combinations(enumerate(map(_parameters, self.members)), 2)
-        same = [f"{i} and {k}" for (i, first), (k, second) in numbered if _are_same(first, second)]
+        pairs = combinations(enumerate(self.members), 2)
+        same = [f"{i} and {k}" for (i, first), (k, second) in pairs if _are_same(first, second)]
         if same:
             warn(
                 f"members {', '.join(same)} of the ensemble have the same parameters, and add nothing to each other: "
@@ -258,7 +258,7 @@ class EnsembleGuide(nn.Module):
         """
         raise GuideError(
             f"{'a loss function' if objective is None else type(objective).__name__} cannot train this "
-            f"{type(self).__name__}, whose members have been trained: it is for predictions. To train other members, give "
+            f"{type(self).__name__}, whose members have been trained: it is for predictions. To train others, give "
             "pyro_dvi.train_ensemble a function that trains one and returns its model and guide."
         )
 
@@ -310,14 +310,8 @@ def _as_member(given: Any) -> TrainedPosterior:
     return TrainedPosterior(*given, kept)
 
 
-def _parameters(member: TrainedPosterior) -> dict[str, Tensor]:
-    """Return what training has left in a guide."""
-    own: Any = (
-        member.guide.named_parameters() if isinstance(member.guide, nn.Module) else member.store["params"]
-    )
-    return dict(own)
-
-
-def _are_same(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> bool:
-    """Whether two members have the same numbers; they may have none yet."""
+def _are_same(one: TrainedPosterior, other: TrainedPosterior) -> bool:
+    """Return True if two guides have the same parameters; they may have none yet."""
+    modules = isinstance(one.guide, nn.Module) and isinstance(other.guide, nn.Module)
+    first, second = (dict(m.guide.named_parameters()) if modules else m.store["params"] for m in (one, other))
     return first.keys() == second.keys() != set() and all(map(torch.equal, first.values(), second.values()))

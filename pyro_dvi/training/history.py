@@ -3,15 +3,25 @@
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pyro
+from torch import nn
+from torch.distributions import transform_to
+
 from pyro_dvi.core.batches import mapped
 from pyro_dvi.core.table import InNotebook
+from pyro_dvi.optim.learning_rates import SCALE_PATTERN
 
 if TYPE_CHECKING:
     import pandas
+
+    from pyro_dvi.training.routes import Route
+
+_PRECISION = re.compile(r"(^|\.)([A-Z]\w*|guide)(\.\d+)*\.precisions\.")  # as of NaturalGradientGuide
 
 
 class Table(dict[str, list[float]], InNotebook):
@@ -160,3 +170,21 @@ class History(InNotebook):
         for table in ("epochs", "steps"):
             record[table] = mapped(lambda value: math.nan if value is None else value, record[table])
         return cls.from_dict(record)
+
+
+def posterior_scale(route: "Route") -> float | None:
+    """Return the mean of all posterior scales, where the guide's parameters are recognised as such."""
+    store = pyro.get_param_store()
+    constraints = {id(value): store._constraints[name] for name, value in store.named_parameters()}
+    for module in nn.ModuleDict(route.modules()).modules():
+        for name, (constraint, _) in getattr(module, "_pyro_params", {}).items():
+            constraints[id(getattr(module, name + "_unconstrained"))] = constraint
+    total, count = 0.0, 0
+    for name, parameter in route.parameters().items():
+        is_precision = _PRECISION.search(name) is not None
+        if is_precision or re.search(SCALE_PATTERN, name):
+            constraint = constraints.get(id(parameter))
+            value = (parameter if constraint is None else transform_to(constraint)(parameter)).detach()
+            total += float((value.rsqrt() if is_precision else value).sum())
+            count += parameter.numel()
+    return total / count if count else None

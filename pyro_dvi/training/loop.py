@@ -4,7 +4,6 @@
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,9 +20,9 @@ from pyro_dvi.runs.fingerprint import input_shapes
 from pyro_dvi.runs.trained_for import check_trainable, note_trained_for
 from pyro_dvi.training.batch_norm import BatchNormStatistics
 from pyro_dvi.training.between_epochs import EveryStep, Schedule, training_mode, validation_metrics
-from pyro_dvi.training.checkpoint import Checkpoint, Contents
-from pyro_dvi.training.history import History
-from pyro_dvi.training.parameter_checks import check_parameters, claim_parameters, unwanted_updates_noticed
+from pyro_dvi.training.checkpoint import Checkpoint, save
+from pyro_dvi.training.history import History, posterior_scale
+from pyro_dvi.training.parameter_checks import check_parameters, claim_parameters, warn_of_decaying_scales
 from pyro_dvi.training.rollback import Rollback
 from pyro_dvi.training.routes import Route, route_of
 from pyro_dvi.training.stopping import EarlyStopping, Interrupts
@@ -263,18 +262,19 @@ class _Run:
     def _epoch(self, epoch: int) -> str | None:
         """Train an epoch; return the reason to stop, if there is one."""
         started, first = time.perf_counter(), self.history.step
-        with nullcontext() if self.looked_at_updates else unwanted_updates_noticed(self.route):
-            for batch in self.loader:
-                self._step(epoch, *arguments(batch, self._target_device()))
-                self.interrupts.check()
-        self.looked_at_updates = True
+        for batch in self.loader:
+            self._step(epoch, *arguments(batch, self._target_device()))
+            self.interrupts.check()
+        if not self.looked_at_updates:
+            warn_of_decaying_scales(self.route)
+            self.looked_at_updates = True
         steps = self.history.step - first
         if not steps:
             raise DataError(f"The loader yielded no batch in epoch {epoch}. Can it be read more than once?")
         self.rollback.check_after_epoch(epoch)
         record = self.history.epoch_of(steps)
         record["seconds"] = time.perf_counter() - started
-        scale = self.route.posterior_scale()
+        scale = posterior_scale(self.route)
         if scale is not None:
             record["posterior_scale"] = scale
         record |= self._validated()
@@ -344,8 +344,14 @@ class _Run:
 
     def _save(self) -> None:
         assert self.checkpoint is not None
-        contents = Contents(self.route, self.checkpoint.modules, self.schedule.saved, self.loader)
-        contents.write(self.checkpoint.path, self.history)
+        save(
+            self.checkpoint.path,
+            self.route,
+            lr_schedule=self.schedule.saved,
+            history=self.history,
+            loader=self.loader,
+            modules=self.checkpoint.modules,
+        )
 
     def _target_device(self) -> torch.device | None:
         return self.device or self.route.device()

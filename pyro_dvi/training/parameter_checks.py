@@ -8,13 +8,12 @@ session for instance, takes over the parameters of the first without a word, and
 import re
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any
 
 import pyro
 from pyro.infer.autoguide import AutoGuide
 from torch import Tensor, nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from pyro_dvi.errors import GuideError, ModelError, warn
@@ -30,7 +29,6 @@ _WAY_OUT = (
     "apart with pyro.get_param_store().scope(); if you loaded the store from a file on purpose, call model "
     "and guide once before training, or use pyro_dvi.load."
 )
-_LARGEST_SHARE = 0.05  # of the elements of gradients, that a clamp may change without a warning
 
 
 def check_parameters(route: Route) -> None:
@@ -125,42 +123,8 @@ def _owner_of(parameter: Tensor) -> int | None:
     return None if owner is None else id(owner)
 
 
-@contextmanager
-def unwanted_updates_noticed(route: Route) -> Iterator[None]:
-    """Watch the steps of an epoch, and warn after it of a clamp that changes many gradients, and of decaying scales.
-
-    A clamp is ``clip_norm`` of Pyro's ``ClippedAdam``, which bounds single elements despite its name, or
-    ``clip_value`` of the ``clip_args`` of any other. The numbers stay on their device until the epoch ends.
-    """
-    clip_args = getattr(route.steered, "pt_clip_args", None)
-    clip_value = clip_args.get("clip_value") if isinstance(clip_args, dict) else None
-    bounds: set[float] = set()
-    acted: list[Tensor] = []
-    elements = 0
-
-    def look(optimizer: Optimizer, *_: Any) -> None:
-        nonlocal elements
-        for group in optimizer.param_groups:
-            bound: Any = group.get("clip_norm", clip_value)
-            for parameter in () if bound is None else group["params"]:
-                if parameter.grad is not None:
-                    bounds.add(bound)
-                    acted.append((parameter.grad.abs() >= bound).sum())  # a clamped element equals the bound
-                    elements += parameter.grad.numel()
-
-    handle = register_optimizer_step_pre_hook(look)
-    try:
-        yield
-    finally:
-        handle.remove()
-    share = float(sum(acted)) / elements if elements else 0.0
-    if share > _LARGEST_SHARE:
-        warn(
-            f"{route.optimizer_name} clamps the elements of gradients to ±{min(bounds):g}, which changed {share:.0%} "
-            "of them in this epoch. Losses are sums over the data set, and their gradients are as large: clamped, "
-            "training ends elsewhere, or late. Take dvi.optim.Adam(dvi.optim.learning_rates(1e-2)), or multiply the bound "
-            "by the number of examples."
-        )
+def warn_of_decaying_scales(route: Route) -> None:
+    """Warn of a weight decay that acts on posterior scales."""
     for name, optimizer, place in route.optimizer_groups():
         if optimizer.param_groups[place].get("weight_decay") and re.search(SCALE_PATTERN, name):
             warn(

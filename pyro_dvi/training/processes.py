@@ -1,23 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages between processes, their shares of the joint minibatch, and the weights that they draw."""
+"""Messages between processes, their shares of the joint minibatch, their parameters, and the seeds of their draws."""
 
-import functools
 import math
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack
 from typing import Any, TypeVar
 
 import numpy as np
+import pyro
+import pyro.poutine as poutine
 import torch
 import torch.distributed as td
 from pyro.poutine.messenger import Messenger
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from pyro_dvi.core.undisturbed import accelerators, forked
-from pyro_dvi.errors import DataError, ModelError, PyroDviError, UnsupportedError
+from pyro_dvi.core.autograd_graph import leaves_of
+from pyro_dvi.core.undisturbed import accelerators, forked, undisturbed
+from pyro_dvi.errors import DataError, GuideError, ModelError, PyroDviError, UnsupportedError
 from pyro_dvi.runs.sites import is_data, subsampled_share
 
 T = TypeVar("T")
@@ -80,24 +81,6 @@ def exchange_results(work: Callable[[], T], group: Any, what: str = "") -> list[
     return [other for other, _ in messages]
 
 
-class Fractions(Messenger):
-    """Note which part of the data set each observed site sees."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: dict[str, float] = {}
-
-    def _pyro_post_sample(self, msg: Any) -> None:
-        if not is_data(msg):
-            return
-        fraction = subsampled_share(msg)
-        scale = msg["scale"]
-        if fraction == 1.0 and not (torch.is_tensor(scale) and scale.numel() > 1):
-            fraction = 1.0 / float(scale)
-        # The first run of a step sees all rows; a curvature may look at some of them again.
-        self.found.setdefault(msg["name"], fraction)
-
-
 def weights_of(fractions: list[dict[str, float]], whole_data: bool) -> list[float]:
     r"""Weights :math:`m_k / \sum_j m_j` of the processes."""
     if len(fractions) == 1:
@@ -115,7 +98,7 @@ def weights_of(fractions: list[dict[str, float]], whole_data: bool) -> list[floa
         raise DataError(
             f"observed site {next(iter(sites))!r} does not say how large the data set is, so the parts of the "
             "processes cannot be put together: use pyro.plate('data', size=N, subsample_size=len(x)) with the "
-            "number N of all examples. If every process has all of them, pass draws=OwnDraws()."
+            "number N of all examples. If every process has all of them, pass own_draws=True."
         )
     totals = {site: math.fsum(other[site] for other in fractions) for site in split}
     first, *others = ([other[site] / totals[site] for other in fractions] for site in split)
@@ -128,99 +111,128 @@ def weights_of(fractions: list[dict[str, float]], whole_data: bool) -> list[floa
     return first
 
 
-class Draws(ABC):
-    """Whether processes draw the same weights, where an objective samples from the guide."""
-
-    whole_data: bool
-    """Whether processes may all have the whole data set."""
-
-    @abstractmethod
-    def seed(self, base: int, step: int, run: int, rank: int) -> int:
-        """Return the seed of a run of the guide.
-
-        Args:
-            base: the seed that all processes share.
-            step: training steps done.
-            run: number of the run in this step.
-            rank: number of the process.
-        """
+def weighted_sums(tensors: list[Any], weight: float, group: Any) -> list[Tensor]:
+    """Sum tensors times weights over processes, in one message for each type and device."""
+    results: list[Any] = [None] * len(tensors)
+    kinds: dict[Any, list[int]] = {}
+    for k, tensor in enumerate(tensors):
+        kinds.setdefault((tensor.dtype, tensor.device), []).append(k)
+    for positions in kinds.values():
+        flat = torch.cat([tensors[k].detach().reshape(-1) for k in positions]).mul_(weight)
+        td.all_reduce(flat, group=group)
+        parts = flat.split([tensors[k].numel() for k in positions])
+        for k, part in zip(positions, parts, strict=True):
+            results[k] = part.view(tensors[k].shape)
+    return results
 
 
-@dataclass(frozen=True)
-class SharedDraws(Draws):
-    """Draw the same weights in all processes: together they do what one would do with the joint minibatch."""
-
-    whole_data = False
-
-    def seed(self, base: int, step: int, run: int, rank: int) -> int:
-        """Return the same for every process."""
-        return hash((base, step, run)) % 2**63
-
-
-@dataclass(frozen=True)
-class OwnDraws(Draws):
-    """Draw other weights in each process: gradients and curvature are averages over as many draws as processes."""
-
-    whole_data = True
-
-    def seed(self, base: int, step: int, run: int, rank: int) -> int:
-        """Return another one for every process."""
-        return hash((base, step, run, rank)) % 2**63
+def create_parameters(model: Any, guide: Any, args: tuple, kwargs: dict) -> None:
+    """Make parameters exist that a first call creates."""
+    looks = getattr(guide, "prototype_trace", True) is None
+    if looks and hasattr(guide, "initialize"):
+        guide.initialize(*args, **kwargs)
+    elif looks or not (isinstance(model, nn.Module) and isinstance(guide, nn.Module)):
+        with undisturbed(), torch.no_grad(), poutine.block():
+            trace = poutine.trace(guide).get_trace(*args, **kwargs)
+            poutine.replay(model, trace=trace)(*args, **kwargs)
 
 
-class AnnouncedFunction:
-    """A guide that is a function, which says when it is called."""
+def refuse_synchronised(model: Any) -> None:
+    """Refuse batch normalisation that meets other processes by itself.
 
-    def __init__(self, guide: Callable[..., Any]) -> None:
-        functools.update_wrapper(self, guide, updated=())
-        self.guide = guide
-        self.announce: Callable[[], None] = lambda: None
+    Raises:
+        UnsupportedError: naming the layer and what to use instead.
+    """
+    for name, module in model.named_modules() if isinstance(model, nn.Module) else ():
+        if isinstance(module, nn.SyncBatchNorm):
+            raise UnsupportedError(
+                f"layer {name!r} is torch.nn.SyncBatchNorm, which talks to the other processes whenever the model "
+                "runs; objectives run it at times of their own. Use nn.BatchNorm1d/2d/3d, whose running statistics "
+                "DataParallel averages, or nn.GroupNorm or nn.LayerNorm, which need no statistics of the minibatch."
+            )
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Announce and run."""
-        self.announce()
-        return self.guide(*args, **kwargs)
+
+def modules_of(model: Any, guide: Any) -> nn.ModuleDict:
+    """Return model and guide, as far as they are modules."""
+    parts = {"model": model, "guide": guide}
+    return nn.ModuleDict({role: part for role, part in parts.items() if isinstance(part, nn.Module)})
 
 
-@contextmanager
-def seeded(guide: nn.Module | AnnouncedFunction, seeds: Iterator[int]) -> Iterator[None]:
-    """Let every run of the guide, and of the model up to its observations, draw from the next seed.
+def named_parameters(model: Any, guide: Any) -> dict[str, Tensor]:
+    """Every parameter once, by a name that is the same in all processes."""
+    named: dict[str, Tensor] = dict(modules_of(model, guide).named_parameters())
+    if not pyro.settings.get("module_local_params"):
+        owned = {id(parameter) for parameter in named.values()}
+        for name, value in pyro.get_param_store().named_parameters():
+            if id(value) not in owned:
+                named[f"store.{name}"] = value
+    return named
 
-    Objectives draw some latents in the guide, others when the model asks for them. What comes after, such as random
-    labels, is drawn from the generator of this process.
+
+def named_leaves(loss: Tensor, model: Any, guide: Any) -> dict[str, Tensor]:
+    """The parameters that the loss depends on, by name."""
+    names = {id(parameter): name for name, parameter in named_parameters(model, guide).items()}
+    leaves: dict[str, Tensor] = {}
+    for leaf in leaves_of([loss]):
+        if id(leaf) not in names:
+            raise GuideError(
+                f"the loss depends on a tensor of shape {tuple(leaf.shape)} with gradients that is no parameter of "
+                "the model, the guide or Pyro's store, so processes cannot tell which of theirs it is: make it an "
+                "nn.Parameter or pyro.param"
+            )
+        leaves[names[id(leaf)]] = leaf
+    return leaves
+
+
+def running_statistics(model: Any) -> Iterator[Tensor]:
+    """Yield means and variances that batch normalisation has just updated."""
+    for module in model.modules() if isinstance(model, nn.Module) else ():
+        if isinstance(module, _BatchNorm) and module.training and module.running_mean is not None:
+            yield from (module.running_mean, module.running_var)  # type: ignore[misc]
+
+
+class JointRun(Messenger):
+    """Seed the draws of weights while an objective is evaluated, and note its part of the data set.
+
+    Each run of the guide, and of the model up to its observations, draws from the next seed: objectives draw some
+    latents in the guide, others when the model asks for them. Later draws, such as random labels, come from the
+    generator of this process.
 
     Args:
         guide: the guide.
         seeds: a seed for each of its runs.
+
+    Attributes:
+        fractions: the part of the data set that each observed site sees.
     """
-    fork = ExitStack()
 
-    def enter(*_: Any) -> None:
-        fork.close()
-        fork.enter_context(forked(*accelerators()))
-        torch.manual_seed(next(seeds))
-
-    handle = None
-    if isinstance(guide, AnnouncedFunction):
-        guide.announce = enter
-    else:
-        handle = guide.register_forward_pre_hook(enter)
-    try:
-        with _AtObservation(fork.close):
-            yield
-    finally:
-        fork.close()
-        if handle is not None:
-            handle.remove()
-
-
-class _AtObservation(Messenger):
-    """Call a function when the model has reached an observed site."""
-
-    def __init__(self, function: Callable[[], None]) -> None:
+    def __init__(self, guide: nn.Module, seeds: Iterator[int]) -> None:
         super().__init__()
-        self.function = function
+        self.fractions: dict[str, float] = {}
+        self._guide, self._seeds, self._fork = guide, seeds, ExitStack()
+
+    def __enter__(self) -> Any:
+        self._hook = self._guide.register_forward_pre_hook(self._before_run)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._fork.close()
+        self._hook.remove()
+        super().__exit__(*error)
+
+    def _before_run(self, *_: Any) -> None:
+        self._fork.close()
+        self._fork.enter_context(forked(*accelerators()))
+        torch.manual_seed(next(self._seeds))
 
     def _pyro_post_sample(self, msg: Any) -> None:
         if msg["is_observed"]:
-            self.function()
+            self._fork.close()
+        if not is_data(msg):
+            return
+        fraction = subsampled_share(msg)
+        scale = msg["scale"]
+        if fraction == 1.0 and not (torch.is_tensor(scale) and scale.numel() > 1):
+            fraction = 1.0 / float(scale)
+        # The first run of a step sees all rows; a curvature may look at some of them again.
+        self.fractions.setdefault(msg["name"], fraction)

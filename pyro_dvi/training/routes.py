@@ -18,7 +18,6 @@ from pyro.infer.elbo import ELBO, ELBOModule
 from pyro.infer.util import zero_grads
 from pyro.poutine.messenger import Messenger
 from torch import Tensor, nn
-from torch.distributions import transform_to
 from torch.optim import Optimizer
 
 from pyro_dvi.core.batches import dataset_size
@@ -31,7 +30,6 @@ from pyro_dvi.runs.sites import is_data
 from pyro_dvi.training.random_state import preserve_random_state
 
 _SCALE = re.compile(SCALE_PATTERN)
-_PRECISION = re.compile(r"(^|\.)([A-Z]\w*|guide)(\.\d+)*\.precisions\.")  # as of NaturalGradientGuide
 
 
 class Route(ABC):
@@ -200,23 +198,6 @@ class Route(ABC):
         optimizer, position = self._rate
         return float(optimizer.param_groups[position]["lr"]) * getattr(optimizer, "rate_factor", 1.0)
 
-    def posterior_scale(self) -> float | None:
-        """Return the mean of all posterior scales, where the guide's parameters are recognised as such."""
-        store = pyro.get_param_store()
-        constraints = {id(value): store._constraints[name] for name, value in store.named_parameters()}
-        for module in nn.ModuleDict(self.modules()).modules():
-            for name, (constraint, _) in getattr(module, "_pyro_params", {}).items():
-                constraints[id(getattr(module, name + "_unconstrained"))] = constraint
-        total, count = 0.0, 0
-        for name, parameter in self.parameters().items():
-            is_precision = _PRECISION.search(name) is not None
-            if is_precision or _SCALE.search(name):
-                constraint = constraints.get(id(parameter))
-                value = (parameter if constraint is None else transform_to(constraint)(parameter)).detach()
-                total += float((value.rsqrt() if is_precision else value).sum())
-                count += parameter.numel()
-        return total / count if count else None
-
     def initialise(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Make parameters exist that a first call creates, and find the modules that functions call.
 
@@ -270,6 +251,8 @@ class SVIRoute(Route):
         A NaN has by then spread to all parameters, and the report could not name its cause.
         """
         svi = self.svi
+        if type(svi).step is not SVI.step:  # a subclass that takes steps of its own
+            return _finite(svi.step(*args, **kwargs))
         with poutine.trace(param_only=True) as capture:
             loss = svi.loss_and_grads(svi.model, svi.guide, *args, **kwargs)
         # Pyro differentiates a loss that is no ELBO where it can, and moves nothing where it cannot.
@@ -392,12 +375,14 @@ class ModuleRoute(Route):
 
 
 def route_of(target: Any, optimizer: Optimizer | None = None, *, train: bool = True) -> Route:
-    """Choose the route for what was passed as ``svi``.
+    """Choose the route for what was passed as ``svi``; a route is returned as it is.
 
     Raises:
         ArgumentError: it is neither an SVI nor an ELBOModule, the loss of the SVI is a class, or the optimizer is
             missing or superfluous.
     """
+    if isinstance(target, Route):
+        return target
     loss = target.loss if isinstance(target, SVI) else None
     if isinstance(loss, type):
         raise ArgumentError(f"The loss of the SVI is the class {loss.__name__}: write loss={loss.__name__}()")

@@ -122,29 +122,6 @@ def test_batches_that_cannot_be_cut_are_kept_whole():
         predict(lambda x, y=None: whole(x, y, scale=2.0), guide, X)
 
 
-def test_outputs_that_a_model_draws_itself_tell_nothing():
-    def noisy(x, y=None):
-        w = pyro.sample("w", pyro.distributions.Normal(x.new_zeros(()), 1.0))
-        with pyro.plate("data", 10, subsample_size=len(x)):
-            return pyro.sample("y", pyro.distributions.Normal(w * x + torch.randn(()), 1.0), obs=y)
-
-    found = Fingerprint.of(noisy, (X, Y), {}, {"w": torch.tensor(0.7)})
-    assert list(found.sites["y"]["parameters"]) == ["scale"]
-    assert found.differences(noisy, {"w": torch.tensor(0.7)}) == ""
-    assert len(found.args[0]) == 4
-
-
-def test_sites_that_come_and_go_by_chance_tell_nothing():
-    def fickle(x, y=None):
-        w = pyro.sample("w", pyro.distributions.Normal(x.new_zeros(()), 1.0))
-        for k in range(int(torch.randint(5, ()))):
-            pyro.sample(f"further {k}", pyro.distributions.Normal(w, 1.0), obs=x.new_zeros(()))
-        with pyro.plate("data", 10, subsample_size=len(x)):
-            return pyro.sample("y", pyro.distributions.Normal(w * x, 1.0), obs=y)
-
-    assert Fingerprint.of(fickle, (X, Y), {}, {"w": torch.tensor(0.7)}).sites["y"]["parameters"]
-
-
 def test_a_deterministic_site_more_is_no_other_model():
     def shown(x, y=None):
         w = pyro.sample("w", pyro.distributions.Normal(x.new_zeros(()), 1.0))

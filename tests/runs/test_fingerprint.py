@@ -47,11 +47,12 @@ def test_no_data_are_kept():
     assert Fingerprint(**state).differences(line, LATENTS) == ""
 
 
-def test_outputs_that_depend_on_random_numbers_are_left_out():
-    def noisy(x, y):
-        return line(x, y, offset=torch.rand(()))
+def test_random_numbers_of_the_model_are_the_same():
+    def noisy(x, y, slope=1.0):
+        return line(x, y, slope=slope, offset=torch.rand(()))
 
-    assert list(Fingerprint.of(noisy, (X, X), {}, LATENTS).sites["y"]["parameters"]) == ["scale"]
+    assert differences(noisy, noisy) == ""
+    assert "site 'y': loc" in differences(noisy, partial(noisy, slope=2.0))
 
 
 @pytest.mark.parametrize("batch", [namedtuple("Named", "x")(X), X.numpy(), 3.0, "text", X.to_sparse()])

@@ -23,7 +23,6 @@ from pyro_dvi.moment_propagation.multiplicative_noise import MultiplicativeNoise
 from pyro_dvi.natural_gradients.precision_guide import NaturalGradientGuide
 from pyro_dvi.natural_gradients.updates import IVON, OGN, VOGN, VOGNOptimizer
 from pyro_dvi.training.data_parallel import DataParallel, JointBatches
-from pyro_dvi.training.processes import OwnDraws
 
 N, BATCH, STEPS = 40, 12, 4
 
@@ -95,14 +94,14 @@ def parameters(guide: Any) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in named}
 
 
-def train(case: str, rank: int, world: int, draws: Any = None) -> dict[str, Any]:
+def train(case: str, rank: int, world: int, own_draws: bool = False) -> dict[str, Any]:
     """A few steps with uneven shares, from a start that only process 0 knows."""
     pyro.clear_param_store()
     torch.manual_seed(7 * rank)
     make_guide, make_elbo, make_optimizer = CASES[case]
     model = Net()
     guide = make_guide(model)
-    elbo = DataParallel(make_elbo(), draws=draws)
+    elbo = DataParallel(make_elbo(), own_draws=own_draws)
     svi = SVI(model, guide, make_optimizer(), loss=elbo)
     x, y = data()
     losses = [svi.step(x[rows], y[rows]) for rows in (share(t, rank, world) for t in range(STEPS))]
@@ -328,7 +327,7 @@ def everything(rank: int, world: int, path: str) -> dict[str, Any]:
     results["module"] = train_module(rank, world)
     results["functions"] = hand_written(rank, world)
     results["uneven"] = train_unevenly(rank, world)
-    results["own draws"] = train("VOGN", rank, world, draws=OwnDraws())
+    results["own draws"] = train("VOGN", rank, world, own_draws=True)
     if world > 1:
         results["fit"] = fit_and_save(rank, world, path)
         results["uneven fit"] = fit_unevenly(rank)

@@ -15,7 +15,6 @@ from pyro_dvi.errors import ArgumentError, UnsupportedError
 from pyro_dvi.natural_gradients.precision_guide import NaturalGradientGuide
 from pyro_dvi.natural_gradients.updates import VOGN
 from pyro_dvi.training.data_parallel import DataParallel, JointBatches
-from pyro_dvi.training.processes import OwnDraws, SharedDraws
 from tests.training import distributed_programs as programs
 
 pytestmark = pytest.mark.distributed
@@ -92,7 +91,7 @@ def test_a_checkpoint_of_several_processes_loads_in_one(results):
     [
         ("bad data", (r"process 1 failed: DataError: .*NaN", r"DataError: observed site 'y'.*NaN")),
         ("setup", (r".*", r"PyroDviError: process 0 failed")),
-        ("no plate", (r"DataError: .*pyro\.plate\('data', size=N.*OwnDraws",) * 2),
+        ("no plate", (r"DataError: .*pyro\.plate\('data', size=N.*own_draws",) * 2),
         ("infinite", (r"NonFiniteError: the loss of process 1 is not finite.*1 of 2 processes",) * 2),
         ("synchronised", (r"UnsupportedError: layer 'net\.2' is torch.nn.SyncBatchNorm.*nn.GroupNorm",) * 2),
         (
@@ -149,7 +148,7 @@ def test_without_a_process_group_it_is_the_objective_itself(monkeypatch):
 
 
 def test_the_wrapper_shows_the_objective():
-    elbo = DataParallel(dvi.NaturalGradientELBO(kl_weight=0.3), draws=OwnDraws())
+    elbo = DataParallel(dvi.NaturalGradientELBO(kl_weight=0.3), own_draws=True)
     assert (elbo.kl_weight, elbo.step, elbo.num_data) == (0.3, 0, None)
     elbo.num_data = 7
     assert elbo.elbo.num_data == 7
@@ -157,8 +156,6 @@ def test_the_wrapper_shows_the_objective():
     plain = dvi.NaturalGradientELBO()
     plain.load_state_dict(state)
     DataParallel(plain).load_state_dict(plain.state_dict())
-    assert SharedDraws().seed(3, 4, 5, 0) == SharedDraws().seed(3, 4, 5, 1)
-    assert OwnDraws().seed(3, 4, 5, 0) != OwnDraws().seed(3, 4, 5, 1)
 
 
 def test_options_of_the_wrong_type():
@@ -166,8 +163,6 @@ def test_options_of_the_wrong_type():
         DataParallel(Trace_ELBO())
     with pytest.raises(ArgumentError, match="DataParallel"):
         DataParallel(DataParallel(dvi.TaylorELBO()))
-    with pytest.raises(ArgumentError, match="SharedDraws"):
-        DataParallel(dvi.TaylorELBO(), draws="own")
     with pytest.raises(ArgumentError, match="NaturalGradientELBO"):
         JointBatches([1, 2], dvi.NaturalGradientELBO())
 

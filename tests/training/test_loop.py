@@ -66,6 +66,20 @@ def test_fit_is_the_loop_over_svi_step(method, dtype):
     assert all(seconds > 0 for seconds in history["seconds"])
 
 
+def test_fit_calls_the_step_of_a_subclass():
+    class Counted(SVI):
+        steps = 0
+
+        def step(self, *args, **kwargs):
+            self.steps += 1
+            return super().step(*args, **kwargs)
+
+    usual = svi_of("MeanFieldGuide + TaylorELBO")
+    svi = Counted(usual.model, usual.guide, usual.optim, loss=TaylorELBO())
+    history = fit(svi, sequence(), 2, progress=False)
+    assert svi.steps == history.step == 2 * len(sequence())
+
+
 @BOTH
 @pytest.mark.parametrize("local", [False, True], ids=["global store", "module_local_params"])
 def test_fit_trains_an_elbo_module(method, local):

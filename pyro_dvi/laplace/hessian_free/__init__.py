@@ -6,13 +6,8 @@ a mode: subclass ``Mode``, or ``PretrainedMode`` where one pair of fits serves a
 ``FineTuning`` with an optimizer, or ``Solver``.
 """
 
-from pyro_dvi.laplace.hessian_free.second_fits import AbsoluteSum
-from pyro_dvi.laplace.hessian_free.second_fits import Pointwise
-from pyro_dvi.laplace.hessian_free.second_fits import Sum
-from pyro_dvi.laplace.hessian_free.solvers import SGD
-from pyro_dvi.laplace.hessian_free.solvers import Adam
-from pyro_dvi.laplace.hessian_free.solvers import AsPrinted
-from pyro_dvi.laplace.hessian_free.solvers import NewtonCG
+from pyro_dvi.laplace.hessian_free.second_fits import AbsoluteSum, Pointwise, Sum
+from pyro_dvi.laplace.hessian_free.solvers import SGD, Adam, AsPrinted, NewtonCG
 from pyro_dvi.laplace.hessian_free.training_modes import InSample, LabelShift
 
 __all__ = [
