@@ -390,9 +390,9 @@ class Prediction(InNotebook):
             if fn is None:
                 raise UnsupportedError(
                     f"{what} at site {self.site!r}: the prediction averages {self.num_components} distributions "
-                    f"({self._kind}) that were not kept. predict(..., keep_draws=True) keeps those of numbers, also where they take "
-                    "much memory; predict(model, guide, (x, y), ...) scores observations of any kind, and "
-                    "pyro_dvi.to_arviz(..., method=Samples(n)) draws them"
+                    f"({self._kind}) that were not kept. predict(..., keep_draws=True) keeps those of numbers, also "
+                    "where they take much memory; predict(model, guide, (x, y), ...) scores observations of any kind, "
+                    "and pyro_dvi.to_arviz(..., method=Samples(n)) draws them"
                 )
             axis = part.axis - len(fn.event_shape)
             own = [row[start:end].movedim(0, axis) for row in rows]

@@ -3,7 +3,6 @@
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -80,12 +79,20 @@ def batches(
 
     for args in taken.split(data, batch_size):
         places, held = taken.observations(args, observed)
+        names = [taken.names[i] for i in places]
         if observed is None and held and len(places) > 1:
             called = sites(moved(taken.batch(args, held, start)))
             held = [i for i in held if taken.names[i] in called]
-            taken.check_called(places, held)
-        else:
-            taken.check_complete(places, held)
+            if not held:
+                raise ArgumentError(
+                    f"arguments {names} of the model default to None or can be given by name only, so that any may be "
+                    f"the observation: name it, {' or '.join(f'observed={name!r}' for name in names)}"
+                )
+        elif 0 < len(held) < len(places):
+            missing = [taken.names[i] for i in places if i not in held]
+            raise DataError(
+                f"the data hold some of the observations {names} but not {missing}: give all, or inputs alone"
+            )
         batch = taken.batch(args, held, start)
         yield moved(batch)
         start += batch.num_rows
@@ -124,7 +131,9 @@ class _Arguments:
                 "the data hold no tensor of examples: pass tensors (torch.as_tensor), x, (x,) or (x, y)",
             )
             for i in range(0, rows, batch_size):
-                yield mapped(partial(_rows_at, slice(i, i + batch_size)), data)
+                yield mapped(
+                    lambda v, i=i: v[i : i + batch_size] if torch.is_tensor(v) and v.dim() else v, data
+                )
         elif isinstance(data, DataLoader) or _holds_batches(data):
             for batch in data:
                 yield self._in_order((batch,) if torch.is_tensor(batch) else batch)
@@ -151,24 +160,6 @@ class _Arguments:
             last = [len(args) - 1] if len(args) >= max(2, self.count) else []
             places = [*self._optional, *by_name] or last
         return places, [i for i in places if i < len(args) and args[i] is not None]
-
-    def check_called(self, places: Sequence[int], held: Sequence[int]) -> None:
-        """Refuse several arguments that may be the observation, none of which is called like an observed site."""
-        if not held:
-            names = [self.names[i] for i in places]
-            raise ArgumentError(
-                f"arguments {names} of the model default to None or can be given by name only, so that any may be the "
-                f"observation: name it, {' or '.join(f'observed={name!r}' for name in names)}"
-            )
-
-    def check_complete(self, places: Sequence[int], held: Sequence[int]) -> None:
-        """Refuse a part of the observations."""
-        if 0 < len(held) < len(places):
-            missing = [self.names[i] for i in places if i not in held]
-            raise DataError(
-                f"the data hold some of the observations {[self.names[i] for i in places]} but not {missing}: give "
-                "all, or inputs alone"
-            )
 
     def batch(self, args: tuple[Any, ...], held: Collection[int], start: int) -> Batch:
         """Set the observations at the places ``held`` apart."""
@@ -211,10 +202,6 @@ class _Arguments:
             )
         last = max((i for i, name in enumerate(self.names) if name in batch), default=-1)
         return tuple(batch.get(name) for name in self.names[: last + 1])
-
-
-def _rows_at(place: slice, value: Any) -> Any:
-    return value[place] if torch.is_tensor(value) and value.dim() > 0 else value
 
 
 def _holds_batches(data: Any) -> bool:
