@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from pyro.distributions.torch_distribution import TorchDistributionMixin
 from torch import Size, Tensor
 from torch import distributions as td
 from torch.distributions import constraints
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 _CHUNK = 2**22  # numbers drawn at once
 
 
-class PointMixture(td.Distribution):
+class PointMixture(td.Distribution, TorchDistributionMixin):
     r"""The mixture :math:`\sum_s w_s\,p(y \mid \theta_s)` of distributions of any kind.
 
     Points have a dimension on the left of the batch, so that whatever a distribution does to its last dimensions
@@ -277,7 +278,7 @@ def correlated_normal(loc: Tensor, covariance: Tensor, variance: Any, shape: Siz
     return found
 
 
-class Normal(td.Normal):
+class Normal(td.Normal, TorchDistributionMixin):
     """Gaussian noise around a Gaussian mean, which still knows the variance of the mean, ``function_variance``.
 
     Args:

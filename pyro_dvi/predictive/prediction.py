@@ -29,7 +29,9 @@ class Prediction(InNotebook):
     """Predictive distributions of a set of examples.
 
     Every tensor has the examples in its first dimension, in the order of the data, and lies on the model's device.
-    Made by :func:`~pyro_dvi.predict`.
+    Made by :func:`~pyro_dvi.predict`. A quantity that the observed distribution does not have raises an
+    :class:`~pyro_dvi.errors.UnsupportedError`; so do parts of the uncertainty where the rule gives one distribution for
+    noise and posterior together, as ``Moments()`` and ``Linearised()`` do for all but Gaussian noise.
 
     Attributes:
         site: the observed site that is predicted.
@@ -78,9 +80,6 @@ class Prediction(InNotebook):
     @cached_property
     def mean(self) -> Tensor:
         """Predictive mean, shape ``[N, ...]`` of one observation each; for classes the probabilities.
-
-        Raises:
-            UnsupportedError: the observed distribution has no mean.
         """
         return self._value("mean", "mean")
 
@@ -90,9 +89,6 @@ class Prediction(InNotebook):
 
         For classes it is that of the one-hot code, ``p (1 - p)``. It is the sum of :attr:`aleatoric` and
         :attr:`epistemic`.
-
-        Raises:
-            UnsupportedError: the observed distribution has no variance.
         """
         return self._value("aleatoric", "variance") + self._value("epistemic", "variance")
 
@@ -106,10 +102,6 @@ class Prediction(InNotebook):
         r"""Variance that more data would not remove, :math:`\mathrm E_k[\mathrm{Var}[y \mid \theta_k]]`.
 
         The mean over the draws of the variance of the noise, in squared units of the observation.
-
-        Raises:
-            UnsupportedError: the rule gives one distribution for noise and posterior together, as ``Moments()`` and
-                ``Linearised()`` do of all but Gaussian noise; the observed distribution has no variance.
         """
         self._check_is_split()
         return self._value("aleatoric", "variance")
@@ -119,9 +111,6 @@ class Prediction(InNotebook):
         r"""Variance of the posterior's predictions, :math:`\mathrm{Var}_k[\mathrm E[y \mid \theta_k]]`.
 
         Zero for ``AtMean()``, whose posterior is one point.
-
-        Raises:
-            UnsupportedError: as for :attr:`aleatoric`.
         """
         self._check_is_split()
         return self._value("epistemic", "variance")
@@ -129,28 +118,18 @@ class Prediction(InNotebook):
     @cached_property
     def probabilities(self) -> Tensor:
         """Class probabilities ``[N, ..., C]``; for Bernoulli those of label 1, of the observation's shape.
-
-        Raises:
-            UnsupportedError: the observed distribution is not over classes.
         """
         return self._of_labels(self._value("log_probabilities", "class probabilities").exp())
 
     @cached_property
     def entropy(self) -> Tensor:
         """Entropy of each predictive distribution, in nats.
-
-        Raises:
-            UnsupportedError: it has no closed form, as for a mixture over several draws of anything but classes.
         """
         return self._of_distributions(lambda fn: fn.entropy(), "entropy in closed form", whole=True)
 
     @cached_property
     def expected_entropy(self) -> Tensor:
         r"""Mean entropy of each label over the draws, :math:`\tfrac1K \sum_k H(p_k)`, in nats: the aleatoric part.
-
-        Raises:
-            UnsupportedError: the observed distribution is not over classes, or the rule gives one distribution for
-                noise and posterior together.
         """
         self._check_is_split()
         return self._value("expected_entropy", "class probabilities")
