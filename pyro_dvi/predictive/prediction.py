@@ -3,6 +3,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -48,11 +49,10 @@ class Prediction(InNotebook):
     def __init__(self, site: str, method: PredictionRule, parts: Sequence[Part], *, ordered: bool) -> None:
         self.site = site
         self.method = method
-        self._parts = tuple(parts)
         self._ordered = ordered
         self._kind, self.num_components = parts[0].kind, parts[0].count
         for like in [part.values["mask"] for part in parts if "mask" in part.values][:1]:
-            for part in parts:
+            for part in parts:  # a model may mask some batches only
                 part.values.setdefault("mask", like.new_ones(part.num_rows, *like.shape[1:]))
         self._values = {
             name: torch.cat([part.values[name] for part in parts])
@@ -62,6 +62,9 @@ class Prediction(InNotebook):
         self.draws: dict[str, Tensor] = {
             name: torch.cat([part.draws[name] for part in parts], 1) for name in parts[0].draws
         }
+        self._parts = [
+            replace(part, values={}, draws={}) for part in parts
+        ]  # the tensors would be there twice
         if "log_probabilities" in self.draws:
             self.draws["probabilities"] = self._of_labels(self.draws.pop("log_probabilities").exp())
 
@@ -79,16 +82,14 @@ class Prediction(InNotebook):
 
     @cached_property
     def mean(self) -> Tensor:
-        """Predictive mean, shape ``[N, ...]`` of one observation each; for classes the probabilities.
-        """
+        """Predictive mean, shape ``[N, ...]`` of one observation each; for classes the probabilities."""
         return self._value("mean", "mean")
 
     @cached_property
     def variance(self) -> Tensor:
         """Predictive variance, noise and posterior together, in squared units of the observation.
 
-        For classes it is that of the one-hot code, ``p (1 - p)``. It is the sum of :attr:`aleatoric` and
-        :attr:`epistemic`.
+        The sum of :attr:`aleatoric` and :attr:`epistemic`; for classes of the one-hot code, ``p (1 - p)``.
         """
         return self._value("aleatoric", "variance") + self._value("epistemic", "variance")
 
@@ -117,20 +118,17 @@ class Prediction(InNotebook):
 
     @cached_property
     def probabilities(self) -> Tensor:
-        """Class probabilities ``[N, ..., C]``; for Bernoulli those of label 1, of the observation's shape.
-        """
+        """Class probabilities ``[N, ..., C]``; for Bernoulli those of label 1, of the observation's shape."""
         return self._of_labels(self._value("log_probabilities", "class probabilities").exp())
 
     @cached_property
     def entropy(self) -> Tensor:
-        """Entropy of each predictive distribution, in nats.
-        """
+        """Entropy of each predictive distribution, in nats."""
         return self._of_distributions(lambda fn: fn.entropy(), "entropy in closed form", whole=True)
 
     @cached_property
     def expected_entropy(self) -> Tensor:
-        r"""Mean entropy of each label over the draws, :math:`\tfrac1K \sum_k H(p_k)`, in nats: the aleatoric part.
-        """
+        r"""Mean entropy of each label over the draws, :math:`\tfrac1K \sum_k H(p_k)`, in nats: the aleatoric part."""
         self._check_is_split()
         return self._value("expected_entropy", "class probabilities")
 
@@ -330,10 +328,7 @@ class Prediction(InNotebook):
 
     @classmethod
     def exported_by(cls, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Register what :meth:`to_arviz` calls with the prediction, a number of draws and a seed.
-
-        A decorator, since the chapter that knows ArviZ comes after this one.
-        """
+        """Register the function behind :meth:`to_arviz`, which takes the prediction, a number of draws and a seed."""
         cls._exporter = function
         return function
 

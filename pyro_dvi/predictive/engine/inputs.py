@@ -3,6 +3,7 @@
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -131,9 +132,7 @@ class _Arguments:
                 "the data hold no tensor of examples: pass tensors (torch.as_tensor), x, (x,) or (x, y)",
             )
             for i in range(0, rows, batch_size):
-                yield mapped(
-                    lambda v, i=i: v[i : i + batch_size] if torch.is_tensor(v) and v.dim() else v, data
-                )
+                yield mapped(partial(_rows_at, slice(i, i + batch_size)), data)
         elif isinstance(data, DataLoader) or _holds_batches(data):
             for batch in data:
                 yield self._in_order((batch,) if torch.is_tensor(batch) else batch)
@@ -202,6 +201,10 @@ class _Arguments:
             )
         last = max((i for i, name in enumerate(self.names) if name in batch), default=-1)
         return tuple(batch.get(name) for name in self.names[: last + 1])
+
+
+def _rows_at(place: slice, value: Any) -> Any:
+    return value[place] if torch.is_tensor(value) and value.dim() > 0 else value
 
 
 def _holds_batches(data: Any) -> bool:
