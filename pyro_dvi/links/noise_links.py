@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from pyro.distributions.torch_distribution import TorchDistributionMixin
 from torch import Size, Tensor
 from torch import distributions as td
 from torch.distributions import constraints
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 _CHUNK = 2**22  # numbers drawn at once
 
 
-class PointMixture(td.Distribution, TorchDistributionMixin):
+class PointMixture(td.Distribution):
     r"""The mixture :math:`\sum_s w_s\,p(y \mid \theta_s)` of distributions of any kind.
 
     Points have a dimension on the left of the batch, so that whatever a distribution does to its last dimensions
@@ -278,7 +277,7 @@ def correlated_normal(loc: Tensor, covariance: Tensor, variance: Any, shape: Siz
     return found
 
 
-class Normal(td.Normal, TorchDistributionMixin):
+class Normal(td.Normal):
     """Gaussian noise around a Gaussian mean, which still knows the variance of the mean, ``function_variance``.
 
     Args:

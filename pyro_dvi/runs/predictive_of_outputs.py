@@ -13,14 +13,17 @@ from typing import Any
 import pyro
 import pyro.distributions as dist
 import torch
+from pyro.distributions.torch_distribution import TorchDistributionMixin
 from torch import Size, Tensor
 from torch import distributions as td
 from torch.distributions import constraints
 
 from pyro_dvi.core.distributions import innermost, rewrapped, untransformed
+from pyro_dvi.links import noise_links
 from pyro_dvi.links.class_links import ClassLink
 from pyro_dvi.links.families import Joint, predictive_distribution
-from pyro_dvi.links.noise_links import NoiseLink, PointMixture, ShapedNormal
+from pyro_dvi.links.noise_links import NoiseLink, ShapedNormal
+from pyro_dvi.links.noise_links import Normal as NoisyNormal
 from pyro_dvi.moments import GaussianMoments
 from pyro_dvi.moments.value import Link
 from pyro_dvi.runs.outputs import Outputs, Parameter
@@ -87,12 +90,12 @@ def integrated(
         found, counts = predictive(base), counted({"fn": fn, "mask": None})
         if counts is None:
             return found
-        if not isinstance(found, PointMixture):
+        if not isinstance(found, noise_links.PointMixture):
             return PartlyCounted(found, counts)
         found.components = PartlyCounted(found.components, counts)
         return found
     values, weights = joint.points(uncertain)
-    return PointMixture(outputs.rebuilt({**given, **values}, tuple(weights.shape)), weights)
+    return noise_links.PointMixture(outputs.rebuilt({**given, **values}, tuple(weights.shape)), weights)
 
 
 def _uncertain(base: Any, parameter: Parameter, real: Tensor, variance: Tensor) -> Any:
@@ -109,6 +112,14 @@ def _uncertain(base: Any, parameter: Parameter, real: Tensor, variance: Tensor) 
         inner.variance,
         Link(inner, function, _NAMES.get(base.arg_constraints[parameter.name])),
     )
+
+
+class PointMixture(noise_links.PointMixture, TorchDistributionMixin):
+    """A mixture with Pyro's methods."""
+
+
+class Normal(NoisyNormal, TorchDistributionMixin):
+    """Noise around an uncertain mean, with Pyro's methods."""
 
 
 class PartlyCounted(dist.MaskedDistribution):
@@ -138,9 +149,12 @@ class PartlyCounted(dist.MaskedDistribution):
         return normal.log_prob(apart)  # type: ignore[no-any-return]
 
 
+_OURS = {noise_links.PointMixture: PointMixture, NoisyNormal: Normal}
+
+
 def as_pyro(distribution: Any) -> Any:
     """Return a torch distribution as the Pyro class of the same name, with Pyro's methods; one of ours as it is."""
-    kind: Any = getattr(dist, type(distribution).__name__, None)
+    kind: Any = _OURS.get(type(distribution), getattr(dist, type(distribution).__name__, None))
     if kind is None or isinstance(distribution, dist.Distribution):
         return distribution
     twin = object.__new__(kind)
