@@ -18,6 +18,7 @@ from pyro_dvi.predictive.engine.inputs import Batch
 from pyro_dvi.predictive.engine.model_runs import Latents, Respond, Response, respond, sites_at, with_others
 from pyro_dvi.predictive.engine.posterior_values import (
     example_latents,
+    first_arguments,
     members_of,
     of_member,
     predicted_model,
@@ -90,7 +91,9 @@ class Components:
                 own.read(reader, batch, site, others)
         if self._members:
             return
-        run = with_others(partial(respond, self._model, batch, site=site), others)
+        run = with_others(
+            partial(respond, self._model, batch, site=site, learned_for=first_arguments(self._guide)), others
+        )
         if isinstance(self._rule, FromDraws):
             self._read_draws(reader, batch, site, run, others)
             return

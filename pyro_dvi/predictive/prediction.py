@@ -3,8 +3,9 @@
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -12,10 +13,9 @@ from torch import Tensor
 from pyro_dvi.core.arguments import check_count
 from pyro_dvi.core.table import InNotebook
 from pyro_dvi.errors import DataError, UnsupportedError
-from pyro_dvi.predictive import prediction_summaries as scores
-from pyro_dvi.predictive.batch_prediction import Part, of_distributions
+from pyro_dvi.predictive import prediction_summaries as summaries
+from pyro_dvi.predictive.batch_prediction import Part, mixture_log_prob, with_any
 from pyro_dvi.predictive.engine.model_runs import seeded
-from pyro_dvi.predictive.prediction_summaries import dataframe, dataset
 from pyro_dvi.predictive.quantiles import crps, probabilities, quantile
 from pyro_dvi.predictive.rules.rule import PredictionRule
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     import pandas
     import xarray
 
-T = TypeVar("T")
 MAX_SHOWN = 1000  # columns of a table in a notebook
 
 
@@ -31,11 +30,18 @@ class Prediction(InNotebook):
     """Predictive distributions of a set of examples.
 
     Every tensor has the examples in its first dimension, in the order of the data, and lies on the model's device.
-    Made by :func:`~pyro_dvi.predict`.
+    Made by :func:`~pyro_dvi.predict`. A quantity that the observed distribution does not have raises an
+    :class:`~pyro_dvi.errors.UnsupportedError`; so do parts of the uncertainty where the rule gives one distribution for
+    noise and posterior together, as ``Moments()`` and ``Linearised()`` do for all but Gaussian noise.
 
     Attributes:
         site: the observed site that is predicted.
         method: the rule of prediction.
+        num_components: number of distributions that it averages.
+        draws: values of each draw, ``[K, N, ...]`` by name, with ``predict(..., keep_draws=True)`` and for ensembles
+            whose members predict with one distribution each; else empty. ``mean`` and ``variance`` of the observation
+            (for classes of the one-hot code), ``log_likelihood`` of the observed values, and for classes
+            ``probabilities`` (for Bernoulli of label 1) and ``entropy``.
     """
 
     _exporter: ClassVar[Callable[..., Any] | None] = None
@@ -43,42 +49,49 @@ class Prediction(InNotebook):
     def __init__(self, site: str, method: PredictionRule, parts: Sequence[Part], *, ordered: bool) -> None:
         self.site = site
         self.method = method
-        self._parts = tuple(parts)
         self._ordered = ordered
+        self._kind, self.num_components = parts[0].kind, parts[0].count
+        for like in [part.values["mask"] for part in parts if "mask" in part.values][:1]:
+            for part in parts:  # a model may mask some batches only
+                part.values.setdefault("mask", like.new_ones(part.num_rows, *like.shape[1:]))
+        self._values = {
+            name: torch.cat([part.values[name] for part in parts])
+            for name in parts[0].values
+            if all(name in part.values for part in parts)
+        }
+        self.draws: dict[str, Tensor] = {
+            name: torch.cat([part.draws[name] for part in parts], 1) for name in parts[0].draws
+        }
+        self._parts = [
+            replace(part, values={}, draws={}) for part in parts
+        ]  # the tensors would be there twice
+        if "log_probabilities" in self.draws:
+            self.draws["probabilities"] = self._of_labels(self.draws.pop("log_probabilities").exp())
 
     def __len__(self) -> int:
         return sum(part.num_rows for part in self._parts)
 
     def __repr__(self) -> str:
-        kind = self._parts[0].kind
-        return f"Prediction({kind} site {self.site!r}, {len(self)} examples, method={self.method})"
+        return f"Prediction({self._kind} site {self.site!r}, {len(self)} examples, method={self.method})"
 
     def _shown(self) -> list[Any]:
-        columns = self._columns()
+        columns = summaries.columns_of(self)
         num_columns = sum(value[:1].numel() for value in columns.values())
         # A table of the pixels of images would take minutes, and nobody would read it.
-        return [repr(self), *([dataframe(columns, len(self))] if num_columns <= MAX_SHOWN else [])]
+        return [repr(self), *([summaries.dataframe(columns, len(self))] if num_columns <= MAX_SHOWN else [])]
 
     @cached_property
     def mean(self) -> Tensor:
-        """Predictive mean, shape ``[N, ...]`` of one observation each; for classes the probabilities.
-
-        Raises:
-            UnsupportedError: the observed distribution has no mean.
-        """
-        return self._collect("mean", "mean")
+        """Predictive mean, shape ``[N, ...]`` of one observation each; for classes the probabilities."""
+        return self._value("mean", "mean")
 
     @cached_property
     def variance(self) -> Tensor:
         """Predictive variance, noise and posterior together, in squared units of the observation.
 
-        For classes it is that of the one-hot code, ``p (1 - p)``. It is the sum of :attr:`aleatoric` and
-        :attr:`epistemic`.
-
-        Raises:
-            UnsupportedError: the observed distribution has no variance.
+        The sum of :attr:`aleatoric` and :attr:`epistemic`; for classes of the one-hot code, ``p (1 - p)``.
         """
-        return self._collect("aleatoric", "variance") + self._collect("epistemic", "variance")
+        return self._value("aleatoric", "variance") + self._value("epistemic", "variance")
 
     @property
     def std(self) -> Tensor:
@@ -90,55 +103,34 @@ class Prediction(InNotebook):
         r"""Variance that more data would not remove, :math:`\mathrm E_k[\mathrm{Var}[y \mid \theta_k]]`.
 
         The mean over the draws of the variance of the noise, in squared units of the observation.
-
-        Raises:
-            UnsupportedError: the rule gives one distribution for noise and posterior together, as ``Moments()`` and
-                ``Linearised()`` do of all but Gaussian noise; the observed distribution has no variance.
         """
         self._check_is_split()
-        return self._collect("aleatoric", "variance")
+        return self._value("aleatoric", "variance")
 
     @cached_property
     def epistemic(self) -> Tensor:
         r"""Variance of the posterior's predictions, :math:`\mathrm{Var}_k[\mathrm E[y \mid \theta_k]]`.
 
         Zero for ``AtMean()``, whose posterior is one point.
-
-        Raises:
-            UnsupportedError: as for :attr:`aleatoric`.
         """
         self._check_is_split()
-        return self._collect("epistemic", "variance")
+        return self._value("epistemic", "variance")
 
     @cached_property
     def probabilities(self) -> Tensor:
-        """Class probabilities ``[N, ..., C]``; for Bernoulli those of label 1, of the observation's shape.
-
-        Raises:
-            UnsupportedError: the observed distribution is not over classes.
-        """
-        log_p = self._collect("log_probabilities", "class probabilities")
-        return log_p[..., 1].exp() if self.is_binary else log_p.exp()
+        """Class probabilities ``[N, ..., C]``; for Bernoulli those of label 1, of the observation's shape."""
+        return self._of_labels(self._value("log_probabilities", "class probabilities").exp())
 
     @cached_property
     def entropy(self) -> Tensor:
-        """Entropy of each predictive distribution, in nats.
-
-        Raises:
-            UnsupportedError: it has no closed form.
-        """
-        return torch.cat([part.entropy(self.site) for part in self._parts])
+        """Entropy of each predictive distribution, in nats."""
+        return self._of_distributions(lambda fn: fn.entropy(), "entropy in closed form", whole=True)
 
     @cached_property
     def expected_entropy(self) -> Tensor:
-        r"""Mean entropy of each label over the draws, :math:`\tfrac1K \sum_k H(p_k)`, in nats: the aleatoric part.
-
-        Raises:
-            UnsupportedError: the observed distribution is not over classes, or the rule gives one distribution for
-                noise and posterior together.
-        """
+        r"""Mean entropy of each label over the draws, :math:`\tfrac1K \sum_k H(p_k)`, in nats: the aleatoric part."""
         self._check_is_split()
-        return self._collect("expected_entropy", "class probabilities")
+        return self._value("expected_entropy", "class probabilities")
 
     @cached_property
     def mutual_information(self) -> Tensor:
@@ -149,25 +141,8 @@ class Prediction(InNotebook):
 
         Source: Houlsby et al. (2011), Eq. 2.
         """
-        log_p = self._collect("log_probabilities", "class probabilities")
+        log_p = self._value("log_probabilities", "class probabilities")
         return (torch.special.entr(log_p.exp()).sum(-1) - self.expected_entropy).clamp_min(0)
-
-    @cached_property
-    def draws(self) -> dict[str, Tensor]:
-        """What each draw predicts, ``[K, N, ...]`` by name, if ``predict`` was given ``keep_draws=True``; else empty.
-
-        Of an ensemble whose members predict by one distribution each, it is what each member predicts, in any case.
-
-        ``mean`` and ``variance`` of the observation (for classes of the one-hot code), ``log_likelihood`` of what came
-        with the data, and for classes ``probabilities`` (those of label 1 for Bernoulli) and ``entropy``.
-        """
-        joined = {
-            name: torch.cat([part.draws[name] for part in self._parts], 1) for name in self._parts[0].draws
-        }
-        if "log_probabilities" in joined:
-            p = joined.pop("log_probabilities").exp()
-            joined["probabilities"] = p[..., 1] if self.is_binary else p
-        return joined
 
     def quantiles(self, q: float | Sequence[float]) -> Tensor:
         """Quantiles of the predictive distribution, of each number by itself: of counts the smallest with that much.
@@ -215,9 +190,7 @@ class Prediction(InNotebook):
             DataError: no observed values, or of another shape.
             UnsupportedError: another distribution, or a mixture whose components were not kept.
         """
-        values = self._values(y)
-        chunks = values.split([part.num_rows for part in self._parts])
-        score = self._of_distributions(crps, "CRPS", chunks)
+        score = self._of_distributions(crps, "CRPS", self._observed(y))
         return score if self.mask is None else score.masked_fill(~self.mask, math.nan)
 
     def sample(self, num_samples: int = 500, *, seed: int | None = None) -> Tensor:
@@ -244,42 +217,32 @@ class Prediction(InNotebook):
     @property
     def is_of_classes(self) -> bool:
         """Whether labels are predicted: a Bernoulli, Categorical or OneHotCategorical site."""
-        return "log_probabilities" in self._parts[0].values
+        return "log_probabilities" in self._values
 
     @property
     def is_one_hot(self) -> bool:
         """Whether labels are observed in one-hot code."""
-        return self._parts[0].kind.startswith("OneHot")
+        return self._kind.startswith("OneHot")
 
     @property
     def is_binary(self) -> bool:
         """Whether labels are 0 or 1, with a probability of label 1 alone."""
-        return self._parts[0].kind.startswith("Bernoulli")
+        return self._kind.startswith("Bernoulli")
 
     @property
     def has_moments(self) -> bool:
         """Whether there are a mean and a variance."""
-        return "mean" in self._parts[0].values
+        return "mean" in self._values
 
-    @cached_property
+    @property
     def mask(self) -> Tensor | None:
         """Which values of an observation the model lets count, ``[N, ...]``; None if all do."""
-        masks = [part.values.get("mask") for part in self._parts]
-        like = next((mask for mask in masks if mask is not None), None)
-        if like is None:
-            return None
-        return torch.cat(
-            [
-                like.new_ones(part.num_rows, *like.shape[1:]) if mask is None else mask
-                for part, mask in zip(self._parts, masks, strict=True)
-            ]
-        )
+        return self._values.get("mask")
 
-    @cached_property
+    @property
     def observed(self) -> Tensor | None:
         """The observed values that came with the data, or None."""
-        values = [part.values["observed"] for part in self._parts if "observed" in part.values]
-        return torch.cat(values) if len(values) == len(self._parts) else None
+        return self._values.get("observed")
 
     def log_likelihood(self, y: Any = None) -> Tensor:
         """Log predictive density of each observation.
@@ -294,12 +257,14 @@ class Prediction(InNotebook):
             DataError: no observed values, of another shape, or impossible ones.
             UnsupportedError: ``y`` comes only now, and a mixture of such distributions was not kept.
         """
+        values = self._observed(y)
         if y is None:
-            self._values(None)
-            return self._collect("log_likelihood", "log-likelihood")
-        values = self._aligned(y)
-        chunks = values.split([part.num_rows for part in self._parts])
-        return torch.cat([part.log_prob(c, self.site) for part, c in zip(self._parts, chunks, strict=True)])
+            return self._value("log_likelihood", "log-likelihood")
+        rows = [values] if self.mask is None else [values, self.mask]
+        found = self._of_distributions(partial(mixture_log_prob, self.site), "log density", *rows, whole=True)
+        if self.mask is None:
+            return found
+        return found.masked_fill(~with_any(self.mask, self.mask.dim() - found.dim()), math.nan)
 
     def metrics(self, y: Any = None) -> dict[str, float]:
         """Score the predictions.
@@ -323,28 +288,7 @@ class Prediction(InNotebook):
             DataError: no observed values, of another shape or dtype, impossible ones, or none that counts.
             UnsupportedError: as in :meth:`log_likelihood`.
         """
-        values, mask = self._values(y), self.mask
-        log_likelihood = self.log_likelihood(y)
-        scored = log_likelihood if mask is None else log_likelihood[~log_likelihood.isnan()]
-        if scored.numel() == 0:
-            raise DataError(f"the mask of site {self.site!r} leaves no observation to score")
-        found = scores.of_densities(scored)
-        if self.is_one_hot:
-            values, mask = values.argmax(-1), None if mask is None else mask.any(-1)
-
-        def counted(tensor: Tensor) -> Tensor:
-            return tensor if mask is None else tensor[mask]
-
-        if self.is_of_classes:
-            information = self._available(lambda: counted(self.mutual_information))
-            return found | scores.of_classes(counted(self.probabilities), counted(values), information)
-        if self.has_moments:
-            limits = self._available(lambda: self.interval(0.95))
-            interval = None if limits is None else (counted(limits[0]), counted(limits[1]))
-            few = self.draws or self._parts[0].count <= 100  # its cost is the square of their number
-            crps = self._available(lambda: counted(self.crps(y))) if few else None
-            return found | scores.of_numbers(counted(values), counted(self.mean), interval, crps)
-        return found
+        return summaries.metrics_of(self, self._observed(y), y)
 
     def to_dataframe(self) -> "pandas.DataFrame":
         """Return a ``pandas.DataFrame`` with a row for each example.
@@ -353,7 +297,7 @@ class Prediction(InNotebook):
         and ``mutual_information``; ``observed`` and ``log_likelihood`` where observed values came with the data.
         Several values for an example have a column each, as ``mean[0]``. What the rule does not give is left out.
         """
-        return dataframe(self._columns(), len(self))
+        return summaries.dataframe(summaries.columns_of(self), len(self))
 
     def to_xarray(self) -> "xarray.Dataset":
         """Return an ``xarray.Dataset`` with dimension ``example``; with ``draw``, if draws were kept.
@@ -361,12 +305,7 @@ class Prediction(InNotebook):
         Variables: as the columns of :meth:`to_dataframe`, classes in the dimension ``class``; draws as
         ``draws_mean`` and so on.
         """
-        values = self.probabilities if self.is_of_classes else self.mean if self.has_moments else None
-        cell_dims = (
-            0 if values is None else values.dim() - (2 if self.is_of_classes and not self.is_binary else 1)
-        )
-        attributes = {"site": self.site, "method": repr(self.method)}
-        return dataset(self._columns(), self.draws, cell_dims, attributes)
+        return summaries.dataset(self)
 
     def to_arviz(self, num_samples: int | None = None, *, seed: int | None = None) -> Any:
         """Return the prediction as ``InferenceData`` (ArviZ 0.x) or ``DataTree`` (1.x), for predictive checks.
@@ -383,38 +322,17 @@ class Prediction(InNotebook):
         Raises:
             UnsupportedError: a mixture whose components were not kept.
         """
-        kept = self._parts[0].count if self.draws else 500
+        kept = self.num_components if self.draws else 500
         assert self._exporter is not None, "pyro_dvi imports the chapter that registers it"
         return self._exporter(kept if num_samples is None else num_samples, seed)
 
     @classmethod
     def exported_by(cls, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Register what :meth:`to_arviz` calls with the prediction, a number of draws and a seed.
-
-        A decorator, since the chapter that knows ArviZ comes after this one.
-        """
+        """Register the function behind :meth:`to_arviz`, which takes the prediction, a number of draws and a seed."""
         cls._exporter = function
         return function
 
-    def _columns(self) -> dict[str, Tensor]:
-        """What there is to say about each example, examples first."""
-        names: tuple[str, ...] = ("mean", "std", "aleatoric", "epistemic") if self.has_moments else ()
-        if self.is_of_classes:
-            names = ("probabilities", "entropy", "mutual_information")
-        found = {name: self._available(partial(getattr, self, name)) for name in names}
-        if self.observed is not None:
-            found |= {"observed": self.observed, "log_likelihood": self.log_likelihood()}
-        return {name: value for name, value in found.items() if value is not None}
-
-    @staticmethod
-    def _available(read: Callable[[], T]) -> T | None:
-        """What is read, or None where it does not exist: the joint entropy of several labels, say."""
-        try:
-            return read()
-        except UnsupportedError:
-            return None
-
-    def _values(self, y: Any) -> Tensor:
+    def _observed(self, y: Any) -> Tensor:
         if y is not None:
             return self._aligned(y)
         if self.observed is None:
@@ -422,21 +340,48 @@ class Prediction(InNotebook):
         return self.observed
 
     def _check_is_split(self) -> None:
-        told = all("function_variance" in part.values for part in self._parts)
-        if not told and not self.method.tells_noise_apart:
+        if "function_variance" not in self._values and not self.method.tells_noise_apart:
             raise UnsupportedError(
                 f"{type(self.method).__name__}() gives one distribution for noise and posterior together, whose "
                 f"variance or entropy at site {self.site!r} has no parts: predict with Samples(n)"
             )
 
     def _of_distributions(
-        self, read: Callable[..., Tensor], what: str, chunks: Any = None, dim: int = 0
+        self, read: Callable[..., Tensor], what: str, *rows: Tensor, dim: int = 0, whole: bool = False
     ) -> Tensor:
-        return of_distributions(self._parts, read, f"{what} at site {self.site!r}", chunks, dim)
+        """Read something of the distributions of all batches.
+
+        Args:
+            read: gives it for a distribution and its rows, in the shape of draws.
+            what: its name for errors.
+            rows: further arguments of ``read``, examples first.
+            dim: the dimension of examples in the result.
+            whole: whether the result has one value for a whole event, not one for each number of it.
+        """
+        found, start = [], 0
+        for part in self._parts:
+            fn, end = part.distribution, start + part.num_rows
+            if fn is None:
+                raise UnsupportedError(
+                    f"{what} at site {self.site!r}: the prediction averages {self.num_components} distributions "
+                    f"({self._kind}) that were not kept. predict(..., keep_draws=True) keeps those of numbers, also "
+                    "where they take much memory; predict(model, guide, (x, y), ...) scores observations of any kind, "
+                    "and pyro_dvi.to_arviz(..., method=Samples(n)) draws them"
+                )
+            axis = part.axis - len(fn.event_shape)
+            own = [row[start:end].movedim(0, axis) for row in rows]
+            try:
+                found.append(read(fn, *own).movedim(part.axis if whole else axis, dim))
+            except NotImplementedError as error:
+                raise UnsupportedError(
+                    f"{what} at site {self.site!r}: there is none for this distribution ({self._kind})"
+                ) from error
+            start = end
+        return torch.cat(found, dim)
 
     @property
     def _device(self) -> torch.device | None:
-        return next((value.device for value in self._parts[0].values.values()), None)
+        return next((value.device for value in self._values.values()), None)
 
     def _aligned(self, y: Any) -> Tensor:
         """Return ``y`` on the predictions' device; one row for each example."""
@@ -455,8 +400,11 @@ class Prediction(InNotebook):
             )
         return values if self._device is None else values.to(self._device)
 
-    def _collect(self, name: str, what: str) -> Tensor:
-        found = [part.values[name] for part in self._parts if name in part.values]
-        if len(found) < len(self._parts):
-            raise UnsupportedError(f"site {self.site!r} is {self._parts[0].kind}, which has no {what}")
-        return torch.cat(found)
+    def _value(self, name: str, what: str) -> Tensor:
+        if name not in self._values:
+            raise UnsupportedError(f"site {self.site!r} is {self._kind}, which has no {what}")
+        return self._values[name]
+
+    def _of_labels(self, p: Tensor) -> Tensor:
+        """Return class probabilities as they are shown: those of label 1 alone for 0 or 1."""
+        return p[..., 1] if self.is_binary else p

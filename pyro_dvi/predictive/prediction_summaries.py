@@ -1,70 +1,91 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scores of a prediction by the kind of site, and its tables for pandas and xarray."""
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from pyro_dvi.errors import DataError, UnsupportedError
 from pyro_dvi.predictive import metrics
 
 if TYPE_CHECKING:
     import pandas
     import xarray
 
+    from pyro_dvi.predictive.prediction import Prediction
 
-def of_densities(log_likelihood: Tensor) -> dict[str, float]:
-    """Return the scores of the log density of each observation."""
-    score = metrics.nll(log_likelihood)
-    return {"nll": score.value, "nll_standard_error": score.standard_error}
+T = TypeVar("T")
 
 
-def of_classes(probabilities: Tensor, labels: Tensor, information: Tensor | None) -> dict[str, float]:
-    """Return the scores of class probabilities.
+def available(read: Callable[[], T]) -> T | None:
+    """Return what is read, or None where it does not exist, as the joint entropy of several labels."""
+    try:
+        return read()
+    except UnsupportedError:
+        return None
+
+
+def metrics_of(prediction: "Prediction", values: Tensor, y: Any) -> dict[str, float]:
+    """Return :meth:`Prediction.metrics`.
 
     Args:
-        probabilities: ``[..., C]``, or those of label 1 of the shape of the labels.
-        labels: observed classes.
-        information: that each label would give on the weights; None where it is not known.
+        prediction: the prediction.
+        values: the observations that are scored.
+        y: the observations as the user gave them; None for those that came with the data.
     """
-    rows = torch.stack([1 - probabilities, probabilities], -1)
-    found = {
-        "accuracy": metrics.accuracy(probabilities, labels),
-        "brier": metrics.brier(probabilities, labels),
-        "ece": metrics.expected_calibration_error(probabilities, labels),
-        "adaptive_ece": metrics.adaptive_calibration_error(probabilities, labels),
-        "aumrc": metrics.aumrc(probabilities, labels),
-        "entropy": float(
-            metrics.predictive_entropy(rows if probabilities.shape == labels.shape else probabilities).mean()
-        ),
-    }
-    if information is not None:
-        found["mutual_information"] = float(information.cpu().double().mean())
+    mask, log_likelihood = prediction.mask, prediction.log_likelihood(y)
+    if mask is not None:
+        log_likelihood = log_likelihood[~log_likelihood.isnan()]
+    if log_likelihood.numel() == 0:
+        raise DataError(f"the mask of site {prediction.site!r} leaves no observation to score")
+    if prediction.is_one_hot:
+        values, mask = values.argmax(-1), None if mask is None else mask.any(-1)
+
+    def counted(tensor: Tensor) -> Tensor:
+        return tensor if mask is None else tensor[mask]
+
+    score, values = metrics.nll(log_likelihood), counted(values)
+    found = {"nll": score.value, "nll_standard_error": score.standard_error}
+    if prediction.is_of_classes:
+        p = counted(prediction.probabilities)
+        rows = torch.stack([1 - p, p], -1) if p.shape == values.shape else p
+        found |= {
+            "accuracy": metrics.accuracy(p, values),
+            "brier": metrics.brier(p, values),
+            "ece": metrics.expected_calibration_error(p, values),
+            "adaptive_ece": metrics.adaptive_calibration_error(p, values),
+            "aumrc": metrics.aumrc(p, values),
+            "entropy": float(metrics.predictive_entropy(rows).mean()),
+        }
+        if (information := available(lambda: counted(prediction.mutual_information))) is not None:
+            found["mutual_information"] = float(information.cpu().double().mean())
+    elif prediction.has_moments:
+        mean = counted(prediction.mean)
+        if mean.isfinite().all():  # a Cauchy distribution has none
+            found["rmse"] = metrics.rmse(mean, values)
+        if (limits := available(prediction.interval)) is not None:
+            low, high = map(counted, limits)
+            found["coverage_95"] = metrics.coverage(low, high, values)
+            found["width_95"] = metrics.interval_width(low, high)
+        few = prediction.draws or prediction.num_components <= 100  # the cost is quadratic in their number
+        if few and (crps := available(lambda: counted(prediction.crps(y)))) is not None:
+            found["crps"] = float(crps.mean())
     return found
 
 
-def of_numbers(
-    values: Tensor, mean: Tensor, interval: tuple[Tensor, Tensor] | None, crps: Tensor | None
-) -> dict[str, float]:
-    """Return the scores of predicted numbers.
-
-    Args:
-        values: what was observed.
-        mean: of the predictions, of the same shape.
-        interval: limits of their central 95 % intervals; None where there are none.
-        crps: their continuous ranked probability scores; None where there are none.
-    """
-    found = {}
-    if mean.isfinite().all():  # there is none of a Cauchy distribution
-        found["rmse"] = metrics.rmse(mean, values)
-    if interval is not None:
-        found["coverage_95"] = metrics.coverage(*interval, values)
-        found["width_95"] = metrics.interval_width(*interval)
-    if crps is not None:
-        found["crps"] = float(crps.mean())
-    return found
+def columns_of(prediction: "Prediction") -> dict[str, Tensor]:
+    """Return the quantities that exist for each example, by name, examples first."""
+    names: tuple[str, ...] = ("mean", "std", "aleatoric", "epistemic") if prediction.has_moments else ()
+    if prediction.is_of_classes:
+        names = ("probabilities", "entropy", "mutual_information")
+    found = {name: available(partial(getattr, prediction, name)) for name in names}
+    if prediction.observed is not None:
+        found |= {"observed": prediction.observed, "log_likelihood": prediction.log_likelihood()}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def dataframe(columns: Mapping[str, Tensor], num_rows: int) -> "pandas.DataFrame":
@@ -82,24 +103,20 @@ def dataframe(columns: Mapping[str, Tensor], num_rows: int) -> "pandas.DataFrame
     return pandas.DataFrame(found, index=pandas.RangeIndex(num_rows, name="example"))
 
 
-def dataset(
-    columns: Mapping[str, Tensor], draws: Mapping[str, Tensor], cell_dims: int, attributes: Mapping[str, str]
-) -> "xarray.Dataset":
-    """Return an ``xarray.Dataset``; see :meth:`Prediction.to_xarray`.
-
-    Args:
-        columns: by name, examples first.
-        draws: by name, draws first and then examples.
-        cell_dims: dimensions of one example's values, without that of classes.
-        attributes: of the whole.
-    """
+def dataset(prediction: "Prediction") -> "xarray.Dataset":
+    """Return an ``xarray.Dataset``; see :meth:`Prediction.to_xarray`."""
     import xarray
 
+    has_classes = prediction.is_of_classes and not prediction.is_binary
+    values = prediction.probabilities if prediction.is_of_classes else available(lambda: prediction.mean)
+    cell_dims = 0 if values is None else values.dim() - 1 - has_classes
     dims = ["example", *(f"dim_{i}" for i in range(cell_dims)), "class"]
-    variables = {name: (dims[: value.dim()], array_of(value)) for name, value in columns.items()}
-    for name, value in draws.items():
+    variables = {
+        name: (dims[: value.dim()], array_of(value)) for name, value in columns_of(prediction).items()
+    }
+    for name, value in prediction.draws.items():
         variables[f"draws_{name}"] = (["draw", *dims[: value.dim() - 1]], array_of(value))
-    return xarray.Dataset(variables, attrs=dict(attributes))
+    return xarray.Dataset(variables, attrs={"site": prediction.site, "method": repr(prediction.method)})
 
 
 def array_of(value: Tensor) -> np.ndarray:

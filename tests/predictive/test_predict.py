@@ -390,7 +390,7 @@ def test_memory_does_not_grow_with_the_number_of_draws_without_end(monkeypatch):
         prediction = predict(model, guide, (x, y), Samples(40))
         (part,) = prediction._parts
         assert (
-            sum(value.numel() for value in part.values.values()) == 100
+            sum(value.numel() for value in prediction._values.values()) == 100
         )  # mean, variances, density, observed
         assert (part.distribution is None) == (room < 40 * 20)
     assert "coverage_95" not in prediction.metrics()

@@ -169,12 +169,12 @@ MISTAKES = {
     "mixture not kept": (
         lambda: predict(pairs_of_labels, guide, X, Samples(3)).log_likelihood(torch.zeros(10, 2)),
         UnsupportedError,
-        r"several Bernoulli distributions.*predict\(model, guide, \(x, y\)",
+        r"averages 3 distributions \(Bernoulli\).*predict\(model, guide, \(x, y\)",
     ),
     "entropy of a mixture": (
         lambda: predict(model, guide, X, Samples(3)).entropy,
         UnsupportedError,
-        r"entropy.*'obs' \(Normal\) has no closed form",
+        r"entropy in closed form at site 'obs': there is none for.*\(Normal\)",
     ),
     "probabilities of a regression": (
         lambda: predict(model, guide, X).probabilities,

@@ -80,12 +80,20 @@ def batches(
 
     for args in taken.split(data, batch_size):
         places, held = taken.observations(args, observed)
+        names = [taken.names[i] for i in places]
         if observed is None and held and len(places) > 1:
             called = sites(moved(taken.batch(args, held, start)))
             held = [i for i in held if taken.names[i] in called]
-            taken.check_called(places, held)
-        else:
-            taken.check_complete(places, held)
+            if not held:
+                raise ArgumentError(
+                    f"arguments {names} of the model default to None or can be given by name only, so that any may be "
+                    f"the observation: name it, {' or '.join(f'observed={name!r}' for name in names)}"
+                )
+        elif 0 < len(held) < len(places):
+            missing = [taken.names[i] for i in places if i not in held]
+            raise DataError(
+                f"the data hold some of the observations {names} but not {missing}: give all, or inputs alone"
+            )
         batch = taken.batch(args, held, start)
         yield moved(batch)
         start += batch.num_rows
@@ -151,24 +159,6 @@ class _Arguments:
             last = [len(args) - 1] if len(args) >= max(2, self.count) else []
             places = [*self._optional, *by_name] or last
         return places, [i for i in places if i < len(args) and args[i] is not None]
-
-    def check_called(self, places: Sequence[int], held: Sequence[int]) -> None:
-        """Refuse several arguments that may be the observation, none of which is called like an observed site."""
-        if not held:
-            names = [self.names[i] for i in places]
-            raise ArgumentError(
-                f"arguments {names} of the model default to None or can be given by name only, so that any may be the "
-                f"observation: name it, {' or '.join(f'observed={name!r}' for name in names)}"
-            )
-
-    def check_complete(self, places: Sequence[int], held: Sequence[int]) -> None:
-        """Refuse a part of the observations."""
-        if 0 < len(held) < len(places):
-            missing = [self.names[i] for i in places if i not in held]
-            raise DataError(
-                f"the data hold some of the observations {[self.names[i] for i in places]} but not {missing}: give "
-                "all, or inputs alone"
-            )
 
     def batch(self, args: tuple[Any, ...], held: Collection[int], start: int) -> Batch:
         """Set the observations at the places ``held`` apart."""

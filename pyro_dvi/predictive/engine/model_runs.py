@@ -4,6 +4,7 @@
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import pyro.distributions as dist
@@ -13,7 +14,8 @@ from pyro.poutine.condition_messenger import ConditionMessenger
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
-from pyro_dvi.core.arguments import with_missing
+from pyro_dvi.core.arguments import positional, with_missing
+from pyro_dvi.core.batches import tensors_in
 from pyro_dvi.core.distributions import WRAPPERS
 from pyro_dvi.core.undisturbed import evaluating, forked
 from pyro_dvi.errors import DataError, ModelError
@@ -55,6 +57,7 @@ def respond(
     batch: Batch,
     latents: Latents,
     site: str | None = None,
+    learned_for: Mapping[int | str, Any] = MappingProxyType({}),
 ) -> Response:
     """Run ``model`` on a batch with its latent sites at ``latents`` and return its response.
 
@@ -63,6 +66,7 @@ def respond(
         batch: its arguments.
         latents: values by site.
         site: observed site, where there are several.
+        learned_for: arguments, by place or name, of the examples that local latents belong to; empty if unknown.
 
     Raises:
         ModelError: the model has no response, several, or none of the name ``site``.
@@ -76,8 +80,14 @@ def respond(
     axis = example_axis(name, node, batch.num_rows)
     plates = {f.name for f in node["cond_indep_stack"] if f.vectorized and f.dim == axis}
     for latent in nodes.keys() & latents.keys():
-        if batch.start > 0 and plates & {f.name for f in nodes[latent]["cond_indep_stack"]}:
+        if not plates & {f.name for f in nodes[latent]["cond_indep_stack"]}:
+            continue
+        if batch.start > 0:
             raise _local(latent, f"and these are examples {batch.start} and later")
+        for place, (parameter, value) in enumerate(zip(positional(model), batch.inputs, strict=False)):
+            first = learned_for.get(place, learned_for.get(parameter.name))
+            if not all(map(_same_rows, tensors_in(value), tensors_in(first))):
+                raise _local(latent, "learned for other examples than these")
     drawn = tuple(other for other in names[: names.index(name)] if not nodes[other]["is_observed"])
     return Response(name, node["fn"], node["value"], node["is_observed"], axis, counted(node), drawn)
 
@@ -171,6 +181,11 @@ def observed_run(model: Callable[..., Any], batch: Batch, latents: Latents) -> M
         ) from error
     nodes: Mapping[str, Any] = recorder.trace.nodes
     return nodes
+
+
+def _same_rows(first: Tensor, second: Tensor) -> bool:
+    rows = min(map(len, (first, second))) if first.dim() and second.dim() else 0
+    return rows == 0 or torch.equal(first[:rows], second[:rows].to(first))
 
 
 def _local(site: str, which: str) -> DataError:

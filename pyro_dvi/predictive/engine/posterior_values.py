@@ -197,6 +197,15 @@ def ignores_inputs(guide: Any) -> bool:
     return own and not any(isinstance(part, AutoCallable) for part in parts)
 
 
+def first_arguments(guide: Any) -> Mapping[int | str, Any]:
+    """Return the arguments, by place or name, of a guide's first run: its local latents belong to these examples.
+
+    Empty for guides that may compute such latents from their inputs.
+    """
+    seen: Any = guide.prototype_trace.nodes["_INPUT"] if ignores_inputs(guide) else {}
+    return {**dict(enumerate(seen.get("args", ()))), **seen.get("kwargs", {})}
+
+
 def _arguments(guide: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     """Arguments for a guide; an automatic one takes those of its model."""
     # A copy or a loaded guide does not know its model.

@@ -66,7 +66,7 @@ def _is_left_out(constraint: Any) -> bool:
 LARGE = 1000  # entries of a container of which only the number is compared
 
 
-class Probe:
+class Probe(Watch):
     """Watches a run of a model inside ``with``.
 
     Attributes:
@@ -74,21 +74,28 @@ class Probe:
     """
 
     def __init__(self, device: torch.device) -> None:
+        super().__init__()
         self.size = 0
         self._device = device
         self._seen: dict[int, tuple[nn.Module, list[Any]]] = {}
-        self._output = _LargestOutput()
 
     def __enter__(self) -> "Probe":
         self._before = _generators(self._device)
         self._handle = nn.modules.module.register_module_forward_pre_hook(self._look)
-        self._output.__enter__()
+        super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._output.__exit__(*error)
+        super().__exit__(*error)
         self._handle.remove()
-        self.size = self._output.size
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):  # expanded views hold less than they show
+                held = leaf.untyped_storage().nbytes() // leaf.element_size()
+                self.size = max(self.size, min(held, leaf.numel()))
+        return result
 
     @property
     def drew(self) -> bool:
@@ -145,22 +152,6 @@ def _same(first: list[Any], second: list[Any]) -> bool:
 
 def _generators(device: torch.device) -> tuple[Any, ...]:
     return state_of(device)[0]().numpy().tobytes(), pickle.dumps(np.random.get_state()), random.getstate()
-
-
-class _LargestOutput(Watch):
-    """Notes the size of the largest tensor that is computed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.size = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor):  # expanded views hold less than they show
-                held = leaf.untyped_storage().nbytes() // leaf.element_size()
-                self.size = max(self.size, min(held, leaf.numel()))
-        return result
 
 
 Read = Callable[[Latents], dict[str, Tensor]]

@@ -11,7 +11,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar
-from weakref import WeakValueDictionary
 
 import torch
 
@@ -163,9 +162,6 @@ def _pulled_back(
     return result.linked(replace(value.link, inner=inner))
 
 
-_LOOKED_AT: WeakValueDictionary[int, Any] = WeakValueDictionary()  # guides that were predicted with
-
-
 @dataclass(frozen=True)
 class Moments(PredictionRule):
     r"""Predict in one pass, by the means and variances of the weights propagated through the model.
@@ -222,9 +218,10 @@ class Moments(PredictionRule):
             )
 
         weights = PosteriorMoments(marginals, propagated)
-        known = _LOOKED_AT.get(id(guide)) is guide or self.propagation.counts_weights_once
+        of_guide = getattr(guide, "__dict__", {})  # not by setattr, which a module may refuse
+        known = "_warned_of_repeated_uses" in of_guide or self.propagation.counts_weights_once
         recorder = nullcontext if known else warned_of_repeated_uses
-        _LOOKED_AT[id(guide)] = guide
+        of_guide["_warned_of_repeated_uses"] = True
         with uncertain_likelihoods(), weights, recorder(weights.given):
             response = self.propagation.respond(weights.given, partial(respond, centre))
         yield replace(response, distribution=predictive_of(response.distribution, predictive))

@@ -11,7 +11,7 @@ import torch
 from pyro import poutine
 from pyro.infer.autoguide import AutoGuideList, AutoNormal
 
-from pyro_dvi import AtMean, MeanFieldGuide, Samples, predict, to_arviz
+from pyro_dvi import AtMean, LaplaceGuide, MeanFieldGuide, Samples, predict, to_arviz
 from pyro_dvi.errors import ArgumentError, DataError, GuideError
 from tests.analysis.arviz_export.reading import values
 
@@ -145,6 +145,18 @@ def test_examples_of_a_second_batch_do_not_get_the_latents_of_the_first():
     guide(X[:10], X[:10])
     with pytest.raises(DataError, match=r"\['z'\].*examples 10 and later"):
         predict(local_without_size, guide, (X, X), batch_size=10)
+
+
+@pytest.mark.parametrize("make", [AutoNormal, MeanFieldGuide, LaplaceGuide])
+def test_latents_of_single_examples_are_not_those_of_other_data_of_equal_length(make):
+    guide = make(local_without_size)
+    guide(X, y=X)
+    for other in (X + 0.5, (X + 0.5, X), X.flip(0)):
+        for score in (predict, to_arviz):
+            with pytest.raises(DataError, match=r"\['z'\] have a value for each example, learned for other"):
+                score(local_without_size, guide, other, method=AtMean())
+    for same in (X.clone(), (X.double().float(), X + 1), [(X, X)]):
+        assert len(predict(local_without_size, guide, same, AtMean())) == 20
 
 
 def test_latents_of_a_guide_that_was_set_up_on_the_first_examples_are_those_of_all():
