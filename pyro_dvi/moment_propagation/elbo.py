@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pyro_dvi.core.arguments import check_choice
 from pyro_dvi.core.undisturbed import undisturbed
-from pyro_dvi.curvature.base import ObservedSite
+from pyro_dvi.curvature.linearisation import ObservedSite
 from pyro_dvi.errors import ArgumentError, ModelError, warn
 from pyro_dvi.expectations.logits import LogitEstimator
 from pyro_dvi.expectations.points import are_distinct, gaussian_of

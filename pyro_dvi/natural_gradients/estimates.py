@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pyro_dvi.core.autograd_graph import graph_of
-from pyro_dvi.curvature.base import ObservedSite
+from pyro_dvi.curvature.linearisation import ObservedSite
 from pyro_dvi.curvature.per_example.proof import Finding, Proofs, layout_of
 from pyro_dvi.curvature.per_example.uses import Use, with_rows_of_examples
 from pyro_dvi.curvature.squared_gradients import passes_of, squares_without_rules

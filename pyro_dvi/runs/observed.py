@@ -13,7 +13,7 @@ from torch import Tensor
 from pyro_dvi.core.batches import rows_cut, tensors_in, with_rows
 from pyro_dvi.core.distributions import untransformed
 from pyro_dvi.core.undisturbed import preserve_buffers
-from pyro_dvi.curvature.base import ObservedSite, SliceArguments, sum_of
+from pyro_dvi.curvature.linearisation import ObservedSite, SliceArguments, sum_of
 from pyro_dvi.errors import DataError, ModelError, PyroDviError, UnsupportedError, warn
 from pyro_dvi.runs.explained import AS_A_MODEL
 from pyro_dvi.runs.posterior_run import PosteriorRun, twice_differentiable

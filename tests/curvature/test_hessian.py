@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pyro_dvi.curvature import HessianDiagonal, Linearisation
-from pyro_dvi.curvature.base import ObservedSite
+from pyro_dvi.curvature.linearisation import ObservedSite
 from pyro_dvi.errors import CheckpointError, NonFiniteError
 
 X = torch.randn(6, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(3))

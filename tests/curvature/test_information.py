@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyro_dvi.curvature import EmpiricalFisher, GGNDiagonal, Linearisation, information
-from pyro_dvi.curvature.base import ObservedSite
 from pyro_dvi.curvature.information import expected_information, information_rule
+from pyro_dvi.curvature.linearisation import ObservedSite
 from pyro_dvi.errors import ModelError, UnsupportedError
 
 M = 3
