@@ -129,19 +129,21 @@ class MultiplicativeNoiseGuide(FactorisedGuide):
             raise TypeError(f"biases must be Deterministic() or MeanField(), got {biases!r}")
         check_input_axis(input_axis)
         check_positive("eps", eps)
-        super().__init__(model, init_loc_fn=FollowedStart(init_loc_fn), create_plates=create_plates)
+        start = FollowedStart(init_loc_fn)
+        super().__init__(model, init_loc_fn=start, create_plates=create_plates)
+        self._start = start
         self.initial_rho = float(initial_rho)
         self.biases = biases
         self.input_axis = input_axis
         self.eps = eps
-        self._layers, self._products = Layers(), WeightProducts()
+        self._layers = Layers()
 
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
-        with layers_called() as self._layers, WeightProducts() as self._products:
+        with layers_called() as self._layers, WeightProducts() as self._start.products:
             try:
                 super()._setup_prototype(*args, **kwargs)
             finally:  # a guide must not keep the network
-                self._layers, self._products = Layers(), WeightProducts()
+                self._layers, self._start.products = Layers(), None
 
     def _check_sites(self, sites: dict[str, Any]) -> None:
         if isinstance(self.input_axis, Mapping):
@@ -172,7 +174,8 @@ class MultiplicativeNoiseGuide(FactorisedGuide):
 
     def _units_of(self, name: str, loc: Tensor, owner: nn.Module | None, attribute: str) -> InputUnits | None:
         """Return the layout of a weight, by its use in the model or by its layer."""
-        seen = self._products.units.get(name, set())
+        assert self._start.products is not None
+        seen = self._start.products.units.get(name, set())
         if len(seen) == 1:
             return next(iter(seen))
         if not _is_torch_layer(owner):
