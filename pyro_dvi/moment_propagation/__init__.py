@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Moment propagation: means and variances of activations in one pass, and the posteriors made for it."""
 
-from pyro_dvi.moment_propagation.elbo import ExampleWeighting, MomentPropagationELBO, VarianceWeighted
+from pyro_dvi.moment_propagation.elbo import MomentPropagationELBO, VarianceWeighted
 from pyro_dvi.moment_propagation.last_layer import (
     AllOutputs,
     LastLayerGuide,
@@ -13,7 +13,6 @@ from pyro_dvi.moment_propagation.multiplicative_noise import MultiplicativeNoise
 
 __all__ = [
     "AllOutputs",
-    "ExampleWeighting",
     "LastLayerGuide",
     "LayerCovariance",
     "LowRank",

@@ -22,8 +22,6 @@ from pyro_dvi.errors import ArgumentError
 Axes = int | tuple[int, ...] | None
 """An axis, several, or None for a site that is no weight."""
 
-InputAxis = Axes | Mapping[str, Axes] | Callable[[str], Axes]
-
 
 @dataclass(frozen=True)
 class InputUnits:
@@ -111,50 +109,35 @@ def units_of_layer(layer: nn.Module | None, attribute: str) -> InputUnits | None
 # The user's choice ---------------------------------------------------------------------------------------------
 
 
-def chosen_units(input_axis: InputAxis, name: str, dims: int, owned: bool) -> InputUnits | None | bool:
+def chosen_units(input_axis: Mapping[str, Axes], name: str, dims: int) -> InputUnits | None | bool:
     """Return what the user chose for a site: a layout, None for no weight, or False for no choice.
 
     Args:
         input_axis: the option of the guide.
         name: the site's name.
         dims: number of dimensions of its value.
-        owned: whether a torch layer owns the site, which then knows better than a single axis for all.
 
     Raises:
         ArgumentError: the choice is no axis of the site.
     """
-    if isinstance(input_axis, Mapping):
-        for pattern, axes in input_axis.items():
-            if fnmatchcase(name, pattern):
-                return _checked(axes, name, dims)
-        return False
-    if dims < 2:
-        return False
-    if callable(input_axis):
-        return _checked(input_axis(name), name, dims)
-    return False if input_axis is None or owned else _checked(input_axis, name, dims)
+    chosen = [axes for pattern, axes in input_axis.items() if fnmatchcase(name, pattern)]
+    return _checked(chosen[0], name, dims) if chosen else False
 
 
 def check_input_axis(input_axis: Any) -> None:
     """Raise ArgumentError if the option of the guide has a form that it cannot have."""
-    if isinstance(input_axis, Mapping):
-        if not all(isinstance(name, str) for name in input_axis):
-            raise ArgumentError(f"the keys of input_axis must be site names, got {list(input_axis)}")
-    elif input_axis is not None and not callable(input_axis):
-        _several("input_axis, if it is no mapping from site names and no callable of them,", input_axis)
-
-
-def _several(what: str, axes: Any) -> tuple[int, ...]:
-    several = axes if isinstance(axes, tuple) else (axes,)
-    if not several or not all(isinstance(axis, int) and not isinstance(axis, bool) for axis in several):
-        raise ArgumentError(f"{what} must be an axis, a tuple of axes, or None for no weight; got {axes!r}")
-    return several
+    if not isinstance(input_axis, Mapping) or not all(isinstance(name, str) for name in input_axis):
+        raise ArgumentError(f"input_axis maps site names to axes, as {{'w': 0}}; got {input_axis!r}")
 
 
 def _checked(axes: Any, name: str, dims: int) -> InputUnits | None:
     if axes is None:
         return None
-    several = _several(f"input_axis of site {name!r}", axes)
+    several = axes if isinstance(axes, tuple) else (axes,)
+    if not several or not all(isinstance(axis, int) and not isinstance(axis, bool) for axis in several):
+        raise ArgumentError(
+            f"input_axis of site {name!r} must be an axis, a tuple of axes, or None for no weight; got {axes!r}"
+        )
     if not all(-dims <= axis < dims for axis in several) or len({a % dims for a in several}) < len(several):
         raise ArgumentError(
             f"input_axis of site {name!r} is {axes!r}, but its values have {dims} dimensions: choose different axes "

@@ -231,10 +231,14 @@ def test_state_dict_loads_into_a_guide(local_params, biases, initialised):
 @pytest.mark.parametrize(
     "saved, loaded, message",
     [
-        ({"biases": MeanField()}, {}, "locs and scales for site 'b1', where this guide has locs:"),
-        ({}, {"biases": MeanField()}, "has locs for site 'b1', where this guide has locs and scales"),
-        ({"input_axis": 0}, {}, r"alphas of site 'w1' have the shape \(5, 1\), this guide's have \(1, 3\)"),
-        ({"input_axis": {"w1": None}}, {}, "'w1', where this guide has alphas and locs"),
+        ({"biases": MeanField()}, {}, "locs and scales for site 'b1', this guide locs:"),
+        ({}, {"biases": MeanField()}, "has locs for site 'b1', this guide locs and scales"),
+        (
+            {"input_axis": {"w1": 0}},
+            {},
+            r"alphas of site 'w1' have the shape \(5, 1\), this guide's have \(1, 3\)",
+        ),
+        ({"input_axis": {"w1": None}}, {}, "'w1', this guide alphas and locs"),
     ],
 )
 def test_a_state_of_other_options_is_refused(saved, loaded, message):
