@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Curvatures of the log-likelihood: torch only, nothing of Pyro."""
 
-from pyro_dvi.curvature.base import Curvature, Linearisation, ObservedSite
 from pyro_dvi.curvature.fisher import EmpiricalFisher, Fisher, GGNDiagonal, MinibatchGradient
 from pyro_dvi.curvature.hessian import HessianDiagonal
+from pyro_dvi.curvature.linearisation import Curvature, Linearisation, ObservedSite
 
 __all__ = [
     "Curvature",

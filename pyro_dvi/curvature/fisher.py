@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from pyro_dvi.core.arguments import check_count
-from pyro_dvi.curvature.base import (
+from pyro_dvi.curvature.information import expected_information, of_site
+from pyro_dvi.curvature.linearisation import (
     Curvature,
     Linearisation,
     ObservedSite,
@@ -24,7 +25,6 @@ from pyro_dvi.curvature.base import (
     private_random_state,
     sum_of,
 )
-from pyro_dvi.curvature.information import expected_information, of_site
 from pyro_dvi.curvature.per_example.proof import Finding, Proofs, examined, layout_of
 from pyro_dvi.curvature.per_example.uses import Use, WeightUses
 from pyro_dvi.curvature.second_derivatives import FastSecondDerivatives

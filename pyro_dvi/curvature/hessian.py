@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyro_dvi.core.arguments import check_count
-from pyro_dvi.curvature.base import Curvature, Linearisation, half_sum, private_random_state, sum_of
+from pyro_dvi.curvature.linearisation import Curvature, Linearisation, half_sum, private_random_state, sum_of
 from pyro_dvi.curvature.products import batched_gradients
 from pyro_dvi.errors import ArgumentError
 

@@ -20,7 +20,7 @@ from torch import distributions as td
 
 from pyro_dvi.core.registry import registering
 from pyro_dvi.core.undisturbed import widest
-from pyro_dvi.curvature.base import ObservedSite
+from pyro_dvi.curvature.linearisation import ObservedSite
 from pyro_dvi.errors import UnsupportedError
 
 Pairs = list[tuple[Tensor, Tensor]]

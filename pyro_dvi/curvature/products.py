@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from pyro_dvi.curvature.base import ObservedSite, twice_differentiated
 from pyro_dvi.curvature.information import expected_information, of_site
+from pyro_dvi.curvature.linearisation import ObservedSite, twice_differentiated
 from pyro_dvi.errors import ModelError, UnsupportedError
 
 

@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from pyro_dvi.core.autograd_graph import enters, leaves_of
 from pyro_dvi.core.distributions import unexpanded
-from pyro_dvi.curvature.base import sum_of
+from pyro_dvi.curvature.linearisation import sum_of
 from pyro_dvi.curvature.squared_gradients import SquaredGradients
 from pyro_dvi.errors import GuideError, ModelError
 from pyro_dvi.runs.divergences import normal_prior, refuse_not_normal

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pyro_dvi.core.arguments import check_count, check_kl_weight, explained_calls
 from pyro_dvi.core.autograd_graph import leaves_of
-from pyro_dvi.curvature.base import sum_of, twice_differentiated
+from pyro_dvi.curvature.linearisation import sum_of, twice_differentiated
 from pyro_dvi.errors import (
     CheckpointError,
     NonFiniteError,

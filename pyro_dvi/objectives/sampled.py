@@ -9,7 +9,7 @@ from torch import Tensor
 from torch import distributions as td
 
 from pyro_dvi.core.undisturbed import undisturbed
-from pyro_dvi.curvature.base import sum_of
+from pyro_dvi.curvature.linearisation import sum_of
 from pyro_dvi.errors import GuideError
 from pyro_dvi.gaussians.normals import is_joint
 from pyro_dvi.objectives.objective import Objective

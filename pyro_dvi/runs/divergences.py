@@ -19,7 +19,7 @@ from torch import Tensor
 from torch import distributions as td
 
 from pyro_dvi.core.distributions import strip_event_dims
-from pyro_dvi.curvature.base import sum_of
+from pyro_dvi.curvature.linearisation import sum_of
 from pyro_dvi.errors import DataError, ModelError
 from pyro_dvi.gaussians.normal_divergence import (
     minus_log_density,

@@ -14,7 +14,7 @@ from pyro_dvi.core.batches import rows_cut, tensors_in, with_rows
 from pyro_dvi.core.distributions import untransformed
 from pyro_dvi.core.undisturbed import preserve_buffers
 from pyro_dvi.curvature import ObservedSite
-from pyro_dvi.curvature.base import SliceArguments, sum_of
+from pyro_dvi.curvature.linearisation import SliceArguments, sum_of
 from pyro_dvi.errors import DataError, ModelError, PyroDviError, UnsupportedError, warn
 from pyro_dvi.runs.explained import AS_A_MODEL
 from pyro_dvi.runs.posterior_run import PosteriorRun, twice_differentiable

@@ -10,7 +10,7 @@ from torch import Tensor
 from pyro_dvi.core.arguments import check_choice, explained_calls
 from pyro_dvi.core.kinks import PIECEWISE_LINEAR
 from pyro_dvi.curvature import Curvature, Fisher, Linearisation, ObservedSite
-from pyro_dvi.curvature.base import SliceArguments
+from pyro_dvi.curvature.linearisation import SliceArguments
 from pyro_dvi.errors import CheckpointError, warn
 from pyro_dvi.objectives.objective import Objective
 from pyro_dvi.runs.divergences import kl_to_priors, prior_precision

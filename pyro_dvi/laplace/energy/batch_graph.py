@@ -9,7 +9,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from pyro_dvi.curvature.base import ObservedSite, private_random_state
+from pyro_dvi.curvature.linearisation import ObservedSite, private_random_state
 from pyro_dvi.curvature.products import LinearMap, batched_gradients, information_pairs
 from pyro_dvi.errors import DataError, ModelError, UnsupportedError, warn
 from pyro_dvi.laplace.energy.passes import Passes

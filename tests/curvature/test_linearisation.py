@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from pyro_dvi.curvature.base import half_sum, half_weighted_squares
+from pyro_dvi.curvature.linearisation import half_sum, half_weighted_squares
 
 SHAPES = [(3,), (2, 3), (), (1, 2, 2)]
 
