@@ -9,7 +9,7 @@ from pyro import poutine
 from pyro.nn import PyroModule
 from torch import Tensor, nn
 
-from pyro_dvi.moment_propagation.elbo import ExampleWeighting
+from pyro_dvi.moment_propagation.elbo import VarianceWeighted
 
 HIDDEN = 50
 INPUT_AXIS = {site: (0, 1) for site in ("hidden", "mean", "noise")}  # noise per network and input unit
@@ -40,7 +40,7 @@ class Networks(PyroModule):
         *,
         prior_scale: float = 1.0,
         kl_weights: Tensor | float = 1.0,
-        weighting: ExampleWeighting | None = None,
+        weighting: VarianceWeighted | None = None,
     ) -> None:
         super().__init__()
         count = len(sizes)

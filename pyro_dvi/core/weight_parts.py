@@ -6,7 +6,7 @@ the warning of repeated uses.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -55,8 +55,11 @@ class WeightParts:
 
     def add(self, key: Any, value: Any) -> None:
         """Recognise a weight from now on."""
-        if id(value) not in self._parts:
-            self._parts[id(value)] = Part(key, value, value.shape)
+        self._parts.setdefault(id(value), Part(key, value, value.shape))
+
+    def add_like(self, part: Part, value: Any) -> None:
+        """Recognise a value with the same elements of the weight in the same places as a part."""
+        self._parts.setdefault(id(value), replace(part, value=value))
 
     def among(self, args: tuple, kwargs: dict[str, Any]) -> list[tuple[int | str | None, Part]]:
         """Return the parts among the arguments of a call with their position or name; None within a list."""

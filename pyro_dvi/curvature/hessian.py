@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The diagonal of the Hessian itself, which need not be positive."""
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -10,7 +8,7 @@ from torch import Tensor
 from pyro_dvi.core.arguments import check_count
 from pyro_dvi.curvature.linearisation import Curvature, Linearisation, half_sum, private_random_state, sum_of
 from pyro_dvi.curvature.products import batched_gradients
-from pyro_dvi.errors import ArgumentError, CheckpointError, NonFiniteError
+from pyro_dvi.errors import ArgumentError
 
 
 class HessianDiagonal(Curvature):
@@ -23,7 +21,8 @@ class HessianDiagonal(Curvature):
 
     The objective has an optimum in the variance, :math:`\sigma_\lambda^2 = \beta/(\beta/s_\lambda^2 + h_\lambda)`,
     only for a positive denominator. Single minibatches often have none, and harmlessly: the margin m below one then
-    keeps the variance finite. Where the prior is not Normal, negative h count as zero.
+    keeps the variance finite. A weight that needs it in most steps has no optimal variance: use a positive curvature,
+    such as :class:`Fisher`, or a narrower prior. Where the prior is not Normal, negative h count as zero.
 
     Status: with ``num_probes=None`` the exact second-order expansion of Eq. 20 wherever that optimum exists (one
     Hessian column per weight: small networks only); otherwise Hutchinson's estimate, unbiased before the replacement.
@@ -32,12 +31,7 @@ class HessianDiagonal(Curvature):
     Args:
         num_probes: Rademacher probes of Hutchinson's estimator, or None for the exact diagonal.
         margin: m above, in [0, 1).
-        patience: raise once the running average of c stays below :math:`-\beta/s^2` for some weight after this many
-            evaluations; None never raises.
         generator: random generator of the probes.
-
-    Raises:
-        NonFiniteError: the average curvature leaves no finite variance (see ``patience``).
 
     Source: Unlu & Aitchison (2021), Eqs. 20-24, "VL (H)"; Hutchinson (1989).
 
@@ -46,13 +40,10 @@ class HessianDiagonal(Curvature):
         HessianDiagonal(num_probes=4)
     """
 
-    _DECAY = 0.99
-
     def __init__(
         self,
         num_probes: int | None = None,
         margin: float = 0.9,
-        patience: int | None = 1000,
         generator: torch.Generator | None = None,
     ) -> None:
         if num_probes is not None:
@@ -61,10 +52,7 @@ class HessianDiagonal(Curvature):
             raise ArgumentError(f"margin must lie in [0, 1), got {margin}")
         self.num_probes = num_probes
         self.margin = margin
-        self.patience = patience
         self.generator = generator
-        self._evaluations = 0
-        self._averages: dict[str, Tensor] = {}
 
     def penalty(self, likelihood: Linearisation) -> Tensor:
         log_prob = sum_of([site.log_likelihood() for site in (*likelihood.sites, *likelihood.factors)])
@@ -74,7 +62,6 @@ class HessianDiagonal(Curvature):
         else:
             curvatures = self._hutchinson(gradients, likelihood)
         limits = likelihood.precision_limits()
-        self._watch(likelihood, curvatures, limits)
         defined = [
             c.clamp(min=0) if limit is None else torch.where(c > -limit, c, -self.margin * limit.detach())
             for c, limit in zip(curvatures, limits, strict=True)
@@ -91,43 +78,6 @@ class HessianDiagonal(Curvature):
             products = likelihood.gradients(projected)
             totals = [t - v * hv for t, v, hv in zip(totals, probes, products, strict=True)]
         return [t / self.num_probes for t in totals]
-
-    def _watch(
-        self, likelihood: Linearisation, curvatures: list[Tensor], limits: list[Tensor | None]
-    ) -> None:
-        if self.patience is None:
-            return
-        self._evaluations += 1
-        beyond = self._evaluations - self.patience
-        due = beyond > 0 and beyond % 100 == 1  # now and then: each check waits for the device
-        for name, c, limit in zip(likelihood.names, curvatures, limits, strict=True):
-            if name in likelihood.local:
-                continue
-            old = self._averages.get(name)
-            new = c.detach() if old is None else torch.lerp(old.to(c), c.detach(), 1 - self._DECAY)
-            self._averages[name] = new
-            if limit is not None and due:
-                bad = int((new < -limit).sum())
-                if bad:
-                    raise NonFiniteError(
-                        f"site {name!r}: the average Hessian leaves {bad} of {new.numel()} weights without a finite "
-                        "variance. Use a positive curvature such as Fisher() or GGNDiagonal(), a narrower prior, or "
-                        "HessianDiagonal(patience=None) to go on with replaced entries."
-                    )
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            **super().state_dict(),
-            "evaluations": self._evaluations,
-            "averages": dict(self._averages),
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if "evaluations" not in state:
-            raise CheckpointError("not the state of a HessianDiagonal: the entry 'evaluations' is missing")
-        others = dict(state)
-        self._evaluations, self._averages = others.pop("evaluations"), dict(others.pop("averages"))
-        super().load_state_dict(others)
 
     def __repr__(self) -> str:
         return f"HessianDiagonal({'' if self.num_probes is None else f'num_probes={self.num_probes}'})"

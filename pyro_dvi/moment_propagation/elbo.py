@@ -1,10 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""How much each observation counts in training.
+r"""Sampling-free variational inference: means and variances flow through the model in one pass."""
 
-Sampling-free variational inference: means and variances flow through the model in one pass.
-"""
-
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -33,21 +29,8 @@ from pyro_dvi.runs.structure import Structure, check_gradients, reached_by
 from pyro_dvi.runs.uncertain import at_mean, refuse_moments, uncertain_likelihoods, uncertain_part
 
 
-class ExampleWeighting(ABC):
-    """Weights of the log-likelihood of single observations, constant in the gradient."""
-
-    @abstractmethod
-    def weights(self, fn: Any, step: int) -> Tensor:
-        """Return weights of the batch shape of ``fn``.
-
-        Args:
-            fn: the distribution of an observed site, with certain parameters.
-            step: training steps done.
-        """
-
-
 @dataclass(frozen=True)
-class VarianceWeighted(ExampleWeighting):
+class VarianceWeighted:
     r"""Weight each observation by a power of its noise variance, with mean one over the batch.
 
     .. math:: w_i \propto \sigma_i^{2\gamma_t}
@@ -68,7 +51,7 @@ class VarianceWeighted(ExampleWeighting):
     Example:
         >>> import pyro.distributions as dist
         >>> noise = dist.Normal(torch.zeros(2), torch.tensor([1.0, 3.0]))
-        >>> VarianceWeighted(0.5).weights(noise, step=0)
+        >>> VarianceWeighted(0.5)(noise, step=0)
         tensor([0.5000, 1.5000])
     """
 
@@ -79,7 +62,7 @@ class VarianceWeighted(ExampleWeighting):
         if not callable(self.exponent) and not 0 <= self.exponent <= 1:
             raise ArgumentError(f"the exponent should lie between 0 and 1, got {self.exponent!r}")
 
-    def weights(self, fn: Any, step: int) -> Tensor:
+    def __call__(self, fn: Any, step: int) -> Tensor:
         exponent = self.exponent(step) if callable(self.exponent) else self.exponent
         if exponent == 0:
             return torch.ones(())
@@ -124,7 +107,8 @@ class MomentPropagationELBO(Objective):
         kl_weight: :math:`\beta` (the paper's :math:`\kappa`), a float or a schedule of the training steps done.
         estimator: of the expected log-normaliser of classes; ``Sobol(64)`` by default. ``TiltedBound()`` is free of
             sampling.
-        weighting: how much each observation counts, as ``VarianceWeighted()``; None: equally.
+        weighting: weights of the log-likelihood of single observations, as ``VarianceWeighted()`` or a function of an
+            observed site's distribution at certain parameters and of the training steps done; None: equal weights.
         variance_floor: least variance of what enters a nonlinearity; the paper has 1e-5 (Appendix A).
         num_data: size of the data set, compared with the plate's scale; None skips the check.
         num_particles: runs to average if some latents are sampled.
@@ -167,7 +151,7 @@ class MomentPropagationELBO(Objective):
         *,
         kl_weight: float | Callable[[int], float] = 1.0,
         estimator: LogitEstimator | None = None,
-        weighting: ExampleWeighting | None = None,
+        weighting: Callable[[Any, int], Tensor] | None = None,
         variance_floor: float | None = None,
         num_data: int | None = None,
         num_particles: int = 1,
@@ -175,8 +159,8 @@ class MomentPropagationELBO(Objective):
         super().__init__(kl_weight=kl_weight, num_data=num_data, num_particles=num_particles)
         if estimator is not None:
             check_choice("estimator", estimator, LogitEstimator, "Sobol(64) or TiltedBound()")
-        if weighting is not None:
-            check_choice("weighting", weighting, ExampleWeighting, "VarianceWeighted()")
+        if isinstance(weighting, type) or not (weighting is None or callable(weighting)):
+            raise ArgumentError(f"weighting must be an object such as VarianceWeighted(), not {weighting!r}")
         if variance_floor is not None and not variance_floor >= 0:
             raise ArgumentError(f"variance_floor must not be negative, got {variance_floor}")
         self.estimator = estimator
@@ -194,7 +178,7 @@ class MomentPropagationELBO(Objective):
                 _warn_of_shared_outputs(site)
         if self.weighting is not None and training:
             for site in observed.sites:
-                site.scale = site.scale * self.weighting.weights(at_mean(site.fn), self.step)
+                site.scale = site.scale * self.weighting(at_mean(site.fn), self.step)
         log_likelihood = observed.log_likelihood()
         if first:
             _check_reached(call, log_likelihood, run.latents, structure)

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Which axis of a weight counts its input units: what the layer says that owns it, or what the user says.
-
-Which axes of a weight meet its input, as the products in a run of the model show.
-"""
+"""The axes of a weight that count input units: from products in a run of the model, its layer, or the user."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,16 +12,15 @@ import torch
 from pyro.nn import PyroModule
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from pyro_dvi.core.undisturbed import modules_met
+from pyro_dvi.core.weight_parts import Part, name_of
+from pyro_dvi.curvature.per_example.uses import WeightRecorder
 from pyro_dvi.errors import ArgumentError
 
 Axes = int | tuple[int, ...] | None
 """An axis, several, or None for a site that is no weight."""
-
-InputAxis = Axes | Mapping[str, Axes] | Callable[[str], Axes]
 
 
 @dataclass(frozen=True)
@@ -113,50 +109,35 @@ def units_of_layer(layer: nn.Module | None, attribute: str) -> InputUnits | None
 # The user's choice ---------------------------------------------------------------------------------------------
 
 
-def chosen_units(input_axis: InputAxis, name: str, dims: int, owned: bool) -> InputUnits | None | bool:
+def chosen_units(input_axis: Mapping[str, Axes], name: str, dims: int) -> InputUnits | None | bool:
     """Return what the user chose for a site: a layout, None for no weight, or False for no choice.
 
     Args:
         input_axis: the option of the guide.
         name: the site's name.
         dims: number of dimensions of its value.
-        owned: whether a torch layer owns the site, which then knows better than a single axis for all.
 
     Raises:
         ArgumentError: the choice is no axis of the site.
     """
-    if isinstance(input_axis, Mapping):
-        for pattern, axes in input_axis.items():
-            if fnmatchcase(name, pattern):
-                return _checked(axes, name, dims)
-        return False
-    if dims < 2:
-        return False
-    if callable(input_axis):
-        return _checked(input_axis(name), name, dims)
-    return False if input_axis is None or owned else _checked(input_axis, name, dims)
+    chosen = [axes for pattern, axes in input_axis.items() if fnmatchcase(name, pattern)]
+    return _checked(chosen[0], name, dims) if chosen else False
 
 
 def check_input_axis(input_axis: Any) -> None:
     """Raise ArgumentError if the option of the guide has a form that it cannot have."""
-    if isinstance(input_axis, Mapping):
-        if not all(isinstance(name, str) for name in input_axis):
-            raise ArgumentError(f"the keys of input_axis must be site names, got {list(input_axis)}")
-    elif input_axis is not None and not callable(input_axis):
-        _several("input_axis, if it is no mapping from site names and no callable of them,", input_axis)
-
-
-def _several(what: str, axes: Any) -> tuple[int, ...]:
-    several = axes if isinstance(axes, tuple) else (axes,)
-    if not several or not all(isinstance(axis, int) and not isinstance(axis, bool) for axis in several):
-        raise ArgumentError(f"{what} must be an axis, a tuple of axes, or None for no weight; got {axes!r}")
-    return several
+    if not isinstance(input_axis, Mapping) or not all(isinstance(name, str) for name in input_axis):
+        raise ArgumentError(f"input_axis maps site names to axes, as {{'w': 0}}; got {input_axis!r}")
 
 
 def _checked(axes: Any, name: str, dims: int) -> InputUnits | None:
     if axes is None:
         return None
-    several = _several(f"input_axis of site {name!r}", axes)
+    several = axes if isinstance(axes, tuple) else (axes,)
+    if not several or not all(isinstance(axis, int) and not isinstance(axis, bool) for axis in several):
+        raise ArgumentError(
+            f"input_axis of site {name!r} must be an axis, a tuple of axes, or None for no weight; got {axes!r}"
+        )
     if not all(-dims <= axis < dims for axis in several) or len({a % dims for a in several}) < len(several):
         raise ArgumentError(
             f"input_axis of site {name!r} is {axes!r}, but its values have {dims} dimensions: choose different axes "
@@ -177,26 +158,9 @@ _LAYERS: dict[str, tuple[int, tuple[int, ...]]] = {
 # Place of the first of two factors.
 _MATRIX_PRODUCTS = {"matmul": 0, "mm": 0, "bmm": 0, "mv": 0, "addmm": 1, "addmv": 1, "baddbmm": 1}
 
-_watching: list["WeightProducts"] = []
 
-
-@dataclass(frozen=True)
-class FollowedStart:
-    """An initialisation strategy of Pyro whose values are followed through the run by those who watch it."""
-
-    init_loc_fn: Callable
-
-    def __call__(self, site: Any) -> Any:
-        value = self.init_loc_fn(site)
-        if 0 in value.stride():  # of an expanded prior; steps in memory tell dimensions apart
-            value = value.contiguous()
-        for products in _watching:
-            products.follow(site["name"], value, [{axis} for axis in range(value.dim())])
-        return value
-
-
-class WeightProducts(TorchFunctionMode):
-    """Watch the products that latent values take part in: linear layers, convolutions, look-ups, matmul, einsum.
+class WeightProducts(WeightRecorder):
+    """Record the products that latent values take part in: linear layers, convolutions, look-ups, matmul, einsum.
 
     A value is recognised in another order or shape of its elements, and after functions that keep its shape.
 
@@ -207,50 +171,37 @@ class WeightProducts(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.units: dict[str, set[InputUnits]] = {}
-        # By identity: the site, a value that was made of it, and the site's axes along each of its dimensions.
-        self._known: dict[int, tuple[str, Tensor, list[set[int]]]] = {}
 
-    def follow(self, name: str, value: Tensor, axes: list[set[int]]) -> None:
-        """Recognise a value among the arguments of functions to come.
-
-        Args:
-            name: the site that it was made of.
-            value: the value.
-            axes: for each of its dimensions, the axes of the site that lie along it.
-        """
-        self._known[id(value)] = name, value, axes
-
-    def __enter__(self) -> "WeightProducts":
-        _watching.append(self)
-        super().__enter__()
-        return self
-
-    def __exit__(self, *args: Any) -> None:
-        super().__exit__(*args)
-        _watching.remove(self)
-
-    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        met = [self._known[id(a)] for a in tree_leaves((args, kwargs)) if id(a) in self._known]
-        if met:
-            factors = _factors(getattr(func, "__name__", "").strip("_"), args, kwargs)
+    def used(
+        self,
+        func: Callable,
+        args: tuple,
+        kwargs: dict[str, Any],
+        output: Any,
+        found: list[tuple[int | str | None, Part]],
+    ) -> None:
+        factors = _factors(name_of(func), args, kwargs)
+        for _, part in found:
             for factor, dims, groups in factors or ():
-                if id(factor) in self._known:
-                    name, _, axes = self._known[id(factor)]
-                    found = InputUnits(tuple(sorted(set().union(*(axes[d] for d in dims)))), groups)
-                    self.units.setdefault(name, set()).add(found)
-            for part in tree_leaves(result) if factors is None else ():
-                if isinstance(part, Tensor) and id(part) not in self._known:
-                    self._follow_part(part, met)
-        return result
+                if factor is part.value:
+                    axes = set().union(*(_axes_along(part, dim) for dim in dims))
+                    self.units.setdefault(part.key, set()).add(InputUnits(tuple(sorted(axes)), groups))
+            if factors is None and isinstance(output, Tensor) and output.shape == part.value.shape:
+                self.parts.add_like(part, output)
 
-    def _follow_part(self, part: Tensor, met: list[tuple[str, Tensor, list[set[int]]]]) -> None:
-        for name, whole, axes in met:
-            if _memory(part) is _memory(whole):
-                self.follow(name, part, [_along(part, d, whole, axes) for d in range(part.dim())])
-            elif part.shape == whole.shape:
-                self.follow(name, part, axes)
+
+class FollowedStart:
+    """An initialisation strategy of Pyro whose values are known as weights to a record of products."""
+
+    def __init__(self, init_loc_fn: Callable) -> None:
+        self.init_loc_fn = init_loc_fn
+        self.products: WeightProducts | None = None
+
+    def __call__(self, site: Any) -> Any:
+        value = self.init_loc_fn(site).detach()
+        if self.products is not None:
+            self.products.parts.add(site["name"], value)
+        return value
 
 
 def _factors(
@@ -281,16 +232,10 @@ def _einsum_factors(equation: str, operands: list[Any]) -> Iterator[tuple[Any, t
         yield operand, tuple(d for d, letter in enumerate(term) if letter in others), 1
 
 
-def _memory(tensor: Tensor) -> Tensor:
-    return tensor if tensor._base is None else tensor._base
-
-
-def _along(part: Tensor, dim: int, whole: Tensor, axes: list[set[int]]) -> set[int]:
-    """Axes of the site along a dimension of a view: those whose steps in memory it takes."""
-    step = part.stride(dim)
-    found = set()
-    for other, own in enumerate(axes):
-        first = whole.stride(other)
-        if max(step, first) < min(step * part.shape[dim], first * whole.shape[other]):
-            found |= own
-    return found
+def _axes_along(part: Part, dim: int) -> set[int]:
+    """Return the axes of a weight whose index changes along a dimension of one of its parts."""
+    if part.places is None:
+        return {dim % len(part.shape)}
+    places = part.places.movedim(dim, -1)
+    indices = torch.unravel_index(places, part.shape)
+    return {axis for axis, index in enumerate(indices) if bool((index != index[..., :1]).any())}

@@ -200,12 +200,15 @@ class _RowsGuide(AutoContinuous):
     """A dense covariance of a vector, or of each row of what it consists of."""
 
     def __init__(self, model: Callable, log_offset: float, per_output: bool) -> None:
-        super().__init__(model, init_loc_fn=FollowedStart(init_to_module))
-        self.log_offset, self.per_output = log_offset, per_output
+        start = FollowedStart(init_to_module)
+        super().__init__(model, init_loc_fn=start)
+        self.log_offset, self.per_output, self._start = log_offset, per_output, start
 
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
         with WeightProducts() as products:
+            self._start.products = products
             super()._setup_prototype(*args, **kwargs)
+        self._start.products = None
         trace: Any = self.prototype_trace
         shapes = {name: site["value"].shape for name, site in trace.iter_stochastic_nodes()}
         rows = {shape[0] if shape else 1 for shape in shapes.values()} if self.per_output else {1}

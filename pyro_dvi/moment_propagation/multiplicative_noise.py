@@ -16,8 +16,8 @@ from pyro_dvi.gaussians.normals import MultiplicativeNormal
 from pyro_dvi.guides.base import FactorisedGuide
 from pyro_dvi.guides.factors import Deterministic, Factor, MeanField, exp_positive
 from pyro_dvi.moment_propagation.input_units import (
+    Axes,
     FollowedStart,
-    InputAxis,
     InputUnits,
     Layers,
     WeightProducts,
@@ -64,11 +64,9 @@ class MultiplicativeNoiseGuide(FactorisedGuide):
         initial_rho: :math:`\rho` at the start; -3 means :math:`\alpha = 0.0486`, noise of 22 %.
         biases: posterior of other real latents: ``Deterministic()`` point masses or ``MeanField()``. Use the latter
             where such a latent sets the prior of others.
-        input_axis: where the inputs of weights are. An axis or a tuple of axes (``(0, 1)`` for a batch of nets
-            ``[K, in, out]``) holds for weights that no torch layer owns. A mapping from site names (or patterns, the
-            first match decides) to axes, or a callable from the name of any weight to axes, overrides layers too.
-            None in place of an axis says that a site is no weight; an axis in a mapping makes a weight of any real
-            latent, one-dimensional ones and those inside plates included.
+        input_axis: the axes of the inputs of weights, by site name or pattern (the first match decides):
+            ``{"w": 0}``, or ``{"w": (0, 1)}`` for a batch of nets ``[K, in, out]``. None in place of an axis says
+            that a site is no weight; an axis makes a weight of any real latent, also of a vector or inside a plate.
         create_plates: as in Pyro's guides; returns plates that the guide should subsample.
         eps: :math:`\varepsilon`, in squared units of the weights.
 
@@ -114,7 +112,7 @@ class MultiplicativeNoiseGuide(FactorisedGuide):
         init_loc_fn: Callable = init_to_module,
         initial_rho: float = -3.0,
         biases: Factor | None = None,
-        input_axis: InputAxis = None,
+        input_axis: Mapping[str, Axes] | None = None,
         create_plates: Callable | None = None,
         eps: float = 1e-10,
     ) -> None:
@@ -127,34 +125,33 @@ class MultiplicativeNoiseGuide(FactorisedGuide):
         biases = Deterministic() if biases is None else biases
         if not isinstance(biases, Factor) or biases.store not in (None, "scales"):
             raise TypeError(f"biases must be Deterministic() or MeanField(), got {biases!r}")
+        input_axis = {} if input_axis is None else input_axis
         check_input_axis(input_axis)
         check_positive("eps", eps)
-        super().__init__(model, init_loc_fn=FollowedStart(init_loc_fn), create_plates=create_plates)
+        start = FollowedStart(init_loc_fn)
+        super().__init__(model, init_loc_fn=start, create_plates=create_plates)
+        self._start = start
         self.initial_rho = float(initial_rho)
         self.biases = biases
         self.input_axis = input_axis
         self.eps = eps
-        self._layers, self._products = Layers(), WeightProducts()
+        self._layers = Layers()
 
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
-        with layers_called() as self._layers, WeightProducts() as self._products:
+        with layers_called() as self._layers, WeightProducts() as self._start.products:
             try:
                 super()._setup_prototype(*args, **kwargs)
             finally:  # a guide must not keep the network
-                self._layers, self._products = Layers(), WeightProducts()
+                self._layers, self._start.products = Layers(), None
 
     def _check_sites(self, sites: dict[str, Any]) -> None:
-        if isinstance(self.input_axis, Mapping):
-            sites_named("input_axis", self.input_axis, list(sites))
+        sites_named("input_axis", self.input_axis, list(sites))
 
     def _factor_of(self, name: str, site: Any, loc: Tensor) -> Factor:
         owner, attribute = self._layers.owners.get(name, (None, name))
         local = any(frame.vectorized for frame in site["cond_indep_stack"])
         constrained = unconstraining_transform(site["fn"].support) is not None
-        named = isinstance(self.input_axis, Mapping)
-        units: InputUnits | None | bool = False
-        if named or not (local or constrained):
-            units = chosen_units(self.input_axis, name, loc.dim(), _is_torch_layer(owner))
+        units = chosen_units(self.input_axis, name, loc.dim())
         if isinstance(units, InputUnits):
             if constrained:
                 raise ModelError(
@@ -172,7 +169,8 @@ class MultiplicativeNoiseGuide(FactorisedGuide):
 
     def _units_of(self, name: str, loc: Tensor, owner: nn.Module | None, attribute: str) -> InputUnits | None:
         """Return the layout of a weight, by its use in the model or by its layer."""
-        seen = self._products.units.get(name, set())
+        assert self._start.products is not None
+        seen = self._start.products.units.get(name, set())
         if len(seen) == 1:
             return next(iter(seen))
         if not _is_torch_layer(owner):

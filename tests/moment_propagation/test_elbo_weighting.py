@@ -32,15 +32,15 @@ def test_weighted_training_ends_on_the_plain_objective():
 
 def test_weights_are_powers_of_the_variance_with_mean_one():
     fn = dist.Normal(torch.zeros(2, 3), torch.tensor([[1.0, 2.0, 3.0], [1.0, 1.0, 2.0]]))
-    weights = VarianceWeighted(1.0, dim=-1).weights(fn, 0)
+    weights = VarianceWeighted(1.0, dim=-1)(fn, 0)
     torch.testing.assert_close(
         weights, torch.tensor([[1.0, 4.0, 9.0], [1.0, 1.0, 4.0]]) / torch.tensor([[14 / 3], [2.0]])
     )
-    assert VarianceWeighted(0.0).weights(fn, 0) == 1
+    assert VarianceWeighted(0.0)(fn, 0) == 1
 
 
 def test_weighting_needs_a_variance_and_a_sensible_exponent():
     with pytest.raises(ModelError, match="no variance"):
-        VarianceWeighted(0.5).weights(dist.VonMises3D(torch.ones(3)), 0)
+        VarianceWeighted(0.5)(dist.VonMises3D(torch.ones(3)), 0)
     with pytest.raises(ArgumentError, match="between 0 and 1"):
         VarianceWeighted(-1.0)

@@ -169,16 +169,12 @@ def test_sites_of_a_functional_model(biases, other):
     "option, expected",
     [
         (None, {"w": (1, 3, 1)}),
-        (-2, {"w": (1, 3, 1)}),
-        ((0, 1), {"w": (7, 3, 1)}),
-        ((1, 0), {"w": (7, 3, 1)}),
-        (0, {"w": (7, 1, 1)}),
+        ({"w": -2}, {"w": (1, 3, 1)}),
+        ({"w": (1, 0)}, {"w": (7, 3, 1)}),
         ({"w": (0, 1)}, {"w": (7, 3, 1)}),
         ({"?": (0, 1)}, {"w": (7, 3, 1), "v": (4, 2, 1)}),
         ({"v": (0, -1)}, {"w": (1, 3, 1), "v": (4, 1, 3)}),
         ({"w": None}, {}),
-        (lambda name: (0, 1) if name == "w" else None, {"w": (7, 3, 1)}),
-        (lambda name: None, {}),
     ],
 )
 def test_the_user_says_where_inputs_are(option, expected):
@@ -191,11 +187,8 @@ def test_a_vector_may_be_a_weight():
     assert noise_shapes(started(functional, X, Y, input_axis={"w2": 0})) == {"w1": (1, 3), "w2": (5,)}
 
 
-def test_layers_know_better_than_one_axis_for_all_but_not_than_a_name():
+def test_a_choice_overrides_the_layer():
     net = dvi.to_bayesian_(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)))
-    guide = started(net, X, input_axis=0)
-    assert noise_shapes(guide) == {"0.weight": (1, 3), "1.weight": (1, 4)}
-    pyro.clear_param_store()
     guide = started(net, X, input_axis={"0.*": 0, "1.weight": None})
     assert noise_shapes(guide) == {"0.weight": (4, 1), "0.bias": (4,)}
 
@@ -221,7 +214,7 @@ def test_latents_in_a_plate(option, store):
     assert guide.sample(3)["z"].shape == (3, 10, 2, 2)
 
 
-@pytest.mark.parametrize("option", ["w", 1.0, True, (), (0, "1"), {0: 1}])
+@pytest.mark.parametrize("option", ["w", 1, {0: 1}])
 def test_an_input_axis_that_is_none(option):
     with pytest.raises(ArgumentError, match="input_axis"):
         MultiplicativeNoiseGuide(functional, input_axis=option)
@@ -230,14 +223,15 @@ def test_an_input_axis_that_is_none(option):
 @pytest.mark.parametrize(
     "option, message",
     [
-        (2, "'w1' is 2, but its values have 2 dimensions"),
-        (-3, "'w1' is -3"),
-        ((0, 0), "'w1'"),
-        ((1, -1), "'w1'"),
+        ({"w1": 2}, "'w1' is 2, but its values have 2 dimensions"),
+        ({"w1": -3}, "'w1' is -3"),
+        ({"w1": (0, 0)}, "'w1'"),
+        ({"w1": (1, -1)}, "'w1'"),
+        ({"w1": ()}, "'w1' must be an axis"),
+        ({"w1": True}, "'w1' must be an axis"),
         ({"w1": 1.0}, "'w1' must be an axis"),
         ({"shift": 0}, "'shift' is 0, but its values have 0 dimensions"),
         ({"w3": 0}, "names 'w3', which is no site of the guide; there are .*'w1'"),
-        (lambda name: "in", "'w1' must be an axis"),
     ],
 )
 def test_an_input_axis_that_does_not_fit_names_the_site(option, message):

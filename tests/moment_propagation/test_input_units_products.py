@@ -135,7 +135,7 @@ def test_modules_written_by_hand(first):
     model = dvi.classifier(net, num_data=6)
     (name,) = {"net.0.w", "net.0.weight"} & noise_shapes(guide := started(model, X, ROWS.new_zeros(6))).keys()
     assert noise_shapes(guide) == {name: (3, 1), "net.1.weight": (1, 4)}
-    assert not guide._products._known, "a guide keeps no values of the run"
+    assert guide._start.products is None, "a guide keeps no values of the run"
 
 
 def test_noise_of_the_inputs_of_a_product_by_hand():

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""What a curvature sees of a model: log p(y | u) around the posterior mean, without any Pyro.
+"""The linearisation of a model around the posterior mean, and the base class of curvatures.
 
-The ELBO builds a :class:`Linearisation` from one run of guide and model. A curvature turns it into a penalty.
-
-The contract of a curvature: a penalty for the spread of the posterior around its mean.
+The ELBO builds a :class:`Linearisation` from one run of guide and model, and a curvature turns it into a penalty for the
+spread of the posterior around its mean. Nothing here depends on Pyro.
 """
 
 from abc import ABC, abstractmethod
