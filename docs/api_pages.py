@@ -59,7 +59,8 @@ PUBLIC = {
     for page in sorted(PAGES.glob("*.rst"))
     for name in entries_of(page)
 }
-# Where an object is defined, and what one calls it: "pyro_dvi.variational_laplace.taylor.TaylorELBO" is "pyro_dvi.TaylorELBO".
+# Where an object is defined, and its public name:
+# "pyro_dvi.variational_laplace.taylor.TaylorELBO" is "pyro_dvi.TaylorELBO".
 DEFINED = {
     f"{value.__module__}.{value.__qualname__}": f"pyro_dvi.{name}"
     for name, value in PUBLIC.items()

@@ -26,7 +26,7 @@ OURS = ("MNVI", "mean-field moments")
 DEFINITIONS = """\
 Scores of the test images; lower is better in all of them. NLL: mean negative log-likelihood in nats. ECE: 20 equally
 wide bins of confidence. MR@k: the misclassified share of what is left when the k % of the images with the highest
-predictive entropy are rejected; AUMRC: the area under the curve of these shares (`pyro_dvi.predictive.metrics.aumrc`). ± is the
+predictive entropy are rejected; AUMRC: the area under the curve of these shares (`dvi.metrics.aumrc`). ± is the
 standard deviation over seeds, each with its own training and validation images, initial weights and batches; all seeds
 share the test images.
 

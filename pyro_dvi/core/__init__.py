@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every chapter uses and that knows nothing of inference: checks of arguments, tables, batches, devices, signatures."""
+"""What every folder uses: checks of arguments, signatures, batches, devices, distributions, tables, progress bars."""

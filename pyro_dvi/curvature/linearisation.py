@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The linearisation of a model around the posterior mean, and the base class of curvatures.
 
-The ELBO builds a :class:`Linearisation` from one run of guide and model, and a curvature turns it into a penalty for the
-spread of the posterior around its mean. Nothing here depends on Pyro.
+The ELBO builds a :class:`Linearisation` from one run of guide and model, and a curvature turns it into a penalty for
+the spread of the posterior around its mean. Nothing here depends on Pyro.
 """
 
 from abc import ABC, abstractmethod
@@ -157,9 +157,9 @@ def twice_differentiated() -> Iterator[None]:
             raise
         raise UnsupportedError(
             f"{str(error).rstrip('.')}. Variational Laplace and products with curvatures differentiate the model more "
-            "than once. Write the model without this function (pyro_dvi.bayesian.smooth_activations_ replaces nn.Hardsigmoid "
-            "and nn.Hardswish; nn.Embedding with a sum or mean stands for nn.EmbeddingBag), take another curvature "
-            "than HessianDiagonal, or train with MomentPropagationELBO or NaturalGradientELBO."
+            "than once. Write the model without this function (pyro_dvi.bayesian.smooth_activations_ replaces "
+            "nn.Hardsigmoid and nn.Hardswish; nn.Embedding with a sum or mean stands for nn.EmbeddingBag), take another "
+            "curvature than HessianDiagonal, or train with MomentPropagationELBO or NaturalGradientELBO."
         ) from error
 
 

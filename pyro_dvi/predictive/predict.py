@@ -73,8 +73,8 @@ def predict(
             ``AtMean()`` for an ``AutoDelta``; and a rule in an attribute ``prediction_rule`` of the guide before all.
             Guides of this library keep it in their ``state_dict``, :func:`~pyro_dvi.load` restores it for all. A
             guide that no objective of this library has trained counts as trained by samples; a
-            ``MultiplicativeNoiseGuide`` by moments. Of an :class:`~pyro_dvi.training.EnsembleGuide` it is the rule of every
-            member, by default each one's own.
+            ``MultiplicativeNoiseGuide`` by moments. Of an :class:`~pyro_dvi.training.EnsembleGuide` it is the rule of
+            every member, by default each one's own.
         site: observed site to predict, where the model has several.
         observed: the model's argument that holds the observation; by default the one whose default is None, of several
             the one that is called like the site.

@@ -93,8 +93,8 @@ def _of_data(
     if {v.dtype for v in data.values()} != types and ("dtype" in message or "scalar type" in message):
         return DataError(
             f"the data ({described}) are of another type than the weights ({', '.join(sorted(map(str, types)))}): "
-            "give the arguments in the order of the model's, convert the data, as by x.float(), or build model and guide in "
-            "their type, as by model.double()"
+            "give the arguments in the order of the model's, convert the data, as by x.float(), or build model "
+            "and guide in their type, as by model.double()"
         )
     # A ValueError with a shape is that of a distribution, whose parameters training may have made impossible.
     shapes = any(word in message for word in ("shape", "size", "dimension", "channels"))

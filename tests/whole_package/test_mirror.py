@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tests mirror the package: a test of ``pyro_dvi/variational_laplace/taylor.py`` is called ``tests/variational_laplace/test_taylor*.py``."""
+"""The tests mirror the package: ``tests/variational_laplace/test_taylor*.py`` for ``variational_laplace/taylor.py``."""
 
 from pathlib import Path
 

@@ -43,8 +43,8 @@ def compare(
     correlated: bars that overlap do not rule out a clear difference of pairs.
 
     Args:
-        results: by name of the method either a :class:`~pyro_dvi.predictive.Prediction` with observations, a mapping from metrics
-            to numbers (:class:`~pyro_dvi.predictive.metrics.Estimate`, or a number with ``<metric>_standard_error``
+        results: for each method by name a :class:`~pyro_dvi.predictive.Prediction` with observations, a mapping from
+            metrics to numbers (an estimate with its standard error, or a number with ``<metric>_standard_error``
             beside it), or a sequence of either, one for each run. A mapping may also hold a sequence of numbers.
         metrics: which ones to draw, in this order; by default all that every method has.
         axes: one for each metric.

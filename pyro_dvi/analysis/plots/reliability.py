@@ -150,8 +150,8 @@ def rejection_curve(
     a thin line. The legend has the area under the curve, :func:`~pyro_dvi.predictive.metrics.aumrc`. Low is good.
 
     Args:
-        predictions: class probabilities ``[N, C]`` (``[N]`` of label 1), a :class:`~pyro_dvi.predictive.Prediction`, or a mapping
-            from names of methods to either.
+        predictions: class probabilities ``[N, C]`` (``[N]`` of label 1), a
+            :class:`~pyro_dvi.predictive.Prediction`, or a mapping from names of methods to either.
         labels: observed classes ``[N]``; by default those of the predictions.
         uncertainty: what to rank by, ``[N]``, high values first; a mapping by name where ``predictions`` is one. By
             default the predictive entropy.

@@ -35,8 +35,8 @@ def regression_band(
 
     Args:
         x: the input of each prediction, shape ``[N]`` or ``[N, 1]``, in any order; of several inputs, one column.
-        prediction: a :class:`~pyro_dvi.predictive.Prediction`, or a mapping with ``mean`` and, as far as known, ``epistemic`` and
-            ``variance`` (of the observation, in squared units), of shape ``[N]`` or ``[N, 1]``. Of several outputs,
+        prediction: a :class:`~pyro_dvi.predictive.Prediction`, or a mapping with ``mean`` and, where known,
+            ``epistemic`` and ``variance`` (of the observation, in squared units), of shape ``[N]`` or ``[N, 1]``. Of several outputs,
             pass one in a mapping.
         data: observed ``(x, y)`` to show as points.
         ax: axes to draw into.
@@ -118,8 +118,8 @@ def entropy_histogram(inside: Any, outside: Any, *, title: str | None = None, ax
     of different size can be compared. Familiar inputs are filled. A dotted line marks :math:`\log C`, if it is known.
 
     Args:
-        inside: entropies of familiar inputs in nats, any shape, or a :class:`~pyro_dvi.predictive.Prediction` of classes. Any
-            other measure of uncertainty will do.
+        inside: entropies of familiar inputs in nats, any shape, or a
+            :class:`~pyro_dvi.predictive.Prediction` of classes. Any other measure of uncertainty will do.
         outside: the same of foreign inputs, or a mapping from names of data sets to them.
         title: of the axes.
         ax: axes to draw into.

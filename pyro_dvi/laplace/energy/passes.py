@@ -163,6 +163,7 @@ class Rows:
     def __init__(self) -> None:
         self.batches = 0
         self._log_priors: Tensor | None = None
+        self._log_likelihoods: list[Tensor] = []
         # For each batch: the rows of a plate and its size; the observations of a site and their scale.
         self._plates: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
         self._scales: defaultdict[str, list[tuple[int, float]]] = defaultdict(list)
@@ -175,6 +176,7 @@ class Rows:
         """
         self.batches += 1
         self._compare_priors(run)
+        self._log_likelihoods.append(run.log_likelihood().detach())
         for site in run.sites:
             if not torch.is_tensor(site.scale) or site.scale.numel() == 1:  # else weights of single examples
                 size = torch.Size(site.fn.batch_shape).numel()
@@ -182,16 +184,24 @@ class Rows:
         for name, counts in run.rows.items():
             self._plates[name].append(counts)
 
-    def check(self) -> None:
+    def check(self, order: list[float]) -> None:
         """Compare what was seen with the size of each plate.
 
         A scale that blows each of several batches up to all the data is that of stochastic training, and would count
         the data once for each batch. It cannot be told from a weight that happens to be the number of batches: a
         warning says so.
 
+        Args:
+            order: the order of the :class:`Passes`.
+
         Raises:
             DataError: rows are missing, or there are too many.
         """
+        filled = all(size == full > 1 for counts in self._plates.values() for size, full in counts)
+        # The same tensors may come with other indices of rows, and rows without inputs be equal.
+        same = all(map(torch.equal, self._log_likelihoods[1:], self._log_likelihoods[:1] * self.batches))
+        if self._plates and filled and same and len(order) > 1 == len(set(order)):
+            raise DataError("two batches hold the same data, which would count twice: give every row once")
         for name, counts in sorted(self._plates.items()):
             rows, sizes = sum(size for size, _ in counts), {full for _, full in counts}
             if sizes != {rows} and any(size != full for size, full in counts):

@@ -150,8 +150,7 @@ class OfMembers(PredictionRule):
 
     .. math:: p(y \mid x) \approx \frac1K \sum_{k=1}^K p_k(y \mid x)
 
-    What :func:`~pyro_dvi.predict` takes for an :class:`~pyro_dvi.training.EnsembleGuide`; ``method=`` names the rule of each
-    member.
+    The default for an :class:`~pyro_dvi.training.EnsembleGuide`; ``method=`` names the rule of each member.
 
     Status: exact for what it says; each :math:`p_k` is what its rule makes of it.
 

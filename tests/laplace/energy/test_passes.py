@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import ConcatDataset, DataLoader, TensorDataset
 
 from pyro_dvi import LaplaceGuide
 from pyro_dvi.errors import DataError
@@ -189,6 +189,17 @@ def mode_of(batches: Any) -> None:
 
 
 X, Y = torch.randn(4, 2, generator=torch.Generator().manual_seed(0)), torch.tensor([1.0, 0.0, 2.0, -1.0])
+
+
+@pytest.mark.parametrize("kind", ["copies", "loader"])
+def test_the_same_data_in_other_tensors_count_once(kind):
+    data = TensorDataset(X, Y)
+    twice: Any = {
+        "copies": [(X, Y), (X.clone(), Y.clone())],
+        "loader": DataLoader(ConcatDataset([data, data]), batch_size=4),
+    }[kind]
+    with pytest.raises(DataError, match="two batches hold the same data.*give every row once"):
+        mode_of(twice)
 
 
 @pytest.mark.parametrize("kind", ["parts", "equal inputs", "equal rows", "rows in another order"])
