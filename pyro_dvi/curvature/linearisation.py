@@ -158,8 +158,8 @@ def twice_differentiated() -> Iterator[None]:
         raise UnsupportedError(
             f"{str(error).rstrip('.')}. Variational Laplace and products with curvatures differentiate the model more "
             "than once. Write the model without this function (pyro_dvi.bayesian.smooth_activations_ replaces "
-            "nn.Hardsigmoid and nn.Hardswish; nn.Embedding with a sum or mean stands for nn.EmbeddingBag), take another "
-            "curvature than HessianDiagonal, or train with MomentPropagationELBO or NaturalGradientELBO."
+            "nn.Hardsigmoid and nn.Hardswish; nn.Embedding with a sum or mean stands for nn.EmbeddingBag), take "
+            "another curvature than HessianDiagonal, or train with MomentPropagationELBO or NaturalGradientELBO."
         ) from error
 
 

@@ -93,8 +93,8 @@ class MomentPropagationELBO(Objective):
     Status: units are treated as independent Gaussians, as the paper does. Exact where every weight enters each output
     once: for linear models ``x @ w``, and for the moments of networks with one hidden layer. Deeper networks, kernels
     that act at many positions and weights that are used twice lose covariances, and with them a part of the variance
-    (:func:`~pyro_dvi.diagnostics.compare_with_sampling` measures it): write ``(a - b) @ w``, not ``a @ w - b @ w``. Not a
-    bound. The KL divergence is exact for Normal priors.
+    (:func:`~pyro_dvi.diagnostics.compare_with_sampling` measures it): write ``(a - b) @ w``, not ``a @ w - b @ w``.
+    Not a bound. The KL divergence is exact for Normal priors.
     Latents that set the prior of others, and latents that are transformed to their support (a positive noise
     scale, say), are sampled by reparameterisation.
 

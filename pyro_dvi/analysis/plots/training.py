@@ -10,7 +10,13 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from pyro_dvi.analysis import diagnostics
-from pyro_dvi.analysis.diagnostics.scale_report import LEVELS, ScaleReport, scale_course, scale_report
+from pyro_dvi.analysis.diagnostics.scale_report import (
+    LEVELS,
+    ScaleReport,
+    SignalToNoise,
+    scale_course,
+    scale_report,
+)
 from pyro_dvi.analysis.plots.style import (
     LINES,
     NUM_COLORS,
@@ -197,7 +203,7 @@ def signal_to_noise(guide: Any, *, ax: Axes | None = None) -> Axes:
         >>> signal_to_noise(guide).get_ylabel()
         'share of weights below'
     """
-    given = guide if isinstance(guide, diagnostics.SignalToNoise) else diagnostics.signal_to_noise(guide)
+    given = guide if isinstance(guide, SignalToNoise) else diagnostics.signal_to_noise(guide)
     sites = {name: np.sort(ratio, axis=None) for name, ratio in given.ratios.items()}
     everything = np.sort(np.concatenate(list(sites.values())))
     positive = everything[everything > 0]

@@ -36,8 +36,8 @@ def regression_band(
     Args:
         x: the input of each prediction, shape ``[N]`` or ``[N, 1]``, in any order; of several inputs, one column.
         prediction: a :class:`~pyro_dvi.predictive.Prediction`, or a mapping with ``mean`` and, where known,
-            ``epistemic`` and ``variance`` (of the observation, in squared units), of shape ``[N]`` or ``[N, 1]``. Of several outputs,
-            pass one in a mapping.
+            ``epistemic`` and ``variance`` (of the observation, in squared units), of shape ``[N]`` or ``[N, 1]``. Pass
+            one of several outputs in a mapping.
         data: observed ``(x, y)`` to show as points.
         ax: axes to draw into.
 

@@ -17,9 +17,10 @@ from pyro_dvi.predictive.metrics.classification import (
     reliability_table,
 )
 from pyro_dvi.predictive.metrics.ranking import aumrc, auroc, error_at_rejection, fpr_at_tpr, rejection_curve
-from pyro_dvi.predictive.metrics.scoring import coverage, crps_gaussian, interval_width, nll, rmse
+from pyro_dvi.predictive.metrics.scoring import Estimate, coverage, crps_gaussian, interval_width, nll, rmse
 
 __all__ = [
+    "Estimate",
     "accuracy",
     "adaptive_calibration_error",
     "aumrc",
