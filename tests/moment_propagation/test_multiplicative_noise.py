@@ -242,7 +242,7 @@ def test_state_dict_loads_into_a_guide(local_params, biases, initialised):
             "has locs for site 'b1', where this guide has locs and scales of shape",
         ),
         (
-            {"input_axis": 0},
+            {"input_axis": {"w1": 0}},
             {},
             r"alphas of shape \(5, 1\) and locs for site 'w1', where this guide has alphas of shape \(1, 3\)",
         ),

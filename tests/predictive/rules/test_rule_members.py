@@ -16,6 +16,7 @@ import pyro_dvi as dvi
 from pyro_dvi.errors import ArgumentError, DviWarning, GuideError, ModelError
 from pyro_dvi.predictive.rules.rule import OfMembers
 from pyro_dvi.training import train_ensemble
+from pyro_dvi.training.ensemble import train_apart
 
 X = torch.linspace(-1, 1, 24, dtype=torch.float64)[:, None]
 Y = (3 * X[:, 0]).sin()
@@ -206,7 +207,7 @@ def gaussian(loc: float, scale: float):
 
 def test_draws_of_each_member_are_its_own():
     """Of 4,000 draws each, 5 standard errors: the mixture of two Gaussians of 1 and 5 has variance 4 + .26 / 2."""
-    made = [dvi.training.train_apart(gaussian(loc, scale), 0) for loc, scale in ((1.0, 0.1), (5.0, 0.5))]
+    made = [train_apart(gaussian(loc, scale), 0) for loc, scale in ((1.0, 0.1), (5.0, 0.5))]
     guide = dvi.training.EnsembleGuide(made)
     prediction = dvi.predict(guide.model, guide, torch.ones(1), dvi.Samples(4000), seed=1, keep_draws=True)
     slopes = prediction.draws["mean"][:, 0]
