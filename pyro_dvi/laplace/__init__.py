@@ -17,7 +17,7 @@ from pyro_dvi.laplace.methods.dense_precision import Dense
 from pyro_dvi.laplace.methods.diagonal import Diagonal
 from pyro_dvi.laplace.methods.functional import Functional
 from pyro_dvi.laplace.methods.kronecker_factored import KroneckerFactored
-from pyro_dvi.laplace.methods.method import Method
+from pyro_dvi.laplace.methods.method import LaplacePosterior, Method
 from pyro_dvi.laplace.methods.top_eigen import TopEigen
 from pyro_dvi.laplace.mode.convergence import Accept, Refuse, UseGGN
 from pyro_dvi.laplace.parameter_uncertainty import largest_variance, parameter_uncertainty
@@ -37,6 +37,7 @@ __all__ = [
     "HessianFree",
     "KroneckerFactored",
     "LaplaceGuide",
+    "LaplacePosterior",
     "Method",
     "NoiseScale",
     "OnlineEvidence",

@@ -154,9 +154,11 @@ _LINK, _NOISE = SobolSoftmax(), MomentMatched()
 def predictive_rule(*families: type) -> Callable[[Callable], Callable]:
     """Return a decorator that registers the predictive distribution of distribution classes.
 
-    The rule is called with the arguments that the distribution was made with, by name, and with ``family=``, ``link=``,
-    ``noise=`` or ``joint=`` if it has parameters of these names. It may decline by returning ``NotImplemented``: a
-    mixture over points follows, as for families without a rule.
+    The rule is called with the arguments that the distribution was made with, by name (certain ones may be plain
+    numbers), and with ``family=``, ``link=``, ``noise=`` or ``joint=`` if it has parameters of these names. A rule
+    without ``joint`` is not asked where several uncertain parameters depend on each other. It may decline by returning
+    ``NotImplemented``: a mixture over points follows, as for families without a rule. A rule has to agree with
+    quadrature; leave approximations to the mixture.
     """
     return registering(_RULES, families)
 
@@ -198,10 +200,12 @@ def predictive_distribution(
     check_choice("link", link, ClassLink, "SobolSoftmax() or Probit()")
     check_choice("noise", noise, NoiseLink, "MomentMatched() or GaussHermite(n)")
     given = {k: v for k, v in parameters.items() if k != "validate_args" and v is not None}
-    if not any(isinstance(p, GaussianMoments) for p in given.values()):
+    num_uncertain = sum(isinstance(p, GaussianMoments) for p in given.values())
+    if not num_uncertain:
         return family(**given)
     found = find_rule(_RULES, family)
-    if found is not None and given.keys() <= found.names:
+    dependent = joint is not None and num_uncertain > 1
+    if found is not None and given.keys() <= found.names and ("joint" in found.names or not dependent):
         options = {"family": family, "link": link, "noise": noise, "joint": joint}
         result: td.Distribution = found.rule(
             **given, **{k: v for k, v in options.items() if k in found.names}

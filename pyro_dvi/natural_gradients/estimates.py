@@ -29,7 +29,9 @@ Served = dict[int, list[Use]]
 class Estimate:
     """Curvature that the backward pass of the loss leaves with the precisions; equal ones measure the same.
 
-    Its sum over the data set takes the place of the precisions' gradient.
+    Its sum over the data set, averaged over the K draws of a step, takes the place of the precisions' gradient. Divide
+    what ``measure`` adds by ``squares.num_particles``. The gradient that ``curvature`` gets carries a factor of 1/K:
+    leave what is linear in it as it is, and multiply its square by K.
 
     Attributes:
         at_mean: gradients are taken at the mean, and not at draws.
@@ -45,7 +47,8 @@ class Estimate:
         Args:
             run: of the guide and the model; ``run.guide.gaussians[name].measurement`` takes the result.
             sites: observed sites and factors of the run.
-            squares: measures sums of squared gradients of examples.
+            squares: measures sums of squared gradients of examples, of these sites as they are; copies of sites with
+                other values are not measured.
         """
 
     def curvature(self, measurement: Measurement, gradient: Tensor) -> Tensor | None:

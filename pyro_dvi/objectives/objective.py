@@ -32,9 +32,11 @@ class Objective(ELBO):
     ``kl_weight`` other than one, ``elbo.terms`` holds what the untempered ELBO needs.
 
     Adding one: write :meth:`evaluate`, and set ``prediction_rule`` where draws of weights are not the way to predict.
-    ``fit``, checkpoints, ``predict`` and ``DataParallel`` then work. In ``evaluate``, run guide and model once by
-    ``PosteriorRun.of`` (:mod:`pyro_dvi.runs.posterior_run`) or a function for it such as ``run_at_means``, and take the
-    likelihood from :meth:`observed`. An objective that needs more overrides :meth:`prepare`, :meth:`begin`,
+    ``fit``, checkpoints, ``predict`` and ``DataParallel`` then work. In ``evaluate``, call ``structure, _ =
+    self.structure(call, training)`` first; run guide and model once, as by ``run_at_means(call, structure.sampled)`` of
+    :mod:`pyro_dvi.runs.posterior_run`, which draws latents that set the priors of others; take the likelihood from
+    ``self.observed(run.model_trace)`` and the KL divergence from ``kl_to_priors(run.latents)`` of
+    :mod:`pyro_dvi.runs.divergences`. An objective that needs more overrides :meth:`prepare`, :meth:`begin`,
     :meth:`returned`, :meth:`state_dict` and :meth:`load_state_dict`.
 
     Args:

@@ -8,7 +8,7 @@ from torch import distributions as td
 
 from pyro_dvi.errors import ArgumentError, UnsupportedError
 from pyro_dvi.links import GaussHermite, LaplaceBridge, MomentMatched, Probit, predictive_rule
-from pyro_dvi.links.families import _RULES, predictive_distribution
+from pyro_dvi.links.families import _RULES, Joint, predictive_distribution
 from pyro_dvi.links.noise_links import PointMixture
 from pyro_dvi.moments import GaussianMoments
 from pyro_dvi.moments.value import Link
@@ -224,3 +224,19 @@ def test_a_noise_scale_that_mixes_elements() -> None:
     values = h.loc + h.variance.sqrt() * torch.randn(100_000, 1, 3, dtype=torch.float64)
     brute = (torch.softmax(values, -1) + 0.3).square().mean(0)
     torch.testing.assert_close(ours.variance, brute, rtol=0.01, atol=0)
+
+
+def test_a_rule_that_knows_no_covariances_is_not_asked_about_dependent_parameters():
+    class Measured(td.Normal):
+        pass
+
+    predictive_rule(Measured)(lambda loc, scale: td.Normal(loc.loc, 1.0))
+    try:
+        given = {"loc": GaussianMoments(torch.zeros(1), torch.ones(1))}
+        given["scale"] = GaussianMoments(torch.full((1,), 3.0), torch.full((1,), 0.01))
+        covariance = torch.tensor([[[1.0, 0.05], [0.05, 0.01]]])
+        joint = Joint(covariance, {"loc": 1, "scale": 1})
+        assert isinstance(predictive_distribution(Measured, given), td.Normal)
+        assert isinstance(predictive_distribution(Measured, given, joint=joint), PointMixture)
+    finally:
+        _RULES.pop(Measured)
