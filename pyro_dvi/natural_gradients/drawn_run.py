@@ -212,6 +212,11 @@ class DrawnRun(PosteriorRun):
         idle = [g.value.sum() * 0 for g in self.guide.gaussians.values() if g.value.grad_fn not in graph]
         return log_likelihood + sum_of(idle) if idle else log_likelihood
 
+    def has_learned_priors(self) -> bool:
+        """Whether the divergence from the priors has gradients of its own."""
+        priors = [normal_prior(latent) for latent in self.latents]
+        return any(p is None or p.loc.requires_grad or p.scale.requires_grad for p in priors)
+
     def sites(self) -> list[NaturalSite]:
         """Return the guide's sites with their priors.
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -115,7 +116,9 @@ class NaturalGradientELBO(Objective):
         log_likelihood = observed.log_likelihood()
         if training and not step.sites:
             check_gradients(call, run.model_trace, log_likelihood)
-        kl = kl_to_priors(map(_detached, run.latents))
+        learned = training and run.has_learned_priors()
+        with torch.set_grad_enabled(learned):
+            kl = kl_to_priors(map(_detached, run.latents) if learned else run.latents)
         if training:
             graph = graph_of([log_likelihood, kl])
             log_likelihood = run.with_idle_draws(log_likelihood, graph)

@@ -453,7 +453,7 @@ def tune_kl_weight() -> Call:
 
 @entry("train_apart")
 def train_apart() -> Call:
-    return lambda: training.train_apart(train, seed=0)
+    return lambda: training.ensemble.train_apart(train, seed=0)
 
 
 @entry("save and load")
