@@ -130,6 +130,6 @@ def warn_of_decaying_scales(route: Route) -> None:
             warn(
                 f"The weight decay of {route.optimizer_name} acts on {name!r}, posterior scales on a logarithmic axis, "
                 "and pulls them to a value near 1 whatever the data say. The prior of the model decays the weights "
-                "already: leave it out."
+                "already: train without it."
             )
             break

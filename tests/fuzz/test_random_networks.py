@@ -213,7 +213,9 @@ def self_proof(seed: int) -> None:
         rules = torch.zeros(EXAMPLES, *value.shape).to(value)
         deltas = torch.autograd.grad(outputs.sum(), edges, retain_graph=True, allow_unused=True)
         for use, delta in zip(uses, deltas, strict=True):
-            rules += 0 if delta is None else use.contribution.gradients(delta).reshape(rules.shape)
+            rules += (
+                0 if delta is None else use.contribution.gradients(use.arranged(delta)).reshape(rules.shape)
+            )
         plain = torch.stack([gradient_of(outputs @ row, {"": value}).reshape(value.shape) for row in single])
         size, tolerance = plain.norm(), 1e-2 if value.dtype == torch.float32 else 1e-5
         error = (rules - plain).norm()
