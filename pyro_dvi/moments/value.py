@@ -201,7 +201,8 @@ def _refuse_stale() -> NoReturn:
 class _Local(threading.local):
     """The floor that this thread asked for."""
 
-    floor: float | None = None
+    def __init__(self) -> None:  # an attribute of the instance: Dynamo of torch 2.8 guards no others
+        self.floor: float | None = None
 
 
 _LOCAL = _Local()
