@@ -36,7 +36,7 @@ def kl_to_priors(latents: Iterable[Latent]) -> Tensor:
     r"""KL(q || p) of all latent sites, each scaled and masked as the model's site is: a scalar.
 
     Where the guide's site has a scale :math:`c_q` of its own, as with ``poutine.scale`` in the model only, each density
-    has that of its site, as in Pyro's ``Trace_ELBO``: :math:`\mathrm E_q[c_q \log q - c_p \log p]`.
+    is scaled as its site is, as in Pyro's ``Trace_ELBO``: :math:`\mathrm E_q[c_q \log q - c_p \log p]`.
 
     For a Normal prior :math:`\mathcal N(m, s^2)`,
 
@@ -73,7 +73,7 @@ def kl_to_priors(latents: Iterable[Latent]) -> Tensor:
 
 
 def _kl_of_covariances(source: GaussianSite, latents: list[Latent]) -> Tensor:
-    """Return the part of the divergence that covariances add to those of the marginals."""
+    """Return the total correlation of a joint Gaussian, which the divergences of the marginals leave out."""
     scales = {scale for latent in latents for scale in (latent.plate_scale, latent.guide_scale)}
     if len(scales) > 1 or any(latent.mask is not None for latent in latents):
         raise ModelError(
@@ -206,7 +206,7 @@ def _factorises(latent: Latent) -> bool:
 
 
 def _expectation(latent: Latent, function: Callable[[Latent, Tensor], Tensor]) -> Tensor:
-    """E_q of a function of u, node by node so that memory stays that of one weight tensor; or of one sample."""
+    """Return E_q of a function of u: node by node, in the memory of one weight tensor, or from one sample."""
     assert latent.loc is not None and latent.scale is not None
     if not _factorises(latent):
         return function(latent, latent.loc + latent.scale * torch.randn_like(latent.loc))

@@ -96,7 +96,7 @@ def _of_data(
             "give the arguments in the order of the model's, convert the data, as by x.float(), or build model "
             "and guide in their type, as by model.double()"
         )
-    # A ValueError with a shape is that of a distribution, whose parameters training may have made impossible.
+    # A ValueError about a shape comes from a distribution, whose parameters training may have made impossible.
     shapes = any(word in message for word in ("shape", "size", "dimension", "channels"))
     if shapes and not isinstance(error, ValueError):
         return DataError(

@@ -27,7 +27,7 @@ class GaussianSite:
     Attributes:
         name: the guide's site name.
         value: what the guide returned: a tracked copy of the mean, or a sample.
-        base: the Normal distribution, its parameters attached to those of the guide.
+        base: the Normal distribution, attached to the parameters of the guide.
         transforms: maps from the Gaussian to the site's value (``LogNormal`` and its like); usually none.
         sampled: elements of the value that were sampled instead of set to the mean: a mask, or True or False.
     """
@@ -63,7 +63,7 @@ class Latent:
         prior: the site's distribution, given its parents' values.
         value: the value that the model computed with.
         loc: posterior mean of the unconstrained value; None for a point mass.
-        own_scale: its standard deviation; that of ``source`` by default.
+        own_scale: its standard deviation; by default the scale of ``source``.
         transform: map from unconstrained to constrained values; None for the identity.
         log_density: log-density that a point mass carries (a Jacobian, for MAP in unconstrained space).
         plate_scale: the site's own scale, as for local latents of a subsampled plate.
@@ -97,7 +97,7 @@ class Latent:
 
 
 def is_real(support: Any) -> bool:
-    """Whether a support is all real numbers."""
+    """Return whether a support is the real line, or a product of real lines."""
     while isinstance(support, constraints.independent):
         support = support.base_constraint
     return support is constraints.real or support is constraints.real_vector
@@ -124,7 +124,7 @@ def elementary(transform: Any) -> list[Any]:
 
 
 class Marginals:
-    """Where a guide has the Gaussians of latent sites.
+    """Find the Gaussian of each latent site among the sites of a guide.
 
     Understood are Normal sites of the same name, auxiliary ``<name>_unconstrained`` Normals followed by a Delta (Pyro's
     AutoNormal), and the joint vector of AutoDiagonalNormal, AutoMultivariateNormal and their kin.

@@ -28,7 +28,7 @@ class JointRun(Observed):
         sites: observed sites, scaled so that the sum over the batches of a pass is the likelihood of all data.
         factors: ``pyro.factor`` terms likewise.
         log_priors: log density of every latent in unconstrained space, Jacobian included; counts once a pass.
-        rows: for every subsampled plate the rows of this batch and those of the data.
+        rows: for every subsampled plate the numbers of rows in this batch and in the data.
         trace: the model's trace.
     """
 
@@ -210,7 +210,7 @@ def rescaled(site: str, fn: Any, factor: float) -> Any:
     name = scale_name(fn)
     if name is None:
         raise UnsupportedError(
-            f"site {site!r} has a {type(fn).__name__}, whose scale cannot be multiplied as that of Normal, "
+            f"site {site!r} has a {type(fn).__name__}, whose scale cannot be multiplied, unlike the scale of Normal, "
             "MultivariateNormal, StudentT, Laplace and Cauchy: make the scale an argument, and compare models"
         )
 

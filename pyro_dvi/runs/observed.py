@@ -167,7 +167,7 @@ def check_list(messages: list[Any], batches: Sequence[Any], refuse: bool) -> Non
 
     Rows are counted by tensors of the batches that are as long, in the first one, as a plate of an observed site; where
     there is none, as for one row at a time or a plate of tokens, nothing is said. A tensor that comes again counts
-    once, a last batch may have been dropped, and more rows than the plate has may be those of several epochs. Where one
+    once, a last batch may have been dropped, and a list longer than the plate may hold several epochs. Where one
     plate agrees, others may be of data of their own.
 
     Args:
@@ -216,7 +216,7 @@ def _plates(site: Any) -> list[tuple[Any, int, int]]:
 
 
 def _fits(size: int, lengths: list[int]) -> bool:
-    """Return whether a plate fits all batches: those of several epochs, or all but a dropped last one."""
+    """Return whether a plate fits all batches: of one epoch, of several, or without a dropped last one."""
     rows, total = lengths[0], sum(lengths)
     return total == rows if size == rows else size < total + (rows if len(set(lengths)) == 1 else 1)
 

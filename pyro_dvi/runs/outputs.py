@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model puts out for given inputs, as real numbers: the parameters of its observed distribution.
+"""Outputs of a model for given inputs: the parameters of its observed distribution as real numbers.
 
 A mean is a real number; a scale enters by its logarithm, class probabilities by the logits that the model gave.
 Linearising these keeps every distribution inside its domain.
@@ -102,7 +102,7 @@ class Outputs:
 
         Args:
             given: arguments of the innermost distribution.
-            lead: its batch dimensions on the left of those of now.
+            lead: batch dimensions to add on the left.
         """
 
         def replaced(base: Any) -> Any:
@@ -152,7 +152,7 @@ def _deterministic(site: str, value: Tensor, num_rows: int) -> Outputs:
         raise DataError(
             f"deterministic site {site!r} has the shape {tuple(value.shape)}: its first dimension has to count the "
             f"{num_rows} examples. Where it has a value for each group, read the latents from guide.sample or "
-            "guide.quantiles, or name that of each example in the model, pyro.deterministic('own', value[group])"
+            "guide.quantiles, or give each example its own in the model, pyro.deterministic('own', value[group])"
         )
     if not value.requires_grad:
         raise _without_latents(f"deterministic site {site!r} does not depend")
@@ -237,7 +237,7 @@ def _full_batch_shape(fn: Any) -> tuple[int, ...]:
         if isinstance(fn, td.Independent):
             shape = (*shape, *fn.event_shape[: fn.reinterpreted_batch_ndims])
         elif not isinstance(fn, (dist.MaskedDistribution, dist.ExpandedDistribution)):
-            # Transforms may turn batch dimensions into those of an event.
+            # Transforms may turn batch dimensions into event dimensions.
             inner = tuple(fn.base_dist.batch_shape)
             shape = shape if len(inner) == len(shape) else inner
         fn = fn.base_dist

@@ -50,7 +50,7 @@ class PosteriorPrior:
 
 
 def without_posterior_prior(model: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the model of the first task, whose modules and parameters those of later tasks share."""
+    """Return the model of the first task; the models of later tasks share its modules and parameters."""
     return model.model if isinstance(model, _WithPrior) else model
 
 

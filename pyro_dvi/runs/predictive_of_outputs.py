@@ -57,7 +57,7 @@ def integrated(
     uncertain = {name: value for name, value in given.items() if isinstance(value, GaussianMoments)}
     if not uncertain:
         return fn
-    # Dimensions of densities, without that of the examples.
+    # Dimensions of densities, without the dimension of examples.
     shape = parameters[0].shape
     others = shape[: len(shape) - base.arg_constraints[parameters[0].name].event_dim]
     rank = len(fn.batch_shape) - 1
@@ -106,7 +106,7 @@ def _uncertain(base: Any, parameter: Parameter, real: Tensor, variance: Tensor) 
     function = parameter.transform
     if function is None:
         return inner
-    # Its own variance is not known, and not asked for: that of an exponential is known from the Gaussian.
+    # The variance of the value itself is not needed: rules for an exponential compute it from the Gaussian.
     return GaussianMoments(
         function(inner.loc),
         inner.variance,
@@ -123,7 +123,7 @@ class Normal(NoisyNormal, TorchDistributionMixin):
 
 
 class PartlyCounted(dist.MaskedDistribution):
-    """Gaussian vectors, matrices or tensors whose log density is that of the numbers that count, the others left out.
+    """Gaussian vectors, matrices or tensors of which only the observed elements enter the log density.
 
     Args:
         base: the Gaussian.

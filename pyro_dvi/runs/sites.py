@@ -23,22 +23,22 @@ from pyro_dvi.errors import ArgumentError, DataError, ModelError
 
 
 def is_latent(site: Any) -> bool:
-    """Whether a site is a latent variable, or an auxiliary one of a guide."""
+    """Return whether a site is a latent variable, or an auxiliary one of a guide."""
     return _is_sample(site) and not site["is_observed"] and not site["infer"].get("_do_not_trace")
 
 
 def is_data(site: Any) -> bool:
-    """Whether a site has observed values, which a distribution explains."""
+    """Return whether a site has observed values, which a distribution explains."""
     return _is_sample(site) and site["is_observed"] and not (is_deterministic(site) or is_factor(site))
 
 
 def is_factor(site: Any) -> bool:
-    """Whether a site is a term of the log density: ``pyro.factor``."""
+    """Return whether a site is a term of the log density: ``pyro.factor``."""
     return bool(site_is_factor(site))
 
 
 def is_deterministic(site: Any) -> bool:
-    """Whether a site is computed from others: by ``pyro.deterministic``, or by a reparameterisation of Pyro's."""
+    """Return whether a site is computed from others: by ``pyro.deterministic`` or one of Pyro's reparameterisations."""
     return site["type"] == "sample" and site["is_observed"] and type(core(site["fn"])).__name__ == "Delta"
 
 

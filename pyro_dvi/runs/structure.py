@@ -259,8 +259,8 @@ def _keeps_probabilities(node: Any) -> bool:
 def _equal_units(latents: Iterable[Any], log_likelihood: Tensor) -> Starts:
     """Find means at zero where they leave hidden units alike.
 
-    Where all weights are zero, the likelihood has no gradient in those of hidden layers, and the same one in all that
-    leave a hidden layer: no step of training breaks the symmetry. Linear models have nothing hidden.
+    Where all weights are zero, gradients vanish in every hidden layer and are equal for all units of the last one, so
+    that no training step breaks the symmetry. Linear models have no hidden units.
     """
     zero = [
         latent

@@ -123,7 +123,7 @@ def uncertain_likelihoods(estimator: LogitEstimator | None = None) -> Iterator[N
             return _uncertain(cls, args, kwargs, estimator)
         return None
 
-    with building_by(coerce), _Repeated():  # before that of an outer context
+    with building_by(coerce), _Repeated():  # takes precedence over an outer context
         yield
 
 
