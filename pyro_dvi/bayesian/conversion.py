@@ -3,7 +3,7 @@
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from pyro.nn.module import PyroModule, PyroSample, to_pyro_module_
@@ -21,7 +21,7 @@ from pyro_dvi.bayesian.converted import (
     remember,
     set_attribute,
 )
-from pyro_dvi.bayesian.priors import Prior, PriorLike, as_prior
+from pyro_dvi.bayesian.priors import PriorLike, as_prior
 from pyro_dvi.bayesian.selection import DEFAULT_LAYERS, Candidate, Selection, chosen
 from pyro_dvi.errors import ArgumentError, GuideError, ModelError, UnsupportedError, warn
 
@@ -104,17 +104,18 @@ def to_bayesian_(
     _check_convertible(module)
     prior = as_prior(prior_scale)
     groups = chosen(module, include, exclude)
-    priors = _checked(prior, groups)
+    owners = [group[0] for group in groups]
+    prior.check_used(owners)
+    makers = [prior.prepared(owner) for owner in owners]  # finds every mistake before the first change
     _warn_of_padding(groups)
 
     to_pyro_module_(module)
     remember(module)
-    root = cast(PyroModule, module)
-    for (owner, *others), its_prior in zip(groups, priors, strict=True):
-        _make_site(owner, its_prior.place(owner, root))
+    for (owner, *others), make in zip(groups, makers, strict=True):
+        _make_site(owner, make())
         owner.module.register_buffer(buffer_name(owner.attribute), owner.parameter.detach())
         for other in others:
-            _make_site(other, TiedPrior(other.attribute, f"= {owner.name}", owner.module, owner.attribute))
+            _make_site(other, TiedPrior(other.attribute, owner.module, owner.attribute))
     return module
 
 
@@ -132,21 +133,6 @@ def _make_site(target: Candidate, prior: SitePrior) -> None:
     del target.module._parameters[target.attribute]
     set_attribute(target.module, target.attribute, PyroSample(prior))
     accept_old_keys(target.module)
-
-
-def _checked(prior: Prior, groups: Sequence[Sequence[Candidate]]) -> list[Prior]:
-    """Find the prior of every parameter, and every mistake, before the first is changed."""
-    owners = [group[0] for group in groups]
-    prior.check_used(owners)
-    priors = [prior.resolved(owner) for owner in owners]
-    for owner, its_prior in zip(owners, priors, strict=True):
-        its_prior.check(owner)
-        if hasattr(owner.module, buffer_name(owner.attribute)):
-            raise ModelError(
-                f"{owner.name!r} cannot become Bayesian: its {type(owner.module).__name__} has "
-                f"{buffer_name(owner.attribute)!r} already, which would keep the initial weight"
-            )
-    return priors
 
 
 def _check_convertible(root: nn.Module) -> None:

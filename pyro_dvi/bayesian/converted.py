@@ -39,16 +39,41 @@ def set_attribute(module: nn.Module, name: str, value: PyroParam | PyroSample) -
 
 
 @dataclass(eq=False, repr=False)
+class Placed:
+    """A distribution that follows a buffer to its device and dtype.
+
+    Args:
+        given: the distribution.
+    """
+
+    given: TorchDistributionMixin
+    _built: tuple[Tensor, Any] | None = field(default=None, init=False)
+
+    def placed(self, buffer: Tensor, shape: torch.Size) -> TorchDistributionMixin:
+        """Return the distribution expanded to a shape, all dimensions as one event; built once for each buffer."""
+        # Moving a module replaces its buffers, so the identity of the buffer stands for dtype and device.
+        if self._built is not None and self._built[0] is buffer:
+            return self._built[1]
+        # Expanding makes an object of its own; initial_value is written on it, and one prior may serve several.
+        batch = shape[: len(shape) - len(self.given.event_shape)]
+        built = placed_like(self.given, buffer).expand(batch).to_event(len(batch))
+        # Tensors made in inference mode cannot be trained through later.
+        self._built = None if torch.is_inference_mode_enabled() else (buffer, built)
+        return built
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_built": None}
+
+
+@dataclass(eq=False, repr=False)
 class SitePrior(ABC):
     """The prior of one converted parameter.
 
     Args:
         attribute: the name of the parameter in its module.
-        text: how a summary prints the prior.
     """
 
     attribute: str
-    text: str
 
     @abstractmethod
     def distribution(self, module: PyroModule, initial: Tensor) -> TorchDistributionMixin:
@@ -100,32 +125,12 @@ class SitePrior(ABC):
 
 
 @dataclass(eq=False, repr=False)
-class DistributionPrior(SitePrior):
-    """A given distribution, expanded to the parameter's shape with all dimensions as one event.
-
-    Args:
-        attribute: as in :class:`SitePrior`.
-        text: as in :class:`SitePrior`.
-        given: the distribution of a single weight, or of the whole weight.
-    """
-
-    given: TorchDistributionMixin
-    _built: TorchDistributionMixin | None = field(default=None, init=False)
+class DistributionPrior(SitePrior, Placed):
+    """A given distribution of a single weight or of the whole weight, expanded to the parameter's shape."""
 
     def distribution(self, module: PyroModule, initial: Tensor) -> TorchDistributionMixin:
         """Return one object as long as the buffer is the same: a training step allocates nothing."""
-        # Moving a module replaces its buffers, so the identity of the buffer stands for dtype and device.
-        if self._built is not None and self._built.initial_value is initial:  # type: ignore[attr-defined]
-            return self._built
-        # Expanding makes an object of its own; initial_value is written on it, and one prior may serve several.
-        batch = initial.shape[: initial.dim() - len(self.given.event_shape)]
-        built = placed_like(self.given, initial).expand(batch).to_event(len(batch))
-        # Tensors made in inference mode cannot be trained through later.
-        self._built = None if torch.is_inference_mode_enabled() else built
-        return built
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_built": None}
+        return self.placed(initial, initial.shape)
 
 
 @dataclass(eq=False, repr=False)
@@ -134,7 +139,6 @@ class ScaleMixturePrior(SitePrior):
 
     Args:
         attribute: as in :class:`SitePrior`.
-        text: as in :class:`SitePrior`.
         scale_name: the attribute that holds the scale.
         unit: the factor in front of the scale.
     """

@@ -48,12 +48,6 @@ def with_parameter(value: torch.Tensor, **options: Any) -> nn.Module:
     return net
 
 
-def with_attribute(name: str) -> nn.Module:
-    net = nn.Linear(2, 2)
-    net.register_buffer(name, torch.zeros(1))
-    return net
-
-
 def compiled_in_place() -> nn.Module:
     net = nn.Linear(2, 2)
     net.compile()
@@ -142,14 +136,16 @@ CONVERSIONS: list[tuple[str, Callable[[], Any], dict[str, Any], type[Exception],
         A,
         "init of '0.weight' is 0.0",
     ),
+    ("no gain", mlp, {"prior_scale": FanIn(gain=0.0)}, A, "FanIn.* of '0.weight' is 0.0"),
+    ("negative bias", mlp, {"prior_scale": FanIn(bias=-1.0)}, A, "FanIn.* of '0.bias' is -1.0"),
     (
-        "taken name",
-        lambda: with_attribute("weight_scale"),
-        {"prior_scale": LearnedScale()},
-        M,
-        "'weight_scale' already",
+        "negative start",
+        mlp,
+        {"prior_scale": LearnedScale(-1.0)},
+        A,
+        "LearnedScale: init of '0.weight' is -1.0",
     ),
-    ("taken buffer", lambda: with_attribute("bias_initial"), {}, M, "'bias_initial' already"),
+    ("no unit", mlp, {"prior_scale": HierarchicalScale(unit=0)}, A, "unit of '0.weight' is 0"),
     ("no such type", mlp, {"include": nn.Conv2d}, M, "Conv2d of include= or exclude= matches no parameter"),
     ("no such name", mlp, {"include": "fc.*"}, M, r"'fc.\*'.*named like '0.weight'"),
     ("name of a module", mlp, {"include": "0"}, M, r"'0'.*Did you mean '0.\*', which matches '0.weight'"),
@@ -239,14 +235,10 @@ def test_a_row_of_padding_that_would_be_drawn_is_named():
 
 
 CONSTRUCTORS = [
-    (lambda: FanIn(gain=0.0), "FanIn: gain is 0.0"),
-    (lambda: FanIn(bias=-1.0), "FanIn: bias is -1.0"),
-    (lambda: LearnedScale(-1.0), "LearnedScale: init is -1.0"),
-    (lambda: HierarchicalScale(unit=0), "HierarchicalScale: unit is 0"),
     (lambda: HierarchicalScale(1.0), "HierarchicalScale: prior is 1.0.*dist.LogNormal"),
-    (lambda: HierarchicalScale(dist.Normal(0.0, 1.0)), "Normal over Real.*LogNormal, HalfNormal"),
-    (lambda: HierarchicalScale(dist.Uniform(-1.0, 1.0)), "Uniform over"),
-    (lambda: HierarchicalScale(dist.Poisson(1.0)), "Poisson over"),
+    (lambda: HierarchicalScale(dist.Normal(0.0, 1.0)), r"prior is Normal.*LogNormal\(0., 1.\), HalfNormal"),
+    (lambda: HierarchicalScale(dist.Uniform(-1.0, 1.0)), "Uniform.*positive"),
+    (lambda: HierarchicalScale(dist.Poisson(1.0)), "Poisson.*positive"),
     (lambda: HierarchicalScale(dist.HalfNormal(torch.ones(2))), r"shape \(2,\).*scalar"),
     (lambda: HierarchicalScale(dist.HalfNormal(torch.ones((), requires_grad=True))), "requires gradients"),
     (lambda: SmoothClamp(1.0, 1.0), "low=1.0 is not below"),
@@ -257,11 +249,11 @@ CONSTRUCTORS = [
     (lambda: classifier(mlp(), 2.0), "num_data.* not 2.0"),
     (lambda: classifier(lambda x: x, 2), "net is a function"),
     (lambda: regressor(mlp(), 9, noise_scale=0.0), "noise_scale is 0.0"),
-    (lambda: regressor(mlp(), 9, noise_scale="learned"), "noise_scale is 'learned'.*Heteroscedastic"),
-    (lambda: regressor(mlp(), 9, noise_scale=dist.Normal(0.0, 1.0)), "noise_scale is a Normal over"),
+    (lambda: regressor(mlp(), 9, noise_scale="learned"), "noise_scale.*Heteroscedastic.* is learned"),
+    (lambda: regressor(mlp(), 9, noise_scale=dist.Normal(0.0, 1.0)), "noise_scale.* is Normal"),
     (
         lambda: regressor(mlp(), 9, noise_scale=LearnedScale(fan_in)),
-        "init of LearnedScale is a rule for weights",
+        "noise_scale is FanIn",
     ),
     (lambda: smooth_activations_(mlp(), {nn.ReLU: 3}), "ReLU.*not of the form"),
     (lambda: smooth_activations_(nn.ReLU(), {nn.ReLU: lambda old: 3}), "replacement of ReLU returned a int"),
