@@ -238,6 +238,11 @@ def remember(root: nn.Module) -> None:
             before.frozen.append(name)
 
 
+def was_converted(module: nn.Module) -> bool:
+    """Return whether :func:`remember` has seen the module."""
+    return _ATTRIBUTE in vars(module)
+
+
 def forget(module: nn.Module) -> None:
     """Make frozen parameters of the buffers again, and drop what else :func:`remember` and the conversion noted."""
     before = module.__dict__.pop(_ATTRIBUTE, None)
