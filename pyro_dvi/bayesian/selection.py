@@ -113,7 +113,7 @@ def chosen(root: nn.Module, include: Selection, exclude: Selection) -> list[list
         kinds = ", ".join(sorted({type(c.module).__name__ for c in everything})[:6]) or "no module"
         raise ModelError(
             f"Nothing to make Bayesian: of {len(everything)} parameters, of {kinds}, include= chooses "
-            f"{len(included)} and exclude= {len(excluded)}; {len(touched)} are frozen (requires_grad_(True) trains them again)"
+            f"{len(included)} and exclude= {len(excluded)}; {len(touched)} are frozen, requires_grad_(True) frees them"
         )
     return trained
 
@@ -195,10 +195,10 @@ def _owned(module: nn.Module, paths: Sequence[str]) -> Iterator[Candidate]:
         return tuple(f"{path}.{attribute}" if path else attribute for path in paths)
 
     hooks = {type(hook).__name__ for hook in module._forward_pre_hooks.values()}
-    hooked = None
-    if hooks & {"WeightNorm", "SpectralNorm"}:
-        hooked = "a hook computes a weight: leave the layer out, or call torch.nn.utils.remove_weight_norm(module) or "
-        hooked += "remove_spectral_norm(module) first"
+    hooked = hooks & {"WeightNorm", "SpectralNorm"} and (
+        "a hook of its layer computes the weight: leave it out, or call torch.nn.utils.remove_weight_norm(module) or "
+        "remove_spectral_norm(module) first"
+    )
     for attribute in parameter_order(module):
         prior = getattr(module, "_pyro_samples", {}).get(attribute)
         if isinstance(prior, SitePrior):
@@ -226,9 +226,7 @@ def _owned(module: nn.Module, paths: Sequence[str]) -> Iterator[Candidate]:
 def _unsuitable(parameter: Tensor) -> str | None:
     """Say why a posterior over a plain parameter cannot be Gaussian or cannot start from it."""
     if not parameter.is_floating_point():
-        return (
-            f"it is {parameter.dtype}, and only floating-point weights have a Gaussian posterior: exclude it"
-        )
+        return f"it is {parameter.dtype}, and a Gaussian posterior needs floating-point weights: exclude it"
     if parameter.is_meta:
         return "it is on the meta device: materialise it with module.to_empty(device=...) first"
     if parameter.requires_grad and not bool(torch.isfinite(parameter.detach()).all()):
