@@ -12,7 +12,7 @@ from pyro.poutine.messenger import Messenger
 from torch import Tensor, nn
 
 from pyro_dvi.bayesian.conversion import posterior_means
-from pyro_dvi.bayesian.converted import ScaleMixturePrior, SitePrior, TiedPrior
+from pyro_dvi.bayesian.converted import DistributionPrior, ScaleMixturePrior, TiedPrior
 from pyro_dvi.bayesian.prior_scales import ScalePrior
 from pyro_dvi.core.table import Table
 from pyro_dvi.core.undisturbed import undisturbed
@@ -116,13 +116,12 @@ def _converted(root: nn.Module) -> dict[str, Row]:
             elif isinstance(prior, TiedPrior):
                 owner = names.get((id(prior.owner), prior.owner_attribute), prior.owner_attribute)
                 rows[name] = _row(name, torch.Size(), f"= {owner}") | {"shape": "", "weights": 0}
-            elif isinstance(prior, SitePrior):
+            elif isinstance(prior, ScaleMixturePrior):
                 value = prior.shown_value(module)
-                if isinstance(prior, ScaleMixturePrior):
-                    text = f"Normal(0, {prior.unit:.4g}·{prior.scale_name})"
-                else:
-                    text = described(prior.given)
-                rows[name] = _row(name, value.shape, text, value)
+                rows[name] = _row(name, value.shape, f"Normal(0, {prior.unit:.4g}·{prior.scale_name})", value)
+            elif isinstance(prior, DistributionPrior):
+                value = prior.shown_value(module)
+                rows[name] = _row(name, value.shape, described(prior.given), value)
     return rows
 
 

@@ -182,7 +182,7 @@ class ScalePrior(Placed):
 
 def check_scale_prior(prior: Any, place: str) -> None:
     """Raise unless a prior is a distribution over positive numbers, without trainable tensors."""
-    support = getattr(prior, "support", None)
+    support: Any = getattr(prior, "support", None)
     if isinstance(support, constraints.independent):
         support = support.base_constraint
     lower = getattr(support, "lower_bound", None)

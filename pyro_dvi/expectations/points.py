@@ -213,21 +213,11 @@ def check_domain(family: type, name: str, parameter: GaussianMoments, values: Te
         return
     if _admitted(constraint, values):
         return
-    if constraint in (constraints.simplex, constraints.unit_interval):
-        remedy = "give logits= instead of probs=, or end the network in softmax or sigmoid"
-    else:
-        remedy = "make it positive by F.softplus(h) or torch.exp(h) as the last function of the network"
-    lost = (
-        " If the network does so already, a later step lost the Gaussian: a product, quotient or sum of two uncertain "
-        "things, a sum or mean over elements, cat, stack or padding, writing by index (x[i] = ...), dropout, or moving "
-        "elements after a softmax. Take that step before the function, or leave it out."
-        if parameter.link is None
-        else ""
-    )
     raise UnsupportedError(
         f"{family.__name__}({name}=...) is uncertain and can leave its domain ({constraint}): its Gaussian reaches "
-        f"{values.detach().min().item():.3g}. For the expected log-likelihood, {remedy}, so that the Gaussian is "
-        f"known before that function.{lost}"
+        f"{values.detach().min().item():.3g}. Give logits= instead of probs=, or make softmax, sigmoid, F.softplus or "
+        "torch.exp the last function of the network: a later step (a product or sum of two uncertain things, cat, "
+        "stack, writing by index, dropout) loses the Gaussian"
     )
 
 

@@ -13,7 +13,7 @@ import pyro.distributions as dist
 import torch
 from torch import Tensor
 from torch import distributions as td
-from torch.distributions import constraints, register_kl
+from torch.distributions import constraints
 
 from pyro_dvi.core.arguments import check_positive
 from pyro_dvi.core.distributions import broadcasts_to
@@ -158,7 +158,6 @@ class MultiplicativeNormal(dist.Normal):
                 "has one entry per input unit, [1, in] for a weight [out, in]"
             )
         self.loc, self.alpha, self.eps = loc, alpha, float(eps)
-        self._scale: Tensor | None = None
         torch.distributions.Distribution.__init__(self, loc.shape, validate_args=validate_args)
 
     @property
@@ -168,24 +167,14 @@ class MultiplicativeNormal(dist.Normal):
 
     @property
     def scale(self) -> Tensor:  # type: ignore[override]
-        """Standard deviations, computed when first asked for."""
-        if self._scale is None:
-            self._scale = self.variance.sqrt()
-        return self._scale
+        """Standard deviations."""
+        return self.variance.sqrt()
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> "MultiplicativeNormal":
         """Return the distribution with its mean expanded; ``alpha`` stays as it is and broadcasts."""
         new = self._get_checked_instance(MultiplicativeNormal, _instance)
         batch_shape = torch.Size(batch_shape)
         new.loc, new.alpha, new.eps = self.loc.expand(batch_shape), self.alpha, self.eps
-        new._scale = None if self._scale is None else self._scale.expand(batch_shape)
         torch.distributions.Distribution.__init__(new, batch_shape, validate_args=False)
         new._validate_args = self._validate_args
         return new
-
-
-@register_kl(MultiplicativeNormal, torch.distributions.Normal)  # type: ignore[untyped-decorator, unused-ignore]
-def _elementwise_divergence(q: MultiplicativeNormal, prior: torch.distributions.Normal) -> Tensor:
-    """Elements of the divergence, for Pyro's ``TraceMeanField_ELBO``."""
-    variance, precision = q.variance, prior.scale.pow(-2)
-    return 0.5 * ((variance + (q.loc - prior.loc).square()) * precision - 1 - (variance * precision).log())

@@ -16,7 +16,7 @@ from torch import distributions as td
 from pyro_dvi.core.arguments import check_choice
 from pyro_dvi.core.registry import registering
 from pyro_dvi.expectations.expectation import evaluation, find_rule, without_checks
-from pyro_dvi.expectations.labels import gaussian_logits, is_gaussian_logit, logit_of_expected_sigmoid
+from pyro_dvi.expectations.labels import gaussian_logit, gaussian_logits, logit_of_expected_sigmoid
 from pyro_dvi.expectations.points import (
     are_dependent,
     are_distinct,
@@ -284,9 +284,9 @@ def categorical(
 @predictive_rule(td.Bernoulli)
 def bernoulli(family: Any, probs: Any = None, logits: Any = None) -> Any:
     """Predictive of a yes or no: the average probability, exact to 1e-9 for a Gaussian logit."""
-    if is_gaussian_logit(logits, probs):
-        given = probs if logits is None else logits
-        return family(logits=logit_of_expected_sigmoid(gaussian_of(given)))
+    f = gaussian_logit(logits, probs)
+    if f is not None:
+        return family(logits=logit_of_expected_sigmoid(f))
     if isinstance(probs, GaussianMoments):
         return family(probs=probs.loc.clamp(0, 1))
     return NotImplemented
