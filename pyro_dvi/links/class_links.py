@@ -106,41 +106,6 @@ class Probit(ClassLink):
         return torch.log_softmax(loc / (1 + math.pi / 8 * variance).sqrt(), -1)
 
 
-@dataclass(frozen=True)
-class LaplaceBridge(ClassLink):
-    r"""The mean of the Dirichlet distribution whose Laplace approximation in logits is the Gaussian.
-
-    .. math:: \alpha_c = \frac1{v_c}\Bigl(1 - \frac2C + \frac{e^{\mu_c}}{C^2}\sum_k e^{-\mu_k}\Bigr),
-
-    with the mean and variances of the logits less their average, :math:`C\mu` and the diagonal of :math:`C \Sigma C`,
-    :math:`C = I - 11^\top/C`: what is added to all logits of an example does not matter.
-
-    Status: crude. The variances of a Dirichlet's logits follow from its means; where those given do not fit, the
-    probabilities are far from the average softmax, by .06 to .5 in total variation in our measurements. Its use is the
-    distribution over probabilities (:meth:`concentration`).
-
-    Source: MacKay (1998), "Choice of basis for Laplace approximation"; Hobbhahn, Kristiadi & Hennig (2022), Eq. 9.
-    """
-
-    def _log_averaged(self, loc: Tensor, spread: Tensor, is_covariance: bool) -> Tensor:
-        return torch.log_softmax(self._log_concentration(loc, spread, is_covariance), -1)
-
-    def concentration(self, loc: Tensor, spread: Tensor) -> Tensor:
-        """Return the concentration of the Dirichlet, ``[*batch, C]``; arguments as :meth:`probabilities`."""
-        return self._log_concentration(loc, spread, spread.dim() == loc.dim() + 1).exp()
-
-    def _log_concentration(self, loc: Tensor, spread: Tensor, is_covariance: bool) -> Tensor:
-        own = torch.diagonal(spread, dim1=-2, dim2=-1) if is_covariance else spread
-        rows = spread.sum(-1) if is_covariance else spread  # covariance of each logit with the sum of all
-        num_classes = loc.shape[-1]
-        mu = loc - loc.mean(-1, keepdim=True)
-        # The diagonal of C S C, with C = I - 11'/K.
-        variance = own - 2 * rows / num_classes + rows.sum(-1, keepdim=True) / num_classes**2
-        variance = variance.clamp_min(torch.finfo(loc.dtype).eps)
-        log_ratio = mu + torch.logsumexp(-mu, -1, keepdim=True) - 2 * math.log(num_classes)
-        return torch.logaddexp(log_ratio, loc.new_tensor(1 - 2 / num_classes).log()) - variance.log()
-
-
 def average_logits(fn: Any, weights: Tensor) -> Tensor:
     """Return the logits of average probabilities.
 
