@@ -113,7 +113,7 @@ def _check_target(y: object, shape: torch.Size, outputs: torch.Size, meaning: st
 class Classifier(LikelihoodModule):
     """The model of :func:`classifier`: ``model(x, y=None)`` samples the site ``obs``."""
 
-    warned = False  # of a network that ends in a softmax
+    warned = False  # that the network ends in a softmax
 
     def forward(self, x: Any, y: Tensor | None = None) -> Tensor:
         """Run the network on ``x`` and observe the labels ``y``, or draw them."""
@@ -126,7 +126,7 @@ class Classifier(LikelihoodModule):
         logits = outputs if outputs.dim() == 2 else outputs.movedim(1, -1)
         if y is not None:
             y = self._checked_labels(y, logits)
-            # The name of the node needs no look at values.
+            # Reading the name of the node waits for no value.
             if not self.warned and type(getattr(outputs, "grad_fn", None)).__name__ == "SoftmaxBackward0":
                 self.warned = True
                 warn(

@@ -39,8 +39,8 @@ def summary(model_or_net: Any, guide: Any = None, *args: Any, **kwargs: Any) -> 
     Returns:
         A table that can be printed, with the columns ``site``, ``shape``, ``prior`` (a parameter that is learned or set
         by another latent ``varies``), ``weights`` (their number; zero where a site repeats another one) and
-        ``start_rms``, the root mean square of the module's own weights. With a guide also ``mean_rms``, that of the
-        posterior means, and ``scale``: half the distance between the 16 % and the 84 % quantile, the standard
+        ``start_rms``, the root mean square of the module's own weights. With a guide also ``mean_rms``, the same of
+        the posterior means, and ``scale``: half the distance between the 16 % and the 84 % quantile, the standard
         deviation of a Normal, averaged over a site's weights. Missing numbers are NaN.
 
     Raises:
@@ -145,7 +145,7 @@ def _add_posterior(rows: dict[str, Row], guide: Any) -> None:
     )
     for name, row in rows.items():
         low, high = quantiles.get(name, (math.nan, math.nan))
-        # abs: a decreasing transform, such as that of an upper bound, swaps the two
+        # abs: a decreasing transform, such as for an upper bound, swaps the two
         row["scale"] = float(torch.as_tensor(high - low).abs().mean() / 2)
         row["mean_rms"] = _rms(means[name]) if name in means else math.nan
 

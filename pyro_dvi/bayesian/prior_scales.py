@@ -29,7 +29,7 @@ class FanIn(Prior):
         w \sim N\left(0, \frac{g^2}{\text{fan-in}}\right), \qquad b \sim N(0, s_b^2)
 
     With :math:`g^2 = 2` the activations of a ReLU network keep their second moment from layer to layer. The
-    fan-in is that of the layer: inputs of a Linear layer, input channels times kernel size of a convolution,
+    fan-in belongs to the layer: inputs of a Linear layer, input channels times kernel size of a convolution,
     input channels times kernel size over stride of a transposed one, the product of both inputs of a Bilinear
     layer. An Embedding looks up one row and nothing is summed, so its prior is N(0, 1). A bias multiplies the
     constant 1 and has no fan-in either; parameters with fewer than two dimensions get :math:`s_b`.

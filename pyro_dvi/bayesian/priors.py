@@ -42,7 +42,7 @@ class Prior(ABC):
         """
 
     def check_used(self, targets: Sequence[Candidate]) -> None:  # noqa: B027 (most priors have one part)
-        """Raise if a part of the prior concerns none of ``targets``."""
+        """Raise if a name pattern of the prior matches none of ``targets``."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,7 +120,7 @@ def as_prior(prior: PriorLike, place: str = "prior_scale") -> Prior:
     Args:
         prior: a float, a distribution, a prior, a callable of ``(name, parameter)`` or a mapping of name
             patterns.
-        place: what to call it in an error.
+        place: its name in an error.
 
     Raises:
         ArgumentError: if it is none of these, or a number that is not positive and finite.

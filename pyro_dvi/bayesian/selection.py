@@ -58,8 +58,8 @@ class Candidate:
         module: the module that owns the parameter.
         attribute: the name of the parameter in that module.
         parameter: its present value.
-        obstacle: why it cannot become Bayesian, with the way out, or ``None``.
-        layer: whose weight is computed from it, where that is not ``module``.
+        obstacle: the reason why it cannot become Bayesian, with the way out, or ``None``.
+        layer: the layer whose weight is computed from the parameter, if that is not ``module``.
     """
 
     names: tuple[str, ...]
@@ -189,7 +189,7 @@ def suggestion(pattern: str, everything: Iterable[Candidate]) -> str:
 
 
 def _owned(module: nn.Module, paths: Sequence[str]) -> Iterator[Candidate]:
-    """Yield the parameters that ``module`` owns itself, with what stands in their way."""
+    """Yield the parameters that ``module`` owns itself, with the obstacles to their conversion."""
 
     def names(attribute: str) -> tuple[str, ...]:
         return tuple(f"{path}.{attribute}" if path else attribute for path in paths)
@@ -224,7 +224,7 @@ def _owned(module: nn.Module, paths: Sequence[str]) -> Iterator[Candidate]:
 
 
 def _unsuitable(parameter: Tensor) -> str | None:
-    """Say why a posterior over a plain parameter cannot be Gaussian or cannot start from it."""
+    """Return the reason why a parameter cannot have a Gaussian posterior, None if it can."""
     if not parameter.is_floating_point():
         return f"it is {parameter.dtype}, and a Gaussian posterior needs floating-point weights: exclude it"
     if parameter.is_meta:

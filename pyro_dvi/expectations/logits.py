@@ -30,7 +30,7 @@ from pyro_dvi.expectations.points import shifted_sobol
 from pyro_dvi.moments import GaussianMoments
 from pyro_dvi.moments.shared_noise import covariance_of, has_covariances
 
-_CHUNK = 2**20  # numbers held at once, points x logits: what a cache holds
+_CHUNK = 2**20  # numbers held at once, points x logits, which fit into the processor's cache
 
 
 class LogitEstimator(ABC):
@@ -139,7 +139,7 @@ class TiltedBound(LogitEstimator):
         check_count("num_iterations", self.num_iterations)
 
     def expected_logsumexp(self, logits: GaussianMoments) -> Tensor:
-        """Minimise over the tilt, then evaluate; the gradient needs none of the tilt's at the optimum."""
+        """Minimise over the tilt, then evaluate the bound; at the optimum the tilt adds nothing to the gradient."""
         if has_covariances(logits):
             raise UnsupportedError(
                 "TiltedBound() is a bound for independent logits, and these share the noise of a last layer: use "

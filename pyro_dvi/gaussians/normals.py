@@ -28,7 +28,7 @@ class RowsNormal(dist.TorchDistribution):
     Args:
         loc: means ``[n]``, in the order of the vector.
         scale_tril: Cholesky factors ``[m, k, k]`` with mk = n.
-        order: where each element of the vector is among the rows, ``[n]``.
+        order: index among the rows of each element of the vector, ``[n]``.
 
     Example:
         >>> rows = RowsNormal(
@@ -114,11 +114,11 @@ class MultiplicativeNormal(dist.Normal):
 
     .. math:: w_{ij} \sim \mathcal N\bigl(m_{ij},\ \alpha_j m_{ij}^2 + \varepsilon\bigr)
 
-    It is what becomes of a certain weight when its input j is multiplied by noise of mean 1 and variance
-    :math:`\alpha_j`, if each product has noise of its own. The :math:`\varepsilon` keeps densities and gradients
+    A deterministic weight has this distribution when its input j is multiplied by noise of mean 1 and variance
+    :math:`\alpha_j`, drawn independently for each product. The :math:`\varepsilon` keeps densities and gradients
     finite where a weight is zero. The paper has it inside the logarithm of the divergence only; as a part of the
-    variance it adds the constant :math:`\varepsilon / 2 s^2` for each weight, and samples, densities and divergences
-    agree.
+    variance it adds the constant :math:`\varepsilon / 2 s^2` for each weight and makes samples, densities and
+    divergences consistent.
 
     Status: exact.
 
@@ -145,7 +145,7 @@ class MultiplicativeNormal(dist.Normal):
         torch.Size([1, 2])
     """
 
-    # The standard deviation follows from these; the moments of a network never ask for it.
+    # The standard deviation follows from these; the moments of a network never need it.
     arg_constraints = {"loc": constraints.real, "alpha": constraints.nonnegative}  # noqa: RUF012
 
     def __init__(

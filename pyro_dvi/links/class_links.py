@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""From Gaussian logits to class probabilities, :math:`\mathrm E[\mathrm{softmax}(f)]`.
 
-Averages are taken of logarithms, by log-sum-exp: a probability of :math:`e^{-40}` is as exact as one of a half.
+Averages are computed from logarithms by log-sum-exp, so that a probability of :math:`e^{-40}` is as exact as 1/2.
 """
 
 import math
@@ -91,8 +91,8 @@ class SobolSoftmax(ClassLink):
 class Probit(ClassLink):
     r"""Shrink each logit by its variance, :math:`\mathrm{softmax}_c\bigl(\mu_c / \sqrt{1 + \pi v_c / 8}\bigr)`.
 
-    Status: exact to 1e-9 for two classes, where the difference of the logits is averaged; else an approximation without
-    points whose total variation from the average softmax of ten classes is .03 at variance 1, .07 at 4.
+    Status: exact to 1e-9 for two classes, where the difference of the logits is averaged; otherwise an
+    approximation whose total variation from the average softmax of ten classes is .03 at variance 1, .07 at 4.
 
     Source: MacKay (1992), "The evidence framework applied to classification networks".
     """
@@ -121,6 +121,6 @@ def average_logits(fn: Any, weights: Tensor) -> Tensor:
 
 
 def _root(covariance: Tensor) -> Tensor:
-    """A square root that also serves singular covariances."""
+    """Return a square root, also of singular covariances."""
     values, vectors = torch.linalg.eigh(covariance)
     return vectors * values.clamp_min(0).sqrt().unsqueeze(-2)
