@@ -173,12 +173,13 @@ def predictive_distribution(
 ) -> td.Distribution:
     """Return the predictive distribution, of the batch and event shape of the family.
 
-    Status: exact for a Normal, LogNormal or MultivariateNormal whose mean only is uncertain, and for Bernoulli; class
-    probabilities as exact as ``link``; an uncertain noise scale as ``noise`` states. Other families are mixtures over
-    the points of :mod:`pyro_dvi.expectations.expectation`: up to two uncertain numbers per density by quadrature, exact to
-    1e-6 where the density varies on the scale of the Gaussian, to some hundredths of a nat where it is much narrower or
-    has a kink; more by Sobol points, with errors of a tenth in the log probability of rare events. So is a Normal whose
-    mean and scale are functions of the very same Gaussian, unless moments are matched.
+    Status: exact for a Normal, LogNormal or MultivariateNormal whose mean only is uncertain, and for Bernoulli;
+    class probabilities as exact as ``link``; an uncertain noise scale as ``noise`` states. Other families are
+    mixtures over the points of :mod:`pyro_dvi.expectations.expectation`: up to two uncertain numbers per density by
+    quadrature, exact to 1e-6 where the density varies on the scale of the Gaussian, to some hundredths of a nat
+    where it is much narrower or has a kink; more by Sobol points, with errors of a tenth in the log probability of
+    rare events. So is a Normal whose mean and scale are functions of the very same Gaussian, unless moments are
+    matched.
 
     Args:
         family: the distribution class.
