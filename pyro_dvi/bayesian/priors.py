@@ -18,7 +18,6 @@ import pyro.distributions as dist
 import torch
 from pyro.distributions.torch_distribution import TorchDistributionMixin
 from torch import Tensor
-from torch.distributions import Distribution
 
 from pyro_dvi.bayesian.converted import DistributionPrior, SitePrior
 from pyro_dvi.bayesian.selection import Candidate, suggestion
@@ -131,11 +130,7 @@ def as_prior(prior: PriorLike, place: str = "prior_scale") -> Prior:
     """
     if isinstance(prior, Prior):
         return prior
-    if isinstance(prior, Distribution):
-        if not isinstance(prior, TorchDistributionMixin):
-            raise ArgumentError(
-                f"{place} is a {type(prior).__name__} of torch: take the one of pyro.distributions"
-            )
+    if isinstance(prior, TorchDistributionMixin):
         return Given(prior)
     if isinstance(prior, Mapping):
         if not prior or not all(isinstance(pattern, str) for pattern in prior):
@@ -146,15 +141,11 @@ def as_prior(prior: PriorLike, place: str = "prior_scale") -> Prior:
         # wait for the device.
         scale = torch.tensor(positive(prior, place), dtype=torch.float64)
         return Given(dist.Normal(torch.zeros_like(scale), scale, validate_args=False))
-    if isinstance(prior, Tensor):
-        raise ArgumentError(
-            f"{place} is a tensor of shape {tuple(prior.shape)}: for a scale per weight pass Normal(0., scale)"
-        )
     if callable(prior) and not isinstance(prior, type):
         return ByRule(prior)
     raise ArgumentError(
-        f"{place} is {prior!r}: pass a number, a Pyro distribution, fan_in, LearnedScale(), HierarchicalScale(), a "
-        "callable of (name, parameter), or a mapping from name patterns to these"
+        f"{place} is {prior!r}: pass a number, a distribution of pyro.distributions as Normal(0., scale), fan_in, "
+        "LearnedScale(), HierarchicalScale(), a callable of (name, parameter), or a mapping from name patterns to these"
     )
 
 

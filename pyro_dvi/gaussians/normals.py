@@ -15,10 +15,6 @@ from torch import Tensor
 from torch import distributions as td
 from torch.distributions import constraints
 
-from pyro_dvi.core.arguments import check_positive
-from pyro_dvi.core.distributions import broadcasts_to
-from pyro_dvi.errors import ArgumentError
-
 
 class RowsNormal(dist.TorchDistribution):
     r"""Independent Gaussian rows with a covariance each, as one vector whose elements may be in another order.
@@ -128,7 +124,6 @@ class MultiplicativeNormal(dist.Normal):
         eps: :math:`\varepsilon`, in squared units of ``loc``; the paper's value by default, a deviation of 1e-5.
 
     Raises:
-        ArgumentError: ``alpha`` does not broadcast to ``loc``, or ``eps`` is not positive.
         ValueError: a mean that is not finite or a negative ``alpha``, where Pyro's validation is on.
 
     Source: Schmitt & Roth (2021), "Sampling-free variational inference for neural networks with multiplicative
@@ -151,12 +146,6 @@ class MultiplicativeNormal(dist.Normal):
     def __init__(
         self, loc: Tensor, alpha: Tensor, eps: float = 1e-10, validate_args: bool | None = None
     ) -> None:
-        check_positive("eps", eps)
-        if not broadcasts_to(alpha.shape, loc.shape):
-            raise ArgumentError(
-                f"alpha of shape {tuple(alpha.shape)} does not broadcast to means of shape {tuple(loc.shape)}: it "
-                "has one entry per input unit, [1, in] for a weight [out, in]"
-            )
         self.loc, self.alpha, self.eps = loc, alpha, float(eps)
         torch.distributions.Distribution.__init__(self, loc.shape, validate_args=validate_args)
 

@@ -15,7 +15,6 @@ from torch import distributions as td
 from torch.nn.functional import logsigmoid
 
 from pyro_dvi.core.arguments import check_count
-from pyro_dvi.errors import ArgumentError
 from pyro_dvi.expectations.labels import logit_of_expected_sigmoid
 from pyro_dvi.expectations.points import sobol_points
 from pyro_dvi.moments import GaussianMoments
@@ -30,28 +29,14 @@ class ClassLink(ABC):
         """Return the probability of each class, ``[*batch, C]``; arguments as :meth:`log_probabilities`."""
         return self.log_probabilities(loc, spread).exp()
 
+    @abstractmethod
     def log_probabilities(self, loc: Tensor, spread: Tensor) -> Tensor:
         """Return the logarithm of the probability of each class, ``[*batch, C]``.
 
         Args:
             loc: mean logits, ``[*batch, C]``.
             spread: their variances ``[*batch, C]``, or covariances ``[*batch, C, C]``.
-
-        Raises:
-            ArgumentError: the shapes do not belong together.
         """
-        num_classes = loc.shape[-1]
-        is_covariance = spread.dim() == loc.dim() + 1
-        fits = spread.dim() == loc.dim() or (is_covariance and spread.shape[-2] == num_classes)
-        if spread.shape[-1] != num_classes or not fits:
-            raise ArgumentError(
-                f"logits of shape {tuple(loc.shape)} need variances of that shape, or covariances with one more "
-                f"dimension of {num_classes}; got shape {tuple(spread.shape)}"
-            )
-        return self._log_averaged(loc, spread, is_covariance)
-
-    @abstractmethod
-    def _log_averaged(self, loc: Tensor, spread: Tensor, is_covariance: bool) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -72,7 +57,9 @@ class SobolSoftmax(ClassLink):
     def __post_init__(self) -> None:
         check_count("num_points", self.num_points)
 
-    def _log_averaged(self, loc: Tensor, spread: Tensor, is_covariance: bool) -> Tensor:
+    def log_probabilities(self, loc: Tensor, spread: Tensor) -> Tensor:
+        """Average the log-softmax over the points, by log-sum-exp."""
+        is_covariance = spread.dim() > loc.dim()
         points = sobol_points(self.num_points, loc.shape[-1], loc)
         # Classes first, then points: a softmax over a short last dimension is many times slower.
         mean = loc.movedim(-1, 0).unsqueeze(1)
@@ -97,7 +84,9 @@ class Probit(ClassLink):
     Source: MacKay (1992), "The evidence framework applied to classification networks".
     """
 
-    def _log_averaged(self, loc: Tensor, spread: Tensor, is_covariance: bool) -> Tensor:
+    def log_probabilities(self, loc: Tensor, spread: Tensor) -> Tensor:
+        """Average the sigmoid for two classes, and shrink more logits."""
+        is_covariance = spread.dim() > loc.dim()
         variance = torch.diagonal(spread, dim1=-2, dim2=-1) if is_covariance else spread
         if loc.shape[-1] == 2:
             both = variance.sum(-1) - (2 * spread[..., 0, 1] if is_covariance else 0)

@@ -89,7 +89,7 @@ CONVERSIONS: list[tuple[str, Callable[[], Any], dict[str, Any], type[Exception],
         mlp,
         {"prior_scale": torch.ones(3)},
         A,
-        r"tensor of shape \(3,\).*Normal\(0., scale\)",
+        r"is tensor.*Normal\(0., scale\)",
     ),
     ("torch's Normal", mlp, {"prior_scale": torch.distributions.Normal(0, 1)}, A, "pyro.distributions"),
     (
