@@ -107,20 +107,16 @@ def evaluation(
         shape = _coordinates(family, name, p)
         if len(shape) >= len(shapes.get(keys[name], ())):  # of the same last dimensions
             shapes[keys[name]] = shape
-    blocks: dict[Hashable, slice] = {}
-    count = 0
-    for key, shape in shapes.items():
-        blocks[key] = slice(count, count + math.prod(shape))
-        count += math.prod(shape)
-    points, weights = fixed_points(count, like, num_points)
+    sizes = [math.prod(shape) for shape in shapes.values()]
+    points, weights = fixed_points(sum(sizes), like, num_points)
     rank = _batch_rank(family, parameters, value)
     options = without_checks(family)
 
     def at(points: Tensor) -> Any:
         found = {}
+        blocks = dict(zip(shapes, points.split(sizes, 1), strict=True))
         for name, p in uncertain.items():
-            block = points[:, blocks[keys[name]]]
-            values = at_points(p, block.reshape(len(points), *shapes[keys[name]]))
+            values = at_points(p, blocks[keys[name]].reshape(len(points), *shapes[keys[name]]))
             check_domain(family, name, p, values)
             found[name] = aligned(values, rank + (event_dim_of(family, name) or 0))
         return family(**{**parameters, **found}, **options)
